@@ -152,6 +152,7 @@ void Recording::finish_groups(NodeId node) {
           (next == groups_.size() || groups_[i].first_use >= groups_[next].first_use))
         next = i;
     if (next == groups_.size()) return;
+    compute_aside();
     groups_[next].finished = true;
     if (groups_[next].constant && std::ranges::none_of(groups_[next].contributed, std::identity())) {
       groups_[next].group->pass_constant();
@@ -188,7 +189,7 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
     Recording& r;
     const Phase phase;
     const bool saving, selective;
-    ~Before() { r.phase_ = phase, r.saving_ = saving, r.selective_ = selective; }
+    ~Before() { r.phase_ = phase, r.saving_ = saving, r.selective_ = selective, r.aside_.clear(); }
   } const before{*this, std::exchange(phase_, Phase::backward), std::exchange(saving_, keep), std::exchange(selective_, false)};
   to_groups_ = to_groups;
   take_back_offloaded();
@@ -205,6 +206,7 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
     for (size_t r = ranges_.size(); r-- > 0;) reverse_through(ranges_[r].begin, ranges_[r].end, to_groups, keep);
   else
     reverse_through(0, last + 1, to_groups, keep);
+  compute_aside();
   if (to_groups) {
     if (!ranges_.empty()) finish_groups(ranges_.front().begin - 1);
     if (rest_) keep_gradients_of_rest();

@@ -5,6 +5,7 @@
 #include <map>
 
 #include "sheaf/autograd/ops/redistribute.h"
+#include "sheaf/autograd/ops/travel.h"
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/core/error.h"
 
@@ -30,7 +31,7 @@ struct SharedLane {
 };
 
 // What computes waits until such a call is through.
-bool joins_its_call(const Node& n) { return is_redistribute(n.op) && n.op != &send_op(); }
+bool joins_its_call(const Node& n) { return is_redistribute(n.op) && n.op != &send_op() && n.op != &start_op(); }
 
 // Of what moves nothing: the value in whose memory an output is; else -1.
 ValueId lies_in(const Tape& tape, const Node& n, int output) {

@@ -183,6 +183,8 @@ class Vjp {
   const Tensor& grad(int output = 0) const;
   Tensor input(int i) const;          ///< must be in kSavedInputs
   Tensor output(int i) const;         ///< must be in kSavedOutputs
+  /// input(i) will be asked for, after something else is computed: what has to be gathered for it sets out.
+  void will_read(int i);
   /// Where the first contribution to input i's gradient belongs, if it has a place of its own (a parameter's slot in
   /// its unit's buffer): pass it to apply() to store there without a copy. With `may_add`, later contributions too.
   Into into(int i, bool may_add = false) const;
@@ -191,28 +193,36 @@ class Vjp {
   /// has it from here on, and gives the sum to set(). Undefined if there is none, where it lies in a place of its own, or where
   /// sums are differentiated again.
   Tensor take_sum(int i);
-  /// f sets the gradients of inputs `first` and behind it that are parameters: now or, where those of weights wait
-  /// (BackwardOptions::weights_later), in backward_weights(). It holds what it reads: input(), output(), grad() and has_grad() are
-  /// not for it (LifetimeError, then). In the vjp of an op with kWeightsLater.
+  /// f sets the gradients of inputs `first` and behind it that are parameters: now; or, where the gradient of input 0 is sent on, set
+  /// before, while that travels; or, where those of weights wait (BackwardOptions::weights_later), in backward_weights(). It holds what
+  /// it reads: input(), output(), grad() and has_grad() are not for it (LifetimeError, then). In the vjp of an op with kWeightsLater.
   template <class F>
   void weights(int first, F&& f) {
     if (weights_wait(first)) return put_off(first, std::forward<F>(f));
+    if (input_travels_back(first)) return put_aside(first, std::forward<F>(f));
     f(*this);
   }
+  /// Gradients of weights that were put aside: some of them are to be computed, while something travels.
+  bool any_aside() const;
+  void compute_aside();
   /// The gradient of input i; its type must be the dual of the input's, or that in f32 where the input is bf16 or f16:
   /// a sum that was made in f32 is rounded no earlier than it must be. Ignored unless needs(i).
   void set(int i, Tensor gradient);
 
-  Vjp(Recording& recording, int32_t node, uint64_t needs) : recording_(recording), node_(node), needs_(needs) {}
+  Vjp(Recording& recording, int32_t node, uint64_t needs, bool late = false)
+      : recording_(recording), node_(node), needs_(needs), late_(late) {}
   SmallVector<std::pair<int, Tensor>, 4> gradients;
 
  private:
   bool weights_wait(int first) const;
   void put_off(int first, std::function<void(Vjp&)> f);
+  bool input_travels_back(int first) const;
+  void put_aside(int first, std::function<void(Vjp&)> f);
   void expect_now(const char* what) const;
   Recording& recording_;
   int32_t node_;
   uint64_t needs_;
+  bool late_;  // for what was given to weights()
 };
 
 /// The functions of an op, built by op_def<Op>(); constant for the life of the process.

@@ -140,6 +140,14 @@ void Recording::recompute(Region& region) {
   onload(region);
   if (region.offloads) onload_last_before(region.begin);
   const std::vector<NodeId> nodes = nodes_to_repeat(region);
+  if (const Travelling travelling = std::exchange(region.travelling, {})) {
+    const ValueId v = tape_.output(tape_.node(nodes[0]));
+    const PathScope path(tape_.path(tape_.node(nodes[0])));
+    flag_next(Node::kRecomputed);
+    const Tensor again = arrived(travelling);
+    state(value_of(again)).copy_of = v;
+    return state(v).save(again);
+  }
   std::unordered_map<ValueId, NodeId> last_read;
   for (NodeId id : nodes)
     for (ValueId v : tape_.inputs(tape_.node(id))) last_read[v] = id;

@@ -8,6 +8,7 @@
 #include <unordered_map>
 
 #include "sheaf/autograd/leaf_group.h"
+#include "sheaf/autograd/ops/travel.h"
 #include "sheaf/autograd/tape.h"
 
 namespace sheaf {
@@ -20,6 +21,9 @@ struct RecordingOptions {
   /// Gradients of this recording will be differentiated again. None is then computed in the forward already, as a linear head's loss
   /// does with those of its operands: that has no derivative.
   bool higher_order = false;
+  /// Gradients of weights are computed while other gradients travel: see [Note: beside what travels]. Without it what travels is waited
+  /// for, with the same bits: to compare.
+  bool overlap = true;
   /// Gives random_state() of the samples that begin so many after first_sample; absent: it is made anew. For a step that runs
   /// again, before which whoever gives them sets them.
   std::function<Tensor(int64_t after)> random_states = {};
@@ -196,6 +200,7 @@ class Recording {
     NodeId begin, end;
     std::unordered_map<ValueId, Tensor> entering;  // what the nodes that will be repeated read from outside
     bool results = false;                          // see RecomputeOptions
+    Travelling travelling = {};                    // its one result, on the way: see [Note: beside what travels]
     std::vector<std::weak_ptr<Storage>> made = {};  // by such a region
     bool offloads = false, offloaded = false;      // see [Note: offload]
     std::vector<ValueId> on_host = {};             // of what entered: what lies there
@@ -229,6 +234,10 @@ class Recording {
   bool made_in_region(ValueId v) const;
   std::vector<NodeId> nodes_to_repeat(const Region& region) const;
   void recompute(Region& region);
+  void start_again(ValueId v);
+  NodeId only_travels(const Region& region) const;
+  bool sends_gradient_on(ValueId v) const;
+  void compute_aside(size_t left = 0);
   void make_again(ValueId v);
   void offload_last_region();
   void take_back_offloaded();
@@ -316,6 +325,12 @@ class Recording {
   };
   std::deque<Later> later_;                              // the last one of the backward under way, if weights_later_
   bool weights_later_ = false, in_weights_ = false;
+  struct Aside {
+    NodeId node;
+    uint64_t needs;
+    std::function<void(Vjp&)> derivative;
+  };
+  std::vector<Aside> aside_;                             // see [Note: beside what travels]
   std::vector<std::pair<Tensor, Tensor>> offloading_;    // to the host, from the device
   std::vector<Region> regions_;                          // in order; the last one has no end while its scope is open
   bool in_region_ = false;

@@ -56,7 +56,7 @@ void Recording::backward_weights() {
     const PathScope path(tape_.path(tape_.node(part.node)));
     finish_groups(part.node);
     if (part.derivative) {
-      Vjp vjp(*this, part.node, part.needs);
+      Vjp vjp(*this, part.node, part.needs, /*late=*/true);
       std::exchange(part.derivative, nullptr)(vjp);
       for (auto& [i, g] : vjp.gradients)
         if (part.needs & bit(i)) accumulate(part.node, tape_.inputs(tape_.node(part.node))[i], std::move(g));
@@ -94,7 +94,7 @@ void Vjp::put_off(int first, std::function<void(Vjp&)> f) {
 }
 
 void Vjp::expect_now(const char* what) const {
-  if (recording_.in_weights_)
+  if (late_)
     fail<LifetimeError>("[", recording_.tape_.node(node_).op->name, "] ", path_label(PathScope::current()), ": ", what,
                         " in what its derivative gave to weights(), which holds what it reads");
 }

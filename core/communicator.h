@@ -56,6 +56,8 @@ class Communicator {
   /// The rank has nothing to do until the next call is done: if the lane is idle, it may run on the calling thread, and two
   /// threads need not wake each other. What goes wrong is thrown by the call then.
   virtual void is_waited_for() {}
+  /// What calls on the host's memory move the ranks' own cores copy, who gain nothing by doing so beside what they compute.
+  virtual bool takes_own_cores() const { return false; }
 
   /// Every rank's `in` (counts[rank()] elements), concatenated in rank order into `out` on every rank. `in` may lie at
   /// its own place inside `out` (in-place gather).

@@ -73,6 +73,7 @@ class LocalCommunicator final : public CommunicatorBase {
   ~LocalCommunicator() override;
 
   std::string_view kind() const override { return "local"; }
+  bool takes_own_cores() const override { return options_.bytes_per_second == 0 && options_.bytes_per_second_between_hosts == 0; }
   int64_t staging_bytes() const override { return 0; }
 
  private:

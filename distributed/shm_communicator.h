@@ -37,6 +37,7 @@ class ShmCommunicator final : public CommunicatorBase {
   ~ShmCommunicator() override;
 
   std::string_view kind() const override { return "shm"; }
+  bool takes_own_cores() const override { return true; }
   int64_t staging_bytes() const override { return staging_bytes_; }
 
  private:

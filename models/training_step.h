@@ -59,6 +59,7 @@ struct StandIn {
 struct TrainingStepOptions {
   DType masters = kF32;  ///< f64 to compare ways of training: train.dtype f32 then computes in it, too
   StandIn stand_in = {};
+  bool overlap = true;  ///< false to compare: RecordingOptions::overlap
   /// Of samples [first, first + count), how many targets count, a number above 0; null: all do. It matters with data.examples.
   std::function<int64_t(int64_t first, int64_t count)> num_targets = {};
 };
@@ -124,6 +125,7 @@ class TrainingStep {
   TrainConfig config_;  // of this rank's island
   World& world_;
   Device device_;
+  bool overlap_;
   std::function<int64_t(int64_t first, int64_t count)> num_targets_;
   ShardedModel sharded_;
   std::vector<Turn> turns_;  // of a step

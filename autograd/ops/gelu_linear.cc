@@ -57,6 +57,7 @@ struct LinearGelu {  // x[.., I], weight[O, I] [, bias[O]] -> gelu(y), y = x wei
       dy = dy ? add(dy, through) : through;
     }
     dy = dense_rows(dy);
+    will_read_input(c, 1);
     if (c.needs(0)) c.set(0, times(dy, c.input(1), a.forward()));
     set_parameter_gradients(c, dy, 1, a.fp8);
   }

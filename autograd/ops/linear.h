@@ -38,6 +38,10 @@ void rounds(WorkOf& w, int64_t along_rows, int64_t along_columns);
 void infer_linear(const char* op, Infer& c, int weight, bool fp8);
 /// Its work.
 void work_of_linear(WorkOf& w, int weight, bool fp8);
+/// The next one will read input 0, if the gradient of the weight is wanted.
+inline void will_read_input(Vjp& c, int weight) {
+  if (c.needs(weight)) c.will_read(0);
+}
 /// Sets the gradients of weight and bias, if they are wanted, by dy[.., O]: one op for both, which may come later. Of ops with
 /// kWeightsLater.
 void set_parameter_gradients(Vjp& c, const Tensor& dy, int weight, Fp8 fp8);

@@ -272,6 +272,7 @@ struct Linear {  // x[.., I], weight[O, I] [, bias[O]]
   static void work(const Attrs& a, WorkOf& w) { work_of_linear(w, 1, a.forward()); }
   static void vjp(const Attrs& a, Vjp& c) {
     const Tensor dy = dense_rows(c.grad());
+    will_read_input(c, 1);
     if (c.needs(0)) c.set(0, times(dy, c.input(1), a.forward()));
     set_parameter_gradients(c, dy, 1, a.fp8);
   }

@@ -3,6 +3,8 @@
 #include <cstring>
 #include <map>
 
+#include "sheaf/autograd/ops/redistribute.h"
+
 namespace sheaf {
 namespace {
 
@@ -30,9 +32,10 @@ class Eraser {
     return static_cast<int>(leaves_.size()) - 1;
   }
 
-  // An output for each input is the same value in another layout. What opens a unit has its values behind its buffers.
+  // An output for each input is the same value in another layout. What opens a unit has its values behind its buffers; what else a
+  // redistribution has there is memory.
   void pass_through(const Node& n) {
-    for (int o = 0; o < n.num_outputs; ++o) {
+    for (int o = 0; o < (is_redistribute(n.op) ? 1 : n.num_outputs); ++o) {
       const ValueId v = from_.output(n, o);
       if (o < n.num_inputs) {
         const ValueId in = from_.inputs(n)[o];

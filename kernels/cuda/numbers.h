@@ -116,6 +116,19 @@ __device__ inline void store_pack(T* to, const Pack<T>& pack) {
   memcpy(&raw, &pack, sizeof raw);
   *reinterpret_cast<uint4*>(to) = raw;
 }
+/// To global memory, in one piece: behind a choice of whole packs and parts of them nvcc would store each pack in four.
+template <class T>
+__device__ inline void store_global_pack(T* to, const Pack<T>& pack) {
+#ifdef __CUDA_ARCH__
+  uint4 raw;
+  memcpy(&raw, &pack, sizeof raw);
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(raw.x), "r"(raw.y), "r"(raw.z),
+               "r"(raw.w)
+               : "memory");
+#else
+  store_pack(to, pack);
+#endif
+}
 inline bool aligned16(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
 /// Neighbours that are read and written together, 16 bytes at a time.

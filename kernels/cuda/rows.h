@@ -90,7 +90,7 @@ template <class T>
 __device__ inline void store_chunk(T* row, int64_t at, int64_t n, const Pack<T>& pack) {
   constexpr int kSize = Pack<T>::kSize;
   T* to = row + at;
-  if (at + kSize <= n && reinterpret_cast<uintptr_t>(to) % 16 == 0) return store_pack(to, pack);
+  if (at + kSize <= n && reinterpret_cast<uintptr_t>(to) % 16 == 0) return store_global_pack(to, pack);
 #pragma unroll
   for (int k = 0; k < kSize; ++k)
     if (at + k < n) to[k] = pack.v[k];

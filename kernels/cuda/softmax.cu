@@ -114,7 +114,7 @@ __device__ uint4 load_pressed(const T* from, int count, bool packs, T none) {
 }
 template <class T>
 __device__ void store_part(T* to, const Pack<T>& pack, int count, bool packs) {
-  if (packs && count == Pack<T>::kSize) return store_pack(to, pack);
+  if (packs && count == Pack<T>::kSize) return store_global_pack(to, pack);
 #pragma unroll
   for (int k = 0; k < Pack<T>::kSize; ++k)
     if (k < count) to[k] = pack.v[k];

@@ -5,6 +5,7 @@
 #include "sheaf/autograd/checks.h"
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/ops/redistribute.h"
+#include "sheaf/autograd/ops/travel.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/core/communicator.h"
@@ -155,6 +156,42 @@ TEST_P(Redistribute, ViewsAreSentAsTheirCopies) {
             << str(view.type(), " to ", q);
     }
   }, {.timeout = std::chrono::seconds(20), .threads_per_rank = 1});
+}
+
+// In two halves, with another between them, of a value that is gone by then; over links, beside which the ranks go on.
+TEST_P(Redistribute, WhatTravelsArrives) {
+  const auto [ranks, links] = GetParam();
+  for (const Shape& shape : {Shape{7, 5}, Shape{4, 1, 6}, Shape{3}, Shape{0, 4}, Shape{}}) {
+    const std::vector<Placement> all = placements(shape, ranks);
+    const Values x = integers(static_cast<size_t>(shape.numel()), "x"), other = integers(12, "other");
+    run_local(ranks, [&, ranks = ranks, links = links](World& world) {
+      const Mesh joined = world.mesh({axis_of(ranks, links)});
+      const PoisonScope poison;
+      int64_t foreseen = 0, travelled = 0;
+      for (const Placement& from : all)
+        for (const Placement& to : all) {
+          const Layout before(joined.spec, from), after(joined.spec, to);
+          if (!can_travel(before, after)) continue;
+          const std::string what = str(from, "→", to, " of ", shape, " at ", ranks, " ranks");
+          Recording recording;
+          Travelling travelling = start_redistribute(make_local(x, {kF64, shape, before}, "addends"), after);
+          const Tensor summed = redistribute(make_local(other, {kF64, {4, 3}, Layout(joined.spec, Placement::partial())}, "others"), "data",
+                                             Placement::replicate());
+          const Tensor result = arrived(travelling);
+          travelling = {};
+          EXPECT_TRUE(identical(result, redistribute(make_local(x, {kF64, shape, before}, "addends"), after))) << what;
+          EXPECT_EQ(summed.to_vector<double>(), other) << what;
+          EXPECT_EQ(str(check_types(recording.tape()).size()), "0") << what;
+          for (NodeId i = 0; i < recording.tape().num_nodes(); ++i) foreseen += recording.tape().wire_bytes(recording.tape().node(i));
+          ++travelled;
+        }
+      EXPECT_EQ(travelled > 0, ranks > 1);
+      EXPECT_EQ(foreseen, received(*joined.runtime, ranks, links));
+      // One that nobody waits for.
+      if (ranks > 1) start_redistribute(make_local(other, {kF64, {4, 3}, Layout(joined.spec, Placement::partial())}, "others"),
+                                        Layout(joined.spec, Placement::shard(0)));
+    }, {.bytes_per_second = 1e8, .timeout = std::chrono::seconds(20), .threads_per_rank = 1});
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Worlds, Redistribute, ::testing::Combine(::testing::Range(1, 6), ::testing::Values(Links::none, Links::chain, Links::ring)));

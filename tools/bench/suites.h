@@ -19,6 +19,7 @@ void allocator_suite(Session& session);
 void comm_suite(Session& session);
 void fsdp_suite(Session& session);
 void hosts_suite(Session& session);
+void overlap_suite(Session& session);
 void pipeline_suite(Session& session);
 void memory_suite(Session& session);
 void init_suite(Session& session);
@@ -41,6 +42,7 @@ inline constexpr Suite kSuites[] = {
     {"comm", comm_suite, true},
     {"fsdp", fsdp_suite, true},
     {"hosts", hosts_suite, false},
+    {"overlap", overlap_suite, false},
     {"pipeline", pipeline_suite, false},
     {"memory", memory_suite, true},
     {"init", init_suite, false},

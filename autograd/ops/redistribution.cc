@@ -1,0 +1,204 @@
+#include "sheaf/autograd/ops/redistribution.h"
+
+#include <algorithm>
+
+#include "sheaf/autograd/recording.h"
+#include "sheaf/core/communicator.h"
+#include "sheaf/core/rank_context.h"
+#include "sheaf/kernels/copy.h"
+#include "sheaf/kernels/dispatch.h"
+
+namespace sheaf {
+namespace {
+
+using Kind = Placement::Kind;
+
+Communicator& gather_lane(const Layout& l, int axis) {
+  MeshRuntime* runtime = RankContext::current().runtime(l.mesh());
+  if (!runtime) fail<PlacementError>("[redistribute] this rank has not joined mesh ", l.mesh()->to_string());
+  return runtime->gather_lane(axis);
+}
+
+// A flat index runs over dense elements only.
+bool is_flat(const Layout& from, const Layout& to, int axis) { return from[axis].map().is_flat() || to[axis].map().is_flat(); }
+
+}  // namespace
+
+Redistribution::Move Redistribution::move(const Layout& from, const Layout& to) {
+  const Layout have = from.mesh() ? from : Layout(to.mesh());
+  for (int axis = 0; axis < to.num_axes(); ++axis)
+    if (!(have[axis] == to[axis])) return {axis, have[axis].kind(), to[axis].kind(), to.mesh()->size(axis)};
+  return {-1, Kind::replicate, Kind::replicate, 1};
+}
+
+Redistribution::Redistribution(const Execute& c, const Type& from, const Type& to)
+    : c_(c), from_(from), to_(to), m_(move(from.layout, to.layout)), stream_(c.stream()), meta_(c.device().is_meta()) {
+  if (!m_.relabels()) me_ = RankContext::current().coordinate(to.layout.mesh(), m_.axis);
+}
+
+// --- in one op ---
+
+int64_t Redistribution::workspace(const Layout& from, const Layout& to, const View& in, const View& out) {
+  const Move m = move(from, to);
+  if (m.relabels()) return 0;
+  const int64_t bytes = in.bytes(), dense = in.contiguous() ? 0 : bytes;
+  // A rank that gets nothing has an address, too: it tells the lane whose memory the ranks exchange.
+  if (m.to == Kind::shard && m.from == Kind::shard)
+    return bytes + std::max<int64_t>(out.bytes(), 1) + (is_flat(from, to, m.axis) ? dense : 0);
+  if (m.from == Kind::shard) return m.to == Kind::partial ? 0 : out.bytes() + dense;
+  return m.to == Kind::shard && (m.from == Kind::partial || to[m.axis].map().is_flat()) ? bytes : 0;
+}
+
+void Redistribution::run(View in, View out, void* scratch) const {
+  if (m_.relabels()) return copy(in, View::dense(out.data, out.dtype, in.shape));
+  if (Move::is_whole(m_.from)) return m_.to == Kind::shard ? slice(in, out, scratch) : keep_on_one(in, out);
+  if (m_.to == Kind::partial) return zero_embed(in, out);
+  char* const at = static_cast<char*>(scratch);
+  void *sent = at, *received = out.data;
+  if (m_.from == Kind::shard && m_.to == Kind::shard) {
+    received = at + in.bytes();
+    if (is_flat(from_.layout, to_.layout, m_.axis) && !in.contiguous()) in = dense_at(at + in.bytes() + out.bytes(), in);
+  } else if (m_.from == Kind::shard) {
+    if (unpacks()) received = at;
+    if (!in.contiguous()) in = dense_at(at + out.bytes(), in);
+  } else if (m_.to == Kind::shard && !packs() && !in.contiguous()) {
+    in = dense_at(at, in);
+  }
+  c_.join(start(in, sent, received, /*waited_for=*/true));
+  if (received != out.data) finish(received, out);
+}
+
+// --- in two ---
+
+bool Redistribution::packs(const Type& from, const Type& to) {
+  if (to.layout.is_elsewhere()) return false;
+  const Move m = move(from.layout, to.layout);
+  return m.to == Kind::shard && (m.from == Kind::shard || !cut_of(to, m.axis, to.layout[m.axis]).contiguous);
+}
+bool Redistribution::unpacks(const Type& from, const Type& to) {
+  if (to.layout.is_elsewhere()) return false;
+  const Move m = move(from.layout, to.layout);
+  return m.from == Kind::shard && (m.to == Kind::shard || !cut_of(from, m.axis, from.layout[m.axis]).contiguous);
+}
+
+// Of an all_to_all: what each pair of ranks shares are rows of what either has.
+struct Redistribution::Exchange {
+  bool flat;
+  int dim_in, dim_out;
+  std::vector<std::vector<Interval>> mine, theirs;  // of what this rank has, by whom it goes to, and gets, by whom it is from
+  View seen(const View& v) const { return flat ? flattened(v) : v; }
+};
+
+Redistribution::Exchange Redistribution::exchange() const {
+  Cut p = cut_in(), q = cut_out();
+  Exchange e{p.flat || q.flat, 0, 0, {}, {}};
+  if (e.flat) p.count_elements(), q.count_elements();
+  const bool one_index = e.flat || p.dim == q.dim;
+  e.dim_in = one_index ? p.dim : q.dim, e.dim_out = p.dim;
+  const auto me = static_cast<size_t>(me_);
+  for (size_t r = 0; r < static_cast<size_t>(m_.size); ++r) {
+    e.mine.push_back(one_index ? shared_rows(p.owned[me], q.owned[r]) : q.owned[r]);
+    e.theirs.push_back(one_index ? shared_rows(q.owned[me], p.owned[r]) : p.owned[r]);
+  }
+  return e;
+}
+
+Event Redistribution::start(View in, void* sent, void* received, bool waited_for) const {
+  char* at = static_cast<char*>(sent);
+  std::vector<int64_t> send_counts, recv_counts;
+  if (m_.from == Kind::partial && m_.to == Kind::shard) {
+    const Cut cut = cut_out();
+    recv_counts = cut.counts();
+    for (int r = 0; r < m_.size && packs(); ++r) {
+      const View packed = block_of_rows(in, cut.dim, cut.rows(r), at);
+      pack(in, cut.dim, cut.owned[static_cast<size_t>(r)], packed);
+      at += packed.bytes();
+    }
+  } else if (m_.from == Kind::partial) {
+    copy(in, View::dense(received, in.dtype, in.shape));
+  } else if (m_.to == Kind::shard) {
+    const Exchange e = exchange();
+    const View from = e.seen(in), to = e.seen(View::dense(received, in.dtype, to_.local_shape()));
+    for (size_t r = 0; r < e.mine.size(); ++r) {
+      const View packed = block_of_rows(from, e.dim_in, Cut::total(e.mine[r]), at);
+      pack(from, e.dim_in, e.mine[r], packed);
+      at += packed.bytes();
+      send_counts.push_back(packed.numel());
+      recv_counts.push_back(block_of_rows(to, e.dim_out, Cut::total(e.theirs[r]), received).numel());
+    }
+  } else {
+    recv_counts = cut_in().counts();
+  }
+  // Where ranks are simulated, their lanes count what tensors without memory would send.
+  Communicator& lane = gather_lane(to_.layout, m_.axis);
+  if (meta_ && lane.kind() != "simulated") return {};
+  if (waited_for || lane.takes_own_cores()) lane.is_waited_for();
+  const std::string& path = PathScope::current();
+  const void* const out = packs() ? sent : in.data;
+  if (m_.from == Kind::partial)
+    return m_.to == Kind::shard ? lane.reduce_scatter(out, received, recv_counts, in.dtype, path)
+                                : lane.all_reduce(received, in.numel(), in.dtype, Reduction::sum, path);
+  return m_.to == Kind::shard ? lane.all_to_all(out, send_counts, received, recv_counts, in.dtype, path)
+                              : lane.all_gather(out, received, recv_counts, in.dtype, path);
+}
+
+void Redistribution::finish(void* received, View out) const {
+  if (!unpacks()) return copy(View::dense(received, out.dtype, out.shape), out);
+  const Exchange e = m_.to == Kind::shard ? exchange() : Exchange{false, 0, cut_in().dim, {}, cut_in().owned};
+  out = e.seen(out);
+  char* at = static_cast<char*>(received);
+  for (const std::vector<Interval>& rows : e.theirs) {
+    const View packed = block_of_rows(out, e.dim_out, Cut::total(rows), at);
+    unpack(packed, out, e.dim_out, rows);
+    at += packed.bytes();
+  }
+}
+
+// --- without talking ---
+
+// Where no view shows it (Slice::alias).
+void Redistribution::slice(View in, const View& out, void* scratch) const {
+  const Cut cut = cut_out();
+  if (cut.flat) in = flattened(dense_at(scratch, in));
+  pack(in, cut.dim, cut.owned[static_cast<size_t>(me_)], out);
+}
+
+void Redistribution::keep_on_one(const View& in, const View& out) const {
+  if (me_ == 0) copy(in, out);
+  else fill(out, 0);
+}
+
+void Redistribution::zero_embed(const View& in, const View& out) const {
+  const Cut cut = cut_in();
+  if (!from_.layout[m_.axis].is_single()) {
+    fill(out, 0);
+    unpack(in, cut.flat ? flattened(out) : out, cut.dim, cut.owned[static_cast<size_t>(me_)]);
+  } else if (cut.elements(me_) > 0) {
+    copy(in, out);
+  } else {
+    fill(out, 0);
+  }
+}
+
+// Nothing is copied of tensors without memory.
+void Redistribution::copy(const View& x, const View& y) const {
+  if (!meta_) SHEAF_ON_DEVICE(stream_, copy, x, y);
+}
+void Redistribution::fill(const View& y, double value) const {
+  if (!meta_) SHEAF_ON_DEVICE(stream_, fill, y, value);
+}
+void Redistribution::pack(const View& from, int dim, const std::vector<Interval>& rows, const View& packed) const {
+  if (!meta_) pack_rows([this](const View& x, const View& y) { copy(x, y); }, from, dim, rows, packed);
+}
+void Redistribution::unpack(const View& packed, const View& to, int dim, const std::vector<Interval>& rows) const {
+  if (!meta_) unpack_rows([this](const View& x, const View& y) { copy(x, y); }, packed, to, dim, rows);
+}
+
+// What comes in, without gaps.
+View Redistribution::dense_at(void* to, const View& in) const {
+  const View out = View::dense(to, in.dtype, in.shape);
+  copy(in, out);
+  return out;
+}
+
+}  // namespace sheaf

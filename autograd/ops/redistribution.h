@@ -1,0 +1,69 @@
+// Redistribution: how a rank moves its part of a value from one placement to another, on one mesh axis. What it sends is packed and
+// given to the lane of the axis, and what has come is unpacked: in one op (redistribute.cc), or in two with others between them
+// (travel.cc).
+#pragma once
+
+#include "sheaf/autograd/op.h"
+#include "sheaf/autograd/ops/cut.h"
+#include "sheaf/core/event.h"
+
+namespace sheaf {
+
+class Redistribution {
+ public:
+  struct Move {
+    int axis;  ///< -1: only the mesh is named
+    Placement::Kind from, to;
+    int size;  ///< of the axis
+
+    /// No element goes anywhere.
+    bool relabels() const { return axis < 0 || size == 1 || (is_whole(from) && is_whole(to)); }
+    /// Ranks talk.
+    bool communicates() const { return !relabels() && !is_whole(from) && !(from == Placement::Kind::shard && to == Placement::Kind::partial); }
+    static bool is_whole(Placement::Kind k) { return k == Placement::Kind::replicate || k == Placement::Kind::invariant; }
+  };
+  /// From a layout to one that differs on one axis.
+  static Move move(const Layout& from, const Layout& to);
+
+  /// Between local parts of values of these types, where c executes.
+  Redistribution(const Execute& c, const Type& from, const Type& to);
+
+  /// All of it, with workspace() bytes at `scratch`.
+  void run(View in, View out, void* scratch) const;
+  static int64_t workspace(const Layout& from, const Layout& to, const View& in, const View& out);
+
+  /// Of one that communicates, the first half: `in` is dense, `received` has room for what comes, as many bytes as the result, and
+  /// `sent`, which matters where it packs(), for as many as `in`. Until the event both belong to the lane, and so does `in`. With
+  /// `waited_for` this rank does nothing before finish().
+  Event start(View in, void* sent, void* received, bool waited_for) const;
+  /// The second, behind the event. Nothing to do where it does not unpack() and `received` is where the result is to lie.
+  void finish(void* received, View out) const;
+  static bool packs(const Type& from, const Type& to);  ///< not where they are elsewhere
+  static bool unpacks(const Type& from, const Type& to);
+
+ private:
+  bool packs() const { return packs(from_, to_); }
+  bool unpacks() const { return unpacks(from_, to_); }
+  // Of what comes in, and of what goes out.
+  Cut cut_in() const { return cut_of(from_, m_.axis, from_.layout[m_.axis]); }
+  Cut cut_out() const { return cut_of(to_, m_.axis, to_.layout[m_.axis]); }
+  struct Exchange;
+  Exchange exchange() const;
+  void copy(const View& x, const View& y) const;
+  void fill(const View& y, double value) const;
+  void pack(const View& from, int dim, const std::vector<Interval>& rows, const View& packed) const;
+  void unpack(const View& packed, const View& to, int dim, const std::vector<Interval>& rows) const;
+  View dense_at(void* to, const View& in) const;
+  void slice(View in, const View& out, void* scratch) const;
+  void keep_on_one(const View& in, const View& out) const;
+  void zero_embed(const View& in, const View& out) const;
+
+  const Execute& c_;
+  const Type &from_, &to_;
+  const Move m_;
+  const Stream stream_;
+  const bool meta_;
+  int me_ = 0;
+};
+
+}  // namespace sheaf

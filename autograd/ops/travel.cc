@@ -1,0 +1,87 @@
+#include "sheaf/autograd/ops/travel.h"
+
+#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/ops/redistribute.h"
+#include "sheaf/autograd/ops/redistribution.h"
+#include "sheaf/autograd/ops/route.h"
+#include "sheaf/autograd/work.h"
+
+namespace sheaf {
+namespace {
+
+double moved(const Shape& local, DType dtype) { return 2.0 * static_cast<double>(local.numel()) * static_cast<double>(size_of(dtype)); }
+
+/// Outputs: where what comes is received, and a packed copy of the input if that is what is sent.
+struct Start {
+  static constexpr const char* kName = "redistribute";
+  static constexpr OpKind kKind = OpKind::redistribute;
+  static constexpr Lane kLane = Lane::gather;
+  struct Attrs {
+    Layout to;
+    bool copies;  // what is sent, before that
+    bool operator==(const Attrs&) const = default;
+  };
+
+  static void execute(const Attrs&, Execute& c) {
+    const Redistribution r(c, c.input_type(0), c.output_type(0));
+    const View in = c.input(0);
+    // A rank that gets nothing has an address, too: it tells the lane whose memory the ranks exchange.
+    void* const sent = c.num_outputs() > 1 ? c.output(1).data : in.data;
+    void* const received = c.output(0).data ? c.output(0).data : sent;
+    c.completes_with(r.start(in, sent, received, /*waited_for=*/false));
+  }
+  static void work(const Attrs& a, WorkOf& w) { w.work.bytes = a.copies ? moved(w.input(0), w.work.dtype) : 0; }
+  static void describe(const Attrs& a, std::string& out) { out += a.to.to_string(); }
+};
+
+/// Inputs: what travelled, and what was lent for it.
+struct Arrived {
+  static constexpr const char* kName = "arrived";
+  static constexpr OpKind kKind = OpKind::redistribute;
+  struct Attrs {
+    Layout from;
+    bool unpacks;
+    bool operator==(const Attrs&) const = default;
+  };
+
+  static void execute(const Attrs& a, Execute& c) {
+    c.stream();
+    const Type from{c.input_type(0).dtype, c.input_type(0).shape, a.from};
+    for (int i = 0; i < c.num_inputs(); ++i) c.input_tensor(i).storage()->settle();
+    const View received = c.input(0), out = c.output(0);
+    if (received.data != out.data) Redistribution(c, from, c.output_type(0)).finish(received.data, out);
+  }
+  static void work(const Attrs& a, WorkOf& w) { w.work.bytes = a.unpacks ? moved(w.output(0), w.work.dtype) : 0; }
+};
+
+}  // namespace
+
+const OpDef& start_op() { return op_def<Start>(); }
+
+bool can_travel(const Layout& from, const Layout& to) {
+  if (!from.mesh() || from.mesh() != to.mesh() || route(from, to).size() != 1) return false;
+  const Redistribution::Move m = Redistribution::move(from, to);
+  return m.communicates() && !is_send(*to.mesh(), m.axis, from[m.axis], to[m.axis]);
+}
+
+Travelling start_redistribute(const Tensor& x, const Layout& to) {
+  const Tensor dense = contiguous(x);
+  const Type type{x.dtype(), x.shape(), to};
+  const Redistribution::Move m = Redistribution::move(x.layout(), to);
+  const bool packs = Redistribution::packs(x.type(), type), is_all_reduce = m.from == Placement::Kind::partial && m.to != Placement::Kind::shard;
+  const Start::Attrs attrs{to, packs || is_all_reduce};
+  std::vector<OutputSpec> specs{{type, {}, -1, 0}};
+  if (packs) specs.push_back({x.type(), {}, -1, 0});
+  const Tensors outputs = apply_typed(op_def<Start>(), &attrs, std::span(&dense, 1), specs);
+  return {x.layout(), packs ? outputs[1] : is_all_reduce ? Tensor() : dense, outputs[0]};
+}
+
+Tensor arrived(const Travelling& t) {
+  const Type& type = t.value.type();
+  const Arrived::Attrs attrs{t.from, Redistribution::unpacks({type.dtype, type.shape, t.from}, type)};
+  const OutputSpec spec{type, attrs.unpacks ? Tensor() : t.value, -1, 0};
+  const Tensor inputs[] = {t.value, t.lent};
+  return apply_typed(op_def<Arrived>(), &attrs, std::span(inputs, t.lent ? 2 : 1), std::span(&spec, 1))[0];
+}
+
+}  // namespace sheaf

@@ -1,0 +1,32 @@
+// A redistribution in two nodes, so that others can be computed while it travels:
+//
+//   %8 = reduce_scatter %7     as ever, but nobody waits
+//   ...
+//   %9 = arrived %8, %7        what computes waits here; what was lent to the lane comes back
+#pragma once
+
+#include "sheaf/autograd/tape.h"
+#include "sheaf/core/tensor.h"
+
+namespace sheaf {
+
+struct OpDef;
+
+/// On its way. `value` has the type that it will have, and is for arrived() alone: its bytes are in the order of the wire.
+struct Travelling {
+  Layout from = {};
+  Tensor lent = {};   ///< what the lane reads until then; undefined where it reads `value` itself
+  Tensor value = {};  // goes first and waits for its lane
+  explicit operator bool() const { return value.defined(); }
+};
+
+/// Whether a value goes from one layout to the other by one collective.
+bool can_travel(const Layout& from, const Layout& to);
+/// The first half of redistribute(x, to), which can_travel(). Every rank of the axis calls it, and arrived(), in the same order. Not
+/// differentiable.
+Travelling start_redistribute(const Tensor& x, const Layout& to);
+Tensor arrived(const Travelling& travelling);
+
+const OpDef& start_op();
+
+}  // namespace sheaf

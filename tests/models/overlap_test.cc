@@ -1,0 +1,118 @@
+// Gradients of weights that are computed while other gradients travel: the bits of a run that waits for all, and what stands between
+// a departure and an arrival on the tape.
+#include <gtest/gtest.h>
+
+#include "sheaf/autograd/ops/redistribute.h"
+#include "sheaf/autograd/ops/travel.h"
+#include "sheaf/tests/models/parity.h"
+
+namespace sheaf::testing {
+namespace {
+
+models::TrainConfig config_of(const std::string& type, int64_t tensor, int64_t context) {
+  models::TrainConfig c = tiny_config();
+  c.model = tiny_model(type, 6, 3);
+  c.model.mlp_width = 48;
+  c.model.dropout = 0.1;
+  c.sharding.tensor = tensor, c.sharding.context = context;
+  c.train.micro_batches = 2;
+  return c;
+}
+
+constexpr int kSteps = 4;
+
+// Where ranks overlap what they do, as fast links let them.
+TrainedRun trained(const models::TrainConfig& config, int world, bool overlap, Tape* tape = nullptr) {
+  TrainedRun run;
+  Whole whole;
+  run_local(world, [&](World& w) {
+    models::TrainingStepOptions options = tiny_options(config);
+    options.overlap = overlap;
+    models::TrainingStep step(config, config.model.vocab, w, Device::cpu(), options);
+    models::RecordedStep recorded;
+    for (int s = 0; s < kSteps; ++s) {
+      const auto result = step.run(s, tiny_data(config), s + 1 == kSteps ? &recorded : nullptr);
+      if (w.rank() != 0) continue;
+      run.losses.push_back(result.loss.item());
+      run.norms.push_back(result.grad_norm.item());
+    }
+    whole.collect(step.model(), false);
+    if (tape && w.rank() == 0) *tape = recorded.tape;
+  }, {.bytes_per_second = overlap ? 2e7 : 0, .threads_per_rank = 1});
+  run.parameters = whole.values();
+  return run;
+}
+
+TEST(Overlap, ChangesNoBit) {
+  for (const char* type : {"gpt2", "untied llama"})
+    for (const auto& [tensor, context, world] : {std::tuple(2, 1, 2), {3, 1, 3}, {2, 1, 4}, {1, 2, 2}, {2, 2, 4}}) {
+      const models::TrainConfig plain = config_of(type, tensor, context);
+      std::vector<std::pair<const char*, models::TrainConfig>> ways(6, {"", plain});
+      ways[1].first = "in blocks again", ways[1].second.train.recompute = "block";
+      ways[2].first = "selective", ways[2].second.train.recompute = "selective";
+      ways[3].first = "a unit for each layer", ways[3].second.sharding.units = "count", ways[3].second.sharding.min_parameters = 1;
+      ways[4].first = "program", ways[4].second.train.compile = true;
+      ways[5].first = "zero1", ways[5].second.sharding.strategy = "zero1";
+      for (const auto& [what, config] : ways) {
+        SCOPED_TRACE(str(type, ' ', tensor, " x ", context, " of ", world, ": ", what));
+        expect_same_bits(trained(config, world, false), trained(config, world, true));
+      }
+    }
+}
+
+// What is computed between each departure in a backward and its arrival, by the module that it belongs to.
+std::multimap<std::string, std::string> meanwhile(const Tape& tape) {
+  std::multimap<std::string, std::string> out;
+  for (NodeId id = 0; id < tape.num_nodes(); ++id) {
+    const Node& start = tape.node(id);
+    if (start.op != &start_op()) continue;
+    std::string computed;
+    NodeId next = id + 1;
+    for (; next < tape.num_nodes(); ++next) {
+      const Node& n = tape.node(next);
+      if (tape.op_name(n) == "arrived" && tape.inputs(n)[0] == tape.output(start)) break;
+      const std::string name = tape.op_name(n);
+      if (name == "matmul" || name.starts_with("linear_")) computed += (computed.empty() ? "" : ", ") + name + " " + tape.path(n);
+    }
+    EXPECT_LT(next, tape.num_nodes()) << "node " << id << " never arrives";
+    out.emplace(tape.path(start) + " " + tape.op_name(start), computed);
+  }
+  return out;
+}
+
+TEST(Overlap, TapesShowWhatIsComputedMeanwhile) {
+  models::TrainConfig c = config_of("untied llama", 2, 1);
+  c.train.micro_batches = 1;
+  Tape tape;
+  trained(c, 2, true, &tape);
+  std::multimap<std::string, std::string> expected;
+  for (const std::string block : {"blocks.0", "blocks.1"}) {
+    const std::string attention = block + ".attention", mlp = block + ".mlp";
+    expected.emplace(mlp + " all_gather", "matmul " + mlp + ".up");
+    expected.emplace(mlp + " reduce_scatter", "linear_weight_gradient " + mlp + ".up");
+    expected.emplace(attention + " all_gather", "linear_weight_gradient " + mlp + ".gate");
+    expected.emplace(attention + " all_gather", "matmul " + attention + ".qkv");
+    expected.emplace(attention + " reduce_scatter", "linear_weight_gradient " + attention + ".qkv");
+  }
+  const auto sorted = [](const auto& map) {
+    std::vector<std::pair<std::string, std::string>> all(map.begin(), map.end());
+    std::ranges::sort(all);
+    return all;
+  };
+  EXPECT_EQ(sorted(meanwhile(tape)), sorted(expected));
+  trained(c, 2, false, &tape);
+  EXPECT_TRUE(meanwhile(tape).empty());
+}
+
+// Planned to the byte, with what is lent to the lanes.
+TEST(Overlap, PlansAreMeasured) {
+  for (const char* type : {"gpt2", "untied llama"})
+    for (const bool compile : {false, true}) {
+      models::TrainConfig c = config_of(type, 2, 2);
+      c.train.compile = compile;
+      expect_planned_tapes(c, 4);
+    }
+}
+
+}  // namespace
+}  // namespace sheaf::testing
