@@ -8,8 +8,9 @@
 //   the gradient of the weight      is computed meanwhile (adjoint_of_redistribution)
 //
 // Where several layers read that input, as a gate does, the last weight's gradient is left for what travels next, the gradient on its
-// way into the layer before. So it is for whatever redistribution stands before a layer, such as the all_to_all of a context axis.
-// What is put aside holds what it reads, and is computed at the latest before its unit's gradients are reduced.
+// way into the layer before. So it is for whatever redistribution stands before layers, such as the all_to_all of a context axis or
+// of experts; beside that all are computed. What is put aside holds what it reads, and is computed at the latest before its unit's
+// gradients are reduced.
 #include <utility>
 
 #include "sheaf/autograd/ops/redistribute.h"
@@ -80,7 +81,6 @@ void Vjp::put_aside(int first, std::function<void(Vjp&)> f) {
 }
 
 bool Vjp::any_aside() const { return !recording_.aside_.empty(); }
-// The last of several is for what travels next, the gathering of the gradient that enters the layer before.
-void Vjp::compute_aside() { recording_.compute_aside(recording_.aside_.size() > 1 ? 1 : 0); }
+void Vjp::compute_aside(size_t left) { recording_.compute_aside(recording_.aside_.size() > left ? left : 0); }
 
 }  // namespace sheaf

@@ -202,9 +202,9 @@ class Vjp {
     if (input_travels_back(first)) return put_aside(first, std::forward<F>(f));
     f(*this);
   }
-  /// Gradients of weights that were put aside: some of them are to be computed, while something travels.
+  /// Gradients of weights that were put aside are to be computed, while something travels: all but the last `left` of several.
   bool any_aside() const;
-  void compute_aside();
+  void compute_aside(size_t left);
   /// The gradient of input i; its type must be the dual of the input's, or that in f32 where the input is bf16 or f16:
   /// a sum that was made in f32 is rounded no earlier than it must be. Ignored unless needs(i).
   void set(int i, Tensor gradient);

@@ -74,7 +74,7 @@ void detail::adjoint_of_redistribution(Vjp& c) {
   if (to_slot) return c.set(0, c.grad());
   if (!c.any_aside() || !can_travel(c.grad().layout(), from.layout.dual())) return c.set(0, redistribute(c.grad(), from.layout.dual()));
   const Travelling gradient = start_redistribute(c.grad(), from.layout.dual());
-  c.compute_aside();
+  c.compute_aside(Redistribution::move(c.grad().layout(), from.layout.dual()).from == Kind::partial ? 1 : 0);
   c.set(0, arrived(gradient));
 }
 

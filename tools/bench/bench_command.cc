@@ -60,6 +60,8 @@ std::string suite_names() {
 }
 
 int bench_command(const Options& options) {
+  // Before CUDA begins: ranks that share a GPU have more streams than it has queues by default.
+  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", /*overwrite=*/0);
   const Device device = device_of(options);
   check_suites(options, device);
   // Nothing is measured for a file that cannot be written in the end.
