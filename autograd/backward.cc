@@ -189,7 +189,7 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
     Recording& r;
     const Phase phase;
     const bool saving, selective;
-    ~Before() { r.phase_ = phase, r.saving_ = saving, r.selective_ = selective, r.aside_.clear(); }
+    ~Before() { r.phase_ = phase, r.saving_ = saving, r.selective_ = selective, r.aside_.clear(), r.travelling_.clear(); }
   } const before{*this, std::exchange(phase_, Phase::backward), std::exchange(saving_, keep), std::exchange(selective_, false)};
   to_groups_ = to_groups;
   take_back_offloaded();
@@ -285,7 +285,10 @@ void Recording::expect_reducible(NodeId node, ValueId parameter, const Layout& g
 }
 
 void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
-  const Type& primal = tape_.type(v);
+  // What travels has the gradient of what it was.
+  const bool travels = tape_.node(tape_.value(v).producer).op == &start_op();
+  const ValueId was = travels ? departed(tape_, v) : v;
+  const Type& primal = tape_.type(was);
   // A wide gradient stays so on its way into a leaf's slot; elsewhere values have one dtype.
   const bool to_sum = state(v).group && along_, to_slot = state(v).group && to_groups_ && !to_sum, wide = is_wide_of(g.dtype(), primal.dtype);
   if (wide && !to_slot && !to_sum) g = cast(g, primal.dtype);
@@ -302,7 +305,7 @@ void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
   if (!dual)
     fail<PlacementError>("[", tape_.node(node).op->name, "] ", path_label(PathScope::current()), ": gradient ", g.type(),
                          " is not the dual of its value ", primal);
-  if (const ValueId id = value_of(g); id >= 0) tape_.note_cotangent(id, v);
+  if (const ValueId id = value_of(g); id >= 0) tape_.note_cotangent(id, was);
   ValueState& s = state(v);
   if (to_sum) {
     expect_reducible(node, v, g.layout());

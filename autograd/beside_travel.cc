@@ -45,8 +45,8 @@ void Recording::start_again(ValueId v) {
 // Whether the gradient of a value goes through a collective next.
 bool Recording::sends_gradient_on(ValueId v) const {
   const Node& n = tape_.node(tape_.value(v).producer);
-  if (!n.op || !is_redistribute(n.op) || !wanted_[tape_.inputs(n)[0]]) return false;
-  return can_travel(tape_.type(v).layout.dual(), tape_.type(tape_.inputs(n)[0]).layout.dual());
+  const ValueId from = n.op && is_redistribute(n.op) ? tape_.inputs(n)[0] : departed(tape_, v);
+  return from >= 0 && wanted_[from] && can_travel(tape_.type(v).layout.dual(), tape_.type(from).layout.dual());
 }
 
 void Recording::compute_aside(size_t left) {
@@ -78,6 +78,19 @@ bool Vjp::input_travels_back(int first) const {
 void Vjp::put_aside(int first, std::function<void(Vjp&)> f) {
   const uint64_t needs = needs_ & ~(Recording::bit(first) - 1);
   recording_.aside_.push_back({node_, needs, std::move(f)});
+}
+
+Tensor Vjp::arrived_gradient() {
+  const auto gradient = recording_.travelling_.find(recording_.value_of(grad()));
+  if (gradient == recording_.travelling_.end()) return grad();  // it did not have to travel
+  const Travelling here = std::move(gradient->second);
+  recording_.travelling_.erase(gradient);
+  return arrived(here);
+}
+
+void Vjp::set_travelling(const Travelling& gradient) {
+  recording_.travelling_.emplace(recording_.value_of(gradient.value), gradient);
+  set(0, gradient.value);
 }
 
 bool Vjp::any_aside() const { return !recording_.aside_.empty(); }

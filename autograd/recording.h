@@ -331,6 +331,7 @@ class Recording {
     std::function<void(Vjp&)> derivative;
   };
   std::vector<Aside> aside_;                             // see [Note: beside what travels]
+  std::unordered_map<ValueId, Travelling> travelling_;   // gradients on their way
   std::vector<std::pair<Tensor, Tensor>> offloading_;    // to the host, from the device
   std::vector<Region> regions_;                          // in order; the last one has no end while its scope is open
   bool in_region_ = false;

@@ -31,6 +31,7 @@ struct Start {
     c.completes_with(r.start(in, sent, received, /*waited_for=*/false));
   }
   static void work(const Attrs& a, WorkOf& w) { w.work.bytes = a.copies ? moved(w.input(0), w.work.dtype) : 0; }
+  static void vjp(const Attrs&, Vjp& c) { c.set(0, c.arrived_gradient()); }
   static void describe(const Attrs& a, std::string& out) { out += a.to.to_string(); }
 };
 
@@ -38,6 +39,7 @@ struct Start {
 struct Arrived {
   static constexpr const char* kName = "arrived";
   static constexpr OpKind kKind = OpKind::redistribute;
+  static constexpr Lane kLane = Lane::gather;  // who gets nothing waits, too, for what it lent
   struct Attrs {
     Layout from;
     bool unpacks;
@@ -51,12 +53,26 @@ struct Arrived {
     const View received = c.input(0), out = c.output(0);
     if (received.data != out.data) Redistribution(c, from, c.output_type(0)).finish(received.data, out);
   }
+  // Of what became Invariant it need not travel.
+  static void vjp(const Attrs& a, Vjp& c) {
+    const Layout back = a.from.dual();
+    if (!can_travel(c.grad().layout(), back)) return c.set(0, redistribute(c.grad(), back));
+    c.set_travelling(start_redistribute(c.grad(), back));
+    c.compute_aside(0);
+  }
   static void work(const Attrs& a, WorkOf& w) { w.work.bytes = a.unpacks ? moved(w.output(0), w.work.dtype) : 0; }
 };
 
 }  // namespace
 
 const OpDef& start_op() { return op_def<Start>(); }
+
+ValueId departed(const Tape& tape, ValueId v) {
+  const NodeId producer = tape.value(v).producer;
+  const Node* n = &tape.node(producer);
+  if (n->op == &op_def<Arrived>()) n = &tape.node(tape.value(tape.inputs(*n)[0]).producer);
+  return n->op == &op_def<Start>() ? tape.inputs(*n)[0] : -1;
+}
 
 bool can_travel(const Layout& from, const Layout& to) {
   if (!from.mesh() || from.mesh() != to.mesh() || route(from, to).size() != 1) return false;

@@ -111,17 +111,24 @@ Experts::Experts(const MixtureConfig& c)
       up(matrices({c.experts, c.hidden, c.width}, c.init)),
       down(matrices({c.experts, c.width, c.hidden}, c.projection_init)) {}
 
+Layout Experts::inside(const Tensor& of_rows) const {
+  const Layout& l = of_rows.layout();
+  return gate.cut_axis() >= 0 && l.mesh() ? l.with(gate.cut_axis(), Placement::shard(OwnershipMap::even(0))) : l;
+}
+
 Tensor Experts::forward(const Tensor& rows_EBNPC, const Tensor& counts_EBN) {
-  const int axis = gate.cut_axis();
-  const auto at = [axis](const Tensor& t, const Placement& p) {
-    return axis >= 0 && t.layout().mesh() ? redistribute(t, t.layout().with(axis, p)) : t;
-  };
-  const Placement outside = axis >= 0 && rows_EBNPC.layout().mesh() ? rows_EBNPC.layout()[axis] : Placement();
-  const Placement inside = Placement::shard(OwnershipMap::even(0));
-  const Tensor x = at(rows_EBNPC, inside), counts = at(counts_EBN, inside);
+  return of_own(redistribute(rows_EBNPC, inside(rows_EBNPC)), counts_EBN, rows_EBNPC.layout());
+}
+
+Tensor Experts::forward(const Travelling& rows_EBNPC, const Tensor& counts_EBN) {
+  return of_own(arrived(rows_EBNPC), counts_EBN, rows_EBNPC.from);
+}
+
+Tensor Experts::of_own(const Tensor& x, const Tensor& counts_EBN, const Layout& outside) {
+  const Tensor counts = redistribute(counts_EBN, inside(counts_EBN));
   const bool rounds = fp8 != Fp8::none;
   const Tensor gates = expert_linear(x, gate, counts, rounds), ups = expert_linear(x, up, counts, rounds);
-  return at(expert_linear(swiglu(gates, ups), down, counts, rounds), outside);
+  return redistribute(expert_linear(swiglu(gates, ups), down, counts, rounds), outside);
 }
 
 MixtureOfExperts::MixtureOfExperts(const MixtureConfig& c)
@@ -208,8 +215,17 @@ Tensor MixtureOfExperts::forward(const Tensor& in_BTC, bool drops) {
     places = std::min(tokens, static_cast<int64_t>(std::ceil(config.capacity_factor * share)));
   }
   const ExpertRoutes routes = expert_routes(choices, config.experts, places, groups);
-  const Tensor rows = experts(to_experts(x_BTC, routes), routes.counts);
-  const Tensor chosen = from_experts(rows, routes, weights), out = shared ? chosen + (*shared)(x_BTC) : chosen;
+  const Tensor sent = to_experts(x_BTC, routes);
+  Tensor rows, beside;
+  if (const Layout inside = experts.inside(sent); shared && can_travel(sent.layout(), inside)) {
+    const Travelling travelling = start_redistribute(sent, inside);
+    beside = (*shared)(x_BTC);
+    rows = experts(travelling, routes.counts);
+  } else {
+    rows = experts(sent, routes.counts);
+    if (shared) beside = (*shared)(x_BTC);
+  }
+  const Tensor chosen = from_experts(rows, routes, weights), out = shared ? chosen + beside : chosen;
   return dropout(together == in_BTC.layout() ? out : relabel(out, in_BTC.type(), /*enters=*/false));
 }
 

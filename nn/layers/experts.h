@@ -5,6 +5,7 @@
 //   N groups of a sequence's tokens   P places that an expert has for a group   S parts of the experts
 #pragma once
 
+#include "sheaf/autograd/ops/travel.h"
 #include "sheaf/nn/layers/dropout.h"
 #include "sheaf/nn/layers/linear.h"
 #include "sheaf/nn/layers/mlp.h"
@@ -41,7 +42,8 @@ struct MixtureConfig {
 
 /// down(silu(gate(x)) * up(x)) with matrices for each expert, on rows that expert_routes() sends. An axis that cuts the
 /// experts (ShardOptions::expert_axis, or a tensor axis where that is not named) has each on one of its ranks, to which the
-/// rows go: one all_to_all there and one back, and two in the backward. The matrices never travel along it.
+/// rows go: one all_to_all there and one back, and two in the backward. The matrices never travel along it. The output is placed as
+/// the rows are.
 struct Experts : Module {
   Parameter gate, up;  ///< [E, H, C]
   Parameter down;      ///< [E, C, H]
@@ -50,12 +52,21 @@ struct Experts : Module {
   explicit Experts(const MixtureConfig& config);
   /// Rows [E, B, N, P, C] and how many of P are in use, [E, B, N].
   Tensor forward(const Tensor& rows_EBNPC, const Tensor& counts_EBN);
+  /// The same of rows that are on their way to where they are inside().
+  Tensor forward(const Travelling& rows_EBNPC, const Tensor& counts_EBN);
+  /// Rows, or counts, each with its expert.
+  Layout inside(const Tensor& of_rows) const;
   SHEAF_FIELDS(gate, up, down);
+
+ private:
+  Tensor of_own(const Tensor& x, const Tensor& counts_EBN, const Layout& outside);
 };
 
 /// The sum over a token's choices, the K largest of the affinities of router(x) in f32, of their weights times what the experts
 /// make of it, and what the shared MLP does: [B, T, C] → [B, T, C]. Every choice is of the tokens up to it, in order: what is
 /// computed for one depends on no later one, dropped or not.
+///
+/// Where rows go to other ranks the shared MLP is computed while they travel, and in the backward while their gradients do.
 ///
 /// The bias is a parameter whose gradient is a measurement (nn::Parameter::steer): for expert e the E-fold of its choices less
 /// all choices of the step. Gradients are summed over ranks and micro-batches anyhow, so nothing else moves for it.

@@ -173,15 +173,25 @@ TEST_P(Redistribute, WhatTravelsArrives) {
           const Layout before(joined.spec, from), after(joined.spec, to);
           if (!can_travel(before, after)) continue;
           const std::string what = str(from, "→", to, " of ", shape, " at ", ranks, " ranks");
+          const auto source = [&] { return make_local(x, {kF64, shape, before}, "addends"); };
           Recording recording;
-          Travelling travelling = start_redistribute(make_local(x, {kF64, shape, before}, "addends"), after);
+          Travelling travelling = start_redistribute(source(), after);
           const Tensor summed = redistribute(make_local(other, {kF64, {4, 3}, Layout(joined.spec, Placement::partial())}, "others"), "data",
                                              Placement::replicate());
           const Tensor result = arrived(travelling);
           travelling = {};
-          EXPECT_TRUE(identical(result, redistribute(make_local(x, {kF64, shape, before}, "addends"), after))) << what;
+          EXPECT_TRUE(identical(result, redistribute(source(), after))) << what;
           EXPECT_EQ(summed.to_vector<double>(), other) << what;
+          // Its gradient comes back as that of redistribute() does, in two halves again.
+          const auto gradient_through = [&](const auto& there) {
+            const Tensor from_here = recording.watch(source()), y = there(from_here);
+            const Tensor weight = make_local(x, {kF64, shape, probe_weight_layout(after)}, "");
+            return recording.gradient(probe(std::span(&y, 1), std::span(&weight, 1)), std::span(&from_here, 1))[0];
+          };
+          const Tensor gradient = gradient_through([&](const Tensor& t) { return arrived(start_redistribute(t, after)); });
+          EXPECT_TRUE(identical(gradient, gradient_through([&](const Tensor& t) { return redistribute(t, after); }))) << what;
           EXPECT_EQ(str(check_types(recording.tape()).size()), "0") << what;
+          EXPECT_EQ(str(check_cotangents(recording.tape()).size()), "0") << what;
           for (NodeId i = 0; i < recording.tape().num_nodes(); ++i) foreseen += recording.tape().wire_bytes(recording.tape().node(i));
           ++travelled;
         }

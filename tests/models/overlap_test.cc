@@ -72,7 +72,7 @@ std::multimap<std::string, std::string> meanwhile(const Tape& tape) {
       const Node& n = tape.node(next);
       if (tape.op_name(n) == "arrived" && tape.inputs(n)[0] == tape.output(start)) break;
       const std::string name = tape.op_name(n);
-      if (name == "matmul" || name.starts_with("linear_")) computed += (computed.empty() ? "" : ", ") + name + " " + tape.path(n);
+      if (name == "matmul" || name.starts_with("linear") || name == "expert_weight_gradient") computed += (computed.empty() ? "" : ", ") + name + " " + tape.path(n);
     }
     EXPECT_LT(next, tape.num_nodes()) << "node " << id << " never arrives";
     out.emplace(tape.path(start) + " " + tape.op_name(start), computed);
@@ -104,11 +104,54 @@ TEST(Overlap, TapesShowWhatIsComputedMeanwhile) {
   EXPECT_TRUE(meanwhile(tape).empty());
 }
 
+models::TrainConfig mixture_of(int64_t ranks) {
+  models::TrainConfig c = config_of("untied llama", 1, 1);
+  c.model = tiny_biased_mixture();
+  c.sharding.experts = ranks;
+  return c;
+}
+
+TEST(Overlap, OfExpertsChangesNoBit) {
+  for (const auto& [ranks, world] : {std::pair(2, 2), {3, 3}, {2, 4}})
+    for (const char* recompute : {"none", "block"})
+      for (const bool compile : {false, true}) {
+        SCOPED_TRACE(str(ranks, " of ", world, ", ", recompute, compile ? ", program" : ""));
+        models::TrainConfig c = mixture_of(ranks);
+        c.train.recompute = recompute, c.train.compile = compile;
+        expect_same_bits(trained(c, world, false), trained(c, world, true));
+      }
+}
+
+// The MLP that all tokens go through, while others' tokens are on their way to experts; in the backward, too.
+TEST(Overlap, SharedExpertsComputeWhileTokensTravel) {
+  models::TrainConfig c = mixture_of(2);
+  c.train.micro_batches = 1;
+  Tape tape;
+  trained(c, 2, true, &tape);
+  std::multimap<std::string, std::string> expected;
+  const int64_t mixtures = c.model.layers - c.model.dense_layers;
+  ASSERT_GT(mixtures, 0);
+  for (int64_t i = c.model.dense_layers; i < c.model.layers; ++i) {
+    const std::string moe = str("blocks.", i, ".moe"), shared = moe + ".shared", weights = "expert_weight_gradient " + moe + ".experts";
+    expected.emplace(moe + " all_to_all", str("linear ", shared, ".gate, linear ", shared, ".up, linear ", shared, ".down"));
+    std::string back = weights + ", " + weights;
+    for (const char* layer : {".down", ".up", ".gate"})
+      back += str(", matmul ", shared, layer, ", linear_weight_gradient ", shared, layer);
+    expected.emplace(moe + ".experts all_to_all", back);
+  }
+  const std::multimap<std::string, std::string> actual = meanwhile(tape);
+  EXPECT_EQ((std::vector<std::pair<std::string, std::string>>(actual.begin(), actual.end())),
+            (std::vector<std::pair<std::string, std::string>>(expected.begin(), expected.end())));
+}
+
 // Planned to the byte, with what is lent to the lanes.
 TEST(Overlap, PlansAreMeasured) {
   for (const char* type : {"gpt2", "untied llama"})
     for (const bool compile : {false, true}) {
       models::TrainConfig c = config_of(type, 2, 2);
+      c.train.compile = compile;
+      expect_planned_tapes(c, 4);
+      c = mixture_of(2);
       c.train.compile = compile;
       expect_planned_tapes(c, 4);
     }
