@@ -1,7 +1,8 @@
-// overlap: a step of layers, or of sequences, that two ranks share, whose activations and their gradients go over a link of a given
+// overlap: a step of layers, of sequences or of experts that two ranks share, whose activations and their gradients go over a link of a given
 // rate, with gradients of weights computed while others travel, against the same step that waits for all that travels. The bits are
 // the same. Ranks are threads of this process, with a thread each.
 #include <algorithm>
+#include <utility>
 
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/tools/bench/suites.h"
@@ -62,15 +63,15 @@ void measure(Session& session, const models::TrainConfig& config, double bytes_p
 
 void overlap_suite(Session& session) {
   const bool quick = session.options().quick;
+  constexpr std::pair<const char*, const char*> kCases[] = {
+      {"char-f32-16x256", "tensor"}, {"llama-f32-8x256", "tensor"}, {"llama-f32-8x256", "context"}, {"mixture-f32-8x256", "experts"}};
   for (const double gigabytes : {1.25, 0.5})  // 10 and 4 Gbit/s
-    for (const char* name : {"char-f32-16x256", "llama-f32-8x256"})
-      for (const char* axis : {"tensor", "context"}) {
-        std::vector<std::string> more{str("--sharding.", axis, "=", kRanks)};
-        if (quick) more.push_back("--train.batch=2");
-        session.line("overlap", str(name, "-", axis, "-", gigabytes, "GB/s"), Unit::seconds, [&](Line& line) {
-          measure(session, training_config(name, more), 1e9 * gigabytes, line);
-        });
-      }
+    for (const auto& [name, axis] : kCases) {
+      std::vector<std::string> more{str("--sharding.", axis, "=", kRanks)};
+      if (quick) more.push_back("--train.batch=2");
+      session.line("overlap", str(name, "-", axis, "-", gigabytes, "GB/s"), Unit::seconds,
+                   [&](Line& line) { measure(session, training_config(name, more), 1e9 * gigabytes, line); });
+    }
 }
 
 }  // namespace sheaf::bench
