@@ -94,8 +94,8 @@ std::string to_text(const Tape& tape) {
     if (n.num_inputs) row.program += " " + ids(tape.inputs(n));
     if (n.num_outputs) {
       const Type& t = tape.type(tape.output(n));
-      row.type = tape.kind(n) == OpKind::redistribute && n.num_inputs ? str(placements(tape, n), ' ', t.dtype, t.shape)
-                                                                      : str(t);
+      const std::string moves = tape.kind(n) == OpKind::redistribute && n.num_inputs ? placements(tape, n) : "";
+      row.type = moves.empty() ? str(t) : str(moves, ' ', t.dtype, t.shape);
     }
     if (!transfers(tape, n).empty())
       row.rest = str("  ", format_bytes(tape.wire_bytes(n)), "  ", n.op->lane == Lane::reduce ? "reduce" : "gather",
