@@ -49,8 +49,7 @@ struct Arrived {
   static void execute(const Attrs& a, Execute& c) {
     c.stream();
     const Type from{c.input_type(0).dtype, c.input_type(0).shape, a.from};
-    for (int i = 0; i < c.num_inputs(); ++i) c.input_tensor(i).storage()->settle();
-    const View received = c.input(0), out = c.output(0);
+    const View received = c.input(0), out = c.output(0);  // waits for the lane
     if (received.data != out.data) Redistribution(c, from, c.output_type(0)).finish(received.data, out);
   }
   // Of what became Invariant it need not travel.
