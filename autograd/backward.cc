@@ -189,7 +189,7 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
     Recording& r;
     const Phase phase;
     const bool saving, selective;
-    ~Before() { r.phase_ = phase, r.saving_ = saving, r.selective_ = selective, r.aside_.clear(), r.travelling_.clear(); }
+    ~Before() { r.phase_ = phase, r.saving_ = saving, r.selective_ = selective, r.aside_.clear(); }
   } const before{*this, std::exchange(phase_, Phase::backward), std::exchange(saving_, keep), std::exchange(selective_, false)};
   to_groups_ = to_groups;
   take_back_offloaded();
@@ -320,6 +320,8 @@ void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
                           "backward of this recording: its gradient would be lost. Add the losses and call backward once");
     const auto same = same_value_.find(v);
     Tensor& sum = gradients_[same == same_value_.end() ? v : same->second];
+    if (travels && sum)
+      fail<LifetimeError>("[backward] ", path_label(PathScope::current()), ": %", v, " ", primal, " arrived twice: keep what arrived() gave");
     sum = sum ? add(sum, g) : std::move(g);
     return;
   }

@@ -13,6 +13,7 @@
 // gradients are reduced.
 #include <utility>
 
+#include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/ops/redistribute.h"
 #include "sheaf/autograd/recording.h"
 
@@ -34,8 +35,9 @@ void Recording::start_again(ValueId v) {
     if (producer < region.begin || producer >= region.end || only_travels(region) != producer) continue;
     const Node n = tape_.node(producer);
     const PathScope path(tape_.path(n));
+    const Tensor dense = contiguous(region.entering.at(tape_.inputs(n)[0]));
     flag_next(Node::kRecomputed);
-    region.travelling = start_redistribute(region.entering.at(tape_.inputs(n)[0]), tape_.type(v).layout);
+    region.travelling = start_redistribute(dense, tape_.type(v).layout);
     region.entering.clear();
     set_repeated(region, false);
     return;
@@ -81,8 +83,13 @@ void Vjp::put_aside(int first, std::function<void(Vjp&)> f) {
 }
 
 Tensor Vjp::arrived_gradient() {
-  const auto gradient = recording_.travelling_.find(recording_.value_of(grad()));
-  if (gradient == recording_.travelling_.end()) return grad();  // it did not have to travel
+  const ValueId v = recording_.value_of(grad());
+  const auto gradient = recording_.travelling_.find(v);
+  if (gradient == recording_.travelling_.end()) {  // it did not have to travel
+    if (recording_.tape_.node(recording_.tape_.value(v).producer).op == &start_op())
+      fail<LifetimeError>("[backward] ", path_label(PathScope::current()), ": gradient %", v, " is on its way, and nobody knows from where");
+    return grad();
+  }
   const Travelling here = std::move(gradient->second);
   recording_.travelling_.erase(gradient);
   return arrived(here);

@@ -203,11 +203,11 @@ class Vjp {
     if (input_travels_back(first)) return put_aside(first, std::forward<F>(f));
     f(*this);
   }
-  /// Gradients of weights that were put aside are to be computed, while something travels: all but the last `left` of several.
   /// Of what departed: the gradient that comes back, once it is here.
   Tensor arrived_gradient();
   /// Of what arrived: the gradient of input 0 is on its way.
   void set_travelling(const Travelling& gradient);
+  /// Gradients of weights that were put aside are to be computed, while something travels: all but the last `left` of several.
   bool any_aside() const;
   void compute_aside(size_t left);
   /// The gradient of input i; its type must be the dual of the input's, or that in f32 where the input is bf16 or f16:

@@ -21,8 +21,8 @@ struct RecordingOptions {
   /// Gradients of this recording will be differentiated again. None is then computed in the forward already, as a linear head's loss
   /// does with those of its operands: that has no derivative.
   bool higher_order = false;
-  /// Gradients of weights are computed while other gradients travel: see [Note: beside what travels]. Without it what travels is waited
-  /// for, with the same bits: to compare.
+  /// Gradients of weights are computed while other gradients travel: see [Note: beside what travels]. Without it they are not, to
+  /// compare: with the same bits, but for sums of a weight that several layers share.
   bool overlap = true;
   /// Gives random_state() of the samples that begin so many after first_sample; absent: it is made anew. For a step that runs
   /// again, before which whoever gives them sets them.

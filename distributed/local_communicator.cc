@@ -107,7 +107,12 @@ void LocalGroup::wake() {
 
 LocalCommunicator::LocalCommunicator(CommunicatorGroup group, std::shared_ptr<FailureBoard> board,
                                      std::shared_ptr<LocalGroup> meeting, LocalOptions options)
-    : CommunicatorBase(std::move(group), std::move(board)), meeting_(std::move(meeting)), options_(options) {
+    : CommunicatorBase(std::move(group), std::move(board)), meeting_(std::move(meeting)), options_(options), has_links_(false) {
+  const auto host_of = [&](int member) { return options_.ranks_per_host > 0 ? member / options_.ranks_per_host : 0; };
+  for (const int member : group_.members)
+    has_links_ = has_links_ || (host_of(member) == host_of(group_.members[static_cast<size_t>(this->rank())])
+                                    ? options_.bytes_per_second > 0
+                                    : options_.bytes_per_second_between_hosts > 0);
   subscription_ = board_->subscribe([meeting = meeting_](const JobFailure&) { meeting->wake(); });
 }
 

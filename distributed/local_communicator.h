@@ -73,7 +73,7 @@ class LocalCommunicator final : public CommunicatorBase {
   ~LocalCommunicator() override;
 
   std::string_view kind() const override { return "local"; }
-  bool takes_own_cores() const override { return options_.bytes_per_second == 0 && options_.bytes_per_second_between_hosts == 0; }
+  bool takes_own_cores() const override { return !has_links_; }
   int64_t staging_bytes() const override { return 0; }
 
  private:
@@ -88,6 +88,7 @@ class LocalCommunicator final : public CommunicatorBase {
 
   const std::shared_ptr<LocalGroup> meeting_;
   const LocalOptions options_;
+  bool has_links_;  // of a rate: what it receives takes time
   int subscription_;
   std::unique_ptr<GpuLane> gpu_lane_;  // made by the first call on a GPU
 };

@@ -32,7 +32,7 @@ class Redistribution {
   void run(View in, View out, void* scratch) const;
   static int64_t workspace(const Layout& from, const Layout& to, const View& in, const View& out);
 
-  /// Of one that communicates, the first half: `in` is dense, `received` has room for what comes, as many bytes as the result, and
+  /// Of one that communicates, the first half: `in` is dense where it is not packed, `received` has room for what comes, as many bytes as the result, and
   /// `sent`, which matters where it packs(), for as many as `in`. Until the event both belong to the lane, and so does `in`. With
   /// `waited_for` this rank does nothing before finish().
   Event start(View in, void* sent, void* received, bool waited_for) const;

@@ -251,6 +251,21 @@ TEST(OwnershipMap, FromBothEndsEvensOutWhatGrows) {
     }
 }
 
+// Two gradients of one departure would be added up in the order of the wire.
+TEST(Redistribute, WhatTravelsArrivesOnce) {
+  run_local(2, [](World& world) {
+    const Layout cut(world.mesh({{"data", 2}}).spec, Placement::shard(1)), whole(cut.mesh());
+    Recording recording;
+    const Tensor x = recording.watch(make_local(integers(12, "x"), {kF64, {4, 3}, cut}, ""));
+    const Travelling travelling = start_redistribute(x, whole);
+    const Tensor both[] = {arrived(travelling), arrived(travelling)};
+    EXPECT_TRUE(identical(both[0], both[1]));
+    const Tensor weights[] = {make_local(integers(12, "w"), {kF64, {4, 3}, probe_weight_layout(whole)}, ""),
+                              make_local(integers(12, "v"), {kF64, {4, 3}, probe_weight_layout(whole)}, "")};
+    EXPECT_THROW(recording.gradient(probe(both, weights), std::span(&x, 1)), LifetimeError);
+  });
+}
+
 TEST(Redistribute, SaysWhatItDoes) {
   run_local(2, [](World& world) {
     const MeshSpec* mesh = world.mesh({{"data", 2}}).spec;
