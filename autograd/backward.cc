@@ -242,8 +242,7 @@ void Recording::reverse_through(NodeId begin, NodeId end, bool to_groups, bool k
         const AttrsCopy attrs(tape_, n);
         Vjp vjp(*this, id, needs);
         n.op->vjp(attrs.data(), vjp);
-        for (auto& [i, g] : vjp.gradients)
-          if (needs & bit(i)) accumulate(id, tape_.inputs(n)[i], std::move(g));
+        accumulate(id, needs, vjp);
       }
       for (int o = 0; o < n.num_outputs; ++o)  // freed while unwinding, but for what was asked for
         if (const ValueId v = tape_.output(n, o); to_groups || !asked_[v]) gradients_[v] = Tensor();
@@ -343,6 +342,12 @@ void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
     else store_into(slot, g);
   }
   group.contributed[leaf] = true;
+}
+
+// What a derivative has set, of the inputs that it was asked for.
+void Recording::accumulate(NodeId node, uint64_t needs, Vjp& vjp) {
+  for (auto& [i, g] : vjp.gradients)
+    if (needs & bit(i)) accumulate(node, tape_.inputs(tape_.node(node))[i], std::move(g));
 }
 
 // --- Vjp ---

@@ -58,8 +58,7 @@ void Recording::compute_aside(size_t left) {
     const PathScope path(tape_.path(tape_.node(aside.node)));
     Vjp vjp(*this, aside.node, aside.needs, /*late=*/true);
     aside.derivative(vjp);
-    for (auto& [i, g] : vjp.gradients)
-      if (aside.needs & bit(i)) accumulate(aside.node, tape_.inputs(tape_.node(aside.node))[i], std::move(g));
+    accumulate(aside.node, aside.needs, vjp);
   }
 }
 

@@ -262,6 +262,7 @@ class Recording {
   void reverse(const Tensor& y, bool to_groups, bool keep);
   void reverse_through(NodeId begin, NodeId end, bool to_groups, bool keep);
   void accumulate(NodeId node, ValueId v, Tensor gradient);
+  void accumulate(NodeId node, uint64_t needs, Vjp& vjp);
   void choose_later();
   void finish_later(GroupState& group);
   void clear_slots(LeafGroup* group, NodeId node);

@@ -58,8 +58,7 @@ void Recording::backward_weights() {
     if (part.derivative) {
       Vjp vjp(*this, part.node, part.needs, /*late=*/true);
       std::exchange(part.derivative, nullptr)(vjp);
-      for (auto& [i, g] : vjp.gradients)
-        if (part.needs & bit(i)) accumulate(part.node, tape_.inputs(tape_.node(part.node))[i], std::move(g));
+      accumulate(part.node, part.needs, vjp);
     } else {
       accumulate(part.node, part.leaf, std::exchange(part.gradient, {}));
     }
