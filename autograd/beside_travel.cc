@@ -99,6 +99,12 @@ void Vjp::set_travelling(const Travelling& gradient) {
   set(0, gradient.value);
 }
 
+bool Vjp::comes_of_rows() const {
+  const Tape& tape = recording_.tape_;
+  const OpDef* const op = tape.node(tape.value(tape.inputs(tape.node(node_))[0]).producer).op;
+  return op && op->row_inputs;
+}
+
 bool Vjp::any_aside() const { return !recording_.aside_.empty(); }
 void Vjp::compute_aside(size_t left) { recording_.compute_aside(recording_.aside_.size() > left ? left : 0); }
 

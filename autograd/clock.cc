@@ -31,7 +31,7 @@ struct SharedLane {
 };
 
 // What computes waits until such a call is through.
-bool joins_its_call(const Node& n) { return is_redistribute(n.op) && n.op != &send_op() && n.op != &start_op(); }
+bool joins_its_call(const Node& n) { return is_redistribute(n.op) && n.op != &send_op() && n.op != &start_op() && n.op != &in_pieces_op(); }
 
 // Of what moves nothing: the value in whose memory an output is; else -1.
 ValueId lies_in(const Tape& tape, const Node& n, int output) {

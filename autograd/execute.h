@@ -24,6 +24,17 @@ inline bool runs_here(const OpDef& op, std::span<const Tensor> inputs, std::span
   return false;
 }
 
+/// [Note: in pieces] What comes over a lane in pieces (Storage::filled_in_pieces) need not be there before a product of its rows
+/// begins: an op with row_inputs() is executed for the rows of each piece once that is there. So a rank multiplies its own rows
+/// while those of others travel, and theirs as they come (Wang et al. 2023, Overlap Communication with Dependent Computation via
+/// Decomposition, https://doi.org/10.1145/3567955.3567959). Who needs all of it waits for all.
+
+/// Of input 0, if this op can be executed piece by piece; else none.
+std::span<const RowsToCome> pieces_of(const OpDef& op, const void* attrs, const Execute& run);
+/// Bytes of its workspace, whether the pieces are waited for or not.
+int64_t workspace_of(const OpDef& op, const void* attrs, Execute& run);
+void execute(const OpDef& op, const void* attrs, Execute& run);
+
 /// Of an op with alias(): the input that output o views. Of several inputs these are the last ones; of one, all outputs are parts.
 inline size_t viewed_input(size_t inputs, size_t outputs, size_t o) { return inputs == 1 ? 0 : inputs - outputs + o; }
 

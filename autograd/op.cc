@@ -19,6 +19,13 @@ void Execute::fail_unasked() const {
                     ", but its execute() has a kernel for the CPU alone (it takes memory without asking for stream())");
 }
 
+View Execute::rows_of(const Tensor& t) const {
+  const View v = t.storage()->pieces().empty() ? t.view() : t.view_unsynced();
+  const int64_t width = v.shape.back();
+  char* const data = v.data ? v.as<char>() + begin_ * width * static_cast<int64_t>(size_of(v.dtype)) : nullptr;
+  return View::dense(data, v.dtype, {end_ - begin_, width});
+}
+
 void Execute::join(const Event& event) const {
   if (device().is_cuda()) event.order(stream());
   else event.sync();
@@ -57,7 +64,7 @@ Device default_device() { return default_device_.value_or(RankContext::current()
 // Apart, so that it costs those nothing who have no profile.
 [[gnu::noinline]] static void execute_noted(const OpDef& op, const void* attrs, Execute& run) {
   const ProfileSpan span(Profile::kCompute, op.name, PathScope::current());
-  op.execute(attrs, run);
+  detail::execute(op, attrs, run);
 }
 
 static Tensors execute_here(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, std::span<const OutputSpec> specs,
@@ -71,7 +78,7 @@ static Tensors execute_here(const OpDef& op, const void* attrs, std::span<const 
   run.add = add;
   std::shared_ptr<Storage> workspace;
   if (op.workspace) {
-    if (const int64_t bytes = op.workspace(attrs, run); bytes > 0) {
+    if (const int64_t bytes = detail::workspace_of(op, attrs, run); bytes > 0) {
       const MemoryUse use(HeldFor::temporaries, op.name, PathScope::current());
       workspace = Storage::allocate(device, bytes);
       run.workspace = {workspace->data(), static_cast<size_t>(bytes)};
@@ -80,7 +87,7 @@ static Tensors execute_here(const OpDef& op, const void* attrs, std::span<const 
   if (op.execute && (!device.is_meta() || op.kind == OpKind::redistribute || op.kind == OpKind::discard)) {
     run.will_execute(op.name);
     if (RankContext::current().profile) [[unlikely]] execute_noted(op, attrs, run);
-    else op.execute(attrs, run);
+    else detail::execute(op, attrs, run);
   }
   if (op.kind == OpKind::step)
     for (size_t i = 0; i < specs.size(); ++i)

@@ -13,6 +13,7 @@
 //     static void vjp(const Attrs&, Vjp&);                 // in public ops; absent: not differentiable
 //     static void work(const Attrs&, WorkOf&);             // operations and bytes, from types: work.h; optional
 //     static void fuse(const Attrs&, Fuse&);               // as steps of one kernel, of elementwise ops: fuse.h; optional
+//     static uint64_t row_inputs(const Attrs&, const Execute&);   // see OpDef::row_inputs; optional
 //     static constexpr bool kWeightsLater = true;          // vjp gives derivatives to Vjp::weights(); optional
 //     static constexpr int kCheap = 0;                     // an output that takes little to compute from what vjp reads: then
 //     static Tensor again(const Attrs&, Vjp&);             // this does, in public ops, with the same bits; optional
@@ -126,11 +127,12 @@ class Execute {
   int num_outputs() const { return static_cast<int>(outputs_.size()); }
   View input(int i) const {
     if (unasked_) [[unlikely]] fail_unasked();
-    return inputs_[i].view();
+    if (row_inputs_ >> i & 1) return rows_of(inputs_[i]);
+    return types_alone_ ? inputs_[i].view_unsynced() : inputs_[i].view();
   }
   View output(int i) const {
     if (unasked_) [[unlikely]] fail_unasked();
-    return outputs_[i].view_unsynced();
+    return row_inputs_ ? rows_of(outputs_[i]) : outputs_[i].view_unsynced();
   }
   const Type& input_type(int i) const { return inputs_[i].type(); }    ///< global
   const Type& output_type(int i) const { return outputs_[i].type(); }  ///< global
@@ -152,13 +154,22 @@ class Execute {
   void join(const Event& event) const;
   /// Another lane fills the outputs; whoever reads them waits for `event`.
   void completes_with(const Event& event);
+  /// From now on these inputs and all outputs are rows [begin, end) of what they are, [rows, last dimension]; with 0 they are whole.
+  /// They are dense, and rows that come (RowsToCome) are not waited for.
+  void take_rows(uint64_t inputs, int64_t begin, int64_t end) { row_inputs_ = inputs, begin_ = begin, end_ = end; }
+  /// Or nobody is waited for: workspace() looks at shapes.
+  void take_types_alone(bool alone) { types_alone_ = alone; }
 
  private:
+  View rows_of(const Tensor& t) const;
   Stream gpu_stream() const;
   [[noreturn]] void fail_unasked() const;
   std::span<const Tensor> inputs_, outputs_;
   const char* op_ = "";
   mutable bool unasked_ = false;  // on a GPU, until the op has asked for the stream
+  bool types_alone_ = false;
+  uint64_t row_inputs_ = 0;  // not 0: rows are taken
+  int64_t begin_ = 0, end_ = 0;
 };
 
 /// Where an op should store an output: memory given by the caller, or (empty) fresh memory.
@@ -207,6 +218,8 @@ class Vjp {
   Tensor arrived_gradient();
   /// Of what arrived: the gradient of input 0 is on its way.
   void set_travelling(const Travelling& gradient);
+  /// Whether input 0 was made by an op with row_inputs(), as products are.
+  bool comes_of_rows() const;
   /// Gradients of weights that were put aside are to be computed, while something travels: all but the last `left` of several.
   bool any_aside() const;
   void compute_aside(size_t left);
@@ -250,6 +263,9 @@ struct OpDef {
   int64_t (*workspace)(const void*, const Execute&);
   bool (*alias)(const void*, int output, const View&, View&);
   void (*execute)(const void*, Execute&);
+  /// Inputs, bit by bit, 0 among them, of which row i makes row i of every output, with the other inputs whole: execute() can then
+  /// be called for some rows after others, with the same bits. 0: not on these inputs. Null: never. Types alone are looked at.
+  uint64_t (*row_inputs)(const void*, const Execute&);
   void (*vjp)(const void*, Vjp&);
   int cheap;                     ///< the output that `again` computes; -1: none
   uint64_t read_again;           ///< inputs that only this reads
@@ -328,6 +344,8 @@ constexpr OpDef make_op_def() {
     d.alias = [](const void* a, int output, const View& v, View& o) { return Op::alias(attrs_of<Attrs>(a), output, v, o); };
   if constexpr (requires(const Attrs& a, Execute& c) { Op::execute(a, c); })
     d.execute = [](const void* a, Execute& c) { Op::execute(attrs_of<Attrs>(a), c); };
+  if constexpr (requires(const Attrs& a, const Execute& c) { Op::row_inputs(a, c); })
+    d.row_inputs = [](const void* a, const Execute& c) -> uint64_t { return Op::row_inputs(attrs_of<Attrs>(a), c); };
   if constexpr (requires(const Attrs& a, Vjp& c) { Op::vjp(a, c); })
     d.vjp = [](const void* a, Vjp& c) { Op::vjp(attrs_of<Attrs>(a), c); };
   d.cheap = -1;

@@ -6,6 +6,7 @@
 
 #include "sheaf/autograd/arrangement.h"
 #include "sheaf/autograd/execute.h"
+#include "sheaf/autograd/ops/redistribute.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/core/profile.h"
 #include "sheaf/core/rank_context.h"
@@ -73,9 +74,13 @@ struct Program::Builder {
     for (const Tensor& t : run.inputs) live_until(t, id);
     for (const Tensor& t : run.outputs) live_until(t, id);
     if (views || !detail::runs_here(*n.op, run.inputs, specs)) return;
-    if (n.op->workspace)
-      if (const int64_t bytes = n.op->workspace(run.attrs, Execute(run.inputs, run.outputs)); bytes > 0)
+    if (n.op->workspace) {
+      Execute execute(run.inputs, run.outputs);
+      if (const int64_t bytes = detail::workspace_of(*n.op, run.attrs, execute); bytes > 0)
         run.workspace = add_block(id, device, bytes, MemoryKind::normal, /*workspace=*/true).get();
+    }
+    for (const Tensor& t : run.inputs) t.storage()->settle();  // from here on all of its pieces have come
+    if (n.op == &in_pieces_op()) will_come_in_pieces(run.attrs, run.inputs[0], run.outputs);
     executed.push_back(id);
     program.instructions_.push_back(std::move(run));
   }
@@ -113,10 +118,15 @@ struct Program::Builder {
   }
 
   void live_until(const Tensor& t, NodeId id) {
-    if (const auto it = block_of.find(t.storage().get()); it != block_of.end()) program.blocks_[it->second].life.last = id;
+    const auto live = [&](const Storage* s) {
+      if (const auto it = block_of.find(s); it != block_of.end()) program.blocks_[it->second].life.last = id;
+    };
+    live(t.storage().get());
+    for (const auto& lent : t.storage()->lent()) live(lent.get());
   }
 
   void end_lanes() {
+    for (const Block& b : program.blocks_) b.storage->settle();
     for (const size_t b : filled_by_lanes) {
       const Block& block = program.blocks_[b];
       const auto next = std::ranges::upper_bound(executed, block.life.last);
@@ -196,7 +206,7 @@ std::vector<Tensor> Program::run() {
     if (i.op->kind != OpKind::discard && i.op->execute && (!meta || i.op->kind == OpKind::redistribute)) {
       run.will_execute(i.op->name);
       const ProfileSpan span(Profile::kCompute, i.op->name, *i.path);
-      i.op->execute(i.attrs, run);
+      detail::execute(*i.op, i.attrs, run);
     }
     if (i.updates)
       for (const Tensor& t : i.outputs) t.storage()->changed();

@@ -37,12 +37,34 @@ void Storage::discard(std::string why) {
   why_discarded_ = std::move(why);
 }
 
+void Storage::filled_in_pieces(std::vector<RowsToCome> pieces, std::vector<std::shared_ptr<Storage>> lent) {
+  filled_by(pieces.empty() ? Event() : pieces.back().event);
+  pieces_ = std::move(pieces);
+  pieces_here_ = 0;
+  lent_ = std::move(lent);
+}
+
+// On a GPU only the rank's stream goes behind the lane; the host does not stop.
+void Storage::wait_for(const Event& event) const {
+  if (device_.is_cuda()) event.order(RankContext::current().gpu_of(device_).compute());
+  else event.sync();
+}
+
+void Storage::settle_piece(size_t i) {
+  for (; pieces_here_ <= i; ++pieces_here_) {
+    const RowsToCome& piece = pieces_[pieces_here_];
+    wait_for(piece.event);
+    if (piece.unpack) piece.unpack();
+  }
+}
+
 void Storage::settle() {
   if (!pending_) return;
-  // On a GPU only the rank's stream goes behind the lane; the host does not stop.
-  if (device_.is_cuda()) ready_.order(RankContext::current().gpu_of(device_).compute());
-  else ready_.sync();
+  if (pieces_.empty()) wait_for(ready_);
+  else settle_piece(pieces_.size() - 1);
   pending_ = false;  // a lane that failed has not filled it: later reads throw, too
+  pieces_.clear();
+  lent_.clear();
 }
 
 void Storage::throw_discarded() const { fail<LifetimeError>("use of a value that was discarded: ", why_discarded_); }

@@ -1,8 +1,11 @@
 // Storage: a block of memory with one owner count, shared by the tensors that view it.
 #pragma once
 
+#include <functional>
 #include <memory>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "sheaf/core/allocator.h"
 #include "sheaf/core/device.h"
@@ -10,6 +13,14 @@
 #include "sheaf/core/memory_ledger.h"
 
 namespace sheaf {
+
+/// Rows [begin, end) of a value, all dimensions but the last taken as one. They are there behind `event`, once `unpack`, unless it is
+/// null, has moved them: whoever waits calls it, on the rank's thread.
+struct RowsToCome {
+  int64_t begin, end;
+  Event event = {};
+  std::function<void()> unpack = {};
+};
 
 /// Not thread-safe beyond its reference count: one rank's compute thread touches it, lanes see raw pointers only.
 class Storage {
@@ -44,6 +55,13 @@ class Storage {
   void place(char* data) { data_ = data; }
   /// A lane fills this storage; data() waits for `event`.
   void filled_by(Event event) { ready_ = std::move(event); pending_ = true; }
+  /// The same, in pieces, which come in their order. Until then `lent` is the lane's, and theirs.
+  void filled_in_pieces(std::vector<RowsToCome> pieces, std::vector<std::shared_ptr<Storage>> lent);
+  /// These, until somebody has waited for all.
+  std::span<const RowsToCome> pieces() const { return pieces_; }
+  std::span<const std::shared_ptr<Storage>> lent() const { return lent_; }
+  /// Waits for one of them, unless somebody has.
+  void settle_piece(size_t i);
   /// Of the lane that may still be filling it; null if nobody asks to wait for one.
   const Event* filling() const { return pending_ ? &ready_ : nullptr; }
   /// Waits for the lane that fills it, if any.
@@ -58,6 +76,7 @@ class Storage {
 
  private:
   void release();
+  void wait_for(const Event& event) const;
   [[noreturn]] void throw_discarded() const;
 
   Device device_;
@@ -70,6 +89,9 @@ class Storage {
   std::shared_ptr<MemoryLog> log_;        // that knows of it; null: none
   MemoryLog::HolderId holder_ = MemoryLog::kNobody;
   Event ready_;
+  std::vector<RowsToCome> pieces_;
+  size_t pieces_here_ = 0;
+  std::vector<std::shared_ptr<Storage>> lent_;
   std::string why_discarded_;
 };
 

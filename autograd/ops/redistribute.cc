@@ -4,6 +4,7 @@
 #include "sheaf/autograd/ops/redistribution.h"
 #include "sheaf/autograd/ops/route.h"
 #include "sheaf/autograd/ops/travel.h"
+#include "sheaf/autograd/recording.h"
 #include "sheaf/core/rank_context.h"
 
 namespace sheaf {
@@ -30,6 +31,34 @@ struct RedistributeOp {
   }
   static void vjp(const Attrs&, Vjp& c) { detail::adjoint_of_redistribution(c); }
   static void describe(const Attrs& a, std::string& out) { out += a.to.to_string(); }
+};
+
+// An all_gather that whoever reads it waits for, as far as it reads. Outputs: what comes, and where it comes packed, if it does.
+struct InPieces {
+  static constexpr const char* kName = "redistribute";
+  static constexpr OpKind kKind = OpKind::redistribute;
+  static constexpr Lane kLane = Lane::gather;
+  struct Attrs {
+    Layout to;
+    int32_t parts;
+    bool operator==(const Attrs&) const = default;
+  };
+
+  static void execute(const Attrs& a, Execute& c) {
+    c.stream();
+    const Redistribution r(c, c.input_type(0), c.output_type(0));
+    void* const packed = c.num_outputs() > 1 ? c.output(1).data : nullptr;
+    will_come(c.input_tensor(0), c.output_tensor(0), c.num_outputs() > 1 ? c.output_tensor(1) : Tensor(),
+              r.start_in_pieces(c.input(0), c.output(0), packed, a.parts));
+  }
+  static void will_come(const Tensor& x, const Tensor& y, const Tensor& packed, std::vector<RowsToCome> pieces) {
+    std::vector<std::shared_ptr<Storage>> lent{x.storage()};
+    if (packed) lent.push_back(packed.storage());
+    y.storage()->filled_in_pieces(std::move(pieces), std::move(lent));
+  }
+  static void vjp(const Attrs&, Vjp& c) { detail::adjoint_of_redistribution(c); }
+  static constexpr bool kMarked = true;
+  static void describe(const Attrs&, std::string& out) { out += "in pieces"; }
 };
 
 // The slice R → S as a view; its own op only in that it can alias (the table's communicating moves cannot).
@@ -60,8 +89,16 @@ struct Slice : RedistributeOp {
 
 }  // namespace
 
+const OpDef& in_pieces_op() { return op_def<InPieces>(); }
+
+void will_come_in_pieces(const void* attrs, const Tensor& input, std::span<const Tensor> outputs) {
+  const int64_t parts = static_cast<const InPieces::Attrs*>(attrs)->parts;
+  InPieces::will_come(input, outputs[0], outputs.size() > 1 ? outputs[1] : Tensor(),
+                      Redistribution::pieces(input.type(), outputs[0].type(), parts));
+}
+
 bool is_redistribute(const OpDef* op) {
-  return op == &op_def<RedistributeOp>() || op == &op_def<Slice>() || op == &send_op() || op == &start_op();
+  return op == &op_def<RedistributeOp>() || op == &op_def<Slice>() || op == &in_pieces_op() || op == &send_op() || op == &start_op();
 }
 
 void detail::adjoint_of_redistribution(Vjp& c) {
@@ -72,7 +109,10 @@ void detail::adjoint_of_redistribution(Vjp& c) {
   // What one rank adds to a parameter's gradient goes to its slot at once (store_into).
   const bool to_slot = adds_up_to(c.grad().layout(), from.layout.dual()) && c.has_place(0);
   if (to_slot) return c.set(0, c.grad());
-  if (!c.any_aside() || !can_travel(c.grad().layout(), from.layout.dual())) return c.set(0, redistribute(c.grad(), from.layout.dual()));
+  if (!c.any_aside() || !can_travel(c.grad().layout(), from.layout.dual())) {
+    // What a product made goes back into products.
+    return c.set(0, c.comes_of_rows() ? redistribute_in_pieces(c.grad(), from.layout.dual()) : redistribute(c.grad(), from.layout.dual()));
+  }
   const Travelling gradient = start_redistribute(c.grad(), from.layout.dual());
   c.compute_aside(Redistribution::move(c.grad().layout(), from.layout.dual()).from == Kind::partial ? 1 : 0);
   c.set(0, arrived(gradient));
@@ -125,6 +165,17 @@ Tensor redistribute(const Tensor& x, const Layout& to) {
   Tensor y = x;
   for (const Layout& next : route(x.layout(), to)) y = step_to(y, next);
   return y;
+}
+
+Tensor redistribute_in_pieces(const Tensor& x, const Layout& to) {
+  const Recording* const r = Recording::current();
+  if (!r || !r->options().overlap) return redistribute(x, to);
+  const Redistribution::Pieces pieces = Redistribution::pieces_of(x.type(), to, r->options().piece_rows);
+  if (pieces.parts == 0) return redistribute(x, to);
+  const Tensor dense = contiguous(x);
+  const InPieces::Attrs attrs{to, static_cast<int32_t>(pieces.parts)};
+  const OutputSpec spec{{x.dtype(), x.shape(), to}, {}, -1, 0}, specs[] = {spec, spec};
+  return apply_typed(in_pieces_op(), &attrs, std::span(&dense, 1), std::span(specs, pieces.packed ? 2 : 1))[0];
 }
 
 Tensor redistribute(const Tensor& x, const std::string& axis, const Placement& to) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "sheaf/autograd/ops/route.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/core/communicator.h"
 #include "sheaf/core/rank_context.h"
@@ -129,10 +130,9 @@ Event Redistribution::start(View in, void* sent, void* received, bool waited_for
   } else {
     recv_counts = cut_in().counts();
   }
-  // Where ranks are simulated, their lanes count what tensors without memory would send.
   Communicator& lane = gather_lane(to_.layout, m_.axis);
-  if (meta_ && lane.kind() != "simulated") return {};
-  if (waited_for || lane.takes_own_cores()) lane.is_waited_for();
+  if (!talks(lane)) return {};
+  if (waited_for) lane.is_waited_for();
   const std::string& path = PathScope::current();
   const void* const out = packs() ? sent : in.data;
   if (m_.from == Kind::partial)
@@ -152,6 +152,139 @@ void Redistribution::finish(void* received, View out) const {
     unpack(packed, out, e.dim_out, rows);
     at += packed.bytes();
   }
+}
+
+// --- in pieces ---
+
+// A value's dimensions as [sequences, rows of all ranks, width], of which each rank has an interval of rows.
+struct Redistribution::Rows {
+  int64_t sequences = 1, all = 1, width;
+  std::vector<Interval> of;
+  int64_t fewest() const {
+    int64_t n = all;
+    for (const Interval& i : of) n = std::min(n, i.size());
+    return n;
+  }
+
+  Rows(const Type& from, const Cut& cut, int axis) {
+    const Shape shape = from.layout.with(axis, Placement::replicate()).local_shape(from.shape);
+    int64_t each = 1;
+    for (int d = 0; d < shape.rank() - 1; ++d) (d < cut.dim ? sequences : all) *= shape[d];
+    for (int d = cut.dim + 1; d < shape.rank() - 1; ++d) each *= shape[d];
+    width = shape.back();
+    for (const auto& owned : cut.owned) of.push_back({owned[0].begin * each, owned[0].end * each});
+  }
+  // In the order in which rank `me` gets them: of ranks, or of sequences.
+  std::vector<Interval> pieces(int me, int64_t parts) const {
+    std::vector<Interval> out;
+    const auto ranks = static_cast<int>(of.size());
+    if (sequences > 1) {
+      for (int64_t p = 0; p < parts; ++p) out.push_back({all * even_cut(sequences, p, parts), all * even_cut(sequences, p + 1, parts)});
+      return out;
+    }
+    for (int step = 0; step < ranks; ++step)
+      for (int64_t p = 0; p < (step == 0 ? 1 : parts); ++p) out.push_back(part(of[static_cast<size_t>((me + step) % ranks)], p, step == 0 ? 1 : parts));
+    return out;
+  }
+  static Interval part(Interval i, int64_t p, int64_t parts) {
+    return {i.begin + even_cut(i.size(), p, parts), i.begin + even_cut(i.size(), p + 1, parts)};
+  }
+  View at(const View& v, Interval rows) const {
+    const int64_t bytes = rows.begin * width * static_cast<int64_t>(size_of(v.dtype));
+    return View::dense(v.data ? v.as<char>() + bytes : nullptr, v.dtype, {rows.size(), width});
+  }
+};
+
+Redistribution::Pieces Redistribution::pieces_of(const Type& from, const Layout& to, int64_t least_rows) {
+  if (!from.layout.mesh() || from.layout.mesh() != to.mesh() || from.layout.is_elsewhere() || to.is_elsewhere()) return {};
+  if (!is_floating(from.dtype) || route(from.layout, to).size() != 1) return {};
+  const Move m = move(from.layout, to);
+  if (m.relabels() || m.from != Kind::shard || !Move::is_whole(m.to)) return {};
+  const Cut cut = cut_of(from, m.axis, from.layout[m.axis]);
+  if (cut.flat || cut.dim >= from.shape.rank() - 1) return {};
+  for (const auto& owned : cut.owned)
+    if (owned.size() != 1) return {};
+  const Rows rows(from, cut, m.axis);
+  if (rows.fewest() == 0 || rows.sequences == 0) return {};
+  if (rows.sequences > 1) {
+    constexpr int64_t kMost = 4;
+    const int64_t parts = std::min({kMost, rows.sequences, rows.sequences * rows.all / (4 * least_rows)});
+    return {parts > 1 ? parts : 0, true};
+  }
+  constexpr int64_t kEnough = 4;
+  if (rows.fewest() < least_rows) return {};
+  return {std::clamp<int64_t>(kEnough / (m.size - 1), 1, rows.fewest() / least_rows), false};
+}
+
+std::vector<RowsToCome> Redistribution::pieces(const Type& from, const Type& to, int64_t parts) {
+  const Move m = move(from.layout, to.layout);
+  const Rows rows(from, cut_of(from, m.axis, from.layout[m.axis]), m.axis);
+  std::vector<RowsToCome> out;
+  for (const Interval& piece : rows.pieces(RankContext::current().coordinate(to.layout.mesh(), m.axis), parts))
+    out.push_back({.begin = piece.begin, .end = piece.end});
+  return out;
+}
+
+std::vector<RowsToCome> Redistribution::start_in_pieces(const View& in, const View& out, void* packed, int64_t parts) const {
+  const Rows rows(from_, cut_in(), m_.axis);
+  return rows.sequences > 1 ? start_of_sequences(rows, in, out, static_cast<char*>(packed), parts) : start_of_ranks(rows, in, out, parts);
+}
+
+// In each call a rank sends to one, and gets from another.
+std::vector<RowsToCome> Redistribution::start_of_ranks(const Rows& rows, const View& in, const View& out, int64_t parts) const {
+  Communicator& lane = gather_lane(to_.layout, m_.axis);
+  const Interval own = rows.of[static_cast<size_t>(me_)];
+  std::vector<RowsToCome> come;
+  for (const Interval& piece : rows.pieces(me_, parts)) {
+    RowsToCome& next = come.emplace_back(RowsToCome{.begin = piece.begin, .end = piece.end});
+    const View to = rows.at(out, piece);
+    if (come.size() == 1) {
+      copy(View::dense(in.data, in.dtype, to.shape), to);
+      continue;
+    }
+    const auto call = static_cast<int64_t>(come.size()) - 2;
+    const auto step = static_cast<int>(1 + call / parts);
+    const View from = rows.at(in, Rows::part({0, own.size()}, call % parts, parts));
+    std::vector<int64_t> sent(rows.of.size()), received(sent);
+    sent[static_cast<size_t>((me_ + m_.size - step) % m_.size)] = from.numel();
+    received[static_cast<size_t>((me_ + step) % m_.size)] = to.numel();
+    if (!talks(lane)) continue;
+    next.event = lane.all_to_all(from.data, sent, to.data, received, in.dtype, PathScope::current());
+  }
+  return come;
+}
+
+std::vector<RowsToCome> Redistribution::start_of_sequences(const Rows& rows, const View& in, const View& out, char* packed, int64_t parts) const {
+  Communicator& lane = gather_lane(to_.layout, m_.axis);
+  const int64_t own = rows.of[static_cast<size_t>(me_)].size(), element = static_cast<int64_t>(size_of(in.dtype));
+  std::vector<RowsToCome> come;
+  for (const Interval& piece : rows.pieces(me_, parts)) {
+    RowsToCome& next = come.emplace_back(RowsToCome{.begin = piece.begin, .end = piece.end});
+    const int64_t first = piece.begin / rows.all, count = piece.size() / rows.all;
+    const View from = rows.at(in, {first * own, (first + count) * own}), to = rows.at(out, piece);
+    char* const at = packed ? packed + piece.begin * rows.width * element : nullptr;
+    std::vector<int64_t> counts;
+    for (const Interval& i : rows.of) counts.push_back(count * i.size() * rows.width);
+    if (!talks(lane)) continue;
+    next.event = lane.all_gather(from.data, at, counts, in.dtype, PathScope::current());
+    if (meta_) continue;
+    next.unpack = [stream = stream_, of = rows.of, all = rows.all, width = rows.width, to, count, at] {
+      const View whole = View::dense(to.data, to.dtype, {count, all, width});
+      View part = View::dense(at, to.dtype, whole.shape);
+      for (const Interval& i : of) {
+        part = block_of_rows(part, 1, i.size(), part.data);
+        SHEAF_ON_DEVICE(stream, copy, part, rows_of(whole, 1, i));
+        part.data = part.as<char>() + part.bytes();
+      }
+    };
+  }
+  return come;
+}
+
+// Where ranks are simulated, their lanes count what tensors without memory would send.
+bool Redistribution::talks(Communicator& lane) const {
+  if (lane.takes_own_cores()) lane.is_waited_for();
+  return !meta_ || lane.kind() == "simulated";
 }
 
 // --- without talking ---

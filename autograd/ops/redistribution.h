@@ -6,8 +6,11 @@
 #include "sheaf/autograd/op.h"
 #include "sheaf/autograd/ops/cut.h"
 #include "sheaf/core/event.h"
+#include "sheaf/core/storage.h"
 
 namespace sheaf {
+
+class Communicator;
 
 class Redistribution {
  public:
@@ -38,6 +41,18 @@ class Redistribution {
   Event start(View in, void* sent, void* received, bool waited_for) const;
   /// The second, behind the event. Nothing to do where it does not unpack() and `received` is where the result is to lie.
   void finish(void* received, View out) const;
+  /// An all_gather in pieces, of `in`, which is dense. Of one sequence the ranks' rows go straight to where they belong in `out`: this
+  /// rank's own first, then those of the next one, and so on, each rank's in so many parts. Of several sequences so many parts are
+  /// gathered one after another, to `packed`, as large as `out`. See [Note: in pieces].
+  std::vector<RowsToCome> start_in_pieces(const View& in, const View& out, void* packed, int64_t parts) const;
+  /// Which rows these are.
+  static std::vector<RowsToCome> pieces(const Type& from, const Type& to, int64_t parts);
+  struct Pieces {
+    int64_t parts = 0;  ///< 0: it is not done so
+    bool packed = false;
+  };
+  /// With pieces of at least so many rows.
+  static Pieces pieces_of(const Type& from, const Layout& to, int64_t least_rows);
   static bool packs(const Type& from, const Type& to);  ///< not where they are elsewhere
   static bool unpacks(const Type& from, const Type& to);
 
@@ -47,8 +62,12 @@ class Redistribution {
   // Of what comes in, and of what goes out.
   Cut cut_in() const { return cut_of(from_, m_.axis, from_.layout[m_.axis]); }
   Cut cut_out() const { return cut_of(to_, m_.axis, to_.layout[m_.axis]); }
+  struct Rows;
+  std::vector<RowsToCome> start_of_ranks(const Rows& rows, const View& in, const View& out, int64_t parts) const;
+  std::vector<RowsToCome> start_of_sequences(const Rows& rows, const View& in, const View& out, char* packed, int64_t parts) const;
   struct Exchange;
   Exchange exchange() const;
+  bool talks(Communicator& lane) const;
   void copy(const View& x, const View& y) const;
   void fill(const View& y, double value) const;
   void pack(const View& from, int dim, const std::vector<Interval>& rows, const View& packed) const;

@@ -17,7 +17,7 @@ inline Tensor gather_again(const Tensor& x, const Layout& to) {
   for (int a = 0; a < to.num_axes(); ++a) gathers = gathers || (x.layout()[a].is_shard() && to[a].is_replicate());
   std::optional<RecomputeScope> again;
   if (gathers && is_floating(x.dtype())) again.emplace(RecomputeOptions{.results = true});
-  return redistribute(x, to);
+  return redistribute_in_pieces(x, to);
 }
 
 /// Between enter() and leave() each rank of the tensor axis computes its own heads or hidden units, from all tokens; outside

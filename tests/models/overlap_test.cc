@@ -28,6 +28,7 @@ TrainedRun trained(const models::TrainConfig& config, int world, bool overlap, T
   run_local(world, [&](World& w) {
     models::TrainingStepOptions options = tiny_options(config);
     options.overlap = overlap;
+    options.piece_rows = 1;
     models::TrainingStep step(config, config.model.vocab, w, Device::cpu(), options);
     models::RecordedStep recorded;
     for (int s = 0; s < kSteps; ++s) {

@@ -1,0 +1,75 @@
+// See [Note: in pieces] (execute.h).
+#include <algorithm>
+
+#include "sheaf/autograd/execute.h"
+
+namespace sheaf::detail {
+namespace {
+
+// Its rows are those of the pieces, which are of all that lies there.
+bool has_rows_of(const Tensor& t, int64_t rows) {
+  const Shape& shape = t.local_shape();
+  return shape.rank() >= 2 && shape.numel() == rows * shape.back() && t.is_contiguous();
+}
+bool is_all_of_its_memory(const Tensor& t) { return t.byte_offset() == 0 && t.storage()->bytes() == t.local_bytes(); }
+
+uint64_t row_inputs_of(const OpDef& op, const void* attrs, const Execute& run, int64_t rows) {
+  const uint64_t inputs = op.row_inputs(attrs, run);
+  for (int i = 0; i < run.num_inputs(); ++i)
+    if ((inputs >> i & 1) && !has_rows_of(run.input_tensor(i), rows)) return 0;
+  for (int o = 0; o < run.num_outputs(); ++o)
+    if (!has_rows_of(run.output_tensor(o), rows)) return 0;
+  return inputs;
+}
+
+int64_t last_row(std::span<const RowsToCome> pieces) {
+  int64_t rows = 0;
+  for (const RowsToCome& piece : pieces) rows = std::max(rows, piece.end);
+  return rows;
+}
+
+}  // namespace
+
+std::span<const RowsToCome> pieces_of(const OpDef& op, const void* attrs, const Execute& run) {
+  if (!op.row_inputs || run.num_inputs() == 0) return {};
+  const Tensor& x = run.input_tensor(0);
+  const std::span<const RowsToCome> pieces = x.storage()->pieces();
+  if (pieces.empty() || !is_all_of_its_memory(x) || !row_inputs_of(op, attrs, run, last_row(pieces))) return {};
+  return pieces;
+}
+
+int64_t workspace_of(const OpDef& op, const void* attrs, Execute& run) {
+  run.take_types_alone(true);
+  int64_t bytes = op.workspace(attrs, run);
+  const std::span<const RowsToCome> pieces = pieces_of(op, attrs, run);
+  const uint64_t inputs = pieces.empty() ? 0 : op.row_inputs(attrs, run);
+  int64_t last = -1;
+  for (const RowsToCome& piece : pieces) {
+    if (piece.end - piece.begin == last) continue;
+    last = piece.end - piece.begin;
+    run.take_rows(inputs, piece.begin, piece.end);
+    bytes = std::max(bytes, op.workspace(attrs, run));
+  }
+  run.take_rows(0, 0, 0);
+  run.take_types_alone(false);
+  return bytes;
+}
+
+void execute(const OpDef& op, const void* attrs, Execute& run) {
+  const std::span<const RowsToCome> pieces = pieces_of(op, attrs, run);
+  // On the host there may be no more to wait for. A GPU's products have bits that depend on their sizes, so these must not depend on
+  // who comes first.
+  const bool all_here = !pieces.empty() && !run.device().is_cuda() && pieces.back().event.ready();
+  if (pieces.empty() || all_here) return op.execute(attrs, run);
+  const uint64_t inputs = op.row_inputs(attrs, run);
+  Storage& storage = *run.input_tensor(0).storage();
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    storage.settle_piece(i);
+    run.take_rows(inputs, pieces[i].begin, pieces[i].end);
+    op.execute(attrs, run);
+  }
+  run.take_rows(0, 0, 0);
+  storage.settle();
+}
+
+}  // namespace sheaf::detail
