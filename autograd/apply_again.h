@@ -4,6 +4,7 @@
 #include <cstring>
 #include <span>
 
+#include "sheaf/autograd/execute.h"
 #include "sheaf/autograd/tape.h"
 
 namespace sheaf {
@@ -27,6 +28,14 @@ inline Tensors apply_again(const Tape& tape, const Node& n, std::span<const Tens
   for (int o = 0; o < n.num_outputs; ++o) specs[o].type = tape.type(tape.output(n, o));
   const AttrsCopy attrs(tape, n);
   return apply_typed(*n.op, attrs.data(), inputs, specs);
+}
+
+/// The same of a node and the one behind it, executed as one (detail::apply_typed_onward).
+inline std::pair<Tensor, Tensor> apply_onward_again(const Tape& tape, const Node& n, const Node& scatter, std::span<const Tensor> inputs,
+                                                    uint8_t flags) {
+  const AttrsCopy attrs(tape, n), of_scatter(tape, scatter);
+  return detail::apply_typed_onward(*n.op, attrs.data(), inputs, {tape.type(tape.output(n)), {}, -1, 0}, of_scatter.data(),
+                                    Type(tape.type(tape.output(scatter))), flags);
 }
 
 }  // namespace sheaf

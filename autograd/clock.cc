@@ -20,9 +20,11 @@ struct Call {
     int rank;
     NodeId node;
     double ready;  // when it could start but for its lane and its links
+    double last = 0;  // when the last of its pieces could
   };
   std::vector<Part> parts;
-  double end = kUnknown;
+  double start = kUnknown, end = kUnknown;
+  int32_t pieces = 1;
 };
 
 struct SharedLane {
@@ -113,7 +115,8 @@ class Clock {
       seconds = std::max(seconds, time.travels);
       if (alone) for_links(time, [&](int link) { start = std::max(start, at_[part.rank].link[link]); });
     }
-    call.end = start + seconds;
+    call.start = start, call.end = start + seconds;
+    for (const Call::Part& part : call.parts) call.end = std::max(call.end, part.last + seconds / call.pieces);
     for (const Call::Part& part : call.parts) {
       if (alone) for_links(ranks_[part.rank].nodes[part.node], [&](int link) { at_[part.rank].link[link] = call.end; });
       lines_[part.rank].start[part.node] = start;
@@ -135,6 +138,17 @@ class Clock {
     p.compute = moment;
   }
 
+  // When what computes so long, piece by piece, is through.
+  static double end_of_pieces(const Call& call, const LaneWait& pieces, double start, double computes) {
+    double end = start;
+    const int32_t n = pieces.pieces, own = pieces.first_is_own;
+    for (int32_t i = 0; i < n; ++i) {
+      const double come = i < own ? start : call.start + (call.end - call.start) * (i + 1 - own) / (n - own);
+      end = std::max(end, come) + computes / n;
+    }
+    return end;
+  }
+
   // One node, if what it needs is known.
   bool step(int rank) {
     Position& p = at_[rank];
@@ -149,26 +163,43 @@ class Clock {
     }
     if (p.joining < 0) {
       double last = 0, behind = 0;
-      NodeId of = -1;
-      for (const auto [lane, back, of_call] : waits_[rank].of(id)) {
+      NodeId of = -1, comes = -1;
+      const Call* coming = nullptr;
+      LaneWait pieces{};
+      for (const LaneWait& wait : waits_[rank].of(id)) {
+        const auto [lane, back, of_call, count, own] = wait;
         const int among_all = p.lanes[lane], call = p.calls[lane] - back;
         if (call < 0) continue;  // of a stretch that is not among those here
         if (!settle(among_all, static_cast<size_t>(call))) return false;
         const Call& waited = lanes_[among_all].calls[call];
+        const NodeId made_by = std::ranges::find(waited.parts, rank, &Call::Part::rank)->node;
         if (of_call) behind = std::max(behind, waited.end);
-        else if (waited.end > last) last = waited.end, of = std::ranges::find(waited.parts, rank, &Call::Part::rank)->node;
+        else if (count > 1) coming = &waited, pieces = wait, comes = made_by;
+        else if (waited.end > last) last = waited.end, of = made_by;
       }
       wait_until(rank, last, of);
       if (time.computes > 0 || time.lane >= 0) p.host += times.issue_seconds;
       line.start[id] = std::max(p.compute, time.computes > 0 ? p.host : 0);
       p.compute = line.end[id] = line.start[id] + time.computes;
+      if (coming) {
+        const double end = end_of_pieces(*coming, pieces, line.start[id], time.computes);
+        if (end > p.compute) line.waits.push_back({comes, end - p.compute});
+        p.compute = line.end[id] = std::max(end, p.compute);
+      }
       line.computing += time.computes;
       line.received += time.receives;
       if (time.lane >= 0) {
         const int lane = p.lanes[time.lane], call = p.calls[time.lane]++;
         auto& calls = lanes_[lane].calls;
         if (std::ssize(calls) <= call) calls.resize(static_cast<size_t>(call) + 1);
-        calls[call].parts.push_back({rank, id, std::max({p.compute, p.host, behind})});
+        Call::Part part{rank, id, std::max({p.compute, p.host, behind})};
+        if (const int32_t parts = pieces_onward(*times.tape, id - 1); parts > 0 && time.computes == 0) {  // the first was sent before
+          const double made = line.end[id - 1] - line.start[id - 1];
+          part.last = part.ready;
+          part.ready -= made * (parts - 1) / parts;
+          calls[call].pieces = parts;
+        }
+        calls[call].parts.push_back(part);
         settle(lane, static_cast<size_t>(call));  // links serve those first that are issued first
         if (joins_its_call(times.tape->node(id))) p.joining = lane, p.joining_call = call;
       }
@@ -224,7 +255,10 @@ LaneWaits::LaneWaits(const RankTimes& rank) {
       const auto [lane, call] = filled[static_cast<size_t>(v)];
       if (lane < 0 || call <= waited[static_cast<size_t>(lane)]) continue;
       if (!of_call) waited[static_cast<size_t>(lane)] = call;
-      waits_.push_back({lane, calls[static_cast<size_t>(lane)] - call, of_call});
+      LaneWait& wait = waits_.emplace_back(LaneWait{lane, calls[static_cast<size_t>(lane)] - call, of_call});
+      if (of_call || !n.op->row_inputs || v != tape.inputs(n)[0]) continue;
+      const PiecesToCome pieces = pieces_to_come(tape, tape.node(tape.value(v).producer));
+      wait.pieces = pieces.count, wait.first_is_own = pieces.first_is_own;
     }
     if (time.lane < 0) continue;
     const int32_t call = calls[static_cast<size_t>(time.lane)]++;

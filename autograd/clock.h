@@ -60,6 +60,8 @@ struct Timeline {
 struct LaneWait {
   int32_t lane, back;
   bool of_call;  ///< the node's own call comes behind, and what computes does not wait
+  int32_t pieces = 0;      ///< more than one: it computes with each as it comes, in their order ([Note: in pieces])
+  bool first_is_own = false;  ///< of these one is there from the start
   bool operator==(const LaneWait&) const = default;
 };
 

@@ -24,16 +24,40 @@ inline bool runs_here(const OpDef& op, std::span<const Tensor> inputs, std::span
   return false;
 }
 
+/// The inputs of an op as its placement rule wants them, and the types of its outputs.
+struct Inferred {
+  Inferred(const OpDef& op, const void* attrs, std::span<const Tensor> given);
+  Inferred(const Inferred&) = delete;
+  std::span<const Tensor> inputs;
+  std::span<OutputSpec> specs;
+
+ private:
+  Infer infer_;
+  std::vector<Tensor> coerced_;
+};
+
 /// [Note: in pieces] What comes over a lane in pieces (Storage::filled_in_pieces) need not be there before a product of its rows
-/// begins: an op with row_inputs() is executed for the rows of each piece once that is there. So a rank multiplies its own rows
-/// while those of others travel, and theirs as they come (Wang et al. 2023, Overlap Communication with Dependent Computation via
-/// Decomposition, https://doi.org/10.1145/3567955.3567959). Who needs all of it waits for all.
+/// begins: an op with row_inputs() is executed for the rows of each piece once that is there. So a rank multiplies rows that it has
+/// while others travel (Wang et al. 2023, Overlap Communication with Dependent Computation via Decomposition,
+/// https://doi.org/10.1145/3567955.3567959). Who needs all of it waits for all. And where what such an op gives goes on to a
+/// reduce_scatter, the two nodes are executed as one: rows are sent on while the next are computed (onward.cc). What is on the tape
+/// is the same, and so are the bits.
 
 /// Of input 0, if this op can be executed piece by piece; else none.
 std::span<const RowsToCome> pieces_of(const OpDef& op, const void* attrs, const Execute& run);
+/// Inputs whose rows go with rows of the outputs, of which there are so many on this rank; 0: not so.
+uint64_t row_inputs_of(const OpDef& op, const void* attrs, const Execute& run, int64_t rows);
 /// Bytes of its workspace, whether the pieces are waited for or not.
 int64_t workspace_of(const OpDef& op, const void* attrs, Execute& run);
 void execute(const OpDef& op, const void* attrs, Execute& run);
+
+/// With the reduce_scatter of its output to `sent` behind it, in so many parts.
+int64_t workspace_onward(const OpDef& op, const void* attrs, Execute& run, const Tensor& sent, int64_t parts);
+void execute_onward(const OpDef& op, const void* attrs, Execute& run, const Tensor& sent, int64_t parts);
+/// Places the outputs of both nodes, executes them and records them, with these flags. The output of the first is in the order of the
+/// wire.
+std::pair<Tensor, Tensor> apply_typed_onward(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, const OutputSpec& product,
+                          const void* scatter, const Type& sent, uint8_t flags);
 
 /// Of an op with alias(): the input that output o views. Of several inputs these are the last ones; of one, all outputs are parts.
 inline size_t viewed_input(size_t inputs, size_t outputs, size_t o) { return inputs == 1 ? 0 : inputs - outputs + o; }

@@ -13,6 +13,14 @@ bool has_rows_of(const Tensor& t, int64_t rows) {
 }
 bool is_all_of_its_memory(const Tensor& t) { return t.byte_offset() == 0 && t.storage()->bytes() == t.local_bytes(); }
 
+int64_t last_row(std::span<const RowsToCome> pieces) {
+  int64_t rows = 0;
+  for (const RowsToCome& piece : pieces) rows = std::max(rows, piece.end);
+  return rows;
+}
+
+}  // namespace
+
 uint64_t row_inputs_of(const OpDef& op, const void* attrs, const Execute& run, int64_t rows) {
   const uint64_t inputs = op.row_inputs(attrs, run);
   for (int i = 0; i < run.num_inputs(); ++i)
@@ -21,14 +29,6 @@ uint64_t row_inputs_of(const OpDef& op, const void* attrs, const Execute& run, i
     if (!has_rows_of(run.output_tensor(o), rows)) return 0;
   return inputs;
 }
-
-int64_t last_row(std::span<const RowsToCome> pieces) {
-  int64_t rows = 0;
-  for (const RowsToCome& piece : pieces) rows = std::max(rows, piece.end);
-  return rows;
-}
-
-}  // namespace
 
 std::span<const RowsToCome> pieces_of(const OpDef& op, const void* attrs, const Execute& run) {
   if (!op.row_inputs || run.num_inputs() == 0) return {};
@@ -47,10 +47,10 @@ int64_t workspace_of(const OpDef& op, const void* attrs, Execute& run) {
   for (const RowsToCome& piece : pieces) {
     if (piece.end - piece.begin == last) continue;
     last = piece.end - piece.begin;
-    run.take_rows(inputs, piece.begin, piece.end);
+    run.take_rows(inputs, {piece.begin, piece.end - piece.begin});
     bytes = std::max(bytes, op.workspace(attrs, run));
   }
-  run.take_rows(0, 0, 0);
+  run.take_rows(0, {0, 0});
   run.take_types_alone(false);
   return bytes;
 }
@@ -65,10 +65,10 @@ void execute(const OpDef& op, const void* attrs, Execute& run) {
   Storage& storage = *run.input_tensor(0).storage();
   for (size_t i = 0; i < pieces.size(); ++i) {
     storage.settle_piece(i);
-    run.take_rows(inputs, pieces[i].begin, pieces[i].end);
+    run.take_rows(inputs, {pieces[i].begin, pieces[i].end - pieces[i].begin});
     op.execute(attrs, run);
   }
-  run.take_rows(0, 0, 0);
+  run.take_rows(0, {0, 0});
   storage.settle();
 }
 

@@ -20,10 +20,16 @@ void Execute::fail_unasked() const {
 }
 
 View Execute::rows_of(const Tensor& t) const {
-  const View v = t.storage()->pieces().empty() ? t.view() : t.view_unsynced();
+  const View v = t.storage()->pieces().empty() && !types_alone_ ? t.view() : t.view_unsynced();
   const int64_t width = v.shape.back();
-  char* const data = v.data ? v.as<char>() + begin_ * width * static_cast<int64_t>(size_of(v.dtype)) : nullptr;
-  return View::dense(data, v.dtype, {end_ - begin_, width});
+  char* const data = v.data ? v.as<char>() + block_.begin * width * static_cast<int64_t>(size_of(v.dtype)) : nullptr;
+  if (block_.groups == 1) return View::dense(data, v.dtype, {block_.rows, width});
+  return {data, v.dtype, {block_.groups, block_.rows, width}, {block_.stride * width, width, 1}};
+}
+
+View Execute::output_rows(int i) const {
+  View v = rows_of(outputs_[i]);
+  return to_ && i == 0 ? View::dense(to_, v.dtype, v.shape) : v;
 }
 
 void Execute::join(const Event& event) const {
@@ -88,6 +94,8 @@ static Tensors execute_here(const OpDef& op, const void* attrs, std::span<const 
     run.will_execute(op.name);
     if (RankContext::current().profile) [[unlikely]] execute_noted(op, attrs, run);
     else detail::execute(op, attrs, run);
+  } else {  // of meta
+    for (const Tensor& t : inputs) t.storage()->settle();
   }
   if (op.kind == OpKind::step)
     for (size_t i = 0; i < specs.size(); ++i)
@@ -116,14 +124,18 @@ void place(const OpDef& op, const void* attrs, std::span<const Tensor>& inputs, 
            std::span<OutputSpec> outputs);
 }  // namespace detail
 
-Tensors apply(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, std::span<const Into> into) {
+detail::Inferred::Inferred(const OpDef& op, const void* attrs, std::span<const Tensor> given) : inputs(given), infer_(given) {
   for (const Tensor& t : inputs)
     if (!t.defined()) fail<LifetimeError>("[", op.name, "] ", path_label(PathScope::current()), ": an input is undefined");
-  Infer infer(inputs);
-  op.infer(attrs, infer);
-  std::vector<Tensor> coerced;
-  const std::span<OutputSpec> specs(infer.outputs);
-  detail::place(op, attrs, inputs, coerced, specs);
+  op.infer(attrs, infer_);
+  specs = infer_.outputs;
+  place(op, attrs, inputs, coerced_, specs);
+}
+
+Tensors apply(const OpDef& op, const void* attrs, std::span<const Tensor> given, std::span<const Into> into) {
+  const detail::Inferred inferred(op, attrs, given);
+  const auto inputs = inferred.inputs;
+  const auto specs = inferred.specs;
   bool add = false;
   for (size_t i = 0; i < into.size(); ++i) {
     if (!into[i].to) continue;

@@ -119,6 +119,12 @@ void replicate_only(Place& p, int outputs = 1);
 void rows(Place& p, int outputs = 1);
 }  // namespace rules
 
+/// Rows of a value as [rows, last dimension]: so many from `begin` on, and as many again every `stride` rows, in `groups`.
+struct RowBlock {
+  int64_t begin, rows, groups = 1, stride = 0;
+  int64_t all() const { return rows * groups; }
+};
+
 /// What a kernel call gets: local views, workspace, stream. On meta it is used for workspace() only; data are null.
 class Execute {
  public:
@@ -132,7 +138,7 @@ class Execute {
   }
   View output(int i) const {
     if (unasked_) [[unlikely]] fail_unasked();
-    return row_inputs_ ? rows_of(outputs_[i]) : outputs_[i].view_unsynced();
+    return row_inputs_ ? output_rows(i) : outputs_[i].view_unsynced();
   }
   const Type& input_type(int i) const { return inputs_[i].type(); }    ///< global
   const Type& output_type(int i) const { return outputs_[i].type(); }  ///< global
@@ -154,14 +160,15 @@ class Execute {
   void join(const Event& event) const;
   /// Another lane fills the outputs; whoever reads them waits for `event`.
   void completes_with(const Event& event);
-  /// From now on these inputs and all outputs are rows [begin, end) of what they are, [rows, last dimension]; with 0 they are whole.
-  /// They are dense, and rows that come (RowsToCome) are not waited for.
-  void take_rows(uint64_t inputs, int64_t begin, int64_t end) { row_inputs_ = inputs, begin_ = begin, end_ = end; }
+  /// From now on these inputs and all outputs are such rows of what they are, which is dense; with 0 they are whole. Output 0 is put
+  /// to `to` instead, if that is given. Rows that come (RowsToCome) are not waited for.
+  void take_rows(uint64_t inputs, const RowBlock& block, void* to = nullptr) { row_inputs_ = inputs, block_ = block, to_ = to; }
   /// Or nobody is waited for: workspace() looks at shapes.
   void take_types_alone(bool alone) { types_alone_ = alone; }
 
  private:
   View rows_of(const Tensor& t) const;
+  View output_rows(int i) const;
   Stream gpu_stream() const;
   [[noreturn]] void fail_unasked() const;
   std::span<const Tensor> inputs_, outputs_;
@@ -169,7 +176,8 @@ class Execute {
   mutable bool unasked_ = false;  // on a GPU, until the op has asked for the stream
   bool types_alone_ = false;
   uint64_t row_inputs_ = 0;  // not 0: rows are taken
-  int64_t begin_ = 0, end_ = 0;
+  RowBlock block_ = {0, 0};
+  void* to_ = nullptr;
 };
 
 /// Where an op should store an output: memory given by the caller, or (empty) fresh memory.
@@ -380,6 +388,14 @@ const OpDef& op_def() { return detail::op_def_of<Op>; }
 /// Runs an op whose types follow from its own rules; `into`: where its first outputs go. Throws ShapeError, DTypeError,
 /// PlacementError, LifetimeError.
 Tensors apply(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, std::span<const Into> into = {});
+/// Where a result goes on one mesh axis; axis -1: it stays.
+struct Onward {
+  int axis = -1;
+  Placement to = {};
+};
+/// redistribute(y, y's layout with that) of the one output y of an op with row_inputs(). Where it is a reduce_scatter of enough rows
+/// (RecordingOptions::piece_rows), they travel in pieces, each while the next is computed. See [Note: in pieces].
+Tensor apply_onward(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, const Onward& onward);
 /// Runs an op with given outputs (ops of units and optimizers, whose types come from elsewhere).
 Tensors apply_typed(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,
                     std::span<const OutputSpec> outputs);

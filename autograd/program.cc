@@ -31,6 +31,8 @@ struct Program::Instruction {
   bool add;
   bool updates;                   // outputs lie in memory that outlives the step
   Storage* workspace = nullptr;
+  Tensor sent = {};  // by the next node, which this one is executed with: see [Note: in pieces]
+  int64_t sent_parts = 0;
   std::vector<Storage*> ended = {};  // filled by a lane; from here on the memory is another's
 };
 
@@ -74,6 +76,7 @@ struct Program::Builder {
     for (const Tensor& t : run.inputs) live_until(t, id);
     for (const Tensor& t : run.outputs) live_until(t, id);
     if (views || !detail::runs_here(*n.op, run.inputs, specs)) return;
+    if (n.op == &scatter_in_pieces_op() && send_onward(id, run)) return;
     if (n.op->workspace) {
       Execute execute(run.inputs, run.outputs);
       if (const int64_t bytes = detail::workspace_of(*n.op, run.attrs, execute); bytes > 0)
@@ -83,6 +86,21 @@ struct Program::Builder {
     if (n.op == &in_pieces_op()) will_come_in_pieces(run.attrs, run.inputs[0], run.outputs);
     executed.push_back(id);
     program.instructions_.push_back(std::move(run));
+  }
+
+  // The node before made what this one scatters: then it is executed there.
+  bool send_onward(NodeId id, const Instruction& scatter) {
+    if (executed.empty() || executed.back() != id - 1) return false;
+    Instruction& product = program.instructions_.back();
+    if (!product.op->row_inputs || product.outputs.size() != 1 || product.outputs[0].storage() != scatter.inputs[0].storage()) return false;
+    product.sent = scatter.outputs[0];
+    product.sent_parts = static_cast<const ScatterInPieces*>(scatter.attrs)->parts;
+    program.blocks_[block_of.at(product.sent.storage().get())].life.first = id - 1;
+    Execute run(product.inputs, product.outputs);
+    const int64_t bytes = detail::workspace_onward(*product.op, product.attrs, run, product.sent, product.sent_parts);
+    if (product.workspace) program.blocks_[block_of.at(product.workspace)].life.bytes = bytes;
+    else if (bytes > 0) product.workspace = add_block(id - 1, run.device(), bytes, MemoryKind::normal, /*workspace=*/true).get();
+    return true;
   }
 
   // Where the tape says that outputs lie: in fresh memory, in that of an earlier output, or of an earlier value.
@@ -203,10 +221,11 @@ std::vector<Tensor> Program::run() {
     run.add = i.add;
     if (i.workspace) run.workspace = {i.workspace->data(), static_cast<size_t>(i.workspace->bytes())};
     const bool meta = run.device().is_meta();
-    if (i.op->kind != OpKind::discard && i.op->execute && (!meta || i.op->kind == OpKind::redistribute)) {
+    if (i.op->kind != OpKind::discard && i.op->execute && (!meta || i.op->kind == OpKind::redistribute || i.sent)) {
       run.will_execute(i.op->name);
       const ProfileSpan span(Profile::kCompute, i.op->name, *i.path);
-      detail::execute(*i.op, i.attrs, run);
+      if (i.sent) detail::execute_onward(*i.op, i.attrs, run, i.sent, i.sent_parts);
+      else detail::execute(*i.op, i.attrs, run);
     }
     if (i.updates)
       for (const Tensor& t : i.outputs) t.storage()->changed();

@@ -10,6 +10,7 @@
 #include <unordered_set>
 
 #include "sheaf/autograd/apply_again.h"
+#include "sheaf/autograd/ops/redistribute.h"
 #include "sheaf/autograd/recording.h"
 
 namespace sheaf {
@@ -154,7 +155,16 @@ void Recording::recompute(Region& region) {
   std::unordered_map<ValueId, Tensor> values = std::move(region.entering);
   region.entering.clear();
   if (region.results) set_repeated(region, false);  // what entered it is gone: who saves its values from here on keeps them
-  for (NodeId id : nodes) {
+  const auto keep = [&](NodeId id, std::span<const Tensor> outputs) {
+    for (size_t o = 0; o < outputs.size(); ++o) {
+      const ValueId v = tape_.output(tape_.node(id), static_cast<int>(o));
+      state(value_of(outputs[o])).copy_of = v;
+      if (ValueState& s = state(v); s.saves > 0 && !s.saved) s.save(outputs[o]);
+      if (last_read.contains(v)) values[v] = outputs[o];
+    }
+  };
+  for (size_t i = 0; i < nodes.size(); ++i) {
+    const NodeId id = nodes[i];
     const Node n = tape_.node(id);  // copies: the tape grows
     const PathScope path(tape_.path(n));
     const std::vector<ValueId> ids(tape_.inputs(n).begin(), tape_.inputs(n).end());
@@ -163,13 +173,15 @@ void Recording::recompute(Region& region) {
       const auto here = values.find(v);
       inputs.push_back(here != values.end() ? here->second : resolve(v));
     }
-    flag_next(Node::kRecomputed);
-    const Tensors outputs = apply_again(tape_, n, inputs);
-    for (int o = 0; o < n.num_outputs; ++o) {
-      const ValueId v = tape_.output(n, o);
-      state(value_of(outputs[o])).copy_of = v;
-      if (ValueState& s = state(v); s.saves > 0 && !s.saved) s.save(outputs[o]);
-      if (last_read.contains(v)) values[v] = outputs[o];
+    if (i + 1 < nodes.size() && nodes[i + 1] == id + 1 && pieces_onward(tape_, id)) {
+      const Node scatter = tape_.node(id + 1);
+      const auto [made, sent] = apply_onward_again(tape_, n, scatter, inputs, Node::kRecomputed);
+      keep(id, std::span(&made, 1)), keep(id + 1, std::span(&sent, 1));
+      if (last_read.at(tape_.output(n)) == id + 1) values.erase(tape_.output(n));
+      ++i;
+    } else {
+      flag_next(Node::kRecomputed);
+      keep(id, apply_again(tape_, n, inputs));
     }
     for (ValueId v : ids)
       if (last_read.at(v) == id) values.erase(v);

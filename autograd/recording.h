@@ -24,7 +24,8 @@ struct RecordingOptions {
   /// Gradients of weights are computed while other gradients travel: see [Note: beside what travels]. Without it they are not, to
   /// compare: with the same bits, but for sums of a weight that several layers share.
   bool overlap = true;
-  /// What ranks gather for products comes in pieces of at least so many rows: see [Note: in pieces].
+  /// What ranks gather for products, and what these give that is scattered, travels in pieces of at least so many rows; 0: whole. See
+  /// [Note: in pieces].
   int64_t piece_rows = 128;
   /// Gives random_state() of the samples that begin so many after first_sample; absent: it is made anew. For a step that runs
   /// again, before which whoever gives them sets them.

@@ -221,6 +221,8 @@ struct ShardingConfig {
   std::string pipeline_schedule = "1f1b";  ///< "1f1b", or "zero_bubble": gradients of weights fill what stages wait
   double pipeline_head = -1;            ///< as how many blocks the head and its loss count among stages; -1: as its operations do
   int64_t tensor = 1;                   ///< ranks, neighbours, that share each layer and each sequence (tensor parallelism)
+  int64_t piece_rows = 128;             ///< what these ranks' layers gather, and sums of theirs, travel in pieces of at least so many rows,
+                                        ///< beside products of others; 0: whole
   std::string reduce_dtype = "f32";     ///< of what ranks send each other of gradients: "f32", "bf16" for half of the bytes, or "int8":
                                         ///< in blocks of int8 codes, for a quarter (ShardOptions::reduce_int8)
   std::string units = "block";          ///< "block": a unit per block, and for each table that is not tied;

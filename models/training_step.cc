@@ -58,7 +58,7 @@ void check_graph(Device device, const Mesh& mesh) {
 }  // namespace
 
 TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& world, Device device, const TrainingStepOptions& options)
-    : config_(island_of(config)), world_(world), device_(device), overlap_(options.overlap), piece_rows_(options.piece_rows), num_targets_(options.num_targets),
+    : config_(island_of(config)), world_(world), device_(device), overlap_(options.overlap), num_targets_(options.num_targets),
       sharded_(sharded_model(config, vocab, world, {.blocks = options.stand_in.blocks})), turns_(options.stand_in.turns) {
   check<ConfigError>(!config_.data.examples || num_targets_ || device_.is_meta(), "[train] data.examples: how many targets count is not known");
   world_.communicator();  // joined here by a plan as by a run: what it holds counts
@@ -177,7 +177,7 @@ TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep*
   {
     const int64_t first = first_sample(step);
     Recording recording({.step = step, .first_sample = first, .seed = static_cast<uint64_t>(t.seed),
-                         .capture_leaves = recorded && recorded->capture_leaves, .overlap = overlap_, .piece_rows = piece_rows_});
+                         .capture_leaves = recorded && recorded->capture_leaves, .overlap = overlap_, .piece_rows = config_.sharding.piece_rows});
     // Collectives that are through before their call returns leave no room for several micro-batches under way.
     const bool in_turn = CollectivesInTurn::active() && device_.is_cuda();
     const auto note_turn = [&] {

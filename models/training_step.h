@@ -60,7 +60,6 @@ struct TrainingStepOptions {
   DType masters = kF32;  ///< f64 to compare ways of training: train.dtype f32 then computes in it, too
   StandIn stand_in = {};
   bool overlap = true;  ///< false to compare: RecordingOptions::overlap
-  int64_t piece_rows = RecordingOptions().piece_rows;  ///< RecordingOptions::piece_rows
   /// Of samples [first, first + count), how many targets count, a number above 0; null: all do. It matters with data.examples.
   std::function<int64_t(int64_t first, int64_t count)> num_targets = {};
 };
@@ -127,7 +126,6 @@ class TrainingStep {
   World& world_;
   Device device_;
   bool overlap_;
-  int64_t piece_rows_;
   std::function<int64_t(int64_t first, int64_t count)> num_targets_;
   ShardedModel sharded_;
   std::vector<Turn> turns_;  // of a step

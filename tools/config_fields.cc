@@ -172,6 +172,8 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
        "many as take as many operations", any, -1, 1e6},
       {"sharding.tensor", &s.tensor, "ranks, neighbours, that share heads, hidden units and vocabulary, and each sequence "
        "(tensor parallelism)", any, 1, 1e6},
+      {"sharding.piece_rows", &s.piece_rows, "what layers of a tensor axis gather, and their sums, travel in pieces of at least so many rows, "
+       "beside products of others; 0: whole", any, 0},
       {"sharding.gather_int8", &s.gather_int8, "matrices are gathered in int8, in blocks of 64 with a scale"},
       {"sharding.reduce_dtype", &s.reduce_dtype, "of what ranks send each other of gradients; int8: in blocks of 64 with a scale, rounded by "
        "chance; between hosts of several ranks beside sharding.replicas", {"f32", "bf16", "int8"}},

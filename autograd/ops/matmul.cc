@@ -351,11 +351,11 @@ Tensor matmul(const Tensor& a, const Tensor& b, const MatmulOptions& options) {
   return apply<Matmul>({options.each_alone, rounds_of(options.fp8, a, b).fp8}, {a, b});
 }
 
-Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias, Fp8 fp8) {
+Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias, Fp8 fp8, const Onward& onward) {
   std::vector<Tensor> inputs{x, weight};
   if (bias) inputs.push_back(dense_rows(bias));
   const LayerRounds attrs = rounds_of(fp8, x, weight);
-  return std::move(apply(op_def<Linear>(), &attrs, inputs)[0]);
+  return apply_onward(op_def<Linear>(), &attrs, inputs, onward);
 }
 
 }  // namespace sheaf

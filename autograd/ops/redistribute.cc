@@ -5,6 +5,7 @@
 #include "sheaf/autograd/ops/route.h"
 #include "sheaf/autograd/ops/travel.h"
 #include "sheaf/autograd/recording.h"
+#include "sheaf/autograd/work.h"
 #include "sheaf/core/rank_context.h"
 
 namespace sheaf {
@@ -56,6 +57,30 @@ struct InPieces {
     if (packed) lent.push_back(packed.storage());
     y.storage()->filled_in_pieces(std::move(pieces), std::move(lent));
   }
+  // Own rows, or all that was packed.
+  static void work(const Attrs&, WorkOf& w) {
+    const Shape& copied = w.num_outputs() > 1 ? w.output(0) : w.input(0);
+    w.work.bytes = 2.0 * static_cast<double>(copied.numel()) * static_cast<double>(size_of(w.work.dtype));
+  }
+  static void vjp(const Attrs&, Vjp& c) { detail::adjoint_of_redistribution(c); }
+  static constexpr bool kMarked = true;
+  static void describe(const Attrs&, std::string& out) { out += "in pieces"; }
+};
+
+// By itself it is any reduce_scatter.
+struct ScatterOfPieces {
+  static constexpr const char* kName = "redistribute";
+  static constexpr OpKind kKind = OpKind::redistribute;
+  static constexpr Lane kLane = Lane::gather;
+  using Attrs = ScatterInPieces;
+
+  static int64_t workspace(const Attrs& a, const Execute& c) {
+    return Redistribution::workspace(c.input_type(0).layout, a.to, c.input(0), c.output(0));
+  }
+  static void execute(const Attrs&, Execute& c) {
+    Redistribution(c, c.input_type(0), c.output_type(0)).run(c.input(0), c.output(0), c.workspace.data);
+  }
+  static void work(const Attrs&, WorkOf& w) { w.work.bytes = 0; }  // products put it where it is sent from
   static void vjp(const Attrs&, Vjp& c) { detail::adjoint_of_redistribution(c); }
   static constexpr bool kMarked = true;
   static void describe(const Attrs&, std::string& out) { out += "in pieces"; }
@@ -90,6 +115,7 @@ struct Slice : RedistributeOp {
 }  // namespace
 
 const OpDef& in_pieces_op() { return op_def<InPieces>(); }
+const OpDef& scatter_in_pieces_op() { return op_def<ScatterOfPieces>(); }
 
 void will_come_in_pieces(const void* attrs, const Tensor& input, std::span<const Tensor> outputs) {
   const int64_t parts = static_cast<const InPieces::Attrs*>(attrs)->parts;
@@ -97,8 +123,23 @@ void will_come_in_pieces(const void* attrs, const Tensor& input, std::span<const
                       Redistribution::pieces(input.type(), outputs[0].type(), parts));
 }
 
+PiecesToCome pieces_to_come(const Tape& tape, const Node& n) {
+  if (n.op != &in_pieces_op()) return {};
+  const int32_t parts = static_cast<const InPieces::Attrs*>(tape.attrs(n))->parts;
+  if (n.num_outputs > 1) return {parts, false};
+  const Layout &from = tape.type(tape.inputs(n)[0]).layout, &to = tape.type(tape.output(n)).layout;
+  return {1 + parts * (Redistribution::move(from, to).size - 1), true};
+}
+
+int32_t pieces_onward(const Tape& tape, NodeId id) {
+  if (id < 0 || id + 1 >= tape.num_nodes()) return 0;
+  const Node &n = tape.node(id), &next = tape.node(id + 1);
+  const bool goes = next.op == &scatter_in_pieces_op() && n.op && n.op->row_inputs && n.num_outputs == 1 && tape.inputs(next)[0] == tape.output(n);
+  return goes ? static_cast<const ScatterInPieces*>(tape.attrs(next))->parts : 0;
+}
+
 bool is_redistribute(const OpDef* op) {
-  return op == &op_def<RedistributeOp>() || op == &op_def<Slice>() || op == &in_pieces_op() || op == &send_op() || op == &start_op();
+  return op == &op_def<RedistributeOp>() || op == &op_def<Slice>() || op == &in_pieces_op() || op == &scatter_in_pieces_op() || op == &send_op() || op == &start_op();
 }
 
 void detail::adjoint_of_redistribution(Vjp& c) {

@@ -31,6 +31,23 @@ const OpDef& in_pieces_op();
 /// Before such a node runs: its output is what will come so.
 void will_come_in_pieces(const void* attrs, const Tensor& input, std::span<const Tensor> outputs);
 
+/// Of such a node: how many, and whether the first one was here before.
+struct PiecesToCome {
+  int32_t count = 0;
+  bool first_is_own = false;
+};
+PiecesToCome pieces_to_come(const Tape& tape, const Node& n);
+/// A reduce_scatter of what the node before made, which is executed with it: see apply_onward(). Its attributes:
+const OpDef& scatter_in_pieces_op();
+struct ScatterInPieces {
+  Layout to;
+  int32_t parts;
+  bool operator==(const ScatterInPieces&) const = default;
+};
+
+/// In how many pieces what node `n` makes is sent on by the next one, while it is made; 0: not so.
+int32_t pieces_onward(const Tape& tape, NodeId n);
+
 namespace detail {
 /// Law A.
 void adjoint_of_redistribution(Vjp& c);

@@ -195,25 +195,32 @@ struct Redistribution::Rows {
   }
 };
 
+// Each has a call of the lane, and a product.
+constexpr int64_t kMostPieces = 4;
+
+static bool is_one_move_here(const Type& from, const Layout& to) {
+  return is_floating(from.dtype) && from.layout.mesh() && from.layout.mesh() == to.mesh() && !from.layout.is_elsewhere() &&
+         !to.is_elsewhere() && route(from.layout, to).size() == 1;
+}
+// An interval of them for each rank.
+static bool are_rows(const Cut& cut, const Shape& shape) {
+  return !cut.flat && cut.dim < shape.rank() - 1 && std::ranges::all_of(cut.owned, [](const auto& owned) { return owned.size() == 1; });
+}
+
 Redistribution::Pieces Redistribution::pieces_of(const Type& from, const Layout& to, int64_t least_rows) {
-  if (!from.layout.mesh() || from.layout.mesh() != to.mesh() || from.layout.is_elsewhere() || to.is_elsewhere()) return {};
-  if (!is_floating(from.dtype) || route(from.layout, to).size() != 1) return {};
+  if (!is_one_move_here(from, to) || least_rows == 0) return {};
   const Move m = move(from.layout, to);
   if (m.relabels() || m.from != Kind::shard || !Move::is_whole(m.to)) return {};
   const Cut cut = cut_of(from, m.axis, from.layout[m.axis]);
-  if (cut.flat || cut.dim >= from.shape.rank() - 1) return {};
-  for (const auto& owned : cut.owned)
-    if (owned.size() != 1) return {};
+  if (!are_rows(cut, from.shape)) return {};
   const Rows rows(from, cut, m.axis);
   if (rows.fewest() == 0 || rows.sequences == 0) return {};
   if (rows.sequences > 1) {
-    constexpr int64_t kMost = 4;
-    const int64_t parts = std::min({kMost, rows.sequences, rows.sequences * rows.all / (4 * least_rows)});
+    const int64_t parts = std::min({kMostPieces, rows.sequences, rows.sequences * rows.all / (4 * least_rows)});
     return {parts > 1 ? parts : 0, true};
   }
-  constexpr int64_t kEnough = 4;
   if (rows.fewest() < least_rows) return {};
-  return {std::clamp<int64_t>(kEnough / (m.size - 1), 1, rows.fewest() / least_rows), false};
+  return {std::clamp<int64_t>(kMostPieces / (m.size - 1), 1, rows.fewest() / least_rows), false};
 }
 
 std::vector<RowsToCome> Redistribution::pieces(const Type& from, const Type& to, int64_t parts) {
@@ -279,6 +286,75 @@ std::vector<RowsToCome> Redistribution::start_of_sequences(const Rows& rows, con
     };
   }
   return come;
+}
+
+int64_t Redistribution::sent_parts(const Type& from, const Layout& to, int64_t least_rows) {
+  if (!is_one_move_here(from, to) || least_rows == 0) return 0;
+  const Move m = move(from.layout, to);
+  if (m.relabels() || m.from != Kind::partial || m.to != Kind::shard) return 0;
+  const Type result{from.dtype, from.shape, to};
+  const Cut cut = cut_of(result, m.axis, to[m.axis]);
+  if (!are_rows(cut, from.shape)) return 0;
+  const Rows rows(from, cut, m.axis);
+  if (rows.fewest() == 0 || rows.sequences == 0) return 0;
+  const int64_t parts = rows.sequences > 1 ? std::min(rows.sequences, rows.sequences * rows.all / (4 * least_rows)) : rows.fewest() / least_rows;
+  return parts > 1 ? std::min(kMostPieces, parts) : 0;
+}
+
+std::vector<Redistribution::Sent> Redistribution::sent_pieces(const Type& from, const Type& to, int64_t parts) {
+  const Move m = move(from.layout, to.layout);
+  const Rows rows(from, cut_of(to, m.axis, to.layout[m.axis]), m.axis);
+  const Interval own = rows.of[static_cast<size_t>(RankContext::current().coordinate(to.layout.mesh(), m.axis))];
+  std::vector<Sent> out;
+  for (int64_t p = 0; p < parts; ++p) {
+    Sent& piece = out.emplace_back();
+    if (rows.sequences > 1) {
+      const int64_t first = even_cut(rows.sequences, p, parts), count = even_cut(rows.sequences, p + 1, parts) - first;
+      for (const Interval& i : rows.of) piece.blocks.push_back({first * rows.all + i.begin, i.size(), count, rows.all});
+      piece.first = first * own.size();
+    } else {
+      for (const Interval& i : rows.of) {
+        const Interval part = Rows::part(i, p, parts);
+        piece.blocks.push_back({part.begin, part.size()});
+      }
+      piece.first = Rows::part({0, own.size()}, p, parts).begin;
+    }
+    for (const RowBlock& block : piece.blocks) piece.rows.push_back(block.all());
+    join_even(piece.blocks);
+  }
+  return out;
+}
+
+// Where ranks have as many rows each, of one sequence, those of all are one product.
+void Redistribution::join_even(std::vector<RowBlock>& blocks) {
+  const RowBlock first = blocks[0];
+  const int64_t stride = blocks.size() > 1 ? blocks[1].begin - first.begin : 0;
+  for (size_t r = 0; r < blocks.size(); ++r)
+    if (blocks[r].groups > 1 || blocks[r].rows != first.rows || blocks[r].begin != first.begin + static_cast<int64_t>(r) * stride || stride < first.rows) return;
+  blocks = {{first.begin, first.rows, static_cast<int64_t>(blocks.size()), stride}};
+}
+
+bool Redistribution::takes_own_cores() const { return gather_lane(to_.layout, m_.axis).takes_own_cores(); }
+
+void Redistribution::run_in_pieces(const View& y, const View& out, int64_t parts,
+                                   const std::function<void(const RowBlock&, void*)>& compute) const {
+  Communicator& lane = gather_lane(to_.layout, m_.axis);
+  const int64_t width = y.shape.back(), row = width * static_cast<int64_t>(size_of(y.dtype));
+  char* at = y.as<char>();
+  std::vector<Event> sent;
+  for (const Sent& piece : sent_pieces(from_, to_, parts)) {
+    char* const begin = at;
+    for (const RowBlock& block : piece.blocks) {
+      if (block.all() > 0) compute(block, at);
+      if (at) at += block.all() * row;
+    }
+    std::vector<int64_t> counts;
+    for (const int64_t rows : piece.rows) counts.push_back(rows * width);
+    if (!talks(lane)) continue;
+    char* const to = out.data ? out.as<char>() + piece.first * row : nullptr;
+    sent.push_back(lane.reduce_scatter(begin, to, counts, y.dtype, PathScope::current()));
+  }
+  for (const Event& event : sent) c_.join(event);
 }
 
 // Where ranks are simulated, their lanes count what tensors without memory would send.

@@ -3,6 +3,8 @@
 // (travel.cc).
 #pragma once
 
+#include <functional>
+
 #include "sheaf/autograd/op.h"
 #include "sheaf/autograd/ops/cut.h"
 #include "sheaf/core/event.h"
@@ -53,6 +55,21 @@ class Redistribution {
   };
   /// With pieces of at least so many rows.
   static Pieces pieces_of(const Type& from, const Layout& to, int64_t least_rows);
+
+  /// A reduce_scatter in pieces: of one sequence a part of each rank's rows, of several some of them. compute(block, to) is to put
+  /// such rows of what is sent densely to `to`, which is in `y`; each piece travels while the next is computed.
+  void run_in_pieces(const View& y, const View& out, int64_t parts, const std::function<void(const RowBlock&, void*)>& compute) const;
+  /// In how many parts; 0: it is not done so.
+  static int64_t sent_parts(const Type& from, const Layout& to, int64_t least_rows);
+  struct Sent {
+    std::vector<RowBlock> blocks;  // of the whole, rank by rank
+    std::vector<int64_t> rows;     // for each rank
+    int64_t first;                 // of those that this rank gets
+  };
+  static std::vector<Sent> sent_pieces(const Type& from, const Type& to, int64_t parts);
+  /// What travels is copied by this rank's own cores.
+  bool takes_own_cores() const;
+
   static bool packs(const Type& from, const Type& to);  ///< not where they are elsewhere
   static bool unpacks(const Type& from, const Type& to);
 
@@ -67,6 +84,7 @@ class Redistribution {
   std::vector<RowsToCome> start_of_sequences(const Rows& rows, const View& in, const View& out, char* packed, int64_t parts) const;
   struct Exchange;
   Exchange exchange() const;
+  static void join_even(std::vector<RowBlock>& blocks);
   bool talks(Communicator& lane) const;
   void copy(const View& x, const View& y) const;
   void fill(const View& y, double value) const;

@@ -18,7 +18,8 @@ struct LinearOptions {
   std::optional<OwnershipMap> cut = std::nullopt;
 };
 
-/// y[.., out] = x[.., in] weight[out, in]ᵀ + bias[out]. The bias starts at 0.
+/// y[.., out] = x[.., in] weight[out, in]ᵀ + bias[out]. The bias starts at 0. The result goes `onward`, if its layer is the last of a
+/// TensorRegion: see apply_onward().
 struct Linear : Module {
   Parameter weight, bias;
   std::optional<Lora> lora;  ///< of fine-tuning: add_lora() makes it
@@ -35,7 +36,9 @@ struct Linear : Module {
     if (bias && cut.dim() == 0) bias.set_cut(cut);
     if (lora) (cut.dim() == 0 ? lora->b : lora->a).set_cut(cut);
   }
-  Tensor forward(const Tensor& x) { return adapted(product(x), x); }
+  Tensor forward(const Tensor& x, const Onward& onward = {}) {
+    return lora || multiplies_blocks() ? sent(adapted(product(x), x), onward) : product(x, onward);
+  }
   /// gelu (tanh form) of y, for the next layer's of_gelu().
   GeluOfLinear gelu(const Tensor& x) {
     const auto scope = enter();
@@ -44,19 +47,23 @@ struct Linear : Module {
     return {sheaf::gelu(y, GeluKind::tanh), y};
   }
   /// y of a gelu.
-  Tensor of_gelu(const GeluOfLinear& x) {
+  Tensor of_gelu(const GeluOfLinear& x, const Onward& onward = {}) {
     const auto scope = enter();
-    return adapted(multiplies_blocks() ? product(x.value) : gelu_linear(x, weight, bias, fp8), x.value);
+    if (!lora && !multiplies_blocks()) return gelu_linear(x, weight, bias, fp8, onward);
+    return sent(adapted(multiplies_blocks() ? product(x.value) : gelu_linear(x, weight, bias, fp8), x.value), onward);
   }
   SHEAF_FIELDS(weight, bias, lora);
 
  private:
   /// Nothing will be differentiated: of a weight in blocks no values are made but where they are multiplied, as they are.
   bool multiplies_blocks() const { return weight.blocks() && !Recording::current() && fp8 == Fp8::none; }
-  Tensor product(const Tensor& x) const {
+  Tensor product(const Tensor& x, const Onward& onward = {}) const {
     check<DTypeError>(!weight.blocks() || x.dtype() == weight.dtype(), "[linear] '", weight.name(), "' is computed with in ",
                       weight.dtype(), ", and its input is ", x.type(), ": cast it first");
-    return multiplies_blocks() ? linear_of_blocks(x, weight.in_blocks(), *weight.blocks(), bias) : linear(x, weight, bias, fp8);
+    return multiplies_blocks() ? linear_of_blocks(x, weight.in_blocks(), *weight.blocks(), bias) : linear(x, weight, bias, fp8, onward);
+  }
+  static Tensor sent(const Tensor& y, const Onward& onward) {
+    return onward.axis >= 0 && y.layout().mesh() ? redistribute(y, y.layout().with(onward.axis, onward.to)) : y;
   }
   Tensor adapted(const Tensor& y, const Tensor& x) { return lora ? y + (*lora)(x) : y; }
 };

@@ -41,7 +41,7 @@ struct MLP : Module {
   }
   Tensor forward(const Tensor& x_BTC) {
     const TensorRegion region(x_BTC, up.weight);
-    return dropout(region.leave(down.of_gelu(up.gelu(region.enter(x_BTC)))));
+    return dropout(down.of_gelu(up.gelu(region.enter(x_BTC)), region.onward()));
   }
   SHEAF_FIELDS(up, down, dropout);
 };
@@ -69,7 +69,7 @@ struct GatedMLP : Module {
     const TensorRegion region(x_BTC, up.weight);
     const Tensor whole_BTC = region.enter(x_BTC);
     const Tensor gate_BTH = gate(whole_BTC), up_BTH = up(whole_BTC);
-    return dropout(region.leave(down(kind == Gate::gelu ? geglu(gate_BTH, up_BTH) : swiglu(gate_BTH, up_BTH))));
+    return dropout(down(kind == Gate::gelu ? geglu(gate_BTH, up_BTH) : swiglu(gate_BTH, up_BTH), region.onward()));
   }
   SHEAF_FIELDS(gate, up, down, dropout);
 };

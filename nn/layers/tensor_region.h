@@ -34,7 +34,10 @@ class TensorRegion {
   Tensor enter(const Tensor& x) const {
     return is_cut(x) ? gather_again(x, x.layout().with(axis_, Placement::replicate())) : x;
   }
-  /// The sum of the ranks' addends, placed as x was: a reduce_scatter where tokens are cut, an all_gather in the backward.
+  /// Where the last layer's result goes, for that layer: the sum of the ranks' addends is placed as x was, by a reduce_scatter where
+  /// tokens are cut, an all_gather in the backward.
+  Onward onward() const { return {axis_, outside_}; }
+  /// The same of what any op gives.
   Tensor leave(const Tensor& y) const { return is_cut(y) ? redistribute(y, y.layout().with(axis_, outside_)) : y; }
 
  private:

@@ -88,5 +88,49 @@ TEST(PartsGpu, RedistributionsMoveTheBitsOfTheCpu) {
     }, {.threads_per_rank = 1, .device = Device::cuda()});
 }
 
+// An MLP that a tensor axis cuts, whose input comes in pieces and whose sums are sent on in pieces: output and gradients.
+std::vector<Tensor> mlp(int64_t sequences, DType dtype, const Mesh& mesh, Device device) {
+  Layout whole, tokens, rows, columns;
+  Onward onward;
+  if (mesh.spec) {
+    whole = Layout(mesh.spec);
+    tokens = whole.with(0, Placement::shard(1)), rows = whole.with(0, Placement::shard(0)), columns = tokens;
+    onward = {0, Placement::shard(1)};
+  }
+  const auto value = [&](const Shape& shape, const Layout& layout, const std::string& name) {
+    return make_local(drawn(shape, name), {dtype, shape, layout}, "").to(device);
+  };
+  constexpr int64_t kHidden = 24;
+  const std::vector<Tensor> in = {value({sequences, 13, 16}, tokens, "x"), value({kHidden, 16}, rows, "up"), value({kHidden}, rows, "b"),
+                                  value({16, kHidden}, columns, "down")};
+  Recording recording({.piece_rows = 1});
+  for (const Tensor& t : in) recording.watch(t);
+  const Tensor y = gelu_linear(linear_gelu(redistribute_in_pieces(in[0], whole), in[1], in[2]), in[3], {}, Fp8::none, onward);
+  const auto gradients = recording.gradient(sum(cast(y, kF64) * cast(y, kF64)), in);
+  std::vector<Tensor> out = {y};
+  out.insert(out.end(), gradients.begin(), gradients.end());
+  return out;
+}
+
+TEST(PartsGpu, ProductsInPiecesAreThoseOfOneRank) {
+  SHEAF_NEEDS_GPU();
+  for (const int64_t sequences : {1, 3})
+    for (const auto& [dtype, bound] : {std::pair(kF64, 1e-12), std::pair(kF32, 1e-5), std::pair(kBF16, 0.05)})
+      for (const int ranks : {2, 3}) {
+        const std::vector<Tensor> reference = mlp(sequences, kF64, {}, Device::cpu());
+        std::vector<std::vector<LocalPart>> got(reference.size(), std::vector<LocalPart>(static_cast<size_t>(ranks)));
+        run_local(ranks, [&](World& world) {
+          const std::vector<Tensor> mine = mlp(sequences, dtype, world.mesh({{"model", ranks}}), world.device());
+          for (size_t i = 0; i < mine.size(); ++i) got[i][static_cast<size_t>(world.rank())] = local_part(mine[i]);
+        }, {.threads_per_rank = 1, .device = Device::cuda()});
+        for (size_t i = 0; i < reference.size(); ++i) {
+          std::string error;
+          EXPECT_LE(scaled_error(assemble(got[i], error), reference[i].to_vector<double>()), bound)
+              << str(sequences, " sequences, ", ranks, " ranks, ", got[i][0].type);
+          EXPECT_EQ(error, "");
+        }
+      }
+}
+
 }  // namespace
 }  // namespace sheaf::testing

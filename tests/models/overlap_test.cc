@@ -15,6 +15,7 @@ models::TrainConfig config_of(const std::string& type, int64_t tensor, int64_t c
   c.model.mlp_width = 48;
   c.model.dropout = 0.1;
   c.sharding.tensor = tensor, c.sharding.context = context;
+  c.sharding.piece_rows = 1;
   c.train.micro_batches = 2;
   return c;
 }
@@ -28,7 +29,6 @@ TrainedRun trained(const models::TrainConfig& config, int world, bool overlap, T
   run_local(world, [&](World& w) {
     models::TrainingStepOptions options = tiny_options(config);
     options.overlap = overlap;
-    options.piece_rows = 1;
     models::TrainingStep step(config, config.model.vocab, w, Device::cpu(), options);
     models::RecordedStep recorded;
     for (int s = 0; s < kSteps; ++s) {
@@ -91,7 +91,7 @@ TEST(Overlap, TapesShowWhatIsComputedMeanwhile) {
     const std::string attention = block + ".attention", mlp = block + ".mlp";
     expected.emplace(mlp + " all_gather", "matmul " + mlp + ".up");
     expected.emplace(mlp + " reduce_scatter", "linear_weight_gradient " + mlp + ".up");
-    expected.emplace(attention + " all_gather", "linear_weight_gradient " + mlp + ".gate");
+    expected.emplace(attention + ".projection all_gather", "linear_weight_gradient " + mlp + ".gate");
     expected.emplace(attention + " all_gather", "matmul " + attention + ".qkv");
     expected.emplace(attention + " reduce_scatter", "linear_weight_gradient " + attention + ".qkv");
   }

@@ -1,0 +1,300 @@
+// What travels in pieces between products: the bits of products of the whole, on uneven ranks, of one sequence and of several; and
+// that rows are computed piece by piece, each once.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+
+#include "sheaf/autograd/checks.h"
+#include "sheaf/autograd/clock.h"
+#include "sheaf/autograd/compile.h"
+#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/ops/redistribute.h"
+#include "sheaf/autograd/recording.h"
+#include "sheaf/core/communicator.h"
+#include "sheaf/distributed/run_local.h"
+#include "sheaf/tests/poison.h"
+#include "sheaf/tests/probe.h"
+
+namespace sheaf::testing {
+namespace {
+
+constexpr double kLink = 1e8;  // bytes a second: lanes work beside the ranks
+constexpr int64_t kIn = 12, kOut = 10;
+
+LocalOptions links(double bytes_per_second = kLink) {
+  return {.bytes_per_second = bytes_per_second, .timeout = std::chrono::seconds(20), .threads_per_rank = 1};
+}
+
+Values drawn(const Shape& shape, const std::string& stream) {
+  Generator draw(stream);
+  Values v(static_cast<size_t>(shape.numel()));
+  for (double& e : v) e = draw.uniform(-1, 1);
+  return v;
+}
+Tensor value(const std::string& name, DType dtype, const Shape& shape, const Layout& layout, const std::string& addends = "") {
+  return make_local(drawn(shape, name), {dtype, shape, layout}, addends);
+}
+
+int64_t nodes_in_pieces(const Tape& tape) {
+  int64_t n = 0;
+  for (NodeId id = 0; id < tape.num_nodes(); ++id)
+    n += tape.node(id).op == &in_pieces_op() || tape.node(id).op == &scatter_in_pieces_op();
+  return n;
+}
+
+// Cuts of rows, of one sequence and of several: even and uneven, with more dimensions behind them.
+struct Case {
+  Shape leading;
+  Placement cut;
+  bool goes;  // in pieces
+};
+std::vector<Case> cases(int ranks) {
+  std::vector<int64_t> uneven(static_cast<size_t>(ranks), 2);
+  uneven.back() = 17 - 2 * (ranks - 1);
+  const bool several = ranks > 1;
+  return {{Shape{1, 17}, Placement::shard(1), several},
+          {Shape{17}, Placement::shard(OwnershipMap::uneven(0, uneven)), several},
+          {Shape{3, 17}, Placement::shard(OwnershipMap::uneven(1, uneven)), several},
+          {Shape{7, 8}, Placement::shard(1), several},
+          {Shape{2, 17, 3}, Placement::shard(1), several},
+          {Shape{5, 3}, Placement::shard(0), several},                             // one sequence
+          {Shape{2, 12}, Placement::shard(OwnershipMap::from_both_ends(1, 12, ranks)), false},  // a rank has two intervals
+          {Shape{2, 3}, Placement::shard(2), false}};                              // no rows
+}
+
+class InPieces : public ::testing::TestWithParam<int> {};
+
+// Through every kind of product, gathered before and scattered behind.
+TEST_P(InPieces, ProductsHaveTheBitsOfTheWhole) {
+  const int ranks = GetParam();
+  for (const double speed : {kLink, 0.0})
+    for (const DType dtype : {kF32, kBF16, kF64})
+      for (const Case& c : cases(ranks)) {
+        Shape in = c.leading, hidden = c.leading;
+        in.push_back(kIn), hidden.push_back(kOut);
+        if (c.cut.map().dim() >= in.rank() - 1 && in.back() % ranks) continue;
+        run_local(ranks, [&](World& world) {
+          const Mesh mesh = world.mesh({{"model", ranks}});
+          const PoisonScope poison;
+          const Layout cut(mesh.spec, c.cut), whole(mesh.spec);
+          const Layout rows(mesh.spec, Placement::shard(0)), columns(mesh.spec, Placement::shard(1));
+          const auto run = [&](bool overlap) {
+            Recording recording({.overlap = overlap, .piece_rows = overlap ? 1 : 128});
+            std::vector<Tensor> leaves = {value("x", dtype, in, cut), value("up", dtype, {kOut * ranks, kIn}, rows), value("bias", dtype, {kOut * ranks}, rows),
+                                          value("down", dtype, {kIn, kOut * ranks}, columns), value("last", dtype, {kIn}, whole),
+                                          value("gate", dtype, {kOut * ranks, kIn}, rows)};
+            for (const Tensor& t : leaves) recording.watch(t);
+            const auto enter = [&](const Tensor& t) { return overlap ? redistribute_in_pieces(t, whole) : redistribute(t, whole); };
+            const Onward onward = {0, c.cut};
+            const auto leave = [&](const Tensor& t) { return redistribute(t, t.layout().with(0, c.cut)); };
+            const Tensor x = enter(leaves[0]), gate = linear(x, leaves[5]), up = linear(x, leaves[1], leaves[2]);
+            const Tensor y = overlap ? linear(swiglu(gate, up), leaves[3], leaves[4], Fp8::none, onward) : leave(linear(swiglu(gate, up), leaves[3], leaves[4]));
+            const GeluOfLinear gelu = linear_gelu(enter(y), leaves[1], leaves[2]);
+            const Tensor z = overlap ? gelu_linear(gelu, leaves[3], leaves[4], Fp8::none, onward) : leave(gelu_linear(gelu, leaves[3], leaves[4]));
+            EXPECT_EQ(nodes_in_pieces(recording.tape()), overlap && c.goes ? 4 : 0);
+            const auto gradients = recording.gradient(sum(cast(z, kF64) * cast(value("w", dtype, in, cut), kF64)), leaves);
+            for (const auto& findings : {check_types(recording.tape()), check_cotangents(recording.tape())})
+              for (const Finding& f : findings) ADD_FAILURE() << f.to_string();
+            std::vector<Tensor> out = {y, z};
+            out.insert(out.end(), gradients.begin(), gradients.end());
+            int64_t foreseen = 0;
+            for (NodeId i = 0; i < recording.tape().num_nodes(); ++i) foreseen += recording.tape().wire_bytes(recording.tape().node(i));
+            return std::pair(out, foreseen);
+          };
+          const int64_t before = mesh.runtime->gather_lane(0).bytes_received();
+          const auto [pieces, foreseen] = run(true);
+          EXPECT_EQ(mesh.runtime->gather_lane(0).bytes_received() - before, foreseen);
+          const auto expected = run(false).first;
+          for (size_t i = 0; i < expected.size(); ++i)
+            EXPECT_TRUE(identical(pieces[i], expected[i])) << "result " << i << " of " << str(value("x", dtype, in, cut).type(), ", ", ranks, " ranks");
+        }, links(speed));
+      }
+}
+INSTANTIATE_TEST_SUITE_P(Worlds, InPieces, ::testing::Range(1, 6));
+
+// An op of rows that notes which it is executed for.
+thread_local std::vector<std::vector<Interval>> executed;  // each call's, in the order of its output
+
+struct Doubled {
+  static constexpr const char* kName = "doubled";
+  using Attrs = NoAttrs;
+  static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
+  static void place(const Attrs&, Place& p) { rules::pointwise_linear(p); }
+  static void execute(const Attrs&, Execute& c) {
+    const View x = c.input(0), y = c.output(0);
+    const float* const whole = c.input_tensor(0).view_unsynced().as<float>();
+    const int64_t width = x.shape.back(), groups = x.rank() == 3 ? x.shape[0] : 1, rows = x.shape.dim(-2);
+    std::vector<Interval>& call = executed.emplace_back();
+    for (int64_t g = 0; g < groups; ++g) {
+      const float* const from = x.as<float>() + (x.rank() == 3 ? g * x.strides[0] : 0);
+      for (int64_t i = 0; i < rows * width; ++i) y.as<float>()[g * rows * width + i] = 2 * from[i];
+      call.push_back({(from - whole) / width, (from - whole) / width + rows});
+    }
+  }
+  static uint64_t row_inputs(const Attrs&, const Execute&) { return 0b1; }
+};
+
+std::vector<Interval> flat(const std::vector<std::vector<Interval>>& calls) {
+  std::vector<Interval> out;
+  for (const auto& call : calls) out.insert(out.end(), call.begin(), call.end());
+  return out;
+}
+Interval rows(int64_t begin, int64_t end) { return {begin, end}; }
+using ::testing::ElementsAre;
+
+// Of a link so slow that nothing is there before it is asked for.
+TEST(InPiecesOrder, OwnRowsComeFirstThenThoseOfTheNextRanks) {
+  run_local(3, [](World& world) {
+    const Layout cut(world.mesh({{"model", 3}}).spec, Placement::shard(1)), whole(cut.mesh());
+    Recording recording({.piece_rows = 2});
+    executed.clear();
+    const Tensor x = value("x", kF32, {1, 18, 4}, cut), all = redistribute_in_pieces(x, whole);
+    const Tensor y = apply<Doubled>({}, all);
+    const int64_t me = world.rank(), first = 6 * ((me + 1) % 3), second = 6 * ((me + 2) % 3);
+    EXPECT_THAT(flat(executed), ElementsAre(rows(6 * me, 6 * me + 6), rows(first, first + 3), rows(first + 3, first + 6), rows(second, second + 3),
+                                            rows(second + 3, second + 6)));
+    EXPECT_TRUE(identical(y, value("x", kF32, {1, 18, 4}, whole) * 2.0));
+    executed.clear();
+    apply<Doubled>({}, all);  // now all of them are here
+    EXPECT_EQ(executed.size(), 1u);
+  }, links(1e5));
+}
+
+TEST(InPiecesOrder, SequencesComeSomeAtATime) {
+  run_local(2, [](World& world) {
+    const Layout cut(world.mesh({{"model", 2}}).spec, Placement::shard(1)), whole(cut.mesh());
+    Recording recording({.piece_rows = 1});
+    executed.clear();
+    const Tensor y = apply<Doubled>({}, redistribute_in_pieces(value("x", kF32, {6, 5, 4}, cut), whole));
+    EXPECT_THAT(flat(executed), ElementsAre(rows(0, 5), rows(5, 15), rows(15, 20), rows(20, 30)));
+    EXPECT_TRUE(identical(y, value("x", kF32, {6, 5, 4}, whole) * 2.0));
+  }, links(1e5));
+}
+
+TEST(InPiecesOrder, WhatIsSentOnIsMadeInTheOrderOfTheWire) {
+  run_local(2, [](World& world) {
+    const MeshSpec* mesh = world.mesh({{"model", 2}}).spec;
+    const Layout addends(mesh, Placement::partial());
+    Recording recording({.piece_rows = 2});
+    const auto sent = [&](const Shape& shape) {
+      executed.clear();
+      const Tensor x = value("x", kF32, shape, addends, "a");
+      const Tensor y = apply_onward(op_def<Doubled>(), nullptr, std::span(&x, 1), {0, Placement::shard(1)});
+      const std::vector<std::vector<Interval>> calls = executed;
+      EXPECT_TRUE(identical(y, redistribute(x * 2.0, Layout(mesh, Placement::shard(1)))));
+      return calls;
+    };
+    // A part of the rows of both at once; of uneven ones rank by rank; of several sequences theirs.
+    EXPECT_THAT(sent({1, 8, 4}), ElementsAre(ElementsAre(rows(0, 2), rows(4, 6)), ElementsAre(rows(2, 4), rows(6, 8))));
+    EXPECT_THAT(flat(sent({1, 9, 4})), ElementsAre(rows(0, 2), rows(4, 6), rows(2, 4), rows(6, 9)));
+    EXPECT_THAT(flat(sent({4, 4, 4})), ElementsAre(rows(0, 2), rows(4, 6), rows(2, 4), rows(6, 8), rows(8, 10), rows(12, 14), rows(10, 12), rows(14, 16)));
+  }, links(1e6));
+}
+
+// Whoever is no product waits for all: a sum, a view, the host; and nobody need ask.
+TEST(InPiecesOrder, OthersWaitForAll) {
+  run_local(3, [](World& world) {
+    const Layout cut(world.mesh({{"model", 3}}).spec, Placement::shard(1)), whole(cut.mesh());
+    for (const int64_t sequences : {1, 3}) {
+      const Shape shape{sequences, 9, 4};
+      Recording recording({.piece_rows = 1});
+      const auto gathered = [&] { return redistribute_in_pieces(value("x", kF32, shape, cut), whole); };
+      const Tensor expected = value("x", kF32, shape, whole);
+      EXPECT_TRUE(identical(gathered(), expected));
+      EXPECT_EQ(sum(gathered()).to_vector(), sum(expected).to_vector());
+      EXPECT_TRUE(identical(contiguous(transpose(gathered(), 1, 2)), contiguous(transpose(expected, 1, 2))));
+      EXPECT_TRUE(identical(linear(reshape(gathered(), {sequences * 9, 4}), value("w", kF32, {5, 4}, whole)),
+                            linear(reshape(expected, {sequences * 9, 4}), value("w", kF32, {5, 4}, whole))));
+      // Rows of other lengths are not those that come.
+      EXPECT_TRUE(identical(linear(reshape(gathered(), {sequences * 18, 2}), value("w", kF32, {5, 2}, whole)),
+                            linear(reshape(expected, {sequences * 18, 2}), value("w", kF32, {5, 2}, whole))));
+      gathered();
+    }
+  }, links(1e6));
+}
+
+// Where all of it is asked for is told beforehand: its memory, and what is lent to lanes, outlive the nodes before.
+TEST(InPiecesOrder, ProgramsHaveTheBitsOfTheRecording) {
+  for (const int ranks : {2, 3})
+    for (const int64_t sequences : {1, 4})
+      run_local(ranks, [&](World& world) {
+        const Layout cut(world.mesh({{"model", ranks}}).spec, Placement::shard(1)), whole(cut.mesh());
+        const Layout by_rows(cut.mesh(), Placement::shard(0)), columns(cut.mesh(), Placement::shard(1));
+        const Tensor up = value("up", kF32, {kOut * ranks, kIn}, by_rows), down = value("down", kF32, {kIn, kOut * ranks}, columns);
+        auto step = compile([&](const Tensor& given) {
+          Tensor x = given;
+          for (int layer = 0; layer < 3; ++layer) {
+            const Tensor all = redistribute_in_pieces(x * 0.5, whole), between = x + 1.0, h = linear(all, up);
+            x = linear(h, down, {}, Fp8::none, {0, Placement::shard(1)}) + between;
+          }
+          return x;
+        });
+        const auto input = [&](int i) { return value(str("x", i), kF32, {sequences, 13, kIn}, cut); };
+        std::vector<Tensor> first;
+        for (int i = 0; i < 4; ++i) first.push_back(step({.piece_rows = 1}, input(i)));
+        ASSERT_NE(step.program(), nullptr);
+        EXPECT_EQ(nodes_in_pieces(step.program()->tape()), 6);
+        for (int i = 0; i < 4; ++i) {
+          Tensor x = input(i);
+          for (int layer = 0; layer < 3; ++layer)
+            x = redistribute(linear(linear(redistribute(x * 0.5, whole), up), down), cut) + (x + 1.0);
+          EXPECT_TRUE(identical(first[static_cast<size_t>(i)], x)) << i;
+          EXPECT_TRUE(identical(step({.piece_rows = 1}, input(i)), x)) << i;
+        }
+      }, links());
+}
+
+// By hand: so long is a step of a gather that travels so long and a product of it that takes so long, or of a product and the
+// scatter behind it.
+TEST(InPiecesOrder, TheClockLetsThemOverlap) {
+  run_local(2, [](World& world) {
+    const Layout cut(world.mesh({{"model", 2}}).spec, Placement::shard(1)), whole(cut.mesh());
+    const auto seconds = [&](int64_t sequences, bool gathers, double travels, double computes, double* waits) {
+      Recording recording({.piece_rows = 1});
+      const Tensor given = value("x", kF32, {sequences, 8, kIn}, gathers ? cut : Layout(cut.mesh(), Placement::partial()), "a");
+      if (gathers) linear(redistribute_in_pieces(given, whole), value("w", kF32, {kOut, kIn}, whole));
+      else linear(given, value("w", kF32, {kIn, kIn}, whole), {}, Fp8::none, {0, Placement::shard(1)});
+      const Tape tape = recording.take();
+      RankTimes times{.tape = &tape, .nodes = std::vector<NodeTime>(static_cast<size_t>(tape.num_nodes())), .order = {}, .lanes = {"lane"}};
+      for (NodeId id = 0; id < tape.num_nodes(); ++id) {
+        NodeTime& time = times.nodes[static_cast<size_t>(id)];
+        if (tape.kind(tape.node(id)) == OpKind::redistribute) time.travels = travels, time.lane = 0;
+        else if (tape.node(id).op) time.computes = computes;
+      }
+      const Timeline line = clock(std::span(&times, 1))[0];
+      EXPECT_EQ(line.computing, computes);
+      *waits = 0;
+      for (const Timeline::Wait& wait : line.waits) *waits += wait.seconds;
+      return line.seconds;
+    };
+    double waits = 0;
+    // Its own rows, and four parts of the other rank's.
+    EXPECT_EQ(seconds(1, true, 4, 10, &waits), 10);
+    EXPECT_EQ(waits, 0);
+    EXPECT_EQ(seconds(1, true, 16, 10, &waits), 18);
+    EXPECT_EQ(waits, 8);
+    // Four parts of the sequences.
+    EXPECT_EQ(seconds(4, true, 4, 8, &waits), 9);
+    EXPECT_EQ(waits, 1);
+    EXPECT_EQ(seconds(4, true, 16, 8, &waits), 18);
+    EXPECT_EQ(seconds(4, false, 4, 8, &waits), 9);
+    EXPECT_EQ(waits, 1);
+    EXPECT_EQ(seconds(4, false, 16, 8, &waits), 18);
+    EXPECT_EQ(waits, 10);
+  }, links());
+}
+
+// A peer that is gone is an error where rows are waited for.
+TEST(InPiecesOrder, RowsOfALostRankAreAnError) {
+  EXPECT_THROW(run_local(2, [](World& world) {
+    const Layout cut(world.mesh({{"model", 2}}).spec, Placement::shard(1)), whole(cut.mesh());
+    Recording recording({.piece_rows = 1});
+    if (world.rank() == 1) fail<DataError>("lost");
+    const Tensor x = redistribute_in_pieces(value("x", kF32, {1, 8, kIn}, cut), whole);
+    linear(x, value("w", kF32, {kOut, kIn}, whole));
+  }, links()), DataError);
+}
+
+}  // namespace
+}  // namespace sheaf::testing
