@@ -13,6 +13,7 @@
 // gradients are reduced.
 #include <utility>
 
+#include "sheaf/autograd/execute.h"
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/ops/redistribute.h"
 #include "sheaf/autograd/recording.h"
@@ -101,8 +102,7 @@ void Vjp::set_travelling(const Travelling& gradient) {
 
 bool Vjp::comes_of_rows() const {
   const Tape& tape = recording_.tape_;
-  const OpDef* const op = tape.node(tape.value(tape.inputs(tape.node(node_))[0]).producer).op;
-  return op && op->row_inputs;
+  return detail::row_inputs_of(tape, tape.node(tape.value(tape.inputs(tape.node(node_))[0]).producer)) != 0;
 }
 
 bool Vjp::any_aside() const { return !recording_.aside_.empty(); }

@@ -140,11 +140,10 @@ class Clock {
 
   // When what computes so long, piece by piece, is through.
   static double end_of_pieces(const Call& call, const LaneWait& pieces, double start, double computes) {
-    double end = start;
-    const int32_t n = pieces.pieces, own = pieces.first_is_own;
-    for (int32_t i = 0; i < n; ++i) {
-      const double come = i < own ? start : call.start + (call.end - call.start) * (i + 1 - own) / (n - own);
-      end = std::max(end, come) + computes / n;
+    double end = start + computes * pieces.own;
+    for (int32_t i = 0; i < pieces.pieces; ++i) {
+      const double come = call.start + (call.end - call.start) * (i + 1) / pieces.pieces;
+      end = std::max(end, come) + computes * (1 - pieces.own) / pieces.pieces;
     }
     return end;
   }
@@ -174,7 +173,7 @@ class Clock {
         const Call& waited = lanes_[among_all].calls[call];
         const NodeId made_by = std::ranges::find(waited.parts, rank, &Call::Part::rank)->node;
         if (of_call) behind = std::max(behind, waited.end);
-        else if (count > 1) coming = &waited, pieces = wait, comes = made_by;
+        else if (count > 0) coming = &waited, pieces = wait, comes = made_by;
         else if (waited.end > last) last = waited.end, of = made_by;
       }
       wait_until(rank, last, of);
@@ -256,9 +255,9 @@ LaneWaits::LaneWaits(const RankTimes& rank) {
       if (lane < 0 || call <= waited[static_cast<size_t>(lane)]) continue;
       if (!of_call) waited[static_cast<size_t>(lane)] = call;
       LaneWait& wait = waits_.emplace_back(LaneWait{lane, calls[static_cast<size_t>(lane)] - call, of_call});
-      if (of_call || !n.op->row_inputs || v != tape.inputs(n)[0]) continue;
+      if (of_call || v != tape.inputs(n)[0] || !detail::row_inputs_of(tape, n)) continue;
       const PiecesToCome pieces = pieces_to_come(tape, tape.node(tape.value(v).producer));
-      wait.pieces = pieces.count, wait.first_is_own = pieces.first_is_own;
+      wait.pieces = pieces.calls, wait.own = pieces.own;
     }
     if (time.lane < 0) continue;
     const int32_t call = calls[static_cast<size_t>(time.lane)]++;

@@ -60,8 +60,8 @@ struct Timeline {
 struct LaneWait {
   int32_t lane, back;
   bool of_call;  ///< the node's own call comes behind, and what computes does not wait
-  int32_t pieces = 0;      ///< more than one: it computes with each as it comes, in their order ([Note: in pieces])
-  bool first_is_own = false;  ///< of these one is there from the start
+  int32_t pieces = 0;  ///< it computes with each as it comes, in their order ([Note: in pieces]); 0: it waits for all
+  double own = 0;      ///< this part of what it computes it begins with, and need not wait for
   bool operator==(const LaneWait&) const = default;
 };
 

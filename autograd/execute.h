@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "sheaf/autograd/op.h"
+#include "sheaf/autograd/tape.h"
 
 namespace sheaf::detail {
 
@@ -40,12 +41,16 @@ struct Inferred {
 /// begins: an op with row_inputs() is executed for the rows of each piece once that is there. So a rank multiplies rows that it has
 /// while others travel (Wang et al. 2023, Overlap Communication with Dependent Computation via Decomposition,
 /// https://doi.org/10.1145/3567955.3567959). Who needs all of it waits for all. And where what such an op gives goes on to a
-/// reduce_scatter, the two nodes are executed as one: rows are sent on while the next are computed (onward.cc). What is on the tape
-/// is the same, and so are the bits.
+/// reduce_scatter, the two nodes are executed as one: rows are sent on while the next are computed (onward.cc). The tape has the same
+/// nodes, and a CPU's products the same bits. Those of a GPU depend on how many rows are multiplied at once, which is the same for a row
+/// on all ranks, so they agree.
 
 /// Of input 0, if this op can be executed piece by piece; else none.
 std::span<const RowsToCome> pieces_of(const OpDef& op, const void* attrs, const Execute& run);
-/// Inputs whose rows go with rows of the outputs, of which there are so many on this rank; 0: not so.
+/// OpDef::row_inputs(); 0 where it is null.
+uint64_t row_inputs_of(const OpDef& op, const void* attrs, std::span<const Tensor> inputs);
+uint64_t row_inputs_of(const Tape& tape, const Node& n);
+/// The same of an op here, whose outputs have so many rows on this rank; 0, too, if they or its inputs are not dense.
 uint64_t row_inputs_of(const OpDef& op, const void* attrs, const Execute& run, int64_t rows);
 /// Bytes of its workspace, whether the pieces are waited for or not.
 int64_t workspace_of(const OpDef& op, const void* attrs, Execute& run);

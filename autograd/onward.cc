@@ -19,7 +19,7 @@ int64_t local_rows(const Tensor& t) {
 }
 
 uint64_t row_inputs_of(const OpDef& op, const void* attrs, const Execute& run) {
-  return op.row_inputs && run.num_outputs() == 1 ? detail::row_inputs_of(op, attrs, run, local_rows(run.output_tensor(0))) : 0;
+  return detail::row_inputs_of(op, attrs, run, local_rows(run.output_tensor(0)));
 }
 
 }  // namespace
@@ -47,11 +47,11 @@ void execute_onward(const OpDef& op, const void* attrs, Execute& run, const Tens
   const Redistribution scatter(run, run.output_type(0), sent.type());
   const bool meta = run.device().is_meta();
   const uint64_t inputs = row_inputs_of(op, attrs, run);
+  for (int i = 0; i < run.num_inputs(); ++i) run.input_tensor(i).storage()->settle();
   if (!inputs || scatter.takes_own_cores()) {
-    if (!meta) execute(op, attrs, run);
+    if (!meta) op.execute(attrs, run);
     return scatter.run(y, out, run.workspace.data);
   }
-  for (int i = 0; i < run.num_inputs() && !meta; ++i) run.input_tensor(i).storage()->settle();
   scatter.run_in_pieces(y, out, parts, [&](const RowBlock& block, void* to) {
     if (meta) return;
     run.take_rows(inputs, block, to);
@@ -98,7 +98,8 @@ Tensor apply_onward(const OpDef& op, const void* attrs, std::span<const Tensor> 
   const bool goes = onward.axis >= 0 && type.layout.mesh();
   const Type to{type.dtype, type.shape, goes ? type.layout.with(onward.axis, onward.to) : type.layout};
   Recording* const r = Recording::current();
-  if (goes && r && r->options().overlap) {
+  const bool rows = detail::row_inputs_of(op, attrs, inferred.inputs) && inferred.specs.size() == 1 && !op.saved_outputs;
+  if (goes && rows && r && r->options().overlap) {
     const ScatterInPieces scatter{to.layout, static_cast<int32_t>(Redistribution::sent_parts(type, to.layout, r->options().piece_rows))};
     if (scatter.parts > 0) return detail::apply_typed_onward(op, attrs, inferred.inputs, inferred.specs[0], &scatter, to, 0).second;
   }

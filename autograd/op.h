@@ -13,7 +13,7 @@
 //     static void vjp(const Attrs&, Vjp&);                 // in public ops; absent: not differentiable
 //     static void work(const Attrs&, WorkOf&);             // operations and bytes, from types: work.h; optional
 //     static void fuse(const Attrs&, Fuse&);               // as steps of one kernel, of elementwise ops: fuse.h; optional
-//     static uint64_t row_inputs(const Attrs&, const Execute&);   // see OpDef::row_inputs; optional
+//     static uint64_t row_inputs(const Attrs&, InputTypes);   // see OpDef::row_inputs; optional
 //     static constexpr bool kWeightsLater = true;          // vjp gives derivatives to Vjp::weights(); optional
 //     static constexpr int kCheap = 0;                     // an output that takes little to compute from what vjp reads: then
 //     static Tensor again(const Attrs&, Vjp&);             // this does, in public ops, with the same bits; optional
@@ -144,6 +144,7 @@ class Execute {
   const Type& output_type(int i) const { return outputs_[i].type(); }  ///< global
   const Tensor& output_tensor(int i) const { return outputs_[i]; }
   const Tensor& input_tensor(int i) const { return inputs_[i]; }
+  std::span<const Tensor> input_tensors() const { return inputs_; }
   /// Of the rank, on a GPU. An execute() asks for it before it takes a view there: one that does not can only mean the
   /// CPU's memory, and fails with a ConfigError on a GPU.
   Stream stream() const {
@@ -190,6 +191,7 @@ class Recording;
 class WorkOf;
 struct Travelling;
 class Fuse;
+using InputTypes = std::span<const Type* const>;
 
 /// The backward of one node: reads saved values and the outputs' gradients, sets the inputs' gradients. Everything it
 /// calls is a public op and lands on the tape.
@@ -226,7 +228,7 @@ class Vjp {
   Tensor arrived_gradient();
   /// Of what arrived: the gradient of input 0 is on its way.
   void set_travelling(const Travelling& gradient);
-  /// Whether input 0 was made by an op with row_inputs(), as products are.
+  /// Whether input 0 was made row by row, as products are.
   bool comes_of_rows() const;
   /// Gradients of weights that were put aside are to be computed, while something travels: all but the last `left` of several.
   bool any_aside() const;
@@ -272,8 +274,8 @@ struct OpDef {
   bool (*alias)(const void*, int output, const View&, View&);
   void (*execute)(const void*, Execute&);
   /// Inputs, bit by bit, 0 among them, of which row i makes row i of every output, with the other inputs whole: execute() can then
-  /// be called for some rows after others, with the same bits. 0: not on these inputs. Null: never. Types alone are looked at.
-  uint64_t (*row_inputs)(const void*, const Execute&);
+  /// be called for some rows after others. 0: not on these inputs. Null: never.
+  uint64_t (*row_inputs)(const void*, InputTypes);
   void (*vjp)(const void*, Vjp&);
   int cheap;                     ///< the output that `again` computes; -1: none
   uint64_t read_again;           ///< inputs that only this reads
@@ -352,8 +354,8 @@ constexpr OpDef make_op_def() {
     d.alias = [](const void* a, int output, const View& v, View& o) { return Op::alias(attrs_of<Attrs>(a), output, v, o); };
   if constexpr (requires(const Attrs& a, Execute& c) { Op::execute(a, c); })
     d.execute = [](const void* a, Execute& c) { Op::execute(attrs_of<Attrs>(a), c); };
-  if constexpr (requires(const Attrs& a, const Execute& c) { Op::row_inputs(a, c); })
-    d.row_inputs = [](const void* a, const Execute& c) -> uint64_t { return Op::row_inputs(attrs_of<Attrs>(a), c); };
+  if constexpr (requires(const Attrs& a, InputTypes t) { Op::row_inputs(a, t); })
+    d.row_inputs = [](const void* a, InputTypes t) -> uint64_t { return Op::row_inputs(attrs_of<Attrs>(a), t); };
   if constexpr (requires(const Attrs& a, Vjp& c) { Op::vjp(a, c); })
     d.vjp = [](const void* a, Vjp& c) { Op::vjp(attrs_of<Attrs>(a), c); };
   d.cheap = -1;
@@ -393,8 +395,9 @@ struct Onward {
   int axis = -1;
   Placement to = {};
 };
-/// redistribute(y, y's layout with that) of the one output y of an op with row_inputs(). Where it is a reduce_scatter of enough rows
-/// (RecordingOptions::piece_rows), they travel in pieces, each while the next is computed. See [Note: in pieces].
+/// redistribute(y, y's layout with that) of the one output y of an op. Where that is a reduce_scatter of enough rows
+/// (RecordingOptions::piece_rows) and the op has row_inputs(), and no derivative that reads y, they travel in pieces, each while the next
+/// is computed: what the tape has between the two nodes then lies in the order of the wire. See [Note: in pieces].
 Tensor apply_onward(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, const Onward& onward);
 /// Runs an op with given outputs (ops of units and optimizers, whose types come from elsewhere).
 Tensors apply_typed(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,

@@ -92,14 +92,16 @@ struct Program::Builder {
   bool send_onward(NodeId id, const Instruction& scatter) {
     if (executed.empty() || executed.back() != id - 1) return false;
     Instruction& product = program.instructions_.back();
-    if (!product.op->row_inputs || product.outputs.size() != 1 || product.outputs[0].storage() != scatter.inputs[0].storage()) return false;
+    if (!pieces_onward(tape, id - 1)) return false;
     product.sent = scatter.outputs[0];
     product.sent_parts = static_cast<const ScatterInPieces*>(scatter.attrs)->parts;
     program.blocks_[block_of.at(product.sent.storage().get())].life.first = id - 1;
     Execute run(product.inputs, product.outputs);
     const int64_t bytes = detail::workspace_onward(*product.op, product.attrs, run, product.sent, product.sent_parts);
-    if (product.workspace) program.blocks_[block_of.at(product.workspace)].life.bytes = bytes;
-    else if (bytes > 0) product.workspace = add_block(id - 1, run.device(), bytes, MemoryKind::normal, /*workspace=*/true).get();
+    if (!product.workspace || product.workspace->bytes() < bytes) {
+      if (product.workspace) program.blocks_[block_of.at(product.workspace)].life.bytes = 0;  // another takes its place
+      if (bytes > 0) product.workspace = add_block(id - 1, run.device(), bytes, MemoryKind::normal, /*workspace=*/true).get();
+    }
     return true;
   }
 

@@ -237,6 +237,7 @@ RankTimes times_on(const Machine& machine, const Tape& tape, const TapeOf& of) {
       }
     }
     time.travels = seconds_of(machine, t.name, g, static_cast<double>(time.receives));
+    if (const int32_t pieces = rounds_of(tape, id); pieces > 1) time.travels += (pieces - 1) * seconds_of(machine, t.name, g, 0);
     time.links = (g.on_host > 1 ? kWithin : 0) | (g.hosts > 1 ? kBetween : 0);
     time.lane = lanes(str(mesh.name(t.axis), n.op->lane == Lane::reduce ? " reduce, ranks from " : " gather, ranks from ", g.first));
   }

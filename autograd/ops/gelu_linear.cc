@@ -47,7 +47,7 @@ struct LinearGelu {  // x[.., I], weight[O, I] [, bias[O]] -> gelu(y), y = x wei
   static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), linear_gelu, c.input(0), c.input(1), bias(c), c.output(1), c.output(0), c.workspace, a.forward());
   }
-  static uint64_t row_inputs(const Attrs& a, const Execute&) { return a.forward() ? 0 : 0b1; }
+  static uint64_t row_inputs(const Attrs& a, InputTypes) { return a.forward() ? 0 : 0b1; }
   static void work(const Attrs& a, WorkOf& w) { work_of_linear(w, 1, a.forward()); }
   static constexpr int kCheap = 0;
   static Tensor again(const Attrs&, Vjp& c) { return gelu(c.output(1), kKind); }  // of what was rounded
@@ -99,7 +99,7 @@ struct GeluLinearBackward {  // dy[.., O], weight[O, I], before[.., I] -> gelu'(
   static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), gelu_linear_backward, c.input(0), c.input(1), c.input(2), c.output(0), c.workspace, a.fp8);
   }
-  static uint64_t row_inputs(const Attrs& a, const Execute&) { return a.fp8 ? 0 : 0b101; }
+  static uint64_t row_inputs(const Attrs& a, InputTypes) { return a.fp8 ? 0 : 0b101; }
   static void work(const Attrs& a, WorkOf& w) {
     w.multiplies(w.input(0), w.input(1)[1]);
     if (a.fp8) rounds(w, w.input(0).numel(), w.input(1).numel());
@@ -150,7 +150,7 @@ struct GeluLinear {  // value = gelu(before), before[.., I], weight[O, I] [, bia
   static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), linear, c.input(0), c.input(2), bias(c), c.output(0), c.workspace, a.forward());
   }
-  static uint64_t row_inputs(const Attrs& a, const Execute&) { return a.forward() ? 0 : 0b11; }
+  static uint64_t row_inputs(const Attrs& a, InputTypes) { return a.forward() ? 0 : 0b11; }
   static void work(const Attrs& a, WorkOf& w) { work_of_linear(w, 2, a.forward()); }
   static void vjp(const Attrs& a, Vjp& c) {  // what `value` depends on gets its gradient through `before`
     const Tensor dy = dense_rows(c.grad());

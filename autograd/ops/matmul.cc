@@ -194,7 +194,7 @@ struct Matmul {
     for (int64_t i = 0; i < n; ++i)
       SHEAF_ON_DEVICE(stream, matmul, nth(x, i), nth(y, i), nth(out, i), c.workspace, a.fp8);
   }
-  static uint64_t row_inputs(const Attrs& a, const Execute& c) { return c.input_type(1).shape.rank() == 2 && !a.fp8 ? 0b1 : 0; }
+  static uint64_t row_inputs(const Attrs& a, InputTypes in) { return in[1]->shape.rank() == 2 && !a.fp8 && !a.each_alone ? 0b1 : 0; }
   static void work(const Attrs& a, WorkOf& w) {
     const Shape& out = w.output(0);
     const int64_t matrix = out.dim(-2) * out.back(), matrices = matrix ? out.numel() / matrix : 0;
@@ -270,7 +270,7 @@ struct Linear {  // x[.., I], weight[O, I] [, bias[O]]
   static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), linear, c.input(0), c.input(1), bias(c), c.output(0), c.workspace, a.forward());
   }
-  static uint64_t row_inputs(const Attrs& a, const Execute&) { return a.forward() ? 0 : 0b1; }  // else weights are rounded for each
+  static uint64_t row_inputs(const Attrs& a, InputTypes) { return a.forward() ? 0 : 0b1; }  // else weights are rounded for each
   static void work(const Attrs& a, WorkOf& w) { work_of_linear(w, 1, a.forward()); }
   static void vjp(const Attrs& a, Vjp& c) {
     const Tensor dy = dense_rows(c.grad());

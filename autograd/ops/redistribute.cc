@@ -120,21 +120,26 @@ const OpDef& scatter_in_pieces_op() { return op_def<ScatterOfPieces>(); }
 void will_come_in_pieces(const void* attrs, const Tensor& input, std::span<const Tensor> outputs) {
   const int64_t parts = static_cast<const InPieces::Attrs*>(attrs)->parts;
   InPieces::will_come(input, outputs[0], outputs.size() > 1 ? outputs[1] : Tensor(),
-                      Redistribution::pieces(input.type(), outputs[0].type(), parts));
+                      Redistribution::pieces(input.type(), outputs[0].type(), parts, input.device()));
 }
 
 PiecesToCome pieces_to_come(const Tape& tape, const Node& n) {
   if (n.op != &in_pieces_op()) return {};
   const int32_t parts = static_cast<const InPieces::Attrs*>(tape.attrs(n))->parts;
-  if (n.num_outputs > 1) return {parts, false};
-  const Layout &from = tape.type(tape.inputs(n)[0]).layout, &to = tape.type(tape.output(n)).layout;
-  return {1 + parts * (Redistribution::move(from, to).size - 1), true};
+  if (n.num_outputs > 1) return {parts, 0};
+  const int ranks = Redistribution::move(tape.type(tape.inputs(n)[0]).layout, tape.type(tape.output(n)).layout).size;
+  return {parts * (ranks - 1), 1.0 / ranks};
+}
+
+int32_t rounds_of(const Tape& tape, NodeId id) {
+  const Node& n = tape.node(id);
+  return n.op == &in_pieces_op() ? static_cast<const InPieces::Attrs*>(tape.attrs(n))->parts : std::max(1, pieces_onward(tape, id - 1));
 }
 
 int32_t pieces_onward(const Tape& tape, NodeId id) {
   if (id < 0 || id + 1 >= tape.num_nodes()) return 0;
   const Node &n = tape.node(id), &next = tape.node(id + 1);
-  const bool goes = next.op == &scatter_in_pieces_op() && n.op && n.op->row_inputs && n.num_outputs == 1 && tape.inputs(next)[0] == tape.output(n);
+  const bool goes = next.op == &scatter_in_pieces_op() && n.num_outputs == 1 && tape.inputs(next)[0] == tape.output(n) && detail::row_inputs_of(tape, n);
   return goes ? static_cast<const ScatterInPieces*>(tape.attrs(next))->parts : 0;
 }
 

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "sheaf/autograd/op.h"
+#include "sheaf/autograd/execute.h"
 #include "sheaf/autograd/tape.h"
 
 namespace sheaf {
@@ -31,12 +31,14 @@ const OpDef& in_pieces_op();
 /// Before such a node runs: its output is what will come so.
 void will_come_in_pieces(const void* attrs, const Tensor& input, std::span<const Tensor> outputs);
 
-/// Of such a node: how many, and whether the first one was here before.
+/// Of such a node: how many calls of the lane, and which part of the rows was here before.
 struct PiecesToCome {
-  int32_t count = 0;
-  bool first_is_own = false;
+  int32_t calls = 0;
+  double own = 0;
 };
 PiecesToCome pieces_to_come(const Tape& tape, const Node& n);
+/// How often what travels goes round the ranks: once, or for each of the pieces.
+int32_t rounds_of(const Tape& tape, NodeId n);
 /// A reduce_scatter of what the node before made, which is executed with it: see apply_onward(). Its attributes:
 const OpDef& scatter_in_pieces_op();
 struct ScatterInPieces {

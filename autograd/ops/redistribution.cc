@@ -14,6 +14,19 @@ namespace {
 
 using Kind = Placement::Kind;
 
+// Calls under way. Whoever leaves by an exception waits for them: they read and write memory that is about to be freed.
+struct InFlight {
+  std::vector<Event> events;
+  ~InFlight() {
+    for (const Event& event : events) {
+      try {
+        event.sync();
+      } catch (const std::exception&) {  // what goes on is the first
+      }
+    }
+  }
+};
+
 Communicator& gather_lane(const Layout& l, int axis) {
   MeshRuntime* runtime = RankContext::current().runtime(l.mesh());
   if (!runtime) fail<PlacementError>("[redistribute] this rank has not joined mesh ", l.mesh()->to_string());
@@ -175,15 +188,18 @@ struct Redistribution::Rows {
     for (const auto& owned : cut.owned) of.push_back({owned[0].begin * each, owned[0].end * each});
   }
   // In the order in which rank `me` gets them: of ranks, or of sequences.
-  std::vector<Interval> pieces(int me, int64_t parts) const {
+  // On a GPU, whose bits depend on it, a rank multiplies so many of its own rows at once as others of them.
+  std::vector<Interval> pieces(int me, int64_t parts, bool gpu) const {
     std::vector<Interval> out;
     const auto ranks = static_cast<int>(of.size());
     if (sequences > 1) {
       for (int64_t p = 0; p < parts; ++p) out.push_back({all * even_cut(sequences, p, parts), all * even_cut(sequences, p + 1, parts)});
       return out;
     }
-    for (int step = 0; step < ranks; ++step)
-      for (int64_t p = 0; p < (step == 0 ? 1 : parts); ++p) out.push_back(part(of[static_cast<size_t>((me + step) % ranks)], p, step == 0 ? 1 : parts));
+    for (int step = 0; step < ranks; ++step) {
+      const int64_t cuts = step == 0 && !gpu ? 1 : parts;
+      for (int64_t p = 0; p < cuts; ++p) out.push_back(part(of[static_cast<size_t>((me + step) % ranks)], p, cuts));
+    }
     return out;
   }
   static Interval part(Interval i, int64_t p, int64_t parts) {
@@ -223,11 +239,11 @@ Redistribution::Pieces Redistribution::pieces_of(const Type& from, const Layout&
   return {std::clamp<int64_t>(kMostPieces / (m.size - 1), 1, rows.fewest() / least_rows), false};
 }
 
-std::vector<RowsToCome> Redistribution::pieces(const Type& from, const Type& to, int64_t parts) {
+std::vector<RowsToCome> Redistribution::pieces(const Type& from, const Type& to, int64_t parts, Device device) {
   const Move m = move(from.layout, to.layout);
   const Rows rows(from, cut_of(from, m.axis, from.layout[m.axis]), m.axis);
   std::vector<RowsToCome> out;
-  for (const Interval& piece : rows.pieces(RankContext::current().coordinate(to.layout.mesh(), m.axis), parts))
+  for (const Interval& piece : rows.pieces(RankContext::current().coordinate(to.layout.mesh(), m.axis), parts, device.is_cuda()))
     out.push_back({.begin = piece.begin, .end = piece.end});
   return out;
 }
@@ -241,23 +257,24 @@ std::vector<RowsToCome> Redistribution::start_in_pieces(const View& in, const Vi
 std::vector<RowsToCome> Redistribution::start_of_ranks(const Rows& rows, const View& in, const View& out, int64_t parts) const {
   Communicator& lane = gather_lane(to_.layout, m_.axis);
   const Interval own = rows.of[static_cast<size_t>(me_)];
+  const std::vector<Interval> pieces = rows.pieces(me_, parts, stream_.device.is_cuda());
+  const size_t others = static_cast<size_t>(parts * (m_.size - 1)), owns = pieces.size() - others;
+  copy(View::dense(in.data, in.dtype, {own.size(), rows.width}), rows.at(out, own));
   std::vector<RowsToCome> come;
-  for (const Interval& piece : rows.pieces(me_, parts)) {
-    RowsToCome& next = come.emplace_back(RowsToCome{.begin = piece.begin, .end = piece.end});
-    const View to = rows.at(out, piece);
-    if (come.size() == 1) {
-      copy(View::dense(in.data, in.dtype, to.shape), to);
-      continue;
-    }
-    const auto call = static_cast<int64_t>(come.size()) - 2;
+  InFlight calls;
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    RowsToCome& next = come.emplace_back(RowsToCome{.begin = pieces[i].begin, .end = pieces[i].end});
+    if (i < owns || !talks(lane)) continue;
+    const auto call = static_cast<int64_t>(i - owns);
     const auto step = static_cast<int>(1 + call / parts);
-    const View from = rows.at(in, Rows::part({0, own.size()}, call % parts, parts));
+    const View from = rows.at(in, Rows::part({0, own.size()}, call % parts, parts)), to = rows.at(out, pieces[i]);
     std::vector<int64_t> sent(rows.of.size()), received(sent);
     sent[static_cast<size_t>((me_ + m_.size - step) % m_.size)] = from.numel();
     received[static_cast<size_t>((me_ + step) % m_.size)] = to.numel();
-    if (!talks(lane)) continue;
     next.event = lane.all_to_all(from.data, sent, to.data, received, in.dtype, PathScope::current());
+    calls.events.push_back(next.event);
   }
+  calls.events.clear();  // whoever has the pieces waits for them
   return come;
 }
 
@@ -265,7 +282,8 @@ std::vector<RowsToCome> Redistribution::start_of_sequences(const Rows& rows, con
   Communicator& lane = gather_lane(to_.layout, m_.axis);
   const int64_t own = rows.of[static_cast<size_t>(me_)].size(), element = static_cast<int64_t>(size_of(in.dtype));
   std::vector<RowsToCome> come;
-  for (const Interval& piece : rows.pieces(me_, parts)) {
+  InFlight calls;
+  for (const Interval& piece : rows.pieces(me_, parts, stream_.device.is_cuda())) {
     RowsToCome& next = come.emplace_back(RowsToCome{.begin = piece.begin, .end = piece.end});
     const int64_t first = piece.begin / rows.all, count = piece.size() / rows.all;
     const View from = rows.at(in, {first * own, (first + count) * own}), to = rows.at(out, piece);
@@ -274,6 +292,7 @@ std::vector<RowsToCome> Redistribution::start_of_sequences(const Rows& rows, con
     for (const Interval& i : rows.of) counts.push_back(count * i.size() * rows.width);
     if (!talks(lane)) continue;
     next.event = lane.all_gather(from.data, at, counts, in.dtype, PathScope::current());
+    calls.events.push_back(next.event);
     if (meta_) continue;
     next.unpack = [stream = stream_, of = rows.of, all = rows.all, width = rows.width, to, count, at] {
       const View whole = View::dense(to.data, to.dtype, {count, all, width});
@@ -285,6 +304,7 @@ std::vector<RowsToCome> Redistribution::start_of_sequences(const Rows& rows, con
       }
     };
   }
+  calls.events.clear();
   return come;
 }
 
@@ -334,14 +354,14 @@ void Redistribution::join_even(std::vector<RowBlock>& blocks) {
   blocks = {{first.begin, first.rows, static_cast<int64_t>(blocks.size()), stride}};
 }
 
-bool Redistribution::takes_own_cores() const { return gather_lane(to_.layout, m_.axis).takes_own_cores(); }
+bool Redistribution::takes_own_cores() const { return !stream_.device.is_cuda() && gather_lane(to_.layout, m_.axis).takes_own_cores(); }
 
 void Redistribution::run_in_pieces(const View& y, const View& out, int64_t parts,
                                    const std::function<void(const RowBlock&, void*)>& compute) const {
   Communicator& lane = gather_lane(to_.layout, m_.axis);
   const int64_t width = y.shape.back(), row = width * static_cast<int64_t>(size_of(y.dtype));
   char* at = y.as<char>();
-  std::vector<Event> sent;
+  InFlight sent;
   for (const Sent& piece : sent_pieces(from_, to_, parts)) {
     char* const begin = at;
     for (const RowBlock& block : piece.blocks) {
@@ -352,15 +372,17 @@ void Redistribution::run_in_pieces(const View& y, const View& out, int64_t parts
     for (const int64_t rows : piece.rows) counts.push_back(rows * width);
     if (!talks(lane)) continue;
     char* const to = out.data ? out.as<char>() + piece.first * row : nullptr;
-    sent.push_back(lane.reduce_scatter(begin, to, counts, y.dtype, PathScope::current()));
+    sent.events.push_back(lane.reduce_scatter(begin, to, counts, y.dtype, PathScope::current()));
   }
-  for (const Event& event : sent) c_.join(event);
+  for (const Event& event : sent.events) c_.join(event);
+  sent.events.clear();
 }
 
 // Where ranks are simulated, their lanes count what tensors without memory would send.
 bool Redistribution::talks(Communicator& lane) const {
+  if (meta_ && lane.kind() != "simulated") return false;
   if (lane.takes_own_cores()) lane.is_waited_for();
-  return !meta_ || lane.kind() == "simulated";
+  return true;
 }
 
 // --- without talking ---

@@ -48,7 +48,7 @@ class Redistribution {
   /// gathered one after another, to `packed`, as large as `out`. See [Note: in pieces].
   std::vector<RowsToCome> start_in_pieces(const View& in, const View& out, void* packed, int64_t parts) const;
   /// Which rows these are.
-  static std::vector<RowsToCome> pieces(const Type& from, const Type& to, int64_t parts);
+  static std::vector<RowsToCome> pieces(const Type& from, const Type& to, int64_t parts, Device device);
   struct Pieces {
     int64_t parts = 0;  ///< 0: it is not done so
     bool packed = false;

@@ -81,7 +81,7 @@ Tensor CausalSelfAttention::with_whole_keys(const Tensor& qkv_BTE, int64_t units
 Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const Tensor& begins_BT) {
   check<ConfigError>(!cache || !begins_BT, "[attention] '", path(), "': the tokens of a cache are one document");
   const TensorRegion region(x_BTC, qkv.weight);
-  Tensor qkv_BTE = qkv(region.enter(x_BTC));  // E = (H + 2 G) D, packed: its gradient is one tensor, not three padded ones
+  Tensor qkv_BTE = qkv(region.enter(x_BTC, qkv.fp8 == Fp8::none));  // E = (H + 2 G) D, packed: its gradient is one tensor, not three padded ones
   // Where more ranks share a layer, or a sequence, than there are key heads, some have copies.
   int64_t keys = qkv.weight.cut_axis() < 0 ? kv_heads : qkv.weight.cut()->granule();
   if (keys > kv_heads) qkv_BTE = with_whole_keys(qkv_BTE, keys);

@@ -12,12 +12,13 @@ namespace sheaf::nn {
 /// redistribute(x, to). Where tokens are cut that is an all_gather, which is a reduce_scatter in the backward; all of them are not
 /// kept for the weights' gradients but gathered again there: else a rank would hold as much of them as without the axis. Integers,
 /// a few bytes a token, are kept.
-inline Tensor gather_again(const Tensor& x, const Layout& to) {
+/// `in_pieces`: for products of its rows, but of none that rounds to FP8, for which weights would be rounded as often.
+inline Tensor gather_again(const Tensor& x, const Layout& to, bool in_pieces = true) {
   bool gathers = false;
   for (int a = 0; a < to.num_axes(); ++a) gathers = gathers || (x.layout()[a].is_shard() && to[a].is_replicate());
   std::optional<RecomputeScope> again;
   if (gathers && is_floating(x.dtype())) again.emplace(RecomputeOptions{.results = true});
-  return redistribute_in_pieces(x, to);
+  return in_pieces ? redistribute_in_pieces(x, to) : redistribute(x, to);
 }
 
 /// Between enter() and leave() each rank of the tensor axis computes its own heads or hidden units, from all tokens; outside
@@ -31,8 +32,8 @@ class TensorRegion {
     if (axis_ >= 0 && x.layout().mesh()) outside_ = x.layout()[axis_];
   }
   /// x on every rank, by gather_again().
-  Tensor enter(const Tensor& x) const {
-    return is_cut(x) ? gather_again(x, x.layout().with(axis_, Placement::replicate())) : x;
+  Tensor enter(const Tensor& x, bool in_pieces = true) const {
+    return is_cut(x) ? gather_again(x, x.layout().with(axis_, Placement::replicate()), in_pieces) : x;
   }
   /// Where the last layer's result goes, for that layer: the sum of the ranks' addends is placed as x was, by a reduce_scatter where
   /// tokens are cut, an all_gather in the backward.

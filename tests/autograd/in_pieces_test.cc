@@ -132,7 +132,19 @@ struct Doubled {
       call.push_back({(from - whole) / width, (from - whole) / width + rows});
     }
   }
-  static uint64_t row_inputs(const Attrs&, const Execute&) { return 0b1; }
+  static uint64_t row_inputs(const Attrs&, InputTypes) { return 0b1; }
+};
+
+struct Added {
+  static constexpr const char* kName = "added";
+  using Attrs = NoAttrs;
+  static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
+  static void place(const Attrs&, Place& p) { rules::pointwise_linear(p); }
+  static void execute(const Attrs&, Execute& c) {
+    const View x = c.input(0), other = c.input(1), y = c.output(0);
+    for (int64_t i = 0; i < y.numel(); ++i) y.as<float>()[i] = x.as<float>()[i] + other.as<float>()[i];
+  }
+  static uint64_t row_inputs(const Attrs&, InputTypes) { return 0b11; }
 };
 
 std::vector<Interval> flat(const std::vector<std::vector<Interval>>& calls) {
@@ -272,8 +284,8 @@ TEST(InPiecesOrder, TheClockLetsThemOverlap) {
     // Its own rows, and four parts of the other rank's.
     EXPECT_EQ(seconds(1, true, 4, 10, &waits), 10);
     EXPECT_EQ(waits, 0);
-    EXPECT_EQ(seconds(1, true, 16, 10, &waits), 18);
-    EXPECT_EQ(waits, 8);
+    EXPECT_EQ(seconds(1, true, 16, 10, &waits), 17.25);
+    EXPECT_EQ(waits, 7.25);
     // Four parts of the sequences.
     EXPECT_EQ(seconds(4, true, 4, 8, &waits), 9);
     EXPECT_EQ(waits, 1);
@@ -283,6 +295,32 @@ TEST(InPiecesOrder, TheClockLetsThemOverlap) {
     EXPECT_EQ(seconds(4, false, 16, 8, &waits), 18);
     EXPECT_EQ(waits, 10);
   }, links());
+}
+
+// Products that round to FP8 are made of the whole, and nothing says otherwise.
+TEST(InPiecesOrder, ProductsInFp8AreWhole) {
+  run_local(2, [](World& world) {
+    const Layout cut(world.mesh({{"model", 2}}).spec, Placement::shard(1)), addends(cut.mesh(), Placement::partial());
+    Recording recording({.piece_rows = 1});
+    const Tensor x = value("x", kF32, {2, 8, kIn}, cut.with(0, Placement::shard(2))), w = value("w", kF32, {kIn, kIn}, Layout(cut.mesh(), Placement::shard(1)));
+    const Tensor y = linear(x, w, {}, Fp8::activations, {0, Placement::shard(1)});
+    EXPECT_EQ(nodes_in_pieces(recording.tape()), 0);
+    EXPECT_TRUE(identical(y, redistribute(linear(x, w, {}, Fp8::activations), cut)));
+  }, links());
+}
+
+// Two inputs of an op that come at the same time, and one that is both.
+TEST(InPiecesOrder, OneInputComesInPiecesOthersAreWaitedFor) {
+  run_local(2, [](World& world) {
+    const Layout cut(world.mesh({{"model", 2}}).spec, Placement::shard(0)), whole(cut.mesh());
+    Recording recording({.piece_rows = 1});
+    const auto gathered = [&](const std::string& name) { return redistribute_in_pieces(value(name, kF32, {8, 8}, cut), whole); };
+    const Tensor x = value("x", kF32, {8, 8}, whole), w = value("w", kF32, {8, 8}, whole);
+    EXPECT_TRUE(identical(linear(gathered("x"), gathered("w")), linear(x, w)));
+    const Tensor both = gathered("x");
+    EXPECT_TRUE(identical(linear(both, both), linear(x, x)));
+    EXPECT_TRUE(identical(apply<Added>({}, {gathered("x"), gathered("w")}), x + w));
+  }, links(1e6));
 }
 
 // A peer that is gone is an error where rows are waited for.
