@@ -29,7 +29,8 @@ class DeviceScope {
 /// node each; what a later axis cuts inside of an earlier one's cut is put together first and cut again behind.
 Tensor redistribute(const Tensor& x, const Layout& to);
 /// The same for who computes row by row, as layers do. Where it is an all_gather of enough rows (RecordingOptions::piece_rows), it
-/// does not wait: products begin with the rank's own rows, and go on with others as they come. See [Note: in pieces].
+/// does not wait: products go on with rows as they come. See [Note: in pieces]. Ranks agree on that option and on
+/// RecordingOptions::overlap, and all of them record, or none.
 Tensor redistribute_in_pieces(const Tensor& x, const Layout& to);
 /// The same with the placement of one mesh axis changed.
 Tensor redistribute(const Tensor& x, const std::string& axis, const Placement& to);

@@ -21,8 +21,8 @@ struct RecordingOptions {
   /// Gradients of this recording will be differentiated again. None is then computed in the forward already, as a linear head's loss
   /// does with those of its operands: that has no derivative.
   bool higher_order = false;
-  /// Gradients of weights are computed while other gradients travel: see [Note: beside what travels]. Without it they are not, to
-  /// compare: with the same bits, but for sums of a weight that several layers share.
+  /// Products are computed while rows of theirs, and other gradients, travel: see [Note: in pieces], [Note: beside what travels].
+  /// Without it they are not, to compare: with the same bits, but for sums of a weight that several layers share, and a GPU's products.
   bool overlap = true;
   /// What ranks gather for products, and what these give that is scattered, travels in pieces of at least so many rows; 0: whole. See
   /// [Note: in pieces].

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <thread>
 
 #include "sheaf/autograd/checks.h"
 #include "sheaf/autograd/clock.h"
@@ -135,6 +136,13 @@ struct Doubled {
   static uint64_t row_inputs(const Attrs&, InputTypes) { return 0b1; }
 };
 
+struct Slow : Doubled {
+  static void execute(const Attrs& a, Execute& c) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    Doubled::execute(a, c);
+  }
+};
+
 struct Added {
   static constexpr const char* kName = "added";
   using Attrs = NoAttrs;
@@ -255,6 +263,22 @@ TEST(InPiecesOrder, ProgramsHaveTheBitsOfTheRecording) {
           EXPECT_TRUE(identical(step({.piece_rows = 1}, input(i)), x)) << i;
         }
       }, links());
+}
+
+// What is scattered comes while rows are still read: of a rank that has most of them over rows that are not.
+TEST(InPiecesOrder, ProgramsKeepWhatIsStillMultiplied) {
+  run_local(2, [](World& world) {
+    const Layout addends(world.mesh({{"model", 2}}).spec, Placement::partial());
+    const Placement cut = Placement::shard(OwnershipMap::uneven(1, {2, 10}));
+    auto step = compile([&](const Tensor& given) {
+      const Tensor x = given * 3.0;
+      return apply_onward(op_def<Slow>(), nullptr, std::span(&x, 1), {0, cut}) * 5.0;
+    });
+    const Tensor given = value("x", kF32, {1, 12, 64}, addends, "a");
+    const Tensor expected = redistribute(given * 3.0 * 2.0, addends.with(0, cut)) * 5.0;
+    for (int i = 0; i < 5; ++i) EXPECT_TRUE(identical(step({.piece_rows = 1}, given), expected)) << i;
+    EXPECT_EQ(nodes_in_pieces(step.program()->tape()), 1);
+  }, links(1e8));
 }
 
 // By hand: so long is a step of a gather that travels so long and a product of it that takes so long, or of a product and the

@@ -152,6 +152,12 @@ TEST(Overlap, PlansAreMeasured) {
       models::TrainConfig c = config_of(type, 2, 2);
       c.train.compile = compile;
       expect_planned_tapes(c, 4);
+      for (const char* recompute : {"none", "block", "selective"}) {  // most is held in a forward, in one again, or at a product
+        c = config_of(type, 2, 1);
+        c.train.compile = compile, c.train.recompute = recompute;
+        c.model.mlp_width = 96;
+        expect_planned_tapes(c, 2);
+      }
       c = mixture_of(2);
       c.train.compile = compile;
       expect_planned_tapes(c, 4);
