@@ -250,6 +250,12 @@ std::vector<RowsToCome> Redistribution::pieces(const Type& from, const Type& to,
 
 std::vector<RowsToCome> Redistribution::start_in_pieces(const View& in, const View& out, void* packed, int64_t parts) const {
   const Rows rows(from_, cut_in(), m_.axis);
+  if (takes_own_cores()) {  // nothing would travel beside what they compute
+    run(in, out, packed);
+    std::vector<RowsToCome> come;
+    for (const Interval& piece : rows.pieces(me_, parts, false)) come.push_back({.begin = piece.begin, .end = piece.end});
+    return come;
+  }
   return rows.sequences > 1 ? start_of_sequences(rows, in, out, static_cast<char*>(packed), parts) : start_of_ranks(rows, in, out, parts);
 }
 
