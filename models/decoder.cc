@@ -66,7 +66,7 @@ Tensor Decoder::loss_until(int64_t until, ForwardProgress& at, const Tensor& tok
   const Tensor x_BTC = normed(std::move(at.stream));
   const nn::TensorRegion region(x_BTC, head_weight());
   const Tensor loss = nn::sum_over_stages(
-      linear_cross_entropy(region.enter(x_BTC), head_weight(), region.enter(targets_BT), options));
+      linear_cross_entropy(region.enter(x_BTC, /*in_pieces=*/false), head_weight(), region.enter(targets_BT), options));
   add_penalties(first, until, at.penalty);
   const Tensor penalty = std::exchange(at.penalty, {});
   check<ConfigError>(!penalty || !options.per_target, "[", sizes_.type, "] what blocks add to the loss in training belongs to no target: ask for ",

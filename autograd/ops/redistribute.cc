@@ -139,12 +139,14 @@ int32_t rounds_of(const Tape& tape, NodeId id) {
 int32_t pieces_onward(const Tape& tape, NodeId id) {
   if (id < 0 || id + 1 >= tape.num_nodes()) return 0;
   const Node &n = tape.node(id), &next = tape.node(id + 1);
-  const bool goes = next.op == &scatter_in_pieces_op() && n.num_outputs == 1 && tape.inputs(next)[0] == tape.output(n) && detail::row_inputs_of(tape, n);
+  const bool goes = next.op == &scatter_in_pieces_op() && n.num_outputs == 1 && tape.inputs(next)[0] == tape.output(n) &&
+                    detail::row_inputs_of(tape, n);
   return goes ? static_cast<const ScatterInPieces*>(tape.attrs(next))->parts : 0;
 }
 
 bool is_redistribute(const OpDef* op) {
-  return op == &op_def<RedistributeOp>() || op == &op_def<Slice>() || op == &in_pieces_op() || op == &scatter_in_pieces_op() || op == &send_op() || op == &start_op();
+  return op == &op_def<RedistributeOp>() || op == &op_def<Slice>() || op == &in_pieces_op() || op == &scatter_in_pieces_op() ||
+         op == &send_op() || op == &start_op();
 }
 
 void detail::adjoint_of_redistribution(Vjp& c) {

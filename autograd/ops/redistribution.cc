@@ -284,7 +284,8 @@ std::vector<RowsToCome> Redistribution::start_of_ranks(const Rows& rows, const V
   return come;
 }
 
-std::vector<RowsToCome> Redistribution::start_of_sequences(const Rows& rows, const View& in, const View& out, char* packed, int64_t parts) const {
+std::vector<RowsToCome> Redistribution::start_of_sequences(const Rows& rows, const View& in, const View& out, char* packed,
+                                                           int64_t parts) const {
   Communicator& lane = gather_lane(to_.layout, m_.axis);
   const int64_t own = rows.of[static_cast<size_t>(me_)].size(), element = static_cast<int64_t>(size_of(in.dtype));
   std::vector<RowsToCome> come;
@@ -323,7 +324,8 @@ int64_t Redistribution::sent_parts(const Type& from, const Layout& to, int64_t l
   if (!are_rows(cut, from.shape)) return 0;
   const Rows rows(from, cut, m.axis);
   if (rows.fewest() == 0 || rows.sequences == 0) return 0;
-  const int64_t parts = rows.sequences > 1 ? std::min(rows.sequences, rows.sequences * rows.all / (4 * least_rows)) : rows.fewest() / least_rows;
+  const int64_t parts = rows.sequences > 1 ? std::min(rows.sequences, rows.sequences * rows.all / (4 * least_rows))
+                                           : rows.fewest() / least_rows;
   return parts > 1 ? std::min(kMostPieces, parts) : 0;
 }
 
@@ -355,8 +357,11 @@ std::vector<Redistribution::Sent> Redistribution::sent_pieces(const Type& from, 
 void Redistribution::join_even(std::vector<RowBlock>& blocks) {
   const RowBlock first = blocks[0];
   const int64_t stride = blocks.size() > 1 ? blocks[1].begin - first.begin : 0;
-  for (size_t r = 0; r < blocks.size(); ++r)
-    if (blocks[r].groups > 1 || blocks[r].rows != first.rows || blocks[r].begin != first.begin + static_cast<int64_t>(r) * stride || stride < first.rows) return;
+  if (stride < first.rows) return;
+  for (size_t r = 0; r < blocks.size(); ++r) {
+    const int64_t begin = first.begin + static_cast<int64_t>(r) * stride;
+    if (blocks[r].groups > 1 || blocks[r].rows != first.rows || blocks[r].begin != begin) return;
+  }
   blocks = {{first.begin, first.rows, static_cast<int64_t>(blocks.size()), stride}};
 }
 

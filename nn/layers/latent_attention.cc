@@ -58,13 +58,13 @@ Tensor LatentAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const
   check<ConfigError>(!cache || !begins_BT, "[latent_attention] '", path(), "': the tokens of a cache are one document");
   const LatentAttentionConfig& c = config;
   const TensorRegion region(x_BTC, projection.weight);
-  const Tensor latents_BTL = region.enter(latents(x_BTC));
+  const Tensor latents_BTL = region.enter(latents(x_BTC), /*in_pieces=*/false);
   const auto parts = split(latents_BTL, {c.q_lora_rank, c.kv_lora_rank + c.qk_rope_head_dim}, 2);
   const bool gathers = context_comm == ContextComm::all_gather;
   const auto region_of = [&](const Tensor& x, int64_t width) {
     return gathers ? ContextRegion() : ContextRegion(x, OwnershipMap::even(2, width));
   };
-  Tensor q_BTD = queries(query_norm ? (*query_norm)(parts[0]) : region.enter(x_BTC)), up_BTE, shared_BTR;
+  Tensor q_BTD = queries(query_norm ? (*query_norm)(parts[0]) : region.enter(x_BTC, queries.fp8 == Fp8::none)), up_BTE, shared_BTR;
   const ContextRegion of_queries = region_of(q_BTD, key_width(c));
   q_BTD = rotated(of_queries.enter(q_BTD), c.heads, cache);
   const auto make_keys = [&](const Tensor& of_keys_BTL) {

@@ -12,7 +12,7 @@ namespace sheaf::nn {
 /// redistribute(x, to). Where tokens are cut that is an all_gather, which is a reduce_scatter in the backward; all of them are not
 /// kept for the weights' gradients but gathered again there: else a rank would hold as much of them as without the axis. Integers,
 /// a few bytes a token, are kept.
-/// `in_pieces`: for products of its rows, but of none that rounds to FP8, for which weights would be rounded as often.
+/// `in_pieces`: for whoever reads it first by rows, as products do, but for those that round to FP8, which would round weights as often.
 inline Tensor gather_again(const Tensor& x, const Layout& to, bool in_pieces = true) {
   bool gathers = false;
   for (int a = 0; a < to.num_axes(); ++a) gathers = gathers || (x.layout()[a].is_shard() && to[a].is_replicate());
