@@ -98,10 +98,15 @@ Tensor apply_onward(const OpDef& op, const void* attrs, std::span<const Tensor> 
   const bool goes = onward.axis >= 0 && type.layout.mesh();
   const Type to{type.dtype, type.shape, goes ? type.layout.with(onward.axis, onward.to) : type.layout};
   Recording* const r = Recording::current();
-  const bool rows = detail::row_inputs_of(op, attrs, inferred.inputs) && inferred.specs.size() == 1 && !op.saved_outputs;
+  const uint64_t rows = inferred.specs.size() == 1 && !op.saved_outputs ? detail::row_inputs_of(op, attrs, inferred.inputs) : 0;
   if (goes && rows && r && r->options().overlap) {
     const ScatterInPieces scatter{to.layout, static_cast<int32_t>(Redistribution::sent_parts(type, to.layout, r->options().piece_rows))};
-    if (scatter.parts > 0) return detail::apply_typed_onward(op, attrs, inferred.inputs, inferred.specs[0], &scatter, to, 0).second;
+    if (scatter.parts > 0) {  // on all ranks alike: it may not depend on how a rank's inputs lie
+      std::vector<Tensor> inputs(inferred.inputs.begin(), inferred.inputs.end());
+      for (size_t i = 0; i < inputs.size(); ++i)
+        if (rows >> i & 1) inputs[i] = contiguous(inputs[i]);
+      return detail::apply_typed_onward(op, attrs, inputs, inferred.specs[0], &scatter, to, 0).second;
+    }
   }
   Tensors outputs = execute_node(op, attrs, inferred.inputs, inferred.specs);
   if (r) r->record(op, attrs, inferred.inputs, outputs, inferred.specs);

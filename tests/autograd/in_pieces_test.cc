@@ -208,6 +208,10 @@ TEST(InPiecesOrder, WhatIsSentOnIsMadeInTheOrderOfTheWire) {
     // A part of the rows of both at once; of uneven ones rank by rank; of several sequences theirs.
     EXPECT_THAT(sent({1, 8, 4}), ElementsAre(ElementsAre(rows(0, 2), rows(4, 6)), ElementsAre(rows(2, 4), rows(6, 8))));
     EXPECT_THAT(flat(sent({1, 9, 4})), ElementsAre(rows(0, 2), rows(4, 6), rows(2, 4), rows(6, 9)));
+    // Of what is not dense a copy.
+    const Tensor across = transpose(value("x", kF32, {4, 6, 5}, addends, "a"), 0, 2);
+    EXPECT_TRUE(identical(apply_onward(op_def<Doubled>(), nullptr, std::span(&across, 1), {0, Placement::shard(1)}),
+                          redistribute(across * 2.0, Layout(mesh, Placement::shard(1)))));
     EXPECT_THAT(flat(sent({4, 4, 4})), ElementsAre(rows(0, 2), rows(4, 6), rows(2, 4), rows(6, 8), rows(8, 10), rows(12, 14), rows(10, 12), rows(14, 16)));
   }, links(1e6));
 }
