@@ -24,13 +24,14 @@ struct RedistributeOp {
     bool operator==(const Attrs&) const = default;
   };
 
-  static int64_t workspace(const Attrs& a, const Execute& c) {
-    return Redistribution::workspace(c.input_type(0).layout, a.to, c.input(0), c.output(0));
+  // Whatever attributes say besides.
+  static int64_t workspace(const auto&, const Execute& c) {
+    return Redistribution::workspace(c.input_type(0).layout, c.output_type(0).layout, c.input(0), c.output(0));
   }
-  static void execute(const Attrs&, Execute& c) {
+  static void execute(const auto&, Execute& c) {
     Redistribution(c, c.input_type(0), c.output_type(0)).run(c.input(0), c.output(0), c.workspace.data);
   }
-  static void vjp(const Attrs&, Vjp& c) { detail::adjoint_of_redistribution(c); }
+  static void vjp(const auto&, Vjp& c) { detail::adjoint_of_redistribution(c); }
   static void describe(const Attrs& a, std::string& out) { out += a.to.to_string(); }
 };
 
@@ -68,20 +69,9 @@ struct InPieces {
 };
 
 // By itself it is any reduce_scatter.
-struct ScatterOfPieces {
-  static constexpr const char* kName = "redistribute";
-  static constexpr OpKind kKind = OpKind::redistribute;
-  static constexpr Lane kLane = Lane::gather;
+struct ScatterOfPieces : RedistributeOp {
   using Attrs = ScatterInPieces;
-
-  static int64_t workspace(const Attrs& a, const Execute& c) {
-    return Redistribution::workspace(c.input_type(0).layout, a.to, c.input(0), c.output(0));
-  }
-  static void execute(const Attrs&, Execute& c) {
-    Redistribution(c, c.input_type(0), c.output_type(0)).run(c.input(0), c.output(0), c.workspace.data);
-  }
   static void work(const Attrs&, WorkOf& w) { w.work.bytes = 0; }  // products put it where it is sent from
-  static void vjp(const Attrs&, Vjp& c) { detail::adjoint_of_redistribution(c); }
   static constexpr bool kMarked = true;
   static void describe(const Attrs&, std::string& out) { out += "in pieces"; }
 };
