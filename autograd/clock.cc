@@ -171,10 +171,10 @@ class Clock {
         if (call < 0) continue;  // of a stretch that is not among those here
         if (!settle(among_all, static_cast<size_t>(call))) return false;
         const Call& waited = lanes_[among_all].calls[call];
-        const NodeId made_by = std::ranges::find(waited.parts, rank, &Call::Part::rank)->node;
+        const auto made_by = [&] { return std::ranges::find(waited.parts, rank, &Call::Part::rank)->node; };
         if (of_call) behind = std::max(behind, waited.end);
-        else if (count > 0) coming = &waited, pieces = wait, comes = made_by;
-        else if (waited.end > last) last = waited.end, of = made_by;
+        else if (count > 0) coming = &waited, pieces = wait, comes = made_by();
+        else if (waited.end > last) last = waited.end, of = made_by();
       }
       wait_until(rank, last, of);
       if (time.computes > 0 || time.lane >= 0) p.host += times.issue_seconds;
