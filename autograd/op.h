@@ -390,15 +390,16 @@ const OpDef& op_def() { return detail::op_def_of<Op>; }
 /// Runs an op whose types follow from its own rules; `into`: where its first outputs go. Throws ShapeError, DTypeError,
 /// PlacementError, LifetimeError.
 Tensors apply(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, std::span<const Into> into = {});
-/// Where a result goes on one mesh axis; axis -1: it stays.
-struct Onward {
-  int axis = -1;
-  Placement to = {};
-};
-/// redistribute(y, y's layout with that) of the one output y of an op. Where that is a reduce_scatter of enough rows
-/// (RecordingOptions::piece_rows) and the op has row_inputs(), and no derivative that reads y, they travel in pieces, each while the next
-/// is computed: what the tape has between the two nodes then lies in the order of the wire. See [Note: in pieces].
+/// Where a result goes, told its type; null, or the layout that it has: it stays.
+using Onward = std::function<Layout(const Type&)>;
+/// So on one mesh axis.
+Onward along(int axis, const Placement& to);
+/// redistribute(y, onward(y's type)) of the one output y of an op. Where that is a reduce_scatter of rows, or an all_to_all from rows to
+/// columns, of enough of them (RecordingOptions::piece_rows), and the op has row_inputs(), and no derivative that reads y, they travel in
+/// pieces, each while the next is computed: what is added up then lies in the order of the wire on the tape. See [Note: in pieces].
 Tensor apply_onward(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, const Onward& onward);
+/// The same of a y that is there.
+Tensor send_onward(const Tensor& y, const Onward& onward);
 /// Runs an op with given outputs (ops of units and optimizers, whose types come from elsewhere).
 Tensors apply_typed(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,
                     std::span<const OutputSpec> outputs);

@@ -76,7 +76,7 @@ struct Program::Builder {
     for (const Tensor& t : run.inputs) live_until(t, id);
     for (const Tensor& t : run.outputs) live_until(t, id);
     if (views || !detail::runs_here(*n.op, run.inputs, specs)) return;
-    if (n.op == &scatter_in_pieces_op() && send_onward(id, run)) return;
+    if (n.op == &onward_in_pieces_op() && send_onward(id, run)) return;
     if (n.op->workspace) {
       Execute execute(run.inputs, run.outputs);
       if (const int64_t bytes = detail::workspace_of(*n.op, run.attrs, execute); bytes > 0)
@@ -94,7 +94,7 @@ struct Program::Builder {
     Instruction& product = program.instructions_.back();
     if (!pieces_onward(tape, id - 1)) return false;
     product.sent = scatter.outputs[0];
-    product.sent_parts = static_cast<const ScatterInPieces*>(scatter.attrs)->parts;
+    product.sent_parts = static_cast<const OnwardInPieces*>(scatter.attrs)->parts;
     program.blocks_[block_of.at(product.sent.storage().get())].life.first = id - 1;
     Execute run(product.inputs, product.outputs);
     const int64_t bytes = detail::workspace_onward(*product.op, product.attrs, run, product.sent, product.sent_parts);

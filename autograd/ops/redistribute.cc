@@ -1,7 +1,7 @@
 #include "sheaf/autograd/ops/redistribute.h"
 
 #include "sheaf/autograd/ops.h"
-#include "sheaf/autograd/ops/redistribution.h"
+#include "sheaf/autograd/ops/pieces.h"
 #include "sheaf/autograd/ops/route.h"
 #include "sheaf/autograd/ops/travel.h"
 #include "sheaf/autograd/recording.h"
@@ -35,7 +35,9 @@ struct RedistributeOp {
   static void describe(const Attrs& a, std::string& out) { out += a.to.to_string(); }
 };
 
-// An all_gather that whoever reads it waits for, as far as it reads. Outputs: what comes, and where it comes packed, if it does.
+double bytes_to_copy(const Shape& local, DType dtype) { return 2.0 * static_cast<double>(local.numel()) * static_cast<double>(size_of(dtype)); }
+
+// What whoever reads it waits for, as far as it reads. Outputs: what comes, and where it is received and sent from, if not there.
 struct InPieces {
   static constexpr const char* kName = "redistribute";
   static constexpr OpKind kKind = OpKind::redistribute;
@@ -48,30 +50,34 @@ struct InPieces {
 
   static void execute(const Attrs& a, Execute& c) {
     c.stream();
-    const Redistribution r(c, c.input_type(0), c.output_type(0));
-    void* const packed = c.num_outputs() > 1 ? c.output(1).data : nullptr;
-    will_come(c.input_tensor(0), c.output_tensor(0), c.num_outputs() > 1 ? c.output_tensor(1) : Tensor(),
-              r.start_in_pieces(c.input(0), c.output(0), packed, a.parts));
+    const RedistributionInPieces r(c, c.input_type(0), c.output_type(0));
+    const auto beside = [&](int o) { return c.num_outputs() > o ? c.output(o).data : nullptr; };
+    SmallVector<Tensor, 3> outputs;
+    for (int o = 0; o < c.num_outputs(); ++o) outputs.push_back(c.output_tensor(o));
+    will_come(c.input_tensor(0), std::span(outputs.begin(), outputs.size()), r.start(c.input(0), c.output(0), beside(1), beside(2), a.parts));
   }
-  static void will_come(const Tensor& x, const Tensor& y, const Tensor& packed, std::vector<RowsToCome> pieces) {
-    std::vector<std::shared_ptr<Storage>> lent{x.storage()};
-    if (packed) lent.push_back(packed.storage());
-    y.storage()->filled_in_pieces(std::move(pieces), std::move(lent));
+  static void will_come(const Tensor& x, std::span<const Tensor> outputs, std::vector<RowsToCome> pieces) {
+    std::vector<std::shared_ptr<Storage>> lent;
+    if (outputs.size() < 3) lent.push_back(x.storage());
+    for (const Tensor& t : outputs.subspan(1)) lent.push_back(t.storage());
+    outputs[0].storage()->filled_in_pieces(std::move(pieces), std::move(lent));
   }
-  // Own rows, or all that was packed.
+  // Own rows, or all that is unpacked; and what is packed.
   static void work(const Attrs&, WorkOf& w) {
-    const Shape& copied = w.num_outputs() > 1 ? w.output(0) : w.input(0);
-    w.work.bytes = 2.0 * static_cast<double>(copied.numel()) * static_cast<double>(size_of(w.work.dtype));
+    w.work.bytes = bytes_to_copy(w.num_outputs() > 1 ? w.output(0) : w.input(0), w.work.dtype);
+    if (w.num_outputs() > 2) w.work.bytes += bytes_to_copy(w.input(0), w.work.dtype);
   }
   static void vjp(const Attrs&, Vjp& c) { detail::adjoint_of_redistribution(c); }
   static constexpr bool kMarked = true;
   static void describe(const Attrs&, std::string& out) { out += "in pieces"; }
 };
 
-// By itself it is any reduce_scatter.
-struct ScatterOfPieces : RedistributeOp {
-  using Attrs = ScatterInPieces;
-  static void work(const Attrs&, WorkOf& w) { w.work.bytes = 0; }  // products put it where it is sent from
+// By itself it is any redistribution. What is added up is not packed: products put it where it is sent from.
+struct SentInPieces : RedistributeOp {
+  using Attrs = OnwardInPieces;
+  static void work(const Attrs& a, WorkOf& w) {
+    w.work.bytes = a.packs ? bytes_to_copy(w.input(0), w.work.dtype) + bytes_to_copy(w.output(0), w.work.dtype) : 0;
+  }
   static constexpr bool kMarked = true;
   static void describe(const Attrs&, std::string& out) { out += "in pieces"; }
 };
@@ -105,12 +111,11 @@ struct Slice : RedistributeOp {
 }  // namespace
 
 const OpDef& in_pieces_op() { return op_def<InPieces>(); }
-const OpDef& scatter_in_pieces_op() { return op_def<ScatterOfPieces>(); }
+const OpDef& onward_in_pieces_op() { return op_def<SentInPieces>(); }
 
 void will_come_in_pieces(const void* attrs, const Tensor& input, std::span<const Tensor> outputs) {
   const int64_t parts = static_cast<const InPieces::Attrs*>(attrs)->parts;
-  InPieces::will_come(input, outputs[0], outputs.size() > 1 ? outputs[1] : Tensor(),
-                      Redistribution::pieces(input.type(), outputs[0].type(), parts, input.device()));
+  InPieces::will_come(input, outputs, RedistributionInPieces::rows_to_come(input.type(), outputs[0].type(), parts, input.device()));
 }
 
 PiecesToCome pieces_to_come(const Tape& tape, const Node& n) {
@@ -129,13 +134,13 @@ int32_t rounds_of(const Tape& tape, NodeId id) {
 int32_t pieces_onward(const Tape& tape, NodeId id) {
   if (id < 0 || id + 1 >= tape.num_nodes()) return 0;
   const Node &n = tape.node(id), &next = tape.node(id + 1);
-  const bool goes = next.op == &scatter_in_pieces_op() && n.num_outputs == 1 && tape.inputs(next)[0] == tape.output(n) &&
+  const bool goes = next.op == &onward_in_pieces_op() && n.num_outputs == 1 && tape.inputs(next)[0] == tape.output(n) &&
                     detail::row_inputs_of(tape, n);
-  return goes ? static_cast<const ScatterInPieces*>(tape.attrs(next))->parts : 0;
+  return goes ? static_cast<const OnwardInPieces*>(tape.attrs(next))->parts : 0;
 }
 
 bool is_redistribute(const OpDef* op) {
-  return op == &op_def<RedistributeOp>() || op == &op_def<Slice>() || op == &in_pieces_op() || op == &scatter_in_pieces_op() ||
+  return op == &op_def<RedistributeOp>() || op == &op_def<Slice>() || op == &in_pieces_op() || op == &onward_in_pieces_op() ||
          op == &send_op() || op == &start_op();
 }
 
@@ -208,12 +213,14 @@ Tensor redistribute(const Tensor& x, const Layout& to) {
 Tensor redistribute_in_pieces(const Tensor& x, const Layout& to) {
   const Recording* const r = Recording::current();
   if (!r || !r->options().overlap) return redistribute(x, to);
-  const Redistribution::Pieces pieces = Redistribution::pieces_of(x.type(), to, r->options().piece_rows);
-  if (pieces.parts == 0) return redistribute(x, to);
+  const auto [parts, unpacks, packs] = RedistributionInPieces::coming(x.type(), to, r->options().piece_rows);
+  if (parts == 0) return redistribute(x, to);
   const Tensor dense = contiguous(x);
-  const InPieces::Attrs attrs{to, static_cast<int32_t>(pieces.parts)};
-  const OutputSpec spec{{x.dtype(), x.shape(), to}, {}, -1, 0}, specs[] = {spec, spec};
-  return apply_typed(in_pieces_op(), &attrs, std::span(&dense, 1), std::span(specs, pieces.packed ? 2 : 1))[0];
+  const InPieces::Attrs attrs{to, static_cast<int32_t>(parts)};
+  std::vector<OutputSpec> specs{{{x.dtype(), x.shape(), to}, {}, -1, 0}};
+  if (unpacks) specs.push_back(specs[0]);
+  if (packs) specs.push_back({x.type(), {}, -1, 0});
+  return apply_typed(in_pieces_op(), &attrs, std::span(&dense, 1), specs)[0];
 }
 
 Tensor redistribute(const Tensor& x, const std::string& axis, const Placement& to) {

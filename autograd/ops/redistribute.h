@@ -39,12 +39,13 @@ struct PiecesToCome {
 PiecesToCome pieces_to_come(const Tape& tape, const Node& n);
 /// How often what travels goes round the ranks: once, or for each of the pieces.
 int32_t rounds_of(const Tape& tape, NodeId n);
-/// A reduce_scatter of what the node before made, which is executed with it: see apply_onward(). Its attributes:
-const OpDef& scatter_in_pieces_op();
-struct ScatterInPieces {
+/// A redistribution of what the node before made, which is executed with it: see apply_onward(). Its attributes:
+const OpDef& onward_in_pieces_op();
+struct OnwardInPieces {
   Layout to;
   int32_t parts;
-  bool operator==(const ScatterInPieces&) const = default;
+  bool packs;  ///< what is sent, and unpacks what comes
+  bool operator==(const OnwardInPieces&) const = default;
 };
 
 /// In how many pieces what node `n` makes is sent on by the next one, while it is made; 0: not so.

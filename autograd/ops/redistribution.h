@@ -1,14 +1,13 @@
 // Redistribution: how a rank moves its part of a value from one placement to another, on one mesh axis. What it sends is packed and
-// given to the lane of the axis, and what has come is unpacked: in one op (redistribute.cc), or in two with others between them
-// (travel.cc).
+// given to the lane of the axis, and what has come is unpacked: in one op (redistribute.cc), in two with others between them
+// (travel.cc), or in pieces between products (pieces.h).
 #pragma once
 
-#include <functional>
+#include <vector>
 
 #include "sheaf/autograd/op.h"
 #include "sheaf/autograd/ops/cut.h"
 #include "sheaf/core/event.h"
-#include "sheaf/core/storage.h"
 
 namespace sheaf {
 
@@ -43,57 +42,35 @@ class Redistribution {
   Event start(View in, void* sent, void* received, bool waited_for) const;
   /// The second, behind the event. Nothing to do where it does not unpack() and `received` is where the result is to lie.
   void finish(void* received, View out) const;
-  /// An all_gather in pieces, of `in`, which is dense. Of one sequence the ranks' rows go straight to where they belong in `out`: this
-  /// rank's own first, then those of the next one, and so on, each rank's in so many parts. Of several sequences so many parts are
-  /// gathered one after another, to `packed`, as large as `out`. See [Note: in pieces].
-  std::vector<RowsToCome> start_in_pieces(const View& in, const View& out, void* packed, int64_t parts) const;
-  /// Which rows these are.
-  static std::vector<RowsToCome> pieces(const Type& from, const Type& to, int64_t parts, Device device);
-  struct Pieces {
-    int64_t parts = 0;  ///< 0: it is not done so
-    bool packed = false;
-  };
-  /// With pieces of at least so many rows.
-  static Pieces pieces_of(const Type& from, const Layout& to, int64_t least_rows);
-
-  /// A reduce_scatter in pieces: of one sequence a part of each rank's rows, of several some of them. compute(block, to) is to put
-  /// such rows of what is sent densely to `to`, which is in `y`; each piece travels while the next is computed.
-  void run_in_pieces(const View& y, const View& out, int64_t parts, const std::function<void(const RowBlock&, void*)>& compute) const;
-  /// In how many parts; 0: it is not done so.
-  static int64_t sent_parts(const Type& from, const Layout& to, int64_t least_rows);
-  struct Sent {
-    std::vector<RowBlock> blocks;  // of the whole, rank by rank
-    std::vector<int64_t> rows;     // for each rank
-    int64_t first;                 // of those that this rank gets
-  };
-  static std::vector<Sent> sent_pieces(const Type& from, const Type& to, int64_t parts);
   /// What travels is copied by this rank's own cores.
   bool takes_own_cores() const;
 
   static bool packs(const Type& from, const Type& to);  ///< not where they are elsewhere
   static bool unpacks(const Type& from, const Type& to);
 
- private:
+ protected:
   bool packs() const { return packs(from_, to_); }
   bool unpacks() const { return unpacks(from_, to_); }
   // Of what comes in, and of what goes out.
   Cut cut_in() const { return cut_of(from_, m_.axis, from_.layout[m_.axis]); }
   Cut cut_out() const { return cut_of(to_, m_.axis, to_.layout[m_.axis]); }
-  struct Rows;
-  std::vector<RowsToCome> start_of_ranks(const Rows& rows, const View& in, const View& out, int64_t parts) const;
-  std::vector<RowsToCome> start_of_sequences(const Rows& rows, const View& in, const View& out, char* packed, int64_t parts) const;
-  struct Exchange;
-  Exchange exchange() const;
-  static void join_even(std::vector<RowBlock>& blocks);
+  Communicator& lane() const;
   bool talks(Communicator& lane) const;
   void copy(const View& x, const View& y) const;
-  void fill(const View& y, double value) const;
-  void pack(const View& from, int dim, const std::vector<Interval>& rows, const View& packed) const;
-  void unpack(const View& packed, const View& to, int dim, const std::vector<Interval>& rows) const;
-  View dense_at(void* to, const View& in) const;
-  void slice(View in, const View& out, void* scratch) const;
-  void keep_on_one(const View& in, const View& out) const;
-  void zero_embed(const View& in, const View& out) const;
+
+  using RowsOfRanks = std::vector<std::vector<Interval>>;
+  static std::vector<int64_t> elements_of(const View& v, int dim, const RowsOfRanks& rows);
+  /// What each rank gets, one after another. What there is of each.
+  std::vector<int64_t> pack_for_ranks(const View& from, int dim, const RowsOfRanks& rows, void* to) const;
+  static void unpack_of_ranks(const Stream& stream, void* from, const View& to, int dim, const RowsOfRanks& rows);
+  /// What each pair of ranks shares: rows of what either has.
+  struct Exchange {
+    bool flat;
+    int dim_in, dim_out;
+    RowsOfRanks mine, theirs;  // of what this rank has, by whom it goes to, and gets, by whom it is from
+    View seen(const View& v) const { return flat ? flattened(v) : v; }
+  };
+  Exchange exchange() const;
 
   const Execute& c_;
   const Type &from_, &to_;
@@ -101,6 +78,15 @@ class Redistribution {
   const Stream stream_;
   const bool meta_;
   int me_ = 0;
+
+ private:
+  void fill(const View& y, double value) const;
+  void pack(const View& from, int dim, const std::vector<Interval>& rows, const View& packed) const;
+  void unpack(const View& packed, const View& to, int dim, const std::vector<Interval>& rows) const;
+  View dense_at(void* to, const View& in) const;
+  void slice(View in, const View& out, void* scratch) const;
+  void keep_on_one(const View& in, const View& out) const;
+  void zero_embed(const View& in, const View& out) const;
 };
 
 }  // namespace sheaf

@@ -81,16 +81,23 @@ Tensor CausalSelfAttention::with_whole_keys(const Tensor& qkv_BTE, int64_t units
 Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const Tensor& begins_BT) {
   check<ConfigError>(!cache || !begins_BT, "[attention] '", path(), "': the tokens of a cache are one document");
   const TensorRegion region(x_BTC, qkv.weight);
-  Tensor qkv_BTE = qkv(region.enter(x_BTC, qkv.fp8 == Fp8::none));  // E = (H + 2 G) D, packed: its gradient is one tensor, not three padded ones
   // Where more ranks share a layer, or a sequence, than there are key heads, some have copies.
   int64_t keys = qkv.weight.cut_axis() < 0 ? kv_heads : qkv.weight.cut()->granule();
-  if (keys > kv_heads) qkv_BTE = with_whole_keys(qkv_BTE, keys);
   const bool gathers = context_comm == ContextComm::all_gather;
-  const int64_t copies = gathers ? 1 : ContextRegion::copies(qkv_BTE, keys, heads / keys);
-  qkv_BTE = repeat_key_heads(qkv_BTE, heads, keys, copies);
-  keys *= copies;
-  const ContextRegion context = gathers ? ContextRegion() : ContextRegion(qkv_BTE, head_cut(2, heads, keys, head_width, keys));
-  qkv_BTE = context.enter(qkv_BTE);
+  ContextRegion context;
+  const auto enter = [&](const Type& made) {  // in pieces, if nothing is between
+    if (gathers || region || ContextRegion::copies(made, keys, heads / keys) > 1) return made.layout;
+    return context.onward(head_cut(2, heads, keys, head_width, keys))(made);
+  };
+  Tensor qkv_BTE = qkv(region.enter(x_BTC, qkv.fp8 == Fp8::none), enter);  // E = (H + 2 G) D, packed: its gradient is one tensor, not three padded ones
+  if (keys > kv_heads) qkv_BTE = with_whole_keys(qkv_BTE, keys);
+  if (!gathers && !context) {
+    const int64_t copies = ContextRegion::copies(qkv_BTE.type(), keys, heads / keys);
+    qkv_BTE = repeat_key_heads(qkv_BTE, heads, keys, copies);
+    keys *= copies;
+    context = ContextRegion(qkv_BTE, head_cut(2, heads, keys, head_width, keys));
+    qkv_BTE = context.enter(qkv_BTE);
+  }
   if (query_norm || rope_theta != 0.0) {
     const Shape packed = qkv_BTE.shape();
     Tensor heads_BTHD = reshape(qkv_BTE, {packed[0], packed[1], heads + 2 * keys, head_width});
@@ -104,7 +111,7 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
   if (cache) mixed_BTC = attend(qkv_BTE, keys, {}, [&](const Tensor& kv_BTGD) { return cache->append(path(), kv_BTGD); });
   else if (gathers) mixed_BTC = attend(qkv_BTE, keys, begins_BT, whole_sequences);
   else mixed_BTC = packed_attention(qkv_BTE, heads, keys, {.begins = begins_BT, .window = window});
-  return dropout(projection(context.leave(mixed_BTC), region.onward()));
+  return dropout(projection(context.leave(mixed_BTC, !region), region.onward()));
 }
 
 // Queries of these tokens, keys and values of more. What these are gathered from is kept for the backward, not they.

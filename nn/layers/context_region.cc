@@ -27,22 +27,29 @@ ContextComm context_comm_from(std::string_view name) {
   fail<ConfigError>("[context] ranks send each other sequences by 'all_to_all' or 'all_gather', not '", name, "'");
 }
 
-ContextRegion::ContextRegion(const Tensor& x, const OwnershipMap& heads) {
-  const Layout& outside = x.layout();
+ContextRegion::ContextRegion(const Type& x, const OwnershipMap& heads) {
+  const Layout& outside = x.layout;
   const std::vector<int> shared = axes_that_cut(outside, 1);
   if (shared.empty()) return;
-  const int64_t units = heads.is_parts() ? heads.granule() : x.size(heads.dim()) / heads.granule();
+  const int64_t units = heads.is_parts() ? heads.granule() : x.shape[heads.dim()] / heads.granule();
   copies(PathScope::current(), units, 1, *outside.mesh(), shared, axes_that_cut(outside, heads.dim()));
   outside_ = inside_ = outside;
   for (const int a : shared) inside_[a] = Placement::shard(heads.inner());
 }
 
-Tensor ContextRegion::leave(const Tensor& y) const {
+Onward ContextRegion::onward(const OwnershipMap& heads) {
+  return [this, heads](const Type& x) {
+    *this = ContextRegion(x, heads);
+    return inside_.mesh() ? inside_ : x.layout;
+  };
+}
+
+Tensor ContextRegion::leave(const Tensor& y, bool in_pieces) const {
   if (!inside_.mesh()) return y;
   Layout to = y.layout();
   for (int a = 0; a < to.num_axes(); ++a)
     if (!(inside_[a] == outside_[a])) to[a] = outside_[a];
-  return redistribute(y, to);
+  return in_pieces ? redistribute_in_pieces(y, to) : redistribute(y, to);
 }
 
 int64_t ContextRegion::copies(const std::string& path, int64_t units, int64_t most, const MeshSpec& mesh,
@@ -70,9 +77,9 @@ int64_t ContextRegion::copies(const std::string& path, int64_t units, int64_t mo
   return most;
 }
 
-int64_t ContextRegion::copies(const Tensor& x, int64_t units, int64_t most) {
-  const std::vector<int> shared = axes_that_cut(x.layout(), 1);
-  return shared.empty() ? 1 : copies(PathScope::current(), units, most, *x.layout().mesh(), shared, axes_that_cut(x.layout(), 2));
+int64_t ContextRegion::copies(const Type& x, int64_t units, int64_t most) {
+  const std::vector<int> shared = axes_that_cut(x.layout, 1);
+  return shared.empty() ? 1 : copies(PathScope::current(), units, most, *x.layout.mesh(), shared, axes_that_cut(x.layout, 2));
 }
 
 }  // namespace sheaf::nn

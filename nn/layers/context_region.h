@@ -30,19 +30,23 @@ ContextComm context_comm_from(std::string_view name);
 class ContextRegion {
  public:
   ContextRegion() = default;  ///< both ways are the identity
-  /// For the x [B, T, E] that enters, features along E cut by `heads` (along dimension 2) inside. What a tensor axis has cut
-  /// there is cut further. ConfigError on every rank if one would get nothing.
-  ContextRegion(const Tensor& x, const OwnershipMap& heads);
-  Tensor enter(const Tensor& x) const { return inside_.mesh() ? redistribute(x, inside_) : x; }
-  /// y [B, T, F], of which each rank has the features of its heads.
-  Tensor leave(const Tensor& y) const;
+  explicit operator bool() const { return inside_.mesh(); }  ///< they are not
+  /// For an x [B, T, E] of this type that enters, features along E cut by `heads` (along dimension 2) inside. What a tensor axis has
+  /// cut there is cut further. ConfigError on every rank if one would get nothing.
+  ContextRegion(const Type& x, const OwnershipMap& heads);
+  ContextRegion(const Tensor& x, const OwnershipMap& heads) : ContextRegion(x.type(), heads) {}
+  Tensor enter(const Tensor& x) const { return redistribute(x, inside_); }
+  /// For the product that makes x, which then enters in pieces: this becomes the region for it. Not longer than this lives.
+  Onward onward(const OwnershipMap& heads);
+  /// Of a y [B, T, F], of which each rank has the features of its heads. `in_pieces`: for whoever reads it first by rows, as products do.
+  Tensor leave(const Tensor& y, bool in_pieces = true) const;
 
   /// Key heads, or what else stays together, that the axes `before` have cut, are to be shared by all ranks of `axes`, where each
   /// may be there up to `most` times: the fewest times, a divisor of `most`, that leave no rank without. ConfigError if none does.
   static int64_t copies(const std::string& path, int64_t units, int64_t most, const MeshSpec& mesh, const std::vector<int>& axes,
                         const std::vector<int>& before);
   /// The same for an x that is to enter, whose features `before` are cut along dimension 2.
-  static int64_t copies(const Tensor& x, int64_t units, int64_t most);
+  static int64_t copies(const Type& x, int64_t units, int64_t most);
 
  private:
   Layout outside_, inside_;  // without a mesh: there is nothing to do

@@ -61,15 +61,17 @@ Tensor LatentAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const
   const Tensor latents_BTL = region.enter(latents(x_BTC), /*in_pieces=*/false);
   const auto parts = split(latents_BTL, {c.q_lora_rank, c.kv_lora_rank + c.qk_rope_head_dim}, 2);
   const bool gathers = context_comm == ContextComm::all_gather;
-  const auto region_of = [&](const Tensor& x, int64_t width) {
-    return gathers ? ContextRegion() : ContextRegion(x, OwnershipMap::even(2, width));
-  };
-  Tensor q_BTD = queries(query_norm ? (*query_norm)(parts[0]) : region.enter(x_BTC, queries.fp8 == Fp8::none)), up_BTE, shared_BTR;
-  const ContextRegion of_queries = region_of(q_BTD, key_width(c));
-  q_BTD = rotated(of_queries.enter(q_BTD), c.heads, cache);
+  ContextRegion of_queries, of_keys;
+  const auto into = [&](ContextRegion& context, int64_t width) { return gathers ? Onward() : context.onward(OwnershipMap::even(2, width)); };
+  const Onward whole_queries = into(of_queries, key_width(c)), whole_keys = into(of_keys, up_width(c));
+  Tensor q_BTD, up_BTE, shared_BTR;
+  if (query_norm) q_BTD = queries((*query_norm)(parts[0]), whole_queries);
+  else if (region) q_BTD = send_onward(queries(region.enter(x_BTC, queries.fp8 == Fp8::none)), whole_queries);  // that comes in pieces
+  else q_BTD = queries(x_BTC, whole_queries);
+  q_BTD = rotated(q_BTD, c.heads, cache);
   const auto make_keys = [&](const Tensor& of_keys_BTL) {
     const auto narrow = split(of_keys_BTL, {c.kv_lora_rank, c.qk_rope_head_dim}, 2);
-    up_BTE = keys_values(latent_norm(narrow[0])), shared_BTR = narrow[1];
+    up_BTE = keys_values(latent_norm(narrow[0]), whole_keys), shared_BTR = narrow[1];
   };
   if (gathers) {  // latents, which are narrow: of them each rank makes all keys and values, in the backward once more
     const RecomputeScope again({.results = true});
@@ -77,13 +79,12 @@ Tensor LatentAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const
     shared_BTR = rotated(shared_BTR, 1, cache);
   } else {
     make_keys(parts[1]);
-    up_BTE = region_of(up_BTE, up_width(c)).enter(up_BTE);
     shared_BTR = rotated(whole_sequences(shared_BTR), 1, cache);
   }
   const AttentionOptions options{.scale = c.scale / std::sqrt(static_cast<double>(key_width(c))), .begins = begins_BT, .window = c.window};
   const Tensor mixed_BTE = cache ? attend_to_cache(q_BTD, up_BTE, shared_BTR, options, *cache)
                                  : latent_attention(q_BTD, up_BTE, shared_BTR, c.heads, options);
-  return dropout(projection(of_queries.leave(mixed_BTE), region.onward()));
+  return dropout(projection(of_queries.leave(mixed_BTE, !region), region.onward()));
 }
 
 Tensor LatentAttention::attend_to_cache(const Tensor& q_BTD, const Tensor& up_BTE, const Tensor& shared_BTR,

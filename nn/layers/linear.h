@@ -18,8 +18,7 @@ struct LinearOptions {
   std::optional<OwnershipMap> cut = std::nullopt;
 };
 
-/// y[.., out] = x[.., in] weight[out, in]ᵀ + bias[out]. The bias starts at 0. The result goes `onward`, if its layer is the last of a
-/// TensorRegion: see apply_onward().
+/// y[.., out] = x[.., in] weight[out, in]ᵀ + bias[out]. The bias starts at 0. The result may go `onward` at once: see apply_onward().
 struct Linear : Module {
   Parameter weight, bias;
   std::optional<Lora> lora;  ///< of fine-tuning: add_lora() makes it
@@ -37,7 +36,7 @@ struct Linear : Module {
     if (lora) (cut.dim() == 0 ? lora->b : lora->a).set_cut(cut);
   }
   Tensor forward(const Tensor& x, const Onward& onward = {}) {
-    return lora || multiplies_blocks() ? sent(adapted(product(x), x), onward) : product(x, onward);
+    return lora || multiplies_blocks() ? send_onward(adapted(product(x), x), onward) : product(x, onward);
   }
   /// gelu (tanh form) of y, for the next layer's of_gelu().
   GeluOfLinear gelu(const Tensor& x) {
@@ -50,7 +49,7 @@ struct Linear : Module {
   Tensor of_gelu(const GeluOfLinear& x, const Onward& onward = {}) {
     const auto scope = enter();
     if (!lora && !multiplies_blocks()) return gelu_linear(x, weight, bias, fp8, onward);
-    return sent(adapted(multiplies_blocks() ? product(x.value) : gelu_linear(x, weight, bias, fp8), x.value), onward);
+    return send_onward(adapted(multiplies_blocks() ? product(x.value) : gelu_linear(x, weight, bias, fp8), x.value), onward);
   }
   SHEAF_FIELDS(weight, bias, lora);
 
@@ -61,9 +60,6 @@ struct Linear : Module {
     check<DTypeError>(!weight.blocks() || x.dtype() == weight.dtype(), "[linear] '", weight.name(), "' is computed with in ",
                       weight.dtype(), ", and its input is ", x.type(), ": cast it first");
     return multiplies_blocks() ? linear_of_blocks(x, weight.in_blocks(), *weight.blocks(), bias) : linear(x, weight, bias, fp8, onward);
-  }
-  static Tensor sent(const Tensor& y, const Onward& onward) {
-    return onward.axis >= 0 && y.layout().mesh() ? redistribute(y, y.layout().with(onward.axis, onward.to)) : y;
   }
   Tensor adapted(const Tensor& y, const Tensor& x) { return lora ? y + (*lora)(x) : y; }
 };

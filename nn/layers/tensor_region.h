@@ -37,9 +37,11 @@ class TensorRegion {
   }
   /// Where the last layer's result goes, for that layer: the sum of the ranks' addends is placed as x was, by a reduce_scatter where
   /// tokens are cut, an all_gather in the backward.
-  Onward onward() const { return {axis_, outside_}; }
+  Onward onward() const { return axis_ >= 0 ? along(axis_, outside_) : Onward(); }
   /// The same of what any op gives.
-  Tensor leave(const Tensor& y) const { return is_cut(y) ? redistribute(y, y.layout().with(axis_, outside_)) : y; }
+  Tensor leave(const Tensor& y) const { return send_onward(y, onward()); }
+  /// Whether the axis cuts what is inside.
+  explicit operator bool() const { return axis_ >= 0; }
 
  private:
   bool is_cut(const Tensor& t) const { return axis_ >= 0 && t.layout().mesh(); }

@@ -3,46 +3,19 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <thread>
 
 #include "sheaf/autograd/checks.h"
 #include "sheaf/autograd/clock.h"
 #include "sheaf/autograd/compile.h"
 #include "sheaf/autograd/ops.h"
-#include "sheaf/autograd/ops/redistribute.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/core/communicator.h"
-#include "sheaf/distributed/run_local.h"
+#include "sheaf/tests/autograd/in_pieces.h"
 #include "sheaf/tests/poison.h"
-#include "sheaf/tests/probe.h"
 
 namespace sheaf::testing {
 namespace {
-
-constexpr double kLink = 1e8;  // bytes a second: lanes work beside the ranks
-constexpr int64_t kIn = 12, kOut = 10;
-
-LocalOptions links(double bytes_per_second = kLink) {
-  return {.bytes_per_second = bytes_per_second, .timeout = std::chrono::seconds(20), .threads_per_rank = 1};
-}
-
-Values drawn(const Shape& shape, const std::string& stream) {
-  Generator draw(stream);
-  Values v(static_cast<size_t>(shape.numel()));
-  for (double& e : v) e = draw.uniform(-1, 1);
-  return v;
-}
-Tensor value(const std::string& name, DType dtype, const Shape& shape, const Layout& layout, const std::string& addends = "") {
-  return make_local(drawn(shape, name), {dtype, shape, layout}, addends);
-}
-
-int64_t nodes_in_pieces(const Tape& tape) {
-  int64_t n = 0;
-  for (NodeId id = 0; id < tape.num_nodes(); ++id)
-    n += tape.node(id).op == &in_pieces_op() || tape.node(id).op == &scatter_in_pieces_op();
-  return n;
-}
 
 // Cuts of rows, of one sequence and of several: even and uneven, with more dimensions behind them.
 struct Case {
@@ -87,7 +60,7 @@ TEST_P(InPieces, ProductsHaveTheBitsOfTheWhole) {
                                           value("gate", dtype, {kOut * ranks, kIn}, rows)};
             for (const Tensor& t : leaves) recording.watch(t);
             const auto enter = [&](const Tensor& t) { return overlap ? redistribute_in_pieces(t, whole) : redistribute(t, whole); };
-            const Onward onward = {0, c.cut};
+            const Onward onward = along(0, c.cut);
             const auto leave = [&](const Tensor& t) { return redistribute(t, t.layout().with(0, c.cut)); };
             const Tensor x = enter(leaves[0]), gate = linear(x, leaves[5]), up = linear(x, leaves[1], leaves[2]);
             const Tensor y = overlap ? linear(swiglu(gate, up), leaves[3], leaves[4], Fp8::none, onward) : leave(linear(swiglu(gate, up), leaves[3], leaves[4]));
@@ -200,7 +173,7 @@ TEST(InPiecesOrder, WhatIsSentOnIsMadeInTheOrderOfTheWire) {
     const auto sent = [&](const Shape& shape) {
       executed.clear();
       const Tensor x = value("x", kF32, shape, addends, "a");
-      const Tensor y = apply_onward(op_def<Doubled>(), nullptr, std::span(&x, 1), {0, Placement::shard(1)});
+      const Tensor y = apply_onward(op_def<Doubled>(), nullptr, std::span(&x, 1), along(0, Placement::shard(1)));
       const std::vector<std::vector<Interval>> calls = executed;
       EXPECT_TRUE(identical(y, redistribute(x * 2.0, Layout(mesh, Placement::shard(1)))));
       return calls;
@@ -210,7 +183,7 @@ TEST(InPiecesOrder, WhatIsSentOnIsMadeInTheOrderOfTheWire) {
     EXPECT_THAT(flat(sent({1, 9, 4})), ElementsAre(rows(0, 2), rows(4, 6), rows(2, 4), rows(6, 9)));
     // Of what is not dense a copy.
     const Tensor across = transpose(value("x", kF32, {4, 6, 5}, addends, "a"), 0, 2);
-    EXPECT_TRUE(identical(apply_onward(op_def<Doubled>(), nullptr, std::span(&across, 1), {0, Placement::shard(1)}),
+    EXPECT_TRUE(identical(apply_onward(op_def<Doubled>(), nullptr, std::span(&across, 1), along(0, Placement::shard(1))),
                           redistribute(across * 2.0, Layout(mesh, Placement::shard(1)))));
     EXPECT_THAT(flat(sent({4, 4, 4})), ElementsAre(rows(0, 2), rows(4, 6), rows(2, 4), rows(6, 8), rows(8, 10), rows(12, 14), rows(10, 12), rows(14, 16)));
   }, links(1e6));
@@ -250,7 +223,7 @@ TEST(InPiecesOrder, ProgramsHaveTheBitsOfTheRecording) {
           Tensor x = given;
           for (int layer = 0; layer < 3; ++layer) {
             const Tensor all = redistribute_in_pieces(x * 0.5, whole), between = x + 1.0, h = linear(all, up);
-            x = linear(h, down, {}, Fp8::none, {0, Placement::shard(1)}) + between;
+            x = linear(h, down, {}, Fp8::none, along(0, Placement::shard(1))) + between;
           }
           return x;
         });
@@ -276,7 +249,7 @@ TEST(InPiecesOrder, ProgramsKeepWhatIsStillMultiplied) {
     const Placement cut = Placement::shard(OwnershipMap::uneven(1, {2, 10}));
     auto step = compile([&](const Tensor& given) {
       const Tensor x = given * 3.0;
-      return apply_onward(op_def<Slow>(), nullptr, std::span(&x, 1), {0, cut}) * 5.0;
+      return apply_onward(op_def<Slow>(), nullptr, std::span(&x, 1), along(0, cut)) * 5.0;
     });
     const Tensor given = value("x", kF32, {1, 12, 64}, addends, "a");
     const Tensor expected = redistribute(given * 3.0 * 2.0, addends.with(0, cut)) * 5.0;
@@ -294,7 +267,7 @@ TEST(InPiecesOrder, TheClockLetsThemOverlap) {
       Recording recording({.piece_rows = 1});
       const Tensor given = value("x", kF32, {sequences, 8, kIn}, gathers ? cut : Layout(cut.mesh(), Placement::partial()), "a");
       if (gathers) linear(redistribute_in_pieces(given, whole), value("w", kF32, {kOut, kIn}, whole));
-      else linear(given, value("w", kF32, {kIn, kIn}, whole), {}, Fp8::none, {0, Placement::shard(1)});
+      else linear(given, value("w", kF32, {kIn, kIn}, whole), {}, Fp8::none, along(0, Placement::shard(1)));
       const Tape tape = recording.take();
       RankTimes times{.tape = &tape, .nodes = std::vector<NodeTime>(static_cast<size_t>(tape.num_nodes())), .order = {}, .lanes = {"lane"}};
       for (NodeId id = 0; id < tape.num_nodes(); ++id) {
@@ -331,7 +304,7 @@ TEST(InPiecesOrder, ProductsInFp8AreWhole) {
     const Layout cut(world.mesh({{"model", 2}}).spec, Placement::shard(1)), addends(cut.mesh(), Placement::partial());
     Recording recording({.piece_rows = 1});
     const Tensor x = value("x", kF32, {2, 8, kIn}, cut.with(0, Placement::shard(2))), w = value("w", kF32, {kIn, kIn}, Layout(cut.mesh(), Placement::shard(1)));
-    const Tensor y = linear(x, w, {}, Fp8::activations, {0, Placement::shard(1)});
+    const Tensor y = linear(x, w, {}, Fp8::activations, along(0, Placement::shard(1)));
     EXPECT_EQ(nodes_in_pieces(recording.tape()), 0);
     EXPECT_TRUE(identical(y, redistribute(linear(x, w, {}, Fp8::activations), cut)));
   }, links());

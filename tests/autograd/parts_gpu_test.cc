@@ -95,7 +95,7 @@ std::vector<Tensor> mlp(int64_t sequences, DType dtype, const Mesh& mesh, Device
   if (mesh.spec) {
     whole = Layout(mesh.spec);
     tokens = whole.with(0, Placement::shard(1)), rows = whole.with(0, Placement::shard(0)), columns = tokens;
-    onward = {0, Placement::shard(1)};
+    onward = along(0, Placement::shard(1));
   }
   const auto value = [&](const Shape& shape, const Layout& layout, const std::string& name) {
     return make_local(drawn(shape, name), {dtype, shape, layout}, "").to(device);
