@@ -266,9 +266,9 @@ struct SharedAttention : nn::Module {
   static constexpr int64_t kHeads = 5, kWidth = 10;
   nn::Linear read{kWidth, 3 * kWidth}, write{kWidth, kWidth};
   Tensor forward(const Tensor& x_BTC) {
-    const Tensor qkv = read(x_BTC);  // of this rank's tokens, all heads
-    const nn::ContextRegion region(qkv, OwnershipMap::parts(2, {kWidth, kWidth, kWidth}, kHeads));
-    const Tensor mixed = packed_attention(region.enter(qkv), kHeads, kHeads);  // all tokens, this rank's heads
+    nn::ContextRegion region;  // behind read: of all tokens, this rank's heads
+    const Tensor qkv = read(x_BTC, region.onward(OwnershipMap::parts(2, {kWidth, kWidth, kWidth}, kHeads)));
+    const Tensor mixed = packed_attention(qkv, kHeads, kHeads);
     return x_BTC + write(region.leave(mixed));
   }
   SHEAF_FIELDS(read, write);

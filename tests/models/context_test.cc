@@ -326,7 +326,7 @@ TEST(Context, WhatCannotBeIsRefused) {
     materialize(*model, Device::cpu());
     const Tensor tokens = full_of({kI32, {2, 9}, Layout(mesh.spec, {Placement::shard(0), Placement::shard(1)})}, 1.0);
     EXPECT_THAT([&] { model->loss(tokens, tokens, {.divide_by = 18.0}); },
-                ::testing::ThrowsMessage<ConfigError>(HasSubstr("'blocks.0.attention': the 11 ranks of context axis 'more' cannot "
+                ::testing::ThrowsMessage<ConfigError>(HasSubstr("'blocks.0.attention.qkv': the 11 ranks of context axis 'more' cannot "
                                                                 "share 10 heads that read 5 key heads")));
   }, {.threads_per_rank = 1});
 }
