@@ -41,9 +41,9 @@ struct Inferred {
 /// begins: an op with row_inputs() is executed for the rows of each piece once that is there. So a rank multiplies rows that it has
 /// while others travel (Wang et al. 2023, Overlap Communication with Dependent Computation via Decomposition,
 /// https://doi.org/10.1145/3567955.3567959). Who needs all of it waits for all. And where what such an op gives goes on to a
-/// reduce_scatter, the two nodes are executed as one: rows are sent on while the next are computed (onward.cc). The tape has the same
-/// nodes, and a CPU's products the same bits. Those of a GPU depend on how many rows are multiplied at once, which is the same for a row
-/// on all ranks, so they agree.
+/// reduce_scatter, or to an all_to_all from rows to columns, the two nodes are executed as one: rows are sent on while the next are
+/// computed (onward.cc). The tape has the same nodes, and a CPU's products the same bits. Those of a GPU depend on how many rows are
+/// multiplied at once, which is the same for a row on all ranks, so they agree.
 
 /// Of input 0, if this op can be executed piece by piece; else none.
 std::span<const RowsToCome> pieces_of(const OpDef& op, const void* attrs, const Execute& run);
@@ -56,7 +56,7 @@ uint64_t row_inputs_of(const OpDef& op, const void* attrs, const Execute& run, i
 int64_t workspace_of(const OpDef& op, const void* attrs, Execute& run);
 void execute(const OpDef& op, const void* attrs, Execute& run);
 
-/// With the reduce_scatter of its output to `sent` behind it, in so many parts.
+/// With the redistribution of its output to `sent` behind it, in so many parts.
 int64_t workspace_onward(const OpDef& op, const void* attrs, Execute& run, const Tensor& sent, int64_t parts);
 void execute_onward(const OpDef& op, const void* attrs, Execute& run, const Tensor& sent, int64_t parts);
 /// Places the outputs of both nodes, executes them and records them, with these flags. The output of the first is in the order of the

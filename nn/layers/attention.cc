@@ -111,7 +111,7 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
   if (cache) mixed_BTC = attend(qkv_BTE, keys, {}, [&](const Tensor& kv_BTGD) { return cache->append(path(), kv_BTGD); });
   else if (gathers) mixed_BTC = attend(qkv_BTE, keys, begins_BT, whole_sequences);
   else mixed_BTC = packed_attention(qkv_BTE, heads, keys, {.begins = begins_BT, .window = window});
-  return dropout(projection(context.leave(mixed_BTC, !region), region.onward()));
+  return dropout(projection(context.leave(mixed_BTC, !region && projection.fp8 == Fp8::none), region.onward()));
 }
 
 // Queries of these tokens, keys and values of more. What these are gathered from is kept for the backward, not they.

@@ -84,7 +84,7 @@ Tensor LatentAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const
   const AttentionOptions options{.scale = c.scale / std::sqrt(static_cast<double>(key_width(c))), .begins = begins_BT, .window = c.window};
   const Tensor mixed_BTE = cache ? attend_to_cache(q_BTD, up_BTE, shared_BTR, options, *cache)
                                  : latent_attention(q_BTD, up_BTE, shared_BTR, c.heads, options);
-  return dropout(projection(of_queries.leave(mixed_BTE, !region), region.onward()));
+  return dropout(projection(of_queries.leave(mixed_BTE, !region && projection.fp8 == Fp8::none), region.onward()));
 }
 
 Tensor LatentAttention::attend_to_cache(const Tensor& q_BTD, const Tensor& up_BTE, const Tensor& shared_BTR,

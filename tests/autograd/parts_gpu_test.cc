@@ -112,6 +112,31 @@ std::vector<Tensor> mlp(int64_t sequences, DType dtype, const Mesh& mesh, Device
   return out;
 }
 
+// What lies around attention that a context axis cuts: rows that are sent to their columns while a product makes them, and come back into
+// a product; with heads of several parts.
+std::vector<Tensor> exchanged(int64_t sequences, DType dtype, const Mesh& mesh, Device device) {
+  constexpr int64_t kHeads = 3, kWide = 8 * kHeads;
+  Layout whole, tokens;
+  Onward onward;
+  if (mesh.spec) {
+    whole = Layout(mesh.spec), tokens = whole.with(0, Placement::shard(1));
+    onward = along(0, Placement::shard(OwnershipMap::parts(2, {4 * kHeads, 4 * kHeads}, kHeads)));
+  }
+  const auto value = [&](const Shape& shape, const Layout& layout, const std::string& name) {
+    return make_local(drawn(shape, name), {dtype, shape, layout}, "").to(device);
+  };
+  const std::vector<Tensor> in = {value({sequences, 13, 16}, tokens, "x"), value({kWide, 16}, whole, "read"), value({kWide}, whole, "b"),
+                                  value({16, kWide}, whole, "write")};
+  Recording recording({.piece_rows = 1});
+  for (const Tensor& t : in) recording.watch(t);
+  const Tensor inside = linear(in[0], in[1], in[2], Fp8::none, onward);
+  const Tensor y = linear(redistribute_in_pieces(inside * inside, tokens), in[3]);
+  const auto gradients = recording.gradient(sum(cast(y, kF64) * cast(y, kF64)), in);
+  std::vector<Tensor> out = {y};
+  out.insert(out.end(), gradients.begin(), gradients.end());
+  return out;
+}
+
 // Of a weight that every rank has, the results are one value, to the bit, whoever's rows came first.
 TEST(PartsGpu, ProductsInPiecesAreAlikeOnAllRanks) {
   SHEAF_NEEDS_GPU();
@@ -129,22 +154,23 @@ TEST(PartsGpu, ProductsInPiecesAreAlikeOnAllRanks) {
 
 TEST(PartsGpu, ProductsInPiecesAreThoseOfOneRank) {
   SHEAF_NEEDS_GPU();
-  for (const int64_t sequences : {1, 3})
-    for (const auto& [dtype, bound] : {std::pair(kF64, 1e-12), std::pair(kF32, 1e-5), std::pair(kBF16, 0.05)})
-      for (const int ranks : {2, 3}) {
-        const std::vector<Tensor> reference = mlp(sequences, kF64, {}, Device::cpu());
-        std::vector<std::vector<LocalPart>> got(reference.size(), std::vector<LocalPart>(static_cast<size_t>(ranks)));
-        run_local(ranks, [&](World& world) {
-          const std::vector<Tensor> mine = mlp(sequences, dtype, world.mesh({{"model", ranks}}), world.device());
-          for (size_t i = 0; i < mine.size(); ++i) got[i][static_cast<size_t>(world.rank())] = local_part(mine[i]);
-        }, {.bytes_per_second = 1e9, .threads_per_rank = 1, .device = Device::cuda()});
-        for (size_t i = 0; i < reference.size(); ++i) {
-          std::string error;
-          EXPECT_LE(scaled_error(assemble(got[i], error), reference[i].to_vector<double>()), bound)
-              << str(sequences, " sequences, ", ranks, " ranks, ", got[i][0].type);
-          EXPECT_EQ(error, "");
+  for (const auto& products : {mlp, exchanged})
+    for (const int64_t sequences : {1, 3})
+      for (const auto& [dtype, bound] : {std::pair(kF64, 1e-12), std::pair(kF32, 1e-5), std::pair(kBF16, 0.05)})
+        for (const int ranks : {2, 3}) {
+          const std::vector<Tensor> reference = products(sequences, kF64, {}, Device::cpu());
+          std::vector<std::vector<LocalPart>> got(reference.size(), std::vector<LocalPart>(static_cast<size_t>(ranks)));
+          run_local(ranks, [&](World& world) {
+            const std::vector<Tensor> mine = products(sequences, dtype, world.mesh({{"ranks", ranks}}), world.device());
+            for (size_t i = 0; i < mine.size(); ++i) got[i][static_cast<size_t>(world.rank())] = local_part(mine[i]);
+          }, {.bytes_per_second = 1e9, .threads_per_rank = 1, .device = Device::cuda()});
+          for (size_t i = 0; i < reference.size(); ++i) {
+            std::string error;
+            EXPECT_LE(scaled_error(assemble(got[i], error), reference[i].to_vector<double>()), bound)
+                << str(products == mlp ? "mlp" : "exchanged", ", ", sequences, " sequences, ", ranks, " ranks, ", got[i][0].type);
+            EXPECT_EQ(error, "");
+          }
         }
-      }
 }
 
 }  // namespace
