@@ -14,15 +14,21 @@ namespace {
 using Kind = Placement::Kind;
 using Move = Redistribution::Move;
 
+double bytes_to_copy(const Shape& local, DType dtype) { return 2.0 * static_cast<double>(local.numel()) * static_cast<double>(size_of(dtype)); }
+
 struct RedistributeOp {
   static constexpr const char* kName = "redistribute";
   static constexpr OpKind kKind = OpKind::redistribute;
   static constexpr Lane kLane = Lane::gather;
   struct Attrs {
     Layout to;
-    int32_t axis;  // the one that changes; -1: only the mesh is named
+    int32_t axis;         // the one that changes; -1: only the mesh is named
+    bool packs = false;   // what is sent, and unpacks what comes
     bool operator==(const Attrs&) const = default;
   };
+  static void work(const Attrs& a, WorkOf& w) {
+    if (a.packs) w.work.bytes = bytes_to_copy(w.input(0), w.work.dtype) + bytes_to_copy(w.output(0), w.work.dtype);
+  }
 
   // Whatever attributes say besides.
   static int64_t workspace(const auto&, const Execute& c) {
@@ -34,8 +40,6 @@ struct RedistributeOp {
   static void vjp(const auto&, Vjp& c) { detail::adjoint_of_redistribution(c); }
   static void describe(const Attrs& a, std::string& out) { out += a.to.to_string(); }
 };
-
-double bytes_to_copy(const Shape& local, DType dtype) { return 2.0 * static_cast<double>(local.numel()) * static_cast<double>(size_of(dtype)); }
 
 // What whoever reads it waits for, as far as it reads. Outputs: what comes, and where it is received and sent from, if not there.
 struct InPieces {
@@ -185,7 +189,7 @@ Tensor step_to(const Tensor& x, const Layout& to) {
   const OutputSpec spec{{x.dtype(), x.shape(), to}, {}, -1, 0};
   const bool views = m.relabels() || (Move::is_whole(m.from) && m.to == Kind::shard);
   if (views || !is_send(*to.mesh(), m.axis, have[m.axis], to[m.axis])) {
-    const RedistributeOp::Attrs attrs{to, m.axis};
+    const RedistributeOp::Attrs attrs{to, m.axis, m.from == Kind::shard && m.to == Kind::shard};
     return apply_typed(views ? op_def<Slice>() : op_def<RedistributeOp>(), &attrs, std::span(&x, 1), std::span(&spec, 1))[0];
   }
   return send(x, to, m.axis);
