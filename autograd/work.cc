@@ -18,9 +18,8 @@ Shape local_shape(const Type& t) {
   return t.layout.local_shape(t.shape, first.data());
 }
 
-}  // namespace
-
-Work work_of(const Tape& tape, const Node& n) {
+template <class ShapeOf>
+Work work_with(const Tape& tape, const Node& n, const ShapeOf& shape_of) {
   if (!n.op || n.num_outputs == 0 || tape.value(tape.output(n)).view_of >= 0) return {};
   // Collectives of units, and sends: in their place.
   if (tape.kind(n) == OpKind::redistribute && !n.op->work && (!is_redistribute(n.op) || n.op == &send_op())) return {};
@@ -28,16 +27,11 @@ Work work_of(const Tape& tape, const Node& n) {
   double bytes = 0;
   const auto takes = [&](ValueId v) {
     const Type& t = tape.type(v);
-    Shape local = is_elsewhere(t.layout) ? Shape{0} : local_shape(t);
-    bytes += static_cast<double>(local.numel()) * static_cast<double>(size_of(t.dtype));
-    return local;
+    Shape shape = shape_of(t);
+    bytes += static_cast<double>(shape.numel()) * static_cast<double>(size_of(t.dtype));
+    return shape;
   };
-  bool here = false;
-  for (int o = 0; o < n.num_outputs; ++o) {
-    here = here || !is_elsewhere(tape.type(tape.output(n, o)).layout);
-    outputs.push_back(takes(tape.output(n, o)));
-  }
-  if (!here) return {};
+  for (int o = 0; o < n.num_outputs; ++o) outputs.push_back(takes(tape.output(n, o)));
   for (const ValueId v : tape.inputs(n)) inputs.push_back(takes(v));
   if (n.flags & Node::kAdds) bytes += static_cast<double>(outputs[0].numel()) * static_cast<double>(size_of(tape.type(tape.output(n)).dtype));
   const Shape none;
@@ -53,6 +47,20 @@ Work work_of(const Tape& tape, const Node& n) {
     }
   if (n.op->work) n.op->work(tape.attrs(n), w);
   return w.work;
+}
+
+}  // namespace
+
+Work work_of(const Tape& tape, const Node& n) {
+  const auto elsewhere = [&](int o) { return is_elsewhere(tape.type(tape.output(n, o)).layout); };
+  int here = 0;
+  for (int o = 0; o < n.num_outputs; ++o) here += !elsewhere(o);
+  if (here == 0) return {};
+  return work_with(tape, n, [](const Type& t) { return is_elsewhere(t.layout) ? Shape{0} : local_shape(t); });
+}
+
+Work whole_work_of(const Tape& tape, const Node& n) {
+  return work_with(tape, n, [](const Type& t) { return t.shape; });
 }
 
 }  // namespace sheaf

@@ -54,5 +54,7 @@ class WorkOf {
 /// Of node `n` on this rank; for a mesh that it has not joined, or no longer, on the mesh's first rank. Nothing for what is
 /// computed elsewhere, for views, and for what travels between ranks: of a redistribution its copies here.
 Work work_of(const Tape& tape, const Node& n);
+/// Of all ranks together, as if no axis cut anything: the same on every rank.
+Work whole_work_of(const Tape& tape, const Node& n);
 
 }  // namespace sheaf

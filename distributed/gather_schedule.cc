@@ -1,6 +1,7 @@
 #include "sheaf/distributed/gather_schedule.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "sheaf/autograd/recording.h"
 #include "sheaf/distributed/unit.h"
@@ -13,6 +14,9 @@ void GatherSchedule::remove(Unit* unit) {
   alone_.clear();
   orders_.clear();
   current_.clear();
+  std::erase(put_off_, unit);
+  behinds_.clear();
+  current_behind_.clear();
   following_ = false;
 }
 
@@ -51,10 +55,12 @@ void GatherSchedule::begin_pass() {
   if (!current_.empty() && recording_ == 0) {
     alone_ = std::move(current_);
   } else if (!current_.empty()) {
-    if (orders_.size() <= pass_) orders_.resize(pass_ + 1);
+    if (orders_.size() <= pass_) orders_.resize(pass_ + 1), behinds_.resize(pass_ + 1);
     orders_[last_ = pass_] = std::move(current_);
+    behinds_[last_] = std::move(current_behind_);
   }
   current_.clear();
+  current_behind_.clear();
   cleared_at_ = 0;
   const uint64_t recording = r ? r->serial() : 0;
   pass_ = recording == recording_ ? pass_ + 1 : 0;
@@ -71,10 +77,12 @@ const std::vector<Unit*>& GatherSchedule::foreseen() const {
 
 void GatherSchedule::enter_scope() {
   if (scopes_.empty()) begin_pass();
+  look();
   scopes_.emplace_back();
 }
 
 void GatherSchedule::leave_scope() {
+  look();
   for (Unit* u : scopes_.back())
     if (u->state_ == Unit::State::open && u->depth_ == 0) u->state_ = Unit::State::pending;
   scopes_.pop_back();
@@ -107,9 +115,11 @@ void GatherSchedule::use(Unit& unit) {
     unit.state_ = State::open;
     if (Recording* r = Recording::current(); r && r->serial() == unit.recording_) r->use_group(&unit);
     if (!pending) return;
-  } else if (unit.state_ == State::in_flight && (is_foreseen || (!in_flight_.empty() && in_flight_.front() == &unit))) {
+  }
+  end_use(is_foreseen);
+  if (unit.state_ == State::in_flight && (is_foreseen || (!in_flight_.empty() && in_flight_.front() == &unit))) {
     std::erase(in_flight_, &unit);
-  } else if (!is_foreseen && !unit.kept()) {  // a foreseen one may have been open when those behind it were gathered ahead
+  } else if (!pending && !is_foreseen && !unit.kept()) {  // a foreseen one may have been open when those behind it were gathered ahead
     for (Unit* wrong : in_flight_) {
       ++mispredicted_;
       wrong->discard_gathered();
@@ -130,9 +140,40 @@ void GatherSchedule::use(Unit& unit) {
   } else if (following_) {
     discard_pending(&unit, next);
   }
+  begin_use(unit, next);
+}
+
+// The next units are gathered where this one's layer sends nothing for longest, as it did the last time.
+void GatherSchedule::begin_use(const Unit& unit, std::vector<Unit*> next) {
+  const Recording* const r = Recording::current();
+  int behind = 0;
+  counts_ = r && !r->in_backward() && unit.mesh();
+  if (counts_) {
+    const size_t use = current_.size() - 1, pass = pass_ < orders_.size() && !orders_[pass_].empty() ? pass_ : last_;
+    behind = following_ && pass < behinds_.size() && use < behinds_[pass].size() ? behinds_[pass][use] : -1;
+    stretch_.begin(r->tape(), unit.mesh(), unit.axis(), /*weighs=*/behind < 0);
+    counts_ = behind != 0;  // there is nothing to learn, nor to wait for
+  }
+  current_behind_.push_back(behind);
   if (!following_) return;
-  prefetch(next);
+  if (behind > 0) put_off_ = std::move(next), behind_ = behind;
+  else prefetch(next);
   prefetch_copies();
+}
+
+void GatherSchedule::look() {
+  const Recording* const r = Recording::current();
+  if (!counts_ || !r || r->serial() != recording_ || r->in_backward()) return;
+  stretch_.look(r->tape());
+  if (put_off_.empty() || stretch_.exchanges() < behind_) return;
+  prefetch(std::exchange(put_off_, {}));
+}
+
+void GatherSchedule::end_use(bool as_foreseen) {
+  look();
+  if (counts_ && !current_behind_.empty() && current_behind_.back() < 0) current_behind_.back() = stretch_.longest();
+  counts_ = false;
+  if (const std::vector<Unit*> late = std::exchange(put_off_, {}); as_foreseen) prefetch(late);
 }
 
 // Units that are used behind `now`, in that order, and may be gathered already. What is pending is not discarded to be gathered
@@ -183,6 +224,7 @@ void GatherSchedule::prefetch_copies() {
 }
 
 void GatherSchedule::flush() {
+  end_use(false);
   for (Unit* u : in_flight_) {
     ++mispredicted_;
     u->discard_gathered();

@@ -1,6 +1,7 @@
 // GatherSchedule: which unit is gathered when. Gathers follow the order of the same pass of the previous recording, or of the
 // pass before: when one is used, the next ones of that order are issued as far as a byte budget allows, so that they travel while this one's
-// layer computes. The decision is a pure function of the order and the budget: all ranks make the same.
+// layer computes; in a forward, behind activations on the same lane (see [Note: quiet stretches]). The decision is a pure function of the
+// order, the tape and the budget: all ranks make the same.
 //
 // [Note: gathered bytes] At any time the gathered bytes are at most those of the open units, pending ones included,
 // plus the prefetch budget. A unit whose discard is pending is discarded when another unit is gathered or a backward begins, unless it
@@ -13,6 +14,8 @@
 #include <memory>
 #include <span>
 #include <vector>
+
+#include "sheaf/distributed/quiet_stretch.h"
 
 namespace sheaf {
 
@@ -59,6 +62,9 @@ class GatherSchedule {
   void discard_pending(const Unit* except, std::span<Unit* const> next);
   int64_t usual_bytes() const;
   std::vector<Unit*> comes_next(const Unit* now, bool gathers) const;
+  void begin_use(const Unit& unit, std::vector<Unit*> next);
+  void look();
+  void end_use(bool as_foreseen);
   void prefetch(std::span<Unit* const> next);
   void prefetch_copies();
 
@@ -72,6 +78,12 @@ class GatherSchedule {
   size_t cleared_at_ = 0;                    // uses of the pass before the backward that began last
   bool following_ = false;                   // current_ agrees with foreseen() so far
   std::deque<Unit*> in_flight_;
+  QuietStretch stretch_;                      // of the use under way,
+  bool counts_ = false;                       // if it is looked at
+  std::vector<Unit*> put_off_;                // are gathered behind so many exchanges
+  int behind_ = 0;
+  std::vector<int> current_behind_;           // for each of current_, so many; -1: not known
+  std::vector<std::vector<int>> behinds_;     // the same for orders_
   int64_t budget_;
   int64_t mispredicted_ = 0, peak_gathered_ = 0, peak_excess_ = 0;
 };
