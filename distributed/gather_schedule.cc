@@ -77,12 +77,10 @@ const std::vector<Unit*>& GatherSchedule::foreseen() const {
 
 void GatherSchedule::enter_scope() {
   if (scopes_.empty()) begin_pass();
-  look();
   scopes_.emplace_back();
 }
 
 void GatherSchedule::leave_scope() {
-  look();
   for (Unit* u : scopes_.back())
     if (u->state_ == Unit::State::open && u->depth_ == 0) u->state_ = Unit::State::pending;
   scopes_.pop_back();

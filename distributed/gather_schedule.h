@@ -37,6 +37,8 @@ class GatherSchedule {
   void enter_scope();
   void leave_scope();
   int depth() const { return static_cast<int>(scopes_.size()); }
+  /// What has been computed since is looked at, before something reads a parameter: the next units may be due.
+  void look();
   /// A backward begins: what is pending and does not come next is discarded.
   void backward_begins();
   /// Closes `unit` when the scope that is innermost now ends.
@@ -63,7 +65,6 @@ class GatherSchedule {
   int64_t usual_bytes() const;
   std::vector<Unit*> comes_next(const Unit* now, bool gathers) const;
   void begin_use(const Unit& unit, std::vector<Unit*> next);
-  void look();
   void end_use(bool as_foreseen);
   void prefetch(std::span<Unit* const> next);
   void prefetch_copies();

@@ -71,6 +71,7 @@ void Unit::open() {
 
 Tensor Unit::value(int index) {
   Recording* r = Recording::current();
+  schedule_->look();
   const bool usable = state_ == State::open && recording_ == (r ? r->serial() : 0);
   if (!usable || !values_[index]) {
     open();

@@ -28,22 +28,19 @@ struct Model {
     }
   }
   Tensor there_and_back(const Tensor& x) { return redistribute(redistribute(x, Layout(layout.mesh(), Placement::shard(1))), layout); }
-  Tensor products(Tensor x, int count, const Tensor& w) {
-    schedule->enter_scope();
-    for (int i = 0; i < count; ++i) x = matmul(x, w);
-    schedule->leave_scope();
+  Tensor products(Tensor x, int count, Unit& unit) {
+    for (int i = 0; i < count; ++i) x = matmul(x, unit.value(0));
     return x;
   }
   Tensor forward(Tensor x, const Layer& layer, bool exchanges = true) {
     schedule->enter_scope();
     for (auto& unit : layers) {
       unit->enter();
-      const Tensor w = unit->value(0);
-      x = products(x, layer.before, w);
+      x = products(x, layer.before, *unit);
       if (exchanges) x = there_and_back(x);
-      x = products(x, layer.between, w);
+      x = products(x, layer.between, *unit);
       if (exchanges) x = there_and_back(x);
-      x = products(x, layer.behind, w);
+      x = products(x, layer.behind, *unit);
       unit->leave();
     }
     schedule->leave_scope();
