@@ -6,7 +6,6 @@
 #include "sheaf/autograd/ops/pieces.h"
 #include "sheaf/autograd/ops/redistribute.h"
 #include "sheaf/autograd/recording.h"
-#include "sheaf/core/arena.h"
 #include "sheaf/core/profile.h"
 #include "sheaf/core/rank_context.h"
 
@@ -26,7 +25,7 @@ uint64_t row_inputs_of(const OpDef& op, const void* attrs, const Execute& run) {
 // Of what travels while products of the next rows are made: theirs lies behind it.
 int64_t bytes_in_flight(const Tensor& y, const Tensor& sent) {
   const int64_t bytes = RedistributionInPieces::workspace(y.type(), sent.type(), y.view_unsynced(), sent.view_unsynced());
-  constexpr auto kAlign = static_cast<int64_t>(Arena::kAlign);
+  constexpr int64_t kAlign = 256;  // as pieces of a GPU's memory are: cuBLASLt insists
   return (bytes + kAlign - 1) / kAlign * kAlign;
 }
 
