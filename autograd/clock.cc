@@ -192,8 +192,8 @@ class Clock {
         auto& calls = lanes_[lane].calls;
         if (std::ssize(calls) <= call) calls.resize(static_cast<size_t>(call) + 1);
         Call::Part part{rank, id, std::max({p.compute, p.host, behind})};
-        if (const int32_t parts = pieces_onward(*times.tape, id - 1); parts > 0 && time.computes == 0) {  // the first was sent before
-          const double made = line.end[id - 1] - line.start[id - 1];
+        if (const int32_t parts = pieces_onward(*times.tape, id - 1); parts > 0) {  // the first was sent before, when it was packed
+          const double made = line.end[id] - line.start[id - 1];
           part.last = part.ready;
           part.ready -= made * (parts - 1) / parts;
           calls[call].pieces = parts;

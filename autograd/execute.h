@@ -60,9 +60,9 @@ void execute(const OpDef& op, const void* attrs, Execute& run);
 int64_t workspace_onward(const OpDef& op, const void* attrs, Execute& run, const Tensor& sent, int64_t parts);
 void execute_onward(const OpDef& op, const void* attrs, Execute& run, const Tensor& sent, int64_t parts);
 /// Places the outputs of both nodes, executes them and records them, with these flags. The output of the first is in the order of the
-/// wire.
+/// wire, if it is to be added up.
 std::pair<Tensor, Tensor> apply_typed_onward(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, const OutputSpec& product,
-                          const void* scatter, const Type& sent, uint8_t flags);
+                          const void* onward, const Type& sent, uint8_t flags);
 
 /// Of an op with alias(): the input that output o views. Of several inputs these are the last ones; of one, all outputs are parts.
 inline size_t viewed_input(size_t inputs, size_t outputs, size_t o) { return inputs == 1 ? 0 : inputs - outputs + o; }

@@ -20,7 +20,6 @@ Shape local_shape(const Type& t) {
 
 template <class ShapeOf>
 Work work_with(const Tape& tape, const Node& n, const ShapeOf& shape_of) {
-  if (!n.op || n.num_outputs == 0 || tape.value(tape.output(n)).view_of >= 0) return {};
   // Collectives of units, and sends: in their place.
   if (tape.kind(n) == OpKind::redistribute && !n.op->work && (!is_redistribute(n.op) || n.op == &send_op())) return {};
   SmallVector<Shape, 6> inputs, outputs;
@@ -52,6 +51,7 @@ Work work_with(const Tape& tape, const Node& n, const ShapeOf& shape_of) {
 }  // namespace
 
 Work work_of(const Tape& tape, const Node& n) {
+  if (!n.op || n.num_outputs == 0 || tape.value(tape.output(n)).view_of >= 0) return {};
   const auto elsewhere = [&](int o) { return is_elsewhere(tape.type(tape.output(n, o)).layout); };
   int here = 0;
   for (int o = 0; o < n.num_outputs; ++o) here += !elsewhere(o);
@@ -59,7 +59,9 @@ Work work_of(const Tape& tape, const Node& n) {
   return work_with(tape, n, [](const Type& t) { return is_elsewhere(t.layout) ? Shape{0} : local_shape(t); });
 }
 
+// Whether a view is dense, or is one, may differ by rank.
 Work whole_work_of(const Tape& tape, const Node& n) {
+  if (!n.op || n.num_outputs == 0 || n.op->alias || n.op->name == std::string_view("contiguous")) return {};
   return work_with(tape, n, [](const Type& t) { return t.shape; });
 }
 

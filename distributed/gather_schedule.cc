@@ -75,8 +75,19 @@ const std::vector<Unit*>& GatherSchedule::foreseen() const {
   return orders_.empty() ? kNone : orders_[last_];
 }
 
+namespace {
+thread_local GatherSchedule* current = nullptr;
+}
+
+void GatherSchedule::look_at_current() {
+  if (current) current->look();
+}
+
 void GatherSchedule::enter_scope() {
-  if (scopes_.empty()) begin_pass();
+  if (scopes_.empty()) {
+    begin_pass();
+    around_ = std::exchange(current, this);
+  }
   scopes_.emplace_back();
 }
 
@@ -84,6 +95,7 @@ void GatherSchedule::leave_scope() {
   for (Unit* u : scopes_.back())
     if (u->state_ == Unit::State::open && u->depth_ == 0) u->state_ = Unit::State::pending;
   scopes_.pop_back();
+  if (scopes_.empty()) current = around_;
 }
 
 // It needs most memory at once: what it does not begin with is in the way.
@@ -168,10 +180,11 @@ void GatherSchedule::look() {
 }
 
 void GatherSchedule::end_use(bool as_foreseen) {
+  const std::vector<Unit*> late = std::exchange(put_off_, {});  // first: who ends a pass, by an exception or not, gathers nothing
   look();
   if (counts_ && !current_behind_.empty() && current_behind_.back() < 0) current_behind_.back() = stretch_.longest();
   counts_ = false;
-  if (const std::vector<Unit*> late = std::exchange(put_off_, {}); as_foreseen) prefetch(late);
+  if (as_foreseen) prefetch(late);
 }
 
 // Units that are used behind `now`, in that order, and may be gathered already. What is pending is not discarded to be gathered

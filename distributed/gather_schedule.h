@@ -37,8 +37,10 @@ class GatherSchedule {
   void enter_scope();
   void leave_scope();
   int depth() const { return static_cast<int>(scopes_.size()); }
-  /// What has been computed since is looked at, before something reads a parameter: the next units may be due.
+  /// What has been computed since is looked at, before something reads a parameter and when a module is done: the next units may be due.
   void look();
+  /// Of the model whose scope is innermost on this thread, if any.
+  static void look_at_current();
   /// A backward begins: what is pending and does not come next is discarded.
   void backward_begins();
   /// Closes `unit` when the scope that is innermost now ends.
@@ -71,6 +73,7 @@ class GatherSchedule {
 
   std::vector<Unit*> units_;
   std::vector<std::vector<Unit*>> scopes_;
+  GatherSchedule* around_ = nullptr;         // of the scope around the outermost
   std::vector<Unit*> alone_;                 // order of the last whole pass outside recordings
   std::vector<std::vector<Unit*>> orders_;   // of the last recordings' passes, by their place: a stage of a pipeline does not do
   size_t last_ = 0, pass_ = 0;               // the same in each. The last whole one, and the one under way

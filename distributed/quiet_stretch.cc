@@ -27,12 +27,13 @@ void QuietStretch::look(const Tape& tape) {
     const Node& n = tape.node(seen_);
     if (is_exchange(tape, n)) {
       if (stretch_ > most_) most_ = stretch_, longest_ = exchanges_;
-      stretch_ = 0;
+      stretch_ = 0, counts_ = false;
       ++exchanges_;
-    } else if (weighs_ && tape.kind(n) == OpKind::op) {
+    } else if (weighs_ && counts_ && tape.kind(n) == OpKind::op) {
       stretch_ += operations_of(tape, n);
     }
   }
+  counts_ = true;
 }
 
 bool QuietStretch::is_exchange(const Tape& tape, const Node& n) const {

@@ -13,7 +13,8 @@ class QuietStretch {
  public:
   /// What follows on the tape is computed with a unit that is gathered along `axis` of `mesh`.
   void begin(const Tape& tape, const MeshSpec* mesh, int axis, bool weighs);
-  /// Takes in what has been recorded since.
+  /// Takes in what has been recorded since. What is gathered can be so where it is called: of a stretch counts what is behind the first
+  /// call in it.
   void look(const Tape& tape);
   int exchanges() const { return exchanges_; }  ///< so far
   /// So many exchanges are in front of the stretch with most work, if it weighs.
@@ -23,7 +24,7 @@ class QuietStretch {
   bool is_exchange(const Tape& tape, const Node& n) const;
   const MeshSpec* mesh_ = nullptr;
   int axis_ = 0, exchanges_ = 0, longest_ = 0;
-  bool weighs_ = false;
+  bool weighs_ = false, counts_ = true;
   NodeId seen_ = 0;
   double stretch_ = 0, most_ = 0;  // operations: of the one under way, of the longest before it
 };

@@ -36,6 +36,7 @@
 #include <vector>
 
 #include "sheaf/autograd/recording.h"
+#include "sheaf/distributed/gather_schedule.h"
 #include "sheaf/nn/parameter.h"
 
 namespace sheaf {
@@ -128,6 +129,7 @@ class ModuleScope {
     if constexpr (std::is_same_v<Result, Tensor>) {
       Tensor result = forward();
       place(result, &CallPlacements::outputs);
+      GatherSchedule::look_at_current();
       return result;
     } else if constexpr (has_tensors && !std::is_reference_v<Result>) {
       Result result = forward();

@@ -67,8 +67,10 @@ struct RedistributionInPieces::Rows {
   int64_t fewest() const {
     int64_t n = all;
     for (const Interval& i : of) n = std::min(n, i.size());
-    return n * each;
+    return n;
   }
+  /// Parts of each rank's rows that are at least so many for a product.
+  int64_t parts_of_ranks(int64_t least_rows) const { return std::min(fewest(), fewest() * each / least_rows); }
   Interval some_sequences(int64_t p, int64_t parts) const { return part({0, sequences}, p, parts); }
   View at(const View& v, Interval rows) const {
     const int64_t bytes = rows.begin * width * static_cast<int64_t>(size_of(v.dtype));
@@ -100,7 +102,7 @@ struct RedistributionInPieces::Rows {
     return out;
   }
   int64_t parts_exchanged(int64_t least_rows) const {
-    return if_several(sequences > 1 ? std::min(sequences, sequences * fewest() / least_rows) : fewest() / least_rows);
+    return if_several(sequences > 1 ? std::min(sequences, sequences * fewest() * each / least_rows) : parts_of_ranks(least_rows));
   }
   RowsToCome to_come(Interval i) const { return {.begin = i.begin * each, .end = i.end * each}; }
 };
@@ -146,15 +148,15 @@ RedistributionInPieces::Coming RedistributionInPieces::coming(const Type& from, 
   if (least_rows == 0 || !moves_rows(from, to)) return {};
   const Move m = move(from.layout, to);
   const Rows rows(from, to, m);
-  if (rows.sequences == 0) return {};
+  if (rows.sequences == 0) return {};  // another axis has left this rank none
   if (exchanges(m)) {
     if (from.layout[m.axis].map().dim() < to[m.axis].map().dim()) return {};
     return {rows.parts_exchanged(least_rows), true, true};
   }
   if (m.from != Kind::shard || !Move::is_whole(m.to)) return {};
   if (rows.sequences > 1) return {if_several(std::min(rows.sequences, rows.sequences * rows.all * rows.each / (4 * least_rows))), true, false};
-  if (rows.fewest() < least_rows) return {};
-  return {std::clamp<int64_t>(kMostPieces / (m.size - 1), 1, rows.fewest() / least_rows), false, false};
+  if (rows.parts_of_ranks(least_rows) == 0) return {};
+  return {std::clamp<int64_t>(kMostPieces / (m.size - 1), 1, rows.parts_of_ranks(least_rows)), false, false};
 }
 
 std::vector<RowsToCome> RedistributionInPieces::rows_to_come(const Type& from, const Type& to, int64_t parts, Device device) {
@@ -251,10 +253,11 @@ int64_t RedistributionInPieces::going(const Type& from, const Layout& to, int64_
   if (least_rows == 0 || !moves_rows(from, to)) return 0;
   const Move m = move(from.layout, to);
   const Rows rows(from, to, m);
+  if (rows.sequences == 0) return 0;
   if (exchanges(m)) return from.layout[m.axis].map().dim() < to[m.axis].map().dim() ? rows.parts_exchanged(least_rows) : 0;
   if (m.from != Kind::partial || m.to != Kind::shard) return 0;
   return if_several(rows.sequences > 1 ? std::min(rows.sequences, rows.sequences * rows.all * rows.each / (4 * least_rows))
-                                       : rows.fewest() / least_rows);
+                                       : rows.parts_of_ranks(least_rows));
 }
 
 // Where ranks have as many rows each, of one sequence, those of all are one product.

@@ -188,7 +188,7 @@ TEST(ColumnsInPiecesOrder, TheClockLetsThemOverlap) {
   run_local(2, [](World& world) {
     const MeshSpec* mesh = world.mesh({{"context", 2}}).spec;
     const Layout rows(mesh, Placement::shard(1)), columns(mesh, Placement::shard(2)), whole(mesh);
-    const auto seconds = [&](bool sends, double travels, double computes) {
+    const auto seconds = [&](bool sends, double travels, double computes, double packs = 0) {
       Recording recording({.piece_rows = 1});
       const Tensor given = value("x", kF32, {1, 8, kIn}, sends ? rows : columns), weight = value("w", kF32, {kIn, kIn}, whole);
       if (sends) linear(given, weight, {}, Fp8::none, along(0, Placement::shard(2)));
@@ -197,7 +197,7 @@ TEST(ColumnsInPiecesOrder, TheClockLetsThemOverlap) {
       RankTimes times{.tape = &tape, .nodes = std::vector<NodeTime>(static_cast<size_t>(tape.num_nodes())), .order = {}, .lanes = {"lane"}};
       for (NodeId id = 0; id < tape.num_nodes(); ++id) {
         NodeTime& time = times.nodes[static_cast<size_t>(id)];
-        if (tape.kind(tape.node(id)) == OpKind::redistribute) time.travels = travels, time.lane = 0;
+        if (tape.kind(tape.node(id)) == OpKind::redistribute) time.travels = travels, time.computes = packs, time.lane = 0;
         else if (tape.node(id).op) time.computes = computes;
       }
       return clock(std::span(&times, 1))[0].seconds;
@@ -206,6 +206,22 @@ TEST(ColumnsInPiecesOrder, TheClockLetsThemOverlap) {
       EXPECT_EQ(seconds(sends, 4, 8), 9);
       EXPECT_EQ(seconds(sends, 16, 8), 18);
     }
+    EXPECT_EQ(seconds(true, 8, 8, 4), 14);  // what a piece packs is behind its product
+  }, links());
+}
+
+// Of a batch that leaves a rank no sequences it sends none, in pieces or whole.
+TEST(ColumnsInPiecesOrder, OfNoSequencesNothingIsSent) {
+  run_local(4, [](World& world) {
+    const Layout whole(world.mesh({{"data", 2}, {"context", 2}}).spec);
+    const Layout tokens = whole.with(0, Placement::shard(0)).with(1, Placement::shard(1));
+    Recording recording({.piece_rows = 1});
+    const Tensor x = value("x", kF32, {1, 16, kIn}, tokens), weight = value("w", kF32, {kIn, kIn}, whole);
+    const Tensor y = linear(x, weight, {}, Fp8::none, along(1, Placement::shard(2)));
+    EXPECT_TRUE(identical(y, redistribute(linear(x, weight), tokens.with(1, Placement::shard(2)))));
+    EXPECT_TRUE(identical(linear(redistribute_in_pieces(y, tokens), weight), linear(redistribute(y, tokens), weight)));
+    const Tensor wide = value("x", kF32, {1, 16, kIn}, tokens.with(1, Placement::shard(2))), cut = value("w", kF32, {kIn, kIn}, whole.with(1, Placement::shard(1)));
+    EXPECT_TRUE(identical(linear(wide, cut, {}, Fp8::none, along(1, Placement::shard(1))), redistribute(linear(wide, cut), tokens)));
   }, links());
 }
 

@@ -32,7 +32,7 @@ std::vector<Case> cases(int ranks) {
           {Shape{3, 17}, Placement::shard(OwnershipMap::uneven(1, uneven)), several},
           {Shape{7, 8}, Placement::shard(1), several},
           {Shape{2, 17, 3}, Placement::shard(1), several},
-          {Shape{5, 3}, Placement::shard(0), several},                             // one sequence
+          {Shape{11, 3}, Placement::shard(0), several},                             // one sequence
           {Shape{2, 12}, Placement::shard(OwnershipMap::from_both_ends(1, 12, ranks)), false},  // a rank has two intervals
           {Shape{2, 3}, Placement::shard(2), false}};                              // no rows
 }
