@@ -126,7 +126,7 @@ void GatherSchedule::use(Unit& unit) {
     if (Recording* r = Recording::current(); r && r->serial() == unit.recording_) r->use_group(&unit);
     if (!pending) return;
   }
-  end_use(is_foreseen);
+  end_use();
   if (unit.state_ == State::in_flight && (is_foreseen || (!in_flight_.empty() && in_flight_.front() == &unit))) {
     std::erase(in_flight_, &unit);
   } else if (!pending && !is_foreseen && !unit.kept()) {  // a foreseen one may have been open when those behind it were gathered ahead
@@ -179,12 +179,11 @@ void GatherSchedule::look() {
   prefetch(std::exchange(put_off_, {}));
 }
 
-void GatherSchedule::end_use(bool as_foreseen) {
-  const std::vector<Unit*> late = std::exchange(put_off_, {});  // first: who ends a pass, by an exception or not, gathers nothing
+void GatherSchedule::end_use() {
+  put_off_.clear();  // the next use is here, and gathers by itself; who ends a pass, by an exception or not, gathers nothing
   look();
   if (counts_ && !current_behind_.empty() && current_behind_.back() < 0) current_behind_.back() = stretch_.longest();
   counts_ = false;
-  if (as_foreseen) prefetch(late);
 }
 
 // Units that are used behind `now`, in that order, and may be gathered already. What is pending is not discarded to be gathered
@@ -235,7 +234,7 @@ void GatherSchedule::prefetch_copies() {
 }
 
 void GatherSchedule::flush() {
-  end_use(false);
+  end_use();
   for (Unit* u : in_flight_) {
     ++mispredicted_;
     u->discard_gathered();

@@ -67,7 +67,7 @@ class GatherSchedule {
   int64_t usual_bytes() const;
   std::vector<Unit*> comes_next(const Unit* now, bool gathers) const;
   void begin_use(const Unit& unit, std::vector<Unit*> next);
-  void end_use(bool as_foreseen);
+  void end_use();
   void prefetch(std::span<Unit* const> next);
   void prefetch_copies();
 

@@ -222,6 +222,7 @@ TEST(ColumnsInPiecesOrder, OfNoSequencesNothingIsSent) {
     EXPECT_TRUE(identical(linear(redistribute_in_pieces(y, tokens), weight), linear(redistribute(y, tokens), weight)));
     const Tensor wide = value("x", kF32, {1, 16, kIn}, tokens.with(1, Placement::shard(2))), cut = value("w", kF32, {kIn, kIn}, whole.with(1, Placement::shard(1)));
     EXPECT_TRUE(identical(linear(wide, cut, {}, Fp8::none, along(1, Placement::shard(1))), redistribute(linear(wide, cut), tokens)));
+    EXPECT_EQ(nodes_in_pieces(recording.tape()), x.local_shape()[0] == 0 ? 0 : 3);
   }, links());
 }
 

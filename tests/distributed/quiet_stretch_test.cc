@@ -17,6 +17,7 @@ constexpr int64_t kWidth = 12;
 // A layer that computes so many products before, between and behind two exchanges.
 struct Layer {
   int before, between, behind;
+  bool reads = true;  // a parameter, between them
 };
 
 struct Model {
@@ -40,9 +41,10 @@ struct Model {
     schedule->enter_scope();
     for (auto& unit : layers) {
       unit->enter();
+      const Tensor w = unit->value(0);
       x = products(x, layer.before, *unit);
       if (exchanges) x = there_and_back(x, *unit);
-      x = products(x, layer.between, *unit);
+      for (int i = 0; i < layer.between; ++i) x = matmul(x, layer.reads ? unit->value(0) : w);
       if (exchanges) x = there_and_back(x, *unit);
       if (fails) fail<DataError>("in the first layer");
       x = products(x, layer.behind, *unit);
@@ -94,6 +96,7 @@ TEST(QuietStretch, GathersAheadOfUseGoWhereActivationsDoNotForLongest) {
     EXPECT_EQ(places({1, 3, 1}, ranks), (std::vector<int>{-1, 2, 2, 2}));
     EXPECT_EQ(places({1, 2, 3}, ranks), (std::vector<int>{-1, 4, 4, 4}));
     EXPECT_EQ(places({2, 2, 2}, ranks), (std::vector<int>{-1, 0, 0, 0})) << "of as much work the first";
+    EXPECT_EQ(places({1, 3, 2, /*reads=*/false}, ranks), (std::vector<int>{-1, 4, 4, 4})) << "nobody looks between them";
   }
 }
 
