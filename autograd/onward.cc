@@ -121,7 +121,7 @@ Tensor apply_onward(const OpDef& op, const void* attrs, std::span<const Tensor> 
       std::vector<Tensor> inputs(inferred.inputs.begin(), inferred.inputs.end());
       for (size_t i = 0; i < inputs.size(); ++i)
         if (rows >> i & 1) inputs[i] = contiguous(inputs[i]);
-      const OnwardInPieces in_pieces{to.layout, static_cast<int32_t>(parts), Redistribution::move(type.layout, to.layout).from == Placement::Kind::shard};
+      const OnwardInPieces in_pieces{to.layout, static_cast<int32_t>(parts), Redistribution::move(type.layout, to.layout).exchanges()};
       return detail::apply_typed_onward(op, attrs, inputs, inferred.specs[0], &in_pieces, to, 0).second;
     }
   }

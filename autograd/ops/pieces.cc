@@ -37,12 +37,11 @@ Interval part(Interval i, int64_t p, int64_t parts) {
   return {i.begin + even_cut(i.size(), p, parts), i.begin + even_cut(i.size(), p + 1, parts)};
 }
 
-// Of an all_to_all, and where the rows are cut on the way of other moves.
-bool exchanges(const Move& m) { return m.from == Kind::shard && m.to == Kind::shard; }
-const Layout& cut_by_rows(const Layout& from, const Layout& to, const Move& m) {
-  if (!exchanges(m)) return m.from == Kind::shard ? from : to;
-  return from[m.axis].map().dim() < to[m.axis].map().dim() ? from : to;
+// Whether what a rank has before the move are rows; of an all_to_all, then columns behind it.
+bool from_rows(const Layout& from, const Layout& to, const Move& m) {
+  return m.exchanges() ? from[m.axis].map().dim() < to[m.axis].map().dim() : m.from == Kind::shard;
 }
+const Layout& cut_by_rows(const Layout& from, const Layout& to, const Move& m) { return from_rows(from, to, m) ? from : to; }
 
 }  // namespace
 
@@ -101,6 +100,8 @@ struct RedistributionInPieces::Rows {
     }
     return out;
   }
+  /// Of several sequences, where a product has the rows of all ranks.
+  int64_t parts_of_sequences(int64_t least_rows) const { return if_several(std::min(sequences, sequences * all * each / (4 * least_rows))); }
   int64_t parts_exchanged(int64_t least_rows) const {
     return if_several(sequences > 1 ? std::min(sequences, sequences * fewest() * each / least_rows) : parts_of_ranks(least_rows));
   }
@@ -135,7 +136,7 @@ bool moves_rows(const Type& from, const Layout& to) {
   const Cut rows = cut(rows_cut);
   if (rows.flat || rows.dim >= from.shape.rank() - 1 || !from.shape.numel()) return false;
   if (!std::ranges::all_of(rows.owned, [&](const auto& owned) { return owned.size() == 1 && some(owned); })) return false;
-  if (!exchanges(m)) return true;
+  if (!m.exchanges()) return true;
   const Cut columns = cut(&rows_cut == &to ? have : to);
   return rows.dim <= 1 && !columns.flat && columns.dim > rows.dim && std::ranges::all_of(columns.owned, some);
 }
@@ -149,12 +150,9 @@ RedistributionInPieces::Coming RedistributionInPieces::coming(const Type& from, 
   const Move m = move(from.layout, to);
   const Rows rows(from, to, m);
   if (rows.sequences == 0) return {};  // another axis has left this rank none
-  if (exchanges(m)) {
-    if (from.layout[m.axis].map().dim() < to[m.axis].map().dim()) return {};
-    return {rows.parts_exchanged(least_rows), true, true};
-  }
+  if (m.exchanges()) return from_rows(from.layout, to, m) ? Coming() : Coming{rows.parts_exchanged(least_rows), true, true};
   if (m.from != Kind::shard || !Move::is_whole(m.to)) return {};
-  if (rows.sequences > 1) return {if_several(std::min(rows.sequences, rows.sequences * rows.all * rows.each / (4 * least_rows))), true, false};
+  if (rows.sequences > 1) return {rows.parts_of_sequences(least_rows), true, false};
   if (rows.parts_of_ranks(least_rows) == 0) return {};
   return {std::clamp<int64_t>(kMostPieces / (m.size - 1), 1, rows.parts_of_ranks(least_rows)), false, false};
 }
@@ -164,7 +162,7 @@ std::vector<RowsToCome> RedistributionInPieces::rows_to_come(const Type& from, c
   const Rows rows(from, to.layout, m);
   const int me = RankContext::current().coordinate(to.layout.mesh(), m.axis);
   std::vector<RowsToCome> out;
-  for (const Interval& i : exchanges(m) ? rows.exchanged(me, parts) : rows.gathered(me, parts, device.is_cuda())) out.push_back(rows.to_come(i));
+  for (const Interval& i : m.exchanges() ? rows.exchanged(me, parts) : rows.gathered(me, parts, device.is_cuda())) out.push_back(rows.to_come(i));
   return out;
 }
 
@@ -177,7 +175,7 @@ std::vector<RowsToCome> RedistributionInPieces::start(const View& in, const View
   }
   const Rows rows(from_, to_.layout, m_);
   char* const come = static_cast<char*>(received);
-  if (exchanges(m_)) return start_exchange(rows, in, out, come, static_cast<char*>(sent), parts);
+  if (m_.exchanges()) return start_exchange(rows, in, out, come, static_cast<char*>(sent), parts);
   return rows.sequences > 1 ? start_by_sequences(rows, in, out, come, parts) : start_by_ranks(rows, in, out, parts);
 }
 
@@ -232,11 +230,12 @@ std::vector<RowsToCome> RedistributionInPieces::start_by_sequences(const Rows& r
 std::vector<RowsToCome> RedistributionInPieces::start_exchange(const Rows& rows, const View& in, const View& out, char* received, char* sent,
                                                                int64_t parts) const {
   const std::vector<Interval> pieces = rows.exchanged(me_, parts);
+  const Exchange all = exchange();
   std::vector<RowsToCome> come;
   InFlight calls;
   for (int64_t p = 0; p < parts; ++p) {
     RowsToCome& next = come.emplace_back(rows.to_come(pieces[static_cast<size_t>(p)]));
-    const Share piece = share(rows, in, out, p, parts);
+    const Share piece = share(rows, all, in, out, p, parts);
     next.event = send(piece, sent, received);
     calls.events.push_back(next.event);
     if (meta_) continue;
@@ -254,10 +253,9 @@ int64_t RedistributionInPieces::going(const Type& from, const Layout& to, int64_
   const Move m = move(from.layout, to);
   const Rows rows(from, to, m);
   if (rows.sequences == 0) return 0;
-  if (exchanges(m)) return from.layout[m.axis].map().dim() < to[m.axis].map().dim() ? rows.parts_exchanged(least_rows) : 0;
+  if (m.exchanges()) return from_rows(from.layout, to, m) ? rows.parts_exchanged(least_rows) : 0;
   if (m.from != Kind::partial || m.to != Kind::shard) return 0;
-  return if_several(rows.sequences > 1 ? std::min(rows.sequences, rows.sequences * rows.all * rows.each / (4 * least_rows))
-                                       : rows.parts_of_ranks(least_rows));
+  return rows.sequences > 1 ? rows.parts_of_sequences(least_rows) : if_several(rows.parts_of_ranks(least_rows));
 }
 
 // Where ranks have as many rows each, of one sequence, those of all are one product.
@@ -277,7 +275,7 @@ std::vector<RedistributionInPieces::RowsToGo> RedistributionInPieces::rows_to_go
   const Rows rows(from, to.layout, m);
   const int me = RankContext::current().coordinate(to.layout.mesh(), m.axis);
   std::vector<RowsToGo> out;
-  if (exchanges(m)) {
+  if (m.exchanges()) {
     for (const Interval& i : rows.exchanged(me, parts)) out.push_back({.blocks = {{i.begin * rows.each, i.size() * rows.each}}, .rows = {}});
     return out;
   }
@@ -299,12 +297,12 @@ std::vector<RedistributionInPieces::RowsToGo> RedistributionInPieces::rows_to_go
 }
 
 int64_t RedistributionInPieces::workspace(const Type& from, const Type& to, const View& y, const View& out) {
-  return exchanges(move(from.layout, to.layout)) ? y.bytes() + out.bytes() : 0;
+  return move(from.layout, to.layout).exchanges() ? y.bytes() + out.bytes() : 0;
 }
 
 void RedistributionInPieces::run(const View& y, const View& out, int64_t parts, void* scratch,
                                  const std::function<void(const RowBlock&, void*)>& compute) const {
-  if (exchanges(m_)) run_exchange(y, out, parts, static_cast<char*>(scratch), compute);
+  if (m_.exchanges()) run_exchange(y, out, parts, static_cast<char*>(scratch), compute);
   else run_scatter(y, out, parts, compute);
 }
 
@@ -336,6 +334,7 @@ void RedistributionInPieces::run_exchange(const View& y, const View& out, int64_
                                           const std::function<void(const RowBlock&, void*)>& compute) const {
   const Rows rows(from_, to_.layout, m_);
   const std::vector<RowsToGo> pieces = rows_to_go(from_, to_, parts);
+  const Exchange all = exchange();
   const int64_t row = y.shape.back() * static_cast<int64_t>(size_of(y.dtype));
   char* received = sent ? sent + y.bytes() : nullptr;
   InFlight calls;
@@ -350,7 +349,7 @@ void RedistributionInPieces::run_exchange(const View& y, const View& out, int64_
   for (int64_t p = 0; p < parts; ++p) {
     const RowBlock& block = pieces[static_cast<size_t>(p)].blocks[0];
     compute(block, y.data ? y.as<char>() + block.begin * row : nullptr);
-    const Share piece = share(rows, y, out, p, parts);
+    const Share piece = share(rows, all, y, out, p, parts);
     calls.events.push_back(send(piece, sent, next));
     if (sent) sent += piece.in_bytes(), next += piece.out_bytes();
     if (last) unpack(*last, calls.events[calls.events.size() - 2]);
@@ -362,8 +361,9 @@ void RedistributionInPieces::run_exchange(const View& y, const View& out, int64_
 
 // --- an all_to_all of some rows ---
 
-RedistributionInPieces::Share RedistributionInPieces::share(const Rows& rows, const View& in, const View& out, int64_t p, int64_t parts) const {
-  Share s{in, out, exchange()};
+RedistributionInPieces::Share RedistributionInPieces::share(const Rows& rows, const Exchange& all, const View& in, const View& out, int64_t p,
+                                                            int64_t parts) const {
+  Share s{in, out, all};
   if (rows.sequences > 1) {
     s.in = rows_of(in, 0, rows.some_sequences(p, parts)), s.out = rows_of(out, 0, rows.some_sequences(p, parts));
     return s;

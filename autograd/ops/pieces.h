@@ -51,7 +51,7 @@ class RedistributionInPieces : public Redistribution {
   void run_scatter(const View& y, const View& out, int64_t parts, const std::function<void(const RowBlock&, void*)>& compute) const;
   void run_exchange(const View& y, const View& out, int64_t parts, char* sent, const std::function<void(const RowBlock&, void*)>& compute) const;
   struct Share;
-  Share share(const Rows& rows, const View& in, const View& out, int64_t p, int64_t parts) const;
+  Share share(const Rows& rows, const Exchange& all, const View& in, const View& out, int64_t p, int64_t parts) const;
   Event send(const Share& share, char* sent, char* received) const;
 };
 

@@ -189,7 +189,7 @@ Tensor step_to(const Tensor& x, const Layout& to) {
   const OutputSpec spec{{x.dtype(), x.shape(), to}, {}, -1, 0};
   const bool views = m.relabels() || (Move::is_whole(m.from) && m.to == Kind::shard);
   if (views || !is_send(*to.mesh(), m.axis, have[m.axis], to[m.axis])) {
-    const RedistributeOp::Attrs attrs{to, m.axis, m.from == Kind::shard && m.to == Kind::shard};
+    const RedistributeOp::Attrs attrs{to, m.axis, m.exchanges()};
     return apply_typed(views ? op_def<Slice>() : op_def<RedistributeOp>(), &attrs, std::span(&x, 1), std::span(&spec, 1))[0];
   }
   return send(x, to, m.axis);

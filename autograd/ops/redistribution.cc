@@ -35,7 +35,7 @@ int64_t Redistribution::workspace(const Layout& from, const Layout& to, const Vi
   if (m.relabels()) return 0;
   const int64_t bytes = in.bytes(), dense = in.contiguous() ? 0 : bytes;
   // A rank that gets nothing has an address, too: it tells the lane whose memory the ranks exchange.
-  if (m.to == Kind::shard && m.from == Kind::shard)
+  if (m.exchanges())
     return bytes + std::max<int64_t>(out.bytes(), 1) + (is_flat(from, to, m.axis) ? dense : 0);
   if (m.from == Kind::shard) return m.to == Kind::partial ? 0 : out.bytes() + dense;
   return m.to == Kind::shard && (m.from == Kind::partial || to[m.axis].map().is_flat()) ? bytes : 0;
@@ -47,7 +47,7 @@ void Redistribution::run(View in, View out, void* scratch) const {
   if (m_.to == Kind::partial) return zero_embed(in, out);
   char* const at = static_cast<char*>(scratch);
   void *sent = at, *received = out.data;
-  if (m_.from == Kind::shard && m_.to == Kind::shard) {
+  if (m_.exchanges()) {
     received = at + in.bytes();
     if (is_flat(from_.layout, to_.layout, m_.axis) && !in.contiguous()) in = dense_at(at + in.bytes() + out.bytes(), in);
   } else if (m_.from == Kind::shard) {

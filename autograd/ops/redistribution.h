@@ -24,6 +24,8 @@ class Redistribution {
     bool relabels() const { return axis < 0 || size == 1 || (is_whole(from) && is_whole(to)); }
     /// Ranks talk.
     bool communicates() const { return !relabels() && !is_whole(from) && !(from == Placement::Kind::shard && to == Placement::Kind::partial); }
+    /// Each two ranks: an all_to_all, which packs and unpacks.
+    bool exchanges() const { return from == Placement::Kind::shard && to == Placement::Kind::shard; }
     static bool is_whole(Placement::Kind k) { return k == Placement::Kind::replicate || k == Placement::Kind::invariant; }
   };
   /// From a layout to one that differs on one axis.

@@ -2,12 +2,9 @@
 // one that reads it; the bits of products of the whole.
 #include <gtest/gtest.h>
 
-#include "sheaf/autograd/checks.h"
-#include "sheaf/autograd/clock.h"
 #include "sheaf/autograd/compile.h"
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
-#include "sheaf/core/communicator.h"
 #include "sheaf/tests/autograd/in_pieces.h"
 #include "sheaf/tests/poison.h"
 
@@ -51,8 +48,7 @@ TEST_P(ColumnsInPieces, ProductsHaveTheBitsOfTheWhole) {
           const PoisonScope poison;
           const Layout by_rows(mesh.spec, c.rows), by_columns(mesh.spec, c.columns), whole(mesh.spec);
           const bool goes = c.goes && ranks > 1;
-          const auto run = [&](bool overlap) {
-            Recording recording({.overlap = overlap, .piece_rows = overlap ? 1 : 128});
+          const auto run = [&](Recording& recording, bool overlap) {
             const std::vector<Tensor> leaves = {value("x", dtype, in, by_rows), value("read", dtype, {kWide, kIn}, whole), value("bias", dtype, {kWide}, whole),
                                                 value("write", dtype, {kIn, kWide}, whole)};
             for (const Tensor& t : leaves) recording.watch(t);
@@ -64,20 +60,11 @@ TEST_P(ColumnsInPieces, ProductsHaveTheBitsOfTheWhole) {
             EXPECT_EQ(nodes_in_pieces(recording.tape()), overlap && goes ? 2 : 0);
             const auto gradients = recording.gradient(sum(cast(y, kF64) * cast(value("w", dtype, in, by_rows), kF64)), leaves);
             EXPECT_EQ(nodes_in_pieces(recording.tape()), overlap && goes ? 3 : 0);  // what came back to the product that sent it
-            for (const auto& findings : {check_types(recording.tape()), check_cotangents(recording.tape())})
-              for (const Finding& f : findings) ADD_FAILURE() << f.to_string();
             std::vector<Tensor> out = {inside, y};
             out.insert(out.end(), gradients.begin(), gradients.end());
-            int64_t foreseen = 0;
-            for (NodeId i = 0; i < recording.tape().num_nodes(); ++i) foreseen += recording.tape().wire_bytes(recording.tape().node(i));
-            return std::pair(out, foreseen);
+            return out;
           };
-          const int64_t before = mesh.runtime->gather_lane(0).bytes_received();
-          const auto [pieces, foreseen] = run(true);
-          EXPECT_EQ(mesh.runtime->gather_lane(0).bytes_received() - before, foreseen);
-          const auto expected = run(false).first;
-          for (size_t i = 0; i < expected.size(); ++i)
-            EXPECT_TRUE(identical(pieces[i], expected[i])) << "result " << i << " of " << str(value("x", dtype, in, by_rows).type(), ", ", ranks, " ranks");
+          expect_bits_of_the_whole(mesh, str(value("x", dtype, in, by_rows).type(), ", ", ranks, " ranks"), run);
         }, links(speed));
       }
 }
@@ -194,13 +181,7 @@ TEST(ColumnsInPiecesOrder, TheClockLetsThemOverlap) {
       if (sends) linear(given, weight, {}, Fp8::none, along(0, Placement::shard(2)));
       else linear(redistribute_in_pieces(given, rows), weight);
       const Tape tape = recording.take();
-      RankTimes times{.tape = &tape, .nodes = std::vector<NodeTime>(static_cast<size_t>(tape.num_nodes())), .order = {}, .lanes = {"lane"}};
-      for (NodeId id = 0; id < tape.num_nodes(); ++id) {
-        NodeTime& time = times.nodes[static_cast<size_t>(id)];
-        if (tape.kind(tape.node(id)) == OpKind::redistribute) time.travels = travels, time.computes = packs, time.lane = 0;
-        else if (tape.node(id).op) time.computes = computes;
-      }
-      return clock(std::span(&times, 1))[0].seconds;
+      return timeline(tape, travels, computes, packs).seconds;
     };
     for (const bool sends : {true, false}) {
       EXPECT_EQ(seconds(sends, 4, 8), 9);

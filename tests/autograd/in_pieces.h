@@ -1,9 +1,16 @@
 // What tests of redistributions in pieces share.
 #pragma once
 
-#include <chrono>
+#include <gtest/gtest.h>
 
+#include <chrono>
+#include <functional>
+
+#include "sheaf/autograd/checks.h"
+#include "sheaf/autograd/clock.h"
 #include "sheaf/autograd/ops/redistribute.h"
+#include "sheaf/autograd/recording.h"
+#include "sheaf/core/communicator.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/tests/probe.h"
 
@@ -31,6 +38,36 @@ inline int64_t nodes_in_pieces(const Tape& tape) {
   for (NodeId id = 0; id < tape.num_nodes(); ++id)
     n += tape.node(id).op == &in_pieces_op() || tape.node(id).op == &onward_in_pieces_op();
   return n;
+}
+
+/// What compute(recording, overlap) gives has the bits of that which waits for all, and receives as many bytes as its tape says.
+inline void expect_bits_of_the_whole(const Mesh& mesh, const std::string& what,
+                                     const std::function<std::vector<Tensor>(Recording&, bool overlap)>& compute) {
+  const auto run = [&](bool overlap) {
+    Recording recording({.overlap = overlap, .piece_rows = overlap ? 1 : 128});
+    const std::vector<Tensor> out = compute(recording, overlap);
+    for (const auto& findings : {check_types(recording.tape()), check_cotangents(recording.tape())})
+      for (const Finding& f : findings) ADD_FAILURE() << f.to_string();
+    int64_t foreseen = 0;
+    for (NodeId i = 0; i < recording.tape().num_nodes(); ++i) foreseen += recording.tape().wire_bytes(recording.tape().node(i));
+    return std::pair(out, foreseen);
+  };
+  const int64_t before = mesh.runtime->gather_lane(0).bytes_received();
+  const auto [pieces, foreseen] = run(true);
+  EXPECT_EQ(mesh.runtime->gather_lane(0).bytes_received() - before, foreseen);
+  const auto expected = run(false).first;
+  for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(identical(pieces[i], expected[i])) << "result " << i << " of " << what;
+}
+
+/// How long a step with this tape takes if each redistribution travels so long and computes so long, and each op computes so long.
+inline Timeline timeline(const Tape& tape, double travels, double computes, double packs = 0) {
+  RankTimes times{.tape = &tape, .nodes = std::vector<NodeTime>(static_cast<size_t>(tape.num_nodes())), .order = {}, .lanes = {"lane"}};
+  for (NodeId id = 0; id < tape.num_nodes(); ++id) {
+    NodeTime& time = times.nodes[static_cast<size_t>(id)];
+    if (tape.kind(tape.node(id)) == OpKind::redistribute) time.travels = travels, time.computes = packs, time.lane = 0;
+    else if (tape.node(id).op) time.computes = computes;
+  }
+  return clock(std::span(&times, 1))[0];
 }
 
 }  // namespace sheaf::testing

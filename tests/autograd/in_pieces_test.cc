@@ -5,12 +5,9 @@
 
 #include <thread>
 
-#include "sheaf/autograd/checks.h"
-#include "sheaf/autograd/clock.h"
 #include "sheaf/autograd/compile.h"
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
-#include "sheaf/core/communicator.h"
 #include "sheaf/tests/autograd/in_pieces.h"
 #include "sheaf/tests/poison.h"
 
@@ -53,8 +50,7 @@ TEST_P(InPieces, ProductsHaveTheBitsOfTheWhole) {
           const PoisonScope poison;
           const Layout cut(mesh.spec, c.cut), whole(mesh.spec);
           const Layout rows(mesh.spec, Placement::shard(0)), columns(mesh.spec, Placement::shard(1));
-          const auto run = [&](bool overlap) {
-            Recording recording({.overlap = overlap, .piece_rows = overlap ? 1 : 128});
+          const auto run = [&](Recording& recording, bool overlap) {
             std::vector<Tensor> leaves = {value("x", dtype, in, cut), value("up", dtype, {kOut * ranks, kIn}, rows), value("bias", dtype, {kOut * ranks}, rows),
                                           value("down", dtype, {kIn, kOut * ranks}, columns), value("last", dtype, {kIn}, whole),
                                           value("gate", dtype, {kOut * ranks, kIn}, rows)};
@@ -68,20 +64,11 @@ TEST_P(InPieces, ProductsHaveTheBitsOfTheWhole) {
             const Tensor z = overlap ? gelu_linear(gelu, leaves[3], leaves[4], Fp8::none, onward) : leave(gelu_linear(gelu, leaves[3], leaves[4]));
             EXPECT_EQ(nodes_in_pieces(recording.tape()), overlap && c.goes ? 4 : 0);
             const auto gradients = recording.gradient(sum(cast(z, kF64) * cast(value("w", dtype, in, cut), kF64)), leaves);
-            for (const auto& findings : {check_types(recording.tape()), check_cotangents(recording.tape())})
-              for (const Finding& f : findings) ADD_FAILURE() << f.to_string();
             std::vector<Tensor> out = {y, z};
             out.insert(out.end(), gradients.begin(), gradients.end());
-            int64_t foreseen = 0;
-            for (NodeId i = 0; i < recording.tape().num_nodes(); ++i) foreseen += recording.tape().wire_bytes(recording.tape().node(i));
-            return std::pair(out, foreseen);
+            return out;
           };
-          const int64_t before = mesh.runtime->gather_lane(0).bytes_received();
-          const auto [pieces, foreseen] = run(true);
-          EXPECT_EQ(mesh.runtime->gather_lane(0).bytes_received() - before, foreseen);
-          const auto expected = run(false).first;
-          for (size_t i = 0; i < expected.size(); ++i)
-            EXPECT_TRUE(identical(pieces[i], expected[i])) << "result " << i << " of " << str(value("x", dtype, in, cut).type(), ", ", ranks, " ranks");
+          expect_bits_of_the_whole(mesh, str(value("x", dtype, in, cut).type(), ", ", ranks, " ranks"), run);
         }, links(speed));
       }
 }
@@ -269,13 +256,7 @@ TEST(InPiecesOrder, TheClockLetsThemOverlap) {
       if (gathers) linear(redistribute_in_pieces(given, whole), value("w", kF32, {kOut, kIn}, whole));
       else linear(given, value("w", kF32, {kIn, kIn}, whole), {}, Fp8::none, along(0, Placement::shard(1)));
       const Tape tape = recording.take();
-      RankTimes times{.tape = &tape, .nodes = std::vector<NodeTime>(static_cast<size_t>(tape.num_nodes())), .order = {}, .lanes = {"lane"}};
-      for (NodeId id = 0; id < tape.num_nodes(); ++id) {
-        NodeTime& time = times.nodes[static_cast<size_t>(id)];
-        if (tape.kind(tape.node(id)) == OpKind::redistribute) time.travels = travels, time.lane = 0;
-        else if (tape.node(id).op) time.computes = computes;
-      }
-      const Timeline line = clock(std::span(&times, 1))[0];
+      const Timeline line = timeline(tape, travels, computes);
       EXPECT_EQ(line.computing, computes);
       *waits = 0;
       for (const Timeline::Wait& wait : line.waits) *waits += wait.seconds;
