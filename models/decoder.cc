@@ -1,9 +1,11 @@
 #include "sheaf/models/decoder.h"
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
 #include "sheaf/nn/layers/attention.h"
+#include "sheaf/nn/layers/context_region.h"
 #include "sheaf/nn/layers/stages.h"
 #include "sheaf/nn/layers/tensor_region.h"
 
@@ -15,6 +17,16 @@ constexpr double kInitStd = 0.02;
 // Of the table and of the head alike.
 OwnershipMap vocabulary_cut() { return OwnershipMap::even(0); }
 
+// Integers x[B, T] of the tokens that are `by` further, placed as x; `fill` where there is none, also not in the same document.
+Tensor further(const Tensor& x_BT, int64_t by, int64_t fill, const Tensor& begins_BT = {}) {
+  const auto shifted = [by = std::min(by, x_BT.size(1))](const Tensor& whole_BT, int64_t none) {
+    return pad(slice(whole_BT, 1, by, whole_BT.size(1)), 1, 0, by, static_cast<double>(none));
+  };
+  Tensor y_BT = shifted(nn::whole_sequences(x_BT), fill);
+  if (begins_BT) y_BT = where(eq(shifted(begins_BT, -1), begins_BT), y_BT, static_cast<double>(fill));
+  return redistribute(y_BT, x_BT.layout());
+}
+
 }  // namespace
 
 nn::Init weight_init() { return nn::Init::normal(kInitStd); }
@@ -24,16 +36,19 @@ nn::Embedding token_table(int64_t vocab, int64_t width) { return {vocab, width, 
 Decoder::Decoder(const Sizes& sizes) : sizes_(sizes) {
   check<ConfigError>(sizes.layers > 0 && sizes.vocab > 0 && sizes.context > 0, "[", sizes.type, "] layers ", sizes.layers,
                      ", vocab ", sizes.vocab, ", context ", sizes.context, ": all must be positive");
+  check<ConfigError>(sizes.mtp_layers >= 0 && sizes.mtp_layers < sizes.context, "[", sizes.type, "] mtp_layers ", sizes.mtp_layers,
+                     ": in a context of ", sizes.context, " tokens there is none so much further");
   if (sizes.tied) return;
   head.emplace(sizes.width, sizes.vocab, nn::LinearOptions{.bias = false, .init = weight_init(), .cut = vocabulary_cut()});
   head->weight.set_table();
 }
 
 int Decoder::stage_of(const nn::Module& module, const StageCut& cut) {
-  for (int64_t i = 0; i < sizes_.layers; ++i)
-    if (&module == &block(i)) return cut.stage_of(i);
-  if (head && &module == &table()) return 0;
-  return head && &module == &*head ? cut.stage_of(sizes_.layers - 1) : -1;
+  const int last = cut.stage_of(sizes_.layers - 1);
+  for (int64_t i = 0; i < sizes_.layers + sizes_.mtp_layers; ++i)
+    if (&module == &block(i)) return i < sizes_.layers ? cut.stage_of(i) : last;
+  if (head && &module == &table()) return sizes_.mtp_layers ? -1 : 0;
+  return head && &module == &*head ? last : -1;
 }
 
 nn::Residual Decoder::stream_of(const Tensor& tokens_BT, int64_t position, const Tensor& begins_BT) {
@@ -56,6 +71,7 @@ Tensor Decoder::loss_until(int64_t until, ForwardProgress& at, const Tensor& tok
     const Tensor begins_BT = sizes_.end_of_text < 0 ? Tensor() : nn::document_begins(tokens_BT, sizes_.end_of_text);
     at.stream = stream_of(tokens_BT, 0, begins_BT);
     at.stream.begins = begins_BT;
+    if (sizes_.mtp_layers && training()) at.stream.tokens = tokens_BT;
   }
   const int64_t first = at.block;
   for (; at.block < until; ++at.block) at.stream = block(at.block)(std::move(at.stream), nullptr);
@@ -63,16 +79,41 @@ Tensor Decoder::loss_until(int64_t until, ForwardProgress& at, const Tensor& tok
     add_penalties(first, until, at.penalty);
     return {};
   }
-  const Tensor x_BTC = normed(std::move(at.stream));
-  const nn::TensorRegion region(x_BTC, head_weight());
-  const Tensor loss = nn::sum_over_stages(
-      linear_cross_entropy(region.enter(x_BTC, /*in_pieces=*/false), head_weight(), region.enter(targets_BT), options));
-  add_penalties(first, until, at.penalty);
+  nn::Residual behind{.x = {}, .begins = at.stream.begins, .tokens = at.stream.tokens};
+  behind.x = normed(std::move(at.stream));
+  Tensor loss = loss_of(behind.x, targets_BT, options);
+  if (behind.tokens) loss = loss + mtp_losses(std::move(behind), targets_BT, options);
+  add_penalties(first, until + sizes_.mtp_layers, at.penalty);
   const Tensor penalty = std::exchange(at.penalty, {});
   check<ConfigError>(!penalty || !options.per_target, "[", sizes_.type, "] what blocks add to the loss in training belongs to no target: ask for ",
                      "the mean, or call eval()");
   return penalty ? with_penalty(loss, penalty, targets_BT.numel(), options) : loss;
 }
+
+Tensor Decoder::loss_of(const Tensor& x_BTC, const Tensor& targets_BT, const CrossEntropyOptions& options) {
+  const nn::TensorRegion region(x_BTC, head_weight());
+  return nn::sum_over_stages(
+      linear_cross_entropy(region.enter(x_BTC, /*in_pieces=*/false), head_weight(), region.enter(targets_BT), options));
+}
+
+// What is read where there is no token so far on does not matter: it comes behind all that is predicted from it.
+Tensor Decoder::mtp_losses(nn::Residual stream, const Tensor& targets_BT, const CrossEntropyOptions& options) {
+  check<ConfigError>(!options.per_target, "[", sizes_.type, "] what MTP layers add to the loss in training belongs to no target: ask for ",
+                     "the mean, or call eval()");
+  const Tensor tokens_BT = std::exchange(stream.tokens, {});
+  Tensor losses;
+  for (int64_t k = 0; k < sizes_.mtp_layers; ++k) {
+    const Tensor next_BT = further(tokens_BT, k + 1, 0), wanted_BT = further(targets_BT, k + 1, options.ignore_index, stream.begins);
+    nn::Residual next = embedded(next_BT, 0, stream.begins);
+    next.join();
+    stream.x = mtp(k, stream, next.x);
+    const Tensor loss = loss_of(stream.x, wanted_BT, options);
+    losses = losses ? losses + loss : loss;
+  }
+  return losses * (sizes_.mtp_loss / static_cast<double>(sizes_.mtp_layers));
+}
+
+Tensor Decoder::mtp(int64_t, nn::Residual, const Tensor&) { fail<ConfigError>("[", sizes_.type, "] it has no MTP layers"); }
 
 Tensor Decoder::hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache) {
   nn::Residual stream = stream_of(tokens_BT, cache ? cache->length() : 0);

@@ -43,6 +43,7 @@ struct Decoder : nn::Module {
   /// divisor. Partial over the axes that cut the batch or the model. With per_target, losses[B, T], placed as the tokens, and Partial
   /// over those that cut the model; ConfigError in training with what blocks add to the loss. Where a token ends documents, a
   /// document's tokens are predicted from those of no other; logits() and next_logits() take all tokens for one document.
+  /// In training, what MTP layers get wrong is added, see Sizes.
   Tensor loss(const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options = {});
   /// loss() in parts, between which others may be recorded (Recording::resume_micro_batch): on from `at` to before block
   /// `until`, and from the last block to the loss, which is undefined before.
@@ -57,18 +58,23 @@ struct Decoder : nn::Module {
 
   static bool is_block(const nn::Module& module) { return dynamic_cast<const DecoderBlock*>(&module) != nullptr; }
   /// The stage of a pipeline that `module` is in (ShardOptions::stage_of): blocks as `cut` says, tables that are not tied in the
-  /// first and the last. -1: what all stages have, such as the last norm and a tied table.
+  /// first and the last. -1: what all stages have, such as the last norm and a table that both ends read.
   int stage_of(const nn::Module& module, const StageCut& cut);
 
  protected:
   /// What it is made with; it stays so.
   struct Sizes {
     const char* type = "decoder";  ///< for messages
-    int64_t layers = 0;            ///< block(i) is there for all i below
+    int64_t layers = 0;            ///< block(i) is there for all i below, and for MTP layers
     int64_t width = 0, vocab = 0;
     int64_t context = 0;           ///< longest sequence
     int64_t end_of_text = -1;      ///< token that ends a document; -1: none does
     bool tied = false;             ///< the head is the table of tokens
+    /// Layers that each predict one token further, in training only (multi-token prediction, DeepSeek-V3:
+    /// https://arxiv.org/abs/2412.19437, section 2.2): they are blocks, too, numbered behind the others. The mean of their losses, each
+    /// divided by what loss() is divided by, times the factor is added to it.
+    int64_t mtp_layers = 0;
+    double mtp_loss = 0;
   };
   explicit Decoder(const Sizes& sizes);
 
@@ -79,6 +85,9 @@ struct Decoder : nn::Module {
   /// each is as far behind its document's first token as it is behind `begins`, whole on axes that cut sequences.
   virtual nn::Residual embedded(const Tensor& tokens_BT, int64_t position, const Tensor& begins_BT) = 0;
   virtual Tensor normed(nn::Residual stream) = 0;
+  /// What the head reads to predict the tokens that are k + 2 further than each: MTP layer k makes it of what the head read last, which is
+  /// the stream's x, and of the embedded tokens that are k + 1 further.
+  virtual Tensor mtp(int64_t k, nn::Residual stream, const Tensor& next_BTC);
   /// What training adds to the loss: that of blocks [begin, end), which have just run, goes into `all`, which undefined is none.
   virtual void add_penalties(int64_t /*begin*/, int64_t /*end*/, Tensor& /*all*/) {}
   /// As the loss of so many targets counts it.
@@ -88,6 +97,8 @@ struct Decoder : nn::Module {
 
   nn::Residual stream_of(const Tensor& tokens_BT, int64_t position, const Tensor& begins_BT = {});
   Tensor hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache);
+  Tensor loss_of(const Tensor& x_BTC, const Tensor& targets_BT, const CrossEntropyOptions& options);
+  Tensor mtp_losses(nn::Residual stream, const Tensor& targets_BT, const CrossEntropyOptions& options);
   const nn::Parameter& head_weight() { return head ? head->weight : table().weight; }
   Tensor logits_of(const Tensor& x_BTC);
 

@@ -8,17 +8,17 @@ namespace sheaf::models {
 
 namespace {
 
-// Keys that a token sees: all of them, or in the mean of all blocks and tokens what masks leave, a diagonal counted half.
-double keys_seen(const ModelConfig& m, CountAttention attention) {
+// Keys that a token sees: all of them, or in the mean of blocks [begin, end) and all tokens what masks leave, a diagonal counted half.
+double keys_seen(const ModelConfig& m, int64_t begin, int64_t end, CountAttention attention) {
   const auto context = static_cast<double>(m.context);
   if (attention == CountAttention::full) return context;
   double all = 0;
-  for (int64_t i = 0; i < m.layers; ++i) {
+  for (int64_t i = begin; i < end; ++i) {
     const int64_t window = window_of_block(i, m.window, m.full_attention_every);
     const double most = window ? static_cast<double>(std::min(window, m.context)) : context;
     all += most * (context - most / 2) / context;
   }
-  return all / static_cast<double>(m.layers);
+  return all / static_cast<double>(end - begin);
 }
 
 // Of a block: the elements of its matrices, the rows and columns of all of them together, and the elements of queries and of values that
@@ -52,13 +52,15 @@ FlopsOfParts flops_of_parts(const TrainConfig& config, CountAttention attention)
   const auto of = [](int64_t n) { return static_cast<double>(n); };
   const bool llama = m.type == "llama";
   const double width = of(m.width), tokens = of(m.context) * of(config.train.batch);
-  // In the mean of all blocks. Of a mixture, the experts that a token goes through, and their router.
-  const double mixtures = m.experts == 0 ? 0.0 : 1.0 - of(std::min(m.dense_layers, m.layers)) / of(m.layers);
-  const double mlp = (1 - mixtures) * of(m.mlp_width) + mixtures * of(m.shared_experts * m.expert_hidden);
-  const double hidden = mlp + mixtures * of(m.experts_per_token * m.expert_hidden);
   const Attention attention_of_a_block = attention_of(m);
-  // Up and down, and Llama's gate.
-  const double block = attention_of_a_block.weights + (llama ? 3 : 2) * width * hidden + mixtures * width * of(m.experts);
+  // Of a block's MLPs in the mean of blocks with so many mixtures: those that all tokens go through.
+  const auto mlp_of = [&](double mixtures) { return (1 - mixtures) * of(m.mlp_width) + mixtures * of(m.shared_experts * m.expert_hidden); };
+  // Its matrices: up and down, and Llama's gate; of a mixture, the experts that a token goes through, and their router.
+  const auto block_of = [&](double mixtures) {
+    const double hidden = mlp_of(mixtures) + mixtures * of(m.experts_per_token * m.expert_hidden);
+    return attention_of_a_block.weights + (llama ? 3 : 2) * width * hidden + mixtures * width * of(m.experts);
+  };
+  const double mixtures = m.experts == 0 ? 0.0 : 1.0 - of(std::min(m.dense_layers, m.layers)) / of(m.layers), mlp = mlp_of(mixtures);
   // Frozen weights have no gradients: two products of three. Adapters' have.
   double adapters = 0;
   if (m.lora_rank && m.lora_layers != "mlp") adapters += of(m.lora_rank) * attention_of_a_block.sides;
@@ -67,12 +69,16 @@ FlopsOfParts flops_of_parts(const TrainConfig& config, CountAttention attention)
     adapters += of(m.lora_rank) * (llama ? 3 : 2) * (layers * width + mlp);
   }
   const double weights = m.lora_rank ? 4 : 6;
-  return {tokens * (weights * block + 6 * adapters + 6 * keys_seen(m, attention) * attention_of_a_block.of_a_key), tokens * weights * of(m.vocab) * width};
+  const auto keys = [&](int64_t begin, int64_t end) { return 6 * keys_seen(m, begin, end, attention) * attention_of_a_block.of_a_key; };
+  const double block = weights * block_of(mixtures) + 6 * adapters + keys(0, m.layers), head = weights * of(m.vocab) * width;
+  // Of two inputs one is made; then it is a block as the last ones are, and a head.
+  const double mtp = m.mtp_layers ? weights * (2 * width * width + block_of(m.experts ? 1 : 0)) + keys(m.layers, m.layers + m.mtp_layers) + head : 0;
+  return {tokens * block, tokens * (head + of(m.mtp_layers) * mtp)};
 }
 
 double flops_per_step(const TrainConfig& config, CountAttention attention) {
-  const auto [block, head] = flops_of_parts(config, attention);
-  return static_cast<double>(config.model.layers) * block + head;
+  const auto [block, behind] = flops_of_parts(config, attention);
+  return static_cast<double>(config.model.layers) * block + behind;
 }
 
 }  // namespace sheaf::models

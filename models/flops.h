@@ -15,9 +15,10 @@ enum class CountAttention { causal, full };
 /// does not count. The vocabulary is model.vocab.
 double flops_per_step(const TrainConfig& config, CountAttention attention = CountAttention::causal);
 
-/// What of a step's operations one block takes, in the mean of all if their windows differ, and the head.
+/// What of a step's operations one block takes, in the mean of all if their windows differ, what is behind the blocks (the head, and MTP
+/// layers with their heads).
 struct FlopsOfParts {
-  double block, head;
+  double block, behind;
 };
 FlopsOfParts flops_of_parts(const TrainConfig& config, CountAttention attention = CountAttention::causal);
 

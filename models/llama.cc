@@ -307,7 +307,7 @@ LlamaBlock::LlamaBlock(const LlamaConfig& c, int64_t index)
 }
 
 nn::Residual LlamaBlock::forward(nn::Residual stream, nn::KeyValueCache* cache) {
-  const Tensor begins_BT = stream.begins;
+  const Tensor begins_BT = stream.begins, tokens_BT = stream.tokens;
   NormedSum x_BTC = attention_norm(std::move(stream));
   Tensor branch_BTC = latent_attention ? (*latent_attention)(x_BTC.normed, cache, begins_BT)
                                        : (*attention)(x_BTC.normed, cache, begins_BT);
@@ -315,12 +315,24 @@ nn::Residual LlamaBlock::forward(nn::Residual stream, nn::KeyValueCache* cache) 
   x_BTC = mlp_norm(nn::Residual{x_BTC.sum, std::move(branch_BTC)});
   branch_BTC = moe ? (*moe)(x_BTC.normed, /*drops=*/cache == nullptr) : (*mlp)(x_BTC.normed);
   if (mlp_post_norm) branch_BTC = (*mlp_post_norm)(branch_BTC);
-  return {x_BTC.sum, branch_BTC, begins_BT};
+  return {x_BTC.sum, branch_BTC, begins_BT, tokens_BT};
+}
+
+LlamaMtpLayer::LlamaMtpLayer(const LlamaConfig& c, int64_t index)
+    : LlamaBlock(c, index),
+      token_norm(c.width, c.norm_eps),
+      hidden_norm(c.width, c.norm_eps),
+      join(2 * c.width, c.width, {.bias = false, .init = weight_init()}),
+      norm(c.width, c.norm_eps) {}
+
+Tensor LlamaMtpLayer::forward(nn::Residual stream, const Tensor& next_BTC) {
+  stream.x = join(concat({token_norm(next_BTC), hidden_norm(stream.x)}, -1));
+  return norm(LlamaBlock::forward(std::move(stream))).normed;
 }
 
 Llama::Llama(const LlamaConfig& c)
     : Decoder({.type = "llama", .layers = c.layers, .width = c.width, .vocab = c.vocab, .context = c.context,
-               .end_of_text = c.end_of_text, .tied = c.tie_embeddings}),
+               .end_of_text = c.end_of_text, .tied = c.tie_embeddings, .mtp_layers = c.mtp_layers, .mtp_loss = c.mtp_loss}),
       config(c),
       embedding(token_table(c.vocab, c.width)),
       norm(c.width, c.norm_eps) {
@@ -332,6 +344,8 @@ Llama::Llama(const LlamaConfig& c)
                      c.kv_heads, "), and neither qk_norm nor qkv_bias");
   blocks.reserve(static_cast<size_t>(c.layers));
   for (int64_t i = 0; i < c.layers; ++i) blocks.emplace_back(c, i);
+  mtp_layers.reserve(static_cast<size_t>(c.mtp_layers));
+  for (int64_t k = 0; k < c.mtp_layers; ++k) mtp_layers.emplace_back(c, c.layers + k);
 }
 
 void Llama::add_penalties(int64_t begin, int64_t end, Tensor& all) {

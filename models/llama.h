@@ -52,6 +52,9 @@ struct LlamaConfig {
   int64_t dense_layers = 0;         ///< the first so many blocks have an MLP, not a mixture
   double aux_loss = 0.0;          ///< factor of each mixture's imbalance in the training loss
 
+  int64_t mtp_layers = 0;         ///< layers that predict further tokens in training, see Decoder::Sizes
+  double mtp_loss = 0.3;          ///< there, too
+
   int64_t kv_lora_rank = 0;       ///< attention is nn::LatentAttention with this width of its latent; 0: it is not
   int64_t q_lora_rank = 0;        ///< as there, and the next three
   int64_t qk_nope_head_dim = 0, qk_rope_head_dim = 0, v_head_dim = 0;  ///< 0: width / heads, half of that, the first
@@ -88,6 +91,19 @@ struct LlamaBlock : DecoderBlock {
   SHEAF_FIELDS(attention_norm, attention, latent_attention, attention_post_norm, mlp_norm, mlp, moe, mlp_post_norm);
 };
 
+/// What the head read last and the tokens that were predicted there, side by side, through a linear layer and a block (MTP; DeepSeek-V3's,
+/// as its checkpoints have it: both are normalised before, and what comes out is for the head).
+struct LlamaMtpLayer : LlamaBlock {
+  nn::RMSNorm token_norm, hidden_norm;
+  nn::Linear join;
+  nn::RMSNorm norm;
+
+  LlamaMtpLayer(const LlamaConfig& config, int64_t index);
+  Tensor forward(nn::Residual stream, const Tensor& next_BTC);
+  SHEAF_FIELDS(token_norm, hidden_norm, join, attention_norm, attention, latent_attention, attention_post_norm, mlp_norm, mlp, moe,
+               mlp_post_norm, norm);
+};
+
 /// In training, the loss has aux_loss times the sum of all mixtures' imbalances added: each micro-batch has its own, which counts by
 /// its share of what the loss is divided by.
 struct Llama : Decoder {
@@ -95,18 +111,24 @@ struct Llama : Decoder {
   nn::Embedding embedding;
   std::vector<LlamaBlock> blocks;
   nn::RMSNorm norm;
+  std::vector<LlamaMtpLayer> mtp_layers;
 
   explicit Llama(const LlamaConfig& config);
-  SHEAF_FIELDS(embedding, blocks, norm, head);
+  SHEAF_FIELDS(embedding, blocks, norm, mtp_layers, head);
 
  private:
   nn::Embedding& table() override { return embedding; }
-  LlamaBlock& block(int64_t i) override { return blocks[static_cast<size_t>(i)]; }
+  LlamaBlock& block(int64_t i) override {
+    return i < config.layers ? blocks[static_cast<size_t>(i)] : mtp_layers[static_cast<size_t>(i - config.layers)];
+  }
   nn::Residual embedded(const Tensor& tokens_BT, int64_t /*position*/, const Tensor& /*begins_BT*/) override {
     const Tensor x_BTC = embedding(tokens_BT);
     return {.x = config.scale_embedding ? x_BTC * std::sqrt(static_cast<double>(config.width)) : x_BTC};
   }
   Tensor normed(nn::Residual stream) override { return norm(std::move(stream)).normed; }
+  Tensor mtp(int64_t k, nn::Residual stream, const Tensor& next_BTC) override {
+    return mtp_layers[static_cast<size_t>(k)](std::move(stream), next_BTC);
+  }
   void add_penalties(int64_t begin, int64_t end, Tensor& all) override;
   Tensor with_penalty(const Tensor& loss, const Tensor& penalty, int64_t targets, const CrossEntropyOptions& options) override;
 };

@@ -58,6 +58,8 @@ void for_each_llama_option(Model& c, Options& m, F&& f) {
   f(c.shared_experts, m.shared_experts);
   f(c.dense_layers, m.dense_layers);
   f(c.aux_loss, m.aux_loss);
+  f(c.mtp_layers, m.mtp_layers);
+  f(c.mtp_loss, m.mtp_loss);
 }
 
 constexpr auto kToOption = [](const auto& field, auto& option) { option = field; };
@@ -107,6 +109,7 @@ ModelConfig options_of(const LlamaConfig& c) {
 GptConfig gpt_config(const ModelConfig& m) {
   check<ConfigError>(m.experts == 0, "[model] model.experts ", m.experts, ": only model.type llama has mixtures of experts");
   check<ConfigError>(m.kv_lora_rank == 0, "[model] model.kv_lora_rank ", m.kv_lora_rank, ": only model.type llama has latent attention");
+  check<ConfigError>(m.mtp_layers == 0, "[model] model.mtp_layers ", m.mtp_layers, ": only model.type llama predicts further tokens");
   GptConfig c;
   for_each_gpt_option(c, m, kToField);
   return c;

@@ -24,6 +24,9 @@ ModelConfig read_published_config(const std::string& file);
 /// is none: of learned positions, the first are used.
 void check_published_shape(const ModelConfig& model, const ModelConfig& published, const std::string& file);
 
+/// Whether the architecture that a model is published as has its MTP layers: DeepSeek-V3's alone.
+bool publishes_mtp(const ModelConfig& model);
+
 /// The other way: a config.json from which `transformers` builds `model`, whose weights are of this dtype.
 Json published_config(const ModelConfig& model, DType dtype = kF32);
 

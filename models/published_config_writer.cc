@@ -122,6 +122,12 @@ Architecture gemma(const ModelConfig& m) {
                     "be written as one");
 }
 
+}  // namespace
+
+bool publishes_mtp(const ModelConfig& m) { return m.kv_lora_rank && m.experts && m.expert_affinity == "sigmoid"; }
+
+namespace {
+
 // ConfigError for what nobody has published.
 Architecture architecture_of(const ModelConfig& m) {
   if (has_any_of_gemma(m)) return gemma(m);
@@ -177,7 +183,7 @@ void write_deepseek_experts(const ModelConfig& m, const std::string& type, Json&
       .set("topk_group", m.expert_parts_per_token)
       .set("first_k_dense_replace", m.experts ? m.dense_layers : m.layers)
       .set("attention_bias", false);
-  if (type == "deepseek_v3") json.set("num_nextn_predict_layers", 0);
+  if (type == "deepseek_v3") json.set("num_nextn_predict_layers", publishes_mtp(m) ? m.mtp_layers : 0);
   if (type == "deepseek_v2") json.set("scoring_func", "softmax").set("topk_method", "greedy");
 }
 

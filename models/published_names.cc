@@ -4,6 +4,7 @@
 #include <cctype>
 
 #include "sheaf/core/error.h"
+#include "sheaf/models/published_config.h"
 
 namespace sheaf::models {
 namespace {
@@ -102,14 +103,16 @@ void push_latent_attention(std::vector<PublishedTensor>& out, const ModelConfig&
   out.push_back({name + ".o_proj.weight", {c, m.heads * m.v_head_dim}, own + ".projection.weight"});
 }
 
+std::string layer_name(int64_t i) { return str(kLlama, "layers.", i); }
+
 // Llama's are [out, in].
 std::vector<PublishedTensor> llama_tensors(const ModelConfig& m) {
   std::vector<PublishedTensor> out;
   const int64_t c = m.width;
   const std::string prefix(kLlama);
   out.push_back({prefix + "embed_tokens.weight", {m.vocab, c}, "embedding.weight"});
-  for (int64_t i = 0; i < m.layers; ++i) {
-    const std::string name = str(prefix, "layers.", i), own = str("blocks.", i);
+  const auto push_block = [&](int64_t i, const std::string& own) {
+    const std::string name = layer_name(i);
     out.push_back(norm_of(m, name + ".input_layernorm", c, own + ".attention_norm"));
     if (m.kv_lora_rank) push_latent_attention(out, m, name + ".self_attn", own + ".latent_attention");
     else push_attention(out, m, name + ".self_attn", own + ".attention");
@@ -122,8 +125,22 @@ std::vector<PublishedTensor> llama_tensors(const ModelConfig& m) {
     }
     if (m.experts && i >= m.dense_layers) push_mixture(out, m, name, own + ".moe.");
     else push_mlp(out, name + ".mlp", own + ".mlp", c, m.mlp_width);
-  }
+  };
+  for (int64_t i = 0; i < m.layers; ++i) push_block(i, str("blocks.", i));
   out.push_back(norm_of(m, prefix + "norm", c, "norm"));
+  for (int64_t k = 0; publishes_mtp(m) && k < m.mtp_layers; ++k) {
+    const size_t before = out.size();
+    const std::string name = layer_name(m.layers + k) + '.', own = str("mtp_layers.", k);
+    push_block(m.layers + k, own);
+    out.push_back(norm_of(m, name + "enorm", c, own + ".token_norm"));
+    out.push_back(norm_of(m, name + "hnorm", c, own + ".hidden_norm"));
+    out.push_back({mtp_mark(m.layers + k), {c, 2 * c}, own + ".join.weight"});
+    out.push_back(norm_of(m, name + "shared_head.norm", c, own + ".norm"));
+    const std::string head = m.tie_embeddings ? "embedding.weight" : "head.weight";
+    out.push_back({.name = name + "embed_tokens.weight", .shape = {m.vocab, c}, .own = "embedding.weight", .repeats = true});
+    out.push_back({.name = name + "shared_head.head.weight", .shape = {m.vocab, c}, .own = head, .repeats = true});
+    for (size_t i = before; i < out.size(); ++i) out[i].mtp_layer = k;
+  }
   return out;
 }
 
@@ -142,6 +159,8 @@ std::vector<PublishedTensor> published_tensors(const ModelConfig& model) {
   if (!m.tie_embeddings) out.push_back({"lm_head.weight", {m.vocab, m.width}, "head.weight"});
   return out;
 }
+
+std::string mtp_mark(int64_t layer) { return layer_name(layer) + ".eh_proj.weight"; }
 
 std::string_view published_prefix(const ModelConfig& model) { return model.type == "llama" ? kLlama : kGpt2; }
 

@@ -19,6 +19,8 @@ struct PublishedTensor {
   bool transposed = false;  ///< [in, out]: ours is [out, in]
   bool more_rows = false;   ///< it may have more rows than we use: positions
   bool above_one = false;   ///< ours is one more: factors of Gemma's norms, which it has as what they are above 1
+  int64_t mtp_layer = -1;   ///< number of the MTP layer that it is of
+  bool repeats = false;     ///< another tensor says the same: each MTP layer has the table and the head
 
   int64_t rows() const { return shape[transposed ? 1 : 0]; }                           ///< of ours
   int64_t row_size() const { return shape.rank() == 2 ? shape[transposed ? 0 : 1] : 1; }  ///< elements
@@ -27,8 +29,12 @@ struct PublishedTensor {
 /// All tensors of Hugging Face's GPT2LMHeadModel or LlamaForCausalLM (MistralForCausalLM has the same), by model.type, or, with
 /// model.qkv_bias, Qwen2ForCausalLM, with model.qk_norm Qwen3ForCausalLM, with model.experts MixtralForCausalLM, with
 /// model.kv_lora_rank DeepseekV3ForCausalLM, with model.scale_embedding GemmaForCausalLM or, with model.post_norms,
-/// Gemma3ForCausalLM; vocab must be known. Without model.bias, GPT-2's biases are not among them.
+/// Gemma3ForCausalLM; vocab must be known. Without model.bias, GPT-2's biases are not among them, nor are MTP layers but where
+/// publishes_mtp(), whose last layers they are.
 std::vector<PublishedTensor> published_tensors(const ModelConfig& model);
+
+/// The tensor that an MTP layer has and no other layer, which is number `layer` of all of them.
+std::string mtp_mark(int64_t layer);
 
 /// What names begin with: "transformer." or "model."; files of the model without its head lack it.
 std::string_view published_prefix(const ModelConfig& model);

@@ -136,22 +136,27 @@ class Loader {
       return !prefixed && name.starts_with(prefix) ? name.substr(prefix.size()) : name;
     };
     std::set<std::string, std::less<>> known;
+    const auto has_mtp = [&](int64_t k) { return publishes_mtp(model) && there.contains(file_name(mtp_mark(model.layers + k))); };
     for (const PublishedTensor& t : table) {
+      if (t.repeats || (t.mtp_layer >= 0 && !has_mtp(t.mtp_layer))) continue;
       const std::string name = file_name(t.name);
       known.insert(name);
       parts_[t.own].push_back({t, find(t, name)});
     }
-    // DeepSeek-V3 has one more layer, by which it predicts further tokens; this tensor is in no other.
-    const std::string further = file_name(str(prefix, "layers.", model.layers, '.'));
-    const bool has_further = model.kv_lora_rank && there.contains(further + "eh_proj.weight");
+    const auto is_of_mtp = [&](const std::string& name) {
+      for (int64_t k = 0; has_mtp(k); ++k)
+        if (name.starts_with(file_name(str(prefix, "layers.", model.layers + k, '.')))) return true;
+      return false;
+    };
     for (const auto& [name, file] : there)
-      if (!known.contains(name) && !(has_further && name.starts_with(further)) && !is_redundant(model, name) &&
+      if (!known.contains(name) && !is_of_mtp(name) && !is_redundant(model, name) &&
           (prefixed || !is_redundant(model, std::string(prefix) + name)))
         fail<CheckpointError>("[weights] '", file->path(), "': ", json_string(name), " ", file->at(name).dtype,
                               file->at(name).shape, " is nothing that this ", model.type, " of ", model.layers,
                               " layers has");
   }
 
+  bool has(const std::string& name) const { return parts_.contains(name); }
   /// Refuses what fill() could not fill.
   void check(const nn::StatePiece& piece) const {
     const auto found = parts_.find(piece.name);
@@ -258,8 +263,10 @@ void check_weights(const PublishedFiles& files, const ModelConfig& model) {
 
 int64_t fill_weights(std::span<const nn::StatePiece> all, const PublishedFiles& files, const ModelConfig& model) {
   const Loader loader(files, model);
-  std::vector<nn::StatePiece> published;  // adapters stay as they were drawn
-  std::ranges::copy_if(all, std::back_inserter(published), [](const nn::StatePiece& p) { return !nn::is_lora(p.name); });
+  std::vector<nn::StatePiece> published;  // adapters stay as they were drawn, and MTP layers of which there are none
+  std::ranges::copy_if(all, std::back_inserter(published), [&](const nn::StatePiece& p) {
+    return !nn::is_lora(p.name) && (loader.has(p.name) || !p.name.starts_with("mtp_layers."));
+  });
   std::span<const nn::StatePiece> pieces = published;
   for (const nn::StatePiece& piece : pieces) loader.check(piece);
   int64_t bytes = 0;

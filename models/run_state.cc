@@ -43,6 +43,8 @@ void for_each_model_option(Model&& m, F&& f) {
   f("model.shared_experts", m.shared_experts);
   f("model.dense_layers", m.dense_layers);
   f("model.aux_loss", m.aux_loss);
+  f("model.mtp_layers", m.mtp_layers);
+  f("model.mtp_loss", m.mtp_loss);
   f("model.tie_embeddings", m.tie_embeddings);
   f("model.dropout", m.dropout);
   f("model.rope_theta", m.rope_theta);
@@ -104,7 +106,7 @@ bool came_later(std::string_view key) {
          key == "model.window_rope_theta" || key.ends_with("_lora_rank") || key.ends_with("_head_dim") || key.starts_with("model.rope_scaling.") ||
          key.starts_with("model.expert") || key == "model.capacity_factor" || key == "model.normalize_experts" || key == "model.aux_loss" ||
          key == "model.shared_experts" || key == "model.dense_layers" || key == "model.end_of_text" || key == "model.window" || key == "model.full_attention_every" ||
-         key.starts_with("model.lora_") || key == "model.quantize";
+         key.starts_with("model.lora_") || key.starts_with("model.mtp_") || key == "model.quantize";
 }
 
 void get(const Json& j, bool& out) { out = j.as_bool(); }

@@ -9,9 +9,9 @@ double head_in_blocks(const TrainConfig& config, int64_t vocab) {
   if (config.sharding.pipeline_head >= 0) return config.sharding.pipeline_head;
   TrainConfig c = config;
   if (c.model.vocab == 0) c.model.vocab = vocab;
-  const auto [block, head] = flops_of_parts(c);
+  const auto [block, behind] = flops_of_parts(c);
   // A block's forward once more: two products for each parameter beside six.
-  return head / (c.train.recompute == "block" && c.train.recompute_blocks < 0 ? block * 8 / 6 : block);
+  return behind / (c.train.recompute == "block" && c.train.recompute_blocks < 0 ? block * 8 / 6 : block);
 }
 
 std::vector<Turn> turns_of(const TrainConfig& config, int stage, int stages, int64_t micro_batches) {

@@ -6,7 +6,7 @@
 
 namespace sheaf::models {
 
-/// As how many blocks the head and its loss count where blocks are cut into stages: sharding.pipeline_head or, where that is
+/// As how many blocks the head and its loss, and MTP layers, count where blocks are cut into stages: sharding.pipeline_head or, where that is
 /// negative, as many as take as many operations (flops.h), with those that train.recompute block repeats in all of them. `vocab`
 /// stands for a model.vocab of 0.
 double head_in_blocks(const TrainConfig& config, int64_t vocab);

@@ -80,6 +80,8 @@ struct ModelConfig {
   int64_t shared_experts = 0;   ///< beside those that are chosen, through which every token goes
   int64_t dense_layers = 0;     ///< the first so many blocks have an MLP of mlp_width instead of a mixture
   double aux_loss = 0.0;        ///< factor of the load-balancing loss of each mixture, added to the training loss
+  int64_t mtp_layers = 0;       ///< layers that each predict one token further in training (MTP; llama)
+  double mtp_loss = 0.3;        ///< factor of the mean of their losses in the training loss
   bool bias = false;            ///< biases in linear layers and layer norms (gpt2)
   bool qkv_bias = false;        ///< queries, keys and values have biases, as Qwen2's (llama)
   bool qk_norm = false;         ///< each query and key is normalised, as Qwen3's (llama)

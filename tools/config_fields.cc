@@ -60,6 +60,8 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"model.shared_experts", &m.shared_experts, "experts beside those, through which every token goes", any, 0, 10000},
       {"model.dense_layers", &m.dense_layers, "the first so many blocks have an MLP of model.mlp_width instead of a mixture", any, 0, 1e5},
       {"model.aux_loss", &m.aux_loss, "factor of each mixture's load-balancing loss in the training loss", any, 0, 1e6},
+      {"model.mtp_layers", &m.mtp_layers, "layers that each predict one token further, in training only (multi-token prediction)", any, 0, 100},
+      {"model.mtp_loss", &m.mtp_loss, "factor of the mean of their losses in the training loss", any, 0, 1e6},
       {"model.tie_embeddings", &m.tie_embeddings, "the output head is the token embedding"},
       {"model.dropout", &m.dropout, "probability", any, 0, 0.999},
       {"model.lora_rank", &m.lora_rank, "of adapters that are trained in place of the weights (LoRA); 0: there are none", any, 0, 100000},
@@ -225,6 +227,8 @@ const char* unused(const std::string& key, const TrainConfig& config) {
   const bool of_experts = key.starts_with("model.expert") || key == "model.capacity_factor" || key == "model.normalize_experts" ||
                           key == "model.aux_loss" || key == "model.shared_experts" || key == "model.dense_layers";
   if (of_experts && key != "model.experts" && config.model.experts == 0) return "only mixtures of experts (model.experts) have it";
+  if (key.starts_with("model.mtp_") && config.model.type != "llama") return "only model.type llama has layers that predict further tokens";
+  if (key == "model.mtp_loss" && config.model.mtp_layers == 0) return "without model.mtp_layers only the next token is predicted";
   if (key == "model.expert_groups" && config.model.capacity_factor == 0) return "without model.capacity_factor nothing is counted";
   if (key == "model.expert_balance_rate" && !config.model.expert_bias) return "without model.expert_bias there is nothing to move";
   if (key == "model.expert_parts_per_token" && config.model.expert_parts == 1) return "without model.expert_parts there is one";

@@ -7,6 +7,7 @@
 #include "sheaf/core/file.h"
 #include "sheaf/models/checkpoint_store.h"
 #include "sheaf/models/language_model.h"
+#include "sheaf/models/published_config.h"
 #include "sheaf/models/published_names.h"
 #include "sheaf/models/run_state.h"
 #include "sheaf/tools/commands.h"
@@ -154,7 +155,8 @@ int export_command(const ExportArguments& arguments) {
     finish = [=, folder = arguments.file, dtype = tensors.front().dtype] {
       if (adapters) replace_file(folder + "/adapter_config.json", adapter_config(model, state.weights ? state.weights->path : "").dump() + "\n");
       else export_config(state, model, dtype, folder);
-      return export_tokenizer(state, folder);
+      const bool leaves_out = model.mtp_layers > 0 && !adapters && !models::publishes_mtp(model);
+      return export_tokenizer(state, folder) + (leaves_out ? ", without model.mtp_layers, which its architecture has not" : "");
     };
   } else {
     tensors = own_tensors(checkpoint);

@@ -218,6 +218,32 @@ TEST(PublishedWeights, AShorterContextTakesTheFirstPositions) {
   }
 }
 
+// What vLLM makes of DeepSeek-V3's last layers. They are read where the model has them, on any number of ranks, and else passed over.
+TEST(PublishedWeights, LayersForFurtherTokensHaveTheLossesOfTheirDepths) {
+  const std::string name = "deepseek_v3_bf16";
+  const Expected expected(name);
+  const int64_t rows = expected.tokens_BT.size(0), context = expected.tokens_BT.size(1);
+  std::vector<int32_t> targets = expected.tokens_BT.to_vector<int32_t>();
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t t = 0; t < context; ++t)
+      targets[static_cast<size_t>(r * context + t)] = t + 1 < context ? targets[static_cast<size_t>(r * context + t + 1)] : -1;
+  double losses[2];
+  SafetensorsFile::open(folder_of(name) + "/logits.safetensors").read("mtp_losses", 0, 2, losses);
+  for (const int64_t layers : {1, 2, 3}) {
+    models::ModelConfig config = config_of(name);
+    config.mtp_layers = layers, config.mtp_loss = 1;
+    config.expert_balance_rate = 0;
+    const auto model = models::make_language_model(config, 0);
+    materialize(*model, Device::cpu(), {.dtype = kF64});
+    models::load_weights(*model, folder_of(name));
+    const auto loss = [&] { return model->loss(expected.tokens_BT, Tensor::from(targets, {rows, context})).item<double>(); };
+    const double with = loss();
+    model->eval();
+    if (layers < 3) EXPECT_NEAR(with - loss(), layers == 1 ? losses[0] : (losses[0] + losses[1]) / 2, 1e-5) << layers;
+    else EXPECT_GT(with, loss());  // the third is none of theirs, and stays as it was drawn
+  }
+}
+
 // A model of a layer less does not take one for further tokens for its last.
 TEST(PublishedWeights, ALayerTooManyIsNamed) {
   models::ModelConfig config = config_of("deepseek_v3_bf16");

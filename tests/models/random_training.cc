@@ -120,6 +120,10 @@ models::TrainConfig drawn_task(Draw& draw) {
   if (c.model.context > 1 && c.model.window != 1 && draw.one_in(3)) c.train.optimizer = "muon";
   if (draw.one_in(3)) c.data.separate_documents = true, c.data.end_of_text = draw.below(static_cast<size_t>(c.model.vocab));
   c.data.examples = draw.one_in(4);
+  if (c.model.type == "llama" && draw.one_in(4)) {
+    c.model.mtp_layers = std::min<int64_t>(1 + draw.below(2), c.model.context - 1);
+    c.model.mtp_loss = draw.of<double>({0.3, 1});
+  }
   c.sharding.strategy = "replicate";
   if (c.model.aux_loss != 0) c.train.micro_batches = 1 + draw.below(static_cast<size_t>(std::min<int64_t>(c.train.batch, 4)));
   return c;

@@ -184,6 +184,9 @@ void expect_one_device(const Way& way, const Trained& trained) {
   const bool gathers = s.context_comm == "all_gather";
   if (!gathers && s.context > models::resolved(way.config.model).kv_heads) return;  // copies of key heads
   if (s.context > 1 && way.config.model.experts > 0) return;    // places are counted by the ranks' parts of a sequence
+  if (s.context > 1 && way.config.model.lora_rank > 0) return;  // weights' gradients come later, beside what travels: two layers' in another order
+  // The gradient of what ranks made of gathered latents is Partial, and addends are not rounded.
+  if (s.context > 1 && gathers && way.config.model.kv_lora_rank > 0 && way.config.train.fp8 != "none") return;
   if (way.config.train.compile && way.config.train.fuse) return;  // which ops become one depends on placements
   models::TrainConfig one = way.config;
   one.sharding = {};
@@ -241,8 +244,10 @@ class RandomTraining : public ::testing::TestWithParam<int> {};
 TEST_P(RandomTraining, HasTheNumbersOfOneRank) {
   Draw draw(static_cast<uint64_t>(GetParam()));
   models::TrainConfig task = drawn_task(draw);
-  if (task.train.optimizer == "adamw" && draw.one_in(4))
+  if (task.train.optimizer == "adamw" && draw.one_in(4)) {
+    task.model.mtp_layers = 0;
     task.model.lora_rank = 1 + draw.below(5), task.model.lora_layers = draw.of<std::string>({"all", "attention", "mlp"});
+  }
   // What is frozen beside adapters may rest in blocks, whose rows are of whole ones then, and products may be in FP8.
   const bool in_blocks = task.model.lora_rank > 0 && draw.one_in(2), wide = in_blocks || draw.one_in(3);
   if (wide) draw_widths(task.model, in_blocks ? kBlockSize : 16, draw);
@@ -267,6 +272,7 @@ TEST_P(RandomTraining, HasTheNumbersOfOneRank) {
   draw_sent(rounded.config.sharding, draw);
   rounded.config.train.state_dtype = draw.of<std::string>({"f32", "f32", "bf16"});
   if (wide) rounded.config.train.fp8 = draw.of<std::string>({"none", "activations", "all"});
+  if (const std::string message = refusal_of(rounded); !message.empty()) return expect_refused(rounded, message);  // FP8 cuts by 16
   const ScratchFolder rounded_folder;
   const Trained bits = train(rounded, {.masters = kF32, .save_after = save_after, .folder = rounded_folder.path()});
   expect_planned(rounded, bits);

@@ -165,6 +165,10 @@ TEST_F(ShortPlans, AreWholeOnesWithTheHostsMemoryAndOtherOptions) {
     expect("int8", x);
     x = c, x.train.cuda_graph = true, x.model.dropout = 0.1;
     expect("a graph", x);
+    x = c, x.model.mtp_layers = 2;
+    expect("further tokens", x);
+    x.model.tie_embeddings = false;
+    expect("further tokens from a head", x);
     if (stages > 1) continue;
     x = c, x.train.optimizer = "muon";
     expect("muon", x);

@@ -63,6 +63,18 @@ TEST_F(StepTimes, OperationsOnTheTapeAreThoseOfTheModel) {
       }
 }
 
+// Of each layer that predicts further tokens a block, what is before it, and a head.
+TEST_F(StepTimes, LayersForFurtherTokensHaveTheOperationsOfTheModel) {
+  for (const char* type : {"llama", "latent"})
+    for (const int64_t mtp_layers : {1, 2}) {
+      models::TrainConfig c = config_of(type);
+      c.model.vocab = 48, c.model.mtp_layers = mtp_layers;
+      c.model.window = mtp_layers == 2 ? 2 : 0, c.model.full_attention_every = mtp_layers == 2 ? 2 : 0;
+      const Operations counted = operations_of(c, 2);
+      EXPECT_DOUBLE_EQ(2 * (counted.products + counted.attention), models::flops_per_step(c)) << type << ' ' << mtp_layers;
+    }
+}
+
 // Of frozen weights there are no gradients; nor, in the first block, is there one of what attention reads.
 TEST_F(StepTimes, AdaptersHaveTheOperationsOfTheModel) {
   for (const char* type : {"gpt2", "llama"})
