@@ -183,6 +183,19 @@ TEST(Mtp, WithExperts) {
       expect_gradients_of_one_rank(axes, "full_shard", 4, model_of(type));
 }
 
+TEST(Mtp, TheirMixturesBalanceCounts) {
+  const auto loss = [](int64_t layers, double aux_loss) {
+    const auto model = models::make_language_model(with_mtp(tiny_mixture(0, aux_loss), layers), 13);
+    materialize(*model, Device::cpu(), {.seed = 4, .dtype = kF64});
+    const Batch batch(3);
+    return model->loss(batch.of(batch.tokens), batch.of(batch.targets)).item<double>();
+  };
+  const auto of_balance = [&](int64_t layers) { return loss(layers, 0.1) - loss(layers, 0); };
+  // An even mixture's is 1: each layer adds at least 0.1.
+  EXPECT_GE(of_balance(1), of_balance(0) + 0.099);
+  EXPECT_GE(of_balance(3), of_balance(1) + 0.198);
+}
+
 TEST(Mtp, StrategiesProgramsAndRecomputeChangeNoBit) {
   for (const char* type : {"untied llama", "biased mixture"}) {
     const TrainedRun expected = train_tiny(config_of(type), 2, 5);
@@ -229,7 +242,12 @@ TEST(Mtp, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
     models::TrainConfig c = config_of("untied llama");
     c.train.micro_batches = 2;
     c.train.recompute = recompute;
-    expect_planned_tapes(c, 2);
+    expect_planned_tapes(c, 2, [&](World&, const Tape& tape) {
+      int repeated = 0;
+      for (NodeId id = 0; id < tape.num_nodes(); ++id)
+        repeated += tape.path(tape.node(id)).starts_with("mtp_layers.1") && (tape.node(id).flags & Node::kRecomputed);
+      EXPECT_EQ(repeated > 0, recompute != std::string("none"));
+    });
     c.train.compile = true;
     expect_planned_tapes(c, 2);
     c.sharding.context = 2;
