@@ -106,14 +106,14 @@ Tensor Decoder::mtp_losses(nn::Residual stream, const Tensor& targets_BT, const 
     const Tensor next_BT = further(tokens_BT, k + 1, 0), wanted_BT = further(targets_BT, k + 1, options.ignore_index, stream.begins);
     nn::Residual next = embedded(next_BT, 0, stream.begins);
     next.join();
-    stream.x = mtp(k, stream, next.x);
+    stream.x = mtp(k, stream, next.x, nullptr);
     const Tensor loss = loss_of(stream.x, wanted_BT, options);
     losses = losses ? losses + loss : loss;
   }
   return losses * (sizes_.mtp_loss / static_cast<double>(sizes_.mtp_layers));
 }
 
-Tensor Decoder::mtp(int64_t, nn::Residual, const Tensor&) { fail<ConfigError>("[", sizes_.type, "] it has no MTP layers"); }
+Tensor Decoder::mtp(int64_t, nn::Residual, const Tensor&, nn::KeyValueCache*) { fail<ConfigError>("[", sizes_.type, "] it has no MTP layers"); }
 
 Tensor Decoder::hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache) {
   nn::Residual stream = stream_of(tokens_BT, cache ? cache->length() : 0);
@@ -136,6 +136,27 @@ Tensor Decoder::next_logits(const Tensor& tokens_BT, nn::KeyValueCache& cache) {
   const Tensor x_BTC = hidden(tokens_BT, &cache);
   cache.advance(x_BTC.size(1));
   return logits_of(slice(x_BTC, 1, x_BTC.size(1) - 1, x_BTC.size(1)));
+}
+
+Tensor Decoder::read(const Tensor& tokens_BT, nn::KeyValueCache& cache) {
+  const auto scope = enter();
+  Tensor x_BTC = hidden(tokens_BT, &cache);
+  cache.advance(x_BTC.size(1));
+  return x_BTC;
+}
+
+Tensor Decoder::logits_behind(const Tensor& x_BTC) {
+  const auto scope = enter();
+  return logits_of(x_BTC);
+}
+
+Tensor Decoder::read_further(int64_t k, const Tensor& x_BTC, const Tensor& next_BT, nn::KeyValueCache& cache) {
+  const auto scope = enter();
+  nn::Residual next = embedded(next_BT, cache.length(), {});
+  next.join();
+  Tensor y_BTC = mtp(k, {.x = x_BTC}, next.x, &cache);
+  cache.advance(y_BTC.size(1));
+  return y_BTC;
 }
 
 }  // namespace sheaf::models

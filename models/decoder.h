@@ -54,6 +54,14 @@ struct Decoder : nn::Module {
   /// [B, 1, V]: logits of the token after these, which come after those that `cache` has read; it reads them, too. On
   /// CPUs they are, bit for bit, the last ones of logits() of all. Outside of any recording.
   virtual Tensor next_logits(const Tensor& tokens_BT, nn::KeyValueCache& cache);  // virtual for who watches generate()
+  /// The same pass for who drafts (drafter.h): x[B, T, C], what the head reads behind each of these tokens.
+  virtual Tensor read(const Tensor& tokens_BT, nn::KeyValueCache& cache);
+  /// [B, T, V] of such an x.
+  Tensor logits_behind(const Tensor& x_BTC);
+  int64_t num_mtp_layers() const { return sizes_.mtp_layers; }
+  /// What MTP layer k makes for the head of such an x, which is the model's or that of the layer before, and of the tokens k + 1 further,
+  /// behind those that its `cache` has read.
+  Tensor read_further(int64_t k, const Tensor& x_BTC, const Tensor& next_BT, nn::KeyValueCache& cache);
   Tensor forward(const Tensor& tokens_BT) { return logits(tokens_BT); }
 
   static bool is_block(const nn::Module& module) { return dynamic_cast<const DecoderBlock*>(&module) != nullptr; }
@@ -87,7 +95,7 @@ struct Decoder : nn::Module {
   virtual Tensor normed(nn::Residual stream) = 0;
   /// What the head reads to predict the tokens that are k + 2 further than each: MTP layer k makes it of what the head read last, which is
   /// the stream's x, and of the embedded tokens that are k + 1 further.
-  virtual Tensor mtp(int64_t k, nn::Residual stream, const Tensor& next_BTC);
+  virtual Tensor mtp(int64_t k, nn::Residual stream, const Tensor& next_BTC, nn::KeyValueCache* cache);
   /// What training adds to the loss: that of blocks [begin, end), which have just run, goes into `all`, which undefined is none.
   virtual void add_penalties(int64_t /*begin*/, int64_t /*end*/, Tensor& /*all*/) {}
   /// As the loss of so many targets counts it.

@@ -10,6 +10,7 @@
 #include "sheaf/core/random.h"
 #include "sheaf/distributed/in_turn.h"
 #include "sheaf/models/chat_format.h"
+#include "sheaf/models/drafter.h"
 #include "sheaf/models/language_model.h"
 #include "sheaf/models/saved_model.h"
 #include "sheaf/models/utf8.h"
@@ -122,25 +123,45 @@ std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt
   std::vector<int32_t> tokens = prompt;
   const Key key = key_of("generate", static_cast<uint64_t>(config.seed));
   const auto uniform = [&](int64_t i) { return static_cast<double>(random_u64(key, i) >> 11) * 0x1p-53; };
-  nn::KeyValueCache cache(std::min(context, static_cast<int64_t>(prompt.size()) + std::min(context, config.tokens)));
-  for (int64_t i = 0; i < config.tokens; ++i) {
-    const int64_t have = static_cast<int64_t>(tokens.size()), length = std::min(context, have);
+  const int64_t capacity = std::min(context, static_cast<int64_t>(prompt.size()) + std::min(context, config.tokens));
+  nn::KeyValueCache cache(capacity);
+  Drafter drafter(model, config.drafts < 0 ? model.num_mtp_layers() : config.drafts, capacity, vocab);
+  std::vector<int32_t> drafts;
+  const auto made = [&] { return std::ssize(tokens) - std::ssize(prompt); };
+  for (int64_t pass = 0; made() < config.tokens; ++pass) {
+    const int64_t have = std::ssize(tokens), length = std::min(context, have);
     // When the window slides, every token in it has another position, and other keys and values: all is computed again.
     if (have > context) cache.clear();
     const int64_t unread = length - cache.length();
     std::optional<CollectivesInTurn> in_turn;
-    if (i < 2) in_turn.emplace();  // kernels of many tokens, then of one
-    const std::vector<int32_t> next_tokens(tokens.end() - unread, tokens.end());
-    const Tensor logits = model.next_logits(Tensor::from(next_tokens, {1, unread}).to(device), cache);
-    std::vector<double> last = logits.to_vector<double>();
-    last.resize(static_cast<size_t>(std::min(vocab, logits.size(-1))));
-    require_numbers(last, have, prompt.size());
-    const int32_t next = choose(last, config, uniform(i));
-    if (std::ranges::find(ends, next) != ends.end()) break;
-    tokens.push_back(next);
-    if (emit) emit(next);
+    if (pass < 2 || drafter.most() > 0) in_turn.emplace();  // kernels of many tokens, then of one; of drafts, of any number
+    std::vector<int32_t> next_tokens(tokens.end() - unread, tokens.end());
+    next_tokens.insert(next_tokens.end(), drafts.begin(), drafts.end());
+    const Tensor input = Tensor::from(next_tokens, {1, std::ssize(next_tokens)}).to(device);
+    Tensor x, logits;  // of all that is read, and behind the last token and the drafts
+    if (drafter.most() > 0 && have < context) x = model.read(input, cache), logits = model.logits_behind(slice(x, 1, unread - 1, x.size(1)));
+    else logits = model.next_logits(input, cache);
+    const std::vector<double> rows = logits.to_vector<double>();
+    // A draft that is what the model itself chooses has been read already.
+    int64_t right = 0;
+    for (bool goes_on = true; goes_on;) {
+      const auto row = rows.begin() + right * logits.size(-1);
+      const std::vector<double> last(row, row + std::min(vocab, logits.size(-1)));
+      require_numbers(last, std::ssize(tokens), prompt.size());
+      const int32_t next = choose(last, config, uniform(made()));
+      if (std::ranges::find(ends, next) != ends.end()) return {tokens.begin() + std::ssize(prompt), tokens.end()};
+      tokens.push_back(next);
+      if (emit) emit(next);
+      goes_on = right < std::ssize(drafts) && drafts[static_cast<size_t>(right)] == next;
+      right += goes_on;
+    }
+    cache.shorten(length + right);
+    drafts.clear();
+    // All that is read has room in the context, and one token more is wanted than drafts.
+    const int64_t room = std::min(context - std::ssize(tokens), config.tokens - made() - 1);
+    if (x && room > 0) drafts = drafter.draft(slice(x, 1, 0, unread + right), tokens, room);
   }
-  return {tokens.begin() + static_cast<ptrdiff_t>(prompt.size()), tokens.end()};
+  return {tokens.begin() + std::ssize(prompt), tokens.end()};
 }
 
 namespace {

@@ -21,7 +21,8 @@ std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateCon
 /// `context` of them in view at a time, or until one of `ends` is drawn; returns the new ones, the end left out. Collective where
 /// the model is sharded: every rank computes the same tokens. `emit` gets each token as it comes. Each token is read once, until
 /// there are more than `context`: then the window slides, all positions in it change, and each new token costs a pass over
-/// `context` tokens. Throws NonFiniteError that names the position where logits are NaN or +inf, or all -inf.
+/// `context` tokens. Until then MTP layers draft (config.drafts): a pass reads their tokens, too, and those that it chooses itself need
+/// no pass of their own. The tokens are those without drafts, but for the bits of logits, which on GPUs depend on how many are read. Throws NonFiniteError that names the position where logits are NaN or +inf, or all -inf.
 std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt, int64_t context, int64_t vocab,
                               const GenerateConfig& config, const std::function<void(int32_t)>& emit = {},
                               std::span<const int32_t> ends = {});

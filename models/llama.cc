@@ -325,9 +325,9 @@ LlamaMtpLayer::LlamaMtpLayer(const LlamaConfig& c, int64_t index)
       join(2 * c.width, c.width, {.bias = false, .init = weight_init()}),
       norm(c.width, c.norm_eps) {}
 
-Tensor LlamaMtpLayer::forward(nn::Residual stream, const Tensor& next_BTC) {
+Tensor LlamaMtpLayer::forward(nn::Residual stream, const Tensor& next_BTC, nn::KeyValueCache* cache) {
   stream.x = join(concat({token_norm(next_BTC), hidden_norm(stream.x)}, -1));
-  return norm(LlamaBlock::forward(std::move(stream))).normed;
+  return norm(LlamaBlock::forward(std::move(stream), cache)).normed;
 }
 
 Llama::Llama(const LlamaConfig& c)

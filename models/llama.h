@@ -99,7 +99,7 @@ struct LlamaMtpLayer : LlamaBlock {
   nn::RMSNorm norm;
 
   LlamaMtpLayer(const LlamaConfig& config, int64_t index);
-  Tensor forward(nn::Residual stream, const Tensor& next_BTC);
+  Tensor forward(nn::Residual stream, const Tensor& next_BTC, nn::KeyValueCache* cache = nullptr);
   SHEAF_FIELDS(token_norm, hidden_norm, join, attention_norm, attention, latent_attention, attention_post_norm, mlp_norm, mlp, moe,
                mlp_post_norm, norm);
 };
@@ -126,8 +126,8 @@ struct Llama : Decoder {
     return {.x = config.scale_embedding ? x_BTC * std::sqrt(static_cast<double>(config.width)) : x_BTC};
   }
   Tensor normed(nn::Residual stream) override { return norm(std::move(stream)).normed; }
-  Tensor mtp(int64_t k, nn::Residual stream, const Tensor& next_BTC) override {
-    return mtp_layers[static_cast<size_t>(k)](std::move(stream), next_BTC);
+  Tensor mtp(int64_t k, nn::Residual stream, const Tensor& next_BTC, nn::KeyValueCache* cache) override {
+    return mtp_layers[static_cast<size_t>(k)](std::move(stream), next_BTC, cache);
   }
   void add_penalties(int64_t begin, int64_t end, Tensor& all) override;
   Tensor with_penalty(const Tensor& loss, const Tensor& penalty, int64_t targets, const CrossEntropyOptions& options) override;

@@ -259,6 +259,7 @@ struct GenerateConfig {
   std::string dtype = "f32";  ///< generate_from_folder's, of weights and computing: "f32", or "bf16" or "f16" in half of the memory
   std::string quantize = "none";  ///< generate_from_folder's: matrices of blocks rest in "int8" or "nf4" blocks (ModelConfig::quantize)
   int64_t seed = 1337;        ///< of the choices
+  int64_t drafts = -1;        ///< tokens that MTP layers draft for each pass (Drafter), at most; -1: one by each layer, 0: none
 };
 
 struct TrainConfig {

@@ -206,6 +206,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"generate.dtype", &g.dtype, "of weights and computing: bf16 and f16 take half of the memory", {"f32", "bf16", "f16"}},
       {"generate.quantize", &g.quantize, "how matrices of blocks rest: in 8 or 4 bits, in blocks of 64 with a scale", {"none", "int8", "nf4"}},
       {"generate.seed", &g.seed, "of the choices", any, 0},
+      {"generate.drafts", &g.drafts, "tokens that layers for further tokens (model.mtp_layers) draft for each pass; -1: one by each layer", any, -1, 100},
   };
 }
 

@@ -3,6 +3,7 @@
 //   B batch   T tokens read now   S tokens read so far, those included   G heads, of keys or of values or of both   D their width
 #pragma once
 
+#include <algorithm>
 #include <map>
 #include <string>
 
@@ -11,7 +12,7 @@
 namespace sheaf::nn {
 
 /// Keys and values of one sequence (or a batch of equally long ones), for every attention layer of a model. In a pass over
-/// T more tokens each layer calls append() once for what it keeps under one name; then the model calls advance(T). What has been appended never changes, so
+/// T more tokens each layer calls append() once for what it keeps under one name; then the model calls advance(T). What is kept never changes, so
 /// a row of attention is what it would be in one pass over all tokens. On one thread.
 class KeyValueCache {
  public:
@@ -26,8 +27,9 @@ class KeyValueCache {
   Tensor append(const std::string& name, const Tensor& kv_BTGD);
   /// Ends a pass over this many tokens.
   void advance(int64_t tokens) { length_ += tokens; }
-  /// Forgets all tokens, but keeps the memory.
-  void clear() { length_ = 0; }
+  /// Forgets all but the first tokens, and keeps the memory.
+  void shorten(int64_t length) { length_ = std::min(length_, length); }
+  void clear() { shorten(0); }
 
  private:
   int64_t capacity_, length_ = 0;
