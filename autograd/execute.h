@@ -43,10 +43,13 @@ struct Inferred {
 /// https://doi.org/10.1145/3567955.3567959). Who needs all of it waits for all. And where what such an op gives goes on to a
 /// reduce_scatter, or to an all_to_all from rows to columns, the two nodes are executed as one: rows are sent on while the next are
 /// computed (onward.cc). The tape has the same nodes, and a CPU's products the same bits. Those of a GPU depend on how many rows are
-/// multiplied at once, which is the same for a row on all ranks, so they agree.
+/// multiplied at once, which is the same for a row on all ranks, so they agree. Of gathered keys and values some heads come after others
+/// (redistribute_in_heads()): attention, forward and backward, is executed for those that are there (OpDef::heads).
 
 /// Of input 0, if this op can be executed piece by piece; else none.
 std::span<const RowsToCome> pieces_of(const OpDef& op, const void* attrs, const Execute& run);
+/// The same of input 1, keys, which come with values, input 2, some heads after others.
+std::span<const RowsToCome> heads_to_come(const OpDef& op, const Execute& run);
 /// OpDef::row_inputs(); 0 where it is null.
 uint64_t row_inputs_of(const OpDef& op, const void* attrs, std::span<const Tensor> inputs);
 uint64_t row_inputs_of(const Tape& tape, const Node& n);

@@ -1,5 +1,6 @@
 // See [Note: in pieces] (execute.h).
 #include <algorithm>
+#include <utility>
 
 #include "sheaf/autograd/execute.h"
 
@@ -48,43 +49,80 @@ std::span<const RowsToCome> pieces_of(const OpDef& op, const void* attrs, const 
   if (!op.row_inputs || run.num_inputs() == 0) return {};
   const Tensor& x = run.input_tensor(0);
   const std::span<const RowsToCome> pieces = x.storage()->pieces();
-  if (pieces.empty() || !is_all_of_its_memory(x) || !row_inputs_of(op, attrs, run, last_row(pieces))) return {};
+  if (pieces.empty() || pieces[0].of_heads || !is_all_of_its_memory(x) || !row_inputs_of(op, attrs, run, last_row(pieces))) return {};
   for (int i = 1; i < run.num_inputs(); ++i)  // then all of it is read at once
     if (run.input_tensor(i).storage() == x.storage()) return {};
   return pieces;
 }
 
+// Keys and values lie side by side in what comes, [.., keys, values, D], and are all of it.
+std::span<const RowsToCome> heads_to_come(const OpDef& op, const Execute& run) {
+  if (!op.heads) return {};
+  const Tensor &keys = run.input_tensor(1), &values = run.input_tensor(2);
+  const std::span<const RowsToCome> pieces = keys.storage()->pieces();
+  if (pieces.empty() || !pieces[0].of_heads || keys.storage() != values.storage()) return {};
+  const View k = keys.view_unsynced(), v = values.view_unsynced();
+  const int64_t heads = pieces.back().end, width = k.shape[3];
+  const bool as_they_come = k.shape == v.shape && k.strides == v.strides && k.shape[2] == heads && k.strides[2] == width &&
+                            k.strides[1] == 2 * heads * width && keys.byte_offset() == 0 &&
+                            values.byte_offset() == heads * width * static_cast<int64_t>(size_of(k.dtype)) && run.input_tensor(0).local_shape()[2] % heads == 0;
+  return as_they_come ? pieces : std::span<const RowsToCome>();
+}
+
+namespace {
+
+// What an op is executed for, one after another, and whose memory it comes to.
+struct Pieces {
+  std::span<const RowsToCome> come;
+  int input = 0;
+  bool of_heads = false;
+
+  Pieces(const OpDef& op, const void* attrs, const Execute& run) : come(pieces_of(op, attrs, run)) {
+    if (!come.empty()) return;
+    come = heads_to_come(op, run), of_heads = !come.empty();
+    if (of_heads) input = 1;
+  }
+  bool empty() const { return come.empty(); }
+  template <class F>
+  void each(const OpDef& op, const void* attrs, Execute& run, F&& f) const {
+    const uint64_t rows = of_heads ? 0 : row_inputs_of(op, attrs, run.input_tensors());
+    for (size_t i = 0; i < come.size(); ++i) {
+      const RowBlock block{come[i].begin, come[i].end - come[i].begin};
+      of_heads ? run.take_heads(op.heads, block, come.back().end) : run.take_rows(rows, block);
+      f(i, block);
+    }
+    run.take_heads(nullptr, {0, 0}, 0);
+    run.take_rows(0, {0, 0});
+  }
+};
+
+}  // namespace
+
 int64_t workspace_of(const OpDef& op, const void* attrs, Execute& run) {
   run.take_types_alone(true);
   int64_t bytes = op.workspace(attrs, run);
-  const std::span<const RowsToCome> pieces = pieces_of(op, attrs, run);
-  const uint64_t inputs = pieces.empty() ? 0 : row_inputs_of(op, attrs, run.input_tensors());
-  int64_t last = -1;
-  for (const RowsToCome& piece : pieces) {
-    if (piece.end - piece.begin == last) continue;
-    last = piece.end - piece.begin;
-    run.take_rows(inputs, {piece.begin, piece.end - piece.begin});
-    bytes = std::max(bytes, op.workspace(attrs, run));
+  if (const Pieces pieces(op, attrs, run); !pieces.empty()) {
+    int64_t last = -1;
+    pieces.each(op, attrs, run, [&](size_t, const RowBlock& block) {
+      if (std::exchange(last, block.rows) != block.rows) bytes = std::max(bytes, op.workspace(attrs, run));
+    });
   }
-  run.take_rows(0, {0, 0});
   run.take_types_alone(false);
   return bytes;
 }
 
 void execute(const OpDef& op, const void* attrs, Execute& run) {
-  const std::span<const RowsToCome> pieces = pieces_of(op, attrs, run);
+  const Pieces pieces(op, attrs, run);
   // On the host there may be no more to wait for. On a GPU it must not matter who comes first: see [Note: in pieces].
-  const bool all_here = !pieces.empty() && !run.device().is_cuda() && pieces.back().event.ready();
+  const bool all_here = !pieces.empty() && !run.device().is_cuda() && pieces.come.back().event.ready();
   if (pieces.empty() || all_here) return op.execute(attrs, run);
-  const uint64_t inputs = row_inputs_of(op, attrs, run.input_tensors());
-  for (int i = 1; i < run.num_inputs(); ++i) run.input_tensor(i).storage()->settle();
-  Storage& storage = *run.input_tensor(0).storage();
-  for (size_t i = 0; i < pieces.size(); ++i) {
+  Storage& storage = *run.input_tensor(pieces.input).storage();
+  for (const Tensor& t : run.input_tensors())
+    if (t.storage().get() != &storage) t.storage()->settle();
+  pieces.each(op, attrs, run, [&](size_t i, const RowBlock&) {
     storage.settle_piece(i);
-    run.take_rows(inputs, {pieces[i].begin, pieces[i].end - pieces[i].begin});
     op.execute(attrs, run);
-  }
-  run.take_rows(0, {0, 0});
+  });
   storage.settle();
 }
 

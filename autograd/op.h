@@ -14,6 +14,7 @@
 //     static void work(const Attrs&, WorkOf&);             // operations and bytes, from types: work.h; optional
 //     static void fuse(const Attrs&, Fuse&);               // as steps of one kernel, of elementwise ops: fuse.h; optional
 //     static uint64_t row_inputs(const Attrs&, InputTypes);   // see OpDef::row_inputs; optional
+//     static constexpr HeadDims kHeads = {..};                // see OpDef::heads; optional
 //     static constexpr bool kWeightsLater = true;          // vjp gives derivatives to Vjp::weights(); optional
 //     static constexpr int kCheap = 0;                     // an output that takes little to compute from what vjp reads: then
 //     static Tensor again(const Attrs&, Vjp&);             // this does, in public ops, with the same bits; optional
@@ -119,6 +120,12 @@ void replicate_only(Place& p, int outputs = 1);
 void rows(Place& p, int outputs = 1);
 }  // namespace rules
 
+/// Of an op that does the same for each head of its keys and values, inputs 1 and 2, apart: which dimension of an operand heads are;
+/// -1: it has none. Queries' are a multiple of keys', in the order of these.
+struct HeadDims {
+  int8_t inputs[7], outputs[3];
+};
+
 /// Rows of a value as [rows, last dimension]: so many from `begin` on, and as many again every `stride` rows, in `groups`.
 struct RowBlock {
   int64_t begin, rows, groups = 1, stride = 0;
@@ -134,10 +141,12 @@ class Execute {
   View input(int i) const {
     if (unasked_) [[unlikely]] fail_unasked();
     if (row_inputs_ >> i & 1) return rows_of(inputs_[i]);
+    if (heads_) return heads_of(inputs_[i], heads_->inputs[i]);
     return types_alone_ ? inputs_[i].view_unsynced() : inputs_[i].view();
   }
   View output(int i) const {
     if (unasked_) [[unlikely]] fail_unasked();
+    if (heads_) return heads_of(outputs_[i], heads_->outputs[i]);
     return row_inputs_ ? output_rows(i) : outputs_[i].view_unsynced();
   }
   const Type& input_type(int i) const { return inputs_[i].type(); }    ///< global
@@ -164,12 +173,15 @@ class Execute {
   /// From now on these inputs and all outputs are such rows of what they are, which is dense; with 0 they are whole. Output 0 is put
   /// to `to` instead, if that is given. Rows that come (RowsToCome) are not waited for.
   void take_rows(uint64_t inputs, const RowBlock& block, void* to = nullptr) { row_inputs_ = inputs, block_ = block, to_ = to; }
+  /// The same of heads [block.begin, block.begin + block.rows) of `all` key heads, and of what belongs to them; with null all of them.
+  void take_heads(const HeadDims* dims, const RowBlock& block, int64_t all) { heads_ = dims, block_ = block, all_heads_ = all; }
   /// Or nobody is waited for: workspace() looks at shapes.
   void take_types_alone(bool alone) { types_alone_ = alone; }
 
  private:
   View rows_of(const Tensor& t) const;
   View output_rows(int i) const;
+  View heads_of(const Tensor& t, int dim) const;
   Stream gpu_stream() const;
   [[noreturn]] void fail_unasked() const;
   std::span<const Tensor> inputs_, outputs_;
@@ -177,6 +189,8 @@ class Execute {
   mutable bool unasked_ = false;  // on a GPU, until the op has asked for the stream
   bool types_alone_ = false;
   uint64_t row_inputs_ = 0;  // not 0: rows are taken
+  const HeadDims* heads_ = nullptr;
+  int64_t all_heads_ = 0;
   RowBlock block_ = {0, 0};
   void* to_ = nullptr;
 };
@@ -276,6 +290,7 @@ struct OpDef {
   /// Inputs, bit by bit, 0 among them, of which row i makes row i of every output, with the other inputs whole: execute() can then
   /// be called for some rows after others. 0: not on these inputs. Null: never.
   uint64_t (*row_inputs)(const void*, InputTypes);
+  const HeadDims* heads;         ///< execute() can be called for some heads after others; null: it can not
   void (*vjp)(const void*, Vjp&);
   int cheap;                     ///< the output that `again` computes; -1: none
   uint64_t read_again;           ///< inputs that only this reads
@@ -356,6 +371,7 @@ constexpr OpDef make_op_def() {
     d.execute = [](const void* a, Execute& c) { Op::execute(attrs_of<Attrs>(a), c); };
   if constexpr (requires(const Attrs& a, InputTypes t) { Op::row_inputs(a, t); })
     d.row_inputs = [](const void* a, InputTypes t) -> uint64_t { return Op::row_inputs(attrs_of<Attrs>(a), t); };
+  if constexpr (requires { Op::kHeads; }) d.heads = &Op::kHeads;
   if constexpr (requires(const Attrs& a, Vjp& c) { Op::vjp(a, c); })
     d.vjp = [](const void* a, Vjp& c) { Op::vjp(attrs_of<Attrs>(a), c); };
   d.cheap = -1;

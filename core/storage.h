@@ -14,12 +14,13 @@
 
 namespace sheaf {
 
-/// Rows [begin, end) of a value, all dimensions but the last taken as one. They are there behind `event`, once `unpack`, unless it is
-/// null, has moved them: whoever waits calls it, on the rank's thread.
+/// Rows [begin, end) of a value, all dimensions but the last taken as one, or such heads of keys and of values. They are there behind
+/// `event`, once `unpack`, unless it is null, has moved them: whoever waits calls it, on the rank's thread.
 struct RowsToCome {
   int64_t begin, end;
   Event event = {};
   std::function<void()> unpack = {};
+  bool of_heads = false;
 };
 
 /// Not thread-safe beyond its reference count: one rank's compute thread touches it, lanes see raw pointers only.

@@ -33,6 +33,7 @@ std::optional<HeadCut> head_cut(const Place& p, const OwnershipMap& map, bool of
 
 struct AttentionBackward {  // q, k, v, out, dout, lse, begins if there are documents -> dq, dk, dv
   static constexpr const char* kName = "attention_backward";
+  static constexpr HeadDims kHeads = {{2, 2, 2, 2, 2, 1, -1}, {2, 2, 2}};
   using Attrs = AttentionAttrs;
   static void infer(const Attrs&, Infer& c) {
     for (int i = 0; i < 3; ++i) c.output(c.dtype(i), c.shape(i));
@@ -79,6 +80,7 @@ struct AttentionBackward {  // q, k, v, out, dout, lse, begins if there are docu
 
 struct Attention {  // q[B, T, H, D], k[B, S, G, D], v, begins[B, T] if there are documents -> out, lse[B, H, T]
   static constexpr const char* kName = "attention";
+  static constexpr HeadDims kHeads = {{2, 2, 2, -1}, {2, 1}};
   using Attrs = AttentionAttrs;
   static constexpr uint64_t kSavedInputs = 0b1111, kSavedOutputs = 0b11;
   static void infer(const Attrs& a, Infer& c) {

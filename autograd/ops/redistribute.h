@@ -36,7 +36,7 @@ struct PiecesToCome {
   int32_t calls = 0;
   double own = 0;
 };
-PiecesToCome pieces_to_come(const Tape& tape, const Node& n);
+PiecesToCome pieces_to_come(const Tape& tape, const Node& n, bool by_heads);
 /// How often what travels goes round the ranks: once, or for each of the pieces.
 int32_t rounds_of(const Tape& tape, NodeId n);
 /// A redistribution of what the node before made, which is executed with it: see apply_onward(). Its attributes:

@@ -15,11 +15,14 @@ std::vector<int> axes_that_cut(const Layout& l, int dim) {
 }
 }  // namespace
 
-Tensor whole_sequences(const Tensor& x) {
+static Layout with_whole_sequences(const Tensor& x) {
   Layout whole = x.layout();
   for (const int a : axes_that_cut(whole, 1)) whole[a] = Placement::replicate();
-  return redistribute(x, whole);
+  return whole;
 }
+
+Tensor whole_sequences(const Tensor& x) { return redistribute(x, with_whole_sequences(x)); }
+Tensor whole_keys_values(const Tensor& x) { return redistribute_in_heads(x, with_whole_sequences(x), 2); }
 
 ContextComm context_comm_from(std::string_view name) {
   if (name == "all_to_all") return ContextComm::all_to_all;

@@ -137,6 +137,30 @@ std::vector<Tensor> exchanged(int64_t sequences, DType dtype, const Mesh& mesh, 
   return out;
 }
 
+// Attention of a rank's own queries, with keys and values that come some heads after others.
+std::vector<Tensor> attended(int64_t sequences, DType dtype, const Mesh& mesh, Device device) {
+  constexpr int64_t kKeyHeads = 3;
+  Layout whole, tokens;
+  if (mesh.spec) {
+    whole = Layout(mesh.spec);
+    tokens = whole.with(0, Placement::shard(OwnershipMap::from_both_ends(1, 13, mesh.spec->size(0))));
+  }
+  const auto value = [&](int64_t heads, const std::string& name) {
+    return make_local(drawn({sequences, 13, heads, kWidth}, name), {dtype, {sequences, 13, heads, kWidth}, tokens}, "").to(device);
+  };
+  const std::vector<Tensor> in = {value(2 * kKeyHeads, "q"), value(2 * kKeyHeads, "kv")};
+  Recording recording({.piece_rows = 1});
+  for (const Tensor& t : in) recording.watch(t);
+  std::vector<Tensor> of_all;
+  {
+    const RecomputeScope again({.results = true});
+    of_all = split(mesh.spec ? redistribute_in_heads(in[1], whole, 2) : in[1], 2, 2);
+  }
+  const Tensor y = attention(in[0], of_all[0], of_all[1]);
+  const auto gradients = recording.gradient(sum(cast(y, kF64) * cast(y, kF64)), in);
+  return {y, gradients[0], gradients[1]};
+}
+
 // Of a weight that every rank has, the results are one value, to the bit, whoever's rows came first.
 TEST(PartsGpu, ProductsInPiecesAreAlikeOnAllRanks) {
   SHEAF_NEEDS_GPU();
@@ -152,9 +176,9 @@ TEST(PartsGpu, ProductsInPiecesAreAlikeOnAllRanks) {
   EXPECT_EQ(got[2], got[0]);
 }
 
-TEST(PartsGpu, ProductsInPiecesAreThoseOfOneRank) {
+TEST(PartsGpu, WhatIsComputedInPiecesIsThatOfOneRank) {
   SHEAF_NEEDS_GPU();
-  for (const auto& products : {mlp, exchanged})
+  for (const auto& [name, products] : {std::pair<const char*, decltype(&mlp)>{"mlp", mlp}, {"exchanged", exchanged}, {"attended", attended}})
     for (const int64_t sequences : {1, 3})
       for (const auto& [dtype, bound] : {std::pair(kF64, 1e-12), std::pair(kF32, 1e-5), std::pair(kBF16, 0.05)})
         for (const int ranks : {2, 3}) {
@@ -167,7 +191,7 @@ TEST(PartsGpu, ProductsInPiecesAreThoseOfOneRank) {
           for (size_t i = 0; i < reference.size(); ++i) {
             std::string error;
             EXPECT_LE(scaled_error(assemble(got[i], error), reference[i].to_vector<double>()), bound)
-                << str(products == mlp ? "mlp" : "exchanged", ", ", sequences, " sequences, ", ranks, " ranks, ", got[i][0].type);
+                << str(name, ", ", sequences, " sequences, ", ranks, " ranks, ", got[i][0].type);
             EXPECT_EQ(error, "");
           }
         }

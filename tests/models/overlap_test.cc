@@ -44,21 +44,39 @@ TrainedRun trained(const models::TrainConfig& config, int world, bool overlap, T
   return run;
 }
 
+void expect_bits_of_waiting(const models::TrainConfig& plain, int world, const std::string& name) {
+  std::vector<std::pair<const char*, models::TrainConfig>> ways(6, {"", plain});
+  ways[1].first = "in blocks again", ways[1].second.train.recompute = "block";
+  ways[2].first = "selective", ways[2].second.train.recompute = "selective";
+  ways[3].first = "a unit for each layer", ways[3].second.sharding.units = "count", ways[3].second.sharding.min_parameters = 1;
+  ways[4].first = "program", ways[4].second.train.compile = true;
+  ways[5].first = "zero1", ways[5].second.sharding.strategy = "zero1";
+  for (const auto& [what, config] : ways) {
+    SCOPED_TRACE(str(name, " of ", world, ": ", what));
+    expect_same_bits(trained(config, world, false), trained(config, world, true));
+  }
+}
+
 TEST(Overlap, ChangesNoBit) {
   for (const char* type : {"gpt2", "untied llama"})
-    for (const auto& [tensor, context, world] : {std::tuple(2, 1, 2), {3, 1, 3}, {2, 1, 4}, {1, 2, 2}, {2, 2, 4}}) {
-      const models::TrainConfig plain = config_of(type, tensor, context);
-      std::vector<std::pair<const char*, models::TrainConfig>> ways(6, {"", plain});
-      ways[1].first = "in blocks again", ways[1].second.train.recompute = "block";
-      ways[2].first = "selective", ways[2].second.train.recompute = "selective";
-      ways[3].first = "a unit for each layer", ways[3].second.sharding.units = "count", ways[3].second.sharding.min_parameters = 1;
-      ways[4].first = "program", ways[4].second.train.compile = true;
-      ways[5].first = "zero1", ways[5].second.sharding.strategy = "zero1";
-      for (const auto& [what, config] : ways) {
-        SCOPED_TRACE(str(type, ' ', tensor, " x ", context, " of ", world, ": ", what));
-        expect_same_bits(trained(config, world, false), trained(config, world, true));
-      }
-    }
+    for (const auto& [tensor, context, world] : {std::tuple(2, 1, 2), {3, 1, 3}, {2, 1, 4}, {1, 2, 2}, {2, 2, 4}})
+      expect_bits_of_waiting(config_of(type, tensor, context), world, str(type, ' ', tensor, " x ", context));
+}
+
+// Keys and values come some heads after others: six of them, three, and a rank's of six that a tensor axis cuts, too.
+TEST(Overlap, OfGatheredKeysChangesNoBit) {
+  for (const auto& [type, tensor, context, world] : {std::tuple("gpt2", 1, 2, 2), {"gpt2", 2, 2, 4}, {"untied llama", 1, 3, 3}, {"latent", 1, 2, 2}}) {
+    models::TrainConfig c = config_of(type, tensor, context);
+    if (type == std::string("latent")) c.model = tiny_model(type, 6, 6);
+    c.sharding.context_comm = "all_gather";
+    expect_bits_of_waiting(c, world, str(type, ' ', tensor, " x ", context, " gathered"));
+    Tape tape;
+    trained(c, world, true, &tape);
+    int64_t by_heads = 0;
+    for (NodeId id = 0; id < tape.num_nodes(); ++id)
+      by_heads += tape.node(id).op == &in_pieces_op() && tape.type(tape.output(tape.node(id))).shape.rank() == 4;
+    EXPECT_EQ(by_heads, type == std::string("latent") ? 0 : 2 * 2 * c.model.layers);  // of two micro-batches, and once more in the backward
+  }
 }
 
 // What is computed between each departure in a backward and its arrival, by the module that it belongs to.

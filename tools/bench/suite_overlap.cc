@@ -63,13 +63,20 @@ void measure(Session& session, const models::TrainConfig& config, double bytes_p
 
 void overlap_suite(Session& session) {
   const bool quick = session.options().quick;
-  constexpr std::pair<const char*, const char*> kCases[] = {
-      {"char-f32-16x256", "tensor"}, {"llama-f32-8x256", "tensor"}, {"llama-f32-8x256", "context"}, {"mixture-f32-8x256", "experts"}};
+  struct Case {
+    const char *name, *axis, *comm = "all_to_all";
+  };
+  constexpr Case kCases[] = {{"char-f32-16x256", "tensor"},
+                             {"llama-f32-8x256", "tensor"},
+                             {"llama-f32-8x256", "context"},
+                             {"llama-f32-8x256", "context", "all_gather"},
+                             {"mixture-f32-8x256", "experts"}};
   for (const double gigabytes : {1.25, 0.5})  // 10 and 4 Gbit/s
-    for (const auto& [name, axis] : kCases) {
-      std::vector<std::string> more{str("--sharding.", axis, "=", kRanks)};
+    for (const auto& [name, axis, comm] : kCases) {
+      std::vector<std::string> more{str("--sharding.", axis, "=", kRanks), str("--sharding.context_comm=", comm)};
       if (quick) more.push_back("--train.batch=2");
-      session.line("overlap", str(name, "-", axis, "-", gigabytes, "GB/s"), Unit::seconds,
+      const std::string gathers = comm == std::string("all_gather") ? "-gathered" : "";
+      session.line("overlap", str(name, "-", axis, gathers, "-", gigabytes, "GB/s"), Unit::seconds,
                    [&](Line& line) { measure(session, training_config(name, more), 1e9 * gigabytes, line); });
     }
 }
