@@ -17,14 +17,21 @@ constexpr double kInitStd = 0.02;
 // Of the table and of the head alike.
 OwnershipMap vocabulary_cut() { return OwnershipMap::even(0); }
 
-// Integers x[B, T] of the tokens that are `by` further, placed as x; `fill` where there is none, also not in the same document.
+// Integers x[B, T], of whole sequences, of the tokens that are `by` further; `fill` where there is none, also not in the same document.
 Tensor further(const Tensor& x_BT, int64_t by, int64_t fill, const Tensor& begins_BT = {}) {
   const auto shifted = [by = std::min(by, x_BT.size(1))](const Tensor& whole_BT, int64_t none) {
     return pad(slice(whole_BT, 1, by, whole_BT.size(1)), 1, 0, by, static_cast<double>(none));
   };
-  Tensor y_BT = shifted(nn::whole_sequences(x_BT), fill);
-  if (begins_BT) y_BT = where(eq(shifted(begins_BT, -1), begins_BT), y_BT, static_cast<double>(fill));
-  return redistribute(y_BT, x_BT.layout());
+  const Tensor y_BT = shifted(x_BT, fill);
+  return begins_BT ? where(eq(shifted(begins_BT, -1), begins_BT), y_BT, static_cast<double>(fill)) : y_BT;
+}
+
+// x in the stage of a pipeline that y is in.
+Tensor in_stage_of(const Tensor& x, const Tensor& y) {
+  Layout to = x.layout();
+  for (int a = 0; a < to.num_axes(); ++a)
+    if (to[a].is_single()) to[a] = y.layout()[a];
+  return redistribute(x, to);
 }
 
 }  // namespace
@@ -47,7 +54,7 @@ int Decoder::stage_of(const nn::Module& module, const StageCut& cut) {
   const int last = cut.stage_of(sizes_.layers - 1);
   for (int64_t i = 0; i < sizes_.layers + sizes_.mtp_layers; ++i)
     if (&module == &block(i)) return i < sizes_.layers ? cut.stage_of(i) : last;
-  if (head && &module == &table()) return sizes_.mtp_layers ? -1 : 0;
+  if (head && &module == &table()) return sizes_.mtp_layers && last > 0 ? -1 : 0;
   return head && &module == &*head ? last : -1;
 }
 
@@ -71,18 +78,21 @@ Tensor Decoder::loss_until(int64_t until, ForwardProgress& at, const Tensor& tok
     const Tensor begins_BT = sizes_.end_of_text < 0 ? Tensor() : nn::document_begins(tokens_BT, sizes_.end_of_text);
     at.stream = stream_of(tokens_BT, 0, begins_BT);
     at.stream.begins = begins_BT;
-    if (sizes_.mtp_layers && training()) at.stream.tokens = tokens_BT;
+    if (sizes_.mtp_layers && training()) at.tokens = tokens_BT;
   }
   const int64_t first = at.block;
-  for (; at.block < until; ++at.block) at.stream = block(at.block)(std::move(at.stream), nullptr);
+  for (; at.block < until; ++at.block) {
+    at.stream = block(at.block)(std::move(at.stream), nullptr);
+    if (at.tokens) at.tokens = in_stage_of(at.tokens, at.stream.x);
+  }
   if (!ends) {
     add_penalties(first, until, at.penalty);
     return {};
   }
-  nn::Residual behind{.x = {}, .begins = at.stream.begins, .tokens = at.stream.tokens};
+  nn::Residual behind{.x = {}, .begins = at.stream.begins};
   behind.x = normed(std::move(at.stream));
   Tensor loss = loss_of(behind.x, targets_BT, options);
-  if (behind.tokens) loss = loss + mtp_losses(std::move(behind), targets_BT, options);
+  if (at.tokens) loss = loss + mtp_losses(std::move(behind), std::exchange(at.tokens, {}), targets_BT, options);
   add_penalties(first, until + sizes_.mtp_layers, at.penalty);
   const Tensor penalty = std::exchange(at.penalty, {});
   check<ConfigError>(!penalty || !options.per_target, "[", sizes_.type, "] what blocks add to the loss in training belongs to no target: ask for ",
@@ -97,13 +107,14 @@ Tensor Decoder::loss_of(const Tensor& x_BTC, const Tensor& targets_BT, const Cro
 }
 
 // What is read where there is no token so far on does not matter: it comes behind all that is predicted from it.
-Tensor Decoder::mtp_losses(nn::Residual stream, const Tensor& targets_BT, const CrossEntropyOptions& options) {
+Tensor Decoder::mtp_losses(nn::Residual stream, const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options) {
   check<ConfigError>(!options.per_target, "[", sizes_.type, "] what MTP layers add to the loss in training belongs to no target: ask for ",
                      "the mean, or call eval()");
-  const Tensor tokens_BT = std::exchange(stream.tokens, {});
+  const Tensor all_tokens_BT = nn::whole_sequences(tokens_BT), all_targets_BT = nn::whole_sequences(targets_BT);
   Tensor losses;
   for (int64_t k = 0; k < sizes_.mtp_layers; ++k) {
-    const Tensor next_BT = further(tokens_BT, k + 1, 0), wanted_BT = further(targets_BT, k + 1, options.ignore_index, stream.begins);
+    const Tensor next_BT = redistribute(further(all_tokens_BT, k + 1, 0), tokens_BT.layout());
+    const Tensor wanted_BT = redistribute(further(all_targets_BT, k + 1, options.ignore_index, stream.begins), targets_BT.layout());
     nn::Residual next = embedded(next_BT, 0, stream.begins);
     next.join();
     stream.x = mtp(k, stream, next.x, nullptr);

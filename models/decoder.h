@@ -19,6 +19,7 @@ struct ForwardProgress {
   nn::Residual stream = {};  ///< in front of `block`; undefined before the first part
   int64_t block = 0;
   Tensor penalty = {};       ///< of the blocks so far, if they have any
+  Tensor tokens = {};        ///< where the stream is, for MTP layers
 };
 
 /// A part of the residual stream's way. With a cache it attends to what that has read, too.
@@ -53,11 +54,12 @@ struct Decoder : nn::Module {
   Tensor logits(const Tensor& tokens_BT);
   /// [B, 1, V]: logits of the token after these, which come after those that `cache` has read; it reads them, too. On
   /// CPUs they are, bit for bit, the last ones of logits() of all. Outside of any recording.
-  virtual Tensor next_logits(const Tensor& tokens_BT, nn::KeyValueCache& cache);  // virtual for who watches generate()
+  /// Who forbids tokens, or watches generate(), overrides it; where MTP layers draft, these two are asked in its place.
+  virtual Tensor next_logits(const Tensor& tokens_BT, nn::KeyValueCache& cache);
   /// The same pass for who drafts (drafter.h): x[B, T, C], what the head reads behind each of these tokens.
   virtual Tensor read(const Tensor& tokens_BT, nn::KeyValueCache& cache);
   /// [B, T, V] of such an x.
-  Tensor logits_behind(const Tensor& x_BTC);
+  virtual Tensor logits_behind(const Tensor& x_BTC);
   int64_t num_mtp_layers() const { return sizes_.mtp_layers; }
   /// What MTP layer k makes for the head of such an x, which is the model's or that of the layer before, and of the tokens k + 1 further,
   /// behind those that its `cache` has read.
@@ -78,7 +80,7 @@ struct Decoder : nn::Module {
     int64_t context = 0;           ///< longest sequence
     int64_t end_of_text = -1;      ///< token that ends a document; -1: none does
     bool tied = false;             ///< the head is the table of tokens
-    /// Layers that each predict one token further, in training only (multi-token prediction, DeepSeek-V3:
+    /// Layers that each predict one token further, in training and for drafts (multi-token prediction, DeepSeek-V3:
     /// https://arxiv.org/abs/2412.19437, section 2.2): they are blocks, too, numbered behind the others. The mean of their losses, each
     /// divided by what loss() is divided by, times the factor is added to it.
     int64_t mtp_layers = 0;
@@ -106,7 +108,7 @@ struct Decoder : nn::Module {
   nn::Residual stream_of(const Tensor& tokens_BT, int64_t position, const Tensor& begins_BT = {});
   Tensor hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache);
   Tensor loss_of(const Tensor& x_BTC, const Tensor& targets_BT, const CrossEntropyOptions& options);
-  Tensor mtp_losses(nn::Residual stream, const Tensor& targets_BT, const CrossEntropyOptions& options);
+  Tensor mtp_losses(nn::Residual stream, const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options);
   const nn::Parameter& head_weight() { return head ? head->weight : table().weight; }
   Tensor logits_of(const Tensor& x_BTC);
 

@@ -10,7 +10,7 @@ namespace sheaf::models {
 Drafter::Drafter(Decoder& model, int64_t most, int64_t capacity, int64_t vocab)
     : model_(model),
       vocab_(vocab),
-      caches_(static_cast<size_t>(std::min(most, model.num_mtp_layers())), nn::KeyValueCache(capacity)),
+      caches_(static_cast<size_t>(std::clamp<int64_t>(most, 0, model.num_mtp_layers())), nn::KeyValueCache(capacity)),
       before_(caches_.size()) {}
 
 // At position i layer k reads what the layer before made there, and the token at i + k + 1. So where the model has read n tokens, and one

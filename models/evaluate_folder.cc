@@ -70,6 +70,7 @@ EvaluationReport evaluate_folder(const std::string& folder, TrainConfig config, 
   // Before what only ranks of a run do together.
   require_agreement(world, "model", {{"what is in the folder", has_published_weights(folder) ? "published weights" : "a run"}});
   SavedModel saved = open_saved_model("evaluate", folder, checkpoint_group(world));
+  saved.model.mtp_layers = 0;  // nothing reads them
   take_tokenizer(saved, config.data);
   saved.quantize("evaluate", config.model.quantize);
   config.model = saved.model;

@@ -71,14 +71,14 @@ FlopsOfParts flops_of_parts(const TrainConfig& config, CountAttention attention)
   const double weights = m.lora_rank ? 4 : 6;
   const auto keys = [&](int64_t begin, int64_t end) { return 6 * keys_seen(m, begin, end, attention) * attention_of_a_block.of_a_key; };
   const double block = weights * block_of(mixtures) + 6 * adapters + keys(0, m.layers), head = weights * of(m.vocab) * width;
-  // Of two inputs one is made; then it is a block as the last ones are, and a head.
-  const double mtp = m.mtp_layers ? weights * (2 * width * width + block_of(m.experts ? 1 : 0)) + keys(m.layers, m.layers + m.mtp_layers) + head : 0;
-  return {tokens * block, tokens * (head + of(m.mtp_layers) * mtp)};
+  // Of two inputs one is made; then it is a block as the last ones are.
+  const double mtp = m.mtp_layers ? weights * (2 * width * width + block_of(m.experts ? 1 : 0)) + keys(m.layers, m.layers + m.mtp_layers) : 0;
+  return {tokens * block, tokens * head, tokens * of(m.mtp_layers) * mtp};
 }
 
 double flops_per_step(const TrainConfig& config, CountAttention attention) {
-  const auto [block, behind] = flops_of_parts(config, attention);
-  return static_cast<double>(config.model.layers) * block + behind;
+  const auto [block, head, mtp] = flops_of_parts(config, attention);
+  return static_cast<double>(config.model.layers) * block + static_cast<double>(1 + config.model.mtp_layers) * head + mtp;
 }
 
 }  // namespace sheaf::models

@@ -15,10 +15,10 @@ enum class CountAttention { causal, full };
 /// does not count. The vocabulary is model.vocab.
 double flops_per_step(const TrainConfig& config, CountAttention attention = CountAttention::causal);
 
-/// What of a step's operations one block takes, in the mean of all if their windows differ, what is behind the blocks (the head, and MTP
-/// layers with their heads).
+/// What of a step's operations one block takes, in the mean of all if their windows differ, the head, and all MTP layers, each of which has
+/// the head behind it.
 struct FlopsOfParts {
-  double block, behind;
+  double block, head, mtp;
 };
 FlopsOfParts flops_of_parts(const TrainConfig& config, CountAttention attention = CountAttention::causal);
 

@@ -125,7 +125,7 @@ std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt
   const auto uniform = [&](int64_t i) { return static_cast<double>(random_u64(key, i) >> 11) * 0x1p-53; };
   const int64_t capacity = std::min(context, static_cast<int64_t>(prompt.size()) + std::min(context, config.tokens));
   nn::KeyValueCache cache(capacity);
-  Drafter drafter(model, config.drafts < 0 ? model.num_mtp_layers() : config.drafts, capacity, vocab);
+  Drafter drafter(model, config.drafts, capacity, vocab);
   std::vector<int32_t> drafts;
   const auto made = [&] { return std::ssize(tokens) - std::ssize(prompt); };
   for (int64_t pass = 0; made() < config.tokens; ++pass) {
@@ -134,12 +134,13 @@ std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt
     if (have > context) cache.clear();
     const int64_t unread = length - cache.length();
     std::optional<CollectivesInTurn> in_turn;
-    if (pass < 2 || drafter.most() > 0) in_turn.emplace();  // kernels of many tokens, then of one; of drafts, of any number
+    const bool may_draft = drafter.most() > 0 && have < context;
+    if (pass < 2 || may_draft) in_turn.emplace();  // kernels of many tokens, then of one; of drafts, of any number
     std::vector<int32_t> next_tokens(tokens.end() - unread, tokens.end());
     next_tokens.insert(next_tokens.end(), drafts.begin(), drafts.end());
     const Tensor input = Tensor::from(next_tokens, {1, std::ssize(next_tokens)}).to(device);
     Tensor x, logits;  // of all that is read, and behind the last token and the drafts
-    if (drafter.most() > 0 && have < context) x = model.read(input, cache), logits = model.logits_behind(slice(x, 1, unread - 1, x.size(1)));
+    if (may_draft) x = model.read(input, cache), logits = model.logits_behind(slice(x, 1, unread - 1, x.size(1)));
     else logits = model.next_logits(input, cache);
     const std::vector<double> rows = logits.to_vector<double>();
     // A draft that is what the model itself chooses has been read already.
@@ -178,6 +179,7 @@ std::unique_ptr<Decoder> model_of(const SavedModel& saved, const std::string& dt
 void generate_from_folder(const std::string& folder, const GenerateConfig& config, Device device,
                           const std::function<void(const std::string&)>& emit) {
   SavedModel saved = open_saved_model("generate", folder);
+  saved.model.mtp_layers = std::min(saved.model.mtp_layers, config.drafts);
   saved.quantize("generate", config.quantize);
   check<ConfigError>(saved.text.tokenizer != nullptr, "[generate] ", saved.no_tokenizer);
   const Tokenizer& tokenizer = *saved.text.tokenizer;

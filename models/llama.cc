@@ -307,7 +307,7 @@ LlamaBlock::LlamaBlock(const LlamaConfig& c, int64_t index)
 }
 
 nn::Residual LlamaBlock::forward(nn::Residual stream, nn::KeyValueCache* cache) {
-  const Tensor begins_BT = stream.begins, tokens_BT = stream.tokens;
+  const Tensor begins_BT = stream.begins;
   NormedSum x_BTC = attention_norm(std::move(stream));
   Tensor branch_BTC = latent_attention ? (*latent_attention)(x_BTC.normed, cache, begins_BT)
                                        : (*attention)(x_BTC.normed, cache, begins_BT);
@@ -315,7 +315,7 @@ nn::Residual LlamaBlock::forward(nn::Residual stream, nn::KeyValueCache* cache) 
   x_BTC = mlp_norm(nn::Residual{x_BTC.sum, std::move(branch_BTC)});
   branch_BTC = moe ? (*moe)(x_BTC.normed, /*drops=*/cache == nullptr) : (*mlp)(x_BTC.normed);
   if (mlp_post_norm) branch_BTC = (*mlp_post_norm)(branch_BTC);
-  return {x_BTC.sum, branch_BTC, begins_BT, tokens_BT};
+  return {x_BTC.sum, branch_BTC, begins_BT};
 }
 
 LlamaMtpLayer::LlamaMtpLayer(const LlamaConfig& c, int64_t index)

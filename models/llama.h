@@ -52,7 +52,7 @@ struct LlamaConfig {
   int64_t dense_layers = 0;         ///< the first so many blocks have an MLP, not a mixture
   double aux_loss = 0.0;          ///< factor of each mixture's imbalance in the training loss
 
-  int64_t mtp_layers = 0;         ///< layers that predict further tokens in training, see Decoder::Sizes
+  int64_t mtp_layers = 0;         ///< layers that predict further tokens, see Decoder::Sizes
   double mtp_loss = 0.3;          ///< there, too
 
   int64_t kv_lora_rank = 0;       ///< attention is nn::LatentAttention with this width of its latent; 0: it is not

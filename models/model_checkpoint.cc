@@ -200,7 +200,8 @@ void load_state(Checkpoint& checkpoint, nn::Module& module, const Optimizers& op
                           "(LoadOptions::scaler)");
   if (scaler) check_saved(kFactor, kF32, {}), check_saved(kCounts, kI64, {3});
   for (const auto& [name, info] : checkpoint.tensors())
-    if (!wanted.contains(name) && (!optimizers.empty() || !name.starts_with("optimizer.")))
+    if (!wanted.contains(name) && (!optimizers.empty() || !name.starts_with("optimizer.")) &&
+        (options.passes_over.empty() || !name.starts_with(options.passes_over)))
       fail<CheckpointError>("[checkpoint] ", checkpoint.path(), ": the model has no ", name);
   std::vector<char> host, as_saved;
   for (const nn::StatePiece& p : pieces) {

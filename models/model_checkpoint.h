@@ -41,6 +41,7 @@ struct LoadOptions {
   std::function<void(const std::string&)> warn = {};
   optim::LossScaler* scaler = nullptr;  ///< filled, too: what was saved with one is loaded with one
   const optim::DiLoCo* outer = nullptr;  ///< the same, with as many islands
+  std::string_view passes_over = {};     ///< tensors whose names begin so, where the module has none; "": none
 };
 
 struct LoadedCheckpoint {

@@ -56,7 +56,7 @@ TrainConfig fit_recompute(const TrainConfig& config, int64_t vocab, int world, i
         most = std::max(most, plan_step(c, vocab, rank, world, threads, comm, device).peak.bytes);
     return most;
   };
-  int64_t fits = config.model.layers, too_few = kNoRecompute - 1;
+  int64_t fits = num_blocks(config.model), too_few = kNoRecompute - 1;
   if (const int64_t least = peak(fits); least > budget)
     fail<OutOfMemory>("[train] train.recompute fit: with all ", fits, " blocks computed again a step takes ", least, " bytes a rank, ",
                       "and sharding.memory_budget is ", budget);

@@ -136,7 +136,7 @@ class Loader {
       return !prefixed && name.starts_with(prefix) ? name.substr(prefix.size()) : name;
     };
     std::set<std::string, std::less<>> known;
-    const auto has_mtp = [&](int64_t k) { return publishes_mtp(model) && there.contains(file_name(mtp_mark(model.layers + k))); };
+    const auto has_mtp = [&](int64_t k) { return model.kv_lora_rank && there.contains(file_name(mtp_mark(model.layers + k))); };
     for (const PublishedTensor& t : table) {
       if (t.repeats || (t.mtp_layer >= 0 && !has_mtp(t.mtp_layer))) continue;
       const std::string name = file_name(t.name);
@@ -253,6 +253,12 @@ ModelConfig model_config(nn::Module& model) {
   if (const auto* gpt = dynamic_cast<const Gpt*>(&model)) return resolved(options_of(gpt->config));
   if (const auto* llama = dynamic_cast<const Llama*>(&model)) return resolved(options_of(llama->config));
   fail<ConfigError>("[weights] published weights are for Gpt and Llama, not for ", model.type_name());
+}
+
+int64_t num_mtp_layers(const PublishedFiles& files, const ModelConfig& model) {
+  int64_t k = 0;
+  while (publishes_mtp(model) && files.tensors().contains(mtp_mark(model.layers + k))) ++k;
+  return k;
 }
 
 void check_weights(const PublishedFiles& files, const ModelConfig& model) {

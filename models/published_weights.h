@@ -29,6 +29,9 @@ int64_t load_weights(nn::Module& model, const std::string& path);
 /// names, shapes and dtypes it checks all, of config.json nothing.
 int64_t fill_weights(std::span<const nn::StatePiece> pieces, const PublishedFiles& files, const ModelConfig& model);
 
+/// MTP layers that the files have of a model that publishes_mtp().
+int64_t num_mtp_layers(const PublishedFiles& files, const ModelConfig& model);
+
 /// What load_weights() checks of names, shapes and dtypes, before there is a model; vocab must be known.
 void check_weights(const PublishedFiles& files, const ModelConfig& model);
 

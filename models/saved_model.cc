@@ -29,7 +29,7 @@ SavedModel from_run(const char* who, const std::string& folder, const Checkpoint
   }
   if (state.weights && !state.weights->before.empty()) out.text.before = state.weights->before;
   if (state.model.end_of_text >= 0) out.text.ends.push_back(static_cast<int32_t>(state.model.end_of_text));
-  out.load = [opened = std::make_shared<Checkpoint>(std::move(*checkpoint))](Decoder& model) { load_state(*opened, model, {}); };
+  out.load = [opened = std::make_shared<Checkpoint>(std::move(*checkpoint))](Decoder& model) { load_state(*opened, model, {}, {.passes_over = "mtp_layers."}); };
   return out;
 }
 
@@ -45,6 +45,7 @@ SavedModel from_published(const char* who, const std::string& folder) {
   } else {
     out.no_tokenizer = str("'", beside, "' has neither tokenizer.json nor GPT-2's vocab.json and merges.txt");
   }
+  out.model.mtp_layers = num_mtp_layers(*files, out.model);
   check_weights(*files, out.model);
   out.load = [files](Decoder& model) { load_weights(model, *files); };
   return out;

@@ -13,7 +13,7 @@
 namespace sheaf::models {
 
 struct SavedModel {
-  ModelConfig model;                       ///< vocab may be 0
+  ModelConfig model;                       ///< vocab may be 0; with fewer MTP layers it loads, too
   int64_t vocab = 0;
   PublishedText text = {};                 ///< what it reads and writes; without a tokenizer where none is known
   std::string no_tokenizer = {};           ///< then: why

@@ -9,9 +9,10 @@ double head_in_blocks(const TrainConfig& config, int64_t vocab) {
   if (config.sharding.pipeline_head >= 0) return config.sharding.pipeline_head;
   TrainConfig c = config;
   if (c.model.vocab == 0) c.model.vocab = vocab;
-  const auto [block, behind] = flops_of_parts(c);
+  const auto [block, head, mtp] = flops_of_parts(c);
   // A block's forward once more: two products for each parameter beside six.
-  return behind / (c.train.recompute == "block" && c.train.recompute_blocks < 0 ? block * 8 / 6 : block);
+  const double again = c.train.recompute == "block" && c.train.recompute_blocks < 0 ? 8.0 / 6 : 1;
+  return static_cast<double>(1 + c.model.mtp_layers) * head / (block * again) + mtp / block;
 }
 
 std::vector<Turn> turns_of(const TrainConfig& config, int stage, int stages, int64_t micro_batches) {

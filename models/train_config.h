@@ -80,7 +80,7 @@ struct ModelConfig {
   int64_t shared_experts = 0;   ///< beside those that are chosen, through which every token goes
   int64_t dense_layers = 0;     ///< the first so many blocks have an MLP of mlp_width instead of a mixture
   double aux_loss = 0.0;        ///< factor of the load-balancing loss of each mixture, added to the training loss
-  int64_t mtp_layers = 0;       ///< layers that each predict one token further in training (MTP; llama)
+  int64_t mtp_layers = 0;       ///< layers that each predict one token further, in training and for drafts (MTP; llama)
   double mtp_loss = 0.3;        ///< factor of the mean of their losses in the training loss
   bool bias = false;            ///< biases in linear layers and layer norms (gpt2)
   bool qkv_bias = false;        ///< queries, keys and values have biases, as Qwen2's (llama)
@@ -101,6 +101,9 @@ struct ModelConfig {
   double norm_eps = 1e-5;       ///< added to the variance in norms
   int64_t end_of_text = -1;     ///< no option of its own: follows from [data] (model_of), -1 where documents are not separated
 };
+
+/// With MTP layers, which are blocks, too.
+inline int64_t num_blocks(const ModelConfig& m) { return m.layers + m.mtp_layers; }
 
 /// `m` with what 0 leaves to its type filled in: key and value heads, their widths, the hidden size of the MLP and of experts.
 inline ModelConfig resolved(ModelConfig m) {
@@ -259,7 +262,7 @@ struct GenerateConfig {
   std::string dtype = "f32";  ///< generate_from_folder's, of weights and computing: "f32", or "bf16" or "f16" in half of the memory
   std::string quantize = "none";  ///< generate_from_folder's: matrices of blocks rest in "int8" or "nf4" blocks (ModelConfig::quantize)
   int64_t seed = 1337;        ///< of the choices
-  int64_t drafts = -1;        ///< tokens that MTP layers draft for each pass (Drafter), at most; -1: one by each layer, 0: none
+  int64_t drafts = 1;         ///< tokens that MTP layers draft for each pass (Drafter), at most one by each layer; 0: none
 };
 
 struct TrainConfig {

@@ -91,7 +91,7 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
     set_fitted(fitted, blocks);
     if (world_.rank() == 0)
       options_.print(blocks == kNoRecompute ? std::string("train.recompute fit: nothing")
-                                            : str("train.recompute fit: ", blocks, " of ", config_.model.layers,
+                                            : str("train.recompute fit: ", blocks, " of ", num_blocks(config_.model),
                                                   " blocks, the others selectively"));
   }
   const auto num_targets = [this](int64_t first, int64_t count) { return windows_.num_targets(first, count); };

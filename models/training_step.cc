@@ -78,7 +78,7 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
   if (const bool selective = config_.train.recompute == "selective"; selective || config_.train.recompute == "block") {
     // The first ones, of each stage: when the reverse pass comes to them, what later ones had kept is gone.
     const int64_t blocks = config_.train.recompute_blocks;
-    std::vector<int64_t> left(static_cast<size_t>(stages), blocks >= 0 ? blocks : selective ? 0 : config_.model.layers + config_.model.mtp_layers);
+    std::vector<int64_t> left(static_cast<size_t>(stages), blocks >= 0 ? blocks : selective ? 0 : num_blocks(config_.model));
     for (auto& [path, module] : sharded_.model->named_modules()) {
       if (!sharded_.model->is_block(*module)) continue;
       const bool whole = left[static_cast<size_t>(std::max(0, sharded_.model->stage_of(*module, sharded_.cut)))]-- > 0;

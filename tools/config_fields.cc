@@ -60,7 +60,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"model.shared_experts", &m.shared_experts, "experts beside those, through which every token goes", any, 0, 10000},
       {"model.dense_layers", &m.dense_layers, "the first so many blocks have an MLP of model.mlp_width instead of a mixture", any, 0, 1e5},
       {"model.aux_loss", &m.aux_loss, "factor of each mixture's load-balancing loss in the training loss", any, 0, 1e6},
-      {"model.mtp_layers", &m.mtp_layers, "layers that each predict one token further, in training only (multi-token prediction)", any, 0, 100},
+      {"model.mtp_layers", &m.mtp_layers, "layers that each predict one token further, in training and for drafts (multi-token prediction)", any, 0, 100},
       {"model.mtp_loss", &m.mtp_loss, "factor of the mean of their losses in the training loss", any, 0, 1e6},
       {"model.tie_embeddings", &m.tie_embeddings, "the output head is the token embedding"},
       {"model.dropout", &m.dropout, "probability", any, 0, 0.999},
@@ -206,7 +206,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"generate.dtype", &g.dtype, "of weights and computing: bf16 and f16 take half of the memory", {"f32", "bf16", "f16"}},
       {"generate.quantize", &g.quantize, "how matrices of blocks rest: in 8 or 4 bits, in blocks of 64 with a scale", {"none", "int8", "nf4"}},
       {"generate.seed", &g.seed, "of the choices", any, 0},
-      {"generate.drafts", &g.drafts, "tokens that layers for further tokens (model.mtp_layers) draft for each pass; -1: one by each layer", any, -1, 100},
+      {"generate.drafts", &g.drafts, "tokens that layers for further tokens (model.mtp_layers) draft for each pass, at most one by each layer", any, 0, 100},
   };
 }
 

@@ -156,7 +156,7 @@ int export_command(const ExportArguments& arguments) {
       if (adapters) replace_file(folder + "/adapter_config.json", adapter_config(model, state.weights ? state.weights->path : "").dump() + "\n");
       else export_config(state, model, dtype, folder);
       const bool leaves_out = model.mtp_layers > 0 && !adapters && !models::publishes_mtp(model);
-      return export_tokenizer(state, folder) + (leaves_out ? ", without model.mtp_layers, which its architecture has not" : "");
+      return export_tokenizer(state, folder) + (leaves_out ? ", without model.mtp_layers, which are published with DeepSeek-V3's mixtures alone" : "");
     };
   } else {
     tensors = own_tensors(checkpoint);

@@ -12,13 +12,11 @@ struct Residual {
   Tensor x;
   Tensor branch = {};  ///< undefined at the start of the stream
   Tensor begins = {};  ///< i32 [B, T], where the document of each token begins; undefined where sequences are one
-  Tensor tokens = {};  ///< [B, T], for who reads them behind the last block; undefined where nobody does
   template <class F>
   void for_each_tensor(F&& f) {
     f(x);
     if (branch) f(branch);
     if (begins) f(begins);
-    if (tokens) f(tokens);
   }
   /// The stream as one tensor.
   void join() {

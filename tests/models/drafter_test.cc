@@ -140,11 +140,11 @@ TEST(Drafter, ChangesNoText) {
             };
             const std::vector<int32_t> expected = generated();
             EXPECT_EQ(model.passes.size(), static_cast<size_t>(tokens));
-            for (const int64_t drafts : {-1, 1, 2, 9}) {
+            for (const int64_t drafts : {1, 2, 3, 9}) {
               options.drafts = drafts;
               EXPECT_EQ(generated(), expected) << kind << ' ' << layers << ' ' << temperature << ' ' << prompt << ' ' << tokens << ' ' << drafts;
               EXPECT_EQ(emitted, expected);
-              const int64_t most = drafts < 0 ? layers : std::min(drafts, layers);
+              const int64_t most = std::min(drafts, layers);
               for (size_t i = 1; i < model.passes.size() && prompt + tokens <= kContext; ++i) EXPECT_LE(model.passes[i], 1 + most);
               if (tokens == 17) {
                 EXPECT_LE(model.passes.size(), 17u);
@@ -167,7 +167,7 @@ TEST(Drafter, StopsWhereTheTextEnds) {
   for (int32_t end = 0; end < kVocab; ++end) {
     options.drafts = 0;
     const std::vector<int32_t> ends{end}, expected = models::generate(model, text(4), kContext, kVocab, options, {}, ends);
-    options.drafts = -1;
+    options.drafts = 2;
     EXPECT_EQ(models::generate(model, text(4), kContext, kVocab, options, {}, ends), expected) << end;
   }
 }
@@ -194,7 +194,7 @@ TEST(Drafter, ChangesNoTextOnAnyMesh) {
       models::GenerateConfig generate;
       generate.tokens = 20, generate.temperature = 1, generate.drafts = 0;
       const std::vector<int32_t> expected = models::generate(model, text(5), kContext, kVocab, generate);
-      generate.drafts = -1;
+      generate.drafts = 2;
       EXPECT_EQ(models::generate(model, text(5), kContext, kVocab, generate), expected);
     });
   }

@@ -6,6 +6,7 @@
 #include "sheaf/autograd/recording.h"
 #include "sheaf/models/language_model.h"
 #include "sheaf/models/llama.h"
+#include "sheaf/models/plan.h"
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/models/parity.h"
 
@@ -265,6 +266,31 @@ TEST(Mtp, LayersAreUnits) {
     for (const auto& unit : units(step.model())) names.push_back(unit->name());
     EXPECT_THAT(names, ::testing::IsSupersetOf({"mtp_layers.0", "mtp_layers.1", "blocks.0", "head"}));
   });
+}
+
+// Of a model of few blocks, what most can be left out of memory.
+TEST(Mtp, AFewBytesMakeThemBeComputedAgain) {
+  models::TrainConfig c = config_of("untied llama");
+  c.model.layers = 1;
+  const auto peak = [&](models::TrainConfig of) { return models::plan_step(of, 13, 0, 2, 1, "local").peak.bytes; };
+  models::TrainConfig none = c, block = c;
+  block.train.recompute = "block";
+  ASSERT_LT(peak(block), peak(none));
+  c.train.recompute = "fit", c.sharding.memory_budget = (peak(block) + peak(none)) / 2;
+  const models::TrainConfig fitted = models::fit_recompute(c, 13, 2, 1, "local");
+  EXPECT_GT(fitted.train.recompute_blocks, 0);
+  EXPECT_LE(peak(fitted), c.sharding.memory_budget);
+  c.sharding.memory_budget = peak(block) / 2;
+  EXPECT_THAT([&] { models::fit_recompute(c, 13, 2, 1, "local"); }, ::testing::ThrowsMessage<OutOfMemory>(HasSubstr("with all 3 blocks computed again")));
+}
+
+TEST(Mtp, RestInBlocksAsOthers) {
+  models::ModelConfig m = model_of("untied llama");
+  m.width = 64, m.heads = 2, m.kv_heads = 2, m.mlp_width = 64, m.quantize = "int8";
+  const auto model = models::make_language_model(m, 13, /*frozen=*/true);
+  int in_blocks = 0;
+  for (const nn::Parameter& p : model->parameters()) in_blocks += p.name().starts_with("mtp_layers.1.") && p.blocks();
+  EXPECT_EQ(in_blocks, 6);  // what joins, two of attention, three of the MLP
 }
 
 TEST(Mtp, CheckpointsMoveBetweenMeshes) {

@@ -13,6 +13,7 @@
 #include "sheaf/models/published_config.h"
 #include "sheaf/models/published_names.h"
 #include "sheaf/models/published_weights.h"
+#include "sheaf/models/saved_model.h"
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/models/cuts.h"
 #include "sheaf/tests/models/parity.h"
@@ -243,6 +244,20 @@ TEST(PublishedWeights, LayersForFurtherTokensHaveTheLossesOfTheirDepths) {
     model->eval();
     if (layers < 3) EXPECT_NEAR(with - loss(), layers == 1 ? losses[0] : (losses[0] + losses[1]) / 2, 1e-5) << layers;
     else EXPECT_GT(with, loss());  // the third is none of theirs, and stays as it was drawn
+  }
+}
+
+// A model that is to be used has as many as there are; with fewer it loads, too.
+TEST(PublishedWeights, LayersForFurtherTokensAreThereForDrafts) {
+  models::SavedModel saved = models::open_saved_model("generate", folder_of("deepseek_v3_bf16"));
+  EXPECT_EQ(saved.model.mtp_layers, 2);
+  EXPECT_EQ(models::open_saved_model("generate", folder_of("deepseek_v2_f32")).model.mtp_layers, 0);
+  for (const int64_t layers : {0, 1, 2}) {
+    saved.model.mtp_layers = layers;
+    const auto model = models::make_language_model(saved.model, saved.vocab, /*frozen=*/true);
+    materialize(*model);
+    saved.load(*model);
+    EXPECT_EQ(model->num_mtp_layers(), layers);
   }
 }
 

@@ -36,6 +36,17 @@ TEST(StageCutOfAModel, TheHeadCountsAsItsOperationsDo) {
   EXPECT_EQ(models::head_in_blocks(c, 7), 0.5);
 }
 
+// Layers for further tokens are blocks that may be computed again, with a head each.
+TEST(StageCutOfAModel, WhatPredictsFurtherTokensCountsToo) {
+  models::TrainConfig c = llama3_8b();
+  const double width = 4096, projections = 2 * width * width + 2 * width * 1024, mlp = 3 * width * 14336, attention = 8192 * width;
+  const double block = projections + mlp + attention, head = 128256 * width, joins = 2 * width * width;
+  c.model.mtp_layers = 2;
+  EXPECT_DOUBLE_EQ(models::head_in_blocks(c, 0), (3 * head + 2 * (joins + block)) / block);
+  c.train.recompute = "block";
+  EXPECT_DOUBLE_EQ(models::head_in_blocks(c, 0), 3 * head / block * 3 / 4 + 2 * (joins + block) / block);
+}
+
 TEST(StageCutOfAModel, LeavesTheLastStageRoomForTheHead) {
   models::TrainConfig c = llama3_8b();
   c.sharding.pipeline = 4;

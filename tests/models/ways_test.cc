@@ -119,7 +119,7 @@ TEST_F(Ways, StagesBesideALongHeadAreTried) {
   c.model.layers = 32, c.model.tie_embeddings = false;
   c.train.batch = c.train.micro_batches = 16;
   const models::FlopsOfParts parts = models::flops_of_parts(c);
-  c.model.vocab = std::llround(2.1 * static_cast<double>(c.model.vocab) * parts.block / parts.behind);
+  c.model.vocab = std::llround(2.1 * static_cast<double>(c.model.vocab) * parts.block / parts.head);
   models::WaysOptions options;
   options.keep = {"sharding.tensor", "sharding.context", "sharding.replicas", "sharding.strategy", "train.micro_batches", "train.recompute"};
   const auto tried = [&](int64_t stages, int64_t runs) {

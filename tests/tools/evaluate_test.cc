@@ -56,6 +56,26 @@ double loss_in(const std::string& out) {
   return at == std::string::npos ? -1 : std::stod(out.substr(at + 6));
 }
 
+// Layers for further tokens draft, which changes no text, and are loaded for nothing else.
+TEST(Evaluate, LayersForFurtherTokensDraft) {
+  const Folder folder;
+  const Outcome trained = folder.train("run", {"--model.type", "llama", "--model.mtp_layers", "2"}, 2);
+  ASSERT_EQ(trained.code, 0) << trained.err;
+  const auto text = [&](int drafts, const Words& more = {}) {
+    const Outcome r = run_sheaf(Words{"generate", folder / "run", "--generate.tokens", "30", "--generate.drafts", std::to_string(drafts)} + more);
+    EXPECT_EQ(r.code, 0) << r.err;
+    return r.out;
+  };
+  for (const Words& more : {Words{}, Words{"--generate.dtype", "bf16"}, Words{"--generate.temperature", "0"}}) {
+    EXPECT_EQ(text(1, more), text(0, more));
+    EXPECT_EQ(text(9, more), text(0, more));
+  }
+  const Outcome r = run_sheaf(evaluate(folder / "run", {"--data.corpus", folder / "corpus.txt"}));
+  ASSERT_EQ(r.code, 0) << r.err;
+  EXPECT_GT(loss_in(r.out), 1);
+  EXPECT_EQ(run_sheaf({"generate", folder / "run", "--generate.drafts", "-1"}).code, 64);
+}
+
 TEST(Evaluate, ARunAnswersQuestionsWhileItTrains) {
   const Folder folder;
   const Words sets = {"--data.choices", "one=" + kQuestions + " two=" + kQuestions};

@@ -30,7 +30,7 @@ models::TrainConfig config_of(const Session& session, const Pipeline& p) {
   models::TrainConfig config = training_config(session.options().quick ? "nanogpt-f32-12x64" : "char-f32-16x256", more);
   if (p.head) {
     const models::FlopsOfParts parts = models::flops_of_parts(config);
-    config.model.vocab = std::llround(static_cast<double>(config.model.vocab) * 2 * parts.block / parts.behind);
+    config.model.vocab = std::llround(static_cast<double>(config.model.vocab) * 2 * parts.block / parts.head);
   }
   return config;
 }
