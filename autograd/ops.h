@@ -32,9 +32,10 @@ Tensor redistribute(const Tensor& x, const Layout& to);
 /// does not wait: products go on with rows as they come. See [Note: in pieces]. Ranks agree on that option and on
 /// RecordingOptions::overlap, and all of them record, or none.
 Tensor redistribute_in_pieces(const Tensor& x, const Layout& to);
-/// The same of keys and values x[B, T, groups · G, D], of which ranks have tokens, for attention that reads all of them: it goes on with
-/// heads as they come, some of the G of each group after others. Of values that are split off behind it the first are keys, then values.
-Tensor redistribute_in_heads(const Tensor& x, const Layout& to, int64_t groups);
+/// The same of keys and values [B, T, 2 G, D], keys first, of which ranks have tokens, for attention by `readers` query heads for each of
+/// them: it goes on with heads as they come, some of the G after others. On GPUs each part has piece_rows² rows of queries, over all its
+/// heads, so that there is enough to do for all of a GPU.
+Tensor redistribute_in_heads(const Tensor& keys_values, const Layout& to, int64_t readers);
 /// The same with the placement of one mesh axis changed.
 Tensor redistribute(const Tensor& x, const std::string& axis, const Placement& to);
 

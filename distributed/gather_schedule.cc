@@ -15,8 +15,6 @@ void GatherSchedule::remove(Unit* unit) {
   orders_.clear();
   current_.clear();
   std::erase(put_off_, unit);
-  behinds_.clear();
-  current_behind_.clear();
   following_ = false;
 }
 
@@ -55,12 +53,10 @@ void GatherSchedule::begin_pass() {
   if (!current_.empty() && recording_ == 0) {
     alone_ = std::move(current_);
   } else if (!current_.empty()) {
-    if (orders_.size() <= pass_) orders_.resize(pass_ + 1), behinds_.resize(pass_ + 1);
+    if (orders_.size() <= pass_) orders_.resize(pass_ + 1);
     orders_[last_ = pass_] = std::move(current_);
-    behinds_[last_] = std::move(current_behind_);
   }
   current_.clear();
-  current_behind_.clear();
   cleared_at_ = 0;
   const uint64_t recording = r ? r->serial() : 0;
   pass_ = recording == recording_ ? pass_ + 1 : 0;
@@ -68,8 +64,8 @@ void GatherSchedule::begin_pass() {
   following_ = true;
 }
 
-const std::vector<Unit*>& GatherSchedule::foreseen() const {
-  static const std::vector<Unit*> kNone;
+const GatherSchedule::Order& GatherSchedule::foreseen() const {
+  static const Order kNone;
   if (recording_ == 0) return alone_;
   if (pass_ < orders_.size() && !orders_[pass_].empty()) return orders_[pass_];
   return orders_.empty() ? kNone : orders_[last_];
@@ -118,8 +114,8 @@ void GatherSchedule::discard_pending(const Unit* except, std::span<Unit* const> 
 void GatherSchedule::use(Unit& unit) {
   using State = Unit::State;
   if (const Recording* r = Recording::current(); scopes_.empty() && r && r->in_backward()) begin_pass();
-  const std::vector<Unit*>& order = foreseen();
-  const bool is_foreseen = following_ && current_.size() < order.size() && order[current_.size()] == &unit;
+  const Order& order = foreseen();
+  const bool is_foreseen = following_ && current_.size() < order.size() && order[current_.size()].unit == &unit;
   const bool pending = unit.state_ == State::pending;  // the pair of discard and gather vanishes
   if (pending || unit.state_ == State::open) {         // for another micro-batch, it may be
     unit.state_ = State::open;
@@ -137,7 +133,7 @@ void GatherSchedule::use(Unit& unit) {
     in_flight_.clear();
   }
   following_ = is_foreseen;
-  current_.push_back(&unit);
+  current_.push_back({&unit, 0});
   const std::vector<Unit*> next = comes_next(&unit, /*gathers=*/!pending);
   if (!pending) {
     discard_pending(&unit, next);
@@ -156,15 +152,14 @@ void GatherSchedule::use(Unit& unit) {
 // The next units are gathered where this one's layer sends nothing for longest, as it did the last time.
 void GatherSchedule::begin_use(const Unit& unit, std::vector<Unit*> next) {
   const Recording* const r = Recording::current();
-  int behind = 0;
+  int& behind = current_.back().behind;
   counts_ = r && !r->in_backward() && unit.mesh();
   if (counts_) {
-    const size_t use = current_.size() - 1, pass = pass_ < orders_.size() && !orders_[pass_].empty() ? pass_ : last_;
-    behind = following_ && pass < behinds_.size() && use < behinds_[pass].size() ? behinds_[pass][use] : -1;
+    const size_t use = current_.size() - 1;
+    behind = following_ && use < foreseen().size() ? foreseen()[use].behind : -1;
     stretch_.begin(r->tape(), unit.mesh(), unit.axis(), /*weighs=*/behind < 0);
     counts_ = behind != 0;  // there is nothing to learn, nor to wait for
   }
-  current_behind_.push_back(behind);
   if (!following_) return;
   if (behind > 0) put_off_ = std::move(next), behind_ = behind;
   else prefetch(next);
@@ -182,7 +177,7 @@ void GatherSchedule::look() {
 void GatherSchedule::end_use() {
   put_off_.clear();  // the next use is here, and gathers by itself; who ends a pass, by an exception or not, gathers nothing
   look();
-  if (counts_ && !current_behind_.empty() && current_behind_.back() < 0) current_behind_.back() = stretch_.longest();
+  if (counts_ && !current_.empty() && current_.back().behind < 0) current_.back().behind = stretch_.longest();
   counts_ = false;
 }
 
@@ -191,11 +186,11 @@ void GatherSchedule::end_use() {
 std::vector<Unit*> GatherSchedule::comes_next(const Unit* now, bool gathers) const {
   std::vector<Unit*> next;
   if (!following_) return next;
-  const std::vector<Unit*>& order = foreseen();
+  const Order& order = foreseen();
   const int64_t most = budget(), several = budget_ >= 0 ? most : with_small_ones(usual_bytes());
   int64_t ahead = 0;
   for (size_t i = current_.size(); i < order.size(); ++i) {
-    Unit* unit = order[i];
+    Unit* const unit = order[i].unit;
     if (unit == now || unit->state_ == Unit::State::open || unit->kept() || std::ranges::find(next, unit) != next.end()) continue;
     gathers = gathers || unit->state_ != Unit::State::pending;
     const int64_t bytes = unit->gathered_bytes();
@@ -221,10 +216,10 @@ void GatherSchedule::prefetch(std::span<Unit* const> next) {
 
 // They cross slower links, once a step: issued a use or more before the unit's own gather, which then need not wait long.
 void GatherSchedule::prefetch_copies() {
-  const std::vector<Unit*>& order = foreseen();
+  const Order& order = foreseen();
   int64_t ahead = 0;
   for (size_t i = current_.size(); i < order.size(); ++i) {
-    Unit* next = order[i];
+    Unit* const next = order[i].unit;
     const int64_t bytes = next->copied_bytes();
     const bool there = next->has_copies();
     if (bytes == 0 || !next->gathered_.empty() || (there && !next->copies_under_way())) continue;

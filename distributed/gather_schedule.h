@@ -61,8 +61,15 @@ class GatherSchedule {
   void note_gathered();
 
  private:
+  /// Of a unit, and behind how many exchanges those that come next are gathered; -1: not known.
+  struct Use {
+    Unit* unit;
+    int behind;
+  };
+  using Order = std::vector<Use>;
+
   void begin_pass();
-  const std::vector<Unit*>& foreseen() const;
+  const Order& foreseen() const;
   void discard_pending(const Unit* except, std::span<Unit* const> next);
   int64_t usual_bytes() const;
   std::vector<Unit*> comes_next(const Unit* now, bool gathers) const;
@@ -74,11 +81,11 @@ class GatherSchedule {
   std::vector<Unit*> units_;
   std::vector<std::vector<Unit*>> scopes_;
   GatherSchedule* around_ = nullptr;         // of the scope around the outermost
-  std::vector<Unit*> alone_;                 // order of the last whole pass outside recordings
-  std::vector<std::vector<Unit*>> orders_;   // of the last recordings' passes, by their place: a stage of a pipeline does not do
+  Order alone_;                              // of the last whole pass outside recordings
+  std::vector<Order> orders_;                // of the last recordings' passes, by their place: a stage of a pipeline does not do
   size_t last_ = 0, pass_ = 0;               // the same in each. The last whole one, and the one under way
   uint64_t recording_ = 0;                   // it is of; 0: of none
-  std::vector<Unit*> current_;
+  Order current_;
   size_t cleared_at_ = 0;                    // uses of the pass before the backward that began last
   bool following_ = false;                   // current_ agrees with foreseen() so far
   std::deque<Unit*> in_flight_;
@@ -86,8 +93,6 @@ class GatherSchedule {
   bool counts_ = false;                       // if it is looked at
   std::vector<Unit*> put_off_;                // are gathered behind so many exchanges
   int behind_ = 0;
-  std::vector<int> current_behind_;           // for each of current_, so many; -1: not known
-  std::vector<std::vector<int>> behinds_;     // the same for orders_
   int64_t budget_;
   int64_t mispredicted_ = 0, peak_gathered_ = 0, peak_excess_ = 0;
 };

@@ -30,11 +30,11 @@ class RedistributionInPieces : public Redistribution {
   /// Starts all of them. `in` is dense; it is read until they have come, unless it packs. `received` and `sent` are null where not needed.
   std::vector<RowsToCome> start(const View& in, const View& out, void* received, void* sent, int64_t parts) const;
 
-  /// Keys and values [B, T, groups · G, D] of which each rank has all heads of its tokens, to be all tokens, some of the G heads of each
-  /// group after others: in so many parts, where ranks have at least so many rows (tokens of sequences); 0: whole. It packs and unpacks.
-  static int64_t coming_by_heads(const Type& from, const Layout& to, int64_t groups, int64_t least_rows);
-  static std::vector<RowsToCome> heads_to_come(const Type& to, int64_t groups, int64_t parts);
-  std::vector<RowsToCome> start_by_heads(const View& in, const View& out, void* received, void* sent, int64_t groups, int64_t parts) const;
+  /// Keys and values [B, T, 2 G, D] of which each rank has all heads of its tokens, to be all tokens, some of the G heads after others:
+  /// in so many parts; 0: whole. So many query heads read each. It packs and unpacks. See redistribute_in_heads().
+  static int64_t coming_by_heads(const Type& from, const Layout& to, Device device, int64_t readers, int64_t least_rows);
+  static std::vector<RowsToCome> heads_to_come(const Type& to, int64_t parts);
+  std::vector<RowsToCome> start_by_heads(const View& in, const View& out, void* received, void* sent, int64_t parts) const;
 
   /// In how many parts a product's result goes; 0: whole.
   static int64_t going(const Type& from, const Layout& to, int64_t least_rows);

@@ -48,7 +48,8 @@ struct InPieces {
   static constexpr Lane kLane = Lane::gather;
   struct Attrs {
     Layout to;
-    int32_t parts, groups = 0;  // of heads; 0: what comes are rows
+    int32_t parts;
+    bool by_heads = false;  // of keys and values, not by rows
     bool operator==(const Attrs&) const = default;
   };
 
@@ -59,8 +60,8 @@ struct InPieces {
     SmallVector<Tensor, 3> outputs;
     for (int o = 0; o < c.num_outputs(); ++o) outputs.push_back(c.output_tensor(o));
     will_come(c.input_tensor(0), std::span(outputs.begin(), outputs.size()),
-              a.groups ? r.start_by_heads(c.input(0), c.output(0), beside(1), beside(2), a.groups, a.parts)
-                       : r.start(c.input(0), c.output(0), beside(1), beside(2), a.parts));
+              a.by_heads ? r.start_by_heads(c.input(0), c.output(0), beside(1), beside(2), a.parts)
+                         : r.start(c.input(0), c.output(0), beside(1), beside(2), a.parts));
   }
   static void will_come(const Tensor& x, std::span<const Tensor> outputs, std::vector<RowsToCome> pieces) {
     std::vector<std::shared_ptr<Storage>> lent;
@@ -75,7 +76,7 @@ struct InPieces {
   }
   static void vjp(const Attrs&, Vjp& c) { detail::adjoint_of_redistribution(c); }
   static constexpr bool kMarked = true;
-  static void describe(const Attrs& a, std::string& out) { out += a.groups ? "by heads" : "in pieces"; }
+  static void describe(const Attrs& a, std::string& out) { out += a.by_heads ? "by heads" : "in pieces"; }
 };
 
 // By itself it is any redistribution. What is added up is not packed: products put it where it is sent from.
@@ -122,14 +123,14 @@ const OpDef& onward_in_pieces_op() { return op_def<SentInPieces>(); }
 void will_come_in_pieces(const void* attrs, const Tensor& input, std::span<const Tensor> outputs) {
   const auto& a = *static_cast<const InPieces::Attrs*>(attrs);
   InPieces::will_come(input, outputs,
-                      a.groups ? RedistributionInPieces::heads_to_come(outputs[0].type(), a.groups, a.parts)
-                               : RedistributionInPieces::rows_to_come(input.type(), outputs[0].type(), a.parts, input.device()));
+                      a.by_heads ? RedistributionInPieces::heads_to_come(outputs[0].type(), a.parts)
+                                 : RedistributionInPieces::rows_to_come(input.type(), outputs[0].type(), a.parts, input.device()));
 }
 
 PiecesToCome pieces_to_come(const Tape& tape, const Node& n, bool by_heads) {
   if (n.op != &in_pieces_op()) return {};
-  const auto [to, parts, groups] = *static_cast<const InPieces::Attrs*>(tape.attrs(n));
-  if ((groups > 0) != by_heads) return {};
+  const auto [to, parts, are_heads] = *static_cast<const InPieces::Attrs*>(tape.attrs(n));
+  if (are_heads != by_heads) return {};
   if (n.num_outputs > 1) return {parts, 0};
   const int ranks = Redistribution::move(tape.type(tape.inputs(n)[0]).layout, tape.type(tape.output(n)).layout).size;
   return {parts * (ranks - 1), 1.0 / ranks};
@@ -232,11 +233,11 @@ Tensor redistribute_in_pieces(const Tensor& x, const Layout& to) {
   return apply_typed(in_pieces_op(), &attrs, std::span(&dense, 1), specs)[0];
 }
 
-Tensor redistribute_in_heads(const Tensor& x, const Layout& to, int64_t groups) {
+Tensor redistribute_in_heads(const Tensor& x, const Layout& to, int64_t readers) {
   const Recording* const r = Recording::current();
-  const int64_t parts = r && r->options().overlap ? RedistributionInPieces::coming_by_heads(x.type(), to, groups, r->options().piece_rows) : 0;
+  const int64_t parts = r && r->options().overlap ? RedistributionInPieces::coming_by_heads(x.type(), to, x.device(), readers, r->options().piece_rows) : 0;
   if (parts == 0) return redistribute(x, to);
-  const InPieces::Attrs attrs{to, static_cast<int32_t>(parts), static_cast<int32_t>(groups)};
+  const InPieces::Attrs attrs{to, static_cast<int32_t>(parts), /*by_heads=*/true};
   const OutputSpec come{{x.dtype(), x.shape(), to}, {}, -1, 0};
   const OutputSpec specs[] = {come, come, {x.type(), {}, -1, 0}};
   return apply_typed(in_pieces_op(), &attrs, std::span(&x, 1), specs)[0];

@@ -109,7 +109,7 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
   }
   Tensor mixed_BTC;
   if (cache) mixed_BTC = attend(qkv_BTE, keys, {}, [&](const Tensor& kv_BTGD) { return cache->append(path(), kv_BTGD); });
-  else if (gathers) mixed_BTC = attend(qkv_BTE, keys, begins_BT, whole_keys_values);
+  else if (gathers) mixed_BTC = attend(qkv_BTE, keys, begins_BT, [&](const Tensor& kv_BTGD) { return whole_keys_values(kv_BTGD, heads / keys); });
   else mixed_BTC = packed_attention(qkv_BTE, heads, keys, {.begins = begins_BT, .window = window});
   return dropout(projection(context.leave(mixed_BTC, !region && projection.fp8 == Fp8::none), region.onward()));
 }

@@ -22,7 +22,7 @@ static Layout with_whole_sequences(const Tensor& x) {
 }
 
 Tensor whole_sequences(const Tensor& x) { return redistribute(x, with_whole_sequences(x)); }
-Tensor whole_keys_values(const Tensor& x) { return redistribute_in_heads(x, with_whole_sequences(x), 2); }
+Tensor whole_keys_values(const Tensor& x, int64_t readers) { return redistribute_in_heads(x, with_whole_sequences(x), readers); }
 
 ContextComm context_comm_from(std::string_view name) {
   if (name == "all_to_all") return ContextComm::all_to_all;

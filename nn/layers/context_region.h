@@ -13,8 +13,8 @@ namespace sheaf::nn {
 
 /// x[B, T, ..] with whole sequences on every rank of the axes that cut them.
 Tensor whole_sequences(const Tensor& x);
-/// The same of keys and values [B, T, 2 G, D], for attention: see redistribute_in_heads().
-Tensor whole_keys_values(const Tensor& x);
+/// The same of keys and values [B, T, 2 G, D], for attention by `readers` query heads for each: see redistribute_in_heads().
+Tensor whole_keys_values(const Tensor& x, int64_t readers);
 
 /// What the ranks of a context axis send each other in attention.
 enum class ContextComm {

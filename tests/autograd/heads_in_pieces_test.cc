@@ -34,7 +34,7 @@ Tensor attend(const Tensor& q, const Tensor& kv, const Layout& whole, bool overl
   std::vector<Tensor> of_all;
   {
     const RecomputeScope again({.results = true});
-    of_all = split(overlap ? redistribute_in_heads(kv, whole, 2) : redistribute(kv, whole), 2, 2);
+    of_all = split(overlap ? redistribute_in_heads(kv, whole, q.size(2) / (kv.size(2) / 2)) : redistribute(kv, whole), 2, 2);
   }
   return attention(q, of_all[0], of_all[1], options);
 }
@@ -95,7 +95,7 @@ std::vector<Interval> heads_of_a_call(int64_t key_heads, int64_t least, From fro
     Recording recording({.piece_rows = least});
     const Shape shape{1, 8, 2 * key_heads, kWidth};
     const Tensor kv = value("kv", kF32, shape, cut);
-    const Tensor q = from == From::queries_come_too ? redistribute_in_heads(value("q", kF32, shape, cut), whole, 1) : value("q", kF32, shape, whole);
+    const Tensor q = from == From::queries_come_too ? redistribute_in_heads(value("q", kF32, shape, cut), whole, 2) : value("q", kF32, shape, whole);
     std::vector<Tensor> parts = split(redistribute_in_heads(kv, whole, 2), 2, 2);
     if (from == From::other_keys) parts[0] = parts[0] * 1.0;
     if (from == From::values_first) std::swap(parts[0], parts[1]);

@@ -161,6 +161,23 @@ std::vector<Tensor> attended(int64_t sequences, DType dtype, const Mesh& mesh, D
   return {y, gradients[0], gradients[1]};
 }
 
+// So that a GPU has enough to do with each of them.
+TEST(PartsGpu, HeadsComeInPartsOfEnoughRows) {
+  SHEAF_NEEDS_GPU();
+  run_local(2, [&](World& world) {
+    const Layout cut(world.mesh({{"context", 2}}).spec, Placement::shard(1)), whole(cut.mesh());
+    const auto parts = [&](int64_t least_rows, int64_t readers, Device device) {
+      Recording recording({.piece_rows = least_rows});
+      const Tensor all = redistribute_in_heads(make_local(drawn({1, 32, 8, 4}, "kv"), {kF32, {1, 32, 8, 4}, cut}, "").to(device), whole, readers);
+      return all.storage()->pieces().size();  // of four key heads, for 16 tokens of a rank
+    };
+    EXPECT_EQ(parts(8, 4, world.device()), 4u);   // 256 rows of queries
+    EXPECT_EQ(parts(8, 2, world.device()), 2u);
+    EXPECT_EQ(parts(16, 4, world.device()), 0u);
+    EXPECT_EQ(parts(16, 4, Device::cpu()), 4u);
+  }, {.bytes_per_second = 1e9, .threads_per_rank = 1, .device = Device::cuda()});
+}
+
 // Of a weight that every rank has, the results are one value, to the bit, whoever's rows came first.
 TEST(PartsGpu, ProductsInPiecesAreAlikeOnAllRanks) {
   SHEAF_NEEDS_GPU();
