@@ -117,7 +117,7 @@ TEST(Mtp, WhatIsNoTargetCountsNothing) {
   }
 }
 
-// What is further than a document's end is neither read nor predicted.
+// What is further than a document's end touches nothing that is predicted.
 TEST(Mtp, AWindowIsTheSumOfItsDocuments) {
   models::ModelConfig m = with_mtp(tiny_model("llama", 4, 2));
   const auto gradients = [&](bool apart) {
