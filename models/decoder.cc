@@ -92,7 +92,10 @@ Tensor Decoder::loss_until(int64_t until, ForwardProgress& at, const Tensor& tok
   nn::Residual behind{.x = {}, .begins = at.stream.begins};
   behind.x = normed(std::move(at.stream));
   Tensor loss = loss_of(behind.x, targets_BT, options);
-  if (at.tokens) loss = loss + mtp_losses(std::move(behind), std::exchange(at.tokens, {}), targets_BT, options);
+  if (at.tokens) {
+    at.mtp = mtp_losses(std::move(behind), std::exchange(at.tokens, {}), targets_BT, options);
+    loss = loss + at.mtp * sizes_.mtp_loss;
+  }
   add_penalties(first, until + sizes_.mtp_layers, at.penalty);
   const Tensor penalty = std::exchange(at.penalty, {});
   check<ConfigError>(!penalty || !options.per_target, "[", sizes_.type, "] what blocks add to the loss in training belongs to no target: ask for ",
@@ -121,7 +124,7 @@ Tensor Decoder::mtp_losses(nn::Residual stream, const Tensor& tokens_BT, const T
     const Tensor loss = loss_of(stream.x, wanted_BT, options);
     losses = losses ? losses + loss : loss;
   }
-  return losses * (sizes_.mtp_loss / static_cast<double>(sizes_.mtp_layers));
+  return sizes_.mtp_layers == 1 ? losses : losses * (1.0 / static_cast<double>(sizes_.mtp_layers));
 }
 
 Tensor Decoder::mtp(int64_t, nn::Residual, const Tensor&, nn::KeyValueCache*) { fail<ConfigError>("[", sizes_.type, "] it has no MTP layers"); }

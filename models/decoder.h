@@ -20,6 +20,7 @@ struct ForwardProgress {
   int64_t block = 0;
   Tensor penalty = {};       ///< of the blocks so far, if they have any
   Tensor tokens = {};        ///< where the stream is, for MTP layers
+  Tensor mtp = {};           ///< behind the last part: the mean of their losses, as it is in the loss but for its factor
 };
 
 /// A part of the residual stream's way. With a cache it attends to what that has read, too.

@@ -116,9 +116,10 @@ class Trainer::Loop {
 
   // Before anything is saved: no checkpoint holds what a step made of a gradient that is not finite.
   void read(const TrainingStep::Result& result) {
-    double means[] = {result.loss.item<double>(), result.grad_norm.item<double>()};
+    double means[] = {result.loss.item<double>(), result.grad_norm.item<double>(), result.mtp ? result.mtp.item<double>() : 0.0};
     step_.mean_over_islands(means);
-    report_.train_loss = means[0], grad_norm_ = means[1];
+    grad_norm_ = means[1], mtp_loss_ = means[2];
+    report_.train_loss = means[0] - trainer_.config_.model.mtp_loss * mtp_loss_;
     const double norm = grad_norm_;
     if (step_.scaler() && !std::isfinite(norm)) return check_lost_steps();
     if (std::isfinite(report_.train_loss) && std::isfinite(norm)) return;
@@ -153,6 +154,7 @@ class Trainer::Loop {
     std::vector<Metric> values{{"loss", report_.train_loss}, {"lr", result.lr}, {"grad_norm", norm},
                                {"tokens", step_.tokens_per_step() * done}, {"seconds", now() - start_},
                                {"tokens_per_second", tokens_per_second}, {"peak_bytes", std::ranges::max(report_.peaks)}};
+    if (result.mtp) values.push_back({"mtp_loss", mtp_loss_});
     const double each = (now() - start_ - beside_) / static_cast<double>(report_.steps_here);
     Progress progress{.step = done, .steps = train_.steps, .loss = report_.train_loss, .lr = result.lr, .grad_norm = norm,
                       .tokens_per_second = tokens_per_second, .seconds_left = each * static_cast<double>(train_.steps - done)};
@@ -223,7 +225,7 @@ class Trainer::Loop {
   std::unique_ptr<EventFile> events_;       // there, if asked for
   TrainReport report_;
   RecordedStep recorded_;                 // the last step
-  double grad_norm_ = 0;                  // of the last step that was read
+  double grad_norm_ = 0, mtp_loss_ = 0;   // of the last step that was read
   int64_t skipped_ = 0;                   // steps, up to the last line
   const double start_ = now();
   double since_ = start_;                 // the last line, evaluations and saves left out

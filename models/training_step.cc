@@ -169,7 +169,7 @@ TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep*
   const OptimizationConfig& t = config_.train;
   CrossEntropyOptions mean{.divide_by = static_cast<double>(tokens_of_island())};
   if (config_.data.examples) mean.divisor = inputs_->num_targets();
-  Tensor loss;  // of the micro-batches so far, in order
+  Tensor loss, mtp;  // of the micro-batches so far, in order
   std::vector<Tensor> parts(static_cast<size_t>(t.micro_batches)), scaled = parts;
   std::vector<ForwardProgress> forwards(parts.size());
   Result result;
@@ -199,6 +199,7 @@ TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep*
         if (run > 0) continue;
         loss = loss ? add(loss, parts[m]) : parts[m];
         parts[m] = Tensor();
+        if (const Tensor of = std::exchange(forwards[m].mtp, {})) mtp = mtp ? add(mtp, of) : of;
         continue;
       }
       const StepInputs::MicroBatch& batch = inputs_->micro_batch(micro);
@@ -215,11 +216,14 @@ TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep*
     if (scaler_) scaler_->update();
     {
       const PhaseScope update(Phase::update);
-      loss = redistribute(loss, Layout(sharded_.mesh.spec, Placement::invariant()));
+      const Layout everywhere(sharded_.mesh.spec, Placement::invariant());
+      loss = redistribute(loss, everywhere);
+      if (mtp) mtp = redistribute(mtp, everywhere);
     }
     if (recorded) {
       recorded->loss = recording.value_of(loss);
       recorded->grad_norm = recording.value_of(result.grad_norm);
+      if (mtp) recorded->mtp = recording.value_of(mtp);
       recorded->leaves = recording.captured();
       recorded->memory = recording.leaves();
       recorded->reruns = recording.reruns();
@@ -227,7 +231,7 @@ TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep*
     }
   }
   optimizer_->zero_grad();
-  result.loss = loss;
+  result.loss = loss, result.mtp = mtp;
   return result;
 }
 
@@ -246,7 +250,8 @@ TrainingStep::Result TrainingStep::compile(int64_t step, double lr, RecordedStep
   compiled_.capture_leaves = recorded && recorded->capture_leaves;
   const Result result = record(step, lr, &compiled_);
   if (recorded) *recorded = compiled_;
-  const ValueId wanted[] = {compiled_.loss, compiled_.grad_norm};
+  std::vector<ValueId> wanted{compiled_.loss, compiled_.grad_norm};
+  if (compiled_.mtp >= 0) wanted.push_back(compiled_.mtp);
   program_ = std::make_unique<Program>(std::exchange(compiled_.tape, {}), [this](ValueId v) { return compiled_.memory.at(v); },
                                        wanted);
   if (config_.train.fuse) *program_ = fuse_elementwise(std::move(*program_));
@@ -261,14 +266,14 @@ TrainingStep::Result TrainingStep::run_program(double lr, RecordedStep* recorded
   for (const auto& effect : compiled_.reruns) effect();
   if (recorded) {
     recorded->tape = program_->tape();
-    recorded->loss = compiled_.loss, recorded->grad_norm = compiled_.grad_norm;
+    recorded->loss = compiled_.loss, recorded->grad_norm = compiled_.grad_norm, recorded->mtp = compiled_.mtp;
     for (const ValueId v : program_->tape().leaves()) {
       recorded->memory[v] = program_->leaf(v);
       if (recorded->capture_leaves) recorded->leaves[v] = program_->leaf(v).clone();
     }
   }
   const std::vector<Tensor> values = program_->run();
-  return {values[0], values[1], lr};
+  return {values[0], values[1], lr, values.size() > 2 ? values[2] : Tensor()};
 }
 
 TrainingStep::Result TrainingStep::replay(int64_t step, double lr, RecordedStep* recorded) {

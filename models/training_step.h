@@ -45,7 +45,7 @@ struct RecordedStep {
   Tape tape;
   std::unordered_map<ValueId, Tensor> leaves;    ///< copies, as they were before the step
   std::unordered_map<ValueId, Tensor> memory;    ///< the leaves themselves, as long as this lives
-  ValueId loss = -1, grad_norm = -1;
+  ValueId loss = -1, grad_norm = -1, mtp = -1;
   std::vector<std::function<void()>> reruns;     ///< see Recording::on_rerun()
   std::vector<NodeId> turns;                     ///< the first node of each turn, and of what is behind the last
 };
@@ -74,6 +74,7 @@ class TrainingStep {
     Tensor loss;       ///< mean over the step's targets that count, of this rank's island, f32, whole on every rank of it
     Tensor grad_norm;  ///< of its gradient, before clipping; in f16 not finite where the step was skipped
     double lr = 0;
+    Tensor mtp = {};   ///< of the model's MTP layers, if it has some: the mean of their losses, which `loss` has times model.mtp_loss
   };
   /// One optimizer step: forward and backward of every micro-batch, clipping, update. If `recorded` is given, the
   /// step is left there; with leaves to capture it does not run as a graph. A graph's next run overwrites the tensors

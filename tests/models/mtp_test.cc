@@ -257,6 +257,39 @@ TEST(Mtp, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
   }
 }
 
+// What the layers get wrong is known by itself: recorded, from programs, of several micro-batches, ranks and stages.
+TEST(Mtp, TheirLossIsAResultOfItsOwn) {
+  const auto run = [](const models::TrainConfig& c, int world) {
+    std::vector<std::pair<double, double>> out;
+    run_local(world, [&](World& w) {
+      models::TrainingStep step(c, 13, w, Device::cpu(), tiny_options(c));
+      for (int s = 0; s < 5; ++s) {
+        const auto result = step.run(s, tiny_data(c));
+        ASSERT_EQ(result.mtp.defined(), c.model.mtp_layers > 0);
+        if (w.rank() == 0) out.emplace_back(result.loss.item<double>(), result.mtp ? result.mtp.item<double>() : 0);
+      }
+    }, {.threads_per_rank = 1});
+    return out;
+  };
+  models::TrainConfig c = config_of("untied llama");
+  c.train.micro_batches = 2;
+  const auto expected = run(c, 1);
+  models::TrainConfig plain = c;
+  plain.model.mtp_loss = 0;
+  EXPECT_NEAR(expected[0].first - 0.7 * expected[0].second, run(plain, 1)[0].first, 1e-5);
+  EXPECT_NEAR(expected[0].second, run(plain, 1)[0].second, 1e-5);
+  plain.model.mtp_layers = 0;
+  run(plain, 1);
+  std::vector<models::TrainConfig> ways(3, c);
+  ways[1].train.compile = true, ways[2].sharding.pipeline = 2;
+  for (const models::TrainConfig& way : ways)
+    for (size_t s = 0; s < 5; ++s) {
+      const auto got = run(way, 2);
+      EXPECT_NEAR(got[s].first, expected[s].first, 2e-5);
+      EXPECT_NEAR(got[s].second, expected[s].second, 2e-5);
+    }
+}
+
 // In units of their own: what is gathered for them is not held through the step.
 TEST(Mtp, LayersAreUnits) {
   run_local(2, [](World& world) {

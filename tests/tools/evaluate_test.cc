@@ -61,6 +61,8 @@ TEST(Evaluate, LayersForFurtherTokensDraft) {
   const Folder folder;
   const Outcome trained = folder.train("run", {"--model.type", "llama", "--model.mtp_layers", "2"}, 2);
   ASSERT_EQ(trained.code, 0) << trained.err;
+  const auto logged = folder.metrics("run").at(5);
+  EXPECT_NEAR(std::stod(logged.at("loss")), std::stod(logged.at("mtp_loss")), 1);  // both of one token, of a model that has learned next to nothing
   const auto text = [&](int drafts, const Words& more = {}) {
     const Outcome r = run_sheaf(Words{"generate", folder / "run", "--generate.tokens", "30", "--generate.drafts", std::to_string(drafts)} + more);
     EXPECT_EQ(r.code, 0) << r.err;
