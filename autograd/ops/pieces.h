@@ -1,5 +1,6 @@
 // Redistributions in pieces, between products of rows: see [Note: in pieces] (execute.h). What a product reads comes in some, each for
-// rows that are multiplied as soon as they are there; what it gives goes in some, each while the next rows are multiplied.
+// rows that are multiplied as soon as they are there; what it gives goes in some, each while the next rows are multiplied. Keys and values
+// come some heads after others, for attention (pieces_of_heads.cc).
 #pragma once
 
 #include <functional>
