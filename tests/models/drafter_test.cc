@@ -122,38 +122,37 @@ struct Watched : models::Llama {
 };
 
 TEST(Drafter, ChangesNoText) {
-  for (const char* kind : {"plain", "latent", "mixture"})
-    for (const int64_t layers : {1, 3}) {
-      Watched model(config_of(kind, layers));
-      materialize(model, Device::cpu(), {.seed = 3});
-      train(model, 250);
-      std::set<int64_t> kept;  // of the drafts of a pass
-      for (const double temperature : {0.0, 0.5, 1.0})
-        for (const int64_t prompt : {1, 2, 20})
-          for (const int64_t tokens : {0, 1, 2, 17, 60}) {  // within the context, to its end, and beyond it
-            models::GenerateConfig options;
-            options.tokens = tokens, options.temperature = temperature, options.drafts = 0;
-            std::vector<int32_t> emitted;
-            const auto generated = [&] {
-              model.passes.clear(), emitted.clear();
-              return models::generate(model, text(prompt), kContext, kVocab, options, [&](int32_t token) { emitted.push_back(token); });
-            };
-            const std::vector<int32_t> expected = generated();
-            EXPECT_EQ(model.passes.size(), static_cast<size_t>(tokens));
-            for (const int64_t drafts : {1, 2, 3, 9}) {
-              options.drafts = drafts;
-              EXPECT_EQ(generated(), expected) << kind << ' ' << layers << ' ' << temperature << ' ' << prompt << ' ' << tokens << ' ' << drafts;
-              EXPECT_EQ(emitted, expected);
-              const int64_t most = std::min(drafts, layers);
-              for (size_t i = 1; i < model.passes.size() && prompt + tokens <= kContext; ++i) EXPECT_LE(model.passes[i], 1 + most);
-              if (tokens == 17) {
-                EXPECT_LE(model.passes.size(), 17u);
-                kept.insert(17 - std::ssize(model.passes));
-              }
+  for (const auto& [kind, layers] : {std::pair("plain", int64_t{1}), {"plain", 3}, {"latent", 2}, {"mixture", 1}}) {
+    Watched model(config_of(kind, layers));
+    materialize(model, Device::cpu(), {.seed = 3});
+    train(model, 250);
+    std::set<int64_t> kept;  // of the drafts of a pass
+    for (const double temperature : {0.0, 1.0})
+      for (const int64_t prompt : {1, 20})
+        for (const int64_t tokens : {0, 1, 2, 17, 45}) {  // within the context, to its end, and beyond it
+          models::GenerateConfig options;
+          options.tokens = tokens, options.temperature = temperature, options.drafts = 0;
+          std::vector<int32_t> emitted;
+          const auto generated = [&] {
+            model.passes.clear(), emitted.clear();
+            return models::generate(model, text(prompt), kContext, kVocab, options, [&](int32_t token) { emitted.push_back(token); });
+          };
+          const std::vector<int32_t> expected = generated();
+          EXPECT_EQ(model.passes.size(), static_cast<size_t>(tokens));
+          for (const int64_t drafts : {1, 2, 9}) {
+            options.drafts = drafts;
+            EXPECT_EQ(generated(), expected) << kind << ' ' << layers << ' ' << temperature << ' ' << prompt << ' ' << tokens << ' ' << drafts;
+            EXPECT_EQ(emitted, expected);
+            const int64_t most = std::min(drafts, layers);
+            for (size_t i = 1; i < model.passes.size() && prompt + tokens <= kContext; ++i) EXPECT_LE(model.passes[i], 1 + most);
+            if (tokens == 17) {
+              EXPECT_LE(model.passes.size(), 17u);
+              kept.insert(17 - std::ssize(model.passes));
             }
           }
-      EXPECT_GE(kept.size(), 4u);
-      EXPECT_GE(*kept.rbegin(), layers == 1 ? 6 : 8) << kind;  // of 17 tokens, so many were read as drafts
+        }
+    EXPECT_GE(kept.size(), 2u);
+    EXPECT_GE(*kept.rbegin(), layers == 1 ? 6 : 8) << kind;  // of 17 tokens, so many were read as drafts
     }
 }
 
