@@ -42,12 +42,6 @@ ValueId lies_in(const Tape& tape, const Node& n, int output) {
   return n.op && !n.op->execute && tape.kind(n) == OpKind::redistribute ? v.base : -1;
 }
 
-// Of a view: what all of it is.
-ValueId whole_of(const Tape& tape, ValueId v) {
-  while (tape.value(v).view_of >= 0) v = tape.value(v).view_of;
-  return v;
-}
-
 class Clock {
  public:
   explicit Clock(std::span<const RankTimes> ranks) : ranks_(ranks), at_(ranks.size()), lines_(ranks.size()) {
@@ -263,7 +257,7 @@ LaneWaits::LaneWaits(const RankTimes& rank) {
       LaneWait& wait = waits_.emplace_back(LaneWait{lane, calls[static_cast<size_t>(lane)] - call, of_call});
       const bool by_rows = v == tape.inputs(n)[0] && detail::row_inputs_of(tape, n), by_heads = n.op->heads && v == tape.inputs(n)[1];
       if (of_call || !(by_rows || by_heads)) continue;
-      const PiecesToCome pieces = pieces_to_come(tape, tape.node(tape.value(by_heads ? whole_of(tape, v) : v).producer), by_heads);
+      const PiecesToCome pieces = pieces_to_come(tape, tape.node(tape.value(by_heads ? tape.whole_of(v) : v).producer), by_heads);
       wait.pieces = pieces.calls, wait.own = pieces.own;
     }
     if (time.lane < 0) continue;

@@ -46,10 +46,6 @@ struct Inferred {
 /// multiplied at once, which is the same for a row on all ranks, so they agree. Of gathered keys and values some heads come after others
 /// (redistribute_in_heads()): attention, forward and backward, is executed for those that are there (OpDef::heads).
 
-/// Of input 0, if this op can be executed piece by piece; else none.
-std::span<const RowsToCome> pieces_of(const OpDef& op, const void* attrs, const Execute& run);
-/// The same of input 1, keys, which come with values, input 2, some heads after others.
-std::span<const RowsToCome> heads_to_come(const OpDef& op, const Execute& run);
 /// OpDef::row_inputs(); 0 where it is null.
 uint64_t row_inputs_of(const OpDef& op, const void* attrs, std::span<const Tensor> inputs);
 uint64_t row_inputs_of(const Tape& tape, const Node& n);

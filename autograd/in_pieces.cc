@@ -45,7 +45,10 @@ uint64_t row_inputs_of(const OpDef& op, const void* attrs, const Execute& run, i
   return inputs;
 }
 
-std::span<const RowsToCome> pieces_of(const OpDef& op, const void* attrs, const Execute& run) {
+namespace {
+
+// Of input 0, if this op can be executed piece by piece; else none.
+std::span<const RowsToCome> rows_to_come(const OpDef& op, const void* attrs, const Execute& run) {
   if (!op.row_inputs || run.num_inputs() == 0) return {};
   const Tensor& x = run.input_tensor(0);
   const std::span<const RowsToCome> pieces = x.storage()->pieces();
@@ -55,7 +58,7 @@ std::span<const RowsToCome> pieces_of(const OpDef& op, const void* attrs, const 
   return pieces;
 }
 
-// Keys and values lie side by side in what comes, [.., keys, values, D], and are all of it.
+// The same of input 1, keys, and input 2, values, which lie side by side in what comes, [.., keys, values, D], and are all of it.
 std::span<const RowsToCome> heads_to_come(const OpDef& op, const Execute& run) {
   if (!op.heads) return {};
   const Tensor &keys = run.input_tensor(1), &values = run.input_tensor(2);
@@ -69,20 +72,16 @@ std::span<const RowsToCome> heads_to_come(const OpDef& op, const Execute& run) {
   return as_they_come ? pieces : std::span<const RowsToCome>();
 }
 
-namespace {
-
-// What an op is executed for, one after another, and whose memory it comes to.
+// What an op is executed for, one after another.
 struct Pieces {
   std::span<const RowsToCome> come;
-  int input = 0;
   bool of_heads = false;
 
-  Pieces(const OpDef& op, const void* attrs, const Execute& run) : come(pieces_of(op, attrs, run)) {
-    if (!come.empty()) return;
-    come = heads_to_come(op, run), of_heads = !come.empty();
-    if (of_heads) input = 1;
+  Pieces(const OpDef& op, const void* attrs, const Execute& run) : come(rows_to_come(op, attrs, run)) {
+    if (come.empty()) come = heads_to_come(op, run), of_heads = !come.empty();
   }
   bool empty() const { return come.empty(); }
+  int input() const { return of_heads ? 1 : 0; }  // whose memory it comes to
   template <class F>
   void each(const OpDef& op, const void* attrs, Execute& run, F&& f) const {
     const uint64_t rows = of_heads ? 0 : row_inputs_of(op, attrs, run.input_tensors());
@@ -116,7 +115,7 @@ void execute(const OpDef& op, const void* attrs, Execute& run) {
   // On the host there may be no more to wait for. On a GPU it must not matter who comes first: see [Note: in pieces].
   const bool all_here = !pieces.empty() && !run.device().is_cuda() && pieces.come.back().event.ready();
   if (pieces.empty() || all_here) return op.execute(attrs, run);
-  Storage& storage = *run.input_tensor(pieces.input).storage();
+  Storage& storage = *run.input_tensor(pieces.input()).storage();
   for (const Tensor& t : run.input_tensors())
     if (t.storage().get() != &storage) t.storage()->settle();
   pieces.each(op, attrs, run, [&](size_t i, const RowBlock&) {

@@ -56,6 +56,11 @@ class Tape {
   const Node& node(NodeId i) const { return nodes_[i]; }
   const Value& value(ValueId v) const { return values_[v]; }
   const Type& type(ValueId v) const { return types_[values_[v].type]; }
+  /// The value in whose memory it lies, through views of views; itself, if that is its own.
+  ValueId whole_of(ValueId v) const {
+    while (value(v).lies_in() >= 0) v = value(v).lies_in();
+    return v;
+  }
   std::span<const ValueId> inputs(const Node& n) const { return {edges_.data() + n.inputs, n.num_inputs}; }
   ValueId output(const Node& n, int i = 0) const { return static_cast<ValueId>(n.outputs) + i; }
   const std::string& path(const Node& n) const { return paths_[n.path]; }

@@ -80,14 +80,14 @@ class OnHost {
       const Node& n = tape.node(id);
       if (!n.op || n.op->lane != Lane::copy) continue;
       const ValueId v = n.op->memory == MemoryKind::host ? tape.output(n, 0) : tape.inputs(n)[0];
-      roots_[static_cast<size_t>(root(v))] = true;
+      roots_[static_cast<size_t>(tape_.whole_of(v))] = true;
     }
   }
   /// What a node reads there. Of several that update parts of one buffer the first counts for all.
   double bytes_read(const Node& n) {
     double bytes = 0;
     for (const ValueId v : tape_.inputs(n)) {
-      const auto r = static_cast<size_t>(root(v));
+      const auto r = static_cast<size_t>(tape_.whole_of(v));
       if (!roots_[r] || (tape_.kind(n) == OpKind::step && !updated_.insert(r).second)) continue;
       bytes += bytes_of(tape_.type(v));
     }
@@ -95,10 +95,6 @@ class OnHost {
   }
 
  private:
-  ValueId root(ValueId v) const {
-    while (tape_.value(v).lies_in() >= 0) v = tape_.value(v).lies_in();
-    return v;
-  }
   const Tape& tape_;
   std::vector<bool> roots_;
   std::unordered_set<size_t> updated_;

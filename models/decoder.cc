@@ -132,6 +132,7 @@ Tensor Decoder::mtp(int64_t, nn::Residual, const Tensor&, nn::KeyValueCache*) { 
 Tensor Decoder::hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache) {
   nn::Residual stream = stream_of(tokens_BT, cache ? cache->length() : 0);
   for (int64_t i = 0; i < sizes_.layers; ++i) stream = block(i)(std::move(stream), cache);
+  if (cache) cache->advance(tokens_BT.size(1));
   return normed(std::move(stream));
 }
 
@@ -148,15 +149,12 @@ Tensor Decoder::logits(const Tensor& tokens_BT) {
 Tensor Decoder::next_logits(const Tensor& tokens_BT, nn::KeyValueCache& cache) {
   const auto scope = enter();
   const Tensor x_BTC = hidden(tokens_BT, &cache);
-  cache.advance(x_BTC.size(1));
   return logits_of(slice(x_BTC, 1, x_BTC.size(1) - 1, x_BTC.size(1)));
 }
 
 Tensor Decoder::read(const Tensor& tokens_BT, nn::KeyValueCache& cache) {
   const auto scope = enter();
-  Tensor x_BTC = hidden(tokens_BT, &cache);
-  cache.advance(x_BTC.size(1));
-  return x_BTC;
+  return hidden(tokens_BT, &cache);
 }
 
 Tensor Decoder::logits_behind(const Tensor& x_BTC) {

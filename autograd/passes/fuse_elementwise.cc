@@ -50,9 +50,9 @@ class Fuser {
   using Members = std::vector<NodeId>;  // in order
 
   ValueId root(ValueId v) const {
-    while (tape_.value(v).lies_in() >= 0) v = tape_.value(v).lies_in();
-    const auto it = same_.find(v);
-    return it == same_.end() ? v : it->second;
+    const ValueId whole = tape_.whole_of(v);
+    const auto it = same_.find(whole);
+    return it == same_.end() ? whole : it->second;
   }
   ValueId output(NodeId id) const { return tape_.output(tape_.node(id)); }
   int64_t bytes(ValueId v) const {

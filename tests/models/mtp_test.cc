@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include "sheaf/autograd/ops.h"
-#include "sheaf/autograd/recording.h"
 #include "sheaf/models/language_model.h"
 #include "sheaf/models/llama.h"
 #include "sheaf/models/plan.h"
@@ -115,46 +114,6 @@ TEST(Mtp, WhatIsNoTargetCountsNothing) {
     if (tokens_of_window == 1) EXPECT_NEAR(with, without, 1e-15);
     else EXPECT_GT(with, without + 1e-3);
   }
-}
-
-// What is further than a document's end touches nothing that is predicted.
-TEST(Mtp, AWindowIsTheSumOfItsDocuments) {
-  models::ModelConfig m = with_mtp(tiny_model("llama", 4, 2));
-  const auto gradients = [&](bool apart) {
-    models::ModelConfig config = m;
-    config.end_of_text = apart ? -1 : kEnd;
-    Whole whole;
-    run_local(1, [&](World& world) {
-      const Mesh mesh = world.mesh({{"data", 1}});
-      const auto model = tiny_model_f64(mesh, {.strategy = "replicate"}, {}, 5, config);
-      const TinyBatch batch = tiny_batch(mesh, 0, 6);
-      const std::vector<int32_t> tokens = batch.tokens.to_vector<int32_t>();
-      Recording recording;
-      Tensor loss;
-      const auto add_loss = [&](const Tensor& x, const Tensor& y) {
-        const Tensor one = model->loss(x, y, {.divide_by = 54});
-        loss = loss ? add(loss, one) : one;
-      };
-      if (!apart) add_loss(batch.tokens, batch.targets);
-      int documents = 0;
-      for (int64_t r = 0; apart && r < 6; ++r)
-        for (int64_t begin = 0, t = 0; t < 9; ++t) {
-          if (tokens[static_cast<size_t>(r * 9 + t)] != kEnd && t + 1 < 9) continue;
-          const auto document = [&](const Tensor& x) {
-            const Tensor rows = slice(redistribute(x, "data", Placement::replicate()), 0, r, r + 1);
-            return redistribute(slice(rows, 1, begin, t + 1), "data", x.layout()[0]);
-          };
-          add_loss(document(batch.tokens), document(batch.targets));
-          begin = t + 1, ++documents;
-        }
-      EXPECT_GT(documents, apart ? 6 : -1);
-      recording.backward(loss);
-      whole.collect(*model, true);
-    });
-    return whole.values();
-  };
-  const Values packed = gradients(false), alone = gradients(true);
-  EXPECT_LE(max_difference(packed, alone), 1e-11 * max_magnitude(alone));
 }
 
 class MtpGradients : public ::testing::TestWithParam<std::tuple<std::string, std::string, Axes>> {};
