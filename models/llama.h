@@ -32,6 +32,8 @@ struct LlamaConfig {
   double dropout = 0.0;           ///< of attention and MLP outputs
   bool tie_embeddings = false;    ///< the head is the token embedding
   bool qkv_bias = false;          ///< queries, keys and values have biases, as Qwen2's
+  bool out_bias = false;          ///< what attention adds has a bias, as gpt-oss's
+  bool attention_sinks = false;   ///< each head's softmax has a sink, as gpt-oss's (AttentionConfig::sinks)
   bool qk_norm = false;           ///< queries and keys are normalised before they are rotated, as Qwen3's
   bool gelu_gate = false;         ///< MLPs are GeGLU, as Gemma's; not with experts, whose mixtures are SwiGLU
   bool post_norms = false;        ///< what attention and MLPs give is normalised, too, before it is added, as Gemma 3's
@@ -47,6 +49,9 @@ struct LlamaConfig {
   bool expert_bias = false;         ///< its choice_bias
   double expert_balance_rate = 1e-3;  ///< its balance_rate
   double expert_scale = 1.0;        ///< of its weights
+  bool expert_linear_bias = false;  ///< its linear_bias
+  double expert_gate_limit = 0.0;   ///< its gate_limit
+  double expert_gate_alpha = 1.702;  ///< its gate_alpha
   int64_t expert_parts = 1, expert_parts_per_token = 1;  ///< its parts, and those allowed
   int64_t shared_experts = 0;       ///< MLPs of expert_hidden, side by side, through which every token goes
   int64_t dense_layers = 0;         ///< the first so many blocks have an MLP, not a mixture

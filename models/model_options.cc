@@ -32,6 +32,8 @@ void for_each_llama_option(Model& c, Options& m, F&& f) {
   f(c.kv_heads, m.kv_heads);
   f(c.head_dim, m.head_dim);
   f(c.qkv_bias, m.qkv_bias);
+  f(c.out_bias, m.out_bias);
+  f(c.attention_sinks, m.attention_sinks);
   f(c.qk_norm, m.qk_norm);
   f(c.gelu_gate, m.gelu_gate);
   f(c.post_norms, m.post_norms);
@@ -53,6 +55,9 @@ void for_each_llama_option(Model& c, Options& m, F&& f) {
   f(c.expert_bias, m.expert_bias);
   f(c.expert_balance_rate, m.expert_balance_rate);
   f(c.expert_scale, m.expert_scale);
+  f(c.expert_linear_bias, m.expert_linear_bias);
+  f(c.expert_gate_limit, m.expert_gate_limit);
+  f(c.expert_gate_alpha, m.expert_gate_alpha);
   f(c.expert_parts, m.expert_parts);
   f(c.expert_parts_per_token, m.expert_parts_per_token);
   f(c.shared_experts, m.shared_experts);

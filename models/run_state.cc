@@ -23,6 +23,8 @@ void for_each_model_option(Model&& m, F&& f) {
   f("model.full_attention_every", m.full_attention_every);
   f("model.bias", m.bias);
   f("model.qkv_bias", m.qkv_bias);
+  f("model.out_bias", m.out_bias);
+  f("model.attention_sinks", m.attention_sinks);
   f("model.qk_norm", m.qk_norm);
   f("model.gelu_gate", m.gelu_gate);
   f("model.post_norms", m.post_norms);
@@ -38,6 +40,9 @@ void for_each_model_option(Model&& m, F&& f) {
   f("model.expert_bias", m.expert_bias);
   f("model.expert_balance_rate", m.expert_balance_rate);
   f("model.expert_scale", m.expert_scale);
+  f("model.expert_linear_bias", m.expert_linear_bias);
+  f("model.expert_gate_limit", m.expert_gate_limit);
+  f("model.expert_gate_alpha", m.expert_gate_alpha);
   f("model.expert_parts", m.expert_parts);
   f("model.expert_parts_per_token", m.expert_parts_per_token);
   f("model.shared_experts", m.shared_experts);
@@ -102,7 +107,7 @@ void for_each_train_option(Train&& t, F&& f) {
 bool came_later(std::string_view key) {
   return key == "train.dtype" || key == "train.decay_start" || key == "train.decay_end" ||
          key == "train.optimizer" || key == "train.momentum" || key == "train.state_dtype" || key == "train.fp8" || key == "train.islands" || key == "model.qkv_bias" ||
-         key == "model.head_dim" || key == "model.qk_norm" || key == "model.gelu_gate" || key == "model.post_norms" || key == "model.scale_embedding" ||
+         key == "model.head_dim" || key == "model.out_bias" || key == "model.attention_sinks" || key == "model.qk_norm" || key == "model.gelu_gate" || key == "model.post_norms" || key == "model.scale_embedding" ||
          key == "model.window_rope_theta" || key.ends_with("_lora_rank") || key.ends_with("_head_dim") || key.starts_with("model.rope_scaling.") ||
          key.starts_with("model.expert") || key == "model.capacity_factor" || key == "model.normalize_experts" || key == "model.aux_loss" ||
          key == "model.shared_experts" || key == "model.dense_layers" || key == "model.end_of_text" || key == "model.window" || key == "model.full_attention_every" ||

@@ -75,6 +75,9 @@ struct ModelConfig {
   std::string expert_affinity = "softmax";  ///< of a router's logits: "softmax" among all experts, or each expert's "sigmoid"
   double expert_balance_rate = 1e-3;  ///< what a step moves these biases by, against the sign of the load; 0: they stay
   double expert_scale = 1.0;    ///< of the weights of a token's experts
+  bool expert_linear_bias = false;  ///< routers and the linear layers of experts have biases, as gpt-oss's
+  double expert_gate_limit = 0.0;  ///< experts' gates are gpt-oss's, held to this (clamped_swiglu); 0: SwiGLU's
+  double expert_gate_alpha = 1.702;  ///< there, of the sigmoid's argument
   int64_t expert_parts = 1;     ///< equal parts of the experts, of which
   int64_t expert_parts_per_token = 1;  ///< a token's choices are in so many
   int64_t shared_experts = 0;   ///< beside those that are chosen, through which every token goes
@@ -84,6 +87,8 @@ struct ModelConfig {
   double mtp_loss = 0.3;        ///< factor of the mean of their losses in the training loss
   bool bias = false;            ///< biases in linear layers and layer norms (gpt2)
   bool qkv_bias = false;        ///< queries, keys and values have biases, as Qwen2's (llama)
+  bool out_bias = false;        ///< what attention adds has a bias, as gpt-oss's (llama)
+  bool attention_sinks = false;  ///< a score of each head that no value answers is in its softmax, as gpt-oss's (llama)
   bool qk_norm = false;         ///< each query and key is normalised, as Qwen3's (llama)
   bool gelu_gate = false;       ///< MLPs are GeGLU, as Gemma's, not SwiGLU (llama)
   bool post_norms = false;      ///< what attention and MLPs give is normalised, too, as Gemma 3's (llama)

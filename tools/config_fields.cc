@@ -40,6 +40,8 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"model.vocab", &m.vocab, "vocabulary size; 0: that of the tokenizer", any, 0, 1e8},
       {"model.bias", &m.bias, "biases in linear layers and layer norms (gpt2)"},
       {"model.qkv_bias", &m.qkv_bias, "queries, keys and values have biases, as Qwen2's (llama)"},
+      {"model.out_bias", &m.out_bias, "what attention adds has a bias, as gpt-oss's (llama)"},
+      {"model.attention_sinks", &m.attention_sinks, "a score of each head that no value answers is in its softmax, as gpt-oss's (llama)"},
       {"model.qk_norm", &m.qk_norm, "each query and key is normalised before it is rotated, as Qwen3's (llama)"},
       {"model.gelu_gate", &m.gelu_gate, "the gate of MLPs is a gelu (GeGLU), as Gemma's, not a silu (SwiGLU; llama)"},
       {"model.post_norms", &m.post_norms, "what attention and MLPs give is normalised, too, before it is added, as Gemma 3's (llama)"},
@@ -55,6 +57,9 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"model.expert_bias", &m.expert_bias, "a bias of each expert, where experts are chosen, evens out their load (DeepSeek-V3)"},
       {"model.expert_balance_rate", &m.expert_balance_rate, "what a step moves this bias by; 0: it stays", any, 0, 1e3},
       {"model.expert_scale", &m.expert_scale, "of the weights of a token's experts", any, 1e-6, 1e6},
+      {"model.expert_linear_bias", &m.expert_linear_bias, "routers and the linear layers of experts have biases, as gpt-oss's"},
+      {"model.expert_gate_limit", &m.expert_gate_limit, "experts' gates are gpt-oss's, held to this; 0: SwiGLU's", any, 0, 1e6},
+      {"model.expert_gate_alpha", &m.expert_gate_alpha, "there, of the sigmoid's argument", any, 1e-6, 1e6},
       {"model.expert_parts", &m.expert_parts, "equal parts of the experts, of which", any, 1, 10000},
       {"model.expert_parts_per_token", &m.expert_parts_per_token, "a token's choices are in so many", any, 1, 10000},
       {"model.shared_experts", &m.shared_experts, "experts beside those, through which every token goes", any, 0, 10000},
@@ -214,7 +219,7 @@ const char* unused(const std::string& key, const TrainConfig& config) {
   if (key == "model.bias" && config.model.type != "gpt2") return "only model.type gpt2 has biases";
   if (key == "model.qkv_bias" && config.model.type != "llama") return "only model.type llama has such biases alone";
   if (key == "model.qk_norm" && config.model.type != "llama") return "only model.type llama has such norms";
-  for (const char* name : {"gelu_gate", "post_norms", "scale_embedding"})
+  for (const char* name : {"gelu_gate", "post_norms", "scale_embedding", "out_bias", "attention_sinks"})
     if (key == str("model.", name) && config.model.type != "llama") return "only model.type llama has it";
   if (key == "model.window_rope_theta" && (config.model.type != "llama" || config.model.window == 0))
     return "only model.type llama has it, with model.window";
@@ -232,6 +237,7 @@ const char* unused(const std::string& key, const TrainConfig& config) {
   if (key == "model.mtp_loss" && config.model.mtp_layers == 0) return "without model.mtp_layers only the next token is predicted";
   if (key == "model.expert_groups" && config.model.capacity_factor == 0) return "without model.capacity_factor nothing is counted";
   if (key == "model.expert_balance_rate" && !config.model.expert_bias) return "without model.expert_bias there is nothing to move";
+  if (key == "model.expert_gate_alpha" && config.model.expert_gate_limit == 0) return "without model.expert_gate_limit gates are SwiGLU's";
   if (key == "model.expert_parts_per_token" && config.model.expert_parts == 1) return "without model.expert_parts there is one";
   if (key.starts_with("model.lora_") && key != "model.lora_rank" && config.model.lora_rank == 0)
     return "without model.lora_rank there are no adapters";
@@ -289,6 +295,7 @@ void validate(const TrainConfig& config, const std::function<std::string(const c
     require(m.type == "llama", latent, ": only model.type llama has latent attention");
     require(m.kv_heads == 0 || m.kv_heads == m.heads, latent, " with ", kv_heads, ": each head has keys of its own");
     require(!m.qk_norm && !m.qkv_bias, latent, ": latent attention has neither model.qk_norm nor model.qkv_bias");
+    require(!m.out_bias && !m.attention_sinks, latent, ": latent attention has neither model.out_bias nor model.attention_sinks");
     require(m.head_dim == 0 || m.head_dim == r.head_dim, latent, " with model.head_dim ", m.head_dim, origin("model.head_dim"), ": that follows from model.qk_nope_head_dim ",
             r.qk_nope_head_dim, " and model.qk_rope_head_dim ", r.qk_rope_head_dim);
     require(r.qk_nope_head_dim > 0, width, " is less than ", heads, ": give model.qk_nope_head_dim");
