@@ -123,7 +123,7 @@ void rows(Place& p, int outputs = 1);
 /// Of an op that does the same for each head of its keys and values, inputs 1 and 2, apart: which dimension of an operand heads are;
 /// -1: it has none. Queries' are a multiple of keys', in the order of these.
 struct HeadDims {
-  int8_t inputs[7], outputs[3];
+  int8_t inputs[8], outputs[4];
 };
 
 /// Rows of a value as [rows, last dimension]: so many from `begin` on, and as many again every `stride` rows, in `groups`.

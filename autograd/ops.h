@@ -321,6 +321,10 @@ struct AttentionOptions {
   /// (sliding-window attention; Beltagy et al., https://arxiv.org/abs/2004.05150). Causal only, and the work is that of the
   /// window. 0: all.
   int64_t window = 0;
+  /// A score of each head, [H], that every query sees beside its keys, and that no value answers: what a query takes of its keys
+  /// adds up to less than 1 (gpt-oss, https://arxiv.org/abs/2508.10925; kernels/attention_sinks.h). Computed in the dtype of
+  /// statistics, f32 or f64. Undefined: none. Not in latent_attention().
+  Tensor sinks = {};
 };
 /// softmax(scale q kᵀ) v per head for q[B, T, H, D], k[B, S, G, D] and v[B, S, G, E]: [B, T, H, E]. H is a multiple of G, and head
 /// h reads key head h / (H / G). Never builds the T x S matrix. A query that sees no key gives zeros. Queries may be

@@ -398,6 +398,16 @@ const std::vector<OpSample>& op_samples() {
       {.op = "attention", .variant = "wide values", .inputs = {{1, 4, 2, 3}, {1, 4, 2, 3}, {1, 4, 2, 7}},
        .f = [](Args x) { return attention(x[0], x[1], x[2]); }, .tolerance = 4,
        .rules = {"S2 S2 S2 -> S2", "S1 R R -> S1"}},
+      {.op = "attention", .variant = "sinks", .inputs = {{2, 3, 4, 2}, {2, 6, 2, 2}, {2, 6, 2, 3}, {4}},
+       .f = [](Args x) { return attention(x[0], x[1], x[2], {.window = 3, .sinks = x[3]}); },
+       .tolerance = 4,
+       .rules = {"S0 S0 S0 R -> S0", "S2|2,2/1 S2|1,1/1 S2|1,1/1 S0|2,2/1 -> S2|2,2/1", "S2|2,2/1 R R R -> S2|2,2/1", "R R P R -> P", "S1 R R R -> S1"}},
+      {.op = "attention", .variant = "sinks of documents", .inputs = {{2, 7, 4, 5}, {2, 7, 2, 10}, {4}, integers({2, 7}, 3)},
+       .f = [](Args x) {
+         const auto kv = split(x[1], 2, 3);
+         return attention(x[0], kv[0], kv[1], {.begins = document_begins(x[3], 0), .sinks = x[2]});
+       },
+       .tolerance = 4, .rules = {"S0 S0 R S0 -> S0", "S2|2,2/1 S2|1,1/1 R R -> S2|2,2/1", "R R R S0 -> S0", "S1 R R R -> S1"}},
       {.op = "latent_attention", .inputs = {{2, 5, 10}, {2, 5, 14}, {2, 5, 2}},  // H 2, N 3, E 4
        .f = [](Args x) { return latent_attention(x[0], x[1], x[2], 2); }, .tolerance = 4,
        .rules = {"S0 S0 S0 -> S0", "S2|10/2 S2|14/2 R -> S2", "S1 R R -> S1"}},
@@ -430,6 +440,14 @@ const std::vector<OpSample>& op_samples() {
        .f = [](Args x) { return packed_attention(x[0], 4, 2, {.begins = document_begins(x[1], 0), .window = 2}); },
        .tolerance = 4,
        .rules = {"S0 S0 -> S0", "S2|8,4,4/2 R -> S2", "R S0 -> S0"}},
+      {.op = "packed_attention", .variant = "sinks", .inputs = {{2, 3, 16}, {4}},
+       .f = [](Args x) { return packed_attention(x[0], 4, 2, {.causal = false, .scale = 0.7, .sinks = x[1]}); },
+       .tolerance = 4,
+       .rules = {"S0 R -> S0", "S2|8,4,4/2 S0|4/2 -> S2", "S2|8,4,4/1 S0|4/1 -> S2", "S2|8,4,4/2 R -> S2"}},
+      {.op = "packed_attention", .variant = "sinks of documents with a window", .inputs = {{2, 7, 16}, {4}, integers({2, 7}, 3)},
+       .f = [](Args x) { return packed_attention(x[0], 4, 2, {.begins = document_begins(x[2], 0), .window = 2, .sinks = x[1]}); },
+       .tolerance = 4,
+       .rules = {"S0 R S0 -> S0", "S2|8,4,4/2 S0|4/2 R -> S2", "R R S0 -> S0"}},
       {.op = "repeat_key_heads", .inputs = {{2, 3, 16}}, .f = [](Args x) { return repeat_key_heads(x[0], 4, 2, 2); },
        .rules = {"S0 -> S0", "S1 -> S1", "S2|8,4,4/2 -> S2|8,8,8/2", "S2|8,4,4/1 -> S2|8,8,8/1", "P -> P"}},
       {.op = "repeat_key_heads", .variant = "three key heads", .inputs = {{1, 2, 30}},

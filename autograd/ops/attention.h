@@ -39,13 +39,17 @@ double backward_operations(WorkOf& w, const Attrs& a, const Shape& queries, cons
   return 3 * attention_product(w, queries, keys, head, a.causal, a.window) + 2 * attention_product(w, results, keys, head, a.causal, a.window);
 }
 
-/// The gradients of three operands by the op `Backward`, of these, the result, its gradient, the log-sum-exps, and begins.
+/// The gradients of the first `operands` inputs by the op `Backward`, of these, the result, its gradient, the log-sum-exps, and what
+/// other inputs there are: sinks, begins. Those of sinks are sums of what it has last, [B, H, T].
 template <class Backward, class Attrs>
-void set_three_gradients(const Attrs& a, Vjp& c) {
-  std::vector<Tensor> in = {c.input(0), c.input(1), c.input(2), c.output(0), dense_rows(c.grad()), c.output(1)};
-  if (c.num_inputs() > 3) in.push_back(c.input(3));
+void set_gradients(const Attrs& a, Vjp& c, int operands, bool sinks) {
+  std::vector<Tensor> in;
+  for (int i = 0; i < operands; ++i) in.push_back(c.input(i));
+  in.insert(in.end(), {c.output(0), dense_rows(c.grad()), c.output(1)});
+  for (int i = operands; i < c.num_inputs(); ++i) in.push_back(c.input(i));
   const Tensors d = apply(op_def<Backward>(), &a, in);
-  for (int i = 0; i < 3; ++i) c.set(i, d[static_cast<size_t>(i)]);
+  for (int i = 0; i < operands; ++i) c.set(i, d[static_cast<size_t>(i)]);
+  if (sinks && c.needs(operands)) c.set(operands, sum(d[static_cast<size_t>(operands)], {0, 2}));
 }
 
 /// Where documents begin is the last of an op's inputs, if it has more than `others`.
@@ -71,12 +75,43 @@ inline void check_begins(const char* op, const Type& begins, const Shape& rows_B
                      "; got ", begins, causal ? "" : ", not causal", as_many_keys ? "" : ", other keys");
 }
 
-/// A rule for what an op has without documents; where they begin is cut with the batch, else whole.
+inline void check_sinks(const char* op, const Type& sinks, int64_t heads, DType d) {
+  if (!(sinks.shape == Shape{heads}) || sinks.dtype != statistics_dtype(d))
+    fail<ShapeError>("[", op, "] wants a sink of each of ", heads, " heads, ", statistics_dtype(d), "; got ", sinks);
+}
+
+/// What attention of operands of dtype `d` has beside them.
+inline void push_others(std::vector<Tensor>& inputs, const AttentionOptions& options, DType d) {
+  if (options.sinks) {
+    const DType exact = statistics_dtype(d);
+    inputs.push_back(dense_rows(options.sinks.dtype() == exact ? options.sinks : cast(options.sinks, exact)));
+  }
+  if (options.begins) inputs.push_back(dense_rows(options.begins));
+}
+
+/// A rule for what an op has without documents; where they begin is whole.
 inline void rule_of(Place& p, std::initializer_list<Placement> inputs, std::initializer_list<Placement> outputs) {
   std::vector<Placement> in(inputs);
   if (static_cast<int>(in.size()) < p.num_inputs()) in.push_back(kR);
   p.rule(in, outputs);
 }
+/// The same for an op with sinks, if it has them: these are behind `inputs`, and what queries give them, [B, H, T], behind the `outputs`
+/// of a backward. Where documents begin is last.
+struct SinkRules {
+  Place& p;
+  bool sinks, backward;
+
+  struct Others {
+    Placement sinks = kR, of_sinks = kR, begins = kR;
+  };
+  void operator()(std::initializer_list<Placement> inputs, std::initializer_list<Placement> outputs, const Others& others) const {
+    std::vector<Placement> in(inputs), out(outputs);
+    if (sinks) in.push_back(others.sinks);
+    if (static_cast<int>(in.size()) < p.num_inputs()) in.push_back(others.begins);
+    if (sinks && backward) out.push_back(others.of_sinks);
+    p.rule(in, out);
+  }
+};
 
 /// The cut of the log-sum-exps [B, H, T] of queries [B, T, ..] that are cut along T.
 inline Placement lse_of(const Placement& queries) { return Placement::shard(queries.map().moved_to(2)); }

@@ -190,7 +190,7 @@ struct LatentAttention {  // q, up, shared, begins[B, T] if there are documents 
   static void work(const Attrs& a, WorkOf& w) {
     w.work.attention_forward = forward_operations(w, a, w.input(0), w.output(0), w.input(1)[1], a.width);
   }
-  static void vjp(const Attrs& a, Vjp& c) { set_three_gradients<LatentAttentionBackward>(a, c); }
+  static void vjp(const Attrs& a, Vjp& c) { set_gradients<LatentAttentionBackward>(a, c, 3, /*sinks=*/false); }
   static void describe(const Attrs& a, std::string& out) {
     out += str(describe_mask(a.causal, a.window), "heads ", a.heads, " own ", a.own, " scale ", a.scale);
   }
@@ -209,6 +209,7 @@ Tensor latent_attention(const Tensor& q, const Tensor& up, const Tensor& shared,
     if (up.size(d) != q.size(d) || shared.size(d) != q.size(d)) refuse();
   if (own < 0 || values < 0) refuse();
   check_window("latent_attention", options);
+  check<ShapeError>(!options.sinks, "[latent_attention] takes no sinks");
   const LatentAttrs attrs{scale_of(options, width),    options.causal,           options.window,
                           static_cast<int32_t>(heads), static_cast<int32_t>(width), static_cast<int32_t>(own),
                           static_cast<int32_t>(values)};

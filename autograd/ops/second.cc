@@ -29,10 +29,30 @@ Tensor mask_of(const VisibleKeys& visible, int64_t T, int64_t S) {
   return seen;
 }
 
+// [H] as [1, G, H / G, 1, 1], and [B, H, T] as [B, G, H / G, T, 1].
+Tensor sinks_by_groups(const Tensor& x, int64_t groups) {
+  const Shape& s = x.shape();
+  if (s.rank() == 1) return reshape(x, {1, groups, s[0] / groups, 1, 1});
+  return reshape(x, {s[0], groups, s[1] / groups, s[2], 1});
+}
+
+// A last column beside what keys have, or zeros there; `keys` alone where there are no sinks.
+Tensor with_sinks(const Tensor& keys, const Tensor& of_sinks, bool sinks) {
+  if (!sinks) return keys;
+  Shape one = keys.shape();
+  one[one.rank() - 1] = 1;
+  const Tensor none = full_of({keys.dtype(), one, keys.layout()}, 0.0);
+  return concat({keys, of_sinks ? add(none, of_sinks) : none}, -1);
+}
+Tensor of_keys(const Tensor& x, bool sinks) { return sinks ? slice(x, -1, 0, x.shape().back() - 1) : x; }
+
 // A query that sees no key has probabilities of zero.
-Tensor probabilities(const Tensor& scores, const Tensor& seen) {
-  if (!seen) return softmax(scores);
-  return where(seen, softmax(where(seen, scores, -1e30)), 0.0);
+Tensor probabilities(const Tensor& scores, const Tensor& seen, const Tensor& sinks) {
+  if (!seen) return softmax(with_sinks(scores, sinks, sinks.defined()));
+  const Tensor p = softmax(with_sinks(where(seen, scores, -1e30), sinks, sinks.defined()));
+  if (!sinks) return where(seen, p, 0.0);
+  const auto parts = split(p, {scores.shape().back(), 1}, -1);
+  return concat({where(seen, parts[0], 0.0), parts[1]}, -1);
 }
 
 // Columns [first, first + V) of one-hot rows.
@@ -76,6 +96,7 @@ Tensor sum_of_defined(std::initializer_list<Tensor> terms) {
 // With P = softmax(S), S = scale Q Kᵀ, out = P V, and a dot for tangents along u:
 //   dS = P(dP), the derivative of softmax, with dP = dout Vᵀ, dQ = scale dS K, dK = scale dSᵀ Q, dV = Pᵀ dout
 //   <u, (dQ, dK, dV)> = <dout, Ṗ V + P U_V>, Ṗ = P(Ṡ), Ṡ = scale (U_Q Kᵀ + Q U_Kᵀ)
+// A sink is a column more of S, which is given, and whose value is zero; its column of dS is what it gets, and that of Ṡ its U.
 AttentionBackwardOperands attention_second(const AttentionBackwardOperands& x, const AttentionBackwardOperands& u,
                                            const VisibleKeys& visible, double scale) {
   const DeviceScope device(x.q.device());
@@ -83,29 +104,35 @@ AttentionBackwardOperands attention_second(const AttentionBackwardOperands& x, c
   const Tensor q = by_groups(x.q, groups), k = by_groups(x.k, groups), v = by_groups(x.v, groups), dout = by_groups(x.dout, groups);
   const Tensor uq = by_groups(u.q, groups), uk = by_groups(u.k, groups), uv = by_groups(u.v, groups);
 
-  const Tensor p = probabilities(mul(matmul(q, transposed(k)), scale), mask_of(visible, x.q.size(1), x.k.size(1)));
-  const Tensor dp = matmul(dout, transposed(v));
-  const Tensor tangent_s = sum_of_defined({uq ? mul(matmul(uq, transposed(k)), scale) : Tensor(),
-                                           uk ? mul(matmul(q, transposed(uk)), scale) : Tensor()});
+  const bool sinks = x.sinks.defined();
+  const auto keys = [&](const Tensor& t) { return of_keys(t, sinks); };
+  const Tensor scores = mul(matmul(q, transposed(k)), scale);
+  const Tensor p = probabilities(scores, mask_of(visible, x.q.size(1), x.k.size(1)), sinks ? sinks_by_groups(x.sinks, groups) : Tensor());
+  const Tensor dp = with_sinks(matmul(dout, transposed(v)), {}, sinks), us = u.sinks ? sinks_by_groups(u.sinks, groups) : Tensor();
+  Tensor tangent_s = sum_of_defined({uq ? mul(matmul(uq, transposed(k)), scale) : Tensor(),
+                                     uk ? mul(matmul(q, transposed(uk)), scale) : Tensor()});
+  if (us && !tangent_s) tangent_s = full_of(scores.type(), 0.0);
+  if (tangent_s) tangent_s = with_sinks(tangent_s, us, sinks);
   Tensor of_p, gq, gk, gv, gout;
   if (tangent_s) {
     const Tensor tangent_p = through_softmax(p, tangent_s), ds = mul(through_softmax(p, dp), scale);
-    gout = matmul(tangent_p, v);
-    gv = matmul(transposed(tangent_p), dout);
-    if (uk) gq = matmul(ds, uk);
-    if (uq) gk = matmul(transposed(ds), uq);
+    gout = matmul(keys(tangent_p), v);
+    gv = matmul(transposed(keys(tangent_p)), dout);
+    if (uk) gq = matmul(keys(ds), uk);
+    if (uq) gk = matmul(transposed(keys(ds)), uq);
     // of <tangent_p, dp> by the probabilities in it
     of_p = sub(mul(tangent_s, dp), add(mul(sum(mul(p, tangent_s), {-1}, true), dp), mul(sum(mul(p, dp), {-1}, true), tangent_s)));
   }
   if (uv) {
-    gout = sum_of_defined({gout, matmul(p, uv)});
-    of_p = sum_of_defined({of_p, matmul(dout, transposed(uv))});
+    gout = sum_of_defined({gout, matmul(keys(p), uv)});
+    of_p = sum_of_defined({of_p, with_sinks(matmul(dout, transposed(uv)), {}, sinks)});
   }
-  const Tensor of_s = mul(through_softmax(p, of_p), scale);
+  const Tensor of_all = through_softmax(p, of_p), of_s = mul(keys(of_all), scale);
+  const Tensor of_sinks = sinks ? sum(slice(of_all, -1, scores.shape().back(), scores.shape().back() + 1), {0, 3, 4}) : Tensor();
   gq = sum_of_defined({gq, matmul(of_s, k)});
   gk = sum_of_defined({gk, matmul(transposed(of_s), q)});
   const auto of_key_heads = [](const Tensor& g) { return g ? by_heads(sum(g, {2}, true)) : g; };  // all queries that read one
-  return {by_heads(gq), of_key_heads(gk), of_key_heads(gv), by_heads(gout)};
+  return {by_heads(gq), of_key_heads(gk), of_key_heads(gv), by_heads(gout), sinks ? reshape(of_sinks, x.sinks.shape()) : Tensor()};
 }
 
 // With n for what is normalised without its weight, r = 1 / sqrt(variance + eps), g = dy weight and J for the derivative of n, which

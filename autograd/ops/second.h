@@ -26,9 +26,10 @@ Tensor sum_of_defined(std::initializer_list<Tensor> terms);
 /// it makes tangents of tangents, too. One op.
 Tensor through_softmax(const Tensor& y, const Tensor& dy);
 
-/// What an attention's backward reads, or the gradients of that: q[B, T, H, D], k[B, S, G, D], v[B, S, G, E], dout[B, T, H, E].
+/// What an attention's backward reads, or the gradients of that: q[B, T, H, D], k[B, S, G, D], v[B, S, G, E], dout[B, T, H, E], sinks[H] if
+/// there are any.
 struct AttentionBackwardOperands {
-  Tensor q, k, v, dout = {};
+  Tensor q, k, v, dout = {}, sinks = {};
 };
 /// Which keys a query sees: AttentionOptions, with `begins` undefined where there are no documents.
 struct VisibleKeys {
@@ -36,8 +37,8 @@ struct VisibleKeys {
   int64_t window;
   Tensor begins;
 };
-/// The gradients of attention's backward, for those `u` of its results dq, dk and dv, of which some are undefined. It has
-/// matrices [B, H, T, S] in memory.
+/// The gradients of attention's backward, for those `u` of its results dq, dk, dv and what queries give the sinks, [B, H, T], of which
+/// some are undefined. It has matrices [B, H, T, S] in memory.
 AttentionBackwardOperands attention_second(const AttentionBackwardOperands& x, const AttentionBackwardOperands& u,
                                            const VisibleKeys& visible, double scale);
 
