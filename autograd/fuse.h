@@ -31,6 +31,10 @@ class Fuse {
     return step(kernels::FusedStep::backward, static_cast<int>(op), {kept, dy});
   }
   Value swiglu(Value gate, Value up) { return step(kernels::FusedStep::swiglu, 0, {gate, up}); }
+  /// gate sigmoid(alpha gate) (up + 1)
+  Value shifted_swiglu(Value gate, Value up, double alpha) {
+    return step(kernels::FusedStep::shifted_swiglu, 0, {gate, up, constant(alpha)});
+  }
   Value where(Value cond, Value x, Value y) { return step(kernels::FusedStep::where, 0, {cond, x, y}); }
   Value clamp(Value x, double lo, double hi) { return step(kernels::FusedStep::clamp, 0, {x, constant(lo), constant(hi)}); }
   Value cast(Value x) { return step(kernels::FusedStep::cast, 0, {x}); }

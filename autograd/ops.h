@@ -158,6 +158,10 @@ enum class GeluKind : uint8_t { exact, tanh };
 Tensor gelu(const Tensor& x, GeluKind kind = GeluKind::exact);
 /// silu(gate) * up, of equal shapes (Shazeer 2020).
 Tensor swiglu(const Tensor& gate, const Tensor& up);
+struct ClampedSwigluOptions { double alpha = 1.702, limit = 7.0; };  ///< positive, alpha finite
+/// The gate of gpt-oss's experts (OpenAI, https://arxiv.org/abs/2508.10925): with g = min(gate, limit) and u = up held to [-limit, limit],
+/// g sigmoid(alpha g) (u + 1). Of equal shapes; gradients pass where an operand is within, at the limit, too.
+Tensor clamped_swiglu(const Tensor& gate, const Tensor& up, const ClampedSwigluOptions& options = {});
 /// gelu(gate) * up, of equal shapes, with the tanh approximation (Shazeer 2020). Neither is kept but these two: a backward makes it again.
 Tensor geglu(const Tensor& gate, const Tensor& up);
 

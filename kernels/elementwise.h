@@ -89,6 +89,12 @@ void activation_backward(BackwardOp op, const View& kept, const View& dy, const 
 void swiglu(const View& gate, const View& up, const View& out);
 void swiglu_backward(const View& gate, const View& up, const View& dy, const View& dgate,
                      const View& dup);
+/// out = g sigmoid(alpha g) (u + 1), g = min(gate, limit), u = min(max(up, -limit), limit); NaN stays NaN. Alpha and limit are
+/// rounded to the compute type.
+void clamped_swiglu(const View& gate, const View& up, double alpha, double limit, const View& out);
+/// dgate is 0 unless gate <= limit, dup unless |up| <= limit, for an infinite gradient, too.
+void clamped_swiglu_backward(const View& gate, const View& up, const View& dy, double alpha, double limit, const View& dgate,
+                             const View& dup);
 
 }  // namespace cpu
 
@@ -109,6 +115,9 @@ void activation_backward(const Stream& stream, BackwardOp op, const View& kept, 
 void swiglu(const Stream& stream, const View& gate, const View& up, const View& out);
 void swiglu_backward(const Stream& stream, const View& gate, const View& up, const View& dy,
                      const View& dgate, const View& dup);
+void clamped_swiglu(const Stream& stream, const View& gate, const View& up, double alpha, double limit, const View& out);
+void clamped_swiglu_backward(const Stream& stream, const View& gate, const View& up, const View& dy, double alpha, double limit,
+                             const View& dgate, const View& dup);
 
 }  // namespace cuda
 }  // namespace sheaf::kernels

@@ -12,11 +12,11 @@
 namespace sheaf::kernels {
 
 struct FusedStep {
-  enum Kind : uint8_t { unary, binary, backward, swiglu, where, clamp, cast };
+  enum Kind : uint8_t { unary, binary, backward, swiglu, shifted_swiglu, where, clamp, cast };
   Kind kind = cast;
   uint8_t op = 0;                   ///< UnaryOp, BinaryOp or BackwardOp, by kind
   uint8_t num_operands = 0;
-  uint8_t operands[3] = {0, 0, 0};  ///< values; of clamp x, lo, hi, the last two constants
+  uint8_t operands[3] = {0, 0, 0};  ///< values; of clamp x, lo, hi, of shifted_swiglu gate, up, alpha: bounds and alpha are constants
   DType dtype = kF32;               ///< of the value
 };
 

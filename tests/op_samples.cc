@@ -1,5 +1,7 @@
 #include "sheaf/tests/op_samples.h"
 
+#include <limits>
+
 #include "sheaf/autograd/ops.h"
 
 namespace sheaf::testing {
@@ -131,6 +133,12 @@ const std::vector<OpSample>& op_samples() {
        .rules = {"S0 S0 -> S0", "S1 S1 -> S1", "R P -> P", "F F -> F"}},
       {.op = "swiglu", .inputs = {uniform({3, 5}, -3, 3), {3, 5}}, .f = [](Args x) { return swiglu(x[0], x[1]); },
        .rules = {"S0 S0 -> S0", "S1 S1 -> S1", "R P -> P", "F F -> F"}},
+      {.op = "clamped_swiglu", .inputs = {away_from({3, 5}, {1.5}, -3, 3), away_from({3, 5}, {-1.5, 1.5}, -3, 3)},
+       .f = [](Args x) { return clamped_swiglu(x[0], x[1], {.limit = 1.5}); }, .rules = {"S0 S0 -> S0", "S1 S1 -> S1", "F F -> F"}},
+      {.op = "clamped_swiglu", .variant = "within its limits", .inputs = {uniform({3, 5}, -3, 3), {3, 5}},
+       .f = [](Args x) { return clamped_swiglu(x[0], x[1]); }},
+      {.op = "clamped_swiglu", .variant = "without limits", .inputs = {uniform({3, 5}, -3, 3), {3, 5}},
+       .f = [](Args x) { return clamped_swiglu(x[0], x[1], {.alpha = 0.5, .limit = std::numeric_limits<double>::infinity()}); }},
 
       {.op = "sum", .inputs = {{4, 3, 5}}, .f = [](Args x) { return sum(x[0], {0, 2}); }, .exact = true,
        .rules = {"S0 -> P", "S1 -> S0", "S2 -> P", "P -> P"}},

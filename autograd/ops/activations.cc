@@ -1,4 +1,6 @@
 // Activation functions with fused backwards, which are ops too and have derivatives of their own.
+#include <limits>
+
 #include "sheaf/autograd/fuse.h"
 #include "sheaf/autograd/ops/common.h"
 #include "sheaf/autograd/ops/gelu.h"
@@ -167,6 +169,8 @@ void check_equal_shapes(const char* op, const Infer& c) {
     if (!(c.shape(i) == c.shape(0)))
       fail<ShapeError>("[", op, "] shapes ", c.shape(0), " and ", c.shape(i), " differ");
 }
+// A sum of which there may be no term yet.
+void accumulate(Tensor& total, const Tensor& t) { total = total ? add(total, t) : t; }
 
 struct SwigluBackward {  // inputs gate, up, dy; outputs dgate = dy up h'(gate), dup = dy h(gate), h
                          // = silu
@@ -196,17 +200,16 @@ struct SwigluBackward {  // inputs gate, up, dy; outputs dgate = dy up h'(gate),
       return apply<SiluBackward>({}, {gate, t});
     };  // t h'(gate)
     Tensor to_gate, to_up, to_dy;
-    const auto sum = [](Tensor& total, const Tensor& t) { total = total ? add(total, t) : t; };
     if (c.has_grad(0)) {
       const Tensor& a = c.grad(0);
-      if (c.needs(0)) sum(to_gate, mul(mul(mul(a, silu_second(gate)), up), dy));
-      if (c.needs(1)) sum(to_up, mul(slope(a), dy));
-      if (c.needs(2)) sum(to_dy, mul(slope(a), up));
+      if (c.needs(0)) accumulate(to_gate, mul(mul(mul(a, silu_second(gate)), up), dy));
+      if (c.needs(1)) accumulate(to_up, mul(slope(a), dy));
+      if (c.needs(2)) accumulate(to_dy, mul(slope(a), up));
     }
     if (c.has_grad(1)) {
       const Tensor& b = c.grad(1);
-      if (c.needs(0)) sum(to_gate, mul(slope(b), dy));
-      if (c.needs(2)) sum(to_dy, mul(b, silu(gate)));
+      if (c.needs(0)) accumulate(to_gate, mul(slope(b), dy));
+      if (c.needs(2)) accumulate(to_dy, mul(b, silu(gate)));
     }
     if (to_gate) c.set(0, to_gate);
     if (to_up) c.set(1, to_up);
@@ -236,6 +239,82 @@ struct Swiglu {
   }
 };
 
+// --- clamped_swiglu: h(g) (u + 1) of the operands held to the limits, g and u; h(g) = g sigmoid(alpha g) ---
+struct ClampedSwigluBackward {  // inputs gate, up, dy; outputs dgate = dy (u + 1) h'(g), dup = dy h(g), 0 where g, u were held
+  static constexpr const char* kName = "clamped_swiglu_backward";
+  using Attrs = ClampedSwigluOptions;
+  static constexpr uint64_t kSavedInputs = 0b111;
+  static void infer(const Attrs&, Infer& c) {
+    const DType d = common_dtype(kName, c);
+    check_equal_shapes(kName, c);
+    c.output(d, c.shape(0));
+    c.output(d, c.shape(0));
+  }
+  static void place(const Attrs&, Place& p) {
+    if (const OwnershipMap* map = p.sharded())
+      rule_all(p, Placement::shard(*map), Placement::shard(*map), 2);
+    rule_all(p, kR, kR, 2);
+    p.rule({kR, kR, kP}, {kP, kP});
+  }
+  static void execute(const Attrs& a, Execute& c) {
+    SHEAF_ON_DEVICE(c.stream(), clamped_swiglu_backward, c.input(0), c.input(1), c.input(2), a.alpha, a.limit, c.output(0),
+                 c.output(1));
+  }
+  static void vjp(const Attrs& attrs, Vjp& c) {
+    const double alpha = attrs.alpha, limit = attrs.limit;
+    const Tensor gate = c.input(0), up = c.input(1), dy = c.input(2);
+    const auto within_gate = [&](const Tensor& t) { return where(le(gate, limit), t, 0.0); };
+    const auto within_up = [&](const Tensor& t) { return where(le(abs(up), limit), t, 0.0); };
+    // With x = alpha g: h(g) = silu(x) / alpha, h'(g) = silu'(x), h''(g) = alpha silu''(x).
+    const Tensor x = mul(clamp(gate, -std::numeric_limits<double>::infinity(), limit), alpha);
+    const Tensor u1 = add(clamp(up, -limit, limit), 1.0);
+    const auto slope = [&](const Tensor& t) { return apply<SiluBackward>({}, {x, t}); };  // t h'(g)
+    Tensor to_gate, to_up, to_dy;
+    if (c.has_grad(0)) {
+      const Tensor a = within_gate(c.grad(0));
+      if (c.needs(0)) accumulate(to_gate, mul(mul(mul(a, mul(silu_second(x), alpha)), u1), dy));
+      if (c.needs(1)) accumulate(to_up, within_up(mul(slope(a), dy)));
+      if (c.needs(2)) accumulate(to_dy, mul(slope(a), u1));
+    }
+    if (c.has_grad(1)) {
+      const Tensor b = within_up(c.grad(1));
+      if (c.needs(0)) accumulate(to_gate, within_gate(mul(slope(b), dy)));
+      if (c.needs(2)) accumulate(to_dy, mul(b, mul(silu(x), 1 / alpha)));
+    }
+    if (to_gate) c.set(0, to_gate);
+    if (to_up) c.set(1, to_up);
+    if (to_dy) c.set(2, to_dy);
+  }
+};
+struct ClampedSwiglu {
+  static constexpr const char* kName = "clamped_swiglu";
+  using Attrs = ClampedSwigluOptions;
+  static constexpr uint64_t kSavedInputs = 0b11;
+  static void infer(const Attrs& a, Infer& c) {
+    check<ConfigError>(a.alpha > 0 && std::isfinite(a.alpha), "[clamped_swiglu] alpha ", a.alpha, " is not positive and finite");
+    check<ConfigError>(a.limit > 0, "[clamped_swiglu] limit ", a.limit, " is not positive");
+    require_floating(kName, common_dtype(kName, c));
+    check_equal_shapes(kName, c);
+    c.output(c.dtype(0), c.shape(0));
+  }
+  static void place(const Attrs&, Place& p) { rules::pointwise_nonlinear(p); }
+  static void execute(const Attrs& a, Execute& c) {
+    SHEAF_ON_DEVICE(c.stream(), clamped_swiglu, c.input(0), c.input(1), a.alpha, a.limit, c.output(0));
+  }
+  static void fuse(const Attrs& a, Fuse& f) {
+    const Fuse::Value g = f.clamp(f.input(0), -std::numeric_limits<double>::infinity(), a.limit);
+    f.yields(f.shifted_swiglu(g, f.clamp(f.input(1), -a.limit, a.limit), a.alpha));
+  }
+  static constexpr int kCheap = 0;
+  static Tensor again(const Attrs& a, Vjp& c) { return apply<ClampedSwiglu>(a, {c.input(0), c.input(1)}); }
+  static void vjp(const Attrs& a, Vjp& c) {
+    const auto d = apply_all<ClampedSwigluBackward>(a, {c.input(0), c.input(1), c.grad()});
+    c.set(0, d[0]);
+    c.set(1, d[1]);
+  }
+  static void describe(const Attrs& a, std::string& out) { out += str("alpha ", a.alpha, ", limit ", a.limit); }
+};
+
 }  // namespace
 
 Tensor ops::gelu_second(const Tensor& x, GeluKind kind) {
@@ -258,6 +337,9 @@ Tensor sigmoid(const Tensor& x) { return apply<Sigmoid>({}, x); }
 Tensor silu(const Tensor& x) { return apply<Silu>({}, x); }
 Tensor gelu(const Tensor& x, GeluKind kind) { return apply<Gelu>({kind}, x); }
 Tensor swiglu(const Tensor& gate, const Tensor& up) { return apply<Swiglu>({}, {gate, up}); }
+Tensor clamped_swiglu(const Tensor& gate, const Tensor& up, const ClampedSwigluOptions& options) {
+  return apply<ClampedSwiglu>(options, {gate, up});
+}
 Tensor geglu(const Tensor& gate, const Tensor& up) {
   check<ShapeError>(gate.shape() == up.shape(), "[geglu] gate ", gate.shape(), " and up ", up.shape(), " are of equal shape");
   const RecomputeScope again({.results = true});

@@ -30,6 +30,8 @@ std::string_view name_of(const FusedStep& s) {
       return kBackwardNames[s.op];
     case FusedStep::swiglu:
       return "swiglu";
+    case FusedStep::shifted_swiglu:
+      return "shifted swiglu";
     case FusedStep::where:
       return "where";
     case FusedStep::clamp:

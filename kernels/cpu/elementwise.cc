@@ -1,6 +1,7 @@
 #include "sheaf/kernels/elementwise.h"
 
 #include <cmath>
+#include <limits>
 
 #include "sheaf/kernels/cpu/blocks.h"
 #include "sheaf/kernels/cpu/elementwise_loops.h"
@@ -160,6 +161,13 @@ void swiglu_loop(C* to, const C* gate, const C* up, int64_t n) {
   loop2<C, C, decltype(f)>(to, gate, up, n);
 }
 
+// Out of line: in copies of it g++ could order factors differently, and of two NaN the first gives the sign.
+template <class C>
+[[gnu::noinline]] void shifted_swiglu_loop(C* to, const C* gate, const C* up, C alpha, int64_t n) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) to[i] = gate[i] * vm::sigmoid(alpha * gate[i]) * (up[i] + C(1));
+}
+
 template <class C>
 void where_loop(C* to, const C* cond, const C* x, const C* y, int64_t n) {
 #pragma GCC ivdep
@@ -179,6 +187,7 @@ void clamp_loop(C* to, const C* x, C low, C high, int64_t n) {
   template Loop1<C> unary_loop<C, C>(UnaryOp);     \
   template Loop2<C> binary_loop<C, C>(BinaryOp);   \
   template void swiglu_loop(C*, const C*, const C*, int64_t);          \
+  template void shifted_swiglu_loop(C*, const C*, const C*, C, int64_t); \
   template void where_loop(C*, const C*, const C*, const C*, int64_t); \
   template void clamp_loop(C*, const C*, C, C, int64_t);
 SHEAF_LOOPS(float)
@@ -252,6 +261,24 @@ void swiglu(const View& gate, const View& up, const View& out) {
   const DType compute = compute_type(compute_type(gate.dtype, up.dtype), out.dtype);
   if (compute == kI64) fail<DTypeError>("[swiglu] is not defined for ", out.dtype);
   auto run = [&]<class C>() { map_blocks<C>(out, swiglu_loop<C>, gate, up); };
+  compute == kF64 ? run.operator()<double>() : run.operator()<float>();
+}
+
+void clamped_swiglu(const View& gate, const View& up, double alpha, double limit, const View& out) {
+  check_shapes("clamped_swiglu", out, gate, up);
+  const DType compute = compute_type(compute_type(gate.dtype, up.dtype), out.dtype);
+  if (compute == kI64) fail<DTypeError>("[clamped_swiglu] is not defined for ", out.dtype);
+  auto run = [&]<class C>() {
+    const C slope = static_cast<C>(alpha), most = static_cast<C>(limit);
+    // The loops of the steps that it is when it is fused.
+    const auto loop = [=](C* to, const C* g, const C* u, int64_t n) {
+      C held[kBlock];  // `to` may be `u`
+      clamp_loop(held, u, -most, most, n);
+      clamp_loop(to, g, -std::numeric_limits<C>::infinity(), most, n);
+      shifted_swiglu_loop(to, to, held, slope, n);
+    };
+    map_blocks<C>(out, loop, gate, up);
+  };
   compute == kF64 ? run.operator()<double>() : run.operator()<float>();
 }
 

@@ -1,3 +1,5 @@
+#include <cmath>
+
 #include "sheaf/kernels/cpu/blocks.h"
 #include "sheaf/kernels/cpu/elementwise_loops.h"
 #include "sheaf/kernels/cpu/vector_math.h"
@@ -74,6 +76,33 @@ void swiglu_backward(const View& gate, const View& up, const View& dy, const Vie
   if (compute == kF64) return run.template operator()<double>();
   if (compute == kF32) return run.template operator()<float>();
   fail<DTypeError>("[swiglu_backward] is not defined for ", gate.dtype);
+}
+
+void clamped_swiglu_backward(const View& gate, const View& up, const View& dy, double alpha, double limit, const View& dgate,
+                             const View& dup) {
+  check_shapes("clamped_swiglu_backward", dgate, gate, up, dy, dup);
+  const DType compute =
+      compute_type(compute_type(gate.dtype, up.dtype), compute_type(dy.dtype, dgate.dtype));
+  auto run = [&]<class C>() {
+    const C slope = static_cast<C>(alpha), most = static_cast<C>(limit);
+    map_blocks2<C>(
+        dgate, dup,
+        [=](C* to_gate, C* to_up, const C* g, const C* u, const C* d, int64_t n) {
+#pragma GCC ivdep
+          for (int64_t i = 0; i < n; ++i) {
+            const C gate_i = g[i], up_i = u[i], di = d[i];
+            const C gi = gate_i > most ? most : gate_i, low = up_i < -most ? -most : up_i, ui = low > most ? most : low;
+            const C xi = slope * gi, s = vm::sigmoid(xi);
+            const C by_gate = di * (ui + C(1)) * s * (C(1) + xi * (C(1) - s)), by_up = di * gi * s;
+            to_gate[i] = gate_i <= most ? by_gate : C(0);
+            to_up[i] = std::abs(up_i) <= most ? by_up : C(0);
+          }
+        },
+        gate, up, dy);
+  };
+  if (compute == kF64) return run.template operator()<double>();
+  if (compute == kF32) return run.template operator()<float>();
+  fail<DTypeError>("[clamped_swiglu_backward] is not defined for ", gate.dtype);
 }
 
 }  // namespace sheaf::kernels::SHEAF_SIMD_NAMESPACE

@@ -25,5 +25,12 @@ SHEAF_SIMD_CHOOSE(swiglu_backward,
                   (const View& gate, const View& up, const View& dy, const View& dgate,
                    const View& dup),
                   (gate, up, dy, dgate, dup))
+SHEAF_SIMD_CHOOSE(clamped_swiglu,
+                  (const View& gate, const View& up, double alpha, double limit, const View& out),
+                  (gate, up, alpha, limit, out))
+SHEAF_SIMD_CHOOSE(clamped_swiglu_backward,
+                  (const View& gate, const View& up, const View& dy, double alpha, double limit,
+                   const View& dgate, const View& dup),
+                  (gate, up, dy, alpha, limit, dgate, dup))
 
 }  // namespace sheaf::kernels

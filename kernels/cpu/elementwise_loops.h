@@ -25,6 +25,9 @@ Loop2<C> backward_loop(BackwardOp op);
 /// From gate and up. C is float or double.
 template <class C>
 void swiglu_loop(C* to, const C* gate, const C* up, int64_t n);
+/// gate sigmoid(alpha gate) (up + 1). C is float or double.
+template <class C>
+void shifted_swiglu_loop(C* to, const C* gate, const C* up, C alpha, int64_t n);
 template <class C>
 void where_loop(C* to, const C* cond, const C* x, const C* y, int64_t n);
 template <class C>

@@ -39,6 +39,8 @@ void run_step(const FusedStep& s, C* to, const C* x, const C* y, const C* z, int
       return backward_loop<C>(static_cast<BackwardOp>(s.op))(to, x, y, n);
     case FusedStep::swiglu:
       return swiglu_loop(to, x, y, n);
+    case FusedStep::shifted_swiglu:
+      return shifted_swiglu_loop(to, x, y, *z, n);
     case FusedStep::where:
       return where_loop(to, x, y, z, n);
     case FusedStep::clamp:

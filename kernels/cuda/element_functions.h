@@ -158,5 +158,17 @@ template <class C>
 __device__ C swiglu_of(C gate, C up) {
   return gate * sigmoid(gate) * up;
 }
+/// out = gate sigmoid(alpha gate) (up + 1)
+template <class C>
+__device__ C shifted_swiglu_of(C gate, C up, C alpha) {
+  return gate * sigmoid(alpha * gate) * (up + C(1));
+}
+
+/// NaN stays NaN.
+template <class C>
+__device__ C clamp_of(C x, C low, C high) {
+  const C v = x < low ? low : x;
+  return v > high ? high : v;
+}
 
 }  // namespace sheaf::kernels::cuda

@@ -80,8 +80,7 @@ struct Clamp {
       low = lo_whole, high = hi_whole;
     else
       low = static_cast<C>(lo), high = static_cast<C>(hi);
-    const C v = in[0] < low ? low : in[0];
-    out[0] = v > high ? high : v;
+    out[0] = clamp_of(in[0], low, high);
   }
 };
 
@@ -109,6 +108,30 @@ struct SwigluBackward {
       const C gate = in[0], up = in[1], dy = in[2], s = sigmoid(gate);
       out[0] = dy * up * s * (C(1) + gate * (C(1) - s));
       out[1] = dy * gate * s;
+    }
+  }
+};
+
+struct ClampedSwiglu {
+  double alpha, limit;
+  template <class C>
+  __device__ void operator()(const C* in, C* out) const {
+    if constexpr (std::is_floating_point_v<C>) {
+      const C most = static_cast<C>(limit), gate = in[0] > most ? most : in[0];
+      out[0] = shifted_swiglu_of(gate, clamp_of(in[1], -most, most), static_cast<C>(alpha));
+    }
+  }
+};
+
+struct ClampedSwigluBackward {
+  double alpha, limit;
+  template <class C>
+  __device__ void operator()(const C* in, C* out) const {
+    if constexpr (std::is_floating_point_v<C>) {
+      const C most = static_cast<C>(limit), gate = in[0] > most ? most : in[0], up = clamp_of(in[1], -most, most);
+      const C dy = in[2], x = static_cast<C>(alpha) * gate, s = sigmoid(x);
+      out[0] = in[0] <= most ? dy * (up + C(1)) * s * (C(1) + x * (C(1) - s)) : C(0);
+      out[1] = -most <= in[1] && in[1] <= most ? dy * gate * s : C(0);
     }
   }
 };
@@ -182,6 +205,16 @@ void swiglu_backward(const Stream& stream, const View& gate, const View& up, con
   map_elements<2, 3>("swiglu_backward", stream,
                      floating_compute("swiglu_backward", {gate, up, dy, dgate, dup}),
                      SwigluBackward{}, {dgate, dup}, {gate, up, dy});
+}
+void clamped_swiglu(const Stream& stream, const View& gate, const View& up, double alpha, double limit, const View& out) {
+  map_elements<1, 2>("clamped_swiglu", stream, floating_compute("clamped_swiglu", {gate, up, out}),
+                     ClampedSwiglu{alpha, limit}, {out}, {gate, up});
+}
+void clamped_swiglu_backward(const Stream& stream, const View& gate, const View& up, const View& dy, double alpha, double limit,
+                             const View& dgate, const View& dup) {
+  map_elements<2, 3>("clamped_swiglu_backward", stream,
+                     floating_compute("clamped_swiglu_backward", {gate, up, dy, dgate, dup}),
+                     ClampedSwigluBackward{alpha, limit}, {dgate, dup}, {gate, up, dy});
 }
 
 }  // namespace sheaf::kernels::cuda

@@ -115,14 +115,14 @@ __device__ void compute(const FusedStep& s, const C (&x)[K], const C (&y)[K], co
     case FusedStep::swiglu:
       each([&](int k) { return swiglu_of(x[k], y[k]); });
       break;
+    case FusedStep::shifted_swiglu:
+      each([&](int k) { return shifted_swiglu_of(x[k], y[k], z[k]); });
+      break;
     case FusedStep::where:
       each([&](int k) { return x[k] != C(0) ? y[k] : z[k]; });
       break;
     case FusedStep::clamp:
-      each([&](int k) {
-        const C v = x[k] < y[k] ? y[k] : x[k];
-        return v > z[k] ? z[k] : v;
-      });
+      each([&](int k) { return clamp_of(x[k], y[k], z[k]); });
       break;
     case FusedStep::cast:
       each([&](int k) { return x[k]; });

@@ -161,7 +161,7 @@ class Drawn {
   Tensor op() {
     const DType d = dtype();
     const Tensor x = number(d);
-    switch (draw(0, 33)) {
+    switch (draw(0, 34)) {
       case 0: return neg(x);
       case 1: return exp(x);
       case 2: return log(x);
@@ -195,6 +195,7 @@ class Drawn {
       case 30: return silu(x);
       case 31: return gelu(x, draw(0, 1) ? GeluKind::tanh : GeluKind::exact);
       case 32: return swiglu(x, number(d));
+      case 33: return clamped_swiglu(x, number(d), {.alpha = 1.3, .limit = draw(0, 1) ? 0.6 : std::numeric_limits<double>::infinity()});
       default: return cast(truth(x), d);
     }
   }
@@ -247,6 +248,24 @@ TEST(Fuse, BackwardsHaveTheBitsOfOneOpAfterTheOther) {
       });
       EXPECT_THAT(fused_text(expect_same_bits(step)), ::testing::Contains(HasSubstr("_backward"))) << kind;
     }
+}
+
+// A gate with limits is several steps, with its kernel's bits where its operands are beyond them or no numbers, of either sign.
+TEST(Fuse, AGateWithLimitsHasItsBits) {
+  const double nan = std::numeric_limits<double>::quiet_NaN(), inf = std::numeric_limits<double>::infinity();
+  std::vector<double> gates, ups;
+  for (const double gate : {0.5, -3.0, 0.7, 0.8, inf, -inf, nan, -nan})
+    for (const double up : {0.5, -0.3, 0.7, -0.7, 0.8, -3.0, inf, -inf, nan, -nan}) gates.push_back(gate), ups.push_back(up);
+  for (const DType d : {kF32, kBF16, kF16, kF64}) {
+    const Step step = record([&] {
+      const Tensor gate = cast(Tensor::from(gates, {8, 10}), d), up = cast(Tensor::from(ups, {8, 10}), d);
+      for (const Tensor& t : {gate, up}) Recording::current()->watch(t);
+      const Tensor held = mul(clamped_swiglu(gate, up, {.alpha = 1.3, .limit = 0.7}), 2.0);
+      const Tensor open = mul(clamped_swiglu(up, gate, {.limit = inf}), 2.0);
+      return std::vector<Tensor>{concat({held, held}), concat({open, open})};
+    });
+    EXPECT_THAT(fused_text(expect_same_bits(step)), ElementsAre("clamp, clamp, shifted swiglu, mul, clamp, clamp, shifted swiglu, mul"));
+  }
 }
 
 Tensor given(const Shape& shape, uint64_t key = 1) {

@@ -23,6 +23,41 @@ TEST(LinearGradients, EachAloneHasADerivative) {
   }
 }
 
+// At the limits, beyond them and of what is no number, too.
+TEST(ClampedSwiglu, IsWhatItsPartsAre) {
+  constexpr double kInf = std::numeric_limits<double>::infinity(), kNan = std::numeric_limits<double>::quiet_NaN();
+  std::vector<double> gates, ups;
+  for (const double gate : {0.5, -5.0, 2.0, 2.5, kInf, -kInf, kNan})
+    for (const double up : {0.5, -1.5, 2.0, -2.0, 3.0, -3.0, kInf, -kInf, kNan}) gates.push_back(gate), ups.push_back(up);
+  const auto gate = Tensor::from<double>(gates, {7, 9}), up = Tensor::from<double>(ups, {7, 9}), dy = randn(gate.type(), Key{1});
+  const auto results = [&](bool parts) {
+    Recording recording;
+    for (const Tensor& t : {gate, up}) recording.watch(t);
+    const Tensor g = clamp(gate, -kInf, 2);
+    const Tensor y = parts ? g * sigmoid(0.7 * g) * (clamp(up, -2, 2) + 1.0) : clamped_swiglu(gate, up, {.alpha = 0.7, .limit = 2});
+    std::vector<Tensor> out = recording.gradient(sum(y * dy), std::vector{gate, up});
+    out.push_back(y);
+    return out;
+  };
+  const std::vector<Tensor> got = results(false), want = results(true);
+  for (size_t t = 0; t < want.size(); ++t) {
+    const auto is = got[t].to_vector<double>(), should = want[t].to_vector<double>();
+    for (size_t i = 0; i < should.size(); ++i)
+      EXPECT_TRUE(std::abs(is[i] - should[i]) < 1e-13 || (std::isnan(is[i]) && std::isnan(should[i])))
+          << t << " of " << gates[i] << " and " << ups[i] << ": " << is[i] << ", not " << should[i];
+  }
+}
+
+TEST(ClampedSwiglu, WhatItCannotTake) {
+  constexpr double kInf = std::numeric_limits<double>::infinity(), kNan = std::numeric_limits<double>::quiet_NaN();
+  const Tensor x = zeros({2, 3}), whole = zeros({2, 3}, kI32);
+  for (const double alpha : {0.0, -1.0, kInf, kNan}) EXPECT_THROW(clamped_swiglu(x, x, {.alpha = alpha}), ConfigError) << alpha;
+  for (const double limit : {0.0, -1.0, -kInf, kNan}) EXPECT_THROW(clamped_swiglu(x, x, {.limit = limit}), ConfigError) << limit;
+  EXPECT_THROW(clamped_swiglu(x, zeros({3})), ShapeError);
+  EXPECT_THROW(clamped_swiglu(x, zeros({2, 3}, kBF16)), DTypeError);
+  EXPECT_THROW(clamped_swiglu(whole, whole), DTypeError);
+}
+
 // On a CPU the ops around a gelu are its parts, one after the other.
 TEST(GeluLinear, HasTheBitsOfItsParts) {
   for (DType d : {kF32, kBF16}) {

@@ -287,5 +287,58 @@ TEST(Backward, Swiglu) {
   }
 }
 
+// Operands on both sides of the limits, and at them.
+TEST(Backward, ClampedSwiglu) {
+  for (const auto& [alpha, limit] : {std::pair(1.702, 7.0), {0.5, 2.0}, {1.0, double(INFINITY)}})
+    for (const DType dtype : {kF64, kF32, kBF16, kF16}) {
+      Buffer g(dtype, {40, 33}), u(dtype, {40, 33}, {1, 0}), d(dtype, {40, 33}), y(dtype, {40, 33}), dg(dtype, {40, 33}),
+          du(dtype, {40, 33});
+      const std::vector<double> gates = g.random(1, -9, 9).values(), ups = u.random(2, -9, 9).values();
+      d.random(3);
+      if (std::isfinite(limit)) {
+        g.fill([&](int64_t i) { return i % 7 == 0 ? limit : gates[i]; });
+        u.fill([&](int64_t i) { return i % 5 == 0 ? limit : i % 5 == 1 ? -limit : ups[i]; });
+      }
+      cpu::clamped_swiglu(g.view(), u.view(), alpha, limit, y.view());
+      cpu::clamped_swiglu_backward(g.view(), u.view(), d.view(), alpha, limit, dg.view(), du.view());
+      std::vector<double> wy, wg, wu;
+      const auto h = [&](double x) { return x * sigmoid(alpha * x); };
+      for (int64_t i = 0; i < g.numel(); ++i) {
+        const double held = std::min(g.get(i), limit), up = std::clamp(u.get(i), -limit, limit);
+        wy.push_back(h(held) * (up + 1));
+        wg.push_back(g.get(i) <= limit ? d.get(i) * (up + 1) * slope(h, held) : 0);
+        wu.push_back(up == u.get(i) ? d.get(i) * h(held) : 0);
+      }
+      const double tol = dtype == kF64 ? 1e-8 : 2 * tolerance(dtype);
+      EXPECT_LE(scaled_error(y.values(), wy), tol) << name(dtype) << limit;
+      EXPECT_LE(scaled_error(dg.values(), wg), tol) << name(dtype) << limit;
+      EXPECT_LE(scaled_error(du.values(), wu), tol) << name(dtype) << limit;
+      Buffer on_gate(dtype, {40, 33}), on_up(dtype, {40, 33});  // an output may be an operand
+      on_gate.fill([&](int64_t i) { return g.get(i); }), on_up.fill([&](int64_t i) { return u.get(i); });
+      cpu::clamped_swiglu(on_gate.view(), u.view(), alpha, limit, on_gate.view());
+      cpu::clamped_swiglu(g.view(), on_up.view(), alpha, limit, on_up.view());
+      EXPECT_EQ(on_gate.values(), y.values()) << name(dtype) << limit;
+      EXPECT_EQ(on_up.values(), y.values()) << name(dtype) << limit;
+    }
+}
+
+TEST(Backward, ClampedSwigluOfWhatIsNoNumber) {
+  Buffer g(kF32, {4}), u(kF32, {4}), d(kF32, {4}), y(kF32, {4}), dg(kF32, {4}), du(kF32, {4});
+  const double gates[] = {NAN, 2, INFINITY, 2}, ups[] = {2, NAN, 2, -INFINITY};
+  g.fill([&](int64_t i) { return gates[i]; }), u.fill([&](int64_t i) { return ups[i]; });
+  d.fill([](int64_t i) { return i < 2 ? 1 : INFINITY; });
+  cpu::clamped_swiglu(g.view(), u.view(), 1, 4, y.view());
+  EXPECT_TRUE(std::isnan(y.get(0)) && std::isnan(y.get(1)));
+  EXPECT_NEAR(y.get(2), 4 * sigmoid(4) * 3, 1e-5);
+  EXPECT_NEAR(y.get(3), 2 * sigmoid(2) * -3, 1e-5);
+  // As clamp's: NaN lies within no limits, and the gradient of what lies beyond them is 0 even where the output's is infinite.
+  cpu::clamped_swiglu_backward(g.view(), u.view(), d.view(), 1, 4, dg.view(), du.view());
+  EXPECT_EQ(scaled_error(dg.values(), {0, NAN, 0, -INFINITY}), 0);
+  EXPECT_EQ(scaled_error(du.values(), {NAN, 0, INFINITY, 0}), 0);
+  Buffer whole(kI32, {4});
+  EXPECT_THROW(cpu::clamped_swiglu(whole.view(), whole.view(), 1, 4, whole.view()), DTypeError);
+  EXPECT_THROW(cpu::clamped_swiglu_backward(whole.view(), whole.view(), whole.view(), 1, 4, whole.view(), whole.view()), DTypeError);
+}
+
 }  // namespace
 }  // namespace sheaf

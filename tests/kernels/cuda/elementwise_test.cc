@@ -159,16 +159,50 @@ TEST(CudaElementwise, Backwards) {
       compare(
           "swiglu", [&](auto& a, auto& b, auto& c) { cuda::swiglu(s, a, b, c); },
           [](auto& a, auto& b, auto& c) { cpu::swiglu(a, b, c); });
+      compare(
+          "clamped_swiglu", [&](auto& a, auto& b, auto& c) { cuda::clamped_swiglu(s, a, b, 1.702, 0.75, c); },
+          [](auto& a, auto& b, auto& c) { cpu::clamped_swiglu(a, b, 1.702, 0.75, c); });
       const Array blank(d, layout.shape), want_gate(kF64, layout.shape),
           want_up(kF64, layout.shape);
       const OnGpu gx(x), gup(up), gdy(dy), dgate(blank), dup(blank);
+      const auto compare_both = [&](const char* what) {
+        EXPECT_LT(scaled_error(dgate.back(), values(want_gate)), 8 * epsilon(d))
+            << what << ' ' << name(d) << layout.shape.to_string();
+        EXPECT_LT(scaled_error(dup.back(), values(want_up)), 8 * epsilon(d))
+            << what << ' ' << name(d) << layout.shape.to_string();
+      };
       cuda::swiglu_backward(s, gx, gup, gdy, dgate, dup);
       cpu::swiglu_backward(wx, wup, wdy, want_gate, want_up);
-      EXPECT_LT(scaled_error(dgate.back(), values(want_gate)), 8 * epsilon(d))
-          << name(d) << layout.shape.to_string();
-      EXPECT_LT(scaled_error(dup.back(), values(want_up)), 8 * epsilon(d))
-          << name(d) << layout.shape.to_string();
+      compare_both("swiglu_backward");
+      cuda::clamped_swiglu_backward(s, gx, gup, gdy, 1.702, 0.75, dgate, dup);
+      cpu::clamped_swiglu_backward(wx, wup, wdy, 1.702, 0.75, want_gate, want_up);
+      compare_both("clamped_swiglu_backward");
     }
+}
+
+// At the limits, beyond them, and where there is no number, with infinite gradients: as on the CPU, which has tests of it.
+TEST(CudaElementwise, ClampedSwigluAtTheLimits) {
+  SHEAF_NEEDS_GPU();
+  const double some[] = {2, -2, 2.5, -2.5, INFINITY, -INFINITY, NAN, 0.5};
+  const Shape shape{8, 8, 2};
+  Array gate(kF32, shape), up(kF32, shape), dy(kF32, shape);
+  gate.fill([&](int64_t i) { return some[i / 16]; });
+  up.fill([&](int64_t i) { return some[i / 2 % 8]; });
+  dy.fill([](int64_t i) { return i % 2 ? INFINITY : 0.5; });
+  const Array y(kF32, shape), dgate(kF32, shape), dup(kF32, shape), want_y(kF32, shape), want_gate(kF32, shape), want_up(kF32, shape);
+  const OnGpu g(gate), u(up), d(dy), gy(y), gdgate(dgate), gdup(dup);
+  cuda::clamped_swiglu(OnGpu::stream(), g, u, 1.702, 2, gy);
+  cuda::clamped_swiglu_backward(OnGpu::stream(), g, u, d, 1.702, 2, gdgate, gdup);
+  cpu::clamped_swiglu(gate, up, 1.702, 2, want_y);
+  cpu::clamped_swiglu_backward(gate, up, dy, 1.702, 2, want_gate, want_up);
+  const auto expect_same = [](const char* what, const Array& got, const Array& want) {
+    for (int64_t i = 0; i < got.view().numel(); ++i) {
+      const double is = got.at(i), should = want.at(i);
+      EXPECT_TRUE(is == should || (std::isnan(is) && std::isnan(should)) || std::fabs(is - should) <= 8 * epsilon(kF32) * std::fabs(should))
+          << what << ' ' << i << ": " << is << ", not " << should;
+    }
+  };
+  expect_same("y", gy.back(), want_y), expect_same("dgate", gdgate.back(), want_gate), expect_same("dup", gdup.back(), want_up);
 }
 
 }  // namespace
