@@ -293,26 +293,33 @@ NormedSum add_rms_norm(const Tensor& x, const Tensor& r, const Tensor& weight = 
 Tensor softmax(const Tensor& x, int dim = -1);
 Tensor log_softmax(const Tensor& x, int dim = -1);
 
-/// Which rows of which experts the tokens of sequences go to. E experts; K choices of each of T tokens; N groups of a sequence's
-/// tokens, group n those from T n / N on; P places that an expert has for a group.
+/// Which rows of which experts the tokens of sequences go to. E experts in Q parts, part q those from E q / Q on; K choices of each of T
+/// tokens; N groups of a sequence's tokens, group n those from T n / N on; R rows that a part has for a group, its experts' one behind
+/// another.
 struct ExpertRoutes {
-  Tensor slots;    ///< i32 [.., T, K]: the expert of a choice times P, plus its place; -1: there was none left
-  Tensor sources;  ///< i32 [E, .., N, P]: the choice in a place, counted from the first of its group; -1: it is empty
-  Tensor counts;   ///< i32 [E, .., N]: the places taken, which are the first
+  Tensor slots;    ///< i32 [.., T, K]: the part of a choice's expert times R, plus its row there; -1: there was no place left
+  Tensor sources;  ///< i32 [Q, .., N, R]: the choice in a row, counted from the first of its group; -1: it is empty
+  Tensor counts;   ///< i32 [E, .., N]: the rows of each expert
 };
-/// Places for choices[.., T, K], i64 in [0, experts) (DataError), in the order of tokens, then of a token's choices: what a
-/// token gets depends on no later one. Sequences may be cut anyhow, and tokens if each rank has whole groups, all of one size
-/// or one for each rank.
-ExpertRoutes expert_routes(const Tensor& choices, int64_t experts, int64_t places, int64_t groups = 1);
-/// Rows of x[.., T, C] for each expert, zeros in empty places: [E, .., N, P, C]. Times the choices' weights[.., T, K], if
+/// Rows for choices[.., T, K], i64 in [0, experts) (DataError), in the order of tokens, then of a token's choices; an expert has `places`
+/// for a group, so that which choices are dropped depends on no later ones. Each expert is a part of its own, with so many rows; or there
+/// are fewer `parts`, which have as many rows as a group's tokens can fill if no two choices of one are the same (what is more is dropped):
+/// T K / N where one part has all experts and none lacks places, however many there are. Sequences may be cut anyhow, and tokens if each
+/// rank has whole groups, all of one size or one for each rank.
+ExpertRoutes expert_routes(const Tensor& choices, int64_t experts, int64_t places, int64_t groups = 1, int64_t parts = 0);
+/// R there, for groups of at most so many `tokens`.
+int64_t rows_of_part(int64_t tokens, int64_t choices, int64_t experts, int64_t places, int64_t parts);
+/// Rows of x[.., T, C] for each expert, zeros in empty ones: [Q, .., N, R, C]. Times the choices' weights[.., T, K], if
 /// given: f32 (f64 for f64).
 Tensor to_experts(const Tensor& x, const ExpertRoutes& routes, const Tensor& weights = {});
-/// The sum over each token's choices of their rows[E, .., N, P, C], times weights[.., T, K] if given: [.., T, C].
+/// The sum over each token's choices of their rows[Q, .., N, R, C], times weights[.., T, K] if given: [.., T, C].
 Tensor from_experts(const Tensor& rows, const ExpertRoutes& routes, const Tensor& weights = {});
-/// x[E, .., P, I] weight[E, O, I]ᵀ, each expert's rows with its own matrix: [E, .., P, O]. Of P rows the first counts[E, ..]
-/// are in use; the others must be zero, in x and in the result's gradient, as they are if they come from to_experts. CPUs
-/// skip them; a GPU multiplies all. With fp8 as linear() with Fp8::activations.
-Tensor expert_linear(const Tensor& x, const Tensor& weight, const Tensor& counts, bool fp8 = false);
+/// x[Q, .., R, I] weight[E, O, I]ᵀ + bias[E, O], each expert's rows, counts[E, ..] of them, with its own matrix and bias: [Q, .., R, O].
+/// Rows that are not in use must be zero in the result's gradient, and, for those of experts that are parts of their own, finite in x, as
+/// they are if they come from to_experts and go to from_experts. CPUs skip them; a GPU multiplies all rows of experts that are parts of
+/// their own. Ranks may have experts of their own, where there is a part for each rank, or for each expert. With fp8 as linear() with
+/// Fp8::activations.
+Tensor expert_linear(const Tensor& x, const Tensor& weight, const Tensor& counts, const Tensor& bias = {}, bool fp8 = false);
 
 struct AttentionOptions {
   bool causal = true;  ///< query t of T sees keys s <= t + S - T

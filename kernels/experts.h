@@ -3,11 +3,12 @@
 //
 //   B sequences   T tokens of one   K choices of a token   E experts   C, I, O widths
 //   N groups of a sequence's tokens: group n has tokens [T n / N, T (n + 1) / N)
-//   P places: rows that an expert has for a group
+//   Q parts of the experts: part q has experts [E q / Q, E (q + 1) / Q)
+//   R rows that a part has for a group: those of its experts one behind another, from the first on
 //
 // Rows of widths are dense, and so is what top_k() and route() read and write. A choice's place is
 // its rank among the choices of its expert in its group, tokens in order and the choices of a token
-// in order: what a token gets depends on no later one. Choices behind the last place are dropped.
+// in order: which choices are dropped, for want of places, depends on no later ones.
 #pragma once
 
 #include "sheaf/core/device.h"
@@ -16,30 +17,38 @@
 
 namespace sheaf::kernels {
 
+/// How experts stand in parts.
+struct ExpertParts {
+  int64_t experts, parts;
+
+  constexpr int64_t first_of(int64_t part) const { return experts * part / parts; }
+  constexpr int64_t part_of(int64_t expert) const { return ((expert + 1) * parts - 1) / experts; }
+};
+
 /// The sizes that all operands share, and where things lie. Kernels of both devices have a copy.
 struct Routing {
-  int64_t sequences, tokens, choices, experts, groups, places;
+  int64_t sequences, tokens, choices, parts, groups, room;  ///< room: R
 
   // constexpr: for the host and for kernels alike.
   constexpr int64_t first_of(int64_t group) const { return tokens * group / groups; }
   constexpr int64_t group_of(int64_t token) const { return ((token + 1) * groups - 1) / tokens; }
-  /// A row on its way: [E, B, N, P].
-  constexpr int64_t row(int64_t expert, int64_t sequence, int64_t group, int64_t place) const {
-    return ((expert * sequences + sequence) * groups + group) * places + place;
+  /// A row on its way: [Q, B, N, R].
+  constexpr int64_t row(int64_t part, int64_t sequence, int64_t group, int64_t place) const {
+    return ((part * sequences + sequence) * groups + group) * room + place;
   }
-  constexpr int64_t rows() const { return experts * sequences * groups * places; }
+  constexpr int64_t rows() const { return parts * sequences * groups * room; }
   /// The row of choice `choice` (of all B·T·K) that has this slot.
   constexpr int64_t row_at(int64_t choice, int64_t slot) const {
     const int64_t token = choice / choices;
-    return row(slot / places, token / tokens, group_of(token % tokens), slot % places);
+    return row(slot / room, token / tokens, group_of(token % tokens), slot % room);
   }
   /// The choice that fills row `row` with this source.
   constexpr int64_t choice_at(int64_t row, int64_t source) const {
-    const int64_t group = row / places % groups, sequence = row / places / groups % sequences;
+    const int64_t group = row / room % groups, sequence = row / room / groups % sequences;
     return (sequence * tokens + first_of(group)) * choices + source;
   }
 
-  /// slots[.., T, K], of rows[E, .., N, P(, more)].
+  /// slots[.., T, K], of rows[Q, .., N, R(, more)].
   static Routing of(const View& slots, const View& rows, int more) {
     const int rank = slots.rank();
     check<ShapeError>(rank >= 2 && rows.rank() == rank + 1 + more, "[route] choices ", slots.shape,
@@ -60,11 +69,12 @@ namespace cpu {
 /// out[.., K]: positions of the K largest of x[.., E], the largest first, of equal ones the first
 /// first; NaN is larger than all. out is i64.
 void top_k(const View& x, const View& out);
-/// Of choices[.., T, K] (i64, in [0, E); DataError else): slots[.., T, K], each the expert times P
-/// plus the place, or -1 if dropped; sources[E, .., N, P], each row's choice counted from the first
-/// of its group, or -1; counts[E, .., N], the places taken. All three are i32.
-void route(const View& choices, const View& slots, const View& sources, const View& counts);
-/// rows[E, .., N, P, C] = x[.., T, C] where a row has a source, times weights[.., T, K] if there
+/// Of choices[.., T, K] (i64, in [0, E); DataError else): slots[.., T, K], each the part of its expert
+/// times R plus its row there, or -1 if dropped; sources[Q, .., N, R], each row's choice counted from the
+/// first of its group, or -1; counts[E, .., N], the rows of each expert, of which a group has at most
+/// `places`, and as many as its part still has. All three are i32.
+void route(const View& choices, int64_t places, const View& slots, const View& sources, const View& counts);
+/// rows[Q, .., N, R, C] = x[.., T, C] where a row has a source, times weights[.., T, K] if there
 /// are any (View{}: none), else zeros. Weights are of the type in which x is computed.
 void to_experts(const View& x, const View& weights, const View& slots, const View& sources,
               const View& rows);
@@ -73,14 +83,14 @@ void from_experts(const View& rows, const View& weights, const View& slots, cons
 /// out[.., T, K] = row · y of its token, 0 for what was dropped.
 void choice_dots(const View& rows, const View& y, const View& slots, const View& out);
 
-/// y[E, .., P, O] = x[E, .., P, I] weight[E, O, I]ᵀ, weights of any strides. Of each group of P rows
-/// the first counts[E, ..] are used, the rest of x is zero: it is skipped where that is faster.
-size_t expert_linear_workspace(const View& x, const View& weight, const View& counts,
+/// y[Q, .., R, O] = x[Q, .., R, I] weight[E, O, I]ᵀ + bias[E, O] of each row's expert, whose rows
+/// counts[E, ..] tells, weights of any strides; without a bias, View{}. What lies behind the rows in
+/// use is skipped, and zero in y.
+size_t expert_linear_workspace(const View& x, const View& weight, const View& bias, const View& counts,
                                const View& y, bool fp8 = false);
-void expert_linear(const View& x, const View& weight, const View& counts, const View& y,
+void expert_linear(const View& x, const View& weight, const View& bias, const View& counts, const View& y,
                    Workspace workspace, bool fp8 = false);
-/// dweight[E, O, I] = dyᵀ x over the rows in use, or in f32 for narrow types. Rows that are not in
-/// use are zero in both. Groups are added in order.
+/// dweight[E, O, I] = dyᵀ x over the rows in use, or in f32 for narrow types. Groups are added in order.
 size_t expert_weight_gradient_workspace(const View& dy, const View& x, const View& counts,
                                         const View& dweight);
 void expert_weight_gradient(const View& dy, const View& x, const View& counts, const View& dweight,
@@ -88,12 +98,13 @@ void expert_weight_gradient(const View& dy, const View& x, const View& counts, c
 
 }  // namespace cpu
 
-/// The same on a GPU. A choice that is no expert is dropped. Products are of all rows, zeros
-/// included: nothing tells the host how many are in use.
+/// The same on a GPU. A choice that is no expert is dropped. Where each part is one expert products are of
+/// all rows, zeros included: nothing tells the host how many are in use, and rows of dy and x that are not
+/// must be zero. Else blocks of a kernel find out which expert's rows they have.
 namespace cuda {
 
 void top_k(const Stream& stream, const View& x, const View& out);
-void route(const Stream& stream, const View& choices, const View& slots, const View& sources,
+void route(const Stream& stream, const View& choices, int64_t places, const View& slots, const View& sources,
            const View& counts);
 void to_experts(const Stream& stream, const View& x, const View& weights, const View& slots,
               const View& sources, const View& rows);
@@ -101,9 +112,9 @@ void from_experts(const Stream& stream, const View& rows, const View& weights, c
              const View& y);
 void choice_dots(const Stream& stream, const View& rows, const View& y, const View& slots,
                  const View& out);
-size_t expert_linear_workspace(const View& x, const View& weight, const View& counts,
+size_t expert_linear_workspace(const View& x, const View& weight, const View& bias, const View& counts,
                                const View& y, bool fp8 = false);
-void expert_linear(const Stream& stream, const View& x, const View& weight, const View& counts,
+void expert_linear(const Stream& stream, const View& x, const View& weight, const View& bias, const View& counts,
                    const View& y, Workspace workspace, bool fp8 = false);
 size_t expert_weight_gradient_workspace(const View& dy, const View& x, const View& counts,
                                         const View& dweight);

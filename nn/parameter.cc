@@ -114,6 +114,7 @@ void tie(Parameter& a, const Parameter& b) {
     fail<ConfigError>("[tie] '", a.name(), "' and '", b.name(), "' are cut differently along a tensor axis");
   if (a.unit() || b.unit()) fail<ConfigError>("[tie] '", a.name(), "' and '", b.name(), "': tie before materialize()");
   b.state().table = a.table() || b.table();
+  b.state().bias = a.bias() && b.bias();
   a.state_ = b.state_;
 }
 

@@ -87,6 +87,11 @@ class Parameter : public TensorOperand {
   void set_table() { state().table = true; }
   bool table() const { return state().table; }
 
+  /// It is added, side by side for several: the biases of experts [E, O]. Whatever its rank, optimizers take it for vectors: it does not
+  /// decay (optim::decays_matrices), and optim::Muon leaves it out.
+  void set_bias() { state().bias = true; }
+  bool bias() const { return state().bias; }
+
   /// How the ranks of a tensor axis (ShardOptions::tensor_axis) share it: each computes with what `map` gives it and never
   /// has the rest. Without such an axis it says nothing. Before materialize(); PlacementError for a flat or uneven map, or
   /// one that does not fit the shape.
@@ -103,7 +108,7 @@ class Parameter : public TensorOperand {
     Shape shape;
     DType dtype = kF32;
     Init init;
-    bool trainable = true, constant = false, table = false, exact = false;
+    bool trainable = true, constant = false, table = false, bias = false, exact = false;
     double steered = 0;
     std::optional<OwnershipMap> cut;
     std::optional<BlockFormat> blocks;

@@ -62,20 +62,23 @@ std::optional<GroupCut> group_cut(const Place& p, uint64_t rows, int rank, int64
   return {};
 }
 
-struct Routes {  // choices[.., T, K] -> slots[.., T, K], sources[E, .., N, P], counts[E, .., N]
+struct Routes {  // choices[.., T, K] -> slots[.., T, K], sources[Q, .., N, R], counts[E, .., N]
   static constexpr const char* kName = "expert_routes";
-  struct Attrs { int64_t experts, places, groups; };
+  struct Attrs { int64_t experts, places, groups, parts; };
   static void infer(const Attrs& a, Infer& c) {
     const Shape& choices = c.shape(0);
     if (c.dtype(0) != kI64) fail<DTypeError>("[", kName, "] choices must be i64, not ", c.input(0));
     if (choices.rank() < 2) fail<ShapeError>("[", kName, "] choices must be [.., T, K], not ", c.input(0));
-    if (a.experts < 0 || a.places < 0 || a.groups < 1 || a.experts * a.places > INT32_MAX)
-      fail<ShapeError>("[", kName, "] ", a.experts, " experts with ", a.places, " places in each of ", a.groups, " groups");
+    if (a.experts < 0 || a.places < 0 || a.groups < 1 || a.parts < 0 || a.parts > a.experts || (a.parts == 0 && a.experts > 0))
+      fail<ShapeError>("[", kName, "] ", a.experts, " experts in ", a.parts, " parts with ", a.places, " places in each of ", a.groups, " groups");
+    const int64_t rows = rows_of_part((choices.dim(-2) + a.groups - 1) / a.groups, choices.back(), a.experts, a.places, a.parts);
+    if (a.parts * rows > INT32_MAX) fail<ShapeError>("[", kName, "] ", a.parts, " parts of experts with ", rows, " rows of a group: more than 2^31");
     Shape counts = leading(leading(choices));
     counts.insert(0, a.experts);
     counts.push_back(a.groups);
     Shape sources = counts;
-    sources.push_back(a.places);
+    sources[0] = a.parts;
+    sources.push_back(rows);
     c.output(kI32, choices);
     c.output(kI32, sources);
     c.output(kI32, counts);
@@ -86,11 +89,12 @@ struct Routes {  // choices[.., T, K] -> slots[.., T, K], sources[E, .., N, P], 
       p.rule({cut->tokens}, {cut->tokens, cut->rows, cut->rows});
     p.rule({kR}, {kR, kR, kR});
   }
-  static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_DEVICE(c.stream(), route, c.input(0), c.output(0), c.output(1), c.output(2));
+  static void execute(const Attrs& a, Execute& c) {
+    SHEAF_ON_DEVICE(c.stream(), route, c.input(0), a.places, c.output(0), c.output(1), c.output(2));
   }
   static void describe(const Attrs& a, std::string& out) {
     out += str(a.experts, " experts, ", a.places, " places");
+    if (a.parts != a.experts) out += str(", ", a.parts, a.parts == 1 ? " part" : " parts");
     if (a.groups > 1) out += str(", ", a.groups, " groups");
   }
 };
@@ -107,7 +111,7 @@ void check_operands(const char* op, const Infer& c, const Shape& slots, const Sh
                      statistics_dtype(c.dtype(0)));
 }
 
-struct ToExperts {  // x[.., T, C], slots, sources [, weights] -> [E, .., N, P, C]
+struct ToExperts {  // x[.., T, C], slots, sources [, weights] -> [Q, .., N, R, C]
   static constexpr const char* kName = "to_experts";
   using Attrs = NoAttrs;
   static constexpr uint64_t kSavedInputs = 0b1111;
@@ -144,7 +148,7 @@ struct ToExperts {  // x[.., T, C], slots, sources [, weights] -> [E, .., N, P, 
   }
 };
 
-struct FromExperts {  // rows[E, .., N, P, C], slots, sources [, weights] -> [.., T, C]
+struct FromExperts {  // rows[Q, .., N, R, C], slots, sources [, weights] -> [.., T, C]
   static constexpr const char* kName = "from_experts";
   using Attrs = NoAttrs;
   static constexpr uint64_t kSavedInputs = 0b1111;
@@ -177,7 +181,7 @@ struct FromExperts {  // rows[E, .., N, P, C], slots, sources [, weights] -> [..
   static void saves(const Attrs& a, uint64_t needs, uint64_t& in, uint64_t& out) { ToExperts::saves(a, needs, in, out); }
 };
 
-struct ChoiceDots {  // rows[E, .., N, P, C], y[.., T, C], slots, sources -> row Â· y of each choice, [.., T, K]
+struct ChoiceDots {  // rows[Q, .., N, R, C], y[.., T, C], slots, sources -> row Â· y of each choice, [.., T, K]
   static constexpr const char* kName = "choice_dots";
   using Attrs = NoAttrs;
   static constexpr uint64_t kSavedInputs = 0b1111;
@@ -234,11 +238,25 @@ void FromExperts::vjp(const Attrs&, Vjp& c) {
 }
 
 void check_rows(const char* op, const Infer& c, int rows, int counts) {
-  if (c.shape(rows).rank() < 3 || !(leading(leading(c.shape(rows))) == c.shape(counts)) || c.dtype(counts) != kI32)
-    fail<ShapeError>("[", op, "] rows ", c.input(rows), " need i32 counts of their groups, not ", c.input(counts));
+  const auto fits = [&] {
+    if (c.shape(rows).rank() < 3 || c.shape(counts).rank() < 1 || c.dtype(counts) != kI32) return false;
+    Shape groups = leading(leading(c.shape(rows)));
+    const int64_t parts = groups[0], experts = c.shape(counts)[0];
+    groups[0] = experts;
+    return groups == c.shape(counts) && parts <= experts && (parts > 0 || experts == 0);
+  };
+  if (!fits()) fail<ShapeError>("[", op, "] rows ", c.input(rows), " need i32 counts of experts' rows in their groups, not ", c.input(counts));
 }
 
-struct ExpertWeightGradient {  // dy[E, .., P, O], x[E, .., P, I], counts -> dyáµ€ x [E, O, I] over the rows of an expert
+/// Whether ranks of this axis may have experts of their own: their rows are, which stand in parts.
+bool cuts_experts(const Place& p, const Shape& rows, const Shape& counts) {
+  if (rows[0] == counts[0]) return true;
+  for (int i = 0; i < p.num_inputs(); ++i)
+    if (p.in(i).is_shard(0)) return rows[0] == p.type(i).layout.mesh()->size(p.axis());
+  return false;
+}
+
+struct ExpertWeightGradient {  // dy[Q, .., R, O], x[Q, .., R, I], counts[E, ..] -> dyáµ€ x [E, O, I] over the rows of an expert
   static constexpr const char* kName = "expert_weight_gradient";
   static constexpr uint64_t kStoresWide = 0b1;
   using Attrs = NoAttrs;
@@ -248,15 +266,16 @@ struct ExpertWeightGradient {  // dy[E, .., P, O], x[E, .., P, I], counts -> dyá
     check_rows(kName, c, 1, 2);
     if (!(leading(c.shape(0)) == leading(c.shape(1))) || c.dtype(0) != c.dtype(1))
       fail<ShapeError>("[", kName, "] rows of ", c.input(0), " and ", c.input(1), " differ");
-    c.output(c.dtype(0), {c.shape(0)[0], c.shape(0).back(), c.shape(1).back()});
+    c.output(c.dtype(0), {c.shape(2)[0], c.shape(0).back(), c.shape(1).back()});
   }
   static void place(const Attrs&, Place& p) {
     const int last = p.shape(0).rank() - 1;
     const OwnershipMap* map = p.sharded();
     if (map && !map->is_flat()) {
       const Placement cut = Placement::shard(*map);
-      if (map->dim() == 0) p.rule({cut, cut, cut}, {cut});
-      else if (map->dim() < last - 1) p.rule({cut, cut, cut}, {kP});
+      if (map->dim() == 0) {
+        if (cuts_experts(p, p.shape(0), p.shape(2))) p.rule({cut, cut, cut}, {cut});
+      } else if (map->dim() < last - 1) p.rule({cut, cut, cut}, {kP});
       else if (p.in(0).is_shard(last)) p.rule({cut, kR, kR}, {Placement::shard(map->moved_to(1))});
       else if (p.in(1).is_shard(last)) p.rule({kR, cut, kR}, {Placement::shard(map->moved_to(2))});
     }
@@ -272,7 +291,8 @@ struct ExpertWeightGradient {  // dy[E, .., P, O], x[E, .., P, I], counts -> dyá
   }
   static void work(const Attrs&, WorkOf& w) {
     const Shape& dy = w.input(0);
-    w.multiplies(dy[0] * dy.back(), dy.numel() / std::max<int64_t>(1, dy[0] * dy.back()), w.input(1).back(), dy[0]);
+    const int64_t experts = w.input(2)[0];
+    w.multiplies(experts * dy.back(), dy.numel() / std::max<int64_t>(1, experts * dy.back()), w.input(1).back(), experts);
   }
   static void vjp(const Attrs&, Vjp& c) {  // g[E, O, I]: dy gets x gáµ€, x gets dy g
     if (c.needs(0)) c.set(0, expert_linear(c.input(1), c.grad(), c.input(2)));
@@ -283,7 +303,17 @@ struct ExpertWeightGradient {  // dy[E, .., P, O], x[E, .., P, I], counts -> dyá
   }
 };
 
-struct ExpertLinear {  // x[E, .., P, I], weight[E, O, I], counts -> [E, .., P, O]
+/// Beside rows dy[Q, .., R, O], which they add up.
+Tensor column_of_ones(const Tensor& dy) {
+  Type t = dy.type();
+  const int last = t.shape.rank() - 1;
+  t.shape[last] = 1;
+  for (int a = 0; a < t.layout.num_axes(); ++a)
+    if (t.layout[a].is_partial() || t.layout[a].is_shard(last)) t.layout[a] = kR;
+  return full_of(t, 1.0);
+}
+
+struct ExpertLinear {  // x[Q, .., R, I], weight[E, O, I], counts[E, ..] [, bias[E, O]] -> [Q, .., R, O]
   static constexpr const char* kName = "expert_linear";
   static constexpr bool kWeightsLater = true;
   using Attrs = Rounds;
@@ -293,8 +323,10 @@ struct ExpertLinear {  // x[E, .., P, I], weight[E, O, I], counts -> [E, .., P, 
   static void infer(const Attrs& a, Infer& c) {
     check_rows(kName, c, 0, 2);
     const Shape &x = c.shape(0), &w = c.shape(1);
-    if (w.rank() != 3 || w[0] != x[0] || w[2] != x.back() || c.dtype(0) != c.dtype(1))
-      fail<ShapeError>("[", kName, "] rows ", c.input(0), " do not fit weights ", c.input(1), ": wants [E, .., P, I] and [E, O, I]");
+    if (w.rank() != 3 || w[0] != c.shape(2)[0] || w[2] != x.back() || c.dtype(0) != c.dtype(1))
+      fail<ShapeError>("[", kName, "] rows ", c.input(0), " do not fit weights ", c.input(1), ": wants [Q, .., R, I] and [E, O, I]");
+    if (c.num_inputs() > 3 && (!(c.shape(3) == Shape{w[0], w[1]}) || c.dtype(3) != c.dtype(1)))
+      fail<ShapeError>("[", kName, "] bias ", c.input(3), " does not fit weights ", c.input(1), ": wants [E, O]");
     require_floating(kName, c.dtype(0));
     require_fp8(kName, a.fp8, c.dtype(0));
     Shape out = leading(x);
@@ -303,35 +335,45 @@ struct ExpertLinear {  // x[E, .., P, I], weight[E, O, I], counts -> [E, .., P, 
   }
   static void place(const Attrs& a, Place& p) {
     const int last = p.shape(0).rank() - 1;
-    for (int i = 0; i < 3; ++i) {
+    const auto rule = [&](const Placement& x, const Placement& weight, const Placement& counts, const Placement& bias, const Placement& y) {
+      const Placement in[] = {x, weight, counts, bias};
+      p.rule(std::span(in, static_cast<size_t>(p.num_inputs())), std::span(&y, 1));
+    };
+    for (int i = 0; i < p.num_inputs(); ++i) {
       if (!p.in(i).is_shard() || p.in(i).map().is_flat()) continue;
       const OwnershipMap& map = p.in(i).map();
       const Placement cut = Placement::shard(map), of_last = Placement::shard(map.moved_to(last));
-      if (map.dim() == 0) p.rule({cut, cut, cut}, {cut});
-      else if (i == 1 && map.dim() == 1) p.rule({kR, cut, kR}, {of_last});
-      else if (i == 1 || map.dim() == last) p.rule({of_last, Placement::shard(map.moved_to(2)), kR}, {kP});
-      else if (map.dim() < last - 1) p.rule({cut, kR, cut}, {cut});
+      const bool of_weight = i == 1 || i == 3;
+      if (map.dim() == 0) {
+        if (cuts_experts(p, p.shape(0), p.shape(2))) rule(cut, cut, cut, cut, cut);
+      } else if (of_weight && map.dim() == 1) rule(kR, cut, kR, cut, of_last);
+      else if (i == 1 || map.dim() == last) rule(of_last, Placement::shard(map.moved_to(2)), kR, kP, kP);
+      else if (map.dim() < last - 1) rule(cut, kR, cut, kR, cut);
       break;
     }
-    p.rule({kR, kR, kR}, {kR});
+    rule(kR, kR, kR, kR, kR);
     if (a.fp8) return;
-    p.rule({kP, kR, kR}, {kP});
-    p.rule({kR, kP, kR}, {kP});
+    rule(kP, kR, kR, kP, kP);
+    rule(kR, kP, kR, kP, kP);
   }
+  static View bias_of(const Execute& c) { return c.num_inputs() > 3 ? c.input(3) : View{}; }
   static int64_t workspace(const Attrs& a, const Execute& c) {
-    return SHEAF_WORKSPACE(c.device(), expert_linear, c.input(0), c.input(1), c.input(2), c.output(0), a.fp8);
+    return SHEAF_WORKSPACE(c.device(), expert_linear, c.input(0), c.input(1), bias_of(c), c.input(2), c.output(0), a.fp8);
   }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_DEVICE(c.stream(), expert_linear, c.input(0), c.input(1), c.input(2), c.output(0), c.workspace, a.fp8);
+    const Stream stream = c.stream();
+    SHEAF_ON_DEVICE(stream, expert_linear, c.input(0), c.input(1), bias_of(c), c.input(2), c.output(0), c.workspace, a.fp8);
   }
   static void work(const Attrs& a, WorkOf& w) {
     const Shape& x = w.input(0);
-    w.multiplies(x.numel() / std::max<int64_t>(1, x.back()), x.back(), w.input(1)[1], x[0]);
+    w.multiplies(x.numel() / std::max<int64_t>(1, x.back()), x.back(), w.input(1)[1], w.input(1)[0]);
     if (a.fp8) rounds(w, x.numel() + w.input(1).numel(), 0);
   }
   static void vjp(const Attrs& a, Vjp& c) {
     const Tensor dy = contiguous(c.grad());
-    if (c.needs(0)) c.set(0, expert_linear(dy, transpose(c.input(1), -1, -2), c.input(2), a.fp8));
+    if (c.needs(0)) c.set(0, expert_linear(dy, transpose(c.input(1), -1, -2), c.input(2), {}, a.fp8));
+    if (c.num_inputs() > 3 && c.needs(3))
+      c.set(3, squeeze(apply<ExpertWeightGradient>({}, {dy, column_of_ones(dy), c.input(2)}), {2}));
     if (!c.needs(1)) return;
     c.weights(1, [dy, x = c.input(0), counts = c.input(2)](Vjp& c) {
       c.set(1, apply<ExpertWeightGradient>({}, {dy, x, counts}, c.into(1)));
@@ -353,8 +395,14 @@ Tensor apply_routed(const Tensor& x, const ExpertRoutes& routes, const Tensor& w
 
 Tensor top_k(const Tensor& x, int64_t k) { return apply<TopK>({k}, contiguous(x)); }
 
-ExpertRoutes expert_routes(const Tensor& choices, int64_t experts, int64_t places, int64_t groups) {
-  const auto routes = apply_all<Routes>({experts, places, groups}, {contiguous(choices)});
+int64_t rows_of_part(int64_t tokens, int64_t choices, int64_t experts, int64_t places, int64_t parts) {
+  if (parts == experts) return places;
+  const int64_t together = (experts + parts - 1) / parts;
+  return std::min(tokens * std::min(choices, together), together * std::min(places, tokens));
+}
+
+ExpertRoutes expert_routes(const Tensor& choices, int64_t experts, int64_t places, int64_t groups, int64_t parts) {
+  const auto routes = apply_all<Routes>({experts, places, groups, parts ? parts : experts}, {contiguous(choices)});
   return {routes[0], routes[1], routes[2]};
 }
 
@@ -364,8 +412,10 @@ Tensor to_experts(const Tensor& x, const ExpertRoutes& routes, const Tensor& wei
 Tensor from_experts(const Tensor& rows, const ExpertRoutes& routes, const Tensor& weights) {
   return apply_routed<FromExperts>(rows, routes, weights);
 }
-Tensor expert_linear(const Tensor& x, const Tensor& weight, const Tensor& counts, bool fp8) {
-  return apply<ExpertLinear>(rounds_of(fp8, x, weight), {contiguous(x), weight, contiguous(counts)});
+Tensor expert_linear(const Tensor& x, const Tensor& weight, const Tensor& counts, const Tensor& bias, bool fp8) {
+  const Rounds rounds = rounds_of(fp8, x, weight);
+  if (!bias) return apply<ExpertLinear>(rounds, {contiguous(x), weight, contiguous(counts)});
+  return apply<ExpertLinear>(rounds, {contiguous(x), weight, contiguous(counts), contiguous(bias)});
 }
 
 }  // namespace sheaf

@@ -2,6 +2,7 @@
 // rows of each of many groups has products of many.
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/cpu/gemm.h"
@@ -24,19 +25,31 @@ struct Piece {
   int64_t group, first, rows;
 };
 
-/// The groups of rows[E, .., P, C] that counts[E, ..] says of.
+/// The groups of experts, [E, ..] as counts has them, and where their rows lie in rows[Q, .., R, C].
 class Groups {
  public:
   Groups(const char* who, const View& counts, const View& rows)
-      : used_(who, counts), experts_(counts.shape[0]), places_(rows.shape.dim(-2)) {}
-  int64_t experts() const { return experts_; }
-  int64_t count() const { return used_.count(); }
-  int64_t places() const { return places_; }
-  int64_t used(int64_t group) const { return std::clamp<int64_t>(used_[group], 0, places_); }
+      : parts_{counts.shape[0], rows.shape[0]}, room_(rows.shape.dim(-2)) {
+    const Elements<int32_t> taken(who, counts);
+    count_ = taken.count(), each_ = parts_.experts ? count_ / parts_.experts : 0;
+    if (!counts.data) return;  // sizes are asked for
+    rows_.resize(static_cast<size_t>(count_));
+    for (int64_t q = 0; q < parts_.parts; ++q)
+      for (int64_t j = 0; j < each_; ++j)
+        for (int64_t e = parts_.first_of(q), row = 0; e < parts_.first_of(q + 1); ++e) {
+          const int64_t used = std::clamp<int64_t>(taken[e * each_ + j], 0, room_ - row);
+          rows_[static_cast<size_t>(e * each_ + j)] = {row, used};
+          row += used;
+        }
+  }
+  int64_t experts() const { return parts_.experts; }
+  int64_t used(int64_t group) const { return rows_[static_cast<size_t>(group)].count; }
+  /// Among those of all parts, [Q, ..], and the first of its rows there.
+  int64_t group_of_part(int64_t group) const { return parts_.part_of(group / each_) * each_ + group % each_; }
+  int64_t begin(int64_t group) const { return rows_[static_cast<size_t>(group)].begin; }
 
   bool is_empty(int64_t expert) const {
-    const int64_t each = count() / experts_;
-    for (int64_t g = expert * each; g < (expert + 1) * each; ++g)
+    for (int64_t g = expert * each_; g < (expert + 1) * each_; ++g)
       if (used(g) > 0) return false;
     return true;
   }
@@ -44,7 +57,7 @@ class Groups {
   /// f(rows) for all sizes of pieces.
   template <class F>
   void sizes(F&& f) const {
-    const int64_t most = experts_ == 0 ? 0 : count() / experts_ * places_;
+    const int64_t most = each_ * room_;
     for (int64_t rows = kUnit; rows <= std::min(kPiece, in_units(most)); rows += kUnit) f(rows);
   }
   int64_t largest_piece() const {
@@ -55,8 +68,8 @@ class Groups {
   /// f(Piece) for the rows in use of an expert's groups, in order.
   template <class F>
   void pieces(int64_t expert, F&& f) const {
-    const int64_t each = count() / experts_, end = (expert + 1) * each;
-    for (int64_t group = expert * each, first = 0; group < end;) {
+    const int64_t end = (expert + 1) * each_;
+    for (int64_t group = expert * each_, first = 0; group < end;) {
       Piece piece{group, first, 0};
       while (piece.rows < kPiece && group < end) {
         const int64_t rows = std::min(used(group) - first, kPiece - piece.rows);
@@ -76,24 +89,41 @@ class Groups {
       at += rows;
     }
   }
+  /// f(group of a part, its first row behind those in use), in parallel.
+  template <class F>
+  void rests(F&& f) const {
+    parallel_for(parts_.parts * each_, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t g = begin; g < end; ++g) {
+        int64_t row = 0;
+        for (int64_t e = parts_.first_of(g / each_); e < parts_.first_of(g / each_ + 1); ++e) row += used(e * each_ + g % each_);
+        f(g, row);
+      }
+    });
+  }
 
  private:
-  Elements<int32_t> used_;
-  int64_t experts_, places_;
+  struct Taken {
+    int64_t begin, count;
+  };
+  ExpertParts parts_;
+  int64_t room_, count_, each_;
+  std::vector<Taken> rows_;
 };
 
-/// Rows[E, .., P, C] by group, dense along C.
+/// Rows[Q, .., R, C] by group, dense along C.
 class Source {
  public:
   Source(const char* who, const View& rows, const View& counts) : rows_(rows) {
     Shape all = counts.shape;
+    all[0] = rows.shape[0];
     all.push_back(rows.shape.dim(-2)), all.push_back(rows.shape.back());
-    check<ShapeError>(rows.shape == all && (rows.strides.back() == 1 || rows.shape.back() <= 1), "[",
+    check<ShapeError>(rows.shape == all && all[0] <= counts.shape[0] && (rows.strides.back() == 1 || rows.shape.back() <= 1), "[",
                       who, "] rows ", rows.shape, " of strides ", rows.strides, " for counts ",
                       counts.shape);
   }
   int64_t cols() const { return rows_.shape.back(); }
   size_t row_bytes() const { return static_cast<size_t>(cols()) * size_of(rows_.dtype); }
+  /// A row of a part's group.
   char* at(int64_t group, int64_t row) const {
     int64_t offset = row * rows_.strides.dim(-2);
     for (int d = rows_.rank() - 3; d >= 0; --d)
@@ -112,13 +142,20 @@ class Source {
   void scatter(const Groups& groups, const Piece& piece, char* memory) const {
     copy(groups, piece, memory, false);
   }
+  /// Zeros behind the rows in use.
+  void clear_rests(const Groups& groups) const {
+    groups.rests([&](int64_t group, int64_t row) {
+      for (; row < rows_.shape.dim(-2); ++row) std::memset(at(group, row), 0, row_bytes());
+    });
+  }
 
  private:
   void copy(const Groups& groups, const Piece& piece, char* memory, bool there) const {
     groups.parts(piece, [&](int64_t group, int64_t first, int64_t rows, int64_t place) {
+      const int64_t part = groups.group_of_part(group), start = groups.begin(group) + first;
       parallel_for(rows, row_grain(cols()), [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) {
-          char *row = at(group, first + r), *copy = memory + static_cast<size_t>(place + r) * row_bytes();
+          char *row = at(part, start + r), *copy = memory + static_cast<size_t>(place + r) * row_bytes();
           there ? std::memcpy(copy, row, row_bytes()) : std::memcpy(row, copy, row_bytes());
         }
       });
@@ -127,13 +164,15 @@ class Source {
   View rows_;
 };
 
-/// The matrix of one expert.
+/// The matrix of one expert, or its bias.
 View weight_of(View v, int64_t expert) {
   const auto offset = expert * v.strides[0] * static_cast<int64_t>(size_of(v.dtype));
   if (v.data) v.data = v.as<char>() + offset;
   v.shape.erase(0), v.strides.erase(0);
   return v;
 }
+
+View bias_of(const View& all, int64_t expert) { return all.rank() ? weight_of(all, expert) : View{}; }
 
 /// Each expert's matrix [O, I] as it is multiplied: with fp8 rounded, once for all of its pieces.
 class Rounded {
@@ -169,7 +208,7 @@ DType computed_in(DType d) { return d == kF64 ? kF64 : kF32; }
 
 }  // namespace
 
-size_t expert_linear_workspace(const View& x, const View& weight, const View& counts,
+size_t expert_linear_workspace(const View& x, const View& weight, const View& bias, const View& counts,
                                const View& y, bool fp8) {
   if (y.numel() == 0) return 0;
   const Groups groups(kLinear, counts, x);
@@ -178,12 +217,12 @@ size_t expert_linear_workspace(const View& x, const View& weight, const View& co
   size_t most = 0;
   groups.sizes([&](int64_t rows) {
     most = std::max(most, gemm_workspace({kLinear, from.matrix(nullptr, rows), transposed(rounded.matrix(0, nullptr)),
-                                          to.matrix(nullptr, rows), {}}));
+                                          to.matrix(nullptr, rows), bias_of(bias, 0)}));
   });
   return most + from.piece_bytes(groups.largest_piece()) + to.piece_bytes(groups.largest_piece()) + rounded.bytes();
 }
 
-void expert_linear(const View& x, const View& weight, const View& counts, const View& y,
+void expert_linear(const View& x, const View& weight, const View& bias, const View& counts, const View& y,
                    Workspace workspace, bool fp8) {
   if (y.numel() == 0) return;
   const Groups groups(kLinear, counts, x);
@@ -201,14 +240,11 @@ void expert_linear(const View& x, const View& weight, const View& counts, const 
       const View rows = from.matrix(in, in_units(piece.rows));
       from.gather(groups, piece, in);
       if (fp8) round_to_fp8(rows, rows);
-      gemm({kLinear, rows, transposed(matrix), to.matrix(out, in_units(piece.rows)), {}}, rest);
+      gemm({kLinear, rows, transposed(matrix), to.matrix(out, in_units(piece.rows)), bias_of(bias, expert)}, rest);
       to.scatter(groups, piece, out);
     });
   }
-  parallel_for(groups.count(), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t g = begin; g < end; ++g)
-      for (int64_t row = groups.used(g); row < groups.places(); ++row) std::memset(to.at(g, row), 0, to.row_bytes());
-  });
+  to.clear_rests(groups);
 }
 
 size_t expert_weight_gradient_workspace(const View& dy, const View& x, const View& counts,

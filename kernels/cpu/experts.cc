@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "sheaf/kernels/cpu/row_math.h"
 #include "sheaf/kernels/cpu/rows.h"
@@ -56,31 +57,41 @@ void top_k(const View& x, const View& out) {
   });
 }
 
-void route(const View& choices, const View& slots, const View& sources, const View& counts) {
+void route(const View& choices, int64_t places, const View& slots, const View& sources, const View& counts) {
   const Routing r = Routing::of(slots, sources, 0);
+  const ExpertParts p{counts.shape[0], r.parts};
   const auto* choice = choices.as<int64_t>();
   const int64_t all = r.sequences * r.tokens * r.choices;
   for (int64_t i = 0; i < all; ++i)
-    if (choice[i] < 0 || choice[i] >= r.experts) [[unlikely]]
-      fail<DataError>("[route] choice ", choice[i], " at position ", i, " is none of ", r.experts,
+    if (choice[i] < 0 || choice[i] >= p.experts) [[unlikely]]
+      fail<DataError>("[route] choice ", choice[i], " at position ", i, " is none of ", p.experts,
                       " experts");
   std::fill_n(sources.as<int32_t>(), r.rows(), -1);
-  auto* count = counts.as<int32_t>();
-  std::fill_n(count, r.experts * r.sequences * r.groups, 0);
-  parallel_for(r.sequences * r.groups, row_grain(4 * r.tokens), [&](int64_t begin, int64_t end) {
+  const int64_t groups = r.sequences * r.groups;
+  parallel_for(groups, row_grain(4 * r.tokens), [&](int64_t begin, int64_t end) {
+    std::vector<int64_t> next(static_cast<size_t>(p.experts)), ends(next);  // the rows of each expert in its part
     for (int64_t i = begin; i < end; ++i) {
       const int64_t sequence = i / r.groups, group = i % r.groups;
       const int64_t first = (sequence * r.tokens + r.first_of(group)) * r.choices,
                     last = (sequence * r.tokens + r.first_of(group + 1)) * r.choices;
+      int32_t* const counts_of = counts.as<int32_t>() + i;  // expert e has counts_of[e * groups]
+      for (int64_t e = 0; e < p.experts; ++e) counts_of[e * groups] = 0;
+      for (int64_t c = first; c < last; ++c) ++counts_of[choice[c] * groups];
+      for (int64_t q = 0; q < r.parts; ++q)
+        for (int64_t e = p.first_of(q), row = 0; e < p.first_of(q + 1); ++e) {
+          int32_t& count = counts_of[e * groups];
+          count = static_cast<int32_t>(std::min({int64_t{count}, places, r.room - row}));
+          next[static_cast<size_t>(e)] = row;
+          ends[static_cast<size_t>(e)] = row += count;
+        }
       for (int64_t c = first; c < last; ++c) {
-        int32_t& taken = count[(choice[c] * r.sequences + sequence) * r.groups + group];
+        const auto e = static_cast<size_t>(choice[c]);
         int32_t& slot = slots.as<int32_t>()[c];
         slot = -1;
-        if (taken == r.places) continue;
-        slot = static_cast<int32_t>(choice[c] * r.places + taken);
-        sources.as<int32_t>()[r.row(choice[c], sequence, group, taken)] =
-            static_cast<int32_t>(c - first);
-        ++taken;
+        if (next[e] == ends[e]) continue;
+        const int64_t part = p.part_of(choice[c]), row = next[e]++;
+        slot = static_cast<int32_t>(part * r.room + row);
+        sources.as<int32_t>()[r.row(part, sequence, group, row)] = static_cast<int32_t>(c - first);
       }
     }
   });

@@ -1,4 +1,8 @@
+#include <algorithm>
+
 #include "sheaf/kernels/copy.h"
+#include "sheaf/kernels/cuda/expert_products.h"
+#include "sheaf/kernels/cuda/fp8.h"
 #include "sheaf/kernels/cuda/gemm.h"
 #include "sheaf/kernels/cuda/workspace.h"
 #include "sheaf/kernels/experts.h"
@@ -7,6 +11,39 @@ namespace sheaf::kernels::cuda {
 namespace {
 
 constexpr const char *kLinear = "expert_linear", *kGradient = "expert_weight_gradient";
+
+/// Whether each expert is a part of its own, whose products are of as many rows as any other's.
+bool is_alone(const View& rows, const View& counts) { return rows.shape[0] == counts.shape[0]; }
+
+/// Operands that are rounded to FP8, as values.
+class RoundedParts {
+ public:
+  View x, weight;
+
+  RoundedParts(const View& of_x, const View& of_weight)
+      : x(View::dense(nullptr, of_x.dtype, of_x.shape)), weight(View::dense(nullptr, of_weight.dtype, of_weight.shape)), from_{of_x, of_weight} {}
+  size_t bytes() const {
+    return line_align(static_cast<size_t>(x.bytes())) + line_align(static_cast<size_t>(weight.bytes())) + rounding_bytes();
+  }
+  /// Takes memory for them; returns the rest.
+  Workspace place(Workspace workspace) {
+    Carver carver(kLinear, workspace);
+    x.data = carver.take<char>(x.bytes()), weight.data = carver.take<char>(weight.bytes());
+    rounding_ = {carver.take<char>(static_cast<int64_t>(rounding_bytes())), rounding_bytes()};
+    return {static_cast<char*>(workspace.data) + bytes(), workspace.bytes - bytes()};
+  }
+  void round(const Stream& stream) const {
+    round_to_fp8(stream, from_[0], x, rounding_);
+    round_to_fp8(stream, from_[1], weight, rounding_);
+  }
+
+ private:
+  size_t rounding_bytes() const {
+    return line_align(std::max(round_to_fp8_workspace(from_[0]), round_to_fp8_workspace(from_[1])));
+  }
+  View from_[2];
+  Workspace rounding_ = {};
+};
 
 /// weight[E, O, I] beside rows[E, .., P, I]: the groups of an expert share its matrix.
 Gemm product(const View& x, const View& weight, const View& y, bool fp8) {
@@ -64,22 +101,33 @@ class Gradient {
 
 }  // namespace
 
-size_t expert_linear_workspace(const View& x, const View& weight, const View&, const View& y,
-                               bool fp8) {
-  return gemm_workspace(product(x, weight, y, fp8));
+size_t expert_linear_workspace(const View& x, const View& weight, const View&, const View& counts, const View& y, bool fp8) {
+  if (is_alone(x, counts)) return gemm_workspace(product(x, weight, y, fp8));
+  return part_linear_workspace(counts, x) + (fp8 ? RoundedParts(x, weight).bytes() : 0);
 }
-void expert_linear(const Stream& stream, const View& x, const View& weight, const View&,
+void expert_linear(const Stream& stream, const View& x, const View& weight, const View& bias, const View& counts,
                    const View& y, Workspace workspace, bool fp8) {
-  gemm(stream, product(x, weight, y, fp8), workspace);
+  if (is_alone(x, counts)) {
+    gemm(stream, product(x, weight, y, fp8), workspace);
+    if (bias.rank()) add_expert_bias(stream, bias, counts, y);
+  } else if (fp8) {
+    RoundedParts rounded(x, weight);
+    const Workspace rest = rounded.place(workspace);
+    rounded.round(stream);
+    part_linear(stream, rounded.x, rounded.weight, bias, counts, y, rest);
+  } else {
+    part_linear(stream, x, weight, bias, counts, y, workspace);
+  }
 }
 
-size_t expert_weight_gradient_workspace(const View& dy, const View& x, const View&,
+size_t expert_weight_gradient_workspace(const View& dy, const View& x, const View& counts,
                                         const View& dweight) {
-  return Gradient(dy, x, dweight).workspace();
+  return is_alone(x, counts) ? Gradient(dy, x, dweight).workspace() : part_weight_gradient_workspace(counts, x);
 }
-void expert_weight_gradient(const Stream& stream, const View& dy, const View& x, const View&,
+void expert_weight_gradient(const Stream& stream, const View& dy, const View& x, const View& counts,
                             const View& dweight, Workspace workspace) {
-  Gradient(dy, x, dweight).run(stream, workspace);
+  if (is_alone(x, counts)) Gradient(dy, x, dweight).run(stream, workspace);
+  else part_weight_gradient(stream, dy, x, counts, dweight, workspace);
 }
 
 }  // namespace sheaf::kernels::cuda

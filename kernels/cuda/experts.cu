@@ -52,33 +52,68 @@ __global__ void top_k_rows(const T* x, int64_t rows, int64_t n, int64_t k, int64
   }
 }
 
-/// A warp looks for the choices of one expert among those of a group, 32 at a time.
-__global__ void route_groups(Routing r, const int64_t* choices, int32_t* slots, int32_t* sources,
-                             int32_t* counts) {
-  const int64_t item = item_of_warp();
-  if (item >= r.experts * r.sequences * r.groups) return;
-  const int lane = lane_of_thread();
-  const int64_t group = item % r.groups, sequence = item / r.groups % r.sequences,
-                expert = item / r.groups / r.sequences;
-  const int64_t first = (sequence * r.tokens + r.first_of(group)) * r.choices,
-                last = (sequence * r.tokens + r.first_of(group + 1)) * r.choices;
-  int64_t taken = 0;
-  for (int64_t base = first; base < last; base += kWarp) {
-    const int64_t at = base + lane;
-    const int64_t choice = at < last ? choices[at] : expert + 1;
-    const bool mine = choice == expert;
-    const unsigned all = __ballot_sync(kFullWarp, mine);
-    const int64_t place = taken + __popc(all & ((1u << lane) - 1u));
-    if (mine) slots[at] = place < r.places ? static_cast<int32_t>(expert * r.places + place) : -1;
-    if (mine && place < r.places)
-      sources[r.row(expert, sequence, group, place)] = static_cast<int32_t>(at - first);
-    if (expert == 0 && at < last && (choice < 0 || choice >= r.experts)) slots[at] = -1;
-    taken += __popc(all);
+/// The choices of one expert among those of a group: a warp looks for them, 32 at a time.
+struct ChoicesOfExpert {
+  int64_t expert, sequence, group, first, last;
+
+  __device__ ChoicesOfExpert(const Routing& r, int64_t item)
+      : expert(item / r.groups / r.sequences),
+        sequence(item / r.groups % r.sequences),
+        group(item % r.groups),
+        first((sequence * r.tokens + r.first_of(group)) * r.choices),
+        last((sequence * r.tokens + r.first_of(group + 1)) * r.choices) {}
+  /// f(place in `choices`, choice, whether it is the expert's, of these so many before it), in all lanes; returns how many there are.
+  template <class F>
+  __device__ int64_t each(const int64_t* choices, F f) const {
+    const int lane = lane_of_thread();
+    int64_t count = 0;
+    for (int64_t base = first; base < last; base += kWarp) {
+      const int64_t at = base + lane, choice = at < last ? choices[at] : expert + 1;
+      const bool mine = choice == expert;
+      const unsigned all = __ballot_sync(kFullWarp, mine);
+      if (at < last) f(at, choice, mine, count + __popc(all & ((1u << lane) - 1u)));
+      count += __popc(all);
+    }
+    return count;
   }
-  if (taken > r.places) taken = r.places;
-  for (int64_t place = taken + lane; place < r.places; place += kWarp)
-    sources[r.row(expert, sequence, group, place)] = -1;
-  if (lane == 0) counts[item] = static_cast<int32_t>(taken);
+};
+
+/// counts[E, B, N]: at most `places` of each.
+__global__ void count_choices(Routing r, int64_t experts, int64_t places, const int64_t* choices, int32_t* counts) {
+  const int64_t item = item_of_warp();
+  if (item >= experts * r.sequences * r.groups) return;
+  const int64_t count = ChoicesOfExpert(r, item).each(choices, [](int64_t, int64_t, bool, int64_t) {});
+  if (lane_of_thread() == 0) counts[item] = static_cast<int32_t>(count < places ? count : places);
+}
+
+/// As many of them as parts have rows: a thread for each group of a part.
+__global__ void fit_counts(Routing r, ExpertParts p, int32_t* counts) {
+  const int64_t groups = r.sequences * r.groups, item = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (item >= r.parts * groups) return;
+  int64_t left = r.room;
+  for (int64_t e = p.first_of(item / groups); e < p.first_of(item / groups + 1); ++e) {
+    int32_t& count = counts[e * groups + item % groups];
+    if (count > left) count = static_cast<int32_t>(left);
+    left -= count;
+  }
+}
+
+__global__ void fill_rows(Routing r, ExpertParts p, const int64_t* choices, int32_t* slots, int32_t* sources, const int32_t* counts) {
+  const int64_t item = item_of_warp(), groups = r.sequences * r.groups;
+  if (item >= p.experts * groups) return;
+  const ChoicesOfExpert own(r, item);
+  const int64_t part = p.part_of(own.expert), count = counts[item];
+  int64_t begin = 0;
+  for (int64_t e = p.first_of(part); e < own.expert; ++e) begin += counts[e * groups + item % groups];
+  own.each(choices, [&](int64_t at, int64_t choice, bool mine, int64_t before) {
+    if (own.expert == 0 && (choice < 0 || choice >= p.experts)) slots[at] = -1;
+    if (!mine) return;
+    slots[at] = before < count ? static_cast<int32_t>(part * r.room + begin + before) : -1;
+    if (before < count) sources[r.row(part, own.sequence, own.group, begin + before)] = static_cast<int32_t>(at - own.first);
+  });
+  if (own.expert + 1 < p.first_of(part + 1)) return;
+  for (int64_t row = begin + count + lane_of_thread(); row < r.room; row += kWarp)
+    sources[r.row(part, own.sequence, own.group, row)] = -1;
 }
 
 /// An integer or a weight for each of many.
@@ -178,12 +213,18 @@ void top_k(const Stream& stream, const View& x, const View& out) {
   });
 }
 
-void route(const Stream& stream, const View& choices, const View& slots, const View& sources,
+void route(const Stream& stream, const View& choices, int64_t places, const View& slots, const View& sources,
            const View& counts) {
+  const char* who = "route";
   const Routing r = Routing::of(slots, sources, 0);
-  launch("route", stream, warps_for(r.experts * r.sequences * r.groups), route_groups, r,
-         static_cast<const int64_t*>(choices.as<int64_t>()), slots.as<int32_t>(),
-         sources.as<int32_t>(), counts.as<int32_t>());
+  const ExpertParts p{counts.shape[0], r.parts};
+  const auto* const choice = choices.as<const int64_t>();
+  const LaunchShape each = warps_for(counts.numel());
+  launch(who, stream, each, count_choices, r, p.experts, std::min(places, r.room), choice, counts.as<int32_t>());
+  if (p.parts != p.experts)
+    launch(who, stream, {.blocks = blocks_for(r.parts * r.sequences * r.groups, kThreads), .threads = kThreads}, fit_counts, r, p,
+           counts.as<int32_t>());
+  launch(who, stream, each, fill_rows, r, p, choice, slots.as<int32_t>(), sources.as<int32_t>(), counts.as<const int32_t>());
 }
 
 void to_experts(const Stream& stream, const View& x, const View& weights, const View& slots,

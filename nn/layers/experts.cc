@@ -7,6 +7,7 @@
 
 #include "sheaf/autograd/custom_vjp.h"
 #include "sheaf/autograd/ops/relabel.h"
+#include "sheaf/kernels/dispatch.h"
 
 namespace sheaf::nn {
 namespace {
@@ -16,6 +17,13 @@ Parameter matrices(const Shape& shape, const Init& init) {
   p.set_cut(OwnershipMap::even(0));
   return p;
 }
+Parameter biases(bool has, const Shape& shape) {
+  if (!has) return {};
+  Parameter p = matrices(shape, Init::zeros());
+  p.set_bias();
+  return p;
+}
+
 
 MixtureConfig checked(const MixtureConfig& c) {
   check<ConfigError>(c.experts > 0 && c.choices > 0 && c.choices <= c.experts && c.hidden > 0, "[experts] ", c.choices,
@@ -25,6 +33,8 @@ MixtureConfig checked(const MixtureConfig& c) {
   check<ConfigError>(c.parts > 0 && c.experts % c.parts == 0 && c.allowed_parts > 0 && c.allowed_parts <= c.parts &&
                          c.choices <= c.allowed_parts * (c.experts / c.parts), "[experts] ", c.choices, " choices among ",
                      c.allowed_parts, " of ", c.parts, " equal parts of ", c.experts, " experts");
+  check<ConfigError>(c.gate_limit >= 0 && !std::isnan(c.gate_limit) && c.gate_alpha > 0 && std::isfinite(c.gate_alpha), "[experts] gates held to ",
+                     c.gate_limit, ", alpha ", c.gate_alpha);
   check<ConfigError>(c.balance_rate >= 0 && std::isfinite(c.balance_rate) && c.scale > 0 && std::isfinite(c.scale) && c.shared_hidden >= 0,
                      "[experts] balance rate ", c.balance_rate, ", weights times ", c.scale, ", shared hidden width ", c.shared_hidden);
   return c;
@@ -109,30 +119,45 @@ Tensor wider(const Tensor& x, DType dtype) {
 Experts::Experts(const MixtureConfig& c)
     : gate(matrices({c.experts, c.hidden, c.width}, c.init)),
       up(matrices({c.experts, c.hidden, c.width}, c.init)),
-      down(matrices({c.experts, c.width, c.hidden}, c.projection_init)) {}
+      down(matrices({c.experts, c.width, c.hidden}, c.projection_init)),
+      gate_bias(biases(c.linear_bias, {c.experts, c.hidden})),
+      up_bias(biases(c.linear_bias, {c.experts, c.hidden})),
+      down_bias(biases(c.linear_bias, {c.experts, c.width})),
+      gate_limit(c.gate_limit),
+      gate_alpha(c.gate_alpha) {}
 
 Layout Experts::inside(const Tensor& of_rows) const {
   const Layout& l = of_rows.layout();
   return gate.cut_axis() >= 0 && l.mesh() ? l.with(gate.cut_axis(), Placement::shard(OwnershipMap::even(0))) : l;
 }
 
-Tensor Experts::forward(const Tensor& rows_EBNPC, const Tensor& counts_EBN) {
-  return of_own(redistribute(rows_EBNPC, inside(rows_EBNPC)), counts_EBN, rows_EBNPC.layout());
+int64_t Experts::parts(const Tensor& x, int64_t tokens, int64_t choices, int64_t places) const {
+  const int64_t experts = gate.shape()[0];
+  const int axis = gate.cut_axis();
+  const int64_t ranks = axis >= 0 && x.layout().mesh() ? std::min<int64_t>(x.layout().mesh()->size(axis), experts) : 1;
+  const auto rows = [&](int64_t parts) { return parts * rows_of_part(tokens, choices, experts, places, parts); };
+  // What GPUs' own kernel takes for a row is more than the library does.
+  return rows(ranks) * (kernels::is_for_gpu(x.device()) ? 2 : 1) < rows(experts) ? ranks : experts;
 }
 
-Tensor Experts::forward(const Travelling& rows_EBNPC, const Tensor& counts_EBN) {
-  return of_own(arrived(rows_EBNPC), counts_EBN, rows_EBNPC.from);
+Tensor Experts::forward(const Tensor& rows_QBNRC, const Tensor& counts_EBN) {
+  return of_own(redistribute(rows_QBNRC, inside(rows_QBNRC)), counts_EBN, rows_QBNRC.layout());
+}
+
+Tensor Experts::forward(const Travelling& rows_QBNRC, const Tensor& counts_EBN) {
+  return of_own(arrived(rows_QBNRC), counts_EBN, rows_QBNRC.from);
 }
 
 Tensor Experts::of_own(const Tensor& x, const Tensor& counts_EBN, const Layout& outside) {
   const Tensor counts = redistribute(counts_EBN, inside(counts_EBN));
   const bool rounds = fp8 != Fp8::none;
-  const Tensor gates = expert_linear(x, gate, counts, rounds), ups = expert_linear(x, up, counts, rounds);
-  return redistribute(expert_linear(swiglu(gates, ups), down, counts, rounds), outside);
+  const Tensor gates = expert_linear(x, gate, counts, gate_bias, rounds), ups = expert_linear(x, up, counts, up_bias, rounds);
+  const Tensor gated = gate_limit > 0 ? clamped_swiglu(gates, ups, {.alpha = gate_alpha, .limit = gate_limit}) : swiglu(gates, ups);
+  return redistribute(expert_linear(gated, down, counts, down_bias, rounds), outside);
 }
 
 MixtureOfExperts::MixtureOfExperts(const MixtureConfig& c)
-    : config(checked(c)), router(c.width, c.experts, {.bias = false, .init = c.init}), experts(c), dropout(c.dropout) {
+    : config(checked(c)), router(c.width, c.experts, {.bias = c.linear_bias, .init = c.init}), experts(c), dropout(c.dropout) {
   router.weight.set_table();
   if (c.shared_hidden > 0) shared.emplace(shared_mlp(c));
   if (!c.choice_bias) return;
@@ -165,7 +190,7 @@ int64_t MixtureOfExperts::groups_of(const Tensor& x_BTC, bool drops) const {
 Tensor MixtureOfExperts::affinities(const Tensor& x_BTC) {
   const DType exact = x_BTC.dtype() == kF64 ? kF64 : kF32;
   const auto scope = router.enter();
-  const Tensor logits = linear(wider(x_BTC, exact), cast(router.weight, exact));
+  const Tensor logits = linear(wider(x_BTC, exact), cast(router.weight, exact), router.bias ? cast(router.bias, exact) : Tensor());
   return config.affinity == Affinity::sigmoid ? sigmoid(logits) : softmax(logits);
 }
 
@@ -214,7 +239,7 @@ Tensor MixtureOfExperts::forward(const Tensor& in_BTC, bool drops) {
     const double share = static_cast<double>(config.choices * tokens) / static_cast<double>(config.experts);
     places = std::min(tokens, static_cast<int64_t>(std::ceil(config.capacity_factor * share)));
   }
-  const ExpertRoutes routes = expert_routes(choices, config.experts, places, groups);
+  const ExpertRoutes routes = expert_routes(choices, config.experts, places, groups, experts.parts(x_BTC, tokens, config.choices, places));
   const Tensor sent = to_experts(x_BTC, routes);
   Tensor rows, beside;
   if (const Layout inside = experts.inside(sent); shared && can_travel(sent.layout(), inside)) {

@@ -2,7 +2,7 @@
 // https://arxiv.org/abs/1701.06538; Fedus et al., https://arxiv.org/abs/2101.03961).
 //
 //   B batch   T tokens   C width   E experts   K choices of a token   H hidden width of an expert
-//   N groups of a sequence's tokens   P places that an expert has for a group   S parts of the experts
+//   N groups of a sequence's tokens   Q parts of the experts   R rows that a part has for a group   S parts of which tokens choose some
 #pragma once
 
 #include "sheaf/autograd/ops/travel.h"
@@ -35,28 +35,37 @@ struct MixtureConfig {
   double capacity_factor = 0.0;
   int64_t groups = 1;      ///< parts of a sequence whose places are counted apart; all the same where nothing is dropped
   bool balances = false;   ///< training measures how uneven the load is
+  bool linear_bias = false;    ///< the router and the linear layers of experts have biases (gpt-oss)
+  double gate_limit = 0.0;     ///< experts are down(clamped_swiglu(gate(x), up(x))) with this limit (gpt-oss); 0: with swiglu
+  double gate_alpha = 1.702;   ///< and this alpha
   double dropout = 0.0;    ///< of the output
   Init init = Init::normal(0.02);             ///< of router, gate and up
   Init projection_init = Init::normal(0.02);  ///< of down
 };
 
-/// down(silu(gate(x)) * up(x)) with matrices for each expert, on rows that expert_routes() sends. An axis that cuts the
+/// down(silu(gate(x)) * up(x)), or with gpt-oss's gate, with matrices and perhaps biases for each expert, on rows that expert_routes() sends. An axis that cuts the
 /// experts (ShardOptions::expert_axis, or a tensor axis where that is not named) has each on one of its ranks, to which the
 /// rows go: one all_to_all there and one back, and two in the backward. The matrices never travel along it. The output is placed as
 /// the rows are.
 struct Experts : Module {
   Parameter gate, up;  ///< [E, H, C]
   Parameter down;      ///< [E, C, H]
+  Parameter gate_bias, up_bias;  ///< [E, H]
+  Parameter down_bias;           ///< [E, C]
+  double gate_limit, gate_alpha;
   Fp8 fp8 = Fp8::none; ///< their products round their operands, but for the gradients of matrices; use_fp8() sets it
 
   explicit Experts(const MixtureConfig& config);
-  /// Rows [E, B, N, P, C] and how many of P are in use, [E, B, N].
-  Tensor forward(const Tensor& rows_EBNPC, const Tensor& counts_EBN);
+  /// Rows [Q, B, N, R, C] and how many of them each expert has, [E, B, N].
+  Tensor forward(const Tensor& rows_QBNRC, const Tensor& counts_EBN);
   /// The same of rows that are on their way to where they are inside().
-  Tensor forward(const Travelling& rows_EBNPC, const Tensor& counts_EBN);
+  Tensor forward(const Travelling& rows_QBNRC, const Tensor& counts_EBN);
+  /// In how many parts experts should stand (expert_routes) for x, in groups of at most so many tokens: one for each rank that has experts
+  /// of its own, if fewer rows are empty than where each expert is one.
+  int64_t parts(const Tensor& x, int64_t tokens, int64_t choices, int64_t places) const;
   /// Rows, or counts, each with its expert.
   Layout inside(const Tensor& of_rows) const;
-  SHEAF_FIELDS(gate, up, down);
+  SHEAF_FIELDS(gate, up, down, gate_bias, up_bias, down_bias);
 
  private:
   Tensor of_own(const Tensor& x, const Tensor& counts_EBN, const Layout& outside);

@@ -30,7 +30,7 @@ Type with_dtype(Type type, DType dtype) {
 
 }  // namespace
 
-bool hidden_matrices(const nn::Parameter& p) { return p.shape().rank() == 2 && !p.table(); }
+bool hidden_matrices(const nn::Parameter& p) { return p.shape().rank() == 2 && !p.table() && !p.bias(); }
 
 Muon::Muon(std::span<const nn::Parameter> parameters, const MuonOptions& options) : Optimizer("muon", parameters), options_(options) {
   check<ConfigError>(options.momentum >= 0 && options.momentum < 1, "[muon] momentum is ", options.momentum, ", not in [0, 1)");

@@ -36,7 +36,7 @@ struct Steer {
 
 }  // namespace
 
-bool decays_matrices(const nn::Parameter& p) { return p.shape().rank() >= 2; }
+bool decays_matrices(const nn::Parameter& p) { return p.shape().rank() >= 2 && !p.bias(); }
 
 Optimizer::Optimizer(std::string name, std::span<const nn::Parameter> parameters)
     : name_(std::move(name)), units_(nn::trainable_units(name_, parameters)) {}

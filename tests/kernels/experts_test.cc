@@ -37,17 +37,37 @@ TEST(TopK, OfAllTypesAsSorting) {
 TEST(Route, FillsPlacesInTheOrderOfTokens) {
   const Array choices = Array::of(kI64, {1, 5, 2}, {2, 0, 0, 2, 0, 1, 1, 0, 0, 1}), slots(kI32, {1, 5, 2}),
               sources(kI32, {3, 1, 2, 2}), counts(kI32, {3, 1, 2});
-  route(choices, slots, sources, counts);
+  route(choices, 2, slots, sources, counts);
   EXPECT_THAT(values(slots), ElementsAre(4, 0, 1, 5, 0, 2, 3, 1, -1, -1));
   EXPECT_THAT(values(sources), ElementsAre(1, 2, 0, 3, -1, -1, 1, 2, 0, 3, -1, -1));
   EXPECT_THAT(values(counts), ElementsAre(2, 2, 0, 2, 2, 0));
+}
+
+// The same choices of three experts in two parts, [0, 1) and [1, 3): what is dropped is the same.
+TEST(Route, PartsHaveTheirExpertsOneBehindAnother) {
+  const Array choices = Array::of(kI64, {1, 5, 2}, {2, 0, 0, 2, 0, 1, 1, 0, 0, 1}), slots(kI32, {1, 5, 2}),
+              sources(kI32, {2, 1, 2, 4}), counts(kI32, {3, 1, 2});
+  route(choices, 2, slots, sources, counts);
+  EXPECT_THAT(values(counts), ElementsAre(2, 2, 0, 2, 2, 0));
+  EXPECT_THAT(values(slots), ElementsAre(4, 0, 1, 5, 0, 4, 5, 1, -1, -1));
+  EXPECT_THAT(values(sources), ElementsAre(1, 2, -1, -1, 0, 3, -1, -1, 0, 3, -1, -1, 1, 2, -1, -1));
+}
+
+// Tokens that choose an expert twice ask for more than a part has: the last ones are dropped.
+TEST(Route, APartHasAsManyRowsAsItHas) {
+  const Array choices = Array::of(kI64, {1, 3, 2}, {1, 1, 0, 0, 1, 0}), slots(kI32, {1, 3, 2}), sources(kI32, {1, 1, 1, 4}),
+              counts(kI32, {2, 1, 1});
+  route(choices, 9, slots, sources, counts);
+  EXPECT_THAT(values(counts), ElementsAre(3, 1));
+  EXPECT_THAT(values(slots), ElementsAre(3, -1, 0, 1, -1, 2));
+  EXPECT_THAT(values(sources), ElementsAre(2, 3, 5, 0));
 }
 
 TEST(Route, NamesAChoiceThatIsNoExpert) {
   for (const double wrong : {-1.0, 3.0}) {
     const Array choices = Array::of(kI64, {1, 2, 1}, {0, wrong}), slots(kI32, {1, 2, 1}), sources(kI32, {3, 1, 1, 2}),
                 counts(kI32, {3, 1, 1});
-    EXPECT_THROW(route(choices, slots, sources, counts), DataError);
+    EXPECT_THROW(route(choices, 2, slots, sources, counts), DataError);
   }
 }
 
@@ -60,7 +80,7 @@ Sent sent(int64_t sequences, int64_t tokens, int64_t choices, int64_t experts, i
   chosen.fill([&](int64_t i) { return static_cast<double>((i * i / 3 + i) % 7 % experts); });
   Sent out{Array(kI32, {sequences, tokens, choices}), Array(kI32, {experts, sequences, groups, places}),
            Array(kI32, {experts, sequences, groups})};
-  route(chosen, out.slots, out.sources, out.counts);
+  route(chosen, places, out.slots, out.sources, out.counts);
   return out;
 }
 
@@ -129,8 +149,8 @@ TEST(ExpertLinear, OfRowsInUse) {
             want[r * out + o] += x.at(r * in + i) * weight.at(w);
             gradient[w] += x.at(r * in + i) * dy.at(r * out + o);
           }
-      expert_linear(x, weight, counts, y,
-                    Scratch(expert_linear_workspace(without_data(x), without_data(weight), without_data(counts), y)));
+      expert_linear(x, weight, View{}, counts, y,
+                    Scratch(expert_linear_workspace(without_data(x), without_data(weight), View{}, without_data(counts), y)));
       EXPECT_LT(scaled_error(y, want), 20 * epsilon(d)) << name(d) << places;
       for (const DType sums : {d, d == kF64 ? kF64 : kF32}) {
         const Array dweight(sums, {experts, out, in});
@@ -140,6 +160,48 @@ TEST(ExpertLinear, OfRowsInUse) {
         EXPECT_LT(scaled_error(dweight, gradient), 40 * epsilon(d)) << name(d) << places;
       }
     }
+}
+
+// Experts in parts: rows one behind another, of which those behind the last are left out, and biases of those in use.
+TEST(ExpertLinear, OfExpertsInParts) {
+  const int64_t experts = 5, sequences = 2, groups = 3, tokens = 40, k = 3, in = 20, out = 35;
+  for (DType d : {kF32, kF64, kBF16, kF16})
+    for (const int64_t parts : {1, 2, 4, 5})
+      for (const int64_t places : {3, 14}) {
+        SCOPED_TRACE(str(d, ' ', parts, ' ', places));
+        const int64_t room = parts == experts ? places : std::min<int64_t>(14 * k, (experts + parts - 1) / parts * places);
+        Array choices(kI64, {sequences, tokens, k});
+        choices.fill([&](int64_t i) { return static_cast<double>(((i / 3 * 7 % 11) + i % 3) % experts); });
+        const Array slots(kI32, {sequences, tokens, k}), sources(kI32, {parts, sequences, groups, room}), counts(kI32, {experts, sequences, groups});
+        route(choices, places, slots, sources, counts);
+        const Array x = Array::random(d, {sequences, tokens, in}, 1), weight = Array::random(d, {experts, out, in}, 2),
+                    bias = Array::random(d, {experts, out}, 3), dy_of_tokens = Array::random(d, {sequences, tokens, out}, 4);
+        const Array rows(d, {parts, sequences, groups, room, in}), y(d, {parts, sequences, groups, room, out}), dy(d, y.view().shape);
+        to_experts(x, View{}, slots, sources, rows);
+        to_experts(dy_of_tokens, View{}, slots, sources, dy);
+        expert_linear(rows, weight, bias, counts, y,
+                      Scratch(expert_linear_workspace(without_data(rows), without_data(weight), without_data(bias), without_data(counts), y)));
+        const Array dweight(d == kF64 ? kF64 : kF32, {experts, out, in});
+        expert_weight_gradient(dy, rows, counts, dweight,
+                               Scratch(expert_weight_gradient_workspace(without_data(dy), without_data(rows), without_data(counts), dweight)));
+        std::vector<double> want(static_cast<size_t>(y.view().numel()), 0.0), gradient(static_cast<size_t>(experts * out * in), 0.0);
+        for (int64_t row = 0; row < rows.view().numel() / in; ++row) {
+          const auto source = static_cast<int64_t>(sources.at(row));
+          if (source < 0) continue;
+          const int64_t group = row / room % groups, sequence = row / room / groups % sequences;
+          const int64_t choice = (sequence * tokens + tokens * group / groups) * k + source;
+          const auto e = static_cast<int64_t>(choices.at(choice));
+          for (int64_t o = 0; o < out; ++o) {
+            want[row * out + o] = bias.at(e * out + o);
+            for (int64_t i = 0; i < in; ++i) {
+              want[row * out + o] += x.at(choice / k * in + i) * weight.at((e * out + o) * in + i);
+              gradient[(e * out + o) * in + i] += dy_of_tokens.at(choice / k * out + o) * x.at(choice / k * in + i);
+            }
+          }
+        }
+        EXPECT_LT(scaled_error(y, want), 20 * epsilon(d));
+        EXPECT_LT(scaled_error(dweight, gradient), 40 * epsilon(d));
+      }
 }
 
 // Nobody was sent to the second expert.

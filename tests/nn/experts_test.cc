@@ -6,10 +6,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/distributed/run_local.h"
+#include "sheaf/nn/optim/optimizer.h"
 #include "sheaf/nn/shard.h"
 
 namespace sheaf {
@@ -63,6 +65,9 @@ Expected plain(nn::MixtureOfExperts& m, const std::vector<double>& x, bool drops
   const auto values = [](const nn::Parameter& p) { return full_parameter(p).to_vector<double>(); };
   const auto router = values(m.router.weight), gate = values(m.experts.gate), up = values(m.experts.up), down = values(m.experts.down);
   const auto bias = m.choice_bias ? values(m.choice_bias) : std::vector<double>(c.experts);
+  const auto biases = [&](const nn::Parameter& p, int64_t count) { return p ? values(p) : std::vector<double>(count); };
+  const auto router_bias = biases(m.router.bias, c.experts), gate_bias = biases(m.experts.gate_bias, c.experts * c.hidden),
+             up_bias = biases(m.experts.up_bias, c.experts * c.hidden), down_bias = biases(m.experts.down_bias, c.experts * kWidth);
   Expected out{std::vector<double>(x.size(), 0.0)};
   const int64_t group_tokens = (kTokens + c.groups - 1) / c.groups;
   const auto places = c.capacity_factor == 0 || !drops
@@ -77,7 +82,7 @@ Expected plain(nn::MixtureOfExperts& m, const std::vector<double>& x, bool drops
       std::vector<double> p(c.experts);
       double total = 0;
       for (int64_t e = 0; e < c.experts; ++e) {
-        double logit = 0;
+        double logit = router_bias[e];
         for (int64_t i = 0; i < kWidth; ++i) logit += row[i] * router[e * kWidth + i];
         total += p[e] = c.affinity == nn::Affinity::sigmoid ? 1 / (1 + std::exp(-logit)) : std::exp(logit);
       }
@@ -102,17 +107,20 @@ Expected plain(nn::MixtureOfExperts& m, const std::vector<double>& x, bool drops
         ++taken[e];
         std::vector<double> hidden(c.hidden);
         for (int64_t h = 0; h < c.hidden; ++h) {
-          double g = 0, u = 0;
+          double g = gate_bias[e * c.hidden + h], u = up_bias[e * c.hidden + h];
           for (int64_t i = 0; i < kWidth; ++i) {
             g += row[i] * gate[(e * c.hidden + h) * kWidth + i];
             u += row[i] * up[(e * c.hidden + h) * kWidth + i];
           }
-          hidden[h] = g / (1 + std::exp(-g)) * u;
+          const double limit = c.gate_limit;
+          if (limit > 0) g = std::min(g, limit), u = std::clamp(u, -limit, limit) + 1;
+          hidden[h] = g / (1 + std::exp(-(limit > 0 ? c.gate_alpha : 1.0) * g)) * u;
         }
-        for (int64_t i = 0; i < kWidth; ++i)
-          for (int64_t h = 0; h < c.hidden; ++h)
-            out.y[(b * kTokens + t) * kWidth + i] +=
-                c.scale * p[e] / (c.normalize ? weights : 1) * hidden[h] * down[(e * kWidth + i) * c.hidden + h];
+        for (int64_t i = 0; i < kWidth; ++i) {
+          double y = down_bias[e * kWidth + i];
+          for (int64_t h = 0; h < c.hidden; ++h) y += hidden[h] * down[(e * kWidth + i) * c.hidden + h];
+          out.y[(b * kTokens + t) * kWidth + i] += c.scale * p[e] / (c.normalize ? weights : 1) * y;
+        }
       }
     }
   }
@@ -180,6 +188,42 @@ TEST(MixtureOfExperts, ChoosesByBiasAmongAllowedParts) {
               EXPECT_EQ(full_gradient(m.choice_bias).to_vector<double>(), expected.excess);
             }
           }
+}
+
+// As gpt-oss's. What experts make of places without a token goes nowhere, biases or not: their gradients are sums over choices.
+TEST(MixtureOfExperts, BiasesAndAGateWithALimit) {
+  const std::vector<double> x = tokens();
+  for (const bool biased : {true, false})
+    for (const double limit : {0.0, 0.8, 7.0})
+      for (const double capacity : {0.0, 0.7}) {
+        SCOPED_TRACE(str(biased, " ", limit, " ", capacity));
+        nn::MixtureConfig c = config(capacity);
+        c.linear_bias = biased, c.gate_limit = limit, c.gate_alpha = 1.3;
+        nn::MixtureOfExperts m(c);
+        if (biased)
+          for (nn::Parameter* p : {&m.router.bias, &m.experts.gate_bias, &m.experts.up_bias, &m.experts.down_bias}) p->set_init(nn::Init::normal(0.5));
+        materialize(m, Device::cpu(), {.seed = 3, .dtype = kF64});
+        const Expected expected = plain(m, x);
+        Recording recording;
+        const Tensor y = m(tensor(x));
+        EXPECT_LT(difference(y.to_vector<double>(), expected.y), 1e-12);
+        recording.backward(sum(y));
+        recording.take();
+        if (!biased) continue;
+        // Weights of a token add up to 1, and so do those of what it gets of down's biases, if no choice is dropped.
+        const std::vector<double> of_down = full_gradient(m.experts.down_bias).to_vector<double>();
+        const double kept = std::accumulate(of_down.begin(), of_down.end(), 0.0) / kWidth;
+        if (expected.dropped == 0) EXPECT_NEAR(kept, kBatch * kTokens, 1e-12);
+        else EXPECT_LT(kept, kBatch * kTokens - 0.1);
+      }
+}
+
+TEST(MixtureOfExperts, BiasesDoNotDecay) {
+  nn::MixtureConfig c = config();
+  c.linear_bias = true;
+  const nn::MixtureOfExperts m(c);
+  for (const nn::Parameter* p : {&m.experts.gate_bias, &m.experts.up_bias, &m.experts.down_bias}) EXPECT_FALSE(optim::decays_matrices(*p));
+  EXPECT_TRUE(optim::decays_matrices(m.experts.gate));
 }
 
 TEST(MixtureOfExperts, TheSharedMlpIsAdded) {
@@ -291,6 +335,9 @@ TEST(MixtureOfExperts, WhatCannotBeIsRefused) {
   c.parts = 4;
   EXPECT_THAT([&] { nn::MixtureOfExperts m(c); }, ThrowsMessage<ConfigError>(HasSubstr("2 choices among 1 of 4 equal parts of 4 experts")));
   c.parts = 1;
+  c.gate_limit = -1;
+  EXPECT_THAT([&] { nn::MixtureOfExperts m(c); }, ThrowsMessage<ConfigError>(HasSubstr("gates held to -1")));
+  c.gate_limit = 0;
   c.balance_rate = -1;
   EXPECT_THAT([&] { nn::MixtureOfExperts m(c); }, ThrowsMessage<ConfigError>(HasSubstr("balance rate -1")));
   run_local(4, [](World& w) {

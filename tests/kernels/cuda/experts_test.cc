@@ -22,6 +22,76 @@ TEST(CudaExperts, TopK) {
     }
 }
 
+TEST(CudaExperts, RoutesInParts) {
+  SHEAF_NEEDS_GPU();
+  for (const auto& [experts, parts, groups, places, room] :
+       {std::tuple{6, 1, 1, 67, 201}, {6, 1, 4, 5, 30}, {6, 4, 1, 67, 134}, {300, 2, 3, 9, 69}, {300, 7, 1, 20, 201}, {6, 3, 2, 34, 20}}) {
+    const int64_t sequences = 3, tokens = 67, k = 3;
+    Array choices(kI64, {sequences, tokens, k});
+    choices.fill([&, n = experts](int64_t i) { return static_cast<double>((i * i / 3 + i) % 311 % n); });
+    const Array slots(kI32, {sequences, tokens, k}), sources(kI32, {parts, sequences, groups, room}), counts(kI32, {experts, sequences, groups});
+    const OnGpu gchoices(choices), gslots(slots), gsources(sources), gcounts(counts);
+    cuda::route(OnGpu::stream(), gchoices, places, gslots, gsources, gcounts);
+    cpu::route(choices, places, slots, sources, counts);
+    EXPECT_TRUE(same_bits(gcounts.back(), counts)) << experts << ' ' << parts << ' ' << places;
+    EXPECT_TRUE(same_bits(gslots.back(), slots)) << experts << ' ' << parts << ' ' << places;
+    EXPECT_TRUE(same_bits(gsources.back(), sources)) << experts << ' ' << parts << ' ' << places;
+  }
+}
+
+// Rows of one expert in several groups, none of some, and not all in use; widths of whole packs and others; weights as they are and
+// turned round; more experts than a block has threads.
+TEST(CudaExperts, ProductsOfParts) {
+  SHEAF_NEEDS_GPU();
+  struct Case { int64_t experts, parts, groups, room, in, out; };
+  for (DType d : {kF32, kF64, kBF16, kF16})
+    for (const auto& [experts, parts, groups, room, in, out] :
+         {Case{3, 1, 2, 150, 40, 136}, Case{5, 2, 3, 41, 24, 48}, Case{4, 3, 1, 70, 37, 19}, Case{270, 1, 1, 300, 16, 8}}) {
+      Array counts(kI32, {experts, groups});
+      std::vector<int64_t> begins(static_cast<size_t>(experts * groups)), used(static_cast<size_t>(parts * groups));
+      const ExpertParts p{experts, parts};
+      for (int64_t e = 0; e < experts; ++e)
+        for (int64_t j = 0; j < groups; ++j) {
+          int64_t& taken = used[static_cast<size_t>(p.part_of(e) * groups + j)];
+          const int64_t wants = (e * groups + j) % 4 == 3 ? 0 : (e * 31 + j * 17) % 70, count = std::min(wants, room - 3 - taken);
+          counts.set(e * groups + j, static_cast<double>(count));
+          taken += count;
+        }
+      Array x = Array::random(d, {parts, groups, room, in}, 1), dy = Array::random(d, {parts, groups, room, out}, 2);
+      for (Array* rows : {&x, &dy}) {
+        const int64_t cols = rows->view().shape.back();
+        for (int64_t i = 0; i < rows->view().numel(); ++i)
+          if (i / cols % room >= used[static_cast<size_t>(i / cols / room)]) rows->set(i, 0);
+      }
+      for (const bool turned : {false, true})
+        for (const bool has_bias : {false, true}) {
+          const Array weight = Array::random(d, {experts, out, in}, 3, 1, turned ? Shape{out * in, 1, out} : Shape{}),
+                      bias = Array::random(d, {experts, out}, 4), y(d, {parts, groups, room, out});
+          const OnGpu gx(x), gweight(weight), gbias(bias), gcounts(counts), gy(y);
+          const View b = has_bias ? bias.view() : View{}, gb = has_bias ? gbias.view() : View{};
+          {
+            const GpuScratch scratch(cuda::expert_linear_workspace(without_data(gx), without_data(gweight), without_data(gb), without_data(gcounts), gy));
+            cuda::expert_linear(OnGpu::stream(), gx, gweight, gb, gcounts, gy, scratch);
+            cuda::synchronize(OnGpu::stream());
+          }
+          cpu::expert_linear(x, weight, b, counts, y, Scratch(cpu::expert_linear_workspace(x, weight, b, counts, y)));
+          EXPECT_LT(scaled_error(gy.back(), values(y)), 20 * epsilon(d)) << name(d) << experts << turned << has_bias;
+        }
+      for (const DType sums : {d, d == kF64 ? kF64 : kF32}) {
+        const Array dweight(sums, {experts, out, in});
+        const OnGpu gx(x), gdy(dy), gcounts(counts), gdweight(dweight);
+        {
+          const GpuScratch scratch(
+              cuda::expert_weight_gradient_workspace(without_data(gdy), without_data(gx), without_data(gcounts), gdweight));
+          cuda::expert_weight_gradient(OnGpu::stream(), gdy, gx, gcounts, gdweight, scratch);
+          cuda::synchronize(OnGpu::stream());
+        }
+        cpu::expert_weight_gradient(dy, x, counts, dweight, Scratch(cpu::expert_weight_gradient_workspace(dy, x, counts, dweight)));
+        EXPECT_LT(scaled_error(gdweight.back(), values(dweight)), 40 * epsilon(sums)) << name(d) << experts;
+      }
+    }
+}
+
 TEST(CudaExperts, RoutesAndRows) {
   SHEAF_NEEDS_GPU();
   for (const auto& [tokens, groups, places] : {std::tuple{67, 1, 9}, {67, 1, 67}, {67, 4, 5}, {3, 5, 2}}) {
@@ -31,8 +101,8 @@ TEST(CudaExperts, RoutesAndRows) {
     const Array slots(kI32, {sequences, tokens, k}), sources(kI32, {experts, sequences, groups, places}),
         counts(kI32, {experts, sequences, groups});
     const OnGpu gchoices(choices), gslots(slots), gsources(sources), gcounts(counts);
-    cuda::route(OnGpu::stream(), gchoices, gslots, gsources, gcounts);
-    cpu::route(choices, slots, sources, counts);
+    cuda::route(OnGpu::stream(), gchoices, places, gslots, gsources, gcounts);
+    cpu::route(choices, places, slots, sources, counts);
     EXPECT_TRUE(same_bits(gslots.back(), slots));
     EXPECT_TRUE(same_bits(gsources.back(), sources));
     EXPECT_TRUE(same_bits(gcounts.back(), counts));
@@ -67,7 +137,7 @@ TEST(CudaExperts, ChoicesThatAreNoExpert) {
   const Array choices = Array::of(kI64, {1, 4, 1}, {0, 5, -1, 1}), slots(kI32, {1, 4, 1}), sources(kI32, {2, 1, 1, 4}),
               counts(kI32, {2, 1, 1});
   const OnGpu gchoices(choices), gslots(slots), gsources(sources), gcounts(counts);
-  cuda::route(OnGpu::stream(), gchoices, gslots, gsources, gcounts);
+  cuda::route(OnGpu::stream(), gchoices, 4, gslots, gsources, gcounts);
   EXPECT_EQ(values(gslots.back()), (std::vector<double>{0, -1, -1, 4}));
   EXPECT_EQ(values(gcounts.back()), (std::vector<double>{1, 1}));
 }
@@ -94,8 +164,8 @@ TEST(CudaExperts, Products) {
                   dweight(d == kF64 ? kF64 : kF32, {experts, out, in});
       const OnGpu gx(x), gdy(dy), gweight(weight), gcounts(counts), gy(y), gdweight(dweight);
       {
-        const GpuScratch scratch(cuda::expert_linear_workspace(without_data(gx), without_data(gweight), without_data(gcounts), gy));
-        cuda::expert_linear(OnGpu::stream(), gx, gweight, gcounts, gy, scratch);
+        const GpuScratch scratch(cuda::expert_linear_workspace(without_data(gx), without_data(gweight), View{}, without_data(gcounts), gy));
+        cuda::expert_linear(OnGpu::stream(), gx, gweight, View{}, gcounts, gy, scratch);
         cuda::synchronize(OnGpu::stream());
       }
       {
@@ -104,7 +174,7 @@ TEST(CudaExperts, Products) {
         cuda::expert_weight_gradient(OnGpu::stream(), gdy, gx, gcounts, gdweight, scratch);
         cuda::synchronize(OnGpu::stream());
       }
-      cpu::expert_linear(x, weight, counts, y, Scratch(cpu::expert_linear_workspace(x, weight, counts, y)));
+      cpu::expert_linear(x, weight, View{}, counts, y, Scratch(cpu::expert_linear_workspace(x, weight, View{}, counts, y)));
       cpu::expert_weight_gradient(dy, x, counts, dweight, Scratch(cpu::expert_weight_gradient_workspace(dy, x, counts, dweight)));
       EXPECT_LT(scaled_error(gy.back(), values(y)), 20 * epsilon(d)) << name(d) << cut;
       EXPECT_LT(scaled_error(gdweight.back(), values(dweight)), 40 * epsilon(kF32)) << name(d) << cut;

@@ -168,10 +168,27 @@ TEST(CudaFp8, ProductsOfExperts) {
                 weight = Array::random(kBF16, {experts, out, in}, 3), y(kBF16, {experts, groups, places, out});
     const OnGpu gx(x), gweight(weight), gcounts(counts), gy(y);
     cuda::expert_linear(
-        OnGpu::stream(), gx, gweight, gcounts, gy,
-        GpuScratch(cuda::expert_linear_workspace(without_data(gx), without_data(gweight), without_data(gcounts), gy, true)), true);
-    cpu::expert_linear(x, weight, counts, y, Scratch(cpu::expert_linear_workspace(x, weight, counts, y, true)), true);
+        OnGpu::stream(), gx, gweight, View{}, gcounts, gy,
+        GpuScratch(cuda::expert_linear_workspace(without_data(gx), without_data(gweight), View{}, without_data(gcounts), gy, true)), true);
+    cpu::expert_linear(x, weight, View{}, counts, y, Scratch(cpu::expert_linear_workspace(x, weight, View{}, counts, y, true)), true);
     EXPECT_LT(scaled_error(gy.back(), values(y)), bound_of(kBF16)) << cut;
+  }
+}
+
+TEST(CudaFp8, ProductsOfExpertsInParts) {
+  SHEAF_NEEDS_GPU();
+  const int64_t experts = 3, parts = 2, groups = 2, room = 40, in = 32, out = 48;
+  const Array counts = Array::of(kI32, {experts, groups}, {40, 3, 20, 0, 19, 40}), bias = Array::random(kBF16, {experts, out}, 4);
+  const Array x = Array::random(kBF16, {parts, groups, room, in}, 1), y(kBF16, {parts, groups, room, out});
+  for (const bool turned : {false, true}) {
+    const Array weight = Array::random(kBF16, {experts, out, in}, 3, 1, turned ? Shape{out * in, 1, out} : Shape{});
+    const OnGpu gx(x), gweight(weight), gcounts(counts), gbias(bias), gy(y);
+    cuda::expert_linear(OnGpu::stream(), gx, gweight, gbias, gcounts, gy,
+                        GpuScratch(cuda::expert_linear_workspace(without_data(gx), without_data(gweight), without_data(gbias), without_data(gcounts),
+                                                                 gy, true)),
+                        true);
+    cpu::expert_linear(x, weight, bias, counts, y, Scratch(cpu::expert_linear_workspace(x, weight, bias, counts, y, true)), true);
+    EXPECT_LT(scaled_error(gy.back(), values(y)), bound_of(kBF16)) << turned;
   }
 }
 

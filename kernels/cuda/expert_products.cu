@@ -1,0 +1,510 @@
+#include "sheaf/kernels/cuda/expert_products.h"
+
+#include "sheaf/kernels/cuda/rows.h"
+#include "sheaf/kernels/cuda/workspace.h"
+#include "sheaf/kernels/experts.h"
+
+namespace sheaf::kernels::cuda {
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / kWarp;
+
+/// Where rows of experts lie: of [Q, J, R], J groups.
+struct PartRows {
+  const int32_t* counts;  ///< [E, J]
+  ExpertParts parts;
+  int64_t groups, room;
+
+  static PartRows of(const char* who, const View& counts, const View& rows) {
+    const int64_t experts = counts.shape[0], parts = rows.shape[0];
+    check<ShapeError>(counts.contiguous() && rows.contiguous() && counts.dtype == kI32 && parts <= experts && (parts > 0 || experts == 0),
+                      '[', who, "] wants dense rows in parts of experts and i32 counts, got ", rows.shape, " and ", counts.shape);
+    return {counts.as<const int32_t>(), {experts, parts}, experts ? counts.numel() / experts : 0, rows.shape.dim(-2)};
+  }
+  __device__ int64_t count(int64_t expert, int64_t group) const { return counts[expert * groups + group]; }
+  __device__ int64_t first_row(int64_t expert, int64_t group) const { return (parts.part_of(expert) * groups + group) * room; }
+};
+
+/// What is found out once for a product: begins[E, J], where an expert's rows begin in its part's; for each tile of up to kTileRows
+/// rows of one expert, those of all its groups one behind another, the expert and the first of them; -1 for tiles that are none.
+struct RowTiles {
+  int32_t *begins, *experts, *firsts;
+  int64_t count;
+
+  static int64_t most(const PartRows& r, int rows) { return blocks_for(r.parts.parts * r.groups * r.room, rows) + r.parts.experts; }
+  static size_t bytes(const PartRows& r, int rows) {
+    return line_align(static_cast<size_t>(r.parts.experts * r.groups) * 4) + 2 * line_align(static_cast<size_t>(most(r, rows)) * 4);
+  }
+  RowTiles(const char* who, const PartRows& r, int rows, Workspace workspace) {
+    Carver carver(who, workspace);
+    count = most(r, rows);
+    begins = carver.take<int32_t>(r.parts.experts * r.groups);
+    experts = carver.take<int32_t>(count), firsts = carver.take<int32_t>(count);
+  }
+};
+
+__device__ int lane_of_thread() { return static_cast<int>(threadIdx.x) % kWarp; }
+
+/// The sum of what the lanes up to this one have.
+__device__ int64_t sum_up_to_lane(int64_t x) {
+  for (int step = 1; step < kWarp; step *= 2) {
+    const int64_t other = __shfl_up_sync(kFullWarp, x, step);
+    if (lane_of_thread() >= step) x += other;
+  }
+  return x;
+}
+
+/// A warp takes a group of a part, and adds its experts' counts up, 32 at a time.
+__global__ void find_begins(PartRows r, int32_t* begins) {
+  const int64_t item = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  if (item >= r.parts.parts * r.groups) return;
+  const int64_t group = item % r.groups, end = r.parts.first_of(item / r.groups + 1);
+  int64_t before = 0;
+  for (int64_t first = r.parts.first_of(item / r.groups); first < end; first += kWarp) {
+    const int64_t expert = first + lane_of_thread(), count = expert < end ? r.count(expert, group) : 0;
+    const int64_t up_to = sum_up_to_lane(count);
+    if (expert < end) begins[expert * r.groups + group] = static_cast<int32_t>(before + up_to - count);
+    before += __shfl_sync(kFullWarp, up_to, kWarp - 1);
+  }
+}
+
+/// One block lists the tiles, in the order of experts.
+__global__ void __launch_bounds__(kThreads) list_tiles(PartRows r, int tile_rows, RowTiles tiles) {
+  __shared__ int64_t of_warps[kWarps];
+  int64_t before = 0;  // tiles of earlier experts
+  for (int64_t first = 0; first < r.parts.experts; first += kThreads) {
+    const int64_t expert = first + threadIdx.x;
+    int64_t rows = 0;
+    for (int64_t j = 0; expert < r.parts.experts && j < r.groups; ++j) rows += r.count(expert, j);
+    const int64_t own = blocks_for(rows, tile_rows), up_to = sum_up_to_lane(own);
+    if (lane_of_thread() == kWarp - 1) of_warps[threadIdx.x / kWarp] = up_to;
+    __syncthreads();
+    int64_t at = before + up_to - own;
+    for (int w = 0; w < kWarps; ++w) {
+      if (w < static_cast<int>(threadIdx.x) / kWarp) at += of_warps[w];
+      before += of_warps[w];
+    }
+    __syncthreads();
+    for (int64_t t = 0; t < own; ++t) {
+      tiles.experts[at + t] = static_cast<int32_t>(expert);
+      tiles.firsts[at + t] = static_cast<int32_t>(t * tile_rows);
+    }
+  }
+  for (int64_t t = before + threadIdx.x; t < tiles.count; t += kThreads) tiles.experts[t] = -1;
+}
+
+/// Goes through the rows of an expert: those of its groups one behind another.
+struct RowCursor {
+  int64_t group = 0, offset = 0;  ///< in the group
+
+  __device__ void advance(const PartRows& r, int64_t expert, int64_t rows) {
+    offset += rows;
+    while (group < r.groups && offset >= r.count(expert, group)) offset -= r.count(expert, group), ++group;
+  }
+  /// Among the rows of all parts; -1 behind the last.
+  __device__ int64_t row(const PartRows& r, const int32_t* begins, int64_t expert) const {
+    if (group >= r.groups) return -1;
+    return r.first_row(expert, group) + begins[expert * r.groups + group] + offset;
+  }
+};
+
+/// How a product is cut: a block makes kRows x kColumns of the result, kInner of the sums at a time.
+template <class T>
+struct Tiling {
+  static constexpr bool kTensorCores = kIsNarrow<T>;
+  static constexpr int kRows = kTensorCores ? 128 : 64, kColumns = kTensorCores ? 128 : 64, kInner = kTensorCores ? 32 : 16;
+};
+
+/// An operand's piece in shared memory: kOuter lines along the sum's direction or across, 16 bytes more between them than needed, so
+/// that lines begin in different banks.
+template <class T, int kLines, int kLength>
+struct Piece {
+  static constexpr int kPitch = kLength + 16 / static_cast<int>(sizeof(T));
+  T v[kLines][kPitch];
+};
+
+/// Sums of a block's threads: warps stand 2 x 4, and thread `lane` of one has, of its rows and columns, those that mma.m16n8 gives it.
+template <class T>
+struct Sums {
+  using C = Compute<T>;
+  using S = Tiling<T>;
+  static constexpr int kWarpRows = S::kRows / 2, kWarpColumns = S::kColumns / 4, kM = kWarpRows / 16, kN = kWarpColumns / 8;
+  C v[kM][kN][4] = {};
+
+  __device__ static int row(int m, int i) {
+    return static_cast<int>(threadIdx.x) / kWarp / 4 * kWarpRows + m * 16 + i / 2 * 8 + lane_of_thread() / 4;
+  }
+  __device__ static int column(int n, int i) {
+    return static_cast<int>(threadIdx.x) / kWarp % 4 * kWarpColumns + n * 8 + lane_of_thread() % 4 * 2 + i % 2;
+  }
+};
+
+#if !SHEAF_CUDA_EMULATED
+
+/// Four 8 x 8 matrices, whose rows begin where lanes 0 to 7, 8 to 15, .. say; transposed, if kTransposed.
+template <bool kTransposed>
+__device__ void load_matrices(unsigned (&to)[4], const void* row) {
+  const auto at = static_cast<unsigned>(__cvta_generic_to_shared(row));
+  if constexpr (kTransposed)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(at));
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(at));
+}
+
+template <class T>
+__device__ void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  if constexpr (std::is_same_v<T, bf16>)
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/// multiply() by mma.m16n8k16.
+template <class T, bool kRowsInner, bool kColumnsInner, class A, class B>
+__device__ void multiply_matrices(Sums<T>& sums, const A& a, const B& b) {
+  using S = Tiling<T>;
+  constexpr int kM = Sums<T>::kM, kN = Sums<T>::kN;
+  const int lane = lane_of_thread(), row = lane % 8, matrix = lane / 8;
+  const int first_row = Sums<T>::row(0, 0) - lane / 4, first_column = Sums<T>::column(0, 0) - lane % 4 * 2;
+#pragma unroll
+  for (int k = 0; k < S::kInner; k += 16) {
+    // Of a the matrices are rows 0 to 7 and 8 to 15 of elements 0 to 7, then of 8 to 15.
+    unsigned of_a[kM][4], of_b[kN / 2][4];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      const int r = first_row + m * 16 + matrix % 2 * 8, i = k + matrix / 2 * 8;
+      if constexpr (kRowsInner) load_matrices<true>(of_a[m], &a.v[i + row][r]);
+      else load_matrices<false>(of_a[m], &a.v[r + row][i]);
+    }
+    // Of b elements 0 to 7 and 8 to 15 of columns 0 to 7, then of 8 to 15.
+#pragma unroll
+    for (int n = 0; n < kN / 2; ++n) {
+      const int c = first_column + n * 16 + matrix / 2 * 8, i = k + matrix % 2 * 8;
+      if constexpr (kColumnsInner) load_matrices<true>(of_b[n], &b.v[i + row][c]);
+      else load_matrices<false>(of_b[n], &b.v[c + row][i]);
+    }
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kN; ++n) multiply_add<T>(sums.v[m][n], of_a[m], of_b[n / 2][n % 2 * 2], of_b[n / 2][n % 2 * 2 + 1]);
+  }
+}
+
+#endif
+
+/// sums += a b of two pieces. a has kRows lines of kInner or, kRowsInner, kInner of kRows; b kColumns lines of kInner or, kColumnsInner,
+/// kInner of kColumns.
+template <class T, bool kRowsInner, bool kColumnsInner, class A, class B>
+__device__ void multiply(Sums<T>& sums, const A& a, const B& b) {
+  using S = Tiling<T>;
+  using C = Compute<T>;
+  constexpr int kM = Sums<T>::kM, kN = Sums<T>::kN;
+#if !SHEAF_CUDA_EMULATED
+  if constexpr (S::kTensorCores) return multiply_matrices<T, kRowsInner, kColumnsInner>(sums, a, b);
+  else
+#endif
+  for (int k = 0; k < S::kInner; ++k)
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int r = Sums<T>::row(m, i), c = Sums<T>::column(n, i);
+          const C x = convert_to<C>(kRowsInner ? a.v[k][r] : a.v[r][k]), y = convert_to<C>(kColumnsInner ? b.v[k][c] : b.v[c][k]);
+          sums.v[m][n][i] += x * y;
+        }
+}
+
+/// A line of a piece: `count` elements that lie side by side at `from`, or `step` apart, zeros behind them; null: zeros. kPacked: 16 bytes at
+/// a time, which begin at multiples of 16 bytes, and of which all or none are there. Packed elements are on their way until arrived().
+template <class T, bool kPacked>
+__device__ void copy_pack(T* to, const T* from, int64_t count, int64_t step) {
+  constexpr int kSize = Pack<T>::kSize;
+  if constexpr (kPacked) {
+#if !SHEAF_CUDA_EMULATED
+    const auto at = static_cast<unsigned>(__cvta_generic_to_shared(to));
+    const int bytes = from && count > 0 ? 16 : 0;  // of 16 the others become zeros
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from ? from : to), "r"(bytes) : "memory");
+#else
+    store_pack(to, from && count > 0 ? load_pack(from) : Pack<T>{});
+#endif
+  } else {
+#pragma unroll
+    for (int k = 0; k < kSize; ++k) to[k] = from && k < count ? from[k * step] : element<T>(Compute<T>(0));
+  }
+}
+
+/// All copies but those of the newest `left` rounds have arrived; then a barrier is due.
+template <int kLeft>
+__device__ void arrived() {
+#if !SHEAF_CUDA_EMULATED
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+#endif
+}
+__device__ void end_round() {
+#if !SHEAF_CUDA_EMULATED
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+/// f(line, first element) for the packs of a piece, among the block's threads.
+template <class T, int kLines, int kLength, class F>
+__device__ void each_pack(F f) {
+  constexpr int kSize = Pack<T>::kSize, kPacks = kLength / kSize;
+#pragma unroll
+  for (int n = threadIdx.x; n < kLines * kPacks; n += kThreads) f(n / kPacks, n % kPacks * kSize);
+}
+
+constexpr int kRounds = 3;  ///< pieces in shared memory: one is multiplied while others arrive
+
+/// Multiplies `rounds` pieces: load(round, a, b) starts to copy one, without the end of its round.
+template <class T, bool kRowsInner, bool kColumnsInner, class A, class B, class Load>
+__device__ void multiply_rounds(Sums<T>& sums, int64_t rounds, A* a, B* b, Load load) {
+  for (int64_t round = 0; round < kRounds - 1; ++round) {
+    if (round < rounds) load(round, a[round], b[round]);
+    end_round();
+  }
+  for (int64_t round = 0; round < rounds; ++round) {
+    arrived<kRounds - 2>();
+    __syncthreads();  // for all threads' copies, and until the piece that comes next has been read
+    const int64_t next = round + kRounds - 1;
+    if (next < rounds) load(next, a[next % kRounds], b[next % kRounds]);
+    end_round();
+    multiply<T, kRowsInner, kColumnsInner>(sums, a[round % kRounds], b[round % kRounds]);
+  }
+}
+
+template <class T>
+struct LinearProduct {
+  PartRows rows;
+  RowTiles tiles;
+  const T *x, *weight, *bias;
+  T* y;
+  int64_t in, out, column_tiles;
+  int64_t of_expert, of_out, of_in;  ///< strides of the weight
+  int64_t bias_pitch;
+};
+
+/// Shared memory of a product's pieces.
+template <class T, bool kWeightInner>
+struct LinearPieces {
+  using S = Tiling<T>;
+  Piece<T, S::kRows, S::kInner> a[kRounds];
+  std::conditional_t<kWeightInner, Piece<T, S::kInner, S::kColumns>, Piece<T, S::kColumns, S::kInner>> b[kRounds];
+  int64_t row[S::kRows];  // of x and y; -1: there is none
+};
+
+// kWeightInner: rows of the weight, in its memory, go along O, as for gradients of x; else along I.
+template <class T, bool kPacked, bool kWeightInner>
+__global__ void __launch_bounds__(kThreads) multiply_parts(LinearProduct<T> p) {
+  using S = Tiling<T>;
+  using C = Compute<T>;
+  auto& s = *dynamic_shared<LinearPieces<T, kWeightInner>>();
+  const int64_t tile = blockIdx.x / p.column_tiles, first_column = blockIdx.x % p.column_tiles * S::kColumns;
+  const int64_t expert = p.tiles.experts[tile];
+  if (expert < 0) return;
+  for (int r = threadIdx.x; r < S::kRows; r += kThreads) {
+    RowCursor at;
+    at.advance(p.rows, expert, p.tiles.firsts[tile] + r);
+    s.row[r] = at.row(p.rows, p.tiles.begins, expert);
+  }
+  __syncthreads();
+  const T* const weight = p.weight + expert * p.of_expert;
+  Sums<T> sums;
+  multiply_rounds<T, false, kWeightInner>(sums, blocks_for(p.in, S::kInner), s.a, s.b, [&](int64_t round, auto& a, auto& b) {
+    const int64_t first = round * S::kInner;
+    each_pack<T, S::kRows, S::kInner>([&](int r, int i) {
+      const int64_t row = s.row[r];
+      copy_pack<T, kPacked>(&a.v[r][i], row < 0 ? nullptr : p.x + row * p.in + first + i, p.in - first - i, 1);
+    });
+    if constexpr (kWeightInner)
+      each_pack<T, S::kInner, S::kColumns>([&](int i, int c) {
+        const int64_t k = first + i, column = first_column + c;
+        copy_pack<T, kPacked>(&b.v[i][c], k < p.in ? weight + k * p.of_in + column * p.of_out : nullptr, p.out - column, p.of_out);
+      });
+    else
+      each_pack<T, S::kColumns, S::kInner>([&](int c, int i) {
+        const int64_t k = first + i, column = first_column + c;
+        copy_pack<T, kPacked>(&b.v[c][i], column < p.out ? weight + column * p.of_out + k * p.of_in : nullptr, p.in - k, p.of_in);
+      });
+  });
+#pragma unroll
+  for (int m = 0; m < Sums<T>::kM; ++m)
+#pragma unroll
+    for (int n = 0; n < Sums<T>::kN; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int64_t row = s.row[Sums<T>::row(m, i)], column = first_column + Sums<T>::column(n, i);
+        if (row < 0 || column >= p.out) continue;
+        const C added = p.bias ? convert_to<C>(p.bias[expert * p.bias_pitch + column]) : C(0);
+        p.y[row * p.out + column] = element<T>(sums.v[m][n][i] + added);
+      }
+}
+
+template <class T, class D>
+struct GradientProduct {
+  PartRows rows;
+  RowTiles tiles;
+  const T *dy, *x;
+  D* dweight;
+  int64_t in, out, column_tiles;
+  int64_t of_expert, of_out, of_in;  ///< strides of dweight
+};
+
+template <class T>
+struct GradientPieces {
+  using S = Tiling<T>;
+  Piece<T, S::kInner, S::kRows> a[kRounds];
+  Piece<T, S::kInner, S::kColumns> b[kRounds];
+  int64_t row[kRounds][S::kInner];
+};
+
+// Sums over the rows of expert blockIdx.y.
+template <class T, class D, bool kPacked>
+__global__ void __launch_bounds__(kThreads) multiply_rows(GradientProduct<T, D> p) {
+  using S = Tiling<T>;
+  auto& s = *dynamic_shared<GradientPieces<T>>();
+  const int64_t expert = blockIdx.y, first_row = blockIdx.x / p.column_tiles * S::kRows, first_column = blockIdx.x % p.column_tiles * S::kColumns;
+  int64_t count = 0;
+  for (int64_t j = 0; j < p.rows.groups; ++j) count += p.rows.count(expert, j);
+  RowCursor at;  // of the first threads, one for each row of a round
+  if (threadIdx.x < S::kInner) at.advance(p.rows, expert, threadIdx.x);
+  Sums<T> sums;
+  multiply_rounds<T, true, true>(sums, blocks_for(count, S::kInner), s.a, s.b, [&](int64_t round, auto& a, auto& b) {
+    int64_t(&row)[S::kInner] = s.row[round % kRounds];
+    if (threadIdx.x < S::kInner) {
+      row[threadIdx.x] = at.row(p.rows, p.tiles.begins, expert);
+      at.advance(p.rows, expert, S::kInner);
+    }
+    __syncthreads();
+    each_pack<T, S::kInner, S::kRows>([&](int i, int r) {
+      copy_pack<T, kPacked>(&a.v[i][r], row[i] < 0 ? nullptr : p.dy + row[i] * p.out + first_row + r, p.out - first_row - r, 1);
+    });
+    each_pack<T, S::kInner, S::kColumns>([&](int i, int c) {
+      copy_pack<T, kPacked>(&b.v[i][c], row[i] < 0 ? nullptr : p.x + row[i] * p.in + first_column + c, p.in - first_column - c, 1);
+    });
+  });
+#pragma unroll
+  for (int m = 0; m < Sums<T>::kM; ++m)
+#pragma unroll
+    for (int n = 0; n < Sums<T>::kN; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int64_t row = first_row + Sums<T>::row(m, i), column = first_column + Sums<T>::column(n, i);
+        if (row >= p.out || column >= p.in) continue;
+        p.dweight[expert * p.of_expert + row * p.of_out + column * p.of_in] = element<D>(sums.v[m][n][i]);
+      }
+}
+
+/// A warp takes a row of [Q, J, R]: behind those in use it becomes zeros.
+template <class T>
+__global__ void clear_rests(PartRows r, T* y, int64_t cols) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  if (row >= r.parts.parts * r.groups * r.room) return;
+  const int64_t group = row / r.room % r.groups, part = row / r.room / r.groups, end = r.parts.first_of(part + 1);
+  int64_t used = 0;
+  for (int64_t e = r.parts.first_of(part) + lane_of_thread(); e < end; e += kWarp) used += r.count(e, group);
+  if (row % r.room < warp_sum(used)) return;
+  for (int64_t i = lane_of_thread(); i < cols; i += kWarp) y[row * cols + i] = element<T>(Compute<T>(0));
+}
+
+/// A warp takes a row of an expert that is a part of its own.
+template <class T>
+__global__ void add_bias_to_rows(Rows<T> y, Rows<const int32_t> counts, int64_t room, int64_t rows_of_expert, const T* bias, int64_t pitch) {
+  using C = Compute<T>;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  if (row >= y.count || row % room >= *counts[row / room]) return;
+  const T* const from = bias + row / rows_of_expert * pitch;
+  T* const to = y[row];
+  for (int64_t i = lane_of_thread(); i < y.cols; i += kWarp) to[i] = element<T>(convert_to<C>(to[i]) + convert_to<C>(from[i]));
+}
+
+void find_tiles(const char* who, const Stream& stream, const PartRows& r, int rows, const RowTiles& tiles) {
+  launch(who, stream, {.blocks = blocks_for(r.parts.parts * r.groups, kWarps), .threads = kThreads}, find_begins, r, tiles.begins);
+  launch(who, stream, {.blocks = 1, .threads = kThreads}, list_tiles, r, rows, tiles);
+}
+
+bool takes_packs(const void* data, int64_t pitch, size_t size) {
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && pitch * static_cast<int64_t>(size) % 16 == 0;
+}
+
+}  // namespace
+
+size_t part_linear_workspace(const View& counts, const View& x) { return part_weight_gradient_workspace(counts, x); }
+
+void part_linear(const Stream& stream, const View& x, const View& weight, const View& bias, const View& counts, const View& y,
+                 Workspace workspace) {
+  constexpr const char* who = "expert_linear";
+  if (y.numel() == 0) return;
+  const PartRows rows = PartRows::of(who, counts, x);
+  PartRows::of(who, counts, y);
+  visit_floating(who, x.dtype, [&]<class T>() {
+    using S = Tiling<T>;
+    const RowTiles tiles(who, rows, S::kRows, workspace);
+    find_tiles(who, stream, rows, S::kRows, tiles);
+    const int64_t in = x.shape.back(), out = y.shape.back();
+    const LinearProduct<T> p{rows, tiles, x.as<const T>(), weight.as<const T>(), bias.rank() ? bias.as<const T>() : nullptr, y.as<T>(),
+                             in, out, blocks_for(out, S::kColumns), weight.strides[0], weight.strides[1], weight.strides[2],
+                             bias.rank() ? bias.strides[0] : 0};
+    const bool inner = weight.strides[1] == 1 && weight.strides[2] != 1;
+    const int64_t pitch = inner ? weight.strides[2] : weight.strides[1], length = inner ? out : in;
+    const bool packed = (inner || weight.strides[2] == 1) && takes_packs(x.data, in, sizeof(T)) && takes_packs(weight.data, pitch, sizeof(T)) &&
+                        takes_packs(nullptr, weight.strides[0], sizeof(T)) && takes_packs(nullptr, length, sizeof(T));
+    const auto run = [&](auto kernel, size_t shared) {
+      launch(who, stream, {.blocks = p.column_tiles * tiles.count, .threads = kThreads, .shared_bytes = shared}, kernel, p);
+    };
+    if (inner) run(packed ? multiply_parts<T, true, true> : multiply_parts<T, false, true>, sizeof(LinearPieces<T, true>));
+    else run(packed ? multiply_parts<T, true, false> : multiply_parts<T, false, false>, sizeof(LinearPieces<T, false>));
+    launch(who, stream, {.blocks = blocks_for(rows.parts.parts * rows.groups * rows.room, kWarps), .threads = kThreads}, clear_rests<T>, rows,
+           y.as<T>(), out);
+  });
+}
+
+size_t part_weight_gradient_workspace(const View& counts, const View& x) {
+  return visit_floating("expert_linear", x.dtype, [&]<class T>() {
+    const PartRows rows{nullptr, {counts.shape[0], x.shape[0]}, counts.shape[0] ? counts.numel() / counts.shape[0] : 0, x.shape.dim(-2)};
+    return RowTiles::bytes(rows, Tiling<T>::kRows);
+  });
+}
+
+void part_weight_gradient(const Stream& stream, const View& dy, const View& x, const View& counts, const View& dweight,
+                          Workspace workspace) {
+  constexpr const char* who = "expert_weight_gradient";
+  if (dweight.numel() == 0) return;
+  const PartRows rows = PartRows::of(who, counts, x);
+  PartRows::of(who, counts, dy);
+  visit_floating(who, x.dtype, [&]<class T>() {
+    using S = Tiling<T>;
+    const RowTiles tiles(who, rows, S::kRows, workspace);
+    find_tiles(who, stream, rows, S::kRows, tiles);
+    const int64_t in = x.shape.back(), out = dy.shape.back();
+    const bool packed = takes_packs(x.data, in, sizeof(T)) && takes_packs(dy.data, out, sizeof(T));
+    const auto run = [&]<class D>() {
+      const GradientProduct<T, D> p{rows, tiles, dy.as<const T>(), x.as<const T>(), dweight.as<D>(), in, out, blocks_for(in, S::kColumns),
+                                    dweight.strides[0], dweight.strides[1], dweight.strides[2]};
+      launch(who, stream,
+             {.blocks = p.column_tiles * blocks_for(out, S::kRows), .threads = kThreads, .blocks_y = rows.parts.experts,
+              .shared_bytes = sizeof(GradientPieces<T>)},
+             packed ? multiply_rows<T, D, true> : multiply_rows<T, D, false>, p);
+    };
+    if (dweight.dtype == x.dtype) run.template operator()<T>();
+    else run.template operator()<Compute<T>>();
+  });
+}
+
+void add_expert_bias(const Stream& stream, const View& bias, const View& counts, const View& y) {
+  constexpr const char* who = "expert_linear";
+  if (y.numel() == 0) return;
+  visit_floating(who, y.dtype, [&]<class T>() {
+    const auto rows = rows_of<T>(who, y);
+    launch(who, stream, {.blocks = blocks_for(rows.count, kWarps), .threads = kThreads}, add_bias_to_rows<T>, rows,
+           elements_of<const int32_t>(who, counts), y.shape.dim(-2), rows.count / y.shape[0], bias.as<const T>(), bias.strides[0]);
+  });
+}
+
+}  // namespace sheaf::kernels::cuda

@@ -1,0 +1,22 @@
+// Products with the matrix of each expert where experts stand in parts (kernels/experts.h): how many rows an expert has is known on
+// the GPU alone, so blocks of one kernel find out whose rows they have. Deterministic: a tile's sums run over its rows in order.
+#pragma once
+
+#include "sheaf/core/device.h"
+#include "sheaf/core/view.h"
+
+namespace sheaf::kernels::cuda {
+
+/// y[Q, .., R, O] = x[Q, .., R, I] weight[E, O, I]ᵀ + bias[E, O] (View{}: none) of the rows in use; the others are zeros in y. x and y
+/// dense, the weight of any strides.
+size_t part_linear_workspace(const View& counts, const View& x);
+void part_linear(const Stream& stream, const View& x, const View& weight, const View& bias, const View& counts, const View& y,
+                 Workspace workspace);
+/// dweight[E, O, I] = dyᵀ x of each expert's rows, in the dtype of dweight: that of x or, for narrow types, f32. dy and x dense.
+size_t part_weight_gradient_workspace(const View& counts, const View& x);
+void part_weight_gradient(const Stream& stream, const View& dy, const View& x, const View& counts, const View& dweight,
+                          Workspace workspace);
+/// y += bias[E, O] of each row's expert, of the rows in use; rows dense along O.
+void add_expert_bias(const Stream& stream, const View& bias, const View& counts, const View& y);
+
+}  // namespace sheaf::kernels::cuda
