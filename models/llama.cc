@@ -23,6 +23,8 @@ nn::AttentionConfig attention_config(const LlamaConfig& c, int64_t block) {
   a.head_width = c.head_dim;
   a.bias = false;
   a.qkv_bias = c.qkv_bias;
+  a.out_bias = c.out_bias;
+  a.sinks = c.attention_sinks;
   a.qk_norm = c.qk_norm;
   a.norm_eps = c.norm_eps;
   set_window_and_rotary(a, c, block);
@@ -77,6 +79,9 @@ nn::MixtureConfig mixture_config(const LlamaConfig& c) {
   e.parts = c.expert_parts;
   e.allowed_parts = c.expert_parts_per_token;
   e.shared_hidden = c.shared_experts * e.hidden;
+  e.linear_bias = c.expert_linear_bias;
+  e.gate_limit = c.expert_gate_limit;
+  e.gate_alpha = c.expert_gate_alpha;
   e.capacity_factor = c.capacity_factor;
   e.groups = c.expert_groups;
   e.balances = c.aux_loss != 0;
@@ -236,6 +241,29 @@ LlamaConfig gemma3(int64_t layers, int64_t width, int64_t mlp_width) {
   return c;
 }
 
+// gpt-oss 20B and 120B, of whose parameters a token goes through 3.6B and 5.1B (https://arxiv.org/abs/2508.10925).
+LlamaConfig gpt_oss(int64_t layers, int64_t experts) {
+  LlamaConfig c;
+  c.layers = layers;
+  c.heads = 64;
+  c.kv_heads = 8;
+  c.width = 2880;
+  c.head_dim = 64;
+  c.mlp_width = 2880;
+  c.context = 131072;
+  c.vocab = 201088;
+  c.rope_theta = 150000.0;
+  c.rope_scaling = RotaryScaling::yarn(32, 4096, 1, 32, /*truncate=*/false);
+  c.qkv_bias = c.out_bias = c.attention_sinks = true;
+  c.window = 128;
+  c.full_attention_every = 2;
+  c.experts = experts;
+  c.experts_per_token = 4;
+  c.expert_linear_bias = true;
+  c.expert_gate_limit = 7.0;
+  return c;
+}
+
 // Mixtral 8x7B (Jiang et al., https://arxiv.org/abs/2401.04088).
 LlamaConfig mixtral() {
   LlamaConfig c;
@@ -280,6 +308,8 @@ std::vector<std::pair<std::string, LlamaConfig>> LlamaConfig::published() {
           {"gemma3-270m", gemma3(18, 640, 2048)},
           {"gemma3-1b", gemma3(26, 1152, 6912)},
           {"mixtral-8x7b", mixtral()},
+          {"gpt-oss-20b", gpt_oss(24, 32)},
+          {"gpt-oss-120b", gpt_oss(36, 128)},
           {"deepseek-v2-lite", deepseek_v2_lite()},
           {"deepseek-v3", deepseek_v3()},
           {"moonlight-16b-a3b", moonlight()}};
@@ -339,9 +369,10 @@ Llama::Llama(const LlamaConfig& c)
   check<ConfigError>(c.experts == 0 || c.dense_layers < c.layers, "[llama] of ", c.layers, " blocks the first ", c.dense_layers,
                      " have no mixture: none has");
   check<ConfigError>(c.experts == 0 || !c.gelu_gate, "[llama] gelu_gate: mixtures of experts are SwiGLU");
-  check<ConfigError>(c.kv_lora_rank == 0 || ((c.kv_heads == 0 || c.kv_heads == c.heads) && !c.qk_norm && !c.qkv_bias),
+  check<ConfigError>(c.kv_lora_rank == 0 || ((c.kv_heads == 0 || c.kv_heads == c.heads) && !c.qk_norm && !c.qkv_bias && !c.out_bias &&
+                                             !c.attention_sinks),
                      "[llama] kv_lora_rank ", c.kv_lora_rank, ": latent attention has as many key heads as heads (kv_heads 0, not ",
-                     c.kv_heads, "), and neither qk_norm nor qkv_bias");
+                     c.kv_heads, "), and neither qk_norm, qkv_bias, out_bias nor attention_sinks");
   blocks.reserve(static_cast<size_t>(c.layers));
   for (int64_t i = 0; i < c.layers; ++i) blocks.emplace_back(c, i);
   mtp_layers.reserve(static_cast<size_t>(c.mtp_layers));

@@ -26,12 +26,13 @@ int64_t key_heads(const AttentionConfig& c) { return c.kv_heads ? c.kv_heads : c
 OwnershipMap head_cut(int dim, int64_t heads, int64_t key_heads, int64_t width, int64_t units) {
   return OwnershipMap::parts(dim, {heads * width, key_heads * width, key_heads * width}, units);
 }
+OwnershipMap sinks_cut(int64_t heads, int64_t units) { return OwnershipMap::even(0, heads / units); }
 OwnershipMap projection_cut(int64_t heads, int64_t width, int64_t units) { return OwnershipMap::even(1, heads / units * width); }
 LinearOptions reads(const AttentionConfig& c) {
   return {c.bias || c.qkv_bias, c.init, head_cut(0, c.heads, key_heads(c), head_width_of(c), key_heads(c))};
 }
 LinearOptions writes(const AttentionConfig& c) {
-  return {c.bias, c.projection_init, projection_cut(c.heads, head_width_of(c), key_heads(c))};
+  return {c.bias || c.out_bias, c.projection_init, projection_cut(c.heads, head_width_of(c), key_heads(c))};
 }
 
 }  // namespace
@@ -46,6 +47,10 @@ CausalSelfAttention::CausalSelfAttention(const AttentionConfig& c)
       qkv(c.width, (c.heads + 2 * key_heads(c)) * head_width, reads(c)),
       projection(c.heads * head_width, c.width, writes(c)),
       dropout(c.dropout) {
+  if (c.sinks) {
+    sinks = Parameter({heads}, c.init);
+    sinks.set_cut(sinks_cut(heads, kv_heads));
+  }
   if (!c.qk_norm) return;
   query_norm.emplace(head_width, c.norm_eps);
   key_norm.emplace(head_width, c.norm_eps);
@@ -67,6 +72,7 @@ void CausalSelfAttention::cut_heads(int64_t units) {
   if (qkv.weight.cut()->granule() == units) return;
   qkv.set_cut(head_cut(0, heads, kv_heads, head_width, units));
   projection.set_cut(projection_cut(heads, head_width, units));
+  if (sinks) sinks.set_cut(sinks_cut(heads, units));
 }
 
 // Of units that are parts of key heads each rank has its queries, and too little of their keys: these and values, few elements a
@@ -110,7 +116,7 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
   Tensor mixed_BTC;
   if (cache) mixed_BTC = attend(qkv_BTE, keys, {}, [&](const Tensor& kv_BTGD) { return cache->append(path(), kv_BTGD); });
   else if (gathers) mixed_BTC = attend(qkv_BTE, keys, begins_BT, [&](const Tensor& kv_BTGD) { return whole_keys_values(kv_BTGD, heads / keys); });
-  else mixed_BTC = packed_attention(qkv_BTE, heads, keys, {.begins = begins_BT, .window = window});
+  else mixed_BTC = packed_attention(qkv_BTE, heads, keys, {.begins = begins_BT, .window = window, .sinks = sinks});
   return dropout(projection(context.leave(mixed_BTC, !region && projection.fp8 == Fp8::none), region.onward()));
 }
 
@@ -125,7 +131,7 @@ Tensor CausalSelfAttention::attend(const Tensor& qkv_BTE, int64_t keys, const Te
     const RecomputeScope again({.results = true});
     of_all = split(whole_keys(kv_BTGD), 2, 2);
   }
-  return reshape(attention(q_BTHD, of_all[0], of_all[1], {.begins = begins_BT, .window = window}), {b, t, heads * head_width});
+  return reshape(attention(q_BTHD, of_all[0], of_all[1], {.begins = begins_BT, .window = window, .sinks = sinks}), {b, t, heads * head_width});
 }
 
 }  // namespace sheaf::nn

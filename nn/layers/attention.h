@@ -19,6 +19,8 @@ struct AttentionConfig {
   int64_t head_width = 0;   ///< 0: width / heads
   bool bias = true;         ///< in both linear layers
   bool qkv_bias = false;    ///< in the first of them, if not in both
+  bool out_bias = false;    ///< in the second
+  bool sinks = false;       ///< each head has a sink (AttentionOptions::sinks)
   bool qk_norm = false;     ///< each query and key is normalised, before it is rotated
   double norm_eps = 1e-5;   ///< there
   double dropout = 0.0;     ///< of the output (not of the attention weights, which never exist)
@@ -48,6 +50,7 @@ struct CausalSelfAttention : Module {
   RotaryScaling rope_scaling;
   Linear qkv;         ///< rows of the weight: H·D of queries, G·D of keys, G·D of values
   Linear projection;  ///< from H·D
+  Parameter sinks;    ///< [H]
   std::optional<RMSNorm> query_norm, key_norm;  ///< of heads
   Dropout dropout;
   ContextComm context_comm = ContextComm::all_to_all;  ///< where ranks share sequences (shard() says it)
@@ -57,7 +60,7 @@ struct CausalSelfAttention : Module {
   /// Before materialize(): a tensor axis will cut the heads in so many head_units() (shard() says it). Where these are more than the
   /// key heads, key heads are cut, too: ranks compute parts of them, which all put together, and take those that their queries read.
   void cut_heads(int64_t units);
-  SHEAF_FIELDS(qkv, projection, query_norm, key_norm, dropout);
+  SHEAF_FIELDS(qkv, projection, sinks, query_norm, key_norm, dropout);
 
  private:
   Tensor with_whole_keys(const Tensor& qkv_BTE, int64_t units) const;

@@ -100,6 +100,8 @@ TEST(Llama, PublishedSizes) {
                                                    {"gemma3-270m", 268098176},
                                                    {"gemma3-1b", 999885952},
                                                    {"mixtral-8x7b", 46702792704},
+                                                   {"gpt-oss-20b", 20914757184},
+                                                   {"gpt-oss-120b", 116829156672},
                                                    {"deepseek-v2-lite", 15706484224},
                                                    {"deepseek-v3", 671026419200},
                                                    {"moonlight-16b-a3b", 15960110208}};

@@ -233,6 +233,21 @@ models::ModelConfig tiny_biased_mixture(double capacity_factor) {
   return m;
 }
 
+models::ModelConfig tiny_gpt_oss(int64_t heads, int64_t key_heads) {
+  models::ModelConfig m = tiny_model("untied llama", heads, key_heads);
+  m.layers = 3;
+  m.head_dim = 6;
+  m.qkv_bias = m.out_bias = m.attention_sinks = true;
+  m.window = 3;
+  m.full_attention_every = 2;
+  m.experts = 5;
+  m.experts_per_token = 3;
+  m.expert_hidden = 12;
+  m.expert_linear_bias = true;
+  m.expert_gate_limit = 0.01;
+  return m;
+}
+
 models::TrainConfig tiny_pipeline(int64_t stages, const std::string& type, const std::string& strategy) {
   models::TrainConfig c = tiny_config();
   c.model = tiny_model(type, 2, 2);

@@ -117,6 +117,10 @@ models::ModelConfig tiny_mixture(double capacity_factor = 0, double aux_loss = 0
 /// 0.02, and a shared one; the first block has an MLP.
 models::ModelConfig tiny_biased_mixture(double capacity_factor = 0);
 
+/// As gpt-oss's: attention with sinks, a window in each second block and biases everywhere; five experts, of which three are for a token,
+/// whose gates are often beyond their limit.
+models::ModelConfig tiny_gpt_oss(int64_t heads = 6, int64_t key_heads = 3);
+
 /// Five blocks with dropout in four micro-batches, on a pipeline of so many stages, which share them unevenly.
 models::TrainConfig tiny_pipeline(int64_t stages, const std::string& type = "untied llama", const std::string& strategy = "full_shard");
 

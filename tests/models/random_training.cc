@@ -25,6 +25,8 @@ void draw_experts(models::ModelConfig& m, Draw& draw) {
   m.expert_scale = draw.of<double>({1, 1, 2.5});
   m.shared_experts = draw.of<int64_t>({0, 0, 1, 2});
   m.dense_layers = std::min(draw.of<int64_t>({0, 0, 1, 2}), m.layers - 1);
+  m.expert_linear_bias = draw.one_in(3);
+  if (draw.one_in(3)) m.expert_gate_limit = draw.of<double>({0.2, 1, 7});
   if (draw.one_in(3) && m.experts % 2 == 0) {
     m.expert_parts = draw.one_in(2) ? 2 : m.experts;
     m.expert_parts_per_token = m.expert_parts == 2 ? (m.experts_per_token <= m.experts / 2 ? 1 : 2) : m.experts_per_token;
@@ -53,10 +55,12 @@ void draw_model(models::ModelConfig& m, Draw& draw) {
   m.width = draw.one_in(2) ? m.heads * m.head_dim : 3 + draw.below(20);
   m.qkv_bias = draw.one_in(3);
   m.qk_norm = draw.one_in(3);
+  m.out_bias = draw.one_in(4);
+  m.attention_sinks = draw.one_in(3);
   if (draw.one_in(4)) {
     m.heads = m.kv_heads = 1 + draw.below(6);
     m.head_dim = 0, m.width = m.heads * (1 + draw.below(5));
-    m.qkv_bias = m.qk_norm = false;
+    m.qkv_bias = m.qk_norm = m.out_bias = m.attention_sinks = false;
     m.kv_lora_rank = 2 + draw.below(8);  // the norm of one element is its sign: roundings would be as large as any
     m.q_lora_rank = draw.one_in(2) ? 0 : 2 + draw.below(8);
     m.qk_nope_head_dim = 1 + draw.below(5), m.qk_rope_head_dim = 2 * (1 + draw.below(3));
