@@ -50,6 +50,15 @@ TEST(Bench, Step) {
               line.at("more").at("GFLOP/step").as_double(), 1e-9);
 }
 
+TEST(Bench, Experts) {
+  const auto lines = bench("experts", "f32-2-of-8-capacity");
+  ASSERT_EQ(lines.size(), 1u);
+  const Json& line = lines.at("f32-2-of-8-capacity-1.25");
+  EXPECT_EQ(line.at("peer").as_string(), "one MLP of as much work");
+  EXPECT_GT(line.at("ratio").as_double(), 0);
+  EXPECT_GT(line.at("more").at("MiB of a step").as_double(), line.at("more").at("MiB of the peer's").as_double());
+}
+
 TEST(Bench, Hessian) {
   const auto lines = bench("hessian", "nanogpt");
   ASSERT_EQ(lines.size(), 1u);
@@ -167,7 +176,7 @@ TEST(Bench, BadInput) {
     EXPECT_THAT(r.err, HasSubstr(part));
     EXPECT_EQ(r.out, "");
   };
-  refused({"bench", "gem"}, 64, "unknown suite 'gem'; known: step, hessian, fuse, gemm, kernels");
+  refused({"bench", "gem"}, 64, "unknown suite 'gem'; known: step, experts, hessian, fuse, gemm, kernels");
   refused({"bench", "gemm", "--filter", "nothing-like-it"}, 64, "no line's name contains");
   refused({"bench", "gemm", "--samples", "0"}, 64, "--samples");
   refused({"bench", "gemm", "--json", "/no/such/folder/b.json"}, 74, "/no/such/folder/b.json");

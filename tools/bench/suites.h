@@ -9,6 +9,7 @@
 namespace sheaf::bench {
 
 void step_suite(Session& session);
+void experts_suite(Session& session);
 void hessian_suite(Session& session);
 void fuse_suite(Session& session);
 void gemm_suite(Session& session);
@@ -32,6 +33,7 @@ struct Suite {
 };
 inline constexpr Suite kSuites[] = {
     {"step", step_suite, true},
+    {"experts", experts_suite, true},
     {"hessian", hessian_suite, true},
     {"fuse", fuse_suite, true},
     {"gemm", gemm_suite, true},
