@@ -25,6 +25,10 @@ struct ExpertParts {
   constexpr int64_t part_of(int64_t expert) const { return ((expert + 1) * parts - 1) / experts; }
 };
 
+/// What a GPU is taken to need for a row of a part of several experts, whose kernel is our own, as a multiple of what the library needs
+/// where all experts have equally many. Not measured.
+inline constexpr int kPartCost = 2;
+
 /// The sizes that all operands share, and where things lie. Kernels of both devices have a copy.
 struct Routing {
   int64_t sequences, tokens, choices, parts, groups, room;  ///< room: R

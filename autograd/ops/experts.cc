@@ -293,6 +293,7 @@ struct ExpertWeightGradient {  // dy[Q, .., R, O], x[Q, .., R, I], counts[E, ..]
     const Shape& dy = w.input(0);
     const int64_t experts = w.input(2)[0];
     w.multiplies(experts * dy.back(), dy.numel() / std::max<int64_t>(1, experts * dy.back()), w.input(1).back(), experts);
+    if (dy[0] != experts) w.work.products *= kernels::kPartCost;
   }
   static void vjp(const Attrs&, Vjp& c) {  // g[E, O, I]: dy gets x gᵀ, x gets dy g
     if (c.needs(0)) c.set(0, expert_linear(c.input(1), c.grad(), c.input(2)));
@@ -367,6 +368,7 @@ struct ExpertLinear {  // x[Q, .., R, I], weight[E, O, I], counts[E, ..] [, bias
   static void work(const Attrs& a, WorkOf& w) {
     const Shape& x = w.input(0);
     w.multiplies(x.numel() / std::max<int64_t>(1, x.back()), x.back(), w.input(1)[1], w.input(1)[0]);
+    if (x[0] != w.input(1)[0]) w.work.products *= kernels::kPartCost;
     if (a.fp8) rounds(w, x.numel() + w.input(1).numel(), 0);
   }
   static void vjp(const Attrs& a, Vjp& c) {

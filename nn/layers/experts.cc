@@ -8,6 +8,7 @@
 #include "sheaf/autograd/custom_vjp.h"
 #include "sheaf/autograd/ops/relabel.h"
 #include "sheaf/kernels/dispatch.h"
+#include "sheaf/kernels/experts.h"
 
 namespace sheaf::nn {
 namespace {
@@ -136,8 +137,7 @@ int64_t Experts::parts(const Tensor& x, int64_t tokens, int64_t choices, int64_t
   const int axis = gate.cut_axis();
   const int64_t ranks = axis >= 0 && x.layout().mesh() ? std::min<int64_t>(x.layout().mesh()->size(axis), experts) : 1;
   const auto rows = [&](int64_t parts) { return parts * rows_of_part(tokens, choices, experts, places, parts); };
-  // What GPUs' own kernel takes for a row is more than the library does.
-  return rows(ranks) * (kernels::is_for_gpu(x.device()) ? 2 : 1) < rows(experts) ? ranks : experts;
+  return rows(ranks) * (kernels::is_for_gpu(x.device()) ? kernels::kPartCost : 1) < rows(experts) ? ranks : experts;
 }
 
 Tensor Experts::forward(const Tensor& rows_QBNRC, const Tensor& counts_EBN) {
