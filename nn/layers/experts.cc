@@ -137,7 +137,8 @@ int64_t Experts::parts(const Tensor& x, int64_t tokens, int64_t choices, int64_t
   const int axis = gate.cut_axis();
   const int64_t ranks = axis >= 0 && x.layout().mesh() ? std::min<int64_t>(x.layout().mesh()->size(axis), experts) : 1;
   const auto rows = [&](int64_t parts) { return parts * rows_of_part(tokens, choices, experts, places, parts); };
-  return rows(ranks) * (kernels::is_for_gpu(x.device()) ? kernels::kPartCost : 1) < rows(experts) ? ranks : experts;
+  const int64_t cost = kernels::is_for_gpu(x.device()) ? kernels::kPartCost : 1;
+  return rows(ranks) < rows(experts) && rows(ranks) * cost <= rows(experts) ? ranks : experts;
 }
 
 Tensor Experts::forward(const Tensor& rows_QBNRC, const Tensor& counts_EBN) {
