@@ -11,7 +11,7 @@ namespace sheaf::models {
 namespace {
 
 const std::string_view kOfLlamasShape[] = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "dots1", "deepseek_v2", "deepseek_v3",
-                                           "gemma", "gemma3_text"};
+                                           "gemma", "gemma3_text", "gpt_oss"};
 constexpr int64_t kLargest = 1'000'000'000;  // of any size; products of two fit 64 bits
 
 // A config.json, where null means the same as nothing.
@@ -250,18 +250,34 @@ void read_latents(const Reader& r, ModelConfig& m) {
   r.only("sliding_window", false, "DeepSeek's attention sees all tokens before");
 }
 
+// gpt-oss's attention and experts.
+void read_gpt_oss(const Reader& r, ModelConfig& m) {
+  r.only("attention_bias", true, "gpt_oss has biases in both layers of attention");
+  m.qkv_bias = m.out_bias = m.attention_sinks = m.expert_linear_bias = true;
+  m.experts = r.positive(r.has("num_local_experts") ? "num_local_experts" : "num_experts");
+  m.experts_per_token = r.positive(r.has("num_experts_per_tok") ? "num_experts_per_tok" : "experts_per_token");  // OpenAI's key
+  r.only("experts_per_token", m.experts_per_token, "num_experts_per_tok says otherwise");
+  m.expert_gate_limit = r.number("swiglu_limit", 7.0);
+  m.expert_gate_alpha = r.number("swiglu_alpha", 1.702);
+  if (!(m.expert_gate_limit > 0)) r.refuse("swiglu_limit", "expected a positive number");
+  if (!(m.expert_gate_alpha > 0)) r.refuse("swiglu_alpha", "expected a positive number");
+  if (!r.find("rope_scaling") && !r.find("rope_parameters"))  // what transformers has then
+    m.rope_scaling = {.rope_type = "yarn", .factor = 32.0, .original_max_position_embeddings = 4096, .truncate = false};
+}
+
 // Those of one shape: Llama's, Mistral's, Mixtral's, Qwen2's, whose queries, keys and values have biases, Qwen3's, whose
-// queries and keys have norms instead, with mixtures of experts, too, dots.llm1's, with mixtures of another kind, and DeepSeek's, which
-// have those and attention of another kind, and Gemma's, whose gates are gelus, and which normalise more.
+// queries and keys have norms instead, with mixtures of experts, too, dots.llm1's, with mixtures of another kind, DeepSeek's, which
+// have those and attention of another kind, Gemma's, whose gates are gelus, and which normalise more, and gpt-oss's, with biases
+// wherever there are matrices.
 ModelConfig read_llama(const Reader& r, const std::string& type) {
   const bool llama = type == "llama", mixtral = type == "mixtral", qwen3_moe = type == "qwen3_moe";
   const bool dots1 = type == "dots1", deepseek = type == "deepseek_v2" || type == "deepseek_v3";
-  const bool gemma = type.starts_with("gemma"), gemma3 = type == "gemma3_text";
+  const bool gemma = type.starts_with("gemma"), gemma3 = type == "gemma3_text", gpt_oss = type == "gpt_oss";
   const bool qwen = type == "qwen2" || type == "qwen3" || qwen3_moe;
   if (gemma) check_gemmas_gate(r);
   else if (r.text("hidden_act", "silu") != "silu") r.refuse("hidden_act", "Sheaf's llama has silu");
   for (const char* key : {"attn_logit_softcapping", "final_logit_softcapping"}) r.only(key, Json(), "Sheaf's logits are not capped");
-  r.only("attention_bias", false, "Sheaf's llama has no biases in both layers of attention");
+  if (!gpt_oss) r.only("attention_bias", false, "Sheaf's llama has no biases in both layers of attention");
   r.only("mlp_bias", false, "Sheaf's llama has no biases in MLPs");
   r.only("use_bidirectional_attention", false, "Sheaf's attention sees the tokens before");
   r.only("rope_interleaved", false, "Sheaf's rotary positions turn the halves of a head");
@@ -276,8 +292,8 @@ ModelConfig read_llama(const Reader& r, const std::string& type) {
   m.width = r.positive("hidden_size");
   m.mlp_width = r.positive("intermediate_size");
   m.context = r.positive("max_position_embeddings");
-  m.norm_eps = r.number("rms_norm_eps", 1e-6);
-  m.rope_theta = r.number("rope_theta", mixtral || gemma3 ? 1e6 : 10000.0);
+  m.norm_eps = r.number("rms_norm_eps", gpt_oss ? 1e-5 : 1e-6);
+  m.rope_theta = r.number("rope_theta", mixtral || gemma3 ? 1e6 : gpt_oss ? 150000.0 : 10000.0);
   double window_theta = r.number("rope_local_base_freq", 10000.0);
   read_rotary(r, m, gemma3, window_theta);
   m.tie_embeddings = r.flag("tie_word_embeddings", gemma);
@@ -287,7 +303,7 @@ ModelConfig read_llama(const Reader& r, const std::string& type) {
   m.gelu_gate = m.scale_embedding = gemma;
   m.post_norms = gemma3;
   if (deepseek) read_latents(r, m);
-  else m.head_dim = r.positive("head_dim", type == "qwen3" ? 128 : gemma ? 256 : m.width / m.heads);
+  else m.head_dim = r.positive("head_dim", type == "qwen3" ? 128 : gemma ? 256 : gpt_oss ? 64 : m.width / m.heads);
   if (gemma3 && r.number("query_pre_attn_scalar", 256.0) != static_cast<double>(m.head_dim))
     r.refuse("query_pre_attn_scalar", str("Sheaf's attention divides by the root of the head's width, ", m.head_dim));
   if (m.head_dim % 2 != 0) r.refuse("head_dim", "rotary positions turn pairs");
@@ -295,20 +311,21 @@ ModelConfig read_llama(const Reader& r, const std::string& type) {
   // even say null, transformers gives it and Mistral one.
   int64_t window = 0;
   if (!qwen || r.flag("use_sliding_window", false)) {
-    if (!r.has("sliding_window")) window = qwen || dots1 || gemma3 || type == "mistral" ? 4096 : 0;
+    if (!r.has("sliding_window")) window = gpt_oss ? 128 : qwen || dots1 || gemma3 || type == "mistral" ? 4096 : 0;
     else if (const Json* given = r.find("sliding_window"); given && !(*given == Json(false))) window = r.positive("sliding_window");
   }
-  const bool by_layer = (qwen && !qwen3_moe) || dots1 || gemma3;
-  const int64_t every = gemma3 ? r.positive("sliding_window_pattern", 6) : 0;
-  const int64_t from = by_layer && window && !gemma3 ? r.whole("max_window_layers", dots1 ? 62 : 28) : 0;
+  const bool by_layer = (qwen && !qwen3_moe) || dots1 || gemma3 || gpt_oss;
+  const int64_t every = gemma3 ? r.positive("sliding_window_pattern", 6) : gpt_oss ? 2 : 0;
+  const int64_t from = by_layer && window && !every ? r.whole("max_window_layers", dots1 ? 62 : 28) : 0;
   if (qwen3_moe && window && r.whole("max_window_layers", 0) != 0)
     r.refuse("max_window_layers", "some versions of transformers obey it here, others give all layers the window");
-  const auto slides = [&](int64_t i) { return gemma3 ? (i + 1) % every != 0 : i >= from; };
+  const auto slides = [&](int64_t i) { return every ? (i + 1) % every != 0 : i >= from; };
   read_windows(r, window, gemma3 ? "sliding_window_pattern" : "max_window_layers", slides, m);
   if (gemma3 && m.window) m.window_rope_theta = window_theta;
   if (!by_layer && (m.full_attention_every || m.window != window))
     r.refuse("layer_types", str("with model_type ", type, " all layers have the window"));
   if (dots1 || deepseek) read_deepseek_experts(r, type, m);
+  if (gpt_oss) read_gpt_oss(r, m);
   if (mixtral) {
     m.experts = r.positive("num_local_experts");
     m.experts_per_token = r.positive("num_experts_per_tok");
@@ -326,6 +343,14 @@ ModelConfig read_llama(const Reader& r, const std::string& type) {
   return m;
 }
 
+// Which form weights have is seen from their names.
+void check_quantization(const Reader& r, const std::string& type) {
+  const Json* how = r.find("quantization_config");
+  const Json* method = type == "gpt_oss" && how && how->is_object() ? how->find("quant_method") : nullptr;
+  if (!method || !(*method == Json("mxfp4")))
+    r.only("quantization_config", false, "Sheaf reads weights in f32, f16 and bf16, and experts of gpt_oss in mxfp4");
+}
+
 }  // namespace
 
 std::string published_config_file(const std::string& path) {
@@ -337,12 +362,12 @@ std::string published_config_file(const std::string& path) {
 
 ModelConfig read_published_config(const std::string& file) {
   const Reader r(file);
-  r.only("quantization_config", false, "Sheaf reads weights in f32, f16 and bf16");
   const std::string type = r.text("model_type", "");
+  check_quantization(r, type);
   ModelConfig m;
   if (type == "gpt2") m = read_gpt2(r);
   else if (std::ranges::find(kOfLlamasShape, type) != std::end(kOfLlamasShape)) m = read_llama(r, type);
-  else r.refuse("model_type", "Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, dots1, deepseek_v2, deepseek_v3, gemma and gemma3_text");
+  else r.refuse("model_type", "Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, dots1, deepseek_v2, deepseek_v3, gemma, gemma3_text and gpt_oss");
   m.vocab = r.positive("vocab_size");
   return resolved(m);
 }

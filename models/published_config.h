@@ -14,8 +14,8 @@ namespace sheaf::models {
 std::string published_config_file(const std::string& path);
 
 /// The model that a config.json describes, resolved: type, layers, heads, kv_heads, width, head_dim, mlp_width, context, vocab,
-/// bias, tie_embeddings, rope_theta, rope_scaling, norm_eps, window and full_attention_every. Dropout stays 0: it is a choice of
-/// training. Throws CheckpointError naming the file and the key: missing, of the wrong type, or of a model that Sheaf does not have
+/// bias, tie_embeddings, rope_theta, rope_scaling, norm_eps, window, full_attention_every, and what the architecture has beside.
+/// Dropout stays 0: it is a choice of training. Throws CheckpointError naming the file and the key: missing, of the wrong type, or of a model that Sheaf does not have
 /// (another architecture, rotary positions scaled otherwise, biases in Llama's attention, windows in other layers, other
 /// activations, ...).
 ModelConfig read_published_config(const std::string& file);

@@ -31,6 +31,8 @@ void check_published_shape(const ModelConfig& model, const ModelConfig& publishe
   if (m.type == "gpt2") same("bias", m.bias, published.bias);
   if (m.type == "llama") {
     same("qkv_bias", m.qkv_bias, published.qkv_bias);
+    same("out_bias", m.out_bias, published.out_bias);
+    same("attention_sinks", m.attention_sinks, published.attention_sinks);
     same("qk_norm", m.qk_norm, published.qk_norm);
     same("gelu_gate", m.gelu_gate, published.gelu_gate);
     same("post_norms", m.post_norms, published.post_norms);
@@ -44,6 +46,9 @@ void check_published_shape(const ModelConfig& model, const ModelConfig& publishe
       same("expert_affinity", m.expert_affinity, published.expert_affinity);
       same("expert_bias", m.expert_bias, published.expert_bias);
       same("expert_scale", m.expert_scale, published.expert_scale);
+      same("expert_linear_bias", m.expert_linear_bias, published.expert_linear_bias);
+      same("expert_gate_limit", m.expert_gate_limit, published.expert_gate_limit);
+      if (m.expert_gate_limit > 0) same("expert_gate_alpha", m.expert_gate_alpha, published.expert_gate_alpha);
       same("expert_parts", m.expert_parts, published.expert_parts);
       same("expert_parts_per_token", m.expert_parts_per_token, published.expert_parts_per_token);
       same("shared_experts", m.shared_experts, published.shared_experts);
@@ -122,6 +127,19 @@ Architecture gemma(const ModelConfig& m) {
                     "be written as one");
 }
 
+bool has_any_of_gpt_oss(const ModelConfig& m) {
+  return m.out_bias || m.attention_sinks || (m.experts && (m.expert_linear_bias || m.expert_gate_limit > 0));
+}
+
+Architecture gpt_oss(const ModelConfig& m) {
+  if (m.out_bias && m.attention_sinks && m.experts && m.expert_linear_bias && m.expert_gate_limit > 0 && m.qkv_bias && m.normalize_experts &&
+      !m.qk_norm && !m.kv_lora_rank && !has_deepseek_experts(m) && !has_any_of_gemma(m))
+    return {"gpt_oss", "GptOssForCausalLM"};
+  fail<ConfigError>("[weights] model.out_bias, .attention_sinks, .expert_linear_bias and .expert_gate_limit are published all together, with "
+                    "model.qkv_bias and .normalize_experts, and without norms of queries, latent attention and what is DeepSeek's or Gemma's "
+                    "(gpt_oss): this model cannot be written as one");
+}
+
 }  // namespace
 
 bool publishes_mtp(const ModelConfig& m) { return m.kv_lora_rank && m.experts && m.expert_affinity == "sigmoid"; }
@@ -130,6 +148,7 @@ namespace {
 
 // ConfigError for what nobody has published.
 Architecture architecture_of(const ModelConfig& m) {
+  if (has_any_of_gpt_oss(m)) return gpt_oss(m);
   if (has_any_of_gemma(m)) return gemma(m);
   if (m.kv_lora_rank) return deepseek(m);
   if (m.qk_norm && m.qkv_bias)
@@ -202,8 +221,8 @@ void write_windows(const ModelConfig& m, const std::string& type, Json& json) {
   const Json window = m.window ? Json(m.window) : Json();
   if (qwen) json.set("use_sliding_window", m.window != 0);
   if (qwen && m.window) json.set("sliding_window", window).set("max_window_layers", 0);
-  const bool gemma3 = type == "gemma3_text";
-  if (gemma3 || (m.window && (dots1 || type == "qwen2" || type == "qwen3"))) {
+  const bool gemma3 = type == "gemma3_text", gpt_oss = type == "gpt_oss";
+  if (gemma3 || gpt_oss || (m.window && (dots1 || type == "qwen2" || type == "qwen3"))) {
     Json::Array types;
     for (int64_t i = 0; i < m.layers; ++i)
       types.push_back(window_of_block(i, m.window, m.full_attention_every) ? "sliding_attention" : "full_attention");
@@ -211,6 +230,7 @@ void write_windows(const ModelConfig& m, const std::string& type, Json& json) {
   }
   if (type == "mixtral" || type == "mistral" || dots1) json.set("sliding_window", window);
   if (dots1) json.set("max_window_layers", 0);
+  if (gpt_oss) json.set("sliding_window", m.window ? m.window : 128);  // transformers wants one even where no layer has it
   if (gemma3 && m.window)
     json.set("sliding_window", window)
         .set("sliding_window_pattern", m.full_attention_every ? m.full_attention_every : m.layers + 1)  // for readers that know no layer_types
@@ -224,7 +244,7 @@ void write_llama(const ModelConfig& m, const std::string& type, Json& json) {
       .set("num_key_value_heads", m.kv_heads)
       .set("hidden_size", m.width)
       .set("head_dim", deepseek ? m.qk_rope_head_dim : m.head_dim)  // DeepSeek's is that of the part which is rotated
-      .set("intermediate_size", type == "mixtral" ? m.expert_hidden : m.mlp_width)
+      .set("intermediate_size", type == "mixtral" || type == "gpt_oss" ? m.expert_hidden : m.mlp_width)
       .set("max_position_embeddings", m.context)
       .set("rms_norm_eps", m.norm_eps)
       .set("rope_theta", m.rope_theta)
@@ -237,7 +257,7 @@ void write_llama(const ModelConfig& m, const std::string& type, Json& json) {
         .set("decoder_sparse_step", 1)
         .set("mlp_only_layers", Json::Array{})
         .set("router_aux_loss_coef", m.aux_loss);
-  if (type == "mixtral")
+  if (type == "mixtral" || type == "gpt_oss")
     json.set("num_local_experts", m.experts)
         .set("num_experts_per_tok", m.experts_per_token)
         .set("router_aux_loss_coef", m.aux_loss);
@@ -248,6 +268,10 @@ void write_llama(const ModelConfig& m, const std::string& type, Json& json) {
   else json.set("hidden_act", "silu");
   if (type == "gemma3_text") json.set("query_pre_attn_scalar", m.head_dim);
   if (type == "llama") json.set("attention_bias", false).set("mlp_bias", false);
+  if (type != "gpt_oss") return;
+  json.set("attention_bias", true).set("swiglu_limit", m.expert_gate_limit).set("swiglu_alpha", m.expert_gate_alpha);
+  // Without it, transformers scales them.
+  if (m.rope_scaling.rope_type == "default") json.set("rope_scaling", Json::Object{{"rope_type", "default"}});
 }
 
 }  // namespace

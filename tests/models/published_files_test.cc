@@ -1,7 +1,6 @@
 // Published files that are wrong, and models that Sheaf does not have: refused, and the message says which file, which
 // tensor or key, what it is and what was expected.
 #include <filesystem>
-#include <fstream>
 #include <map>
 
 #include <gmock/gmock.h>
@@ -13,6 +12,7 @@
 #include "sheaf/models/published_weights.h"
 #include "sheaf/nn/shard.h"
 #include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/models/published_copy.h"
 
 namespace sheaf {
 namespace {
@@ -32,56 +32,9 @@ const std::string kGpt2 = "tests/models/published/gpt2_f32_shards", kLlama = "te
                   kGemma = "tests/models/published/gemma_bf16", kGemma3 = "tests/models/published/gemma3_bf16",
                   kGemma3Before = "tests/models/published/gemma3_f32_version_4";
 
-std::string text_of(const std::string& path) { return File::open(path).read_all(); }
-void write_text(const std::string& path, const std::string& text) { std::ofstream(path, std::ios::binary) << text; }
-
-/// A copy of published files that a test breaks.
-struct Copy : ScratchFolder {
-  explicit Copy(const std::string& folder) {
-    for (const auto& entry : std::filesystem::directory_iterator(folder))
-      if (entry.path().filename() != "logits.safetensors")
-        write_text(*this / entry.path().filename(), text_of(entry.path()));
-  }
-  /// Replaces the first `from` in a file.
-  void replace(const std::string& file, const std::string& from, const std::string& to) const {
-    std::string text = text_of(*this / file);
-    const size_t at = text.find(from);
-    ASSERT_NE(at, std::string::npos) << from;
-    write_text(*this / file, text.replace(at, from.size(), to));
-  }
-  void remove(const std::string& file) const { std::filesystem::remove(*this / file); }
-  /// Puts all tensors, as `edit` leaves them, into one model.safetensors.
-  struct Stored {
-    DType dtype;
-    Shape shape;
-    std::vector<std::byte> bytes;
-  };
-  void rewrite(const std::function<void(std::map<std::string, Stored>&)>& edit) const {
-    std::map<std::string, Stored> all;
-    {
-      const auto files = models::PublishedFiles::open(path());
-      for (const auto& [name, file] : files.tensors()) {
-        const SafetensorsEntry& entry = file->at(name);
-        all[name] = {entry.dtype, entry.shape, std::vector<std::byte>(static_cast<size_t>(entry.bytes()))};
-        file->read(name, 0, entry.shape.numel(), all[name].bytes.data());
-      }
-    }
-    edit(all);
-    std::vector<SafetensorsInput> inputs;
-    for (const auto& [name, t] : all) inputs.push_back({name, t.dtype, t.shape, {t.bytes}});
-    write_safetensors(*this / "model.safetensors", inputs);
-  }
-
-  int64_t load() const {
-    const auto model = models::make_language_model(models::read_published_config(*this / "config.json"), 0);
-    materialize(*model);
-    return models::load_weights(*model, path());
-  }
-  std::string refused() const {
-    return message_of<CheckpointError>(ExitCode::kData, [&] { load(); });
-  }
-};
-
+using testing::Copy;
+using testing::text_of;
+using testing::write_text;
 using Tensors = std::map<std::string, Copy::Stored>;
 
 TEST(PublishedFiles, TakeOneFileTooAndAnyPathToIt) {
@@ -212,8 +165,8 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(refused(kLlama, "partial_rotary_factor", 0.5), HasSubstr("Sheaf rotates whole heads"));
   EXPECT_THAT(refused(kLlama, "rope_interleaved", true), HasSubstr("rope_interleaved is true"));
   EXPECT_THAT(refused(kLlama, "quantization_config", Json::Object{{"bits", 4}}), HasSubstr("quantization_config is {\"bits\":4}"));
-  EXPECT_THAT(refused(kLlama, "model_type", "gemma2"), HasSubstr("model_type is \"gemma2\": Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, dots1, deepseek_v2, deepseek_v3, gemma and gemma3_text"));
-  EXPECT_THAT(refused(kLlama, "model_type", Json()), HasSubstr("Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, dots1, deepseek_v2, deepseek_v3, gemma and gemma3_text"));
+  EXPECT_THAT(refused(kLlama, "model_type", "gemma2"), HasSubstr("model_type is \"gemma2\": Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, dots1, deepseek_v2, deepseek_v3, gemma, gemma3_text and gpt_oss"));
+  EXPECT_THAT(refused(kLlama, "model_type", Json()), HasSubstr("Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, dots1, deepseek_v2, deepseek_v3, gemma, gemma3_text and gpt_oss"));
   for (const Json& window : {Json(0), Json(-1), Json(true), Json("4096")})
     EXPECT_THAT(refused(kMistral, "sliding_window", window), HasSubstr("config.json: sliding_window"));
   EXPECT_THAT(refused(kMistral, "num_key_value_heads", Json()), HasSubstr("num_key_value_heads is null"));

@@ -1,0 +1,71 @@
+// Published files that a test may break.
+#pragma once
+
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "sheaf/core/file.h"
+#include "sheaf/models/language_model.h"
+#include "sheaf/models/published_config.h"
+#include "sheaf/models/published_weights.h"
+#include "sheaf/tests/core/scratch_folder.h"
+
+namespace sheaf::testing {
+
+inline std::string text_of(const std::string& path) { return File::open(path).read_all(); }
+inline void write_text(const std::string& path, const std::string& text) { std::ofstream(path, std::ios::binary) << text; }
+
+/// A copy of published files that a test breaks.
+struct Copy : ScratchFolder {
+  explicit Copy(const std::string& folder) {
+    for (const auto& entry : std::filesystem::directory_iterator(folder))
+      if (entry.path().filename() != "logits.safetensors")
+        write_text(*this / entry.path().filename(), text_of(entry.path()));
+  }
+  /// Replaces the first `from` in a file.
+  void replace(const std::string& file, const std::string& from, const std::string& to) const {
+    std::string text = text_of(*this / file);
+    const size_t at = text.find(from);
+    ASSERT_NE(at, std::string::npos) << from;
+    write_text(*this / file, text.replace(at, from.size(), to));
+  }
+  void remove(const std::string& file) const { std::filesystem::remove(*this / file); }
+  /// Puts all tensors, as `edit` leaves them, into one model.safetensors.
+  struct Stored {
+    DType dtype;
+    Shape shape;
+    std::vector<std::byte> bytes;
+  };
+  void rewrite(const std::function<void(std::map<std::string, Stored>&)>& edit) const {
+    std::map<std::string, Stored> all;
+    {
+      const auto files = models::PublishedFiles::open(path());
+      for (const auto& [name, file] : files.tensors()) {
+        const SafetensorsEntry& entry = file->at(name);
+        all[name] = {entry.dtype, entry.shape, std::vector<std::byte>(static_cast<size_t>(entry.bytes()))};
+        file->read(name, 0, entry.shape.numel(), all[name].bytes.data());
+      }
+    }
+    edit(all);
+    std::vector<SafetensorsInput> inputs;
+    for (const auto& [name, t] : all) inputs.push_back({name, t.dtype, t.shape, {t.bytes}});
+    write_safetensors(*this / "model.safetensors", inputs);
+  }
+
+  int64_t load() const {
+    const auto model = models::make_language_model(models::read_published_config(*this / "config.json"), 0);
+    materialize(*model);
+    return models::load_weights(*model, path());
+  }
+  std::string refused() const {
+    return message_of<CheckpointError>(ExitCode::kData, [&] { load(); });
+  }
+};
+
+}  // namespace sheaf::testing
