@@ -68,6 +68,33 @@ void push_mixture(std::vector<PublishedTensor>& out, const ModelConfig& m, const
   }
 }
 
+// gpt-oss's: the matrices of all experts are one tensor, in which gates and what they are multiplied with take turns: by columns, as
+// `transformers` has them, [in, out], or by rows in MXFP4.
+void push_gpt_oss_mixture(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& layer, const std::string& own, bool mxfp4) {
+  const int64_t n = m.experts, c = m.width, hidden = m.expert_hidden;
+  const std::string name = layer + ".mlp.", experts = name + "experts.", both = experts + "gate_up_proj", down = experts + "down_proj";
+  const std::string halves[] = {own + "experts.gate", own + "experts.up"};
+  out.push_back({name + "router.weight", {n, c}, own + "router.weight"});
+  out.push_back({name + "router.bias", {n}, own + "router.bias"});
+  if (mxfp4) {
+    for (int64_t k : {0, 1})
+      out.push_back({.name = both, .shape = {n, 2 * hidden, c}, .own = halves[k], .part = {n * hidden, c}, .first = k * c, .run = c, .step = 2,
+                     .mxfp4 = true});
+    out.push_back({.name = down, .shape = {n, c, hidden}, .own = own + "experts.down", .part = {n * c, hidden}, .mxfp4 = true});
+  } else {
+    for (int64_t e = 0; e < n; ++e)
+      for (int64_t k : {0, 1})
+        out.push_back({.name = both, .shape = {n, c, 2 * hidden}, .own = halves[k], .first_row = e * hidden, .transposed = true,
+                       .part = {c, hidden}, .first = e * c * 2 * hidden + k, .step = 2});
+    for (int64_t e = 0; e < n; ++e)
+      out.push_back({.name = down, .shape = {n, hidden, c}, .own = own + "experts.down", .first_row = e * c, .transposed = true,
+                     .part = {hidden, c}, .first = e * hidden * c});
+  }
+  for (int64_t k : {0, 1})
+    out.push_back({.name = both + "_bias", .shape = {n, 2 * hidden}, .own = halves[k] + "_bias", .part = {n * hidden}, .first = k, .step = 2});
+  out.push_back({down + "_bias", {n, c}, own + "experts.down_bias"});
+}
+
 // Queries, keys and values are three tensors, and one of ours. Both rotate halves of heads.
 void push_attention(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& name, const std::string& own) {
   const int64_t c = m.width, q = m.heads * m.head_dim, kv = m.kv_heads * m.head_dim;
@@ -85,6 +112,8 @@ void push_attention(std::vector<PublishedTensor>& out, const ModelConfig& m, con
     out.push_back(norm_of(m, name + ".k_norm", m.head_dim, own + ".key_norm"));
   }
   out.push_back({name + ".o_proj.weight", {c, q}, own + ".projection.weight"});
+  if (m.out_bias) out.push_back({name + ".o_proj.bias", {c}, own + ".projection.bias"});
+  if (m.attention_sinks) out.push_back({name + ".sinks", {m.heads}, own + ".sinks"});
 }
 
 // The projections to latents are two, or one, and one of ours. Both rotate neighbours.
@@ -106,7 +135,7 @@ void push_latent_attention(std::vector<PublishedTensor>& out, const ModelConfig&
 std::string layer_name(int64_t i) { return str(kLlama, "layers.", i); }
 
 // Llama's are [out, in].
-std::vector<PublishedTensor> llama_tensors(const ModelConfig& m) {
+std::vector<PublishedTensor> llama_tensors(const ModelConfig& m, bool mxfp4) {
   std::vector<PublishedTensor> out;
   const int64_t c = m.width;
   const std::string prefix(kLlama);
@@ -123,7 +152,9 @@ std::vector<PublishedTensor> llama_tensors(const ModelConfig& m) {
     } else {
       out.push_back(norm_of(m, name + ".post_attention_layernorm", c, own + ".mlp_norm"));
     }
-    if (m.experts && i >= m.dense_layers) push_mixture(out, m, name, own + ".moe.");
+    const bool mixture = m.experts && i >= m.dense_layers;
+    if (mixture && m.expert_linear_bias) push_gpt_oss_mixture(out, m, name, own + ".moe.", mxfp4);
+    else if (mixture) push_mixture(out, m, name, own + ".moe.");
     else push_mlp(out, name + ".mlp", own + ".mlp", c, m.mlp_width);
   };
   for (int64_t i = 0; i < m.layers; ++i) push_block(i, str("blocks.", i));
@@ -153,9 +184,9 @@ bool is_of_a_layer(std::string_view name, std::string_view prefix, std::string_v
 
 }  // namespace
 
-std::vector<PublishedTensor> published_tensors(const ModelConfig& model) {
+std::vector<PublishedTensor> published_tensors(const ModelConfig& model, bool mxfp4) {
   const ModelConfig m = resolved(model);
-  std::vector<PublishedTensor> out = m.type == "llama" ? llama_tensors(m) : gpt2_tensors(m);
+  std::vector<PublishedTensor> out = m.type == "llama" ? llama_tensors(m, mxfp4) : gpt2_tensors(m);
   if (!m.tie_embeddings) out.push_back({"lm_head.weight", {m.vocab, m.width}, "head.weight"});
   return out;
 }

@@ -10,9 +10,10 @@
 
 namespace sheaf::models {
 
-/// A published tensor: some rows of one of ours, or all of them.
+/// A published tensor: some rows of one of ours, or all of them. Or a part of one: where it holds several of ours, or their rows apart,
+/// several of these follow each other, with its name and shape.
 struct PublishedTensor {
-  std::string name;         ///< "transformer.h.0.attn.c_attn.weight"
+  std::string name;         ///< "transformer.h.0.attn.c_attn.weight"; in MXFP4 what "_blocks" and "_scales" are added to
   Shape shape;              ///< as published
   std::string own;          ///< "blocks.0.attention.qkv.weight"
   int64_t first_row = 0;    ///< of ours
@@ -21,17 +22,26 @@ struct PublishedTensor {
   bool above_one = false;   ///< ours is one more: factors of Gemma's norms, which it has as what they are above 1
   int64_t mtp_layer = -1;   ///< number of the MTP layer that it is of
   bool repeats = false;     ///< another tensor says the same: each MTP layer has the table and the head
+  Shape part = {};          ///< of a part: the shape of what it holds of ours, as published
+  int64_t first = 0;        ///< and where in the tensor its first element is; of the others
+  int64_t run = 1;          ///< so many are side by side,
+  int64_t step = 1;         ///< and so many times as far it is from there to the next ones
+  bool mxfp4 = false;       ///< its values are in MXFP4 (PublishedSource); `shape` is theirs
 
-  int64_t rows() const { return shape[transposed ? 1 : 0]; }                           ///< of ours
-  int64_t row_size() const { return shape.rank() == 2 ? shape[transposed ? 0 : 1] : 1; }  ///< elements
+  int64_t rows() const { return held()[transposed ? 1 : 0]; }                              ///< of ours
+  int64_t row_size() const { return held().rank() == 2 ? held()[transposed ? 0 : 1] : 1; }  ///< elements
+  const Shape& held() const { return part.rank() ? part : shape; }
+  /// Where in the tensor element i of what it holds of ours is.
+  int64_t place(int64_t i) const { return first + i / run * run * step + i % run; }
 };
 
 /// All tensors of Hugging Face's GPT2LMHeadModel or LlamaForCausalLM (MistralForCausalLM has the same), by model.type, or, with
 /// model.qkv_bias, Qwen2ForCausalLM, with model.qk_norm Qwen3ForCausalLM, with model.experts MixtralForCausalLM, with
 /// model.kv_lora_rank DeepseekV3ForCausalLM, with model.scale_embedding GemmaForCausalLM or, with model.post_norms,
-/// Gemma3ForCausalLM; vocab must be known. Without model.bias, GPT-2's biases are not among them, nor are MTP layers but where
-/// publishes_mtp(), whose last layers they are.
-std::vector<PublishedTensor> published_tensors(const ModelConfig& model);
+/// Gemma3ForCausalLM, with model.expert_linear_bias GptOssForCausalLM, whose experts are in MXFP4 as OpenAI publishes them; vocab must
+/// be known. Without model.bias, GPT-2's biases are not among them, nor are MTP layers but where publishes_mtp(), whose last layers
+/// they are.
+std::vector<PublishedTensor> published_tensors(const ModelConfig& model, bool mxfp4 = false);
 
 /// The tensor that an MTP layer has and no other layer, which is number `layer` of all of them.
 std::string mtp_mark(int64_t layer);

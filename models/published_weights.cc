@@ -10,47 +10,14 @@
 #include "sheaf/models/model_options.h"
 #include "sheaf/models/published_config.h"
 #include "sheaf/models/published_names.h"
+#include "sheaf/models/published_source.h"
 #include "sheaf/nn/block_piece.h"
 #include "sheaf/nn/lora.h"
 
 namespace sheaf::models {
 namespace {
 
-constexpr int64_t kChunk = 1 << 16;  // elements read at a time
 constexpr int64_t kPanel = 16;       // columns of ours transposed at a time: a cache line of f32
-
-/// Where a tensor of the table is in the files.
-struct Source {
-  const SafetensorsFile* file = nullptr;
-  std::string name;  ///< there
-  DType dtype = kF32;
-  bool above_one = false;  ///< PublishedTensor's
-
-  /// Elements [begin, end) of its flat index, as ours are.
-  template <class T>
-  void read(int64_t begin, int64_t end, T* out) const {
-    read_as_published(begin, end, out);
-    if (!above_one) return;
-    for (T* x = out; x != out + (end - begin); ++x) {
-      if constexpr (std::is_same_v<T, double>) *x += 1;
-      else *x = static_cast<T>(static_cast<float>(*x) + 1.0f);
-    }
-  }
-  template <class T>
-  void read_as_published(int64_t begin, int64_t end, T* out) const {
-    if (dtype == dtype_of<T>) return file->read(name, begin, end, out);
-    visit_floating("weights", dtype, [&]<class S>() {
-      std::vector<S> chunk(static_cast<size_t>(std::min(end - begin, kChunk)));
-      for (int64_t at = begin; at < end; at += kChunk) {
-        const int64_t count = std::min(end - at, kChunk);
-        file->read(name, at, at + count, chunk.data());
-        for (int64_t i = 0; i < count; ++i)
-          if constexpr (std::is_same_v<S, double> && std::is_same_v<T, float>) out[at - begin + i] = static_cast<T>(chunk[i]);
-          else out[at - begin + i] = static_cast<T>(static_cast<float>(chunk[i]));
-      }
-    });
-  }
-};
 
 /// A block of ours, its rows counted from those that a tensor of the table makes, and the memory that holds it.
 template <class T>
@@ -61,7 +28,7 @@ struct Wanted {
 
 /// Where a tensor lies as ours does: rows, or a part of each. Returns the elements read.
 template <class T>
-int64_t read_rows(const Source& source, int64_t row_size, const std::vector<Wanted<T>>& wanted) {
+int64_t read_rows(const PublishedSource& source, int64_t row_size, const std::vector<Wanted<T>>& wanted) {
   int64_t read = 0;
   for (const auto& [block, out] : wanted) {
     const bool whole = block.columns == row_size;
@@ -77,7 +44,7 @@ int64_t read_rows(const Source& source, int64_t row_size, const std::vector<Want
 /// Blocks without a row between them, of a tensor whose rows are columns of ours, `height` elements each: of such a row the
 /// elements from the first to the last of what is wanted are read at once. Returns the elements read.
 template <class T>
-int64_t read_transposed(const Source& source, int64_t height, std::span<const Wanted<T>> wanted) {
+int64_t read_transposed(const PublishedSource& source, int64_t height, std::span<const Wanted<T>> wanted) {
   int64_t read = 0, top = height, bottom = 0, left = INT64_MAX, right = 0;
   for (const auto& [block, out] : wanted) {
     top = std::min(top, block.row), bottom = std::max(bottom, block.row + block.rows);
@@ -109,7 +76,8 @@ int64_t read_transposed(const Source& source, int64_t height, std::span<const Wa
 }
 
 template <class T>
-int64_t read_blocks(const Source& source, const PublishedTensor& t, std::vector<Wanted<T>> wanted) {
+int64_t read_blocks(const PublishedSource& source, std::vector<Wanted<T>> wanted) {
+  const PublishedTensor& t = source.tensor;
   if (!t.transposed) return read_rows(source, t.row_size(), wanted);
   std::ranges::sort(wanted, {}, [](const Wanted<T>& w) { return w.block.row; });
   int64_t read = 0;
@@ -127,9 +95,9 @@ int64_t read_blocks(const Source& source, const PublishedTensor& t, std::vector<
 class Loader {
  public:
   Loader(const PublishedFiles& files, const ModelConfig& model) : files_(files) {
-    const auto table = published_tensors(model);
-    const std::string_view prefix = published_prefix(model);
     const auto& there = files.tensors();
+    const auto table = published_tensors(model, has_mxfp4(there));
+    const std::string_view prefix = published_prefix(model);
     // Files of the model without its head, as GPT-2's are, have no prefix.
     const bool prefixed = std::any_of(there.begin(), there.end(), [&](const auto& t) { return t.first.starts_with(prefix); });
     const auto file_name = [&](const std::string& name) {
@@ -139,9 +107,9 @@ class Loader {
     const auto has_mtp = [&](int64_t k) { return model.kv_lora_rank && there.contains(file_name(mtp_mark(model.layers + k))); };
     for (const PublishedTensor& t : table) {
       if (t.repeats || (t.mtp_layer >= 0 && !has_mtp(t.mtp_layer))) continue;
-      const std::string name = file_name(t.name);
-      known.insert(name);
-      parts_[t.own].push_back({t, find(t, name)});
+      const PublishedSource& source = parts_[t.own].emplace_back(find(t, file_name(t.name)));
+      known.insert(source.name);
+      if (t.mxfp4) known.insert(source.scales);
     }
     const auto is_of_mtp = [&](const std::string& name) {
       for (int64_t k = 0; has_mtp(k); ++k)
@@ -162,7 +130,7 @@ class Loader {
     const auto found = parts_.find(piece.name);
     if (found == parts_.end()) fail<ConfigError>("[weights] no published weights have the model's ", piece.name);
     if (!is_floating(piece.dtype) && !piece.blocks) fail<ConfigError>("[weights] ", piece.name, " is ", piece.dtype, "; weights are floating");
-    for (const auto& [t, source] : found->second)
+    for (const PublishedSource& source : found->second)
       if (source.dtype == kF64 && piece.dtype != kF64)
         fail<CheckpointError>("[weights] '", source.file->path(), "': ", json_string(source.name), " is f64, which ",
                               piece.name, ", ", piece.dtype, ", does not hold");
@@ -211,7 +179,8 @@ class Loader {
   template <class T>
   int64_t read(const std::string& name, std::span<const Values<T>> values) const {
     int64_t bytes = 0;
-    for (const auto& [t, source] : parts_.at(name)) {
+    for (const PublishedSource& source : parts_.at(name)) {
+      const PublishedTensor& t = source.tensor;
       const MatrixBlock rows{t.first_row, t.rows(), 0, t.row_size()};
       std::vector<Wanted<T>> wanted;
       for (const auto& [runs, out] : values)
@@ -221,30 +190,45 @@ class Loader {
           const int64_t at = block.at_of(both.row, both.column);
           wanted.push_back({{both.row - t.first_row, both.rows, both.column, both.columns, at}, out});
         }
-      bytes += read_blocks(source, t, std::move(wanted)) * static_cast<int64_t>(size_of(source.dtype));
+      bytes += source.bytes(read_blocks(source, std::move(wanted)));
     }
     return bytes;
   }
 
-  Source find(const PublishedTensor& t, const std::string& name) const {
+  PublishedSource find(const PublishedTensor& t, const std::string& name) const {
+    if (!t.mxfp4) {
+      const auto [file, dtype] = find(t, name, t.shape, /*bytes=*/false);
+      return {t, file, name, dtype};
+    }
+    const int64_t row = t.shape[2], blocks = row / kMxfp4Block;
+    if (row % kMxfp4Block != 0)
+      fail<CheckpointError>("[weights] '", files_.path(), "': ", json_string(name), " is in MXFP4, in blocks of ", kMxfp4Block,
+                            ", and rows of the model's ", t.own, " have ", row, " elements");
+    const Shape scales{t.shape[0], t.shape[1], blocks};
+    const std::string name_blocks = name + "_blocks", name_scales = name + "_scales";
+    return {t, find(t, name_blocks, {scales[0], scales[1], blocks, kMxfp4Block / 2}, /*bytes=*/true).first, name_blocks, kF32,
+            find(t, name_scales, scales, /*bytes=*/true).first, name_scales};
+  }
+  std::pair<const SafetensorsFile*, DType> find(const PublishedTensor& t, const std::string& name, const Shape& shape, bool bytes) const {
     const auto found = files_.tensors().find(name);
     if (found == files_.tensors().end())
-      fail<CheckpointError>("[weights] '", files_.path(), "' has no ", json_string(name), " ", t.shape, ", of which the "
+      fail<CheckpointError>("[weights] '", files_.path(), "' has no ", json_string(name), " ", shape, ", of which the "
                             "model's ", t.own, " is made");
     const SafetensorsEntry& entry = found->second->at(name);
-    Shape expected = t.shape;
+    Shape expected = shape;
     if (t.more_rows && entry.shape.rank() == expected.rank()) expected[0] = std::max(expected[0], entry.shape[0]);
     const auto refuse = [&](const auto&... parts) {
       fail<CheckpointError>("[weights] '", found->second->path(), "': ", json_string(name), " is ", entry.dtype,
                             entry.shape, "; ", parts...);
     };
-    if (!(entry.shape == expected)) refuse("the model's ", t.own, " asks for ", t.shape, t.more_rows ? " or more rows" : "");
-    if (!is_floating(entry.dtype)) refuse("weights are f32, f16 or bf16");
-    return {found->second, name, entry.dtype, t.above_one};
+    if (!(entry.shape == expected)) refuse("the model's ", t.own, " asks for ", shape, t.more_rows ? " or more rows" : "");
+    if (bytes && entry.dtype != kU8) refuse("MXFP4 is bytes");
+    if (!bytes && !is_floating(entry.dtype)) refuse("weights are f32, f16 or bf16");
+    return {found->second, entry.dtype};
   }
 
   const PublishedFiles& files_;
-  std::map<std::string, std::vector<std::pair<PublishedTensor, Source>>, std::less<>> parts_;  // by our name
+  std::map<std::string, std::vector<PublishedSource>, std::less<>> parts_;  // by our name
 };
 
 }  // namespace

@@ -15,13 +15,12 @@
 
 namespace sheaf::models {
 
-/// Fills the parameters of a materialized Gpt or Llama from weights in f32, f16 or bf16 (or f64, into f64), whose every value
-/// f32 and f64 hold exactly; what is frozen may be bf16 or f16, and rounds. Adapters (nn::add_lora) stay as they are, and so do MTP layers that
-/// the files do not have. Without
-/// communication, and outside of any recording; optimizers are not told. Of learned positions, the first `context` are taken.
-/// Returns the bytes of weights that this rank has read. Everything is checked before anything is written: ConfigError where
-/// the model is another one than config.json, if there is one, describes, or trains what is narrower than f32;
-/// CheckpointError naming file, tensor, what was expected and what was found.
+/// Fills the parameters of a materialized Gpt or Llama from weights in f32, f16 or bf16 (or f64, into f64), experts in MXFP4 too, whose
+/// every value f32 and f64 hold exactly; what is frozen may be bf16 or f16, and rounds. Adapters (nn::add_lora) stay as they are, and
+/// so do MTP layers that the files do not have. Without communication, and outside of any recording; optimizers are not told. Of
+/// learned positions, the first `context` are taken. Returns the bytes that what this rank holds takes in the files. Everything is
+/// checked before anything is written: ConfigError where the model is another one than config.json, if there is one, describes, or
+/// trains what is narrower than f32; CheckpointError naming file, tensor, what was expected and what was found.
 int64_t load_weights(nn::Module& model, const PublishedFiles& files);
 int64_t load_weights(nn::Module& model, const std::string& path);
 

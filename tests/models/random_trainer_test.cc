@@ -48,6 +48,7 @@ void draw_weights(models::TrainConfig& task, const ScratchFolder& folder, Draw& 
   std::vector<std::vector<float>> values;
   std::vector<SafetensorsInput> inputs;
   for (const models::PublishedTensor& t : tensors) {
+    if (!inputs.empty() && inputs.back().name == t.name) continue;  // another part of it
     std::vector<float>& v = values.emplace_back(static_cast<size_t>(t.shape.numel()));
     for (float& x : v) x = static_cast<float>(draw.below(200) - 100) / 1000 + (t.shape.rank() == 1 ? 1 : 0);
     inputs.push_back({t.name, kF32, t.shape, {std::as_bytes(std::span(v))}});

@@ -1,0 +1,90 @@
+// Elements of ours in published files: side by side, every second one, or in MXFP4.
+#pragma once
+
+#include <algorithm>
+#include <map>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "sheaf/core/safetensors.h"
+#include "sheaf/models/published_names.h"
+
+namespace sheaf::models {
+
+/// MXFP4 (OCP Microscaling Formats 1.0), as gpt-oss is published in: 32 neighbouring values of a row are 16 bytes of "_blocks", of which
+/// each has two numbers of four bits (E2M1), the first in its low half, and a byte of "_scales", the exponent of 2 that all of them are
+/// multiplied with, plus 127.
+inline constexpr int64_t kMxfp4Block = 32;
+
+/// Where a tensor of the table, or a part of one, is.
+struct PublishedSource {
+  PublishedTensor tensor;
+  const SafetensorsFile* file = nullptr;
+  std::string name;     ///< there; in MXFP4 that of the blocks
+  DType dtype = kF32;   ///< of values as they are read; in MXFP4 f32, which holds them
+  const SafetensorsFile* scales_file = nullptr;  ///< in MXFP4
+  std::string scales = {};
+
+  /// Elements [begin, end) of what it holds of ours, in the order in which they are there, with the values that ours have.
+  template <class T>
+  void read(int64_t begin, int64_t end, T* out) const {
+    const PublishedTensor& t = tensor;
+    if (t.run == 1) {
+      read_every(t.step, t.first + begin * t.step, end - begin, out);
+    } else {
+      for (int64_t at = begin, count; at < end; at += count) {
+        count = std::min(end - at, t.run - at % t.run);
+        read_every(1, t.place(at), count, out + at - begin);
+      }
+    }
+    if (!t.above_one) return;
+    for (T* x = out; x != out + (end - begin); ++x) *x = as<T>(as_computed(*x) + 1);
+  }
+
+  /// The bytes that so many elements take in the files.
+  int64_t bytes(int64_t elements) const {
+    return tensor.mxfp4 ? elements * (kMxfp4Block / 2 + 1) / kMxfp4Block : elements * static_cast<int64_t>(size_of(dtype));
+  }
+
+ private:
+  static constexpr int64_t kChunk = 1 << 16;  // elements read at a time
+
+  template <class S>
+  static auto as_computed(S x) {
+    if constexpr (std::is_same_v<S, double>) return x;
+    else return static_cast<float>(x);
+  }
+  template <class T, class S>
+  static T as(S x) {
+    if constexpr (std::is_same_v<T, double>) return static_cast<T>(as_computed(x));
+    else return static_cast<T>(static_cast<float>(x));
+  }
+
+  /// Of the tensor's flat index `first`, first + step, ..
+  template <class T>
+  void read_every(int64_t step, int64_t first, int64_t count, T* out) const {
+    if (step == 1 && dtype == dtype_of<T>) return fetch(first, first + count, out);
+    visit_floating("weights", dtype, [&]<class S>() {
+      const int64_t most = std::max<int64_t>(1, kChunk / step);
+      std::vector<S> chunk(static_cast<size_t>(std::min(count, most) * step));
+      for (int64_t at = 0; at < count; at += most) {
+        const int64_t n = std::min(count - at, most), begin = first + at * step;
+        fetch(begin, begin + (n - 1) * step + 1, chunk.data());
+        for (int64_t i = 0; i < n; ++i) out[at + i] = as<T>(chunk[static_cast<size_t>(i * step)]);
+      }
+    });
+  }
+
+  /// Elements [begin, end) of the tensor's flat index, as `dtype`.
+  void fetch(int64_t begin, int64_t end, void* out) const {
+    if (tensor.mxfp4) decode(begin, end, static_cast<float*>(out));
+    else file->read(name, begin, end, out);
+  }
+  void decode(int64_t begin, int64_t end, float* out) const;
+};
+
+/// Whether experts are in MXFP4 in files with these names.
+bool has_mxfp4(const std::map<std::string, const SafetensorsFile*, std::less<>>& tensors);
+
+}  // namespace sheaf::models
