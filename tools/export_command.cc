@@ -57,9 +57,8 @@ models::Checkpoint open_checkpoint(const ExportArguments& arguments) {
 }
 
 // [rows, columns] of elements of `width` bytes, as [columns, rows].
-std::vector<std::byte> transposed(const Spans& pieces, int64_t rows, int64_t columns, size_t width) {
-  std::vector<std::byte> whole, out(static_cast<size_t>(rows * columns) * width);
-  for (const auto& piece : pieces) whole.insert(whole.end(), piece.begin(), piece.end());
+std::vector<std::byte> transposed(const std::vector<std::byte>& whole, int64_t rows, int64_t columns, size_t width) {
+  std::vector<std::byte> out(whole.size());
   for (int64_t from = 0; from < columns; from += 16)
     for (int64_t row = 0; row < rows; ++row)
       for (int64_t column = from; column < std::min(from + 16, columns); ++column)
@@ -69,13 +68,39 @@ std::vector<std::byte> transposed(const Spans& pieces, int64_t rows, int64_t col
 }
 
 // Factors of norms as what they are above 1.
-std::vector<std::byte> above_one(const Spans& pieces, DType dtype) {
-  std::vector<std::byte> out;
-  for (const auto& piece : pieces) out.insert(out.end(), piece.begin(), piece.end());
+void take_one(std::vector<std::byte>& factors, DType dtype) {
   visit_floating("export", dtype, [&]<class T>() {
-    T* const values = reinterpret_cast<T*>(out.data());
-    for (size_t i = 0; i < out.size() / sizeof(T); ++i) values[i] = static_cast<T>(static_cast<float>(values[i]) - 1.0f);
+    T* const values = reinterpret_cast<T*>(factors.data());
+    for (size_t i = 0; i < factors.size() / sizeof(T); ++i) values[i] = static_cast<T>(static_cast<float>(values[i]) - 1.0f);
   });
+}
+
+// What a published tensor, or a part of one, holds of ours, and who has it.
+struct Part {
+  models::PublishedTensor t;
+  RestingWeight weight;
+  std::optional<Adapter> adapter;
+
+  bool lies_as_published() const { return !adapter && !weight.blocks && !t.above_one && !t.transposed; }
+  std::vector<std::byte> values(DType dtype) const {
+    std::vector<std::byte> out;
+    if (adapter || weight.blocks) out = merged(weight, adapter, dtype);
+    else for (const auto& piece : weight.bytes) out.insert(out.end(), piece.begin(), piece.end());
+    if (t.above_one) take_one(out, dtype);
+    return t.transposed ? transposed(out, t.rows(), t.row_size(), size_of(dtype)) : out;
+  }
+};
+
+// A tensor of several parts.
+std::vector<std::byte> put_together(const std::vector<Part>& parts, DType dtype) {
+  const size_t width = size_of(dtype);
+  std::vector<std::byte> out(static_cast<size_t>(parts[0].t.shape.numel()) * width);
+  for (const Part& part : parts) {
+    const std::vector<std::byte> values = part.values(dtype);
+    const int64_t count = part.t.held().numel(), run = part.t.step == 1 ? count : part.t.run;
+    for (int64_t i = 0; i < count; i += run)
+      std::memcpy(&out[static_cast<size_t>(part.t.place(i)) * width], &values[static_cast<size_t>(i) * width], static_cast<size_t>(run) * width);
+  }
   return out;
 }
 
@@ -92,29 +117,25 @@ std::vector<SafetensorsInput> published_tensors(models::Checkpoint& checkpoint, 
   const bool zeros = model.type == "gpt2" && !model.bias;
   model.bias = model.type == "gpt2";
   std::vector<SafetensorsInput> tensors;
-  for (const models::PublishedTensor& t : models::published_tensors(model)) {
-    tensors.push_back({t.name, kF32, t.shape, {}});
+  const std::vector<models::PublishedTensor> table = models::published_tensors(model);
+  for (auto first = table.begin(), last = first; first != table.end(); first = last) {
+    last = std::find_if(first, table.end(), [&](const models::PublishedTensor& t) { return t.name != first->name; });
+    tensors.push_back({first->name, kF32, first->shape, {}});
     SafetensorsInput& tensor = tensors.back();
-    if (zeros && t.name.ends_with(".bias")) {
-      tensor.make = [n = t.shape.numel()] { return std::vector<std::byte>(static_cast<size_t>(n) * size_of(kF32)); };
+    if (zeros && first->name.ends_with(".bias")) {
+      tensor.make = [n = first->shape.numel()] { return std::vector<std::byte>(static_cast<size_t>(n) * size_of(kF32)); };
       continue;
     }
-    const RestingWeight weight = weight_of(checkpoint, model, t);
+    std::vector<Part> parts;
+    for (auto t = first; t != last; ++t) parts.push_back({*t, weight_of(checkpoint, model, *t), adapter_of(checkpoint, model, *t)});
+    const RestingWeight& weight = parts[0].weight;
     tensor.dtype = weight.blocks ? dtype : weight.dtype;
-    const auto adapter = adapter_of(checkpoint, model, t);
-    const auto turned = [t, width = size_of(tensor.dtype)](const Spans& rows) { return transposed(rows, t.rows(), t.row_size(), width); };
-    if (adapter || weight.blocks) {
-      tensor.make = [=, as = tensor.dtype] {
-        const std::vector<std::byte> whole = merged(weight, adapter, as);
-        return t.transposed ? turned({whole}) : whole;
-      };
-    } else if (t.above_one) {
-      tensor.make = [=, as = tensor.dtype] { return above_one(weight.bytes, as); };
-    } else if (t.transposed) {
-      tensor.make = [=] { return turned(weight.bytes); };
-    } else {
-      tensor.pieces = weight.bytes;
-    }
+    for (const Part& part : parts)  // one tensor is of one type
+      check<CheckpointError>(part.weight.dtype == weight.dtype, "[export] ", checkpoint.path(), ": ", part.t.own, " is ", part.weight.dtype,
+                             ", and ", first->own, " ", weight.dtype);
+    if (parts.size() > 1) tensor.make = [parts, as = tensor.dtype] { return put_together(parts, as); };
+    else if (parts[0].lies_as_published()) tensor.pieces = weight.bytes;
+    else tensor.make = [part = parts[0], as = tensor.dtype] { return part.values(as); };
   }
   return tensors;
 }
