@@ -75,7 +75,6 @@ struct ModelConfig {
   std::string expert_affinity = "softmax";  ///< of a router's logits: "softmax" among all experts, or each expert's "sigmoid"
   double expert_balance_rate = 1e-3;  ///< what a step moves these biases by, against the sign of the load; 0: they stay
   double expert_scale = 1.0;    ///< of the weights of a token's experts
-  bool expert_linear_bias = false;  ///< routers and the linear layers of experts have biases, as gpt-oss's
   double expert_gate_limit = 0.0;  ///< experts' gates are gpt-oss's, held to this (clamped_swiglu); 0: SwiGLU's
   double expert_gate_alpha = 1.702;  ///< there, of the sigmoid's argument
   int64_t expert_parts = 1;     ///< equal parts of the experts, of which
@@ -94,6 +93,7 @@ struct ModelConfig {
   bool post_norms = false;      ///< what attention and MLPs give is normalised, too, as Gemma 3's (llama)
   bool scale_embedding = false;  ///< tokens' embeddings are multiplied by sqrt(width), as Gemma's (llama)
   bool expert_bias = false;     ///< each expert has a bias that is added where experts are chosen, and only there
+  bool expert_linear_bias = false;  ///< routers and the linear layers of experts have biases, as gpt-oss's
   bool normalize_experts = true;  ///< the weights of a token's experts add up to 1 (Mixtral), or those of all do (Switch)
   bool tie_embeddings = true;   ///< the output head is the token embedding
   double dropout = 0.0;         ///< probability, in [0, 1)

@@ -133,6 +133,12 @@ TEST_F(Config, WhatWouldChangeNothingIsRefused) {
   EXPECT_THAT(error("", {"--model.preset", "mixtral-8x7b", "--model.expert_groups", "4"}),
               HasSubstr("without model.capacity_factor nothing is counted"));
   EXPECT_EQ(load("", {"--model.preset", "mixtral-8x7b", "--model.capacity_factor", "1.25"}).model.experts, 8);
+  for (const char* key : {"--model.attention_sinks", "--model.out_bias"})
+    EXPECT_THAT(error("", {key, "true"}), HasSubstr("only model.type llama has it"));
+  EXPECT_THAT(error("", {"--model.type", "llama", "--model.expert_linear_bias", "true"}), HasSubstr("only mixtures of experts (model.experts)"));
+  EXPECT_THAT(error("", {"--model.preset", "mixtral-8x7b", "--model.expert_gate_alpha", "2"}),
+              HasSubstr("without model.expert_gate_limit gates are SwiGLU's"));
+  EXPECT_EQ(load("", {"--model.preset", "gpt-oss-20b", "--model.expert_gate_alpha", "2"}).model.expert_gate_limit, 7);
   const auto latent = [](std::vector<std::string> more) {
     std::vector<std::string> all{"--model.type", "llama", "--model.kv_lora_rank", "8"};
     all.insert(all.end(), more.begin(), more.end());
@@ -142,6 +148,7 @@ TEST_F(Config, WhatWouldChangeNothingIsRefused) {
   EXPECT_THAT(error("", {"--model.kv_lora_rank", "8"}), HasSubstr("only model.type llama has latent attention"));
   EXPECT_THAT(error("", {"--model.type", "llama", "--model.q_lora_rank", "8"}), HasSubstr("only latent attention (model.kv_lora_rank) has it"));
   EXPECT_THAT(error("", latent({"--model.qk_norm", "true"})), HasSubstr("neither model.qk_norm nor model.qkv_bias"));
+  EXPECT_THAT(error("", latent({"--model.attention_sinks", "true"})), HasSubstr("neither model.out_bias nor model.attention_sinks"));
   EXPECT_THAT(error("", latent({"--model.kv_heads", "2"})), HasSubstr("each head has keys of its own"));
   EXPECT_THAT(error("", latent({"--model.head_dim", "32"})), HasSubstr("follows from model.qk_nope_head_dim 32 and model.qk_rope_head_dim 16"));
   EXPECT_THAT(error("", latent({"--model.qk_rope_head_dim", "3"})), HasSubstr("model.qk_rope_head_dim 3"));

@@ -27,6 +27,8 @@ std::vector<std::string> small_llama(std::vector<std::string> mlp) {
 }
 const std::vector<std::string> kMixture = {"--model.experts=8", "--model.expert_hidden=512",
                                            "--model.aux_loss=0.01"};
+const std::vector<std::string> kFineMixture = {"--model.experts=32", "--model.experts_per_token=4",
+                                               "--model.expert_hidden=256", "--model.aux_loss=0.01"};
 
 TrainingCase make(std::string_view name, std::vector<std::string> model, const char* dtype,
                   int batch, int context) {
@@ -65,7 +67,9 @@ std::vector<TrainingCase> training_cases(Device device) {
       make("char-f32-16x256", kChar, "f32", 16, 256),
       make("char-bf16-16x256", kChar, "bf16", 16, 256),
       make("llama-f32-8x256", small_llama({"--model.mlp_width=1024"}), "f32", 8, 256),
+      make("llama-bf16-8x256", small_llama({"--model.mlp_width=1024"}), "bf16", 8, 256),
       make("mixture-f32-8x256", small_llama(kMixture), "f32", 8, 256),
+      make("mixture-4-of-32-bf16-8x256", small_llama(kFineMixture), "bf16", 8, 256),
   };
 }
 

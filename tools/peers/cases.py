@@ -19,7 +19,9 @@ class Case:
     goal_llmc: float = 0.0  # the same over llm.c's train_gpt2; 0: it does not run this step
     device: str = "cpu"
     kv_heads: int = 0  # of Llama, which has them; GPT-2: 0
-    hidden: int = 0  # of Llama's MLP
+    hidden: int = 0  # of Llama's MLP, or of an expert
+    experts: int = 0  # of a mixture in place of each MLP
+    choices: int = 0  # experts of a token
     bf16_stream: bool = False  # PyTorch's residual stream is bf16, as Sheaf's, where autocast alone would keep f32
 
     @property
@@ -38,6 +40,12 @@ def _char(name, dtype, goal):
                 dtype=dtype, samples=5, goal=goal)
 
 
+def _small_llama(name, dtype, **mlp):
+    """Mixtures are as much work for a token as the MLP of 1,024 is."""
+    return Case(name, layers=4, heads=6, width=384, vocab=65, bias=False, batch=8, context=256, dtype=dtype, samples=6, kv_heads=6,
+                bf16_stream=dtype == "bf16", **mlp)
+
+
 CASES = [
     _gpt2_124m("gpt2-124m-f32-4x64", 4, 64, "f32", goal=1.5, goal_llmc=7.0),
     _gpt2_124m("gpt2-124m-f32-1x1024", 1, 1024, "f32", goal=1.4),
@@ -47,8 +55,11 @@ CASES = [
          dtype="f32", samples=60, goal=1.8),
     _char("char-f32-16x256", "f32", goal=1.4),
     _char("char-bf16-16x256", "bf16", goal=2.0),
+    _small_llama("llama-f32-8x256", "f32", hidden=1024),
+    _small_llama("llama-bf16-8x256", "bf16", hidden=1024),
+    _small_llama("mixture-f32-8x256", "f32", hidden=512, experts=8, choices=2),
+    _small_llama("mixture-4-of-32-bf16-8x256", "bf16", hidden=256, experts=32, choices=4),
 ]
-
 
 
 def _gpt2_on_gpu(name, layers, heads, width, samples):

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 INIT_STD = 0.02
 ROPE_THETA = 500000.0
 NORM_EPS = 1e-5
+AUX_LOSS = 0.01
 
 
 def turned(x, cos, sin):
@@ -34,24 +35,75 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(batch, context, width))
 
 
+class Mlp(nn.Module):
+    def __init__(self, case):
+        super().__init__()
+        self.gate = nn.Linear(case.width, case.hidden, bias=False)
+        self.up = nn.Linear(case.width, case.hidden, bias=False)
+        self.down = nn.Linear(case.hidden, case.width, bias=False)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x)), 0.0
+
+
+class Mixture(nn.Module):
+    """Experts of which each token goes through the likeliest, none dropped: rows sorted by expert, multiplied by grouped_mm or one
+    expert after the other, the two ways of torchtitan. Beside the sum, the imbalance of the load."""
+
+    def __init__(self, case):
+        super().__init__()
+        self.choices = case.choices
+        self.router = nn.Linear(case.width, case.experts, bias=False)
+        self.gate = nn.Parameter(torch.empty(case.experts, case.hidden, case.width))
+        self.up = nn.Parameter(torch.empty(case.experts, case.hidden, case.width))
+        self.down = nn.Parameter(torch.empty(case.experts, case.width, case.hidden))
+
+    def forward(self, x):
+        shape = x.shape
+        x = x.view(-1, shape[-1])
+        with torch.autocast(x.device.type, enabled=False):
+            affinity = F.linear(x.float(), self.router.weight.float()).softmax(-1)
+            weights, chosen = affinity.topk(self.choices)
+            weights = weights / weights.sum(-1, keepdim=True)
+        experts, order = chosen.flatten().sort(stable=True)
+        counts = torch.zeros(affinity.shape[1], dtype=torch.int64, device=x.device).scatter_add_(
+            0, experts, torch.ones_like(experts))
+        ends = counts.cumsum(0).to(torch.int32)
+        dtype = torch.bfloat16 if torch.is_autocast_enabled(x.device.type) else torch.float32
+        rows = x.to(dtype)[order // self.choices]
+
+        if x.device.type == "cuda":
+            def product(rows, weight):
+                return F.grouped_mm(rows, weight.to(dtype).transpose(1, 2), offs=ends)
+        else:  # where grouped_mm is slow, a loop takes a quarter of the time
+            lengths = counts.tolist()
+
+            def product(rows, weight):
+                return torch.cat([F.linear(own, w) for own, w in zip(rows.split(lengths), weight.to(dtype))])
+
+        rows = product(F.silu(product(rows, self.gate)) * product(rows, self.up), self.down)
+        rows = rows * weights.flatten()[order, None].to(dtype)
+        y = torch.zeros_like(x, dtype=dtype).index_add(0, order // self.choices, rows)
+        imbalance = (affinity.mean(0) * counts).sum() * (affinity.shape[1] / chosen.numel())
+        return y.view(shape), imbalance
+
+
 class Block(nn.Module):
     def __init__(self, case):
         super().__init__()
         self.norm1 = nn.RMSNorm(case.width, eps=NORM_EPS)
         self.attention = Attention(case)
         self.norm2 = nn.RMSNorm(case.width, eps=NORM_EPS)
-        self.gate = nn.Linear(case.width, case.hidden, bias=False)
-        self.up = nn.Linear(case.width, case.hidden, bias=False)
-        self.down = nn.Linear(case.hidden, case.width, bias=False)
+        self.mlp = Mixture(case) if case.experts else Mlp(case)
 
     def forward(self, x, cos, sin):
         x = x + self.attention(self.norm1(x), cos, sin)
-        y = self.norm2(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        y, imbalance = self.mlp(self.norm2(x))
+        return x + y, imbalance
 
 
 class Llama(nn.Module):
-    """forward(tokens[B, T], targets[B, T]) is the mean cross-entropy in nats."""
+    """forward(tokens[B, T], targets[B, T]) is the mean cross-entropy in nats, and what mixtures add to it."""
 
     def __init__(self, case):
         super().__init__()
@@ -61,8 +113,9 @@ class Llama(nn.Module):
         self.head = nn.Linear(case.width, case.vocab, bias=False)
         half = torch.arange(0, case.width // case.heads, 2) / (case.width // case.heads)
         angles = torch.outer(torch.arange(case.context), ROPE_THETA**-half).repeat(1, 2)
-        self.register_buffer("cos", angles.cos().to(torch.bfloat16), persistent=False)
-        self.register_buffer("sin", angles.sin().to(torch.bfloat16), persistent=False)
+        dtype = torch.float32 if case.dtype == "f32" else torch.bfloat16
+        self.register_buffer("cos", angles.cos().to(dtype), persistent=False)
+        self.register_buffer("sin", angles.sin().to(dtype), persistent=False)
         self.bf16_stream = case.bf16_stream
         self.init_weights(case)
 
@@ -70,14 +123,16 @@ class Llama(nn.Module):
     def init_weights(self, case):
         for name, parameter in self.named_parameters():
             if parameter.dim() >= 2:
-                writes_residual = name.endswith(("attention.out.weight", "down.weight"))
+                writes_residual = name.endswith(("attention.out.weight", "down.weight", "mlp.down"))
                 parameter.normal_(std=INIT_STD / math.sqrt(2 * case.layers) if writes_residual else INIT_STD)
 
     def forward(self, tokens, targets):
         x = self.tokens(tokens)
         if self.bf16_stream:
             x = x.to(torch.bfloat16)
+        imbalance = 0.0
         for block in self.blocks:
-            x = block(x, self.cos, self.sin)
+            x, of_block = block(x, self.cos, self.sin)
+            imbalance = imbalance + of_block
         logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1)) + AUX_LOSS * imbalance

@@ -39,19 +39,23 @@ void check(const Operands& o) {
 
 // Rows of less than a pack and of more than a warp's.
 TEST(CudaAttentionSinks, MatchesTheCpu) {
+  SHEAF_NEEDS_GPU();
   for (DType d : {kF64, kF32, kBF16, kF16})
     for (int64_t width : {1, 7, 64, 128, 300, 1031}) check(random(d, {2, 5, 3, width}));
 }
 
 TEST(CudaAttentionSinks, ManyRows) {
+  SHEAF_NEEDS_GPU();
   for (DType d : {kF32, kBF16}) check(random(d, {3, 67, 10, 64}));
 }
 
 TEST(CudaAttentionSinks, TakesAnyStrides) {
+  SHEAF_NEEDS_GPU();
   for (DType d : {kF64, kF32, kBF16, kF16}) check(random(d, {2, 3, 5, 19}, {700, 230, 40, 1}, {1, 14, 2}));
 }
 
 TEST(CudaAttentionSinks, ExtremeScores) {
+  SHEAF_NEEDS_GPU();
   const Array sinks = Array::of(kF32, {5}, {1.5, -INFINITY, -INFINITY, 300, -300});
   const Array out = Array::of(kF32, {1, 1, 5, 1}, {0, 2, 0, 2, 2}), lse = Array::of(kF32, {1, 5, 1}, {-INFINITY, 0.5, -INFINITY, -300, 300});
   const OnGpu s(sinks), o(out), l(lse), d(lse.clone());
@@ -63,6 +67,7 @@ TEST(CudaAttentionSinks, ExtremeScores) {
 }
 
 TEST(CudaAttentionSinks, TakesNothing) {
+  SHEAF_NEEDS_GPU();
   const OnGpu out(Array(kF32, {0, 3, 4, 8})), lse(Array(kF32, {0, 4, 3})), sinks(Array(kF32, {4}));
   cuda::attention_sinks(OnGpu::stream(), sinks, out, lse);
   cuda::attention_sinks_backward(OnGpu::stream(), sinks, out, lse, out, lse);
