@@ -305,7 +305,7 @@ struct ExpertRoutes {
 /// for a group, so that which choices are dropped depends on no later ones. Each expert is a part of its own, with so many rows; or there
 /// are fewer `parts`, which have as many rows as a group's tokens can fill if no two choices of one are the same (what is more is dropped):
 /// T K / N where one part has all experts and none lacks places, however many there are. Sequences may be cut anyhow, and tokens if each
-/// rank has whole groups, all of one size or one for each rank.
+/// rank has whole groups, all of one size or one for each rank. 0 parts: as many as experts.
 ExpertRoutes expert_routes(const Tensor& choices, int64_t experts, int64_t places, int64_t groups = 1, int64_t parts = 0);
 /// R there, for groups of at most so many `tokens`.
 int64_t rows_of_part(int64_t tokens, int64_t choices, int64_t experts, int64_t places, int64_t parts);
@@ -314,12 +314,16 @@ int64_t rows_of_part(int64_t tokens, int64_t choices, int64_t experts, int64_t p
 Tensor to_experts(const Tensor& x, const ExpertRoutes& routes, const Tensor& weights = {});
 /// The sum over each token's choices of their rows[Q, .., N, R, C], times weights[.., T, K] if given: [.., T, C].
 Tensor from_experts(const Tensor& rows, const ExpertRoutes& routes, const Tensor& weights = {});
+struct ExpertLinearOptions {
+  Tensor bias = {};   ///< [E, O]
+  bool fp8 = false;   ///< as linear() with Fp8::activations
+  double fill = 1.0;  ///< the share of rows that will be in use, about: GPUs skip the others where they are most
+};
 /// x[Q, .., R, I] weight[E, O, I]ᵀ + bias[E, O], each expert's rows, counts[E, ..] of them, with its own matrix and bias: [Q, .., R, O].
-/// Rows that are not in use must be zero in the result's gradient, and, for those of experts that are parts of their own, finite in x, as
-/// they are if they come from to_experts and go to from_experts. CPUs skip them; a GPU multiplies all rows of experts that are parts of
-/// their own. Ranks may have experts of their own, where there is a part for each rank, or for each expert. With fp8 as linear() with
-/// Fp8::activations.
-Tensor expert_linear(const Tensor& x, const Tensor& weight, const Tensor& counts, const Tensor& bias = {}, bool fp8 = false);
+/// Rows that are not in use must be zero in the result's gradient, and finite in x, as they are if they come from to_experts and go to
+/// from_experts; what they are in the result nobody may ask. CPUs skip them, and so do GPUs, but for experts that are parts of their own and
+/// well filled. Ranks may have experts of their own, where there is a part for each rank, or for each expert.
+Tensor expert_linear(const Tensor& x, const Tensor& weight, const Tensor& counts, const ExpertLinearOptions& options = {});
 
 struct AttentionOptions {
   bool causal = true;  ///< query t of T sees keys s <= t + S - T

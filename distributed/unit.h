@@ -60,6 +60,7 @@ struct LeafSpec {
   bool trainable = true;
   std::optional<OwnershipMap> cut = std::nullopt;  ///< along the unit's tensor axis; absent: it is whole there
   bool exact = false;      ///< computed with in its dtype, whatever the unit's other leaves are
+  bool bias = false;       ///< nn::Parameter::bias()
   double steered = 0;      ///< what a step moves it by against its gradient's sign (nn::Parameter::steer); 0: an optimizer says
   std::optional<BlockFormat> blocks = std::nullopt;  ///< it is the bytes (u8, frozen) of values that rest in blocks
 };
@@ -115,7 +116,7 @@ struct UnitOptions {
   std::optional<DType> compute = std::nullopt;  ///< what masters are cast to before they are gathered; gradients stay in the
                                                 ///< masters' dtype
   std::optional<DType> reduce = std::nullopt;   ///< what gradients are cast to before each reduction, and back from after it
-  bool gather_int8 = false;        ///< matrices, and what has more dimensions, are gathered in int8 blocks
+  bool gather_int8 = false;        ///< matrices, and what has more dimensions but biases, are gathered in int8 blocks
   bool reduce_int8 = false;        ///< gradients are sent in them, in place of `reduce`
   bool whole_blocks = false;       ///< parameters begin on whole blocks, without either
   int tensor_axis = -1;            ///< cuts leaves that say how; -1: none

@@ -31,7 +31,7 @@ Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const UnitOptions& o,
   for (int i = 0; i < num_leaves(); ++i) {
     const LeafSpec& leaf = leaves_[i];
     const bool casts = !leaf.exact && is_floating(leaf.dtype);
-    const bool gather_int8 = o.gather_int8 && casts && leaf.shape.rank() >= 2;
+    const bool gather_int8 = o.gather_int8 && casts && leaf.shape.rank() >= 2 && !leaf.bias;
     auto it = std::find_if(buffers_.begin(), buffers_.end(), [&](const FlatBuffer& b) {
       return b.dtype == leaf.dtype && b.trainable == leaf.trainable && b.cut == is_cut(i) && b.exact == leaf.exact &&
              b.steered == leaf.steered && b.gather_int8 == gather_int8;

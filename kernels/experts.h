@@ -25,9 +25,17 @@ struct ExpertParts {
   constexpr int64_t part_of(int64_t expert) const { return ((expert + 1) * parts - 1) / experts; }
 };
 
-/// What a GPU is taken to need for a row of a part of several experts, whose kernel is our own, as a multiple of what the library needs
-/// where all experts have equally many. Not measured.
-inline constexpr int kPartCost = 2;
+/// How a product with the matrices of experts is made.
+struct ExpertProduct {
+  bool fp8 = false;
+  /// Most rows are empty: a GPU's own kernel, which skips them, is faster than the library, which does not. It takes parts of several
+  /// experts anyhow. CPUs skip them always.
+  bool mostly_empty = false;
+};
+
+/// What a GPU's own kernel is taken to need for a row in use, as a multiple of what the library needs for any row: it is not as good, and
+/// has no FP8 but as values. Not measured.
+constexpr int own_cost(bool fp8) { return fp8 ? 4 : 2; }
 
 /// The sizes that all operands share, and where things lie. Kernels of both devices have a copy.
 struct Routing {
@@ -88,23 +96,26 @@ void from_experts(const View& rows, const View& weights, const View& slots, cons
 void choice_dots(const View& rows, const View& y, const View& slots, const View& out);
 
 /// y[Q, .., R, O] = x[Q, .., R, I] weight[E, O, I]ᵀ + bias[E, O] of each row's expert, whose rows
-/// counts[E, ..] tells, weights of any strides; without a bias, View{}. What lies behind the rows in
-/// use is skipped, and zero in y.
+/// counts[E, ..] tells (as far as parts have rows), weights of any strides; without a bias, View{}. What
+/// lies behind the rows in use is skipped, and zero in y.
 size_t expert_linear_workspace(const View& x, const View& weight, const View& bias, const View& counts,
-                               const View& y, bool fp8 = false);
+                               const View& y, const ExpertProduct& how = {});
 void expert_linear(const View& x, const View& weight, const View& bias, const View& counts, const View& y,
-                   Workspace workspace, bool fp8 = false);
+                   Workspace workspace, const ExpertProduct& how = {});
 /// dweight[E, O, I] = dyᵀ x over the rows in use, or in f32 for narrow types. Groups are added in order.
 size_t expert_weight_gradient_workspace(const View& dy, const View& x, const View& counts,
-                                        const View& dweight);
+                                        const View& dweight, bool mostly_empty = false);
 void expert_weight_gradient(const View& dy, const View& x, const View& counts, const View& dweight,
-                            Workspace workspace);
+                            Workspace workspace, bool mostly_empty = false);
+/// dbias[E, O], dense: the sums of dy's rows in use, in order, or in f32 for narrow types.
+void expert_bias_gradient(const View& dy, const View& counts, const View& dbias);
 
 }  // namespace cpu
 
-/// The same on a GPU. A choice that is no expert is dropped. Where each part is one expert products are of
-/// all rows, zeros included: nothing tells the host how many are in use, and rows of dy and x that are not
-/// must be zero. Else blocks of a kernel find out which expert's rows they have.
+/// The same on a GPU. A choice that is no expert is dropped. Where each part is one expert, and not mostly
+/// empty, products are of all rows: nothing tells the host how many are in use. Rows that are not must be
+/// zero in dy and finite in x then, and are what they are of in y. Else blocks of a kernel find out which
+/// expert's rows they have (expert_products.h).
 namespace cuda {
 
 void top_k(const Stream& stream, const View& x, const View& out);
@@ -117,13 +128,15 @@ void from_experts(const Stream& stream, const View& rows, const View& weights, c
 void choice_dots(const Stream& stream, const View& rows, const View& y, const View& slots,
                  const View& out);
 size_t expert_linear_workspace(const View& x, const View& weight, const View& bias, const View& counts,
-                               const View& y, bool fp8 = false);
+                               const View& y, const ExpertProduct& how = {});
 void expert_linear(const Stream& stream, const View& x, const View& weight, const View& bias, const View& counts,
-                   const View& y, Workspace workspace, bool fp8 = false);
+                   const View& y, Workspace workspace, const ExpertProduct& how = {});
 size_t expert_weight_gradient_workspace(const View& dy, const View& x, const View& counts,
-                                        const View& dweight);
-void expert_weight_gradient(const Stream& stream, const View& dy, const View& x,
-                            const View& counts, const View& dweight, Workspace workspace);
+                                        const View& dweight, bool mostly_empty = false);
+void expert_weight_gradient(const Stream& stream, const View& dy, const View& x, const View& counts,
+                            const View& dweight, Workspace workspace, bool mostly_empty = false);
+size_t expert_bias_gradient_workspace(const View& dy, const View& counts, const View& dbias);
+void expert_bias_gradient(const Stream& stream, const View& dy, const View& counts, const View& dbias, Workspace workspace);
 
 }  // namespace cuda
 }  // namespace sheaf::kernels

@@ -110,7 +110,7 @@ void make_unit(UnitNode& node, const std::shared_ptr<GatherSchedule>& schedule, 
       specs.push_back(in_blocks(p, *p.blocks(), options));
       continue;
     }
-    specs.push_back({p.name(), p.shape(), p.dtype(), p.trainable(), p.cut(), p.exact(), p.steered()});
+    specs.push_back({p.name(), p.shape(), p.dtype(), p.trainable(), p.cut(), p.exact(), p.bias(), p.steered()});
   }
   auto unit = std::make_shared<Unit>(node.path, std::move(specs), options, schedule);
   unit->allocate(device);

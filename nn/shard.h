@@ -114,7 +114,7 @@ struct ShardOptions {
   /// In each reduction, of which zero1 has one a step and other strategies one a micro-batch, a rank's share is rounded to it
   /// once, and so is the sum, which is taken in f32, but by NCCL. Gradients rest in the parameters' own. Absent: no cast.
   std::optional<DType> reduce_dtype = std::nullopt;
-  /// Matrices, and what has more dimensions, are gathered in blocks of 64 int8 codes with a scale, 8.25 bits an element, and
+  /// Matrices, and what has more dimensions but Parameter::bias(), are gathered in blocks of 64 int8 codes with a scale, 8.25 bits an element, and
   /// computed with as these say (ZeRO++'s qwZ, https://arxiv.org/abs/2306.10209). Masters stay as they are. Where `axis` has one
   /// rank, nothing is sent in blocks, nor are copies along a secondary axis.
   bool gather_int8 = false;

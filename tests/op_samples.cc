@@ -382,18 +382,21 @@ const std::vector<OpSample>& op_samples() {
        .f = [](Args x) { return expert_linear(in_use(x[0], x[2]), x[1], x[2]); }, .exact = true,
        .rules = {"S0 S0 S0 -> S0", "S1 R S1 -> S1", "S4 S2 R -> P", "R S1 R -> S4", "P R R -> P", "R P R -> P"}},
       {.op = "expert_linear", .variant = "bias", .inputs = {{4, 2, 1, 3, 5}, {4, 6, 5}, integers({4, 2, 1}, 4, kI32), {4, 6}},
-       .f = [](Args x) { return in_use(expert_linear(in_use(x[0], x[2]), x[1], x[2], x[3]), x[2]); }, .exact = true,
+       .f = [](Args x) { return in_use(expert_linear(in_use(x[0], x[2]), x[1], x[2], {.bias = x[3]}), x[2]); }, .exact = true,
+       .rules = {"S0 S0 S0 S0 -> S0", "S1 R S1 R -> S1", "S4 S2 R R -> P", "R S1 R S1 -> S4", "P R R P -> P"}},
+      {.op = "expert_linear", .variant = "mostly empty", .inputs = {{4, 2, 1, 3, 5}, {4, 6, 5}, integers({4, 2, 1}, 2, kI32), {4, 6}},
+       .f = [](Args x) { return in_use(expert_linear(in_use(x[0], x[2]), x[1], x[2], {.bias = x[3], .fill = 0.2}), x[2]); }, .exact = true,
        .rules = {"S0 S0 S0 S0 -> S0", "S1 R S1 R -> S1", "S4 S2 R R -> P", "R S1 R S1 -> S4", "P R R P -> P"}},
       {.op = "expert_linear", .variant = "one part", .inputs = {{3, 5, 4}, integers({3, 5, 2}, 6), {6, 7, 4}, {6, 7}},
        .f = [](Args x) {
          const ExpertRoutes r = expert_routes(x[1], 6, 3, 1, 1);
-         return from_experts(expert_linear(to_experts(x[0], r), x[2], r.counts, x[3]), r);
+         return from_experts(expert_linear(to_experts(x[0], r), x[2], r.counts, {.bias = x[3]}), r);
        },
        .tolerance = 4, .rules = {"S0 S0 R R -> S0", "R R S1 S1 -> S2", "S2 R S2 R -> P", "P R R P -> P"}, .zero_size = false},
       {.op = "expert_linear", .variant = "three parts in groups", .inputs = {{3, 8, 4}, integers({3, 8, 2}, 7), {7, 5, 4}, {7, 5}},
        .f = [](Args x) {
          const ExpertRoutes r = expert_routes(x[1], 7, 2, 7, 3);
-         return from_experts(square(expert_linear(to_experts(x[0], r), x[2], r.counts, x[3])), r);
+         return from_experts(square(expert_linear(to_experts(x[0], r), x[2], r.counts, {.bias = x[3]})), r);
        },
        .tolerance = 4, .rules = {"S0 S0 R R -> S0", "R R S1 S1 -> S2"}, .zero_size = false},
       {.op = "expert_linear", .variant = "mixture", .inputs = {{3, 5, 4}, integers({3, 5, 2}, 6), {6, 7, 4}, {6, 4, 7}, {3, 5, 2}},

@@ -256,10 +256,63 @@ bool cuts_experts(const Place& p, const Shape& rows, const Shape& counts) {
   return false;
 }
 
+/// What ExpertLinear and its gradients of weights know of their rows.
+struct ExpertAttrs {
+  bool fp8;
+  double fill;  ///< ExpertLinearOptions's
+
+  kernels::ExpertProduct how() const { return {fp8, fill * kernels::own_cost(fp8) <= 1}; }
+  /// Whether a GPU's own kernel makes the product: then of rows in use alone, and never in FP8.
+  bool is_own(const Shape& rows, int64_t experts) const { return rows[0] != experts || how().mostly_empty; }
+  /// Of a product of all rows.
+  double work(double products, bool own) const { return own ? products * fill * kernels::own_cost(false) : products; }
+};
+
+struct ExpertBiasGradient {  // dy[Q, .., R, O], counts[E, ..] -> the sums [E, O] of the rows of an expert
+  static constexpr const char* kName = "expert_bias_gradient";
+  static constexpr uint64_t kStoresWide = 0b1;
+  using Attrs = NoAttrs;
+  static constexpr uint64_t kSavedInputs = 0b10;
+  static void infer(const Attrs&, Infer& c) {
+    check_rows(kName, c, 0, 1);
+    require_floating(kName, c.dtype(0));
+    c.output(c.dtype(0), {c.shape(1)[0], c.shape(0).back()});
+  }
+  static void place(const Attrs&, Place& p) {
+    const int last = p.shape(0).rank() - 1;
+    const OwnershipMap* map = p.sharded();
+    if (map && !map->is_flat()) {
+      const Placement cut = Placement::shard(*map);
+      if (map->dim() == 0) {
+        if (cuts_experts(p, p.shape(0), p.shape(1))) p.rule({cut, cut}, {cut});
+      } else if (map->dim() < last - 1) p.rule({cut, cut}, {kP});
+      else if (p.in(0).is_shard(last)) p.rule({cut, kR}, {Placement::shard(map->moved_to(1))});
+    }
+    p.rule({kR, kR}, {kR});
+    p.rule({kP, kR}, {kP});
+  }
+  static int64_t workspace(const Attrs&, const Execute& c) {
+    return SHEAF_GPU_WORKSPACE(c.device(), expert_bias_gradient, c.input(0), c.input(1), c.output(0));
+  }
+  static void execute(const Attrs&, Execute& c) {
+    const Stream stream = c.stream();
+    SHEAF_ON_DEVICE_SCRATCH(stream, c.workspace, expert_bias_gradient, c.input(0), c.input(1), c.output(0));
+  }
+  static void vjp(const Attrs&, Vjp& c) {  // g[E, O] to each row in use: as a product with zeros adds it
+    Type none = c.input_type(0);
+    none.shape[none.shape.rank() - 1] = 1;
+    const int last = none.shape.rank() - 1;
+    for (int a = 0; a < none.layout.num_axes(); ++a)
+      if (none.layout[a].is_partial() || none.layout[a].is_shard(last)) none.layout[a] = kR;
+    const Tensor g = c.grad();
+    c.set(0, expert_linear(full_of(none, 0.0), full_of({g.dtype(), {g.size(0), g.size(1), 1}, g.layout()}, 0.0), c.input(1), {.bias = g}));
+  }
+};
+
 struct ExpertWeightGradient {  // dy[Q, .., R, O], x[Q, .., R, I], counts[E, ..] -> dyᵀ x [E, O, I] over the rows of an expert
   static constexpr const char* kName = "expert_weight_gradient";
   static constexpr uint64_t kStoresWide = 0b1;
-  using Attrs = NoAttrs;
+  using Attrs = ExpertAttrs;
   static constexpr uint64_t kSavedInputs = 0b111;
   static void infer(const Attrs&, Infer& c) {
     check_rows(kName, c, 0, 2);
@@ -283,42 +336,33 @@ struct ExpertWeightGradient {  // dy[Q, .., R, O], x[Q, .., R, I], counts[E, ..]
     p.rule({kP, kR, kR}, {kP});
     p.rule({kR, kP, kR}, {kP});
   }
-  static int64_t workspace(const Attrs&, const Execute& c) {
-    return SHEAF_WORKSPACE(c.device(), expert_weight_gradient, c.input(0), c.input(1), c.input(2), c.output(0));
+  static int64_t workspace(const Attrs& a, const Execute& c) {
+    return SHEAF_WORKSPACE(c.device(), expert_weight_gradient, c.input(0), c.input(1), c.input(2), c.output(0), a.how().mostly_empty);
   }
-  static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_DEVICE(c.stream(), expert_weight_gradient, c.input(0), c.input(1), c.input(2), c.output(0), c.workspace);
+  static void execute(const Attrs& a, Execute& c) {
+    const Stream stream = c.stream();
+    SHEAF_ON_DEVICE(stream, expert_weight_gradient, c.input(0), c.input(1), c.input(2), c.output(0), c.workspace, a.how().mostly_empty);
   }
-  static void work(const Attrs&, WorkOf& w) {
+  static void work(const Attrs& a, WorkOf& w) {
     const Shape& dy = w.input(0);
     const int64_t experts = w.input(2)[0];
     w.multiplies(experts * dy.back(), dy.numel() / std::max<int64_t>(1, experts * dy.back()), w.input(1).back(), experts);
-    if (dy[0] != experts) w.work.products *= kernels::kPartCost;
+    w.work.products = a.work(w.work.products, a.is_own(dy, experts));
   }
-  static void vjp(const Attrs&, Vjp& c) {  // g[E, O, I]: dy gets x gᵀ, x gets dy g
-    if (c.needs(0)) c.set(0, expert_linear(c.input(1), c.grad(), c.input(2)));
-    if (c.needs(1)) c.set(1, expert_linear(c.input(0), transpose(c.grad(), -1, -2), c.input(2)));
+  static void vjp(const Attrs& a, Vjp& c) {  // g[E, O, I]: dy gets x gᵀ, x gets dy g
+    if (c.needs(0)) c.set(0, expert_linear(c.input(1), c.grad(), c.input(2), {.fill = a.fill}));
+    if (c.needs(1)) c.set(1, expert_linear(c.input(0), transpose(c.grad(), -1, -2), c.input(2), {.fill = a.fill}));
   }
   static void saves(const Attrs&, uint64_t needs, uint64_t& in, uint64_t&) {
     in = 0b100 | ((needs & 1) ? 0b10 : 0) | ((needs & 2) ? 0b01 : 0);
   }
 };
 
-/// Beside rows dy[Q, .., R, O], which they add up.
-Tensor column_of_ones(const Tensor& dy) {
-  Type t = dy.type();
-  const int last = t.shape.rank() - 1;
-  t.shape[last] = 1;
-  for (int a = 0; a < t.layout.num_axes(); ++a)
-    if (t.layout[a].is_partial() || t.layout[a].is_shard(last)) t.layout[a] = kR;
-  return full_of(t, 1.0);
-}
-
 struct ExpertLinear {  // x[Q, .., R, I], weight[E, O, I], counts[E, ..] [, bias[E, O]] -> [Q, .., R, O]
   static constexpr const char* kName = "expert_linear";
   static constexpr bool kWeightsLater = true;
-  using Attrs = Rounds;
-  static constexpr auto describe = describe_rounds;
+  using Attrs = ExpertAttrs;
+  static void describe(const Attrs& a, std::string& out) { describe_rounds({a.fp8}, out); }
   static constexpr bool kMarked = true;
   static constexpr uint64_t kSavedInputs = 0b111;
   static void infer(const Attrs& a, Infer& c) {
@@ -359,26 +403,28 @@ struct ExpertLinear {  // x[Q, .., R, I], weight[E, O, I], counts[E, ..] [, bias
   }
   static View bias_of(const Execute& c) { return c.num_inputs() > 3 ? c.input(3) : View{}; }
   static int64_t workspace(const Attrs& a, const Execute& c) {
-    return SHEAF_WORKSPACE(c.device(), expert_linear, c.input(0), c.input(1), bias_of(c), c.input(2), c.output(0), a.fp8);
+    return SHEAF_WORKSPACE(c.device(), expert_linear, c.input(0), c.input(1), bias_of(c), c.input(2), c.output(0), a.how());
   }
   static void execute(const Attrs& a, Execute& c) {
     const Stream stream = c.stream();
-    SHEAF_ON_DEVICE(stream, expert_linear, c.input(0), c.input(1), bias_of(c), c.input(2), c.output(0), c.workspace, a.fp8);
+    SHEAF_ON_DEVICE(stream, expert_linear, c.input(0), c.input(1), bias_of(c), c.input(2), c.output(0), c.workspace, a.how());
   }
   static void work(const Attrs& a, WorkOf& w) {
     const Shape& x = w.input(0);
     w.multiplies(x.numel() / std::max<int64_t>(1, x.back()), x.back(), w.input(1)[1], w.input(1)[0]);
-    if (x[0] != w.input(1)[0]) w.work.products *= kernels::kPartCost;
-    if (a.fp8) rounds(w, x.numel() + w.input(1).numel(), 0);
+    const bool own = a.is_own(x, w.input(1)[0]);
+    w.work.products = a.work(w.work.products, own);
+    if (a.fp8 && !own) rounds(w, x.numel() + w.input(1).numel(), 0);
   }
   static void vjp(const Attrs& a, Vjp& c) {
     const Tensor dy = contiguous(c.grad());
-    if (c.needs(0)) c.set(0, expert_linear(dy, transpose(c.input(1), -1, -2), c.input(2), {}, a.fp8));
-    if (c.num_inputs() > 3 && c.needs(3))
-      c.set(3, squeeze(apply<ExpertWeightGradient>({}, {dy, column_of_ones(dy), c.input(2)}), {2}));
-    if (!c.needs(1)) return;
-    c.weights(1, [dy, x = c.input(0), counts = c.input(2)](Vjp& c) {
-      c.set(1, apply<ExpertWeightGradient>({}, {dy, x, counts}, c.into(1)));
+    if (c.needs(0)) c.set(0, expert_linear(dy, transpose(c.input(1), -1, -2), c.input(2), {.fp8 = a.fp8, .fill = a.fill}));
+    const bool of_bias = c.num_inputs() > 3 && c.needs(3);
+    if (!c.needs(1) && !of_bias) return;
+    const Tensor x = c.needs(1) ? c.input(0) : Tensor();
+    c.weights(1, [dy, x, of_bias, counts = c.input(2), fill = a.fill](Vjp& c) {
+      if (x) c.set(1, apply<ExpertWeightGradient>({.fp8 = false, .fill = fill}, {dy, x, counts}, c.into(1)));
+      if (of_bias) c.set(3, apply<ExpertBiasGradient>({}, {dy, counts}, c.into(3)));
     });
   }
   static void saves(const Attrs&, uint64_t needs, uint64_t& in, uint64_t&) {
@@ -414,10 +460,10 @@ Tensor to_experts(const Tensor& x, const ExpertRoutes& routes, const Tensor& wei
 Tensor from_experts(const Tensor& rows, const ExpertRoutes& routes, const Tensor& weights) {
   return apply_routed<FromExperts>(rows, routes, weights);
 }
-Tensor expert_linear(const Tensor& x, const Tensor& weight, const Tensor& counts, const Tensor& bias, bool fp8) {
-  const Rounds rounds = rounds_of(fp8, x, weight);
-  if (!bias) return apply<ExpertLinear>(rounds, {contiguous(x), weight, contiguous(counts)});
-  return apply<ExpertLinear>(rounds, {contiguous(x), weight, contiguous(counts), contiguous(bias)});
+Tensor expert_linear(const Tensor& x, const Tensor& weight, const Tensor& counts, const ExpertLinearOptions& options) {
+  const ExpertAttrs attrs{rounds_of(options.fp8, x, weight).fp8, options.fill};
+  if (!options.bias) return apply<ExpertLinear>(attrs, {contiguous(x), weight, contiguous(counts)});
+  return apply<ExpertLinear>(attrs, {contiguous(x), weight, contiguous(counts), contiguous(options.bias)});
 }
 
 }  // namespace sheaf

@@ -6,6 +6,7 @@
 
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/cpu/gemm.h"
+#include "sheaf/kernels/cpu/lanes.h"
 #include "sheaf/kernels/cpu/rows.h"
 #include "sheaf/kernels/experts.h"
 #include "sheaf/kernels/fp8.h"
@@ -43,6 +44,7 @@ class Groups {
         }
   }
   int64_t experts() const { return parts_.experts; }
+  int64_t count() const { return count_; }
   int64_t used(int64_t group) const { return rows_[static_cast<size_t>(group)].count; }
   /// Among those of all parts, [Q, ..], and the first of its rows there.
   int64_t group_of_part(int64_t group) const { return parts_.part_of(group / each_) * each_ + group % each_; }
@@ -209,11 +211,11 @@ DType computed_in(DType d) { return d == kF64 ? kF64 : kF32; }
 }  // namespace
 
 size_t expert_linear_workspace(const View& x, const View& weight, const View& bias, const View& counts,
-                               const View& y, bool fp8) {
+                               const View& y, const ExpertProduct& how) {
   if (y.numel() == 0) return 0;
   const Groups groups(kLinear, counts, x);
   const Source from(kLinear, x, counts), to(kLinear, y, counts);
-  const Rounded rounded(weight, fp8);
+  const Rounded rounded(weight, how.fp8);
   size_t most = 0;
   groups.sizes([&](int64_t rows) {
     most = std::max(most, gemm_workspace({kLinear, from.matrix(nullptr, rows), transposed(rounded.matrix(0, nullptr)),
@@ -223,11 +225,11 @@ size_t expert_linear_workspace(const View& x, const View& weight, const View& bi
 }
 
 void expert_linear(const View& x, const View& weight, const View& bias, const View& counts, const View& y,
-                   Workspace workspace, bool fp8) {
+                   Workspace workspace, const ExpertProduct& how) {
   if (y.numel() == 0) return;
   const Groups groups(kLinear, counts, x);
   const Source from(kLinear, x, counts), to(kLinear, y, counts);
-  const Rounded rounded(weight, fp8);
+  const Rounded rounded(weight, how.fp8);
   const size_t bytes[] = {from.piece_bytes(groups.largest_piece()), to.piece_bytes(groups.largest_piece())};
   const size_t taken = bytes[0] + bytes[1] + rounded.bytes();
   check<ShapeError>(workspace.bytes >= taken, "[", kLinear, "] workspace too small");
@@ -239,7 +241,7 @@ void expert_linear(const View& x, const View& weight, const View& bias, const Vi
     groups.pieces(expert, [&](const Piece& piece) {
       const View rows = from.matrix(in, in_units(piece.rows));
       from.gather(groups, piece, in);
-      if (fp8) round_to_fp8(rows, rows);
+      if (how.fp8) round_to_fp8(rows, rows);
       gemm({kLinear, rows, transposed(matrix), to.matrix(out, in_units(piece.rows)), bias_of(bias, expert)}, rest);
       to.scatter(groups, piece, out);
     });
@@ -248,7 +250,7 @@ void expert_linear(const View& x, const View& weight, const View& bias, const Vi
 }
 
 size_t expert_weight_gradient_workspace(const View& dy, const View& x, const View& counts,
-                                        const View& dweight) {
+                                        const View& dweight, bool) {
   if (dweight.numel() == 0) return 0;
   const Gradient gradient(dweight, computed_in(x.dtype), 0, nullptr);
   const Groups groups(kGradient, counts, x);
@@ -264,7 +266,7 @@ size_t expert_weight_gradient_workspace(const View& dy, const View& x, const Vie
 }
 
 void expert_weight_gradient(const View& dy, const View& x, const View& counts, const View& dweight,
-                            Workspace workspace) {
+                            Workspace workspace, bool) {
   if (dweight.numel() == 0) return;
   const Groups groups(kGradient, counts, x);
   const Source rows_of_dy(kGradient, dy, counts), rows_of_x(kGradient, x, counts);
@@ -289,6 +291,35 @@ void expert_weight_gradient(const View& dy, const View& x, const View& counts, c
     if (!begun) fill(gradient.sum, 0);
     if (gradient.copies) copy(gradient.sum, gradient.dweight);
   }
+}
+
+void expert_bias_gradient(const View& dy, const View& counts, const View& dbias) {
+  constexpr const char* who = "expert_bias_gradient";
+  if (dbias.numel() == 0) return;
+  const Groups groups(who, counts, dy);
+  const Source rows(who, dy, counts);
+  check<ShapeError>(dbias.shape == Shape{groups.experts(), rows.cols()} && dbias.contiguous(), "[", who, "] gradients ", dbias.shape,
+                    " of rows ", dy.shape, " for counts ", counts.shape);
+  visit_floating(who, dy.dtype, [&]<class T>() {
+    using C = ComputeType<T>;
+    const int64_t cols = rows.cols(), slices = (cols + kLanes - 1) / kLanes, each = groups.count() / groups.experts();
+    const bool wide = dbias.dtype == dtype_of<C>;
+    check<DTypeError>(wide || dbias.dtype == dy.dtype, "[", who, "] of ", dy.dtype, " into ", dbias.dtype);
+    parallel_for(groups.experts() * slices, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t item = begin; item < end; ++item) {
+        const int64_t expert = item / slices, at = item % slices * kLanes;
+        const int n = static_cast<int>(std::min<int64_t>(kLanes, cols - at));
+        Lanes<C> sum(C(0));
+        for (int64_t group = expert * each; group < (expert + 1) * each; ++group) {
+          const int64_t part = groups.group_of_part(group), first = groups.begin(group);
+          for (int64_t row = first; row < first + groups.used(group); ++row)
+            sum = sum + load_lanes(reinterpret_cast<const T*>(rows.at(part, row)) + at, n);
+        }
+        if (wide) store_lanes(dbias.as<C>() + expert * cols + at, sum, n);
+        else store_lanes(dbias.as<T>() + expert * cols + at, sum, n);
+      }
+    });
+  });
 }
 
 }  // namespace sheaf::kernels::cpu

@@ -12,40 +12,48 @@ namespace {
 
 constexpr const char *kLinear = "expert_linear", *kGradient = "expert_weight_gradient";
 
-/// Whether each expert is a part of its own, whose products are of as many rows as any other's.
-bool is_alone(const View& rows, const View& counts) { return rows.shape[0] == counts.shape[0]; }
+/// Whether the library makes the product, of as many rows of each expert.
+bool by_library(const View& rows, const View& counts, bool mostly_empty) { return rows.shape[0] == counts.shape[0] && !mostly_empty; }
 
-/// Operands that are rounded to FP8, as values.
-class RoundedParts {
+/// Operands as our own kernel takes them: rows dense, and with fp8 rounded, as values; copies where they are something else.
+class OwnOperands {
  public:
-  View x, weight;
+  View rows, other;  ///< other: a weight, of any strides, or rows, too
 
-  RoundedParts(const View& of_x, const View& of_weight)
-      : x(View::dense(nullptr, of_x.dtype, of_x.shape)), weight(View::dense(nullptr, of_weight.dtype, of_weight.shape)), from_{of_x, of_weight} {}
+  OwnOperands(const View& first, const View& second, bool second_is_rows, bool fp8)
+      : rows(first), other(second), from_{first, second}, fp8_(fp8),
+        copies_{fp8 || !first.contiguous(), fp8 || (second_is_rows && !second.contiguous())} {
+    if (copies_[0]) rows = View::dense(nullptr, first.dtype, first.shape);
+    if (copies_[1]) other = View::dense(nullptr, second.dtype, second.shape);
+  }
   size_t bytes() const {
-    return line_align(static_cast<size_t>(x.bytes())) + line_align(static_cast<size_t>(weight.bytes())) + rounding_bytes();
+    return (copies_[0] ? line_align(static_cast<size_t>(rows.bytes())) : 0) +
+           (copies_[1] ? line_align(static_cast<size_t>(other.bytes())) : 0) + rounding_bytes();
   }
-  /// Takes memory for them; returns the rest.
-  Workspace place(Workspace workspace) {
+  /// Makes them, in some of the workspace; returns the rest.
+  Workspace make(const Stream& stream, Workspace workspace) {
     Carver carver(kLinear, workspace);
-    x.data = carver.take<char>(x.bytes()), weight.data = carver.take<char>(weight.bytes());
-    rounding_ = {carver.take<char>(static_cast<int64_t>(rounding_bytes())), rounding_bytes()};
+    if (copies_[0]) rows.data = carver.take<char>(rows.bytes());
+    if (copies_[1]) other.data = carver.take<char>(other.bytes());
+    const Workspace rounding{carver.take<char>(static_cast<int64_t>(rounding_bytes())), rounding_bytes()};
+    const View* const made[] = {&rows, &other};
+    for (int i = 0; i < 2; ++i) {
+      if (!copies_[i]) continue;
+      if (fp8_) round_to_fp8(stream, from_[i], *made[i], rounding);
+      else copy(stream, from_[i], *made[i]);
+    }
     return {static_cast<char*>(workspace.data) + bytes(), workspace.bytes - bytes()};
-  }
-  void round(const Stream& stream) const {
-    round_to_fp8(stream, from_[0], x, rounding_);
-    round_to_fp8(stream, from_[1], weight, rounding_);
   }
 
  private:
   size_t rounding_bytes() const {
-    return line_align(std::max(round_to_fp8_workspace(from_[0]), round_to_fp8_workspace(from_[1])));
+    return fp8_ ? line_align(std::max(round_to_fp8_workspace(from_[0]), round_to_fp8_workspace(from_[1]))) : 0;
   }
   View from_[2];
-  Workspace rounding_ = {};
+  bool fp8_, copies_[2];
 };
 
-/// weight[E, O, I] beside rows[E, .., P, I]: the groups of an expert share its matrix.
+/// weight[E, O, I] beside rows[E, .., R, I]: the groups of an expert share its matrix.
 Gemm product(const View& x, const View& weight, const View& y, bool fp8) {
   View shared = weight;
   for (int d = 3; d < x.rank(); ++d) shared.shape.insert(1, 1), shared.strides.insert(1, 0);
@@ -101,33 +109,42 @@ class Gradient {
 
 }  // namespace
 
-size_t expert_linear_workspace(const View& x, const View& weight, const View&, const View& counts, const View& y, bool fp8) {
-  if (is_alone(x, counts)) return gemm_workspace(product(x, weight, y, fp8));
-  return part_linear_workspace(counts, x) + (fp8 ? RoundedParts(x, weight).bytes() : 0);
+size_t expert_linear_workspace(const View& x, const View& weight, const View&, const View& counts, const View& y,
+                               const ExpertProduct& how) {
+  if (by_library(x, counts, how.mostly_empty)) return gemm_workspace(product(x, weight, y, how.fp8));
+  return OwnOperands(x, weight, false, how.fp8).bytes() + part_linear_workspace(counts, x);
 }
 void expert_linear(const Stream& stream, const View& x, const View& weight, const View& bias, const View& counts,
-                   const View& y, Workspace workspace, bool fp8) {
-  if (is_alone(x, counts)) {
-    gemm(stream, product(x, weight, y, fp8), workspace);
+                   const View& y, Workspace workspace, const ExpertProduct& how) {
+  if (by_library(x, counts, how.mostly_empty)) {
+    gemm(stream, product(x, weight, y, how.fp8), workspace);
     if (bias.rank()) add_expert_bias(stream, bias, counts, y);
-  } else if (fp8) {
-    RoundedParts rounded(x, weight);
-    const Workspace rest = rounded.place(workspace);
-    rounded.round(stream);
-    part_linear(stream, rounded.x, rounded.weight, bias, counts, y, rest);
-  } else {
-    part_linear(stream, x, weight, bias, counts, y, workspace);
+    return;
   }
+  OwnOperands own(x, weight, false, how.fp8);
+  const Workspace rest = own.make(stream, workspace);
+  part_linear(stream, own.rows, own.other, bias, counts, y, rest);
 }
 
-size_t expert_weight_gradient_workspace(const View& dy, const View& x, const View& counts,
-                                        const View& dweight) {
-  return is_alone(x, counts) ? Gradient(dy, x, dweight).workspace() : part_weight_gradient_workspace(counts, x);
+size_t expert_weight_gradient_workspace(const View& dy, const View& x, const View& counts, const View& dweight, bool mostly_empty) {
+  if (by_library(x, counts, mostly_empty)) return Gradient(dy, x, dweight).workspace();
+  return OwnOperands(dy, x, true, false).bytes() + part_weight_gradient_workspace(counts, x);
 }
 void expert_weight_gradient(const Stream& stream, const View& dy, const View& x, const View& counts,
-                            const View& dweight, Workspace workspace) {
-  if (is_alone(x, counts)) Gradient(dy, x, dweight).run(stream, workspace);
-  else part_weight_gradient(stream, dy, x, counts, dweight, workspace);
+                            const View& dweight, Workspace workspace, bool mostly_empty) {
+  if (by_library(x, counts, mostly_empty)) return Gradient(dy, x, dweight).run(stream, workspace);
+  OwnOperands own(dy, x, true, false);
+  const Workspace rest = own.make(stream, workspace);
+  part_weight_gradient(stream, own.rows, own.other, counts, dweight, rest);
+}
+
+size_t expert_bias_gradient_workspace(const View& dy, const View& counts, const View& dbias) {
+  return OwnOperands(dy, dbias, false, false).bytes() + part_bias_gradient_workspace(counts, dy);
+}
+void expert_bias_gradient(const Stream& stream, const View& dy, const View& counts, const View& dbias, Workspace workspace) {
+  OwnOperands own(dy, dbias, false, false);
+  const Workspace rest = own.make(stream, workspace);
+  part_bias_gradient(stream, own.rows, counts, dbias, rest);
 }
 
 }  // namespace sheaf::kernels::cuda

@@ -9,36 +9,43 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
 
-/// Where rows of experts lie: of [Q, J, R], J groups.
+/// Where rows of experts lie: of [Q, J, R], J groups. find_rows() has to be enqueued before they are asked for.
 struct PartRows {
-  const int32_t* counts;  ///< [E, J]
   ExpertParts parts;
   int64_t groups, room;
+  Rows<const int32_t> given;  ///< counts [E, J]
+  int32_t *begins, *counts;   ///< [E, J]: where an expert's rows begin in its part's, and how many of them fit there
 
-  static PartRows of(const char* who, const View& counts, const View& rows) {
-    const int64_t experts = counts.shape[0], parts = rows.shape[0];
-    check<ShapeError>(counts.contiguous() && rows.contiguous() && counts.dtype == kI32 && parts <= experts && (parts > 0 || experts == 0),
-                      '[', who, "] wants dense rows in parts of experts and i32 counts, got ", rows.shape, " and ", counts.shape);
-    return {counts.as<const int32_t>(), {experts, parts}, experts ? counts.numel() / experts : 0, rows.shape.dim(-2)};
+  PartRows(const char* who, const View& of_experts, const View& rows)
+      : parts{of_experts.shape[0], rows.shape[0]},
+        groups(parts.experts ? of_experts.numel() / parts.experts : 0),
+        room(rows.shape.dim(-2)),
+        given(elements_of<const int32_t>(who, of_experts)),
+        begins(nullptr),
+        counts(nullptr) {
+    check<ShapeError>(rows.contiguous() && of_experts.dtype == kI32 && parts.parts <= parts.experts && (parts.parts > 0 || parts.experts == 0),
+                      '[', who, "] wants dense rows in parts of experts and i32 counts, got ", rows.shape, " and ", of_experts.shape);
+  }
+  size_t bytes() const { return 2 * line_align(static_cast<size_t>(parts.experts * groups) * 4); }
+  void place(Carver& carver) {
+    begins = carver.take<int32_t>(parts.experts * groups), counts = carver.take<int32_t>(parts.experts * groups);
   }
   __device__ int64_t count(int64_t expert, int64_t group) const { return counts[expert * groups + group]; }
-  __device__ int64_t first_row(int64_t expert, int64_t group) const { return (parts.part_of(expert) * groups + group) * room; }
+  /// Among the rows of all parts.
+  __device__ int64_t first_row(int64_t expert, int64_t group) const {
+    return (parts.part_of(expert) * groups + group) * room + begins[expert * groups + group];
+  }
 };
 
-/// What is found out once for a product: begins[E, J], where an expert's rows begin in its part's; for each tile of up to kTileRows
-/// rows of one expert, those of all its groups one behind another, the expert and the first of them; -1 for tiles that are none.
+/// For each tile of so many rows of one expert, those of all its groups one behind another, the expert and the first of them; -1 for
+/// tiles that are none.
 struct RowTiles {
-  int32_t *begins, *experts, *firsts;
+  int32_t *experts, *firsts;
   int64_t count;
 
   static int64_t most(const PartRows& r, int rows) { return blocks_for(r.parts.parts * r.groups * r.room, rows) + r.parts.experts; }
-  static size_t bytes(const PartRows& r, int rows) {
-    return line_align(static_cast<size_t>(r.parts.experts * r.groups) * 4) + 2 * line_align(static_cast<size_t>(most(r, rows)) * 4);
-  }
-  RowTiles(const char* who, const PartRows& r, int rows, Workspace workspace) {
-    Carver carver(who, workspace);
-    count = most(r, rows);
-    begins = carver.take<int32_t>(r.parts.experts * r.groups);
+  static size_t bytes(const PartRows& r, int rows) { return 2 * line_align(static_cast<size_t>(most(r, rows)) * 4); }
+  RowTiles(const PartRows& r, int rows, Carver& carver) : count(most(r, rows)) {
     experts = carver.take<int32_t>(count), firsts = carver.take<int32_t>(count);
   }
 };
@@ -54,17 +61,21 @@ __device__ int64_t sum_up_to_lane(int64_t x) {
   return x;
 }
 
-/// A warp takes a group of a part, and adds its experts' counts up, 32 at a time.
-__global__ void find_begins(PartRows r, int32_t* begins) {
+/// A warp takes a group of a part, and adds its experts' counts up, 32 at a time. What is more than the part has does not count.
+__global__ void find_begins(PartRows r) {
   const int64_t item = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
   if (item >= r.parts.parts * r.groups) return;
   const int64_t group = item % r.groups, end = r.parts.first_of(item / r.groups + 1);
   int64_t before = 0;
   for (int64_t first = r.parts.first_of(item / r.groups); first < end; first += kWarp) {
-    const int64_t expert = first + lane_of_thread(), count = expert < end ? r.count(expert, group) : 0;
-    const int64_t up_to = sum_up_to_lane(count);
-    if (expert < end) begins[expert * r.groups + group] = static_cast<int32_t>(before + up_to - count);
-    before += __shfl_sync(kFullWarp, up_to, kWarp - 1);
+    const int64_t expert = first + lane_of_thread(), at = expert * r.groups + group;
+    const int64_t given = expert < end ? *r.given[at] : 0, count = given < 0 ? 0 : given < r.room ? given : r.room;
+    const int64_t up_to = before + sum_up_to_lane(count), begin = up_to - count < r.room ? up_to - count : r.room;
+    if (expert < end) {
+      r.begins[at] = static_cast<int32_t>(begin);
+      r.counts[at] = static_cast<int32_t>((up_to < r.room ? up_to : r.room) - begin);
+    }
+    before = __shfl_sync(kFullWarp, up_to, kWarp - 1);
   }
 }
 
@@ -102,10 +113,7 @@ struct RowCursor {
     while (group < r.groups && offset >= r.count(expert, group)) offset -= r.count(expert, group), ++group;
   }
   /// Among the rows of all parts; -1 behind the last.
-  __device__ int64_t row(const PartRows& r, const int32_t* begins, int64_t expert) const {
-    if (group >= r.groups) return -1;
-    return r.first_row(expert, group) + begins[expert * r.groups + group] + offset;
-  }
+  __device__ int64_t row(const PartRows& r, int64_t expert) const { return group < r.groups ? r.first_row(expert, group) + offset : -1; }
 };
 
 /// How a product is cut: a block makes kRows x kColumns of the result, kInner of the sums at a time.
@@ -220,22 +228,22 @@ __device__ void multiply(Sums<T>& sums, const A& a, const B& b) {
         }
 }
 
-/// A line of a piece: `count` elements that lie side by side at `from`, or `step` apart, zeros behind them; null: zeros. kPacked: 16 bytes at
-/// a time, which begin at multiples of 16 bytes, and of which all or none are there. Packed elements are on their way until arrived().
+/// 16 bytes of a piece: `count` elements, or as many of them as these have room for, that lie side by side at `from`, or `step` apart, zeros
+/// behind them. kPacked: they begin at a multiple of 16 bytes, and all or none are there; they are on their way until arrived().
 template <class T, bool kPacked>
 __device__ void copy_pack(T* to, const T* from, int64_t count, int64_t step) {
   constexpr int kSize = Pack<T>::kSize;
   if constexpr (kPacked) {
 #if !SHEAF_CUDA_EMULATED
     const auto at = static_cast<unsigned>(__cvta_generic_to_shared(to));
-    const int bytes = from && count > 0 ? 16 : 0;  // of 16 the others become zeros
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from ? from : to), "r"(bytes) : "memory");
+    const int bytes = count > 0 ? 16 : 0;  // the others of 16 become zeros
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes) : "memory");
 #else
-    store_pack(to, from && count > 0 ? load_pack(from) : Pack<T>{});
+    store_pack(to, count > 0 ? load_pack(from) : Pack<T>{});
 #endif
   } else {
 #pragma unroll
-    for (int k = 0; k < kSize; ++k) to[k] = from && k < count ? from[k * step] : element<T>(Compute<T>(0));
+    for (int k = 0; k < kSize; ++k) to[k] = k < count ? from[k * step] : element<T>(Compute<T>(0));
   }
 }
 
@@ -311,7 +319,7 @@ __global__ void __launch_bounds__(kThreads) multiply_parts(LinearProduct<T> p) {
   for (int r = threadIdx.x; r < S::kRows; r += kThreads) {
     RowCursor at;
     at.advance(p.rows, expert, p.tiles.firsts[tile] + r);
-    s.row[r] = at.row(p.rows, p.tiles.begins, expert);
+    s.row[r] = at.row(p.rows, expert);
   }
   __syncthreads();
   const T* const weight = p.weight + expert * p.of_expert;
@@ -320,17 +328,17 @@ __global__ void __launch_bounds__(kThreads) multiply_parts(LinearProduct<T> p) {
     const int64_t first = round * S::kInner;
     each_pack<T, S::kRows, S::kInner>([&](int r, int i) {
       const int64_t row = s.row[r];
-      copy_pack<T, kPacked>(&a.v[r][i], row < 0 ? nullptr : p.x + row * p.in + first + i, p.in - first - i, 1);
+      copy_pack<T, kPacked>(&a.v[r][i], row < 0 ? p.x : p.x + row * p.in + first + i, row < 0 ? 0 : p.in - first - i, 1);
     });
     if constexpr (kWeightInner)
       each_pack<T, S::kInner, S::kColumns>([&](int i, int c) {
         const int64_t k = first + i, column = first_column + c;
-        copy_pack<T, kPacked>(&b.v[i][c], k < p.in ? weight + k * p.of_in + column * p.of_out : nullptr, p.out - column, p.of_out);
+        copy_pack<T, kPacked>(&b.v[i][c], k < p.in ? weight + k * p.of_in + column * p.of_out : weight, k < p.in ? p.out - column : 0, p.of_out);
       });
     else
       each_pack<T, S::kColumns, S::kInner>([&](int c, int i) {
         const int64_t k = first + i, column = first_column + c;
-        copy_pack<T, kPacked>(&b.v[c][i], column < p.out ? weight + column * p.of_out + k * p.of_in : nullptr, p.in - k, p.of_in);
+        copy_pack<T, kPacked>(&b.v[c][i], column < p.out ? weight + column * p.of_out + k * p.of_in : weight, column < p.out ? p.in - k : 0, p.of_in);
       });
   });
 #pragma unroll
@@ -349,7 +357,6 @@ __global__ void __launch_bounds__(kThreads) multiply_parts(LinearProduct<T> p) {
 template <class T, class D>
 struct GradientProduct {
   PartRows rows;
-  RowTiles tiles;
   const T *dy, *x;
   D* dweight;
   int64_t in, out, column_tiles;
@@ -378,15 +385,15 @@ __global__ void __launch_bounds__(kThreads) multiply_rows(GradientProduct<T, D> 
   multiply_rounds<T, true, true>(sums, blocks_for(count, S::kInner), s.a, s.b, [&](int64_t round, auto& a, auto& b) {
     int64_t(&row)[S::kInner] = s.row[round % kRounds];
     if (threadIdx.x < S::kInner) {
-      row[threadIdx.x] = at.row(p.rows, p.tiles.begins, expert);
+      row[threadIdx.x] = at.row(p.rows, expert);
       at.advance(p.rows, expert, S::kInner);
     }
     __syncthreads();
     each_pack<T, S::kInner, S::kRows>([&](int i, int r) {
-      copy_pack<T, kPacked>(&a.v[i][r], row[i] < 0 ? nullptr : p.dy + row[i] * p.out + first_row + r, p.out - first_row - r, 1);
+      copy_pack<T, kPacked>(&a.v[i][r], row[i] < 0 ? p.dy : p.dy + row[i] * p.out + first_row + r, row[i] < 0 ? 0 : p.out - first_row - r, 1);
     });
     each_pack<T, S::kInner, S::kColumns>([&](int i, int c) {
-      copy_pack<T, kPacked>(&b.v[i][c], row[i] < 0 ? nullptr : p.x + row[i] * p.in + first_column + c, p.in - first_column - c, 1);
+      copy_pack<T, kPacked>(&b.v[i][c], row[i] < 0 ? p.x : p.x + row[i] * p.in + first_column + c, row[i] < 0 ? 0 : p.in - first_column - c, 1);
     });
   });
 #pragma unroll
@@ -406,10 +413,8 @@ template <class T>
 __global__ void clear_rests(PartRows r, T* y, int64_t cols) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
   if (row >= r.parts.parts * r.groups * r.room) return;
-  const int64_t group = row / r.room % r.groups, part = row / r.room / r.groups, end = r.parts.first_of(part + 1);
-  int64_t used = 0;
-  for (int64_t e = r.parts.first_of(part) + lane_of_thread(); e < end; e += kWarp) used += r.count(e, group);
-  if (row % r.room < warp_sum(used)) return;
+  const int64_t last = (r.parts.first_of(row / r.room / r.groups + 1) - 1) * r.groups + row / r.room % r.groups;
+  if (row % r.room < r.begins[last] + r.counts[last]) return;
   for (int64_t i = lane_of_thread(); i < cols; i += kWarp) y[row * cols + i] = element<T>(Compute<T>(0));
 }
 
@@ -424,9 +429,28 @@ __global__ void add_bias_to_rows(Rows<T> y, Rows<const int32_t> counts, int64_t 
   for (int64_t i = lane_of_thread(); i < y.cols; i += kWarp) to[i] = element<T>(convert_to<C>(to[i]) + convert_to<C>(from[i]));
 }
 
-void find_tiles(const char* who, const Stream& stream, const PartRows& r, int rows, const RowTiles& tiles) {
-  launch(who, stream, {.blocks = blocks_for(r.parts.parts * r.groups, kWarps), .threads = kThreads}, find_begins, r, tiles.begins);
-  launch(who, stream, {.blocks = 1, .threads = kThreads}, list_tiles, r, rows, tiles);
+/// A block takes 32 columns of the sums of an expert; a warp each eighth of its rows, in order, and then the warps' sums are added in theirs.
+template <class T, class D>
+__global__ void __launch_bounds__(kThreads) sum_rows(PartRows r, const T* dy, int64_t cols, D* dbias) {
+  using C = Compute<T>;
+  __shared__ C of_warps[kWarps][kWarp];
+  const int64_t expert = blockIdx.y, column = static_cast<int64_t>(blockIdx.x) * kWarp + lane_of_thread();
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  RowCursor at;
+  at.advance(r, expert, warp);
+  C sum = 0;
+  for (; at.group < r.groups; at.advance(r, expert, kWarps))
+    if (column < cols) sum += convert_to<C>(dy[at.row(r, expert) * cols + column]);
+  of_warps[warp][lane_of_thread()] = sum;
+  __syncthreads();
+  if (warp > 0 || column >= cols) return;
+  sum = 0;
+  for (int w = 0; w < kWarps; ++w) sum += of_warps[w][lane_of_thread()];
+  dbias[expert * cols + column] = element<D>(sum);
+}
+
+void find_rows(const char* who, const Stream& stream, const PartRows& r) {
+  launch(who, stream, {.blocks = blocks_for(r.parts.parts * r.groups, kWarps), .threads = kThreads}, find_begins, r);
 }
 
 bool takes_packs(const void* data, int64_t pitch, size_t size) {
@@ -435,18 +459,26 @@ bool takes_packs(const void* data, int64_t pitch, size_t size) {
 
 }  // namespace
 
-size_t part_linear_workspace(const View& counts, const View& x) { return part_weight_gradient_workspace(counts, x); }
+size_t part_linear_workspace(const View& counts, const View& x) {
+  return visit_floating("expert_linear", x.dtype, [&]<class T>() {
+    const PartRows rows("expert_linear", counts, View::dense(nullptr, x.dtype, x.shape));
+    return rows.bytes() + RowTiles::bytes(rows, Tiling<T>::kRows);
+  });
+}
 
 void part_linear(const Stream& stream, const View& x, const View& weight, const View& bias, const View& counts, const View& y,
                  Workspace workspace) {
   constexpr const char* who = "expert_linear";
   if (y.numel() == 0) return;
-  const PartRows rows = PartRows::of(who, counts, x);
-  PartRows::of(who, counts, y);
+  PartRows rows(who, counts, x);
+  check<ShapeError>(y.contiguous(), '[', who, "] wants dense results");
   visit_floating(who, x.dtype, [&]<class T>() {
     using S = Tiling<T>;
-    const RowTiles tiles(who, rows, S::kRows, workspace);
-    find_tiles(who, stream, rows, S::kRows, tiles);
+    Carver carver(who, workspace);
+    rows.place(carver);
+    const RowTiles tiles(rows, S::kRows, carver);
+    find_rows(who, stream, rows);
+    launch(who, stream, {.blocks = 1, .threads = kThreads}, list_tiles, rows, S::kRows, tiles);
     const int64_t in = x.shape.back(), out = y.shape.back();
     const LinearProduct<T> p{rows, tiles, x.as<const T>(), weight.as<const T>(), bias.rank() ? bias.as<const T>() : nullptr, y.as<T>(),
                              in, out, blocks_for(out, S::kColumns), weight.strides[0], weight.strides[1], weight.strides[2],
@@ -466,26 +498,24 @@ void part_linear(const Stream& stream, const View& x, const View& weight, const 
 }
 
 size_t part_weight_gradient_workspace(const View& counts, const View& x) {
-  return visit_floating("expert_linear", x.dtype, [&]<class T>() {
-    const PartRows rows{nullptr, {counts.shape[0], x.shape[0]}, counts.shape[0] ? counts.numel() / counts.shape[0] : 0, x.shape.dim(-2)};
-    return RowTiles::bytes(rows, Tiling<T>::kRows);
-  });
+  return PartRows("expert_weight_gradient", counts, View::dense(nullptr, x.dtype, x.shape)).bytes();
 }
 
 void part_weight_gradient(const Stream& stream, const View& dy, const View& x, const View& counts, const View& dweight,
                           Workspace workspace) {
   constexpr const char* who = "expert_weight_gradient";
   if (dweight.numel() == 0) return;
-  const PartRows rows = PartRows::of(who, counts, x);
-  PartRows::of(who, counts, dy);
+  PartRows rows(who, counts, x);
+  check<ShapeError>(dy.contiguous(), '[', who, "] wants dense rows");
+  Carver carver(who, workspace);
+  rows.place(carver);
+  find_rows(who, stream, rows);
   visit_floating(who, x.dtype, [&]<class T>() {
     using S = Tiling<T>;
-    const RowTiles tiles(who, rows, S::kRows, workspace);
-    find_tiles(who, stream, rows, S::kRows, tiles);
     const int64_t in = x.shape.back(), out = dy.shape.back();
     const bool packed = takes_packs(x.data, in, sizeof(T)) && takes_packs(dy.data, out, sizeof(T));
     const auto run = [&]<class D>() {
-      const GradientProduct<T, D> p{rows, tiles, dy.as<const T>(), x.as<const T>(), dweight.as<D>(), in, out, blocks_for(in, S::kColumns),
+      const GradientProduct<T, D> p{rows, dy.as<const T>(), x.as<const T>(), dweight.as<D>(), in, out, blocks_for(in, S::kColumns),
                                     dweight.strides[0], dweight.strides[1], dweight.strides[2]};
       launch(who, stream,
              {.blocks = p.column_tiles * blocks_for(out, S::kRows), .threads = kThreads, .blocks_y = rows.parts.experts,
@@ -493,6 +523,28 @@ void part_weight_gradient(const Stream& stream, const View& dy, const View& x, c
              packed ? multiply_rows<T, D, true> : multiply_rows<T, D, false>, p);
     };
     if (dweight.dtype == x.dtype) run.template operator()<T>();
+    else run.template operator()<Compute<T>>();
+  });
+}
+
+size_t part_bias_gradient_workspace(const View& counts, const View& dy) { return part_weight_gradient_workspace(counts, dy); }
+
+void part_bias_gradient(const Stream& stream, const View& dy, const View& counts, const View& dbias, Workspace workspace) {
+  constexpr const char* who = "expert_bias_gradient";
+  if (dbias.numel() == 0) return;
+  PartRows rows(who, counts, dy);
+  const int64_t cols = dy.shape.back();
+  check<ShapeError>(dbias.shape == Shape{rows.parts.experts, cols} && dbias.contiguous(), '[', who, "] gradients ", dbias.shape, " of rows ",
+                    dy.shape);
+  Carver carver(who, workspace);
+  rows.place(carver);
+  find_rows(who, stream, rows);
+  visit_floating(who, dy.dtype, [&]<class T>() {
+    const auto run = [&]<class D>() {
+      launch(who, stream, {.blocks = blocks_for(cols, kWarp), .threads = kThreads, .blocks_y = rows.parts.experts}, sum_rows<T, D>, rows,
+             dy.as<const T>(), cols, dbias.as<D>());
+    };
+    if (dbias.dtype == dy.dtype) run.template operator()<T>();
     else run.template operator()<Compute<T>>();
   });
 }

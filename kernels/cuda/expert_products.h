@@ -1,5 +1,5 @@
-// Products with the matrix of each expert where experts stand in parts (kernels/experts.h): how many rows an expert has is known on
-// the GPU alone, so blocks of one kernel find out whose rows they have. Deterministic: a tile's sums run over its rows in order.
+// Products with the matrix of each expert where experts stand in parts, or have few of their rows in use (kernels/experts.h): how many is
+// known on the GPU alone, so blocks of one kernel find out whose rows they have. Deterministic: a tile's sums run over its rows in order.
 #pragma once
 
 #include "sheaf/core/device.h"
@@ -16,6 +16,9 @@ void part_linear(const Stream& stream, const View& x, const View& weight, const 
 size_t part_weight_gradient_workspace(const View& counts, const View& x);
 void part_weight_gradient(const Stream& stream, const View& dy, const View& x, const View& counts, const View& dweight,
                           Workspace workspace);
+/// dbias[E, O], dense, likewise: the sums of each expert's rows of dy, which is dense.
+size_t part_bias_gradient_workspace(const View& counts, const View& dy);
+void part_bias_gradient(const Stream& stream, const View& dy, const View& counts, const View& dbias, Workspace workspace);
 /// y += bias[E, O] of each row's expert, of the rows in use; rows dense along O.
 void add_expert_bias(const Stream& stream, const View& bias, const View& counts, const View& y);
 

@@ -92,9 +92,9 @@ __global__ void fit_counts(Routing r, ExpertParts p, int32_t* counts) {
   if (item >= r.parts * groups) return;
   int64_t left = r.room;
   for (int64_t e = p.first_of(item / groups); e < p.first_of(item / groups + 1); ++e) {
-    int32_t& count = counts[e * groups + item % groups];
-    if (count > left) count = static_cast<int32_t>(left);
-    left -= count;
+    const int64_t at = e * groups + item % groups, count = counts[at];
+    if (count > left) counts[at] = static_cast<int32_t>(left);
+    left -= count < left ? count : left;
   }
 }
 

@@ -132,29 +132,32 @@ Layout Experts::inside(const Tensor& of_rows) const {
   return gate.cut_axis() >= 0 && l.mesh() ? l.with(gate.cut_axis(), Placement::shard(OwnershipMap::even(0))) : l;
 }
 
-int64_t Experts::parts(const Tensor& x, int64_t tokens, int64_t choices, int64_t places) const {
-  const int64_t experts = gate.shape()[0];
+Experts::Rows Experts::rows_of(const Tensor& x, int64_t tokens, int64_t choices, int64_t places) const {
+  const int64_t experts = gate.shape()[0], used = std::min(tokens * choices, experts * places);
   const int axis = gate.cut_axis();
   const int64_t ranks = axis >= 0 && x.layout().mesh() ? std::min<int64_t>(x.layout().mesh()->size(axis), experts) : 1;
   const auto rows = [&](int64_t parts) { return parts * rows_of_part(tokens, choices, experts, places, parts); };
-  const int64_t cost = kernels::is_for_gpu(x.device()) ? kernels::kPartCost : 1;
-  return rows(ranks) < rows(experts) && rows(ranks) * cost <= rows(experts) ? ranks : experts;
+  const bool skips = !kernels::is_for_gpu(x.device()) || used * kernels::own_cost(fp8 != Fp8::none) <= rows(experts);
+  const int64_t parts = skips && rows(ranks) < rows(experts) ? ranks : experts;
+  return {parts, rows(parts) ? static_cast<double>(used) / static_cast<double>(rows(parts)) : 1.0};
 }
 
-Tensor Experts::forward(const Tensor& rows_QBNRC, const Tensor& counts_EBN) {
-  return of_own(redistribute(rows_QBNRC, inside(rows_QBNRC)), counts_EBN, rows_QBNRC.layout());
+Tensor Experts::forward(const Tensor& rows_QBNRC, const Tensor& counts_EBN, double fill) {
+  return of_own(redistribute(rows_QBNRC, inside(rows_QBNRC)), counts_EBN, rows_QBNRC.layout(), fill);
 }
 
-Tensor Experts::forward(const Travelling& rows_QBNRC, const Tensor& counts_EBN) {
-  return of_own(arrived(rows_QBNRC), counts_EBN, rows_QBNRC.from);
+Tensor Experts::forward(const Travelling& rows_QBNRC, const Tensor& counts_EBN, double fill) {
+  return of_own(arrived(rows_QBNRC), counts_EBN, rows_QBNRC.from, fill);
 }
 
-Tensor Experts::of_own(const Tensor& x, const Tensor& counts_EBN, const Layout& outside) {
+Tensor Experts::of_own(const Tensor& x, const Tensor& counts_EBN, const Layout& outside, double fill) {
   const Tensor counts = redistribute(counts_EBN, inside(counts_EBN));
-  const bool rounds = fp8 != Fp8::none;
-  const Tensor gates = expert_linear(x, gate, counts, gate_bias, rounds), ups = expert_linear(x, up, counts, up_bias, rounds);
+  const auto product = [&](const Tensor& rows, const Parameter& weight, const Parameter& bias) {
+    return expert_linear(rows, weight, counts, {.bias = bias, .fp8 = fp8 != Fp8::none, .fill = fill});
+  };
+  const Tensor gates = product(x, gate, gate_bias), ups = product(x, up, up_bias);
   const Tensor gated = gate_limit > 0 ? clamped_swiglu(gates, ups, {.alpha = gate_alpha, .limit = gate_limit}) : swiglu(gates, ups);
-  return redistribute(expert_linear(gated, down, counts, down_bias, rounds), outside);
+  return redistribute(product(gated, down, down_bias), outside);
 }
 
 MixtureOfExperts::MixtureOfExperts(const MixtureConfig& c)
@@ -240,15 +243,16 @@ Tensor MixtureOfExperts::forward(const Tensor& in_BTC, bool drops) {
     const double share = static_cast<double>(config.choices * tokens) / static_cast<double>(config.experts);
     places = std::min(tokens, static_cast<int64_t>(std::ceil(config.capacity_factor * share)));
   }
-  const ExpertRoutes routes = expert_routes(choices, config.experts, places, groups, experts.parts(x_BTC, tokens, config.choices, places));
+  const auto [parts, fill] = experts.rows_of(x_BTC, tokens, config.choices, places);
+  const ExpertRoutes routes = expert_routes(choices, config.experts, places, groups, parts);
   const Tensor sent = to_experts(x_BTC, routes);
   Tensor rows, beside;
   if (const Layout inside = experts.inside(sent); shared && can_travel(sent.layout(), inside)) {
     const Travelling travelling = start_redistribute(sent, inside);
     beside = (*shared)(x_BTC);
-    rows = experts(travelling, routes.counts);
+    rows = experts(travelling, routes.counts, fill);
   } else {
-    rows = experts(sent, routes.counts);
+    rows = experts(sent, routes.counts, fill);
     if (shared) beside = (*shared)(x_BTC);
   }
   const Tensor chosen = from_experts(rows, routes, weights), out = shared ? chosen + beside : chosen;

@@ -43,8 +43,8 @@ struct MixtureConfig {
   Init projection_init = Init::normal(0.02);  ///< of down
 };
 
-/// down(silu(gate(x)) * up(x)), or with gpt-oss's gate, with matrices and perhaps biases for each expert, on rows that expert_routes() sends. An axis that cuts the
-/// experts (ShardOptions::expert_axis, or a tensor axis where that is not named) has each on one of its ranks, to which the
+/// down(silu(gate(x)) * up(x)), or with gpt-oss's gate, with matrices and perhaps biases for each expert, on rows that expert_routes()
+/// sends. An axis that cuts the experts (ShardOptions::expert_axis, or a tensor axis where that is not named) has each on one of its ranks, to which the
 /// rows go: one all_to_all there and one back, and two in the backward. The matrices never travel along it. The output is placed as
 /// the rows are.
 struct Experts : Module {
@@ -56,19 +56,24 @@ struct Experts : Module {
   Fp8 fp8 = Fp8::none; ///< their products round their operands, but for the gradients of matrices; use_fp8() sets it
 
   explicit Experts(const MixtureConfig& config);
-  /// Rows [Q, B, N, R, C] and how many of them each expert has, [E, B, N].
-  Tensor forward(const Tensor& rows_QBNRC, const Tensor& counts_EBN);
+  /// Rows [Q, B, N, R, C] and how many of them each expert has, [E, B, N]; the share of them in use, about.
+  Tensor forward(const Tensor& rows_QBNRC, const Tensor& counts_EBN, double fill = 1.0);
   /// The same of rows that are on their way to where they are inside().
-  Tensor forward(const Travelling& rows_QBNRC, const Tensor& counts_EBN);
-  /// In how many parts experts should stand (expert_routes) for x, in groups of at most so many tokens: one for each rank that has experts
-  /// of its own, if fewer rows are empty than where each expert is one.
-  int64_t parts(const Tensor& x, int64_t tokens, int64_t choices, int64_t places) const;
+  Tensor forward(const Travelling& rows_QBNRC, const Tensor& counts_EBN, double fill = 1.0);
+
+  struct Rows {
+    int64_t parts;  ///< in which experts should stand (expert_routes)
+    double fill;
+  };
+  /// Of x, in groups of at most so many tokens: a part for each rank that has experts of its own if that leaves fewer rows empty than one for
+  /// each expert, and, on a GPU, if its own kernel, which skips these, is taken to be no slower than the library (kernels::own_cost).
+  Rows rows_of(const Tensor& x, int64_t tokens, int64_t choices, int64_t places) const;
   /// Rows, or counts, each with its expert.
   Layout inside(const Tensor& of_rows) const;
   SHEAF_FIELDS(gate, up, down, gate_bias, up_bias, down_bias);
 
  private:
-  Tensor of_own(const Tensor& x, const Tensor& counts_EBN, const Layout& outside);
+  Tensor of_own(const Tensor& x, const Tensor& counts_EBN, const Layout& outside, double fill);
 };
 
 /// The sum over a token's choices, the K largest of the affinities of router(x) in f32, of their weights times what the experts

@@ -18,13 +18,14 @@ struct Case {
   int64_t batch, tokens, heads, key_heads;
   OwnershipMap cut;
   AttentionOptions options = {};
+  bool sinks = false;
 };
 std::vector<Case> cases(int ranks) {
   std::vector<int64_t> uneven(static_cast<size_t>(ranks), 3);
   uneven.back() = 23 - 3 * (ranks - 1);
   return {{1, 20, 4, 4, OwnershipMap::from_both_ends(1, 20, ranks)},
           {1, 21, 6, 3, OwnershipMap::from_both_ends(1, 21, ranks)},  // ranks have unlike many
-          {3, 20, 10, 5, OwnershipMap::from_both_ends(1, 20, ranks), {.window = 4}},
+          {3, 20, 10, 5, OwnershipMap::from_both_ends(1, 20, ranks), {.window = 4}, /*sinks=*/true},
           {1, 23, 4, 2, OwnershipMap::uneven(1, uneven)},
           {2, 20, 7, 7, OwnershipMap::even(1)}};
 }
@@ -52,9 +53,12 @@ TEST_P(HeadsInPieces, HaveTheBitsOfWaitingForAll) {
           const PoisonScope poison;
           const Layout cut(mesh.spec, Placement::shard(c.cut)), whole(mesh.spec);
           const auto run = [&](Recording& recording, bool overlap) {
-            const std::vector<Tensor> leaves = {value("q", dtype, queries, cut), value("kv", dtype, pairs, cut)};
+            std::vector<Tensor> leaves = {value("q", dtype, queries, cut), value("kv", dtype, pairs, cut)};
+            if (c.sinks) leaves.push_back(value("sinks", dtype, {c.heads}, whole));
             for (const Tensor& t : leaves) recording.watch(t);
-            const Tensor y = attend(leaves[0], leaves[1], whole, overlap, c.options);
+            AttentionOptions options = c.options;
+            if (c.sinks) options.sinks = leaves[2];
+            const Tensor y = attend(leaves[0], leaves[1], whole, overlap, options);
             EXPECT_EQ(nodes_in_pieces(recording.tape()), overlap && ranks > 1 ? 1 : 0);
             const auto gradients = recording.gradient(sum(cast(y, kF64) * cast(value("w", dtype, queries, cut), kF64)), leaves);
             EXPECT_EQ(nodes_in_pieces(recording.tape()), overlap && ranks > 1 ? 2 : 0);  // once more in the backward

@@ -201,6 +201,19 @@ TEST(ExpertLinear, OfExpertsInParts) {
         }
         EXPECT_LT(scaled_error(y, want), 20 * epsilon(d));
         EXPECT_LT(scaled_error(dweight, gradient), 40 * epsilon(d));
+        std::vector<double> of_bias(static_cast<size_t>(experts * out), 0.0);
+        for (int64_t row = 0; row < rows.view().numel() / in; ++row) {
+          const auto source = static_cast<int64_t>(sources.at(row));
+          if (source < 0) continue;
+          const int64_t group = row / room % groups, sequence = row / room / groups % sequences;
+          const auto e = static_cast<int64_t>(choices.at((sequence * tokens + tokens * group / groups) * k + source));
+          for (int64_t o = 0; o < out; ++o) of_bias[e * out + o] += dy.at(row * out + o);
+        }
+        for (const DType sums : {d, d == kF64 ? kF64 : kF32}) {
+          const Array dbias(sums, {experts, out});
+          expert_bias_gradient(dy, counts, dbias);
+          EXPECT_LT(scaled_error(dbias, of_bias), 40 * epsilon(sums));
+        }
       }
 }
 

@@ -196,9 +196,9 @@ TEST(GpuTraining, MuonHasItsBitsInAllStrategiesThePeakOfThePlanAndTheCpusNumbers
 
 TEST(GpuTraining, MixturesOfExpertsHaveTheGradientsTheBitsAndThePeakOfThePlan) {
   SHEAF_NEEDS_GPU();
-  for (const double capacity : {0.0, 1.1}) {
+  for (const models::ModelConfig& model : {tiny_mixture(0), tiny_mixture(1.1), tiny_gpt_oss()}) {
     models::TrainConfig c = tiny_config();
-    c.model = tiny_mixture(capacity);
+    c.model = model;
     const Values expected = gradients_f64(Axes{{"data", 1}}, "replicate", 7, {}, c.model);
     for (const Axes& axes : {Axes{{"data", 1}}, Axes{{"data", 1}, {"expert", 2}}, Axes{{"data", 2}, {"expert", 2}}})
       EXPECT_LE(max_difference(gradients_f64(axes, "full_shard", 7, kGpu, c.model), expected), 1e-12 * max_magnitude(expected));

@@ -240,8 +240,8 @@ models::ModelConfig tiny_gpt_oss(int64_t heads, int64_t key_heads) {
   m.qkv_bias = m.out_bias = m.attention_sinks = true;
   m.window = 3;
   m.full_attention_every = 2;
-  m.experts = 5;
-  m.experts_per_token = 3;
+  m.experts = 7;
+  m.experts_per_token = 2;
   m.expert_hidden = 12;
   m.expert_linear_bias = true;
   m.expert_gate_limit = 0.01;

@@ -117,8 +117,8 @@ models::ModelConfig tiny_mixture(double capacity_factor = 0, double aux_loss = 0
 /// 0.02, and a shared one; the first block has an MLP.
 models::ModelConfig tiny_biased_mixture(double capacity_factor = 0);
 
-/// As gpt-oss's: attention with sinks, a window in each second block and biases everywhere; five experts, of which three are for a token,
-/// whose gates are often beyond their limit.
+/// As gpt-oss's: attention with sinks, a window in each second block and biases everywhere; seven experts, of which two are for a token, so
+/// that one rank has them in a part, and two have a part each; gates are often beyond their limit.
 models::ModelConfig tiny_gpt_oss(int64_t heads = 6, int64_t key_heads = 3);
 
 /// Five blocks with dropout in four micro-batches, on a pipeline of so many stages, which share them unevenly.

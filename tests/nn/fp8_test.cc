@@ -97,7 +97,7 @@ TEST(Fp8Layer, ExpertsRoundEachItsOwn) {
   const int64_t experts = 3, places = 700;  // more than a CPU multiplies at once
   const Tensor x = drawn({experts, 1, places, kIn}, 1), weight = drawn({experts, kOut, kIn}, 2), dy = drawn({experts, 1, places, kOut}, 4),
                counts = Tensor::from_local(std::vector<int32_t>(experts, places), {kI32, {experts, 1}, {}});
-  const auto product = [&](bool fp8) { return [&, fp8] { return expert_linear(x, weight, counts, {}, fp8); }; };
+  const auto product = [&](bool fp8) { return [&, fp8] { return expert_linear(x, weight, counts, {.fp8 = fp8}); }; };
   const std::vector<Tensor> g = gradients(product(true), dy, {x, weight});
   EXPECT_EQ(product(true)().to_vector<float>(), expert_linear(rounded(x), rounded(weight), counts).to_vector<float>());
   const Tensor columns = transpose(rounded(contiguous(transpose(weight, 1, 2))), 1, 2);

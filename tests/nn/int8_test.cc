@@ -11,6 +11,7 @@
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/kernels/quantize.h"
+#include "sheaf/nn/layers/experts.h"
 #include "sheaf/tests/nn/nets.h"
 
 namespace sheaf::testing {
@@ -304,6 +305,28 @@ TEST(Int8Tape, WithoutShardingItIsTheStepOfOneRank) {
 }
 
 // What is Invariant along an axis has the same bits there, however many axes it was added up along.
+// Biases of experts stand side by side in a matrix, and are none.
+TEST(Int8, BiasesOfExpertsAreGatheredAsTheyAre) {
+  run_local(2, [](World& world) {
+    nn::MixtureConfig c;
+    c.width = 6, c.hidden = 5, c.experts = 4, c.linear_bias = true;
+    nn::MixtureOfExperts m(c);
+    shard(m, world.mesh({{"data", 2}}), {.gather_int8 = true});
+    materialize(m, Device::cpu());
+    int biases = 0, matrices = 0;
+    for (const auto& unit : units(m))
+      for (const FlatBuffer& buffer : unit->buffers())
+        for (const int leaf : buffer.leaves) {
+          const std::string& name = unit->leaves()[static_cast<size_t>(leaf)].name;
+          const bool bias = name.ends_with("bias");
+          (bias ? biases : matrices) += 1;
+          EXPECT_EQ(buffer.gather_int8, !bias) << name;
+        }
+    EXPECT_EQ(biases, 4);
+    EXPECT_EQ(matrices, 4);
+  }, {.threads_per_rank = 1});
+}
+
 TEST(Int8, RanksThatHoldTheSameHaveTheSame) {
   for (const char* strategy : {"full_shard", "zero1", "replicate"})
     for (const bool secondary : {false, true}) {

@@ -46,14 +46,16 @@ TEST(CudaExperts, ProductsOfParts) {
   struct Case { int64_t experts, parts, groups, room, in, out; };
   for (DType d : {kF32, kF64, kBF16, kF16})
     for (const auto& [experts, parts, groups, room, in, out] :
-         {Case{3, 1, 2, 150, 40, 136}, Case{5, 2, 3, 41, 24, 48}, Case{4, 3, 1, 70, 37, 19}, Case{270, 1, 1, 300, 16, 8}}) {
+         {Case{3, 1, 2, 150, 40, 136}, Case{5, 2, 3, 41, 24, 48}, Case{4, 3, 1, 70, 37, 19}, Case{270, 1, 1, 300, 16, 8},
+          Case{2, 1, 2, 400, 232, 264}, Case{2, 1, 2, 400, 201, 131}, Case{3, 3, 2, 60, 40, 48}}) {  // the last: experts that are mostly empty
       Array counts(kI32, {experts, groups});
       std::vector<int64_t> begins(static_cast<size_t>(experts * groups)), used(static_cast<size_t>(parts * groups));
       const ExpertParts p{experts, parts};
       for (int64_t e = 0; e < experts; ++e)
         for (int64_t j = 0; j < groups; ++j) {
           int64_t& taken = used[static_cast<size_t>(p.part_of(e) * groups + j)];
-          const int64_t wants = (e * groups + j) % 4 == 3 ? 0 : (e * 31 + j * 17) % 70, count = std::min(wants, room - 3 - taken);
+          const int64_t wants = (e * groups + j) % 4 == 3 ? 0 : experts == 2 ? 140 + 57 * e : (e * 31 + j * 17) % 70,
+                        count = std::min(wants, room - 3 - taken);
           counts.set(e * groups + j, static_cast<double>(count));
           taken += count;
         }
@@ -70,8 +72,9 @@ TEST(CudaExperts, ProductsOfParts) {
           const OnGpu gx(x), gweight(weight), gbias(bias), gcounts(counts), gy(y);
           const View b = has_bias ? bias.view() : View{}, gb = has_bias ? gbias.view() : View{};
           {
-            const GpuScratch scratch(cuda::expert_linear_workspace(without_data(gx), without_data(gweight), without_data(gb), without_data(gcounts), gy));
-            cuda::expert_linear(OnGpu::stream(), gx, gweight, gb, gcounts, gy, scratch);
+            const GpuScratch scratch(cuda::expert_linear_workspace(without_data(gx), without_data(gweight), without_data(gb), without_data(gcounts), gy,
+                                                                           {.mostly_empty = parts == experts}));
+            cuda::expert_linear(OnGpu::stream(), gx, gweight, gb, gcounts, gy, scratch, {.mostly_empty = parts == experts});
             cuda::synchronize(OnGpu::stream());
           }
           cpu::expert_linear(x, weight, b, counts, y, Scratch(cpu::expert_linear_workspace(x, weight, b, counts, y)));
@@ -82,14 +85,52 @@ TEST(CudaExperts, ProductsOfParts) {
         const OnGpu gx(x), gdy(dy), gcounts(counts), gdweight(dweight);
         {
           const GpuScratch scratch(
-              cuda::expert_weight_gradient_workspace(without_data(gdy), without_data(gx), without_data(gcounts), gdweight));
-          cuda::expert_weight_gradient(OnGpu::stream(), gdy, gx, gcounts, gdweight, scratch);
+              cuda::expert_weight_gradient_workspace(without_data(gdy), without_data(gx), without_data(gcounts), gdweight, parts == experts));
+          cuda::expert_weight_gradient(OnGpu::stream(), gdy, gx, gcounts, gdweight, scratch, parts == experts);
           cuda::synchronize(OnGpu::stream());
         }
         cpu::expert_weight_gradient(dy, x, counts, dweight, Scratch(cpu::expert_weight_gradient_workspace(dy, x, counts, dweight)));
         EXPECT_LT(scaled_error(gdweight.back(), values(dweight)), 40 * epsilon(sums)) << name(d) << experts;
+        const Array dbias(sums, {experts, out});
+        const OnGpu gdbias(dbias);
+        {
+          const GpuScratch scratch(cuda::expert_bias_gradient_workspace(without_data(gdy), without_data(gcounts), gdbias));
+          cuda::expert_bias_gradient(OnGpu::stream(), gdy, gcounts, gdbias, scratch);
+          cuda::synchronize(OnGpu::stream());
+        }
+        cpu::expert_bias_gradient(dy, counts, dbias);
+        EXPECT_LT(scaled_error(gdbias.back(), values(dbias)), 40 * epsilon(sums)) << name(d) << experts;
       }
     }
+}
+
+// Rows that do not lie behind one another, and counts of more than there is: what does not fit is not computed, as on the CPU.
+TEST(CudaExperts, ProductsOfPartsOfAnyStridesAndCounts) {
+  SHEAF_NEEDS_GPU();
+  const int64_t experts = 3, groups = 2, room = 40, in = 24, out = 40;
+  const Array counts = Array::of(kI32, {experts, groups}, {30, 0, 500, 20, 7, 1 << 30});
+  for (DType d : {kF32, kBF16}) {
+    const Array x = Array::random(d, {1, groups, room, in}, 1, 1, {5000, 2000, in + 8, 1}),
+                dy = Array::random(d, {1, groups, room, out}, 2, 1, {9000, 4000, out + 8, 1}), weight = Array::random(d, {experts, out, in}, 3),
+                y(d, {1, groups, room, out}), dweight(kF32, {experts, out, in}), dbias(kF32, {experts, out});
+    const OnGpu gx(x), gdy(dy), gweight(weight), gcounts(counts), gy(y), gdweight(dweight), gdbias(dbias);
+    cuda::expert_linear(OnGpu::stream(), gx, gweight, View{}, gcounts, gy,
+                        GpuScratch(cuda::expert_linear_workspace(without_data(gx), without_data(gweight), View{}, without_data(gcounts), gy)));
+    cuda::synchronize(OnGpu::stream());
+    cuda::expert_weight_gradient(
+        OnGpu::stream(), gdy, gx, gcounts, gdweight,
+        GpuScratch(cuda::expert_weight_gradient_workspace(without_data(gdy), without_data(gx), without_data(gcounts), gdweight)));
+    cuda::synchronize(OnGpu::stream());
+    cuda::expert_bias_gradient(OnGpu::stream(), gdy, gcounts, gdbias,
+                               GpuScratch(cuda::expert_bias_gradient_workspace(without_data(gdy), without_data(gcounts), gdbias)));
+    cuda::synchronize(OnGpu::stream());
+    cpu::expert_linear(x, weight, View{}, counts, y, Scratch(cpu::expert_linear_workspace(x, weight, View{}, counts, y)));
+    cpu::expert_weight_gradient(dy, x, counts, dweight, Scratch(cpu::expert_weight_gradient_workspace(dy, x, counts, dweight)));
+    cpu::expert_bias_gradient(dy, counts, dbias);
+    EXPECT_LT(scaled_error(gy.back(), values(y)), 20 * epsilon(d)) << name(d);
+    EXPECT_LT(scaled_error(gdweight.back(), values(dweight)), 40 * epsilon(kF32)) << name(d);
+    EXPECT_LT(scaled_error(gdbias.back(), values(dbias)), 40 * epsilon(kF32)) << name(d);
+  }
 }
 
 TEST(CudaExperts, RoutesAndRows) {

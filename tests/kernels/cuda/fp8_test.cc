@@ -169,8 +169,8 @@ TEST(CudaFp8, ProductsOfExperts) {
     const OnGpu gx(x), gweight(weight), gcounts(counts), gy(y);
     cuda::expert_linear(
         OnGpu::stream(), gx, gweight, View{}, gcounts, gy,
-        GpuScratch(cuda::expert_linear_workspace(without_data(gx), without_data(gweight), View{}, without_data(gcounts), gy, true)), true);
-    cpu::expert_linear(x, weight, View{}, counts, y, Scratch(cpu::expert_linear_workspace(x, weight, View{}, counts, y, true)), true);
+        GpuScratch(cuda::expert_linear_workspace(without_data(gx), without_data(gweight), View{}, without_data(gcounts), gy, {.fp8 = true})), {.fp8 = true});
+    cpu::expert_linear(x, weight, View{}, counts, y, Scratch(cpu::expert_linear_workspace(x, weight, View{}, counts, y, {.fp8 = true})), {.fp8 = true});
     EXPECT_LT(scaled_error(gy.back(), values(y)), bound_of(kBF16)) << cut;
   }
 }
@@ -185,9 +185,9 @@ TEST(CudaFp8, ProductsOfExpertsInParts) {
     const OnGpu gx(x), gweight(weight), gcounts(counts), gbias(bias), gy(y);
     cuda::expert_linear(OnGpu::stream(), gx, gweight, gbias, gcounts, gy,
                         GpuScratch(cuda::expert_linear_workspace(without_data(gx), without_data(gweight), without_data(gbias), without_data(gcounts),
-                                                                 gy, true)),
-                        true);
-    cpu::expert_linear(x, weight, bias, counts, y, Scratch(cpu::expert_linear_workspace(x, weight, bias, counts, y, true)), true);
+                                                                 gy, {.fp8 = true})),
+                        {.fp8 = true});
+    cpu::expert_linear(x, weight, bias, counts, y, Scratch(cpu::expert_linear_workspace(x, weight, bias, counts, y, {.fp8 = true})), {.fp8 = true});
     EXPECT_LT(scaled_error(gy.back(), values(y)), bound_of(kBF16)) << turned;
   }
 }
