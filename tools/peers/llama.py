@@ -75,7 +75,7 @@ class Mixture(nn.Module):
         if x.device.type == "cuda":
             def product(rows, weight):
                 return F.grouped_mm(rows, weight.to(dtype).transpose(1, 2), offs=ends)
-        else:  # where grouped_mm is slow, a loop takes a quarter of the time
+        else:  # a loop is a little faster there
             lengths = counts.tolist()
 
             def product(rows, weight):
