@@ -4,8 +4,10 @@
 #include <gtest/gtest.h>
 
 #include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/tape_dump.h"
 #include "sheaf/models/language_model.h"
 #include "sheaf/models/llama.h"
+#include "sheaf/models/plan.h"
 #include "sheaf/nn/layers/key_value_cache.h"
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/models/parity.h"
@@ -111,6 +113,32 @@ TEST(GptOss, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
       c.train.compile = true;
       expect_planned_tapes(c, world);
     }
+}
+
+// Ranks that share experts have biases of their own, and those that share layers sinks.
+TEST(GptOss, ARankHasItsBiasesAndSinks) {
+  run_local(4, [](World& world) {
+    models::TrainingStep step(config_of(2, "full_shard", 2), 13, world, Device::meta());
+    auto& llama = dynamic_cast<models::Llama&>(step.model());
+    const auto axis = [&](const nn::Parameter& p) { return p.cut_axis() < 0 ? "" : step.mesh().spec->name(p.cut_axis()); };
+    for (const nn::Parameter* p : {&llama.blocks[1].moe->experts.gate_bias, &llama.blocks[1].moe->experts.up_bias, &llama.blocks[1].moe->experts.down_bias})
+      EXPECT_EQ(axis(*p), "expert") << p->name();
+    EXPECT_EQ(axis(llama.blocks[1].attention->sinks), "model");
+  }, {.threads_per_rank = 1});
+}
+
+// Whatever a step computes with, gradients of biases are added up in f32, each in its slot.
+TEST(GptOss, GradientsOfBiasesAreStoredAsSums) {
+  models::TrainConfig c = config_of();
+  c.train.dtype = "bf16";
+  const std::string text = to_text(models::plan_step(c, 13, 0, 2, 1, "local").tape);
+  int found = 0;
+  for (size_t at = 0; (at = text.find("= expert_bias_gradient", at)) != std::string::npos; ++at) {
+    const std::string line = text.substr(at, text.find('\n', at) - at);
+    EXPECT_THAT(line, HasSubstr("slot")) << line;
+    ++found;
+  }
+  EXPECT_EQ(found, 3 * 3);
 }
 
 TEST(GptOss, CheckpointsMoveBetweenMeshes) {
