@@ -218,6 +218,21 @@ TEST(MixtureOfExperts, BiasesAndAGateWithALimit) {
       }
 }
 
+// Ranks have experts of their own where each has a part, or each expert is one: of three parts two ranks would have unlike halves.
+TEST(MixtureOfExperts, RanksHaveWholeParts) {
+  run_local(2, [](World& w) {
+    const Layout cut(w.mesh({{"expert", 2}}).spec, Placement::shard(0));
+    const auto product = [&](int64_t experts, int64_t parts) {
+      return expert_linear(full_of({kF32, {parts, 1, 1, 6, 4}, cut}, 1.0), full_of({kF32, {experts, 5, 4}, cut}, 1.0),
+                           full_of({kI32, {experts, 1, 1}, cut}, 1));
+    };
+    product(7, 2);
+    product(7, 7);
+    EXPECT_THROW(product(7, 3), PlacementError);
+    EXPECT_THROW(product(7, 1), PlacementError);
+  }, {.threads_per_rank = 1});
+}
+
 // How experts stand: of 100 tokens with two choices each.
 TEST(MixtureOfExperts, PartsAndHowFullTheyAre) {
   struct Case { int64_t experts, places; int ranks; bool gpu, fp8; int64_t parts; double fill; };

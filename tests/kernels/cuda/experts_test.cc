@@ -29,7 +29,8 @@ TEST(CudaExperts, RoutesInParts) {
     const int64_t sequences = 3, tokens = 67, k = 3;
     Array choices(kI64, {sequences, tokens, k});
     choices.fill([&, n = experts](int64_t i) { return static_cast<double>((i * i / 3 + i) % 311 % n); });
-    const Array slots(kI32, {sequences, tokens, k}), sources(kI32, {parts, sequences, groups, room}), counts(kI32, {experts, sequences, groups});
+    Array slots(kI32, {sequences, tokens, k}), sources(kI32, {parts, sequences, groups, room}), counts(kI32, {experts, sequences, groups});
+    for (Array* x : {&slots, &sources, &counts}) x->fill([](int64_t) { return 5; });  // what was there is -1 otherwise
     const OnGpu gchoices(choices), gslots(slots), gsources(sources), gcounts(counts);
     cuda::route(OnGpu::stream(), gchoices, places, gslots, gsources, gcounts);
     cpu::route(choices, places, slots, sources, counts);
