@@ -172,22 +172,28 @@ void check_equal_shapes(const char* op, const Infer& c) {
 // A sum of which there may be no term yet.
 void accumulate(Tensor& total, const Tensor& t) { total = total ? add(total, t) : t; }
 
+// Of backwards with inputs gate, up, dy and outputs dgate, dup.
+void infer_of_gate(const char* op, Infer& c) {
+  const DType d = common_dtype(op, c);
+  check_equal_shapes(op, c);
+  c.output(d, c.shape(0));
+  c.output(d, c.shape(0));
+}
+void rules_of_gate(Place& p) {
+  if (const OwnershipMap* map = p.sharded())
+    rule_all(p, Placement::shard(*map), Placement::shard(*map), 2);
+  rule_all(p, kR, kR, 2);
+  p.rule({kR, kR, kP}, {kP, kP});
+}
+
 struct SwigluBackward {  // inputs gate, up, dy; outputs dgate = dy up h'(gate), dup = dy h(gate), h
                          // = silu
   static constexpr const char* kName = "swiglu_backward";
   using Attrs = NoAttrs;
   static constexpr uint64_t kSavedInputs = 0b111;
-  static void infer(const Attrs&, Infer& c) {
-    const DType d = common_dtype(kName, c);
-    check_equal_shapes(kName, c);
-    c.output(d, c.shape(0));
-    c.output(d, c.shape(0));
-  }
+  static void infer(const Attrs&, Infer& c) { infer_of_gate(kName, c); }
   static void place(const Attrs&, Place& p) {
-    if (const OwnershipMap* map = p.sharded())
-      rule_all(p, Placement::shard(*map), Placement::shard(*map), 2);
-    rule_all(p, kR, kR, 2);
-    p.rule({kR, kR, kP}, {kP, kP});
+    rules_of_gate(p);
     p.rule({kR, kP, kR}, {kP, kR});
   }
   static void execute(const Attrs&, Execute& c) {
@@ -244,17 +250,9 @@ struct ClampedSwigluBackward {  // inputs gate, up, dy; outputs dgate = dy (u + 
   static constexpr const char* kName = "clamped_swiglu_backward";
   using Attrs = ClampedSwigluOptions;
   static constexpr uint64_t kSavedInputs = 0b111;
-  static void infer(const Attrs&, Infer& c) {
-    const DType d = common_dtype(kName, c);
-    check_equal_shapes(kName, c);
-    c.output(d, c.shape(0));
-    c.output(d, c.shape(0));
-  }
+  static void infer(const Attrs&, Infer& c) { infer_of_gate(kName, c); }
   static void place(const Attrs&, Place& p) {
-    if (const OwnershipMap* map = p.sharded())
-      rule_all(p, Placement::shard(*map), Placement::shard(*map), 2);
-    rule_all(p, kR, kR, 2);
-    p.rule({kR, kR, kP}, {kP, kP});
+    rules_of_gate(p);
   }
   static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), clamped_swiglu_backward, c.input(0), c.input(1), c.input(2), a.alpha, a.limit, c.output(0),

@@ -8,15 +8,6 @@ namespace {
 
 using namespace part_products;
 
-/// The sum of what the lanes up to this one have.
-__device__ int64_t sum_up_to_lane(int64_t x) {
-  for (int step = 1; step < kWarp; step *= 2) {
-    const int64_t other = __shfl_up_sync(kFullWarp, x, step);
-    if (lane_of_thread() >= step) x += other;
-  }
-  return x;
-}
-
 /// A warp takes a group of a part, and adds its experts' counts up, 32 at a time. What is more than the part has does not count.
 __global__ void find_begins(PartRows r) {
   const int64_t item = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
@@ -26,7 +17,7 @@ __global__ void find_begins(PartRows r) {
   for (int64_t first = r.parts.first_of(item / r.groups); first < end; first += kWarp) {
     const int64_t expert = first + lane_of_thread(), at = expert * r.groups + group;
     const int64_t given = expert < end ? *r.given[at] : 0, count = given < 0 ? 0 : given < r.room ? given : r.room;
-    const int64_t up_to = before + sum_up_to_lane(count), begin = up_to - count < r.room ? up_to - count : r.room;
+    const int64_t up_to = before + scan_warp(count, lane_of_thread()), begin = up_to - count < r.room ? up_to - count : r.room;
     if (expert < end) {
       r.begins[at] = static_cast<int32_t>(begin);
       r.counts[at] = static_cast<int32_t>((up_to < r.room ? up_to : r.room) - begin);
@@ -43,7 +34,7 @@ __global__ void __launch_bounds__(kThreads) list_tiles(PartRows r, int tile_rows
     const int64_t expert = first + threadIdx.x;
     int64_t rows = 0;
     for (int64_t j = 0; expert < r.parts.experts && j < r.groups; ++j) rows += r.count(expert, j);
-    const int64_t own = blocks_for(rows, tile_rows), up_to = sum_up_to_lane(own);
+    const int64_t own = blocks_for(rows, tile_rows), up_to = scan_warp(own, lane_of_thread());
     if (lane_of_thread() == kWarp - 1) of_warps[threadIdx.x / kWarp] = up_to;
     __syncthreads();
     int64_t at = before + up_to - own;
@@ -114,17 +105,12 @@ __global__ void __launch_bounds__(kThreads) multiply_parts(LinearProduct<T> p) {
         copy_pack<T, kPacked>(&b.v[c][i], column < p.out ? weight + column * p.of_out + k * p.of_in : weight, column < p.out ? p.in - k : 0, p.of_in);
       });
   });
-#pragma unroll
-  for (int m = 0; m < Sums<T>::kM; ++m)
-#pragma unroll
-    for (int n = 0; n < Sums<T>::kN; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int64_t row = s.row[Sums<T>::row(m, i)], column = first_column + Sums<T>::column(n, i);
-        if (row < 0 || column >= p.out) continue;
-        const C added = p.bias ? convert_to<C>(p.bias[expert * p.bias_pitch + column]) : C(0);
-        p.y[row * p.out + column] = element<T>(sums.v[m][n][i] + added);
-      }
+  sums.each([&](int r, int c, C sum) {
+    const int64_t row = s.row[r], column = first_column + c;
+    if (row < 0 || column >= p.out) return;
+    const C added = p.bias ? convert_to<C>(p.bias[expert * p.bias_pitch + column]) : C(0);
+    p.y[row * p.out + column] = element<T>(sum + added);
+  });
 }
 
 template <class T, class D>
@@ -169,16 +155,10 @@ __global__ void __launch_bounds__(kThreads) multiply_rows(GradientProduct<T, D> 
       copy_pack<T, kPacked>(&b.v[i][c], row[i] < 0 ? p.x : p.x + row[i] * p.in + first_column + c, row[i] < 0 ? 0 : p.in - first_column - c, 1);
     });
   });
-#pragma unroll
-  for (int m = 0; m < Sums<T>::kM; ++m)
-#pragma unroll
-    for (int n = 0; n < Sums<T>::kN; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int64_t row = first_row + Sums<T>::row(m, i), column = first_column + Sums<T>::column(n, i);
-        if (row >= p.out || column >= p.in) continue;
-        p.dweight[expert * p.of_expert + row * p.of_out + column * p.of_in] = element<D>(sums.v[m][n][i]);
-      }
+  sums.each([&](int r, int c, Compute<T> sum) {
+    const int64_t row = first_row + r, column = first_column + c;
+    if (row < p.out && column < p.in) p.dweight[expert * p.of_expert + row * p.of_out + column * p.of_in] = element<D>(sum);
+  });
 }
 
 /// A warp takes a row of [Q, J, R]: behind those in use it becomes zeros.

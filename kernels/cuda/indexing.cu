@@ -133,15 +133,6 @@ void add_by_index(const char* name, const Stream& stream, const View& out, int d
 
 // --- running sums ---
 
-template <class C>
-__device__ C scan_warp(C x, int lane) {
-  for (int by = 1; by < kWarp; by *= 2) {
-    const C other = __shfl_up_sync(kFullWarp, x, by);
-    if (lane >= by) x += other;
-  }
-  return x;
-}
-
 /// A warp a line, 32 elements after the other.
 template <class C>
 __global__ void cumsum_lines(Layout<2> lines, DType out_type, void* out, int64_t out_step,

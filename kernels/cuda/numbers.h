@@ -9,6 +9,16 @@
 
 namespace sheaf::kernels::cuda {
 
+/// The sum of what the lanes up to this one, number `lane`, have, in all lanes of a warp.
+template <class C>
+__device__ C scan_warp(C x, int lane) {
+  for (int by = 1; by < kWarp; by *= 2) {
+    const C other = __shfl_up_sync(kFullWarp, x, by);
+    if (lane >= by) x += other;
+  }
+  return x;
+}
+
 /// The type in which elements of T are computed: f32 for f32, bf16 and f16; f64; i64 for integers
 /// and bool.
 template <class T>

@@ -69,14 +69,6 @@ __global__ void count_digits(Input in, Digit digit, uint32_t* counts) {
     counts[static_cast<int64_t>(d) * gridDim.x + blockIdx.x] = found[d];
 }
 
-__device__ uint32_t scan_warp(uint32_t x, int lane) {  // inclusive
-  for (int by = 1; by < kWarp; by *= 2) {
-    const uint32_t other = __shfl_up_sync(kFullWarp, x, by);
-    if (lane >= by) x += other;
-  }
-  return x;
-}
-
 /// Sums of all before, in place. One block is enough: a round of its loop takes the counts of
 /// 32,768 keys (of 8 bits), whose rows are tens of megabytes to whoever sorted them.
 __global__ void scan_counts(uint32_t* counts, int64_t n) {

@@ -39,6 +39,16 @@ struct Sums {
   __device__ static int column(int n, int i) {
     return static_cast<int>(threadIdx.x) / kWarp % 4 * kWarpColumns + n * 8 + lane_of_thread() % 4 * 2 + i % 2;
   }
+  /// f(row, column, sum) for those of this thread.
+  template <class F>
+  __device__ void each(F f) const {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) f(row(m, i), column(n, i), v[m][n][i]);
+  }
 };
 
 #if !SHEAF_CUDA_EMULATED
