@@ -1,0 +1,77 @@
+// The gated delta rule (Yang et al., https://arxiv.org/abs/2412.06464): attention whose keys and values are kept in a state of fixed
+// size, so that its work and memory grow with the tokens, not with their square.
+//
+//   B sequences   T tokens   G key heads   H value heads, a multiple of G   D width of queries and keys   E width of values
+//
+// Value head h reads key head h / (H / G) and has a state S[D, E]. Of each token
+//
+//   S = exp(decay) S,   S = S + k (beta (v - Sᵀ k))ᵀ,   out = scale Sᵀ q
+//
+// so that what the state answered to a key is replaced by its value, by a share beta. S is zero before the first token of a document.
+//
+// It is computed in chunks of kDeltaChunk tokens (Yang et al., https://arxiv.org/abs/2406.06484), which begin at a document's first
+// token. With γ_i = exp(sum of decays of the chunk's tokens up to i), Λ_ij = γ_i / γ_j, S the state before the chunk, and rows k_i, ..:
+//
+//   A_ij = beta_i Λ_ij k_i·k_j (j < i)      (1 + A) u = beta (v - γ Sᵀ k)        what each token writes, u_i
+//   P_ij = scale Λ_ij q_i·k_j (j <= i)      out_i = scale γ_i Sᵀ q_i + Σ_j P_ij u_j
+//   S'   = γ_last S + Σ_j Λ_last,j k_j u_jᵀ
+//
+// No exponent is positive. Λ is computed from differences of sums of decays.
+//
+// q, k: [B, T, G, D]; v, out: [B, T, H, E], of one floating dtype, any strides but a dense last dimension. decay (<= 0), beta:
+// [B, T, H]; states: [B, H, D, E], dense; all of these f32 (f64 for f64). All products and sums are made in that type.
+#pragma once
+
+#include "sheaf/core/device.h"
+#include "sheaf/core/view.h"
+
+namespace sheaf::kernels {
+
+inline constexpr int64_t kDeltaChunk = 64;
+
+struct DeltaRuleOperands {
+  View q, k, v, decay, beta;
+  View initial;  ///< the state before the first token, of the document that it belongs to; without a shape: zero
+  View begins;   ///< i32[B, T]: the place of the first token of each token's document; without a shape: there is one document
+};
+
+struct DeltaRuleOptions {
+  double scale;
+  /// Queries and keys are divided by sqrt(sum of their squares + norm_eps) first; 0: they are taken as they are.
+  double norm_eps;
+};
+
+/// Gradients of the operands, stored; shapes and dtypes as these have them. `initial` may be without a shape: it is not wanted.
+struct DeltaRuleGradients {
+  View q, k, v, decay, beta, initial;
+};
+
+namespace cpu {
+
+/// out, and the state behind the last token in `state` if it has a shape. A token's result follows from the tokens of its document up to
+/// it, and from its place in it: neither later tokens nor the number of threads change a bit, and a sequence that is read in parts whose
+/// lengths are multiples of kDeltaChunk, but for the last, each from the state that the one before left, has the bits of the whole.
+/// Throws DataError for begins that are none.
+size_t delta_rule_workspace(const DeltaRuleOperands& x, const View& out, const View& state);
+void delta_rule(const DeltaRuleOperands& x, const DeltaRuleOptions& options, const View& out, const View& state, Workspace workspace);
+
+/// Gradients for those of out and, if it has a shape, of the last state. States before chunks are computed again, in the workspace. Sums
+/// over the value heads that read a key head are in their order; threads share (sequence, key head) pairs.
+size_t delta_rule_backward_workspace(const DeltaRuleOperands& x, const View& dout, const View& dstate, const DeltaRuleGradients& d);
+void delta_rule_backward(const DeltaRuleOperands& x, const DeltaRuleOptions& options, const View& dout, const View& dstate,
+                         const DeltaRuleGradients& d, Workspace workspace);
+
+}  // namespace cpu
+
+/// The same on a GPU, enqueued on `stream`, for D and E up to 256; sums in other orders, the same at every run. Begins are trusted.
+namespace cuda {
+
+size_t delta_rule_workspace(const DeltaRuleOperands& x, const View& out, const View& state);
+void delta_rule(const Stream& stream, const DeltaRuleOperands& x, const DeltaRuleOptions& options, const View& out, const View& state,
+                Workspace workspace);
+size_t delta_rule_backward_workspace(const DeltaRuleOperands& x, const View& dout, const View& dstate, const DeltaRuleGradients& d);
+void delta_rule_backward(const Stream& stream, const DeltaRuleOperands& x, const DeltaRuleOptions& options, const View& dout,
+                         const View& dstate, const DeltaRuleGradients& d, Workspace workspace);
+
+}  // namespace cuda
+}  // namespace sheaf::kernels
