@@ -35,6 +35,7 @@ enum class UnaryOp : uint8_t {
   sign,         ///< -1, 0, 1; NaN stays NaN
   sin,
   cos,
+  softplus,  ///< log(1 + exp(x)), exact to the last digits where that is small, too
 };
 enum class BinaryOp : uint8_t {
   add,

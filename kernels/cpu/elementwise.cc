@@ -98,6 +98,12 @@ Loop1<C, Out> unary_loop(UnaryOp op) {
           return use([](C v) { return static_cast<C>(std::sin(static_cast<double>(v))); });
         case UnaryOp::cos:
           return use([](C v) { return static_cast<C>(std::cos(static_cast<double>(v))); });
+        // log(1 + e) from the 1 + e that there is (Kahan).
+        case UnaryOp::softplus:
+          return use([](C v) {
+            const C e = vm::exp(-std::abs(v)), u = C(1) + e, tail = u == C(1) ? e : vm::log(u) * (e / (u - C(1)));
+            return (v < C(0) ? C(0) : v) + tail;
+          });
         default:
           break;
       }

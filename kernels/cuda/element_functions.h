@@ -80,6 +80,11 @@ __device__ void choose_unary(UnaryOp op, Use use) {
         return use([](C v) { return kSingle ? C(sinf(v)) : C(::sin(v)); });
       case UnaryOp::cos:
         return use([](C v) { return kSingle ? C(cosf(v)) : C(::cos(v)); });
+      case UnaryOp::softplus:
+        return use([](C v) {
+          const C a = v < C(0) ? v : -v;
+          return (v < C(0) ? C(0) : v) + (kSingle ? C(log1pf(expf(a))) : C(::log1p(::exp(a))));
+        });
       default:
         break;
     }

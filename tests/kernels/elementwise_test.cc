@@ -42,6 +42,7 @@ const UnaryCase kUnary[] = {
     {UnaryOp::sign, -3, 3, [](double x) { return double(x > 0) - double(x < 0); }},
     {UnaryOp::sin, -9, 9, [](double x) { return std::sin(x); }},
     {UnaryOp::cos, -9, 9, [](double x) { return std::cos(x); }},
+    {UnaryOp::softplus, -12, 12, [](double x) { return std::log1p(std::exp(x)); }},
 };
 
 TEST(Unary, AgreesWithF64OnEveryFloatingTypeAndLayout) {
@@ -93,11 +94,20 @@ TEST(Unary, SpecialValues) {
   EXPECT_EQ(scaled_error(run(UnaryOp::tanh), {1, -1, NAN, 0, 1, -1}), 0);
   EXPECT_EQ(scaled_error(run(UnaryOp::sigmoid), {1, 0, NAN, 0.5, 1, 0}), 0);
   EXPECT_EQ(scaled_error(run(UnaryOp::relu), {inf, 0, NAN, 0, 1000, 0}), 0);
+  EXPECT_EQ(scaled_error(run(UnaryOp::softplus), {inf, 0, NAN, std::log(2.0), 1000, 0}, 1) < 1e-6, true);
   Buffer finite(kBool, {6});
   cpu::unary(UnaryOp::isfinite, x.view(), finite.view());
   EXPECT_EQ(finite.values(), (std::vector<double>{0, 0, 0, 1, 1, 1}));
   cpu::unary(UnaryOp::logical_not, x.view(), finite.view());
   EXPECT_EQ(finite.values(), (std::vector<double>{0, 0, 0, 1, 0, 0}));
+}
+
+// Relative to each value: log(1 + exp(x)) is exp(x) to the last digits where that is small.
+TEST(Unary, SoftplusIsExactWhereItIsSmall) {
+  Buffer x(kF32, {17 * 5}), y(kF32, {17 * 5});
+  x.fill([](int64_t i) { return -0.9 * static_cast<double>(i); });
+  cpu::unary(UnaryOp::softplus, x.view(), y.view());
+  for (int64_t i = 0; i < 17 * 5; ++i) EXPECT_NEAR(y.get(i) / std::log1p(std::exp(x.get(i))), 1, 4e-7) << x.get(i);
 }
 
 struct BinaryCase {

@@ -14,7 +14,7 @@ constexpr UnaryOp kUnaryOps[] = {
     UnaryOp::rsqrt,      UnaryOp::reciprocal, UnaryOp::tanh,     UnaryOp::sigmoid,
     UnaryOp::abs,        UnaryOp::relu,       UnaryOp::silu,     UnaryOp::gelu_tanh,
     UnaryOp::gelu_exact, UnaryOp::square,     UnaryOp::isfinite, UnaryOp::logical_not,
-    UnaryOp::sign,       UnaryOp::sin,        UnaryOp::cos};
+    UnaryOp::sign,       UnaryOp::sin,        UnaryOp::cos,        UnaryOp::softplus};
 
 struct Layout2 {
   Shape shape, strides;  // no strides: dense

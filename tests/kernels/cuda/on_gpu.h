@@ -80,17 +80,4 @@ inline Array with_subnormals(Array x) {
   return x;
 }
 
-/// True if elements outside the view of `after` kept the bytes they had in `before`: what a kernel
-/// must not touch.
-inline bool gaps_kept(const Array& before, const Array& after) {
-  std::vector<char> inside(before.bytes(), 0);
-  const size_t size = size_of(before.view().dtype);
-  for (int64_t i = 0; i < before.view().numel(); ++i)
-    std::fill_n(inside.begin() + static_cast<int64_t>(Array::offset(before.view(), i) * size), size,
-                1);
-  for (size_t b = 0; b < inside.size(); ++b)
-    if (!inside[b] && before.view().as<char>()[b] != after.view().as<char>()[b]) return false;
-  return true;
-}
-
 }  // namespace sheaf::testing

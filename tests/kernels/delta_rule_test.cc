@@ -1,0 +1,126 @@
+#include "sheaf/kernels/delta_rule.h"
+
+#include <gmock/gmock.h>
+
+#include "sheaf/core/rank_context.h"
+#include "sheaf/kernels/cpu/simd.h"
+#include "sheaf/tests/kernels/delta_rule_checks.h"
+
+namespace sheaf::kernels {
+SHEAF_SIMD_DECLARE(delta_rule)
+SHEAF_SIMD_DECLARE(delta_rule_backward)
+
+namespace {
+
+using namespace sheaf::testing;
+using namespace sheaf::testing::delta_rule;
+
+struct Poisoned {
+  std::vector<char> memory;
+  explicit Poisoned(size_t bytes) : memory(bytes, '\xff') {}
+  operator Workspace() { return {memory.data(), memory.size()}; }
+};
+
+template <class Forward, class Backward>
+Results computed(const Operands& o, Forward&& forward, Backward&& backward) {
+  const Sizes s{o.q.view().shape[0], 0, 0, o.v.view().shape[2], o.q.view().shape[3], o.v.view().shape[3]};
+  const bool states = o.initial.bytes() > 0;
+  Results r{.out = like(o.v), .state = Array(statistics_of(o.dtype()), s.states()), .dq = like(o.q), .dk = like(o.k), .dv = like(o.v),
+            .ddecay = like(o.decay), .dbeta = like(o.beta), .dinitial = Array(statistics_of(o.dtype()), s.states())};
+  const DeltaRuleOperands x{o.q, o.k, o.v, o.decay, o.beta, states ? o.initial.view() : View{}, o.begins.bytes() ? o.begins.view() : View{}};
+  Poisoned scratch(cpu::delta_rule_workspace(x, r.out, r.state));
+  forward(x, o.options, r.out, r.state, scratch);
+  const DeltaRuleGradients d{r.dq, r.dk, r.dv, r.ddecay, r.dbeta, r.dinitial};
+  const View dstate = states ? o.dstate.view() : View{};
+  Poisoned larger(cpu::delta_rule_backward_workspace(x, o.dout, dstate, d));
+  backward(x, o.options, o.dout, dstate, d, larger);
+  return r;
+}
+Results on_cpu(const Operands& o) { return computed(o, cpu::delta_rule, cpu::delta_rule_backward); }
+void compare(const Operands& o, double slack = 1) { testing::delta_rule::compare(on_cpu, /*narrow=*/false, o, slack); }
+
+void expect_same(const Results& a, const Results& b, const std::string& where) {
+  each(a, b, [&](const char* what, const Array& x, const Array& y) { EXPECT_TRUE(same_bits(x, y)) << what << ' ' << where; });
+}
+
+TEST(DeltaRule, MatchesTheRecurrence) {
+  for (DType d : {kF64, kF32, kBF16, kF16})
+    for (const Sizes& s : kSizes) compare(random(d, s));
+}
+
+TEST(DeltaRule, StatesAndKeysAsTheyAre) {
+  for (DType d : {kF64, kF32, kBF16, kF16}) compare(with_states(random(d, {2, 131, 1, 2, 24, 9}, 0)));
+}
+
+TEST(DeltaRule, WideHeads) {
+  for (DType d : {kF64, kF32, kBF16}) compare(with_states(random(d, {1, 67, 1, 1, 256, 250})));
+  compare(random(kF32, {1, 10, 1, 1, 300, 290}));
+}
+
+TEST(DeltaRule, LongSequences) { compare(with_states(random(kF32, {1, 700, 2, 2, 16, 16})), 2); }
+
+TEST(DeltaRule, Documents) {
+  for (DType d : {kF64, kF32, kBF16})
+    compare(with_documents(with_states(random(d, {2, 200, 1, 2, 24, 9})), {1, 63, 66, 3, 1, 66}));
+  compare(with_documents(with_states(random(kF32, {1, 260, 1, 2, 8, 8})), {130, 130}));
+}
+
+TEST(DeltaRule, PackedDocumentsAreThoseAlone) { expect_packed_documents_are_those_alone(on_cpu); }
+TEST(DeltaRule, TheFirstDocumentMayHaveBegunEarlier) { expect_the_first_document_may_have_begun_earlier(on_cpu); }
+TEST(DeltaRule, PartsAreTheWhole) { expect_parts_are_the_whole(on_cpu); }
+TEST(DeltaRule, RunsAndStridesChangeNothing) { expect_runs_and_strides_change_nothing(on_cpu); }
+TEST(DeltaRule, DecaysThatCutTheStateOff) { expect_decays_that_cut_the_state_off(on_cpu); }
+TEST(DeltaRule, StatesOfNoTokens) { expect_states_of_no_tokens(on_cpu); }
+
+// A token's result has the bits that it has if there is nothing behind it.
+TEST(DeltaRule, LaterTokensChangeNothing) {
+  for (DType d : {kF32, kBF16}) {
+    const Operands o = random(d, {1, 140, 1, 2, 20, 12});
+    const Array whole = on_cpu(o).out;
+    for (const int64_t n : {1, 15, 16, 17, 63, 64, 65, 100, 139}) EXPECT_TRUE(same_bits(part(whole, 0, n), on_cpu(part(o, 0, n)).out)) << n;
+  }
+}
+
+TEST(DeltaRule, ThreadsChangeNothing) {
+  const Operands o = with_documents(with_states(random(kF32, {2, 90, 3, 6, 20, 12})), {50, 40});
+  RankContext one;
+  one.threads = 1;
+  const Results want = [&] {
+    RankScope scope(one);
+    return on_cpu(o);
+  }();
+  for (const int threads : {2, 5}) {
+    RankContext several;
+    several.threads = threads;
+    RankScope scope(several);
+    expect_same(on_cpu(o), want, str(threads, " threads"));
+  }
+}
+
+TEST(DeltaRule, BothBuildsHaveTheSameBits) {
+  if (!has_v4()) GTEST_SKIP() << "this CPU has no AVX-512";
+  for (DType d : {kF64, kF32, kBF16}) {
+    const Operands o = with_documents(with_states(random(d, {2, 150, 1, 2, 37, 21})), {70, 80});
+    expect_same(computed(o, v3::delta_rule, v3::delta_rule_backward), computed(o, v4::delta_rule, v4::delta_rule_backward), str(name(d)));
+  }
+}
+
+TEST(DeltaRule, RefusesWhatItCannotTake) {
+  const auto run = [](const Operands& o, const View& begins = {}) {
+    const Array out = like(o.v);
+    const DeltaRuleOperands x{o.q, o.k, o.v, o.decay, o.beta, View{}, begins};
+    Poisoned scratch(cpu::delta_rule_workspace(x, out, View{}));
+    cpu::delta_rule(x, o.options, out, View{}, scratch);
+  };
+  EXPECT_THROW(run(random(kF32, {1, 2, 2, 3, 8, 8})), ShapeError);
+  Operands o = random(kBF16, {1, 2, 1, 1, 8, 8});
+  o.decay = Array(kBF16, {1, 2, 1});
+  EXPECT_THROW(run(o), DTypeError);
+  const Operands three = random(kF32, {1, 3, 1, 1, 8, 8});
+  EXPECT_THAT([&] { run(three, Array::of(kI32, {1, 3}, {0, 0, 1})); },
+              ::testing::ThrowsMessage<DataError>(::testing::HasSubstr("[delta_rule] begins[0,2] is 1")));
+  EXPECT_THROW(run(three, Array::of(kI32, {1, 3}, {1, 1, 2})), DataError);
+}
+
+}  // namespace
+}  // namespace sheaf::kernels
