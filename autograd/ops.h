@@ -153,6 +153,7 @@ Tensor relu(const Tensor& x);  ///< gradient 0 at 0
 Tensor tanh(const Tensor& x);
 Tensor sigmoid(const Tensor& x);
 Tensor silu(const Tensor& x);  ///< x sigmoid(x)
+Tensor softplus(const Tensor& x);  ///< log(1 + exp(x))
 /// x Phi(x), or its approximation by tanh (Hendrycks and Gimpel 2016), as in GPT-2.
 enum class GeluKind : uint8_t { exact, tanh };
 Tensor gelu(const Tensor& x, GeluKind kind = GeluKind::exact);
@@ -354,6 +355,34 @@ Tensor packed_attention(const Tensor& qkv, int64_t heads, int64_t key_heads, con
 /// shared[B, T, D - N]: [B, T, H E]. Keys are put together where they are needed, and never kept. Heads are cut by
 /// OwnershipMap::even of q and up in as many units; queries as attention's.
 Tensor latent_attention(const Tensor& q, const Tensor& up, const Tensor& shared, int64_t heads, const AttentionOptions& options = {});
+struct GatedDeltaRuleOptions {
+  int64_t heads = 0;      ///< H, of values; a multiple of key_heads
+  int64_t key_heads = 0;  ///< G, of queries and keys
+  int64_t key_width = 0;  ///< D
+  double scale = 0;       ///< of queries; 0: 1 / sqrt(D)
+  /// Queries and keys are divided by sqrt(sum of their squares + norm_eps) first; 0: they are taken as they are.
+  double norm_eps = 1e-6;
+  Tensor begins = {};   ///< as in AttentionOptions: the state is zero before each document
+  Tensor initial = {};  ///< the state before the first token [B, H, D, E], f32 (f64 for f64); undefined: zero
+  bool keeps_state = false;  ///< the state behind the last token is a result
+};
+struct DeltaRuleResult {
+  Tensor out;    ///< [B, T, H E]
+  Tensor state;  ///< [B, H, D, E], f32 (f64 for f64), if it is kept
+};
+/// The gated delta rule (Yang et al., https://arxiv.org/abs/2412.06464) of a packed projection [B, T, 2 G D + H E] of queries, keys and
+/// values: a head has a state S[D, E] in place of keys and values of all tokens. With decay[B, T, H] <= 0 and beta[B, T, H], computed in
+/// f32 (f64 for f64), each token makes it S = exp(decay) S, then S + k (beta (v - Sᵀ k))ᵀ, and gets scale Sᵀ q. Value head h reads key
+/// head h / (H / G). In chunks of 64 tokens (kernels/delta_rule.h). Heads are cut by OwnershipMap::parts(2, {G D, G D, H E}, units) where
+/// every unit has whole key heads: the result is Shard(2) in as many units. Second derivatives have matrices [B, H, T, T] in memory.
+DeltaRuleResult gated_delta_rule(const Tensor& qkv, const Tensor& decay, const Tensor& beta, const GatedDeltaRuleOptions& options);
+struct CausalConvOptions {
+  bool silu = false;   ///< behind it
+  Tensor begins = {};  ///< as in AttentionOptions: what lies before a token's document is zero
+};
+/// Each channel's convolution along the tokens, of a token and the W - 1 before it: Σ_j weight[c, j] x[b, t - W + 1 + j, c], for
+/// x[B, T, C] and weight[C, W]. Channels may be cut anyhow, tokens not.
+Tensor causal_conv(const Tensor& x, const Tensor& weight, const CausalConvOptions& options = {});
 /// A packed projection [B, T, (H + 2 G) D] with each key and value head `times` times, side by side: [B, T, (H + 2 G times) D].
 /// Where `times` divides H / G its attention is that of qkv, and more ranks can share its heads. A cut by OwnershipMap::parts in
 /// units of whole key heads stays one in as many units. The gradient of a head is the sum of its copies'.

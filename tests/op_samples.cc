@@ -21,6 +21,8 @@ Outputs of_all_parts(const LinearLse& y) {
 // A choice's weights, of the type in which rows are computed.
 Tensor weights_of(const Tensor& w) { return cast(w, w.dtype() == kF64 ? kF64 : kF32); }
 
+GatedDeltaRuleOptions delta_heads() { return {.heads = 4, .key_heads = 2, .key_width = 3}; }
+
 // Rows behind those in use are zero.
 Tensor in_use(const Tensor& rows, const Tensor& counts) {
   const Tensor used = lt(arange(rows.size(-2), kI32), unsqueeze(counts, {counts.rank()}));
@@ -126,6 +128,8 @@ const std::vector<OpSample>& op_samples() {
       {.op = "tanh", .inputs = {{3, 5}}, .f = [](Args x) { return tanh(x[0]); }, .rules = {"S0 -> S0", "F -> F"}},
       {.op = "sigmoid", .inputs = {{3, 5}}, .f = [](Args x) { return sigmoid(x[0]); }, .rules = {"S0 -> S0"}},
       {.op = "silu", .inputs = {uniform({3, 5}, -3, 3)}, .f = [](Args x) { return silu(x[0]); }, .rules = {"S0 -> S0"}},
+      {.op = "softplus", .inputs = {uniform({3, 5}, -9, 9)}, .f = [](Args x) { return softplus(x[0]); },
+       .rules = {"S0 -> S0", "S1 -> S1", "F -> F"}},
       {.op = "gelu", .inputs = {uniform({3, 5}, -3, 3)}, .f = [](Args x) { return gelu(x[0]); }, .rules = {"S0 -> S0"}},
       {.op = "gelu", .variant = "tanh", .inputs = {uniform({3, 5}, -3, 3)},
        .f = [](Args x) { return gelu(x[0], GeluKind::tanh); }, .rules = {"S0 -> S0", "S1 -> S1"}},
@@ -480,6 +484,49 @@ const std::vector<OpSample>& op_samples() {
        .f = [](Args x) { return packed_attention(x[0], 4, 2, {.begins = document_begins(x[2], 0), .window = 2, .sinks = x[1]}); },
        .tolerance = 4,
        .rules = {"S0 R S0 -> S0", "S2|8,4,4/2 S0|4/2 R -> S2", "R R S0 -> S0"}},
+      // H 4, G 2, D 3, E 2.
+      {.op = "gated_delta_rule", .inputs = {{2, 5, 20}, uniform({2, 5, 4}, -2, 0), uniform({2, 5, 4}, 0, 1)},
+       .f = [](Args x) { return gated_delta_rule(x[0], x[1], x[2], delta_heads()).out; }, .tolerance = 8,
+       .rules = {"S0 S0 S0 -> S0", "S2|6,6,8/2 S2|4/2 S2|4/2 -> S2", "S2|6,6,8/1 S2|4/1 S2|4/1 -> S2", "S2|6,6,8/2 R R -> S2", "S0 R R -> S0"},
+       .zero_size = false},
+      {.op = "gated_delta_rule", .variant = "of keys as they are", .inputs = {uniform({1, 7, 20}, -0.5, 0.5), uniform({1, 7, 4}, -2, 0), uniform({1, 7, 4}, 0, 1)},
+       .f = [](Args x) { return gated_delta_rule(x[0], x[1], x[2], {.heads = 4, .key_heads = 2, .key_width = 3, .scale = 0.7, .norm_eps = 0}).out; },
+       .tolerance = 8, .rules = {"S2|6,6,8/2 S2|4/2 S2|4/2 -> S2"}, .zero_size = false},
+      {.op = "gated_delta_rule", .variant = "from state to state",
+       .inputs = {{2, 5, 20}, uniform({2, 5, 4}, -2, 0), uniform({2, 5, 4}, 0, 1), {2, 4, 3, 2}},
+       .f = [](Args x) {
+         GatedDeltaRuleOptions o = delta_heads();
+         o.initial = cast(x[3], x[3].dtype() == kF64 ? kF64 : kF32), o.keeps_state = true;
+         const DeltaRuleResult r = gated_delta_rule(x[0], x[1], x[2], o);
+         return Outputs(std::vector<Tensor>{r.out, r.state});
+       },
+       .tolerance = 8, .rules = {"S0 S0 S0 S0 -> S0 S0", "S2|6,6,8/2 S2|4/2 S2|4/2 S1|4/2 -> S2 S1"}, .zero_size = false},
+      {.op = "gated_delta_rule", .variant = "to a state alone", .inputs = {{2, 5, 20}, uniform({2, 5, 4}, -2, 0), uniform({2, 5, 4}, 0, 1)},
+       .f = [](Args x) {
+         GatedDeltaRuleOptions o = delta_heads();
+         o.keeps_state = true;
+         return gated_delta_rule(x[0], x[1], x[2], o).state;
+       },
+       .tolerance = 8, .rules = {"S0 S0 S0 -> S0", "S2|6,6,8/2 S2|4/2 S2|4/2 -> S1"}, .zero_size = false},
+      {.op = "gated_delta_rule", .variant = "documents",
+       .inputs = {{2, 7, 20}, uniform({2, 7, 4}, -2, 0), uniform({2, 7, 4}, 0, 1), integers({2, 7}, 3), {2, 4, 3, 2}},
+       .f = [](Args x) {
+         GatedDeltaRuleOptions o = delta_heads();
+         o.begins = document_begins(x[3], 0), o.initial = cast(x[4], x[4].dtype() == kF64 ? kF64 : kF32), o.keeps_state = true;
+         const DeltaRuleResult r = gated_delta_rule(x[0], x[1], x[2], o);
+         return Outputs(std::vector<Tensor>{r.out, r.state});
+       },
+       .tolerance = 8, .rules = {"S0 S0 S0 S0 S0 -> S0 S0", "S2|6,6,8/2 S2|4/2 S2|4/2 R S1|4/2 -> S2 S1"}, .zero_size = false},
+      {.op = "causal_conv", .inputs = {{2, 6, 3}, {3, 4}}, .f = [](Args x) { return causal_conv(x[0], x[1]); }, .exact = true,
+       .rules = {"S0 R -> S0", "S2 S0 -> S2", "S2 R -> S2", "P R -> P", "R P -> P"}},
+      {.op = "causal_conv", .variant = "silu", .inputs = {uniform({2, 6, 3}, -2, 2), {3, 4}},
+       .f = [](Args x) { return causal_conv(x[0], x[1], {.silu = true}); }, .tolerance = 4, .rules = {"S0 R -> S0", "S2 S0 -> S2"}},
+      {.op = "causal_conv", .variant = "silu of documents", .inputs = {uniform({2, 7, 3}, -2, 2), {3, 4}, integers({2, 7}, 3)},
+       .f = [](Args x) { return causal_conv(x[0], x[1], {.silu = true, .begins = document_begins(x[2], 0)}); }, .tolerance = 4,
+       .rules = {"S0 R S0 -> S0", "S2 S0 R -> S2", "R R S0 -> S0"}},
+      {.op = "causal_conv", .variant = "documents", .inputs = {{2, 7, 3}, {3, 2}, integers({2, 7}, 3)},
+       .f = [](Args x) { return causal_conv(x[0], x[1], {.begins = document_begins(x[2], 0)}); }, .exact = true,
+       .rules = {"S0 R S0 -> S0", "S2 S0 R -> S2", "P R R -> P"}},
       {.op = "repeat_key_heads", .inputs = {{2, 3, 16}}, .f = [](Args x) { return repeat_key_heads(x[0], 4, 2, 2); },
        .rules = {"S0 -> S0", "S1 -> S1", "S2|8,4,4/2 -> S2|8,8,8/2", "S2|8,4,4/1 -> S2|8,8,8/1", "P -> P"}},
       {.op = "repeat_key_heads", .variant = "three key heads", .inputs = {{1, 2, 30}},

@@ -116,6 +116,13 @@ struct Silu : Activation<Silu, UnaryOp::silu> {
   }
 };
 
+// --- softplus ---
+struct Softplus : Activation<Softplus, UnaryOp::softplus> {
+  static constexpr const char* kName = "softplus";
+  static constexpr uint64_t kSavedInputs = 0b1;
+  static void vjp(const Attrs&, Vjp& c) { c.set(0, mul(c.grad(), sigmoid(c.input(0)))); }
+};
+
 // --- gelu ---
 struct GeluAttrs {
   GeluKind kind;
@@ -333,6 +340,7 @@ Tensor relu(const Tensor& x) { return apply<Relu>({}, x); }
 Tensor tanh(const Tensor& x) { return apply<Tanh>({}, x); }
 Tensor sigmoid(const Tensor& x) { return apply<Sigmoid>({}, x); }
 Tensor silu(const Tensor& x) { return apply<Silu>({}, x); }
+Tensor softplus(const Tensor& x) { return apply<Softplus>({}, x); }
 Tensor gelu(const Tensor& x, GeluKind kind) { return apply<Gelu>({kind}, x); }
 Tensor swiglu(const Tensor& gate, const Tensor& up) { return apply<Swiglu>({}, {gate, up}); }
 Tensor clamped_swiglu(const Tensor& gate, const Tensor& up, const ClampedSwigluOptions& options) {

@@ -16,7 +16,7 @@ using kernels::FusedStep;
 
 const char* const kUnaryNames[] = {"neg",  "exp",  "log",       "sqrt",       "rsqrt",  "reciprocal", "tanh",
                                    "sigmoid", "abs", "relu",     "silu",       "gelu tanh", "gelu",    "square",
-                                   "isfinite", "logical_not", "sign", "sin",   "cos"};
+                                   "isfinite", "logical_not", "sign", "sin",   "cos",       "softplus"};
 const char* const kBackwardNames[] = {"gelu_backward tanh", "gelu_backward", "silu_backward",
                                       "relu_backward",      "tanh_backward", "sigmoid_backward"};
 

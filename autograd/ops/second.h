@@ -42,6 +42,20 @@ struct VisibleKeys {
 AttentionBackwardOperands attention_second(const AttentionBackwardOperands& x, const AttentionBackwardOperands& u,
                                            const VisibleKeys& visible, double scale);
 
+/// What the gated delta rule reads, or gradients of that, of which some may be undefined, but not q, k and v that it returns: q, k[B, T, G, D], v[B, T, H, E], decay,
+/// beta[B, T, H], initial[B, H, D, E].
+struct DeltaRuleTensors {
+  Tensor q, k, v, decay, beta, initial;
+};
+struct DeltaRuleSecond {
+  DeltaRuleTensors x;
+  Tensor dout, dstate;
+};
+/// The gradients of its backward of x, dout[B, T, H, E] and dstate[B, H, D, E] (undefined: there is none), for those `u` of its results. It
+/// has matrices [B, H, T, T] in memory.
+DeltaRuleSecond delta_rule_second(const DeltaRuleTensors& x, const DeltaRuleTensors& u, const Tensor& dout, const Tensor& dstate,
+                                  const Tensor& begins, double scale, double norm_eps);
+
 /// What the backward of a normalisation over the last dimension reads, or the gradients of that. Weights may have further dimensions,
 /// with which those of x end; undefined if there is none, or no gradient.
 struct NormBackwardOperands {

@@ -161,7 +161,7 @@ class Drawn {
   Tensor op() {
     const DType d = dtype();
     const Tensor x = number(d);
-    switch (draw(0, 34)) {
+    switch (draw(0, 35)) {
       case 0: return neg(x);
       case 1: return exp(x);
       case 2: return log(x);
@@ -196,6 +196,7 @@ class Drawn {
       case 31: return gelu(x, draw(0, 1) ? GeluKind::tanh : GeluKind::exact);
       case 32: return swiglu(x, number(d));
       case 33: return clamped_swiglu(x, number(d), {.alpha = 1.3, .limit = draw(0, 1) ? 0.6 : std::numeric_limits<double>::infinity()});
+      case 34: return softplus(x);
       default: return cast(truth(x), d);
     }
   }
