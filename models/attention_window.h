@@ -1,4 +1,4 @@
-// Which blocks of a model have sliding-window attention.
+// Which blocks of a model have sliding-window attention, or linear attention.
 #pragma once
 
 #include <cstdint>
@@ -11,5 +11,8 @@ namespace sheaf::models {
 inline int64_t window_of_block(int64_t i, int64_t window, int64_t full_attention_every) {
   return full_attention_every > 0 && (i + 1) % full_attention_every == 0 ? 0 : window;
 }
+
+/// Whether block i of a model with linear attention has it: all but those numbered N, 2 N, .. from 1 on (Qwen3-Next's N is 4).
+inline bool is_linear(int64_t i, int64_t full_attention_every) { return window_of_block(i, 1, full_attention_every) != 0; }
 
 }  // namespace sheaf::models

@@ -24,9 +24,11 @@ nn::AttentionConfig attention_config(const LlamaConfig& c, int64_t block) {
   a.bias = false;
   a.qkv_bias = c.qkv_bias;
   a.out_bias = c.out_bias;
+  a.gate = c.attention_gate;
   a.sinks = c.attention_sinks;
   a.qk_norm = c.qk_norm;
   a.norm_eps = c.norm_eps;
+  a.rotary_width = c.rotary_width;
   set_window_and_rotary(a, c, block);
   a.dropout = c.dropout;
   a.init = weight_init();
@@ -50,6 +52,21 @@ nn::LatentAttentionConfig latent_attention_config(const LlamaConfig& c, int64_t 
   a.init = weight_init();
   a.projection_init = residual_init(c.layers);
   return a;
+}
+
+nn::DeltaNetConfig delta_net_config(const LlamaConfig& c) {
+  nn::DeltaNetConfig d;
+  d.width = c.width;
+  d.key_heads = c.linear_key_heads;
+  d.value_heads = c.linear_value_heads ? c.linear_value_heads : c.linear_key_heads;
+  d.key_width = c.linear_key_width ? c.linear_key_width : c.head_dim ? c.head_dim : c.width / c.heads;
+  d.value_width = c.linear_value_width ? c.linear_value_width : d.key_width;
+  d.taps = c.linear_taps;
+  d.norm_eps = c.norm_eps;
+  d.dropout = c.dropout;
+  d.init = weight_init();
+  d.projection_init = residual_init(c.layers);
+  return d;
 }
 
 nn::MlpConfig mlp_config(const LlamaConfig& c) {
@@ -79,6 +96,7 @@ nn::MixtureConfig mixture_config(const LlamaConfig& c) {
   e.parts = c.expert_parts;
   e.allowed_parts = c.expert_parts_per_token;
   e.shared_hidden = c.shared_experts * e.hidden;
+  e.shared_gate = c.shared_expert_gate;
   e.linear_bias = c.expert_linear_bias;
   e.gate_limit = c.expert_gate_limit;
   e.gate_alpha = c.expert_gate_alpha;
@@ -327,7 +345,8 @@ LlamaConfig LlamaConfig::preset(const std::string& name) {
 
 LlamaBlock::LlamaBlock(const LlamaConfig& c, int64_t index)
     : attention_norm(c.width, c.norm_eps), mlp_norm(c.width, c.norm_eps) {
-  if (c.kv_lora_rank) latent_attention.emplace(latent_attention_config(c, index));
+  if (c.linear_key_heads && index < c.layers && is_linear(index, c.full_attention_every)) linear_attention.emplace(delta_net_config(c));
+  else if (c.kv_lora_rank) latent_attention.emplace(latent_attention_config(c, index));
   else attention.emplace(attention_config(c, index));
   if (c.experts && index >= c.dense_layers) moe.emplace(mixture_config(c));
   else mlp.emplace(mlp_config(c));
@@ -339,8 +358,8 @@ LlamaBlock::LlamaBlock(const LlamaConfig& c, int64_t index)
 nn::Residual LlamaBlock::forward(nn::Residual stream, nn::KeyValueCache* cache) {
   const Tensor begins_BT = stream.begins;
   NormedSum x_BTC = attention_norm(std::move(stream));
-  Tensor branch_BTC = latent_attention ? (*latent_attention)(x_BTC.normed, cache, begins_BT)
-                                       : (*attention)(x_BTC.normed, cache, begins_BT);
+  const auto attend = [&](auto& layer) { return layer(x_BTC.normed, cache, begins_BT); };
+  Tensor branch_BTC = linear_attention ? attend(*linear_attention) : latent_attention ? attend(*latent_attention) : attend(*attention);
   if (attention_post_norm) branch_BTC = (*attention_post_norm)(branch_BTC);
   x_BTC = mlp_norm(nn::Residual{x_BTC.sum, std::move(branch_BTC)});
   branch_BTC = moe ? (*moe)(x_BTC.normed, /*drops=*/cache == nullptr) : (*mlp)(x_BTC.normed);
@@ -370,9 +389,11 @@ Llama::Llama(const LlamaConfig& c)
                      " have no mixture: none has");
   check<ConfigError>(c.experts == 0 || !c.gelu_gate, "[llama] gelu_gate: mixtures of experts are SwiGLU");
   check<ConfigError>(c.kv_lora_rank == 0 || ((c.kv_heads == 0 || c.kv_heads == c.heads) && !c.qk_norm && !c.qkv_bias && !c.out_bias &&
-                                             !c.attention_sinks),
+                                             !c.attention_sinks && !c.attention_gate && !c.rotary_width),
                      "[llama] kv_lora_rank ", c.kv_lora_rank, ": latent attention has as many key heads as heads (kv_heads 0, not ",
-                     c.kv_heads, "), and neither qk_norm, qkv_bias, out_bias nor attention_sinks");
+                     c.kv_heads, "), and neither qk_norm, qkv_bias, out_bias, attention_sinks, attention_gate nor rotary_width");
+  check<ConfigError>(c.linear_key_heads == 0 || c.window == 0, "[llama] linear_key_heads ", c.linear_key_heads, " with a window of ", c.window,
+                     ": blocks without linear attention see all keys");
   blocks.reserve(static_cast<size_t>(c.layers));
   for (int64_t i = 0; i < c.layers; ++i) blocks.emplace_back(c, i);
   mtp_layers.reserve(static_cast<size_t>(c.mtp_layers));

@@ -11,6 +11,7 @@
 
 #include "sheaf/models/decoder.h"
 #include "sheaf/nn/layers/attention.h"
+#include "sheaf/nn/layers/delta_net.h"
 #include "sheaf/nn/layers/experts.h"
 #include "sheaf/nn/layers/latent_attention.h"
 #include "sheaf/nn/layers/mlp.h"
@@ -33,6 +34,8 @@ struct LlamaConfig {
   bool tie_embeddings = false;    ///< the head is the token embedding
   bool qkv_bias = false;          ///< queries, keys and values have biases, as Qwen2's
   bool out_bias = false;          ///< what attention adds has a bias, as gpt-oss's
+  bool attention_gate = false;    ///< what heads give is gated, as Qwen3-Next's (AttentionConfig::gate)
+  int64_t rotary_width = 0;       ///< of a head the last so many elements are rotated; 0: all
   bool attention_sinks = false;   ///< each head's softmax has a sink, as gpt-oss's (AttentionConfig::sinks)
   bool qk_norm = false;           ///< queries and keys are normalised before they are rotated, as Qwen3's
   bool gelu_gate = false;         ///< MLPs are GeGLU, as Gemma's; not with experts, whose mixtures are SwiGLU
@@ -54,6 +57,7 @@ struct LlamaConfig {
   double expert_gate_alpha = 1.702;  ///< its gate_alpha
   int64_t expert_parts = 1, expert_parts_per_token = 1;  ///< its parts, and those allowed
   int64_t shared_experts = 0;       ///< MLPs of expert_hidden, side by side, through which every token goes
+  bool shared_expert_gate = false;  ///< what these give is multiplied by a number of each token, as Qwen2-MoE's (MixtureConfig::shared_gate)
   int64_t dense_layers = 0;         ///< the first so many blocks have an MLP, not a mixture
   double aux_loss = 0.0;          ///< factor of each mixture's imbalance in the training loss
 
@@ -64,6 +68,11 @@ struct LlamaConfig {
   int64_t q_lora_rank = 0;        ///< as there, and the next three
   int64_t qk_nope_head_dim = 0, qk_rope_head_dim = 0, v_head_dim = 0;  ///< 0: width / heads, half of that, the first
   double mscale_all_dim = 0.0;    ///< there, with YaRN: scores are multiplied by yarn_amplitude(factor, this)²
+
+  int64_t linear_key_heads = 0;   ///< nn::GatedDeltaNet in place of attention, but in each full_attention_every-th block; 0: nowhere
+  int64_t linear_value_heads = 0;  ///< there; 0: as many
+  int64_t linear_key_width = 0, linear_value_width = 0;  ///< there, of heads; 0: that of attention's, that of keys
+  int64_t linear_taps = 4;        ///< there
 
   int64_t window = 0;             ///< as in GptConfig
   double window_rope_theta = 0.0;  ///< base of the rotary frequencies where there is a window, which are not scaled; 0: those of others
@@ -79,12 +88,13 @@ struct LlamaConfig {
   static LlamaConfig preset(const std::string& name);
 };
 
-/// x + attention(norm(x)), then x + mlp(norm(x)), whose addition is left to the next norm. Attention is one of two kinds, the
+/// x + attention(norm(x)), then x + mlp(norm(x)), whose addition is left to the next norm. Attention is one of three kinds, the
 /// MLP may be a mixture, and what either gives may be normalised, too.
 struct LlamaBlock : DecoderBlock {
   nn::RMSNorm attention_norm;
   std::optional<nn::CausalSelfAttention> attention;
   std::optional<nn::LatentAttention> latent_attention;
+  std::optional<nn::GatedDeltaNet> linear_attention;
   std::optional<nn::RMSNorm> attention_post_norm;
   nn::RMSNorm mlp_norm;
   std::optional<nn::GatedMLP> mlp;
@@ -93,7 +103,7 @@ struct LlamaBlock : DecoderBlock {
 
   explicit LlamaBlock(const LlamaConfig& config, int64_t index = 0);  ///< among the model's, from 0: which keys it sees
   nn::Residual forward(nn::Residual stream, nn::KeyValueCache* cache = nullptr) override;
-  SHEAF_FIELDS(attention_norm, attention, latent_attention, attention_post_norm, mlp_norm, mlp, moe, mlp_post_norm);
+  SHEAF_FIELDS(attention_norm, attention, latent_attention, linear_attention, attention_post_norm, mlp_norm, mlp, moe, mlp_post_norm);
 };
 
 /// What the head read last and the tokens that were predicted there, side by side, through a linear layer and a block (MTP; DeepSeek-V3's,
@@ -105,8 +115,8 @@ struct LlamaMtpLayer : LlamaBlock {
 
   LlamaMtpLayer(const LlamaConfig& config, int64_t index);
   Tensor forward(nn::Residual stream, const Tensor& next_BTC, nn::KeyValueCache* cache = nullptr);
-  SHEAF_FIELDS(token_norm, hidden_norm, join, attention_norm, attention, latent_attention, attention_post_norm, mlp_norm, mlp, moe,
-               mlp_post_norm, norm);
+  SHEAF_FIELDS(token_norm, hidden_norm, join, attention_norm, attention, latent_attention, linear_attention, attention_post_norm, mlp_norm,
+               mlp, moe, mlp_post_norm, norm);
 };
 
 /// In training, the loss has aux_loss times the sum of all mixtures' imbalances added: each micro-batch has its own, which counts by

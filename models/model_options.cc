@@ -34,6 +34,8 @@ void for_each_llama_option(Model& c, Options& m, F&& f) {
   f(c.qkv_bias, m.qkv_bias);
   f(c.out_bias, m.out_bias);
   f(c.attention_sinks, m.attention_sinks);
+  f(c.attention_gate, m.attention_gate);
+  f(c.rotary_width, m.rotary_width);
   f(c.qk_norm, m.qk_norm);
   f(c.gelu_gate, m.gelu_gate);
   f(c.post_norms, m.post_norms);
@@ -46,6 +48,11 @@ void for_each_llama_option(Model& c, Options& m, F&& f) {
   f(c.qk_rope_head_dim, m.qk_rope_head_dim);
   f(c.v_head_dim, m.v_head_dim);
   f(c.mscale_all_dim, m.rope_scaling.mscale_all_dim);
+  f(c.linear_key_heads, m.linear_key_heads);
+  f(c.linear_value_heads, m.linear_value_heads);
+  f(c.linear_key_width, m.linear_key_width);
+  f(c.linear_value_width, m.linear_value_width);
+  f(c.linear_taps, m.linear_taps);
   f(c.experts, m.experts);
   f(c.experts_per_token, m.experts_per_token);
   f(c.expert_hidden, m.expert_hidden);
@@ -61,6 +68,7 @@ void for_each_llama_option(Model& c, Options& m, F&& f) {
   f(c.expert_parts, m.expert_parts);
   f(c.expert_parts_per_token, m.expert_parts_per_token);
   f(c.shared_experts, m.shared_experts);
+  f(c.shared_expert_gate, m.shared_expert_gate);
   f(c.dense_layers, m.dense_layers);
   f(c.aux_loss, m.aux_loss);
   f(c.mtp_layers, m.mtp_layers);
@@ -114,6 +122,8 @@ ModelConfig options_of(const LlamaConfig& c) {
 GptConfig gpt_config(const ModelConfig& m) {
   check<ConfigError>(m.experts == 0, "[model] model.experts ", m.experts, ": only model.type llama has mixtures of experts");
   check<ConfigError>(m.kv_lora_rank == 0, "[model] model.kv_lora_rank ", m.kv_lora_rank, ": only model.type llama has latent attention");
+  check<ConfigError>(m.linear_key_heads == 0, "[model] model.linear_key_heads ", m.linear_key_heads,
+                     ": only model.type llama has linear attention");
   check<ConfigError>(m.mtp_layers == 0, "[model] model.mtp_layers ", m.mtp_layers, ": only model.type llama predicts further tokens");
   GptConfig c;
   for_each_gpt_option(c, m, kToField);

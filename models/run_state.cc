@@ -17,6 +17,11 @@ void for_each_model_option(Model&& m, F&& f) {
   f("model.qk_nope_head_dim", m.qk_nope_head_dim);
   f("model.qk_rope_head_dim", m.qk_rope_head_dim);
   f("model.v_head_dim", m.v_head_dim);
+  f("model.linear_key_heads", m.linear_key_heads);
+  f("model.linear_value_heads", m.linear_value_heads);
+  f("model.linear_key_width", m.linear_key_width);
+  f("model.linear_value_width", m.linear_value_width);
+  f("model.linear_taps", m.linear_taps);
   f("model.mlp_width", m.mlp_width);
   f("model.context", m.context);
   f("model.window", m.window);
@@ -25,6 +30,8 @@ void for_each_model_option(Model&& m, F&& f) {
   f("model.qkv_bias", m.qkv_bias);
   f("model.out_bias", m.out_bias);
   f("model.attention_sinks", m.attention_sinks);
+  f("model.attention_gate", m.attention_gate);
+  f("model.rotary_width", m.rotary_width);
   f("model.qk_norm", m.qk_norm);
   f("model.gelu_gate", m.gelu_gate);
   f("model.post_norms", m.post_norms);
@@ -46,6 +53,7 @@ void for_each_model_option(Model&& m, F&& f) {
   f("model.expert_parts", m.expert_parts);
   f("model.expert_parts_per_token", m.expert_parts_per_token);
   f("model.shared_experts", m.shared_experts);
+  f("model.shared_expert_gate", m.shared_expert_gate);
   f("model.dense_layers", m.dense_layers);
   f("model.aux_loss", m.aux_loss);
   f("model.mtp_layers", m.mtp_layers);
@@ -111,7 +119,7 @@ bool came_later(std::string_view key) {
          key == "model.window_rope_theta" || key.ends_with("_lora_rank") || key.ends_with("_head_dim") || key.starts_with("model.rope_scaling.") ||
          key.starts_with("model.expert") || key == "model.capacity_factor" || key == "model.normalize_experts" || key == "model.aux_loss" ||
          key == "model.shared_experts" || key == "model.dense_layers" || key == "model.end_of_text" || key == "model.window" || key == "model.full_attention_every" ||
-         key.starts_with("model.lora_") || key.starts_with("model.mtp_") || key == "model.quantize";
+         key.starts_with("model.linear_") || key == "model.attention_gate" || key == "model.rotary_width" || key == "model.shared_expert_gate" || key.starts_with("model.lora_") || key.starts_with("model.mtp_") || key == "model.quantize";
 }
 
 void get(const Json& j, bool& out) { out = j.as_bool(); }

@@ -61,12 +61,18 @@ struct ModelConfig {
   int64_t qk_nope_head_dim = 0;  ///< of queries and keys, what is not rotated; 0: width / heads
   int64_t qk_rope_head_dim = 0;  ///< what is, which all heads' keys share; 0: half of that
   int64_t v_head_dim = 0;       ///< of values; 0: qk_nope_head_dim
+  int64_t linear_key_heads = 0;  ///< blocks have linear attention with so many key heads in place of attention (Gated DeltaNet; llama); 0: not
+  int64_t linear_value_heads = 0;  ///< then: value heads, a multiple; 0: as many
+  int64_t linear_key_width = 0;  ///< width of its queries and keys; 0: of attention's heads
+  int64_t linear_value_width = 0;  ///< of its values; 0: of its keys
+  int64_t linear_taps = 4;      ///< tokens of which each channel is convolved before
+  int64_t rotary_width = 0;     ///< of each head of attention the last so many elements are rotated; 0: all (llama)
   int64_t mlp_width = 0;        ///< hidden size of the MLP; 0: 4·width for gpt2, 8/3·width up to a multiple of 64 for llama
   int64_t context = 64;         ///< tokens per sequence
   int64_t vocab = 0;            ///< vocabulary size; 0: that of the tokenizer
   int64_t window = 0;           ///< keys that a token sees, itself and those before it (sliding-window attention); 0: all
   double window_rope_theta = 0.0;  ///< base of rotary frequencies in blocks with a window, unscaled; 0: those of others (llama)
-  int64_t full_attention_every = 0;  ///< with a window: blocks N, 2·N, .., counted from 1, see all (window_of_block); 0: none
+  int64_t full_attention_every = 0;  ///< with a window or linear attention: blocks N, 2·N, .., counted from 1, see all (window_of_block); 0: none
   int64_t experts = 0;          ///< MLPs of which each token goes through some (mixture of experts); 0: one MLP (llama)
   int64_t experts_per_token = 2;  ///< how many
   int64_t expert_hidden = 0;    ///< hidden size of each; 0: mlp_width
@@ -80,6 +86,7 @@ struct ModelConfig {
   int64_t expert_parts = 1;     ///< equal parts of the experts, of which
   int64_t expert_parts_per_token = 1;  ///< a token's choices are in so many
   int64_t shared_experts = 0;   ///< beside those that are chosen, through which every token goes
+  bool shared_expert_gate = false;  ///< what shared experts give is multiplied by a number of each token, as Qwen2-MoE's
   int64_t dense_layers = 0;     ///< the first so many blocks have an MLP of mlp_width instead of a mixture
   double aux_loss = 0.0;        ///< factor of the load-balancing loss of each mixture, added to the training loss
   int64_t mtp_layers = 0;       ///< layers that each predict one token further, in training and for drafts (MTP; llama)
@@ -87,6 +94,7 @@ struct ModelConfig {
   bool bias = false;            ///< biases in linear layers and layer norms (gpt2)
   bool qkv_bias = false;        ///< queries, keys and values have biases, as Qwen2's (llama)
   bool out_bias = false;        ///< what attention adds has a bias, as gpt-oss's (llama)
+  bool attention_gate = false;  ///< what attention's heads give is gated, as Qwen3-Next's (llama)
   bool attention_sinks = false;  ///< a score of each head that no value answers is in its softmax, as gpt-oss's (llama)
   bool qk_norm = false;         ///< each query and key is normalised, as Qwen3's (llama)
   bool gelu_gate = false;       ///< MLPs are GeGLU, as Gemma's, not SwiGLU (llama)
@@ -120,6 +128,11 @@ inline ModelConfig resolved(ModelConfig m) {
     m.head_dim = m.qk_nope_head_dim + m.qk_rope_head_dim;
   }
   if (m.head_dim == 0 && m.heads > 0) m.head_dim = m.width / m.heads;
+  if (m.linear_key_heads) {
+    if (m.linear_value_heads == 0) m.linear_value_heads = m.linear_key_heads;
+    if (m.linear_key_width == 0) m.linear_key_width = m.head_dim;
+    if (m.linear_value_width == 0) m.linear_value_width = m.linear_key_width;
+  }
   if (m.mlp_width == 0) m.mlp_width = m.type == "llama" ? (8 * m.width / 3 + 63) / 64 * 64 : 4 * m.width;
   if (m.experts && m.expert_hidden == 0) m.expert_hidden = m.mlp_width;
   return m;
@@ -131,7 +144,7 @@ inline bool takes_lora(const std::string& path, const std::string& layers) {
   check<ConfigError>(layers == "all" || layers == "attention" || layers == "mlp", "[model] unknown lora_layers '", layers,
                      "'; known: all, attention, mlp");
   const auto part = [&](const char* name) { return path.starts_with("blocks.") && path.find(name) != std::string::npos; };
-  return (layers != "mlp" && (part(".attention.") || part(".latent_attention."))) || (layers != "attention" && (part(".mlp.") || part(".moe.shared.")));
+  return (layers != "mlp" && (part(".attention.") || part(".latent_attention.") || part(".linear_attention."))) || (layers != "attention" && (part(".mlp.") || part(".moe.shared.")));
 }
 
 /// [data] What to train on: a text, or token files.

@@ -222,6 +222,8 @@ class Search {
         if (!keeps(&Choice::tensor) && units % t != 0) continue;
         const int64_t own = std::max<int64_t>(1, units / t), group = model.heads / units;
         for (const auto& [c, comm] : contexts(world_ / p / t, own, group)) {
+          // Linear attention's ranks share its key heads, on both axes.
+          if (model.linear_key_heads && !keeps(&Choice::context) && model.linear_key_heads % (t * c) != 0) continue;
           const int64_t experts = std::max<int64_t>(1, model.experts);
           for (const int64_t e : sizes(&Choice::experts, world_ / p / t / c, experts)) {
             if (!keeps(&Choice::experts) && experts % e != 0) continue;

@@ -78,7 +78,7 @@ void fill(Device device, const nn::Init& init, Key key, int64_t numel, const Run
   switch (init.kind) {
     case nn::Init::Kind::constant: SHEAF_ON_DEVICE(stream, fill, out, init.value); break;
     case nn::Init::Kind::normal: SHEAF_ON_DEVICE(stream, normal, out, key, where, 0.0, init.value); break;
-    case nn::Init::Kind::uniform: SHEAF_ON_DEVICE(stream, uniform, out, key, where, -init.value, init.value); break;
+    case nn::Init::Kind::uniform: SHEAF_ON_DEVICE(stream, uniform, out, key, where, init.center - init.value, init.center + init.value); break;
   }
 }
 

@@ -25,13 +25,15 @@ namespace nn {
 struct Init {
   enum class Kind : uint8_t { constant, normal, uniform };
   Kind kind = Kind::constant;
-  double value = 0;  ///< the constant, the standard deviation, or the bound b of [-b, b)
+  double value = 0;  ///< the constant, the standard deviation, or the bound b of [center - b, center + b)
+  double center = 0;
 
   static Init zeros() { return {}; }
   static Init ones() { return {Kind::constant, 1.0}; }
   static Init constant(double value) { return {Kind::constant, value}; }
   static Init normal(double std) { return {Kind::normal, std}; }
   static Init uniform(double bound) { return {Kind::uniform, bound}; }
+  static Init between(double low, double high) { return {Kind::uniform, (high - low) / 2, (low + high) / 2}; }
   bool operator==(const Init&) const = default;
 };
 

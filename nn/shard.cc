@@ -6,6 +6,7 @@
 #include "sheaf/distributed/pipeline.h"
 #include "sheaf/nn/layers/attention.h"
 #include "sheaf/nn/layers/experts.h"
+#include "sheaf/nn/layers/delta_net.h"
 #include "sheaf/nn/layers/latent_attention.h"
 #include "sheaf/nn/unit_mark.h"
 
@@ -93,6 +94,7 @@ struct AttentionToCut : Visitor {
       latent_layers.push_back(latent);
       check_context(latent->config.heads, 1);
     }
+    if (auto* recurrent = dynamic_cast<GatedDeltaNet*>(&m)) check_recurrent(recurrent->config.key_heads);
     Visitor::module(m);
   }
   void cut() const {
@@ -101,6 +103,12 @@ struct AttentionToCut : Visitor {
   }
 
  private:
+  // A state needs all tokens, so the ranks of both axes share heads, however attention's ranks share sequences.
+  void check_recurrent(int64_t units) const {
+    const int of_tensor = tensor < 0 ? 1 : mesh->size(tensor), of_context = context < 0 ? 1 : mesh->size(context);
+    check<ConfigError>(units >= int64_t{of_tensor} * of_context, "[delta_net] '", path(), "': ", of_tensor, " ranks of a tensor axis times ",
+                       of_context, " of a context axis cannot share ", units, " key heads; at most ", units, " can");
+  }
   void check_context(int64_t units, int64_t group) const {
     if (context >= 0 && comm == ContextComm::all_to_all)
       ContextRegion::copies(path(), units, group, *mesh, {context}, tensor < 0 ? std::vector<int>{} : std::vector<int>{tensor});

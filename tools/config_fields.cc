@@ -32,15 +32,23 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"model.qk_nope_head_dim", &m.qk_nope_head_dim, "of queries and keys, what is not rotated; 0: model.width / model.heads", any, 0, 1e6},
       {"model.qk_rope_head_dim", &m.qk_rope_head_dim, "what is; 0: half of that", any, 0, 1e6},
       {"model.v_head_dim", &m.v_head_dim, "of values; 0: model.qk_nope_head_dim", any, 0, 1e6},
+      {"model.linear_key_heads", &m.linear_key_heads,
+       "key heads of linear attention in place of attention, but in each model.full_attention_every-th block (Gated DeltaNet; llama); 0: none", any, 0, 10000},
+      {"model.linear_value_heads", &m.linear_value_heads, "its value heads, a multiple; 0: as many", any, 0, 10000},
+      {"model.linear_key_width", &m.linear_key_width, "width of its queries and keys; 0: of attention's heads", any, 0, 1e6},
+      {"model.linear_value_width", &m.linear_value_width, "of its values; 0: of its keys", any, 0, 1e6},
+      {"model.linear_taps", &m.linear_taps, "tokens of which each channel is convolved before", any, 1, 1000},
+      {"model.rotary_width", &m.rotary_width, "of each head of attention the last so many elements are rotated; 0: all (llama)", any, 0, 1e6},
       {"model.mlp_width", &m.mlp_width, "hidden size of the MLP; 0: chosen by the type", any, 0, 1e7},
       {"model.context", &m.context, "tokens per sequence", any, 1, 1e8},
       {"model.window", &m.window, "keys that a token sees, itself and those before it (sliding-window attention); 0: all", any, 0, 1e9},
-      {"model.full_attention_every", &m.full_attention_every, "of each so many blocks with a window the last sees all keys; 0: none", any, 0,
+      {"model.full_attention_every", &m.full_attention_every, "of each so many blocks with a window or linear attention the last has full attention; 0: none", any, 0,
        10000},
       {"model.vocab", &m.vocab, "vocabulary size; 0: that of the tokenizer", any, 0, 1e8},
       {"model.bias", &m.bias, "biases in linear layers and layer norms (gpt2)"},
       {"model.qkv_bias", &m.qkv_bias, "queries, keys and values have biases, as Qwen2's (llama)"},
       {"model.out_bias", &m.out_bias, "what attention adds has a bias, as gpt-oss's (llama)"},
+      {"model.attention_gate", &m.attention_gate, "what attention's heads give is multiplied by sigmoids of the layer's input, as Qwen3-Next's (llama)"},
       {"model.attention_sinks", &m.attention_sinks, "a score of each head that no value answers is in its softmax, as gpt-oss's (llama)"},
       {"model.qk_norm", &m.qk_norm, "each query and key is normalised before it is rotated, as Qwen3's (llama)"},
       {"model.gelu_gate", &m.gelu_gate, "the gate of MLPs is a gelu (GeGLU), as Gemma's, not a silu (SwiGLU; llama)"},
@@ -63,6 +71,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"model.expert_parts", &m.expert_parts, "equal parts of the experts, of which", any, 1, 10000},
       {"model.expert_parts_per_token", &m.expert_parts_per_token, "a token's choices are in so many", any, 1, 10000},
       {"model.shared_experts", &m.shared_experts, "experts beside those, through which every token goes", any, 0, 10000},
+      {"model.shared_expert_gate", &m.shared_expert_gate, "what they give is multiplied by a sigmoid of each token, as Qwen2-MoE's"},
       {"model.dense_layers", &m.dense_layers, "the first so many blocks have an MLP of model.mlp_width instead of a mixture", any, 0, 1e5},
       {"model.aux_loss", &m.aux_loss, "factor of each mixture's load-balancing loss in the training loss", any, 0, 1e6},
       {"model.mtp_layers", &m.mtp_layers, "layers that each predict one token further, in training and for drafts (multi-token prediction)", any, 0, 100},
@@ -219,7 +228,7 @@ const char* unused(const std::string& key, const TrainConfig& config) {
   if (key == "model.bias" && config.model.type != "gpt2") return "only model.type gpt2 has biases";
   if (key == "model.qkv_bias" && config.model.type != "llama") return "only model.type llama has such biases alone";
   if (key == "model.qk_norm" && config.model.type != "llama") return "only model.type llama has such norms";
-  for (const char* name : {"gelu_gate", "post_norms", "scale_embedding", "out_bias", "attention_sinks"})
+  for (const char* name : {"gelu_gate", "post_norms", "scale_embedding", "out_bias", "attention_sinks", "attention_gate", "rotary_width"})
     if (key == str("model.", name) && config.model.type != "llama") return "only model.type llama has it";
   if (key == "model.window_rope_theta" && (config.model.type != "llama" || config.model.window == 0))
     return "only model.type llama has it, with model.window";
@@ -228,11 +237,16 @@ const char* unused(const std::string& key, const TrainConfig& config) {
   const bool of_latents = key == "model.q_lora_rank" || key == "model.qk_nope_head_dim" || key == "model.qk_rope_head_dim" ||
                           key == "model.v_head_dim";
   if (of_latents && config.model.kv_lora_rank == 0) return "only latent attention (model.kv_lora_rank) has it";
-  if (key == "model.full_attention_every" && config.model.window == 0) return "without model.window all blocks see all keys";
+  if (key == "model.full_attention_every" && config.model.window == 0 && config.model.linear_key_heads == 0)
+    return "without model.window and model.linear_key_heads all blocks see all keys";
+  if (key.starts_with("model.linear_") && config.model.type != "llama") return "only model.type llama has linear attention";
+  if (key.starts_with("model.linear_") && key != "model.linear_key_heads" && config.model.linear_key_heads == 0)
+    return "only linear attention (model.linear_key_heads) has it";
   if (key.starts_with("model.expert") && config.model.type != "llama") return "only model.type llama has mixtures of experts";
   const bool of_experts = key.starts_with("model.expert") || key == "model.capacity_factor" || key == "model.normalize_experts" ||
-                          key == "model.aux_loss" || key == "model.shared_experts" || key == "model.dense_layers";
+                          key == "model.aux_loss" || key.starts_with("model.shared_expert") || key == "model.dense_layers";
   if (of_experts && key != "model.experts" && config.model.experts == 0) return "only mixtures of experts (model.experts) have it";
+  if (key == "model.shared_expert_gate" && config.model.shared_experts == 0) return "without model.shared_experts there is nothing to gate";
   if (key.starts_with("model.mtp_") && config.model.type != "llama") return "only model.type llama has layers that predict further tokens";
   if (key == "model.mtp_loss" && config.model.mtp_layers == 0) return "without model.mtp_layers only the next token is predicted";
   if (key == "model.expert_groups" && config.model.capacity_factor == 0) return "without model.capacity_factor nothing is counted";
@@ -285,9 +299,12 @@ void validate(const TrainConfig& config, const std::function<std::string(const c
   require(m.kv_heads == 0 || m.heads % m.kv_heads == 0, heads, " is not a multiple of ", kv_heads);
   require(m.type != "gpt2" || m.kv_heads == 0 || m.kv_heads == m.heads, kv_heads,
           ": gpt2 has as many key as query heads");
-  require(m.type != "llama" || m.kv_lora_rank > 0 || m.head_dim > 0 || m.width / m.heads % 2 == 0, width, " / ", heads, " is ", m.width / m.heads,
+  const int64_t head_dim = models::resolved(m).head_dim;
+  require(m.rotary_width % 2 == 0 && (m.rotary_width <= head_dim || m.kv_lora_rank > 0), "model.rotary_width ", m.rotary_width,
+          origin("model.rotary_width"), ": an even number of elements of a head, which has ", head_dim);
+  require(m.type != "llama" || m.kv_lora_rank > 0 || m.head_dim > 0 || m.rotary_width > 0 || m.width / m.heads % 2 == 0, width, " / ", heads, " is ", m.width / m.heads,
           "; rotary embedding needs an even size");
-  require(m.head_dim % 2 == 0 || m.type != "llama" || m.kv_lora_rank > 0, "model.head_dim ", m.head_dim, origin("model.head_dim"),
+  require(m.head_dim % 2 == 0 || m.type != "llama" || m.kv_lora_rank > 0 || m.rotary_width > 0, "model.head_dim ", m.head_dim, origin("model.head_dim"),
           ": rotary embedding needs an even size");
   if (m.kv_lora_rank) {
     const std::string latent = str("model.kv_lora_rank ", m.kv_lora_rank, origin("model.kv_lora_rank"));
@@ -295,12 +312,22 @@ void validate(const TrainConfig& config, const std::function<std::string(const c
     require(m.type == "llama", latent, ": only model.type llama has latent attention");
     require(m.kv_heads == 0 || m.kv_heads == m.heads, latent, " with ", kv_heads, ": each head has keys of its own");
     require(!m.qk_norm && !m.qkv_bias, latent, ": latent attention has neither model.qk_norm nor model.qkv_bias");
-    require(!m.out_bias && !m.attention_sinks, latent, ": latent attention has neither model.out_bias nor model.attention_sinks");
+    require(!m.out_bias && !m.attention_sinks && !m.attention_gate, latent,
+            ": latent attention has neither model.out_bias, model.attention_sinks nor model.attention_gate");
+    require(m.rotary_width == 0, latent, ": model.qk_rope_head_dim says how much is rotated, not model.rotary_width");
     require(m.head_dim == 0 || m.head_dim == r.head_dim, latent, " with model.head_dim ", m.head_dim, origin("model.head_dim"), ": that follows from model.qk_nope_head_dim ",
             r.qk_nope_head_dim, " and model.qk_rope_head_dim ", r.qk_rope_head_dim);
     require(r.qk_nope_head_dim > 0, width, " is less than ", heads, ": give model.qk_nope_head_dim");
     require(r.qk_rope_head_dim > 0 && r.qk_rope_head_dim % 2 == 0, "model.qk_rope_head_dim ", r.qk_rope_head_dim,
             origin("model.qk_rope_head_dim"), ": rotary embedding needs an even size");
+  }
+  if (m.linear_key_heads) {
+    const std::string linear = str("model.linear_key_heads ", m.linear_key_heads, origin("model.linear_key_heads"));
+    require(m.type == "llama", linear, ": only model.type llama has linear attention");
+    require(m.linear_value_heads % m.linear_key_heads == 0, "model.linear_value_heads ", m.linear_value_heads, origin("model.linear_value_heads"),
+            " is not a multiple of ", linear);
+    require(m.window == 0, linear, " with model.window ", m.window, origin("model.window"), ": blocks without linear attention see all keys");
+    require(m.full_attention_every != 1, linear, " would change nothing: with model.full_attention_every 1 all blocks have full attention");
   }
   const std::string scaling = models::rotary_scaling(m.rope_scaling).problem();
   require(m.experts == 0 || !m.gelu_gate, "model.gelu_gate", origin("model.gelu_gate"), ": mixtures of experts (model.experts ", m.experts,

@@ -15,7 +15,9 @@ int64_t checked_head_width(const AttentionConfig& c) {
                      " heads are not a multiple of ", c.kv_heads, " key and value heads");
   check<ConfigError>(c.window >= 0, "[attention] window ", c.window, ": a token sees at least itself; 0: all keys");
   const int64_t d = head_width_of(c);
-  check<ConfigError>(c.rope_theta == 0.0 || d % 2 == 0, "[attention] rotary positions need heads of even width, not ", d);
+  check<ConfigError>(c.rope_theta == 0.0 || c.rotary_width > 0 || d % 2 == 0, "[attention] rotary positions need heads of even width, not ", d);
+  check<ConfigError>(c.rotary_width % 2 == 0 && c.rotary_width >= 0 && c.rotary_width <= d, "[attention] rotary_width ", c.rotary_width,
+                     ": an even number of elements of a head, which has ", d);
   return d;
 }
 
@@ -27,6 +29,7 @@ OwnershipMap head_cut(int dim, int64_t heads, int64_t key_heads, int64_t width, 
   return OwnershipMap::parts(dim, {heads * width, key_heads * width, key_heads * width}, units);
 }
 OwnershipMap sinks_cut(int64_t heads, int64_t units) { return OwnershipMap::even(0, heads / units); }
+OwnershipMap gate_cut(int64_t heads, int64_t width, int64_t units) { return OwnershipMap::even(0, heads / units * width); }
 OwnershipMap projection_cut(int64_t heads, int64_t width, int64_t units) { return OwnershipMap::even(1, heads / units * width); }
 LinearOptions reads(const AttentionConfig& c) {
   return {c.bias || c.qkv_bias, c.init, head_cut(0, c.heads, key_heads(c), head_width_of(c), key_heads(c))};
@@ -43,10 +46,12 @@ CausalSelfAttention::CausalSelfAttention(const AttentionConfig& c)
       head_width(checked_head_width(c)),
       window(c.window),
       rope_theta(c.rope_theta),
+      rotary_width(c.rotary_width),
       rope_scaling(c.rope_scaling),
       qkv(c.width, (c.heads + 2 * key_heads(c)) * head_width, reads(c)),
       projection(c.heads * head_width, c.width, writes(c)),
       dropout(c.dropout) {
+  if (c.gate) gate.emplace(c.width, heads * head_width, LinearOptions{c.bias, c.init, gate_cut(heads, head_width, kv_heads)});
   if (c.sinks) {
     sinks = Parameter({heads}, c.init);
     sinks.set_cut(sinks_cut(heads, kv_heads));
@@ -71,6 +76,7 @@ int64_t head_units(int64_t heads, int64_t key_heads, int64_t head_width, int64_t
 void CausalSelfAttention::cut_heads(int64_t units) {
   if (qkv.weight.cut()->granule() == units) return;
   qkv.set_cut(head_cut(0, heads, kv_heads, head_width, units));
+  if (gate) gate->set_cut(gate_cut(heads, head_width, units));
   projection.set_cut(projection_cut(heads, head_width, units));
   if (sinks) sinks.set_cut(sinks_cut(heads, units));
 }
@@ -95,7 +101,8 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
     if (gathers || region || ContextRegion::copies(made, keys, heads / keys) > 1) return made.layout;
     return context.onward(head_cut(2, heads, keys, head_width, keys))(made);
   };
-  Tensor qkv_BTE = qkv(region.enter(x_BTC, qkv.fp8 == Fp8::none), enter);  // E = (H + 2 G) D, packed: its gradient is one tensor, not three padded ones
+  const Tensor in_BTC = region.enter(x_BTC, qkv.fp8 == Fp8::none);
+  Tensor qkv_BTE = qkv(in_BTC, enter);  // E = (H + 2 G) D, packed: its gradient is one tensor, not three padded ones
   if (keys > kv_heads) qkv_BTE = with_whole_keys(qkv_BTE, keys);
   if (!gathers && !context) {
     const int64_t copies = ContextRegion::copies(qkv_BTE.type(), keys, heads / keys);
@@ -110,14 +117,17 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
     if (query_norm) heads_BTHD = packed_rms_norm(heads_BTHD, heads, query_norm->weight, key_norm->weight, query_norm->eps);
     const int64_t first = cache ? cache->length() : 0;
     if (rope_theta != 0.0)
-      heads_BTHD = rotary(heads_BTHD, {.theta = rope_theta, .first_position = first, .heads = heads + keys, .scaling = rope_scaling});
+      heads_BTHD = rotary(heads_BTHD, {.theta = rope_theta, .first_position = first, .heads = heads + keys,
+                                       .width = rotary_width ? rotary_width : -1, .scaling = rope_scaling});
     qkv_BTE = reshape(heads_BTHD, packed);
   }
   Tensor mixed_BTC;
   if (cache) mixed_BTC = attend(qkv_BTE, keys, {}, [&](const Tensor& kv_BTGD) { return cache->append(path(), kv_BTGD); });
   else if (gathers) mixed_BTC = attend(qkv_BTE, keys, begins_BT, [&](const Tensor& kv_BTGD) { return whole_keys_values(kv_BTGD, heads / keys); });
   else mixed_BTC = packed_attention(qkv_BTE, heads, keys, {.begins = begins_BT, .window = window, .sinks = sinks});
-  return dropout(projection(context.leave(mixed_BTC, !region && projection.fp8 == Fp8::none), region.onward()));
+  mixed_BTC = context.leave(mixed_BTC, !gate && !region && projection.fp8 == Fp8::none);
+  if (gate) mixed_BTC = mixed_BTC * sigmoid((*gate)(in_BTC));
+  return dropout(projection(mixed_BTC, region.onward()));
 }
 
 // Queries of these tokens, keys and values of more. What these are gathered from is kept for the backward, not they.

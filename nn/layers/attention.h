@@ -20,14 +20,16 @@ struct AttentionConfig {
   bool bias = true;         ///< in both linear layers
   bool qkv_bias = false;    ///< in the first of them, if not in both
   bool out_bias = false;    ///< in the second
+  bool gate = false;        ///< what heads give is multiplied by the sigmoid of a linear layer of x (https://arxiv.org/abs/2505.06708)
   bool sinks = false;       ///< each head has a sink (AttentionOptions::sinks)
   bool qk_norm = false;     ///< each query and key is normalised, before it is rotated
   double norm_eps = 1e-5;   ///< there
   double dropout = 0.0;     ///< of the output (not of the attention weights, which never exist)
   int64_t window = 0;       ///< keys that a token sees, itself and those before it (sliding-window attention); 0: all
   double rope_theta = 0.0;  ///< base of rotary positions; 0: none
+  int64_t rotary_width = 0;  ///< of each head the last so many elements are rotated; 0: all
   RotaryScaling rope_scaling = {};  ///< of their frequencies
-  Init init = Init::normal(0.02);             ///< of the input projection
+  Init init = Init::normal(0.02);             ///< of the input projections
   Init projection_init = Init::normal(0.02);  ///< of the output projection
 };
 
@@ -47,8 +49,10 @@ Tensor document_begins(const Tensor& tokens_BT, int64_t end_of_text);
 struct CausalSelfAttention : Module {
   int64_t heads, kv_heads, head_width, window;
   double rope_theta;
+  int64_t rotary_width;
   RotaryScaling rope_scaling;
   Linear qkv;         ///< rows of the weight: H·D of queries, G·D of keys, G·D of values
+  std::optional<Linear> gate;  ///< to H·D
   Linear projection;  ///< from H·D
   Parameter sinks;    ///< [H]
   std::optional<RMSNorm> query_norm, key_norm;  ///< of heads
@@ -60,7 +64,7 @@ struct CausalSelfAttention : Module {
   /// Before materialize(): a tensor axis will cut the heads in so many head_units() (shard() says it). Where these are more than the
   /// key heads, key heads are cut, too: ranks compute parts of them, which all put together, and take those that their queries read.
   void cut_heads(int64_t units);
-  SHEAF_FIELDS(qkv, projection, sinks, query_norm, key_norm, dropout);
+  SHEAF_FIELDS(qkv, gate, projection, sinks, query_norm, key_norm, dropout);
 
  private:
   Tensor with_whole_keys(const Tensor& qkv_BTE, int64_t units) const;

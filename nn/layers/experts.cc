@@ -34,6 +34,7 @@ MixtureConfig checked(const MixtureConfig& c) {
   check<ConfigError>(c.parts > 0 && c.experts % c.parts == 0 && c.allowed_parts > 0 && c.allowed_parts <= c.parts &&
                          c.choices <= c.allowed_parts * (c.experts / c.parts), "[experts] ", c.choices, " choices among ",
                      c.allowed_parts, " of ", c.parts, " equal parts of ", c.experts, " experts");
+  check<ConfigError>(!c.shared_gate || c.shared_hidden > 0, "[experts] a gate of shared experts, and no such experts");
   check<ConfigError>(c.gate_limit >= 0 && !std::isnan(c.gate_limit) && c.gate_alpha > 0 && std::isfinite(c.gate_alpha), "[experts] gates held to ",
                      c.gate_limit, ", alpha ", c.gate_alpha);
   check<ConfigError>(c.balance_rate >= 0 && std::isfinite(c.balance_rate) && c.scale > 0 && std::isfinite(c.scale) && c.shared_hidden >= 0,
@@ -164,6 +165,10 @@ MixtureOfExperts::MixtureOfExperts(const MixtureConfig& c)
     : config(checked(c)), router(c.width, c.experts, {.bias = c.linear_bias, .init = c.init}), experts(c), dropout(c.dropout) {
   router.weight.set_table();
   if (c.shared_hidden > 0) shared.emplace(shared_mlp(c));
+  if (c.shared_gate) {
+    shared_gate.emplace(c.width, 1, LinearOptions{.bias = false, .init = c.init});
+    shared_gate->weight.set_table();
+  }
   if (!c.choice_bias) return;
   choice_bias = Parameter({c.experts}, Init::zeros());
   if (c.balance_rate > 0) choice_bias.steer(c.balance_rate);
@@ -231,6 +236,11 @@ Tensor MixtureOfExperts::imbalance_of(const Tensor& affinities_BTE, const Tensor
   return sum(mul(sum(probabilities_BTE, {0, 1}), share)) * scale;
 }
 
+Tensor MixtureOfExperts::shared_of(const Tensor& x_BTC) {
+  const Tensor y_BTC = (*shared)(x_BTC);
+  return shared_gate ? y_BTC * sigmoid((*shared_gate)(x_BTC)) : y_BTC;
+}
+
 Tensor MixtureOfExperts::forward(const Tensor& in_BTC, bool drops) {
   const Layout together = in_order_of_ranks(in_BTC);
   const Tensor x_BTC = together == in_BTC.layout() ? in_BTC : relabel(in_BTC, {in_BTC.dtype(), in_BTC.shape(), together}, /*enters=*/true);
@@ -249,11 +259,11 @@ Tensor MixtureOfExperts::forward(const Tensor& in_BTC, bool drops) {
   Tensor rows, beside;
   if (const Layout inside = experts.inside(sent); shared && can_travel(sent.layout(), inside)) {
     const Travelling travelling = start_redistribute(sent, inside);
-    beside = (*shared)(x_BTC);
+    beside = shared_of(x_BTC);
     rows = experts(travelling, routes.counts, fill);
   } else {
     rows = experts(sent, routes.counts, fill);
-    if (shared) beside = (*shared)(x_BTC);
+    if (shared) beside = shared_of(x_BTC);
   }
   const Tensor chosen = from_experts(rows, routes, weights), out = shared ? chosen + beside : chosen;
   return dropout(together == in_BTC.layout() ? out : relabel(out, in_BTC.type(), /*enters=*/false));

@@ -30,6 +30,7 @@ struct MixtureConfig {
   /// largest affinities, bias added, have the largest sum (DeepSeek-V3; https://arxiv.org/abs/2412.19437).
   int64_t parts = 1, allowed_parts = 1;
   int64_t shared_hidden = 0;  ///< hidden width of an MLP beside the experts, through which every token goes; 0: there is none
+  bool shared_gate = false;   ///< what it gives is multiplied by the sigmoid of a linear layer of x, one number a token (Qwen2-MoE)
   /// Places of an expert for a group of G tokens are ceil(capacity_factor · choices · G / experts), at most G; later choices
   /// find none, and what they would have added is dropped. 0: G places, so that nothing is.
   double capacity_factor = 0.0;
@@ -90,6 +91,7 @@ struct MixtureOfExperts : Module {
   Parameter choice_bias;  ///< [E]
   Experts experts;
   std::optional<GatedMLP> shared;
+  std::optional<Linear> shared_gate;  ///< to 1
   Dropout dropout;
   /// In training, if it balances, after forward: how uneven the load is, E Σ_e f_e p_e for the share f_e of choices and the
   /// mean probability p_e (of sigmoids, their share of a token's sum) of expert e over all tokens of the batch on all ranks; 1
@@ -99,11 +101,12 @@ struct MixtureOfExperts : Module {
   explicit MixtureOfExperts(const MixtureConfig& config);
   /// ConfigError for ranks that share sequences and cannot have whole groups. `drops`: or every choice finds a place.
   Tensor forward(const Tensor& x_BTC, bool drops = true);
-  SHEAF_FIELDS(router, choice_bias, experts, shared, dropout);
+  SHEAF_FIELDS(router, choice_bias, experts, shared, shared_gate, dropout);
 
  private:
   int64_t groups_of(const Tensor& x_BTC, bool drops) const;
   Tensor affinities(const Tensor& x_BTC);
+  Tensor shared_of(const Tensor& x_BTC);
   Tensor choose(const Tensor& affinities_BTE) const;
   Tensor weigh(const Tensor& affinities_BTE, const Tensor& choices_BTK) const;
   Tensor imbalance_of(const Tensor& affinities_BTE, const Tensor& choices_BTK) const;

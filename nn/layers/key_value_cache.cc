@@ -4,10 +4,45 @@
 #include "sheaf/autograd/recording.h"
 
 namespace sheaf::nn {
+namespace {
 
-Tensor KeyValueCache::append(const std::string& name, const Tensor& kv_BTGD) {
+void expect_no_recording(const std::string& name) {
   check<LifetimeError>(!Recording::current(), "[key_value_cache] ", name,
                        ": appends in place, which no backward could follow; generate outside of any recording");
+}
+
+}  // namespace
+
+std::pair<int64_t, Tensor> RecurrentTail::state_at(const std::string& name, int64_t position) {
+  states_.erase(states_.upper_bound(position), states_.end());
+  length_ = std::clamp<int64_t>(position - first_, 0, length_);
+  if (position == 0) first_ = 0;
+  if (!states_.empty()) return *states_.rbegin();
+  check<LifetimeError>(first_ == 0, "[key_value_cache] ", name, ": the cache was shortened to ", position,
+                       " tokens, before what a recurrent layer can go back to; clear it");
+  return {0, Tensor()};
+}
+
+Tensor RecurrentTail::rows_and(size_t i, const Tensor& x_BTE) const {
+  return length_ ? concat({slice(rows_[i], 1, 0, length_), x_BTE}, 1) : x_BTE;
+}
+
+void RecurrentTail::keep_rows(const std::vector<Tensor>& all, int64_t margin) {
+  while (states_.size() > 2) states_.erase(states_.begin());
+  const int64_t end = first_ + all[0].size(1), begin = first_;
+  first_ = states_.size() < 2 ? first_ : std::max(first_, states_.begin()->first - margin);
+  length_ = end - first_;
+  rows_.clear();
+  for (const Tensor& x : all) rows_.push_back(copy_of(slice(x, 1, first_ - begin, x.size(1))));
+}
+
+RecurrentTail& KeyValueCache::tail(const std::string& name) {
+  expect_no_recording(name);
+  return tails_[name];
+}
+
+Tensor KeyValueCache::append(const std::string& name, const Tensor& kv_BTGD) {
+  expect_no_recording(name);
   const int64_t end = length_ + kv_BTGD.size(1);
   check<ShapeError>(end <= capacity_, "[key_value_cache] ", name, ": ", end, " tokens are more than the capacity of ",
                     capacity_);

@@ -6,10 +6,32 @@
 #include <algorithm>
 #include <map>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "sheaf/core/tensor.h"
 
 namespace sheaf::nn {
+
+/// What a layer keeps that reads tokens into a state: states at some positions, and what it is given for the tokens since then. A
+/// state cannot be taken back, so those behind a position to which the cache was shortened are forgotten, and tokens read again.
+class RecurrentTail {
+ public:
+  /// The last position up to `position`, which is where the next token stands, that has a state; 0 has one, which is undefined. Forgets
+  /// all that came of tokens from `position` on. Throws LifetimeError if what lies before is forgotten.
+  std::pair<int64_t, Tensor> state_at(const std::string& name, int64_t position);
+  /// What is kept of the i-th thing, from token first() on, and behind it x[B, T, ..], of the tokens that are read now.
+  Tensor rows_and(size_t i, const Tensor& x_BTE) const;
+  int64_t first() const { return first_; }
+  void keep_state(int64_t position, const Tensor& state) { states_[position] = state; }
+  /// Keeps the last two states and, of what rows_and() has given, rows from `margin` before the first of these on.
+  void keep_rows(const std::vector<Tensor>& all, int64_t margin);
+
+ private:
+  int64_t first_ = 0, length_ = 0;  // rows [first_, first_ + length_)
+  std::vector<Tensor> rows_;        // [B, length_ or more, ..]
+  std::map<int64_t, Tensor> states_;
+};
 
 /// Keys and values of one sequence (or a batch of equally long ones), for every attention layer of a model. In a pass over
 /// T more tokens each layer calls append() once for what it keeps under one name; then the model calls advance(T). What is kept never changes, so
@@ -25,15 +47,18 @@ class KeyValueCache {
   /// view. `name` begins with the path of the layer that asks. Throws ShapeError where there is no room or B, G, D, the dtype or the
   /// layout is another than before, LifetimeError in a recording: it works in place.
   Tensor append(const std::string& name, const Tensor& kv_BTGD);
+  /// What the layer `name` keeps beside that, or in place of it, if it is recurrent. LifetimeError in a recording.
+  RecurrentTail& tail(const std::string& name);
   /// Ends a pass over this many tokens.
   void advance(int64_t tokens) { length_ += tokens; }
-  /// Forgets all but the first tokens, and keeps the memory.
+  /// Forgets all but the first tokens, and keeps the memory. Recurrent layers go back by at least 64 tokens, or to 0.
   void shorten(int64_t length) { length_ = std::min(length_, length); }
   void clear() { shorten(0); }
 
  private:
   int64_t capacity_, length_ = 0;
   std::map<std::string, Tensor> kept_;  // [B, capacity, G, D]
+  std::map<std::string, RecurrentTail> tails_;
 };
 
 }  // namespace sheaf::nn

@@ -208,6 +208,14 @@ models::ModelConfig tiny_model(const std::string& type, int64_t heads, int64_t k
   return m;
 }
 
+models::ModelConfig tiny_linear_attention(int64_t key_heads) {
+  models::ModelConfig m = tiny_model("untied llama", 6, 3);
+  m.layers = m.full_attention_every = 3;
+  m.linear_key_heads = key_heads, m.linear_value_heads = 2 * key_heads;
+  m.linear_key_width = 3, m.linear_value_width = 2, m.linear_taps = 3;
+  return m;
+}
+
 models::ModelConfig tiny_mixture(double capacity_factor, double aux_loss) {
   models::ModelConfig m = tiny_model("untied llama", 5, 5);
   m.experts = 5;

@@ -121,6 +121,9 @@ models::ModelConfig tiny_biased_mixture(double capacity_factor = 0);
 /// that one rank has them in a part, and two have a part each; gates are often beyond their limit.
 models::ModelConfig tiny_gpt_oss(int64_t heads = 6, int64_t key_heads = 3);
 
+/// An untied Llama of three blocks, of which the first two have linear attention, two value heads for each of so many key heads.
+models::ModelConfig tiny_linear_attention(int64_t key_heads = 6);
+
 /// Five blocks with dropout in four micro-batches, on a pipeline of so many stages, which share them unevenly.
 models::TrainConfig tiny_pipeline(int64_t stages, const std::string& type = "untied llama", const std::string& strategy = "full_shard");
 
