@@ -67,6 +67,11 @@ TEST(BenchOnGpu, Attention) {
   EXPECT_NEAR(work(run.lines.at("backward-bf16-B1-T8192-H32-G8-D128")), 5 * product, 1);
 }
 
+TEST(BenchOnGpu, LinearAttention) {
+  SHEAF_NEEDS_GPU();
+  EXPECT_EQ(on_gpu("linear-attention", "bf16-B1-T4096").lines.size(), 2u);
+}
+
 TEST(BenchOnGpu, Step) {
   SHEAF_NEEDS_GPU();
   const ScratchFolder folder;

@@ -105,6 +105,12 @@ TEST(Bench, Attention) {
   for (const auto& [name, line] : lines) EXPECT_EQ(line.at("peer").as_string(), "one document") << name;
 }
 
+TEST(Bench, LinearAttention) {
+  const auto lines = bench("linear-attention", "bf16-B1-T1024");
+  ASSERT_EQ(lines.size(), 2u);
+  for (const auto& [name, line] : lines) EXPECT_EQ(line.at("peer").as_string(), "attention") << name;
+}
+
 TEST(Bench, Tape) {
   const auto lines = bench("tape", "mul-meta");
   ASSERT_EQ(lines.size(), 2u);

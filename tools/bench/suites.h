@@ -15,6 +15,7 @@ void fuse_suite(Session& session);
 void gemm_suite(Session& session);
 void kernels_suite(Session& session);
 void attention_suite(Session& session);
+void linear_attention_suite(Session& session);
 void tape_suite(Session& session);
 void allocator_suite(Session& session);
 void comm_suite(Session& session);
@@ -39,6 +40,7 @@ inline constexpr Suite kSuites[] = {
     {"gemm", gemm_suite, true},
     {"kernels", kernels_suite, true},
     {"attention", attention_suite, true},
+    {"linear-attention", linear_attention_suite, true},
     {"tape", tape_suite, false},
     {"allocator", allocator_suite, true},
     {"comm", comm_suite, true},

@@ -30,6 +30,10 @@ const std::vector<std::string> kMixture = {"--model.experts=8", "--model.expert_
 const std::vector<std::string> kFineMixture = {"--model.experts=32", "--model.experts_per_token=4",
                                                "--model.expert_hidden=256", "--model.aux_loss=0.01"};
 
+// Three of four blocks have linear attention, whose states are as wide as the heads.
+const std::vector<std::string> kLinear = {"--model.mlp_width=1024", "--model.linear_key_heads=6",
+                                          "--model.full_attention_every=4"};
+
 TrainingCase make(std::string_view name, std::vector<std::string> model, const char* dtype,
                   int batch, int context) {
   model.push_back(std::string("--train.dtype=") + dtype);
@@ -70,6 +74,8 @@ std::vector<TrainingCase> training_cases(Device device) {
       make("llama-bf16-8x256", small_llama({"--model.mlp_width=1024"}), "bf16", 8, 256),
       make("mixture-f32-8x256", small_llama(kMixture), "f32", 8, 256),
       make("mixture-4-of-32-bf16-8x256", small_llama(kFineMixture), "bf16", 8, 256),
+      make("linear-f32-1x2048", small_llama(kLinear), "f32", 1, 2048),
+      make("linear-bf16-1x2048", small_llama(kLinear), "bf16", 1, 2048),
   };
 }
 

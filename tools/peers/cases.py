@@ -22,6 +22,7 @@ class Case:
     hidden: int = 0  # of Llama's MLP, or of an expert
     experts: int = 0  # of a mixture in place of each MLP
     choices: int = 0  # experts of a token
+    linear_heads: int = 0  # of Llama's linear attention, in all blocks but each fourth; 0: there is none
     bf16_stream: bool = False  # PyTorch's residual stream is bf16, as Sheaf's, where autocast alone would keep f32
 
     @property
@@ -40,10 +41,10 @@ def _char(name, dtype, goal):
                 dtype=dtype, samples=5, goal=goal)
 
 
-def _small_llama(name, dtype, **mlp):
+def _small_llama(name, dtype, batch=8, context=256, **mlp):
     """Mixtures are as much work for a token as the MLP of 1,024 is."""
-    return Case(name, layers=4, heads=6, width=384, vocab=65, bias=False, batch=8, context=256, dtype=dtype, samples=6, kv_heads=6,
-                bf16_stream=dtype == "bf16", **mlp)
+    return Case(name, layers=4, heads=6, width=384, vocab=65, bias=False, batch=batch, context=context, dtype=dtype, samples=6,
+                kv_heads=6, bf16_stream=dtype == "bf16", **mlp)
 
 
 CASES = [
@@ -59,6 +60,8 @@ CASES = [
     _small_llama("llama-bf16-8x256", "bf16", hidden=1024),
     _small_llama("mixture-f32-8x256", "f32", hidden=512, experts=8, choices=2),
     _small_llama("mixture-4-of-32-bf16-8x256", "bf16", hidden=256, experts=32, choices=4),
+    _small_llama("linear-f32-1x2048", "f32", batch=1, context=2048, hidden=1024, linear_heads=6),
+    _small_llama("linear-bf16-1x2048", "bf16", batch=1, context=2048, hidden=1024, linear_heads=6),
 ]
 
 

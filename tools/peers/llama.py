@@ -35,6 +35,58 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(batch, context, width))
 
 
+class DeltaNet(nn.Module):
+    """Gated DeltaNet (Yang et al., https://arxiv.org/abs/2412.06464) in chunks of 64 tokens."""
+
+    CHUNK, TAPS = 64, 4
+
+    def __init__(self, case):
+        super().__init__()
+        self.heads, self.head_width = case.linear_heads, case.width // case.heads
+        inner = self.heads * self.head_width
+        self.qkv = nn.Linear(case.width, 3 * inner, bias=False)
+        self.gate = nn.Linear(case.width, inner, bias=False)
+        self.rates = nn.Linear(case.width, 2 * self.heads, bias=False)
+        self.taps = nn.Conv1d(3 * inner, 3 * inner, self.TAPS, groups=3 * inner, padding=self.TAPS - 1, bias=False)
+        self.log_decay = nn.Parameter(torch.empty(self.heads).uniform_(0, math.log(16)))
+        self.decay_bias = nn.Parameter(torch.empty(self.heads).uniform_(math.log(0.001), math.log(0.1)))
+        self.norm = nn.RMSNorm(self.head_width, eps=NORM_EPS)
+        self.out = nn.Linear(inner, case.width, bias=False)
+
+    def states(self, q, k, v, decay, beta):
+        """What states answer to q[batch, heads, chunks, 64, width]; decay and beta [batch, heads, chunks, 64]."""
+        sums = decay.cumsum(-1)
+        places = torch.arange(self.CHUNK, device=q.device)
+        earlier = places[:, None] > places
+        between = (sums[..., :, None] - sums[..., None, :]).masked_fill(places[:, None] < places, float("-inf")).exp()
+        rate, since = beta[..., None], sums.exp()[..., None]
+        among = torch.eye(self.CHUNK, device=q.device) + (rate * (k @ k.mT) * between).masked_fill(~earlier, 0.0)
+        written = torch.linalg.solve_triangular(among, torch.cat((rate * v, rate * since * k), -1), upper=False, unitriangular=True)
+        own, of_state = written.split(v.shape[-1], dim=-1)
+        seen, asked = (q @ k.mT) * between, q * since
+        kept = k * (sums[..., -1:] - sums).exp()[..., None]
+        state, y = torch.zeros(*k.shape[:2], k.shape[-1], v.shape[-1], device=q.device), []
+        for i in range(q.shape[2]):
+            new = own[:, :, i] - of_state[:, :, i] @ state
+            y.append(asked[:, :, i] @ state + seen[:, :, i] @ new)
+            state = state * since[:, :, i, -1:] + kept[:, :, i].mT @ new
+        return torch.stack(y, dim=2)
+
+    def forward(self, x, cos, sin):
+        batch, context, _ = x.shape
+        x_qkv = F.silu(self.taps(self.qkv(x).mT)[..., :context]).mT
+        heads = x_qkv.view(batch, -1, self.CHUNK, 3 * self.heads, self.head_width).permute(0, 3, 1, 2, 4).float()
+        q, k, v = heads.split(self.heads, dim=1)
+        rates = self.rates(x).float().view(batch, -1, self.CHUNK, 2 * self.heads).permute(0, 3, 1, 2)
+        b, a = rates.split(self.heads, dim=1)
+        per_head = (slice(None), None, None)
+        decay = -self.log_decay.exp()[per_head] * F.softplus(a + self.decay_bias[per_head])
+        with torch.autocast(x.device.type, enabled=False):
+            y = self.states(F.normalize(q, dim=-1) / math.sqrt(self.head_width), F.normalize(k, dim=-1), v, decay, b.sigmoid())
+        y = self.norm(y).permute(0, 2, 3, 1, 4).reshape(batch, context, -1)
+        return self.out(y.to(x.dtype) * F.silu(self.gate(x)))
+
+
 class Mlp(nn.Module):
     def __init__(self, case):
         super().__init__()
@@ -89,10 +141,10 @@ class Mixture(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, case):
+    def __init__(self, case, index):
         super().__init__()
         self.norm1 = nn.RMSNorm(case.width, eps=NORM_EPS)
-        self.attention = Attention(case)
+        self.attention = DeltaNet(case) if case.linear_heads and (index + 1) % 4 != 0 else Attention(case)
         self.norm2 = nn.RMSNorm(case.width, eps=NORM_EPS)
         self.mlp = Mixture(case) if case.experts else Mlp(case)
 
@@ -108,7 +160,7 @@ class Llama(nn.Module):
     def __init__(self, case):
         super().__init__()
         self.tokens = nn.Embedding(case.vocab, case.width)
-        self.blocks = nn.ModuleList(Block(case) for _ in range(case.layers))
+        self.blocks = nn.ModuleList(Block(case, index) for index in range(case.layers))
         self.norm = nn.RMSNorm(case.width, eps=NORM_EPS)
         self.head = nn.Linear(case.width, case.vocab, bias=False)
         half = torch.arange(0, case.width // case.heads, 2) / (case.width // case.heads)
@@ -122,7 +174,7 @@ class Llama(nn.Module):
     @torch.no_grad()
     def init_weights(self, case):
         for name, parameter in self.named_parameters():
-            if parameter.dim() >= 2:
+            if parameter.dim() >= 2 and not name.endswith("taps.weight"):
                 writes_residual = name.endswith(("attention.out.weight", "down.weight", "mlp.down"))
                 parameter.normal_(std=INIT_STD / math.sqrt(2 * case.layers) if writes_residual else INIT_STD)
 
