@@ -63,7 +63,8 @@ void delta_rule_backward(const DeltaRuleOperands& x, const DeltaRuleOptions& opt
 
 }  // namespace cpu
 
-/// The same on a GPU, enqueued on `stream`, for D and E up to 256; sums in other orders, the same at every run. Begins are trusted.
+/// The same on a GPU, enqueued on `stream`, for D and E up to 256; sums in other orders, the same at every run. With bf16 and f16
+/// operands the factors of products have 16 bits: states and gradients of gates are less exact than f32 can be. Begins are trusted.
 namespace cuda {
 
 size_t delta_rule_workspace(const DeltaRuleOperands& x, const View& out, const View& state);

@@ -56,7 +56,7 @@ Attention linear_attention_of(const ModelConfig& m) {
   const int64_t values = m.linear_value_heads * m.linear_value_width;
   a.multiply(m.width, 2 * m.linear_key_heads * m.linear_key_width + values);
   a.multiply(m.width, values);
-  a.multiply(m.width, 2 * m.linear_value_heads);
+  a.weights += static_cast<double>(m.width * 2 * m.linear_value_heads);  // rates, which have no adapters
   a.multiply(values, m.width);
   a.of_states = 3.0 * static_cast<double>(values * m.linear_key_width);
   return a;

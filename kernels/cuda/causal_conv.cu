@@ -262,7 +262,8 @@ __global__ void __launch_bounds__(kThreads) convolve_many_backward(Conv<T> p, Gr
 
 /// A thread takes an element of dweight [C, W], and adds the sums of runs in their order.
 template <class C>
-__global__ void __launch_bounds__(kThreads) add_runs(const C* partials, int64_t runs, int taps, int64_t channels, C* dweight, int64_t pitch) {
+__global__ void __launch_bounds__(kThreads) add_runs(const C* partials, int64_t runs, int taps, int64_t channels, C* dweight,
+                                                     int64_t pitch) {
   const int64_t n = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (n >= taps * channels) return;
   C sum = C(0);

@@ -1,5 +1,4 @@
-#include "sheaf/kernels/cuda/delta_rule_tiles.h"
-#include "sheaf/kernels/delta_rule_operands.h"
+#include "sheaf/kernels/cuda/delta_rule_chunks.h"
 
 // What depends neither on the state nor on values, (1 + A)⁻¹ and P, is computed for all chunks at once. Then a block takes 64 columns of
 // a value head's state, which do not depend on each other, and walks the chunks in order: it does nothing but products.
@@ -9,7 +8,8 @@ namespace {
 
 /// A warp takes a row of queries (blockIdx.y = 0) or keys.
 template <class T>
-__global__ void __launch_bounds__(kThreads) inverse_norms(Rows<const T> q, Rows<const T> k, double eps, Compute<T>* q_norms, Compute<T>* k_norms) {
+__global__ void __launch_bounds__(kThreads) inverse_norms(Rows<const T> q, Rows<const T> k, double eps, Compute<T>* q_norms,
+                                                          Compute<T>* k_norms) {
   using C = Compute<T>;
   const Rows<const T>& rows = blockIdx.y == 0 ? q : k;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
@@ -39,7 +39,7 @@ __device__ void invert(const Tile<C>& a, Tile<C>& inverse, int count) {
 
 // A block takes the chunks that begin in kTile tokens, with one key head and the value heads that read it.
 template <class T>
-__global__ void __launch_bounds__(kThreads) prepare_chunks(Rule<T> p, Compute<T>* inverses, Compute<T>* shares) {
+__global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) prepare_chunks(Rule<T> p, Compute<T>* inverses, Compute<T>* shares) {
   using C = Compute<T>;
   auto* const tiles = dynamic_shared<Tile<C>>();
   Tile<C>&x = tiles[0], &y = tiles[1];
@@ -52,7 +52,9 @@ __global__ void __launch_bounds__(kThreads) prepare_chunks(Rule<T> p, Compute<T>
     Sums<T> of_keys, of_queries;  // k·k and q·k
     for (int d = 0; d < p.width; d += kTile) {
       __syncthreads();
-      load_keys(p, x, b, t, g, d, count), load_queries(p, y, b, t, g, d, count);
+      const auto k = keys(p, b, t, g, d, count);
+      const auto q = queries(p, b, t, g, d, count);
+      k.store(x), q.store(y);
       __syncthreads();
       multiply<false, false>(of_keys, x, x);
       multiply<false, false>(of_queries, y, x);
@@ -78,19 +80,20 @@ struct Walk {
   using C = Compute<T>;
   const C *inverses, *shares;
   Heads<T> out;
-  C *state, *writes, *states;
+  States<C> state;
+  C *writes, *states;
 };
 
 // Columns [e, e + kTile) of the state of value head h lie in the first tiles.
 template <class T>
-__global__ void __launch_bounds__(kThreads, 2) walk_chunks(Rule<T> p, Walk<T> w) {
+__global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) walk_chunks(Rule<T> p, Walk<T> w) {
   using C = Compute<T>;
   auto* const state = dynamic_shared<Tile<C>>();
   Tile<C>&x = state[p.key_tiles()], &u = state[p.key_tiles() + 1];
   __shared__ Gates<C> gates;
   const int e = static_cast<int>(blockIdx.x) % p.value_tiles() * kTile, width = p.of_values - e;
   const int64_t pair = blockIdx.x / p.value_tiles(), b = pair / p.heads, h = pair % p.heads, g = h / p.group();
-  load_state(p, state, p.initial ? p.initial + p.state(b, h) : p.initial, e);
+  load_state(p, state, p.initial.at(b, h), e);
   for (int64_t t = 0, behind; t < p.tokens; t = behind) {
     behind = p.chunks.next(b, t);
     const auto count = static_cast<int>(behind - t);
@@ -99,39 +102,40 @@ __global__ void __launch_bounds__(kThreads, 2) walk_chunks(Rule<T> p, Walk<T> w)
     if (!p.chunks.goes_on(b, t)) load_state<T, C>(p, state, nullptr, e);
     else if (t > 0 && w.states) store_state(p, state, w.states + p.slot(b, h, t), e);
 
-    // u = (1 + A)⁻¹ beta (v - γ Sᵀk)
+    // u = (1 + A)⁻¹ beta (v - γ Sᵀk), and out = scale γ Sᵀq + P u; count is 0 of what is not wanted.
+    const int wanted = w.out.data ? count : 0;
     Sums<T> answers, written, out;
     for (int d = 0; d < p.key_tiles(); ++d) {
+      const auto k = keys(p, b, t, g, d * kTile, count);
+      const auto q = queries(p, b, t, g, d * kTile, wanted);
       __syncthreads();
-      load_keys(p, x, b, t, g, d * kTile, count);
+      k.store(x);
       __syncthreads();
       multiply<false, true>(answers, x, state[d]);
+      if (!wanted) continue;
+      __syncthreads();
+      q.store(x);
+      __syncthreads();
+      multiply<false, true>(out, x, state[d]);
     }
+    const auto inverse = rows(w.inverses + row * kTile, kTile, count, kTile);
     answers.each([&](int, int i, int c, C answer) {
       u.v[i][c] = i < count && c < width ? gates.beta[i] * (convert_to<C>(p.v.at(b, t + i, h)[e + c]) - gates.gamma[i] * answer) : C(0);
     });
     __syncthreads();
-    load_rows(x, w.inverses + row * kTile, kTile, count, kTile);
+    inverse.store(x);
     __syncthreads();
+    const auto shares = rows(w.shares + row * kTile, kTile, wanted, kTile);
     multiply<false, true>(written, x, u);
     __syncthreads();
+    shares.store(x);
     written.each([&](int, int i, int c, C sum) {
       u.v[i][c] = sum;
       if (w.writes && i < count && c < width) w.writes[(row + i) * p.of_values + e + c] = sum;
     });
-
-    // out = scale γ Sᵀq + P u
-    if (w.out.data) {
-      for (int d = 0; d < p.key_tiles(); ++d) {
-        __syncthreads();
-        load_queries(p, x, b, t, g, d * kTile, count);
-        __syncthreads();
-        multiply<false, true>(out, x, state[d]);
-      }
+    __syncthreads();
+    if (wanted) {
       out.each([&](int, int i, int, C& sum) { sum *= p.scale * gates.gamma[i]; });
-      __syncthreads();
-      load_rows(x, w.shares + row * kTile, kTile, count, kTile);
-      __syncthreads();
       multiply<false, true>(out, x, u);
       out.each([&](int, int i, int c, C sum) {
         if (i < count && c < width) w.out.at(b, t + i, h)[e + c] = element<T>(sum);
@@ -140,8 +144,9 @@ __global__ void __launch_bounds__(kThreads, 2) walk_chunks(Rule<T> p, Walk<T> w)
 
     // S' = γ_last S + Σ Λ_last k uᵀ
     for (int d = 0; d < p.key_tiles(); ++d) {
+      const auto k = keys(p, b, t, g, d * kTile, count, [&](int i) { return gates.left[i]; });
       __syncthreads();
-      load_keys(p, x, b, t, g, d * kTile, count, [&](int i) { return gates.left[i]; });
+      k.store(x);
       __syncthreads();
       Sums<T> added;
       multiply<true, true>(added, x, u);
@@ -149,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, 2) walk_chunks(Rule<T> p, Walk<T> w)
     }
   }
   __syncthreads();
-  if (w.state) store_state(p, state, w.state + p.state(b, h), e);
+  if (w.state.data) store_state(p, state, w.state.at(b, h), e);
 }
 
 }  // namespace
@@ -167,7 +172,7 @@ void forward(const char* who, const Stream& stream, const DeltaRuleOperands& x, 
     launch(who, stream,
            {.blocks = p.batch * p.key_heads * blocks_for(p.tokens, kTile), .threads = kThreads, .shared_bytes = 2 * sizeof(Tile<C>)},
            prepare_chunks<T>, p, static_cast<C*>(kept.inverses), static_cast<C*>(kept.shares));
-    Walk<T> walk{static_cast<const C*>(kept.inverses), static_cast<const C*>(kept.shares), {}, given(state) ? state.as<C>() : nullptr,
+    Walk<T> walk{static_cast<const C*>(kept.inverses), static_cast<const C*>(kept.shares), {}, States<C>(state),
                  static_cast<C*>(kept.writes), static_cast<C*>(kept.states)};
     if (given(out)) walk.out = Heads<T>(out);
     else walk.out.data = nullptr;

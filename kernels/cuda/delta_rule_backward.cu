@@ -1,4 +1,4 @@
-#include "sheaf/kernels/cuda/delta_rule_tiles.h"
+#include "sheaf/kernels/cuda/delta_rule_chunks.h"
 
 // Of a chunk, with S the state before it, dS' the gradient of that behind it, and (1 + A) u = r = beta (v - γ Sᵀk):
 //
@@ -7,10 +7,10 @@
 //   dq = scale γ S dout + Σ_j scale Λ_ij dP_ij k_j
 //   dk = beta (-γ S dr + Σ_j Λ_ij dA_ij k_j) + (Λ_last dS' u + Σ_i scale Λ_ij dP_ij q_i + Σ_i Λ_ij dA_ij beta_i k_i)
 //
-// Those of u and S are a walk from the last chunk to the first, of 64 columns by a block; they stay in the workspace. All others follow
-// for each chunk by itself, from all columns. The exponents of γ_i and Λ_i. hold token i's sum of decays, those of Λ_.i and Λ_last,i hold
-// it negated: so its gradient is q·dq and k times the first part of dk less k times the second, which with the chunk's last token takes
-// what Λ_last and γ_last have.
+// du, dr and dS are a walk from the last chunk to the first, of 64 columns by a block, which leaves them in the workspace. All else then
+// follows for all chunks at once, from all columns. In γ_i and Λ_ij the sum of decays up to i stands, in Λ_ji and Λ_last,i its negative:
+// its gradient is q·dq, and k times the first part of dk less k times the second. That of the last token also has what Λ_last and γ_last
+// give. A decay has the sum of these from its token on.
 namespace sheaf::kernels::cuda {
 namespace delta {
 namespace {
@@ -21,28 +21,23 @@ struct Gradients {
   using C = Compute<T>;
   const C *inverses, *shares, *writes, *states;  // Kept
   Heads<const T> dout;
-  const C* dlast;         ///< of the last state, [B, H, D, E]
-  C *dvalues, *dstates;   ///< dr, [B, H, T, E]; those of S, as `states`
+  States<const C> dlast;  ///< of the last state
+  C *dvalues, *dstates;  ///< dr, [B, H, T, E]; those of S, as `states`
   Heads<T> dv;
-  C* dinitial;
+  States<C> dinitial;
   Heads<C> ddecay, dbeta;
   C *dq, *dk;  ///< before the normalisation, [B, T, G, D]
 };
 
-template <class T, class C>
-__device__ void load_heads(Tile<C>& tile, const Heads<const T>& x, int64_t b, int64_t t, int64_t h, int e, int count, int width) {
-  load_tile(tile, count, width, [&](int i) { return x.at(b, t + i, h) + e; }, [](int) { return C(1); });
-}
-
 template <class T>
-__global__ void __launch_bounds__(kThreads, 2) walk_back(Rule<T> p, Gradients<T> w) {
+__global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) walk_back(Rule<T> p, Gradients<T> w) {
   using C = Compute<T>;
   auto* const dstate = dynamic_shared<Tile<C>>();
   Tile<C>&x = dstate[p.key_tiles()], &dout = dstate[p.key_tiles() + 1], &du = dstate[p.key_tiles() + 2];
   __shared__ Gates<C> gates;
   const int e = static_cast<int>(blockIdx.x) % p.value_tiles() * kTile, width = p.of_values - e;
   const int64_t pair = blockIdx.x / p.value_tiles(), b = pair / p.heads, h = pair % p.heads, g = h / p.group();
-  load_state(p, dstate, w.dlast ? w.dlast + p.state(b, h) : w.dlast, e);
+  load_state(p, dstate, w.dlast.at(b, h), e);
   for (int64_t behind = p.tokens, t; behind > 0; behind = t) {
     t = p.chunks.begin(b, behind - 1);
     const auto count = static_cast<int>(behind - t);
@@ -51,19 +46,24 @@ __global__ void __launch_bounds__(kThreads, 2) walk_back(Rule<T> p, Gradients<T>
     if (behind < p.tokens && !p.chunks.goes_on(b, behind)) load_state<T, C>(p, dstate, nullptr, e);
 
     Sums<T> sums, dr;
-    load_heads(dout, w.dout, b, t, h, e, count, width);
-    load_rows(x, w.shares + row * kTile, kTile, count, kTile);
+    {
+      const auto of_dout = head(w.dout, b, t, h, count, e, p.of_values, One<C>());
+      const auto shares = rows(w.shares + row * kTile, kTile, count, kTile);
+      of_dout.store(dout), shares.store(x);
+    }
     __syncthreads();
     multiply<true, true>(sums, x, dout);
     for (int d = 0; d < p.key_tiles(); ++d) {
+      const auto k = keys(p, b, t, g, d * kTile, count, [&](int i) { return gates.left[i]; });
       __syncthreads();
-      load_keys(p, x, b, t, g, d * kTile, count, [&](int i) { return gates.left[i]; });
+      k.store(x);
       __syncthreads();
       multiply<false, true>(sums, x, dstate[d]);
     }
+    const auto inverse = rows(w.inverses + row * kTile, kTile, count, kTile);
     sums.each([&](int, int i, int c, C sum) { du.v[i][c] = sum; });
     __syncthreads();
-    load_rows(x, w.inverses + row * kTile, kTile, count, kTile);
+    inverse.store(x);
     __syncthreads();
     multiply<true, true>(dr, x, du);
     __syncthreads();
@@ -74,13 +74,15 @@ __global__ void __launch_bounds__(kThreads, 2) walk_back(Rule<T> p, Gradients<T>
       w.dv.at(b, t + i, h)[e + c] = element<T>(gates.beta[i] * sum);
     });
     for (int d = 0; d < p.key_tiles(); ++d) {
+      const auto q = queries(p, b, t, g, d * kTile, count, [&](int i) { return p.scale * gates.gamma[i]; });
+      const auto k = keys(p, b, t, g, d * kTile, count, [&](int i) { return -gates.beta[i] * gates.gamma[i]; });
       Sums<T> added;
       __syncthreads();
-      load_queries(p, x, b, t, g, d * kTile, count, [&](int i) { return p.scale * gates.gamma[i]; });
+      q.store(x);
       __syncthreads();
       multiply<true, true>(added, x, dout);
       __syncthreads();
-      load_keys(p, x, b, t, g, d * kTile, count, [&](int i) { return -gates.beta[i] * gates.gamma[i]; });
+      k.store(x);
       __syncthreads();
       multiply<true, true>(added, x, du);
       added.each([&](int, int i, int c, C sum) { dstate[d].v[i][c] = fused_sum(gates.gamma_of_chunk(), dstate[d].v[i][c], sum); });
@@ -89,13 +91,13 @@ __global__ void __launch_bounds__(kThreads, 2) walk_back(Rule<T> p, Gradients<T>
     if (t > 0 && p.chunks.goes_on(b, t)) store_state(p, dstate, w.dstates + p.slot(b, h, t), e);
   }
   __syncthreads();
-  if (w.dinitial) store_state(p, dstate, w.dinitial + p.state(b, h), e);
+  if (w.dinitial.data) store_state(p, dstate, w.dinitial.at(b, h), e);
 }
 
 // A block takes the chunks that begin in kTile tokens, with one key head and the value heads that read it, whose parts of dq and dk are
 // added in their order, each element by one thread.
 template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(Compute<T>) == 4 ? 2 : 1) chunk_gradients(Rule<T> p, Gradients<T> w) {
+__global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) chunk_gradients(Rule<T> p, Gradients<T> w) {
   using C = Compute<T>;
   auto* const tiles = dynamic_shared<Tile<C>>();
   Tile<C>&of_shares = tiles[0], &of_keys = tiles[1], &x = tiles[2], &y = tiles[3], &z = tiles[4];
@@ -109,20 +111,20 @@ __global__ void __launch_bounds__(kThreads, sizeof(Compute<T>) == 4 ? 2 : 1) chu
     for (int64_t h = g * p.group(); h < (g + 1) * p.group(); ++h) {
       gates.load(p, b, t, h, count);
       const C *state = nullptr, *dstate = nullptr;  // before the chunk; of that behind it
-      if (t == 0) state = p.initial ? p.initial + p.state(b, h) : nullptr;
+      if (t == 0) state = p.initial.at(b, h);
       else if (p.chunks.goes_on(b, t)) state = w.states + p.slot(b, h, t);
-      if (behind == p.tokens) dstate = w.dlast ? w.dlast + p.state(b, h) : nullptr;
+      if (behind == p.tokens) dstate = w.dlast.at(b, h);
       else if (p.chunks.goes_on(b, behind)) dstate = w.dstates + p.slot(b, h, behind);
       const C *writes = w.writes + p.row(b, h, t) * p.of_values, *dvalues = w.dvalues + p.row(b, h, t) * p.of_values;
-      // This thread's shares of sums: of rows those of beta's gradient and of that of the sum of decays; of the last token's what all have.
+      // This thread's shares of its rows' gradients, of beta and of the sum of decays, and of what the last token has besides.
       C dbeta[4] = {}, dsum[4] = {}, last = C(0);
 
       Sums<T> dshares, dkeys;
       for (int e = 0; e < p.of_values; e += kTile) {
         const int width = p.of_values - e;
         __syncthreads();
-        load_heads(x, w.dout, b, t, h, e, count, width);
-        load_rows(y, writes + e, p.of_values, count, width), load_rows(z, dvalues + e, p.of_values, count, width);
+        head(w.dout, b, t, h, count, e, p.of_values, One<C>()).store(x);
+        rows(writes + e, p.of_values, count, width).store(y), rows(dvalues + e, p.of_values, count, width).store(z);
         __syncthreads();
         multiply<false, false>(dshares, x, y);
         multiply<false, false>(dkeys, z, y);
@@ -142,23 +144,23 @@ __global__ void __launch_bounds__(kThreads, sizeof(Compute<T>) == 4 ? 2 : 1) chu
           const int width = p.of_values - e;
           if (state) {
             __syncthreads();
-            load_heads(x, w.dout, b, t, h, e, count, width), load_rows(y, dvalues + e, p.of_values, count, width);
-            load_rows(z, state + d * p.of_values + e, p.of_values, p.width - d, width);
+            head(w.dout, b, t, h, count, e, p.of_values, One<C>()).store(x), rows(dvalues + e, p.of_values, count, width).store(y);
+            rows(state + d * p.of_values + e, p.of_values, p.width - d, width).store(z);
             __syncthreads();
             multiply<false, false>(dq, x, z);
             multiply<false, false>(dk, y, z);
           }
           if (dstate) {
             __syncthreads();
-            load_rows(x, writes + e, p.of_values, count, width);
-            load_rows(z, dstate + d * p.of_values + e, p.of_values, p.width - d, width);
+            rows(writes + e, p.of_values, count, width).store(x);
+            rows(dstate + d * p.of_values + e, p.of_values, p.width - d, width).store(z);
             __syncthreads();
             multiply<false, false>(dk_behind, x, z);
           }
         }
         __syncthreads();
-        load_keys(p, x, b, t, g, d, count), load_queries(p, y, b, t, g, d, count);
-        load_keys(p, z, b, t, g, d, count, [&](int i) { return gates.beta[i]; });
+        keys(p, b, t, g, d, count).store(x), queries(p, b, t, g, d, count).store(y);
+        keys(p, b, t, g, d, count, [&](int i) { return gates.beta[i]; }).store(z);
         __syncthreads();
         dq.each([&](int, int i, int, C& sum) { sum *= p.scale * gates.gamma[i]; });
         dk.each([&](int, int i, int, C& sum) { sum *= -gates.gamma[i]; });
@@ -262,8 +264,8 @@ void backward(const char* who, const Stream& stream, const DeltaRuleOperands& x,
   const Rule<T> p(x, options, arrays.kept);
   const auto get = [](void* array) { return static_cast<C*>(array); };
   const Gradients<T> w{get(arrays.kept.inverses), get(arrays.kept.shares), get(arrays.kept.writes), get(arrays.kept.states),
-                       Heads<const T>(dout), given(dstate) ? dstate.as<const C>() : nullptr, get(arrays.dvalues), get(arrays.dstates),
-                       Heads<T>(d.v), given(d.initial) ? d.initial.as<C>() : nullptr, Heads<C>(d.decay), Heads<C>(d.beta),
+                       Heads<const T>(dout), States<const C>(dstate), get(arrays.dvalues), get(arrays.dstates),
+                       Heads<T>(d.v), States<C>(d.initial), Heads<C>(d.decay), Heads<C>(d.beta),
                        get(arrays.dq), get(arrays.dk)};
   launch(who, stream,
          {.blocks = p.batch * p.heads * p.value_tiles(), .threads = kThreads, .shared_bytes = (p.key_tiles() + 3) * sizeof(Tile<C>)},

@@ -23,23 +23,6 @@ struct Backward {
   int row_threads;  ///< of one that takes rows set, set + sets, ...: a warp, or the block
 };
 
-/// As load_chunk, but whole pieces are never seen as elements, which would take a register each.
-template <class T>
-__device__ uint4 load_raw(const T* row, int64_t at, int64_t n) {
-  if (at + Pack<T>::kSize <= n && reinterpret_cast<uintptr_t>(row + at) % 16 == 0)
-    return *reinterpret_cast<const uint4*>(row + at);
-  const Pack<T> pack = load_chunk(row, at, n);
-  uint4 out;
-  memcpy(&out, &pack, sizeof out);
-  return out;
-}
-template <class T>
-__device__ T element_of(const uint4& raw, int k) {
-  Pack<T> pack;
-  memcpy(static_cast<void*>(&pack), &raw, sizeof raw);
-  return pack.v[k];
-}
-
 /// A pair of sums over the threads of a row. `turn` alternates, so that one barrier is enough.
 template <class C>
 __device__ void row_sums(C& a, C& b, int row_threads, C (*scratch)[kRowThreads / kWarp]) {

@@ -85,6 +85,23 @@ __device__ inline Pack<T> load_shifted_chunk(const T* row, int64_t at, int64_t n
   return out;
 }
 
+/// As load_chunk, but whole pieces are never seen as elements, which would take a register each.
+template <class T>
+__device__ inline uint4 load_raw(const T* row, int64_t at, int64_t n) {
+  if (at + Pack<T>::kSize <= n && reinterpret_cast<uintptr_t>(row + at) % 16 == 0)
+    return *reinterpret_cast<const uint4*>(row + at);
+  const Pack<T> pack = load_chunk(row, at, n);
+  uint4 out;
+  memcpy(&out, &pack, sizeof out);
+  return out;
+}
+template <class T>
+__device__ inline T element_of(const uint4& raw, int k) {
+  Pack<T> pack;
+  memcpy(static_cast<void*>(&pack), &raw, sizeof raw);
+  return pack.v[k];
+}
+
 /// Stores what of the pack lies before the row's end.
 template <class T>
 __device__ inline void store_chunk(T* row, int64_t at, int64_t n, const Pack<T>& pack) {

@@ -53,7 +53,7 @@ GatedDeltaNet::GatedDeltaNet(const DeltaNetConfig& c)
       projection(value_elements(c), c.width, {.bias = false, .init = c.projection_init, .cut = values_cut(1, c)}),
       dropout(c.dropout) {
   taps.set_cut(qkv_cut(0, c));
-  taps.set_table();  // its rows have nothing to do with each other
+  for (Parameter* p : {&taps, &rates.weight}) p->set_table();  // rows have nothing to do with each other, and stay exact as routers do
 }
 
 // Of tokens from the one on before which `options.initial` is the state.

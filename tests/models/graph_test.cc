@@ -45,12 +45,14 @@ TEST(GraphTraining, HasTheBitsOfStepsThatAreEnqueuedOneByOne) {
                         Case{"gpt2", "bf16", 0.2, 0.5, 2, "replicate"},
                         Case{"gpt2", "f32", 0.2, 0.5, 1, "full_shard", "muon"},
                         Case{"llama", "bf16", 0, 0.5, 1, "replicate", "muon"},
-                        Case{"mixture", "bf16", 0.1, 0.5, 2}, Case{"gpt-oss", "bf16", 0.1, 0.5, 2}}) {
+                        Case{"mixture", "bf16", 0.1, 0.5, 2}, Case{"gpt-oss", "bf16", 0.1, 0.5, 2},
+                        Case{"qwen3-next", "bf16", 0.1, 0.5, 2}}) {
     SCOPED_TRACE(str(k.type, " ", k.dtype, ", dropout ", k.dropout, ", clip ", k.clip, ", micro-batches ",
                      k.micro_batches, ", ", k.optimizer));
     models::TrainConfig c = graph_config(false);
     if (std::string(k.type) == "mixture") c.model = tiny_mixture(1.1);
     else if (std::string(k.type) == "gpt-oss") c.model = tiny_gpt_oss();
+    else if (std::string(k.type) == "qwen3-next") c.model = tiny_qwen3_next();
     else c.model.type = k.type;
     c.train.dtype = k.dtype;
     c.model.dropout = k.dropout;

@@ -216,6 +216,15 @@ models::ModelConfig tiny_linear_attention(int64_t key_heads) {
   return m;
 }
 
+models::ModelConfig tiny_qwen3_next(int64_t key_heads) {
+  models::ModelConfig m = tiny_linear_attention(key_heads);
+  m.head_dim = 6, m.rotary_width = 4, m.qk_norm = m.attention_gate = true;
+  m.experts = 5, m.experts_per_token = 2, m.expert_hidden = 12;
+  m.shared_experts = 1, m.shared_expert_gate = true;
+  m.aux_loss = 0.1;
+  return m;
+}
+
 models::ModelConfig tiny_mixture(double capacity_factor, double aux_loss) {
   models::ModelConfig m = tiny_model("untied llama", 5, 5);
   m.experts = 5;

@@ -124,6 +124,10 @@ models::ModelConfig tiny_gpt_oss(int64_t heads = 6, int64_t key_heads = 3);
 /// An untied Llama of three blocks, of which the first two have linear attention, two value heads for each of so many key heads.
 models::ModelConfig tiny_linear_attention(int64_t key_heads = 6);
 
+/// The same as Qwen3-Next's: attention is gated and rotates a part of each head, and there are five experts, of which two are for a token,
+/// beside a gated shared one.
+models::ModelConfig tiny_qwen3_next(int64_t key_heads = 6);
+
 /// Five blocks with dropout in four micro-batches, on a pipeline of so many stages, which share them unevenly.
 models::TrainConfig tiny_pipeline(int64_t stages, const std::string& type = "untied llama", const std::string& strategy = "full_shard");
 

@@ -24,6 +24,7 @@ void draw_experts(models::ModelConfig& m, Draw& draw) {
   if (m.expert_bias) m.expert_balance_rate = draw.of<double>({0, 0.01, 0.1});
   m.expert_scale = draw.of<double>({1, 1, 2.5});
   m.shared_experts = draw.of<int64_t>({0, 0, 1, 2});
+  m.shared_expert_gate = m.shared_experts && draw.one_in(2);
   m.dense_layers = std::min(draw.of<int64_t>({0, 0, 1, 2}), m.layers - 1);
   m.expert_linear_bias = draw.one_in(3);
   if (draw.one_in(3)) m.expert_gate_limit = draw.of<double>({0.2, 1, 7});
@@ -66,6 +67,12 @@ void draw_model(models::ModelConfig& m, Draw& draw) {
     m.qk_nope_head_dim = 1 + draw.below(5), m.qk_rope_head_dim = 2 * (1 + draw.below(3));
     m.v_head_dim = 1 + draw.below(6);
     m.rope_scaling.mscale_all_dim = draw.of<double>({0, 0.8});
+  }
+  if (m.kv_lora_rank == 0) m.attention_gate = draw.one_in(4), m.rotary_width = draw.one_in(4) ? 2 : 0;
+  if (draw.one_in(4)) {
+    m.window = 0, m.full_attention_every = draw.of<int64_t>({0, 2, 3});
+    m.linear_key_heads = 1 + draw.below(6), m.linear_value_heads = m.linear_key_heads * (1 + draw.below(3));
+    m.linear_key_width = 2 + draw.below(5), m.linear_value_width = 2 + draw.below(5), m.linear_taps = 1 + draw.below(4);
   }
   m.rope_theta = draw.of<double>({10000, 100});
   m.rope_scaling.rope_type = draw.of<std::string>({"default", "default", "linear", "llama3", "yarn"});
@@ -144,6 +151,7 @@ void draw_widths(models::ModelConfig& m, int64_t unit, Draw& draw) {
   m.head_dim = m.kv_lora_rank ? 0 : unit;
   if (m.kv_lora_rank) m.kv_lora_rank = m.qk_nope_head_dim = m.v_head_dim = unit;
   if (m.q_lora_rank) m.q_lora_rank = unit;
+  if (m.linear_key_heads) m.linear_key_heads = m.linear_value_heads = 1 + draw.below(3), m.linear_key_width = m.linear_value_width = unit;
 }
 
 Way drawn_way(const models::TrainConfig& task, Draw& draw) {
@@ -161,8 +169,10 @@ Way drawn_way(const models::TrainConfig& task, Draw& draw) {
     s.replicas = axis(4);
     const bool gathers = draw.one_in(2);
     s.context_comm = gathers ? "all_gather" : "all_to_all";
-    s.context = axis(gathers ? 4 : m.heads);
-    s.tensor = axis(gathers ? m.heads : m.heads / s.context);  // beyond the key heads some have copies, if these can be cut
+    // Beyond the key heads some have copies, if these can be cut; linear attention has none.
+    const int64_t most = m.linear_key_heads ? std::min(m.heads, m.linear_key_heads) : m.heads, alone = m.linear_key_heads ? most : 4;
+    s.context = axis(gathers ? alone : most);
+    s.tensor = axis(gathers && !m.linear_key_heads ? m.heads : most / s.context);
     s.experts = m.experts ? axis(m.experts) : axis(1);
     world = s.pipeline * s.replicas * s.context * s.tensor * s.experts * axis(4);
   } while (world > (draw.one_in(20) ? 16 : 8));
