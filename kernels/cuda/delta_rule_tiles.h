@@ -29,7 +29,7 @@ class Arriving {
   __device__ Arriving(int64_t count, int64_t width, Row row, Factor factor) {
 #pragma unroll
     for (int n = 0; n < kEach; ++n) {
-      const bool there = line(n) < count && column() < width;
+      const bool there = line(n) < count;
       packs_[n] = there ? load_raw(row(line(n)), column(), width) : uint4{};
       factors_[n] = there ? factor(line(n)) : C(0);
     }
