@@ -144,7 +144,6 @@ class Chunk {
         (e * share * Lanes<C>::load(keys.kk + i * L + j)).store(row + j);
       }
       std::fill(decay + seen, decay + padded, C(0));
-      std::fill(row + i, row + padded, C(0));
     }
     for (int64_t i = 0; i < count; ++i) load_row(row_of<const T>(x_.v, b, first + i, h), width, v + i * columns);
     if (state) tile_gemm<C>(count, columns, keys.width, keys.k, keys.columns, 1, state, columns, answered, columns, false);

@@ -196,7 +196,7 @@ TEST(GpuTraining, MuonHasItsBitsInAllStrategiesThePeakOfThePlanAndTheCpusNumbers
 
 TEST(GpuTraining, MixturesOfExpertsHaveTheGradientsTheBitsAndThePeakOfThePlan) {
   SHEAF_NEEDS_GPU();
-  for (const models::ModelConfig& model : {tiny_mixture(0), tiny_mixture(1.1), tiny_gpt_oss(), tiny_qwen3_next()}) {
+  for (const models::ModelConfig& model : {tiny_mixture(0), tiny_mixture(1.1), tiny_gpt_oss(), tiny_qwen3_next(1)}) {
     models::TrainConfig c = tiny_config();
     c.model = model;
     const Values expected = gradients_f64(Axes{{"data", 1}}, "replicate", 7, {}, c.model);

@@ -52,7 +52,7 @@ TEST(GraphTraining, HasTheBitsOfStepsThatAreEnqueuedOneByOne) {
     models::TrainConfig c = graph_config(false);
     if (std::string(k.type) == "mixture") c.model = tiny_mixture(1.1);
     else if (std::string(k.type) == "gpt-oss") c.model = tiny_gpt_oss();
-    else if (std::string(k.type) == "qwen3-next") c.model = tiny_qwen3_next();
+    else if (std::string(k.type) == "qwen3-next") c.model = tiny_qwen3_next(1);
     else c.model.type = k.type;
     c.train.dtype = k.dtype;
     c.model.dropout = k.dropout;

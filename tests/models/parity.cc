@@ -219,7 +219,7 @@ models::ModelConfig tiny_linear_attention(int64_t key_heads) {
 models::ModelConfig tiny_qwen3_next(int64_t key_heads) {
   models::ModelConfig m = tiny_linear_attention(key_heads);
   m.head_dim = 6, m.rotary_width = 4, m.qk_norm = m.attention_gate = true;
-  m.experts = 5, m.experts_per_token = 2, m.expert_hidden = 12;
+  m.experts = 5, m.experts_per_token = 2, m.expert_hidden = 10;
   m.shared_experts = 1, m.shared_expert_gate = true;
   m.aux_loss = 0.1;
   return m;
@@ -361,6 +361,25 @@ std::map<std::string, Traffic> traffic(const Tape& tape) {
     if (!all.empty()) row(all[0]).bytes += tape.wire_bytes(n);
   }
   return out;
+}
+
+void expect_ways_change_no_bit(const models::TrainConfig& config, int world, int steps) {
+  const TrainedRun expected = train_tiny(config, world, steps);
+  EXPECT_LT(expected.losses.back(), expected.losses.front());
+  for (const char* strategy : {"shard_grad_op", "zero1", "replicate"}) {
+    models::TrainConfig c = config;
+    c.sharding.strategy = strategy;
+    expect_same_bits(expected, train_tiny(c, world, steps));
+  }
+  for (const char* recompute : {"block", "selective"}) {
+    models::TrainConfig c = config;
+    c.train.recompute = recompute;
+    c.sharding.units = "none";
+    expect_same_bits(expected, train_tiny(c, world, steps));
+  }
+  models::TrainConfig c = config;
+  c.train.compile = true;
+  expect_same_bits(expected, train_tiny(c, world, steps));
 }
 
 void expect_stages_of_one_rank(models::TrainConfig config, int64_t stages) {

@@ -89,6 +89,9 @@ TrainedRun train_tiny(const models::TrainConfig& config, int world, int steps,
 Values parameters_f64(const models::TrainConfig& config, int world, int steps);
 /// EXPECTs the same losses, norms and parameters, bit for bit.
 void expect_same_bits(const TrainedRun& a, const TrainedRun& b);
+/// Trains `config`, of strategy full_shard, `steps` steps on `world` local ranks: EXPECTs a loss that falls, and the same bits with the other
+/// strategies, with blocks or what is cheap computed again in one unit, and as a program.
+void expect_ways_change_no_bit(const models::TrainConfig& config, int world, int steps);
 /// Trains `config`, which has no stages, on one rank and in `stages`, four steps each: EXPECTs the same losses and parameters, but
 /// for rounding.
 void expect_stages_of_one_rank(models::TrainConfig config, int64_t stages);
