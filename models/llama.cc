@@ -158,6 +158,29 @@ LlamaConfig qwen3_30b_a3b() {
   return c;
 }
 
+// Qwen3-Next 80B-A3B, of whose parameters a token goes through 3B, with linear attention in three of four blocks
+// (https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct, whose config.json this is).
+LlamaConfig qwen3_next() {
+  LlamaConfig c = qwen3(48, 16, 2048, 5120, false);
+  c.kv_heads = 2;
+  c.head_dim = 256;
+  c.context = 262144;
+  c.rope_theta = 1e7;
+  c.rotary_width = 64;
+  c.attention_gate = true;
+  c.full_attention_every = 4;
+  c.linear_key_heads = 16;
+  c.linear_value_heads = 32;
+  c.linear_key_width = c.linear_value_width = 128;
+  c.experts = 512;
+  c.experts_per_token = 10;
+  c.expert_hidden = 512;
+  c.shared_experts = 1;
+  c.shared_expert_gate = true;
+  c.aux_loss = 0.001;
+  return c;
+}
+
 // DeepSeek's: latents for attention, a first few dense blocks, then mixtures with shared experts.
 LlamaConfig deepseek(int64_t layers, int64_t heads, int64_t width, int64_t mlp_width, int64_t experts, int64_t expert_hidden) {
   LlamaConfig c;
@@ -321,6 +344,7 @@ std::vector<std::pair<std::string, LlamaConfig>> LlamaConfig::published() {
           {"qwen3-14b", qwen3(40, 40, 5120, 17408, false)},
           {"qwen3-32b", qwen3(64, 64, 5120, 25600, false)},
           {"qwen3-30b-a3b", qwen3_30b_a3b()},
+          {"qwen3-next-80b-a3b", qwen3_next()},
           {"gemma-2b", gemma(18, 8, 1, 2048, 16384)},
           {"gemma-7b", gemma(28, 16, 16, 3072, 24576)},
           {"gemma3-270m", gemma3(18, 640, 2048)},
