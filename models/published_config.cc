@@ -11,7 +11,7 @@ namespace sheaf::models {
 namespace {
 
 const std::string_view kOfLlamasShape[] = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "dots1", "deepseek_v2", "deepseek_v3",
-                                           "gemma", "gemma3_text", "gpt_oss"};
+                                           "gemma", "gemma3_text", "gpt_oss", "qwen3_next"};
 constexpr int64_t kLargest = 1'000'000'000;  // of any size; products of two fit 64 bits
 
 // A config.json, where null means the same as nothing.
@@ -107,8 +107,9 @@ void check_gemmas_gate(const Reader& r) {
     r.refuse(key, "Gemma's is gelu_pytorch_tanh");
 }
 
-// How an object under `key` scales rotary positions. Their base goes to `theta`, if it is there too.
-RopeScalingConfig read_rope(const Reader& r, const char* key, const Json* rope, double& theta) {
+// How an object under `key` scales rotary positions. Their base goes to `theta`, if it is there too, and the part of a head that they turn
+// to `part`, where a model may turn less than all.
+RopeScalingConfig read_rope(const Reader& r, const char* key, const Json* rope, double& theta, double* part) {
   if (!rope->is_object()) r.refuse(key, "expected an object");
   const auto number = [&](const char* name) {
     try {
@@ -117,8 +118,8 @@ RopeScalingConfig read_rope(const Reader& r, const char* key, const Json* rope, 
       r.refuse(key, str(name, rope->find(name) ? " is not a number" : " is missing"));
     }
   };
-  if (const Json* factor = rope->find("partial_rotary_factor"); factor && !(*factor == Json(1.0) || *factor == Json(1)))
-    r.refuse(key, "Sheaf rotates whole heads");
+  if (const Json* factor = rope->find("partial_rotary_factor"); factor && part) *part = number("partial_rotary_factor");
+  else if (factor && !(*factor == Json(1.0) || *factor == Json(1))) r.refuse(key, "Sheaf rotates whole heads of this model_type");
   if (rope->find("rope_theta")) theta = number("rope_theta");
 
   RopeScalingConfig s;
@@ -161,9 +162,9 @@ RopeScalingConfig read_rope(const Reader& r, const char* key, const Json* rope, 
 }
 
 // Of all layers, or, as Gemma 3 has them (by_layer), of those that see all tokens, and of those with a window, whose base goes to
-// `window_theta`.
-void read_rotary(const Reader& r, ModelConfig& m, bool by_layer, double& window_theta) {
-  if (const Json* given = r.find("rope_scaling")) m.rope_scaling = read_rope(r, "rope_scaling", given, m.rope_theta);
+// `window_theta`. `part` as above.
+void read_rotary(const Reader& r, ModelConfig& m, bool by_layer, double& window_theta, double* part) {
+  if (const Json* given = r.find("rope_scaling")) m.rope_scaling = read_rope(r, "rope_scaling", given, m.rope_theta, part);
   const char* const key = "rope_parameters";  // since version 5 of transformers, the base and the scaling
   const Json* rope = r.find(key);
   if (!rope) return;
@@ -172,10 +173,11 @@ void read_rotary(const Reader& r, ModelConfig& m, bool by_layer, double& window_
   if (nested) {
     const Json *full = rope->find("full_attention"), *sliding = rope->find("sliding_attention");
     if (!full || !sliding) r.refuse(key, "expected full_attention and sliding_attention");
-    if (read_rope(r, key, sliding, window_theta) != RopeScalingConfig{}) r.refuse(key, "Sheaf scales no frequencies in layers with a window");
+    if (read_rope(r, key, sliding, window_theta, part) != RopeScalingConfig{})
+      r.refuse(key, "Sheaf scales no frequencies in layers with a window");
     rope = full;
   }
-  const RopeScalingConfig scaling = read_rope(r, key, rope, m.rope_theta);
+  const RopeScalingConfig scaling = read_rope(r, key, rope, m.rope_theta, part);
   if (r.find("rope_scaling") && !(scaling == m.rope_scaling)) r.refuse(key, "rope_scaling says otherwise");
   m.rope_scaling = scaling;
 }
@@ -265,15 +267,54 @@ void read_gpt_oss(const Reader& r, ModelConfig& m) {
     m.rope_scaling = {.rope_type = "yarn", .factor = 32.0, .original_max_position_embeddings = 4096, .truncate = false};
 }
 
+// Which layers have full attention goes to m.full_attention_every: as the file lists them or, if it does not, each so many-th.
+void read_linear_layers(const Reader& r, ModelConfig& m) {
+  const Json* types = r.find("layer_types");
+  const char* key = types ? "layer_types" : "full_attention_interval";
+  if (types) {
+    if (!types->is_array() || std::ssize(types->as_array()) != m.layers) r.refuse(key, "expected an array with the type of each layer");
+    const Json::Array& listed = types->as_array();
+    const auto first_full = std::ranges::find(listed, Json("full_attention")) - listed.begin();
+    m.full_attention_every = first_full < m.layers ? first_full + 1 : 0;
+    for (int64_t i = 0; i < m.layers; ++i)
+      if (!(listed[static_cast<size_t>(i)] == Json(is_linear(i, m.full_attention_every) ? "linear_attention" : "full_attention")))
+        r.refuse(key, "Sheaf has linear_attention in all layers, or in all but each N-th, which have full_attention");
+  } else {
+    m.full_attention_every = r.positive(key, 4);
+  }
+  if (m.full_attention_every == 1) r.refuse(key, "no layer has linear attention");
+}
+
+// Qwen3-Next's attention, of both kinds, and shared experts; `part` of each head is rotated.
+void read_qwen3_next(const Reader& r, double part, ModelConfig& m) {
+  m.qk_norm = m.attention_gate = m.shared_expert_gate = true;
+  read_linear_layers(r, m);
+  m.linear_key_heads = r.positive("linear_num_key_heads");
+  m.linear_value_heads = r.positive("linear_num_value_heads");
+  m.linear_key_width = r.positive("linear_key_head_dim");
+  m.linear_value_width = r.positive("linear_value_head_dim");
+  m.linear_taps = r.positive("linear_conv_kernel_dim");
+  if (m.linear_value_heads % m.linear_key_heads != 0)
+    r.refuse("linear_num_value_heads", str("expected a multiple of the ", m.linear_key_heads, " key heads"));
+  const auto rotated = static_cast<int64_t>(part * static_cast<double>(m.head_dim));  // rounded as transformers does
+  if (!(part > 0 && part <= 1) || rotated == 0 || rotated % 2 != 0)
+    r.refuse(r.has("rope_parameters") ? "rope_parameters" : "partial_rotary_factor",
+             str("rotary positions turn pairs, of all ", m.head_dim, " elements of a head or the first of them, not ", part, " of them"));
+  m.rotary_width = rotated == m.head_dim ? 0 : rotated;
+  const int64_t shared = r.positive("shared_expert_intermediate_size"), hidden = r.positive("moe_intermediate_size");
+  if (shared % hidden != 0) r.refuse("shared_expert_intermediate_size", str("expected a multiple of moe_intermediate_size, ", hidden));
+  m.shared_experts = shared / hidden;
+}
+
 // Those of one shape: Llama's, Mistral's, Mixtral's, Qwen2's, whose queries, keys and values have biases, Qwen3's, whose
 // queries and keys have norms instead, with mixtures of experts, too, dots.llm1's, with mixtures of another kind, DeepSeek's, which
-// have those and attention of another kind, Gemma's, whose gates are gelus, and which normalise more, and gpt-oss's, with biases
-// wherever there are matrices.
+// have those and attention of another kind, Gemma's, whose gates are gelus, and which normalise more, gpt-oss's, with biases
+// wherever there are matrices, and Qwen3-Next's, with linear attention.
 ModelConfig read_llama(const Reader& r, const std::string& type) {
-  const bool llama = type == "llama", mixtral = type == "mixtral", qwen3_moe = type == "qwen3_moe";
+  const bool llama = type == "llama", mixtral = type == "mixtral", qwen3_moe = type == "qwen3_moe", next = type == "qwen3_next";
   const bool dots1 = type == "dots1", deepseek = type == "deepseek_v2" || type == "deepseek_v3";
   const bool gemma = type.starts_with("gemma"), gemma3 = type == "gemma3_text", gpt_oss = type == "gpt_oss";
-  const bool qwen = type == "qwen2" || type == "qwen3" || qwen3_moe;
+  const bool qwen = type == "qwen2" || type == "qwen3" || qwen3_moe || next;
   if (gemma) check_gemmas_gate(r);
   else if (r.text("hidden_act", "silu") != "silu") r.refuse("hidden_act", "Sheaf's llama has silu");
   for (const char* key : {"attn_logit_softcapping", "final_logit_softcapping"}) r.only(key, Json(), "Sheaf's logits are not capped");
@@ -282,8 +323,10 @@ ModelConfig read_llama(const Reader& r, const std::string& type) {
   r.only("use_bidirectional_attention", false, "Sheaf's attention sees the tokens before");
   r.only("rope_interleaved", false, "Sheaf's rotary positions turn the halves of a head");
   if (!qwen) r.only("use_sliding_window", false, "that is a key of Qwen's");
+  if (next) r.only("use_sliding_window", false, "full attention of qwen3_next sees all tokens before");
   if (llama || type == "gemma") r.only("sliding_window", false, str(llama ? "Llama" : "Gemma", "'s attention sees all tokens before").c_str());
-  if (r.number("partial_rotary_factor", 1.0) != 1.0) r.refuse("partial_rotary_factor", "Sheaf rotates whole heads");
+  double part = r.number("partial_rotary_factor", next ? 0.25 : 1.0);
+  if (!next && part != 1.0) r.refuse("partial_rotary_factor", "Sheaf rotates whole heads of this model_type");
   ModelConfig m;
   m.type = "llama";
   m.layers = r.layers("num_hidden_layers");
@@ -295,7 +338,7 @@ ModelConfig read_llama(const Reader& r, const std::string& type) {
   m.norm_eps = r.number("rms_norm_eps", gpt_oss ? 1e-5 : 1e-6);
   m.rope_theta = r.number("rope_theta", mixtral || gemma3 ? 1e6 : gpt_oss ? 150000.0 : 10000.0);
   double window_theta = r.number("rope_local_base_freq", 10000.0);
-  read_rotary(r, m, gemma3, window_theta);
+  read_rotary(r, m, gemma3, window_theta, next ? &part : nullptr);
   m.tie_embeddings = r.flag("tie_word_embeddings", gemma);
   m.bias = false;
   m.qkv_bias = type == "qwen2";
@@ -303,7 +346,7 @@ ModelConfig read_llama(const Reader& r, const std::string& type) {
   m.gelu_gate = m.scale_embedding = gemma;
   m.post_norms = gemma3;
   if (deepseek) read_latents(r, m);
-  else m.head_dim = r.positive("head_dim", type == "qwen3" ? 128 : gemma ? 256 : gpt_oss ? 64 : m.width / m.heads);
+  else m.head_dim = r.positive("head_dim", type == "qwen3" ? 128 : gemma || next ? 256 : gpt_oss ? 64 : m.width / m.heads);
   if (gemma3 && r.number("query_pre_attn_scalar", 256.0) != static_cast<double>(m.head_dim))
     r.refuse("query_pre_attn_scalar", str("Sheaf's attention divides by the root of the head's width, ", m.head_dim));
   if (m.head_dim % 2 != 0) r.refuse("head_dim", "rotary positions turn pairs");
@@ -320,7 +363,8 @@ ModelConfig read_llama(const Reader& r, const std::string& type) {
   if (qwen3_moe && window && r.whole("max_window_layers", 0) != 0)
     r.refuse("max_window_layers", "some versions of transformers obey it here, others give all layers the window");
   const auto slides = [&](int64_t i) { return every ? (i + 1) % every != 0 : i >= from; };
-  read_windows(r, window, gemma3 ? "sliding_window_pattern" : "max_window_layers", slides, m);
+  if (next) read_qwen3_next(r, part, m);
+  else read_windows(r, window, gemma3 ? "sliding_window_pattern" : "max_window_layers", slides, m);
   if (gemma3 && m.window) m.window_rope_theta = window_theta;
   if (!by_layer && (m.full_attention_every || m.window != window))
     r.refuse("layer_types", str("with model_type ", type, " all layers have the window"));
@@ -331,11 +375,11 @@ ModelConfig read_llama(const Reader& r, const std::string& type) {
     m.experts_per_token = r.positive("num_experts_per_tok");
     if (r.number("router_jitter_noise", 0.0) != 0.0) r.refuse("router_jitter_noise", "Sheaf's routers have no noise");
   }
-  if (qwen3_moe) {
+  if (qwen3_moe || next) {
     m.experts = r.positive(r.has("num_experts") ? "num_experts" : "num_local_experts");  // since version 5 of transformers
     m.experts_per_token = r.positive("num_experts_per_tok");
     m.expert_hidden = r.positive("moe_intermediate_size");
-    m.normalize_experts = r.flag("norm_topk_prob", false);
+    m.normalize_experts = r.flag("norm_topk_prob", next);
     if (r.positive("decoder_sparse_step", 1) != 1) r.refuse("decoder_sparse_step", "Sheaf's layers all have experts, or none");
     if (const Json* dense = r.find("mlp_only_layers"); dense && !dense->as_array().empty())
       r.refuse("mlp_only_layers", "Sheaf's layers all have experts, or none");
@@ -367,7 +411,7 @@ ModelConfig read_published_config(const std::string& file) {
   ModelConfig m;
   if (type == "gpt2") m = read_gpt2(r);
   else if (std::ranges::find(kOfLlamasShape, type) != std::end(kOfLlamasShape)) m = read_llama(r, type);
-  else r.refuse("model_type", "Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, dots1, deepseek_v2, deepseek_v3, gemma, gemma3_text and gpt_oss");
+  else r.refuse("model_type", "Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, dots1, deepseek_v2, deepseek_v3, gemma, gemma3_text, gpt_oss and qwen3_next");
   m.vocab = r.positive("vocab_size");
   return resolved(m);
 }

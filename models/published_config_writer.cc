@@ -1,5 +1,6 @@
 // What sheaf export writes as config.json, and whether a model is the one that such a file describes.
 #include <algorithm>
+#include <cmath>
 
 #include "sheaf/models/attention_window.h"
 #include "sheaf/models/published_config.h"
@@ -27,13 +28,22 @@ void check_published_shape(const ModelConfig& model, const ModelConfig& publishe
   same("tie_embeddings", m.tie_embeddings, published.tie_embeddings);
   same("norm_eps", m.norm_eps, published.norm_eps);
   same("window", m.window, published.window);
-  if (m.window) same("full_attention_every", m.full_attention_every, published.full_attention_every);
+  if (m.window || m.linear_key_heads) same("full_attention_every", m.full_attention_every, published.full_attention_every);
   if (m.type == "gpt2") same("bias", m.bias, published.bias);
   if (m.type == "llama") {
     same("qkv_bias", m.qkv_bias, published.qkv_bias);
     same("out_bias", m.out_bias, published.out_bias);
     same("attention_sinks", m.attention_sinks, published.attention_sinks);
+    same("attention_gate", m.attention_gate, published.attention_gate);
+    same("rotary_width", m.rotary_width, published.rotary_width);
     same("qk_norm", m.qk_norm, published.qk_norm);
+    same("linear_key_heads", m.linear_key_heads, published.linear_key_heads);
+    if (m.linear_key_heads) {
+      same("linear_value_heads", m.linear_value_heads, published.linear_value_heads);
+      same("linear_key_width", m.linear_key_width, published.linear_key_width);
+      same("linear_value_width", m.linear_value_width, published.linear_value_width);
+      same("linear_taps", m.linear_taps, published.linear_taps);
+    }
     same("gelu_gate", m.gelu_gate, published.gelu_gate);
     same("post_norms", m.post_norms, published.post_norms);
     same("scale_embedding", m.scale_embedding, published.scale_embedding);
@@ -52,6 +62,7 @@ void check_published_shape(const ModelConfig& model, const ModelConfig& publishe
       same("expert_parts", m.expert_parts, published.expert_parts);
       same("expert_parts_per_token", m.expert_parts_per_token, published.expert_parts_per_token);
       same("shared_experts", m.shared_experts, published.shared_experts);
+      same("shared_expert_gate", m.shared_expert_gate, published.shared_expert_gate);
       same("dense_layers", m.dense_layers, published.dense_layers);
     }
     same("rope_theta", m.rope_theta, published.rope_theta);
@@ -127,6 +138,10 @@ Architecture gemma(const ModelConfig& m) {
                     "be written as one");
 }
 
+bool has_any_of_qwen3_next(const ModelConfig& m) {
+  return m.linear_key_heads || m.attention_gate || m.rotary_width || (m.experts && m.shared_expert_gate);
+}
+
 bool has_any_of_gpt_oss(const ModelConfig& m) {
   return m.out_bias || m.attention_sinks || (m.experts && (m.expert_linear_bias || m.expert_gate_limit > 0));
 }
@@ -140,6 +155,17 @@ Architecture gpt_oss(const ModelConfig& m) {
                     "(gpt_oss): this model cannot be written as one");
 }
 
+Architecture qwen3_next(const ModelConfig& m) {
+  const bool shared = m.experts && m.shared_experts && m.shared_expert_gate, window = m.window != 0;
+  const bool deepseeks = m.dense_layers || m.expert_affinity != "softmax" || m.expert_bias || m.expert_scale != 1 || m.expert_parts != 1;
+  if (m.linear_key_heads && m.attention_gate && m.qk_norm && shared && !deepseeks && !m.qkv_bias && !window && !m.kv_lora_rank &&
+      !has_any_of_gemma(m) && !has_any_of_gpt_oss(m))
+    return {"qwen3_next", "Qwen3NextForCausalLM"};
+  fail<ConfigError>("[weights] model.linear_key_heads, .attention_gate, .shared_expert_gate and .rotary_width are published together, with "
+                    "model.qk_norm and mixtures in all layers, and without model.qkv_bias, .window, latent attention and what is DeepSeek's "
+                    "beside shared experts, Gemma's or gpt-oss's (qwen3_next): this model cannot be written as one");
+}
+
 }  // namespace
 
 bool publishes_mtp(const ModelConfig& m) { return m.kv_lora_rank && m.experts && m.expert_affinity == "sigmoid"; }
@@ -148,6 +174,7 @@ namespace {
 
 // ConfigError for what nobody has published.
 Architecture architecture_of(const ModelConfig& m) {
+  if (has_any_of_qwen3_next(m)) return qwen3_next(m);
   if (has_any_of_gpt_oss(m)) return gpt_oss(m);
   if (has_any_of_gemma(m)) return gemma(m);
   if (m.kv_lora_rank) return deepseek(m);
@@ -237,6 +264,24 @@ void write_windows(const ModelConfig& m, const std::string& type, Json& json) {
         .set("rope_local_base_freq", m.window_rope_theta);
 }
 
+// Of Qwen3-Next's attention, of both kinds.
+void write_linear_attention(const ModelConfig& m, Json& json) {
+  Json::Array types;
+  for (int64_t i = 0; i < m.layers; ++i) types.push_back(is_linear(i, m.full_attention_every) ? "linear_attention" : "full_attention");
+  const int64_t rotated = m.rotary_width ? m.rotary_width : m.head_dim;
+  const auto width = static_cast<double>(m.head_dim);
+  double part = static_cast<double>(rotated) / width;
+  if (part * width < static_cast<double>(rotated)) part = std::nextafter(part, 2.0);  // the product is cut to a whole number
+  json.set("layer_types", types)
+      .set("linear_num_key_heads", m.linear_key_heads)
+      .set("linear_num_value_heads", m.linear_value_heads)
+      .set("linear_key_head_dim", m.linear_key_width)
+      .set("linear_value_head_dim", m.linear_value_width)
+      .set("linear_conv_kernel_dim", m.linear_taps)
+      .set("partial_rotary_factor", part)
+      .set("attention_bias", false);
+}
+
 void write_llama(const ModelConfig& m, const std::string& type, Json& json) {
   const bool deepseek = type.starts_with("deepseek");
   json.set("num_hidden_layers", m.layers)
@@ -249,7 +294,8 @@ void write_llama(const ModelConfig& m, const std::string& type, Json& json) {
       .set("rms_norm_eps", m.norm_eps)
       .set("rope_theta", m.rope_theta)
       .set("rope_scaling", published_rope_scaling(m.rope_scaling));
-  if (type == "qwen3_moe")
+  const bool next = type == "qwen3_next";
+  if (type == "qwen3_moe" || next)
     json.set("moe_intermediate_size", m.expert_hidden)
         .set("num_experts", m.experts)
         .set("num_experts_per_tok", m.experts_per_token)
@@ -257,6 +303,10 @@ void write_llama(const ModelConfig& m, const std::string& type, Json& json) {
         .set("decoder_sparse_step", 1)
         .set("mlp_only_layers", Json::Array{})
         .set("router_aux_loss_coef", m.aux_loss);
+  if (next) {
+    json.set("shared_expert_intermediate_size", m.shared_experts * m.expert_hidden);
+    write_linear_attention(m, json);
+  }
   if (type == "mixtral" || type == "gpt_oss")
     json.set("num_local_experts", m.experts)
         .set("num_experts_per_tok", m.experts_per_token)

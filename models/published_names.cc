@@ -4,6 +4,7 @@
 #include <cctype>
 
 #include "sheaf/core/error.h"
+#include "sheaf/models/attention_window.h"
 #include "sheaf/models/published_config.h"
 
 namespace sheaf::models {
@@ -39,9 +40,9 @@ std::vector<PublishedTensor> gpt2_tensors(const ModelConfig& m) {
   return out;
 }
 
-// An RMS norm's.
+// An RMS norm's, whose factors are published as what they are above 1 for Gemma and Qwen3-Next.
 PublishedTensor norm_of(const ModelConfig& m, const std::string& name, int64_t width, const std::string& own) {
-  return {.name = name + ".weight", .shape = {width}, .own = own + ".weight", .above_one = m.scale_embedding};
+  return {.name = name + ".weight", .shape = {width}, .own = own + ".weight", .above_one = m.scale_embedding || m.attention_gate};
 }
 
 // Llama's MLP, or what has its form.
@@ -52,14 +53,16 @@ void push_mlp(std::vector<PublishedTensor>& out, const std::string& name, const 
 }
 
 // Mixtral's, or those of Qwen3's and dots.llm1's, where queries and keys have norms, and of DeepSeek's. The matrices of all experts are
-// one of ours, of which each is some rows.
+// one of ours, of which each is some rows. Shared ones with a gate are Qwen3-Next's, which has one, as wide as all of them.
 void push_mixture(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& layer, const std::string& own) {
   const int64_t c = m.width, hidden = m.expert_hidden;
   const bool mixtral = !m.qk_norm && !m.kv_lora_rank;
   const std::string name = layer + (mixtral ? ".block_sparse_moe." : ".mlp.");
   out.push_back({name + "gate.weight", {m.experts, c}, own + "router.weight"});
   if (m.expert_bias) out.push_back({name + "gate.e_score_correction_bias", {m.experts}, own + "choice_bias"});
-  if (m.shared_experts) push_mlp(out, name + "shared_experts", own + "shared", c, m.shared_experts * hidden);
+  const std::string shared = name + (m.shared_expert_gate ? "shared_expert" : "shared_experts");
+  if (m.shared_experts) push_mlp(out, shared, own + "shared", c, m.shared_experts * hidden);
+  if (m.shared_expert_gate) out.push_back({name + "shared_expert_gate.weight", {1, c}, own + "shared_gate.weight"});
   for (int64_t e = 0; e < m.experts; ++e) {
     const std::string expert = str(name, "experts.", e, '.');
     out.push_back({expert + (mixtral ? "w1" : "gate_proj") + ".weight", {hidden, c}, own + "experts.gate", e * hidden});
@@ -116,6 +119,63 @@ void push_attention(std::vector<PublishedTensor>& out, const ModelConfig& m, con
   if (m.attention_sinks) out.push_back({name + ".sinks", {m.heads}, own + ".sinks"});
 }
 
+// Rows of ours in a published tensor of `shape`: from row `first` of the published one on, `rows` of them are ours from `first_row` on.
+PublishedTensor rows_of(const PublishedTensor& whole, int64_t first, int64_t rows, const std::string& own, int64_t first_row) {
+  PublishedTensor t = whole;
+  const int64_t row_size = whole.shape.numel() / whole.shape[0];
+  t.own = own, t.first_row = first_row, t.part = whole.shape, t.part[0] = rows, t.first = first * row_size;
+  return t;
+}
+
+// A head of queries or keys, or the factors of their norm. Published, its first `rotary_width` elements are rotated, and ours are the last.
+void push_head(std::vector<PublishedTensor>& out, const ModelConfig& m, const PublishedTensor& whole, int64_t first, const std::string& own,
+               int64_t first_row) {
+  const int64_t rotated = m.rotary_width ? m.rotary_width : m.head_dim, others = m.head_dim - rotated;
+  out.push_back(rows_of(whole, first, rotated, own, first_row + others));
+  if (others) out.push_back(rows_of(whole, first + rotated, others, own, first_row));
+}
+
+// Qwen3-Next's: what is of a head of queries has its gates behind it.
+void push_gated_attention(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& name, const std::string& own) {
+  const int64_t c = m.width, d = m.head_dim, q = m.heads * d, kv = m.kv_heads * d;
+  const std::string qkv = own + ".qkv.weight";
+  const PublishedTensor queries = {.name = name + ".q_proj.weight", .shape = {2 * q, c}, .own = ""},
+                        keys = {.name = name + ".k_proj.weight", .shape = {kv, c}, .own = ""};
+  for (int64_t h = 0; h < m.heads; ++h) {
+    push_head(out, m, queries, 2 * h * d, qkv, h * d);
+    out.push_back(rows_of(queries, (2 * h + 1) * d, d, own + ".gate.weight", h * d));
+  }
+  for (int64_t h = 0; h < m.kv_heads; ++h) push_head(out, m, keys, h * d, qkv, q + h * d);
+  out.push_back({name + ".v_proj.weight", {kv, c}, qkv, q + kv});
+  push_head(out, m, norm_of(m, name + ".q_norm", d, ""), 0, own + ".query_norm.weight", 0);
+  push_head(out, m, norm_of(m, name + ".k_norm", d, ""), 0, own + ".key_norm.weight", 0);
+  out.push_back({name + ".o_proj.weight", {c, q}, own + ".projection.weight"});
+}
+
+// Qwen3-Next's: what is of a key head, and of the value heads that read it, is side by side; ours are all queries, all keys, and so on.
+void push_linear_attention(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& name, const std::string& own) {
+  const int64_t c = m.width, heads = m.linear_key_heads, d = m.linear_key_width, readers = m.linear_value_heads / heads;
+  const int64_t e = readers * m.linear_value_width, keys = heads * d, values = heads * e;
+  const std::string qkv = own + ".qkv.weight", rates = own + ".rates.weight";
+  const PublishedTensor qkvz = {.name = name + ".in_proj_qkvz.weight", .shape = {2 * keys + 2 * values, c}, .own = ""},
+                        ba = {.name = name + ".in_proj_ba.weight", .shape = {2 * m.linear_value_heads, c}, .own = ""};
+  for (int64_t g = 0; g < heads; ++g) {
+    const int64_t first = g * 2 * (d + e);
+    out.push_back(rows_of(qkvz, first, d, qkv, g * d));
+    out.push_back(rows_of(qkvz, first + d, d, qkv, keys + g * d));
+    out.push_back(rows_of(qkvz, first + 2 * d, e, qkv, 2 * keys + g * e));
+    out.push_back(rows_of(qkvz, first + 2 * d + e, e, own + ".gate.weight", g * e));
+  }
+  for (int64_t g = 0; g < heads; ++g)
+    for (int64_t k : {0, 1}) out.push_back(rows_of(ba, (2 * g + k) * readers, readers, rates, k * m.linear_value_heads + g * readers));
+  out.push_back({.name = name + ".conv1d.weight", .shape = {2 * keys + values, 1, m.linear_taps}, .own = own + ".taps",
+                 .part = {2 * keys + values, m.linear_taps}});
+  out.push_back({name + ".A_log", {m.linear_value_heads}, own + ".log_decay"});
+  out.push_back({name + ".dt_bias", {m.linear_value_heads}, own + ".decay_bias"});
+  out.push_back({name + ".norm.weight", {m.linear_value_width}, own + ".norm.weight"});  // not what it is above 1
+  out.push_back({name + ".out_proj.weight", {c, values}, own + ".projection.weight"});
+}
+
 // The projections to latents are two, or one, and one of ours. Both rotate neighbours.
 void push_latent_attention(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& name, const std::string& own) {
   const int64_t c = m.width, of_q = m.q_lora_rank, of_kv = m.kv_lora_rank, q = m.heads * m.head_dim;
@@ -142,8 +202,11 @@ std::vector<PublishedTensor> llama_tensors(const ModelConfig& m, bool mxfp4) {
   out.push_back({prefix + "embed_tokens.weight", {m.vocab, c}, "embedding.weight"});
   const auto push_block = [&](int64_t i, const std::string& own) {
     const std::string name = layer_name(i);
+    const bool linear = m.linear_key_heads && is_linear(i, m.full_attention_every);
     out.push_back(norm_of(m, name + ".input_layernorm", c, own + ".attention_norm"));
     if (m.kv_lora_rank) push_latent_attention(out, m, name + ".self_attn", own + ".latent_attention");
+    else if (linear) push_linear_attention(out, m, name + ".linear_attn", own + ".linear_attention");
+    else if (m.attention_gate) push_gated_attention(out, m, name + ".self_attn", own + ".attention");
     else push_attention(out, m, name + ".self_attn", own + ".attention");
     if (m.post_norms) {  // Gemma's name of the first is that of the others' second
       out.push_back(norm_of(m, name + ".post_attention_layernorm", c, own + ".attention_post_norm"));
@@ -197,6 +260,7 @@ std::string_view published_prefix(const ModelConfig& model) { return model.type 
 
 bool is_redundant(const ModelConfig& model, std::string_view name) {
   if (name == "lm_head.weight") return model.tie_embeddings;
+  if (model.linear_key_heads && name.starts_with("mtp.")) return true;  // Qwen3-Next's, which `transformers` passes over, too
   if (model.type == "llama") return is_of_a_layer(name, "model.layers.", ".self_attn.rotary_emb.inv_freq");
   return is_of_a_layer(name, "transformer.h.", ".attn.bias") || is_of_a_layer(name, "transformer.h.", ".attn.masked_bias");
 }

@@ -19,7 +19,7 @@ struct PublishedTensor {
   int64_t first_row = 0;    ///< of ours
   bool transposed = false;  ///< [in, out]: ours is [out, in]
   bool more_rows = false;   ///< it may have more rows than we use: positions
-  bool above_one = false;   ///< ours is one more: factors of Gemma's norms, which it has as what they are above 1
+  bool above_one = false;   ///< ours is one more: factors of Gemma's and Qwen3-Next's norms, which are published as what they are above 1
   int64_t mtp_layer = -1;   ///< number of the MTP layer that it is of
   bool repeats = false;     ///< another tensor says the same: each MTP layer has the table and the head
   Shape part = {};          ///< of a part: the shape of what it holds of ours, as published
@@ -38,9 +38,9 @@ struct PublishedTensor {
 /// All tensors of Hugging Face's GPT2LMHeadModel or LlamaForCausalLM (MistralForCausalLM has the same), by model.type, or, with
 /// model.qkv_bias, Qwen2ForCausalLM, with model.qk_norm Qwen3ForCausalLM, with model.experts MixtralForCausalLM, with
 /// model.kv_lora_rank DeepseekV3ForCausalLM, with model.scale_embedding GemmaForCausalLM or, with model.post_norms,
-/// Gemma3ForCausalLM, with model.expert_linear_bias GptOssForCausalLM, whose experts are in MXFP4 as OpenAI publishes them; vocab must
-/// be known. Without model.bias, GPT-2's biases are not among them, nor are MTP layers but where publishes_mtp(), whose last layers
-/// they are.
+/// Gemma3ForCausalLM, with model.expert_linear_bias GptOssForCausalLM, whose experts are in MXFP4 as OpenAI publishes them, with
+/// model.attention_gate and model.linear_key_heads Qwen3NextForCausalLM; vocab must be known. Without model.bias, GPT-2's biases are
+/// not among them, nor are MTP layers but where publishes_mtp(), whose last layers they are.
 std::vector<PublishedTensor> published_tensors(const ModelConfig& model, bool mxfp4 = false);
 
 /// The tensor that an MTP layer has and no other layer, which is number `layer` of all of them.
@@ -49,8 +49,8 @@ std::string mtp_mark(int64_t layer);
 /// What names begin with: "transformer." or "model."; files of the model without its head lack it.
 std::string_view published_prefix(const ModelConfig& model);
 
-/// Whether a tensor of this name (with prefix) says nothing that the table's do not: masks, frequencies, a head that is
-/// tied and written all the same.
+/// Whether a tensor of this name (with prefix) is none of the model's: masks, frequencies, a head that is tied and written all the
+/// same, Qwen3-Next's layer for a further token.
 bool is_redundant(const ModelConfig& model, std::string_view name);
 
 }  // namespace sheaf::models

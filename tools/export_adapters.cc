@@ -83,6 +83,8 @@ std::vector<SafetensorsInput> adapter_tensors(models::Checkpoint& checkpoint, co
   for (const models::PublishedTensor& t : models::published_tensors(model)) {
     const auto adapter = adapter_of(checkpoint, model, t);
     if (!adapter) continue;
+    check<ConfigError>(t.part.rank() == 0, "[export] --format peft: ", t.name, " is several of the model's tensors, such as ", t.own,
+                       ", with adapters of their own; --format huggingface adds them to it");
     const std::string name = "base_model.model." + layer_of(t);
     tensors.push_back({name + ".lora_A.weight", kF32, {adapter->rank, t.row_size()}, adapter->a});
     tensors.push_back({name + ".lora_B.weight", kF32, {t.rows(), adapter->rank}, adapter->b});

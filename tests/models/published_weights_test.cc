@@ -29,7 +29,8 @@ const char* const kFolders[] = {"gpt2_f32_shards", "gpt2_f16_base", "llama_bf16_
                                "llama_f32_scaled", "mistral_f32", "mistral_f32_heads", "qwen2_bf16_tied", "qwen3_bf16_tied", "qwen3_f32_yarn",
                                "mixtral_bf16_shards", "qwen3_moe_bf16", "mistral_f32_window", "qwen3_bf16_windows",
                                "dots1_bf16", "dots1_f32_window", "deepseek_v3_bf16", "deepseek_v2_f32",
-                               "gemma_bf16", "gemma3_bf16", "gemma3_f32_version_4", "gpt_oss_bf16", "gpt_oss_mxfp4"};
+                               "gemma_bf16", "gemma3_bf16", "gemma3_f32_version_4", "gpt_oss_bf16", "gpt_oss_mxfp4",
+                               "qwen3_next_bf16"};
 
 /// Experts rest in blocks of 17 bytes, of which a rank may have parts.
 bool has_blocks(const std::string& name) { return name == "gpt_oss_mxfp4"; }
@@ -175,7 +176,7 @@ TEST(PublishedWeights, FillAnyCut) {
 }
 
 TEST(PublishedWeights, AreTheSameBitsWhereRanksShareExperts) {
-  for (const std::string name : {"mixtral_bf16_shards", "gpt_oss_bf16", "gpt_oss_mxfp4"}) {
+  for (const std::string name : {"mixtral_bf16_shards", "gpt_oss_bf16", "gpt_oss_mxfp4", "qwen3_next_bf16"}) {
     const Loaded one = load_on(1, name, "full_shard", true);
     const int all = static_cast<int>(config_of(name).experts);
     for (const auto& [world, experts] : {std::pair{2, 2}, {4, 2}, {all, all}})

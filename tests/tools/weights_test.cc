@@ -29,7 +29,8 @@ const std::string kGpt2 = "tests/models/published/gpt2_f32_shards", kBase = "tes
                   kQwen3Moe = "tests/models/published/qwen3_moe_bf16", kDots1 = "tests/models/published/dots1_bf16",
                   kDeepseek2 = "tests/models/published/deepseek_v2_f32", kDeepseek3 = "tests/models/published/deepseek_v3_bf16",
                   kGemma = "tests/models/published/gemma_bf16", kGemma3 = "tests/models/published/gemma3_bf16",
-                  kGptOss = "tests/models/published/gpt_oss_bf16", kMxfp4 = "tests/models/published/gpt_oss_mxfp4";
+                  kGptOss = "tests/models/published/gpt_oss_bf16", kMxfp4 = "tests/models/published/gpt_oss_mxfp4",
+                  kQwen3Next = "tests/models/published/qwen3_next_bf16";
 
 struct Folder : ScratchFolder {
   Folder() { testing::write_sample_tokens(*this / "tokens.bin"); }
@@ -181,7 +182,8 @@ TEST(Weights, RanksMustHaveTheSame) {
 // Adapters are trained beside them, resumed, and become part of what is exported.
 TEST(Weights, AdaptersAreTrainedResumedAndMerged) {
   const Folder folder;
-  for (const auto& [weights, dtype] : {std::pair(kGpt2, "f32"), {kLlama, "f32"}, {kLlama, "bf16"}, {kQwen2, "f32"}, {kMixtral, "f32"}}) {
+  for (const auto& [weights, dtype] : {std::pair(kGpt2, "f32"), {kLlama, "f32"}, {kLlama, "bf16"}, {kQwen2, "f32"}, {kMixtral, "f32"},
+                                       {kQwen3Next, "f32"}}) {
     SCOPED_TRACE(weights + dtype);
     const bool rounds = dtype == std::string("bf16");
     const std::string name = weights.substr(weights.rfind('/') + 1) + dtype;
@@ -275,12 +277,18 @@ TEST(Weights, AdaptersAreExportedForPeft) {
     EXPECT_EQ(none.code, 64) << none.err;
     EXPECT_THAT(none.err, HasSubstr("--format peft is for adapters, and this run has none (model.lora_rank)"));
   }
+  // Where one of their tensors is several of ours, each has adapters of its own.
+  const Folder folder;
+  expect_ok(run_sheaf(folder.train(kQwen3Next, "run") + Words{"--model.lora_rank", "3", "--train.steps", "1"}));
+  const Outcome several = run_sheaf({"export", folder / "run", folder / "adapters", "--format", "peft"});
+  EXPECT_EQ(several.code, 64) << several.err;
+  EXPECT_THAT(several.err, HasSubstr("--format peft: model.layers.0.linear_attn.in_proj_qkvz.weight is several of the model's tensors"));
 }
 
 TEST(Weights, ExportAndImportAreInverse) {
   const Folder folder;
   for (const std::string& weights : {kGpt2, kBase, kLlama, kScaled, kQwen2, kQwen3, kYarn, kMixtral, kQwen3Moe, kDots1, kDeepseek2, kDeepseek3,
-                                     kGemma, kGemma3, kGptOss, kMxfp4})
+                                     kGemma, kGemma3, kGptOss, kMxfp4, kQwen3Next})
     for (int world : {1, 3}) {
       SCOPED_TRACE(str(weights, " on ", world));
       const std::string name = str(world, weights.substr(weights.rfind('/') + 1));
@@ -316,6 +324,25 @@ TEST(Weights, ExportAndImportAreInverse) {
           }
       EXPECT_EQ(read, written.size());
     }
+}
+
+// Where rows change places and norms are what they are above 1, what was read is written, bit by bit.
+TEST(Weights, WhatWasReadIsWritten) {
+  const Folder folder;
+  for (const std::string& weights : {kGptOss, kQwen3Next}) {
+    const std::string name = weights.substr(weights.rfind('/') + 1);
+    expect_ok(run_sheaf(testing::on_ranks(2, folder.train(weights, name) +
+        Words{"--train.steps", "1", "--train.lr", "0", "--train.min_lr", "0", "--train.weight_decay", "0"})));
+    expect_ok(run_sheaf({"export", folder / name, folder / (name + "_hf"), "--format", "huggingface"}));
+    const std::string to = folder / (name + "_hf/model.safetensors");
+    const auto file = SafetensorsFile::open(weights + "/model.safetensors"), written = SafetensorsFile::open(to);
+    for (const auto& [tensor, entry] : file.tensors()) {
+      std::vector<bf16> read(static_cast<size_t>(entry.shape.numel()));
+      file.read(tensor, 0, std::ssize(read), read.data());
+      EXPECT_EQ(written.at(tensor).shape, entry.shape) << tensor;
+      EXPECT_EQ(values(to, tensor), std::vector<float>(read.begin(), read.end())) << tensor;
+    }
+  }
 }
 
 // Who goes on with `transformers` finds what lay beside the weights, and stops where they did.
