@@ -119,7 +119,7 @@ void push_attention(std::vector<PublishedTensor>& out, const ModelConfig& m, con
   if (m.attention_sinks) out.push_back({name + ".sinks", {m.heads}, own + ".sinks"});
 }
 
-// Rows of ours in a published tensor of `shape`: from row `first` of the published one on, `rows` of them are ours from `first_row` on.
+// A part of a published tensor: from its row `first` on, so many rows are ours from `first_row` on.
 PublishedTensor rows_of(const PublishedTensor& whole, int64_t first, int64_t rows, const std::string& own, int64_t first_row) {
   PublishedTensor t = whole;
   const int64_t row_size = whole.shape.numel() / whole.shape[0];
@@ -135,7 +135,7 @@ void push_head(std::vector<PublishedTensor>& out, const ModelConfig& m, const Pu
   if (others) out.push_back(rows_of(whole, first + rotated, others, own, first_row));
 }
 
-// Qwen3-Next's: what is of a head of queries has its gates behind it.
+// Qwen3-Next's: each head's queries have its gates behind them.
 void push_gated_attention(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& name, const std::string& own) {
   const int64_t c = m.width, d = m.head_dim, q = m.heads * d, kv = m.kv_heads * d;
   const std::string qkv = own + ".qkv.weight";

@@ -86,7 +86,6 @@ struct ModelConfig {
   int64_t expert_parts = 1;     ///< equal parts of the experts, of which
   int64_t expert_parts_per_token = 1;  ///< a token's choices are in so many
   int64_t shared_experts = 0;   ///< beside those that are chosen, through which every token goes
-  bool shared_expert_gate = false;  ///< what shared experts give is multiplied by a number of each token, as Qwen2-MoE's
   int64_t dense_layers = 0;     ///< the first so many blocks have an MLP of mlp_width instead of a mixture
   double aux_loss = 0.0;        ///< factor of the load-balancing loss of each mixture, added to the training loss
   int64_t mtp_layers = 0;       ///< layers that each predict one token further, in training and for drafts (MTP; llama)
@@ -101,6 +100,7 @@ struct ModelConfig {
   bool post_norms = false;      ///< what attention and MLPs give is normalised, too, as Gemma 3's (llama)
   bool scale_embedding = false;  ///< tokens' embeddings are multiplied by sqrt(width), as Gemma's (llama)
   bool expert_bias = false;     ///< each expert has a bias that is added where experts are chosen, and only there
+  bool shared_expert_gate = false;  ///< what shared experts give is multiplied by a number of each token, as Qwen2-MoE's
   bool expert_linear_bias = false;  ///< routers and the linear layers of experts have biases, as gpt-oss's
   bool normalize_experts = true;  ///< the weights of a token's experts add up to 1 (Mixtral), or those of all do (Switch)
   bool tie_embeddings = true;   ///< the output head is the token embedding
@@ -144,7 +144,7 @@ inline bool takes_lora(const std::string& path, const std::string& layers) {
   check<ConfigError>(layers == "all" || layers == "attention" || layers == "mlp", "[model] unknown lora_layers '", layers,
                      "'; known: all, attention, mlp");
   const auto part = [&](const char* name) { return path.starts_with("blocks.") && path.find(name) != std::string::npos; };
-  return (layers != "mlp" && (part(".attention.") || part(".latent_attention.") || part(".linear_attention."))) || (layers != "attention" && (part(".mlp.") || part(".moe.shared.")));
+  return (layers != "mlp" && (part(".attention.") || part(".latent_attention.") || (part(".linear_attention.") && !part(".rates")))) || (layers != "attention" && (part(".mlp.") || part(".moe.shared.")));
 }
 
 /// [data] What to train on: a text, or token files.

@@ -123,7 +123,7 @@ TEST_F(Config, WhatWouldChangeNothingIsRefused) {
               HasSubstr("'model.bias' would change nothing: only model.type gpt2 has biases"));
   EXPECT_THAT(error("", {"--model.head_dim", "64"}), HasSubstr("only model.type llama has heads of another width"));
   EXPECT_THAT(error("", {"--model.qk_norm", "true"}), HasSubstr("only model.type llama has such norms"));
-  EXPECT_THAT(error("", {"--model.full_attention_every", "2"}), HasSubstr("would change nothing: without model.window all blocks see all"));
+  EXPECT_THAT(error("", {"--model.full_attention_every", "2"}), HasSubstr("would change nothing: without model.window and model.linear_key_heads all blocks see all"));
   EXPECT_THAT(error("", {"--model.window", "8", "--model.full_attention_every", "1"}),
               HasSubstr("would change nothing: with model.full_attention_every 1 all blocks see all keys"));
   EXPECT_THAT(error("", {"--model.window", "-1"}), HasSubstr("model.window"));
@@ -148,11 +148,30 @@ TEST_F(Config, WhatWouldChangeNothingIsRefused) {
   EXPECT_THAT(error("", {"--model.kv_lora_rank", "8"}), HasSubstr("only model.type llama has latent attention"));
   EXPECT_THAT(error("", {"--model.type", "llama", "--model.q_lora_rank", "8"}), HasSubstr("only latent attention (model.kv_lora_rank) has it"));
   EXPECT_THAT(error("", latent({"--model.qk_norm", "true"})), HasSubstr("neither model.qk_norm nor model.qkv_bias"));
-  EXPECT_THAT(error("", latent({"--model.attention_sinks", "true"})), HasSubstr("neither model.out_bias nor model.attention_sinks"));
+  EXPECT_THAT(error("", latent({"--model.attention_sinks", "true"})), HasSubstr("neither model.out_bias, model.attention_sinks nor model.attention_gate"));
   EXPECT_THAT(error("", latent({"--model.kv_heads", "2"})), HasSubstr("each head has keys of its own"));
   EXPECT_THAT(error("", latent({"--model.head_dim", "32"})), HasSubstr("follows from model.qk_nope_head_dim 32 and model.qk_rope_head_dim 16"));
   EXPECT_THAT(error("", latent({"--model.qk_rope_head_dim", "3"})), HasSubstr("model.qk_rope_head_dim 3"));
   EXPECT_EQ(load("", {"--model.preset", "deepseek-v2-lite", "--model.heads", "8", "--model.qk_rope_head_dim", "32"}).model.heads, 8);
+  for (const char* key : {"--model.attention_gate", "--model.rotary_width"})
+    EXPECT_THAT(error("", {key, key == std::string_view("--model.rotary_width") ? "2" : "true"}), HasSubstr("only model.type llama has it"));
+  EXPECT_THAT(error("", latent({"--model.rotary_width", "8"})), HasSubstr("model.qk_rope_head_dim says how much is rotated"));
+  EXPECT_THAT(error("", latent({"--model.attention_gate", "true"})), HasSubstr("nor model.attention_gate"));
+  for (const char* width : {"3", "34"})
+    EXPECT_THAT(error("", {"--model.type", "llama", "--model.rotary_width", width}), HasSubstr("an even number of elements of a head, which has 32"));
+  EXPECT_THAT(error("", {"--model.type", "llama", "--model.experts", "4", "--model.shared_expert_gate", "true"}),
+              HasSubstr("without model.shared_experts there is nothing to gate"));
+  const auto linear = [](std::vector<std::string> more) {
+    std::vector<std::string> all{"--model.type", "llama", "--model.linear_key_heads", "2"};
+    all.insert(all.end(), more.begin(), more.end());
+    return all;
+  };
+  EXPECT_EQ(load("", linear({"--model.full_attention_every", "4", "--model.linear_value_heads", "6"})).model.linear_key_heads, 2);
+  EXPECT_THAT(error("", {"--model.linear_key_heads", "2"}), HasSubstr("only model.type llama has linear attention"));
+  EXPECT_THAT(error("", {"--model.type", "llama", "--model.linear_taps", "2"}), HasSubstr("only linear attention (model.linear_key_heads) has it"));
+  EXPECT_THAT(error("", linear({"--model.linear_value_heads", "5"})), HasSubstr("model.linear_value_heads 5"));
+  EXPECT_THAT(error("", linear({"--model.window", "8"})), HasSubstr("blocks without linear attention see all keys"));
+  EXPECT_THAT(error("", linear({"--model.full_attention_every", "1"})), HasSubstr("with model.full_attention_every 1 all blocks have full attention"));
   EXPECT_THAT(error("", {"--sharding.min_parameters", "1000000"}), HasSubstr("only sharding.units count"));
   EXPECT_THAT(error("[sharding]\nmin_parameters = 1000\n"), HasSubstr("only sharding.units count"));
   EXPECT_EQ(load("[sharding]\nmin_parameters = 1000\n", {"--sharding.units", "count"}).sharding.min_parameters, 1000);
