@@ -6,82 +6,15 @@
 
 #include "sheaf/core/file.h"
 #include "sheaf/models/attention_window.h"
+#include "sheaf/models/published_reader.h"
 
 namespace sheaf::models {
 namespace {
 
 const std::string_view kOfLlamasShape[] = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "dots1", "deepseek_v2", "deepseek_v3",
                                            "gemma", "gemma3_text", "gpt_oss", "qwen3_next"};
-constexpr int64_t kLargest = 1'000'000'000;  // of any size; products of two fit 64 bits
 
-// A config.json, where null means the same as nothing.
-class Reader {
- public:
-  explicit Reader(const std::string& file) : file_(file) {
-    const std::string text = File::open<CheckpointError>(file).read_all();
-    try {
-      json_ = Json::parse(text, file);
-    } catch (const DataError& e) {
-      fail<CheckpointError>("[weights] ", e.what());
-    }
-    if (!json_.is_object()) fail<CheckpointError>("[weights] ", file, " is not a JSON object");
-  }
-
-  const Json* find(const char* key) const {
-    const Json* value = json_.find(key);
-    return value && !value->is_null() ? value : nullptr;
-  }
-  bool has(const char* key) const { return json_.find(key) != nullptr; }
-  [[noreturn]] void refuse(const char* key, const std::string& reason) const {
-    std::string value = json_.find(key) ? json_.find(key)->dump() : "missing";
-    if (value.size() > 80) value = value.substr(0, 80) + "...";
-    fail<CheckpointError>("[weights] ", file_, ": ", key, " is ", value, ": ", reason);
-  }
-
-  int64_t positive(const char* key) const {
-    const int64_t value = get(key, int64_t{0}, &Json::as_int);
-    if (value <= 0 || value > kLargest) refuse(key, "expected a positive integer, at most 10^9");
-    return value;
-  }
-  int64_t positive(const char* key, int64_t otherwise) const { return find(key) ? positive(key) : otherwise; }
-  int64_t layers(const char* key) const {
-    const int64_t value = positive(key);
-    if (value > 10000) refuse(key, "at most 10,000 layers");  // as of model.layers
-    return value;
-  }
-  double number(const char* key, double otherwise) const { return get(key, otherwise, &Json::as_double); }
-  int64_t whole(const char* key, int64_t otherwise) const {
-    const int64_t value = get(key, otherwise, &Json::as_int);
-    if (value < 0 || value > kLargest) refuse(key, "expected a whole number, at most 10^9");
-    return value;
-  }
-  bool flag(const char* key, bool otherwise) const { return get(key, otherwise, &Json::as_bool); }
-  std::string text(const char* key, const char* otherwise) const {
-    return get(key, std::string(otherwise), &Json::as_string);
-  }
-
-  /// Refuses a key that is there and says anything but `harmless`.
-  void only(const char* key, const Json& harmless, const char* reason) const {
-    if (const Json* value = find(key); value && !(*value == harmless)) refuse(key, reason);
-  }
-
- private:
-  template <class T, class R>
-  T get(const char* key, T otherwise, R (Json::*as)() const) const {
-    const Json* value = find(key);
-    if (!value) return otherwise;
-    try {
-      return (value->*as)();
-    } catch (const DataError& e) {
-      fail<CheckpointError>("[weights] ", file_, ": ", key, ": ", e.what());
-    }
-  }
-
-  std::string file_;
-  Json json_;
-};
-
-ModelConfig read_gpt2(const Reader& r) {
+ModelConfig read_gpt2(const ConfigReader& r) {
   if (const std::string f = r.text("activation_function", "gelu_new"); f != "gelu_new" && f != "gelu_pytorch_tanh")
     r.refuse("activation_function", "Sheaf's gpt2 has gelu_new, which is gelu_pytorch_tanh");
   r.only("scale_attn_weights", true, "Sheaf's attention always divides by the root of the head's width");
@@ -101,7 +34,7 @@ ModelConfig read_gpt2(const Reader& r) {
 }
 
 // Gemma's gelu under either of its keys, of which some files have the first with what they do not mean.
-void check_gemmas_gate(const Reader& r) {
+void check_gemmas_gate(const ConfigReader& r) {
   const char* const key = r.find("hidden_activation") ? "hidden_activation" : "hidden_act";
   if (r.text(key, "gelu_pytorch_tanh") != "gelu_pytorch_tanh" && !(key == std::string_view("hidden_act") && r.text(key, "") == "gelu"))
     r.refuse(key, "Gemma's is gelu_pytorch_tanh");
@@ -109,7 +42,7 @@ void check_gemmas_gate(const Reader& r) {
 
 // How an object under `key` scales rotary positions. Their base goes to `theta`, if it is there too, and the part of a head that they turn
 // to `part`, where a model may turn less than all.
-RopeScalingConfig read_rope(const Reader& r, const char* key, const Json* rope, double& theta, double* part) {
+RopeScalingConfig read_rope(const ConfigReader& r, const char* key, const Json* rope, double& theta, double* part) {
   if (!rope->is_object()) r.refuse(key, "expected an object");
   const auto number = [&](const char* name) {
     try {
@@ -151,7 +84,7 @@ RopeScalingConfig read_rope(const Reader& r, const char* key, const Json* rope, 
   }
   if (s.rope_type != "linear") {
     const double tokens = number("original_max_position_embeddings");
-    if (!(tokens >= 1 && tokens <= kLargest) || tokens != std::floor(tokens))
+    if (!(tokens >= 1 && tokens <= ConfigReader::kLargest) || tokens != std::floor(tokens))
       r.refuse(key, "original_max_position_embeddings is no number of tokens");
     s.original_max_position_embeddings = static_cast<int64_t>(tokens);
     // transformers prefers this one.
@@ -163,7 +96,7 @@ RopeScalingConfig read_rope(const Reader& r, const char* key, const Json* rope, 
 
 // Of all layers, or, as Gemma 3 has them (by_layer), of those that see all tokens, and of those with a window, whose base goes to
 // `window_theta`. `part` as above.
-void read_rotary(const Reader& r, ModelConfig& m, bool by_layer, double& window_theta, double* part) {
+void read_rotary(const ConfigReader& r, ModelConfig& m, bool by_layer, double& window_theta, double* part) {
   if (const Json* given = r.find("rope_scaling")) m.rope_scaling = read_rope(r, "rope_scaling", given, m.rope_theta, part);
   const char* const key = "rope_parameters";  // since version 5 of transformers, the base and the scaling
   const Json* rope = r.find(key);
@@ -185,7 +118,7 @@ void read_rotary(const Reader& r, ModelConfig& m, bool by_layer, double& window_
 // Which layers see `window` keys alone, as the file lists them or, if it does not, by `sliding(i)`, goes to m.window and
 // m.full_attention_every; `derived` is the key that says it then.
 template <class F>
-void read_windows(const Reader& r, int64_t window, const char* derived, F&& sliding, ModelConfig& m) {
+void read_windows(const ConfigReader& r, int64_t window, const char* derived, F&& sliding, ModelConfig& m) {
   const Json* types = r.find("layer_types");
   const char* key = types ? "layer_types" : derived;
   std::vector<bool> slides;
@@ -209,7 +142,7 @@ void read_windows(const Reader& r, int64_t window, const char* derived, F&& slid
 }
 
 // The experts of DeepSeek-V3, which are dots.llm1's, too, and those of DeepSeek-V2.
-void read_deepseek_experts(const Reader& r, const std::string& type, ModelConfig& m) {
+void read_deepseek_experts(const ConfigReader& r, const std::string& type, ModelConfig& m) {
   const bool dots1 = type == "dots1", v2 = type == "deepseek_v2", v3 = type == "deepseek_v3";
   m.dense_layers = r.whole("first_k_dense_replace", 0);
   if (m.dense_layers >= m.layers) {
@@ -240,7 +173,7 @@ void read_deepseek_experts(const Reader& r, const std::string& type, ModelConfig
 }
 
 // DeepSeek's latent attention.
-void read_latents(const Reader& r, ModelConfig& m) {
+void read_latents(const ConfigReader& r, ModelConfig& m) {
   m.kv_lora_rank = r.positive("kv_lora_rank");
   m.q_lora_rank = r.positive("q_lora_rank", 0);
   m.qk_nope_head_dim = r.positive("qk_nope_head_dim");
@@ -253,7 +186,7 @@ void read_latents(const Reader& r, ModelConfig& m) {
 }
 
 // gpt-oss's attention and experts.
-void read_gpt_oss(const Reader& r, ModelConfig& m) {
+void read_gpt_oss(const ConfigReader& r, ModelConfig& m) {
   r.only("attention_bias", true, "gpt_oss has biases in both layers of attention");
   m.qkv_bias = m.out_bias = m.attention_sinks = m.expert_linear_bias = true;
   m.experts = r.positive(r.has("num_local_experts") ? "num_local_experts" : "num_experts");
@@ -268,7 +201,7 @@ void read_gpt_oss(const Reader& r, ModelConfig& m) {
 }
 
 // Which layers have full attention goes to m.full_attention_every: as the file lists them or, if it does not, each so many-th.
-void read_linear_layers(const Reader& r, ModelConfig& m) {
+void read_linear_layers(const ConfigReader& r, ModelConfig& m) {
   const Json* types = r.find("layer_types");
   const char* key = types ? "layer_types" : "full_attention_interval";
   if (types) {
@@ -286,7 +219,7 @@ void read_linear_layers(const Reader& r, ModelConfig& m) {
 }
 
 // Qwen3-Next's attention, of both kinds, and shared experts; `part` of each head is rotated.
-void read_qwen3_next(const Reader& r, double part, ModelConfig& m) {
+void read_qwen3_next(const ConfigReader& r, double part, ModelConfig& m) {
   m.qk_norm = m.attention_gate = m.shared_expert_gate = true;
   read_linear_layers(r, m);
   m.linear_key_heads = r.positive("linear_num_key_heads");
@@ -310,7 +243,7 @@ void read_qwen3_next(const Reader& r, double part, ModelConfig& m) {
 // queries and keys have norms instead, with mixtures of experts, too, dots.llm1's, with mixtures of another kind, DeepSeek's, which
 // have those and attention of another kind, Gemma's, whose gates are gelus, and which normalise more, gpt-oss's, with biases
 // wherever there are matrices, and Qwen3-Next's, with linear attention.
-ModelConfig read_llama(const Reader& r, const std::string& type) {
+ModelConfig read_llama(const ConfigReader& r, const std::string& type) {
   const bool llama = type == "llama", mixtral = type == "mixtral", qwen3_moe = type == "qwen3_moe", next = type == "qwen3_next";
   const bool dots1 = type == "dots1", deepseek = type == "deepseek_v2" || type == "deepseek_v3";
   const bool gemma = type.starts_with("gemma"), gemma3 = type == "gemma3_text", gpt_oss = type == "gpt_oss";
@@ -388,7 +321,7 @@ ModelConfig read_llama(const Reader& r, const std::string& type) {
 }
 
 // Which form weights have is seen from their names.
-void check_quantization(const Reader& r, const std::string& type) {
+void check_quantization(const ConfigReader& r, const std::string& type) {
   const Json* how = r.find("quantization_config");
   const Json* method = type == "gpt_oss" && how && how->is_object() ? how->find("quant_method") : nullptr;
   if (!method || !(*method == Json("mxfp4")))
@@ -405,7 +338,7 @@ std::string published_config_file(const std::string& path) {
 }
 
 ModelConfig read_published_config(const std::string& file) {
-  const Reader r(file);
+  const ConfigReader r(file);
   const std::string type = r.text("model_type", "");
   check_quantization(r, type);
   ModelConfig m;

@@ -1,0 +1,265 @@
+// The published sizes of models of Llama's kind.
+#include "sheaf/models/llama.h"
+
+namespace sheaf::models {
+namespace {
+
+LlamaConfig llama3(int64_t layers, int64_t heads, int64_t width, int64_t mlp_width, bool tie_embeddings) {
+  LlamaConfig c;
+  c.layers = layers;
+  c.heads = heads;
+  c.kv_heads = 8;
+  c.width = width;
+  c.mlp_width = mlp_width;
+  c.context = 8192;
+  c.vocab = 128256;
+  c.rope_theta = 500000.0;
+  c.tie_embeddings = tie_embeddings;
+  return c;
+}
+
+// Llama 3.1 was trained on for sequences 16 times as long.
+LlamaConfig at_long_context(LlamaConfig c, double factor) {
+  c.context = 131072;
+  c.rope_scaling = RotaryScaling::llama3(factor);
+  return c;
+}
+
+LlamaConfig qwen3(int64_t layers, int64_t heads, int64_t width, int64_t mlp_width, bool tie_embeddings) {
+  LlamaConfig c;
+  c.layers = layers;
+  c.heads = heads;
+  c.kv_heads = 8;
+  c.width = width;
+  c.head_dim = 128;
+  c.mlp_width = mlp_width;
+  c.context = 40960;
+  c.vocab = 151936;
+  c.rope_theta = 1e6;
+  c.norm_eps = 1e-6;
+  c.tie_embeddings = tie_embeddings;
+  c.qk_norm = true;
+  return c;
+}
+
+// Qwen3 30B-A3B, of which a token goes through 3B parameters (https://arxiv.org/abs/2505.09388).
+LlamaConfig qwen3_30b_a3b() {
+  LlamaConfig c = qwen3(48, 32, 2048, 6144, false);
+  c.kv_heads = 4;
+  c.experts = 128;
+  c.experts_per_token = 8;
+  c.expert_hidden = 768;
+  c.aux_loss = 0.001;
+  return c;
+}
+
+// Qwen3-Next 80B-A3B, of whose parameters a token goes through 3B, with linear attention in three of four blocks
+// (https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct, whose config.json this is).
+LlamaConfig qwen3_next() {
+  LlamaConfig c = qwen3(48, 16, 2048, 5120, false);
+  c.kv_heads = 2;
+  c.head_dim = 256;
+  c.context = 262144;
+  c.rope_theta = 1e7;
+  c.rotary_width = 64;
+  c.attention_gate = true;
+  c.full_attention_every = 4;
+  c.linear_key_heads = 16;
+  c.linear_value_heads = 32;
+  c.linear_key_width = c.linear_value_width = 128;
+  c.experts = 512;
+  c.experts_per_token = 10;
+  c.expert_hidden = 512;
+  c.shared_experts = 1;
+  c.shared_expert_gate = true;
+  c.aux_loss = 0.001;
+  return c;
+}
+
+// DeepSeek's: latents for attention, a first few dense blocks, then mixtures with shared experts.
+LlamaConfig deepseek(int64_t layers, int64_t heads, int64_t width, int64_t mlp_width, int64_t experts, int64_t expert_hidden) {
+  LlamaConfig c;
+  c.layers = layers;
+  c.heads = heads;
+  c.kv_heads = 0;
+  c.width = width;
+  c.mlp_width = mlp_width;
+  c.norm_eps = 1e-6;
+  c.kv_lora_rank = 512;
+  c.qk_nope_head_dim = 128;
+  c.qk_rope_head_dim = 64;
+  c.v_head_dim = 128;
+  c.experts = experts;
+  c.expert_hidden = expert_hidden;
+  return c;
+}
+
+// DeepSeek-V2-Lite, 16B parameters of which a token goes through 2.4B (https://arxiv.org/abs/2405.04434, appendix B).
+LlamaConfig deepseek_v2_lite() {
+  LlamaConfig c = deepseek(27, 16, 2048, 10944, 64, 1408);
+  c.context = 163840;
+  c.vocab = 102400;
+  c.rope_scaling = RotaryScaling::yarn(40, 4096, 1, 32);
+  c.rope_scaling.amplitude = 1;
+  c.mscale_all_dim = 0.707;
+  c.experts_per_token = 6;
+  c.normalize_experts = false;
+  c.shared_experts = 2;
+  c.dense_layers = 1;
+  c.aux_loss = 0.001;
+  return c;
+}
+
+// What DeepSeek-V3 and Moonlight have in common: sigmoid affinities, balance by a bias.
+LlamaConfig with_biased_experts(LlamaConfig c, int64_t per_token, double scale, int64_t shared, int64_t dense) {
+  c.experts_per_token = per_token;
+  c.expert_affinity = nn::Affinity::sigmoid;
+  c.expert_bias = true;
+  c.expert_scale = scale;
+  c.shared_experts = shared;
+  c.dense_layers = dense;
+  return c;
+}
+
+// DeepSeek-V3 and R1, 671B parameters of which a token goes through 37B (https://arxiv.org/abs/2412.19437, section 4.2).
+LlamaConfig deepseek_v3() {
+  LlamaConfig c = with_biased_experts(deepseek(61, 128, 7168, 18432, 256, 2048), 8, 2.5, 1, 3);
+  c.context = 163840;
+  c.vocab = 129280;
+  c.q_lora_rank = 1536;
+  c.rope_scaling = RotaryScaling::yarn(40, 4096, 1, 32);
+  c.rope_scaling.amplitude = 1;
+  c.mscale_all_dim = 1;
+  c.expert_parts = 8;
+  c.expert_parts_per_token = 4;
+  return c;
+}
+
+// Moonlight 16B-A3B (https://arxiv.org/abs/2502.16982), whose config.json this is.
+LlamaConfig moonlight() {
+  LlamaConfig c = with_biased_experts(deepseek(27, 16, 2048, 11264, 64, 1408), 6, 2.446, 2, 1);
+  c.context = 8192;
+  c.vocab = 163840;
+  c.rope_theta = 50000.0;
+  c.norm_eps = 1e-5;
+  return c;
+}
+
+// Gemma's (https://arxiv.org/abs/2403.08295), whose heads are wide, and whose keys are few.
+LlamaConfig gemma(int64_t layers, int64_t heads, int64_t kv_heads, int64_t width, int64_t mlp_width) {
+  LlamaConfig c;
+  c.layers = layers;
+  c.heads = heads;
+  c.kv_heads = kv_heads;
+  c.width = width;
+  c.head_dim = 256;
+  c.mlp_width = mlp_width;
+  c.context = 8192;
+  c.vocab = 256000;
+  c.norm_eps = 1e-6;
+  c.tie_embeddings = true;
+  c.gelu_gate = true;
+  c.scale_embedding = true;
+  return c;
+}
+
+// Those of Gemma 3 (https://arxiv.org/abs/2503.19786) that read text alone: each sixth block sees all tokens.
+LlamaConfig gemma3(int64_t layers, int64_t width, int64_t mlp_width) {
+  LlamaConfig c = gemma(layers, 4, 1, width, mlp_width);
+  c.context = 32768;
+  c.vocab = 262144;
+  c.rope_theta = 1e6;
+  c.qk_norm = true;
+  c.post_norms = true;
+  c.window = 512;
+  c.window_rope_theta = 10000.0;
+  c.full_attention_every = 6;
+  return c;
+}
+
+// gpt-oss 20B and 120B, of whose parameters a token goes through 3.6B and 5.1B (https://arxiv.org/abs/2508.10925).
+LlamaConfig gpt_oss(int64_t layers, int64_t experts) {
+  LlamaConfig c;
+  c.layers = layers;
+  c.heads = 64;
+  c.kv_heads = 8;
+  c.width = 2880;
+  c.head_dim = 64;
+  c.mlp_width = 2880;
+  c.context = 131072;
+  c.vocab = 201088;
+  c.rope_theta = 150000.0;
+  c.rope_scaling = RotaryScaling::yarn(32, 4096, 1, 32, /*truncate=*/false);
+  c.qkv_bias = c.out_bias = c.attention_sinks = true;
+  c.window = 128;
+  c.full_attention_every = 2;
+  c.experts = experts;
+  c.experts_per_token = 4;
+  c.expert_linear_bias = true;
+  c.expert_gate_limit = 7.0;
+  return c;
+}
+
+// Mixtral 8x7B (Jiang et al., https://arxiv.org/abs/2401.04088).
+LlamaConfig mixtral() {
+  LlamaConfig c;
+  c.layers = 32;
+  c.heads = 32;
+  c.kv_heads = 8;
+  c.width = 4096;
+  c.mlp_width = 14336;
+  c.context = 32768;
+  c.vocab = 32000;
+  c.rope_theta = 1e6;
+  c.experts = 8;
+  c.aux_loss = 0.02;
+  return c;
+}
+
+}  // namespace
+
+LlamaConfig LlamaConfig::llama3_8b() { return preset("llama3-8b"); }
+
+// The released models' configurations; Llama 3.3 70B has that of 3.1.
+std::vector<std::pair<std::string, LlamaConfig>> LlamaConfig::published() {
+  const LlamaConfig b1 = llama3(16, 32, 2048, 8192, true), b3 = llama3(28, 24, 3072, 8192, true),
+                    b8 = llama3(32, 32, 4096, 14336, false), b70 = llama3(80, 64, 8192, 28672, false),
+                    b405 = llama3(126, 128, 16384, 53248, false);
+  return {{"llama3-8b", b8},
+          {"llama3-70b", b70},
+          {"llama3.1-8b", at_long_context(b8, 8)},
+          {"llama3.1-70b", at_long_context(b70, 8)},
+          {"llama3.1-405b", at_long_context(b405, 8)},
+          {"llama3.2-1b", at_long_context(b1, 32)},
+          {"llama3.2-3b", at_long_context(b3, 32)},
+          {"qwen3-0.6b", qwen3(28, 16, 1024, 3072, true)},
+          {"qwen3-1.7b", qwen3(28, 16, 2048, 6144, true)},
+          {"qwen3-4b", qwen3(36, 32, 2560, 9728, true)},
+          {"qwen3-8b", qwen3(36, 32, 4096, 12288, false)},
+          {"qwen3-14b", qwen3(40, 40, 5120, 17408, false)},
+          {"qwen3-32b", qwen3(64, 64, 5120, 25600, false)},
+          {"qwen3-30b-a3b", qwen3_30b_a3b()},
+          {"qwen3-next-80b-a3b", qwen3_next()},
+          {"gemma-2b", gemma(18, 8, 1, 2048, 16384)},
+          {"gemma-7b", gemma(28, 16, 16, 3072, 24576)},
+          {"gemma3-270m", gemma3(18, 640, 2048)},
+          {"gemma3-1b", gemma3(26, 1152, 6912)},
+          {"mixtral-8x7b", mixtral()},
+          {"gpt-oss-20b", gpt_oss(24, 32)},
+          {"gpt-oss-120b", gpt_oss(36, 128)},
+          {"deepseek-v2-lite", deepseek_v2_lite()},
+          {"deepseek-v3", deepseek_v3()},
+          {"moonlight-16b-a3b", moonlight()}};
+}
+
+LlamaConfig LlamaConfig::preset(const std::string& name) {
+  if (name == "llama-tiny") return tiny();
+  std::string known;
+  for (const auto& [key, config] : published()) {
+    if (key == name) return config;
+    known += key + ", ";
+  }
+  fail<ConfigError>("[llama] no preset '", name, "'; there are ", known, "llama-tiny");
+}
+
+}  // namespace sheaf::models
