@@ -3,17 +3,14 @@
 #pragma once
 
 #include "sheaf/kernels/attention.h"
+#include "sheaf/kernels/cpu/head_rows.h"
 #include "sheaf/kernels/cpu/inline.h"
-#include "sheaf/kernels/cpu/lanes.h"
 #include "sheaf/kernels/cpu/rows.h"
 
 namespace sheaf::kernels::cpu {
 
 inline constexpr int64_t kQueryBlock = 64;
 inline constexpr int64_t kKeyBlock = 64;
-
-/// Width of a row that is packed into whole lanes.
-inline int64_t padded(int64_t width) { return (width + kLanes - 1) / kLanes * kLanes; }
 
 /// Sizes of one attention call.
 struct AttentionShape {

@@ -5,47 +5,14 @@
 
 #include "sheaf/kernels/attention.h"
 #include "sheaf/kernels/cpu/attention_blocks.h"
+#include "sheaf/kernels/cpu/head_rows.h"
 #include "sheaf/kernels/cpu/row_math.h"
 #include "sheaf/kernels/cpu/tile_gemm.h"
-#include "sheaf/kernels/cpu/transpose.h"
 
 namespace sheaf::kernels::SHEAF_SIMD_NAMESPACE {
 namespace {
 
 using namespace sheaf::kernels::cpu;
-
-/// One head of a [B, T, H, width] view, from row `begin` on: rows with one stride.
-template <class T>
-struct HeadRows {
-  T* data;
-  int64_t stride, width;
-  HeadRows(const View& v, int64_t b, int64_t begin, int64_t h)
-      : data(v.as<T>() + b * v.strides[0] + begin * v.strides[1] + h * v.strides[2]), stride(v.strides[1]), width(v.shape[3]) {}
-  T* operator[](int64_t t) const { return data + t * stride; }
-};
-
-/// to[count, padded(width)] = rows * factor, zeros past the rows' width and past `available` rows.
-template <class T, class C>
-void pack(HeadRows<const T> from, int64_t first, int64_t available, int64_t count, C factor, C* to) {
-  const int64_t columns = padded(from.width);
-  const Lanes<C> scale(factor);
-  for (int64_t r = 0; r < count; ++r, to += columns) {
-    if (r >= available) {
-      std::fill_n(to, columns, C(0));
-      continue;
-    }
-    const T* row = from[first + r];
-    for_lanes(from.width, [&](int64_t i, auto n) { (load_lanes(row + i, n) * scale).store(to + i); });
-  }
-}
-
-/// to[columns, kKeyBlock] = the transpose of from[kKeyBlock, columns].
-template <class C>
-void transpose_block(const C* from, int64_t columns, C* to) {
-  for (int64_t j = 0; j < kKeyBlock; j += kLanes)
-    for (int64_t d = 0; d < columns; d += kLanes)
-      transpose_16x16(from + j * columns + d, columns, to + d * kKeyBlock + j, kKeyBlock);
-}
 
 /// Of a row's scores those before a window become -inf, whose exponential is 0. Returns where those that count end: at `visible`,
 /// or at 0 if none does.
@@ -110,7 +77,7 @@ class Forward {
       // The queries' place serves as a buffer before they come.
       static_assert(kKeyBlock <= kQueryBlock);
       pack<T, C>(k, first, s_.keys - first, kKeyBlock, C(1), query_);
-      transpose_block(query_, padded_, keys_ + first * padded_);
+      transpose(query_, kKeyBlock, padded_, keys_ + first * padded_);
       pack<T, C>(v, first, s_.keys - first, kKeyBlock, C(1), values_ + first * padded_value_);
     }
   }
@@ -219,17 +186,17 @@ class Backward {
     for (int64_t first = 0; first < s_.keys; first += kKeyBlock) {
       const int64_t at = first * padded_;
       pack<T, C>(k, first, s_.keys - first, kKeyBlock, C(1), keys_ + at);
-      transpose_block(keys_ + at, padded_, keys_t_ + at);
+      transpose(keys_ + at, kKeyBlock, padded_, keys_t_ + at);
       // Their gradient's place serves as a buffer before it comes.
       pack<T, C>(v, first, s_.keys - first, kKeyBlock, C(1), dvalues_);
-      transpose_block(dvalues_, padded_value_, values_t_ + first * padded_value_);
+      transpose(dvalues_, kKeyBlock, padded_value_, values_t_ + first * padded_value_);
     }
     std::fill_n(dkeys_, s_.padded_keys() * padded_, C(0));
     std::fill_n(dvalues_, s_.padded_keys() * padded_value_, C(0));
     for (int64_t h = g * s_.group(); h < (g + 1) * s_.group(); ++h)
       for (int64_t first = 0; first < s_.queries; first += kQueryBlock) query_block(b, h, first);
-    unpack(HeadRows<T>(dk_, b, s_.first_key, g), dkeys_, 0, s_.keys, C(1)),
-        unpack(HeadRows<T>(dv_, b, s_.first_key, g), dvalues_, 0, s_.keys, C(1));
+    unpack(dkeys_, C(1), HeadRows<T>(dk_, b, s_.first_key, g), 0, s_.keys);
+    unpack(dvalues_, C(1), HeadRows<T>(dv_, b, s_.first_key, g), 0, s_.keys);
   }
 
  private:
@@ -272,16 +239,7 @@ class Backward {
       tile_gemm<C>(rows, padded_, kKeyBlock, dscores_, kKeyBlock, 1, keys_ + at, padded_, dquery_,
                    padded_, true);
     }
-    unpack(HeadRows<T>(dq_, b, s_.first_query, h), dquery_, first, rows, scale_);
-  }
-
-  static void unpack(HeadRows<T> to, const C* from, int64_t first, int64_t count, C factor) {
-    const int64_t columns = padded(to.width);
-    const Lanes<C> scale(factor), zero(C(0));
-    for (int64_t r = 0; r < count; ++r, from += columns)
-      for_lanes(to.width, [&](int64_t i, auto n) {
-        store_lanes(to[first + r] + i, Lanes<C>::load(from + i) * scale + zero, n);
-      });
+    unpack(dquery_, scale_, HeadRows<T>(dq_, b, s_.first_query, h), first, rows);
   }
 
   const View &q_, &k_, &v_, &out_, &dout_, &dq_, &dk_, &dv_, &lse_;
