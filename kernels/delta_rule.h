@@ -16,7 +16,7 @@
 //   P_ij = scale Λ_ij q_i·k_j (j <= i)      out_i = scale γ_i Sᵀ q_i + Σ_j P_ij u_j
 //   S'   = γ_last S + Σ_j Λ_last,j k_j u_jᵀ
 //
-// No exponent is positive. Λ is computed from differences of sums of decays.
+// No exponent is positive.
 //
 // q, k: [B, T, G, D]; v, out: [B, T, H, E], of one floating dtype, any strides but a dense last dimension. decay (<= 0), beta:
 // [B, T, H]; states: [B, H, D, E], each dense; all of these f32 (f64 for f64). All products and sums are made in that type.
@@ -50,21 +50,23 @@ namespace cpu {
 
 /// out, and the state behind the last token in `state` if it has a shape. A token's result follows from the tokens of its document up to
 /// it, and from its place in it: neither later tokens nor the number of threads change a bit, and a sequence that is read in parts whose
-/// lengths are multiples of kDeltaChunk, but for the last, each from the state that the one before left, has the bits of the whole.
-/// Throws DataError for begins that are none.
+/// lengths are multiples of kDeltaChunk, but for the last, each from the state that the one before left, has the bits of the whole. Λ_ij is
+/// computed from the sum of the decays between j and i. Throws DataError for begins that are none.
 size_t delta_rule_workspace(const DeltaRuleOperands& x, const View& out, const View& state);
 void delta_rule(const DeltaRuleOperands& x, const DeltaRuleOptions& options, const View& out, const View& state, Workspace workspace);
 
 /// Gradients for those of out and, if it has a shape, of the last state. States before chunks are computed again, in the workspace. Sums
-/// over the value heads that read a key head are in their order; threads share (sequence, key head) pairs.
+/// over the value heads that read a key head are in their order; threads share (sequence, key head) pairs. Parts as above, from the last
+/// on, each for the gradient of its last state that the one behind gave its first, have the bits of the whole.
 size_t delta_rule_backward_workspace(const DeltaRuleOperands& x, const View& dout, const View& dstate, const DeltaRuleGradients& d);
 void delta_rule_backward(const DeltaRuleOperands& x, const DeltaRuleOptions& options, const View& dout, const View& dstate,
                          const DeltaRuleGradients& d, Workspace workspace);
 
 }  // namespace cpu
 
-/// The same on a GPU, enqueued on `stream`, for D and E up to 256; sums in other orders, the same at every run. With bf16 and f16
-/// operands the factors of products have 16 bits: states and gradients of gates are less exact than f32 can be. Begins are trusted.
+/// The same on a GPU, enqueued on `stream`, for D and E up to 256; sums in other orders, the same at every run. Λ is
+/// computed from differences of sums of decays. With bf16 and f16 operands the factors of products have 16 bits: states and gradients of
+/// gates are less exact than f32 can be. Begins are trusted.
 namespace cuda {
 
 size_t delta_rule_workspace(const DeltaRuleOperands& x, const View& out, const View& state);

@@ -1,220 +1,209 @@
-// Gradients of the gated delta rule, compiled twice. With G the gradient of a chunk's results, dS that of the state behind it, and X that of
-// what tokens write before it is solved for:
+// Gradients of the gated delta rule, compiled twice. With G the gradient of a chunk's results, dS that of the state behind it, X that of
+// beta (v - γ Sᵀ k), the right hand side that what tokens write is solved from, and Y = beta X:
 //
-//   dU = Pᵀ G + Λ_last K dS     (1 + A)ᵀ X = dU     dA = -X Uᵀ (j < i)     dP = G Uᵀ (j <= i)
+//   dU = Pᵀ G + Λ_last K dS      (1 + A)ᵀ X = dU      dP = G Uᵀ (j <= i)      dN = Y Uᵀ (j < i), N = -A / beta
+//   dv = Y      dbeta_i = X_i·u_i / beta_i      dS before = γ_last dS + scale Qᵀ γ G - Kᵀ γ Y
 //
-// Everything else follows from these by products. Of the sums of decays c, in whose differences all of it depends on them, c_i has
-// +, c_j - what a pair has.
-#include <vector>
-
+// and the rest by products. Nothing is divided by beta: what u is beta times of is kept from the first pass, which computes the states.
 #include "sheaf/kernels/cpu/delta_rule_chunk.h"
 
 namespace sheaf::kernels::SHEAF_SIMD_NAMESPACE {
 namespace {
 
-struct Run {
-  int64_t first, count;
-};
+using namespace sheaf::kernels::cpu;
 
 template <class T, class C = ComputeType<T>>
-class Backward {
+class Backward : DeltaRuleChunk<T, C> {
  public:
-  Backward(const DeltaRuleOperands& x, const DeltaRuleOptions& o, const View& dout, const View& dstate, const DeltaRuleGradients& d, C* cells)
-      : x_(x), dout_(dout), dstate_(dstate), d_(d), s_(x), scratch_{cells}, keys_(x, o, scratch_), chunk_(x, scratch_) {
-    const int64_t keys = keys_.columns, values = chunk_.columns;
-    states_ = scratch_.take(s_.readers() * (s_.chunks() + 2) * s_.state());
-    for (C** rows : {&g_, &g_first_, &x_first_, &u_last_, &dx_}) *rows = scratch_.take(L * values);
-    for (C** rows : {&dq_, &dk_, &by_state_}) *rows = scratch_.take(L * keys);
-    for (C** pairs : {&p_, &da_, &dp_, &dqk_}) *pairs = scratch_.take(L * L);
-    dkk_ = scratch_.take(L * L);
-    u_t_ = scratch_.take(values * L), state_t_ = scratch_.take(values * keys);
-    dsums_ = scratch_.take(L), columns_ = scratch_.take(L), dbeta_ = scratch_.take(L);
+  Backward(const DeltaRuleOperands& x, const DeltaRuleOptions& options, const View& dout, const View& dstate, const DeltaRuleGradients& d,
+           C* scratch)
+      : DeltaRuleChunk<T, C>(x, options, scratch), dout_(dout), dstate_(dstate), d_(d) {
+    const auto take = [&](int64_t cells) { return std::exchange(scratch, scratch + cells); };
+    const int64_t of_keys = kDeltaChunk * s_.columns(), of_values = kDeltaChunk * s_.value_columns(), square = s_.kSquare,
+                  chunks = (s_.tokens + kDeltaChunk - 1) / kDeltaChunk;
+    initial_ = take(s_.group() * s_.state_cells()), dstates_ = take(s_.group() * s_.state_cells());
+    states_ = take(chunks * s_.group() * s_.state_cells());
+    all_differences_ = take(s_.group() * s_.tokens * s_.value_columns());
+    dscores_ = take(square), dlower_ = take(square), dqk_ = take(square), dkk_ = take(square);
+    dresult_ = take(of_values), dwritten_ = take(of_values), shared_ = take(of_values), written_t_ = take(of_values);
+    dqueries_ = take(of_keys), dkeys_ = take(of_keys), answers_ = take(of_keys);
+    dgamma_ = take(kDeltaChunk);
+    state_t_ = take(s_.state_cells());
   }
 
   void run(int64_t b, int64_t g) {
-    const int64_t readers = s_.readers();
-    runs_.clear();
-    for_runs(x_.begins, b, s_.tokens, L, [&](int64_t first, int64_t count) { runs_.push_back({first, count}); });
-    for (int64_t r = 0; r < readers; ++r) keep_states(b, g, r);
-    for (int64_t r = 0; r < readers; ++r)
-      if (given(dstate_)) load_state(s_, dstate_, b, g * readers + r, zeroed(dstate(r)));
-    bool later = given(dstate_);  // dstate(r) is the gradient of the state behind the run
-    for (auto run = runs_.rbegin(); run != runs_.rend(); ++run) {
-      const bool earlier = !is_fresh(b, run->first);
-      keys_.load(b, run->first, run->count, g);
-      for (C* rows : {dq_, dk_}) std::fill_n(rows, L * keys_.columns, C(0));
-      for (C* pairs : {dqk_, dkk_}) std::fill_n(pairs, L * L, C(0));
-      for (int64_t r = 0; r < readers; ++r) of_head(b, g, r, *run, earlier, later);
-      of_keys(b, g, *run);
-      later = earlier;
+    const Chunks chunks(x_.begins, b, s_.tokens);
+    const int64_t first_head = g * s_.group();
+    if (given(x_.initial))
+      for (int64_t j = 0; j < s_.group(); ++j)
+        pack<C, C>({rows_of(x_.initial), b, 0, first_head + j}, 0, s_.width, s_.columns(), C(1), initial_ + j * s_.state_cells());
+    for (int64_t t = 0; t < s_.tokens; t += n_) {
+      load_keys(b, g, chunks.from(t));
+      for (int64_t j = 0; j < s_.group(); ++j) keep(first_head + j, j);
+    }
+    if (given(dstate_))
+      for (int64_t j = 0; j < s_.group(); ++j)
+        pack<C, C>({rows_of(dstate_), b, 0, first_head + j}, 0, s_.width, s_.columns(), C(1), dstates_ + j * s_.state_cells());
+    for (int64_t end = s_.tokens; end > 0; end -= n_) {
+      load_keys(b, g, chunks.before(end));
+      load_queries(g);
+      for (C* sums : {dqk_, dkk_}) std::fill_n(sums, s_.kSquare, C(0));
+      for (C* sums : {dqueries_, dkeys_}) std::fill_n(sums, kDeltaChunk * s_.columns(), C(0));
+      for (int64_t j = 0; j < s_.group(); ++j) head(first_head + j, j);
+      store_keys(g);
     }
     if (!given(d_.initial)) return;
-    for (int64_t r = 0; r < readers; ++r) store_state(s_, later ? dstate(r) : zeroed(dstate(r)), b, g * readers + r, d_.initial);
+    for (int64_t j = 0; j < s_.group(); ++j) {
+      C* dstate = dstates_ + j * s_.state_cells();
+      if (s_.tokens == 0 && !given(dstate_)) std::fill_n(dstate, s_.state_cells(), C(0));
+      unpack(dstate, C(1), HeadRows<C>(rows_of(d_.initial), b, 0, first_head + j), 0, s_.width);
+    }
   }
 
  private:
-  C* zeroed(C* state) const {
-    std::fill_n(state, s_.state(), C(0));
-    return state;
+  using Base = DeltaRuleChunk<T, C>;
+  using Base::s_, Base::x_, Base::n_, Base::chunk_, Base::b_, Base::load_keys, Base::load_queries, Base::keys_, Base::queries_,
+      Base::ratios_, Base::lower_, Base::gamma_, Base::beta_, Base::scale_, Base::scores_, Base::written_, Base::gate, Base::differences_,
+      Base::last_gamma, Base::last_ratios, Base::key_factors_, Base::query_factors_, Base::eps_;
+
+  /// The state before the chunk, nullptr if it is zero. Those within a document have a slot: no other chunk that is not its document's
+  /// first begins among the same kDeltaChunk tokens.
+  C* state_before(int64_t j) const {
+    if (!chunk_.begins) return state_slot(chunk_.first, j);
+    return chunk_.first == 0 && given(x_.initial) ? initial_ + j * s_.state_cells() : nullptr;
   }
-  /// Before the chunk that begins at token `first`; a document's first chunk has none.
-  C* state(int64_t r, int64_t first) { return states_ + (r * (s_.chunks() + 2) + first / L) * s_.state(); }
-  C* dstate(int64_t r) { return state(r, s_.chunks() * L); }
-  C* current(int64_t r) { return state(r, (s_.chunks() + 1) * L); }
-  bool is_fresh(int64_t b, int64_t first) const {
-    return first == 0 ? !given(x_.initial) && !given(d_.initial) : begins_at(x_.begins, b, first);
+  C* state_slot(int64_t t, int64_t j) const { return states_ + (t / kDeltaChunk * s_.group() + j) * s_.state_cells(); }
+  C* differences_of(int64_t j) const { return all_differences_ + (j * s_.tokens + chunk_.first) * s_.value_columns(); }
+
+  /// Keeps what the gradients of head h, the j-th of its key head, need.
+  void keep(int64_t h, int64_t j) {
+    this->load_gates(h);
+    this->write(h, state_before(j));
+    std::copy_n(differences_, n_ * s_.value_columns(), differences_of(j));
+    if (!chunk_.ends) this->advance(state_before(j), state_slot(chunk_.first + n_, j));
   }
 
-  void keep_states(int64_t b, int64_t g, int64_t r) {
-    const int64_t h = g * s_.readers() + r;
-    C* now = zeroed(current(r));
-    if (given(x_.initial)) load_state(s_, x_.initial, b, h, now);
-    for (size_t i = 0; i < runs_.size(); ++i) {
-      const auto [first, count] = runs_[i];
-      const bool fresh = is_fresh(b, first);
-      if (!fresh) std::copy_n(now, s_.state(), state(r, first));
-      if (i + 1 == runs_.size() || is_fresh(b, first + count)) continue;
-      keys_.load(b, first, count, g);
-      chunk_.write(keys_, fresh ? nullptr : now, b, first, count, h);
-      chunk_.advance(keys_, fresh, count, now, u_last_);
-    }
-  }
+  /// Gradients of what head h alone reads, and those of keys, queries and their products in sums.
+  void head(int64_t h, int64_t j) {
+    const C* state = state_before(j);
+    C* const dstate = dstates_ + j * s_.state_cells();
+    const bool is_last = chunk_.first + n_ == s_.tokens, has_dstate = !chunk_.ends || (is_last && given(dstate_));
+    const int64_t columns = s_.value_columns();
+    this->load_gates(h);
+    this->make_scores();
+    const C* differences = differences_of(j);
+    for (int64_t i = 0; i < n_; ++i) scale_row(beta_[i], differences + i * columns, columns, written_ + i * columns);
+    pack<T, C>(this->rows(dout_, h), 0, n_, n_, C(1), dresult_);
 
-  void of_head(int64_t b, int64_t g, int64_t r, const Run& run, bool earlier, bool later) {
-    const int64_t h = g * s_.readers() + r, n = run.count, values = chunk_.columns, keys = keys_.columns, width = keys_.width;
-    const C* before = earlier ? state(r, run.first) : nullptr;
-    C* ds = dstate(r);
-    chunk_.write(keys_, before, b, run.first, n, h);
-    std::fill(chunk_.u + n * values, chunk_.u + L * values, C(0));
-    transposed(chunk_.u, L, values, u_t_);
-    for (int64_t i = 0; i < n; ++i) {
-      load_row(row_of<const T>(dout_, b, run.first + i, h), chunk_.width, g_ + i * values);
-      Chunk<T, C>::multiply(chunk_.decays + i * L, keys_.qk + i * L, i + 1, p_ + i * L);
-    }
-    solve(n, later ? ds : nullptr);
-    of_pairs(n);
-    for (int64_t i = 0; i < n; ++i) {
-      const C *x = dx_ + i * values, *v = chunk_.v + i * values, *answered = chunk_.answered + i * values;
-      dbeta_[i] += row_sum<C>(values, [&](int64_t e, auto) {
-        const Lanes<C> y = Lanes<C>::load(v + e);
-        return Lanes<C>::load(x + e) * (before ? y - Lanes<C>::load(answered + e) : y);
-      });
-      scale(chunk_.beta[i], values, x, g_first_);
-      store_row(g_first_, chunk_.width, row_of<T>(d_.v, b, run.first + i, h));
-    }
-    if (later) {  // of Λ_last k uᵀ, which the state behind has
-      transposed(ds, keys, values, state_t_);
-      for (int64_t i = 0; i < n; ++i) scale(chunk_.to_last[i], values, chunk_.u + i * values, u_last_ + i * values);
-      C last = before ? chunk_.from_first[n - 1] * dot(s_.state(), before, ds) : C(0);
-      times_state(n, u_last_, keys_.k, dk_, [&](int64_t i, C z) { dsums_[i] -= z, last += z; });
-      dsums_[n - 1] += last;
-      scale(chunk_.from_first[n - 1], s_.state(), ds, ds);
-    }
-    if (before) {  // of what the state before answers
-      transposed(before, keys, values, state_t_);
-      for (int64_t i = 0; i < n; ++i) {
-        scale(chunk_.from_first[i], values, g_ + i * values, g_first_ + i * values);
-        scale(-chunk_.beta[i] * chunk_.from_first[i], values, dx_ + i * values, x_first_ + i * values);
+    // dU, X and the gradients that are rows of X.
+    lower_transposed_product(n_, columns, scores_, dresult_, dwritten_, false);
+    C last_dots[kDeltaChunk] = {};  // Λ_last,j ∂/∂Λ_last,j
+    if (has_dstate) {
+      tile_gemm<C>(n_, columns, s_.width, keys_, s_.columns(), 1, dstate, columns, shared_, columns, false);
+      for (int64_t i = 0; i < n_; ++i) {
+        C* row = shared_ + i * columns;
+        scale_row(last_ratios()[i], row, columns, row);
+        last_dots[i] = dot(row, written_ + i * columns, columns);
+        for (int64_t e = 0; e < columns; e += kLanes)
+          (Lanes<C>::load(dwritten_ + i * columns + e) + Lanes<C>::load(row + e)).store(dwritten_ + i * columns + e);
       }
-      times_state(n, g_first_, keys_.q, dq_, [&](int64_t i, C z) { dsums_[i] += z; });
-      times_state(n, x_first_, keys_.k, dk_, [&](int64_t i, C z) { dsums_[i] += z; });
-      tile_gemm<C>(width, values, n, keys_.q, 1, keys, g_first_, values, ds, values, later);
-      tile_gemm<C>(width, values, n, keys_.k, 1, keys, x_first_, values, ds, values, true);
-      if (!later) std::fill(ds + width * values, ds + s_.state(), C(0));
     }
-    C sum = 0;
-    for (int64_t i = n - 1; i >= 0; --i) {
-      sum += dsums_[i];
-      element<C>(d_.decay, b, run.first + i, h) = element<C>(x_.decay, b, run.first + i, h) > Chunk<T, C>::kCut ? sum : C(0);
-      element<C>(d_.beta, b, run.first + i, h) = dbeta_[i];
-    }
-  }
+    C* const dvalues = shared_;
+    solve_lower_transposed(n_, columns, lower_, beta_, dwritten_, dvalues);
+    unpack(dvalues, C(1), HeadRows<T>(d_.v, b_, chunk_.first, h), 0, n_);
+    for (int64_t i = 0; i < n_; ++i) gate(d_.beta, i, h) = dot(dwritten_ + i * columns, differences + i * columns, columns);
 
-  /// dx_ = X, of what the results and the state behind, of gradient `ds`, have of what is written.
-  void solve(int64_t n, const C* ds) {
-    const int64_t values = chunk_.columns;
-    if (ds) {
-      tile_gemm<C>(n, values, keys_.width, keys_.k, keys_.columns, 1, ds, values, dx_, values, false);
-      for (int64_t i = 0; i < n; ++i) scale(chunk_.to_last[i], values, dx_ + i * values, dx_ + i * values);
-    }
-    for (int64_t j = (n - 1) / kBlock * kBlock; j >= 0; j -= kBlock) {
-      const int64_t rows = std::min(kBlock, n - j), below = j + kBlock;
-      tile_gemm<C>(rows, values, n - j, p_ + j * L + j, 1, L, g_ + j * values, values, dx_ + j * values, values, ds != nullptr);
-      if (below < n)
-        tile_gemm<C>(rows, values, n - below, chunk_.a + below * L + j, 1, L, dx_ + below * values, values, dx_ + j * values, values, true);
-      for (int64_t r = j + rows - 1; r >= j; --r)
-        for (int64_t i = r + 1; i < j + rows; ++i) add_scaled(chunk_.a[i * L + r], values, dx_ + i * values, dx_ + r * values);
-    }
-  }
-
-  /// What pairs of tokens have: of the products of queries and keys, of the sums of decays, of beta.
-  void of_pairs(int64_t n) {
-    const int64_t values = chunk_.columns;
-    std::fill_n(columns_, L, C(0));
-    for (int64_t i = 0; i < n; i += kBlock) {
-      const int64_t rows = std::min(kBlock, n - i), seen = i + kBlock;
-      tile_gemm<C>(rows, seen, chunk_.width, dx_ + i * values, values, 1, u_t_, L, da_ + i * L, L, false);
-      tile_gemm<C>(rows, seen, chunk_.width, g_ + i * values, values, 1, u_t_, L, dp_ + i * L, L, false);
-    }
-    for (int64_t i = 0; i < n; ++i) {
-      const int64_t padded = lane_padded(i + 1);
-      const C *decay = chunk_.decays + i * L, *kk = keys_.kk + i * L, *p = p_ + i * L, *dp = dp_ + i * L;
-      C *da = da_ + i * L, *dkk = dkk_ + i * L, *dqk = dqk_ + i * L;
-      std::fill(da + i, da + padded, C(0));
-      const Lanes<C> minus_beta(-chunk_.beta[i]), minus_one(C(-1));
-      Lanes<C> of_row(C(0)), of_beta(C(0));
-      for (int64_t j = 0; j < padded; j += kLanes) {
-        const Lanes<C> e = Lanes<C>::load(decay + j), a = Lanes<C>::load(da + j) * e, dpe = Lanes<C>::load(dp + j);
-        const Lanes<C> akk = a * Lanes<C>::load(kk + j);
-        fma(a, minus_beta, Lanes<C>::load(dkk + j)).store(dkk + j);
-        fma(dpe, e, Lanes<C>::load(dqk + j)).store(dqk + j);
-        const Lanes<C> pair = fma(akk, minus_beta, dpe * Lanes<C>::load(p + j));
-        of_row = of_row + pair, of_beta = fma(akk, minus_one, of_beta);
-        (Lanes<C>::load(columns_ + j) + pair).store(columns_ + j);
+    // dP and dN. Their columns behind the last token, of rows that hold anything, nobody reads.
+    transpose(written_, kDeltaChunk, columns, written_t_);
+    product_to_lower(n_, s_.value_width, dresult_, columns, written_t_, dscores_);
+    product_to_lower(n_, s_.value_width, dvalues, columns, written_t_, dlower_);
+    for (int64_t i = 0; i < n_; ++i) {
+      dlower_[i * kDeltaChunk + i] = 0;
+      for (int64_t e = i * kDeltaChunk; e < i * kDeltaChunk + padded(i + 1); e += kLanes) {
+        using L = Lanes<C>;
+        const L dscores = L::load(dscores_ + e), dlower = L::load(dlower_ + e), ratios = L::load(ratios_ + e);
+        fma(L(scale_) * ratios, dscores, L::load(dqk_ + e)).store(dqk_ + e);
+        fma(L(C(-1)) * ratios, dlower, L::load(dkk_ + e)).store(dkk_ + e);
+        // Of Λ, times Λ.
+        fma(dscores, L::load(scores_ + e), dlower * L::load(lower_ + e)).store(dscores_ + e);
       }
-      dsums_[i] = sum(of_row), dbeta_[i] = sum(of_beta);
     }
-    for (int64_t i = 0; i < n; ++i) dsums_[i] -= columns_[i];
+    C* const dratios = dscores_;
+    for (int64_t i = 0; i < n_; ++i) dratios[(n_ - 1) * kDeltaChunk + i] += last_dots[i];
+
+    // Through the state before the chunk: rows of dresult_ and dvalues become gradients of Sᵀ q and Sᵀ k.
+    for (int64_t i = 0; i < n_; ++i) {
+      scale_row(scale_ * gamma_[i], dresult_ + i * columns, columns, dresult_ + i * columns);
+      scale_row(-gamma_[i], dvalues + i * columns, columns, dvalues + i * columns);
+    }
+    std::fill_n(dgamma_, kDeltaChunk, C(0));
+    if (state) {
+      transpose(state, s_.columns(), columns, state_t_);
+      answer(dresult_, queries_, dqueries_);
+      answer(dvalues, keys_, dkeys_);
+      if (has_dstate) dgamma_[n_ - 1] += last_gamma() * dot(state, dstate, s_.state_cells());
+    }
+    if (has_dstate) {
+      transpose(dstate, s_.columns(), columns, state_t_);
+      for (int64_t i = 0; i < n_; ++i) scale_row(last_ratios()[i], written_ + i * columns, columns, written_ + i * columns);
+      tile_gemm<C>(n_, s_.columns(), s_.value_width, written_, columns, 1, state_t_, s_.columns(), dkeys_, s_.columns(), true);
+    }
+    if (!chunk_.begins || (chunk_.first == 0 && given(d_.initial))) {
+      this->decay_state(has_dstate ? dstate : nullptr, dstate);
+      tile_gemm<C>(s_.width, columns, n_, queries_, 1, s_.columns(), dresult_, columns, dstate, columns, true);
+      tile_gemm<C>(s_.width, columns, n_, keys_, 1, s_.columns(), dvalues, columns, dstate, columns, true);
+    }
+    store_decays(h, dratios);
   }
 
-  /// Adds rows[n, E] times the transposed state to `to`[n, D]; f(i, what row i of `with` makes of it).
-  template <class F>
-  void times_state(int64_t n, const C* rows, const C* with, C* to, F&& f) {
-    const int64_t keys = keys_.columns;
-    tile_gemm<C>(n, keys, chunk_.width, rows, chunk_.columns, 1, state_t_, keys, by_state_, keys, false);
-    for (int64_t i = 0; i < n; ++i) {
-      add_scaled(C(1), keys, by_state_ + i * keys, to + i * keys);
-      f(i, dot(keys, with + i * keys, by_state_ + i * keys));
+  /// dx += dy Sᵀ, and what that gives γ, times γ.
+  void answer(const C* dy, const C* x, C* dx) {
+    const int64_t columns = s_.columns();
+    tile_gemm<C>(n_, columns, s_.value_width, dy, s_.value_columns(), 1, state_t_, columns, answers_, columns, false);
+    for (int64_t i = 0; i < n_; ++i) {
+      const int64_t at = i * columns;
+      dgamma_[i] += dot(x + at, answers_ + at, columns);
+      for (int64_t d = at; d < at + columns; d += kLanes) (Lanes<C>::load(dx + d) + Lanes<C>::load(answers_ + d)).store(dx + d);
     }
   }
 
-  /// What products of queries and keys with keys have, of all heads together.
-  void of_keys(int64_t b, int64_t g, const Run& run) {
-    const int64_t n = run.count, keys = keys_.columns;
-    for (int64_t i = 0; i < n; i += kBlock) {
-      const int64_t rows = std::min(kBlock, n - i), seen = std::min(i + kBlock, n), below = i * L + i;
-      const auto add = [&](const C* pairs, int64_t row, int64_t column, int64_t depth, const C* with, C* to) {
-        tile_gemm<C>(rows, keys, depth, pairs, row, column, with, keys, to + i * keys, keys, true);
-      };
-      add(dqk_ + i * L, L, 1, seen, keys_.k, dq_);
-      add(dkk_ + i * L, L, 1, seen, keys_.k, dk_);
-      add(dkk_ + below, 1, L, n - i, keys_.k + i * keys, dk_);
-      add(dqk_ + below, 1, L, n - i, keys_.q + i * keys, dk_);
+  /// A decay is in all Λ_ij with j before it and i not, and in the γ_i with i not before it. Running sums from the last token on: no
+  /// differences of sums, which would lose what is small among what is large.
+  void store_decays(int64_t h, const C* dratios) {
+    C since[kDeltaChunk] = {}, sum = 0;
+    for (int64_t i = n_; i-- > 0;) {
+      const C* row = dratios + i * kDeltaChunk;
+      for (int64_t j = 0; j < padded(i + 1); j += kLanes) (Lanes<C>::load(since + j) + Lanes<C>::load(row + j)).store(since + j);
+      sum += dgamma_[i];
+      gate(d_.decay, i, h) = sum + row_sum<C>(i, [&](int64_t j, auto n) { return load_lanes(since + j, n); });
     }
-    keys_.store_gradient(keys_.q, dq_, keys_.q_norm, keys_.factor(), b, run.first, n, g, d_.q, by_state_);
-    keys_.store_gradient(keys_.k, dk_, keys_.k_norm, C(1), b, run.first, n, g, d_.k, by_state_);
   }
 
-  const DeltaRuleOperands& x_;
+  void store_keys(int64_t g) {
+    const int64_t columns = s_.columns();
+    lower_product(n_, columns, dqk_, keys_, dqueries_, true);
+    lower_transposed_product(n_, columns, dqk_, queries_, dkeys_, true);
+    lower_product(n_, columns, dkk_, keys_, dkeys_, true);
+    lower_transposed_product(n_, columns, dkk_, keys_, dkeys_, true);
+    store_normalised(dqueries_, queries_, query_factors_, d_.q, g);
+    store_normalised(dkeys_, keys_, key_factors_, d_.k, g);
+  }
+  /// Of y = factor x, factor = 1 / |x|: dx = factor (dy - y (y·dy)).
+  void store_normalised(C* dy, const C* y, const C* factors, const View& to, int64_t g) {
+    const int64_t columns = s_.columns();
+    for (int64_t i = 0; i < n_ && eps_ != 0; ++i) {
+      const int64_t at = i * columns;
+      const Lanes<C> share(-dot(y + at, dy + at, columns)), factor(factors[i]);
+      for (int64_t d = at; d < at + columns; d += kLanes)
+        (factor * fma(share, Lanes<C>::load(y + d), Lanes<C>::load(dy + d))).store(dy + d);
+    }
+    unpack(dy, C(1), HeadRows<T>(to, b_, chunk_.first, g), 0, n_);
+  }
+
   const View &dout_, &dstate_;
   const DeltaRuleGradients& d_;
-  const DeltaRuleSizes s_;
-  Scratch<C> scratch_;
-  Keys<T, C> keys_;
-  Chunk<T, C> chunk_;
-  std::vector<Run> runs_;
-  C *states_, *g_, *g_first_, *x_first_, *u_last_, *dx_, *dq_, *dk_, *by_state_, *p_, *da_, *dp_, *dqk_, *dkk_, *u_t_, *state_t_, *dsums_,
-      *columns_, *dbeta_;
+  C *initial_, *dstates_, *states_, *all_differences_;
+  C *dscores_, *dlower_, *dqk_, *dkk_, *dresult_, *dwritten_, *shared_, *written_t_, *dqueries_, *dkeys_, *answers_, *dgamma_, *state_t_;
 };
 
 }  // namespace
@@ -223,12 +212,8 @@ void delta_rule_backward(const DeltaRuleOperands& x, const DeltaRuleOptions& opt
                          const DeltaRuleGradients& d, Workspace workspace) {
   visit_floating("delta_rule_backward", x.q.dtype, [&]<class T>() {
     using C = ComputeType<T>;
-    const DeltaRuleSizes s(x);
-    const int64_t cells = DeltaRuleSizes::aligned<C>(s.backward_cells());
-    parallel_slots(s.items(), s.slots(), [&](int64_t slot, int64_t begin, int64_t end) {
-      Backward<T> head(x, options, dout, dstate, d, static_cast<C*>(workspace.data) + slot * cells);
-      for (int64_t item = begin; item < end; ++item) head.run(item / s.key_heads, item % s.key_heads);
-    });
+    const DeltaRuleShape s(x);
+    run_items<C>(s, s.backward_cells(), workspace, [&](C* scratch) { return Backward<T>(x, options, dout, dstate, d, scratch); });
   });
 }
 

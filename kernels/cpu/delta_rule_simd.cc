@@ -1,54 +1,64 @@
-// The gated delta rule, compiled twice.
+// The gated delta rule, a chunk after the other; compiled twice ([Note: two builds of one kernel] in simd.h).
 #include "sheaf/kernels/cpu/delta_rule_chunk.h"
 
 namespace sheaf::kernels::SHEAF_SIMD_NAMESPACE {
 namespace {
 
-/// A slot that computes the value heads of one key head, a chunk after the other.
+using namespace sheaf::kernels::cpu;
+
 template <class T, class C = ComputeType<T>>
-class Forward {
+class Forward : DeltaRuleChunk<T, C> {
  public:
-  Forward(const DeltaRuleOperands& x, const DeltaRuleOptions& o, const View& out, const View& state, C* cells)
-      : x_(x), out_(out), state_(state), sizes_(x), scratch_{cells}, keys_(x, o, scratch_), chunk_(x, scratch_) {
-    scaled_ = scratch_.take(L * chunk_.columns);
-    states_ = scratch_.take(sizes_.readers() * sizes_.state());
-  }
+  Forward(const DeltaRuleOperands& x, const DeltaRuleOptions& options, const View& out, const View& state, C* scratch)
+      : DeltaRuleChunk<T, C>(x, options, scratch), out_(out), state_(state), states_(scratch) {}
 
   void run(int64_t b, int64_t g) {
-    const int64_t readers = sizes_.readers();
-    bool fresh = !given(x_.initial);
-    std::fill_n(states_, readers * sizes_.state(), C(0));
-    for (int64_t r = 0; r < readers && !fresh; ++r) load_state(sizes_, x_.initial, b, g * readers + r, state(r));
-    for_runs(x_.begins, b, sizes_.tokens, L, [&](int64_t first, int64_t count) {
-      if (first > 0 && begins_at(x_.begins, b, first)) fresh = true;
-      const int64_t end = first + count;
-      keys_.load(b, first, count, g);
-      for (int64_t r = 0; r < readers; ++r) {
-        const int64_t h = g * readers + r;
-        const C* before = fresh ? nullptr : state(r);
-        chunk_.write(keys_, before, b, first, count, h);
-        chunk_.answer(keys_, before, count, chunk_.answered);
-        for (int64_t i = 0; i < count; ++i)
-          store_row(chunk_.answered + i * chunk_.columns, chunk_.width, row_of<T>(out_, b, first + i, h));
-        const bool goes_on = end < sizes_.tokens ? !begins_at(x_.begins, b, end) : given(state_);
-        if (goes_on) chunk_.advance(keys_, fresh, count, state(r), scaled_);
+    const Chunks chunks(x_.begins, b, s_.tokens);
+    const int64_t first_head = g * s_.group();
+    for (int64_t j = 0; j < s_.group(); ++j)
+      if (given(x_.initial))
+        pack<C, C>({rows_of(x_.initial), b, 0, first_head + j}, 0, s_.width, s_.columns(), C(1), states_ + j * s_.state_cells());
+    for (int64_t t = 0; t < s_.tokens; t += n_) {
+      const Chunk chunk = chunks.from(t);
+      load_keys(b, g, chunk);
+      load_queries(g);
+      const bool from_zero = chunk.begins && !(t == 0 && given(x_.initial));
+      const bool goes_on = !chunk.ends || (t + chunk.count == s_.tokens && given(state_));
+      for (int64_t j = 0; j < s_.group(); ++j) {
+        C* state = states_ + j * s_.state_cells();
+        read(first_head + j, from_zero ? nullptr : state);
+        if (goes_on) advance(from_zero ? nullptr : state, state);
       }
-      fresh = false;
-    });
+    }
     if (!given(state_)) return;
-    for (int64_t r = 0; r < readers; ++r) store_state(sizes_, state(r), b, g * readers + r, state_);
+    for (int64_t j = 0; j < s_.group(); ++j) {
+      C* state = states_ + j * s_.state_cells();
+      if (s_.tokens == 0 && !given(x_.initial)) std::fill_n(state, s_.state_cells(), C(0));
+      unpack(state, C(1), HeadRows<C>(rows_of(state_), b, 0, first_head + j), 0, s_.width);
+    }
   }
 
  private:
-  C* state(int64_t r) { return states_ + r * sizes_.state(); }
+  using Base = DeltaRuleChunk<T, C>;
+  using Base::s_, Base::x_, Base::n_, Base::chunk_, Base::b_, Base::load_keys, Base::load_queries, Base::advance, Base::queries_,
+      Base::result_, Base::gamma_, Base::scale_, Base::scores_, Base::written_;
 
-  const DeltaRuleOperands& x_;
+  /// Results of head h.
+  void read(int64_t h, const C* state) {
+    const int64_t columns = s_.value_columns();
+    this->load_gates(h);
+    this->make_scores();
+    this->write(h, state);
+    if (state) {
+      tile_gemm<C>(n_, columns, s_.width, queries_, s_.columns(), 1, state, columns, result_, columns, false);
+      for (int64_t i = 0; i < n_; ++i) scale_row(scale_ * gamma_[i], result_ + i * columns, columns, result_ + i * columns);
+    }
+    lower_product(n_, columns, scores_, written_, result_, state != nullptr);
+    unpack(result_, C(1), HeadRows<T>(out_, b_, chunk_.first, h), 0, n_);
+  }
+
   const View &out_, &state_;
-  const DeltaRuleSizes sizes_;
-  Scratch<C> scratch_;
-  Keys<T, C> keys_;
-  Chunk<T, C> chunk_;
-  C *scaled_, *states_;
+  C* states_;
 };
 
 }  // namespace
@@ -56,12 +66,8 @@ class Forward {
 void delta_rule(const DeltaRuleOperands& x, const DeltaRuleOptions& options, const View& out, const View& state, Workspace workspace) {
   visit_floating("delta_rule", x.q.dtype, [&]<class T>() {
     using C = ComputeType<T>;
-    const DeltaRuleSizes s(x);
-    const int64_t cells = DeltaRuleSizes::aligned<C>(s.forward_cells());
-    parallel_slots(s.items(), s.slots(), [&](int64_t slot, int64_t begin, int64_t end) {
-      Forward<T> head(x, options, out, state, static_cast<C*>(workspace.data) + slot * cells);
-      for (int64_t item = begin; item < end; ++item) head.run(item / s.key_heads, item % s.key_heads);
-    });
+    const DeltaRuleShape s(x);
+    run_items<C>(s, s.forward_cells(), workspace, [&](C* scratch) { return Forward<T>(x, options, out, state, scratch); });
   });
 }
 

@@ -15,10 +15,19 @@ namespace {
 using namespace sheaf::testing;
 using namespace sheaf::testing::delta_rule;
 
-struct Poisoned {
-  std::vector<char> memory;
-  explicit Poisoned(size_t bytes) : memory(bytes, '\xff') {}
-  operator Workspace() { return {memory.data(), memory.size()}; }
+/// A workspace behind which nothing must be written.
+class Poisoned {
+ public:
+  explicit Poisoned(size_t bytes) : bytes_(bytes), memory_(bytes + kBehind, '\xff') {}
+  ~Poisoned() {
+    EXPECT_TRUE(std::all_of(memory_.begin() + static_cast<int64_t>(bytes_), memory_.end(), [](char c) { return c == '\xff'; }));
+  }
+  operator Workspace() { return {memory_.data(), bytes_}; }
+
+ private:
+  static constexpr size_t kBehind = 4096;
+  size_t bytes_;
+  std::vector<char> memory_;
 };
 
 template <class Forward, class Backward>
@@ -48,6 +57,15 @@ TEST(DeltaRule, MatchesTheRecurrence) {
     for (const Sizes& s : kSizes) compare(random(d, s));
 }
 
+// Of one token more or less than chunks and blocks of rows have, of a whole number of lanes and not, of two and three heads that read a key.
+TEST(DeltaRule, UnevenSizes) {
+  for (DType d : {kF64, kF32, kBF16, kF16})
+    for (const Sizes& s : {Sizes{1, 63, 1, 3, 16, 1}, {2, 17, 2, 2, 1, 33}, {1, 129, 2, 4, 32, 48}, {1, 97, 1, 2, 15, 17}}) {
+      if (s.width > 1) compare(random(d, s));  // a normalised number has no gradient
+      compare(with_states(random(d, s, 0)));
+    }
+}
+
 TEST(DeltaRule, StatesAndKeysAsTheyAre) {
   for (DType d : {kF64, kF32, kBF16, kF16}) compare(with_states(random(d, {2, 131, 1, 2, 24, 9}, 0)));
 }
@@ -71,6 +89,72 @@ TEST(DeltaRule, PartsAreTheWhole) { expect_parts_are_the_whole(on_cpu); }
 TEST(DeltaRule, RunsAndStridesChangeNothing) { expect_runs_and_strides_change_nothing(on_cpu); }
 TEST(DeltaRule, DecaysThatCutTheStateOff) { expect_decays_that_cut_the_state_off(on_cpu); }
 TEST(DeltaRule, StatesOfNoTokens) { expect_states_of_no_tokens(on_cpu); }
+
+// Of a sum of the results and the last state under random weights: along a random direction of each operand.
+TEST(DeltaRule, GradientsMatchDifferences) {
+  const Operands o = with_documents(with_states(random(kF64, {2, 100, 1, 2, 6, 5}, 0.1)), {30, 70});
+  const Results got = on_cpu(o);
+  const auto loss = [&](const Operands& at) {
+    const Results r = on_cpu(at);
+    double sum = 0;
+    for (int64_t i = 0; i < r.out.view().numel(); ++i) sum += r.out.at(i) * o.dout.at(i);
+    for (int64_t i = 0; i < r.state.view().numel(); ++i) sum += r.state.at(i) * o.dstate.at(i);
+    return sum;
+  };
+  int seed = 20;
+  for (const auto& [operand, gradient] : {std::pair<Array Operands::*, Array>(&Operands::q, got.dq), {&Operands::k, got.dk},
+                                          {&Operands::v, got.dv}, {&Operands::decay, got.ddecay}, {&Operands::beta, got.dbeta},
+                                          {&Operands::initial, got.dinitial}}) {
+    const Array direction = Array::random(kF64, gradient.view().shape, seed++);
+    double want = 0;
+    for (int64_t i = 0; i < direction.view().numel(); ++i) want += gradient.at(i) * direction.at(i);
+    const auto moved = [&](double by) {
+      Operands to = o;
+      to.*operand = (o.*operand).clone();
+      (to.*operand).fill([&](int64_t i) { return (o.*operand).at(i) + by * direction.at(i); });
+      return loss(to);
+    };
+    constexpr double kStep = 1e-5;
+    EXPECT_NEAR((moved(kStep) - moved(-kStep)) / (2 * kStep), want, 1e-6 * (1 + std::abs(want))) << "operand " << seed - 20;
+  }
+}
+
+// A decay behind which little is left has a small gradient among large ones: every digit of it, not what differences of large sums leave.
+TEST(DeltaRule, SmallGradientsOfDecaysAreExact) {
+  Operands o = random(kF32, {1, 64, 1, 1, 16, 16});
+  for (int64_t t = 0; t < 64; ++t) o.decay.set(t, t == 32 ? -16 : -0.01);
+  const Array got = on_cpu(o).ddecay, want = in_reference(o).ddecay;
+  EXPECT_LT(std::abs(want.at(32)), 1e-5);
+  EXPECT_NEAR(got.at(32) / want.at(32), 1, 1e-4);
+}
+
+TEST(DeltaRule, SharesOfNothingAndOfAll) {
+  for (DType d : {kF64, kF32}) {
+    Operands o = with_states(random(d, {1, 90, 1, 2, 8, 8}));
+    for (int64_t i = 0; i < o.beta.view().numel(); i += 3) o.beta.set(i, i % 2);
+    compare(o);
+  }
+}
+
+TEST(DeltaRule, StatesThatAreNotWanted) {
+  const Operands o = random(kF32, {1, 130, 1, 2, 8, 8});
+  const Results want = on_cpu(o);
+  const Array out = like(o.v), dq = like(o.q), dk = like(o.k), dv = like(o.v), ddecay = like(o.decay), dbeta = like(o.beta);
+  const DeltaRuleOperands x{o.q, o.k, o.v, o.decay, o.beta, View{}, View{}};
+  cpu::delta_rule(x, o.options, out, View{}, Poisoned(cpu::delta_rule_workspace(x, out, View{})));
+  const DeltaRuleGradients d{dq, dk, dv, ddecay, dbeta, View{}};
+  cpu::delta_rule_backward(x, o.options, o.dout, View{}, d, Poisoned(cpu::delta_rule_backward_workspace(x, o.dout, View{}, d)));
+  expect_same({out, want.state, dq, dk, dv, ddecay, dbeta, want.dinitial}, want, "without states");
+}
+
+TEST(DeltaRule, NothingToRead) {
+  EXPECT_EQ(values(on_cpu(random(kF32, {2, 0, 1, 1, 2, 3})).state), std::vector<double>(12, 0.0));
+  EXPECT_EQ(values(on_cpu(random(kF32, {2, 0, 1, 1, 2, 3})).dinitial), std::vector<double>(12, 0.0));
+  EXPECT_EQ(values(on_cpu(random(kF32, {1, 3, 1, 0, 2, 5})).dq), std::vector<double>(6, 0.0));  // no values: nothing reads queries
+  EXPECT_EQ(values(on_cpu(random(kF32, {1, 3, 1, 1, 0, 5})).out), std::vector<double>(15, 0.0));
+  EXPECT_EQ(values(on_cpu(random(kF32, {1, 3, 1, 1, 5, 0})).dk), std::vector<double>(15, 0.0));
+  on_cpu(random(kF32, {1, 3, 0, 0, 2, 5}));
+}
 
 // A token's result has the bits that it has if there is nothing behind it.
 TEST(DeltaRule, LaterTokensChangeNothing) {
