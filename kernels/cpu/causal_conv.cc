@@ -1,8 +1,8 @@
 #include "sheaf/kernels/causal_conv.h"
 
 #include "sheaf/kernels/causal_conv_operands.h"
+#include "sheaf/kernels/cpu/causal_conv_squares.h"
 #include "sheaf/kernels/cpu/documents.h"
-#include "sheaf/kernels/cpu/rows.h"
 #include "sheaf/kernels/cpu/simd.h"
 
 namespace sheaf::kernels {
@@ -19,11 +19,12 @@ void causal_conv(const CausalConvOperands& x, const View& y) {
   (has_v4() ? v4::causal_conv : v3::causal_conv)(x, y);
 }
 
-// What each block of tokens adds to the gradient of the weight.
 size_t causal_conv_backward_workspace(const CausalConvOperands& x, const View& dy, const View&, const View& dweight) {
-  if (!given(dweight)) return 0;
-  const int64_t blocks = dy.shape[0] * ((dy.shape[1] + 63) / 64);
-  return static_cast<size_t>(blocks * x.weight.shape.numel()) * size_of(dweight.dtype);
+  const ConvSquares s(x);
+  const int64_t taps = x.weight.shape[1];
+  const size_t size = dy.dtype == kF64 ? 8 : 4;
+  return line_align(static_cast<size_t>(s.slots() * s.slope_cells(taps)) * size) +
+         (given(dweight) ? line_align(static_cast<size_t>(s.part_cells(taps)) * size) : 0);
 }
 
 void causal_conv_backward(const CausalConvOperands& x, const View& dy, const View& dx, const View& dweight, Workspace workspace) {

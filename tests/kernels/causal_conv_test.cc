@@ -91,7 +91,7 @@ void compare(const Operands& o) {
 TEST(CausalConv, MatchesTheDefinition) {
   for (DType d : {kF64, kF32, kBF16, kF16})
     for (const bool silu : {false, true})
-      for (const auto& [shape, taps] : {std::pair(Shape{2, 70, 37}, 4), {Shape{1, 1, 1}, 1}, {Shape{3, 5, 16}, 7}, {Shape{1, 130, 3}, 2}, {Shape{1, 65, 48}, 16}})
+      for (const auto& [shape, taps] : {std::pair(Shape{2, 70, 37}, 4), {Shape{1, 1, 1}, 1}, {Shape{3, 5, 16}, 7}, {Shape{1, 130, 3}, 2}, {Shape{1, 65, 48}, 16}, {Shape{1, 66, 300}, 3}})
         compare(random(d, shape, taps, silu));
 }
 
@@ -116,12 +116,21 @@ TEST(CausalConv, DocumentsAreThoseAlone) {
   }
 }
 
+// What a document had before the first token is not there.
+TEST(CausalConv, TheFirstDocumentMayHaveBegunEarlier) {
+  const Operands o = with_documents(random(kF32, {1, 40, 21}, 4, true), {30});
+  Operands earlier = o;
+  earlier.begins = o.begins.clone();
+  for (int64_t t = 0; t < 30; ++t) earlier.begins.set(t, -37);
+  expect_same(on_cpu(earlier), on_cpu(o));
+}
+
 TEST(CausalConv, StridesThreadsAndBuildsChangeNothing) {
   for (DType d : {kF64, kF32, kBF16}) {
-    const Shape s{2, 150, 37};
+    const Shape s{2, 150, 137};
     const Operands dense = with_documents(random(d, s, 4, true), {40, 90});
     const Results want = on_cpu(dense);
-    Operands strided = random(d, s, 4, true, {170 * 41, 41, 1});
+    Operands strided = random(d, s, 4, true, {170 * 141, 141, 1});
     strided.begins = dense.begins;
     const Results got = on_cpu(strided);
     expect_same(got, want);
@@ -140,9 +149,10 @@ TEST(CausalConv, OneGradientAlone) {
   const Operands o = random(kF32, {2, 70, 21}, 4, true);
   const Results both = on_cpu(o);
   Results r{like(o.x), like(o.x), like(both.dweight)};
-  cpu::causal_conv_backward(o.view(), o.dy, r.dx, View{}, {});
-  std::vector<char> scratch(cpu::causal_conv_backward_workspace(o.view(), o.dy, View{}, r.dweight), '\xff');
-  cpu::causal_conv_backward(o.view(), o.dy, View{}, r.dweight, Workspace{scratch.data(), scratch.size()});
+  for (const auto& [dx, dweight] : {std::pair(r.dx.view(), View{}), {View{}, r.dweight.view()}}) {
+    std::vector<char> scratch(cpu::causal_conv_backward_workspace(o.view(), o.dy, dx, dweight), '\xff');
+    cpu::causal_conv_backward(o.view(), o.dy, dx, dweight, Workspace{scratch.data(), scratch.size()});
+  }
   EXPECT_TRUE(same_bits(r.dx, both.dx) && same_bits(r.dweight, both.dweight));
 }
 
