@@ -183,28 +183,6 @@ TEST_P(LinearGradients, EqualThoseOfOneRank) {
   expect_gradients_of_one_rank(axes, "zero1", 3, m);
 }
 
-// More ranks than key heads of attention have copies of these, and the gates of their queries; experts are shared.
-class GatedGradients : public ::testing::TestWithParam<Axes> {};
-
-TEST_P(GatedGradients, EqualThoseOfOneRank) {
-  models::ModelConfig m = tiny_qwen3_next();
-  m.linear_key_heads = m.linear_value_heads = 0;
-  for (const int64_t kv_heads : {1, 2, 6}) {
-    m.kv_heads = kv_heads;
-    expect_gradients_of_one_rank(GetParam(), "full_shard", 3, m);
-  }
-}
-
-INSTANTIATE_TEST_SUITE_P(Meshes, GatedGradients,
-                         ::testing::Values(Axes{{"data", 2}}, Axes{{"data", 1}, {"model", 4}}, Axes{{"data", 1}, {"context", 3}},
-                                           Axes{{"data", 1}, {"gathered", 2}, {"model", 2}}, Axes{{"data", 2}, {"expert", 2}},
-                                           Axes{{"data", 1}, {"context", 2}, {"model", 3}}),
-                         [](const auto& info) {
-                           std::string out;
-                           for (const auto& axis : info.param) out += str(out.empty() ? "" : "_", axis.name, axis.size);
-                           return out;
-                         });
-
 INSTANTIATE_TEST_SUITE_P(Meshes, LinearGradients,
                          ::testing::Combine(::testing::Values(Axes{{"data", 3}}, Axes{{"data", 1}, {"model", 2}}, Axes{{"data", 1}, {"model", 3}},
                                                               Axes{{"data", 1}, {"model", 5}}, Axes{{"data", 2}, {"context", 2}},
@@ -227,64 +205,6 @@ TEST(LinearAttention, AllOfItIsTrained) {
     EXPECT_GT(max_magnitude({*found}), 1e-7 * max_magnitude(gradients)) << name;
   }
   EXPECT_TRUE(gradients.contains("blocks.2.attention.qkv.weight"));
-}
-
-TEST(LinearAttention, GatesAreTrained) {
-  const Values gradients = gradients_f64(Axes{{"data", 1}}, "replicate", 3, {}, tiny_qwen3_next());
-  for (const char* name : {"blocks.2.attention.gate.weight", "blocks.1.moe.shared_gate.weight", "blocks.1.moe.shared.gate.weight"}) {
-    const auto found = gradients.find(name);
-    ASSERT_NE(found, gradients.end()) << name;
-    EXPECT_GT(max_magnitude({*found}), 1e-9 * max_magnitude(gradients)) << name;
-  }
-}
-
-// By hand: gates that are open halfway, or shut.
-TEST(LinearAttention, GatesMultiply) {
-  nn::AttentionConfig a;
-  a.width = 8, a.heads = 2, a.bias = false, a.gate = true;
-  nn::CausalSelfAttention with(a);
-  a.gate = false;
-  nn::CausalSelfAttention without(a);
-  nn::MixtureConfig e;
-  e.width = 8, e.hidden = 4, e.experts = 3, e.shared_hidden = 4, e.shared_gate = true;
-  nn::MixtureOfExperts gated(e);
-  e.shared_gate = false;
-  nn::MixtureOfExperts plain(e);
-  e.shared_hidden = 0;
-  nn::MixtureOfExperts alone(e);
-  for (nn::Module* m : std::initializer_list<nn::Module*>{&with, &without, &gated, &plain, &alone}) materialize(*m, Device::cpu(), {.seed = 2, .dtype = kF64});
-  const Tensor x = randn({kF64, {2, 5, 8}, {}}, Key{1}), one = ones({2, 5, 1}, kF64);
-  const auto near = [](const Tensor& got, const Tensor& want) {
-    const std::vector<double> g = got.to_vector<double>(), w = want.to_vector<double>();
-    for (size_t i = 0; i < g.size(); ++i) EXPECT_NEAR(g[i], w[i], 1e-12);
-  };
-  assign(with.gate->weight, zeros({8, 8}, kF64));
-  near(with(x), without(x) * 0.5);
-  assign(gated.shared_gate->weight, zeros({1, 8}, kF64));
-  near(gated(x), (plain(x) + alone(x)) * 0.5);
-}
-
-// Of each head the last elements alone turn: with none of them in scores, positions change nothing.
-TEST(LinearAttention, APartOfAHeadIsRotated) {
-  nn::AttentionConfig a;
-  a.width = 12, a.heads = 2, a.bias = false, a.rope_theta = 10.0, a.rotary_width = 2;
-  nn::CausalSelfAttention layer(a);
-  a.rope_theta = 0;
-  nn::CausalSelfAttention still(a);
-  for (auto* m : {&layer, &still}) {
-    materialize(*m, Device::cpu(), {.seed = 2, .dtype = kF64});
-    std::vector<double> weight = full_parameter(m->qkv.weight).to_vector<double>();
-    for (size_t row = 0; row < 12; ++row)  // queries
-      if (row % 6 >= 4) std::fill_n(weight.begin() + static_cast<std::ptrdiff_t>(row * 12), 12, 0.0);
-    assign(m->qkv.weight, Tensor::from(weight, {36, 12}));
-  }
-  const Tensor x = randn({kF64, {2, 5, 12}, {}}, Key{1});
-  EXPECT_EQ(layer(x).to_vector<double>(), still(x).to_vector<double>());
-  a.rope_theta = 10.0;
-  for (const int64_t bad : {3, 8, -2}) {
-    a.rotary_width = bad;
-    EXPECT_THROW(nn::CausalSelfAttention m(a), ConfigError) << bad;
-  }
 }
 
 TEST(LinearAttention, StrategiesPrefetchUnitsRecomputeAndProgramsChangeNoBit) {
