@@ -170,7 +170,9 @@ TEST(RunState, StepsCountThroughTheDecay) {
 TEST(RunState, WhatAnOlderCheckpointDoesNotSayIsNotCompared) {
   Json json = without(a_run().to_json(), "data");
   for (const char* key : {"train.dtype", "train.decay_start", "train.decay_end", "train.optimizer", "train.momentum",
-                          "train.state_dtype", "train.fp8", "train.islands", "model.end_of_text", "model.window", "model.full_attention_every"})
+                          "train.state_dtype", "train.fp8", "train.islands", "model.end_of_text", "model.window", "model.full_attention_every",
+                          "model.linear_key_heads", "model.linear_value_heads", "model.linear_key_width", "model.linear_value_width",
+                          "model.linear_taps", "model.attention_gate", "model.rotary_width", "model.shared_expert_gate"})
     json.set("options", without(json.at("options"), key));
   for (const char* name : {"rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
                            "beta_slow", "beta_fast", "truncate", "attention_factor", "mscale", "mscale_all_dim"})
@@ -224,6 +226,14 @@ TEST(RunState, WhatAnOlderCheckpointDoesNotSayIsNotCompared) {
   EXPECT_THAT(mismatch(saved, now), HasSubstr("model.window was 0 in the checkpoint and is 7 now"));
   now.model.window = 0, now.model.full_attention_every = 2;
   EXPECT_THAT(mismatch(saved, now), HasSubstr("model.full_attention_every was 0 in the checkpoint and is 2 now"));
+  // Nor had it gates, and it rotated whole heads.
+  now = a_run();
+  now.model.attention_gate = true;
+  EXPECT_THAT(mismatch(saved, now), HasSubstr("model.attention_gate was false in the checkpoint and is true now"));
+  now.model.attention_gate = false, now.model.rotary_width = 2;
+  EXPECT_THAT(mismatch(saved, now), HasSubstr("model.rotary_width was 0 in the checkpoint and is 2 now"));
+  now.model.rotary_width = 0, now.model.shared_expert_gate = true;
+  EXPECT_THAT(mismatch(saved, now), HasSubstr("model.shared_expert_gate was false in the checkpoint and is true now"));
   // All other options stand in every checkpoint.
   json.set("options", without(json.at("options"), "train.lr"));
   EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData, [&] { RunState::from_json(json); }), HasSubstr("train.lr"));

@@ -8,6 +8,7 @@
 #include <set>
 
 #include "sheaf/core/file.h"
+#include "sheaf/models/run_state.h"
 #include "sheaf/tests/core/scratch_folder.h"
 
 namespace sheaf::tools {
@@ -341,6 +342,38 @@ TEST_F(Config, EveryFieldIsInTheTable) {
   for (const auto& [section, bytes] : missing) EXPECT_LT(bytes, 8u) << section;
   for (const auto& [section, size] : sizes) whole += size;
   EXPECT_EQ(whole + sizeof c.model.end_of_text + sizeof c.data.examples, sizeof c);  // no section is forgotten
+}
+
+// What decides values is the same when a run goes on: a field that models::RunState forgets would change them unseen.
+TEST_F(Config, EveryFieldOfAModelIsAskedForByResume) {
+  // Names, which say what others do, and the vocabulary, which is compared as the data's.
+  const std::set<std::string> others = {"model.preset", "model.weights", "model.vocab"};
+  const auto state = [](const TrainConfig& c) {
+    models::RunState s;
+    s.model = c.model;
+    s.train = c.train;
+    return s;
+  };
+  TrainConfig saved, now;
+  saved.model.type = now.model.type = "llama";
+  saved.model.lora_rank = now.model.lora_rank = 4;
+  for (const auto& field : config_fields(now)) {
+    if (!field.key.starts_with("model.") || others.contains(field.key)) continue;
+    const models::ModelConfig before = now.model;
+    std::visit(
+        [&](auto* target) {
+          using T = std::remove_pointer_t<decltype(target)>;
+          if constexpr (std::is_same_v<T, std::string>) *target = *target == field.choices.at(0) ? field.choices.at(1) : field.choices.at(0);
+          else if constexpr (std::is_same_v<T, bool>) *target = !*target;
+          else *target += 1;
+        },
+        field.target);
+    // Heads follow from latents, and are compared before.
+    const std::string named = field.key == "model.kv_lora_rank" ? "model.head_dim" : field.key;
+    const auto resume = [&] { check_resumable(state(saved), state(now)); };
+    EXPECT_THAT(message_of<Error>(ExitCode::kResumeMismatch, resume), HasSubstr(named + " was "));
+    now.model = before;
+  }
 }
 
 }  // namespace
