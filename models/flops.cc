@@ -95,7 +95,8 @@ FlopsOfParts flops_of_parts(const TrainConfig& config, CountAttention attention)
   }
   const double weights = m.lora_rank ? 4 : 6;
   const auto keys = [&](int64_t begin, int64_t end) { return 6 * keys_seen(m, begin, end, attention) * full.of_a_key; };
-  const double block = weights * block_of(mixtures, attention_of_a_block) + 6 * (adapters + attention_of_a_block.of_states) + keys(0, m.layers), head = weights * of(m.vocab) * width;
+  const double block = weights * block_of(mixtures, attention_of_a_block) + 6 * (adapters + attention_of_a_block.of_states) + keys(0, m.layers);
+  const double head = weights * of(m.vocab) * width;
   // Of two inputs one is made; then it is a block as the last ones are.
   const double mtp = m.mtp_layers ? weights * (2 * width * width + block_of(m.experts ? 1 : 0, full)) + keys(m.layers, m.layers + m.mtp_layers) : 0;
   return {tokens * block, tokens * head, tokens * of(m.mtp_layers) * mtp};

@@ -119,7 +119,8 @@ bool came_later(std::string_view key) {
          key == "model.window_rope_theta" || key.ends_with("_lora_rank") || key.ends_with("_head_dim") || key.starts_with("model.rope_scaling.") ||
          key.starts_with("model.expert") || key == "model.capacity_factor" || key == "model.normalize_experts" || key == "model.aux_loss" ||
          key == "model.shared_experts" || key == "model.dense_layers" || key == "model.end_of_text" || key == "model.window" || key == "model.full_attention_every" ||
-         key.starts_with("model.linear_") || key == "model.attention_gate" || key == "model.rotary_width" || key == "model.shared_expert_gate" || key.starts_with("model.lora_") || key.starts_with("model.mtp_") || key == "model.quantize";
+         key.starts_with("model.linear_") || key == "model.attention_gate" || key == "model.rotary_width" || key == "model.shared_expert_gate" ||
+         key.starts_with("model.lora_") || key.starts_with("model.mtp_") || key == "model.quantize";
 }
 
 void get(const Json& j, bool& out) { out = j.as_bool(); }
