@@ -53,12 +53,12 @@ Attention attention_of(const ModelConfig& m) {
 
 Attention linear_attention_of(const ModelConfig& m) {
   Attention a;
-  const int64_t values = m.linear_value_heads * m.linear_value_width;
-  a.multiply(m.width, 2 * m.linear_key_heads * m.linear_key_width + values);
+  const int64_t values = m.linear_value_heads * m.linear_value_head_dim;
+  a.multiply(m.width, 2 * m.linear_key_heads * m.linear_key_head_dim + values);
   a.multiply(m.width, values);
   a.weights += static_cast<double>(m.width * 2 * m.linear_value_heads);  // rates, which have no adapters
   a.multiply(values, m.width);
-  a.of_states = 3.0 * static_cast<double>(values * m.linear_key_width);
+  a.of_states = 3.0 * static_cast<double>(values * m.linear_key_head_dim);
   return a;
 }
 

@@ -28,7 +28,7 @@ nn::AttentionConfig attention_config(const LlamaConfig& c, int64_t block) {
   a.sinks = c.attention_sinks;
   a.qk_norm = c.qk_norm;
   a.norm_eps = c.norm_eps;
-  a.rotary_width = c.rotary_width;
+  a.rotary_dim = c.rotary_dim;
   set_window_and_rotary(a, c, block);
   a.dropout = c.dropout;
   a.init = weight_init();
@@ -59,9 +59,9 @@ nn::DeltaNetConfig delta_net_config(const LlamaConfig& c) {
   d.width = c.width;
   d.key_heads = c.linear_key_heads;
   d.value_heads = c.linear_value_heads ? c.linear_value_heads : c.linear_key_heads;
-  d.key_width = c.linear_key_width ? c.linear_key_width : c.head_dim ? c.head_dim : c.width / c.heads;
-  d.value_width = c.linear_value_width ? c.linear_value_width : d.key_width;
-  d.taps = c.linear_taps;
+  d.key_width = c.linear_key_head_dim ? c.linear_key_head_dim : c.head_dim ? c.head_dim : c.width / c.heads;
+  d.value_width = c.linear_value_head_dim ? c.linear_value_head_dim : d.key_width;
+  d.taps = c.linear_conv_kernel;
   d.norm_eps = c.norm_eps;
   d.dropout = c.dropout;
   d.init = weight_init();
@@ -157,9 +157,9 @@ Llama::Llama(const LlamaConfig& c)
                      " have no mixture: none has");
   check<ConfigError>(c.experts == 0 || !c.gelu_gate, "[llama] gelu_gate: mixtures of experts are SwiGLU");
   check<ConfigError>(c.kv_lora_rank == 0 || ((c.kv_heads == 0 || c.kv_heads == c.heads) && !c.qk_norm && !c.qkv_bias && !c.out_bias &&
-                                             !c.attention_sinks && !c.attention_gate && !c.rotary_width),
+                                             !c.attention_sinks && !c.attention_gate && !c.rotary_dim),
                      "[llama] kv_lora_rank ", c.kv_lora_rank, ": latent attention has as many key heads as heads (kv_heads 0, not ",
-                     c.kv_heads, "), and neither qk_norm, qkv_bias, out_bias, attention_sinks, attention_gate nor rotary_width");
+                     c.kv_heads, "), and neither qk_norm, qkv_bias, out_bias, attention_sinks, attention_gate nor rotary_dim");
   check<ConfigError>(c.linear_key_heads == 0 || c.window == 0, "[llama] linear_key_heads ", c.linear_key_heads, " with a window of ", c.window,
                      ": blocks without linear attention see all keys");
   blocks.reserve(static_cast<size_t>(c.layers));

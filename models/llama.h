@@ -35,7 +35,7 @@ struct LlamaConfig {
   bool qkv_bias = false;          ///< queries, keys and values have biases, as Qwen2's
   bool out_bias = false;          ///< what attention adds has a bias, as gpt-oss's
   bool attention_gate = false;    ///< what heads give is gated, as Qwen3-Next's (AttentionConfig::gate)
-  int64_t rotary_width = 0;       ///< of a head the last so many elements are rotated; 0: all
+  int64_t rotary_dim = 0;       ///< of a head the last so many elements are rotated; 0: all
   bool attention_sinks = false;   ///< each head's softmax has a sink, as gpt-oss's (AttentionConfig::sinks)
   bool qk_norm = false;           ///< queries and keys are normalised before they are rotated, as Qwen3's
   bool gelu_gate = false;         ///< MLPs are GeGLU, as Gemma's; not with experts, whose mixtures are SwiGLU
@@ -71,8 +71,8 @@ struct LlamaConfig {
 
   int64_t linear_key_heads = 0;   ///< nn::GatedDeltaNet in place of attention, but in each full_attention_every-th block; 0: nowhere
   int64_t linear_value_heads = 0;  ///< there; 0: as many
-  int64_t linear_key_width = 0, linear_value_width = 0;  ///< there, of heads; 0: that of attention's, that of keys
-  int64_t linear_taps = 4;        ///< there
+  int64_t linear_key_head_dim = 0, linear_value_head_dim = 0;  ///< there, of heads; 0: that of attention's, that of keys
+  int64_t linear_conv_kernel = 4;        ///< there
 
   int64_t window = 0;             ///< as in GptConfig
   double window_rope_theta = 0.0;  ///< base of the rotary frequencies where there is a window, which are not scaled; 0: those of others

@@ -61,12 +61,12 @@ LlamaConfig qwen3_next() {
   c.head_dim = 256;
   c.context = 262144;
   c.rope_theta = 1e7;
-  c.rotary_width = 64;
+  c.rotary_dim = 64;
   c.attention_gate = true;
   c.full_attention_every = 4;
   c.linear_key_heads = 16;
   c.linear_value_heads = 32;
-  c.linear_key_width = c.linear_value_width = 128;
+  c.linear_key_head_dim = c.linear_value_head_dim = 128;
   c.experts = 512;
   c.experts_per_token = 10;
   c.expert_hidden = 512;

@@ -35,7 +35,7 @@ void for_each_llama_option(Model& c, Options& m, F&& f) {
   f(c.out_bias, m.out_bias);
   f(c.attention_sinks, m.attention_sinks);
   f(c.attention_gate, m.attention_gate);
-  f(c.rotary_width, m.rotary_width);
+  f(c.rotary_dim, m.rotary_dim);
   f(c.qk_norm, m.qk_norm);
   f(c.gelu_gate, m.gelu_gate);
   f(c.post_norms, m.post_norms);
@@ -50,9 +50,9 @@ void for_each_llama_option(Model& c, Options& m, F&& f) {
   f(c.mscale_all_dim, m.rope_scaling.mscale_all_dim);
   f(c.linear_key_heads, m.linear_key_heads);
   f(c.linear_value_heads, m.linear_value_heads);
-  f(c.linear_key_width, m.linear_key_width);
-  f(c.linear_value_width, m.linear_value_width);
-  f(c.linear_taps, m.linear_taps);
+  f(c.linear_key_head_dim, m.linear_key_head_dim);
+  f(c.linear_value_head_dim, m.linear_value_head_dim);
+  f(c.linear_conv_kernel, m.linear_conv_kernel);
   f(c.experts, m.experts);
   f(c.experts_per_token, m.experts_per_token);
   f(c.expert_hidden, m.expert_hidden);

@@ -224,16 +224,16 @@ void read_qwen3_next(const ConfigReader& r, double part, ModelConfig& m) {
   read_linear_layers(r, m);
   m.linear_key_heads = r.positive("linear_num_key_heads");
   m.linear_value_heads = r.positive("linear_num_value_heads");
-  m.linear_key_width = r.positive("linear_key_head_dim");
-  m.linear_value_width = r.positive("linear_value_head_dim");
-  m.linear_taps = r.positive("linear_conv_kernel_dim");
+  m.linear_key_head_dim = r.positive("linear_key_head_dim");
+  m.linear_value_head_dim = r.positive("linear_value_head_dim");
+  m.linear_conv_kernel = r.positive("linear_conv_kernel_dim");
   if (m.linear_value_heads % m.linear_key_heads != 0)
     r.refuse("linear_num_value_heads", str("expected a multiple of the ", m.linear_key_heads, " key heads"));
   const auto rotated = static_cast<int64_t>(part * static_cast<double>(m.head_dim));  // rounded as transformers does
   if (!(part > 0 && part <= 1) || rotated == 0 || rotated % 2 != 0)
     r.refuse(r.has("rope_parameters") ? "rope_parameters" : "partial_rotary_factor",
              str("rotary positions turn pairs, of all ", m.head_dim, " elements of a head or the first of them, not ", part, " of them"));
-  m.rotary_width = rotated == m.head_dim ? 0 : rotated;
+  m.rotary_dim = rotated == m.head_dim ? 0 : rotated;
   const int64_t shared = r.positive("shared_expert_intermediate_size"), hidden = r.positive("moe_intermediate_size");
   if (shared % hidden != 0) r.refuse("shared_expert_intermediate_size", str("expected a multiple of moe_intermediate_size, ", hidden));
   m.shared_experts = shared / hidden;

@@ -35,14 +35,14 @@ void check_published_shape(const ModelConfig& model, const ModelConfig& publishe
     same("out_bias", m.out_bias, published.out_bias);
     same("attention_sinks", m.attention_sinks, published.attention_sinks);
     same("attention_gate", m.attention_gate, published.attention_gate);
-    same("rotary_width", m.rotary_width, published.rotary_width);
+    same("rotary_dim", m.rotary_dim, published.rotary_dim);
     same("qk_norm", m.qk_norm, published.qk_norm);
     same("linear_key_heads", m.linear_key_heads, published.linear_key_heads);
     if (m.linear_key_heads) {
       same("linear_value_heads", m.linear_value_heads, published.linear_value_heads);
-      same("linear_key_width", m.linear_key_width, published.linear_key_width);
-      same("linear_value_width", m.linear_value_width, published.linear_value_width);
-      same("linear_taps", m.linear_taps, published.linear_taps);
+      same("linear_key_head_dim", m.linear_key_head_dim, published.linear_key_head_dim);
+      same("linear_value_head_dim", m.linear_value_head_dim, published.linear_value_head_dim);
+      same("linear_conv_kernel", m.linear_conv_kernel, published.linear_conv_kernel);
     }
     same("gelu_gate", m.gelu_gate, published.gelu_gate);
     same("post_norms", m.post_norms, published.post_norms);
@@ -139,7 +139,7 @@ Architecture gemma(const ModelConfig& m) {
 }
 
 bool has_any_of_qwen3_next(const ModelConfig& m) {
-  return m.linear_key_heads || m.attention_gate || m.rotary_width || (m.experts && m.shared_expert_gate);
+  return m.linear_key_heads || m.attention_gate || m.rotary_dim || (m.experts && m.shared_expert_gate);
 }
 
 bool has_any_of_gpt_oss(const ModelConfig& m) {
@@ -161,7 +161,7 @@ Architecture qwen3_next(const ModelConfig& m) {
   if (m.linear_key_heads && m.attention_gate && m.qk_norm && shared && !deepseeks && !m.qkv_bias && !window && !m.kv_lora_rank &&
       !has_any_of_gemma(m) && !has_any_of_gpt_oss(m))
     return {"qwen3_next", "Qwen3NextForCausalLM"};
-  fail<ConfigError>("[weights] model.linear_key_heads, .attention_gate, .shared_expert_gate and .rotary_width are published together, with "
+  fail<ConfigError>("[weights] model.linear_key_heads, .attention_gate, .shared_expert_gate and .rotary_dim are published together, with "
                     "model.qk_norm and mixtures in all layers, and without model.qkv_bias, .window, latent attention and what is DeepSeek's "
                     "beside shared experts, Gemma's or gpt-oss's (qwen3_next): this model cannot be written as one");
 }
@@ -268,16 +268,16 @@ void write_windows(const ModelConfig& m, const std::string& type, Json& json) {
 void write_linear_attention(const ModelConfig& m, Json& json) {
   Json::Array types;
   for (int64_t i = 0; i < m.layers; ++i) types.push_back(is_linear(i, m.full_attention_every) ? "linear_attention" : "full_attention");
-  const int64_t rotated = m.rotary_width ? m.rotary_width : m.head_dim;
+  const int64_t rotated = m.rotary_dim ? m.rotary_dim : m.head_dim;
   const auto width = static_cast<double>(m.head_dim);
   double part = static_cast<double>(rotated) / width;
   if (part * width < static_cast<double>(rotated)) part = std::nextafter(part, 2.0);  // the product is cut to a whole number
   json.set("layer_types", types)
       .set("linear_num_key_heads", m.linear_key_heads)
       .set("linear_num_value_heads", m.linear_value_heads)
-      .set("linear_key_head_dim", m.linear_key_width)
-      .set("linear_value_head_dim", m.linear_value_width)
-      .set("linear_conv_kernel_dim", m.linear_taps)
+      .set("linear_key_head_dim", m.linear_key_head_dim)
+      .set("linear_value_head_dim", m.linear_value_head_dim)
+      .set("linear_conv_kernel_dim", m.linear_conv_kernel)
       .set("partial_rotary_factor", part)
       .set("attention_bias", false);
 }

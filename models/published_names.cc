@@ -127,10 +127,10 @@ PublishedTensor rows_of(const PublishedTensor& whole, int64_t first, int64_t row
   return t;
 }
 
-// A head of queries or keys, or the factors of their norm. Published, its first `rotary_width` elements are rotated, and ours are the last.
+// A head of queries or keys, or the factors of their norm. Published, its first `rotary_dim` elements are rotated, and ours are the last.
 void push_head(std::vector<PublishedTensor>& out, const ModelConfig& m, const PublishedTensor& whole, int64_t first, const std::string& own,
                int64_t first_row) {
-  const int64_t rotated = m.rotary_width ? m.rotary_width : m.head_dim, others = m.head_dim - rotated;
+  const int64_t rotated = m.rotary_dim ? m.rotary_dim : m.head_dim, others = m.head_dim - rotated;
   out.push_back(rows_of(whole, first, rotated, own, first_row + others));
   if (others) out.push_back(rows_of(whole, first + rotated, others, own, first_row));
 }
@@ -154,8 +154,8 @@ void push_gated_attention(std::vector<PublishedTensor>& out, const ModelConfig& 
 
 // Qwen3-Next's: what is of a key head, and of the value heads that read it, is side by side; ours are all queries, all keys, and so on.
 void push_linear_attention(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& name, const std::string& own) {
-  const int64_t c = m.width, heads = m.linear_key_heads, d = m.linear_key_width, readers = m.linear_value_heads / heads;
-  const int64_t e = readers * m.linear_value_width, keys = heads * d, values = heads * e;
+  const int64_t c = m.width, heads = m.linear_key_heads, d = m.linear_key_head_dim, readers = m.linear_value_heads / heads;
+  const int64_t e = readers * m.linear_value_head_dim, keys = heads * d, values = heads * e;
   const std::string qkv = own + ".qkv.weight", rates = own + ".rates.weight";
   const PublishedTensor qkvz = {.name = name + ".in_proj_qkvz.weight", .shape = {2 * keys + 2 * values, c}, .own = ""},
                         ba = {.name = name + ".in_proj_ba.weight", .shape = {2 * m.linear_value_heads, c}, .own = ""};
@@ -168,11 +168,11 @@ void push_linear_attention(std::vector<PublishedTensor>& out, const ModelConfig&
   }
   for (int64_t g = 0; g < heads; ++g)
     for (int64_t k : {0, 1}) out.push_back(rows_of(ba, (2 * g + k) * readers, readers, rates, k * m.linear_value_heads + g * readers));
-  out.push_back({.name = name + ".conv1d.weight", .shape = {2 * keys + values, 1, m.linear_taps}, .own = own + ".taps",
-                 .part = {2 * keys + values, m.linear_taps}});
+  out.push_back({.name = name + ".conv1d.weight", .shape = {2 * keys + values, 1, m.linear_conv_kernel}, .own = own + ".taps",
+                 .part = {2 * keys + values, m.linear_conv_kernel}});
   out.push_back({name + ".A_log", {m.linear_value_heads}, own + ".log_decay"});
   out.push_back({name + ".dt_bias", {m.linear_value_heads}, own + ".decay_bias"});
-  out.push_back({name + ".norm.weight", {m.linear_value_width}, own + ".norm.weight"});  // not what it is above 1
+  out.push_back({name + ".norm.weight", {m.linear_value_head_dim}, own + ".norm.weight"});  // not what it is above 1
   out.push_back({name + ".out_proj.weight", {c, values}, own + ".projection.weight"});
 }
 

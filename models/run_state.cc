@@ -19,9 +19,9 @@ void for_each_model_option(Model&& m, F&& f) {
   f("model.v_head_dim", m.v_head_dim);
   f("model.linear_key_heads", m.linear_key_heads);
   f("model.linear_value_heads", m.linear_value_heads);
-  f("model.linear_key_width", m.linear_key_width);
-  f("model.linear_value_width", m.linear_value_width);
-  f("model.linear_taps", m.linear_taps);
+  f("model.linear_key_head_dim", m.linear_key_head_dim);
+  f("model.linear_value_head_dim", m.linear_value_head_dim);
+  f("model.linear_conv_kernel", m.linear_conv_kernel);
   f("model.mlp_width", m.mlp_width);
   f("model.context", m.context);
   f("model.window", m.window);
@@ -31,7 +31,7 @@ void for_each_model_option(Model&& m, F&& f) {
   f("model.out_bias", m.out_bias);
   f("model.attention_sinks", m.attention_sinks);
   f("model.attention_gate", m.attention_gate);
-  f("model.rotary_width", m.rotary_width);
+  f("model.rotary_dim", m.rotary_dim);
   f("model.qk_norm", m.qk_norm);
   f("model.gelu_gate", m.gelu_gate);
   f("model.post_norms", m.post_norms);
@@ -119,7 +119,7 @@ bool came_later(std::string_view key) {
          key == "model.window_rope_theta" || key.ends_with("_lora_rank") || key.ends_with("_head_dim") || key.starts_with("model.rope_scaling.") ||
          key.starts_with("model.expert") || key == "model.capacity_factor" || key == "model.normalize_experts" || key == "model.aux_loss" ||
          key == "model.shared_experts" || key == "model.dense_layers" || key == "model.end_of_text" || key == "model.window" || key == "model.full_attention_every" ||
-         key.starts_with("model.linear_") || key == "model.attention_gate" || key == "model.rotary_width" || key == "model.shared_expert_gate" ||
+         key.starts_with("model.linear_") || key == "model.attention_gate" || key == "model.rotary_dim" || key == "model.shared_expert_gate" ||
          key.starts_with("model.lora_") || key.starts_with("model.mtp_") || key == "model.quantize";
 }
 

@@ -63,10 +63,10 @@ struct ModelConfig {
   int64_t v_head_dim = 0;       ///< of values; 0: qk_nope_head_dim
   int64_t linear_key_heads = 0;  ///< blocks have linear attention with so many key heads in place of attention (Gated DeltaNet; llama); 0: not
   int64_t linear_value_heads = 0;  ///< then: value heads, a multiple; 0: as many
-  int64_t linear_key_width = 0;  ///< width of its queries and keys; 0: of attention's heads
-  int64_t linear_value_width = 0;  ///< of its values; 0: of its keys
-  int64_t linear_taps = 4;      ///< tokens of which each channel is convolved before
-  int64_t rotary_width = 0;     ///< of each head of attention the last so many elements are rotated; 0: all (llama)
+  int64_t linear_key_head_dim = 0;  ///< width of its queries and keys; 0: of attention's heads
+  int64_t linear_value_head_dim = 0;  ///< of its values; 0: of its keys
+  int64_t linear_conv_kernel = 4;      ///< tokens of which each channel is convolved before
+  int64_t rotary_dim = 0;     ///< of each head of attention the last so many elements are rotated; 0: all (llama)
   int64_t mlp_width = 0;        ///< hidden size of the MLP; 0: 4·width for gpt2, 8/3·width up to a multiple of 64 for llama
   int64_t context = 64;         ///< tokens per sequence
   int64_t vocab = 0;            ///< vocabulary size; 0: that of the tokenizer
@@ -130,8 +130,8 @@ inline ModelConfig resolved(ModelConfig m) {
   if (m.head_dim == 0 && m.heads > 0) m.head_dim = m.width / m.heads;
   if (m.linear_key_heads) {
     if (m.linear_value_heads == 0) m.linear_value_heads = m.linear_key_heads;
-    if (m.linear_key_width == 0) m.linear_key_width = m.head_dim;
-    if (m.linear_value_width == 0) m.linear_value_width = m.linear_key_width;
+    if (m.linear_key_head_dim == 0) m.linear_key_head_dim = m.head_dim;
+    if (m.linear_value_head_dim == 0) m.linear_value_head_dim = m.linear_key_head_dim;
   }
   if (m.mlp_width == 0) m.mlp_width = m.type == "llama" ? (8 * m.width / 3 + 63) / 64 * 64 : 4 * m.width;
   if (m.experts && m.expert_hidden == 0) m.expert_hidden = m.mlp_width;

@@ -35,10 +35,10 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"model.linear_key_heads", &m.linear_key_heads,
        "key heads of linear attention in place of attention, but in each model.full_attention_every-th block (Gated DeltaNet; llama); 0: none", any, 0, 10000},
       {"model.linear_value_heads", &m.linear_value_heads, "its value heads, a multiple; 0: as many", any, 0, 10000},
-      {"model.linear_key_width", &m.linear_key_width, "width of its queries and keys; 0: of attention's heads", any, 0, 1e6},
-      {"model.linear_value_width", &m.linear_value_width, "of its values; 0: of its keys", any, 0, 1e6},
-      {"model.linear_taps", &m.linear_taps, "tokens of which each channel is convolved before", any, 1, 1000},
-      {"model.rotary_width", &m.rotary_width, "of each head of attention the last so many elements are rotated; 0: all (llama)", any, 0, 1e6},
+      {"model.linear_key_head_dim", &m.linear_key_head_dim, "width of its queries and keys; 0: of attention's heads", any, 0, 1e6},
+      {"model.linear_value_head_dim", &m.linear_value_head_dim, "of its values; 0: of its keys", any, 0, 1e6},
+      {"model.linear_conv_kernel", &m.linear_conv_kernel, "tokens of which each channel is convolved before", any, 1, 1000},
+      {"model.rotary_dim", &m.rotary_dim, "of each head of attention the last so many elements are rotated; 0: all (llama)", any, 0, 1e6},
       {"model.mlp_width", &m.mlp_width, "hidden size of the MLP; 0: chosen by the type", any, 0, 1e7},
       {"model.context", &m.context, "tokens per sequence", any, 1, 1e8},
       {"model.window", &m.window, "keys that a token sees, itself and those before it (sliding-window attention); 0: all", any, 0, 1e9},
@@ -228,7 +228,7 @@ const char* unused(const std::string& key, const TrainConfig& config) {
   if (key == "model.bias" && config.model.type != "gpt2") return "only model.type gpt2 has biases";
   if (key == "model.qkv_bias" && config.model.type != "llama") return "only model.type llama has such biases alone";
   if (key == "model.qk_norm" && config.model.type != "llama") return "only model.type llama has such norms";
-  for (const char* name : {"gelu_gate", "post_norms", "scale_embedding", "out_bias", "attention_sinks", "attention_gate", "rotary_width"})
+  for (const char* name : {"gelu_gate", "post_norms", "scale_embedding", "out_bias", "attention_sinks", "attention_gate", "rotary_dim"})
     if (key == str("model.", name) && config.model.type != "llama") return "only model.type llama has it";
   if (key == "model.window_rope_theta" && (config.model.type != "llama" || config.model.window == 0))
     return "only model.type llama has it, with model.window";
@@ -300,11 +300,11 @@ void validate(const TrainConfig& config, const std::function<std::string(const c
   require(m.type != "gpt2" || m.kv_heads == 0 || m.kv_heads == m.heads, kv_heads,
           ": gpt2 has as many key as query heads");
   const int64_t head_dim = models::resolved(m).head_dim;
-  require(m.rotary_width % 2 == 0 && (m.rotary_width <= head_dim || m.kv_lora_rank > 0), "model.rotary_width ", m.rotary_width,
-          origin("model.rotary_width"), ": an even number of elements of a head, which has ", head_dim);
-  require(m.type != "llama" || m.kv_lora_rank > 0 || m.head_dim > 0 || m.rotary_width > 0 || m.width / m.heads % 2 == 0, width, " / ", heads, " is ", m.width / m.heads,
+  require(m.rotary_dim % 2 == 0 && (m.rotary_dim <= head_dim || m.kv_lora_rank > 0), "model.rotary_dim ", m.rotary_dim,
+          origin("model.rotary_dim"), ": an even number of elements of a head, which has ", head_dim);
+  require(m.type != "llama" || m.kv_lora_rank > 0 || m.head_dim > 0 || m.rotary_dim > 0 || m.width / m.heads % 2 == 0, width, " / ", heads, " is ", m.width / m.heads,
           "; rotary embedding needs an even size");
-  require(m.head_dim % 2 == 0 || m.type != "llama" || m.kv_lora_rank > 0 || m.rotary_width > 0, "model.head_dim ", m.head_dim, origin("model.head_dim"),
+  require(m.head_dim % 2 == 0 || m.type != "llama" || m.kv_lora_rank > 0 || m.rotary_dim > 0, "model.head_dim ", m.head_dim, origin("model.head_dim"),
           ": rotary embedding needs an even size");
   if (m.kv_lora_rank) {
     const std::string latent = str("model.kv_lora_rank ", m.kv_lora_rank, origin("model.kv_lora_rank"));
@@ -314,7 +314,7 @@ void validate(const TrainConfig& config, const std::function<std::string(const c
     require(!m.qk_norm && !m.qkv_bias, latent, ": latent attention has neither model.qk_norm nor model.qkv_bias");
     require(!m.out_bias && !m.attention_sinks && !m.attention_gate, latent,
             ": latent attention has neither model.out_bias, model.attention_sinks nor model.attention_gate");
-    require(m.rotary_width == 0, latent, ": model.qk_rope_head_dim says how much is rotated, not model.rotary_width");
+    require(m.rotary_dim == 0, latent, ": model.qk_rope_head_dim says how much is rotated, not model.rotary_dim");
     require(m.head_dim == 0 || m.head_dim == r.head_dim, latent, " with model.head_dim ", m.head_dim, origin("model.head_dim"), ": that follows from model.qk_nope_head_dim ",
             r.qk_nope_head_dim, " and model.qk_rope_head_dim ", r.qk_rope_head_dim);
     require(r.qk_nope_head_dim > 0, width, " is less than ", heads, ": give model.qk_nope_head_dim");

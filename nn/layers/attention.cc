@@ -15,8 +15,8 @@ int64_t checked_head_width(const AttentionConfig& c) {
                      " heads are not a multiple of ", c.kv_heads, " key and value heads");
   check<ConfigError>(c.window >= 0, "[attention] window ", c.window, ": a token sees at least itself; 0: all keys");
   const int64_t d = head_width_of(c);
-  check<ConfigError>(c.rope_theta == 0.0 || c.rotary_width > 0 || d % 2 == 0, "[attention] rotary positions need heads of even width, not ", d);
-  check<ConfigError>(c.rotary_width % 2 == 0 && c.rotary_width >= 0 && c.rotary_width <= d, "[attention] rotary_width ", c.rotary_width,
+  check<ConfigError>(c.rope_theta == 0.0 || c.rotary_dim > 0 || d % 2 == 0, "[attention] rotary positions need heads of even width, not ", d);
+  check<ConfigError>(c.rotary_dim % 2 == 0 && c.rotary_dim >= 0 && c.rotary_dim <= d, "[attention] rotary_dim ", c.rotary_dim,
                      ": an even number of elements of a head, which has ", d);
   return d;
 }
@@ -46,7 +46,7 @@ CausalSelfAttention::CausalSelfAttention(const AttentionConfig& c)
       head_width(checked_head_width(c)),
       window(c.window),
       rope_theta(c.rope_theta),
-      rotary_width(c.rotary_width),
+      rotary_dim(c.rotary_dim),
       rope_scaling(c.rope_scaling),
       qkv(c.width, (c.heads + 2 * key_heads(c)) * head_width, reads(c)),
       projection(c.heads * head_width, c.width, writes(c)),
@@ -118,7 +118,7 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
     const int64_t first = cache ? cache->length() : 0;
     if (rope_theta != 0.0)
       heads_BTHD = rotary(heads_BTHD, {.theta = rope_theta, .first_position = first, .heads = heads + keys,
-                                       .width = rotary_width ? rotary_width : -1, .scaling = rope_scaling});
+                                       .width = rotary_dim ? rotary_dim : -1, .scaling = rope_scaling});
     qkv_BTE = reshape(heads_BTHD, packed);
   }
   Tensor mixed_BTC;

@@ -27,7 +27,7 @@ struct AttentionConfig {
   double dropout = 0.0;     ///< of the output (not of the attention weights, which never exist)
   int64_t window = 0;       ///< keys that a token sees, itself and those before it (sliding-window attention); 0: all
   double rope_theta = 0.0;  ///< base of rotary positions; 0: none
-  int64_t rotary_width = 0;  ///< of each head the last so many elements are rotated; 0: all
+  int64_t rotary_dim = 0;  ///< of each head the last so many elements are rotated; 0: all
   RotaryScaling rope_scaling = {};  ///< of their frequencies
   Init init = Init::normal(0.02);             ///< of the input projections
   Init projection_init = Init::normal(0.02);  ///< of the output projection
@@ -49,7 +49,7 @@ Tensor document_begins(const Tensor& tokens_BT, int64_t end_of_text);
 struct CausalSelfAttention : Module {
   int64_t heads, kv_heads, head_width, window;
   double rope_theta;
-  int64_t rotary_width;
+  int64_t rotary_dim;
   RotaryScaling rope_scaling;
   Linear qkv;         ///< rows of the weight: H·D of queries, G·D of keys, G·D of values
   std::optional<Linear> gate;  ///< to H·D

@@ -83,7 +83,7 @@ TEST(GatedAttention, MultipliesWhatSharedExpertsGive) {
 // Of each head the last elements alone turn: with none of them in scores, positions change nothing.
 TEST(GatedAttention, APartOfAHeadIsRotated) {
   nn::AttentionConfig a;
-  a.width = 12, a.heads = 2, a.bias = false, a.rope_theta = 10.0, a.rotary_width = 2;
+  a.width = 12, a.heads = 2, a.bias = false, a.rope_theta = 10.0, a.rotary_dim = 2;
   nn::CausalSelfAttention layer(a);
   a.rope_theta = 0;
   nn::CausalSelfAttention still(a);
@@ -97,8 +97,8 @@ TEST(GatedAttention, APartOfAHeadIsRotated) {
   EXPECT_EQ(layer(x).to_vector<double>(), still(x).to_vector<double>());
   a.rope_theta = 10.0;
   for (const int64_t bad : {3, 8, -2}) {
-    a.rotary_width = bad;
-    const std::string said = str("rotary_width ", bad, ": an even number of elements of a head, which has 6");
+    a.rotary_dim = bad;
+    const std::string said = str("rotary_dim ", bad, ": an even number of elements of a head, which has 6");
     EXPECT_THAT([&] { nn::CausalSelfAttention m(a); }, ::testing::ThrowsMessage<ConfigError>(HasSubstr(said)));
   }
 }
@@ -108,8 +108,8 @@ TEST(GatedAttention, LatentAttentionHasNone) {
     models::LlamaConfig c;
     c.kv_heads = 0, c.kv_lora_rank = 4;
     if (gate) c.attention_gate = true;
-    else c.rotary_width = 2;
-    EXPECT_THAT([&] { models::Llama m(c); }, ::testing::ThrowsMessage<ConfigError>(HasSubstr("attention_gate nor rotary_width")));
+    else c.rotary_dim = 2;
+    EXPECT_THAT([&] { models::Llama m(c); }, ::testing::ThrowsMessage<ConfigError>(HasSubstr("attention_gate nor rotary_dim")));
   }
 }
 

@@ -212,13 +212,13 @@ models::ModelConfig tiny_linear_attention(int64_t key_heads) {
   models::ModelConfig m = tiny_model("untied llama", 6, 3);
   m.layers = m.full_attention_every = 3;
   m.linear_key_heads = key_heads, m.linear_value_heads = 2 * key_heads;
-  m.linear_key_width = 3, m.linear_value_width = 2, m.linear_taps = 3;
+  m.linear_key_head_dim = 3, m.linear_value_head_dim = 2, m.linear_conv_kernel = 3;
   return m;
 }
 
 models::ModelConfig tiny_qwen3_next(int64_t key_heads) {
   models::ModelConfig m = tiny_linear_attention(key_heads);
-  m.head_dim = 6, m.rotary_width = 4, m.qk_norm = m.attention_gate = true;
+  m.head_dim = 6, m.rotary_dim = 4, m.qk_norm = m.attention_gate = true;
   m.experts = 5, m.experts_per_token = 2, m.expert_hidden = 10;
   m.shared_experts = 1, m.shared_expert_gate = true;
   m.aux_loss = 0.1;

@@ -43,11 +43,11 @@ TEST(PublishedQwen3NextConfig, IsRead) {
   EXPECT_EQ(m.full_attention_every, 3);
   EXPECT_EQ(m.linear_key_heads, 2);
   EXPECT_EQ(m.linear_value_heads, 6);
-  EXPECT_EQ(m.linear_key_width, 10);
-  EXPECT_EQ(m.linear_value_width, 9);
-  EXPECT_EQ(m.linear_taps, 3);
+  EXPECT_EQ(m.linear_key_head_dim, 10);
+  EXPECT_EQ(m.linear_value_head_dim, 9);
+  EXPECT_EQ(m.linear_conv_kernel, 3);
   EXPECT_EQ(m.head_dim, 16);
-  EXPECT_EQ(m.rotary_width, 4);
+  EXPECT_EQ(m.rotary_dim, 4);
   EXPECT_EQ(m.rope_theta, 100.0);
   EXPECT_EQ(m.experts, 5);
   EXPECT_EQ(m.experts_per_token, 2);
@@ -62,7 +62,7 @@ TEST(PublishedQwen3NextConfig, OfVersion4IsRead) {
   const ModelConfig m = read_with({{"rope_theta", 1e7}, {"rope_scaling", Json()}, {"partial_rotary_factor", 0.5},
                                    {"full_attention_interval", 2}, {"use_sliding_window", false}, {"tie_word_embeddings", true}}, later);
   EXPECT_EQ(m.rope_theta, 1e7);
-  EXPECT_EQ(m.rotary_width, 8);
+  EXPECT_EQ(m.rotary_dim, 8);
   EXPECT_EQ(m.full_attention_every, 2);
   EXPECT_TRUE(m.tie_embeddings);
   // What transformers has where a file says nothing.
@@ -71,14 +71,14 @@ TEST(PublishedQwen3NextConfig, OfVersion4IsRead) {
                      "decoder_sparse_step", "hidden_act", "attention_bias", "tie_word_embeddings"});
   EXPECT_EQ(least.full_attention_every, 4);
   EXPECT_EQ(least.head_dim, 256);
-  EXPECT_EQ(least.rotary_width, 64);
+  EXPECT_EQ(least.rotary_dim, 64);
   EXPECT_EQ(least.rope_theta, 10000.0);
   EXPECT_TRUE(least.normalize_experts && !least.tie_embeddings);
 }
 
 TEST(PublishedQwen3NextConfig, ThePartOfAHeadThatIsRotated) {
   const auto rotated = [](const Json& factor) {
-    return read_with({{"rope_parameters", Json::Object{{"partial_rotary_factor", factor}}}}).rotary_width;
+    return read_with({{"rope_parameters", Json::Object{{"partial_rotary_factor", factor}}}}).rotary_dim;
   };
   EXPECT_EQ(rotated(0.5), 8);
   EXPECT_EQ(rotated(0.4), 6);  // cut to a whole number
@@ -163,9 +163,9 @@ TEST(PublishedQwen3NextConfig, WhatIsWrittenIsReadAgain) {
   expect_same(m);
   // Whatever part of a head is rotated: what is written is multiplied, and cut to a whole number.
   for (m.head_dim = 2; m.head_dim <= 256; m.head_dim += 2)
-    for (m.rotary_width = 0; m.rotary_width < m.head_dim; m.rotary_width += 2) {
+    for (m.rotary_dim = 0; m.rotary_dim < m.head_dim; m.rotary_dim += 2) {
       const double part = models::published_config(m).at("partial_rotary_factor").as_double();
-      const int64_t rotated = m.rotary_width ? m.rotary_width : m.head_dim;
+      const int64_t rotated = m.rotary_dim ? m.rotary_dim : m.head_dim;
       ASSERT_EQ(static_cast<int64_t>(part * static_cast<double>(m.head_dim)), rotated) << m.head_dim;
     }
 }
@@ -189,10 +189,10 @@ TEST(PublishedQwen3NextConfig, WhatNobodyHasPublishedIsNotWritten) {
                               +[](ModelConfig& m) { m.window = 5; }})
     EXPECT_THAT(refusal(kNext, change), cannot);
   for (const Change change : {+[](ModelConfig& m) { m.attention_gate = true; }, +[](ModelConfig& m) { m.linear_key_heads = 2; },
-                              +[](ModelConfig& m) { m.rotary_width = 2; }})
+                              +[](ModelConfig& m) { m.rotary_dim = 2; }})
     EXPECT_THAT(refusal(kMoe, change), cannot);
   EXPECT_THAT(refusal(kDots1, [](ModelConfig& m) { m.shared_expert_gate = true; }), cannot);
-  EXPECT_EQ(refusal(kNext, [](ModelConfig& m) { m.rotary_width = 0; }), "no exception");
+  EXPECT_EQ(refusal(kNext, [](ModelConfig& m) { m.rotary_dim = 0; }), "no exception");
 }
 
 TEST(PublishedQwen3NextConfig, TheModelMustBeTheirs) {
@@ -203,13 +203,13 @@ TEST(PublishedQwen3NextConfig, TheModelMustBeTheirs) {
   };
   EXPECT_EQ(message(kNext, [](ModelConfig&) {}), "no exception");
   EXPECT_THAT(message(kNext, [](ModelConfig& m) { m.attention_gate = false; }), HasSubstr("model.attention_gate is false, but true in"));
-  EXPECT_THAT(message(kNext, [](ModelConfig& m) { m.rotary_width = 0; }), HasSubstr("model.rotary_width is 0, but 4 in"));
+  EXPECT_THAT(message(kNext, [](ModelConfig& m) { m.rotary_dim = 0; }), HasSubstr("model.rotary_dim is 0, but 4 in"));
   EXPECT_THAT(message(kNext, [](ModelConfig& m) { m.full_attention_every = 2; }), HasSubstr("model.full_attention_every is 2, but 3 in"));
   EXPECT_THAT(message(kNext, [](ModelConfig& m) { m.linear_key_heads = 3; }), HasSubstr("model.linear_key_heads is 3, but 2 in"));
   EXPECT_THAT(message(kNext, [](ModelConfig& m) { m.linear_value_heads = 4; }), HasSubstr("model.linear_value_heads is 4, but 6 in"));
-  EXPECT_THAT(message(kNext, [](ModelConfig& m) { m.linear_key_width = 4; }), HasSubstr("model.linear_key_width is 4, but 10 in"));
-  EXPECT_THAT(message(kNext, [](ModelConfig& m) { m.linear_value_width = 5; }), HasSubstr("model.linear_value_width is 5, but 9 in"));
-  EXPECT_THAT(message(kNext, [](ModelConfig& m) { m.linear_taps = 4; }), HasSubstr("model.linear_taps is 4, but 3 in"));
+  EXPECT_THAT(message(kNext, [](ModelConfig& m) { m.linear_key_head_dim = 4; }), HasSubstr("model.linear_key_head_dim is 4, but 10 in"));
+  EXPECT_THAT(message(kNext, [](ModelConfig& m) { m.linear_value_head_dim = 5; }), HasSubstr("model.linear_value_head_dim is 5, but 9 in"));
+  EXPECT_THAT(message(kNext, [](ModelConfig& m) { m.linear_conv_kernel = 4; }), HasSubstr("model.linear_conv_kernel is 4, but 3 in"));
   EXPECT_THAT(message(kNext, [](ModelConfig& m) { m.shared_expert_gate = false; }),
               HasSubstr("model.shared_expert_gate is false, but true in"));
   EXPECT_THAT(message(kMoe, [](ModelConfig& m) { m.linear_key_heads = 2; }), HasSubstr("model.linear_key_heads is 2, but 0 in"));

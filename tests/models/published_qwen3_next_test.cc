@@ -76,8 +76,8 @@ std::map<std::string, Value> expected_parameters() {
       linear(mine + "projection", their + "o_proj", c, q);
     } else {
       const std::string their = theirs + "linear_attn.", mine = own + "linear_attention.";
-      const int64_t g = m.linear_key_heads, d = m.linear_key_width, h = m.linear_value_heads;
-      const int64_t readers = h / g, e = readers * m.linear_value_width;
+      const int64_t g = m.linear_key_heads, d = m.linear_key_head_dim, h = m.linear_value_heads;
+      const int64_t readers = h / g, e = readers * m.linear_value_head_dim;
       const auto packed = [&](int64_t i, int64_t each, int64_t before) { return i / each * (2 * d + 2 * e) + before + i % each; };
       for (const int64_t before : {int64_t{0}, d})
         put(mine + "qkv.weight", their + "in_proj_qkvz.weight", g * d, c, [&](int64_t i) { return packed(i, d, before); });
@@ -85,10 +85,10 @@ std::map<std::string, Value> expected_parameters() {
       put(mine + "gate.weight", their + "in_proj_qkvz.weight", g * e, c, [&](int64_t i) { return packed(i, e, 2 * d + e); });
       for (const int64_t k : {0, 1})
         put(mine + "rates.weight", their + "in_proj_ba.weight", h, c, [&](int64_t i) { return (i / readers * 2 + k) * readers + i % readers; });
-      put(mine + "taps", their + "conv1d.weight", 2 * g * d + g * e, m.linear_taps, same);
+      put(mine + "taps", their + "conv1d.weight", 2 * g * d + g * e, m.linear_conv_kernel, same);
       put(mine + "log_decay", their + "A_log", h, 1, same);
       put(mine + "decay_bias", their + "dt_bias", h, 1, same);
-      put(mine + "norm.weight", their + "norm.weight", m.linear_value_width, 1, same);
+      put(mine + "norm.weight", their + "norm.weight", m.linear_value_head_dim, 1, same);
       linear(mine + "projection", their + "out_proj", c, g * e);
     }
     const std::string mlp = theirs + "mlp.", moe = own + "moe.";
@@ -146,7 +146,7 @@ TEST(PublishedQwen3Next, EachElementIsWhereTheFormulaSays) {
 TEST(PublishedQwen3Next, PartsAreTheWhole) {
   for (const int64_t rotated : {4, 0}) {
     ModelConfig m = config_of(kFolder);
-    m.rotary_width = rotated;
+    m.rotary_dim = rotated;
     std::map<std::string, std::vector<int>> there, ours;
     for (const models::PublishedTensor& t : models::published_tensors(m)) {
       std::vector<int>& counts = there[t.name];

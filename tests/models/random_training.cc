@@ -68,11 +68,11 @@ void draw_model(models::ModelConfig& m, Draw& draw) {
     m.v_head_dim = 1 + draw.below(6);
     m.rope_scaling.mscale_all_dim = draw.of<double>({0, 0.8});
   }
-  if (m.kv_lora_rank == 0) m.attention_gate = draw.one_in(4), m.rotary_width = draw.one_in(4) ? 2 : 0;
+  if (m.kv_lora_rank == 0) m.attention_gate = draw.one_in(4), m.rotary_dim = draw.one_in(4) ? 2 : 0;
   if (draw.one_in(4)) {
     m.window = 0, m.full_attention_every = draw.of<int64_t>({0, 2, 3});
     m.linear_key_heads = 1 + draw.below(6), m.linear_value_heads = m.linear_key_heads * (1 + draw.below(3));
-    m.linear_key_width = 2 + draw.below(5), m.linear_value_width = 2 + draw.below(5), m.linear_taps = 1 + draw.below(4);
+    m.linear_key_head_dim = 2 + draw.below(5), m.linear_value_head_dim = 2 + draw.below(5), m.linear_conv_kernel = 1 + draw.below(4);
   }
   m.rope_theta = draw.of<double>({10000, 100});
   m.rope_scaling.rope_type = draw.of<std::string>({"default", "default", "linear", "llama3", "yarn"});
@@ -151,7 +151,7 @@ void draw_widths(models::ModelConfig& m, int64_t unit, Draw& draw) {
   m.head_dim = m.kv_lora_rank ? 0 : unit;
   if (m.kv_lora_rank) m.kv_lora_rank = m.qk_nope_head_dim = m.v_head_dim = unit;
   if (m.q_lora_rank) m.q_lora_rank = unit;
-  if (m.linear_key_heads) m.linear_key_heads = m.linear_value_heads = 1 + draw.below(3), m.linear_key_width = m.linear_value_width = unit;
+  if (m.linear_key_heads) m.linear_key_heads = m.linear_value_heads = 1 + draw.below(3), m.linear_key_head_dim = m.linear_value_head_dim = unit;
 }
 
 Way drawn_way(const models::TrainConfig& task, Draw& draw) {

@@ -171,8 +171,8 @@ TEST(RunState, WhatAnOlderCheckpointDoesNotSayIsNotCompared) {
   Json json = without(a_run().to_json(), "data");
   for (const char* key : {"train.dtype", "train.decay_start", "train.decay_end", "train.optimizer", "train.momentum",
                           "train.state_dtype", "train.fp8", "train.islands", "model.end_of_text", "model.window", "model.full_attention_every",
-                          "model.linear_key_heads", "model.linear_value_heads", "model.linear_key_width", "model.linear_value_width",
-                          "model.linear_taps", "model.attention_gate", "model.rotary_width", "model.shared_expert_gate"})
+                          "model.linear_key_heads", "model.linear_value_heads", "model.linear_key_head_dim", "model.linear_value_head_dim",
+                          "model.linear_conv_kernel", "model.attention_gate", "model.rotary_dim", "model.shared_expert_gate"})
     json.set("options", without(json.at("options"), key));
   for (const char* name : {"rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
                            "beta_slow", "beta_fast", "truncate", "attention_factor", "mscale", "mscale_all_dim"})
@@ -230,9 +230,9 @@ TEST(RunState, WhatAnOlderCheckpointDoesNotSayIsNotCompared) {
   now = a_run();
   now.model.attention_gate = true;
   EXPECT_THAT(mismatch(saved, now), HasSubstr("model.attention_gate was false in the checkpoint and is true now"));
-  now.model.attention_gate = false, now.model.rotary_width = 2;
-  EXPECT_THAT(mismatch(saved, now), HasSubstr("model.rotary_width was 0 in the checkpoint and is 2 now"));
-  now.model.rotary_width = 0, now.model.shared_expert_gate = true;
+  now.model.attention_gate = false, now.model.rotary_dim = 2;
+  EXPECT_THAT(mismatch(saved, now), HasSubstr("model.rotary_dim was 0 in the checkpoint and is 2 now"));
+  now.model.rotary_dim = 0, now.model.shared_expert_gate = true;
   EXPECT_THAT(mismatch(saved, now), HasSubstr("model.shared_expert_gate was false in the checkpoint and is true now"));
   // All other options stand in every checkpoint.
   json.set("options", without(json.at("options"), "train.lr"));

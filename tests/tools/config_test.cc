@@ -154,12 +154,12 @@ TEST_F(Config, WhatWouldChangeNothingIsRefused) {
   EXPECT_THAT(error("", latent({"--model.head_dim", "32"})), HasSubstr("follows from model.qk_nope_head_dim 32 and model.qk_rope_head_dim 16"));
   EXPECT_THAT(error("", latent({"--model.qk_rope_head_dim", "3"})), HasSubstr("model.qk_rope_head_dim 3"));
   EXPECT_EQ(load("", {"--model.preset", "deepseek-v2-lite", "--model.heads", "8", "--model.qk_rope_head_dim", "32"}).model.heads, 8);
-  for (const char* key : {"--model.attention_gate", "--model.rotary_width"})
-    EXPECT_THAT(error("", {key, key == std::string_view("--model.rotary_width") ? "2" : "true"}), HasSubstr("only model.type llama has it"));
-  EXPECT_THAT(error("", latent({"--model.rotary_width", "8"})), HasSubstr("model.qk_rope_head_dim says how much is rotated"));
+  for (const char* key : {"--model.attention_gate", "--model.rotary_dim"})
+    EXPECT_THAT(error("", {key, key == std::string_view("--model.rotary_dim") ? "2" : "true"}), HasSubstr("only model.type llama has it"));
+  EXPECT_THAT(error("", latent({"--model.rotary_dim", "8"})), HasSubstr("model.qk_rope_head_dim says how much is rotated"));
   EXPECT_THAT(error("", latent({"--model.attention_gate", "true"})), HasSubstr("nor model.attention_gate"));
   for (const char* width : {"3", "34"})
-    EXPECT_THAT(error("", {"--model.type", "llama", "--model.rotary_width", width}), HasSubstr("an even number of elements of a head, which has 32"));
+    EXPECT_THAT(error("", {"--model.type", "llama", "--model.rotary_dim", width}), HasSubstr("an even number of elements of a head, which has 32"));
   EXPECT_THAT(error("", {"--model.type", "llama", "--model.experts", "4", "--model.shared_expert_gate", "true"}),
               HasSubstr("without model.shared_experts there is nothing to gate"));
   const auto linear = [](std::vector<std::string> more) {
@@ -169,7 +169,7 @@ TEST_F(Config, WhatWouldChangeNothingIsRefused) {
   };
   EXPECT_EQ(load("", linear({"--model.full_attention_every", "4", "--model.linear_value_heads", "6"})).model.linear_key_heads, 2);
   EXPECT_THAT(error("", {"--model.linear_key_heads", "2"}), HasSubstr("only model.type llama has linear attention"));
-  EXPECT_THAT(error("", {"--model.type", "llama", "--model.linear_taps", "2"}), HasSubstr("only linear attention (model.linear_key_heads) has it"));
+  EXPECT_THAT(error("", {"--model.type", "llama", "--model.linear_conv_kernel", "2"}), HasSubstr("only linear attention (model.linear_key_heads) has it"));
   EXPECT_THAT(error("", linear({"--model.linear_value_heads", "5"})), HasSubstr("model.linear_value_heads 5"));
   EXPECT_THAT(error("", linear({"--model.window", "8"})), HasSubstr("blocks without linear attention see all keys"));
   EXPECT_THAT(error("", linear({"--model.full_attention_every", "1"})), HasSubstr("with model.full_attention_every 1 all blocks have full attention"));
