@@ -374,7 +374,8 @@ struct DeltaRuleResult {
 /// values: a head has a state S[D, E] in place of keys and values of all tokens. With decay[B, T, H] <= 0 and beta[B, T, H], computed in
 /// f32 (f64 for f64), each token makes it S = exp(decay) S, then S + k (beta (v - Sᵀ k))ᵀ, and gets scale Sᵀ q. Value head h reads key
 /// head h / (H / G). In chunks of 64 tokens (kernels/delta_rule.h). Heads are cut by OwnershipMap::parts(2, {G D, G D, H E}, units) where
-/// every unit has whole key heads: the result is Shard(2) in as many units. Second derivatives have matrices [B, H, T, T] in memory.
+/// every unit has whole key heads: the result is Shard(2) in as many units. Second derivatives have matrices [B, H, T, T] in memory, and want decays
+/// that are finite.
 DeltaRuleResult gated_delta_rule(const Tensor& qkv, const Tensor& decay, const Tensor& beta, const GatedDeltaRuleOptions& options);
 struct CausalConvOptions {
   bool silu = false;   ///< behind it

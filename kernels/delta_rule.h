@@ -19,7 +19,7 @@
 // No exponent is positive.
 //
 // q, k: [B, T, G, D]; v, out: [B, T, H, E], of one floating dtype, any strides but a dense last dimension. decay (<= 0), beta:
-// [B, T, H]; states: [B, H, D, E], each dense; all of these f32 (f64 for f64). All products and sums are made in that type.
+// [B, T, H]; states: [B, H, D, E], each dense; all of these f32 (f64 for f64). Products and sums are made in that type; a GPU's in less, see below.
 #pragma once
 
 #include "sheaf/core/device.h"

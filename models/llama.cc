@@ -54,12 +54,19 @@ nn::LatentAttentionConfig latent_attention_config(const LlamaConfig& c, int64_t 
   return a;
 }
 
+// Of attention's queries and keys, whichever of its kinds it is.
+int64_t head_dim_of(const LlamaConfig& c) {
+  if (!c.kv_lora_rank) return c.head_dim ? c.head_dim : c.width / c.heads;
+  const nn::LatentAttentionConfig a = latent_attention_config(c, 0);
+  return a.qk_nope_head_dim + a.qk_rope_head_dim;
+}
+
 nn::DeltaNetConfig delta_net_config(const LlamaConfig& c) {
   nn::DeltaNetConfig d;
   d.width = c.width;
   d.key_heads = c.linear_key_heads;
   d.value_heads = c.linear_value_heads ? c.linear_value_heads : c.linear_key_heads;
-  d.key_width = c.linear_key_head_dim ? c.linear_key_head_dim : c.head_dim ? c.head_dim : c.width / c.heads;
+  d.key_width = c.linear_key_head_dim ? c.linear_key_head_dim : head_dim_of(c);
   d.value_width = c.linear_value_head_dim ? c.linear_value_head_dim : d.key_width;
   d.taps = c.linear_conv_kernel;
   d.norm_eps = c.norm_eps;

@@ -220,10 +220,12 @@ class Search {
       for (const int64_t t : sizes(&Choice::tensor, world_ / p, std::min(model.heads, host))) {
         const int64_t units = nn::head_units(model.heads, key_heads, model.head_dim, t);
         if (!keeps(&Choice::tensor) && units % t != 0) continue;
+        // Linear attention's ranks share its key heads, on both axes.
+        const int64_t linear = model.linear_key_heads;
+        if (linear && !keeps(&Choice::tensor) && linear % t != 0) continue;
         const int64_t own = std::max<int64_t>(1, units / t), group = model.heads / units;
         for (const auto& [c, comm] : contexts(world_ / p / t, own, group)) {
-          // Linear attention's ranks share its key heads, on both axes.
-          if (model.linear_key_heads && !keeps(&Choice::context) && model.linear_key_heads % (t * c) != 0) continue;
+          if (linear && !keeps(&Choice::context) && (t * c > linear || linear / t % c != 0)) continue;
           const int64_t experts = std::max<int64_t>(1, model.experts);
           for (const int64_t e : sizes(&Choice::experts, world_ / p / t / c, experts)) {
             if (!keeps(&Choice::experts) && experts % e != 0) continue;

@@ -84,8 +84,8 @@ class Parameter : public TensorOperand {
   /// Another way to draw the first values. Before materialize().
   void set_init(Init init);
 
-  /// Its rows are looked up or scored one by one: an embedding, the head over a vocabulary. Optimizers that take a matrix for
-  /// a map between hidden spaces (optim::Muon) leave it out.
+  /// Its rows are looked up or scored one by one: an embedding, the head over a vocabulary, a router, taps of channels. Optimizers that
+  /// take a matrix for a map between hidden spaces (optim::Muon) leave it out, and so do adapters, FP8 and quantization.
   void set_table() { state().table = true; }
   bool table() const { return state().table; }
 

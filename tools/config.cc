@@ -240,6 +240,8 @@ void apply_preset(TrainConfig& config, std::vector<ConfigField>& fields, const s
   if (given.contains("model.type")) preset.model.type = config.model.type;
   if (given.contains("model.rope_scaling.rope_type")) preset.model.rope_scaling.rope_type = config.model.rope_scaling.rope_type;
   if (given.contains("model.window")) preset.model.window = config.model.window;
+  if (given.contains("model.linear_key_heads")) preset.model.linear_key_heads = config.model.linear_key_heads;
+  if (given.contains("model.shared_experts")) preset.model.shared_experts = config.model.shared_experts;
   const auto source = config_fields(preset);
   for (size_t i = 0; i < fields.size(); ++i) {
     if (!fields[i].key.starts_with("model.") || given.contains(fields[i].key) || unused(fields[i].key, preset)) continue;

@@ -220,7 +220,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"generate.dtype", &g.dtype, "of weights and computing: bf16 and f16 take half of the memory", {"f32", "bf16", "f16"}},
       {"generate.quantize", &g.quantize, "how matrices of blocks rest: in 8 or 4 bits, in blocks of 64 with a scale", {"none", "int8", "nf4"}},
       {"generate.seed", &g.seed, "of the choices", any, 0},
-      {"generate.drafts", &g.drafts, "tokens that layers for further tokens (model.mtp_layers) draft for each pass, at most one by each layer", any, 0, 100},
+      {"generate.drafts", &g.drafts, "tokens that layers for further tokens (model.mtp_layers) draft for each pass, at most one by each layer", any, 0, 64},
   };
 }
 
@@ -239,6 +239,10 @@ const char* unused(const std::string& key, const TrainConfig& config) {
   if (of_latents && config.model.kv_lora_rank == 0) return "only latent attention (model.kv_lora_rank) has it";
   if (key == "model.full_attention_every" && config.model.window == 0 && config.model.linear_key_heads == 0)
     return "without model.window and model.linear_key_heads all blocks see all keys";
+  const auto& m = config.model;
+  if (m.linear_key_heads && m.full_attention_every == 0 && m.mtp_layers == 0)
+    for (const char* name : {"attention_gate", "attention_sinks", "qk_norm", "qkv_bias", "out_bias", "rotary_dim", "kv_heads", "kv_lora_rank", "rope_theta"})
+      if (key == str("model.", name)) return "all blocks have linear attention; see model.full_attention_every";
   if (key.starts_with("model.linear_") && config.model.type != "llama") return "only model.type llama has linear attention";
   if (key.starts_with("model.linear_") && key != "model.linear_key_heads" && config.model.linear_key_heads == 0)
     return "only linear attention (model.linear_key_heads) has it";

@@ -88,7 +88,7 @@ struct Seen {
     const Tensor begins = unsqueeze(cast(begins_BT, kI64), {1, 2}), of_last = slice(begins, -1, T - 1, T);  // [B, 1, 1, T]
     const Tensor of_document = ge(j, unsqueeze(begins, {-1}));
     pairs = logical_and(pairs, of_document), earlier = logical_and(earlier, of_document);
-    initial = eq(begins, 0.0), last = ge(arange(T), of_last), initial_by_last = eq(of_last, 0.0);
+    initial = le(begins, 0.0), last = ge(arange(T), of_last), initial_by_last = le(of_last, 0.0);
   }
 };
 

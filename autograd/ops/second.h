@@ -42,8 +42,8 @@ struct VisibleKeys {
 AttentionBackwardOperands attention_second(const AttentionBackwardOperands& x, const AttentionBackwardOperands& u,
                                            const VisibleKeys& visible, double scale);
 
-/// What the gated delta rule reads, or gradients of that, of which some may be undefined, but not q, k and v that it returns: q, k[B, T, G, D], v[B, T, H, E], decay,
-/// beta[B, T, H], initial[B, H, D, E].
+/// What the gated delta rule reads, or gradients of that: q, k[B, T, G, D], v[B, T, H, E], decay, beta[B, T, H], initial[B, H, D, E]. Some
+/// may be undefined; q, k and v of a result never are.
 struct DeltaRuleTensors {
   Tensor q, k, v, decay, beta, initial;
 };

@@ -28,12 +28,12 @@ struct DeltaRuleShape {
 
   static constexpr int64_t kSquare = kDeltaChunk * kDeltaChunk;
   /// Of a chunk: keys, as they are and transposed, queries and their factors; what they give among one another, and with the gates of a
-  /// head; three blocks of values; two numbers a token.
+  /// head; three blocks of values; four numbers a token.
   int64_t chunk_cells() const { return kDeltaChunk * (3 * columns() + 3 * value_columns() + 4) + 5 * kSquare; }
   /// A state of each value head besides.
   int64_t forward_cells() const { return chunk_cells() + group() * state_cells(); }
   /// Of each value head two states besides, of which one is a gradient, and the differences of all tokens and the states before chunks;
-  /// four more squares, two blocks of values, three of keys, a transposed state, and a number a token.
+  /// four more squares and blocks of values, three of keys, a transposed state, and a number a token.
   int64_t backward_cells() const {
     const int64_t chunks = (tokens + kDeltaChunk - 1) / kDeltaChunk;
     return chunk_cells() + group() * ((2 + chunks) * state_cells() + tokens * value_columns()) + 4 * kSquare +

@@ -96,10 +96,10 @@ template <class T>
 struct Window {
   Values<T> weight[kFew], x[kFew];
 
-  __device__ Window(const Conv<T>& p, int64_t b, int64_t first, int64_t channel) {
+  __device__ Window(const Conv<T>& p, int64_t b, int64_t first, int64_t channel) : absent(kFew - p.taps) {
 #pragma unroll
     for (int j = 0; j < kFew; ++j) {
-      const int tap = j - (kFew - p.taps);
+      const int tap = j - absent;
       if (tap >= 0) weight[j] = Values<T>(p, channel, tap);
       if (j > 0 && first + j >= kFew) x[j] = Values<T>(p.x.row(b, first - kFew + j), channel, p.channels);
     }
@@ -110,8 +110,8 @@ struct Window {
     for (int j = 0; j + 1 < kFew; ++j) x[j] = x[j + 1];
     x[kFew - 1] = Values<T>(p.x.row(b, t), channel, p.channels);
   }
-  /// True if tap j of token t finds a token of its document.
-  __device__ static bool reaches(int64_t t, int j, int64_t begin) { return t - (kFew - 1) + j >= begin; }
+  /// True if there is a tap j, and it finds at token t one of its document.
+  __device__ bool reaches(int64_t t, int j, int64_t begin) const { return j >= absent && t - (kFew - 1) + j >= begin; }
   __device__ Values<T> sum(int64_t t, int64_t begin) const {
     Values<T> out;
 #pragma unroll
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(kThreads) convolve_backward(Conv<T> p, Gradien
     Values<T> dx;
 #pragma unroll
     for (int j = 0; j < kFew; ++j)
-      if (begins[kFew - 1 - j] <= s) dx.add(window.weight[j], dsum[kFew - 1 - j]);
+      if (j >= window.absent && begins[kFew - 1 - j] <= s) dx.add(window.weight[j], dsum[kFew - 1 - j]);
     dx.store(d.dx.row(r.b, s), r.channel, p.channels);
   }
   if (!d.partials) return;
@@ -307,7 +307,7 @@ void causal_conv_backward(const Stream& stream, const CausalConvOperands& x, con
     if (!given(dx)) d.dx.data = nullptr;
     launch(who, stream, {.blocks = blocks_of(p, kBackwardRun), .threads = kThreads},
            p.taps <= kFew ? convolve_backward<T> : convolve_many_backward<T>, p, d);
-    if (partials)
+    if (given(dweight))  // zeros, where there are no tokens and so no partial sums
       launch(who, stream, {.blocks = blocks_for(x.weight.numel(), kThreads), .threads = kThreads}, add_runs<C>,
              static_cast<const C*>(partials), runs, p.taps, p.channels, dweight.as<C>(), dweight.strides[0]);
   });

@@ -53,7 +53,7 @@ GatedDeltaNet::GatedDeltaNet(const DeltaNetConfig& c)
       projection(value_elements(c), c.width, {.bias = false, .init = c.projection_init, .cut = values_cut(1, c)}),
       dropout(c.dropout) {
   taps.set_cut(qkv_cut(0, c));
-  for (Parameter* p : {&taps, &rates.weight}) p->set_table();  // rows have nothing to do with each other, and stay exact as routers do
+  for (Parameter* p : {&taps, &rates.weight}) p->set_table();  // each row by itself, as a router's: not for Muon, adapters, FP8 and blocks
 }
 
 // Of tokens from the one on before which `options.initial` is the state.

@@ -34,7 +34,7 @@ MixtureConfig checked(const MixtureConfig& c) {
   check<ConfigError>(c.parts > 0 && c.experts % c.parts == 0 && c.allowed_parts > 0 && c.allowed_parts <= c.parts &&
                          c.choices <= c.allowed_parts * (c.experts / c.parts), "[experts] ", c.choices, " choices among ",
                      c.allowed_parts, " of ", c.parts, " equal parts of ", c.experts, " experts");
-  check<ConfigError>(!c.shared_gate || c.shared_hidden > 0, "[experts] a gate of shared experts, and no such experts");
+  check<ConfigError>(!c.shared_gate || c.shared_hidden > 0, "[experts] shared_gate without shared experts (shared_hidden 0)");
   check<ConfigError>(c.gate_limit >= 0 && !std::isnan(c.gate_limit) && c.gate_alpha > 0 && std::isfinite(c.gate_alpha), "[experts] gates held to ",
                      c.gate_limit, ", alpha ", c.gate_alpha);
   check<ConfigError>(c.balance_rate >= 0 && std::isfinite(c.balance_rate) && c.scale > 0 && std::isfinite(c.scale) && c.shared_hidden >= 0,

@@ -51,7 +51,8 @@ class KeyValueCache {
   RecurrentTail& tail(const std::string& name);
   /// Ends a pass over this many tokens.
   void advance(int64_t tokens) { length_ += tokens; }
-  /// Forgets all but the first tokens, and keeps the memory. Recurrent layers go back by at least 64 tokens, or to 0.
+  /// Forgets all but the first tokens, and keeps the memory. Recurrent layers can go back to 0, or to 64
+  /// tokens before the furthest that was read since then.
   void shorten(int64_t length) { length_ = std::min(length_, length); }
   void clear() { shorten(0); }
 

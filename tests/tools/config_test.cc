@@ -172,6 +172,8 @@ TEST_F(Config, WhatWouldChangeNothingIsRefused) {
   EXPECT_THAT(error("", {"--model.type", "llama", "--model.linear_conv_kernel", "2"}), HasSubstr("only linear attention (model.linear_key_heads) has it"));
   EXPECT_THAT(error("", linear({"--model.linear_value_heads", "5"})), HasSubstr("model.linear_value_heads 5"));
   EXPECT_THAT(error("", linear({"--model.window", "8"})), HasSubstr("blocks without linear attention see all keys"));
+  EXPECT_THAT(error("", linear({"--model.attention_sinks", "true"})), HasSubstr("all blocks have linear attention; see model.full_attention_every"));
+  EXPECT_EQ(load("", {"--model.preset", "qwen3-next-80b-a3b", "--model.linear_key_heads", "0"}).model.linear_value_heads, 0);
   EXPECT_THAT(error("", linear({"--model.full_attention_every", "1"})), HasSubstr("with model.full_attention_every 1 all blocks have full attention"));
   EXPECT_THAT(error("", {"--sharding.min_parameters", "1000000"}), HasSubstr("only sharding.units count"));
   EXPECT_THAT(error("[sharding]\nmin_parameters = 1000\n"), HasSubstr("only sharding.units count"));
