@@ -95,6 +95,7 @@ struct Values {
 template <class T>
 struct Window {
   Values<T> weight[kFew], x[kFew];
+  int absent;  ///< so many of the first are no taps
 
   __device__ Window(const Conv<T>& p, int64_t b, int64_t first, int64_t channel) : absent(kFew - p.taps) {
 #pragma unroll

@@ -77,7 +77,7 @@ TEST(GatedAttention, MultipliesWhatSharedExpertsGive) {
   expect_near(gated(x) - chosen, (plain(x) - chosen) * sigmoid(linear(x, gated.shared_gate->weight)));
   e.shared_gate = true;
   EXPECT_THAT([&] { nn::MixtureOfExperts m(e); },
-              ::testing::ThrowsMessage<ConfigError>(HasSubstr("a gate of shared experts, and no such experts")));
+              ::testing::ThrowsMessage<ConfigError>(HasSubstr("shared_gate without shared experts (shared_hidden 0)")));
 }
 
 // Of each head the last elements alone turn: with none of them in scores, positions change nothing.

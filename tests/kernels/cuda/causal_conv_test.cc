@@ -52,9 +52,10 @@ Results on_gpu(const Operands& o, bool wants_dx = true, bool wants_dweight = tru
              of_weight = wants_dweight ? dweight.view() : View{};
   const CausalConvOperands operands{x, weight, documents, o.silu};
   cuda::causal_conv(s, operands, y);
-  const GpuScratch scratch(cuda::causal_conv_backward_workspace({without_data(x), without_data(weight), without_data(documents), o.silu},
-                                                                without_data(dy), without_data(of_x), without_data(of_weight)));
-  cuda::causal_conv_backward(s, operands, dy, of_x, of_weight, scratch);
+  const size_t bytes = cuda::causal_conv_backward_workspace({without_data(x), without_data(weight), without_data(documents), o.silu},
+                                                            without_data(dy), without_data(of_x), without_data(of_weight));
+  const GpuScratch scratch(bytes);
+  cuda::causal_conv_backward(s, operands, dy, of_x, of_weight, bytes ? Workspace(scratch) : Workspace{});  // as ops have it
   return {y.back(), dx.back(), dweight.back()};
 }
 
@@ -145,6 +146,20 @@ TEST(CudaCausalConv, NoTokens) {
   for (const Shape& shape : {Shape{0, 5, 8}, Shape{2, 0, 8}})
     EXPECT_EQ(values(on_gpu(random(kF32, shape, 2)).dweight), std::vector<double>(16, 0.0));
   on_gpu(random(kF32, {2, 3, 0}, 4));
+}
+
+// Of two taps the third token behind an infinite one has nothing of it, nor has the gradient of the third before it.
+TEST(CudaCausalConv, TapsThatAreAbsentTouchNothing) {
+  SHEAF_NEEDS_GPU();
+  Operands o = random(kF32, {1, 9, 8}, 2);
+  o.silu = false;
+  for (int64_t c = 0; c < 8; ++c) o.x.set(4 * 8 + c, INFINITY), o.dy.set(4 * 8 + c, INFINITY);
+  const Results r = on_gpu(o);
+  for (int64_t t = 0; t < 9; ++t)
+    for (int64_t c = 0; c < 8; ++c) {
+      EXPECT_EQ(std::isfinite(r.y.at(t * 8 + c)), t != 4 && t != 5) << t;
+      EXPECT_EQ(std::isfinite(r.dx.at(t * 8 + c)), t != 3 && t != 4) << t;
+    }
 }
 
 TEST(CudaCausalConv, RefusesWhatItCannotTake) {
