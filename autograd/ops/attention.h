@@ -89,10 +89,11 @@ inline void push_others(std::vector<Tensor>& inputs, const AttentionOptions& opt
   if (options.begins) inputs.push_back(dense_rows(options.begins));
 }
 
-/// A rule for what an op has without documents; where they begin is whole.
-inline void rule_of(Place& p, std::initializer_list<Placement> inputs, std::initializer_list<Placement> outputs) {
+/// A rule for what an op has without documents; where they begin, if there are some, is placed as `begins`.
+inline void rule_of(Place& p, std::initializer_list<Placement> inputs, std::initializer_list<Placement> outputs,
+                    const Placement& begins = kR) {
   std::vector<Placement> in(inputs);
-  if (static_cast<int>(in.size()) < p.num_inputs()) in.push_back(kR);
+  if (static_cast<int>(in.size()) < p.num_inputs()) in.push_back(begins);
   p.rule(in, outputs);
 }
 /// The same for an op with sinks, if it has them: these are behind `inputs`, and what queries give them, [B, H, T], behind the `outputs`
@@ -115,6 +116,20 @@ struct SinkRules {
 
 /// The cut of the log-sum-exps [B, H, T] of queries [B, T, ..] that are cut along T.
 inline Placement lse_of(const Placement& queries) { return Placement::shard(queries.map().moved_to(2)); }
+
+/// A cut by `map`, which is that of another operand cut `like` this: of each rank's own part, if that is one.
+inline Placement shard_like(const Placement& like, const OwnershipMap& map) {
+  return Placement::shard(like.map().is_inner() ? map.inner() : map);
+}
+
+/// The attributes of this rank's heads and key heads: of input 0, which packs them along dimension 2, it holds the same fraction of all.
+template <class Attrs>
+Attrs local_heads(Attrs a, const Execute& c) {
+  const int64_t local = c.input(0).shape[2], whole = c.input_type(0).shape[2];
+  a.heads = static_cast<int32_t>(local_share(a.heads, local, whole));
+  a.key_heads = static_cast<int32_t>(local_share(a.key_heads, local, whole));
+  return a;
+}
 
 /// The units in which `size` rows are cut evenly along `dim`; 0 if they are not.
 inline int64_t even_units(const Placement& p, int dim, int64_t size) {

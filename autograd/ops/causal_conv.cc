@@ -13,17 +13,6 @@ struct ConvAttrs {
   int32_t silu, documents;
 };
 
-/// Rules for x[B, T, C], of which an op has `rows` (and begins, if there are documents), and weight[C, W]; ranks that have samples of their
-/// own have addends of the weight's gradient.
-struct ConvRules {
-  Place& p;
-  bool documents;
-  void operator()(std::vector<Placement> in, std::vector<Placement> out, const Placement& begins) const {
-    if (documents) in.push_back(begins);
-    p.rule(in, out);
-  }
-};
-
 /// The cut of channels, of x along dimension 2 and of the weight along 0.
 struct ChannelCut {
   Placement rows, weight;
@@ -43,19 +32,19 @@ struct CausalConvBackward {
     c.output(c.dtype(1), c.shape(1));
     c.output(statistics_dtype(c.dtype(1)), c.shape(2));
   }
+  /// Ranks that have samples of their own have addends of the weight's gradient.
   static void place(const Attrs& a, Place& p) {
-    const ConvRules rule{p, a.documents != 0};
     for (int i = 0; i < 3; ++i) {
       if (!p.in(i).is_shard() || p.in(i).map().is_flat()) continue;
-      if (i < 2 && p.in(i).is_shard(0)) rule({p.in(i), p.in(i), kR}, {p.in(i), kP}, p.in(i));
+      if (i < 2 && p.in(i).is_shard(0)) rule_of(p, {p.in(i), p.in(i), kR}, {p.in(i), kP}, p.in(i));
       if (!p.in(i).is_shard(i < 2 ? 2 : 0)) break;
       const ChannelCut cut = channel_cut(p.in(i).map());
-      rule({cut.rows, cut.rows, cut.weight}, {cut.rows, cut.weight}, kR);
+      rule_of(p, {cut.rows, cut.rows, cut.weight}, {cut.rows, cut.weight});
       break;
     }
-    rule({kR, kR, kR}, {kR, kR}, kR);
-    rule({kP, kR, kR}, {kP, kP}, kR);
-    if (!a.silu) rule({kR, kP, kR}, {kR, kP}, kR), rule({kR, kR, kP}, {kP, kR}, kR);
+    rule_of(p, {kR, kR, kR}, {kR, kR});
+    rule_of(p, {kP, kR, kR}, {kP, kP});
+    if (!a.silu) rule_of(p, {kR, kP, kR}, {kR, kP}), rule_of(p, {kR, kR, kP}, {kP, kR});
   }
   static int64_t workspace(const Attrs& a, const Execute& c) {
     return SHEAF_WORKSPACE(c.device(), causal_conv_backward, operands(a, c, 1, 3), c.input(0), c.output(0), c.output(1));
@@ -82,18 +71,17 @@ struct CausalConv {
     c.output(d, x);
   }
   static void place(const Attrs& a, Place& p) {
-    const ConvRules rule{p, a.documents != 0};
     for (int i = 0; i < 2; ++i) {
       if (!p.in(i).is_shard() || p.in(i).map().is_flat()) continue;
-      if (i == 0 && p.in(i).is_shard(0)) rule({p.in(i), kR}, {p.in(i)}, p.in(i));
+      if (i == 0 && p.in(i).is_shard(0)) rule_of(p, {p.in(i), kR}, {p.in(i)}, p.in(i));
       if (!p.in(i).is_shard(i == 0 ? 2 : 0)) break;
       const ChannelCut cut = channel_cut(p.in(i).map());
-      rule({cut.rows, cut.weight}, {cut.rows}, kR);
+      rule_of(p, {cut.rows, cut.weight}, {cut.rows});
       break;
     }
-    if (a.documents && p.in(2).is_shard(0)) rule({p.in(2), kR}, {p.in(2)}, p.in(2));
-    rule({kR, kR}, {kR}, kR);
-    if (!a.silu) rule({kP, kR}, {kP}, kR), rule({kR, kP}, {kP}, kR);
+    if (a.documents && p.in(2).is_shard(0)) rule_of(p, {p.in(2), kR}, {p.in(2)}, p.in(2));
+    rule_of(p, {kR, kR}, {kR});
+    if (!a.silu) rule_of(p, {kP, kR}, {kP}), rule_of(p, {kR, kP}, {kP});
   }
   static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), causal_conv, operands(a, c, 0, 2), c.output(0));

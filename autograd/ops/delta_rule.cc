@@ -20,14 +20,6 @@ struct DeltaAttrs {
   int num_inputs() const { return 3 + initial + documents; }
 };
 
-/// The attributes of this rank's heads: it holds the same fraction of keys and values.
-DeltaAttrs local_heads(DeltaAttrs a, const Execute& c) {
-  const int64_t local = c.input(0).shape[2], whole = c.input_type(0).shape[2];
-  a.heads = static_cast<int32_t>(local_share(a.heads, local, whole));
-  a.key_heads = static_cast<int32_t>(local_share(a.key_heads, local, whole));
-  return a;
-}
-
 struct Heads {
   View q, k, v;
 };
@@ -50,7 +42,7 @@ struct DeltaCut {
 };
 std::optional<DeltaCut> delta_cut(const DeltaAttrs& a, int64_t units, const Placement& like) {
   if (units <= 0 || a.key_heads % units != 0) return {};
-  const auto cut = [&](const OwnershipMap& map) { return Placement::shard(like.map().is_inner() ? map.inner() : map); };
+  const auto cut = [&](const OwnershipMap& map) { return shard_like(like, map); };
   const int64_t keys = int64_t{a.key_heads} * a.width, values = int64_t{a.heads} * a.value_width, heads = a.heads / units;
   return DeltaCut{cut(OwnershipMap::parts(2, {keys, keys, values}, units)), cut(OwnershipMap::even(2, heads)),
                   cut(OwnershipMap::even(1, heads)), cut(OwnershipMap::even(2, values / units))};

@@ -36,10 +36,7 @@ struct LatentCut {
 };
 std::optional<LatentCut> latent_cut(const LatentAttrs& a, const Shape& q, int64_t units, const Placement& like) {
   if (units <= 0 || a.heads % units != 0 || q[2] == 0) return {};
-  const auto cut = [&](int dim, int64_t size) {
-    const OwnershipMap map = OwnershipMap::even(dim, size / units);
-    return Placement::shard(like.map().is_inner() ? map.inner() : map);
-  };
+  const auto cut = [&](int dim, int64_t size) { return shard_like(like, OwnershipMap::even(dim, size / units)); };
   return LatentCut{cut(2, q[2]), cut(2, int64_t{a.heads} * (a.own + a.values)), cut(2, int64_t{a.heads} * a.values), cut(1, a.heads)};
 }
 

@@ -17,23 +17,13 @@ struct PackedAttrs {
   int64_t window;
 };
 
-/// The attributes of this rank's heads, input 0 being qkv: it holds the same fraction of all three.
-PackedAttrs local_heads(PackedAttrs a, const Execute& c) {
-  const int64_t local = c.input(0).shape[2], whole = c.input_type(0).shape[2];
-  a.heads = static_cast<int32_t>(local_share(a.heads, local, whole));
-  a.key_heads = static_cast<int32_t>(local_share(a.key_heads, local, whole));
-  return a;
-}
-
 /// A cut of the packed heads in `units` of whole key heads, each with the query heads that read it.
 struct PackedCut {
   Placement qkv, out, lse, sinks;
 };
 std::optional<PackedCut> packed_cut(const PackedAttrs& a, int64_t units, const Placement& like) {
   if (units <= 0 || a.key_heads % units != 0 || a.width == 0) return {};
-  const auto cut = [&](const OwnershipMap& map) {
-    return Placement::shard(like.map().is_inner() ? map.inner() : map);
-  };
+  const auto cut = [&](const OwnershipMap& map) { return shard_like(like, map); };
   const int64_t queries = int64_t{a.heads} * a.width, keys = int64_t{a.key_heads} * a.width;
   return PackedCut{cut(OwnershipMap::parts(2, {queries, keys, keys}, units)), cut(OwnershipMap::even(2, queries / units)),
                    cut(OwnershipMap::even(1, a.heads / units)), cut(OwnershipMap::even(0, a.heads / units))};
