@@ -15,4 +15,11 @@ inline int64_t window_of_block(int64_t i, int64_t window, int64_t full_attention
 /// Whether block i of a model with linear attention has it: all but those numbered N, 2 N, .. from 1 on (Qwen3-Next's N is 4).
 inline bool is_linear(int64_t i, int64_t full_attention_every) { return window_of_block(i, 1, full_attention_every) != 0; }
 
+/// The same of block i of a model or its options, which may have none, and whose blocks behind `layers` (those that predict tokens further
+/// ahead) have none.
+template <class Config>
+bool is_linear_block(const Config& c, int64_t i) {
+  return c.linear_key_heads > 0 && i < c.layers && is_linear(i, c.full_attention_every);
+}
+
 }  // namespace sheaf::models

@@ -8,10 +8,6 @@ namespace sheaf::models {
 
 namespace {
 
-bool is_linear_block(const ModelConfig& m, int64_t i) {
-  return m.linear_key_heads > 0 && i < m.layers && is_linear(i, m.full_attention_every);
-}
-
 // Keys that a token sees in the mean of blocks [begin, end): all of them, or in the mean of all tokens what masks leave, a diagonal counted
 // half. Linear attention has none.
 double keys_seen(const ModelConfig& m, int64_t begin, int64_t end, CountAttention attention) {

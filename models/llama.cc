@@ -120,7 +120,7 @@ nn::MixtureConfig mixture_config(const LlamaConfig& c) {
 
 LlamaBlock::LlamaBlock(const LlamaConfig& c, int64_t index)
     : attention_norm(c.width, c.norm_eps), mlp_norm(c.width, c.norm_eps) {
-  if (c.linear_key_heads && index < c.layers && is_linear(index, c.full_attention_every)) linear_attention.emplace(delta_net_config(c));
+  if (is_linear_block(c, index)) linear_attention.emplace(delta_net_config(c));
   else if (c.kv_lora_rank) latent_attention.emplace(latent_attention_config(c, index));
   else attention.emplace(attention_config(c, index));
   if (c.experts && index >= c.dense_layers) moe.emplace(mixture_config(c));

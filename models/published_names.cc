@@ -202,10 +202,9 @@ std::vector<PublishedTensor> llama_tensors(const ModelConfig& m, bool mxfp4) {
   out.push_back({prefix + "embed_tokens.weight", {m.vocab, c}, "embedding.weight"});
   const auto push_block = [&](int64_t i, const std::string& own) {
     const std::string name = layer_name(i);
-    const bool linear = m.linear_key_heads && is_linear(i, m.full_attention_every);
     out.push_back(norm_of(m, name + ".input_layernorm", c, own + ".attention_norm"));
     if (m.kv_lora_rank) push_latent_attention(out, m, name + ".self_attn", own + ".latent_attention");
-    else if (linear) push_linear_attention(out, m, name + ".linear_attn", own + ".linear_attention");
+    else if (is_linear_block(m, i)) push_linear_attention(out, m, name + ".linear_attn", own + ".linear_attention");
     else if (m.attention_gate) push_gated_attention(out, m, name + ".self_attn", own + ".attention");
     else push_attention(out, m, name + ".self_attn", own + ".attention");
     if (m.post_norms) {  // Gemma's name of the first is that of the others' second
