@@ -4,6 +4,7 @@
 #include "sheaf/kernels/cpu/attention_bf16.h"
 #include "sheaf/kernels/cpu/attention_blocks.h"
 #include "sheaf/kernels/cpu/bf16_instructions.h"
+#include "sheaf/kernels/cpu/check_documents.h"
 #include "sheaf/kernels/cpu/simd.h"
 
 namespace sheaf::kernels {
@@ -25,17 +26,9 @@ size_t bytes(const View& q, int64_t slots, int64_t cells) {
          line_align(static_cast<size_t>(cells) * (q.dtype == kF64 ? 8 : 4));
 }
 
-// Blocks lie where these say.
-void check_documents(const char* who, const AttentionMask& mask, const View& q, const View& k) {
-  if (!mask.has_documents()) return;
-  const int64_t past = k.shape[1] - q.shape[1];  // keys before the first query's
-  for (int64_t b = 0; b < mask.begins.shape[0]; ++b) {
-    const int32_t* row = mask.begins.as<int32_t>() + b * mask.begins.strides[0];
-    for (int64_t t = 0; t < mask.begins.shape[1]; ++t)
-      if (row[t] != t + past && (t == 0 ? row[t] < 0 || row[t] > past : row[t] != row[t - 1]))
-        fail<DataError>("[", who, "] begins[", b, ",", t, "] is ", row[t], ": the document of a token ",
-                        "begins where that of the one before it does, or with it");
-  }
+// Blocks lie where these say. Of a document that began earlier, the keys before the first query's are there, too.
+void check_mask(const char* who, const AttentionMask& mask, const View& q, const View& k) {
+  check_documents(who, mask.begins, k.shape[1] - q.shape[1], 0);
 }
 
 }  // namespace
@@ -54,7 +47,7 @@ void attention(const View& q, const View& k, const View& v, const AttentionMask&
   check<ShapeError>(workspace.bytes >= attention_workspace(q, k, v, mask, out, lse),
                     "[attention] workspace too small: ", workspace.bytes);
   if (lse.numel() == 0) return;
-  check_documents("attention", mask, q, k);
+  check_mask("attention", mask, q, k);
   if (by_bf16(q, k, v))
     return (amx::available() ? amx::attention : dot::attention)(q, k, v, mask, scale, out, lse,
                                                                 workspace);
@@ -80,7 +73,7 @@ void attention_backward(const View& q, const View& k, const View& v, const View&
                                                                     dq, dk, dv),
                     "[", who, "] workspace too small: ", workspace.bytes);
   if (q.shape[0] * k.shape[2] == 0) return;
-  check_documents(who, mask, q, k);
+  check_mask(who, mask, q, k);
   if (by_bf16(q, k, v))
     return (amx::available() ? amx::attention_backward : dot::attention_backward)(
         q, k, v, out, lse, dout, mask, scale, dq, dk, dv, workspace);

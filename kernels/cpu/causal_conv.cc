@@ -2,7 +2,7 @@
 
 #include "sheaf/kernels/causal_conv_operands.h"
 #include "sheaf/kernels/cpu/causal_conv_squares.h"
-#include "sheaf/kernels/cpu/documents.h"
+#include "sheaf/kernels/cpu/check_documents.h"
 #include "sheaf/kernels/cpu/simd.h"
 
 namespace sheaf::kernels {

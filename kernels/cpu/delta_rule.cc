@@ -1,7 +1,7 @@
 #include "sheaf/kernels/delta_rule.h"
 
+#include "sheaf/kernels/cpu/check_documents.h"
 #include "sheaf/kernels/cpu/delta_rule_chunks.h"
-#include "sheaf/kernels/cpu/documents.h"
 #include "sheaf/kernels/cpu/simd.h"
 #include "sheaf/kernels/delta_rule_operands.h"
 

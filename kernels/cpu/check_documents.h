@@ -1,5 +1,7 @@
-// Where documents begin in sequences that have several, for recurrent layers.
+// Where documents begin in sequences that have several.
 #pragma once
+
+#include <cstdint>
 
 #include "sheaf/core/error.h"
 #include "sheaf/core/view.h"
@@ -7,14 +9,14 @@
 
 namespace sheaf::kernels::cpu {
 
-/// DataError if begins[B, T] are none: a token's document begins at it, or where that of the one before it does; the first one's may have
-/// begun earlier.
-inline void check_documents(const char* who, const View& begins) {
+/// DataError if begins[B, T] are none: a token's document begins at it, or where that of the one before it does. The first token stands
+/// at position `past`, and its document may have begun from `earliest` on; a recurrent layer knows no bound.
+inline void check_documents(const char* who, const View& begins, int64_t past = 0, int64_t earliest = INT32_MIN) {
   if (!given(begins)) return;
   for (int64_t b = 0; b < begins.shape[0]; ++b) {
     const int32_t* row = begins.as<int32_t>() + b * begins.strides[0];
     for (int64_t t = 0; t < begins.shape[1]; ++t)
-      if (t == 0 ? row[t] > 0 : row[t] != t && row[t] != row[t - 1])
+      if (row[t] != t + past && (t == 0 ? row[t] < earliest || row[t] > past : row[t] != row[t - 1]))
         fail<DataError>("[", who, "] begins[", b, ",", t, "] is ", row[t], ": the document of a token ",
                         "begins where that of the one before it does, or with it");
   }
