@@ -5,12 +5,14 @@
 #include <fstream>
 #include <functional>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
 #include <gtest/gtest.h>
 
 #include "sheaf/core/file.h"
+#include "sheaf/core/json.h"
 #include "sheaf/models/language_model.h"
 #include "sheaf/models/published_config.h"
 #include "sheaf/models/published_weights.h"
@@ -20,6 +22,19 @@ namespace sheaf::testing {
 
 inline std::string text_of(const std::string& path) { return File::open(path).read_all(); }
 inline void write_text(const std::string& path, const std::string& text) { std::ofstream(path, std::ios::binary) << text; }
+
+/// A folder's config.json.
+inline models::ModelConfig config_of(const std::string& folder) { return models::read_published_config(folder + "/config.json"); }
+
+/// The elements of a bf16 tensor.
+inline std::vector<float> floats_of(const SafetensorsFile& file, const std::string& name) {
+  std::vector<bf16> read(static_cast<size_t>(file.at(name).shape.numel()));
+  EXPECT_EQ(file.at(name).dtype, kBF16);
+  file.read(name, 0, std::ssize(read), read.data());
+  std::vector<float> out;
+  for (const bf16 x : read) out.push_back(static_cast<float>(x));
+  return out;
+}
 
 /// A copy of published files that a test breaks.
 struct Copy : ScratchFolder {
@@ -67,5 +82,18 @@ struct Copy : ScratchFolder {
     return message_of<CheckpointError>(ExitCode::kData, [&] { load(); });
   }
 };
+
+using Changes = std::vector<std::pair<const char*, Json>>;
+
+/// A folder's config.json with these keys changed and those gone.
+inline models::ModelConfig config_with(const std::string& folder, const Changes& changes, const std::set<std::string>& without = {}) {
+  const Copy copy(folder);
+  Json::Object members = Json::parse(text_of(copy / "config.json"), "config.json").as_object();
+  std::erase_if(members, [&](const auto& m) { return without.contains(m.first); });
+  Json json(members);
+  for (const auto& [key, value] : changes) json.set(key, value);
+  write_text(copy / "config.json", json.dump());
+  return config_of(copy.path());
+}
 
 }  // namespace sheaf::testing

@@ -12,26 +12,12 @@ namespace {
 
 using ::testing::HasSubstr;
 using models::ModelConfig;
-using testing::Copy;
-using testing::text_of;
+using testing::config_of;
+using testing::config_with;
 using testing::write_text;
 
 const std::string kDense = "tests/models/published/gpt_oss_bf16", kMxfp4 = "tests/models/published/gpt_oss_mxfp4",
                   kLlama = "tests/models/published/llama_bf16_shards", kMixtral = "tests/models/published/mixtral_bf16_shards";
-
-ModelConfig config_of(const std::string& folder) { return models::read_published_config(folder + "/config.json"); }
-
-/// config.json with these keys changed and those gone.
-ModelConfig read_with(const std::string& folder, const std::vector<std::pair<const char*, Json>>& changes,
-                      const std::set<std::string>& without = {}) {
-  const Copy copy(folder);
-  Json::Object members = Json::parse(text_of(copy / "config.json"), "config.json").as_object();
-  std::erase_if(members, [&](const auto& m) { return without.contains(m.first); });
-  Json json(members);
-  for (const auto& [key, value] : changes) json.set(key, value);
-  write_text(copy / "config.json", json.dump());
-  return config_of(copy.path());
-}
 
 TEST(PublishedGptOssConfig, IsRead) {
   for (const std::string& folder : {kDense, kMxfp4}) {
@@ -51,8 +37,8 @@ TEST(PublishedGptOssConfig, IsRead) {
                                                              .beta_slow = 0.1, .beta_fast = 1.0, .truncate = false}));
   }
   // What transformers has where a file says nothing.
-  const ModelConfig m = read_with(kDense, {}, {"swiglu_limit", "swiglu_alpha", "sliding_window", "layer_types", "rope_parameters", "head_dim",
-                                               "rms_norm_eps", "attention_bias", "tie_word_embeddings", "hidden_act"});
+  const ModelConfig m = config_with(kDense, {}, {"swiglu_limit", "swiglu_alpha", "sliding_window", "layer_types", "rope_parameters", "head_dim",
+                                                 "rms_norm_eps", "attention_bias", "tie_word_embeddings", "hidden_act"});
   EXPECT_EQ(m.expert_gate_limit, 7.0);
   EXPECT_EQ(m.expert_gate_alpha, 1.702);
   EXPECT_EQ(m.window, 128);
@@ -63,13 +49,13 @@ TEST(PublishedGptOssConfig, IsRead) {
   EXPECT_TRUE(m.rope_scaling == (models::RopeScalingConfig{.rope_type = "yarn", .factor = 32.0, .original_max_position_embeddings = 4096,
                                                            .truncate = false}));
   EXPECT_FALSE(m.tie_embeddings);
-  EXPECT_EQ(read_with(kMxfp4, {}, {"num_experts_per_tok"}).experts_per_token, 2);
-  EXPECT_EQ(read_with(kDense, {{"num_experts", 4}}, {"num_local_experts"}).experts, 4);
+  EXPECT_EQ(config_with(kMxfp4, {}, {"num_experts_per_tok"}).experts_per_token, 2);
+  EXPECT_EQ(config_with(kDense, {{"num_experts", 4}}, {"num_local_experts"}).experts, 4);
 }
 
 TEST(PublishedGptOssConfig, WhatSheafDoesNotComputeIsRefused) {
   const auto refused = [](const std::string& folder, const char* key, const Json& value, const std::set<std::string>& without = {}) {
-    return message_of<CheckpointError>(ExitCode::kData, [&] { read_with(folder, {{key, value}}, without); });
+    return message_of<CheckpointError>(ExitCode::kData, [&] { config_with(folder, {{key, value}}, without); });
   };
   const Json::Object mxfp4 = {{"quant_method", "mxfp4"}}, fp8 = {{"quant_method", "fp8"}};
   EXPECT_EQ(refused(kDense, "quantization_config", mxfp4), "no exception");  // which form it is, names say
@@ -85,8 +71,8 @@ TEST(PublishedGptOssConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(refused(kDense, "sliding_window", Json()), HasSubstr("layer_types is"));
   const Json s = "sliding_attention", f = "full_attention";
   EXPECT_THAT(refused(kDense, "layer_types", Json::Array{f, s, f}), HasSubstr("full attention in every N-th layer, or in none or all"));
-  EXPECT_EQ(read_with(kDense, {{"layer_types", Json::Array{s, s, f}}}).full_attention_every, 3);
-  EXPECT_EQ(read_with(kDense, {{"layer_types", Json::Array{f, f, f}}}).window, 0);
+  EXPECT_EQ(config_with(kDense, {{"layer_types", Json::Array{s, s, f}}}).full_attention_every, 3);
+  EXPECT_EQ(config_with(kDense, {{"layer_types", Json::Array{f, f, f}}}).window, 0);
   EXPECT_THAT(refused(kDense, "rope_scaling", Json::Object{{"rope_type", "longrope"}, {"factor", 2.0}}, {"rope_parameters"}),
               HasSubstr("of the rope_type default, linear, llama3 or yarn, not \"longrope\""));
 }

@@ -22,11 +22,10 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using models::ModelConfig;
 using testing::Copy;
+using testing::config_of;
 using Tensors = std::map<std::string, Copy::Stored>;
 
 const std::string kDense = "tests/models/published/gpt_oss_bf16", kMxfp4 = "tests/models/published/gpt_oss_mxfp4";
-
-ModelConfig config_of(const std::string& folder) { return models::read_published_config(folder + "/config.json"); }
 
 struct Value {
   Shape shape;
@@ -37,14 +36,7 @@ struct Value {
 std::map<std::string, Value> expected_parameters(const std::string& folder) {
   const ModelConfig m = config_of(folder);
   const auto file = SafetensorsFile::open(folder + "/model.safetensors");
-  const auto floats = [&](const std::string& name) {
-    std::vector<bf16> read(static_cast<size_t>(file.at(name).shape.numel()));
-    EXPECT_EQ(file.at(name).dtype, kBF16);
-    file.read(name, 0, std::ssize(read), read.data());
-    std::vector<float> out;
-    for (const bf16 x : read) out.push_back(static_cast<float>(x));
-    return out;
-  };
+  const auto floats = [&](const std::string& name) { return testing::floats_of(file, name); };
   const auto bytes = [&](const std::string& name) {
     std::vector<uint8_t> out(static_cast<size_t>(file.at(name).shape.numel()));
     file.read(name, 0, std::ssize(out), out.data());

@@ -13,27 +13,16 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using models::ModelConfig;
-using testing::Copy;
+using testing::Changes;
+using testing::config_of;
+using testing::config_with;
 using testing::text_of;
 using testing::write_text;
 
 const std::string kNext = "tests/models/published/qwen3_next_bf16", kMoe = "tests/models/published/qwen3_moe_bf16",
                   kDots1 = "tests/models/published/dots1_bf16";
 
-ModelConfig config_of(const std::string& folder) { return models::read_published_config(folder + "/config.json"); }
-
-using Changes = std::vector<std::pair<const char*, Json>>;
-
-/// config.json with these keys changed and those gone.
-ModelConfig read_with(const Changes& changes, const std::set<std::string>& without = {}) {
-  const Copy copy(kNext);
-  Json::Object members = Json::parse(text_of(copy / "config.json"), "config.json").as_object();
-  std::erase_if(members, [&](const auto& m) { return without.contains(m.first); });
-  Json json(members);
-  for (const auto& [key, value] : changes) json.set(key, value);
-  write_text(copy / "config.json", json.dump());
-  return config_of(copy.path());
-}
+ModelConfig read_with(const Changes& changes, const std::set<std::string>& without = {}) { return config_with(kNext, changes, without); }
 
 TEST(PublishedQwen3NextConfig, IsRead) {
   const ModelConfig m = config_of(kNext);

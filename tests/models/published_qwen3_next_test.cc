@@ -17,11 +17,10 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using models::ModelConfig;
 using testing::Copy;
+using testing::config_of;
 using Tensors = std::map<std::string, Copy::Stored>;
 
 const std::string kFolder = "tests/models/published/qwen3_next_bf16";
-
-ModelConfig config_of(const std::string& folder) { return models::read_published_config(folder + "/config.json"); }
 
 struct Value {
   Shape shape;
@@ -33,14 +32,7 @@ struct Value {
 std::map<std::string, Value> expected_parameters() {
   const ModelConfig m = config_of(kFolder);
   const auto file = SafetensorsFile::open(kFolder + "/model.safetensors");
-  const auto floats = [&](const std::string& name) {
-    std::vector<bf16> read(static_cast<size_t>(file.at(name).shape.numel()));
-    EXPECT_EQ(file.at(name).dtype, kBF16);
-    file.read(name, 0, std::ssize(read), read.data());
-    std::vector<float> out;
-    for (const bf16 x : read) out.push_back(static_cast<float>(x));
-    return out;
-  };
+  const auto floats = [&](const std::string& name) { return testing::floats_of(file, name); };
   std::map<std::string, Value> out;
   const int64_t c = m.width;
   // Row by row: `from(i)` is the published row that is row i of ours.
