@@ -7,7 +7,6 @@
 #include "sheaf/autograd/ops.h"
 #include "sheaf/models/language_model.h"
 #include "sheaf/models/llama.h"
-#include "sheaf/nn/layers/key_value_cache.h"
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/models/parity.h"
 
@@ -206,23 +205,7 @@ TEST(GatedAttention, CheckpointsMoveBetweenMeshes) {
 
 // ---- generation -----------------------------------------------------------------------------------------------------
 
-TEST(GatedAttention, ACacheGivesTheSameLogits) {
-  const models::ModelConfig m = gated_model();
-  const auto model = models::make_language_model(m, 13);
-  materialize(*model, Device::cpu(), {.seed = 4, .dtype = kF64});
-  model->eval();
-  std::vector<int32_t> text;
-  for (int64_t t = 0; t < m.context; ++t) text.push_back(static_cast<int32_t>(t * t % 13));
-  const Tensor tokens = Tensor::from(text, {1, m.context});
-  const std::vector<double> expected = model->logits(tokens).to_vector<double>();
-  nn::KeyValueCache cache(m.context);
-  for (int64_t begin = 0, end; begin < m.context; begin = end) {
-    end = std::min(begin == 0 ? 3 : begin + 1, m.context);  // a prompt, then one by one
-    const std::vector<double> next = model->next_logits(slice(tokens, 1, begin, end), cache).to_vector<double>();
-    ASSERT_EQ(next.size(), 13u);
-    for (int64_t v = 0; v < 13; ++v) EXPECT_EQ(next[static_cast<size_t>(v)], expected[static_cast<size_t>((end - 1) * 13 + v)]);
-  }
-}
+TEST(GatedAttention, ACacheGivesTheSameLogits) { expect_cached_logits(gated_model()); }
 
 }  // namespace
 }  // namespace sheaf::testing

@@ -13,6 +13,7 @@
 #include "sheaf/models/plan.h"
 #include "sheaf/models/sample_block.h"
 #include "sheaf/nn/direction.h"
+#include "sheaf/nn/layers/key_value_cache.h"
 #include "sheaf/nn/optim/adamw.h"
 #include "sheaf/nn/optim/muon.h"
 
@@ -463,6 +464,23 @@ void expect_checkpoint_moves(const std::string& folder, const Axes& from, const 
     for (const auto& axis : axes) trace += str(" ", axis.name, "=", axis.size);
     SCOPED_TRACE(str(num_ranks(from), " ranks, then", trace));
     EXPECT_LE(max_difference(expected, last_step(axes, false)), 1e-12);
+  }
+}
+
+void expect_cached_logits(const models::ModelConfig& m) {
+  const auto model = models::make_language_model(m, 13);
+  materialize(*model, Device::cpu(), {.seed = 4, .dtype = kF64});
+  model->eval();
+  std::vector<int32_t> text;
+  for (int64_t t = 0; t < m.context; ++t) text.push_back(static_cast<int32_t>(t * t % 13));
+  const Tensor tokens = Tensor::from(text, {1, m.context});
+  const std::vector<double> expected = model->logits(tokens).to_vector<double>();
+  nn::KeyValueCache cache(m.context);
+  for (int64_t begin = 0, end; begin < m.context; begin = end) {
+    end = std::min(begin == 0 ? 3 : begin + 1, m.context);  // a prompt, then one by one
+    const std::vector<double> next = model->next_logits(slice(tokens, 1, begin, end), cache).to_vector<double>();
+    ASSERT_EQ(next.size(), 13u);
+    for (int64_t v = 0; v < 13; ++v) EXPECT_EQ(next[static_cast<size_t>(v)], expected[static_cast<size_t>((end - 1) * 13 + v)]);
   }
 }
 

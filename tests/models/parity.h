@@ -181,6 +181,10 @@ void expect_planned_tapes(const models::TrainConfig& config, int world,
 void expect_checkpoint_moves(const std::string& folder, const Axes& from, const std::vector<Axes>& to,
                              const models::ModelConfig& config = tiny_config().model, bool muon = false);
 
+/// EXPECTs that what a model of 13 tokens gives after a prompt and then token by token, by a cache, is bit for bit in f64 what it gives of
+/// all tokens at once.
+void expect_cached_logits(const models::ModelConfig& config);
+
 /// The message of the ConfigError that planning a step of `config` for `world` ranks throws; "" if it throws none.
 std::string refusal(int world, const models::TrainConfig& config);
 
