@@ -103,6 +103,9 @@ class Array {
   std::shared_ptr<char> memory_;
 };
 
+/// An array of the same dtype, shape and strides, filled with NaN patterns.
+inline Array like(const Array& x) { return Array(x.view().dtype, x.view().shape, x.view().strides); }
+
 /// All elements in row-major order.
 inline std::vector<double> values(const View& v) {
   std::vector<double> out(static_cast<size_t>(v.numel()));

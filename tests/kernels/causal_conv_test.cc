@@ -38,8 +38,6 @@ Operands with_documents(Operands o, const std::vector<int64_t>& begin_at) {
   return o;
 }
 
-Array like(const Array& x) { return Array(x.view().dtype, x.view().shape, x.view().strides); }
-
 template <class Forward, class Backward>
 Results computed(const Operands& o, Forward&& forward, Backward&& backward) {
   Results r{like(o.x), like(o.x), Array(statistics_of(o.x.view().dtype), o.weight.view().shape)};

@@ -73,8 +73,6 @@ void each(const Results& a, const Results& b, F f) {
   f("ddecay", a.ddecay, b.ddecay), f("dbeta", a.dbeta, b.dbeta), f("dinitial", a.dinitial, b.dinitial);
 }
 
-inline Array like(const Array& x) { return Array(x.view().dtype, x.view().shape, x.view().strides); }
-
 /// All of them, by the kernels of one device.
 using Compute = Results (*)(const Operands&);
 

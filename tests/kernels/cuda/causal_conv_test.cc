@@ -42,7 +42,6 @@ Operands with_documents(Operands o, const std::vector<int64_t>& lengths) {
 struct Results {
   Array y, dx, dweight;
 };
-Array like(const Array& x) { return Array(x.view().dtype, x.view().shape, x.view().strides); }
 
 Results on_gpu(const Operands& o, bool wants_dx = true, bool wants_dweight = true) {
   const Stream& s = OnGpu::stream();
