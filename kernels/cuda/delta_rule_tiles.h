@@ -6,7 +6,7 @@
 #pragma once
 
 #include "sheaf/kernels/cuda/rows.h"
-#include "sheaf/kernels/cuda/tile_product.h"
+#include "sheaf/kernels/cuda/tensor_cores.h"
 
 namespace sheaf::kernels::cuda::delta {
 
@@ -93,16 +93,13 @@ struct Sums {
   }
 };
 
-#if !SHEAF_CUDA_EMULATED
-
 /// x and y as bf16, and what that leaves of them.
 __device__ inline void split(float x, float y, unsigned& high, unsigned& low) {
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(high) : "f"(y), "f"(x));
-  const float of_x = x - __uint_as_float(high << 16), of_y = y - __uint_as_float(high & 0xffff0000u);
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(low) : "f"(of_y), "f"(of_x));
+  high = pair_of<bf16>(x, y);
+  low = pair_of<bf16>(x - __uint_as_float(high << 16), y - __uint_as_float(high & 0xffff0000u));
 }
 
-/// multiply() by mma.m16n8k16.
+/// multiply() by tensor cores.
 template <bool kRowsInner, bool kColumnsInner, class T>
 __device__ void multiply_by_parts(Sums<T>& sums, const Tile<float>& a, const Tile<float>& b) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -129,14 +126,12 @@ __device__ void multiply_by_parts(Sums<T>& sums, const Tile<float>& a, const Til
     for (int m = 0; m < 2; ++m)
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        part_products::multiply_add<bf16>(sums.v[m][n], a_low[m], b_high[n][0], b_high[n][1]);
-        part_products::multiply_add<bf16>(sums.v[m][n], a_high[m], b_low[n][0], b_low[n][1]);
-        part_products::multiply_add<bf16>(sums.v[m][n], a_high[m], b_high[n][0], b_high[n][1]);
+        multiply_add<bf16>(sums.v[m][n], a_low[m], b_high[n][0], b_high[n][1]);
+        multiply_add<bf16>(sums.v[m][n], a_high[m], b_low[n][0], b_low[n][1]);
+        multiply_add<bf16>(sums.v[m][n], a_high[m], b_high[n][0], b_high[n][1]);
       }
   }
 }
-
-#endif
 
 template <class C>
 __device__ void load_four(C (&to)[4], const C* from) {
@@ -152,15 +147,8 @@ __device__ void load_four(C (&to)[4], const C* from) {
 /// sums += a b. Rows of the product are a's rows or, kRowsInner, its columns; columns are b's rows or, kColumnsInner, its columns.
 template <bool kRowsInner, bool kColumnsInner, class T, class C>
 __device__ void multiply(Sums<T>& sums, const Tile<C>& a, const Tile<C>& b) {
-#if !SHEAF_CUDA_EMULATED
-  if constexpr (Sums<T>::kTensorCores) return multiply_by_parts<kRowsInner, kColumnsInner>(sums, a, b);
-  else
-#endif
   if constexpr (Sums<T>::kTensorCores) {
-    for (int k = 0; k < kTile; ++k)
-      sums.each([&](int, int r, int c, C& sum) {
-        sum = fused_sum(kRowsInner ? a.v[k][r] : a.v[r][k], kColumnsInner ? b.v[k][c] : b.v[c][k], sum);
-      });
+    multiply_by_parts<kRowsInner, kColumnsInner>(sums, a, b);
   } else {
     const int row = Sums<T>::row(0), column = Sums<T>::column(0);
 #pragma unroll 1

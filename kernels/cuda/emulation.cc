@@ -50,14 +50,21 @@ constexpr size_t kMostShared = 227 << 10;  // launch() asks for less
 
 enum class State : uint8_t { ready, at_block_barrier, at_warp, done };
 
+struct Copy {
+  std::function<void()> make;
+  int round;
+};
+
 struct Fiber {
   std::unique_ptr<char[]> stack;
   void* pointer = nullptr;  // of the stack, where it was left
   State state = State::done;
+  std::vector<Copy> copies;  // on their way
+  int rounds = 0;            // of copies that have ended
 };
 
 struct Warp {
-  uint64_t slots[2][32];
+  char slots[2][32][kSlot];
   unsigned arrived = 0, syncs = 0;  // syncs: __syncwarp alone, as only it orders memory
   int turn = 0;
 };
@@ -127,9 +134,8 @@ class Block {
     if (mask != 0xffffffffu || (warp + 1) * 32 > threads_)
       fail<CudaError>('[', name_, "] a warp operation must name a full warp (emulated GPU)");
     Warp& w = warps_[warp];
-    uint64_t* slots = w.slots[w.turn];
-    slots[lane] = 0;
-    std::memcpy(&slots[lane], value, bytes);
+    char(*const slots)[kSlot] = w.slots[w.turn];
+    std::memcpy(slots[lane], value, bytes);
     if (++w.arrived == 32) {
       w.arrived = 0, w.turn ^= 1, w.syncs += sync;
       for (unsigned i = warp * 32; i < warp * 32 + 32; ++i)
@@ -140,11 +146,16 @@ class Block {
     return slots;
   }
 
+  Fiber& running() { return fibers_[running_]; }
+
  private:
   static void body_of_fiber() {
     Block* self = current;
     try {
       (*self->body_)();
+      if (!self->running().copies.empty())
+        fail<CudaError>('[', self->name_, "] thread ", self->running_,
+                        " has ended with copies on their way (emulated GPU)");
     } catch (...) {
       self->failure_ = std::current_exception();
     }
@@ -161,6 +172,7 @@ class Block {
     std::memset(top, 0, 6 * sizeof *top);
     fiber.pointer = top;
     fiber.state = State::ready;
+    fiber.copies.clear(), fiber.rounds = 0;
   }
 
   // What the next thread will read first.
@@ -224,6 +236,19 @@ const void* exchange(const void* value, size_t bytes, unsigned mask) {
   return current->exchange(value, bytes, mask, false);
 }
 void warp_barrier(unsigned mask) { current->exchange("", 1, mask, true); }
+
+void add_copy(std::function<void()> copy) {
+  Fiber& thread = current->running();
+  thread.copies.push_back({std::move(copy), thread.rounds});
+}
+void end_round() { ++current->running().rounds; }
+void make_copies(int rounds_left) {
+  Fiber& thread = current->running();
+  size_t made = 0;
+  for (; made < thread.copies.size() && thread.copies[made].round < thread.rounds - rounds_left; ++made)
+    thread.copies[made].make();
+  thread.copies.erase(thread.copies.begin(), thread.copies.begin() + static_cast<ptrdiff_t>(made));
+}
 
 bool running() { return current != nullptr; }
 Moment now() { return current->now(); }

@@ -16,7 +16,9 @@
 // the host synchronises, as on a GPU. A graph runs the work that its capture has recorded, with the
 // arguments it had then, in an order that only the recorded dependencies bind.
 //
-// What it cannot show: occupancy, speed, tensor cores.
+// Tensor cores, and copies to shared memory beside what is computed, are in tensor_cores.h.
+//
+// What it cannot show: occupancy, speed.
 #pragma once
 
 #include <algorithm>
@@ -87,8 +89,9 @@ void run(const char* name, dim3 grid, unsigned threads, size_t shared_bytes,
          const std::function<void()>& body);
 void* dynamic_shared();
 void block_barrier();
-/// Gives `bytes` (at most 8) of this lane to its warp and waits for all lanes; returns the slots of
-/// all 32, 8 bytes apart, valid until this lane's second next warp operation.
+/// Gives `bytes` (at most kSlot) of this lane to its warp and waits for all lanes; returns the slots
+/// of all 32, kSlot bytes apart, valid until this lane's second next warp operation.
+inline constexpr size_t kSlot = 32;
 const void* exchange(const void* value, size_t bytes, unsigned mask);
 void warp_barrier(unsigned mask);
 
@@ -112,13 +115,34 @@ void note_atomic(const void* address, size_t bytes);
 /// libraries.
 void enqueue(const Stream& stream, std::function<void()> work);
 
+/// Copies of the running thread that are made later: when make_copies() asks for them. A thread that
+/// ends before is an error.
+void add_copy(std::function<void()> copy);
+void end_round();
+void make_copies(int rounds_left);  ///< all but those of the newest so many rounds
+
+/// What the lanes of a warp have given.
+template <class T>
+class Lanes {
+ public:
+  explicit Lanes(const void* slots) : slots_(static_cast<const char*>(slots)) {}
+  T operator[](int lane) const {
+    T out;
+    std::memcpy(&out, slots_ + kSlot * lane, sizeof out);
+    return out;
+  }
+
+ private:
+  const char* slots_;
+};
+template <class T>
+Lanes<T> from_lanes(const T& value, unsigned mask = 0xffffffffu) {
+  static_assert(sizeof(T) <= kSlot);
+  return Lanes<T>(exchange(&value, sizeof value, mask));
+}
 template <class T>
 T from_lane(T value, int lane, unsigned mask) {
-  static_assert(sizeof(T) <= 8);
-  T out;
-  std::memcpy(&out, static_cast<const char*>(exchange(&value, sizeof value, mask)) + 8 * lane,
-              sizeof out);
-  return out;
+  return from_lanes(value, mask)[lane];
 }
 inline int lane() { return static_cast<int>(place.thread.x % 32); }
 
@@ -153,15 +177,9 @@ T __shfl_up_sync(unsigned mask, T value, int by) {
   return e::from_lane(value, e::lane() >= by ? e::lane() - by : e::lane(), mask);
 }
 inline unsigned __ballot_sync(unsigned mask, int predicate) {
-  const int value = predicate != 0;
-  const char* slots = static_cast<const char*>(
-      ::sheaf::kernels::cuda::emulation::exchange(&value, sizeof value, mask));
+  const auto votes = ::sheaf::kernels::cuda::emulation::from_lanes(predicate != 0, mask);
   unsigned out = 0;
-  for (int i = 0; i < 32; ++i) {
-    int bit;
-    std::memcpy(&bit, slots + 8 * i, sizeof bit);
-    out |= static_cast<unsigned>(bit) << i;
-  }
+  for (int i = 0; i < 32; ++i) out |= unsigned{votes[i]} << i;
   return out;
 }
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }

@@ -3,8 +3,7 @@
 //
 // Kernels are written in the part of CUDA that emulation.h implements: thread and block indices,
 // __shared__ (and dynamic_shared), __syncthreads, full-warp shuffles and votes, integer atomics,
-// vector types. What lies beyond (tensor cores, asynchronous copies) stands under `#if
-// !SHEAF_CUDA_EMULATED` with a plain path beside it.
+// vector types; and of tensor_cores.h.
 #pragma once
 
 #include "sheaf/core/device.h"

@@ -3,7 +3,7 @@
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
 
 #if SHEAF_CUDA_EMULATED
-#include "sheaf/kernels/cuda/launch.h"
+#include "sheaf/kernels/cuda/tensor_cores.h"
 #endif
 
 namespace sheaf::kernels::cuda {
@@ -117,6 +117,103 @@ TEST(CudaEmulation, MisalignedAccessesAreErrors) {
   expect_error([&] { copy(0, 36); }, "[copy] misaligned address: 'struct uint4'");
   copy(0, 32);
   EXPECT_EQ(memory.back().at(11), 3);
+}
+
+// A product of 16 x 16 matrices, whose operands are transposed on the way, by a warp.
+__global__ void multiply_sixteen(const bf16* a, const bf16* b, float* c, bool a_columns, bool b_columns) {
+  constexpr int kPitch = 24;
+  alignas(16) __shared__ bf16 tiles[2][16 * kPitch];
+  for (int n = lane_of_thread(); n < 32; n += kWarp) {
+    copy_beside(&tiles[0][n / 2 * kPitch + n % 2 * 8], a + n * 8, true);
+    copy_beside(&tiles[1][n / 2 * kPitch + n % 2 * 8], b + n * 8, true);
+  }
+  end_round();
+  arrived<0>();
+  __syncthreads();
+  const SharedMatrix<bf16> rows{tiles[0], kPitch}, columns{tiles[1], kPitch};
+  unsigned of_a[4], of_b[4];
+  if (a_columns) rows.as_a<true>(of_a, 0, 0);
+  else rows.as_a<false>(of_a, 0, 0);
+  if (b_columns) columns.as_b<true>(of_b, 0, 0);
+  else columns.as_b<false>(of_b, 0, 0);
+  for (int n = 0; n < 2; ++n) {
+    float sums[4] = {};
+    multiply_add<bf16>(sums, of_a, of_b[n * 2], of_b[n * 2 + 1]);
+    for (int i = 0; i < 4; ++i)
+      c[(lane_of_thread() / 4 + i / 2 * 8) * 16 + n * 8 + lane_of_thread() % 4 * 2 + i % 2] = sums[i];
+  }
+}
+
+TEST(CudaEmulation, TensorCores) {
+  const auto x = [](int64_t r, int64_t k) { return r * 3 % 7 - k % 5; };
+  const auto y = [](int64_t k, int64_t c) { return k * 5 % 9 - c * c % 11; };
+  for (const bool a_columns : {false, true})
+    for (const bool b_columns : {false, true}) {
+      testing::Array a(kBF16, {16, 16}), b(kBF16, {16, 16}), c(kF32, {16, 16});
+      a.fill([&](int64_t i) { return a_columns ? x(i % 16, i / 16) : x(i / 16, i % 16); });
+      b.fill([&](int64_t i) { return b_columns ? y(i / 16, i % 16) : y(i % 16, i / 16); });
+      const OnGpu ga(a), gb(b), gc(c);
+      launch("multiply", OnGpu::stream(), {.threads = 32}, multiply_sixteen, ga.view().as<const bf16>(), gb.view().as<const bf16>(),
+             gc.view().as<float>(), a_columns, b_columns);
+      const testing::Array got = gc.back();
+      for (int64_t r = 0; r < 16; ++r)
+        for (int64_t n = 0; n < 16; ++n) {
+          int64_t want = 0;
+          for (int64_t k = 0; k < 16; ++k) want += x(r, k) * y(k, n);
+          EXPECT_EQ(got.at(r * 16 + n), want) << r << ' ' << n << ' ' << a_columns << b_columns;
+        }
+    }
+}
+
+__global__ void add_to_sum(float* sum, float x, float y) {
+  float sums[4] = {*sum, 0, 0, 0};
+  const unsigned all = pair_of<bf16>(x, x), one = pair_of<bf16>(y, 0), of_a[4] = {all, 0, 0, 0};
+  multiply_add<bf16>(sums, of_a, one, 0);  // four products of x and y
+  __syncwarp();
+  if (threadIdx.x == 0) *sum = sums[0];
+}
+
+TEST(CudaEmulation, TensorCoresRoundTowardsZero) {
+  for (const float sign : {1.0f, -1.0f}) {
+    const OnGpu sum(testing::Array::of(kF32, {1}, {sign * 0x1p24}));
+    const auto add = [&](float x, float y) {
+      launch("add", OnGpu::stream(), {.threads = 32}, add_to_sum, sum.view().as<float>(), x, y);
+      return sum.back().at(0);
+    };
+    EXPECT_EQ(add(sign, 0.75f), sign * 0x1.000002p24);   // by 3, the neighbours are 2 and 4
+    EXPECT_EQ(add(sign, -0.25f), sign * 0x1p24);         // by -1, from 2
+    EXPECT_EQ(add(sign, -0.125f), sign * 0x1.fffffep23);  // by a half, where neighbours are 1 apart
+  }
+}
+
+enum class Wait : uint8_t { not_at_all, for_older, for_all };
+__global__ void copy_in_rounds(const float* from, float* to, Wait wait, bool there) {
+  alignas(16) __shared__ float tile[2][4];
+  if (threadIdx.x != 0) return;
+  for (int n = 0; n < 2; ++n) copy_beside(tile[n], from + 4 * n, there), end_round();
+  if (wait == Wait::for_older) arrived<1>();
+  if (wait == Wait::for_all) arrived<0>();
+  for (int n = 0; n < 8; ++n) to[n] = tile[n / 4][n % 4];
+  if (wait == Wait::for_older) arrived<0>();
+}
+
+TEST(CudaEmulation, CopiesArriveWhenTheyAreWaitedFor) {
+  testing::Array from(kF32, {8}), to(kF32, {8});
+  from.fill([](int64_t i) { return i + 1; });
+  const OnGpu gfrom(from), gto(to);
+  const auto copy = [&](Wait wait, bool there) {
+    launch("copies", OnGpu::stream(), {.threads = 32}, copy_in_rounds, gfrom.view().as<const float>(), gto.view().as<float>(), wait,
+           there);
+    return gto.back();
+  };
+  const testing::Array all = copy(Wait::for_all, true), none = copy(Wait::for_all, false), older = copy(Wait::for_older, true);
+  for (int n = 0; n < 8; ++n) {
+    EXPECT_EQ(all.at(n), n + 1);
+    EXPECT_EQ(none.at(n), 0);
+    if (n < 4) EXPECT_EQ(older.at(n), n + 1);
+    else EXPECT_TRUE(std::isnan(older.at(n)));
+  }
+  expect_error([&] { copy(Wait::not_at_all, true); }, "[copies] thread 0 has ended with copies on their way");
 }
 
 #ifdef __SANITIZE_THREAD__  // --config=races

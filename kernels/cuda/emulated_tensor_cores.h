@@ -1,0 +1,81 @@
+// The instructions of tensor_cores.h on the emulated GPU, in the place of those of the same names there.
+#pragma once
+
+#include <cmath>
+
+#include "sheaf/kernels/cuda/numbers.h"
+
+namespace sheaf::kernels::cuda {
+namespace emulation {
+
+/// To f32 as tensor cores round their sums, which is towards zero (Fasi, Higham, Mikaitis and Pranesh, Numerical behavior of NVIDIA tensor
+/// cores, https://doi.org/10.7717/peerj-cs.330).
+inline float towards_zero(double x) {
+  const auto nearest = static_cast<float>(x);
+  if (!std::isfinite(nearest) || std::fabs(double{nearest}) <= std::fabs(x)) return nearest;
+  return __uint_as_float(__float_as_uint(nearest) - 1);
+}
+
+struct Sixteen {
+  alignas(16) char bytes[16];
+};
+
+}  // namespace emulation
+
+template <class T>
+unsigned pair_of(float x, float y) {
+  return narrow<T>(x).bits | static_cast<unsigned>(narrow<T>(y).bits) << 16;
+}
+
+template <bool kTransposed>
+void load_matrices(unsigned (&to)[4], const void* row) {
+  const int lane = emulation::lane();
+  const auto given = emulation::from_lanes(static_cast<const emulation::Sixteen*>(row));
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    const auto element = [&](int r, int c) {
+      const emulation::Sixteen line = *given[matrix * 8 + r];  // all of it: it must be aligned
+      uint16_t out;
+      std::memcpy(&out, line.bytes + 2 * c, sizeof out);
+      return unsigned{out};
+    };
+    const int r = lane / 4, c = lane % 4 * 2;
+    to[matrix] = kTransposed ? element(c, r) | element(c + 1, r) << 16 : element(r, c) | element(r, c + 1) << 16;
+  }
+}
+
+template <class T>
+void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  struct Given {
+    unsigned a[4], b[2];
+  };
+  const auto given = emulation::from_lanes(Given{{a[0], a[1], a[2], a[3]}, {b0, b1}});
+  const auto value = [](unsigned pair, int k) {
+    T x;
+    x.bits = static_cast<uint16_t>(k % 2 ? pair >> 16 : pair);
+    return double{widen(x)};
+  };
+  const int lane = emulation::lane();
+  for (int i = 0; i < 4; ++i) {
+    const int row = lane / 4, column = lane % 4 * 2 + i % 2;
+    double sum = c[i];
+    for (int k = 0; k < 16; ++k)
+      sum += value(given[row * 4 + k % 8 / 2].a[i / 2 + k / 8 * 2], k) * value(given[column * 4 + k % 8 / 2].b[k / 8], k);
+    c[i] = emulation::towards_zero(sum);
+  }
+}
+
+// What lies in shared memory while a copy is on its way nobody can count on: it is no number.
+inline void copy_beside(void* to, const void* from, bool there) {
+  auto* const target = static_cast<emulation::Sixteen*>(to);
+  std::memset(target->bytes, 0xff, sizeof target->bytes);
+  emulation::add_copy([target, source = static_cast<const emulation::Sixteen*>(from), there] {
+    *target = there ? *source : emulation::Sixteen{};
+  });
+}
+inline void end_round() { emulation::end_round(); }
+template <int kLeft>
+void arrived() {
+  emulation::make_copies(kLeft);
+}
+
+}  // namespace sheaf::kernels::cuda
