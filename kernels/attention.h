@@ -68,7 +68,8 @@ void attention_backward(const View& q, const View& k, const View& v, const View&
 /// The same on a GPU, enqueued on `stream`, for D and E up to 256: by cuDNN where it takes the operands
 /// (cudnn_attention.h: causal, bf16 or f16, no fewer keys than queries), else by our own kernels
 /// (attention_blocked.h, and attention_decode.h for up to 16 queries), which also run where the
-/// workspace is less than cuDNN wants. All give the same bits at every run. Ours keep the promises
+/// workspace is less than cuDNN wants. Of bf16 and f16 both multiply on tensor cores, probabilities rounded
+/// to the operands' type, sums in f32. All give the same bits at every run. Ours keep the promises
 /// above that a row depends on nothing but what it sees, whichever of them computes it: a token's,
 /// decoded from a cache, is that of one pass over all tokens, but not where cuDNN makes that pass. They
 /// keep those that documents and windows cost what they leave, too. With cuDNN the same call gives the

@@ -41,7 +41,7 @@ bool run_cudnn(const Stream& stream, const Attention& a, Workspace workspace) {
         q[0] * q[2] * q[1] * k[1] >= kWorthANotice)
       slow_notice(str("[attention] our own kernel computes the ",
                       a.dout.rank() != 0 ? "backward" : "forward", " pass of ", a.q.dtype,
-                      ", slowly: cuDNN refuses it: ", why));
+                      ": cuDNN refuses it: ", why));
     return false;
   }
   if (workspace.bytes < cudnn::attention_workspace(a)) return false;

@@ -21,9 +21,9 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
   C* tile = q_tile + S::kBytes / sizeof(C);  // of keys, then of values, which take no more
   C* weights = tile + S::kBytes / sizeof(C);
 
-  const auto [pair, b, h, g, at] = query_block<S>(p, query_blocks);
-  for_each_tile<S, kHides, TilesOf::queries>(p, begins, b, at, [&, b = b, h = h, g = g](const Document& d, int64_t first) {
-    const int64_t keys = keys_seen<S>(p, d, first);
+  const auto [pair, b, h, g, at] = query_block<S::kTile>(p, query_blocks);
+  for_each_tile<S::kTile, kHides, TilesOf::queries>(p, begins, b, at, [&, b = b, h = h, g = g](const Document& d, int64_t first) {
+    const int64_t keys = keys_seen<S::kTile>(p, d, first);
     typename V::Results sums = {};
     Softmax<C> rows[S::kPer];
     int64_t seen[S::kPer];
@@ -32,26 +32,26 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
       const int64_t t = first + ty() + kSide * i;
       seen[i] = t < d.queries ? p.visible(t) : 0;
     }
-    load_tile<S>(p, q, b, h, first, d.queries, q_tile);
-    for (int64_t key = first_key_seen<S, kHides>(p, d, first); key < keys;) {
+    load_tile<S>(q, b, h, first, d.queries, q_tile);
+    for (int64_t key = first_key_seen<S::kTile, kHides>(p, d, first); key < keys;) {
       const int64_t behind = segment_behind(d, key), end = behind < keys ? behind : keys;
       typename V::Results of_segment = {};
       Softmax<C> segment[S::kPer];
       for (; key < end; key += S::kTile) {
         __syncthreads();
-        load_tile<S>(p, k, b, g, key, d.keys, tile);
+        load_tile<S>(k, b, g, key, d.keys, tile);
         __syncthreads();
         typename S::Scores s;
         multiply_rows<S>(q_tile, tile, q.width, s);
 #pragma unroll
         for (int i = 0; i < S::kPer; ++i) {
-          const SeenKeys sees = seen_keys<S, kHides>(p, key, seen[i]);
+          const SeenKeys sees = seen_keys<S::kTile, kHides>(p, key, seen[i]);
 #pragma unroll
           for (int j = 0; j < S::kPer; ++j)
             s[i][j] = sees.has(tx() + kSide * j)
                           ? rounded_product(s[i][j], static_cast<C>(p.scale))
                           : kHidden<C>;
-          const C shrink = add_tile(segment[i], s[i]);
+          const C shrink = add_tile<kSide>(segment[i], s[i]);
 #pragma unroll
           for (int c = 0; c < V::kChunks; ++c)
 #pragma unroll
@@ -60,13 +60,13 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
         }
         store_scores<S>(s, weights);
         __syncthreads();
-        load_tile<V>(p, v, b, g, key, d.keys, tile);
+        load_tile<V>(v, b, g, key, d.keys, tile);
         __syncthreads();
         accumulate_rows<V>(weights, tile, v.width, of_segment);
       }
 #pragma unroll
       for (int i = 0; i < S::kPer; ++i) {
-        close_segment(segment[i]);
+        close_segment<kSide>(segment[i]);
         const Shares<C> shares = add_segment(rows[i], segment[i]);
 #pragma unroll
         for (int c = 0; c < V::kChunks; ++c)
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
       const int64_t t = first + ty() + kSide * i;
       if (t >= d.queries) continue;
       const Ending<C> ending = ending_of(rows[i]);
-      store_row<V>(p, sums, i, ending.scale, out, b, t, h);
+      store_row<V>(sums, i, ending.scale, out, b, t, h);
       if (tx() == 0) lse.at(b, h, t) = ending.lse;
     }
   });
@@ -90,6 +90,7 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
 
 void attention(const Stream& stream, const View& q, const View& k, const View& v, const AttentionMask& mask,
                double scale, const View& out, const View& lse) {
+  if (q.dtype == kBF16 || q.dtype == kF16) return fragments::attention(stream, q, k, v, mask, scale, out, lse);
   visit_tiles("attention", q, v, [&]<class S, class V>() {
     const Problem p = problem_of(q, k, mask, scale);
     const int64_t query_blocks = blocks_for(p.queries, S::kTile);

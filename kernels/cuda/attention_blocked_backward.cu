@@ -1,4 +1,5 @@
 #include "sheaf/kernels/cuda/attention_blocked.h"
+#include "sheaf/kernels/cuda/attention_dots.h"
 #include "sheaf/kernels/cuda/attention_tiles.h"
 
 namespace sheaf::kernels::cuda::blocked {
@@ -9,36 +10,6 @@ namespace {
 
 // With p = exp(scale q·k - lse): ds = p (dout·v - dot) scale, where dot = dout·out of the query;
 // dq = sum of ds k, dk = sum of ds q, dv = sum of p dout.
-
-/// lse and dot of a query.
-template <class C>
-struct Statistics {
-  PerQuery<const C> lse;
-  const C* dot;  ///< [B, H, T], dense
-};
-
-constexpr int kRowsABlock = 8;
-
-/// A warp a query.
-template <class T>
-__global__ void __launch_bounds__(kRowsABlock* kWarp)
-    output_dots(Problem p, Heads out, Heads dout, Compute<T>* dots) {
-  using C = Compute<T>;
-  constexpr int kSize = Pack<T>::kSize;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsABlock + threadIdx.x / kWarp;
-  if (row >= p.batch * p.heads * p.queries) return;
-  const int64_t t = row % p.queries, h = row / p.queries % p.heads, b = row / p.queries / p.heads;
-  const T* x = static_cast<const T*>(out.data) + out.offset(b, t, h);
-  const T* y = static_cast<const T*>(dout.data) + dout.offset(b, t, h);
-  C sum = C(0);
-  for (int at = static_cast<int>(threadIdx.x) % kWarp * kSize; at < out.width; at += kWarp * kSize) {
-    const Pack<T> px = load_chunk(x, at, out.width), py = load_chunk(y, at, out.width);
-#pragma unroll
-    for (int k = 0; k < kSize; ++k) sum += convert_to<C>(px.v[k]) * convert_to<C>(py.v[k]);
-  }
-  sum = warp_sum(sum);
-  if (threadIdx.x % kWarp == 0) dots[row] = sum;
-}
 
 // A block takes kTile queries of a head and goes over the keys that the last of them sees. With
 // documents or a window, here and below: see attention_forward.
@@ -52,10 +23,10 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
   C* tile = dout_tile + V::kBytes / sizeof(C);  // of values, then of keys, which take no less
   C* weights = tile + S::kBytes / sizeof(C);
 
-  const auto [pair, b, h, g, at] = query_block<S>(p, query_blocks);
-  for_each_tile<S, kHides, TilesOf::queries>(
+  const auto [pair, b, h, g, at] = query_block<S::kTile>(p, query_blocks);
+  for_each_tile<S::kTile, kHides, TilesOf::queries>(
       p, begins, b, at, [&, pair = pair, b = b, h = h, g = g](const Document& d, int64_t first) {
-    const int64_t keys = keys_seen<S>(p, d, first);
+    const int64_t keys = keys_seen<S::kTile>(p, d, first);
     typename S::Results sums = {};
     C lse[S::kPer], dot[S::kPer];
     int64_t seen[S::kPer];
@@ -66,22 +37,22 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
       lse[i] = seen[i] ? rows.lse.at(b, h, t) : C(0);
       dot[i] = seen[i] ? rows.dot[pair * p.queries + t] : C(0);
     }
-    load_tile<S>(p, q, b, h, first, d.queries, q_tile);
-    load_tile<V>(p, dout, b, h, first, d.queries, dout_tile);
-    for (int64_t key = first_key_seen<S, kHides>(p, d, first); key < keys; key += S::kTile) {
+    load_tile<S>(q, b, h, first, d.queries, q_tile);
+    load_tile<V>(dout, b, h, first, d.queries, dout_tile);
+    for (int64_t key = first_key_seen<S::kTile, kHides>(p, d, first); key < keys; key += S::kTile) {
       __syncthreads();
-      load_tile<V>(p, v, b, g, key, d.keys, tile);
+      load_tile<V>(v, b, g, key, d.keys, tile);
       __syncthreads();
       typename S::Scores ds, s;
       multiply_rows<V>(dout_tile, tile, v.width, ds);
       __syncthreads();
-      load_tile<S>(p, k, b, g, key, d.keys, tile);
+      load_tile<S>(k, b, g, key, d.keys, tile);
       __syncthreads();
       multiply_rows<S>(q_tile, tile, q.width, s);
       const C scale = static_cast<C>(p.scale);
 #pragma unroll
       for (int i = 0; i < S::kPer; ++i) {
-        const SeenKeys sees = seen_keys<S, kHides>(p, key, seen[i]);
+        const SeenKeys sees = seen_keys<S::kTile, kHides>(p, key, seen[i]);
 #pragma unroll
         for (int j = 0; j < S::kPer; ++j)
           ds[i][j] = sees.has(tx() + kSide * j)
@@ -95,7 +66,7 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
 #pragma unroll
     for (int i = 0; i < S::kPer; ++i) {
       const int64_t t = first + ty() + kSide * i;
-      if (t < d.queries) store_row<S>(p, sums, i, C(1), dq, b, t, h);
+      if (t < d.queries) store_row<S>(sums, i, C(1), dq, b, t, h);
     }
   });
 }
@@ -121,7 +92,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t pair = blockIdx.x % (p.batch * p.key_heads), b = pair / p.key_heads,
                 g = pair % p.key_heads, group = p.heads / p.key_heads;
   const int64_t at = blockIdx.x / (p.batch * p.key_heads) * S::kTile;
-  for_each_tile<S, kHides, TilesOf::keys>(p, begins, b, at, [&](const Document& d, int64_t key) {
+  for_each_tile<S::kTile, kHides, TilesOf::keys>(p, begins, b, at, [&](const Document& d, int64_t key) {
     int64_t first = 0;  // query that sees one of the keys
     if (p.causal && key > p.past()) first = key - p.past();
     if (kHides == Hides::nothing) first = first / S::kTile * S::kTile;
@@ -133,19 +104,19 @@ __global__ void __launch_bounds__(kThreads)
 
     typename S::Results dk_sums = {};
     typename V::Results dv_sums = {};
-    load_tile<S>(p, k, b, g, key, d.keys, k_tile);
-    load_tile<V>(p, v, b, g, key, d.keys, v_tile);
+    load_tile<S>(k, b, g, key, d.keys, k_tile);
+    load_tile<V>(v, b, g, key, d.keys, v_tile);
     for (int64_t h = g * group; h < (g + 1) * group; ++h)
       for (int64_t t = first; t < behind; t += S::kTile) {
         __syncthreads();
-        load_tile<S>(p, q, b, h, t, d.queries, q_tile);
-        if (!kTakeTurns<S, V>) load_tile<V>(p, dout, b, h, t, d.queries, dout_tile);
+        load_tile<S>(q, b, h, t, d.queries, q_tile);
+        if (!kTakeTurns<S, V>) load_tile<V>(dout, b, h, t, d.queries, dout_tile);
         __syncthreads();
         typename S::Scores s, ds;
         multiply_rows<S>(k_tile, q_tile, q.width, s);
         if (kTakeTurns<S, V>) {
           __syncthreads();
-          load_tile<V>(p, dout, b, h, t, d.queries, dout_tile);
+          load_tile<V>(dout, b, h, t, d.queries, dout_tile);
           __syncthreads();
         }
         multiply_rows<V>(v_tile, dout_tile, v.width, ds);
@@ -156,7 +127,7 @@ __global__ void __launch_bounds__(kThreads)
           const int64_t seen = query < d.queries ? p.visible(query) : 0;
           const C lse = seen ? rows.lse.at(b, h, query) : C(0),
                   dot = seen ? rows.dot[(b * p.heads + h) * p.queries + query] : C(0);
-          const SeenKeys sees = seen_keys<S, kHides>(p, key, seen);
+          const SeenKeys sees = seen_keys<S::kTile, kHides>(p, key, seen);
 #pragma unroll
           for (int i = 0; i < S::kPer; ++i) {
             const bool has = sees.has(ty() + kSide * i);
@@ -169,19 +140,19 @@ __global__ void __launch_bounds__(kThreads)
         accumulate_rows<V>(weights, dout_tile, v.width, dv_sums);
         __syncthreads();
         store_scores<S>(ds, weights);
-        if (kTakeTurns<S, V>) load_tile<S>(p, q, b, h, t, d.queries, q_tile);
+        if (kTakeTurns<S, V>) load_tile<S>(q, b, h, t, d.queries, q_tile);
         __syncthreads();
         accumulate_rows<S>(weights, q_tile, q.width, dk_sums);
       }
 #pragma unroll
     for (int i = 0; i < S::kPer; ++i) {
       const int64_t s = key + ty() + kSide * i;
-      if (s < d.keys) store_row<S>(p, dk_sums, i, C(1), dk, b, s, g);
+      if (s < d.keys) store_row<S>(dk_sums, i, C(1), dk, b, s, g);
     }
 #pragma unroll
     for (int i = 0; i < S::kPer; ++i) {  // behind those of dk: with both together, registers are spilled
       const int64_t s = key + ty() + kSide * i;
-      if (s < d.keys) store_row<V>(p, dv_sums, i, C(1), dv, b, s, g);
+      if (s < d.keys) store_row<V>(dv_sums, i, C(1), dv, b, s, g);
     }
   });
 }
@@ -199,18 +170,12 @@ void attention_backward(const Stream& stream, const View& q, const View& k, cons
   const char* who = "attention_backward";
   check<ShapeError>(workspace.bytes >= attention_backward_workspace(q), '[', who,
                     "] workspace too small: ", workspace.bytes);
+  if (q.dtype == kBF16 || q.dtype == kF16)
+    return fragments::attention_backward(stream, q, k, v, out, lse, dout, mask, scale, dq, dk, dv, workspace);
   visit_tiles(who, q, v, [&]<class S, class V>() {
     using C = typename S::C;
     const Problem p = problem_of(q, k, mask, scale);
-    C* dots = static_cast<C*>(workspace.data);
-    visit_floating(who, q.dtype, [&]<class T>() {
-      if constexpr (std::is_same_v<Compute<T>, C>)
-        launch(who, stream,
-               {.blocks = blocks_for(p.batch * p.heads * p.queries, kRowsABlock),
-                .threads = kRowsABlock * kWarp},
-               output_dots<T>, p, Heads(out), Heads(dout), dots);
-    });
-    const Statistics<C> rows{PerQuery<const C>(lse), dots};
+    const Statistics<C> rows = statistics_of<C>(who, stream, p, out, lse, dout, static_cast<C*>(workspace.data));
     const int64_t query_blocks = blocks_for(p.queries, S::kTile);
     visit_hides(mask, [&]<Hides kHides>() {
       launch(who, stream,

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 
+#include "sheaf/kernels/cuda/attention_segments.h"
 #include "sheaf/kernels/cuda/attention_tiles.h"
 #include "sheaf/kernels/cuda/workspace.h"
 
@@ -12,103 +13,66 @@ using namespace attention_tiles;
 
 namespace {
 
-constexpr int kRows = 16;  // of a block: queries of the heads that share a key head
-constexpr int kTile = 64;  // keys, as many as attention_blocked.cu takes for these types
+constexpr int kRows = kSegmentRows;
+constexpr int kTile = 64;  // keys, as many as attention_blocked.cu takes of f32
 constexpr int kScores = kTile / kSide;
 constexpr int kColumns = 4;  // of a result's row, a thread
 
-/// What stands in shared memory: queries in f32, keys and then values as they are, scores and then
-/// weights.
-template <class T, int kWidth_, int kValueWidth_>
+/// What stands in shared memory: queries, keys and then values, scores and then weights.
+template <int kWidth_, int kValueWidth_>
 struct Sizes {
-  using Element = T;
   static constexpr int kWidth = kWidth_, kValueWidth = kValueWidth_;
-  static constexpr int kVec = Pack<T>::kSize;
+  static constexpr int kVec = Pack<float>::kSize;
   // 16 bytes more than a row, so that those of a warp meet all banks.
-  static constexpr int kStride = kWidth + kVec, kQueryStride = kWidth + 4, kScoreStride = kTile + 4;
-  static constexpr size_t kTileBytes = size_t{kTile} * kStride * sizeof(T);
+  static constexpr int kStride = kWidth + kVec, kScoreStride = kTile + kVec;
   static constexpr size_t kBytes =
-      kTileBytes + size_t{kRows} * (kQueryStride + kScoreStride + 1) * sizeof(float);
+      (size_t{kTile} * kStride + size_t{kRows} * (kStride + kScoreStride + 1)) * sizeof(float);
   static_assert(kValueWidth <= kWidth);
   // On a multiprocessor, as registers allow: while one waits for memory, others compute.
-  static constexpr int kBlocks = kWidth * sizeof(T) <= 256 ? 3 : kWidth * sizeof(T) <= 512 ? 2 : 1;
+  static constexpr int kBlocks = kWidth <= 64 ? 3 : kWidth <= 128 ? 2 : 1;
 };
-
-/// Of each query's segments: segment c lies in slot c % slots.
-struct Segments {
-  float* sums;           ///< [B, H, T, slots, width]
-  Softmax<float>* rows;  ///< [B, H, T, slots]
-  int slots, width;      ///< that of values, rounded up to kColumns
-
-  __device__ int64_t first_slot(const Problem& p, int64_t b, int64_t h, int64_t t) const {
-    return ((b * p.heads + h) * p.queries + t) * slots;
-  }
-};
-
-/// Segments of which the queries of a block may see something: at most so many, one behind another.
-int64_t slots_of(const Problem& p) {
-  const int64_t all = std::max<int64_t>(blocks_for(p.keys, kSegment), 1);
-  if (p.window == 0) return all;
-  const int64_t queries = std::min<int64_t>(p.queries, kRows);
-  return std::min(all, blocks_for(p.window + queries - 1, kSegment) + 1);
-}
-
-/// The first segment of a document that a query sees, and the one behind its last.
-struct SeenSegments {
-  int64_t first, behind;
-};
-__device__ inline SeenSegments segments_seen(const Problem& p, const Document& d, int64_t t) {
-  const int64_t seen = p.visible(t) - d.first_key, hidden = p.window ? seen - p.window : 0;
-  return {hidden > 0 ? hidden / kSegment : 0, seen > 0 ? blocks_for(seen, kSegment) : 0};
-}
-
-__device__ inline Document document_of(const Problem& p, const Begins& begins, int64_t b,
-                                       int64_t t) {
-  return begins.data ? begins.of_query(p, b, t) : Document{0, p.queries, 0, p.keys};
-}
 
 /// A thread's part of a tile, on its way from global to shared memory: it is asked for before the
 /// product with what lies there, and placed behind it. Rows that are not made of whole packs come
 /// element by element when they are placed.
 template <class S, int kWidth>
 struct Fetched {
-  using T = typename S::Element;
   static constexpr int kAcross = std::bit_ceil(unsigned{kWidth / S::kVec}),
                        kStep = kThreads / kAcross, kPer = kTile / kStep;
-  Pack<T> packs[kPer];
+  Pack<float> packs[kPer];
 
   __device__ static int column() { return static_cast<int>(threadIdx.x) % kAcross * S::kVec; }
   __device__ static int row() { return static_cast<int>(threadIdx.x) / kAcross; }
 
   /// Rows [first, first + kTile) of a head, of which `count` are there; zeros past them.
   template <bool kWhole>
-  __device__ void fetch(const Heads& from, const T* first, int count) {
+  __device__ void fetch(const Heads& from, const float* first, int count) {
     if constexpr (kWhole) {
-      const T* at = first + row() * from.time + column();
+      const float* at = first + row() * from.time + column();
 #pragma unroll
       for (int i = 0; i < kPer; ++i, at += kStep * from.time)
         packs[i] =
-            row() + i * kStep < count && column() < from.width ? load_pack(at) : Pack<T>{};
+            row() + i * kStep < count && column() < from.width ? load_pack(at) : Pack<float>{};
     }
   }
   template <bool kWhole>
-  __device__ void place(const Heads& from, const T* first, int count, T* tile) const {
+  __device__ void place(const Heads& from, const float* first, int count, float* tile) const {
     if (column() >= from.width) return;
-    T* to = tile + row() * S::kStride + column();
+    float* to = tile + row() * S::kStride + column();
     if constexpr (kWhole) {
 #pragma unroll
       for (int i = 0; i < kPer; ++i) store_pack(to + i * kStep * S::kStride, packs[i]);
     } else {
       for (int i = row(); i < kTile; i += kStep, to += kStep * S::kStride)
         store_pack(to, i < count ? load_chunk(first + i * from.time, column(), from.width)
-                                 : Pack<T>{});
+                                 : Pack<float>{});
     }
   }
 };
 
 /// Scores of rows [low, high) with the keys of a tile: a thread has one key and every fourth row.
 template <class S>
-__device__ void score_rows(const float* queries, const typename S::Element* tile, int width,
+__device__ void score_rows(const float* queries, const float* tile, int width,
                            int low, int high, float* scores) {
   constexpr int kStep = kThreads / kTile, kPer = kRows / kStep;
   const int key = static_cast<int>(threadIdx.x) % kTile,
@@ -120,14 +84,10 @@ __device__ void score_rows(const float* queries, const typename S::Element* tile
 #pragma unroll
     for (int i = 0; i < kPer; ++i) {
       if (first + i * kStep >= high) continue;
-      const float* row = queries + (first + i * kStep) * S::kQueryStride + d;
+      const float* row = queries + (first + i * kStep) * S::kStride + d;
+      const Pack<float> x = load_pack(row);
 #pragma unroll
-      for (int n = 0; n < S::kVec; n += 4) {
-        const Pack<float> x = load_pack(row + n);
-#pragma unroll
-        for (int m = 0; m < 4; ++m)
-          sums[i] = fused_sum(x.v[m], convert_to<float>(pack.v[n + m]), sums[i]);
-      }
+      for (int m = 0; m < S::kVec; ++m) sums[i] = fused_sum(x.v[m], pack.v[m], sums[i]);
     }
   }
 #pragma unroll
@@ -138,7 +98,6 @@ __device__ void score_rows(const float* queries, const typename S::Element* tile
 /// Rows [low, high) of the result: a thread has kColumns columns of every kStep-th.
 template <class S>
 struct Results {
-  using T = typename S::Element;
   static constexpr int kAcross = S::kValueWidth / kColumns, kStep = kThreads / kAcross,
                        kPer = kRows / kStep;
   float sums[kPer][kColumns] = {};
@@ -149,7 +108,7 @@ struct Results {
   }
 
   /// Adds weights times the values of a tile.
-  __device__ void accumulate(const float* weights, const float* shrinks, const T* tile, int width,
+  __device__ void accumulate(const float* weights, const float* shrinks, const float* tile, int width,
                              int low, int high) {
     if (column() >= width || row(low, 0) >= high) return;
 #pragma unroll
@@ -165,79 +124,44 @@ struct Results {
         if (row(low, i) < high) w[i] = load_pack(weights + row(low, i) * S::kScoreStride + r);
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
-        const T* at = tile + (r + m) * S::kStride + column();
-        const auto v = *reinterpret_cast<const Group<T, kColumns>*>(at);
+        const Pack<float> v = load_pack(tile + (r + m) * S::kStride + column());
 #pragma unroll
         for (int i = 0; i < kPer; ++i)
           if (row(low, i) < high)
 #pragma unroll
             for (int k = 0; k < kColumns; ++k)
-              sums[i][k] = fused_sum(w[i].v[m], convert_to<float>(v.v[k]), sums[i][k]);
+              sums[i][k] = fused_sum(w[i].v[m], v.v[k], sums[i][k]);
       }
     }
   }
 };
 
-// A block takes up to kRows of a key head's T H / G rows (query t of its head n is row t H / G + n)
-// and one segment of their keys. Documents that begin among the queries are taken one after the
-// other; all but the first are shorter than a segment.
 template <class S, bool kWhole>
 __global__ void __launch_bounds__(kThreads, S::kBlocks)
     attention_of_segments(Problem p, Heads q, Heads k, Heads v, Segments to, Begins begins,
                           int64_t tiles) {
-  using T = typename S::Element;
   float* const queries = dynamic_shared<float>();
-  float* const weights = queries + kRows * S::kQueryStride;
+  float* const weights = queries + kRows * S::kStride;
   float* const shrinks = weights + kRows * S::kScoreStride;
-  T* const tile = reinterpret_cast<T*>(shrinks + kRows);
+  float* const tile = shrinks + kRows;
 
-  const int64_t slot = blockIdx.x % to.slots, block = blockIdx.x / to.slots, pair = block / tiles,
-                b = pair / p.key_heads, g = pair % p.key_heads;
-  const int group = static_cast<int>(p.heads / p.key_heads),
-            first_row = static_cast<int>(block % tiles) * kRows,
-            left = static_cast<int>(p.queries) * group - first_row,
-            rows = left < kRows ? left : kRows;
-  const auto query = [&](int row) -> int64_t { return (first_row + row) / group; };
-  const auto head = [&](int row) -> int64_t { return g * group + (first_row + row) % group; };
-
+  const SegmentBlock block(p, to.slots, tiles);
   constexpr int kQueryChunks = S::kWidth / S::kVec;
-  for (int n = threadIdx.x; n < rows * kQueryChunks; n += kThreads) {
+  for (int n = threadIdx.x; n < block.rows * kQueryChunks; n += kThreads) {
     const int row = n / kQueryChunks, at = n % kQueryChunks * S::kVec;
     if (at >= q.width) continue;
-    const Pack<T> pack =
-        load_chunk(static_cast<const T*>(q.data) + q.offset(b, query(row), head(row)), at, q.width);
+    const Pack<float> pack =
+        load_chunk(static_cast<const float*>(q.data) + q.offset(block.b, block.query(row), block.head(row)), at, q.width);
 #pragma unroll
     for (int m = 0; m < S::kVec; ++m)
-      queries[row * S::kQueryStride + at + m] = convert_to<float>(pack.v[m]);
+      queries[row * S::kStride + at + m] = convert_to<float>(pack.v[m]);
   }
 
-  const int64_t queries_behind = query(rows - 1) + 1;
-  for (int64_t t = query(0), behind = t; t < queries_behind; t = behind) {
-    const Document d = document_of(p, begins, b, t);
-    behind = std::min(d.queries, queries_behind);
-    // This block's among the segments that they see, which begin with number `seen`.
-    const int64_t seen = segments_seen(p, d, t).first,
-                  c = seen + (slot - seen % to.slots + to.slots) % to.slots,
-                  begin = d.first_key + c * kSegment,
-                  end = std::min(begin + kSegment, p.visible(behind - 1));
-    if (begin >= end) continue;
-    const int low = static_cast<int>(std::max<int64_t>(t * group - first_row, 0)),
-              high = static_cast<int>(std::min<int64_t>(behind * group - first_row, rows));
-    // Tiles begin where they do without a window.
-    const int64_t hidden = p.window ? p.visible(t) - p.window - begin : 0,
-                  first = hidden > 0 ? begin + hidden / kTile * kTile : begin;
-    const T* at_k = static_cast<const T*>(k.data) + k.offset(b, first, g);
-    const T* at_v = static_cast<const T*>(v.data) + v.offset(b, first, g);
-    // Keys from `first` on: those to go over, those that there are, and those that the query of row
-    // ty() sees, of which this thread has scores; none if it is of another document.
-    const auto from_first = [&](int64_t key) {
-      return static_cast<int>(std::clamp<int64_t>(key - first, 0, kSegment));
-    };
-    const int count = from_first(end), there = from_first(d.keys);
-    const bool mine = ty() >= low && ty() < high;
-    const int64_t visible = mine ? p.visible(query(ty())) : 0;
-    const int sees_from = p.window ? from_first(visible - p.window) : 0,
-              sees_to = from_first(visible);
+  for_each_part<kTile>(p, begins, block, to.slots, [&](const SegmentPart& part) {
+    const int low = part.low, high = part.high, there = part.there;
+    const float* at_k = static_cast<const float*>(k.data) + k.offset(block.b, part.first, block.g);
+    const float* at_v = static_cast<const float*>(v.data) + v.offset(block.b, part.first, block.g);
+    const SeenKeys sees = part.seen_by(p, block, ty());  // of which this thread has scores
 
     Results<S> results;
     Softmax<float> segment;
@@ -246,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, S::kBlocks)
     of_keys.template fetch<kWhole>(k, at_k, there);
     __syncthreads();
     of_keys.template place<kWhole>(k, at_k, there, tile);
-    for (int key = 0; key < count; key += kTile) {
+    for (int key = 0; key < part.count; key += kTile) {
       __syncthreads();
       of_values.template fetch<kWhole>(v, at_v, there - key);
       score_rows<S>(queries, tile, q.width, low, high, weights);
@@ -254,27 +178,23 @@ __global__ void __launch_bounds__(kThreads, S::kBlocks)
       float scores[kScores];
       float* const row = weights + ty() * S::kScoreStride + tx();
 #pragma unroll
-      for (int j = 0; j < kScores; ++j) {
-        const int s = key + tx() + kSide * j;
-        scores[j] = s >= sees_from && s < sees_to
-                        ? rounded_product(row[kSide * j], static_cast<float>(p.scale))
-                        : kHidden<float>;
-      }
-      const float shrink = add_tile(segment, scores);
+      for (int j = 0; j < kScores; ++j)
+        scores[j] = sees.has(key + tx() + kSide * j) ? rounded_product(row[kSide * j], static_cast<float>(p.scale)) : kHidden<float>;
+      const float shrink = add_tile<kSide>(segment, scores);
 #pragma unroll
       for (int j = 0; j < kScores; ++j) row[kSide * j] = scores[j];
       if (tx() == 0) shrinks[ty()] = shrink;
       of_values.template place<kWhole>(v, at_v, there - key, tile);
       __syncthreads();
       at_k += kTile * k.time, at_v += kTile * v.time;
-      const bool more = key + kTile < count;
+      const bool more = key + kTile < part.count;
       if (more) of_keys.template fetch<kWhole>(k, at_k, there - key - kTile);
       results.accumulate(weights, shrinks, tile, v.width, low, high);
       __syncthreads();
       if (more) of_keys.template place<kWhole>(k, at_k, there - key - kTile, tile);
     }
-    close_segment(segment);
-    if (mine && tx() == 0) to.rows[to.first_slot(p, b, head(ty()), query(ty())) + slot] = segment;
+    close_segment<kSide>(segment);
+    if (ty() >= low && ty() < high && tx() == 0) to.rows[to.slot_of(p, block, ty())] = segment;
     const int column = Results<S>::column();
 #pragma unroll
     for (int i = 0; i < Results<S>::kPer; ++i) {
@@ -283,10 +203,9 @@ __global__ void __launch_bounds__(kThreads, S::kBlocks)
       Pack<float> pack;
 #pragma unroll
       for (int m = 0; m < kColumns; ++m) pack.v[m] = results.sums[i][m];
-      store_pack(to.sums + (to.first_slot(p, b, head(n), query(n)) + slot) * to.width + column,
-                 pack);
+      store_pack(to.sums + to.slot_of(p, block, n) * to.width + column, pack);
     }
-  }
+  });
 }
 
 constexpr int kCombining = 128;  // threads; each has up to two columns
@@ -342,14 +261,6 @@ __global__ void __launch_bounds__(kCombining)
   if (thread == 0) lse.at(b, h, t) = ending.lse;
 }
 
-/// Rows that begin at 16 bytes and end there.
-bool in_whole_packs(const View& v) {
-  const auto size = static_cast<int64_t>(size_of(v.dtype));
-  bool out = aligned16(v.data) && v.shape[3] * size % 16 == 0;
-  for (int d = 0; d < 3; ++d) out = out && (v.strides[d] * size % 16 == 0 || v.shape[d] <= 1);
-  return out;
-}
-
 /// Without memory.
 Segments segments_of(const Problem& p, const View& v) {
   return {nullptr, nullptr, static_cast<int>(slots_of(p)),
@@ -386,23 +297,21 @@ void attention(const Stream& stream, const View& q, const View& k, const View& v
   s.sums = carver.take<float>(segments_in_all(p, s) * s.width);
   s.rows = carver.take<Softmax<float>>(segments_in_all(p, s));
   const int64_t tiles = blocks_for(p.queries * (p.heads / p.key_heads), kRows);
-  visit_tiles("attention", q, v, [&]<class K, class V>() {
-    visit_floating("attention", q.dtype, [&]<class T>() {
-      if constexpr (!std::is_same_v<T, double> && !std::is_same_v<typename K::C, double>) {
-        using S = Sizes<T, K::kWidth, V::kWidth>;
+  const int64_t blocks = p.batch * p.key_heads * tiles * s.slots;
+  if (q.dtype == kBF16 || q.dtype == kF16)
+    fragments::attention_of_segments(stream, q, k, v, mask, scale, s, blocks, tiles);
+  else
+    visit_tiles("attention", q, v, [&]<class K, class V>() {
+      if constexpr (std::is_same_v<typename K::C, float>) {
+        using S = Sizes<K::kWidth, V::kWidth>;
         const auto run = [&]<bool kWhole>() {
-          launch("attention", stream,
-                 {.blocks = p.batch * p.key_heads * tiles * s.slots,
-                  .threads = kThreads,
-                  .shared_bytes = S::kBytes},
-                 attention_of_segments<S, kWhole>, p, Heads(q), Heads(k), Heads(v), s,
-                 Begins(mask), tiles);
+          launch("attention", stream, {.blocks = blocks, .threads = kThreads, .shared_bytes = S::kBytes},
+                 attention_of_segments<S, kWhole>, p, Heads(q), Heads(k), Heads(v), s, Begins(mask), tiles);
         };
         if (in_whole_packs(k) && in_whole_packs(v)) run.template operator()<true>();
         else run.template operator()<false>();
       }
     });
-  });
   launch("attention", stream, {.blocks = queries, .threads = kCombining}, attention_of_rows, p, s,
          Heads(out), PerQuery<float>(lse), Begins(mask));
 }

@@ -4,7 +4,8 @@
 // softmax); then segments are put together in their order. Keys that the row does not see change
 // nothing, and neither does a tile or a segment of such keys that is left out. Which block computes
 // what is a kernel's own affair: one of attention_blocked.cu takes all of a row, one of
-// attention_decode.cu a segment.
+// attention_decode.cu a segment. Kernels of tensor cores have an order of their own within a tile,
+// and their own exponentials.
 #pragma once
 
 #include <limits>
@@ -13,8 +14,8 @@
 
 namespace sheaf::kernels::cuda::attention_tiles {
 
-/// Threads that share a row's scores, neighbours in a warp: thread n has keys n, n + 16, ... of a
-/// tile.
+/// Threads that share a row's scores in kernels without tensor cores, neighbours in a warp: thread n
+/// has keys n, n + 16, ... of a tile.
 inline constexpr int kSide = 16;
 
 /// Keys, a multiple of every tile. With fewer, more blocks share a short context, and more is
@@ -32,6 +33,12 @@ __device__ inline C exponential(C x) {
   else
     return ::exp(x);
 }
+struct Exponential {
+  template <class C>
+  __device__ C operator()(C x) const {
+    return exponential(x);
+  }
+};
 
 /// Of some keys: the largest score, and the sum of all exp(score - largest).
 template <class C>
@@ -40,14 +47,15 @@ struct Softmax {
 };
 
 /// Takes a thread's scores of the next tile, kHidden where the row does not see, which become their
-/// weights. Returns what the row's sums shrink by before these are added. `total` is the thread's
-/// own until close_segment.
-template <int kScores, class C>
+/// weights. kSharers threads, neighbours, have the others of the row. Returns what the row's sums
+/// shrink by before these are added. `total` is the thread's own until close_segment.
+template <int kSharers, class Exp = Exponential, int kScores, class C>
 __device__ inline C add_tile(Softmax<C>& row, C (&scores)[kScores]) {
+  const Exp exponential{};
   C largest = row.most;
 #pragma unroll
   for (int j = 0; j < kScores; ++j) largest = scores[j] > largest ? scores[j] : largest;
-  for (int step = kSide / 2; step > 0; step /= 2) {  // over the threads of the row
+  for (int step = kSharers / 2; step > 0; step /= 2) {  // over the threads of the row
     const C other = __shfl_xor_sync(kFullWarp, largest, step);
     largest = other > largest ? other : largest;
   }
@@ -61,9 +69,9 @@ __device__ inline C add_tile(Softmax<C>& row, C (&scores)[kScores]) {
   return shrink;
 }
 
-template <class C>
+template <int kSharers, class C>
 __device__ inline void close_segment(Softmax<C>& row) {
-  for (int step = kSide / 2; step > 0; step /= 2)
+  for (int step = kSharers / 2; step > 0; step /= 2)
     row.total += __shfl_xor_sync(kFullWarp, row.total, step);
 }
 

@@ -16,10 +16,6 @@ inline float towards_zero(double x) {
   return __uint_as_float(__float_as_uint(nearest) - 1);
 }
 
-struct Sixteen {
-  alignas(16) char bytes[16];
-};
-
 }  // namespace emulation
 
 template <class T>
@@ -30,13 +26,12 @@ unsigned pair_of(float x, float y) {
 template <bool kTransposed>
 void load_matrices(unsigned (&to)[4], const void* row) {
   const int lane = emulation::lane();
-  const auto given = emulation::from_lanes(static_cast<const emulation::Sixteen*>(row));
+  const auto given = emulation::from_lanes(static_cast<const uint4*>(row));
   for (int matrix = 0; matrix < 4; ++matrix) {
     const auto element = [&](int r, int c) {
-      const emulation::Sixteen line = *given[matrix * 8 + r];  // all of it: it must be aligned
-      uint16_t out;
-      std::memcpy(&out, line.bytes + 2 * c, sizeof out);
-      return unsigned{out};
+      const uint4 line = *given[matrix * 8 + r];  // all of it: it must be aligned
+      const unsigned pair = c < 2 ? line.x : c < 4 ? line.y : c < 6 ? line.z : line.w;
+      return c % 2 ? pair >> 16 : pair & 0xffffu;
     };
     const int r = lane / 4, c = lane % 4 * 2;
     to[matrix] = kTransposed ? element(c, r) | element(c + 1, r) << 16 : element(r, c) | element(r, c + 1) << 16;
@@ -66,16 +61,14 @@ void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b
 
 // What lies in shared memory while a copy is on its way nobody can count on: it is no number.
 inline void copy_beside(void* to, const void* from, bool there) {
-  auto* const target = static_cast<emulation::Sixteen*>(to);
-  std::memset(target->bytes, 0xff, sizeof target->bytes);
-  emulation::add_copy([target, source = static_cast<const emulation::Sixteen*>(from), there] {
-    *target = there ? *source : emulation::Sixteen{};
-  });
+  *static_cast<uint4*>(to) = {~0u, ~0u, ~0u, ~0u};
+  emulation::add_copy({to, from, there});
 }
 inline void end_round() { emulation::end_round(); }
 template <int kLeft>
 void arrived() {
-  emulation::make_copies(kLeft);
+  for (emulation::Copy copy{}; emulation::take_copy(kLeft, copy);)
+    *static_cast<uint4*>(copy.to) = copy.there ? *static_cast<const uint4*>(copy.from) : uint4{};
 }
 
 }  // namespace sheaf::kernels::cuda

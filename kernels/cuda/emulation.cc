@@ -1,5 +1,6 @@
 #include "sheaf/kernels/cuda/emulation.h"
 
+#include <deque>
 #include <exception>
 #include <memory>
 #include <vector>
@@ -50,8 +51,8 @@ constexpr size_t kMostShared = 227 << 10;  // launch() asks for less
 
 enum class State : uint8_t { ready, at_block_barrier, at_warp, done };
 
-struct Copy {
-  std::function<void()> make;
+struct CopyOfRound {
+  Copy copy;
   int round;
 };
 
@@ -59,8 +60,8 @@ struct Fiber {
   std::unique_ptr<char[]> stack;
   void* pointer = nullptr;  // of the stack, where it was left
   State state = State::done;
-  std::vector<Copy> copies;  // on their way
-  int rounds = 0;            // of copies that have ended
+  std::deque<CopyOfRound> copies;  // on their way
+  int rounds = 0;                  // of copies that have ended
 };
 
 struct Warp {
@@ -237,17 +238,17 @@ const void* exchange(const void* value, size_t bytes, unsigned mask) {
 }
 void warp_barrier(unsigned mask) { current->exchange("", 1, mask, true); }
 
-void add_copy(std::function<void()> copy) {
+void add_copy(const Copy& copy) {
   Fiber& thread = current->running();
-  thread.copies.push_back({std::move(copy), thread.rounds});
+  thread.copies.push_back({copy, thread.rounds});
 }
 void end_round() { ++current->running().rounds; }
-void make_copies(int rounds_left) {
+bool take_copy(int rounds_left, Copy& copy) {
   Fiber& thread = current->running();
-  size_t made = 0;
-  for (; made < thread.copies.size() && thread.copies[made].round < thread.rounds - rounds_left; ++made)
-    thread.copies[made].make();
-  thread.copies.erase(thread.copies.begin(), thread.copies.begin() + static_cast<ptrdiff_t>(made));
+  if (thread.copies.empty() || thread.copies.front().round >= thread.rounds - rounds_left) return false;
+  copy = thread.copies.front().copy;
+  thread.copies.pop_front();
+  return true;
 }
 
 bool running() { return current != nullptr; }

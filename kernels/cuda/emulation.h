@@ -115,11 +115,17 @@ void note_atomic(const void* address, size_t bytes);
 /// libraries.
 void enqueue(const Stream& stream, std::function<void()> work);
 
-/// Copies of the running thread that are made later: when make_copies() asks for them. A thread that
-/// ends before is an error.
-void add_copy(std::function<void()> copy);
+/// 16 bytes on their way to shared memory.
+struct Copy {
+  void* to;
+  const void* from;
+  bool there;  ///< else they become zeros
+};
+/// Of the running thread. One that ends with copies on their way is an error.
+void add_copy(const Copy& copy);
 void end_round();
-void make_copies(int rounds_left);  ///< all but those of the newest so many rounds
+/// Takes the next that is due where all but those of the newest `rounds_left` rounds are; false if there is none.
+bool take_copy(int rounds_left, Copy& copy);
 
 /// What the lanes of a warp have given.
 template <class T>

@@ -4,6 +4,8 @@
 #include <cmath>
 
 #include "sheaf/kernels/attention.h"
+#include "sheaf/kernels/cuda/attention_blocked.h"
+#include "sheaf/kernels/cuda/config.h"
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/tools/bench/array.h"
 
@@ -19,8 +21,8 @@ struct AttentionSize {
 class AttentionCall {
  public:
   /// With `document` tokens in each document, of which the sequences consist; 0: each sequence is one. With a window of so many
-  /// keys; 0: none.
-  AttentionCall(DType dtype, const AttentionSize& s, Device device, int64_t document = 0, int64_t window = 0)
+  /// keys; 0: none. `ours`: on a GPU by our own kernels, whoever else would compute it.
+  AttentionCall(DType dtype, const AttentionSize& s, Device device, int64_t document = 0, int64_t window = 0, bool ours = false)
       : qkv_(Array(dtype, {s.b, s.t, s.h + 2 * s.g, s.d}).on(device)),
         dqkv_(Array(dtype, {s.b, s.t, s.h + 2 * s.g, s.d}).on(device)),
         out_(Array(dtype, {s.b, s.t, s.h, s.values()}).on(device)),
@@ -35,6 +37,7 @@ class AttentionCall {
         dk_(heads(dqkv_, s.h, s.g, s.d)),
         dv_(heads(dqkv_, s.h + s.g, s.g, s.values())),
         scale_(1 / std::sqrt(static_cast<double>(s.d))),
+        ours_(ours && device.is_cuda()),
         scratch_(
             static_cast<size_t>(SHEAF_WORKSPACE(device, attention, q_, k_, v_, mask_, out_, lse_)),
             device),
@@ -44,10 +47,16 @@ class AttentionCall {
             device) {}
 
   void forward(const Stream& stream) const {
+    if constexpr (kernels::kHasCuda)
+      if (ours_) return kernels::cuda::blocked::attention(stream, q_, k_, v_, mask_, scale_, out_, lse_);
     SHEAF_ON_DEVICE(stream, attention, q_, k_, v_, mask_, scale_, out_, lse_, scratch_);
   }
   /// Reads what forward() has written.
   void backward(const Stream& stream) const {
+    if constexpr (kernels::kHasCuda)
+      if (ours_)
+        return kernels::cuda::blocked::attention_backward(stream, q_, k_, v_, out_, lse_, dout_, mask_, scale_, dq_, dk_, dv_,
+                                                          backward_scratch_);
     SHEAF_ON_DEVICE(stream, attention_backward, q_, k_, v_, out_, lse_, dout_, mask_, scale_, dq_,
                     dk_, dv_, backward_scratch_);
   }
@@ -73,6 +82,7 @@ class AttentionCall {
   const kernels::AttentionMask mask_;
   const View q_, k_, v_, dq_, dk_, dv_;
   const double scale_;
+  const bool ours_;
   const Scratch scratch_, backward_scratch_;
 };
 

@@ -1,7 +1,7 @@
 // attention: causal, on queries, keys and values packed as the projection leaves them, against the
 // machine's arithmetic: a CPU's f32 multiply-adds, a GPU's square product of the same dtype. Then sequences
-// of documents, against as many tokens that are one document, windows against all keys, and narrow values
-// against padded ones.
+// of documents, against as many tokens that are one document, windows against all keys, narrow values
+// against padded ones, and on GPUs our own kernels against cuDNN's.
 #include "sheaf/tools/bench/attention_call.h"
 #include "sheaf/tools/bench/suites.h"
 
@@ -57,8 +57,9 @@ struct Hidden {
 Hidden documents(int64_t tokens) { return {"documents-", "-of-", "one document", tokens, 0}; }
 Hidden window(int64_t keys) { return {"window-", "-W", "all keys", 0, keys}; }
 
-void measure_hidden(Session& session, DType dtype, const AttentionSize& full, Hidden hidden) {
+void measure_hidden(Session& session, DType dtype, const AttentionSize& full, const Hidden& whole) {
   for (bool backward : {false, true}) {
+    Hidden hidden = whole;
     int64_t& size = hidden.window ? hidden.window : hidden.document;
     const std::string name = str(hidden.name, backward ? "backward-" : "forward-", dtype, "-B", full.b, "-T", full.t, "-H", full.h,
                                  "-D", full.d, hidden.size, size);
@@ -69,6 +70,21 @@ void measure_hidden(Session& session, DType dtype, const AttentionSize& full, Hi
     compare_calls(
         session, name, hidden.peer, backward,
         [&] { return std::make_unique<const AttentionCall>(dtype, s, session.device(), hidden.document, hidden.window); },
+        [&] { return std::make_unique<const AttentionCall>(dtype, s, session.device()); });
+  }
+}
+
+// By our own kernels, which take what cuDNN refuses, against whoever is chosen.
+void measure_ours(Session& session, DType dtype, const AttentionSize& full) {
+  for (bool backward : {false, true}) {
+    const std::string name =
+        str("our-own-", backward ? "backward-" : "forward-", dtype, "-B", full.b, "-T", full.t, "-H", full.h, "-G", full.g, "-D", full.d);
+    if (!session.wants("attention", name)) continue;
+    AttentionSize s = full;
+    if (session.options().quick) s.b = 1, s.t = 64, s.h = s.g = 2;
+    compare_calls(
+        session, name, "as chosen", backward,
+        [&] { return std::make_unique<const AttentionCall>(dtype, s, session.device(), 0, 0, /*ours=*/true); },
         [&] { return std::make_unique<const AttentionCall>(dtype, s, session.device()); });
   }
 }
@@ -115,6 +131,9 @@ void attention_suite(Session& session) {
                                    {1, 8192, 32, 8, 128}})
       measure(session, dtype, s);
   measure(session, kF32, {16, 1024, 12, 12, 64});
+  // Gemma's heads, which cuDNN refuses, then what it takes.
+  measure(session, kBF16, {2, 4096, 8, 4, 256});
+  for (const AttentionSize& s : {AttentionSize{16, 1024, 12, 12, 64}, {2, 4096, 32, 8, 128}}) measure_ours(session, kBF16, s);
   for (const int64_t tokens : {1000, 250}) measure_hidden(session, kBF16, {2, 4096, 12, 12, 64}, documents(tokens));
   measure_narrow_values(session, kBF16, {1, 4096, 32, 32, 192, 128});
   for (const int64_t keys : {256, 1024}) measure_hidden(session, kBF16, {2, 4096, 12, 12, 64}, window(keys));

@@ -123,7 +123,7 @@ TEST(CudaAttentionDecode, WindowsMatchTheCpu) {
   SHEAF_NEEDS_GPU();
   for (const int64_t window : {1, 2, 64, 100, 255, 256, 257, 600, 1000, 2000})
     for (const int64_t queries : {1, 4, 16})
-      for (const int64_t keys : {700, 1025}) expect_the_cpus(kF32, {1, queries, keys, 2, 1, 8}, {.window = window});
+      for (const int64_t keys : {700, 1025}) expect_the_cpus(keys % 2 ? kBF16 : kF32, {1, queries, keys, 2, 1, 8}, {.window = window});
   expect_the_cpus(kBF16, {2, 5, 3, 2, 1, 8}, {.window = 2});
 }
 
@@ -133,16 +133,16 @@ TEST(CudaAttentionDecode, DocumentsMatchTheCpu) {
   const std::vector<std::vector<int64_t>> begins{{0, 0, 997, 997, 999}, {123, 123, 123, 123, 123}, {995, 996, 997, 998, 999}};
   for (const int64_t window : {0, 1, 300, 800})
     for (const int64_t group : {1, 4}) {
-      expect_the_cpus(kF32, {3, 5, 1000, 2 * group, 2, 8}, {.begins = begins, .window = window});
+      for (const DType d : {kF32, kF16}) expect_the_cpus(d, {3, 5, 1000, 2 * group, 2, 8}, {.begins = begins, .window = window});
       expect_the_cpus(kBF16, {1, 1, 1000, 2 * group, 2, 8}, {.begins = {{321}}, .window = window});
     }
 }
 
 TEST(CudaAttentionDecode, QueriesThatSeeNothingGiveZeros) {
   SHEAF_NEEDS_GPU();
-  for (const int64_t keys : {0, 2}) {
+  for (const auto& [d, keys] : {std::pair{kF32, 0}, {kF32, 2}, {kBF16, 0}, {kBF16, 2}}) {
     const Sizes s{1, 4, keys, 2, 1, 8, 12};
-    const Results got = decode_of(s, Inputs(kF32, s), {});
+    const Results got = decode_of(s, Inputs(d, s), {});
     const int64_t blind = 4 - keys;
     for (int64_t i = 0; i < blind * 24; ++i) EXPECT_EQ(got.out.at(i), 0.0);
     for (int64_t h = 0; h < 2; ++h)
@@ -238,11 +238,13 @@ TEST(CudaAttentionDecode, ARowIsThatOfOnePass) {
 TEST(CudaAttentionDecode, TilesOutsideOfAWindowAreNotTouched) {
   SHEAF_NEEDS_GPU();
   const Sizes s{1, 2, 640, 2, 1, 8};
-  const Inputs in(kF32, s), early(kF32, s);
-  Array k = in.k.clone(), v = in.v.clone();
-  for (int64_t i = 0; i < 320 * 8; ++i) k.set(i, NAN), v.set(i, NAN);
-  const Mask mask{.window = 300};  // of query 638 on: keys 339 to 639, in the tile from 320 on
-  EXPECT_TRUE(same(run(true, s, OnGpu(in.q), OnGpu(k), OnGpu(v), mask), decode_of(s, in, mask)));
+  for (const DType d : {kF32, kBF16}) {
+    const Inputs in(d, s);
+    Array k = in.k.clone(), v = in.v.clone();
+    for (int64_t i = 0; i < 320 * 8; ++i) k.set(i, NAN), v.set(i, NAN);
+    const Mask mask{.window = 300};  // of query 638 on: keys 339 to 639, in the tile from 320 on
+    EXPECT_TRUE(same(run(true, s, OnGpu(in.q), OnGpu(k), OnGpu(v), mask), decode_of(s, in, mask))) << name(d);
+  }
 }
 
 TEST(CudaAttentionDecode, WorkspaceOfAWindowIsThatOfItsSegments) {
@@ -266,25 +268,27 @@ TEST(CudaAttentionDecode, WhatIsNoBeginOfADocumentDoesNoHarm) {
   const Sizes s{1, 6, 600, 4, 1, 8};
   for (const std::vector<int64_t>& begins : {std::vector<int64_t>{-5, -5, -5, -5, -5, -5}, {9999, 9999, 9999, 9999, 9999, 9999},
                                              {5, 300, 17, 598, 2, 0}})
-    for (const int64_t window : {0, 40}) decode_of(s, Inputs(kF32, s), {.begins = {begins}, .window = window});
+    for (const int64_t window : {0, 40})
+      for (const DType d : {kF32, kF16}) decode_of(s, Inputs(d, s), {.begins = {begins}, .window = window});
 }
 
 TEST(CudaAttentionDecode, LargeScoresStayFinite) {
   SHEAF_NEEDS_GPU();
   const Sizes s{1, 2, 700, 2, 1, 16};
-  const Inputs in(kF32, s, 100);
-  const Results got = decode_of(s, in, {});
-  for (const double x : values(got.out)) EXPECT_TRUE(std::isfinite(x));
+  for (const DType d : {kF32, kBF16})
+    for (const double x : values(decode_of(s, Inputs(d, s, 100), {}).out)) EXPECT_TRUE(std::isfinite(x)) << name(d);
 }
 
 TEST(CudaAttentionDecode, NaNStaysNaN) {
   SHEAF_NEEDS_GPU();
   const Sizes s{1, 3, 600, 1, 1, 8};
-  Inputs in(kF32, s);
-  in.q.set(8, std::nan(""));  // of query 1
-  const Results got = decode_of(s, in, {});
-  EXPECT_FALSE(std::isnan(got.out.at(0)) || std::isnan(got.out.at(16)));
-  EXPECT_TRUE(std::isnan(got.out.at(8)) && std::isnan(got.lse.at(1)));
+  for (const DType d : {kF32, kBF16}) {
+    Inputs in(d, s);
+    in.q.set(8, std::nan(""));  // of query 1
+    const Results got = decode_of(s, in, {});
+    EXPECT_FALSE(std::isnan(got.out.at(0)) || std::isnan(got.out.at(16)));
+    EXPECT_TRUE(std::isnan(got.out.at(8)) && std::isnan(got.lse.at(1)));
+  }
 }
 
 TEST(CudaAttentionDecode, LeavesTheRest) {

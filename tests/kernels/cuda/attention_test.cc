@@ -121,29 +121,33 @@ TEST(CudaAttention, WindowsAndDocumentsTogether) {
 TEST(CudaAttention, QueriesThatSeeNothingGiveZeros) {
   SHEAF_NEEDS_GPU();
   const Sizes s{1, 70, 3, 1, 1, 8, 12};
-  const Results got = on_gpu(s, inputs_of(kF32, s), true, 1.0);
-  for (int64_t i = 0; i < 67 * 12; ++i) EXPECT_EQ(got.out.at(i), 0.0);
-  for (int64_t i = 0; i < 67 * 8; ++i) EXPECT_EQ(got.dq.at(i), 0.0);
-  for (int64_t t = 0; t < 67; ++t) EXPECT_EQ(got.lse.at(t), -INFINITY);
-  EXPECT_NE(got.out.at(67 * 12), 0.0);
+  for (const DType d : {kF32, kBF16}) {
+    const Results got = on_gpu(s, inputs_of(d, s), true, 1.0);
+    for (int64_t i = 0; i < 67 * 12; ++i) EXPECT_EQ(got.out.at(i), 0.0);
+    for (int64_t i = 0; i < 67 * 8; ++i) EXPECT_EQ(got.dq.at(i), 0.0);
+    for (int64_t t = 0; t < 67; ++t) EXPECT_EQ(got.lse.at(t), -INFINITY);
+    EXPECT_NE(got.out.at(67 * 12), 0.0);
+  }
 }
 
 TEST(CudaAttention, NoKeysNoQueries) {
   SHEAF_NEEDS_GPU();
   const Sizes no_keys{1, 3, 0, 1, 1, 4, 2}, no_queries{1, 0, 3, 1, 1, 4, 2};
-  const Results a = on_gpu(no_keys, inputs_of(kF32, no_keys), false, 1),
-                b = on_gpu(no_queries, inputs_of(kF32, no_queries), true, 1);
-  EXPECT_EQ(values(a.out), std::vector<double>(6, 0.0));
-  EXPECT_EQ(values(a.dq), std::vector<double>(12, 0.0));
-  EXPECT_EQ(values(b.dk), std::vector<double>(12, 0.0));
-  EXPECT_EQ(values(b.dv), std::vector<double>(6, 0.0));
+  for (const DType d : {kF32, kF16}) {
+    const Results a = on_gpu(no_keys, inputs_of(d, no_keys), false, 1), b = on_gpu(no_queries, inputs_of(d, no_queries), true, 1);
+    EXPECT_EQ(values(a.out), std::vector<double>(6, 0.0));
+    EXPECT_EQ(values(a.dq), std::vector<double>(12, 0.0));
+    EXPECT_EQ(values(b.dk), std::vector<double>(12, 0.0));
+    EXPECT_EQ(values(b.dv), std::vector<double>(6, 0.0));
+  }
 }
 
 // Heads without elements have scores of 0, results without elements only lse.
 TEST(CudaAttention, HeadsWithoutElements) {
   SHEAF_NEEDS_GPU();
-  for (const bool of_values : {false, true}) {
-    const auto array = [&](uint64_t seed, bool empty) { return Array::random(kF32, {1, 5, 2, empty ? 0 : 3}, seed); };
+  for (const auto& [d, of_values] : {std::pair{kF32, false}, {kF32, true}, {kBF16, false}, {kBF16, true}}) {
+    const double error = d == kF32 ? 1e-6 : 1e-2;
+    const auto array = [&, d = d](uint64_t seed, bool empty) { return Array::random(d, {1, 5, 2, empty ? 0 : 3}, seed); };
     const Array q = array(1, !of_values), k = array(2, !of_values), v = array(3, of_values), dout = array(4, of_values),
                 lse(kF32, {1, 2, 5});
     const OnGpu gq(q), gk(k), gv(v), gdout(dout), glse(lse), gout(v), gdq(q), gdk(k), gdv(v);
@@ -158,8 +162,8 @@ TEST(CudaAttention, HeadsWithoutElements) {
     }
     for (int64_t t = 0; t < 5; ++t) EXPECT_NEAR(got.at(t), std::log(static_cast<double>(t + 1)), 1e-6);
     for (int64_t i = 0; i < 3; ++i) {  // of head 0
-      EXPECT_NEAR(gout.back().at(6 + i), (v.at(i) + v.at(6 + i)) / 2, 1e-6);
-      EXPECT_NEAR(gdv.back().at(24 + i), dout.at(24 + i) / 5, 1e-6);
+      EXPECT_NEAR(gout.back().at(6 + i), (v.at(i) + v.at(6 + i)) / 2, error);
+      EXPECT_NEAR(gdv.back().at(24 + i), dout.at(24 + i) / 5, error);
     }
   }
 }
@@ -189,33 +193,35 @@ TEST(CudaAttention, StridesChangeNothing) {
 
 TEST(CudaAttention, BatchAndTimeChangeNothing) {
   SHEAF_NEEDS_GPU();
-  const Sizes s{2, 150, 150, 4, 2, 48, 80};
-  const Inputs in = inputs_of(kF32, s);
-  const Results all = on_gpu(s, in, true, 0.3);
-  // Batch entry 1 alone; its first 37 positions alone; its last position with all keys.
-  const auto part = [&](const Array& x, int64_t b, int64_t first, int64_t count) {
-    const Shape shape = x.view().shape;
-    const int64_t row = shape[2] * shape[3];
-    Array out(x.view().dtype, {1, count, shape[2], shape[3]});
-    out.fill([&](int64_t i) { return x.at((b * shape[1] + first) * row + i); });
-    return out;
-  };
-  const auto parts = [&](int64_t first, int64_t count, int64_t keys) {
-    return Inputs{part(in.q, 1, first, count), part(in.k, 1, 0, keys), part(in.v, 1, 0, keys),
-                  part(in.dout, 1, first, count)};
-  };
-  const auto of = [&](int64_t queries, int64_t keys) { return Sizes{1, queries, keys, 4, 2, s.width, s.value_width}; };
-  const Results alone = on_gpu(of(150, 150), parts(0, 150, 150), true, 0.3),
-                past = on_gpu(of(37, 37), parts(0, 37, 37), true, 0.3),
-                last = on_gpu(of(1, 150), parts(149, 1, 150), true, 0.3);
-  EXPECT_TRUE(same_bits(alone.out, part(all.out, 1, 0, 150)) &&
-              same_bits(alone.dq, part(all.dq, 1, 0, 150)) &&
-              same_bits(alone.dk, part(all.dk, 1, 0, 150)) &&
-              same_bits(alone.dv, part(all.dv, 1, 0, 150)));
-  EXPECT_TRUE(same_bits(past.out, part(all.out, 1, 0, 37)));
-  EXPECT_TRUE(same_bits(past.dq, part(all.dq, 1, 0, 37)));
-  EXPECT_TRUE(same_bits(last.out, part(all.out, 1, 149, 1)));
-  EXPECT_TRUE(same_bits(last.dq, part(all.dq, 1, 149, 1)));
+  for (const DType d : {kF32, kBF16}) {
+    const Sizes s{2, 150, 150, 4, 2, 48, 80};
+    const Inputs in = inputs_of(d, s);
+    const Results all = on_gpu(s, in, true, 0.3);
+    // Batch entry 1 alone; its first 37 positions alone; its last position with all keys.
+    const auto part = [&](const Array& x, int64_t b, int64_t first, int64_t count) {
+      const Shape shape = x.view().shape;
+      const int64_t row = shape[2] * shape[3];
+      Array out(x.view().dtype, {1, count, shape[2], shape[3]});
+      out.fill([&](int64_t i) { return x.at((b * shape[1] + first) * row + i); });
+      return out;
+    };
+    const auto parts = [&](int64_t first, int64_t count, int64_t keys) {
+      return Inputs{part(in.q, 1, first, count), part(in.k, 1, 0, keys), part(in.v, 1, 0, keys),
+                    part(in.dout, 1, first, count)};
+    };
+    const auto of = [&](int64_t queries, int64_t keys) { return Sizes{1, queries, keys, 4, 2, s.width, s.value_width}; };
+    const Results alone = on_gpu(of(150, 150), parts(0, 150, 150), true, 0.3),
+                  past = on_gpu(of(37, 37), parts(0, 37, 37), true, 0.3),
+                  last = on_gpu(of(1, 150), parts(149, 1, 150), true, 0.3);
+    EXPECT_TRUE(same_bits(alone.out, part(all.out, 1, 0, 150)) &&
+                same_bits(alone.dq, part(all.dq, 1, 0, 150)) &&
+                same_bits(alone.dk, part(all.dk, 1, 0, 150)) &&
+                same_bits(alone.dv, part(all.dv, 1, 0, 150)));
+    EXPECT_TRUE(same_bits(past.out, part(all.out, 1, 0, 37)));
+    EXPECT_TRUE(same_bits(past.dq, part(all.dq, 1, 0, 37)));
+    EXPECT_TRUE(same_bits(last.out, part(all.out, 1, 149, 1)));
+    EXPECT_TRUE(same_bits(last.dq, part(all.dq, 1, 149, 1)));
+  }
 }
 
 // Of one token, of whole tiles, ending and beginning anywhere in one; the second sequence is one document.
@@ -269,8 +275,8 @@ TEST(CudaAttention, PackedDocumentsHaveTheBitsThatTheyHaveAlone) {
 
 TEST(CudaAttention, AWindowOfAllKeysIsNone) {
   SHEAF_NEEDS_GPU();
-  for (const Sizes& s : {Sizes{1, 130, 130, 2, 1, 24}, {1, 70, 193, 2, 2, 20}}) {
-    const Inputs in = inputs_of(kF32, s);
+  for (const auto& [d, s] : {std::pair{kF32, Sizes{1, 130, 130, 2, 1, 24}}, {kF32, {1, 70, 193, 2, 2, 20}}, {kBF16, {1, 70, 193, 2, 1, 24}}}) {
+    const Inputs in = inputs_of(d, s);
     const Results want = on_gpu(s, in, true, 0.4);
     for (const int64_t window : {s.keys, s.keys + 1, std::numeric_limits<int64_t>::max()})
       EXPECT_TRUE(same(on_gpu(s, in, {true, {}, window}, 0.4), want)) << window;
@@ -281,25 +287,27 @@ TEST(CudaAttention, AWindowOfAllKeysIsNone) {
 // NaN among a tile's keys or queries would spread through its products, even where it counts nothing.
 TEST(CudaAttention, TilesOutsideOfAWindowAreNotTouched) {
   SHEAF_NEEDS_GPU();
-  const Sizes s{1, 256, 256, 2, 1, 32};
-  const Inputs in = inputs_of(kF32, s);
-  Inputs early = inputs_of(kF32, s), late = inputs_of(kF32, s);
-  for (int64_t i = 0; i < 64 * 32; ++i) early.k.set(i, NAN), early.v.set(i, NAN);
-  for (int64_t i = 192 * 64; i < 256 * 64; ++i) late.q.set(i, NAN), late.dout.set(i, NAN);
-  const AttentionMask mask(true, {}, 64);
-  const Results want = on_gpu(s, in, mask, 0.4), without_first = on_gpu(s, early, mask, 0.4),
-                without_last = on_gpu(s, late, mask, 0.4);
-  const auto rows = [](const Array& x, int64_t first, int64_t count) {
-    View v = x.view();
-    v.data = v.as<char>() + first * v.strides[1] * static_cast<int64_t>(size_of(v.dtype)), v.shape[1] = count;
-    return v;
-  };
-  EXPECT_TRUE(same_bits(rows(without_first.out, 128, 128), rows(want.out, 128, 128)));
-  EXPECT_TRUE(same_bits(rows(without_first.dq, 128, 128), rows(want.dq, 128, 128)));
-  EXPECT_TRUE(same_bits(rows(without_first.dk, 128, 128), rows(want.dk, 128, 128)));
-  // Of the keys up to 128, no query of the last tile sees one.
-  EXPECT_TRUE(same_bits(rows(without_last.dk, 0, 128), rows(want.dk, 0, 128)));
-  EXPECT_TRUE(same_bits(rows(without_last.dv, 0, 128), rows(want.dv, 0, 128)));
+  for (const auto& [d, width] : {std::pair{kF32, 32}, {kBF16, 32}, {kBF16, 80}}) {
+    const Sizes s{1, 256, 256, 2, 1, width};
+    const Inputs in = inputs_of(d, s);
+    Inputs early = inputs_of(d, s), late = inputs_of(d, s);
+    for (int64_t i = 0; i < 64 * width; ++i) early.k.set(i, NAN), early.v.set(i, NAN);
+    for (int64_t i = 192 * 2 * width; i < 256 * 2 * width; ++i) late.q.set(i, NAN), late.dout.set(i, NAN);
+    const AttentionMask mask(true, {}, 64);
+    const Results want = on_gpu(s, in, mask, 0.4), without_first = on_gpu(s, early, mask, 0.4),
+                  without_last = on_gpu(s, late, mask, 0.4);
+    const auto rows = [](const Array& x, int64_t first, int64_t count) {
+      View v = x.view();
+      v.data = v.as<char>() + first * v.strides[1] * static_cast<int64_t>(size_of(v.dtype)), v.shape[1] = count;
+      return v;
+    };
+    EXPECT_TRUE(same_bits(rows(without_first.out, 128, 128), rows(want.out, 128, 128)));
+    EXPECT_TRUE(same_bits(rows(without_first.dq, 128, 128), rows(want.dq, 128, 128)));
+    EXPECT_TRUE(same_bits(rows(without_first.dk, 128, 128), rows(want.dk, 128, 128)));
+    // Of the keys up to 128, no query of the last tile sees one.
+    EXPECT_TRUE(same_bits(rows(without_last.dk, 0, 128), rows(want.dk, 0, 128)));
+    EXPECT_TRUE(same_bits(rows(without_last.dv, 0, 128), rows(want.dv, 0, 128)));
+  }
 }
 
 // They cannot be reported from there; nothing outside of the operands is touched.
@@ -310,28 +318,32 @@ TEST(CudaAttention, WhatIsNoBeginOfADocumentDoesNoHarm) {
     Array begins(kI32, {1, 130});
     begins.fill([&](int64_t t) { return which == 0 ? -5.0 : which == 1 ? 1e6 : static_cast<double>((t * 37) % 130); });
     const OnGpu on(begins);
-    on_gpu(s, inputs_of(kF32, s), {true, on}, 1.0);
+    for (const DType d : {kF32, kF16}) on_gpu(s, inputs_of(d, s), {true, on}, 1.0);
   }
 }
 
 TEST(CudaAttention, LargeScoresStayFinite) {
   SHEAF_NEEDS_GPU();
   const Sizes s{1, 80, 80, 1, 1, 16};
-  Inputs in = inputs_of(kF32, s);
-  in.q = Array::random(kF32, s.q(), 1, 100), in.k = Array::random(kF32, s.k(), 2, 100);
-  const Results got = on_gpu(s, in, true, 1.0), want = on_cpu_in_f64(s, in, true, 1.0);
-  EXPECT_LT(scaled_error(got.out, values(want.out)), 1e-2);
+  for (const DType d : {kF32, kBF16}) {
+    Inputs in = inputs_of(d, s);
+    in.q = Array::random(d, s.q(), 1, 100), in.k = Array::random(d, s.k(), 2, 100);
+    const Results got = on_gpu(s, in, true, 1.0), want = on_cpu_in_f64(s, in, true, 1.0);
+    EXPECT_LT(scaled_error(got.out, values(want.out)), 1e-2) << name(d);
+  }
 }
 
 TEST(CudaAttention, NaNStaysNaN) {
   SHEAF_NEEDS_GPU();
   const Sizes s{1, 4, 4, 1, 1, 8};
-  Inputs in = inputs_of(kF32, s);
-  in.q.set(8, std::nan(""));  // of query 1
-  const Results got = on_gpu(s, in, true, 1.0);
-  EXPECT_FALSE(std::isnan(got.out.at(0)));
-  EXPECT_TRUE(std::isnan(got.out.at(8)) && std::isnan(got.lse.at(1)));
-  EXPECT_FALSE(std::isnan(got.out.at(16)));
+  for (const DType d : {kF32, kBF16}) {
+    Inputs in = inputs_of(d, s);
+    in.q.set(8, std::nan(""));  // of query 1
+    const Results got = on_gpu(s, in, true, 1.0);
+    EXPECT_FALSE(std::isnan(got.out.at(0)));
+    EXPECT_TRUE(std::isnan(got.out.at(8)) && std::isnan(got.lse.at(1)));
+    EXPECT_FALSE(std::isnan(got.out.at(16)));
+  }
 }
 
 TEST(CudaAttention, RefusesWhatTheCpuRefuses) {

@@ -1,0 +1,194 @@
+// Products of attention on tensor cores, in bf16 and f16, sums in f32: a warp makes them for 16 rows, whose elements its lanes share as
+// tensor_cores.h says. Four lanes, neighbours, have a row, and a lane has two rows, `row` and `row` + 8.
+//
+// What one product leaves is an operand of the next as it lies: probabilities go from scores to the product with values in registers
+// (FlashAttention-2: Dao, https://arxiv.org/abs/2307.08691), rounded to T on the way.
+#pragma once
+
+#include "sheaf/kernels/cuda/attention_rows.h"
+#include "sheaf/kernels/cuda/tensor_cores.h"
+
+namespace sheaf::kernels::cuda::attention_tiles::fragments {
+
+inline constexpr int kWarps = 4, kThreads = kWarps * kWarp;
+inline constexpr int kRows = 16 * kWarps;  ///< of a block's tile
+inline constexpr int kKeys = 64;           ///< of a tile
+inline constexpr int kSharers = 4;         ///< lanes that have a row
+
+/// As exact as 16 bits need it.
+struct FastExponential {
+  __device__ float operator()(float x) const { return __expf(x); }
+};
+
+/// An operand, and whether its rows are made of whole packs of 16 bytes at multiples of these.
+struct Operand : Heads {
+  bool packed;
+  explicit Operand(const View& v) : Heads(v), packed(in_whole_packs(v)) {}
+};
+
+/// Rows of a head in shared memory. 16 bytes more than a row lie between them, so that eight rows meet all banks.
+template <class T, int kWidth>
+struct Tile {
+  static constexpr int kPitch = kWidth + 8;
+  static constexpr size_t bytes(int rows) { return size_t(rows) * kPitch * sizeof(T); }
+  T* data;
+
+  __device__ SharedMatrix<T> matrix() const { return {data, kPitch}; }
+
+  /// Starts to copy kCount rows of `width` elements, without the end of a round: row r from where at(r) says, zeros where it says
+  /// nullptr, and behind the width up to the next multiple of 16.
+  template <int kCount, class At>
+  __device__ void load_rows(int width, bool packed, At at) const {
+    constexpr int kPacks = kWidth / 8;
+#pragma unroll
+    for (int n = threadIdx.x; n < kCount * kPacks; n += kThreads) {
+      const int row = n / kPacks, column = n % kPacks * 8;
+      if (column >= (width + 15) / 16 * 16) continue;
+      const T* from = at(row);
+      const bool there = from != nullptr && column < width;
+      T* to = data + row * kPitch + column;
+      if (packed) copy_beside(to, from + column, there);
+      else store_pack(to, there ? load_chunk(from, column, width) : Pack<T>{});
+    }
+  }
+  /// Rows [first, first + kCount) of a head's `count`.
+  template <int kCount>
+  __device__ void load(const Operand& from, int64_t b, int64_t h, int64_t first, int64_t count) const {
+    const T* rows = static_cast<const T*>(from.data) + from.offset(b, first, h);
+    load_rows<kCount>(from.width, from.packed, [&](int row) { return row < count - first ? rows + row * from.time : nullptr; });
+  }
+};
+
+/// Sums of a warp: 16 rows of 8 kColumns columns.
+template <int kColumns>
+using Sums = float[kColumns][4];
+
+/// The row of a block's tile that this thread has, of two, and the column of n-th eight, of two.
+__device__ inline int row_of(int i) { return warp_of_thread() * 16 + lane_of_thread() / 4 + i * 8; }
+__device__ inline int column_of(int n, int e) { return n * 8 + lane_of_thread() % 4 * 2 + e; }
+
+/// 16 rows of a matrix of `width` columns, an operand of many products: kept in registers where these have room.
+template <class T, int kWidth, bool kKept>
+class SixteenRows {
+ public:
+  __device__ SixteenRows(const SharedMatrix<T>& from, int row) : from_(from), row_(row) {}
+  /// Once `from` has arrived.
+  __device__ void read(int width) {
+    if constexpr (kKept)
+#pragma unroll
+      for (int k = 0; k < kWidth; k += 16)
+        if (k < width) from_.template as_a<false>(kept_[k / 16], row_, k);
+  }
+  __device__ void get(unsigned (&to)[4], int k) const {
+    if constexpr (kKept)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[i] = kept_[k / 16][i];
+    else
+      from_.template as_a<false>(to, row_, k);
+  }
+
+ private:
+  SharedMatrix<T> from_;
+  int row_;
+  unsigned kept_[kKept ? kWidth / 16 : 1][4];
+};
+
+/// sums = rows of a times rows [first, first + 8 kColumns) of b, of `width` elements.
+template <int kColumns, class T, int kWidth, bool kKept>
+__device__ void multiply_rows(const SixteenRows<T, kWidth, kKept>& a, const SharedMatrix<T>& b, int first, int width,
+                              Sums<kColumns>& sums) {
+  static_assert(kColumns % 2 == 0);
+#pragma unroll
+  for (int n = 0; n < kColumns; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[n][i] = 0;
+#pragma unroll
+  for (int k = 0; k < kWidth; k += 16) {
+    if (k >= width) break;
+    unsigned of_a[4];
+    a.get(of_a, k);
+#pragma unroll
+    for (int n = 0; n < kColumns; n += 2) {
+      unsigned of_b[4];
+      b.template as_b<false>(of_b, first + n * 8, k);
+      multiply_add<T>(sums[n], of_a, of_b[0], of_b[1]);
+      multiply_add<T>(sums[n + 1], of_a, of_b[2], of_b[3]);
+    }
+  }
+}
+
+/// sums += weights, as T, times columns [first, first + 8 kColumns) of a matrix's first 8 kInner rows, as far as it has `width` columns.
+template <class T, int kInner, int kColumns>
+__device__ void accumulate(const Sums<kInner>& weights, const SharedMatrix<T>& b, int first, int width, Sums<kColumns>& sums) {
+  static_assert(kInner % 2 == 0 && kColumns % 2 == 0);
+#pragma unroll
+  for (int k = 0; k < kInner; k += 2) {
+    unsigned of_a[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) of_a[i] = pair_of<T>(weights[k + i / 2][i % 2 * 2], weights[k + i / 2][i % 2 * 2 + 1]);
+#pragma unroll
+    for (int n = 0; n < kColumns; n += 2) {
+      if (first + n * 8 >= width) break;
+      unsigned of_b[4];
+      b.template as_b<true>(of_b, k * 8, first + n * 8);
+      multiply_add<T>(sums[n], of_a, of_b[0], of_b[1]);
+      multiply_add<T>(sums[n + 1], of_a, of_b[2], of_b[3]);
+    }
+  }
+}
+
+/// The scores of row i of a thread's two, times `scale`, kHidden where it does not see a key, become weights (attention_softmax.h).
+template <int kColumns>
+__device__ float weights_of(Softmax<float>& row, Sums<kColumns>& scores, int i, const SeenKeys& sees, float scale) {
+  float own[2 * kColumns];
+#pragma unroll
+  for (int n = 0; n < 2 * kColumns; ++n)
+    own[n] = sees.has(column_of(n / 2, n % 2)) ? rounded_product(scores[n / 2][i * 2 + n % 2], scale) : kHidden<float>;
+  const float shrink = add_tile<kSharers, FastExponential>(row, own);
+#pragma unroll
+  for (int n = 0; n < 2 * kColumns; ++n) scores[n / 2][i * 2 + n % 2] = own[n];
+  return shrink;
+}
+
+template <int kColumns>
+__device__ void shrink_row(Sums<kColumns>& sums, int i, float by) {
+#pragma unroll
+  for (int n = 0; n < kColumns; ++n)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) sums[n][i * 2 + e] = rounded_product(sums[n][i * 2 + e], by);
+}
+
+/// Row i of a thread's two, times `scale`, to row `t` of a head, from its column `first` on.
+template <class T, int kColumns>
+__device__ void store_row(const Sums<kColumns>& sums, int i, float scale, const Heads& to, int64_t b, int64_t t, int64_t h) {
+  T* row = static_cast<T*>(to.data) + to.offset(b, t, h);
+  const bool in_pairs = reinterpret_cast<uintptr_t>(row) % (2 * sizeof(T)) == 0;
+#pragma unroll
+  for (int n = 0; n < kColumns; ++n) {
+    const int at = column_of(n, 0);
+    const float x = sums[n][i * 2] * scale, y = sums[n][i * 2 + 1] * scale;
+    if (in_pairs && at + 1 < to.width) {
+      *reinterpret_cast<unsigned*>(row + at) = pair_of<T>(x, y);
+    } else {
+      if (at < to.width) row[at] = element<T>(x);
+      if (at + 1 < to.width) row[at + 1] = element<T>(y);
+    }
+  }
+}
+
+/// Calls f.operator()<T, W, E>() with the elements' type, bf16 or f16, and widths that the call's heads and values fit in.
+template <class F>
+void visit_widths(const char* who, const View& q, const View& v, F&& f) {
+  const int64_t width = q.shape[3], of_values = v.shape[3], larger = std::max(width, of_values);
+  check_widths(who, q, v);
+  const auto visit = [&]<int kWidth, int kValueWidth>() {
+    if (q.dtype == kBF16) f.template operator()<bf16, kWidth, kValueWidth>();
+    else f.template operator()<f16, kWidth, kValueWidth>();
+  };
+  if (larger <= 64) visit.template operator()<64, 64>();
+  else if (larger <= 128) visit.template operator()<128, 128>();
+  else if (width <= 192 && of_values <= 128) visit.template operator()<192, 128>();  // DeepSeek's
+  else visit.template operator()<256, 256>();
+}
+
+}  // namespace sheaf::kernels::cuda::attention_tiles::fragments

@@ -1,0 +1,206 @@
+// What attention's kernels share, whatever their products are made of: sizes and operands of a call, which rows a block takes, and
+// which keys a query sees.
+#pragma once
+
+#include <algorithm>
+
+#include "sheaf/core/view.h"
+#include "sheaf/kernels/attention.h"
+#include "sheaf/kernels/cuda/attention_softmax.h"
+#include "sheaf/kernels/cuda/rows.h"
+
+namespace sheaf::kernels::cuda::attention_tiles {
+
+/// Sizes of one call.
+struct Problem {
+  int64_t batch, queries, keys, heads, key_heads;
+  bool causal;
+  int64_t window;  ///< at most as many as keys
+  double scale;
+  DType dtype;
+
+  /// Keys before the first query's own; less than 0 if some queries see none.
+  __host__ __device__ int64_t past() const { return keys - queries; }
+  /// Keys that query t sees: the first so many.
+  __host__ __device__ int64_t visible(int64_t t) const {
+    if (!causal) return keys;
+    const int64_t seen = t + 1 + past();
+    return seen < 0 ? 0 : seen < keys ? seen : keys;
+  }
+};
+
+/// [B, T, H, width] of `dtype`, the last dimension dense.
+struct Heads {
+  void* data;
+  int64_t batch, time, head;  ///< strides
+  int width;
+  Heads(const View& v)
+      : data(v.data),
+        batch(v.strides[0]),
+        time(v.strides[1]),
+        head(v.strides[2]),
+        width(static_cast<int>(v.shape[3])) {}
+  __device__ int64_t offset(int64_t b, int64_t t, int64_t h) const {
+    return b * batch + t * time + h * head;
+  }
+};
+
+/// A number of each query, [B, H, T], the last dimension dense.
+template <class C>
+struct PerQuery {
+  C* data;
+  int64_t batch, head;  ///< strides
+  explicit PerQuery(const View& v) : data(v.as<C>()), batch(v.strides[0]), head(v.strides[1]) {}
+  __device__ C& at(int64_t b, int64_t h, int64_t t) const { return data[b * batch + h * head + t]; }
+};
+
+/// What hides keys beside the causal mask: nothing, or documents, a window or both. Kernels are compiled for each, and not
+/// for documents and windows apart: those differ around the products, not in them.
+enum class Hides { nothing, something };
+
+/// Calls f.operator()<hides>() with what `mask` asks for.
+template <class F>
+void visit_hides(const AttentionMask& mask, F&& f) {
+  if (mask.window || mask.has_documents()) f.template operator()<Hides::something>();
+  else f.template operator()<Hides::nothing>();
+}
+
+/// The queries of a block, a tile of one head's: from `first` on, of head h, key head g, of
+/// sequence b; pair = b H + h.
+struct QueryBlock {
+  int64_t pair, b, h, g, first;
+};
+
+/// Rows that attend to each other, a sequence's or a document's: queries [first_query, queries) and
+/// keys [first_key, keys).
+struct Document {
+  int64_t first_query, queries, first_key, keys;
+};
+
+/// Where the document of each query begins, i32[B, T] dense in T; null where sequences are one.
+struct Begins {
+  const int32_t* data = nullptr;
+  int64_t batch = 0;  ///< stride
+  explicit Begins(const AttentionMask& mask) {
+    if (mask.has_documents() && mask.begins.numel() > 0)
+      data = mask.begins.as<const int32_t>(), batch = mask.begins.strides[0];
+  }
+  /// The document of query t. Whatever lies there, t is in it.
+  __device__ Document of_query(const Problem& p, int64_t b, int64_t t) const {
+    const int32_t* row = data + b * batch;
+    const int64_t begin = row[t];
+    int64_t low = t + 1, high = p.queries;  // the first behind it is in [low, high]
+    while (low < high) {
+      const int64_t middle = (low + high) / 2;
+      if (row[middle] > begin) high = middle;
+      else low = middle + 1;
+    }
+    const int64_t itself = t + p.past(), key = begin < 0 ? 0 : begin < itself ? begin : itself;
+    return {key < p.past() ? 0 : key - p.past(), low, key, low + p.past()};
+  }
+  /// That of key s. Those before the first query's document are one without queries.
+  __device__ Document of_key(const Problem& p, int64_t b, int64_t s) const {
+    if (s >= p.past()) return of_query(p, b, s - p.past());
+    const Document first = of_query(p, b, 0);
+    return s < first.first_key ? Document{0, 0, 0, first.first_key} : first;
+  }
+};
+
+/// This block's queries among `blocks` tiles of each head. The last ones, which see the most keys,
+/// come first.
+template <int kTile>
+__device__ inline QueryBlock query_block(const Problem& p, int64_t blocks) {
+  QueryBlock q;
+  q.pair = blockIdx.x % (p.batch * p.heads), q.b = q.pair / p.heads, q.h = q.pair % p.heads;
+  q.g = q.h / (p.heads / p.key_heads);
+  q.first = (blocks - 1 - blockIdx.x / (p.batch * p.heads)) * kTile;
+  return q;
+}
+
+enum class TilesOf { queries, keys };
+
+/// Calls f(document, n) for the tile of rows from n on of the sequence; where there are documents, for the tiles of those of
+/// sequence b that begin in it, which together are all tiles of all documents.
+template <int kTile, Hides kHides, TilesOf kOf, class F>
+__device__ inline void for_each_tile(const Problem& p, const Begins& begins, int64_t b, int64_t first, F&& f) {
+  constexpr bool kKeys = kOf == TilesOf::keys;
+  const Document whole{0, p.queries, 0, p.keys};
+  if constexpr (kHides == Hides::nothing) {
+    f(whole, first);
+  } else {
+    const int64_t rows = kKeys ? p.keys : p.queries, end = first + kTile < rows ? first + kTile : rows;
+    for (int64_t t = first; t < end;) {
+      Document d = whole;
+      int64_t n = first;
+      if (begins.data) {
+        d = kKeys ? begins.of_key(p, b, t) : begins.of_query(p, b, t);
+        const int64_t begin = kKeys ? d.first_key : d.first_query;
+        n = begin + (t - begin + kTile - 1) / kTile * kTile;
+      }
+      t = kKeys ? d.keys : d.queries;
+      for (const int64_t behind = t < end ? t : end; n < behind; n += kTile) f(d, n);
+    }
+  }
+}
+
+/// Keys that some query of the tile from `first` on sees are those up to here.
+template <int kTile>
+__device__ inline int64_t keys_seen(const Problem& p, const Document& d, int64_t first) {
+  return p.visible((first + kTile < d.queries ? first + kTile : d.queries) - 1);
+}
+
+/// Keys before a window, of those that the query sees to which the first `seen` are visible; 0 or less if there are none.
+template <Hides kHides>
+__device__ inline int64_t keys_hidden(const Problem& p, int64_t seen) {
+  return kHides != Hides::nothing && p.window ? seen - p.window : 0;
+}
+
+/// Where the first tile of keys begins that some of them sees: they begin where they do without a window.
+template <int kTile, Hides kHides>
+__device__ inline int64_t first_key_seen(const Problem& p, const Document& d, int64_t first) {
+  const int64_t hidden = keys_hidden<kHides>(p, p.visible(first)) - d.first_key;
+  return hidden > 0 ? d.first_key + hidden / kTile * kTile : d.first_key;
+}
+
+/// Where the segment of keys behind that of this key begins.
+__device__ inline int64_t segment_behind(const Document& d, int64_t key) {
+  return d.first_key + ((key - d.first_key) / kSegment + 1) * kSegment;
+}
+
+/// Keys of a tile, counted from its first, that a query sees.
+struct SeenKeys {
+  int begin, behind;
+  __device__ bool has(int n) const {
+    return static_cast<unsigned>(n - begin) < static_cast<unsigned>(behind - begin);
+  }
+};
+
+/// Those of the tile from `key` on, of the query to which the first `seen` keys are visible (Problem).
+template <int kTile, Hides kHides>
+__device__ inline SeenKeys seen_keys(const Problem& p, int64_t key, int64_t seen) {
+  const auto in_tile = [&](int64_t n) {
+    return static_cast<int>(n < key ? 0 : n - key < kTile ? n - key : kTile);
+  };
+  return {in_tile(keys_hidden<kHides>(p, seen)), in_tile(seen)};
+}
+
+/// Rows that begin at 16 bytes and end there.
+inline bool in_whole_packs(const View& v) {
+  const auto size = static_cast<int64_t>(size_of(v.dtype));
+  bool out = aligned16(v.data) && v.shape[3] * size % 16 == 0;
+  for (int d = 0; d < 3; ++d) out = out && (v.strides[d] * size % 16 == 0 || v.shape[d] <= 1);
+  return out;
+}
+
+/// No kernel of ours takes wider heads.
+inline void check_widths(const char* who, const View& q, const View& v) {
+  const int64_t larger = std::max(q.shape[3], v.shape[3]);
+  check<ShapeError>(larger <= 256, '[', who, "] heads of more than 256 elements: ", larger);
+}
+
+inline Problem problem_of(const View& q, const View& k, const AttentionMask& mask, double scale) {
+  return {q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], mask.causal,
+          mask.window < k.shape[1] ? mask.window : k.shape[1], scale, q.dtype};
+}
+
+}  // namespace sheaf::kernels::cuda::attention_tiles
