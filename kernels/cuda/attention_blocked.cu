@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
             s[i][j] = sees.has(tx() + kSide * j)
                           ? rounded_product(s[i][j], static_cast<C>(p.scale))
                           : kHidden<C>;
-          const C shrink = add_tile<kSide>(segment[i], s[i]);
+          const C shrink = add_tile(segment[i], s[i]);
 #pragma unroll
           for (int c = 0; c < V::kChunks; ++c)
 #pragma unroll

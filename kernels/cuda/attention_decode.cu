@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kThreads, S::kBlocks)
 #pragma unroll
       for (int j = 0; j < kScores; ++j)
         scores[j] = sees.has(key + tx() + kSide * j) ? rounded_product(row[kSide * j], static_cast<float>(p.scale)) : kHidden<float>;
-      const float shrink = add_tile<kSide>(segment, scores);
+      const float shrink = add_tile(segment, scores);
 #pragma unroll
       for (int j = 0; j < kScores; ++j) row[kSide * j] = scores[j];
       if (tx() == 0) shrinks[ty()] = shrink;

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads, Sizes<T, kWidth, kValueWidth>::kBloc
   // Those of all warps, each as the lanes have them.
   auto* const all_scores = reinterpret_cast<float4*>(memory + S::kQueryBytes + S::kKeyBytes + S::kValueBytes) + lane_of_thread();
   const int warp = warp_of_thread(), first_column = warp * kOwnColumns * 8;
-  const auto scale = static_cast<float>(p.scale);
+  const Scale scale(p.scale);
 
   const SegmentBlock block(p, to.slots, tiles);
   queries.template load_rows<kSegmentRows>(q.width, q.packed, [&](int row) {
@@ -69,9 +69,12 @@ __global__ void __launch_bounds__(kThreads, Sizes<T, kWidth, kValueWidth>::kBloc
         const float4 four = all_scores[n * kWarp];
         scores[n][0] = four.x, scores[n][1] = four.y, scores[n][2] = four.z, scores[n][3] = four.w;
       }
+      scale.prepare(scores);
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        shrink_row(sums, i, weights_of(segment[i], scores, i, SeenKeys{sees[i].begin - key, sees[i].behind - key}, scale));
+      for (int i = 0; i < 2; ++i) {
+        hide(scores, i, {sees[i].begin - key, sees[i].behind - key});
+        shrink_row(sums, i, add_tile(segment[i], scores, i, scale));
+      }
       accumulate<T>(scores, values.matrix(), first_column, v.width, sums);
     }
 #pragma unroll

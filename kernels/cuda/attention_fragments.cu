@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kThreads, Forward<T, kWidth, kValueWidth>::kBl
   const Tile<T, kWidth> queries{reinterpret_cast<T*>(memory)}, keys{reinterpret_cast<T*>(memory + S::kQueryBytes)};
   const Tile<T, kValueWidth> values{reinterpret_cast<T*>(memory + S::kQueryBytes + S::kKeyBytes)};
   auto* const so_far = reinterpret_cast<float4*>(memory + S::kQueryBytes + S::kKeyBytes + S::kValueBytes) + threadIdx.x;
-  const auto scale = static_cast<float>(p.scale);
+  const Scale scale(p.scale);
 
   const auto [pair, b, h, g, at] = query_block<kRows>(p, query_blocks);
   for_each_tile<kRows, kHides, TilesOf::queries>(p, begins, b, at, [&, b = b, h = h, g = g](const Document& d, int64_t first) {
@@ -61,9 +61,12 @@ __global__ void __launch_bounds__(kThreads, Forward<T, kWidth, kValueWidth>::kBl
         end_round();
         Sums<kScores> scores;
         multiply_rows(own, keys.matrix(), 0, q.width, scores);
+        scale.prepare(scores);
+        if (!all_see_all<kRows, kKeys, kHides>(p, d, first, key))
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-          shrink_row(sums, i, weights_of(segment[i], scores, i, seen_keys<kKeys, kHides>(p, key, seen[i]), scale));
+          for (int i = 0; i < 2; ++i) hide(scores, i, seen_keys<kKeys, kHides>(p, key, seen[i]));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) shrink_row(sums, i, add_tile(segment[i], scores, i, scale));
         arrived<0>();
         __syncthreads();  // for the values, and until the keys have been read
         if (key + kKeys < behind) keys.template load<kKeys>(k, b, g, key + kKeys, d.keys);

@@ -14,10 +14,37 @@ inline constexpr int kWarps = 4, kThreads = kWarps * kWarp;
 inline constexpr int kRows = 16 * kWarps;  ///< of a block's tile
 inline constexpr int kKeys = 64;           ///< of a tile
 inline constexpr int kSharers = 4;         ///< lanes that have a row
+inline constexpr int kPadding = 32;        ///< columns are multiplied so many at a time
 
-/// As exact as 16 bits need it.
-struct FastExponential {
-  __device__ float operator()(float x) const { return __expf(x); }
+inline constexpr float kLog2E = 1.44269504f;
+
+/// 2^x as exact as 16 bits need it; 0 where that is less than 2^-126.
+__device__ inline float power_of_2(float x) {
+#ifdef __CUDA_ARCH__
+  float out;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
+#else
+  const float out = std::exp2(x);
+  return out < 0x1p-126f ? 0.0f : out;
+#endif
+}
+
+/// What scores, products of queries and keys, are multiplied by.
+struct Scale {
+  float natural, binary;  ///< > 0; binary: of exponents of 2
+  float before;           ///< 1, or where it is not positive all of it: the largest product would not be the largest score
+
+  __device__ explicit Scale(double scale)
+      : natural(scale > 0 ? static_cast<float>(scale) : 1.0f), binary(natural * kLog2E), before(scale > 0 ? 1.0f : static_cast<float>(scale)) {}
+  template <int kColumns>
+  __device__ void prepare(float (&scores)[kColumns][4]) const {
+    if (before == 1.0f) return;
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[n][i] *= before;
+  }
 };
 
 /// An operand, and whether its rows are made of whole packs of 16 bytes at multiples of these.
@@ -36,14 +63,14 @@ struct Tile {
   __device__ SharedMatrix<T> matrix() const { return {data, kPitch}; }
 
   /// Starts to copy kCount rows of `width` elements, without the end of a round: row r from where at(r) says, zeros where it says
-  /// nullptr, and behind the width up to the next multiple of 16.
+  /// nullptr, and behind the width up to the next multiple of kPadding.
   template <int kCount, class At>
   __device__ void load_rows(int width, bool packed, At at) const {
     constexpr int kPacks = kWidth / 8;
 #pragma unroll
     for (int n = threadIdx.x; n < kCount * kPacks; n += kThreads) {
       const int row = n / kPacks, column = n % kPacks * 8;
-      if (column >= (width + 15) / 16 * 16) continue;
+      if (column >= (width + kPadding - 1) / kPadding * kPadding) continue;
       const T* from = at(row);
       const bool there = from != nullptr && column < width;
       T* to = data + row * kPitch + column;
@@ -128,7 +155,7 @@ __device__ void accumulate(const Sums<kInner>& weights, const SharedMatrix<T>& b
     for (int i = 0; i < 4; ++i) of_a[i] = pair_of<T>(weights[k + i / 2][i % 2 * 2], weights[k + i / 2][i % 2 * 2 + 1]);
 #pragma unroll
     for (int n = 0; n < kColumns; n += 2) {
-      if (first + n * 8 >= width) break;
+      if (n * 8 % kPadding == 0 && first + n * 8 >= width) break;
       unsigned of_b[4];
       b.template as_b<true>(of_b, k * 8, first + n * 8);
       multiply_add<T>(sums[n], of_a, of_b[0], of_b[1]);
@@ -137,16 +164,34 @@ __device__ void accumulate(const Sums<kInner>& weights, const SharedMatrix<T>& b
   }
 }
 
-/// The scores of row i of a thread's two, times `scale`, kHidden where it does not see a key, become weights (attention_softmax.h).
+/// Hides scores with keys that row i of a thread's two does not see.
 template <int kColumns>
-__device__ float weights_of(Softmax<float>& row, Sums<kColumns>& scores, int i, const SeenKeys& sees, float scale) {
-  float own[2 * kColumns];
+__device__ void hide(Sums<kColumns>& scores, int i, const SeenKeys& sees) {
 #pragma unroll
-  for (int n = 0; n < 2 * kColumns; ++n)
-    own[n] = sees.has(column_of(n / 2, n % 2)) ? rounded_product(scores[n / 2][i * 2 + n % 2], scale) : kHidden<float>;
-  const float shrink = add_tile<kSharers, FastExponential>(row, own);
+  for (int n = 0; n < kColumns; ++n)
 #pragma unroll
-  for (int n = 0; n < 2 * kColumns; ++n) scores[n / 2][i * 2 + n % 2] = own[n];
+    for (int e = 0; e < 2; ++e)
+      if (!sees.has(column_of(n, e))) scores[n][i * 2 + e] = kHidden<float>;
+}
+
+/// As add_tile of attention_softmax.h: the scores of row i of a thread's two become weights.
+template <int kColumns>
+__device__ float add_tile(Softmax<float>& row, Sums<kColumns>& scores, int i, const Scale& scale) {
+  float largest = kHidden<float>;
+#pragma unroll
+  for (int n = 0; n < kColumns; ++n) largest = fmaxf(largest, fmaxf(scores[n][i * 2], scores[n][i * 2 + 1]));
+  for (int step = kSharers / 2; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, step));
+  const float most = fmaxf(row.most, rounded_product(largest, scale.natural)), base = most == kHidden<float> ? 0.0f : most,
+              shrink = power_of_2(rounded_product(row.most - base, kLog2E)), binary_base = rounded_product(base, kLog2E);
+  row.most = most, row.total = rounded_product(row.total, shrink);
+#pragma unroll
+  for (int n = 0; n < kColumns; ++n)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float& x = scores[n][i * 2 + e];
+      x = power_of_2(fused_sum(x, scale.binary, -binary_base));
+      row.total += x;
+    }
   return shrink;
 }
 

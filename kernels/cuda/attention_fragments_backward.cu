@@ -12,13 +12,13 @@ namespace {
 // As attention_blocked_backward.cu: with p = exp(scale q·k - lse) and ds = p (dout·v - dot) scale, dq = sum of ds k, dk = sum of ds q,
 // dv = sum of p dout. p and ds are rounded to T where they are factors.
 
-/// p and, of products with the output's gradient, ds.
+/// Of a score and the product of its value with the output's gradient, p and ds without its scale, by which sums of ds are multiplied.
 struct Weight {
   float p, ds;
 };
-__device__ inline Weight weight_of(bool seen, float score, float gradient, float lse, float dot, float scale) {
-  const float p = seen ? FastExponential()(score * scale - lse) : 0.0f;
-  return {p, seen ? p * (gradient - dot) * scale : 0.0f};
+__device__ inline Weight weight_of(float score, float gradient, float binary_lse, float dot, float binary_scale) {
+  const float p = power_of_2(fused_sum(score, binary_scale, -binary_lse));
+  return {p, p * (gradient - dot)};
 }
 
 template <class T, int kWidth, int kValueWidth>
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads, QueryGradient<T, kWidth, kValueWidth
     return Tile<T, kValueWidth>{reinterpret_cast<T*>(memory + S::kQueryBytes + S::kOutBytes + turn * (S::kKeyBytes + S::kValueBytes) +
                                                      S::kKeyBytes)};
   };
-  const auto scale = static_cast<float>(p.scale);
+  const auto scale = static_cast<float>(p.scale), binary_scale = scale * kLog2E;
 
   const auto [pair, b, h, g, at] = query_block<kRows>(p, query_blocks);
   for_each_tile<kRows, kHides, TilesOf::queries>(
@@ -65,13 +65,13 @@ __global__ void __launch_bounds__(kThreads, QueryGradient<T, kWidth, kValueWidth
     queries.template load<kRows>(q, b, h, first, d.queries);
     douts.template load<kRows>(dout, b, h, first, d.queries);
     load(key, 0);
-    float lse[2], dot[2];
+    float binary_lse[2], dot[2];
     int64_t seen[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int64_t t = first + row_of(i);
       seen[i] = t < d.queries ? p.visible(t) : 0;
-      lse[i] = seen[i] ? statistics.lse.at(b, h, t) : 0.0f;
+      binary_lse[i] = seen[i] ? statistics.lse.at(b, h, t) * kLog2E : 0.0f;
       dot[i] = seen[i] ? statistics.dot[pair * p.queries + t] : 0.0f;
     }
     const SixteenRows<T, kWidth, false> own(queries.matrix(), warp_of_thread() * 16);
@@ -85,22 +85,27 @@ __global__ void __launch_bounds__(kThreads, QueryGradient<T, kWidth, kValueWidth
       multiply_rows(own, keys_in(turn).matrix(), 0, q.width, scores);
       multiply_rows(own_dout, values_in(turn).matrix(), 0, v.width, ds);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const SeenKeys sees = seen_keys<kKeys, kHides>(p, key, seen[i]);
+      for (int i = 0; i < 2; ++i)
 #pragma unroll
         for (int n = 0; n < kScores; ++n)
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float& x = ds[n][i * 2 + e];
-            x = weight_of(sees.has(column_of(n, e)), scores[n][i * 2 + e], x, lse[i], dot[i], scale).ds;
-          }
-      }
+          for (int e = i * 2; e < i * 2 + 2; ++e) ds[n][e] = weight_of(scores[n][e], ds[n][e], binary_lse[i], dot[i], binary_scale).ds;
+      if (!all_see_all<kRows, kKeys, kHides>(p, d, first, key))
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const SeenKeys sees = seen_keys<kKeys, kHides>(p, key, seen[i]);
+#pragma unroll
+          for (int n = 0; n < kScores; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+              if (!sees.has(column_of(n, e))) ds[n][i * 2 + e] = 0.0f;
+        }
       accumulate<T>(ds, keys_in(turn).matrix(), 0, k.width, sums);
     }
     arrived<0>();
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      if (first + row_of(i) < d.queries) store_row<T>(sums, i, 1.0f, dq, b, first + row_of(i), h);
+      if (first + row_of(i) < d.queries) store_row<T>(sums, i, scale, dq, b, first + row_of(i), h);
   });
 }
 
@@ -136,14 +141,14 @@ __global__ void __launch_bounds__(kThreads, KeyGradient<T, kWidth, kValueWidth>:
   struct Turn {
     Tile<T, kWidth> queries;
     Tile<T, kValueWidth> douts;
-    float *lse, *dot;
+    float *binary_lse, *dot;
   };
   const auto turn_in = [&](int n) -> Turn {
     char* const at = memory + S::kKeyBytes + S::kValueBytes + n * S::kTurnBytes;
     auto* const statistics_at = reinterpret_cast<float*>(at + S::kQueryBytes + S::kOutBytes);
     return {{reinterpret_cast<T*>(at)}, {reinterpret_cast<T*>(at + S::kQueryBytes)}, statistics_at, statistics_at + kQueries};
   };
-  const auto scale = static_cast<float>(p.scale);
+  const auto scale = static_cast<float>(p.scale), binary_scale = scale * kLog2E;
 
   const int64_t pair = blockIdx.x % (p.batch * p.key_heads), b = pair / p.key_heads, g = pair % p.key_heads,
                 group = p.heads / p.key_heads;
@@ -166,7 +171,7 @@ __global__ void __launch_bounds__(kThreads, KeyGradient<T, kWidth, kValueWidth>:
         to.douts.template load<kQueries>(dout, b, h, t, d.queries);
         for (int i = threadIdx.x; i < kQueries; i += kThreads) {
           const bool seen = t + i < d.queries && p.visible(t + i) > 0;
-          to.lse[i] = seen ? statistics.lse.at(b, h, t + i) : 0.0f;
+          to.binary_lse[i] = seen ? statistics.lse.at(b, h, t + i) * kLog2E : 0.0f;
           to.dot[i] = seen ? statistics.dot[(b * p.heads + h) * p.queries + t + i] : 0.0f;
         }
       }
@@ -196,18 +201,28 @@ __global__ void __launch_bounds__(kThreads, KeyGradient<T, kWidth, kValueWidth>:
       for (int m = 0; m < kScores; ++m)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int column = column_of(m, e);
-          const int64_t query = now + column;
-          const SeenKeys sees = seen_keys<kRows, kHides>(p, key, query < d.queries ? p.visible(query) : 0);
-          const float lse = turn.lse[column], dot = turn.dot[column];
+          const float binary_lse = turn.binary_lse[column_of(m, e)], dot = turn.dot[column_of(m, e)];
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float& score = scores[m][i * 2 + e];
-            const Weight weight = weight_of(sees.has(row_of(i)), score, kOfKeys ? ds[m][i * 2 + e] : 0.0f, lse, dot, scale);
-            score = weight.p;
-            if constexpr (kOfKeys) ds[m][i * 2 + e] = weight.ds;
+          for (int i = e; i < 4; i += 2) {
+            const Weight weight = weight_of(scores[m][i], kOfKeys ? ds[m][i] : 0.0f, binary_lse, dot, binary_scale);
+            scores[m][i] = weight.p;
+            if constexpr (kOfKeys) ds[m][i] = weight.ds;
           }
         }
+      if (!all_see_all<kQueries, kRows, kHides>(p, d, now, key))
+#pragma unroll
+        for (int m = 0; m < kScores; ++m)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int64_t query = now + column_of(m, e);
+            const SeenKeys sees = seen_keys<kRows, kHides>(p, key, query < d.queries ? p.visible(query) : 0);
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+              if (!sees.has(row_of(i))) {
+                scores[m][i * 2 + e] = 0.0f;
+                if constexpr (kOfKeys) ds[m][i * 2 + e] = 0.0f;
+              }
+          }
       if constexpr (kOfValues) accumulate<T>(scores, turn.douts.matrix(), 0, v.width, dv_sums);
       if constexpr (kOfKeys) accumulate<T>(ds, turn.queries.matrix(), 0, q.width, dk_sums);
     }
@@ -216,7 +231,7 @@ __global__ void __launch_bounds__(kThreads, KeyGradient<T, kWidth, kValueWidth>:
     for (int i = 0; i < 2; ++i) {
       const int64_t s = key + row_of(i);
       if (s >= d.keys) continue;
-      if constexpr (kOfKeys) store_row<T>(dk_sums, i, 1.0f, dk, b, s, g);
+      if constexpr (kOfKeys) store_row<T>(dk_sums, i, scale, dk, b, s, g);
       if constexpr (kOfValues) store_row<T>(dv_sums, i, 1.0f, dv, b, s, g);
     }
   });

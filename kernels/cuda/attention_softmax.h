@@ -33,12 +33,6 @@ __device__ inline C exponential(C x) {
   else
     return ::exp(x);
 }
-struct Exponential {
-  template <class C>
-  __device__ C operator()(C x) const {
-    return exponential(x);
-  }
-};
 
 /// Of some keys: the largest score, and the sum of all exp(score - largest).
 template <class C>
@@ -47,15 +41,14 @@ struct Softmax {
 };
 
 /// Takes a thread's scores of the next tile, kHidden where the row does not see, which become their
-/// weights. kSharers threads, neighbours, have the others of the row. Returns what the row's sums
-/// shrink by before these are added. `total` is the thread's own until close_segment.
-template <int kSharers, class Exp = Exponential, int kScores, class C>
+/// weights. Returns what the row's sums shrink by before these are added. `total` is the thread's
+/// own until close_segment.
+template <int kScores, class C>
 __device__ inline C add_tile(Softmax<C>& row, C (&scores)[kScores]) {
-  const Exp exponential{};
   C largest = row.most;
 #pragma unroll
   for (int j = 0; j < kScores; ++j) largest = scores[j] > largest ? scores[j] : largest;
-  for (int step = kSharers / 2; step > 0; step /= 2) {  // over the threads of the row
+  for (int step = kSide / 2; step > 0; step /= 2) {  // over the threads of the row
     const C other = __shfl_xor_sync(kFullWarp, largest, step);
     largest = other > largest ? other : largest;
   }
@@ -69,6 +62,7 @@ __device__ inline C add_tile(Softmax<C>& row, C (&scores)[kScores]) {
   return shrink;
 }
 
+/// kSharers threads, neighbours, have the row.
 template <int kSharers, class C>
 __device__ inline void close_segment(Softmax<C>& row) {
   for (int step = kSharers / 2; step > 0; step /= 2)
