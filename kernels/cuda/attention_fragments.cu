@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads, Forward<T, kWidth, kValueWidth>::kBl
   for_each_tile<kRows, kHides, TilesOf::queries>(p, begins, b, at, [&, b = b, h = h, g = g](const Document& d, int64_t first) {
     const int64_t behind = keys_seen<kRows>(p, d, first);
     int64_t key = first_key_seen<kKeys, kHides>(p, d, first);
-    __syncthreads();  // until the tiles of the document before have been read
+    // Queries and keys of the document before have been read by all: behind that a barrier stood.
     queries.template load<kRows>(q, b, h, first, d.queries);
     if (key < behind) keys.template load<kKeys>(k, b, g, key, d.keys);
     end_round();

@@ -62,21 +62,27 @@ struct LinearProduct {
   int64_t bias_pitch;
 };
 
-/// Shared memory of a product's pieces.
+/// Shared memory of a product's pieces, and what a thread copies of each.
 template <class T, bool kWeightInner>
 struct LinearPieces {
   using S = Tiling<T>;
+  static constexpr int kWeightLines = kWeightInner ? S::kInner : S::kColumns, kWeightLength = kWeightInner ? S::kColumns : S::kInner;
+  using OfA = Share<T, S::kRows, S::kInner>;
+  using OfB = Share<T, kWeightLines, kWeightLength>;
   Piece<T, S::kRows, S::kInner> a[kRounds];
-  std::conditional_t<kWeightInner, Piece<T, S::kInner, S::kColumns>, Piece<T, S::kColumns, S::kInner>> b[kRounds];
+  Piece<T, kWeightLines, kWeightLength> b[kRounds];
   int64_t row[S::kRows];  // of x and y; -1: there is none
 };
 
 // kWeightInner: rows of the weight, in its memory, go along O, as for gradients of x; else along I.
 template <class T, bool kPacked, bool kWeightInner>
-__global__ void __launch_bounds__(kThreads) multiply_parts(LinearProduct<T> p) {
+__global__ void __launch_bounds__(kThreads, 2) multiply_parts(LinearProduct<T> p) {
   using S = Tiling<T>;
   using C = Compute<T>;
-  auto& s = *dynamic_shared<LinearPieces<T, kWeightInner>>();
+  using Pieces = LinearPieces<T, kWeightInner>;
+  using OfA = typename Pieces::OfA;
+  using OfB = typename Pieces::OfB;
+  auto& s = *dynamic_shared<Pieces>();
   const int64_t tile = blockIdx.x / p.column_tiles, first_column = blockIdx.x % p.column_tiles * S::kColumns;
   const int64_t expert = p.tiles.experts[tile];
   if (expert < 0) return;
@@ -86,24 +92,30 @@ __global__ void __launch_bounds__(kThreads) multiply_parts(LinearProduct<T> p) {
     s.row[r] = at.row(p.rows, expert);
   }
   __syncthreads();
-  const T* const weight = p.weight + expert * p.of_expert;
+  // Where the lines of this thread's packs begin; nullptr: there are none.
+  const T *a_lines[OfA::kEach], *b_lines[OfB::kEach];
+#pragma unroll
+  for (int n = 0; n < OfA::kEach; ++n) {
+    const int64_t row = s.row[OfA::line(n)];
+    a_lines[n] = row < 0 ? nullptr : p.x + row * p.in + OfA::element();
+  }
+  const int64_t b_column = first_column + (kWeightInner ? OfB::element() : OfB::line(0)), b_inner = kWeightInner ? OfB::line(0) : OfB::element();
+#pragma unroll
+  for (int n = 0; n < OfB::kEach; ++n) {
+    const int64_t column = b_column + (kWeightInner ? 0 : n * OfB::kApart), k = b_inner + (kWeightInner ? n * OfB::kApart : 0);
+    b_lines[n] = column < p.out ? p.weight + expert * p.of_expert + column * p.of_out + k * p.of_in : nullptr;
+  }
   Sums<T> sums;
   multiply_rounds<T, false, kWeightInner>(sums, blocks_for(p.in, S::kInner), s.a, s.b, [&](int64_t round, auto& a, auto& b) {
-    const int64_t first = round * S::kInner;
-    each_pack<T, S::kRows, S::kInner>([&](int r, int i) {
-      const int64_t row = s.row[r];
-      copy_pack<T, kPacked>(&a.v[r][i], row < 0 ? p.x : p.x + row * p.in + first + i, row < 0 ? 0 : p.in - first - i, 1);
-    });
-    if constexpr (kWeightInner)
-      each_pack<T, S::kInner, S::kColumns>([&](int i, int c) {
-        const int64_t k = first + i, column = first_column + c;
-        copy_pack<T, kPacked>(&b.v[i][c], k < p.in ? weight + k * p.of_in + column * p.of_out : weight, k < p.in ? p.out - column : 0, p.of_out);
-      });
-    else
-      each_pack<T, S::kColumns, S::kInner>([&](int c, int i) {
-        const int64_t k = first + i, column = first_column + c;
-        copy_pack<T, kPacked>(&b.v[c][i], column < p.out ? weight + column * p.of_out + k * p.of_in : weight, column < p.out ? p.in - k : 0, p.of_in);
-      });
+    const int64_t first = round * S::kInner, of_weight = first * p.of_in, a_left = p.in - first - OfA::element(), b_left = p.in - first - b_inner;
+#pragma unroll
+    for (int n = 0; n < OfA::kEach; ++n)
+      copy_pack<T, kPacked>(&a.v[OfA::line(n)][OfA::element()], a_lines[n] + first, a_lines[n] ? a_left : 0, 1);
+#pragma unroll
+    for (int n = 0; n < OfB::kEach; ++n) {
+      const int64_t left = kWeightInner ? (b_left > n * OfB::kApart ? p.out - b_column : 0) : b_left;
+      copy_pack<T, kPacked>(&b.v[OfB::line(n)][OfB::element()], b_lines[n] + of_weight, b_lines[n] ? left : 0, kWeightInner ? p.of_out : p.of_in);
+    }
   });
   sums.each([&](int r, int c, C sum) {
     const int64_t row = s.row[r], column = first_column + c;
@@ -125,6 +137,8 @@ struct GradientProduct {
 template <class T>
 struct GradientPieces {
   using S = Tiling<T>;
+  using OfA = Share<T, S::kInner, S::kRows>;
+  using OfB = Share<T, S::kInner, S::kColumns>;
   Piece<T, S::kInner, S::kRows> a[kRounds];
   Piece<T, S::kInner, S::kColumns> b[kRounds];
   int64_t row[kRounds][S::kInner];
@@ -132,14 +146,17 @@ struct GradientPieces {
 
 // Sums over the rows of expert blockIdx.y.
 template <class T, class D, bool kPacked>
-__global__ void __launch_bounds__(kThreads) multiply_rows(GradientProduct<T, D> p) {
+__global__ void __launch_bounds__(kThreads, 2) multiply_rows(GradientProduct<T, D> p) {
   using S = Tiling<T>;
+  using OfA = typename GradientPieces<T>::OfA;
+  using OfB = typename GradientPieces<T>::OfB;
   auto& s = *dynamic_shared<GradientPieces<T>>();
   const int64_t expert = blockIdx.y, first_row = blockIdx.x / p.column_tiles * S::kRows, first_column = blockIdx.x % p.column_tiles * S::kColumns;
   int64_t count = 0;
   for (int64_t j = 0; j < p.rows.groups; ++j) count += p.rows.count(expert, j);
   RowCursor at;  // of the first threads, one for each row of a round
   if (threadIdx.x < S::kInner) at.advance(p.rows, expert, threadIdx.x);
+  const int64_t a_column = first_row + OfA::element(), b_column = first_column + OfB::element();
   Sums<T> sums;
   multiply_rounds<T, true, true>(sums, blocks_for(count, S::kInner), s.a, s.b, [&](int64_t round, auto& a, auto& b) {
     int64_t(&row)[S::kInner] = s.row[round % kRounds];
@@ -148,12 +165,16 @@ __global__ void __launch_bounds__(kThreads) multiply_rows(GradientProduct<T, D> 
       at.advance(p.rows, expert, S::kInner);
     }
     __syncthreads();
-    each_pack<T, S::kInner, S::kRows>([&](int i, int r) {
-      copy_pack<T, kPacked>(&a.v[i][r], row[i] < 0 ? p.dy : p.dy + row[i] * p.out + first_row + r, row[i] < 0 ? 0 : p.out - first_row - r, 1);
-    });
-    each_pack<T, S::kInner, S::kColumns>([&](int i, int c) {
-      copy_pack<T, kPacked>(&b.v[i][c], row[i] < 0 ? p.x : p.x + row[i] * p.in + first_column + c, row[i] < 0 ? 0 : p.in - first_column - c, 1);
-    });
+#pragma unroll
+    for (int n = 0; n < OfA::kEach; ++n) {
+      const int64_t from = row[OfA::line(n)];
+      copy_pack<T, kPacked>(&a.v[OfA::line(n)][OfA::element()], p.dy + from * p.out + a_column, from < 0 ? 0 : p.out - a_column, 1);
+    }
+#pragma unroll
+    for (int n = 0; n < OfB::kEach; ++n) {
+      const int64_t from = row[OfB::line(n)];
+      copy_pack<T, kPacked>(&b.v[OfB::line(n)][OfB::element()], p.x + from * p.in + b_column, from < 0 ? 0 : p.in - b_column, 1);
+    }
   });
   sums.each([&](int r, int c, Compute<T> sum) {
     const int64_t row = first_row + r, column = first_column + c;

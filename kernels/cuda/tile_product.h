@@ -12,7 +12,7 @@ inline constexpr int kThreads = 256, kWarps = kThreads / kWarp;
 template <class T>
 struct Tiling {
   static constexpr bool kTensorCores = kIsNarrow<T>;
-  static constexpr int kRows = kTensorCores ? 128 : 64, kColumns = kTensorCores ? 128 : 64, kInner = kTensorCores ? 32 : 16;
+  static constexpr int kRows = kTensorCores ? 128 : 64, kColumns = kTensorCores ? 128 : 64, kInner = kTensorCores ? 64 : 16;
 };
 
 /// An operand's piece in shared memory: kOuter lines along the sum's direction or across, 16 bytes more between them than needed, so
@@ -111,13 +111,14 @@ __device__ void copy_pack(T* to, const T* from, int64_t count, int64_t step) {
   }
 }
 
-/// f(line, first element) for the packs of a piece, among the block's threads.
-template <class T, int kLines, int kLength, class F>
-__device__ void each_pack(F f) {
-  constexpr int kSize = Pack<T>::kSize, kPacks = kLength / kSize;
-#pragma unroll
-  for (int n = threadIdx.x; n < kLines * kPacks; n += kThreads) f(n / kPacks, n % kPacks * kSize);
-}
+/// The packs of a piece that a thread copies: kEach lines, of each the pack from the same element on.
+template <class T, int kLines, int kLength>
+struct Share {
+  static constexpr int kSize = Pack<T>::kSize, kPacks = kLength / kSize, kApart = kThreads / kPacks, kEach = kLines / kApart;
+  static_assert(kThreads % kPacks == 0 && kLines % kApart == 0);
+  __device__ static int line(int n) { return static_cast<int>(threadIdx.x) / kPacks + n * kApart; }
+  __device__ static int element() { return static_cast<int>(threadIdx.x) % kPacks * kSize; }
+};
 
 inline constexpr int kRounds = 3;  ///< pieces in shared memory: one is multiplied while others arrive
 
