@@ -158,7 +158,7 @@ __device__ inline int64_t keys_hidden(const Problem& p, int64_t seen) {
 /// Whether each of queries [first, first + kQueries) sees each of keys [key, key + kKeys): most tiles need no mask.
 template <int kQueries, int kKeys, Hides kHides>
 __device__ inline bool all_see_all(const Problem& p, const Document& d, int64_t first, int64_t key) {
-  if (first + kQueries > d.queries || key + kKeys > p.visible(first) || key + kKeys > d.keys) return false;
+  if (first + kQueries > d.queries || key + kKeys > p.visible(first)) return false;
   return keys_hidden<kHides>(p, p.visible(first + kQueries - 1)) <= key;
 }
 

@@ -41,8 +41,10 @@ __device__ void invert(const Tile<C>& a, Tile<C>& inverse, int count) {
 template <class T>
 __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) prepare_chunks(Rule<T> p, Compute<T>* inverses, Compute<T>* shares) {
   using C = Compute<T>;
-  auto* const tiles = dynamic_shared<Tile<C>>();
-  Tile<C>&x = tiles[0], &y = tiles[1];
+  auto* const factors = dynamic_shared<Factor<T>>();
+  Factor<T>&x = factors[0], &y = factors[1];
+  static_assert(sizeof(Factor<T>) >= sizeof(Tile<C>));
+  Tile<C>&a = reinterpret_cast<Tile<C>&>(x), &inverse = reinterpret_cast<Tile<C>&>(y);  // where keys and queries were
   __shared__ Gates<C> gates;
   const int64_t places = blocks_for(p.tokens, kTile), pair = blockIdx.x / places, b = pair / p.key_heads, g = pair % p.key_heads;
   const int64_t place = blockIdx.x % places * kTile, end = place + kTile < p.tokens ? place + kTile : p.tokens;
@@ -62,14 +64,14 @@ __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) prepare_chunks(Ru
     for (int64_t h = g * p.group(); h < (g + 1) * p.group(); ++h) {
       gates.load(p, b, t, h, count);
       const int64_t row = p.row(b, h, t);
-      of_keys.each([&](int, int i, int j, C sum) { x.v[i][j] = j < i ? gates.beta[i] * gates.between(i, j) * sum : C(0); });
+      of_keys.each([&](int, int i, int j, C sum) { a.v[i][j] = j < i ? gates.beta[i] * gates.between(i, j) * sum : C(0); });
       of_queries.each([&](int, int i, int j, C sum) {
         if (i < count) shares[(row + i) * kTile + j] = j <= i ? p.scale * gates.between(i, j) * sum : C(0);
       });
       __syncthreads();
-      invert(x, y, count);
+      invert(a, inverse, count);
       __syncthreads();
-      for (int n = threadIdx.x; n < count * kTile; n += kThreads) inverses[row * kTile + n] = y.v[n / kTile][n % kTile];
+      for (int n = threadIdx.x; n < count * kTile; n += kThreads) inverses[row * kTile + n] = inverse.v[n / kTile][n % kTile];
     }
   }
 }
@@ -88,19 +90,19 @@ struct Walk {
 template <class T>
 __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) walk_chunks(Rule<T> p, Walk<T> w) {
   using C = Compute<T>;
-  auto* const state = dynamic_shared<Tile<C>>();
-  Tile<C>&x = state[p.key_tiles()], &u = state[p.key_tiles() + 1];
+  const State<T> state(dynamic_shared<char>(), p.key_tiles());
+  Factor<T>&x = state.end()[0], &u = state.end()[1];
   __shared__ Gates<C> gates;
   const int e = static_cast<int>(blockIdx.x) % p.value_tiles() * kTile, width = p.of_values - e;
   const int64_t pair = blockIdx.x / p.value_tiles(), b = pair / p.heads, h = pair % p.heads, g = h / p.group();
-  load_state(p, state, p.initial.at(b, h), e);
+  state.load(p, p.initial.at(b, h), e);
   for (int64_t t = 0, behind; t < p.tokens; t = behind) {
     behind = p.chunks.next(b, t);
     const auto count = static_cast<int>(behind - t);
     const int64_t row = p.row(b, h, t);
     gates.load(p, b, t, h, count);
-    if (!p.chunks.goes_on(b, t)) load_state<T, C>(p, state, nullptr, e);
-    else if (t > 0 && w.states) store_state(p, state, w.states + p.slot(b, h, t), e);
+    if (!p.chunks.goes_on(b, t)) state.load(p, nullptr, e);
+    else if (t > 0 && w.states) state.store(p, w.states + p.slot(b, h, t), e);
 
     // u = (1 + A)⁻¹ beta (v - γ Sᵀk), and out = scale γ Sᵀq + P u; count is 0 of what is not wanted.
     const int wanted = w.out.data ? count : 0;
@@ -111,16 +113,16 @@ __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) walk_chunks(Rule<
       __syncthreads();
       k.store(x);
       __syncthreads();
-      multiply<false, true>(answers, x, state[d]);
+      multiply<false, true>(answers, x, state.factors[d]);
       if (!wanted) continue;
       __syncthreads();
       q.store(x);
       __syncthreads();
-      multiply<false, true>(out, x, state[d]);
+      multiply<false, true>(out, x, state.factors[d]);
     }
     const auto inverse = rows(w.inverses + row * kTile, kTile, count, kTile);
-    answers.each([&](int, int i, int c, C answer) {
-      u.v[i][c] = i < count && c < width ? gates.beta[i] * (convert_to<C>(p.v.at(b, t + i, h)[e + c]) - gates.gamma[i] * answer) : C(0);
+    answers.put(u, [&](int, int i, int c, C answer) {
+      return i < count && c < width ? gates.beta[i] * (convert_to<C>(p.v.at(b, t + i, h)[e + c]) - gates.gamma[i] * answer) : C(0);
     });
     __syncthreads();
     inverse.store(x);
@@ -129,9 +131,9 @@ __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) walk_chunks(Rule<
     multiply<false, true>(written, x, u);
     __syncthreads();
     shares.store(x);
-    written.each([&](int, int i, int c, C sum) {
-      u.v[i][c] = sum;
+    written.put(u, [&](int, int i, int c, C sum) {
       if (w.writes && i < count && c < width) w.writes[(row + i) * p.of_values + e + c] = sum;
+      return sum;
     });
     __syncthreads();
     if (wanted) {
@@ -150,11 +152,11 @@ __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) walk_chunks(Rule<
       __syncthreads();
       Sums<T> added;
       multiply<true, true>(added, x, u);
-      added.each([&](int, int i, int c, C sum) { state[d].v[i][c] = fused_sum(gates.gamma_of_chunk(), state[d].v[i][c], sum); });
+      state.add(d, gates.gamma_of_chunk(), added);
     }
   }
   __syncthreads();
-  if (w.state.data) store_state(p, state, w.state.at(b, h), e);
+  if (w.state.data) state.store(p, w.state.at(b, h), e);
 }
 
 }  // namespace
@@ -170,14 +172,15 @@ void forward(const char* who, const Stream& stream, const DeltaRuleOperands& x, 
              options.norm_eps, static_cast<C*>(kept.q_norms), static_cast<C*>(kept.k_norms));
     }
     launch(who, stream,
-           {.blocks = p.batch * p.key_heads * blocks_for(p.tokens, kTile), .threads = kThreads, .shared_bytes = 2 * sizeof(Tile<C>)},
+           {.blocks = p.batch * p.key_heads * blocks_for(p.tokens, kTile), .threads = kThreads, .shared_bytes = 2 * sizeof(Factor<T>)},
            prepare_chunks<T>, p, static_cast<C*>(kept.inverses), static_cast<C*>(kept.shares));
     Walk<T> walk{static_cast<const C*>(kept.inverses), static_cast<const C*>(kept.shares), {}, States<C>(state),
                  static_cast<C*>(kept.writes), static_cast<C*>(kept.states)};
     if (given(out)) walk.out = Heads<T>(out);
     else walk.out.data = nullptr;
     launch(who, stream,
-           {.blocks = p.batch * p.heads * p.value_tiles(), .threads = kThreads, .shared_bytes = (p.key_tiles() + 2) * sizeof(Tile<C>)},
+           {.blocks = p.batch * p.heads * p.value_tiles(), .threads = kThreads,
+            .shared_bytes = p.key_tiles() * State<T>::kTileBytes + 2 * sizeof(Factor<T>)},
            walk_chunks<T>, p, walk);
   });
 }

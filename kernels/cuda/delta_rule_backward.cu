@@ -32,18 +32,18 @@ struct Gradients {
 template <class T>
 __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) walk_back(Rule<T> p, Gradients<T> w) {
   using C = Compute<T>;
-  auto* const dstate = dynamic_shared<Tile<C>>();
-  Tile<C>&x = dstate[p.key_tiles()], &dout = dstate[p.key_tiles() + 1], &du = dstate[p.key_tiles() + 2];
+  const State<T> dstate(dynamic_shared<char>(), p.key_tiles());
+  Factor<T>&x = dstate.end()[0], &dout = dstate.end()[1], &du = dstate.end()[2];
   __shared__ Gates<C> gates;
   const int e = static_cast<int>(blockIdx.x) % p.value_tiles() * kTile, width = p.of_values - e;
   const int64_t pair = blockIdx.x / p.value_tiles(), b = pair / p.heads, h = pair % p.heads, g = h / p.group();
-  load_state(p, dstate, w.dlast.at(b, h), e);
+  dstate.load(p, w.dlast.at(b, h), e);
   for (int64_t behind = p.tokens, t; behind > 0; behind = t) {
     t = p.chunks.begin(b, behind - 1);
     const auto count = static_cast<int>(behind - t);
     const int64_t row = p.row(b, h, t);
     gates.load(p, b, t, h, count);
-    if (behind < p.tokens && !p.chunks.goes_on(b, behind)) load_state<T, C>(p, dstate, nullptr, e);
+    if (behind < p.tokens && !p.chunks.goes_on(b, behind)) dstate.load(p, nullptr, e);
 
     Sums<T> sums, dr;
     {
@@ -58,20 +58,21 @@ __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) walk_back(Rule<T>
       __syncthreads();
       k.store(x);
       __syncthreads();
-      multiply<false, true>(sums, x, dstate[d]);
+      multiply<false, true>(sums, x, dstate.factors[d]);
     }
     const auto inverse = rows(w.inverses + row * kTile, kTile, count, kTile);
-    sums.each([&](int, int i, int c, C sum) { du.v[i][c] = sum; });
+    sums.put(du, [](int, int, int, C sum) { return sum; });
     __syncthreads();
     inverse.store(x);
     __syncthreads();
     multiply<true, true>(dr, x, du);
     __syncthreads();
-    dr.each([&](int, int i, int c, C sum) {
-      du.v[i][c] = sum;
-      if (i >= count || c >= width) return;
-      w.dvalues[(row + i) * p.of_values + e + c] = sum;
-      w.dv.at(b, t + i, h)[e + c] = element<T>(gates.beta[i] * sum);
+    dr.put(du, [&](int, int i, int c, C sum) {
+      if (i < count && c < width) {
+        w.dvalues[(row + i) * p.of_values + e + c] = sum;
+        w.dv.at(b, t + i, h)[e + c] = element<T>(gates.beta[i] * sum);
+      }
+      return sum;
     });
     for (int d = 0; d < p.key_tiles(); ++d) {
       const auto q = queries(p, b, t, g, d * kTile, count, [&](int i) { return p.scale * gates.gamma[i]; });
@@ -85,13 +86,13 @@ __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) walk_back(Rule<T>
       k.store(x);
       __syncthreads();
       multiply<true, true>(added, x, du);
-      added.each([&](int, int i, int c, C sum) { dstate[d].v[i][c] = fused_sum(gates.gamma_of_chunk(), dstate[d].v[i][c], sum); });
+      dstate.add(d, gates.gamma_of_chunk(), added);
     }
     __syncthreads();
-    if (t > 0 && p.chunks.goes_on(b, t)) store_state(p, dstate, w.dstates + p.slot(b, h, t), e);
+    if (t > 0 && p.chunks.goes_on(b, t)) dstate.store(p, w.dstates + p.slot(b, h, t), e);
   }
   __syncthreads();
-  if (w.dinitial.data) store_state(p, dstate, w.dinitial.at(b, h), e);
+  if (w.dinitial.data) dstate.store(p, w.dinitial.at(b, h), e);
 }
 
 // A block takes the chunks that begin in kTile tokens, with one key head and the value heads that read it, whose parts of dq and dk are
@@ -99,8 +100,8 @@ __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) walk_back(Rule<T>
 template <class T>
 __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) chunk_gradients(Rule<T> p, Gradients<T> w) {
   using C = Compute<T>;
-  auto* const tiles = dynamic_shared<Tile<C>>();
-  Tile<C>&of_shares = tiles[0], &of_keys = tiles[1], &x = tiles[2], &y = tiles[3], &z = tiles[4];
+  auto* const factors = dynamic_shared<Factor<T>>();
+  Factor<T>&of_shares = factors[0], &of_keys = factors[1], &x = factors[2], &y = factors[3], &z = factors[4];
   __shared__ Gates<C> gates;
   __shared__ C of_warps[kThreads / kWarp];
   const int64_t places = blocks_for(p.tokens, kTile), pair = blockIdx.x / places, b = pair / p.key_heads, g = pair % p.key_heads;
@@ -129,11 +130,11 @@ __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) chunk_gradients(R
         multiply<false, false>(dshares, x, y);
         multiply<false, false>(dkeys, z, y);
         dkeys.each([&](int n, int i, int c, C) {
-          if (i < count && c < width) dbeta[n] = fused_sum(z.v[i][c], convert_to<C>(p.v.at(b, t + i, h)[e + c]), dbeta[n]);
+          if (i < count && c < width) dbeta[n] = fused_sum(z.get(i, c), convert_to<C>(p.v.at(b, t + i, h)[e + c]), dbeta[n]);
         });
       }
-      dshares.each([&](int, int i, int j, C sum) { of_shares.v[i][j] = j <= i ? p.scale * gates.between(i, j) * sum : C(0); });
-      dkeys.each([&](int, int i, int j, C sum) { of_keys.v[i][j] = j < i ? -gates.between(i, j) * sum : C(0); });
+      dshares.put(of_shares, [&](int, int i, int j, C sum) { return j <= i ? p.scale * gates.between(i, j) * sum : C(0); });
+      dkeys.put(of_keys, [&](int, int i, int j, C sum) { return j < i ? -gates.between(i, j) * sum : C(0); });
       if (state && dstate)
         for (int n = threadIdx.x; n < p.width * p.of_values; n += kThreads) last = fused_sum(state[n], dstate[n], last);
       last *= gates.gamma_of_chunk();
@@ -166,19 +167,19 @@ __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) chunk_gradients(R
         dk.each([&](int, int i, int, C& sum) { sum *= -gates.gamma[i]; });
         dk_behind.each([&](int, int i, int c, C& sum) {
           sum *= gates.left[i];
-          last = fused_sum(x.v[i][c], sum, last);
+          last = fused_sum(x.get(i, c), sum, last);
         });
         multiply<false, true>(dq, of_shares, x);
         multiply<false, true>(dk, of_keys, x);
         multiply<true, true>(dk_behind, of_shares, y);
         multiply<true, true>(dk_behind, of_keys, z);
-        dq.each([&](int n, int i, int c, C sum) { dsum[n] = fused_sum(y.v[i][c], sum, dsum[n]); });
+        dq.each([&](int n, int i, int c, C sum) { dsum[n] = fused_sum(y.get(i, c), sum, dsum[n]); });
         dk.each([&](int n, int i, int c, C& sum) {
-          dbeta[n] = fused_sum(x.v[i][c], sum, dbeta[n]);
+          dbeta[n] = fused_sum(x.get(i, c), sum, dbeta[n]);
           sum *= gates.beta[i];
-          dsum[n] = fused_sum(x.v[i][c], sum, dsum[n]);
+          dsum[n] = fused_sum(x.get(i, c), sum, dsum[n]);
         });
-        dk_behind.each([&](int n, int i, int c, C sum) { dsum[n] = fused_sum(-x.v[i][c], sum, dsum[n]); });
+        dk_behind.each([&](int n, int i, int c, C sum) { dsum[n] = fused_sum(-x.get(i, c), sum, dsum[n]); });
 #pragma unroll
         for (int n = 0; n < 4; ++n)
 #pragma unroll
@@ -194,20 +195,22 @@ __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) chunk_gradients(R
 
       last = block_sum(last, of_warps);
       __syncthreads();
+      auto &dsums = reinterpret_cast<Tile<C>&>(x), &dbetas = reinterpret_cast<Tile<C>&>(y);
 #pragma unroll
-      for (int n = 0; n < 4; ++n) x.v[Sums<T>::row(n)][Sums<T>::sharer()] = dsum[n], y.v[Sums<T>::row(n)][Sums<T>::sharer()] = dbeta[n];
+      for (int n = 0; n < 4; ++n) dsums.v[Sums<T>::row(n)][Sums<T>::sharer()] = dsum[n], dbetas.v[Sums<T>::row(n)][Sums<T>::sharer()] = dbeta[n];
       __syncthreads();
+      auto& by_token = reinterpret_cast<Tile<C>&>(z).v[0];
       const int i = static_cast<int>(threadIdx.x);
       if (i < count) {
         C of_sum = C(0), of_beta = C(0);
-        for (int n = 0; n < 16; ++n) of_sum += x.v[i][n], of_beta += y.v[i][n];
-        z.v[0][i] = of_sum;
+        for (int n = 0; n < 16; ++n) of_sum += dsums.v[i][n], of_beta += dbetas.v[i][n];
+        by_token[i] = of_sum;
         *w.dbeta.at(b, t + i, h) = of_beta;
       }
       __syncthreads();
       if (i < count) {
         C sum = last;
-        for (int n = count - 1; n >= i; --n) sum += z.v[0][n];
+        for (int n = count - 1; n >= i; --n) sum += by_token[n];
         const bool decays = !gates.is_cut(i) && (state || i > 0);
         *w.ddecay.at(b, t + i, h) = decays ? sum : C(0);  // not what rounding leaves of a sum that is zero
       }
@@ -268,10 +271,11 @@ void backward(const char* who, const Stream& stream, const DeltaRuleOperands& x,
                        Heads<T>(d.v), States<C>(d.initial), Heads<C>(d.decay), Heads<C>(d.beta),
                        get(arrays.dq), get(arrays.dk)};
   launch(who, stream,
-         {.blocks = p.batch * p.heads * p.value_tiles(), .threads = kThreads, .shared_bytes = (p.key_tiles() + 3) * sizeof(Tile<C>)},
+         {.blocks = p.batch * p.heads * p.value_tiles(), .threads = kThreads,
+          .shared_bytes = p.key_tiles() * State<T>::kTileBytes + 3 * sizeof(Factor<T>)},
          walk_back<T>, p, w);
   launch(who, stream,
-         {.blocks = p.batch * p.key_heads * blocks_for(p.tokens, kTile), .threads = kThreads, .shared_bytes = 5 * sizeof(Tile<C>)},
+         {.blocks = p.batch * p.key_heads * blocks_for(p.tokens, kTile), .threads = kThreads, .shared_bytes = 5 * sizeof(Factor<T>)},
          chunk_gradients<T>, p, w);
   const Normalised<T> q{rows_of<const T>(who, x.q), p.q_norms, w.dq, rows_of<T>(who, d.q)},
       k{rows_of<const T>(who, x.k), p.k_norms, w.dk, rows_of<T>(who, d.k)};

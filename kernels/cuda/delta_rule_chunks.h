@@ -190,20 +190,42 @@ __device__ Arriving<Compute<T>, T> queries(const Rule<T>& p, int64_t b, int64_t 
   return head(p.q, b, t, g, count, d, p.width, [&](int i) { return norms ? norms[i * p.key_heads] * factor(i) : factor(i); });
 }
 
-/// Columns [e, e + kTile) of a state [D, E] to and from its tiles; null: of zero.
-template <class T, class C>
-__device__ void load_state(const Rule<T>& p, Tile<C>* tiles, const C* from, int e) {
-  for (int d = 0; d < p.key_tiles(); ++d)
-    rows(from ? from + d * kTile * p.of_values + e : from, p.of_values, from ? p.width - d * kTile : 0, p.of_values - e).store(tiles[d]);
-}
-template <class T, class C>
-__device__ void store_state(const Rule<T>& p, const Tile<C>* tiles, C* to, int e) {
-  const int width = p.of_values - e < kTile ? p.of_values - e : kTile;
-  for (int n = threadIdx.x; n < p.width * kTile; n += kThreads) {
-    const int d = n / kTile, c = n % kTile;
-    if (c < width) to[d * p.of_values + e + c] = tiles[d / kTile].v[d % kTile][c];
+/// Columns [e, e + kTile) of a state [D, E], in tiles, and these once more as factors; they are the same where factors are no parts.
+template <class T>
+struct State {
+  using C = Compute<T>;
+  static constexpr size_t kTileBytes = sizeof(Tile<C>) + (kIsNarrow<T> ? sizeof(Parts) : 0);
+  Tile<C>* tiles;
+  Factor<T>* factors;
+  int count;
+
+  __device__ State(void* memory, int key_tiles) : tiles(static_cast<Tile<C>*>(memory)), factors(static_cast<Factor<T>*>(memory)), count(key_tiles) {
+    if constexpr (kIsNarrow<T>) factors = reinterpret_cast<Parts*>(tiles + key_tiles);
   }
-}
+  /// Where there is room behind it.
+  __device__ Factor<T>* end() const { return factors + count; }
+
+  /// From memory; null: zeros.
+  __device__ void load(const Rule<T>& p, const C* from, int e) const {
+    for (int d = 0; d < count; ++d) {
+      const auto tile = rows(from ? from + d * kTile * p.of_values + e : from, p.of_values, from ? p.width - d * kTile : 0, p.of_values - e);
+      tile.store(tiles[d]);
+      if constexpr (kIsNarrow<T>) tile.store(factors[d]);
+    }
+  }
+  __device__ void store(const Rule<T>& p, C* to, int e) const {
+    const int width = p.of_values - e < kTile ? p.of_values - e : kTile;
+    for (int n = threadIdx.x; n < p.width * kTile; n += kThreads) {
+      const int d = n / kTile, c = n % kTile;
+      if (c < width) to[d * p.of_values + e + c] = tiles[d / kTile].v[d % kTile][c];
+    }
+  }
+  /// Tile d becomes `decay` times what it is, and `added`.
+  __device__ void add(int d, C decay, Sums<T>& added) const {
+    added.each([&](int, int i, int c, C& sum) { sum = tiles[d].v[i][c] = fused_sum(decay, tiles[d].v[i][c], sum); });
+    if constexpr (kIsNarrow<T>) added.put(factors[d], [](int, int, int, C sum) { return sum; });
+  }
+};
 
 /// Takes arrays of `size` bytes an element from a workspace, or adds up what they take.
 struct Carve {

@@ -1,8 +1,8 @@
 // Products of 64 x 64 tiles in shared memory, by a block of 256 threads: all matrices of the delta rule are cut to such tiles, with zeros
 // past their ends.
 //
-// Tiles are f32 (f64 for f64). In f32 and f64 products are made by multiply-adds. For bf16 and f16 tensor cores make them of each
-// factor's two bf16 parts, which together have 16 of its bits: three products for one, whose sums are f32.
+// In f32 and f64 products are made by multiply-adds. For bf16 and f16 tensor cores make them of each factor's two bf16 parts, which
+// together have 16 of its bits: three products for one, whose sums are f32.
 #pragma once
 
 #include "sheaf/kernels/cuda/rows.h"
@@ -17,7 +17,50 @@ template <class C>
 struct Tile {
   static constexpr int kPitch = sizeof(C) == 4 ? kTile + 4 : kTile;
   alignas(16) C v[kTile][kPitch];
+
+  __device__ C get(int i, int j) const { return v[i][j]; }
+  template <int kCount>
+  __device__ void put(int i, int j, const C (&x)[kCount]) {
+    constexpr int kSize = Pack<C>::kSize < kCount ? Pack<C>::kSize : kCount;
+#pragma unroll
+    for (int k = 0; k < kCount; k += kSize) {
+      Group<C, kSize> group;
+#pragma unroll
+      for (int m = 0; m < kSize; ++m) group.v[m] = x[k + m];
+      *reinterpret_cast<Group<C, kSize>*>(&v[i][j + k]) = group;
+    }
+  }
 };
+
+/// A tile of bf16 parts, in pairs of neighbours: each element as bf16, and what that leaves of it.
+struct Parts {
+  static constexpr int kPitch = kTile + 8;  ///< elements
+  alignas(16) unsigned high[kTile][kPitch / 2], low[kTile][kPitch / 2];
+
+  __device__ SharedMatrix<bf16> matrix_of_high() const { return {reinterpret_cast<const bf16*>(high), kPitch}; }
+  __device__ SharedMatrix<bf16> matrix_of_low() const { return {reinterpret_cast<const bf16*>(low), kPitch}; }
+  __device__ float get(int i, int j) const {
+    const auto value = [&](unsigned pair) { return __uint_as_float(j % 2 ? pair & 0xffff0000u : pair << 16); };
+    return value(high[i][j / 2]) + value(low[i][j / 2]);
+  }
+  template <int kCount>
+  __device__ void put(int i, int j, const float (&x)[kCount]) {
+    using Pairs = Group<unsigned, kCount / 2>;
+    Pairs of_high, of_low;
+#pragma unroll
+    for (int k = 0; k < kCount; k += 2) {
+      const unsigned pair = pair_of<bf16>(x[k], x[k + 1]);
+      of_high.v[k / 2] = pair;
+      of_low.v[k / 2] = pair_of<bf16>(x[k] - __uint_as_float(pair << 16), x[k + 1] - __uint_as_float(pair & 0xffff0000u));
+    }
+    *reinterpret_cast<Pairs*>(&high[i][j / 2]) = of_high;
+    *reinterpret_cast<Pairs*>(&low[i][j / 2]) = of_low;
+  }
+};
+
+/// What products are made of.
+template <class T>
+using Factor = std::conditional_t<kIsNarrow<T>, Parts, Tile<Compute<T>>>;
 
 /// A thread's elements of a tile that are on their way from memory: all are asked for before the first is waited for, and a product can be
 /// made meanwhile.
@@ -34,16 +77,15 @@ class Arriving {
       factors_[n] = there ? factor(line(n)) : C(0);
     }
   }
-  __device__ void store(Tile<C>& tile) const {
+  template <class To>
+  __device__ void store(To& tile) const {
 #pragma unroll
-    for (int n = 0; n < kEach; ++n)
+    for (int n = 0; n < kEach; ++n) {
+      C wide[kSize];
 #pragma unroll
-      for (int k = 0; k < kSize; k += Pack<C>::kSize) {
-        Pack<C> wide;
-#pragma unroll
-        for (int m = 0; m < Pack<C>::kSize; ++m) wide.v[m] = convert_to<C>(element_of<T>(packs_[n], k + m)) * factors_[n];
-        store_pack(&tile.v[line(n)][column() + k], wide);
-      }
+      for (int k = 0; k < kSize; ++k) wide[k] = convert_to<C>(element_of<T>(packs_[n], k)) * factors_[n];
+      tile.put(line(n), column(), wide);
+    }
   }
 
  private:
@@ -83,6 +125,17 @@ struct Sums {
     const int thread = static_cast<int>(threadIdx.x);
     return kTensorCores ? thread / kWarp % 4 * 4 + thread % 4 : thread % 16;
   }
+  /// f(i, row, column, sum), of each, to a tile.
+  template <class To, class F>
+  __device__ void put(To& to, F f) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; j += 2) {
+        const C pair[2] = {f(i, row(i), column(j), at(i, j)), f(i, row(i), column(j) + 1, at(i, j + 1))};
+        to.put(row(i), column(j), pair);
+      }
+  }
   /// f(i, row, column, sum) for each; i < 4 is the number of the row.
   template <class F>
   __device__ void each(F f) {
@@ -93,42 +146,29 @@ struct Sums {
   }
 };
 
-/// x and y as bf16, and what that leaves of them.
-__device__ inline void split(float x, float y, unsigned& high, unsigned& low) {
-  high = pair_of<bf16>(x, y);
-  low = pair_of<bf16>(x - __uint_as_float(high << 16), y - __uint_as_float(high & 0xffff0000u));
-}
-
 /// multiply() by tensor cores.
 template <bool kRowsInner, bool kColumnsInner, class T>
-__device__ void multiply_by_parts(Sums<T>& sums, const Tile<float>& a, const Tile<float>& b) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-#pragma unroll 1
-  for (int k = lane % 4 * 2; k < kTile; k += 16) {
-    unsigned a_high[2][4], a_low[2][4], b_high[2][2], b_low[2][2];
+__device__ void multiply_by_parts(Sums<T>& sums, const Parts& a, const Parts& b) {
+  const int lane = lane_of_thread(), row = Sums<T>::row(0) - lane / 4, column = Sums<T>::column(0) - lane % 4 * 2;
+  const SharedMatrix<bf16> high = a.matrix_of_high(), low = a.matrix_of_low(), b_high = b.matrix_of_high(), b_low = b.matrix_of_low();
+#pragma unroll 2  // of more, sums are spilled
+  for (int k = 0; k < kTile; k += 16) {
+    unsigned of_high[2][4], of_low[2][4], of_b_high[4], of_b_low[4];
 #pragma unroll
-    for (int m = 0; m < 2; ++m)
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const int r = Sums<T>::row(m * 2 + n % 2), at = k + n / 2 * 8;
-        if constexpr (kRowsInner) split(a.v[at][r], a.v[at + 1][r], a_high[m][n], a_low[m][n]);
-        else split(a.v[r][at], a.v[r][at + 1], a_high[m][n], a_low[m][n]);
-      }
-#pragma unroll
-    for (int m = 0; m < 2; ++m)
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const int c = Sums<T>::column(m * 2) - lane % 4 * 2 + lane / 4, at = k + n * 8;
-        if constexpr (kColumnsInner) split(b.v[at][c], b.v[at + 1][c], b_high[m][n], b_low[m][n]);
-        else split(b.v[c][at], b.v[c][at + 1], b_high[m][n], b_low[m][n]);
-      }
+    for (int m = 0; m < 2; ++m) {
+      const int r = row + m * 16;
+      high.template as_a<kRowsInner>(of_high[m], kRowsInner ? k : r, kRowsInner ? r : k);
+      low.template as_a<kRowsInner>(of_low[m], kRowsInner ? k : r, kRowsInner ? r : k);
+    }
+    b_high.template as_b<kColumnsInner>(of_b_high, kColumnsInner ? k : column, kColumnsInner ? column : k);
+    b_low.template as_b<kColumnsInner>(of_b_low, kColumnsInner ? k : column, kColumnsInner ? column : k);
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        multiply_add<bf16>(sums.v[m][n], a_low[m], b_high[n][0], b_high[n][1]);
-        multiply_add<bf16>(sums.v[m][n], a_high[m], b_low[n][0], b_low[n][1]);
-        multiply_add<bf16>(sums.v[m][n], a_high[m], b_high[n][0], b_high[n][1]);
+        multiply_add<bf16>(sums.v[m][n], of_low[m], of_b_high[n * 2], of_b_high[n * 2 + 1]);
+        multiply_add<bf16>(sums.v[m][n], of_high[m], of_b_low[n * 2], of_b_low[n * 2 + 1]);
+        multiply_add<bf16>(sums.v[m][n], of_high[m], of_b_high[n * 2], of_b_high[n * 2 + 1]);
       }
   }
 }
@@ -145,8 +185,9 @@ __device__ void load_four(C (&to)[4], const C* from) {
 }
 
 /// sums += a b. Rows of the product are a's rows or, kRowsInner, its columns; columns are b's rows or, kColumnsInner, its columns.
-template <bool kRowsInner, bool kColumnsInner, class T, class C>
-__device__ void multiply(Sums<T>& sums, const Tile<C>& a, const Tile<C>& b) {
+template <bool kRowsInner, bool kColumnsInner, class T>
+__device__ void multiply(Sums<T>& sums, const Factor<T>& a, const Factor<T>& b) {
+  using C = Compute<T>;
   if constexpr (Sums<T>::kTensorCores) {
     multiply_by_parts<kRowsInner, kColumnsInner>(sums, a, b);
   } else {

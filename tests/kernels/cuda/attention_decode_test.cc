@@ -19,11 +19,13 @@ struct Inputs {
       : q(Array::random(d, s.q(), 1, scale)), k(Array::random(d, s.k(), 2, scale)), v(Array::random(d, s.v(), 3)) {}
 };
 
-/// A mask for the GPU and the same for the host; with `begins`, those of each sequence's queries.
+/// A mask for the GPU and the same for the host; with `begins`, those of each sequence's queries. And what scores are multiplied by,
+/// times the root of the width.
 struct Mask {
   bool causal = true;
   std::vector<std::vector<int64_t>> begins = {};
   int64_t window = 0;
+  double factor = 1.5;
 
   AttentionMask with(const View& documents) const { return {causal, begins.empty() ? View() : documents, window}; }
   Array documents() const {
@@ -41,7 +43,7 @@ struct Results {
 };
 bool same(const Results& a, const Results& b) { return same_bits(a.out, b.out) && same_bits(a.lse, b.lse); }
 
-double scale_of(const Sizes& s) { return 1.5 / std::sqrt(static_cast<double>(s.width)); }
+double scale_of(const Sizes& s, const Mask& mask) { return mask.factor / std::sqrt(static_cast<double>(s.width)); }
 
 /// By one of the kernels; results with strides, if any are given.
 Results run(bool decode, const Sizes& s, const View& q, const View& k, const View& v, const Mask& mask,
@@ -53,12 +55,12 @@ Results run(bool decode, const Sizes& s, const View& q, const View& k, const Vie
     EXPECT_TRUE(decode::takes(without_data(q), without_data(v)));
     const GpuScratch scratch(decode::attention_workspace(without_data(q), without_data(k), without_data(v),
                                                          mask.with(without_data(begins))));
-    decode::attention(OnGpu::stream(), q, k, v, on_gpu, scale_of(s), on_out, on_lse, scratch);
+    decode::attention(OnGpu::stream(), q, k, v, on_gpu, scale_of(s, mask), on_out, on_lse, scratch);
     Results got{on_out.back(), on_lse.back()};
     EXPECT_TRUE(gaps_kept(out, got.out) && gaps_kept(lse, got.lse)) << s.to_string();
     return got;
   }
-  blocked::attention(OnGpu::stream(), q, k, v, on_gpu, scale_of(s), on_out, on_lse);
+  blocked::attention(OnGpu::stream(), q, k, v, on_gpu, scale_of(s, mask), on_out, on_lse);
   return {on_out.back(), on_lse.back()};
 }
 Results decode_of(const Sizes& s, const Inputs& in, const Mask& mask) {
@@ -75,7 +77,7 @@ void expect_the_cpus(DType d, const Sizes& s, const Mask& mask) {
   const Array q64 = in_f64(in.q), k64 = in_f64(in.k), v64 = in_f64(in.v), out(kF64, s.out()), lse(kF64, s.lse()),
               begins = mask.documents();
   const AttentionMask on_host = mask.with(begins);
-  cpu::attention(q64, k64, v64, on_host, scale_of(s), out, lse,
+  cpu::attention(q64, k64, v64, on_host, scale_of(s, mask), out, lse,
                  Scratch(cpu::attention_workspace(q64, k64, v64, on_host, out, lse)));
   EXPECT_LT(scaled_error(got.out, values(out)), (d == kF32 ? 20 : 2) * epsilon(d)) << where;
   for (int64_t i = 0; i < s.lse().numel(); ++i)
@@ -100,6 +102,12 @@ TEST(CudaAttentionDecode, ManyKeysMatchTheCpu) {
   SHEAF_NEEDS_GPU();
   expect_the_cpus(kF32, {1, 2, 33500, 1, 1, 8}, {});
   expect_the_cpus(kBF16, {1, 1, 65800, 1, 1, 4}, {.window = 33200});
+}
+
+TEST(CudaAttentionDecode, ScalesThatAreNotPositive) {
+  SHEAF_NEEDS_GPU();
+  for (const DType d : {kF32, kBF16})
+    for (const double factor : {-1.5, 0.0}) expect_the_cpus(d, {1, 2, 300, 2, 1, 24}, {.factor = factor});
 }
 
 TEST(CudaAttentionDecode, GroupsMatchTheCpu) {

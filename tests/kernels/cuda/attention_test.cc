@@ -64,9 +64,9 @@ bool same(const Results& a, const Results& b) {
 }
 
 /// The masks' begins are those on the GPU and on the host.
-void expect_the_cpus(DType d, const Sizes& s, const AttentionMask& mask, const AttentionMask& on_host) {
+void expect_the_cpus(DType d, const Sizes& s, const AttentionMask& mask, const AttentionMask& on_host, double factor = 1.5) {
   const Inputs in = inputs_of(d, s);
-  const double scale = 1.5 / std::sqrt(static_cast<double>(s.width));
+  const double scale = factor / std::sqrt(static_cast<double>(s.width));
   const Results got = on_gpu(s, in, mask, scale), want = on_cpu_in_f64(s, in, on_host, scale);
   const double bound = (d == kF64 ? 32 : d == kF32 ? 20 : 4) * epsilon(d);
   const std::string where = str(d, s.to_string(), mask.causal ? " causal" : "", " window ", mask.window);
@@ -97,13 +97,24 @@ TEST(CudaAttention, MatchesTheCpu) {
         if (d != kF16 || s.width <= 32) expect_the_cpus(d, s, causal, causal);
 }
 
+TEST(CudaAttention, ScalesThatAreNotPositive) {
+  SHEAF_NEEDS_GPU();
+  for (const DType d : {kF32, kBF16}) {
+    const Sizes s{1, 70, 90, 2, 1, 24};
+    expect_the_cpus(d, s, true, true, -1.5);
+    const Inputs in = inputs_of(d, s);  // without a scale scores are alike: results are means
+    EXPECT_LT(scaled_error(on_gpu(s, in, true, 0.0).out, values(on_cpu_in_f64(s, in, true, 0.0).out)), 4 * epsilon(d));
+  }
+}
+
 // Of the query alone, within a tile, up to one, over several and wider than all there is. Of two keys, and of two and a tile, the last
 // query that sees a tile of keys is the first of its own tile.
 TEST(CudaAttention, WindowsMatchTheCpu) {
   SHEAF_NEEDS_GPU();
   for (const auto& [d, s] : {std::pair{kF32, Sizes{1, 150, 150, 4, 2, 24}}, {kBF16, {1, 70, 193, 2, 1, 64}}, {kF16, {2, 1, 200, 4, 2, 32}},
                              {kF32, {1, 100, 40, 1, 1, 80}}, {kF64, {1, 90, 90, 2, 1, 20}}, {kF32, {1, 66, 130, 1, 1, 136}},
-                             {kF32, {1, 100, 100, 2, 1, 20, 7}}, {kF16, {1, 70, 100, 1, 1, 40, 96}}, {kBF16, {1, 70, 70, 1, 1, 192, 128}}})
+                             {kF32, {1, 100, 100, 2, 1, 20, 7}}, {kF16, {1, 70, 100, 1, 1, 40, 96}}, {kBF16, {1, 70, 70, 1, 1, 192, 128}},
+                             {kBF16, {1, 200, 200, 2, 1, 32}}})
     for (const int64_t window : {1, 2, 5, 32, 64, 66, 100, 1000}) expect_the_cpus(d, s, {true, {}, window}, {true, {}, window});
 }
 
