@@ -330,6 +330,19 @@ TEST_F(StepTimes, RingsTakeAHopForEachRank) {
   EXPECT_NEAR(hops(4, "all_reduce"), 2e-3 + 1e-6, 1e-9);
 }
 
+// Half as many of them, twice as wide: as many operations.
+TEST_F(StepTimes, HeadsThatCudnnRefusesTakeTwiceAsLong) {
+  Machine machine = machine_named("h200");
+  machine.products = {1e30, 0}, machine.attention_forward = machine.attention_backward = {1e6, 0};
+  machine.bytes_per_second = 1e30, machine.least_seconds = machine.issue_seconds = 0;
+  const auto seconds = [&](int64_t heads, int64_t width) {
+    models::TrainConfig c = config_of("llama");
+    c.model.heads = c.model.kv_heads = heads, c.model.head_dim = width;
+    return models::time_step(c, 48, 1, machine).computing;
+  };
+  EXPECT_NEAR(seconds(2, 256), 2 * seconds(4, 128), 1e-9 * seconds(4, 128));
+}
+
 TEST_F(StepTimes, WaitsAreWhatIsNotComputed) {
   models::TrainConfig c = config_of("gpt2");
   Machine machine = machine_named("h200");
