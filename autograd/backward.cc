@@ -283,14 +283,25 @@ void Recording::expect_reducible(NodeId node, ValueId parameter, const Layout& g
                        "mesh: shard(model, mesh)");
 }
 
+// What redistributions have made of a leaf of a group.
+bool Recording::is_part_of_leaf(ValueId v) {
+  for (;;) {
+    const Node& producer = tape_.node(tape_.value(v).producer);
+    if (!producer.op || !is_redistribute(producer.op)) return false;
+    v = tape_.inputs(producer)[0];
+    if (state(v).group) return true;
+  }
+}
+
 void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
   // What travels has the gradient of what it was.
   const bool travels = tape_.node(tape_.value(v).producer).op == &start_op();
   const ValueId was = travels ? departed(tape_, v) : v;
   const Type& primal = tape_.type(was);
-  // A wide gradient stays so on its way into a leaf's slot; elsewhere values have one dtype.
+  // A wide gradient stays so on its way into a leaf's slot, also where this rank's part of the leaf was read; elsewhere values have one
+  // dtype.
   const bool to_sum = state(v).group && along_, to_slot = state(v).group && to_groups_ && !to_sum, wide = is_wide_of(g.dtype(), primal.dtype);
-  if (wide && !to_slot && !to_sum) g = cast(g, primal.dtype);
+  if (wide && !to_slot && !to_sum && !(to_groups_ && !along_ && is_part_of_leaf(v))) g = cast(g, primal.dtype);
   // A value without a mesh is Replicate on every mesh, so its gradient is Partial: beside Invariant operands, too, where
   // each rank has all of it.
   if (Layout l = g.layout(); !to_slot && !to_sum && !primal.layout.mesh() && l.mesh()) {
@@ -321,6 +332,10 @@ void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
     Tensor& sum = gradients_[same == same_value_.end() ? v : same->second];
     if (travels && sum)
       fail<LifetimeError>("[backward] ", path_label(PathScope::current()), ": %", v, " ", primal, " arrived twice: keep what arrived() gave");
+    if (sum && sum.dtype() != g.dtype()) {  // one of them is wide
+      Tensor& narrow = is_wide_of(sum.dtype(), g.dtype()) ? g : sum;
+      narrow = cast(narrow, (&narrow == &g ? sum : g).dtype());
+    }
     sum = sum ? add(sum, g) : std::move(g);
     return;
   }

@@ -264,6 +264,7 @@ class Recording {
   void keep_gradients_of_rest();
   void reverse(const Tensor& y, bool to_groups, bool keep);
   void reverse_through(NodeId begin, NodeId end, bool to_groups, bool keep);
+  bool is_part_of_leaf(ValueId v);
   void accumulate(NodeId node, ValueId v, Tensor gradient);
   void accumulate(NodeId node, uint64_t needs, Vjp& vjp);
   void choose_later();

@@ -107,6 +107,7 @@ struct Pad {
     double value;
     CutParts of_result = {};  ///< of which the input is whole ones
   };
+  static void drop_layouts(Attrs& a) { a.of_result = {}; }
   static void infer(const Attrs& a, Infer& c) {
     check_scalar(kName, c.dtype(0), a.value);
     Shape out = c.shape(0);
@@ -149,6 +150,7 @@ struct Concat {
     int64_t dim;
     CutParts of_result = {};  ///< of which each input is whole ones
   };
+  static void drop_layouts(Attrs& a) { a.of_result = {}; }
   static void infer(const Attrs& a, Infer& c) {
     const int dim = static_cast<int>(a.dim);
     Shape out = c.shape(0);

@@ -150,11 +150,8 @@ __global__ void __launch_bounds__(kThreads, S::kBlocks)
   for (int n = threadIdx.x; n < block.rows * kQueryChunks; n += kThreads) {
     const int row = n / kQueryChunks, at = n % kQueryChunks * S::kVec;
     if (at >= q.width) continue;
-    const Pack<float> pack =
-        load_chunk(static_cast<const float*>(q.data) + q.offset(block.b, block.query(row), block.head(row)), at, q.width);
-#pragma unroll
-    for (int m = 0; m < S::kVec; ++m)
-      queries[row * S::kStride + at + m] = convert_to<float>(pack.v[m]);
+    const float* from = static_cast<const float*>(q.data) + q.offset(block.b, block.query(row), block.head(row));
+    store_pack(queries + row * S::kStride + at, load_chunk(from, at, q.width));
   }
 
   for_each_part<kTile>(p, begins, block, to.slots, [&](const SegmentPart& part) {
@@ -213,7 +210,7 @@ constexpr int kCombining = 128;  // threads; each has up to two columns
 // A block puts the segments of one query of a head together. What each counts depends on the
 // largest scores before it alone, so it is known for many at once; sums are made one by one.
 __global__ void __launch_bounds__(kCombining)
-    attention_of_rows(Problem p, Segments from, Heads out, PerQuery<float> lse, Begins begins) {
+    attention_of_rows(Problem p, Segments from, DType dtype, Heads out, PerQuery<float> lse, Begins begins) {
   __shared__ float most[kCombining], total[kCombining];
   __shared__ Shares<float> shares[kCombining];
   const int64_t t = blockIdx.x % p.queries, pair = blockIdx.x / p.queries, b = pair / p.heads,
@@ -256,7 +253,7 @@ __global__ void __launch_bounds__(kCombining)
   for (int i = 0; i < 2; ++i) {
     const int column = thread + i * kCombining;
     if (column < out.width)
-      store_any(p.dtype, out.data, out.offset(b, t, h) + column, sums[i] * ending.scale);
+      store_any(dtype, out.data, out.offset(b, t, h) + column, sums[i] * ending.scale);
   }
   if (thread == 0) lse.at(b, h, t) = ending.lse;
 }
@@ -313,7 +310,7 @@ void attention(const Stream& stream, const View& q, const View& k, const View& v
       }
     });
   launch("attention", stream, {.blocks = queries, .threads = kCombining}, attention_of_rows, p, s,
-         Heads(out), PerQuery<float>(lse), Begins(mask));
+         out.dtype, Heads(out), PerQuery<float>(lse), Begins(mask));
 }
 
 }  // namespace sheaf::kernels::cuda::decode

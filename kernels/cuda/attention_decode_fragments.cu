@@ -78,8 +78,9 @@ __global__ void __launch_bounds__(kThreads, Sizes<T, kWidth, kValueWidth>::kBloc
       accumulate<T>(scores, values.matrix(), first_column, v.width, sums);
     }
 #pragma unroll
+    for (int i = 0; i < 2; ++i) close_segment<kSharers>(segment[i]);
+#pragma unroll
     for (int i = 0; i < 2; ++i) {
-      close_segment<kSharers>(segment[i]);
       if (own[i] < part.low || own[i] >= part.high) continue;
       const int64_t slot = to.slot_of(p, block, own[i]);
       if (threadIdx.x < kWarp && lane_of_thread() % kSharers == 0) to.rows[slot] = segment[i];

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "sheaf/kernels/cuda/attention_rows.h"
+#include "sheaf/kernels/cuda/rows.h"
 
 namespace sheaf::kernels::cuda::attention_tiles {
 

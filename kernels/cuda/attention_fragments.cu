@@ -9,14 +9,14 @@ using namespace attention_tiles::fragments;
 namespace {
 
 // A block takes kRows queries of a head, a warp 16 of them, and goes over the keys that they see as attention_blocked.cu's does.
-// Values arrive while scores are computed, the next keys while values are added. Sums of the segments so far lie in shared memory, each
+// Values arrive while scores and weights are computed, the next keys besides. Sums of the segments so far lie in shared memory, each
 // thread's for itself: with those of the segment, registers have no room for them.
 template <class T, int kWidth, int kValueWidth>
 struct Forward {
   static constexpr int kColumns = kValueWidth / 8;
   static constexpr size_t kQueryBytes = Tile<T, kWidth>::bytes(kRows), kKeyBytes = Tile<T, kWidth>::bytes(kKeys),
                           kValueBytes = Tile<T, kValueWidth>::bytes(kKeys);
-  static constexpr size_t kBytes = kQueryBytes + kKeyBytes + kValueBytes + size_t{kRows} * kValueWidth * sizeof(float);
+  static constexpr size_t kBytes = kQueryBytes + 2 * kKeyBytes + kValueBytes + size_t{kRows} * kValueWidth * sizeof(float);
   static constexpr int kBlocks = kWidth <= 64 ? 3 : kWidth <= 128 ? 2 : 1;  // of a multiprocessor
 };
 
@@ -26,18 +26,19 @@ __global__ void __launch_bounds__(kThreads, Forward<T, kWidth, kValueWidth>::kBl
   using S = Forward<T, kWidth, kValueWidth>;
   constexpr int kScores = kKeys / 8, kColumns = S::kColumns;
   char* const memory = dynamic_shared<char>();
-  const Tile<T, kWidth> queries{reinterpret_cast<T*>(memory)}, keys{reinterpret_cast<T*>(memory + S::kQueryBytes)};
-  const Tile<T, kValueWidth> values{reinterpret_cast<T*>(memory + S::kQueryBytes + S::kKeyBytes)};
-  auto* const so_far = reinterpret_cast<float4*>(memory + S::kQueryBytes + S::kKeyBytes + S::kValueBytes) + threadIdx.x;
+  const Tile<T, kWidth> queries{reinterpret_cast<T*>(memory)};
+  const auto keys_in = [&](int turn) { return Tile<T, kWidth>{reinterpret_cast<T*>(memory + S::kQueryBytes + turn * S::kKeyBytes)}; };
+  const Tile<T, kValueWidth> values{reinterpret_cast<T*>(memory + S::kQueryBytes + 2 * S::kKeyBytes)};
+  auto* const so_far = reinterpret_cast<float4*>(memory + S::kQueryBytes + 2 * S::kKeyBytes + S::kValueBytes) + threadIdx.x;
   const Scale scale(p.scale);
 
   const auto [pair, b, h, g, at] = query_block<kRows>(p, query_blocks);
   for_each_tile<kRows, kHides, TilesOf::queries>(p, begins, b, at, [&, b = b, h = h, g = g](const Document& d, int64_t first) {
     const int64_t behind = keys_seen<kRows>(p, d, first);
     int64_t key = first_key_seen<kKeys, kHides>(p, d, first);
-    // Queries and keys of the document before have been read by all: behind that a barrier stood.
+    __syncthreads();  // until queries of the document before have been read
     queries.template load<kRows>(q, b, h, first, d.queries);
-    if (key < behind) keys.template load<kKeys>(k, b, g, key, d.keys);
+    if (key < behind) keys_in(0).template load<kKeys>(k, b, g, key, d.keys);
     end_round();
     Softmax<float> rows[2];
     int64_t seen[2];
@@ -50,27 +51,28 @@ __global__ void __launch_bounds__(kThreads, Forward<T, kWidth, kValueWidth>::kBl
     __syncthreads();
     own.read(q.width);
 
+    int turn = 0;
     while (key < behind) {
       const int64_t segment_end = segment_behind(d, key), end = segment_end < behind ? segment_end : behind;
       Sums<kColumns> sums = {};
       Softmax<float> segment[2];
-      for (; key < end; key += kKeys) {
+      for (; key < end; key += kKeys, turn ^= 1) {
         arrived<0>();
-        __syncthreads();  // for the keys, and until the values before them have been read
+        __syncthreads();  // for the keys, and until those before them and their values have been read
         values.template load<kKeys>(v, b, g, key, d.keys);
         end_round();
+        if (key + kKeys < behind) keys_in(turn ^ 1).template load<kKeys>(k, b, g, key + kKeys, d.keys);
+        end_round();
         Sums<kScores> scores;
-        multiply_rows(own, keys.matrix(), 0, q.width, scores);
+        multiply_rows(own, keys_in(turn).matrix(), 0, q.width, scores);
         scale.prepare(scores);
         if (!all_see_all<kRows, kKeys, kHides>(p, d, first, key))
 #pragma unroll
           for (int i = 0; i < 2; ++i) hide(scores, i, seen_keys<kKeys, kHides>(p, key, seen[i]));
 #pragma unroll
         for (int i = 0; i < 2; ++i) shrink_row(sums, i, add_tile(segment[i], scores, i, scale));
-        arrived<0>();
-        __syncthreads();  // for the values, and until the keys have been read
-        if (key + kKeys < behind) keys.template load<kKeys>(k, b, g, key + kKeys, d.keys);
-        end_round();
+        arrived<1>();
+        __syncthreads();  // for the values
         accumulate<T>(scores, values.matrix(), 0, v.width, sums);
       }
 #pragma unroll

@@ -5,7 +5,10 @@
 // (FlashAttention-2: Dao, https://arxiv.org/abs/2307.08691), rounded to T on the way.
 #pragma once
 
+#include <cmath>
+
 #include "sheaf/kernels/cuda/attention_rows.h"
+#include "sheaf/kernels/cuda/rows.h"
 #include "sheaf/kernels/cuda/tensor_cores.h"
 
 namespace sheaf::kernels::cuda::attention_tiles::fragments {
@@ -14,7 +17,7 @@ inline constexpr int kWarps = 4, kThreads = kWarps * kWarp;
 inline constexpr int kRows = 16 * kWarps;  ///< of a block's tile
 inline constexpr int kKeys = 64;           ///< of a tile
 inline constexpr int kSharers = 4;         ///< lanes that have a row
-inline constexpr int kPadding = 32;        ///< columns are multiplied so many at a time
+inline constexpr int kPadding = 64;        ///< columns are multiplied so many at a time
 
 inline constexpr float kLog2E = 1.44269504f;
 
@@ -36,7 +39,9 @@ struct Scale {
   float before;           ///< 1, or where it is not positive all of it: the largest product would not be the largest score
 
   __device__ explicit Scale(double scale)
-      : natural(scale > 0 ? static_cast<float>(scale) : 1.0f), binary(natural * kLog2E), before(scale > 0 ? 1.0f : static_cast<float>(scale)) {}
+      : natural(static_cast<float>(scale) > 0 ? static_cast<float>(scale) : 1.0f),
+        binary(natural * kLog2E),
+        before(static_cast<float>(scale) > 0 ? 1.0f : static_cast<float>(scale)) {}
   template <int kColumns>
   __device__ void prepare(float (&scores)[kColumns][4]) const {
     if (before == 1.0f) return;
@@ -67,10 +72,10 @@ struct Tile {
   template <int kCount, class At>
   __device__ void load_rows(int width, bool packed, At at) const {
     constexpr int kPacks = kWidth / 8;
-#pragma unroll
+#pragma unroll 1
     for (int n = threadIdx.x; n < kCount * kPacks; n += kThreads) {
       const int row = n / kPacks, column = n % kPacks * 8;
-      if (column >= (width + kPadding - 1) / kPadding * kPadding) continue;
+      if (column >= padded(width)) continue;
       const T* from = at(row);
       const bool there = from != nullptr && column < width;
       T* to = data + row * kPitch + column;
@@ -78,12 +83,30 @@ struct Tile {
       else store_pack(to, there ? load_chunk(from, column, width) : Pack<T>{});
     }
   }
-  /// Rows [first, first + kCount) of a head's `count`.
+  /// Rows [first, first + kCount) of a head's `count`. Where they are packed, a thread's step from row to row.
   template <int kCount>
   __device__ void load(const Operand& from, int64_t b, int64_t h, int64_t first, int64_t count) const {
+    constexpr int kPacks = kPadding / 8, kStep = kThreads / kPacks;
+    static_assert(kCount % kStep == 0);
     const T* rows = static_cast<const T*>(from.data) + from.offset(b, first, h);
-    load_rows<kCount>(from.width, from.packed, [&](int row) { return row < count - first ? rows + row * from.time : nullptr; });
+    const int left = count - first < kCount ? static_cast<int>(count - first) : kCount;
+    if (!from.packed) return load_rows<kCount>(from.width, false, [&](int row) { return row < left ? rows + row * from.time : nullptr; });
+    const int row = static_cast<int>(threadIdx.x) / kPacks, column = static_cast<int>(threadIdx.x) % kPacks * 8;
+    const T* at = rows + row * from.time + column;
+    T* to = data + row * kPitch + column;
+#pragma unroll
+    for (int c = 0; c < kWidth; c += kPadding) {
+      if (c >= from.width) break;
+      const bool wide = c + column < from.width;
+      const T* line = at + c;
+#pragma unroll
+      for (int n = 0; n < kCount / kStep; ++n, line += kStep * from.time)
+        copy_beside(to + n * kStep * kPitch + c, line, wide && row + n * kStep < left);
+    }
   }
+
+ private:
+  __device__ static int padded(int width) { return (width + kPadding - 1) / kPadding * kPadding; }
 };
 
 /// Sums of a warp: 16 rows of 8 kColumns columns.
@@ -103,8 +126,10 @@ class SixteenRows {
   __device__ void read(int width) {
     if constexpr (kKept)
 #pragma unroll
-      for (int k = 0; k < kWidth; k += 16)
-        if (k < width) from_.template as_a<false>(kept_[k / 16], row_, k);
+      for (int k = 0; k < kWidth; k += 16) {
+        if (k % kPadding == 0 && k >= width) break;
+        from_.template as_a<false>(kept_[k / 16], row_, k);
+      }
   }
   __device__ void get(unsigned (&to)[4], int k) const {
     if constexpr (kKept)
@@ -131,7 +156,7 @@ __device__ void multiply_rows(const SixteenRows<T, kWidth, kKept>& a, const Shar
     for (int i = 0; i < 4; ++i) sums[n][i] = 0;
 #pragma unroll
   for (int k = 0; k < kWidth; k += 16) {
-    if (k >= width) break;
+    if (k % kPadding == 0 && k >= width) break;
     unsigned of_a[4];
     a.get(of_a, k);
 #pragma unroll
@@ -203,7 +228,7 @@ __device__ void shrink_row(Sums<kColumns>& sums, int i, float by) {
     for (int e = 0; e < 2; ++e) sums[n][i * 2 + e] = rounded_product(sums[n][i * 2 + e], by);
 }
 
-/// Row i of a thread's two, times `scale`, to row `t` of a head, from its column `first` on.
+/// Row i of a thread's two, times `scale`, to row `t` of a head.
 template <class T, int kColumns>
 __device__ void store_row(const Sums<kColumns>& sums, int i, float scale, const Heads& to, int64_t b, int64_t t, int64_t h) {
   T* row = static_cast<T*>(to.data) + to.offset(b, t, h);

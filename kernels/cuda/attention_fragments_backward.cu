@@ -12,7 +12,8 @@ namespace {
 // As attention_blocked_backward.cu: with p = exp(scale q·k - lse) and ds = p (dout·v - dot) scale, dq = sum of ds k, dk = sum of ds q,
 // dv = sum of p dout. p and ds are rounded to T where they are factors.
 
-/// Of a score and the product of its value with the output's gradient, p and ds without its scale, by which sums of ds are multiplied.
+/// Of a score and the product of its value with the output's gradient, p and ds without its scale, by which sums of ds are multiplied: in
+/// f16 less of it is too small, and it is too large from 65,504 on.
 struct Weight {
   float p, ds;
 };
@@ -154,8 +155,8 @@ __global__ void __launch_bounds__(kThreads, KeyGradient<T, kWidth, kValueWidth>:
                 group = p.heads / p.key_heads;
   const int64_t at = blockIdx.x / (p.batch * p.key_heads) * kRows;
   for_each_tile<kRows, kHides, TilesOf::keys>(p, begins, b, at, [&](const Document& d, int64_t key) {
-    int64_t first = d.first_query;  // in tiles from the document's first query on, the first that sees one of the keys
-    if (p.causal && key - p.past() > first) first += (key - p.past() - first) / kQueries * kQueries;
+    int64_t first = d.first_query;  // that sees one of the keys
+    if (p.causal && key - p.past() > first) first = key - p.past();
     int64_t behind = d.queries;
     if (kHides != Hides::nothing && p.window) {  // the last that sees the last of the keys
       const int64_t last = key + kRows - 1 + p.window - 1 - p.past();
@@ -169,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, KeyGradient<T, kWidth, kValueWidth>:
         const Turn to = turn_in(static_cast<int>(n % 2));
         to.queries.template load<kQueries>(q, b, h, t, d.queries);
         to.douts.template load<kQueries>(dout, b, h, t, d.queries);
-        for (int i = threadIdx.x; i < kQueries; i += kThreads) {
+        if (const int i = static_cast<int>(threadIdx.x); i < kQueries) {
           const bool seen = t + i < d.queries && p.visible(t + i) > 0;
           to.binary_lse[i] = seen ? statistics.lse.at(b, h, t + i) * kLog2E : 0.0f;
           to.dot[i] = seen ? statistics.dot[(b * p.heads + h) * p.queries + t + i] : 0.0f;
@@ -209,13 +210,13 @@ __global__ void __launch_bounds__(kThreads, KeyGradient<T, kWidth, kValueWidth>:
             if constexpr (kOfKeys) ds[m][i] = weight.ds;
           }
         }
-      if (!all_see_all<kQueries, kRows, kHides>(p, d, now, key))
+      if (!all_see_all<kQueries, kRows, kHides>(p, d, now, key))  // rows of queries that are not there are zeros, and add nothing
 #pragma unroll
         for (int m = 0; m < kScores; ++m)
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const int64_t query = now + column_of(m, e);
-            const SeenKeys sees = seen_keys<kRows, kHides>(p, key, query < d.queries ? p.visible(query) : 0);
+            const SeenKeys sees = seen_keys<kRows, kHides>(p, key, p.visible(query));
 #pragma unroll
             for (int i = 0; i < 2; ++i)
               if (!sees.has(row_of(i))) {

@@ -7,7 +7,6 @@
 #include "sheaf/core/view.h"
 #include "sheaf/kernels/attention.h"
 #include "sheaf/kernels/cuda/attention_softmax.h"
-#include "sheaf/kernels/cuda/rows.h"
 
 namespace sheaf::kernels::cuda::attention_tiles {
 
@@ -17,7 +16,6 @@ struct Problem {
   bool causal;
   int64_t window;  ///< at most as many as keys
   double scale;
-  DType dtype;
 
   /// Keys before the first query's own; less than 0 if some queries see none.
   __host__ __device__ int64_t past() const { return keys - queries; }
@@ -29,7 +27,7 @@ struct Problem {
   }
 };
 
-/// [B, T, H, width] of `dtype`, the last dimension dense.
+/// [B, T, H, width], the last dimension dense.
 struct Heads {
   void* data;
   int64_t batch, time, head;  ///< strides
@@ -207,7 +205,7 @@ inline void check_widths(const char* who, const View& q, const View& v) {
 
 inline Problem problem_of(const View& q, const View& k, const AttentionMask& mask, double scale) {
   return {q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], mask.causal,
-          mask.window < k.shape[1] ? mask.window : k.shape[1], scale, q.dtype};
+          mask.window < k.shape[1] ? mask.window : k.shape[1], scale};
 }
 
 }  // namespace sheaf::kernels::cuda::attention_tiles

@@ -43,7 +43,6 @@ __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) prepare_chunks(Ru
   using C = Compute<T>;
   auto* const factors = dynamic_shared<Factor<T>>();
   Factor<T>&x = factors[0], &y = factors[1];
-  static_assert(sizeof(Factor<T>) >= sizeof(Tile<C>));
   Tile<C>&a = reinterpret_cast<Tile<C>&>(x), &inverse = reinterpret_cast<Tile<C>&>(y);  // where keys and queries were
   __shared__ Gates<C> gates;
   const int64_t places = blocks_for(p.tokens, kTile), pair = blockIdx.x / places, b = pair / p.key_heads, g = pair % p.key_heads;

@@ -167,9 +167,9 @@ struct Gates {
 };
 
 /// Elements [from, from + kTile) of the rows of `count` tokens from t on, which have `width`, times factor(token of the chunk).
-template <class T, class Factor>
+template <class T, class By>
 __device__ Arriving<Compute<T>, T> head(const Heads<const T>& x, int64_t b, int64_t t, int64_t h, int count, int from, int width,
-                                        Factor factor) {
+                                        By factor) {
   return {count, width - from, [&](int i) { return x.at(b, t + i, h) + from; }, factor};
 }
 
@@ -179,13 +179,13 @@ struct One {  // as a factor
 };
 
 /// A chunk's keys as they are used, normalised if they are.
-template <class T, class Factor = One<Compute<T>>>
-__device__ Arriving<Compute<T>, T> keys(const Rule<T>& p, int64_t b, int64_t t, int64_t g, int d, int count, Factor factor = {}) {
+template <class T, class By = One<Compute<T>>>
+__device__ Arriving<Compute<T>, T> keys(const Rule<T>& p, int64_t b, int64_t t, int64_t g, int d, int count, By factor = {}) {
   const Compute<T>* const norms = p.k_norms ? p.k_norms + (b * p.tokens + t) * p.key_heads + g : nullptr;
   return head(p.k, b, t, g, count, d, p.width, [&](int i) { return norms ? norms[i * p.key_heads] * factor(i) : factor(i); });
 }
-template <class T, class Factor = One<Compute<T>>>
-__device__ Arriving<Compute<T>, T> queries(const Rule<T>& p, int64_t b, int64_t t, int64_t g, int d, int count, Factor factor = {}) {
+template <class T, class By = One<Compute<T>>>
+__device__ Arriving<Compute<T>, T> queries(const Rule<T>& p, int64_t b, int64_t t, int64_t g, int d, int count, By factor = {}) {
   const Compute<T>* const norms = p.q_norms ? p.q_norms + (b * p.tokens + t) * p.key_heads + g : nullptr;
   return head(p.q, b, t, g, count, d, p.width, [&](int i) { return norms ? norms[i * p.key_heads] * factor(i) : factor(i); });
 }

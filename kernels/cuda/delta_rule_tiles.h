@@ -58,9 +58,10 @@ struct Parts {
   }
 };
 
-/// What products are made of.
+/// What products are made of. Where one has been read, a tile of numbers may lie.
 template <class T>
 using Factor = std::conditional_t<kIsNarrow<T>, Parts, Tile<Compute<T>>>;
+static_assert(sizeof(Parts) >= sizeof(Tile<float>));
 
 /// A thread's elements of a tile that are on their way from memory: all are asked for before the first is waited for, and a product can be
 /// made meanwhile.
@@ -68,8 +69,8 @@ template <class C, class T>
 class Arriving {
  public:
   /// Rows [0, count) of a matrix, of each the first `width` elements: `row(r)` is where one begins, which is multiplied by `factor(r)`.
-  template <class Row, class Factor>
-  __device__ Arriving(int64_t count, int64_t width, Row row, Factor factor) {
+  template <class Row, class By>
+  __device__ Arriving(int64_t count, int64_t width, Row row, By factor) {
 #pragma unroll
     for (int n = 0; n < kEach; ++n) {
       const bool there = line(n) < count;

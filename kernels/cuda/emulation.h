@@ -89,9 +89,9 @@ void run(const char* name, dim3 grid, unsigned threads, size_t shared_bytes,
          const std::function<void()>& body);
 void* dynamic_shared();
 void block_barrier();
+inline constexpr size_t kSlot = 32;
 /// Gives `bytes` (at most kSlot) of this lane to its warp and waits for all lanes; returns the slots
 /// of all 32, kSlot bytes apart, valid until this lane's second next warp operation.
-inline constexpr size_t kSlot = 32;
 const void* exchange(const void* value, size_t bytes, unsigned mask);
 void warp_barrier(unsigned mask);
 

@@ -1,4 +1,4 @@
-// A word to the user where one of our slow kernels does what NVIDIA's libraries should have done.
+// A word to the user where one of our own kernels does what NVIDIA's libraries should have done.
 #pragma once
 
 #include <cstdint>

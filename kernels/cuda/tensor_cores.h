@@ -2,7 +2,7 @@
 // C++ has no functions (https://docs.nvidia.com/cuda/parallel-thread-execution). Emulated, they are functions that do what the
 // instructions do, lane by lane (emulated_tensor_cores.h).
 //
-// Every lane of a warp calls them together. How a matrix lies among lanes: of 8 x 8 elements, lane n has the two at row n / 4 from column
+// Every lane of a warp calls load_matrices() and multiply_add() together; copies are a thread's own. How a matrix lies among lanes: of 8 x 8 elements, lane n has the two at row n / 4 from column
 // n % 4 * 2 on, in one register, the first in its lower half.
 #pragma once
 

@@ -15,7 +15,7 @@ struct Tiling {
   static constexpr int kRows = kTensorCores ? 128 : 64, kColumns = kTensorCores ? 128 : 64, kInner = kTensorCores ? 64 : 16;
 };
 
-/// An operand's piece in shared memory: kOuter lines along the sum's direction or across, 16 bytes more between them than needed, so
+/// An operand's piece in shared memory: kLines lines along the sum's direction or across, 16 bytes more between them than needed, so
 /// that lines begin in different banks.
 template <class T, int kLines, int kLength>
 struct Piece {
@@ -32,10 +32,10 @@ struct Sums {
   C v[kM][kN][4] = {};
 
   __device__ static int row(int m, int i) {
-    return static_cast<int>(threadIdx.x) / kWarp / 4 * kWarpRows + m * 16 + i / 2 * 8 + lane_of_thread() / 4;
+    return warp_of_thread() / 4 * kWarpRows + m * 16 + i / 2 * 8 + lane_of_thread() / 4;
   }
   __device__ static int column(int n, int i) {
-    return static_cast<int>(threadIdx.x) / kWarp % 4 * kWarpColumns + n * 8 + lane_of_thread() % 4 * 2 + i % 2;
+    return warp_of_thread() % 4 * kWarpColumns + n * 8 + lane_of_thread() % 4 * 2 + i % 2;
   }
   /// f(row, column, sum) for those of this thread.
   template <class F>

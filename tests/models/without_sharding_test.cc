@@ -70,6 +70,23 @@ TEST(WithoutSharding, EveryStepIsThatOfOneRank) {
       }
 }
 
+// Packed queries, keys and values are cut in parts there, and put together again as they were cut; gradients of a rank's part of the
+// convolution's taps stay f32.
+TEST(WithoutSharding, LinearAttentionOnAContextAxisIsThatOfOneRank) {
+  for (const char* dtype : {"f32", "bf16"})
+    for (const char* comm : {"all_to_all", "all_gather"}) {
+      models::TrainConfig config = config_of("llama", dtype, "none");
+      config.model.linear_key_heads = 2, config.model.linear_value_heads = 6, config.model.full_attention_every = 2;
+      config.sharding.context_comm = comm;
+      const Tape one = erased(config, 0, 1);
+      config.sharding.context = 2;
+      for (const int world : {2, 4}) {
+        const auto difference = first_difference(one, erased(config, world - 1, world));
+        EXPECT_FALSE(difference) << dtype << ' ' << comm << " world " << world << ": " << difference->to_string();
+      }
+    }
+}
+
 TEST(WithoutSharding, TellsStepsApart) {
   const Tape one = erased(config_of("gpt2", "f32", "none"), 0, 1);
   models::TrainConfig config = config_of("gpt2", "f32", "none");

@@ -94,7 +94,15 @@ TEST(CudaAttention, MatchesTheCpu) {
   for (DType d : {kF32, kBF16, kF16, kF64})
     for (const Sizes& s : kSizes)
       for (bool causal : {false, true})
-        if (d != kF16 || s.width <= 32) expect_the_cpus(d, s, causal, causal);
+        if (d != kF16 || s.width <= 32 || s.width == 96) expect_the_cpus(d, s, causal, causal);
+}
+
+// Sums of several segments of keys, which all threads of a block put together.
+TEST(CudaAttention, ManyKeysMatchTheCpu) {
+  SHEAF_NEEDS_GPU();
+  for (const auto& [d, s] : {std::pair{kF32, Sizes{1, 70, 600, 2, 1, 16}}, {kBF16, {1, 70, 600, 2, 1, 96}}, {kF16, {1, 70, 300, 2, 1, 40}},
+                             {kBF16, {1, 70, 300, 2, 1, 256}}, {kBF16, {1, 66, 520, 2, 1, 192, 128}}})
+    for (const bool causal : {false, true}) expect_the_cpus(d, s, causal, causal);
 }
 
 TEST(CudaAttention, ScalesThatAreNotPositive) {
@@ -127,6 +135,8 @@ TEST(CudaAttention, WindowsAndDocumentsTogether) {
     for (const int64_t window : {1, 30, 64})
       for (const int64_t value_width : {16, 40})
         expect_the_cpus(d, {2, 150, 150, 2, 1, 16, value_width}, {true, on, window}, {true, begins, window});
+  for (const auto& [d, width] : {std::pair{kBF16, 16}, {kF16, 80}, {kBF16, 136}})
+    for (const int64_t window : {30, 64}) expect_the_cpus(d, {2, 150, 150, 2, 1, width}, {true, on, window}, {true, begins, window});
 }
 
 TEST(CudaAttention, QueriesThatSeeNothingGiveZeros) {
@@ -282,6 +292,27 @@ TEST(CudaAttention, PackedDocumentsHaveTheBitsThatTheyHaveAlone) {
     for (const int64_t n : kLengths) compare(0, begin, n), begin += n;
     compare(1, 0, kTokens);
   }
+}
+
+// Of more than a segment of keys.
+TEST(CudaAttention, LongDocumentsHaveTheBitsThatTheyHaveAlone) {
+  SHEAF_NEEDS_GPU();
+  constexpr int64_t kFirst = 300, kTokens = 570;
+  Array begins(kI32, {1, kTokens});
+  begins.fill([](int64_t t) { return t < kFirst ? 0.0 : static_cast<double>(kFirst); });
+  const OnGpu on(begins);
+  const Sizes s{1, kTokens, kTokens, 2, 1, 24};
+  const Inputs in = inputs_of(kBF16, s);
+  const Results got = on_gpu(s, in, {true, on}, 0.4);
+  const auto part = [](const Array& x) {  // of the second document
+    const View v = x.view();
+    Array out(v.dtype, {1, kTokens - kFirst, v.shape[2], v.shape[3]});
+    out.fill([&](int64_t i) { return x.at(kFirst * v.shape[2] * v.shape[3] + i); });
+    return out;
+  };
+  const Results alone = on_gpu({1, kTokens - kFirst, kTokens - kFirst, 2, 1, 24}, {part(in.q), part(in.k), part(in.v), part(in.dout)}, true, 0.4);
+  EXPECT_TRUE(same_bits(alone.out, part(got.out)) && same_bits(alone.dq, part(got.dq)) && same_bits(alone.dk, part(got.dk)) &&
+              same_bits(alone.dv, part(got.dv)));
 }
 
 TEST(CudaAttention, AWindowOfAllKeysIsNone) {
