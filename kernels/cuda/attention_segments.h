@@ -66,9 +66,9 @@ struct SegmentPart {
   int64_t first;
   int low, high, count, there;
 
-  /// Those that one of its rows sees, counted from `first`.
+  /// Those that a row sees, counted from `first`; none if it is of another document: it has no scores.
   __device__ SeenKeys seen_by(const Problem& p, const SegmentBlock& block, int row) const {
-    const int64_t visible = p.visible(block.query(row));
+    const int64_t visible = row >= low && row < high ? p.visible(block.query(row)) : 0;
     const auto from_first = [&](int64_t key) { return static_cast<int>(std::clamp<int64_t>(key - first, 0, kSegment)); };
     return {p.window ? from_first(visible - p.window) : 0, from_first(visible)};
   }

@@ -44,17 +44,25 @@ void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b
     unsigned a[4], b[2];
   };
   const auto given = emulation::from_lanes(Given{{a[0], a[1], a[2], a[3]}, {b0, b1}});
-  const auto value = [](unsigned pair, int k) {
-    T x;
-    x.bits = static_cast<uint16_t>(k % 2 ? pair >> 16 : pair);
-    return double{widen(x)};
+  const int row = emulation::lane() / 4, column = emulation::lane() % 4 * 2;
+  float rows[2][16], columns[2][16];  // 8 apart, and neighbours
+  const auto widen_pair = [](unsigned pair, float* to) {
+    for (const int half : {0, 1}) {
+      T x;
+      x.bits = static_cast<uint16_t>(pair >> 16 * half);
+      to[half] = widen(x);
+    }
   };
-  const int lane = emulation::lane();
+  for (int k = 0; k < 16; k += 2) {
+    const Given of_row = given[row * 4 + k % 8 / 2];
+    for (const int n : {0, 1}) {
+      widen_pair(of_row.a[n + k / 8 * 2], rows[n] + k);
+      widen_pair(given[(column + n) * 4 + k % 8 / 2].b[k / 8], columns[n] + k);
+    }
+  }
   for (int i = 0; i < 4; ++i) {
-    const int row = lane / 4, column = lane % 4 * 2 + i % 2;
     double sum = c[i];
-    for (int k = 0; k < 16; ++k)
-      sum += value(given[row * 4 + k % 8 / 2].a[i / 2 + k / 8 * 2], k) * value(given[column * 4 + k % 8 / 2].b[k / 8], k);
+    for (int k = 0; k < 16; ++k) sum += double{rows[i / 2][k]} * double{columns[i % 2][k]};
     c[i] = emulation::towards_zero(sum);
   }
 }
