@@ -72,9 +72,10 @@ void attention_backward(const View& q, const View& k, const View& v, const View&
 /// to the operands' type, sums in f32. All give the same bits at every run. Ours keep the promises
 /// above that a row depends on nothing but what it sees, whichever of them computes it: a token's,
 /// decoded from a cache, is that of one pass over all tokens, but not where cuDNN makes that pass. (Of
-/// numbers: what is infinite or none spreads among those that see its tile of 64.) They keep those that documents and windows cost what they leave, too. With cuDNN the same call gives the
-/// same bits, but another B or T may mean another kernel of its own, and what lies before a document
-/// is computed and hidden. The first call of a shape asks cuDNN for a plan (half a second on the host):
+/// numbers: what is infinite or none spreads among those that see its tile of 64.) They keep those that
+/// documents and windows cost what they leave, too. With cuDNN the same call gives the same bits, but
+/// another B or T may mean another kernel of its own, and what lies before a document is computed and
+/// hidden. The first call of a shape asks cuDNN for a plan (half a second on the host):
 /// it must not be in a stream capture.
 namespace cuda {
 
