@@ -112,12 +112,12 @@ __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) walk_chunks(Rule<
       __syncthreads();
       k.store(x);
       __syncthreads();
-      multiply<false, true>(answers, x, state.factors[d]);
+      multiply<false, true>(answers, x, state[d]);
       if (!wanted) continue;
       __syncthreads();
       q.store(x);
       __syncthreads();
-      multiply<false, true>(out, x, state.factors[d]);
+      multiply<false, true>(out, x, state[d]);
     }
     const auto inverse = rows(w.inverses + row * kTile, kTile, count, kTile);
     answers.put(u, [&](int, int i, int c, C answer) {
@@ -179,7 +179,7 @@ void forward(const char* who, const Stream& stream, const DeltaRuleOperands& x, 
     else walk.out.data = nullptr;
     launch(who, stream,
            {.blocks = p.batch * p.heads * p.value_tiles(), .threads = kThreads,
-            .shared_bytes = p.key_tiles() * State<T>::kTileBytes + 2 * sizeof(Factor<T>)},
+            .shared_bytes = p.key_tiles() * sizeof(StateTile<T>) + 2 * sizeof(Factor<T>)},
            walk_chunks<T>, p, walk);
   });
 }

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) walk_back(Rule<T>
       __syncthreads();
       k.store(x);
       __syncthreads();
-      multiply<false, true>(sums, x, dstate.factors[d]);
+      multiply<false, true>(sums, x, dstate[d]);
     }
     const auto inverse = rows(w.inverses + row * kTile, kTile, count, kTile);
     sums.put(du, [](int, int, int, C sum) { return sum; });
@@ -272,7 +272,7 @@ void backward(const char* who, const Stream& stream, const DeltaRuleOperands& x,
                        get(arrays.dq), get(arrays.dk)};
   launch(who, stream,
          {.blocks = p.batch * p.heads * p.value_tiles(), .threads = kThreads,
-          .shared_bytes = p.key_tiles() * State<T>::kTileBytes + 3 * sizeof(Factor<T>)},
+          .shared_bytes = p.key_tiles() * sizeof(StateTile<T>) + 3 * sizeof(Factor<T>)},
          walk_back<T>, p, w);
   launch(who, stream,
          {.blocks = p.batch * p.key_heads * blocks_for(p.tokens, kTile), .threads = kThreads, .shared_bytes = 5 * sizeof(Factor<T>)},

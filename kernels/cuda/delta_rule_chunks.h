@@ -190,40 +190,59 @@ __device__ Arriving<Compute<T>, T> queries(const Rule<T>& p, int64_t b, int64_t 
   return head(p.q, b, t, g, count, d, p.width, [&](int i) { return norms ? norms[i * p.key_heads] * factor(i) : factor(i); });
 }
 
-/// Columns [e, e + kTile) of a state [D, E], in tiles, and these once more as factors; they are the same where factors are no parts.
+/// A state's tile: a factor of products that keeps all bits of its numbers. Of f32 two bf16 parts leave 8 bits, which are a third.
+template <class T>
+struct StateTile : Factor<T> {
+  using C = Compute<T>;
+  template <int kCount>
+  __device__ void put(int i, int j, const C (&x)[kCount]) {
+    Factor<T>::put(i, j, x);
+  }
+};
+template <class T>
+  requires kIsNarrow<T>
+struct StateTile<T> : Parts {
+  unsigned rest[kTile][kPitch / 2];
+
+  __device__ float get(int i, int j) const { return value(high[i][j / 2], j) + (value(low[i][j / 2], j) + value(rest[i][j / 2], j)); }
+  template <int kCount>
+  __device__ void put(int i, int j, const float (&x)[kCount]) {
+    Parts::put(i, j, x);
+#pragma unroll
+    for (int k = 0; k < kCount; k += 2) {
+      const unsigned of_high = high[i][(j + k) / 2], of_low = low[i][(j + k) / 2];
+      rest[i][(j + k) / 2] = pair_of<bf16>(x[k] - value(of_high, 0) - value(of_low, 0), x[k + 1] - value(of_high, 1) - value(of_low, 1));
+    }
+  }
+};
+
+/// Columns [e, e + kTile) of a state [D, E], in tiles.
 template <class T>
 struct State {
   using C = Compute<T>;
-  static constexpr size_t kTileBytes = sizeof(Tile<C>) + (kIsNarrow<T> ? sizeof(Parts) : 0);
-  Tile<C>* tiles;
-  Factor<T>* factors;
+  StateTile<T>* tiles;
   int count;
 
-  __device__ State(void* memory, int key_tiles) : tiles(static_cast<Tile<C>*>(memory)), factors(static_cast<Factor<T>*>(memory)), count(key_tiles) {
-    if constexpr (kIsNarrow<T>) factors = reinterpret_cast<Parts*>(tiles + key_tiles);
-  }
+  __device__ State(void* memory, int key_tiles) : tiles(static_cast<StateTile<T>*>(memory)), count(key_tiles) {}
+  __device__ const Factor<T>& operator[](int d) const { return tiles[d]; }
   /// Where there is room behind it.
-  __device__ Factor<T>* end() const { return factors + count; }
+  __device__ Factor<T>* end() const { return reinterpret_cast<Factor<T>*>(tiles + count); }
 
   /// From memory; null: zeros.
   __device__ void load(const Rule<T>& p, const C* from, int e) const {
-    for (int d = 0; d < count; ++d) {
-      const auto tile = rows(from ? from + d * kTile * p.of_values + e : from, p.of_values, from ? p.width - d * kTile : 0, p.of_values - e);
-      tile.store(tiles[d]);
-      if constexpr (kIsNarrow<T>) tile.store(factors[d]);
-    }
+    for (int d = 0; d < count; ++d)
+      rows(from ? from + d * kTile * p.of_values + e : from, p.of_values, from ? p.width - d * kTile : 0, p.of_values - e).store(tiles[d]);
   }
   __device__ void store(const Rule<T>& p, C* to, int e) const {
     const int width = p.of_values - e < kTile ? p.of_values - e : kTile;
     for (int n = threadIdx.x; n < p.width * kTile; n += kThreads) {
       const int d = n / kTile, c = n % kTile;
-      if (c < width) to[d * p.of_values + e + c] = tiles[d / kTile].v[d % kTile][c];
+      if (c < width) to[d * p.of_values + e + c] = tiles[d / kTile].get(d % kTile, c);
     }
   }
   /// Tile d becomes `decay` times what it is, and `added`.
   __device__ void add(int d, C decay, Sums<T>& added) const {
-    added.each([&](int, int i, int c, C& sum) { sum = tiles[d].v[i][c] = fused_sum(decay, tiles[d].v[i][c], sum); });
-    if constexpr (kIsNarrow<T>) added.put(factors[d], [](int, int, int, C sum) { return sum; });
+    added.put(tiles[d], [&](int, int i, int c, C sum) { return fused_sum(decay, tiles[d].get(i, c), sum); });
   }
 };
 

@@ -39,10 +39,8 @@ struct Parts {
 
   __device__ SharedMatrix<bf16> matrix_of_high() const { return {reinterpret_cast<const bf16*>(high), kPitch}; }
   __device__ SharedMatrix<bf16> matrix_of_low() const { return {reinterpret_cast<const bf16*>(low), kPitch}; }
-  __device__ float get(int i, int j) const {
-    const auto value = [&](unsigned pair) { return __uint_as_float(j % 2 ? pair & 0xffff0000u : pair << 16); };
-    return value(high[i][j / 2]) + value(low[i][j / 2]);
-  }
+  __device__ static float value(unsigned pair, int j) { return __uint_as_float(j % 2 ? pair & 0xffff0000u : pair << 16); }
+  __device__ float get(int i, int j) const { return value(high[i][j / 2], j) + value(low[i][j / 2], j); }
   template <int kCount>
   __device__ void put(int i, int j, const float (&x)[kCount]) {
     using Pairs = Group<unsigned, kCount / 2>;
