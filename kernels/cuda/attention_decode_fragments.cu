@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads, Sizes<T, kWidth, kValueWidth>::kBloc
 
 void attention_of_segments(const Stream& stream, const View& q, const View& k, const View& v, const AttentionMask& mask, double scale,
                            const Segments& to, int64_t blocks, int64_t tiles) {
-  visit_widths("attention", q, v, [&]<class T, int kWidth, int kValueWidth>() {
+  visit_call("attention", q, v, [&]<class T, int kWidth, int kValueWidth>() {
     launch("attention", stream, {.blocks = blocks, .threads = kThreads, .shared_bytes = Sizes<T, kWidth, kValueWidth>::kBytes},
            segments_kernel<T, kWidth, kValueWidth>, problem_of(q, k, mask, scale), Operand(q), Operand(k), Operand(v), to, Begins(mask),
            tiles);

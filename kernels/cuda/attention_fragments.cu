@@ -109,7 +109,7 @@ void attention(const Stream& stream, const View& q, const View& k, const View& v
                const View& out, const View& lse) {
   const Problem p = problem_of(q, k, mask, scale);
   const int64_t query_blocks = blocks_for(p.queries, kRows);
-  visit_widths("attention", q, v, [&]<class T, int kWidth, int kValueWidth>() {
+  visit_call("attention", q, v, [&]<class T, int kWidth, int kValueWidth>() {
     visit_hides(mask, [&]<Hides kHides>() {
       launch("attention", stream,
              {.blocks = p.batch * p.heads * query_blocks, .threads = kThreads, .shared_bytes = Forward<T, kWidth, kValueWidth>::kBytes},

@@ -248,17 +248,11 @@ __device__ void store_row(const Sums<kColumns>& sums, int i, float scale, const 
 
 /// Calls f.operator()<T, W, E>() with the elements' type, bf16 or f16, and widths that the call's heads and values fit in.
 template <class F>
-void visit_widths(const char* who, const View& q, const View& v, F&& f) {
-  const int64_t width = q.shape[3], of_values = v.shape[3], larger = std::max(width, of_values);
-  check_widths(who, q, v);
-  const auto visit = [&]<int kWidth, int kValueWidth>() {
+void visit_call(const char* who, const View& q, const View& v, F&& f) {
+  visit_widths(who, q, v, [&]<int kWidth, int kValueWidth>() {
     if (q.dtype == kBF16) f.template operator()<bf16, kWidth, kValueWidth>();
     else f.template operator()<f16, kWidth, kValueWidth>();
-  };
-  if (larger <= 64) visit.template operator()<64, 64>();
-  else if (larger <= 128) visit.template operator()<128, 128>();
-  else if (width <= 192 && of_values <= 128) visit.template operator()<192, 128>();  // DeepSeek's
-  else visit.template operator()<256, 256>();
+  });
 }
 
 }  // namespace sheaf::kernels::cuda::attention_tiles::fragments

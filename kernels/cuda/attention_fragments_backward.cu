@@ -246,7 +246,7 @@ void attention_backward(const Stream& stream, const View& q, const View& k, cons
   const char* who = "attention_backward";
   const Problem p = problem_of(q, k, mask, scale);
   const int64_t query_blocks = blocks_for(p.queries, kRows);
-  visit_widths(who, q, v, [&]<class T, int kWidth, int kValueWidth>() {
+  visit_call(who, q, v, [&]<class T, int kWidth, int kValueWidth>() {
     const Statistics<float> statistics = statistics_of<T>(who, stream, p, out, lse, dout, static_cast<float*>(workspace.data));
     visit_hides(mask, [&]<Hides kHides>() {
       launch(who, stream,

@@ -203,6 +203,17 @@ inline void check_widths(const char* who, const View& q, const View& v) {
   check<ShapeError>(larger <= 256, '[', who, "] heads of more than 256 elements: ", larger);
 }
 
+/// Calls f.operator()<W, E>() with widths that a call's queries and keys, and its values, fit in; E is at most W.
+template <class F>
+void visit_widths(const char* who, const View& q, const View& v, F&& f) {
+  check_widths(who, q, v);
+  const int64_t width = q.shape[3], of_values = v.shape[3], larger = std::max(width, of_values);
+  if (larger <= 64) f.template operator()<64, 64>();
+  else if (larger <= 128) f.template operator()<128, 128>();
+  else if (width <= 192 && of_values <= 128) f.template operator()<192, 128>();  // DeepSeek's
+  else f.template operator()<256, 256>();
+}
+
 inline Problem problem_of(const View& q, const View& k, const AttentionMask& mask, double scale) {
   return {q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], mask.causal,
           mask.window < k.shape[1] ? mask.window : k.shape[1], scale};

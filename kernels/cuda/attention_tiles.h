@@ -132,19 +132,13 @@ __device__ void store_row(const typename S::Results& results, int i, typename S:
 /// which have as many rows and are at most as wide.
 template <class F>
 void visit_tiles(const char* who, const View& q, const View& v, F&& f) {
-  const int64_t width = q.shape[3], of_values = v.shape[3], larger = std::max(width, of_values);
-  check_widths(who, q, v);
-  const auto equal = [&]<class S>() { f.template operator()<S, S>(); };
-  if (q.dtype == kF64)
-    equal.template operator()<Tiles<double, 256, 32>>();
-  else if (larger <= 64)
-    equal.template operator()<Tiles<float, 64, 64>>();
-  else if (larger <= 128)
-    equal.template operator()<Tiles<float, 128, 64>>();
-  else if (width <= 192 && of_values <= 128)  // DeepSeek's
-    f.template operator()<Tiles<float, 192, 64>, Tiles<float, 128, 64>>();
-  else
-    equal.template operator()<Tiles<float, 256, 64>>();
+  if (q.dtype == kF64) {
+    check_widths(who, q, v);
+    return f.template operator()<Tiles<double, 256, 32>, Tiles<double, 256, 32>>();
+  }
+  visit_widths(who, q, v, [&]<int kWidth, int kValueWidth>() {
+    f.template operator()<Tiles<float, kWidth, 64>, Tiles<float, kValueWidth, 64>>();
+  });
 }
 
 }  // namespace sheaf::kernels::cuda::attention_tiles

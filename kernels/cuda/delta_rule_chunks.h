@@ -190,18 +190,8 @@ __device__ Arriving<Compute<T>, T> queries(const Rule<T>& p, int64_t b, int64_t 
   return head(p.q, b, t, g, count, d, p.width, [&](int i) { return norms ? norms[i * p.key_heads] * factor(i) : factor(i); });
 }
 
-/// A state's tile: a factor of products that keeps all bits of its numbers. Of f32 two bf16 parts leave 8 bits, which are a third.
-template <class T>
-struct StateTile : Factor<T> {
-  using C = Compute<T>;
-  template <int kCount>
-  __device__ void put(int i, int j, const C (&x)[kCount]) {
-    Factor<T>::put(i, j, x);
-  }
-};
-template <class T>
-  requires kIsNarrow<T>
-struct StateTile<T> : Parts {
+/// Parts and what they leave of f32, 8 bits, which are a third.
+struct AllParts : Parts {
   unsigned rest[kTile][kPitch / 2];
 
   __device__ float get(int i, int j) const { return value(high[i][j / 2], j) + (value(low[i][j / 2], j) + value(rest[i][j / 2], j)); }
@@ -215,6 +205,10 @@ struct StateTile<T> : Parts {
     }
   }
 };
+
+/// A state's tile: a factor of products that keeps all bits of its numbers.
+template <class T>
+using StateTile = std::conditional_t<kIsNarrow<T>, AllParts, Factor<T>>;
 
 /// Columns [e, e + kTile) of a state [D, E], in tiles.
 template <class T>

@@ -49,7 +49,7 @@ struct Parts {
     for (int k = 0; k < kCount; k += 2) {
       const unsigned pair = pair_of<bf16>(x[k], x[k + 1]);
       of_high.v[k / 2] = pair;
-      of_low.v[k / 2] = pair_of<bf16>(x[k] - __uint_as_float(pair << 16), x[k + 1] - __uint_as_float(pair & 0xffff0000u));
+      of_low.v[k / 2] = pair_of<bf16>(x[k] - value(pair, 0), x[k + 1] - value(pair, 1));
     }
     *reinterpret_cast<Pairs*>(&high[i][j / 2]) = of_high;
     *reinterpret_cast<Pairs*>(&low[i][j / 2]) = of_low;
