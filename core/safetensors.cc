@@ -97,6 +97,10 @@ class HeaderParser : public nlohmann::json_sax<nlohmann::json> {
         return true;
       }
     }
+    if (value == "F8_E4M3") {
+      entry_.dtype = DType::u8, entry_.e4m3 = true;
+      return true;
+    }
     refuse("unknown dtype " + shown(value));
   }
 

@@ -23,6 +23,7 @@ struct SafetensorsEntry {
   DType dtype = DType::f32;
   Shape shape;
   int64_t begin = 0, end = 0;  ///< byte range from the start of the file
+  bool e4m3 = false;           ///< the u8 are numbers in FP8 (F8_E4M3), which Sheaf has as their codes
   int64_t bytes() const { return end - begin; }
 };
 
@@ -35,7 +36,7 @@ struct SafetensorsHeader {
 inline constexpr int64_t kMaxSafetensorsHeader = 100'000'000;
 
 /// Parses the JSON header of a file of `file_bytes` bytes; `path` is for messages. Throws CheckpointError naming file,
-/// tensor and reason. A dtype that Sheaf lacks (F8_E4M3, C64, ...) is named.
+/// tensor and reason. A dtype that Sheaf lacks (F8_E5M2, C64, ...) is named; F8_E4M3 is u8 with a mark.
 SafetensorsHeader parse_safetensors_header(std::string_view header, int64_t file_bytes, const std::string& path);
 
 /// An open file. Moves; reading is thread-safe.

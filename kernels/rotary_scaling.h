@@ -32,7 +32,7 @@ struct RotaryScaling {
   };
   double factor = 1.0;            ///< what slow frequencies are divided by, at least 1
   double low_freq_factor = 1.0;   ///< turns, above 0
-  double high_freq_factor = 4.0;  ///< turns, above low_freq_factor
+  double high_freq_factor = 4.0;  ///< turns, above low_freq_factor (YaRN: or the same)
   int64_t original_context = 0;   ///< tokens; 0: all frequencies are divided
   Blend blend = Blend::by_turns;
   double amplitude = 1.0;  ///< what rotated elements are multiplied by, above 0
@@ -74,9 +74,10 @@ struct RotaryScaling {
     const char* high = is_yarn() ? "beta_fast" : "high_freq_factor";
     if (!(low_freq_factor > 0.0))
       return str(low, " is ", low_freq_factor, ": expected a positive number");
-    if (!(high_freq_factor > low_freq_factor && high_freq_factor <= kLargest))
-      return str(high, " is ", high_freq_factor, ": expected a number above ", low, ", ",
-                 low_freq_factor, ", up to ", kLargest);
+    // At the same bounds YaRN's blend is a step.
+    if (!(high_freq_factor > low_freq_factor || (is_yarn() && high_freq_factor == low_freq_factor)) || !(high_freq_factor <= kLargest))
+      return str(high, " is ", high_freq_factor, ": expected a number ", is_yarn() ? "not below " : "above ",
+                 low, ", ", low_freq_factor, ", up to ", kLargest);
     if (original_context < (is_yarn() ? 1 : 0))
       return str("original_context is ", original_context, ": expected a number of tokens");
     if (!(amplitude > 0.0 && amplitude <= kLargest))

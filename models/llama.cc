@@ -29,6 +29,10 @@ nn::AttentionConfig attention_config(const LlamaConfig& c, int64_t block) {
   a.qk_norm = c.qk_norm;
   a.norm_eps = c.norm_eps;
   a.rotary_dim = c.rotary_dim;
+  if (c.query_pre_attn_scalar) {
+    const int64_t head_dim = c.head_dim ? c.head_dim : c.width / c.heads;
+    a.scale = std::sqrt(static_cast<double>(head_dim) / static_cast<double>(c.query_pre_attn_scalar));
+  }
   set_window_and_rotary(a, c, block);
   a.dropout = c.dropout;
   a.init = weight_init();
@@ -164,9 +168,9 @@ Llama::Llama(const LlamaConfig& c)
                      " have no mixture: none has");
   check<ConfigError>(c.experts == 0 || !c.gelu_gate, "[llama] gelu_gate: mixtures of experts are SwiGLU");
   check<ConfigError>(c.kv_lora_rank == 0 || ((c.kv_heads == 0 || c.kv_heads == c.heads) && !c.qk_norm && !c.qkv_bias && !c.out_bias &&
-                                             !c.attention_sinks && !c.attention_gate && !c.rotary_dim),
+                                             !c.attention_sinks && !c.attention_gate && !c.rotary_dim && !c.query_pre_attn_scalar),
                      "[llama] kv_lora_rank ", c.kv_lora_rank, ": latent attention has as many key heads as heads (kv_heads 0, not ",
-                     c.kv_heads, "), and neither qk_norm, qkv_bias, out_bias, attention_sinks, attention_gate nor rotary_dim");
+                     c.kv_heads, "), and neither qk_norm, qkv_bias, out_bias, attention_sinks, attention_gate, rotary_dim nor query_pre_attn_scalar");
   check<ConfigError>(c.linear_key_heads == 0 || c.window == 0, "[llama] linear_key_heads ", c.linear_key_heads, " with a window of ", c.window,
                      ": blocks without linear attention see all keys");
   blocks.reserve(static_cast<size_t>(c.layers));

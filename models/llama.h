@@ -36,6 +36,7 @@ struct LlamaConfig {
   bool out_bias = false;          ///< what attention adds has a bias, as gpt-oss's
   bool attention_gate = false;    ///< what heads give is gated, as Qwen3-Next's (AttentionConfig::gate)
   int64_t rotary_dim = 0;       ///< of a head the last so many elements are rotated; 0: all
+  int64_t query_pre_attn_scalar = 0;  ///< scores are divided by its root, as in Gemma 3 27B; 0: by that of the head's width
   bool attention_sinks = false;   ///< each head's softmax has a sink, as gpt-oss's (AttentionConfig::sinks)
   bool qk_norm = false;           ///< queries and keys are normalised before they are rotated, as Qwen3's
   bool gelu_gate = false;         ///< MLPs are GeGLU, as Gemma's; not with experts, whose mixtures are SwiGLU

@@ -76,6 +76,31 @@ LlamaConfig qwen3_next() {
   return c;
 }
 
+// Qwen3.5's, of the same layers: 9B, dense (https://huggingface.co/Qwen/Qwen3.5-9B), without its model of images.
+LlamaConfig qwen3_5_9b() {
+  LlamaConfig c = qwen3_next();
+  c.layers = 32;
+  c.width = 4096;
+  c.kv_heads = 4;
+  c.mlp_width = 12288;
+  c.vocab = 248320;
+  c.experts = c.shared_experts = 0;
+  c.shared_expert_gate = false;
+  c.aux_loss = 0;
+  return c;
+}
+
+// And 35B-A3B, with mixtures (https://huggingface.co/Qwen/Qwen3.5-35B-A3B).
+LlamaConfig qwen3_5_35b_a3b() {
+  LlamaConfig c = qwen3_next();
+  c.layers = 40;
+  c.mlp_width = c.expert_hidden;
+  c.vocab = 248320;
+  c.experts = 256;
+  c.experts_per_token = 8;
+  return c;
+}
+
 // DeepSeek's: latents for attention, a first few dense blocks, then mixtures with shared experts.
 LlamaConfig deepseek(int64_t layers, int64_t heads, int64_t width, int64_t mlp_width, int64_t experts, int64_t expert_hidden) {
   LlamaConfig c;
@@ -145,6 +170,39 @@ LlamaConfig moonlight() {
   return c;
 }
 
+// Kimi K2, 1 T parameters of which a token goes through 32B (https://arxiv.org/abs/2507.20534).
+LlamaConfig kimi_k2() {
+  LlamaConfig c = with_biased_experts(deepseek(61, 64, 7168, 18432, 384, 2048), 8, 2.827, 1, 1);
+  c.context = 131072;
+  c.vocab = 163840;
+  c.q_lora_rank = 1536;
+  c.rope_theta = 50000.0;
+  c.rope_scaling = RotaryScaling::yarn(32, 4096, 1, 1);
+  c.rope_scaling.amplitude = 1;
+  c.mscale_all_dim = 1;
+  return c;
+}
+
+// GLM-4.5 and GLM-4.5-Air (https://arxiv.org/abs/2508.06471): DeepSeek-V3's mixtures beside attention of which half of each head is rotated.
+LlamaConfig glm4_5(int64_t layers, int64_t width, int64_t mlp_width, int64_t experts, int64_t expert_hidden, double scale, int64_t dense) {
+  LlamaConfig c;
+  c.layers = layers;
+  c.heads = 96;
+  c.kv_heads = 8;
+  c.width = width;
+  c.head_dim = 128;
+  c.mlp_width = mlp_width;
+  c.context = 131072;
+  c.vocab = 151552;
+  c.rope_theta = 1e6;
+  c.qkv_bias = true;
+  c.qk_norm = layers > 46;
+  c.rotary_dim = 64;
+  c.experts = experts;
+  c.expert_hidden = expert_hidden;
+  return with_biased_experts(c, 8, scale, 1, dense);
+}
+
 // Gemma's (https://arxiv.org/abs/2403.08295), whose heads are wide, and whose keys are few.
 LlamaConfig gemma(int64_t layers, int64_t heads, int64_t kv_heads, int64_t width, int64_t mlp_width) {
   LlamaConfig c;
@@ -174,6 +232,20 @@ LlamaConfig gemma3(int64_t layers, int64_t width, int64_t mlp_width) {
   c.window = 512;
   c.window_rope_theta = 10000.0;
   c.full_attention_every = 6;
+  return c;
+}
+
+// Those of larger ones, which read images, too: here without.
+LlamaConfig gemma3_of_images(int64_t layers, int64_t heads, int64_t head_dim, int64_t width, int64_t mlp_width) {
+  LlamaConfig c = gemma3(layers, width, mlp_width);
+  c.heads = heads;
+  c.kv_heads = heads / 2;
+  c.head_dim = head_dim;
+  c.context = 131072;
+  c.vocab = 262208;
+  c.rope_scaling = RotaryScaling::linear(8);
+  c.window = 1024;
+  if (head_dim != 256) c.query_pre_attn_scalar = width / heads;
   return c;
 }
 
@@ -240,16 +312,24 @@ std::vector<std::pair<std::string, LlamaConfig>> LlamaConfig::published() {
           {"qwen3-32b", qwen3(64, 64, 5120, 25600, false)},
           {"qwen3-30b-a3b", qwen3_30b_a3b()},
           {"qwen3-next-80b-a3b", qwen3_next()},
+          {"qwen3.5-9b", qwen3_5_9b()},
+          {"qwen3.5-35b-a3b", qwen3_5_35b_a3b()},
           {"gemma-2b", gemma(18, 8, 1, 2048, 16384)},
           {"gemma-7b", gemma(28, 16, 16, 3072, 24576)},
           {"gemma3-270m", gemma3(18, 640, 2048)},
           {"gemma3-1b", gemma3(26, 1152, 6912)},
+          {"gemma3-4b", gemma3_of_images(34, 8, 256, 2560, 10240)},
+          {"gemma3-12b", gemma3_of_images(48, 16, 256, 3840, 15360)},
+          {"gemma3-27b", gemma3_of_images(62, 32, 128, 5376, 21504)},
           {"mixtral-8x7b", mixtral()},
           {"gpt-oss-20b", gpt_oss(24, 32)},
           {"gpt-oss-120b", gpt_oss(36, 128)},
           {"deepseek-v2-lite", deepseek_v2_lite()},
           {"deepseek-v3", deepseek_v3()},
-          {"moonlight-16b-a3b", moonlight()}};
+          {"moonlight-16b-a3b", moonlight()},
+          {"kimi-k2", kimi_k2()},
+          {"glm-4.5", glm4_5(92, 5120, 12288, 160, 1536, 2.5, 3)},
+          {"glm-4.5-air", glm4_5(46, 4096, 10944, 128, 1408, 1.0, 1)}};
 }
 
 LlamaConfig LlamaConfig::preset(const std::string& name) {

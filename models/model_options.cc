@@ -40,6 +40,7 @@ void for_each_llama_option(Model& c, Options& m, F&& f) {
   f(c.gelu_gate, m.gelu_gate);
   f(c.post_norms, m.post_norms);
   f(c.scale_embedding, m.scale_embedding);
+  f(c.query_pre_attn_scalar, m.query_pre_attn_scalar);
   f(c.window_rope_theta, m.window_rope_theta);
   f(c.rope_theta, m.rope_theta);
   f(c.kv_lora_rank, m.kv_lora_rank);

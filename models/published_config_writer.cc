@@ -36,6 +36,7 @@ void check_published_shape(const ModelConfig& model, const ModelConfig& publishe
     same("attention_sinks", m.attention_sinks, published.attention_sinks);
     same("attention_gate", m.attention_gate, published.attention_gate);
     same("rotary_dim", m.rotary_dim, published.rotary_dim);
+    same("query_pre_attn_scalar", m.query_pre_attn_scalar, published.query_pre_attn_scalar);
     same("qk_norm", m.qk_norm, published.qk_norm);
     same("linear_key_heads", m.linear_key_heads, published.linear_key_heads);
     if (m.linear_key_heads) {
@@ -126,21 +127,19 @@ Architecture deepseek(const ModelConfig& m) {
 }
 
 bool has_any_of_gemma(const ModelConfig& m) {
-  return m.gelu_gate || m.post_norms || m.scale_embedding || (m.window && m.window_rope_theta != 0);
+  return m.gelu_gate || m.post_norms || m.scale_embedding || m.query_pre_attn_scalar || (m.window && m.window_rope_theta != 0);
 }
 
 Architecture gemma(const ModelConfig& m) {
-  const bool base = m.gelu_gate && m.scale_embedding && !m.qkv_bias && !m.experts && !m.kv_lora_rank;
+  const bool base = m.gelu_gate && m.scale_embedding && !m.qkv_bias && !m.rotary_dim && !m.experts && !m.kv_lora_rank;
   if (base && m.post_norms && m.qk_norm && (!m.window || m.window_rope_theta != 0)) return {"gemma3_text", "Gemma3ForCausalLM"};
-  if (base && !m.post_norms && !m.qk_norm && !m.window) return {"gemma", "GemmaForCausalLM"};
-  fail<ConfigError>("[weights] model.gelu_gate, .post_norms, .scale_embedding and .window_rope_theta are published with the first and the third "
-                    "alone (gemma), or with model.qk_norm all together (gemma3_text), without mixtures and model.qkv_bias: this model cannot "
-                    "be written as one");
+  if (base && !m.post_norms && !m.qk_norm && !m.window && !m.query_pre_attn_scalar) return {"gemma", "GemmaForCausalLM"};
+  fail<ConfigError>("[weights] model.gelu_gate, .post_norms, .scale_embedding, .query_pre_attn_scalar and .window_rope_theta are published with "
+                    "the first and the third alone (gemma), or with model.qk_norm all together (gemma3_text), without mixtures, model.qkv_bias and "
+                    ".rotary_dim: this model cannot be written as one");
 }
 
-bool has_any_of_qwen3_next(const ModelConfig& m) {
-  return m.linear_key_heads || m.attention_gate || m.rotary_dim || (m.experts && m.shared_expert_gate);
-}
+bool has_any_of_qwen3_next(const ModelConfig& m) { return m.linear_key_heads || m.attention_gate || (m.experts && m.shared_expert_gate); }
 
 bool has_any_of_gpt_oss(const ModelConfig& m) {
   return m.out_bias || m.attention_sinks || (m.experts && (m.expert_linear_bias || m.expert_gate_limit > 0));
@@ -155,47 +154,64 @@ Architecture gpt_oss(const ModelConfig& m) {
                     "(gpt_oss): this model cannot be written as one");
 }
 
-Architecture qwen3_next(const ModelConfig& m) {
+// Qwen3-Next, or Qwen3.5, dense or with mixtures. Of these, the two with mixtures differ in their files alone: the model is what it started from.
+Architecture qwen3_next(const ModelConfig& m, const std::string& like) {
   const bool shared = m.experts && m.shared_experts && m.shared_expert_gate, window = m.window != 0;
   const bool deepseeks = m.dense_layers || m.expert_affinity != "softmax" || m.expert_bias || m.expert_scale != 1 || m.expert_parts != 1;
-  if (m.linear_key_heads && m.attention_gate && m.qk_norm && shared && !deepseeks && !m.qkv_bias && !window && !m.kv_lora_rank &&
-      !has_any_of_gemma(m) && !has_any_of_gpt_oss(m))
+  if (m.linear_key_heads && m.attention_gate && m.qk_norm && (m.experts == 0 || (shared && !deepseeks)) && !m.qkv_bias && !window &&
+      !m.kv_lora_rank && !has_any_of_gemma(m) && !has_any_of_gpt_oss(m)) {
+    if (m.experts == 0) return {"qwen3_5_text", "Qwen3_5ForCausalLM"};
+    if (like == "qwen3_5_moe_text" && m.normalize_experts) return {like, "Qwen3_5MoeForCausalLM"};
     return {"qwen3_next", "Qwen3NextForCausalLM"};
-  fail<ConfigError>("[weights] model.linear_key_heads, .attention_gate, .shared_expert_gate and .rotary_dim are published together, with "
-                    "model.qk_norm and mixtures in all layers, and without model.qkv_bias, .window, latent attention and what is DeepSeek's "
-                    "beside shared experts, Gemma's or gpt-oss's (qwen3_next): this model cannot be written as one");
+  }
+  fail<ConfigError>("[weights] model.linear_key_heads, .attention_gate and .shared_expert_gate are published together, with model.qk_norm, the "
+                    "last with mixtures in all layers (qwen3_next), or without mixtures (qwen3_5_text), and without model.qkv_bias, .window, "
+                    "latent attention and what is DeepSeek's beside shared experts, Gemma's or gpt-oss's: this model cannot be written as one");
+}
+
+// GLM-4.5's and dots.llm1's mixtures are DeepSeek-V3's. dots.llm1's attention is Qwen3's; GLM-4.5's rotates a part of each head, may have
+// biases, or no norms, and its files may have MTP layers.
+bool is_dots1(const ModelConfig& m) { return m.qk_norm && !m.qkv_bias && !m.rotary_dim; }
+Architecture dots1_or_glm(const ModelConfig& m) {
+  const bool experts = m.expert_affinity == "sigmoid" && m.expert_bias && m.shared_experts > 0;
+  if (experts && is_dots1(m)) return {"dots1", "Dots1ForCausalLM"};
+  if (experts && !m.window) return {"glm4_moe", "Glm4MoeForCausalLM"};
+  fail<ConfigError>("[weights] mixtures with any of model.expert_affinity sigmoid, .expert_bias, .expert_scale, .expert_parts, "
+                    ".shared_experts and .dense_layers are published with sigmoid, model.expert_bias and shared experts, and, with a "
+                    "model.window, with model.qk_norm and without model.qkv_bias and .rotary_dim (dots1, glm4_moe; or with "
+                    "model.kv_lora_rank): this model cannot be written as one");
 }
 
 }  // namespace
 
-bool publishes_mtp(const ModelConfig& m) { return m.kv_lora_rank && m.experts && m.expert_affinity == "sigmoid"; }
+bool publishes_mtp(const ModelConfig& m) {
+  return m.experts && m.expert_affinity == "sigmoid" && (m.kv_lora_rank || (m.expert_bias && m.shared_experts && !is_dots1(m)));
+}
 
 namespace {
 
 // ConfigError for what nobody has published.
-Architecture architecture_of(const ModelConfig& m) {
-  if (has_any_of_qwen3_next(m)) return qwen3_next(m);
+Architecture architecture_of(const ModelConfig& m, const std::string& like) {
+  if (has_any_of_qwen3_next(m)) return qwen3_next(m, like);
   if (has_any_of_gpt_oss(m)) return gpt_oss(m);
   if (has_any_of_gemma(m)) return gemma(m);
   if (m.kv_lora_rank) return deepseek(m);
+  if (has_deepseek_experts(m)) return dots1_or_glm(m);
+  if (m.rotary_dim)
+    fail<ConfigError>("[weights] model.rotary_dim ", m.rotary_dim, ": published with mixtures as DeepSeek-V3's (glm4_moe), or with "
+                      "model.linear_key_heads (qwen3_next, qwen3_5_text): this model cannot be written as one");
   if (m.qk_norm && m.qkv_bias)
-    fail<ConfigError>("[weights] model.qk_norm with model.qkv_bias: no published architecture has both");
-  const bool dots1 = has_deepseek_experts(m);
-  if (dots1 && !(m.expert_affinity == "sigmoid" && m.expert_bias && m.shared_experts > 0 && m.qk_norm && !m.qkv_bias))
-    fail<ConfigError>("[weights] mixtures with any of model.expert_affinity sigmoid, .expert_bias, .expert_scale, .expert_parts, "
-                      ".shared_experts and .dense_layers are published with sigmoid, model.expert_bias, shared experts and model.qk_norm, and "
-                      "without model.qkv_bias (dots1), or with model.kv_lora_rank: this model cannot be written as one");
+    fail<ConfigError>("[weights] model.qk_norm with model.qkv_bias: no published architecture has both but with mixtures as DeepSeek-V3's");
   const bool mixtral = m.experts != 0 && !m.qk_norm;
   if (mixtral && (m.qkv_bias || !m.normalize_experts))
     fail<ConfigError>("[weights] Hugging Face's Mixtral has model.normalize_experts, and neither model.qkv_bias nor model.qk_norm: "
                       "this model cannot be written as one");
-  const bool by_layer = dots1 || (m.experts == 0 && (m.qkv_bias || m.qk_norm));
+  const bool by_layer = m.experts == 0 && (m.qkv_bias || m.qk_norm);
   if (m.window && (m.type == "gpt2" || (m.full_attention_every && !by_layer)))
     fail<ConfigError>("[weights] model.window ", m.window,
                       m.full_attention_every ? str(" with model.full_attention_every ", m.full_attention_every) : "",
                       ": no published architecture has that with the rest of this model");
   if (m.type == "gpt2") return {"gpt2", "GPT2LMHeadModel"};
-  if (dots1) return {"dots1", "Dots1ForCausalLM"};
   if (mixtral) return {"mixtral", "MixtralForCausalLM"};
   if (m.experts != 0) return {"qwen3_moe", "Qwen3MoeForCausalLM"};
   if (m.qk_norm) return {"qwen3", "Qwen3ForCausalLM"};
@@ -217,7 +233,7 @@ void write_gpt2(const ModelConfig& m, Json& json) {
       .set("attn_pdrop", 0.0);
 }
 
-// Of DeepSeek's and dots.llm1's; a model without any has only dense layers.
+// Of DeepSeek's, dots.llm1's and GLM-4.5's; a model without any has only dense layers.
 void write_deepseek_experts(const ModelConfig& m, const std::string& type, Json& json) {
   json.set("moe_intermediate_size", m.experts ? m.expert_hidden : m.mlp_width)
       .set("n_routed_experts", std::max<int64_t>(1, m.experts))
@@ -228,8 +244,8 @@ void write_deepseek_experts(const ModelConfig& m, const std::string& type, Json&
       .set("n_group", m.expert_parts)
       .set("topk_group", m.expert_parts_per_token)
       .set("first_k_dense_replace", m.experts ? m.dense_layers : m.layers)
-      .set("attention_bias", false);
-  if (type == "deepseek_v3") json.set("num_nextn_predict_layers", publishes_mtp(m) ? m.mtp_layers : 0);
+      .set("attention_bias", m.qkv_bias);
+  if (type == "deepseek_v3" || type == "glm4_moe") json.set("num_nextn_predict_layers", publishes_mtp(m) ? m.mtp_layers : 0);
   if (type == "deepseek_v2") json.set("scoring_func", "softmax").set("topk_method", "greedy");
 }
 
@@ -264,21 +280,24 @@ void write_windows(const ModelConfig& m, const std::string& type, Json& json) {
         .set("rope_local_base_freq", m.window_rope_theta);
 }
 
-// Of Qwen3-Next's attention, of both kinds.
+// The part of a head that is rotated. Read, its product with the width is cut to a whole number.
+double rotated_part(const ModelConfig& m) {
+  const auto width = static_cast<double>(m.head_dim), rotated = m.rotary_dim ? static_cast<double>(m.rotary_dim) : width;
+  const double part = rotated / width;
+  return part * width < rotated ? std::nextafter(part, 2.0) : part;
+}
+
+// Of Qwen3-Next's and Qwen3.5's attention, of both kinds.
 void write_linear_attention(const ModelConfig& m, Json& json) {
   Json::Array types;
   for (int64_t i = 0; i < m.layers; ++i) types.push_back(is_linear(i, m.full_attention_every) ? "linear_attention" : "full_attention");
-  const int64_t rotated = m.rotary_dim ? m.rotary_dim : m.head_dim;
-  const auto width = static_cast<double>(m.head_dim);
-  double part = static_cast<double>(rotated) / width;
-  if (part * width < static_cast<double>(rotated)) part = std::nextafter(part, 2.0);  // the product is cut to a whole number
   json.set("layer_types", types)
       .set("linear_num_key_heads", m.linear_key_heads)
       .set("linear_num_value_heads", m.linear_value_heads)
       .set("linear_key_head_dim", m.linear_key_head_dim)
       .set("linear_value_head_dim", m.linear_value_head_dim)
       .set("linear_conv_kernel_dim", m.linear_conv_kernel)
-      .set("partial_rotary_factor", part)
+      .set("partial_rotary_factor", rotated_part(m))
       .set("attention_bias", false);
 }
 
@@ -294,29 +313,27 @@ void write_llama(const ModelConfig& m, const std::string& type, Json& json) {
       .set("rms_norm_eps", m.norm_eps)
       .set("rope_theta", m.rope_theta)
       .set("rope_scaling", published_rope_scaling(m.rope_scaling));
-  const bool next = type == "qwen3_next";
-  if (type == "qwen3_moe" || next)
+  const bool next = type == "qwen3_next", later = type == "qwen3_5_moe_text";
+  if (type == "qwen3_moe" || next || later)
     json.set("moe_intermediate_size", m.expert_hidden)
         .set("num_experts", m.experts)
         .set("num_experts_per_tok", m.experts_per_token)
-        .set("norm_topk_prob", m.normalize_experts)
-        .set("decoder_sparse_step", 1)
-        .set("mlp_only_layers", Json::Array{})
         .set("router_aux_loss_coef", m.aux_loss);
-  if (next) {
-    json.set("shared_expert_intermediate_size", m.shared_experts * m.expert_hidden);
-    write_linear_attention(m, json);
-  }
+  if (type == "qwen3_moe" || next)
+    json.set("norm_topk_prob", m.normalize_experts).set("decoder_sparse_step", 1).set("mlp_only_layers", Json::Array{});
+  if (next || later) json.set("shared_expert_intermediate_size", m.shared_experts * m.expert_hidden);
+  if (m.linear_key_heads) write_linear_attention(m, json);
+  if (type == "glm4_moe") json.set("partial_rotary_factor", rotated_part(m)).set("use_qk_norm", m.qk_norm);
   if (type == "mixtral" || type == "gpt_oss")
     json.set("num_local_experts", m.experts)
         .set("num_experts_per_tok", m.experts_per_token)
         .set("router_aux_loss_coef", m.aux_loss);
-  if (type == "dots1" || deepseek) write_deepseek_experts(m, type, json);
+  if (type == "dots1" || type == "glm4_moe" || deepseek) write_deepseek_experts(m, type, json);
   if (deepseek) write_latents(m, json);
   write_windows(m, type, json);
   if (type.starts_with("gemma")) json.set("hidden_activation", "gelu_pytorch_tanh").set("attention_bias", false);
   else json.set("hidden_act", "silu");
-  if (type == "gemma3_text") json.set("query_pre_attn_scalar", m.head_dim);
+  if (type == "gemma3_text") json.set("query_pre_attn_scalar", m.query_pre_attn_scalar ? m.query_pre_attn_scalar : m.head_dim);
   if (type == "llama") json.set("attention_bias", false).set("mlp_bias", false);
   if (type != "gpt_oss") return;
   json.set("attention_bias", true).set("swiglu_limit", m.expert_gate_limit).set("swiglu_alpha", m.expert_gate_alpha);
@@ -326,9 +343,11 @@ void write_llama(const ModelConfig& m, const std::string& type, Json& json) {
 
 }  // namespace
 
-Json published_config(const ModelConfig& model, DType dtype) {
+std::string published_architecture(const ModelConfig& model, const std::string& like) { return architecture_of(resolved(model), like).type; }
+
+Json published_config(const ModelConfig& model, DType dtype, const std::string& like) {
   const ModelConfig m = resolved(model);
-  const auto [type, name] = architecture_of(m);
+  const auto [type, name] = architecture_of(m, like);
   Json json;
   json.set("model_type", type)
       .set("architectures", Json::Array{name})

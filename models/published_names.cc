@@ -53,17 +53,25 @@ void push_mlp(std::vector<PublishedTensor>& out, const std::string& name, const 
 }
 
 // Mixtral's, or those of Qwen3's and dots.llm1's, where queries and keys have norms, and of DeepSeek's. The matrices of all experts are
-// one of ours, of which each is some rows. Shared ones with a gate are Qwen3-Next's, which has one, as wide as all of them.
-void push_mixture(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& layer, const std::string& own) {
-  const int64_t c = m.width, hidden = m.expert_hidden;
-  const bool mixtral = !m.qk_norm && !m.kv_lora_rank;
+// one of ours, of which each is some rows; joined, each expert has its gate's rows before those that they are multiplied with. Shared ones
+// with a gate are Qwen3-Next's, which has one, as wide as all of them.
+void push_mixture(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& layer, const std::string& own, bool joined) {
+  const int64_t c = m.width, hidden = m.expert_hidden, n = m.experts;
+  const bool mixtral = !m.qk_norm && !m.kv_lora_rank && !m.expert_bias;
   const std::string name = layer + (mixtral ? ".block_sparse_moe." : ".mlp.");
   out.push_back({name + "gate.weight", {m.experts, c}, own + "router.weight"});
   if (m.expert_bias) out.push_back({name + "gate.e_score_correction_bias", {m.experts}, own + "choice_bias"});
   const std::string shared = name + (m.shared_expert_gate ? "shared_expert" : "shared_experts");
   if (m.shared_experts) push_mlp(out, shared, own + "shared", c, m.shared_experts * hidden);
   if (m.shared_expert_gate) out.push_back({name + "shared_expert_gate.weight", {1, c}, own + "shared_gate.weight"});
-  for (int64_t e = 0; e < m.experts; ++e) {
+  if (joined) {
+    const std::string halves[] = {own + "experts.gate", own + "experts.up"};
+    for (int64_t k : {0, 1})
+      out.push_back({.name = name + "experts.gate_up_proj", .shape = {n, 2 * hidden, c}, .own = halves[k], .part = {n * hidden, c},
+                     .first = k * hidden * c, .run = hidden * c, .step = 2});
+    out.push_back({.name = name + "experts.down_proj", .shape = {n, c, hidden}, .own = own + "experts.down", .part = {n * c, hidden}});
+  }
+  for (int64_t e = 0; e < n && !joined; ++e) {
     const std::string expert = str(name, "experts.", e, '.');
     out.push_back({expert + (mixtral ? "w1" : "gate_proj") + ".weight", {hidden, c}, own + "experts.gate", e * hidden});
     out.push_back({expert + (mixtral ? "w2" : "down_proj") + ".weight", {c, hidden}, own + "experts.down", e * c});
@@ -98,27 +106,6 @@ void push_gpt_oss_mixture(std::vector<PublishedTensor>& out, const ModelConfig& 
   out.push_back({down + "_bias", {n, c}, own + "experts.down_bias"});
 }
 
-// Queries, keys and values are three tensors, and one of ours. Both rotate halves of heads.
-void push_attention(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& name, const std::string& own) {
-  const int64_t c = m.width, q = m.heads * m.head_dim, kv = m.kv_heads * m.head_dim;
-  const std::string qkv = own + ".qkv.weight", bias = own + ".qkv.bias";
-  out.push_back({name + ".q_proj.weight", {q, c}, qkv});
-  out.push_back({name + ".k_proj.weight", {kv, c}, qkv, q});
-  out.push_back({name + ".v_proj.weight", {kv, c}, qkv, q + kv});
-  if (m.qkv_bias) {
-    out.push_back({name + ".q_proj.bias", {q}, bias});
-    out.push_back({name + ".k_proj.bias", {kv}, bias, q});
-    out.push_back({name + ".v_proj.bias", {kv}, bias, q + kv});
-  }
-  if (m.qk_norm) {
-    out.push_back(norm_of(m, name + ".q_norm", m.head_dim, own + ".query_norm"));
-    out.push_back(norm_of(m, name + ".k_norm", m.head_dim, own + ".key_norm"));
-  }
-  out.push_back({name + ".o_proj.weight", {c, q}, own + ".projection.weight"});
-  if (m.out_bias) out.push_back({name + ".o_proj.bias", {c}, own + ".projection.bias"});
-  if (m.attention_sinks) out.push_back({name + ".sinks", {m.heads}, own + ".sinks"});
-}
-
 // A part of a published tensor: from its row `first` on, so many rows are ours from `first_row` on.
 PublishedTensor rows_of(const PublishedTensor& whole, int64_t first, int64_t rows, const std::string& own, int64_t first_row) {
   PublishedTensor t = whole;
@@ -135,38 +122,60 @@ void push_head(std::vector<PublishedTensor>& out, const ModelConfig& m, const Pu
   if (others) out.push_back(rows_of(whole, first + rotated, others, own, first_row));
 }
 
-// Qwen3-Next's: each head's queries have its gates behind them.
-void push_gated_attention(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& name, const std::string& own) {
-  const int64_t c = m.width, d = m.head_dim, q = m.heads * d, kv = m.kv_heads * d;
-  const std::string qkv = own + ".qkv.weight";
-  const PublishedTensor queries = {.name = name + ".q_proj.weight", .shape = {2 * q, c}, .own = ""},
-                        keys = {.name = name + ".k_proj.weight", .shape = {kv, c}, .own = ""};
-  for (int64_t h = 0; h < m.heads; ++h) {
-    push_head(out, m, queries, 2 * h * d, qkv, h * d);
-    out.push_back(rows_of(queries, (2 * h + 1) * d, d, own + ".gate.weight", h * d));
+// Queries, keys and values are three tensors, and one of ours. Both rotate halves of heads. Where they rotate a part of each, or gates are
+// published, each head's behind its queries (Qwen3-Next's), heads change places one by one.
+void push_attention(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& name, const std::string& own) {
+  const int64_t c = m.width, d = m.head_dim, q = m.heads * d, kv = m.kv_heads * d, of_head = m.attention_gate ? 2 * d : d;
+  const bool by_heads = m.rotary_dim || m.attention_gate;
+  const auto push_qkv = [&](const std::string& kind, auto shape_of) {
+    const std::string qkv = own + ".qkv." + kind;
+    const auto of = [&](const char* which, int64_t rows, int64_t first_row) {
+      return PublishedTensor{.name = name + which + kind, .shape = shape_of(rows), .own = qkv, .first_row = first_row};
+    };
+    const PublishedTensor queries = of(".q_proj.", m.heads * of_head, 0), keys = of(".k_proj.", kv, q);
+    if (!by_heads) out.insert(out.end(), {queries, keys});
+    for (int64_t h = 0; by_heads && h < m.heads; ++h) {
+      push_head(out, m, queries, h * of_head, qkv, h * d);
+      if (m.attention_gate) out.push_back(rows_of(queries, h * of_head + d, d, own + ".gate." + kind, h * d));
+    }
+    for (int64_t h = 0; by_heads && h < m.kv_heads; ++h) push_head(out, m, keys, h * d, qkv, q + h * d);
+    out.push_back(of(".v_proj.", kv, q + kv));
+  };
+  push_qkv("weight", [&](int64_t rows) { return Shape{rows, c}; });
+  if (m.qkv_bias) push_qkv("bias", [](int64_t rows) { return Shape{rows}; });
+  if (m.qk_norm) {
+    for (const PublishedTensor& norm : {norm_of(m, name + ".q_norm", d, own + ".query_norm"), norm_of(m, name + ".k_norm", d, own + ".key_norm")}) {
+      if (m.rotary_dim) push_head(out, m, norm, 0, norm.own, 0);
+      else out.push_back(norm);
+    }
   }
-  for (int64_t h = 0; h < m.kv_heads; ++h) push_head(out, m, keys, h * d, qkv, q + h * d);
-  out.push_back({name + ".v_proj.weight", {kv, c}, qkv, q + kv});
-  push_head(out, m, norm_of(m, name + ".q_norm", d, ""), 0, own + ".query_norm.weight", 0);
-  push_head(out, m, norm_of(m, name + ".k_norm", d, ""), 0, own + ".key_norm.weight", 0);
   out.push_back({name + ".o_proj.weight", {c, q}, own + ".projection.weight"});
+  if (m.out_bias) out.push_back({name + ".o_proj.bias", {c}, own + ".projection.bias"});
+  if (m.attention_sinks) out.push_back({name + ".sinks", {m.heads}, own + ".sinks"});
 }
 
-// Qwen3-Next's: what is of a key head, and of the value heads that read it, is side by side; ours are all queries, all keys, and so on.
-void push_linear_attention(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& name, const std::string& own) {
+// Qwen3-Next's: what is of a key head, and of the value heads that read it, is side by side; ours are all queries, all keys, and so on, as
+// Qwen3.5's are, which are `apart` from gates and rates.
+void push_linear_attention(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& name, const std::string& own, bool apart) {
   const int64_t c = m.width, heads = m.linear_key_heads, d = m.linear_key_head_dim, readers = m.linear_value_heads / heads;
   const int64_t e = readers * m.linear_value_head_dim, keys = heads * d, values = heads * e;
   const std::string qkv = own + ".qkv.weight", rates = own + ".rates.weight";
   const PublishedTensor qkvz = {.name = name + ".in_proj_qkvz.weight", .shape = {2 * keys + 2 * values, c}, .own = ""},
                         ba = {.name = name + ".in_proj_ba.weight", .shape = {2 * m.linear_value_heads, c}, .own = ""};
-  for (int64_t g = 0; g < heads; ++g) {
+  if (apart) {
+    out.push_back({name + ".in_proj_qkv.weight", {2 * keys + values, c}, qkv});
+    out.push_back({name + ".in_proj_z.weight", {values, c}, own + ".gate.weight"});
+    out.push_back({name + ".in_proj_b.weight", {m.linear_value_heads, c}, rates});
+    out.push_back({name + ".in_proj_a.weight", {m.linear_value_heads, c}, rates, m.linear_value_heads});
+  }
+  for (int64_t g = 0; g < heads && !apart; ++g) {
     const int64_t first = g * 2 * (d + e);
     out.push_back(rows_of(qkvz, first, d, qkv, g * d));
     out.push_back(rows_of(qkvz, first + d, d, qkv, keys + g * d));
     out.push_back(rows_of(qkvz, first + 2 * d, e, qkv, 2 * keys + g * e));
     out.push_back(rows_of(qkvz, first + 2 * d + e, e, own + ".gate.weight", g * e));
   }
-  for (int64_t g = 0; g < heads; ++g)
+  for (int64_t g = 0; g < heads && !apart; ++g)
     for (int64_t k : {0, 1}) out.push_back(rows_of(ba, (2 * g + k) * readers, readers, rates, k * m.linear_value_heads + g * readers));
   out.push_back({.name = name + ".conv1d.weight", .shape = {2 * keys + values, 1, m.linear_conv_kernel}, .own = own + ".taps",
                  .part = {2 * keys + values, m.linear_conv_kernel}});
@@ -195,7 +204,7 @@ void push_latent_attention(std::vector<PublishedTensor>& out, const ModelConfig&
 std::string layer_name(int64_t i) { return str(kLlama, "layers.", i); }
 
 // Llama's are [out, in].
-std::vector<PublishedTensor> llama_tensors(const ModelConfig& m, bool mxfp4) {
+std::vector<PublishedTensor> llama_tensors(const ModelConfig& m, const PublishedForm& form) {
   std::vector<PublishedTensor> out;
   const int64_t c = m.width;
   const std::string prefix(kLlama);
@@ -204,8 +213,7 @@ std::vector<PublishedTensor> llama_tensors(const ModelConfig& m, bool mxfp4) {
     const std::string name = layer_name(i);
     out.push_back(norm_of(m, name + ".input_layernorm", c, own + ".attention_norm"));
     if (m.kv_lora_rank) push_latent_attention(out, m, name + ".self_attn", own + ".latent_attention");
-    else if (is_linear_block(m, i)) push_linear_attention(out, m, name + ".linear_attn", own + ".linear_attention");
-    else if (m.attention_gate) push_gated_attention(out, m, name + ".self_attn", own + ".attention");
+    else if (is_linear_block(m, i)) push_linear_attention(out, m, name + ".linear_attn", own + ".linear_attention", form.linear_apart);
     else push_attention(out, m, name + ".self_attn", own + ".attention");
     if (m.post_norms) {  // Gemma's name of the first is that of the others' second
       out.push_back(norm_of(m, name + ".post_attention_layernorm", c, own + ".attention_post_norm"));
@@ -215,8 +223,8 @@ std::vector<PublishedTensor> llama_tensors(const ModelConfig& m, bool mxfp4) {
       out.push_back(norm_of(m, name + ".post_attention_layernorm", c, own + ".mlp_norm"));
     }
     const bool mixture = m.experts && i >= m.dense_layers;
-    if (mixture && m.expert_linear_bias) push_gpt_oss_mixture(out, m, name, own + ".moe.", mxfp4);
-    else if (mixture) push_mixture(out, m, name, own + ".moe.");
+    if (mixture && m.expert_linear_bias) push_gpt_oss_mixture(out, m, name, own + ".moe.", form.mxfp4);
+    else if (mixture) push_mixture(out, m, name, own + ".moe.", form.joined_experts);
     else push_mlp(out, name + ".mlp", own + ".mlp", c, m.mlp_width);
   };
   for (int64_t i = 0; i < m.layers; ++i) push_block(i, str("blocks.", i));
@@ -246,9 +254,20 @@ bool is_of_a_layer(std::string_view name, std::string_view prefix, std::string_v
 
 }  // namespace
 
-std::vector<PublishedTensor> published_tensors(const ModelConfig& model, bool mxfp4) {
+PublishedForm PublishedForm::of(const std::map<std::string, const SafetensorsFile*, std::less<>>& tensors) {
+  const auto any = [&](std::string_view ending) {
+    return std::ranges::any_of(tensors, [&](const auto& t) { return t.first.ends_with(ending); });
+  };
+  return {.mxfp4 = any(".experts.gate_up_proj_blocks"), .joined_experts = any(".experts.gate_up_proj"), .linear_apart = any(".in_proj_qkv.weight")};
+}
+
+PublishedForm PublishedForm::to_write(const ModelConfig& model, const std::string& like) {
+  return {.linear_apart = model.linear_key_heads && published_architecture(model, like) != "qwen3_next"};
+}
+
+std::vector<PublishedTensor> published_tensors(const ModelConfig& model, const PublishedForm& form) {
   const ModelConfig m = resolved(model);
-  std::vector<PublishedTensor> out = m.type == "llama" ? llama_tensors(m, mxfp4) : gpt2_tensors(m);
+  std::vector<PublishedTensor> out = m.type == "llama" ? llama_tensors(m, form) : gpt2_tensors(m);
   if (!m.tie_embeddings) out.push_back({"lm_head.weight", {m.vocab, m.width}, "head.weight"});
   return out;
 }
@@ -259,7 +278,7 @@ std::string_view published_prefix(const ModelConfig& model) { return model.type 
 
 bool is_redundant(const ModelConfig& model, std::string_view name) {
   if (name == "lm_head.weight") return model.tie_embeddings;
-  if (model.linear_key_heads && name.starts_with("mtp.")) return true;  // Qwen3-Next's, which `transformers` passes over, too
+  if (model.linear_key_heads && name.starts_with("mtp.")) return true;  // Qwen3-Next's and Qwen3.5's, which `transformers` passes over, too
   if (model.type == "llama") return is_of_a_layer(name, "model.layers.", ".self_attn.rotary_emb.inv_freq");
   return is_of_a_layer(name, "transformer.h.", ".attn.bias") || is_of_a_layer(name, "transformer.h.", ".attn.masked_bias");
 }

@@ -1,10 +1,12 @@
 // The names that published weights have, and those of ours: one table, for reading and for writing.
 #pragma once
 
+#include <map>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "sheaf/core/safetensors.h"
 #include "sheaf/core/shape.h"
 #include "sheaf/models/train_config.h"
 
@@ -35,13 +37,26 @@ struct PublishedTensor {
   int64_t place(int64_t i) const { return first + i / run * run * step + i % run; }
 };
 
+/// What the shape of a model leaves open of its tensors.
+struct PublishedForm {
+  bool mxfp4 = false;           ///< gpt-oss's experts are in MXFP4, as OpenAI publishes them
+  bool joined_experts = false;  ///< those of others are two tensors of all experts, as published Qwen3.5's; else three of each
+  bool linear_apart = false;    ///< linear attention's queries, keys and values, gates and rates have tensors of their own, as Qwen3.5's
+
+  /// That of files with these names.
+  static PublishedForm of(const std::map<std::string, const SafetensorsFile*, std::less<>>& tensors);
+  /// The one in which such a model is written (published_architecture()).
+  static PublishedForm to_write(const ModelConfig& model, const std::string& like);
+};
+
 /// All tensors of Hugging Face's GPT2LMHeadModel or LlamaForCausalLM (MistralForCausalLM has the same), by model.type, or, with
 /// model.qkv_bias, Qwen2ForCausalLM, with model.qk_norm Qwen3ForCausalLM, with model.experts MixtralForCausalLM, with
-/// model.kv_lora_rank DeepseekV3ForCausalLM, with model.scale_embedding GemmaForCausalLM or, with model.post_norms,
-/// Gemma3ForCausalLM, with model.expert_linear_bias GptOssForCausalLM, whose experts are in MXFP4 as OpenAI publishes them, with
-/// model.attention_gate and model.linear_key_heads Qwen3NextForCausalLM; vocab must be known. Without model.bias, GPT-2's biases are
-/// not among them, nor are MTP layers but where publishes_mtp(), whose last layers they are.
-std::vector<PublishedTensor> published_tensors(const ModelConfig& model, bool mxfp4 = false);
+/// model.kv_lora_rank DeepseekV3ForCausalLM, with model.expert_bias alone Dots1ForCausalLM or Glm4MoeForCausalLM, with
+/// model.scale_embedding GemmaForCausalLM or, with model.post_norms, Gemma3ForCausalLM, with model.expert_linear_bias
+/// GptOssForCausalLM, with model.attention_gate and model.linear_key_heads Qwen3NextForCausalLM, Qwen3_5ForCausalLM or
+/// Qwen3_5MoeForCausalLM; vocab must be known. Without model.bias, GPT-2's biases are not among them, nor are MTP layers but where
+/// publishes_mtp(), whose last layers they are.
+std::vector<PublishedTensor> published_tensors(const ModelConfig& model, const PublishedForm& form = {});
 
 /// The tensor that an MTP layer has and no other layer, which is number `layer` of all of them.
 std::string mtp_mark(int64_t layer);
@@ -50,7 +65,7 @@ std::string mtp_mark(int64_t layer);
 std::string_view published_prefix(const ModelConfig& model);
 
 /// Whether a tensor of this name (with prefix) is none of the model's: masks, frequencies, a head that is tied and written all the
-/// same, Qwen3-Next's layer for a further token.
+/// same, Qwen3-Next's and Qwen3.5's layers for further tokens.
 bool is_redundant(const ModelConfig& model, std::string_view name);
 
 }  // namespace sheaf::models

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <utility>
 
 #include "sheaf/core/error.h"
 #include "sheaf/core/file.h"
@@ -22,6 +23,13 @@ class ConfigReader {
       fail<CheckpointError>("[weights] ", e.what());
     }
     if (!json_.is_object()) fail<CheckpointError>("[weights] ", file, " is not a JSON object");
+  }
+
+  /// An object inside, whose keys are named with its own.
+  ConfigReader object(const char* key) const {
+    const Json* inside = find(key);
+    if (!inside || !inside->is_object()) refuse(key, "expected an object");
+    return {file_ + ": " + key, *inside};
   }
 
   const Json* find(const char* key) const {
@@ -63,6 +71,8 @@ class ConfigReader {
   }
 
  private:
+  ConfigReader(std::string file, Json json) : file_(std::move(file)), json_(std::move(json)) {}
+
   template <class T, class R>
   T get(const char* key, T otherwise, R (Json::*as)() const) const {
     const Json* value = find(key);

@@ -2,6 +2,9 @@
 
 #include <cmath>
 #include <cstdint>
+#include <utility>
+
+#include "sheaf/kernels/fp8.h"
 
 namespace sheaf::models {
 namespace {
@@ -10,7 +13,7 @@ constexpr float kE2m1[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f
 
 }  // namespace
 
-void PublishedSource::decode(int64_t begin, int64_t end, float* out) const {
+void PublishedSource::decode_mxfp4(int64_t begin, int64_t end, float* out) const {
   const int64_t most = std::min(end - begin, kChunk);  // which may begin and end within a byte, and within a block
   std::vector<uint8_t> blocks(static_cast<size_t>(most / 2 + 1)), exponents(static_cast<size_t>(most / kMxfp4Block + 2));
   for (int64_t from = begin, to; from < end; from = to) {
@@ -28,8 +31,33 @@ void PublishedSource::decode(int64_t begin, int64_t end, float* out) const {
   }
 }
 
-bool has_mxfp4(const std::map<std::string, const SafetensorsFile*, std::less<>>& tensors) {
-  return std::any_of(tensors.begin(), tensors.end(), [](const auto& t) { return t.first.ends_with(".experts.gate_up_proj_blocks"); });
+void PublishedSource::decode_fp8(int64_t begin, int64_t end, float* out) const {
+  const Shape& shape = tensor.shape;  // matrices [rows, columns], one or one of each expert
+  const int64_t columns = shape[shape.rank() - 1], rows = shape[shape.rank() - 2];
+  const auto blocks = [](int64_t size, int64_t block) { return (size + block - 1) / block; };
+  const int64_t row_scales = blocks(columns, fp8.columns), matrix_scales = blocks(rows, fp8.rows) * row_scales;
+  std::vector<uint8_t> codes(static_cast<size_t>(std::min(end - begin, kChunk)));
+  std::vector<float> row(static_cast<size_t>(row_scales));  // the scales of a row
+  int64_t read = -1;                                        // where they begin
+  for (int64_t from = begin, to; from < end; from = to) {
+    to = std::min(end, from + kChunk);
+    file->read(name, from, to, codes.data());
+    for (int64_t i = from; i < to;) {
+      const int64_t r = i / columns, first = r / rows * matrix_scales + r % rows / fp8.rows * row_scales;
+      if (std::exchange(read, first) != first) read_scales(first, row);
+      const int64_t c = i % columns, block = c / fp8.columns, last = std::min(to, i - c + std::min(columns, (block + 1) * fp8.columns));
+      for (const float scale = row[static_cast<size_t>(block)]; i < last; ++i)
+        out[i - begin] = kernels::fp8_value(codes[static_cast<size_t>(i - from)]) * scale;
+    }
+  }
+}
+
+void PublishedSource::read_scales(int64_t first, std::vector<float>& row) const {
+  visit_floating("weights", scales_file->at(scales).dtype, [&]<class S>() {
+    std::vector<S> there(row.size());
+    scales_file->read(scales, first, first + std::ssize(row), there.data());
+    for (size_t i = 0; i < row.size(); ++i) row[i] = as<float>(there[i]);
+  });
 }
 
 }  // namespace sheaf::models

@@ -1,13 +1,13 @@
-// Elements of ours in published files: side by side, every second one, or in MXFP4.
+// Elements of ours in published files: side by side, every second one, in MXFP4, or in FP8.
 #pragma once
 
 #include <algorithm>
-#include <map>
 #include <string>
 #include <type_traits>
 #include <vector>
 
 #include "sheaf/core/safetensors.h"
+#include "sheaf/models/published_config.h"
 #include "sheaf/models/published_names.h"
 
 namespace sheaf::models {
@@ -22,9 +22,10 @@ struct PublishedSource {
   PublishedTensor tensor;
   const SafetensorsFile* file = nullptr;
   std::string name;     ///< there; in MXFP4 that of the blocks
-  DType dtype = kF32;   ///< of values as they are read; in MXFP4 f32, which holds them
-  const SafetensorsFile* scales_file = nullptr;  ///< in MXFP4
+  DType dtype = kF32;   ///< of values as they are read; f32 of those in MXFP4, whose values it holds, and in FP8
+  const SafetensorsFile* scales_file = nullptr;  ///< in MXFP4 and FP8
   std::string scales = {};
+  Fp8Block fp8 = {};    ///< there
 
   /// Elements [begin, end) of what it holds of ours, in the order in which they are there, with the values that ours have.
   template <class T>
@@ -42,9 +43,10 @@ struct PublishedSource {
     for (T* x = out; x != out + (end - begin); ++x) *x = as<T>(as_computed(*x) + 1);
   }
 
-  /// The bytes that so many elements take in the files.
+  /// The bytes that so many elements take in the files, in FP8 without the scales, which are few.
   int64_t bytes(int64_t elements) const {
-    return tensor.mxfp4 ? elements * (kMxfp4Block / 2 + 1) / kMxfp4Block : elements * static_cast<int64_t>(size_of(dtype));
+    if (tensor.mxfp4) return elements * (kMxfp4Block / 2 + 1) / kMxfp4Block;
+    return is_fp8() ? elements : elements * static_cast<int64_t>(size_of(dtype));
   }
 
  private:
@@ -78,13 +80,14 @@ struct PublishedSource {
 
   /// Elements [begin, end) of the tensor's flat index, as `dtype`.
   void fetch(int64_t begin, int64_t end, void* out) const {
-    if (tensor.mxfp4) decode(begin, end, static_cast<float*>(out));
+    if (tensor.mxfp4) decode_mxfp4(begin, end, static_cast<float*>(out));
+    else if (is_fp8()) decode_fp8(begin, end, static_cast<float*>(out));
     else file->read(name, begin, end, out);
   }
-  void decode(int64_t begin, int64_t end, float* out) const;
+  bool is_fp8() const { return scales_file && !tensor.mxfp4; }
+  void decode_mxfp4(int64_t begin, int64_t end, float* out) const;
+  void decode_fp8(int64_t begin, int64_t end, float* out) const;
+  void read_scales(int64_t first, std::vector<float>& row) const;
 };
-
-/// Whether experts are in MXFP4 in files with these names.
-bool has_mxfp4(const std::map<std::string, const SafetensorsFile*, std::less<>>& tensors);
 
 }  // namespace sheaf::models

@@ -92,36 +92,61 @@ int64_t read_blocks(const PublishedSource& source, std::vector<Wanted<T>> wanted
   return read;
 }
 
+using Tensors = std::map<std::string, const SafetensorsFile*, std::less<>>;
+
+/// What files call the tensors of the table. Those of a model without its head, as GPT-2's are, lack the table's prefix; those of a model
+/// of images, too, have a longer one for the model of text.
+struct FileNames {
+  std::string_view prefix;  ///< in the table
+  std::string there, head;  ///< in the files, where the head may have one, too
+  bool among_others = false;  ///< of a model of images: what has another prefix is not of the text
+
+  FileNames(const Tensors& tensors, const ModelConfig& model) : prefix(published_prefix(model)) {
+    const auto begin_with = [&](std::string_view text) {
+      return std::ranges::any_of(tensors, [&](const auto& t) { return t.first.starts_with(text); });
+    };
+    const std::string_view newer = "model.language_model.", older = "language_model.model.";  // since version 5 of transformers, and before
+    if (model.type == "llama" && begin_with(newer)) there = newer, among_others = true;
+    else if (model.type == "llama" && begin_with(older)) there = older, head = "language_model.", among_others = true;
+    else if (begin_with(prefix)) there = prefix;
+  }
+
+  std::string of(std::string_view name) const {
+    return name.starts_with(prefix) ? there + std::string(name.substr(prefix.size())) : head + std::string(name);
+  }
+  /// The other way, for what has such a name; else "".
+  std::string back(std::string_view name) const {
+    if (name.starts_with(head + "lm_head.")) return std::string(name.substr(head.size()));
+    if (name.starts_with(there)) return std::string(prefix) + std::string(name.substr(there.size()));
+    return among_others ? "" : std::string(name);
+  }
+};
+
 class Loader {
  public:
   Loader(const PublishedFiles& files, const ModelConfig& model) : files_(files) {
-    const auto& there = files.tensors();
-    const auto table = published_tensors(model, has_mxfp4(there));
-    const std::string_view prefix = published_prefix(model);
-    // Files of the model without its head, as GPT-2's are, have no prefix.
-    const bool prefixed = std::any_of(there.begin(), there.end(), [&](const auto& t) { return t.first.starts_with(prefix); });
-    const auto file_name = [&](const std::string& name) {
-      return !prefixed && name.starts_with(prefix) ? name.substr(prefix.size()) : name;
-    };
+    const Tensors& there = files.tensors();
+    const FileNames names(there, model);
     std::set<std::string, std::less<>> known;
-    const auto has_mtp = [&](int64_t k) { return model.kv_lora_rank && there.contains(file_name(mtp_mark(model.layers + k))); };
-    for (const PublishedTensor& t : table) {
+    const auto has_mtp = [&](int64_t k) { return model.experts && there.contains(names.of(mtp_mark(model.layers + k))); };
+    for (const PublishedTensor& t : published_tensors(model, PublishedForm::of(there))) {
       if (t.repeats || (t.mtp_layer >= 0 && !has_mtp(t.mtp_layer))) continue;
-      const PublishedSource& source = parts_[t.own].emplace_back(find(t, file_name(t.name)));
+      const PublishedSource& source = parts_[t.own].emplace_back(find(t, names.of(t.name)));
       known.insert(source.name);
-      if (t.mxfp4) known.insert(source.scales);
+      if (source.scales_file) known.insert(source.scales);
     }
     const auto is_of_mtp = [&](const std::string& name) {
       for (int64_t k = 0; has_mtp(k); ++k)
-        if (name.starts_with(file_name(str(prefix, "layers.", model.layers + k, '.')))) return true;
+        if (name.starts_with(names.of(str(names.prefix, "layers.", model.layers + k, '.')))) return true;
       return false;
     };
-    for (const auto& [name, file] : there)
-      if (!known.contains(name) && !is_of_mtp(name) && !is_redundant(model, name) &&
-          (prefixed || !is_redundant(model, std::string(prefix) + name)))
+    for (const auto& [name, file] : there) {
+      const std::string own = names.back(name);
+      if (!own.empty() && !known.contains(name) && !is_of_mtp(name) && !is_redundant(model, own))
         fail<CheckpointError>("[weights] '", file->path(), "': ", json_string(name), " ", file->at(name).dtype,
                               file->at(name).shape, " is nothing that this ", model.type, " of ", model.layers,
                               " layers has");
+    }
   }
 
   bool has(const std::string& name) const { return parts_.contains(name); }
@@ -196,20 +221,37 @@ class Loader {
   }
 
   PublishedSource find(const PublishedTensor& t, const std::string& name) const {
-    if (!t.mxfp4) {
-      const auto [file, dtype] = find(t, name, t.shape, /*bytes=*/false);
-      return {t, file, name, dtype};
-    }
+    if (t.mxfp4) return find_mxfp4(t, name);
+    const auto [file, entry] = find(t, name, t.shape, [](const SafetensorsEntry& e) { return is_floating(e.dtype) || e.e4m3; },
+                                    "weights are f32, f16, bf16 or F8_E4M3");
+    if (!entry->e4m3) return {t, file, name, entry->dtype};
+    const std::string config = published_config_file(files_.path());
+    const Fp8Block block = config.empty() ? Fp8Block{} : published_fp8_block(config);
+    const std::string scales = name + "_scale_inv";
+    Shape shape = t.shape;
+    if (shape.rank() < 2)
+      fail<CheckpointError>("[weights] '", file->path(), "': ", json_string(name), " is F8_E4M3", shape, "; of matrices alone blocks have scales");
+    for (auto [dim, size] : {std::pair(shape.rank() - 2, block.rows), std::pair(shape.rank() - 1, block.columns)})
+      shape[dim] = (shape[dim] + size - 1) / size;
+    const auto* const scales_file = find(t, scales, shape, [](const SafetensorsEntry& e) { return is_floating(e.dtype); },
+                                         str("scales of blocks of ", block.rows, " x ", block.columns, " are f32, f16 or bf16")).first;
+    return {t, file, name, kF32, scales_file, scales, block};
+  }
+  PublishedSource find_mxfp4(const PublishedTensor& t, const std::string& name) const {
     const int64_t row = t.shape[2], blocks = row / kMxfp4Block;
     if (row % kMxfp4Block != 0)
       fail<CheckpointError>("[weights] '", files_.path(), "': ", json_string(name), " is in MXFP4, in blocks of ", kMxfp4Block,
                             ", and rows of the model's ", t.own, " have ", row, " elements");
     const Shape scales{t.shape[0], t.shape[1], blocks};
     const std::string name_blocks = name + "_blocks", name_scales = name + "_scales";
-    return {t, find(t, name_blocks, {scales[0], scales[1], blocks, kMxfp4Block / 2}, /*bytes=*/true).first, name_blocks, kF32,
-            find(t, name_scales, scales, /*bytes=*/true).first, name_scales};
+    const auto bytes = [&](const std::string& part, const Shape& shape) {
+      return find(t, part, shape, [](const SafetensorsEntry& e) { return e.dtype == kU8 && !e.e4m3; }, "MXFP4 is bytes").first;
+    };
+    return {t, bytes(name_blocks, {scales[0], scales[1], blocks, kMxfp4Block / 2}), name_blocks, kF32, bytes(name_scales, scales), name_scales};
   }
-  std::pair<const SafetensorsFile*, DType> find(const PublishedTensor& t, const std::string& name, const Shape& shape, bool bytes) const {
+  /// A tensor of this shape which is one that `takes` takes.
+  std::pair<const SafetensorsFile*, const SafetensorsEntry*> find(const PublishedTensor& t, const std::string& name, const Shape& shape,
+                                                                  bool (*takes)(const SafetensorsEntry&), const std::string& reason) const {
     const auto found = files_.tensors().find(name);
     if (found == files_.tensors().end())
       fail<CheckpointError>("[weights] '", files_.path(), "' has no ", json_string(name), " ", shape, ", of which the "
@@ -218,13 +260,12 @@ class Loader {
     Shape expected = shape;
     if (t.more_rows && entry.shape.rank() == expected.rank()) expected[0] = std::max(expected[0], entry.shape[0]);
     const auto refuse = [&](const auto&... parts) {
-      fail<CheckpointError>("[weights] '", found->second->path(), "': ", json_string(name), " is ", entry.dtype,
-                            entry.shape, "; ", parts...);
+      fail<CheckpointError>("[weights] '", found->second->path(), "': ", json_string(name), " is ",
+                            entry.e4m3 ? "F8_E4M3" : sheaf::name(entry.dtype), entry.shape, "; ", parts...);
     };
     if (!(entry.shape == expected)) refuse("the model's ", t.own, " asks for ", shape, t.more_rows ? " or more rows" : "");
-    if (bytes && entry.dtype != kU8) refuse("MXFP4 is bytes");
-    if (!bytes && !is_floating(entry.dtype)) refuse("weights are f32, f16 or bf16");
-    return {found->second, entry.dtype};
+    if (!takes(entry)) refuse(reason);
+    return {found->second, &entry};
   }
 
   const PublishedFiles& files_;

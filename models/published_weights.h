@@ -15,8 +15,8 @@
 
 namespace sheaf::models {
 
-/// Fills the parameters of a materialized Gpt or Llama from weights in f32, f16 or bf16 (or f64, into f64), experts in MXFP4 too, whose
-/// every value f32 and f64 hold exactly; what is frozen may be bf16 or f16, and rounds. Adapters (nn::add_lora) stay as they are, and
+/// Fills the parameters of a materialized Gpt or Llama from weights in f32, f16 or bf16 (or f64, into f64), or in FP8 by blocks, experts in
+/// MXFP4 too, whose every value f32 and f64 hold exactly; what is frozen may be bf16 or f16, and rounds. Adapters (nn::add_lora) stay as they are, and
 /// so do MTP layers that the files do not have. Without communication, and outside of any recording; optimizers are not told. Of
 /// learned positions, the first `context` are taken. Returns the bytes that what this rank holds takes in the files. Everything is
 /// checked before anything is written: ConfigError where the model is another one than config.json, if there is one, describes, or

@@ -98,6 +98,7 @@ struct ModelConfig {
   bool qk_norm = false;         ///< each query and key is normalised, as Qwen3's (llama)
   bool gelu_gate = false;       ///< MLPs are GeGLU, as Gemma's, not SwiGLU (llama)
   bool post_norms = false;      ///< what attention and MLPs give is normalised, too, as Gemma 3's (llama)
+  int64_t query_pre_attn_scalar = 0;  ///< scores are divided by its root, not that of the head's width, as in Gemma 3 27B (llama)
   bool scale_embedding = false;  ///< tokens' embeddings are multiplied by sqrt(width), as Gemma's (llama)
   bool expert_bias = false;     ///< each expert has a bias that is added where experts are chosen, and only there
   bool shared_expert_gate = false;  ///< what shared experts give is multiplied by a number of each token, as Qwen2-MoE's

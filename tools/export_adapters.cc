@@ -78,9 +78,9 @@ std::vector<std::byte> merged(const RestingWeight& weight, const std::optional<A
   return {data, data + sum.view().bytes()};
 }
 
-std::vector<SafetensorsInput> adapter_tensors(models::Checkpoint& checkpoint, const models::ModelConfig& model) {
+std::vector<SafetensorsInput> adapter_tensors(models::Checkpoint& checkpoint, const models::ModelConfig& model, const models::PublishedForm& form) {
   std::vector<SafetensorsInput> tensors;
-  for (const models::PublishedTensor& t : models::published_tensors(model)) {
+  for (const models::PublishedTensor& t : models::published_tensors(model, form)) {
     const auto adapter = adapter_of(checkpoint, model, t);
     if (!adapter) continue;
     check<ConfigError>(t.part.rank() == 0, "[export] --format peft: ", t.name, " is several of the model's tensors, such as ", t.own,
@@ -92,10 +92,10 @@ std::vector<SafetensorsInput> adapter_tensors(models::Checkpoint& checkpoint, co
   return tensors;
 }
 
-Json adapter_config(const models::ModelConfig& model, const std::string& weights) {
+Json adapter_config(const models::ModelConfig& model, const models::PublishedForm& form, const std::string& weights) {
   std::set<std::string> kinds;
   bool transposed = false;  // [in, out], as GPT-2's are
-  for (const models::PublishedTensor& t : models::published_tensors(model))
+  for (const models::PublishedTensor& t : models::published_tensors(model, form))
     if (has_adapter(model, t)) kinds.insert(kind_of(t)), transposed = t.transposed;
   return Json::Object{{"peft_type", "LORA"},
                       {"task_type", "CAUSAL_LM"},

@@ -43,7 +43,7 @@ std::vector<std::byte> merged(const RestingWeight& weight, const std::optional<A
 
 /// adapter_model.safetensors and adapter_config.json of Hugging Face's PEFT, for whom queries, keys and values have adapters of their
 /// own: with one a, and each its rows of b.
-std::vector<SafetensorsInput> adapter_tensors(models::Checkpoint& checkpoint, const models::ModelConfig& model);
-Json adapter_config(const models::ModelConfig& model, const std::string& weights);
+std::vector<SafetensorsInput> adapter_tensors(models::Checkpoint& checkpoint, const models::ModelConfig& model, const models::PublishedForm& form);
+Json adapter_config(const models::ModelConfig& model, const models::PublishedForm& form, const std::string& weights);
 
 }  // namespace sheaf::tools

@@ -29,16 +29,26 @@ Json ends(const models::RunState& state) {
 
 }  // namespace
 
+std::string published_like(const models::RunState& state) {
+  const std::string from = published_folder(state);
+  return from.empty() ? "" : models::published_type(from + "/config.json");
+}
+
 void export_config(const models::RunState& state, const models::ModelConfig& model, DType dtype, const std::string& folder) {
-  Json config = models::published_config(model, dtype);
+  Json config = models::published_config(model, dtype, published_like(state));
   config.set("eos_token_id", ends(state));
   if (const std::string from = published_folder(state); !from.empty()) {
     const std::string path = from + "/config.json";
     const Json theirs = Json::parse(File::open<DataError>(path).read_all(), str("'", path, "'"));
+    const Json* const of_text = theirs.find("text_config");  // where there are images, too
+    const auto find = [&](const char* key) {
+      const Json* value = theirs.find(key);
+      return value || !of_text || !of_text->is_object() ? value : of_text->find(key);
+    };
     for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"})
-      if (const Json* value = theirs.find(key)) config.set(key, *value);
+      if (const Json* value = find(key)) config.set(key, *value);
     const char* const context = "max_position_embeddings";
-    const Json* const length = theirs.find(context);
+    const Json* const length = find(context);
     if (length && length->is_int() && config.find(context) && length->as_int() > model.context) config.set(context, *length);
   }
   replace_file(folder + "/config.json", config.dump() + "\n");

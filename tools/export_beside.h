@@ -8,6 +8,9 @@
 
 namespace sheaf::tools {
 
+/// The model_type of the published weights that the run started from, if they are still there; else "".
+std::string published_like(const models::RunState& state);
+
 /// Writes config.json to `folder`. Where the published weights that the run started from are still there, it has their special
 /// tokens and, if that is longer and no table, their context; else the end of text is the tokenizer's, and that of training's documents.
 void export_config(const models::RunState& state, const models::ModelConfig& model, DType dtype, const std::string& folder);

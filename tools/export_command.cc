@@ -112,12 +112,12 @@ std::vector<SafetensorsInput> own_tensors(models::Checkpoint& checkpoint) {
 }
 
 // What rests in blocks is written in `dtype`, everything else as it rests.
-std::vector<SafetensorsInput> published_tensors(models::Checkpoint& checkpoint, models::ModelConfig model, DType dtype) {
+std::vector<SafetensorsInput> published_tensors(models::Checkpoint& checkpoint, models::ModelConfig model, const models::PublishedForm& form, DType dtype) {
   // GPT-2 has biases as published: where ours has none, they are zeros.
   const bool zeros = model.type == "gpt2" && !model.bias;
   model.bias = model.type == "gpt2";
   std::vector<SafetensorsInput> tensors;
-  const std::vector<models::PublishedTensor> table = models::published_tensors(model);
+  const std::vector<models::PublishedTensor> table = models::published_tensors(model, form);
   for (auto first = table.begin(), last = first; first != table.end(); first = last) {
     last = std::find_if(first, table.end(), [&](const models::PublishedTensor& t) { return t.name != first->name; });
     tensors.push_back({first->name, kF32, first->shape, {}});
@@ -164,6 +164,7 @@ int export_command(const ExportArguments& arguments) {
     if (format == "peft" && model.lora_rank == 0)
       fail<ConfigError>("[export] --format peft is for adapters, and this run has none (model.lora_rank)");
     const bool adapters = format == "peft";
+    const models::PublishedForm form = models::PublishedForm::to_write(model, published_like(state));
     // Whoever reads a folder with both would add the adapters to weights that have them.
     const std::string other = arguments.file + (adapters ? "/config.json" : "/adapter_config.json");
     check<ConfigError>(!path_exists(other), "[export] there is '", other, "': ", adapters ? "adapters and a model" : "a model and adapters",
@@ -172,12 +173,12 @@ int export_command(const ExportArguments& arguments) {
     check<ConfigError>(!path_exists(parts), "[export] there is '", parts, "': weights in parts, which were not written by sheaf export");
     make_folders(arguments.file);
     file += adapters ? "/adapter_model.safetensors" : "/model.safetensors";
-    tensors = adapters ? adapter_tensors(checkpoint, model) : published_tensors(checkpoint, model, dtype_of(state));
+    tensors = adapters ? adapter_tensors(checkpoint, model, form) : published_tensors(checkpoint, model, form, dtype_of(state));
     finish = [=, folder = arguments.file, dtype = tensors.front().dtype] {
-      if (adapters) replace_file(folder + "/adapter_config.json", adapter_config(model, state.weights ? state.weights->path : "").dump() + "\n");
+      if (adapters) replace_file(folder + "/adapter_config.json", adapter_config(model, form, state.weights ? state.weights->path : "").dump() + "\n");
       else export_config(state, model, dtype, folder);
       const bool leaves_out = model.mtp_layers > 0 && !adapters && !models::publishes_mtp(model);
-      return export_tokenizer(state, folder) + (leaves_out ? ", without model.mtp_layers, which are published with DeepSeek-V3's mixtures alone" : "");
+      return export_tokenizer(state, folder) + (leaves_out ? ", without model.mtp_layers, which are published with DeepSeek-V3's and GLM-4.5's mixtures alone" : "");
     };
   } else {
     tensors = own_tensors(checkpoint);

@@ -45,6 +45,7 @@ CausalSelfAttention::CausalSelfAttention(const AttentionConfig& c)
       kv_heads(key_heads(c)),
       head_width(checked_head_width(c)),
       window(c.window),
+      scale(c.scale / std::sqrt(static_cast<double>(head_width))),
       rope_theta(c.rope_theta),
       rotary_dim(c.rotary_dim),
       rope_scaling(c.rope_scaling),
@@ -124,7 +125,7 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
   Tensor mixed_BTC;
   if (cache) mixed_BTC = attend(qkv_BTE, keys, {}, [&](const Tensor& kv_BTGD) { return cache->append(path(), kv_BTGD); });
   else if (gathers) mixed_BTC = attend(qkv_BTE, keys, begins_BT, [&](const Tensor& kv_BTGD) { return whole_keys_values(kv_BTGD, heads / keys); });
-  else mixed_BTC = packed_attention(qkv_BTE, heads, keys, {.begins = begins_BT, .window = window, .sinks = sinks});
+  else mixed_BTC = packed_attention(qkv_BTE, heads, keys, {.scale = scale, .begins = begins_BT, .window = window, .sinks = sinks});
   mixed_BTC = context.leave(mixed_BTC, !gate && !region && projection.fp8 == Fp8::none);
   if (gate) mixed_BTC = mixed_BTC * sigmoid((*gate)(in_BTC));
   return dropout(projection(mixed_BTC, region.onward()));
@@ -141,7 +142,7 @@ Tensor CausalSelfAttention::attend(const Tensor& qkv_BTE, int64_t keys, const Te
     const RecomputeScope again({.results = true});
     of_all = split(whole_keys(kv_BTGD), 2, 2);
   }
-  return reshape(attention(q_BTHD, of_all[0], of_all[1], {.begins = begins_BT, .window = window, .sinks = sinks}), {b, t, heads * head_width});
+  return reshape(attention(q_BTHD, of_all[0], of_all[1], {.scale = scale, .begins = begins_BT, .window = window, .sinks = sinks}), {b, t, heads * head_width});
 }
 
 }  // namespace sheaf::nn

@@ -25,6 +25,7 @@ struct AttentionConfig {
   bool qk_norm = false;     ///< each query and key is normalised, before it is rotated
   double norm_eps = 1e-5;   ///< there
   double dropout = 0.0;     ///< of the output (not of the attention weights, which never exist)
+  double scale = 1.0;       ///< of scores, beside 1 / sqrt(head_width)
   int64_t window = 0;       ///< keys that a token sees, itself and those before it (sliding-window attention); 0: all
   double rope_theta = 0.0;  ///< base of rotary positions; 0: none
   int64_t rotary_dim = 0;  ///< of each head the last so many elements are rotated; 0: all
@@ -48,6 +49,7 @@ Tensor document_begins(const Tensor& tokens_BT, int64_t end_of_text);
 /// attends to itself and the window - 1 before it, those in the cache included.
 struct CausalSelfAttention : Module {
   int64_t heads, kv_heads, head_width, window;
+  double scale;  ///< of scores, all of it
   double rope_theta;
   int64_t rotary_dim;
   RotaryScaling rope_scaling;

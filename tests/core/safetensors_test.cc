@@ -161,7 +161,7 @@ TEST_F(Safetensors, RefusesBadHeaders) {
       {R"({"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"\u0061":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}})",
        0, "appears twice"},
       {tensor(R"("f32")", "[]", "[0,4]"), 4, "unknown dtype \"f32\""},
-      {tensor(R"("F8_E4M3")", "[4]", "[0,4]"), 4, "tensor \"a\": unknown dtype \"F8_E4M3\""},
+      {tensor(R"("F8_E5M2")", "[4]", "[0,4]"), 4, "tensor \"a\": unknown dtype \"F8_E5M2\""},
       {tensor("7", "[]", "[0,4]"), 4, "has a number"},
       {tensor("[]", "[]", "[0,4]"), 4, "has an array"},
       {tensor(f32, "4", "[0,4]"), 4, "has a number"},

@@ -96,16 +96,24 @@ TEST(Llama, PublishedSizes) {
                                                    {"qwen3-32b", 32762123264},
                                                    {"qwen3-30b-a3b", 30532122624},
                                                    {"qwen3-next-80b-a3b", 79674391296},
+                                                   {"qwen3.5-9b", 8953803264},
+                                                   {"qwen3.5-35b-a3b", 34660610688},
                                                    {"gemma-2b", 2506172416},
                                                    {"gemma-7b", 8537680896},
                                                    {"gemma3-270m", 268098176},
                                                    {"gemma3-1b", 999885952},
+                                                   {"gemma3-4b", 3880263168},
+                                                   {"gemma3-12b", 11766034176},
+                                                   {"gemma3-27b", 27009346304},
                                                    {"mixtral-8x7b", 46702792704},
                                                    {"gpt-oss-20b", 20914757184},
                                                    {"gpt-oss-120b", 116829156672},
                                                    {"deepseek-v2-lite", 15706484224},
                                                    {"deepseek-v3", 671026419200},
-                                                   {"moonlight-16b-a3b", 15960110208}};
+                                                   {"moonlight-16b-a3b", 15960110208},
+                                                   {"kimi-k2", 1026408232448},
+                                                   {"glm-4.5", 352797829024},
+                                                   {"glm-4.5-air", 106852251264}};
   for (const auto& [name, parameters] : expected) {
     Llama model(LlamaConfig::preset(name));
     EXPECT_EQ(count(model), parameters) << name;
@@ -213,7 +221,7 @@ TEST(Llama, ImpossibleScalingIsRefused) {
       {"original_context is -1: expected a number of tokens", RotaryScaling::llama3(8, 1, 4, -1)},
       {"original_context is 0: expected a number of tokens", RotaryScaling::yarn(8, 0)},
       {"beta_slow is 0: expected a positive number", RotaryScaling::yarn(8, 64, 0)},
-      {"beta_fast is 1: expected a number above beta_slow, 1", RotaryScaling::yarn(8, 64, 1, 1)}};
+      {"beta_fast is 1: expected a number not below beta_slow, 2", RotaryScaling::yarn(8, 64, 2, 1)}};
   for (const auto& [expected, scaling] : impossible) {
     const std::string text = message(scaling);
     EXPECT_NE(text.find("[rotary] of "), std::string::npos) << text;

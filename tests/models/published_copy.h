@@ -26,6 +26,18 @@ inline void write_text(const std::string& path, const std::string& text) { std::
 /// A folder's config.json.
 inline models::ModelConfig config_of(const std::string& folder) { return models::read_published_config(folder + "/config.json"); }
 
+/// They have the same shape, and as long a context.
+inline void expect_same(const models::ModelConfig& a, const models::ModelConfig& b) {
+  models::check_published_shape(a, b, "config.json");
+  models::check_published_shape(b, a, "config.json");
+}
+/// What config.json says of `model` is read as the same.
+inline void expect_read_again(const models::ModelConfig& model, const Json& json) {
+  const ScratchFolder scratch;
+  write_text(scratch / "config.json", json.dump());
+  expect_same(config_of(scratch.path()), model);
+}
+
 /// The elements of a bf16 tensor.
 inline std::vector<float> floats_of(const SafetensorsFile& file, const std::string& name) {
   std::vector<bf16> read(static_cast<size_t>(file.at(name).shape.numel()));

@@ -100,7 +100,7 @@ TEST(PublishedGptOss, EachElementIsWhereTheFormulaSays) {
     const auto files = models::PublishedFiles::open(folder);
     const auto expected = expected_parameters(folder);
     std::set<std::string> others;
-    for (const models::PublishedTensor& t : models::published_tensors(config, folder == kMxfp4))
+    for (const models::PublishedTensor& t : models::published_tensors(config, {.mxfp4 = folder == kMxfp4}))
       if (!expected.contains(t.own)) others.insert(t.own);
     EXPECT_EQ(others.size(), 3u + 2u * 3u) << "norms, table and head";
     for (const testing::Cut& cut : testing::cuts()) {
@@ -133,7 +133,7 @@ TEST(PublishedGptOss, EachElementIsWhereTheFormulaSays) {
 TEST(PublishedGptOss, PartsAreTheWhole) {
   for (const bool mxfp4 : {false, true}) {
     std::map<std::string, std::vector<int>> there, ours;
-    for (const models::PublishedTensor& t : models::published_tensors(config_of(kMxfp4), mxfp4)) {
+    for (const models::PublishedTensor& t : models::published_tensors(config_of(kMxfp4), {.mxfp4 = mxfp4})) {
       std::vector<int>& counts = there[t.name];
       counts.resize(static_cast<size_t>(t.shape.numel()));
       for (int64_t i = 0; i < t.held().numel(); ++i) ++counts.at(static_cast<size_t>(t.place(i)));

@@ -30,10 +30,12 @@ const char* const kFolders[] = {"gpt2_f32_shards", "gpt2_f16_base", "llama_bf16_
                                "mixtral_bf16_shards", "qwen3_moe_bf16", "mistral_f32_window", "qwen3_bf16_windows",
                                "dots1_bf16", "dots1_f32_window", "deepseek_v3_bf16", "deepseek_v2_f32",
                                "gemma_bf16", "gemma3_bf16", "gemma3_f32_version_4", "gpt_oss_bf16", "gpt_oss_mxfp4",
-                               "qwen3_next_bf16"};
+                               "qwen3_next_bf16", "qwen3_5_bf16_images", "qwen3_5_moe_bf16", "gemma3_bf16_images", "glm4_moe_bf16", "kimi_k2_fp8"};
 
-/// Experts rest in blocks of 17 bytes, of which a rank may have parts.
-bool has_blocks(const std::string& name) { return name == "gpt_oss_mxfp4"; }
+/// Experts rest in blocks of 17 bytes, of which a rank may have parts, or matrices in a byte a value, beside others in more.
+bool has_blocks(const std::string& name) { return name == "gpt_oss_mxfp4" || name == "kimi_k2_fp8"; }
+
+bool has_linear_attention(const std::string& name) { return name.starts_with("qwen3_next") || name.starts_with("qwen3_5"); }
 
 std::string folder_of(const std::string& name) { return "tests/models/published/" + name; }
 
@@ -80,8 +82,9 @@ TEST(PublishedWeights, GiveTheLogitsOfTransformers) {
       const Expected expected(name);
       const double error = relative_difference(model->logits(expected.tokens_BT).to_vector<double>(), expected.logits);
       std::printf("%s in %s: relative error %.2e\n", name.c_str(), std::string(sheaf::name(dtype)).c_str(), error);
-      // Llama's norms and rotary angles are f32 in transformers, whatever the model's type.
-      EXPECT_LE(error, dtype == kF32 ? 1e-5 : name.starts_with("gpt2") ? 1e-13 : 2e-6);
+      // Llama's norms and rotary angles are f32 in transformers, whatever the model's type, and linear attention all in all.
+      const double more = has_linear_attention(name) ? 2 : 1;
+      EXPECT_LE(error, dtype == kF32 ? 1e-5 * more : name.starts_with("gpt2") ? 1e-13 : 2e-6 * more);
     }
 }
 
@@ -227,7 +230,7 @@ TEST(PublishedWeights, AShorterContextTakesTheFirstPositions) {
     for (int64_t row = 0; row < 2; ++row)
       first.insert(first.end(), expected.logits.begin() + row * context * vocab,
                    expected.logits.begin() + (row * context + 5) * vocab);
-    EXPECT_LE(relative_difference(actual, first), 1e-6);
+    EXPECT_LE(relative_difference(actual, first), has_linear_attention(name) ? 2e-6 : 1e-6);
   }
 }
 

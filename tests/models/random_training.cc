@@ -68,6 +68,7 @@ void draw_model(models::ModelConfig& m, Draw& draw) {
     m.v_head_dim = 1 + draw.below(6);
     m.rope_scaling.mscale_all_dim = draw.of<double>({0, 0.8});
   }
+  if (m.kv_lora_rank == 0) m.query_pre_attn_scalar = draw.one_in(5) ? 7 : 0;
   if (m.kv_lora_rank == 0) m.attention_gate = draw.one_in(4), m.rotary_dim = draw.one_in(4) ? 2 : 0;
   if (draw.one_in(4)) {
     m.window = 0, m.full_attention_every = draw.of<int64_t>({0, 2, 3});

@@ -220,7 +220,7 @@ TEST_F(Config, ScaledRotaryPositions) {
                                      "--model.rope_scaling.original_max_position_embeddings=32768"});
   EXPECT_TRUE(models::rotary_scaling(yarn.model.rope_scaling) == RotaryScaling::yarn(4, 32768));
   EXPECT_EQ(print_config(load(print_config(yarn))), print_config(yarn));
-  EXPECT_THAT(refused("beta_fast", "1", "yarn"), HasSubstr("model.rope_scaling.beta_fast is 1: expected a number above beta_slow, 1"));
+  EXPECT_THAT(refused("beta_fast", "0.5", "yarn"), HasSubstr("model.rope_scaling.beta_fast is 0.5: expected a number not below beta_slow, 1"));
   EXPECT_THAT(refused("low_freq_factor", "2", "yarn"), HasSubstr("would change nothing: only model.rope_scaling.rope_type llama3"));
   for (const char* key : {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"})
     EXPECT_THAT(refused(key, "3"), HasSubstr("would change nothing: only model.rope_scaling.rope_type yarn has it"));
