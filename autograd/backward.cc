@@ -126,8 +126,11 @@ std::vector<Tensor> Recording::gradient(const Tensor& y, std::span<const Tensor>
     const Node& n = tape_.node(id);
     const auto in = tape_.inputs(n);
     if (std::any_of(in.begin(), in.end(), [&](ValueId v) { return wanted_[v]; }))
-      for (int o = 0; o < n.num_outputs; ++o)
+      for (int o = 0; o < n.num_outputs; ++o) {
         if (state(tape_.output(n, o)).needs_grad) wanted_[tape_.output(n, o)] = true;
+        for (ValueId v = tape_.value(tape_.output(n, o)).lies_in(); v >= 0; v = tape_.value(v).lies_in())
+          if (state(v).changed >= 0) wanted_[v] = true;
+      }
   }
   asked_.assign(tape_.num_values(), false);
   for (ValueId v : ids) asked_[v] = true;
@@ -317,6 +320,9 @@ void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
                          " is not the dual of its value ", primal);
   if (const ValueId id = value_of(g); id >= 0) tape_.note_cotangent(id, was);
   ValueState& s = state(v);
+  if (s.changed >= 0 && node > s.changed)
+    fail<LifetimeError>("[", tape_.node(node).op->name, "] ", path_label(PathScope::current()), ": a gradient of %", v, ' ', primal,
+                        ", memory that a value with a gradient was stored into: that has no derivative. Use the value itself");
   if (to_sum) {
     expect_reducible(node, v, g.layout());
     along_->gradients.push_back({s.group, s.leaf_index, std::move(g), node});
@@ -353,8 +359,8 @@ void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
   const bool in_place = slot && g.storage() == slot.storage() && g.byte_offset() == slot.byte_offset();
   if (!slot) slot = s.group->slot(leaf);
   if (!in_place) {
-    if (group.contributed[leaf]) add_into(slot, g);
-    else store_into(slot, g);
+    if (group.contributed[leaf]) add_gradient(slot, g);
+    else store_gradient(slot, g);
   }
   group.contributed[leaf] = true;
 }

@@ -57,4 +57,8 @@ class LeafGroup {
 /// A direction in the space of parameters: for a leaf of a group a value of its shape, placed as the leaf's is; undefined: 0.
 using Direction = std::function<Tensor(const LeafGroup& group, int leaf)>;
 
+/// store_into() and add_into() for a slot, which takes gradients in other floating dtypes, too, and any that adds up to its layout.
+void store_gradient(const Tensor& slot, const Tensor& gradient);
+void add_gradient(const Tensor& slot, const Tensor& gradient);
+
 }  // namespace sheaf

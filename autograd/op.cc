@@ -48,6 +48,19 @@ void Execute::join(const Event& event) const {
 
 namespace {
 
+// What `f` gives, whose errors say in which module, and on which rank. Those of collectives know it better.
+template <class F>
+auto located(F&& f) {
+  try {
+    return f();
+  } catch (const CommError&) {
+    throw;
+  } catch (Error& e) {
+    e.locate(PathScope::current(), RankContext::current().rank, RankContext::current().world);
+    throw;
+  }
+}
+
 void check_type(const OpDef& op, const Type& want, const Tensor& have) {
   if (!(want == have.type()))
     fail<PlacementError>("[", op.name, "] output ", want, " cannot be stored into ", have.type());
@@ -114,10 +127,12 @@ static Tensors execute_here(const OpDef& op, const void* attrs, std::span<const 
 
 // Whoever keeps a ledger of the memory is told what it is taken for.
 Tensors execute_node(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, std::span<const OutputSpec> specs, bool add) {
-  if (!RankContext::current().memory_log) [[likely]] return execute_here(op, attrs, inputs, specs, add);
-  const Recording* r = Recording::current();
-  const MemoryUse use(r ? r->next_held_for(op) : op.held_for, op.name, PathScope::current());
-  return execute_here(op, attrs, inputs, specs, add);
+  return located([&] {
+    if (!RankContext::current().memory_log) [[likely]] return execute_here(op, attrs, inputs, specs, add);
+    const Recording* r = Recording::current();
+    const MemoryUse use(r ? r->next_held_for(op) : op.held_for, op.name, PathScope::current());
+    return execute_here(op, attrs, inputs, specs, add);
+  });
 }
 
 Tensors apply_typed(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,
@@ -136,9 +151,11 @@ void place(const OpDef& op, const void* attrs, std::span<const Tensor>& inputs, 
 detail::Inferred::Inferred(const OpDef& op, const void* attrs, std::span<const Tensor> given) : inputs(given), infer_(given) {
   for (const Tensor& t : inputs)
     if (!t.defined()) fail<LifetimeError>("[", op.name, "] ", path_label(PathScope::current()), ": an input is undefined");
-  op.infer(attrs, infer_);
-  specs = infer_.outputs;
-  place(op, attrs, inputs, coerced_, specs);
+  located([&] {
+    op.infer(attrs, infer_);
+    specs = infer_.outputs;
+    place(op, attrs, inputs, coerced_, specs);
+  });
 }
 
 Tensors apply(const OpDef& op, const void* attrs, std::span<const Tensor> given, std::span<const Into> into) {

@@ -48,7 +48,9 @@ Tensor full_of(const Type& type, double value);
 Tensor copy_of(const Tensor& x);
 /// Dense copy.
 Tensor contiguous(const Tensor& x);
-/// Stores x into `to`'s memory, or adds it to what is there. For gradients' slots.
+/// Stores x into `to`'s memory, or adds it to what is there: averages of weights, caches, slots of gradients. `to` may be a view; x has
+/// its shape (ShapeError), dtype (DTypeError) and layout (PlacementError). A change has no derivative: memory of what gradients are asked
+/// for cannot be changed, nor what a derivative reads, and no gradient passes through memory to what was stored there (LifetimeError).
 void store_into(const Tensor& to, const Tensor& x);
 void add_into(const Tensor& to, const Tensor& x);
 

@@ -136,6 +136,23 @@ bool Recording::has_gradient(const Tensor& t) const {
   return v >= 0 && static_cast<size_t>(v) < states_.size() && states_[static_cast<size_t>(v)].needs_grad;
 }
 
+void Recording::expect_no_gradient(const char* op, const Tensor& memory) const {
+  if (phase_ != Phase::forward || !has_gradient(memory)) return;
+  for (ValueId v = value_of(memory); v >= 0; v = tape_.value(v).lies_in())
+    if (states_[static_cast<size_t>(v)].changed >= 0) return;  // it is what was stored there
+  fail<LifetimeError>("[", op, "] ", path_label(PathScope::current()), ": %", value_of(memory), ' ', memory.type(), " was computed from what ",
+                      "gradients are asked for: changed memory has no derivative. Make a new value, or change a copy of stop_gradient()");
+}
+
+void Recording::note_change(const Tensor& memory, const Tensor& x) {
+  if (phase_ != Phase::forward || !has_gradient(x)) return;
+  for (ValueId v = value_of(memory); v >= 0; v = tape_.value(v).lies_in()) {
+    ValueState& s = state(v);
+    s.needs_grad = true;
+    if (s.changed < 0) s.changed = static_cast<NodeId>(tape_.num_nodes()) - 1;
+  }
+}
+
 std::optional<std::string> Recording::group_with_gradients() const {
   for (const auto& group : all_groups_)
     if (group->holds_gradients()) return group->group_name();
@@ -164,7 +181,13 @@ ValueId Recording::leaf(const Tensor& t, std::string_view name) {
 }
 
 Tensor Recording::watch(const Tensor& x) {
-  state(leaf(x, "input")).needs_grad = true;
+  const bool known = value_of(x) >= 0;
+  const ValueId v = leaf(x, "input");
+  for (NodeId n = 0; known && !state(v).needs_grad && n < static_cast<NodeId>(tape_.num_nodes()); ++n)
+    if (std::ranges::find(tape_.inputs(tape_.node(n)), v) != tape_.inputs(tape_.node(n)).end())
+      fail<LifetimeError>("[watch] ", x.type(), " was read by ", tape_.node(n).op->name, " before: what is differentiated is watched ",
+                          "before its first use");
+  state(v).needs_grad = true;
   return x;
 }
 
@@ -246,7 +269,11 @@ void Recording::save_for_backward(NodeId node, std::span<const Tensor> inputs, s
     ValueState& s = states_[v];
     ++s.saves;
     // A recipe is resolved again: the gathered bytes may be discarded.
-    if (!s.recipe && !s.repeated && !s.made_again && !(in_region_ && made_in_region(v))) s.save(t);
+    if (s.recipe || s.repeated || s.made_again || (in_region_ && made_in_region(v))) return;
+    if (s.saved && s.saves > 1 && s.saved.storage() == t.storage() && s.version != t.storage()->version())
+      fail<LifetimeError>("[", n.op->name, "] value %", v, " ", tape_.type(v), " was changed in place after an op had it, whose ",
+                          "derivative reads it as it was: change a copy");
+    s.save(t);
   };
   const auto edges = tape_.inputs(n);
   for (size_t i = 0; i < inputs.size(); ++i)

@@ -138,6 +138,10 @@ class Recording {
   void lies_ahead(const Tensor& gradient, const Tensor& leaf);
   /// Whether a gradient of it may be asked for: it comes from a trainable parameter, or from what is watched.
   bool has_gradient(const Tensor& t) const;
+  /// Of memory that an op of the forward changes: what was computed there has a derivative, and would have another value. LifetimeError.
+  void expect_no_gradient(const char* op, const Tensor& memory) const;
+  /// It has `x` now, whose gradient no derivative of a change passes on: who asks for it through `memory` is told.
+  void note_change(const Tensor& memory, const Tensor& x);
   /// Derivatives of composites, by number; see [Note: custom_vjp].
   int64_t add_derivative(std::function<void(Vjp&)> vjp) {
     derivatives_.push_back(std::move(vjp));
@@ -170,6 +174,7 @@ class Recording {
     bool repeated = false;      // a result of a region that keeps none
     bool made_again = false;    // cheap to compute again from what its op saves: see OpDef::again
     bool on_host = false;       // of what entered a region: see [Note: offload]
+    NodeId changed = -1;        // memory into which this node was the first to put a value with a gradient
     LeafGroup* group = nullptr; // it is this leaf of a group
     int32_t leaf_index = -1;
     ValueId copy_of = -1;       // computed again in the backward: this value of the forward

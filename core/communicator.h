@@ -56,6 +56,9 @@ class Communicator {
   /// The rank has nothing to do until the next call is done: if the lane is idle, it may run on the calling thread, and two
   /// threads need not wake each other. What goes wrong is thrown by the call then.
   virtual void is_waited_for() {}
+  /// The next call is of these values, "f32[4,3] Partial@data to Invariant@data": ranks whose calls are of others are told, even where
+  /// counts are the same.
+  virtual void is_of(std::string /*values*/) {}
   /// What calls on the host's memory move the ranks' own cores copy, who gain nothing by doing so beside what they compute.
   virtual bool takes_own_cores() const { return false; }
 
@@ -94,7 +97,7 @@ class Communicator {
   /// Bytes of staging this communicator holds, charged to the rank's allocator for its whole life.
   virtual int64_t staging_bytes() const = 0;
 
-  /// Collectives issued so far and a running hash of (op, dtype, counts, path): equal on all ranks of the group.
+  /// Collectives issued so far and a running hash of (op, dtype, counts, path, values): equal on all ranks of the group.
   virtual uint64_t sequence() const = 0;
   virtual uint64_t fingerprint() const = 0;
   /// Payload bytes this rank has received in collectives so far.

@@ -24,14 +24,19 @@ enum class ExitCode : int {
   kResumeMismatch = 76,
 };
 
-/// Base of all errors. `what()` is one line: "[op] message".
+/// Base of all errors. `what()` is one line: "[op] message", which ends with the module and the rank where an op failed in one.
 class Error : public std::runtime_error {
  public:
   Error(ExitCode code, const std::string& message) : std::runtime_error(message), code_(code) {}
+  const char* what() const noexcept override { return located_.empty() ? std::runtime_error::what() : located_.c_str(); }
   int exit_code() const { return static_cast<int>(code_); }
+
+  /// Says where, unless it says so already: the module of this path ("": in none), and the rank, of several.
+  void locate(std::string_view path, int rank, int ranks);
 
  private:
   ExitCode code_;
+  std::string located_;
 };
 
 #define SHEAF_DEFINE_ERROR(Name, code)                                                     \

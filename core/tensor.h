@@ -89,6 +89,8 @@ class Tensor {
   }
   Impl& mutable_impl() { impl(); return *impl_; }
   const Impl* id() const { return impl_.get(); }
+  /// Who has this value: copies of this object, itself included, and, through views, its memory.
+  int64_t holders() const { return impl_.use_count() + impl().storage.use_count(); }
   /// Another handle object on the same memory and type, known to no recording yet.
   Tensor alias() const;
 

@@ -24,8 +24,11 @@ constexpr size_t kDigest = 32;  // bytes: XXH3-128 in hex
 }  // namespace
 
 void require_agreement(World& world, const std::string& what, const std::vector<Fact>& facts) {
-  if (world.size() == 1) return;
-  Communicator& lane = world.communicator();
+  if (world.size() > 1) require_agreement(world.communicator(), what, facts);
+}
+
+void require_agreement(Communicator& lane, const std::string& what, const std::vector<Fact>& facts) {
+  if (lane.size() == 1) return;
   // In the usual case digests are all that travels.
   std::string digests;
   for (const Fact& fact : facts) digests += digest_of_text(fact.name + '\0' + fact.value).xxh3;

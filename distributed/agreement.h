@@ -19,5 +19,7 @@ struct Fact {
 /// the first such fact, what it is on rank 0 and on the first rank that differs. `what` heads the message. A rank that
 /// fails before it comes here ends the others' wait, as in any collective.
 void require_agreement(World& world, const std::string& what, const std::vector<Fact>& facts);
+/// The same among the ranks of one communicator, of which messages have the numbers there.
+void require_agreement(Communicator& lane, const std::string& what, const std::vector<Fact>& facts);
 
 }  // namespace sheaf

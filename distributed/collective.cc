@@ -33,7 +33,7 @@ std::string Collective::to_string() const {
   }
   if (op == CollectiveOp::all_reduce) out += str(' ', name(reduction));
   if (op == CollectiveOp::broadcast) out += str(" from ", root);
-  return out + str(on_gpu ? " on GPUs (" : " (", path_label(path), ')');
+  return out + str(on_gpu ? " on GPUs (" : " (", path_label(path), ')', of.empty() ? "" : " of ", of);
 }
 
 uint64_t hash_call(const Collective& call) {
@@ -43,7 +43,8 @@ uint64_t hash_call(const Collective& call) {
   h = mix(h, call.counts.size());
   if (call.op != CollectiveOp::all_to_all)
     for (int64_t c : call.counts) h = mix(h, static_cast<uint64_t>(c));
-  for (char c : call.path) h = mix(h, static_cast<unsigned char>(c));
+  for (const std::string& text : {call.path, call.of})
+    for (char c : text) h = mix(h, static_cast<unsigned char>(c));
   return h;
 }
 

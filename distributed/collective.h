@@ -26,12 +26,13 @@ struct Collective {
   const void* in = nullptr;
   void* out = nullptr;
   std::string path = {};
+  std::string of = {};          ///< the values, where who calls says which
   bool on_gpu = false;          ///< the buffers lie on the rank's GPU
   bool waited_for = false;      ///< the rank's thread does nothing until it is done
   bool captured = false;        ///< the call becomes part of a graph of the rank's GPU
   Event buffers_ready = {};     ///< on_gpu: what the rank's stream had to do before the call
   uint64_t sequence = 0;     ///< 1 for a communicator's first call
-  uint64_t call_hash = 0;    ///< of op, dtype, counts and path: equal on all ranks
+  uint64_t call_hash = 0;    ///< of op, dtype, counts, path and values: equal on all ranks
   uint64_t fingerprint = 0;  ///< running: of this call and all before it
 
   int64_t element_size() const { return static_cast<int64_t>(size_of(dtype)); }

@@ -60,6 +60,7 @@ class CommunicatorBase : public Communicator {
 
   void comes_behind(const Event& event) final { behind_.push_back(event); }
   void is_waited_for() final { waited_for_ = true; }
+  void is_of(std::string values) final { of_ = std::move(values); }
   /// The last calls, oldest first.
   std::vector<FlightEntry> flight_record() const;
 
@@ -110,6 +111,7 @@ class CommunicatorBase : public Communicator {
   std::deque<FlightEntry> flight_;
   std::vector<Event> behind_;         // that the next call comes behind; of the rank's thread alone, as the next one is
   bool waited_for_ = false;           // so is the next call
+  std::string of_;                    // what it is of
   std::unique_ptr<LaneThread> lane_;  // made by the first call that needs it
 };
 

@@ -101,14 +101,16 @@ void GatherSchedule::backward_begins() {
   discard_pending(nullptr, comes_next(nullptr, /*gathers=*/false));
 }
 
-void GatherSchedule::close_with_scope(Unit& unit) {
+bool GatherSchedule::close_with_scope(Unit& unit) {
   if (scopes_.empty()) unit.state_ = Unit::State::pending;
   else scopes_.back().push_back(&unit);
+  return scopes_.empty();
 }
 
-void GatherSchedule::discard_pending(const Unit* except, std::span<Unit* const> next) {
+void GatherSchedule::discard_pending(const Unit* except, std::span<Unit* const> next, bool held_too) {
   for (auto it = units_.rbegin(); it != units_.rend(); ++it)
-    if ((*it)->state_ == Unit::State::pending && *it != except && std::ranges::find(next, *it) == next.end()) (*it)->discard_gathered();
+    if ((*it)->state_ == Unit::State::pending && *it != except && std::ranges::find(next, *it) == next.end() && (held_too || !(*it)->is_held()))
+      (*it)->discard_gathered();
 }
 
 void GatherSchedule::use(Unit& unit) {
@@ -235,7 +237,7 @@ void GatherSchedule::flush() {
     u->discard_gathered();
   }
   in_flight_.clear();
-  discard_pending(nullptr, {});
+  discard_pending(nullptr, {}, /*held_too=*/true);
   for (Unit* u : units_)
     if (u->copies_under_way()) {
       ++mispredicted_;

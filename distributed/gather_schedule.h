@@ -43,8 +43,8 @@ class GatherSchedule {
   static void look_at_current();
   /// A backward begins: what is pending and does not come next is discarded.
   void backward_begins();
-  /// Closes `unit` when the scope that is innermost now ends.
-  void close_with_scope(Unit& unit);
+  /// Closes `unit` when the scope that is innermost now ends. Whether there is none: it is pending now.
+  bool close_with_scope(Unit& unit);
   /// Closes what is pending, in flight or, outside a recording, open without having been gathered, and frees copies that
   /// nobody took: where passes and recordings end.
   void flush();
@@ -70,7 +70,7 @@ class GatherSchedule {
 
   void begin_pass();
   const Order& foreseen() const;
-  void discard_pending(const Unit* except, std::span<Unit* const> next);
+  void discard_pending(const Unit* except, std::span<Unit* const> next, bool held_too = false);
   int64_t usual_bytes() const;
   std::vector<Unit*> comes_next(const Unit* now, bool gathers) const;
   void begin_use(const Unit& unit, std::vector<Unit*> next);

@@ -78,12 +78,25 @@ Tensor Unit::value(int index) {
     // Used outside its scope: stays open until the scope around the use ends. A reverse pass closes units itself.
     if (gathers() && depth_ == 0 && !(keeps() && r)) {
       opened_in_reverse_ = r && r->in_backward();
-      if (!opened_in_reverse_) schedule_->close_with_scope(*this);
+      if (!opened_in_reverse_ && schedule_->close_with_scope(*this)) note_holders();
     }
   } else if (depth_ == 0 && r) {
     r->use_group(this);  // no scope told it: another micro-batch may have opened the unit
   }
   return values_[index];
+}
+
+// Outside of all scopes `a.weight - b.weight` converts both before the op has either: the gather of one must not discard the other. So
+// a unit that was opened there is held by whoever has its values, as in any expression of C++.
+void Unit::note_holders() {
+  if (!holders_.empty()) return;
+  for (const Tensor& t : values_) holders_.push_back(t.holders());
+}
+
+bool Unit::is_held() const {
+  for (size_t i = 0; i < holders_.size(); ++i)
+    if (values_[i] && values_[i].holders() > holders_[i]) return true;
+  return false;
 }
 
 std::vector<Tensor> Unit::to_gather() {
@@ -219,6 +232,7 @@ void Unit::discard_gathered() {
   UnitOps::discard_buffers(axis_, gathered_, recording_);
   gathered_.clear();
   lent_.clear();
+  holders_.clear();
   std::fill(values_.begin(), values_.end(), Tensor());
   state_ = State::closed;
   opened_in_reverse_ = false;

@@ -295,6 +295,10 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   State state_ = State::closed;
   int depth_ = 0;                  // scopes of its module that are open
   bool opened_in_reverse_ = false; // for vjps alone: no scope closes it
+  // Opened where no scope is: so many had its values then. While others have them it is not discarded.
+  std::vector<int64_t> holders_;
+  void note_holders();
+  bool is_held() const;
   uint64_t recording_ = 0;         // that knows the gathered values; 0 for none
   bool mirror_next_ = false;       // discarded in this recording's forward: the next gather mirrors that
   std::vector<Tensor> lent_;       // casts of the masters, or what came of them from the host, which the gather reads until the unit is opened

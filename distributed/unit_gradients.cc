@@ -118,7 +118,7 @@ void Unit::add_to_waiting(std::vector<Tensor> gradients) {
     return;
   }
   leaf_waiting();
-  for (size_t k = 0; k < gradients.size(); ++k) add_into(waiting_[k], gradients[k]);
+  for (size_t k = 0; k < gradients.size(); ++k) add_gradient(waiting_[k], gradients[k]);
 }
 
 // What another recording left is a leaf of this one.
@@ -255,7 +255,7 @@ void Unit::keep_gradient() {
     if (Recording* r = Recording::current(); r && b.grad) r->leaf(b.grad, "gradient of " + b.name);
     const Tensor& gradient = reduced[k++];
     if (offloads_) offload_gradient(b, gradient);
-    else if (b.grad) add_into(b.grad, gradient);  // a micro-batch's gradient is finished, then added
+    else if (b.grad) add_gradient(b.grad, gradient);  // a micro-batch's gradient is finished, then added
     else b.grad = gradient;
   }
 }

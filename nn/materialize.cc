@@ -2,8 +2,10 @@
 #include <algorithm>
 #include <unordered_map>
 
+#include "sheaf/core/communicator.h"
 #include "sheaf/core/random.h"
 #include "sheaf/core/transfer.h"
+#include "sheaf/distributed/agreement.h"
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/random.h"
@@ -96,6 +98,29 @@ LeafSpec in_blocks(const Parameter& p, BlockFormat format, const UnitOptions& op
   return spec;
 }
 
+std::string described(const Parameter& p) {
+  return str(p.name(), ' ', p.dtype(), p.shape(), p.trainable() ? "" : " frozen");
+}
+
+// Ranks that make other models of one code, or other values of one model, would compute on what does not fit, and often without any
+// collective that tells: what each unit is made of is compared, once, along every axis of its mesh.
+void expect_agreement(const std::vector<UnitNode>& nodes, uint64_t seed) {
+  std::vector<std::pair<const MeshSpec*, std::vector<Fact>>> meshes;
+  for (const UnitNode& node : nodes) {
+    const auto mark = ModuleAccess::mark(*node.module);
+    if (node.leaves.empty() || !mark || !mark->mesh) continue;
+    auto at = std::ranges::find(meshes, mark->mesh, &std::pair<const MeshSpec*, std::vector<Fact>>::first);
+    if (at == meshes.end()) at = meshes.insert(at, {mark->mesh, {{"the seed", str(seed)}}});
+    std::string what;
+    for (const Parameter& p : node.leaves) what += str(what.empty() ? "" : ", ", described(p));
+    at->second.push_back({str("unit '", path_label(node.path), "'"), str(mark->strategy, ": ", what), what});
+  }
+  for (const auto& [mesh, facts] : meshes)
+    if (MeshRuntime* runtime = RankContext::current().runtime(mesh))
+      for (int axis = 0; axis < mesh->num_axes(); ++axis)
+        require_agreement(runtime->reduce_lane(axis), "materialize", facts);
+}
+
 void make_unit(UnitNode& node, const std::shared_ptr<GatherSchedule>& schedule, Device device, const MaterializeOptions& how) {
   const auto mark = ModuleAccess::mark(*node.module);
   UnitOptions options;
@@ -153,6 +178,7 @@ void materialize(nn::Module& module, Device device, const MaterializeOptions& op
   if (sharded && !root_mark && !survey.nodes[0].leaves.empty())
     fail<ConfigError>("[materialize] '", survey.nodes[0].leaves[0].name(),
                       "' is in no unit, though parts of the model are sharded: call shard() on the whole model too");
+  if (!device.is_meta()) expect_agreement(survey.nodes, options.seed);
   const auto schedule = std::make_shared<GatherSchedule>(root_mark ? root_mark->prefetch_bytes : -1);
   for (UnitNode& node : survey.nodes)
     if (!node.leaves.empty()) make_unit(node, schedule, device, options);

@@ -1,4 +1,5 @@
 // Filling, copying and accumulating memory.
+#include "sheaf/autograd/leaf_group.h"
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/core/rank_context.h"
@@ -50,6 +51,31 @@ struct AddInto {  // inputs: the addend, the memory; the output lies in the memo
   }
 };
 
+void store_to(const Tensor& to, const Tensor& x) {
+  const OutputSpec spec{to.type(), to, -1, 0};
+  apply_typed(op_def<StoreInto>(), nullptr, std::span(&x, 1), std::span(&spec, 1));
+  to.storage()->changed();
+}
+
+void add_to(const Tensor& to, const Tensor& x) {
+  const OutputSpec spec{to.type(), to, -1, 0};
+  const Tensor inputs[] = {x, to};
+  apply_typed(op_def<AddInto>(), nullptr, inputs, std::span(&spec, 1));
+  to.storage()->changed();
+}
+
+// What lies in memory already is changed: its values are of `x`'s type, each at an address of its own.
+void check_change(const char* op, const Tensor& to, const Tensor& x) {
+  if (!(x.shape() == to.shape())) fail<ShapeError>("[", op, "] a value ", x.type(), " into memory of ", to.type());
+  if (x.dtype() != to.dtype()) fail<DTypeError>("[", op, "] a value ", x.type(), " into memory of ", to.type(), ": cast() it");
+  if (x.layout().mesh() && to.layout().mesh() && !(x.layout() == to.layout()))
+    fail<PlacementError>("[", op, "] a value ", x.type(), " into memory of ", to.type(), ": redistribute() it");
+  const View view = to.view_unsynced();
+  for (int d = 0; d < view.rank(); ++d)
+    if (view.strides[d] == 0 && view.shape[d] > 1)
+      fail<ShapeError>("[", op, "] memory of ", to.type(), " has one address for all of dimension ", d, ": what is expanded cannot be changed");
+}
+
 }  // namespace
 
 Tensor full_of(const Type& type, double value) {
@@ -67,16 +93,20 @@ Tensor copy_of(const Tensor& x) { return apply<Contiguous>({}, x); }
 Tensor contiguous(const Tensor& x) { return x.is_contiguous() ? x : apply<Contiguous>({}, x); }
 
 void store_into(const Tensor& to, const Tensor& x) {
-  const OutputSpec spec{to.type(), to, -1, 0};
-  apply_typed(op_def<StoreInto>(), nullptr, std::span(&x, 1), std::span(&spec, 1));
-  to.storage()->changed();
+  check_change("store", to, x);
+  if (Recording* r = Recording::current()) r->expect_no_gradient("store", to);
+  store_to(to, x);
+  if (Recording* r = Recording::current()) r->note_change(to, x);
 }
 
 void add_into(const Tensor& to, const Tensor& x) {
-  const OutputSpec spec{to.type(), to, -1, 0};
-  const Tensor inputs[] = {x, to};
-  apply_typed(op_def<AddInto>(), nullptr, inputs, std::span(&spec, 1));
-  to.storage()->changed();
+  check_change("add_into", to, x);
+  if (Recording* r = Recording::current()) r->expect_no_gradient("add_into", to);
+  add_to(to, x);
+  if (Recording* r = Recording::current()) r->note_change(to, x);
 }
+
+void store_gradient(const Tensor& slot, const Tensor& gradient) { store_to(slot, gradient); }
+void add_gradient(const Tensor& slot, const Tensor& gradient) { add_to(slot, gradient); }
 
 }  // namespace sheaf

@@ -105,6 +105,7 @@ Event Redistribution::start(View in, void* sent, void* received, bool waited_for
   Communicator& lane = this->lane();
   if (!talks(lane)) return {};
   if (waited_for) lane.is_waited_for();
+  lane.is_of(str(from_, " to ", to_.layout));
   const std::string& path = PathScope::current();
   const void* const out = packs() ? sent : in.data;
   if (m_.from == Kind::partial)

@@ -1,0 +1,204 @@
+// What would compute wrong numbers without a word, or fail without saying where: changes of memory that derivatives go through,
+// values watched too late, ranks that make different things of one program, errors deep inside a model; and expressions that look like
+// misuse and are none.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "sheaf/distributed/run_local.h"
+#include "sheaf/nn/layers/linear.h"
+#include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/nn/nets.h"
+
+namespace sheaf {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+/// What `f` throws, whatever it is.
+std::string error_of(const std::function<void()>& f) {
+  try {
+    f();
+  } catch (const Error& e) {
+    return e.what();
+  }
+  return "no exception";
+}
+
+Tensor numbers(std::vector<double> values) {
+  const int64_t n = std::ssize(values);
+  return Tensor::from(values, {n});
+}
+
+TEST(Changes, OfWhatHasAGradientAreRefused) {
+  const auto refusal = [](auto&& change) {
+    return message_of<LifetimeError>(ExitCode::kDesync, [&] {
+      Recording recording;
+      const Tensor x = recording.watch(numbers({0.1, 0.2})), h = tanh(x);
+      change(h, x);
+    });
+  };
+  EXPECT_THAT(refusal([](const Tensor& h, const Tensor&) { store_into(h, numbers({1, 2})); }),
+              AllOf(HasSubstr("[store] root: %"), HasSubstr("f64[2] was computed from what gradients are asked for: changed memory has no derivative")));
+  EXPECT_THAT(refusal([](const Tensor& h, const Tensor& x) { add_into(h, x); }), HasSubstr("[add_into] root: %"));
+  EXPECT_THAT(refusal([](const Tensor& h, const Tensor&) { store_into(slice(h, 0, 0, 1), numbers({1})); }), HasSubstr("[store] root: %"));
+  EXPECT_EQ(refusal([](const Tensor& h, const Tensor&) { store_into(copy_of(stop_gradient(h)), numbers({1, 2})); }), "no exception");
+}
+
+// A value is stored where no gradient is asked for: it is there, and no gradient passes through.
+TEST(Changes, PassNoGradientOn) {
+  Recording recording;
+  const Tensor x = recording.watch(numbers({0.5, -1})), memory = numbers({0, 0, 0}), other = x * slice(memory + 3.0, 0, 0, 2);
+  store_into(slice(memory, 0, 1, 3), x * 2.0);
+  store_into(slice(memory, 0, 0, 1), numbers({7}));  // again, which is no change of what has a gradient
+  EXPECT_EQ(memory.to_vector<double>(), (std::vector<double>{7, 1, -2}));
+  const Tensor xs[] = {x};
+  EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { recording.gradient(sum(square(memory)), xs, {.keep = true}); }),
+              HasSubstr("memory that a value with a gradient was stored into"));
+  EXPECT_EQ(recording.gradient(sum(other), xs)[0].to_vector<double>(), (std::vector<double>{3, 3}));
+}
+
+// One op saved it before the change, and one after: the first has no longer what it read.
+TEST(Changes, BetweenTwoReadersAreNoticed) {
+  Recording recording;
+  const Tensor x = recording.watch(numbers({0.1, 0.2})), y = numbers({1, 2}), before = x * y;
+  store_into(y, numbers({3, 4}));
+  EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { x* y; }),
+              AllOf(HasSubstr("[mul] value %"), HasSubstr("was changed in place after an op had it")));
+}
+
+TEST(Changes, AreOfOneType) {
+  const Tensor memory = numbers({0, 0});
+  EXPECT_THAT(message_of<ShapeError>(ExitCode::kConfig, [&] { store_into(memory, numbers({1, 2, 3})); }),
+              HasSubstr("[store] a value f64[3] into memory of f64[2]"));
+  EXPECT_THAT(message_of<DTypeError>(ExitCode::kConfig, [&] { add_into(memory, Tensor::from<float>({1, 2}, {2})); }),
+              HasSubstr("[add_into] a value f32[2] into memory of f64[2]: cast() it"));
+  EXPECT_THAT(message_of<DTypeError>(ExitCode::kConfig, [&] { store_into(memory, Tensor::from<int64_t>({1, 2}, {2})); }), HasSubstr("i64[2]"));
+  EXPECT_THAT(message_of<ShapeError>(ExitCode::kConfig, [&] { add_into(expand(numbers({5}), {4}), numbers({1, 2, 3, 4})); }),
+              HasSubstr("has one address for all of dimension 0"));
+  run_local(2, [](World& w) {
+    const Mesh mesh = w.mesh({{"data", 2}});
+    const Tensor whole = full_of({kF32, {2}, Layout(mesh.spec)}, 0), part = full_of({kF32, {2}, Layout(mesh.spec, Placement::partial())}, 1);
+    EXPECT_THAT(message_of<PlacementError>(ExitCode::kConfig, [&] { store_into(whole, part); }),
+                HasSubstr("a value f32[2] Partial@data into memory of f32[2] Replicate@data: redistribute() it"));
+  });
+}
+
+TEST(Watch, ComesBeforeTheFirstUse) {
+  Recording recording;
+  const Tensor x = numbers({1, 2}), y = sum(square(x));
+  EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { recording.watch(x); }),
+              HasSubstr("[watch] f64[2] was read by square before: what is differentiated is watched before its first use"));
+  const Tensor z = recording.watch(numbers({1, 2}));
+  sum(square(z));
+  EXPECT_EQ(error_of([&] { recording.watch(z); }), "no exception") << "it was watched in time";
+}
+
+/// What the job ends with on two ranks, of which each runs its own `f`.
+std::string disagreement(const std::function<void(World&, const Mesh&)>& f) {
+  return error_of([&] { run_local(2, [&](World& w) { f(w, w.mesh({{"data", 2}})); }); });
+}
+
+// As many elements travel, and they are of something else.
+TEST(Ranks, WhoseValuesDifferAreTold) {
+  const auto partial = [](const Mesh& mesh, const Shape& shape) { return full_of({kF32, shape, Layout(mesh.spec, Placement::partial())}, 1); };
+  EXPECT_THAT(disagreement([&](World& w, const Mesh& mesh) {
+                redistribute(partial(mesh, w.rank() ? Shape{3, 4} : Shape{4, 3}), "data", Placement::invariant());
+              }),
+              AllOf(HasSubstr("ranks disagree"), HasSubstr("of f32[4,3] Partial@data to Invariant@data"), HasSubstr("of f32[3,4] Partial@data")));
+  EXPECT_THAT(disagreement([&](World& w, const Mesh& mesh) { redistribute(partial(mesh, {2, 2}), "data", Placement::shard(w.rank())); }),
+              AllOf(HasSubstr("to Shard(0)@data"), HasSubstr("to Shard(1)@data")));
+  EXPECT_THAT(disagreement([&](World& w, const Mesh& mesh) {
+                redistribute(partial(mesh, {2}), "data", w.rank() ? Placement::replicate() : Placement::invariant());
+              }),
+              HasSubstr("ranks disagree"));
+}
+
+TEST(Ranks, WhoseModelsDifferAreTold) {
+  const auto made = [](const std::string& strategy, auto&& make, auto&& seed) {
+    return disagreement([&](World& w, const Mesh& mesh) {
+      nn::Linear model = make(w.rank());
+      shard(model, mesh, {.strategy = strategy});
+      materialize(model, w.device(), {.seed = seed(w.rank())});
+    });
+  };
+  const auto same = [](int) { return uint64_t{3}; };
+  for (const char* strategy : {"full_shard", "replicate"}) {
+    EXPECT_THAT(made(strategy, [](int rank) { return nn::Linear(6, rank ? 4 : 5); }, same),
+                AllOf(HasSubstr("[materialize] ranks disagree: unit 'root' is weight f32[5,6], bias f32[5] on rank 0"),
+                      HasSubstr("weight f32[4,6], bias f32[4] on rank 1")));
+    EXPECT_THAT(made(strategy, [](int) { return nn::Linear(6, 4); }, [](int rank) { return static_cast<uint64_t>(rank); }),
+                HasSubstr("[materialize] ranks disagree: the seed is 0 on rank 0 and 1 on rank 1"));
+    EXPECT_EQ(made(strategy, [](int) { return nn::Linear(6, 4); }, same), "no exception");
+  }
+}
+
+struct Two : nn::Module {
+  nn::Linear a{6, 6}, b{6, 6};
+  Tensor forward(const Tensor& x) { return b(tanh(a(x))); }
+  SHEAF_FIELDS(a, b);
+};
+
+// Parameters of two units meet in one op, in no module's scope: the gather of one does not discard the other.
+TEST(Units, MeetOutsideOfScopes) {
+  const auto gradients = [](int ranks, const std::string& strategy) {
+    std::vector<std::vector<double>> out;
+    run_local(ranks, [&](World& w) {
+      const Mesh mesh = w.mesh({{"data", ranks}});
+      Two model;
+      shard(model, mesh, {.units = nn::units_of<nn::Linear>(), .strategy = strategy});
+      materialize(model, w.device(), {.seed = 1, .dtype = kF64});
+      std::vector<double> rows;
+      for (int i = 0; i < 6 * 6; ++i) rows.push_back(0.1 * (i * 7 % 11) - 0.4);
+      const Tensor x = redistribute(Tensor::from(rows, {6, 6}), Layout(mesh.spec, Placement::shard(0)));
+      Recording recording;
+      Tensor loss = sum(square(model(x)));
+      const Tensor a = model.a.weight, apart = sum(square(a - slice(model.b.weight, 0, 0, 6))), all = sum(concat({a, model.b.weight, model.a.weight}, 0));
+      recording.backward(loss + redistribute(apart + all * 0.5, "data", Placement::partial()));
+      recording.take();
+      for (const nn::Parameter& p : model.parameters()) {
+        const auto g = full_gradient(p).to_vector<double>();
+        if (w.rank() == 0) out.push_back(g);
+      }
+    });
+    return out;
+  };
+  const auto one = gradients(1, "full_shard");
+  for (int ranks : {2, 3})
+    for (const char* strategy : {"full_shard", "shard_grad_op", "replicate"}) {
+      const auto many = gradients(ranks, strategy);
+      ASSERT_EQ(many.size(), one.size());
+      for (size_t p = 0; p < one.size(); ++p)
+        for (size_t i = 0; i < one[p].size(); ++i) EXPECT_NEAR(many[p][i], one[p][i], 1e-12) << strategy << ' ' << p;
+    }
+}
+
+struct Deep : nn::Module {
+  std::vector<Two> blocks = std::vector<Two>(2);
+  Tensor forward(Tensor x) {
+    for (Two& block : blocks) x = block(x);
+    return x;
+  }
+  SHEAF_FIELDS(blocks);
+};
+
+// Whatever op an error is of, and whatever it is about, it says in which module, and on which of several ranks.
+TEST(Errors, SayWhere) {
+  const auto message = [](int ranks) {
+    return error_of([&] {
+      run_local(ranks, [&](World& w) {
+        Deep model;
+        model.blocks[1].b = nn::Linear(5, 6);
+        shard(model, w.mesh({{"data", ranks}}));
+        materialize(model, w.device());
+        model(full({4, 6}, 1.0));
+      });
+    });
+  };
+  EXPECT_THAT(message(1), AllOf(HasSubstr("[linear]"), ::testing::EndsWith(" (in blocks.1.b)")));
+  EXPECT_THAT(message(2), AllOf(HasSubstr("[linear]"), ::testing::ContainsRegex("\\(in blocks\\.1\\.b, rank [01]\\)")));
+  EXPECT_THAT(error_of([] { add(full({2}, 1.0), full({3}, 1.0)); }), ::testing::Not(HasSubstr("(in")));
+}
+
+}  // namespace
+}  // namespace sheaf
