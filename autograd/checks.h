@@ -30,6 +30,14 @@ std::vector<Finding> check_cotangents(const Tape& tape);
 /// all is used after its discard or discarded twice.
 std::vector<Finding> check_gathers(const Tape& tape);
 
+/// M: what a unit's collectives read is there, and stays until they have it. Into gradients' slots nothing is stored behind the
+/// collective that reads them; and memory that an op made for a collective, whose lane reads it while later nodes run, is given back by
+/// a `complete` behind it.
+std::vector<Finding> check_memory(const Tape& tape);
+
+/// T, D, G and M together.
+std::vector<Finding> check_tape(const Tape& tape);
+
 /// One collective as the tape foresees it.
 struct PlannedCollective {
   NodeId node;

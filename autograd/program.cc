@@ -5,6 +5,7 @@
 #include <unordered_map>
 
 #include "sheaf/autograd/arrangement.h"
+#include "sheaf/autograd/checks.h"
 #include "sheaf/autograd/execute.h"
 #include "sheaf/autograd/ops/redistribute.h"
 #include "sheaf/autograd/recording.h"
@@ -164,6 +165,7 @@ Program::Program(Tape tape, const std::function<Tensor(ValueId)>& leaf, std::spa
     else builder.take_leaf(tape_.output(n), leaf(tape_.output(n)));
   }
   for (ValueId v : wanted) {
+    if (!builder.values[v]) fail<LifetimeError>("[program] no node makes the wanted value %", v, " ", tape_.type(v));
     wanted_.push_back(builder.values[v]);
     builder.live_until(wanted_.back(), tape_.num_nodes());
   }
@@ -239,6 +241,9 @@ std::vector<Tensor> Program::run() {
 }
 
 Program Program::with_tape(Tape tape) const {
+  if (const std::vector<Finding> found = check_tape(tape); !found.empty())
+    fail<LifetimeError>("[program] this tape would not compute what it says, in ", found.size(), found.size() == 1 ? " place" : " places", "; ",
+                        found[0]);
   return Program(std::move(tape), [this](ValueId v) { return leaf(v); }, wanted_ids_);
 }
 

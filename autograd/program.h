@@ -33,7 +33,8 @@ class Program {
   std::vector<Tensor> run();
 
   const Tape& tape() const { return tape_; }
-  /// One of another tape, with the same leaves and wanted values: of this one's after a pass.
+  /// One of another tape, with the same leaves and wanted values: of this one's after a pass. Throws LifetimeError for the first finding
+  /// of check_tape().
   Program with_tape(Tape tape) const;
   /// Ids of what run() returns.
   std::span<const ValueId> wanted() const { return wanted_ids_; }

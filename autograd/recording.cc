@@ -1,3 +1,4 @@
+// The tape is written: values get numbers, ops become nodes, and what their derivatives will read is kept.
 #include "sheaf/autograd/recording.h"
 
 #include <algorithm>

@@ -52,7 +52,6 @@ class GatherSchedule {
 
   /// At most so many bytes are gathered ahead.
   int64_t budget() const;
-  void set_budget(int64_t bytes) { budget_ = bytes; }
   /// Gathers that were issued ahead and turned out wrong.
   int64_t mispredicted() const { return mispredicted_; }
   int64_t gathered_bytes() const;      ///< now

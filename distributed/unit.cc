@@ -1,3 +1,4 @@
+// One rank's share of a unit, from the module's side: entering gathers, leaving discards. (unit_gradients.cc: backward reduces.)
 #include "sheaf/distributed/unit.h"
 
 #include <algorithm>

@@ -161,7 +161,6 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   // --- at rest ---
   /// Gives memory: zeros. The values are then written through pieces().
   void allocate(Device device);
-  bool allocated() const { return allocated_; }
   std::vector<FlatBuffer>& buffers() { return buffers_; }
   const std::vector<LeafSpec>& leaves() const { return leaves_; }
   std::vector<LocalPiece> pieces(const FlatBuffer& buffer) const { return pieces(buffer, {0, buffer.layout.total}); }

@@ -1,3 +1,4 @@
+// From tokens through the blocks to logits or a loss, whatever the blocks are.
 #include "sheaf/models/decoder.h"
 
 #include <algorithm>

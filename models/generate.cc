@@ -106,7 +106,7 @@ std::vector<int32_t> ends_of(const Tokenizer& tokenizer, const GenerateConfig& c
                         config.end_token);
     ends.push_back(*end);
   }
-  if (config.ignore_end_of_text) return {};
+  if (config.ignore_end_of_text) return ends;  // what is asked for by name is no end of a text
   if (const auto end = tokenizer.end_of_text()) ends.push_back(*end);
   ends.insert(ends.end(), further.begin(), further.end());
   if (!config.chat.empty()) ends.push_back(ChatFormat(config.chat, tokenizer).end_of_turn());

@@ -27,8 +27,8 @@ std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt
                               const GenerateConfig& config, const std::function<void(int32_t)>& emit = {},
                               std::span<const int32_t> ends = {});
 /// The tokens at which what is generated ends: config.end_token, the tokenizer's end of text, if it has one, the `further` ones,
-/// such as that which ended documents or examples in training, and in a chat the end of a turn; none if config.ignore_end_of_text
-/// is set. Throws ConfigError for a special token that the tokenizer lacks.
+/// such as that which ended documents or examples in training, and in a chat the end of a turn; with
+/// config.ignore_end_of_text the first alone. Throws ConfigError for a special token that the tokenizer lacks.
 std::vector<int32_t> ends_of(const Tokenizer& tokenizer, const GenerateConfig& config, std::span<const int32_t> further = {});
 
 /// Samples from the newest whole checkpoint of a run's output folder, whatever the number of ranks that wrote it, or from published

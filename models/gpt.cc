@@ -1,3 +1,4 @@
+// GPT-2: its blocks, and how tokens become what they read.
 #include "sheaf/models/gpt.h"
 
 #include "sheaf/models/attention_window.h"
@@ -38,10 +39,6 @@ GptConfig gpt2(int64_t layers, int64_t heads, int64_t width) {
 
 }  // namespace
 
-GptConfig GptConfig::gpt2_124m() { return preset("gpt2-124m"); }
-GptConfig GptConfig::gpt2_355m() { return preset("gpt2-355m"); }
-GptConfig GptConfig::gpt2_774m() { return preset("gpt2-774m"); }
-GptConfig GptConfig::gpt2_1558m() { return preset("gpt2-1558m"); }
 
 // Radford et al. 2019, table 2.
 std::vector<std::pair<std::string, GptConfig>> GptConfig::published() {

@@ -29,10 +29,6 @@ struct GptConfig {
   int64_t end_of_text = -1;     ///< token that ends a document: in loss() tokens attend to their own document's alone; -1: to
                                 ///< all before them
 
-  static GptConfig gpt2_124m();
-  static GptConfig gpt2_355m();
-  static GptConfig gpt2_774m();
-  static GptConfig gpt2_1558m();
   /// The published sizes by name, "gpt2-124m", smallest first.
   static std::vector<std::pair<std::string, GptConfig>> published();
   /// One of them; throws ConfigError that lists them.

@@ -81,7 +81,6 @@ struct LlamaConfig {
   int64_t end_of_text = -1;       ///< as in GptConfig
 
   static LlamaConfig tiny() { return {}; }
-  static LlamaConfig llama3_8b();
   /// The published sizes by name, "llama3-8b": those of Llama 3 at its context of 8,192, then those of Llama 3.1 and 3.2
   /// at theirs of 131,072, whose rotary positions are scaled; Qwen3's, Gemma's, Mixtral's, DeepSeek's.
   static std::vector<std::pair<std::string, LlamaConfig>> published();

@@ -290,8 +290,6 @@ LlamaConfig mixtral() {
 
 }  // namespace
 
-LlamaConfig LlamaConfig::llama3_8b() { return preset("llama3-8b"); }
-
 // The released models' configurations; Llama 3.3 70B has that of 3.1.
 std::vector<std::pair<std::string, LlamaConfig>> LlamaConfig::published() {
   const LlamaConfig b1 = llama3(16, 32, 2048, 8192, true), b3 = llama3(28, 24, 3072, 8192, true),

@@ -1,7 +1,7 @@
 // Starting from published weights: GPT-2's, and Llama's and what has its shape, as Hugging Face has them, read into a model
 // that may be cut over ranks. Each rank reads the bytes of its own part and nothing else.
 //
-//   models::Gpt model(models::GptConfig::gpt2_124m());
+//   models::Gpt model(models::GptConfig::preset("gpt2-124m"));
 //   shard(model, mesh, ...);
 //   materialize(model, world.device());
 //   models::load_weights(model, "gpt2");  // a folder with model.safetensors and config.json

@@ -1,5 +1,6 @@
 // From marked modules to units with memory and values.
 #include <algorithm>
+#include <typeinfo>
 #include <unordered_map>
 
 #include "sheaf/core/communicator.h"
@@ -220,7 +221,8 @@ void copy_model(Module& source, Module& target) {
   if (from.size() != to.size()) refuse("other modules");
   if (old_leaves.size() != new_leaves.size() || old_buffers.size() != new_buffers.size()) refuse("other leaves");
   for (size_t i = 0; i < from.size(); ++i) {
-    if (from[i].first != to[i].first) refuse("'" + to[i].first + "'");
+    if (from[i].first != to[i].first || typeid(*from[i].second) != typeid(*to[i].second)) refuse("'" + to[i].first + "'");
+    to[i].second->take_settings(*from[i].second);
     ModuleAccess::mark(*to[i].second) = ModuleAccess::mark(*from[i].second);
     ModuleAccess::set_training(*to[i].second, from[i].second->training());
     ModuleAccess::recompute(*to[i].second) = ModuleAccess::recompute(*from[i].second);
@@ -236,6 +238,8 @@ void copy_model(Module& source, Module& target) {
     b.state().trainable = a.trainable();
     b.state().constant = a.state().constant;
     b.state().exact = a.exact();
+    b.state().table = a.table();
+    b.state().bias = a.bias();
     b.state().blocks = a.blocks();
     b.state().steered = a.steered();
     b.state().cut = a.cut();

@@ -183,6 +183,8 @@ class Module {
 
   /// From SHEAF_FIELDS.
   virtual void visit(Visitor& visitor) = 0;
+  /// What was set in `source`, a module of the same type, after it was made, beside parameters: clone() asks for it.
+  virtual void take_settings(const Module& /*source*/) {}
 
   /// Every leaf once, in visiting order; names those that are not materialized yet.
   std::vector<Parameter> parameters();
@@ -283,8 +285,9 @@ void Visitor::field(std::string_view name, T& member) {
   path_.resize(length);
 }
 
-/// A model like `source`: made anew by M(args...), with the same sharding, the same frozen parameters and, if `source`
-/// is materialized, the same values on the same device. Throws ConfigError if the new one has other parameters.
+/// A model like `source`: made anew by M(args...), with the same sharding, the same frozen parameters, what use_fp8() and shard() have
+/// set in layers, and, if `source` is materialized, the same values on the same device: the reference of a fine-tuned model, or an
+/// average of its weights. Throws ConfigError if the new one has other parameters.
 template <class M, class... Args>
 M clone(M& source, Args&&... args);
 

@@ -217,7 +217,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"generate.ignore_end_of_text", &g.ignore_end_of_text, "go on behind the token that ends a text, if the tokenizer has one, or a turn"},
       {"generate.chat", &g.chat, "chatml, llama3 or gemma: the prompt is what a user says, and an assistant answers; empty: it is a text to continue"},
       {"generate.system", &g.system, "in a chat: what the assistant is told before"},
-      {"generate.end_token", &g.end_token, "a special token that ends what is generated, beside the tokenizer's end of text"},
+      {"generate.end_token", &g.end_token, "a special token that ends what is generated, beside the tokenizer's end of text, or with generate.ignore_end_of_text in place of it"},
       {"generate.special_tokens", &g.special_tokens, "the prompt may have special tokens in it, by their names"},
       {"generate.dtype", &g.dtype, "of weights and computing: bf16 and f16 take half of the memory", {"f32", "bf16", "f16"}},
       {"generate.quantize", &g.quantize, "how matrices of blocks rest: in 8 or 4 bits, in blocks of 64 with a scale", {"none", "int8", "nf4"}},

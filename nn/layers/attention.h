@@ -62,6 +62,7 @@ struct CausalSelfAttention : Module {
   ContextComm context_comm = ContextComm::all_to_all;  ///< where ranks share sequences (shard() says it)
 
   explicit CausalSelfAttention(const AttentionConfig& config);
+  void take_settings(const Module& source) override { context_comm = static_cast<const CausalSelfAttention&>(source).context_comm; }
   Tensor forward(const Tensor& x_BTC, KeyValueCache* cache = nullptr, const Tensor& begins_BT = {});
   /// Before materialize(): a tensor axis will cut the heads in so many head_units() (shard() says it). Where these are more than the
   /// key heads, key heads are cut, too: ranks compute parts of them, which all put together, and take those that their queries read.

@@ -57,6 +57,7 @@ struct Experts : Module {
   Fp8 fp8 = Fp8::none; ///< their products round their operands, but for the gradients of matrices; use_fp8() sets it
 
   explicit Experts(const MixtureConfig& config);
+  void take_settings(const Module& source) override { fp8 = static_cast<const Experts&>(source).fp8; }
   /// Rows [Q, B, N, R, C] and how many of them each expert has, [E, B, N]; the share of them in use, about.
   Tensor forward(const Tensor& rows_QBNRC, const Tensor& counts_EBN, double fill = 1.0);
   /// The same of rows that are on their way to where they are inside().

@@ -48,6 +48,7 @@ struct LatentAttention : Module {
   ContextComm context_comm = ContextComm::all_to_all;  ///< where ranks share sequences (shard() says it)
 
   explicit LatentAttention(const LatentAttentionConfig& config);
+  void take_settings(const Module& source) override { context_comm = static_cast<const LatentAttention&>(source).context_comm; }
   Tensor forward(const Tensor& x_BTC, KeyValueCache* cache = nullptr, const Tensor& begins_BT = {});
   SHEAF_FIELDS(latents, query_norm, latent_norm, queries, keys_values, projection, dropout);
 

@@ -29,6 +29,7 @@ struct Linear : Module {
     if (options.bias) bias = Parameter({out}, Init::zeros());
     if (options.cut) set_cut(*options.cut);
   }
+  void take_settings(const Module& source) override { fp8 = static_cast<const Linear&>(source).fp8; }
   /// LinearOptions::cut of a layer that is there, with its adapter: before materialize().
   void set_cut(const OwnershipMap& cut) {
     weight.set_cut(cut);

@@ -1,3 +1,4 @@
+// AdamW as one op over a flat shard: parameters, gradient and both moments are read and written once.
 #include "sheaf/nn/optim/adamw.h"
 
 #include <algorithm>
@@ -17,7 +18,7 @@ struct AdamWStep {
   using Attrs = NoAttrs;
   static void execute(const Attrs&, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), adamw, c.output(0), c.input(1), c.output(1), c.output(2), c.input(4),
-                    c.input(5), detail::optional_input(c, 6), detail::optional_input(c, 7));
+                    c.input(5), optional_input(c, 6), optional_input(c, 7));
   }
 };
 
@@ -44,7 +45,7 @@ std::vector<double> AdamW::scalars(const StepOptions& step_options, int64_t step
 }
 
 void AdamW::update(ShardState& shard, const Tensor& scalars, const Tensor& clip_scale) {
-  detail::apply_step(op_def<AdamWStep>(), nullptr, shard, scalars, clip_scale);
+  apply_step(op_def<AdamWStep>(), nullptr, shard, scalars, clip_scale);
 }
 
 }  // namespace sheaf::optim

@@ -97,7 +97,7 @@ const Bundle& Muon::bundle_of(const ShardState& shard) const {
 
 void Muon::update(ShardState& shard, const Tensor& scalars, const Tensor& clip_scale) {
   const MuonOps::Parts attrs{bundle_of(shard).parts};
-  detail::apply_step(MuonOps::adamw(), &attrs, shard, scalars, clip_scale);
+  apply_step(MuonOps::adamw(), &attrs, shard, scalars, clip_scale);
 }
 
 void Muon::update_all(std::span<ShardState* const> work, const Tensor& scalars) {

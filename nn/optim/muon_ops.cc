@@ -29,8 +29,8 @@ struct MomentumStep {
   using Attrs = MuonOps::Parts;
   static void execute(const Attrs& a, Execute& c) {
     const Stream stream = c.stream();
-    const View scalars = part_of(c.input(3), kOfMomentum, kSgdScalars), clip = detail::optional_input(c, 4),
-               found_inf = detail::optional_input(c, 5);
+    const View scalars = part_of(c.input(3), kOfMomentum, kSgdScalars), clip = optional_input(c, 4),
+               found_inf = optional_input(c, 5);
     SHEAF_ON_DEVICE(stream, fill, c.output(0), 0.0);
     for_each_part(a, c.input(2), [&](int64_t from, int64_t to, int64_t n, const View& segment) {
       SHEAF_ON_DEVICE(stream, sgd, part_of(c.output(0), to, n), part_of(c.input(0), from, n), part_of(c.output(1), to, n),
@@ -46,7 +46,7 @@ struct MuonStep {
   using Attrs = MuonOps::Parts;
   static void execute(const Attrs& a, Execute& c) {
     const Stream stream = c.stream();
-    const View scalars = part_of(c.input(3), kOfStep, kSgdScalars), found_inf = detail::optional_input(c, 4);
+    const View scalars = part_of(c.input(3), kOfStep, kSgdScalars), found_inf = optional_input(c, 4);
     for_each_part(a, c.input(2), [&](int64_t to, int64_t from, int64_t n, const View& segment) {
       SHEAF_ON_DEVICE(stream, sgd, part_of(c.output(0), to, n), part_of(c.input(1), a.before + from, n), View{}, segment,
                       scalars, false, View{}, found_inf);
@@ -60,8 +60,8 @@ struct AdamWOfParts {
   using Attrs = MuonOps::Parts;
   static void execute(const Attrs& a, Execute& c) {
     const Stream stream = c.stream();
-    const View scalars = part_of(c.input(5), 0, kAdamWScalars), clip = detail::optional_input(c, 6),
-               found_inf = detail::optional_input(c, 7);
+    const View scalars = part_of(c.input(5), 0, kAdamWScalars), clip = optional_input(c, 6),
+               found_inf = optional_input(c, 7);
     for_each_part(a, c.input(4), [&](int64_t to, int64_t state, int64_t n, const View& segment) {
       SHEAF_ON_DEVICE(stream, adamw, part_of(c.output(0), to, n), part_of(c.input(1), to, n), part_of(c.output(1), state, n),
                       part_of(c.output(2), state, n), segment, scalars, clip, found_inf);

@@ -19,7 +19,7 @@ struct CountAdamW {
   static constexpr OpKind kKind = OpKind::step;
   using Attrs = NoAttrs;
   static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_DEVICE(c.stream(), count_adamw, c.input(1), detail::optional_input(c, 2), c.output(1), c.output(0));
+    SHEAF_ON_DEVICE(c.stream(), count_adamw, c.input(1), optional_input(c, 2), c.output(1), c.output(0));
   }
 };
 
@@ -29,7 +29,7 @@ struct Steer {
   static constexpr OpKind kKind = OpKind::step;
   struct Attrs { double rate; };
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_DEVICE(c.stream(), sign_step, c.output(0), c.input(1), a.rate, detail::optional_input(c, 2));
+    SHEAF_ON_DEVICE(c.stream(), sign_step, c.output(0), c.input(1), a.rate, optional_input(c, 2));
   }
   static void describe(const Attrs& a, std::string& out) { out += str("rate ", a.rate); }
 };
@@ -213,6 +213,8 @@ std::vector<bool> chosen(const Unit& unit, std::span<const nn::Parameter> parame
   return out;
 }
 
+}  // namespace detail
+
 View optional_input(const Execute& c, int index) { return c.num_inputs() > index ? c.input(index) : View{}; }
 
 void apply_step(const OpDef& op, const void* attrs, ShardState& shard, const Tensor& scalars, const Tensor& clip_scale) {
@@ -230,5 +232,4 @@ void apply_step(const OpDef& op, const void* attrs, ShardState& shard, const Ten
   apply_typed(op, attrs, inputs, outputs);
 }
 
-}  // namespace detail
 }  // namespace sheaf::optim

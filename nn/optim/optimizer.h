@@ -127,11 +127,14 @@ Tensor zero_state(const Type& type, Device device, const StateOptions& options);
 /// By index: which of the unit's leaves the rule chooses among these parameters.
 std::vector<bool> chosen(const Unit& unit, std::span<const nn::Parameter> parameters,
                          const std::function<bool(const nn::Parameter&)>& rule);
-/// Runs a step op whose inputs are (parameters, gradient, state..., segments, scalars [, clip scale [, found_inf]]) and whose
-/// outputs lie in the memory of the parameters and the state.
-void apply_step(const OpDef& op, const void* attrs, ShardState& shard, const Tensor& scalars, const Tensor& clip_scale);
-/// Input `index`, or View{} where the step has none.
-View optional_input(const Execute& c, int index);
 }  // namespace detail
+
+/// What update() of an optimizer of one's own calls: runs its step op (OpKind::step), whose inputs are the shard's parameters [n], their
+/// gradient [n], each state [n], segments i64 [k, 3] (ShardState), scalars f64 (Optimizer::scalars) [, clip scale, one f32 or f64 [,
+/// found_inf, one i32]], and whose outputs are the parameters and each state, in their memory: examples/lion.h.
+void apply_step(const OpDef& op, const void* attrs, ShardState& shard, const Tensor& scalars, const Tensor& clip_scale);
+/// Input `index` of such an op, or View{} where the step has none: the clip scale, which is 1 then, and found_inf, where a number other
+/// than 0 says that nothing may change.
+View optional_input(const Execute& c, int index);
 
 }  // namespace sheaf::optim

@@ -18,8 +18,8 @@ struct SgdStep {
   static void execute(const Attrs& a, Execute& c) {
     const int segments = 2 + a.momentum;
     SHEAF_ON_DEVICE(c.stream(), sgd, c.output(0), c.input(1), a.momentum ? c.output(1) : View{}, c.input(segments),
-                    c.input(segments + 1), a.nesterov != 0, detail::optional_input(c, segments + 2),
-                    detail::optional_input(c, segments + 3));
+                    c.input(segments + 1), a.nesterov != 0, optional_input(c, segments + 2),
+                    optional_input(c, segments + 3));
   }
   static void describe(const Attrs& a, std::string& out) { out += a.nesterov ? "nesterov" : ""; }
 };
@@ -45,7 +45,7 @@ std::vector<double> SGD::scalars(const StepOptions& step_options, int64_t step) 
 
 void SGD::update(ShardState& shard, const Tensor& scalars, const Tensor& clip_scale) {
   const SgdStep::Attrs attrs{options_.momentum != 0.0, options_.nesterov};
-  detail::apply_step(op_def<SgdStep>(), &attrs, shard, scalars, clip_scale);
+  apply_step(op_def<SgdStep>(), &attrs, shard, scalars, clip_scale);
 }
 
 void detail::nesterov_step(const Tensor& param, const Tensor& grad, const Tensor& momentum, const Tensor& segments,

@@ -130,8 +130,7 @@ int64_t try_pair(const Values& x, const Values& w, const Shape& shape, const Lay
   const auto captured = recording.captured();
   const ValueId wanted[] = {recording.value_of(result), recording.value_of(gradient)};
   const Tape tape = recording.take();
-  for (const auto& findings : {check_types(tape), check_cotangents(tape), check_gathers(tape)})
-    for (const Finding& f : findings) ADD_FAILURE() << str(from, " to ", to, ": ", f);
+  for (const Finding& f : check_tape(tape)) ADD_FAILURE() << str(from, " to ", to, ": ", f);
   parts.collectives = collective_hash(tape);
   int64_t foreseen = 0;
   for (NodeId i = 0; i < tape.num_nodes(); ++i) foreseen += tape.wire_bytes(tape.node(i));

@@ -138,8 +138,7 @@ TEST(Unit, TapeHoldsTwoGathersAndOneReduceScatterPerLayer) {
       }();
       if (step == 0) EXPECT_EQ(prefetched, 0);
       else EXPECT_GE(prefetched, 4);
-      for (const auto& findings : {check_types(tape), check_cotangents(tape), check_gathers(tape)})
-        for (const Finding& f : findings) ADD_FAILURE() << f.message << "\n" << to_text(tape);
+      for (const Finding& f : check_tape(tape)) ADD_FAILURE() << f.message << "\n" << to_text(tape);
       EXPECT_EQ(chain.schedule->mispredicted(), 0);
       EXPECT_LE(chain.schedule->peak_excess(), chain.schedule->budget());
       EXPECT_EQ(chain.schedule->gathered_bytes(), 0);
@@ -268,8 +267,7 @@ TEST(Unit, AGradientClosesWhatItGathers) {
         EXPECT_EQ(recording.gradient(loss, std::vector{x}, {.keep = true})[0].to_vector(), once);
         recording.backward(loss);
         const Tape tape = recording.take();
-        for (const auto& findings : {check_types(tape), check_cotangents(tape), check_gathers(tape)})
-          for (const Finding& f : findings) ADD_FAILURE() << f.message << "\n" << to_text(tape);
+        for (const Finding& f : check_tape(tape)) ADD_FAILURE() << f.message << "\n" << to_text(tape);
       }
       EXPECT_EQ(chain.schedule->peak_gathered_bytes(), peak) << name(strategy);
       EXPECT_EQ(reduced(), expected);

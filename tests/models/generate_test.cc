@@ -356,6 +356,7 @@ struct WithEnd final : models::Tokenizer {
   std::vector<int32_t> encode(std::string_view, std::string_view) const override { return {}; }
   std::string decode(std::span<const int32_t>) const override { return ""; }
   std::optional<int32_t> end_of_text() const override { return 8; }
+  std::optional<int32_t> special_token(std::string_view name) const override { return name == "<stop>" ? std::optional(7) : std::nullopt; }
   Json to_json() const override { return {}; }
 };
 
@@ -366,6 +367,8 @@ TEST(Generate, TextsEndAsTheTokenizerSays) {
   EXPECT_THAT(models::ends_of(*models::make_byte_tokenizer(), options), IsEmpty());
   options.ignore_end_of_text = true;
   EXPECT_THAT(models::ends_of(WithEnd(), options, std::vector<int32_t>{5}), IsEmpty());
+  options.end_token = "<stop>";
+  EXPECT_THAT(models::ends_of(WithEnd(), options, std::vector<int32_t>{5}), ElementsAre(7)) << "that was asked for";
 }
 
 TEST(Generate, EveryWorldWritesTheSameText) {

@@ -210,8 +210,7 @@ void expect_planned(const Way& way, const Trained& trained) {
               std::max(*std::ranges::max_element(planned), *std::ranges::max_element(without)));
   }
   for (const Tape& t : trained.tapes)
-    for (const auto& findings : {check_types(t), check_cotangents(t), check_gathers(t)})
-      for (const Finding& f : findings) ADD_FAILURE() << f.to_string();
+    for (const Finding& f : check_tape(t)) ADD_FAILURE() << f.to_string();
   expect_one_device(way, trained);
   const int stages = static_cast<int>(way.config.sharding.pipeline), ranks = way.world / stages;
   for (int stage = 0; stage < stages; ++stage) {  // each has collectives of its own, in an order of its own

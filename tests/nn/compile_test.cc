@@ -98,8 +98,7 @@ Outcome train(World& w, Strategy strategy, const nn::UnitPolicy& units_by, int64
     for (NodeId id = 0; id < tape.num_nodes(); ++id) fused += tape.node(id).op == &fused_op();
     EXPECT_TRUE(fuse || fused == 0);
     out.fused = fused > 0;
-    for (const auto& findings : {check_types(tape), check_cotangents(tape), check_gathers(tape)})
-      for (const Finding& f : findings) ADD_FAILURE() << f.to_string();
+    for (const Finding& f : check_tape(tape)) ADD_FAILURE() << f.to_string();
   }
   for (const auto& unit : units(model))
     for (const FlatBuffer& b : unit->buffers()) out.parameters.push_back(b.shard.to_vector<float>());
@@ -149,9 +148,7 @@ TEST(Compile, UnitsThatStayGatheredChangeNoBit) {
           Program program = keep_within(live + static_cast<int64_t>(share * static_cast<double>(plain.arena_bytes())), w,
                                         Device::cpu())(plain);
           all = regathers(plain.tape()).size(), kept = all - regathers(program.tape()).size();
-          for (const auto& findings : {check_types(program.tape()), check_cotangents(program.tape()),
-                                       check_gathers(program.tape())})
-            for (const Finding& f : findings) ADD_FAILURE() << f.to_string();
+          for (const Finding& f : check_tape(program.tape())) ADD_FAILURE() << f.to_string();
           EXPECT_LE(static_cast<double>(program.arena_bytes()), std::max(share, 1.0) * static_cast<double>(plain.arena_bytes()));
           return program;
         };

@@ -179,8 +179,7 @@ Outcome train(int ranks, const Case& c) {
       Recording recording({.step = i});
       code(x, scalars());
       const Tape tape = recording.take();
-      for (const auto& check : {check_types(tape), check_cotangents(tape), check_gathers(tape)})
-        for (const Finding& f : check) out.findings += f.to_string() + "\n";
+      for (const Finding& f : check_tape(tape)) out.findings += f.to_string() + "\n";
     }
     for (const nn::Parameter& p : net.parameters()) {
       const Values v = full_parameter(p).to_vector<double>();

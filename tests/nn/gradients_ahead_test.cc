@@ -67,8 +67,7 @@ std::pair<Gradients, Tape> gradients(const Way& way, bool recompute, const Use& 
       use({model, recording, mesh, recompute});
       for (const auto& unit : units(model)) unit->reduce_waiting(), unit->complete_reduction();
       const Tape now = recording.take();
-      for (const auto& findings : {check_types(now), check_cotangents(now), check_gathers(now)})
-        for (const Finding& f : findings) ADD_FAILURE() << f.to_string();
+      for (const Finding& f : check_tape(now)) ADD_FAILURE() << f.to_string();
       if (w.rank() == 0) tape = now;
     }
     for (nn::Parameter& p : model.parameters()) {

@@ -229,8 +229,7 @@ void with_tape(const std::vector<MeshSpec::Axis>& axes, ShardOptions options, F&
       tape = recording.take();
       for (const auto& unit : units(net)) unit->zero_grad();
     }
-    for (const auto& findings : {check_types(tape), check_cotangents(tape), check_gathers(tape)})
-      for (const Finding& f : findings) ADD_FAILURE() << f.to_string();
+    for (const Finding& f : check_tape(tape)) ADD_FAILURE() << f.to_string();
     check(tape, net);
   }, {.threads_per_rank = 1});
   std::vector<const Tape*> all;

@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include "sheaf/distributed/run_local.h"
+#include "sheaf/nn/fp8.h"
+#include "sheaf/nn/layers/attention.h"
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/nn/nets.h"
 
@@ -291,6 +293,28 @@ TEST(Module, CloneHasTheSameValuesInMemoryOfItsOwn) {
   assign(b[0], full_like(full_parameter(b[0]), 1.0));
   EXPECT_FALSE(identical(full_parameter(a[0]), full_parameter(b[0])));
   EXPECT_THROW(nn::clone(model, 3), ConfigError);
+}
+
+struct Attends : nn::Module {
+  nn::CausalSelfAttention attention{{.width = 16, .heads = 2}};
+  nn::Linear table{16, 32};
+  Tensor forward(const Tensor& x) { return table(attention(x)); }
+  SHEAF_FIELDS(attention, table);
+};
+
+// What shard() and use_fp8() say to layers, and what is said of parameters, is the copy's, too.
+TEST(Module, CloneHasTheSameSettings) {
+  Attends model;
+  model.table.weight.set_table();
+  model.table.bias.set_bias();
+  model.attention.context_comm = nn::ContextComm::all_gather;
+  nn::use_fp8(model, Fp8::all, [](const std::string& path) { return path.starts_with("attention"); });
+  Attends copy = nn::clone(model);
+  EXPECT_TRUE(copy.table.weight.table() && copy.table.bias.bias());
+  EXPECT_EQ(copy.attention.context_comm, nn::ContextComm::all_gather);
+  EXPECT_EQ(copy.attention.qkv.fp8, model.attention.qkv.fp8);
+  EXPECT_EQ(copy.attention.qkv.fp8, Fp8::all);
+  EXPECT_EQ(copy.table.fp8, Fp8::none);
 }
 
 TEST(Module, BuffersAreWholeAndAssignable) {

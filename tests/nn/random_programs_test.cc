@@ -152,8 +152,7 @@ class Run {
     const auto leaves = recording.captured();
     const bool captured = recording.options().capture_leaves;
     const Tape tape = recording.take();
-    for (const auto& findings : {check_types(tape), check_cotangents(tape), check_gathers(tape)})
-      for (const Finding& f : findings) ADD_FAILURE() << f.to_string();
+    for (const Finding& f : check_tape(tape)) ADD_FAILURE() << f.to_string();
     if (!captured) return;
     const std::vector<Tensor> again = replay(tape, [&](ValueId v) { return leaves.at(v); }, wanted);
     for (size_t i = 0; i < again.size(); ++i)

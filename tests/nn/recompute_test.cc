@@ -141,9 +141,7 @@ TEST(Recompute, KeepsOnlyWhatEntersAModule) {
 
 TEST(Recompute, TheTapePassesItsChecksAndSaysWhatIsComputedAgain) {
   const Outcome again = train(2, "full_shard", true);
-  for (const auto& findings :
-       {check_types(again.tape), check_cotangents(again.tape), check_gathers(again.tape)})
-    for (const Finding& finding : findings) ADD_FAILURE() << finding.to_string();
+  for (const Finding& finding : check_tape(again.tape)) ADD_FAILURE() << finding.to_string();
   EXPECT_THAT(to_text(again.tape), HasSubstr("computed again"));
 }
 
