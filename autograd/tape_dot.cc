@@ -1,3 +1,5 @@
+#include <utility>
+
 #include "sheaf/autograd/tape_dump.h"
 
 namespace sheaf {
@@ -33,22 +35,38 @@ std::string to_dot(const Tape& tape) {
   std::string out =
       "digraph tape {\n  node [shape=box, style=filled, fontname=\"sans-serif\"];\n"
       "  // Replicate palegreen, Partial lightsalmon, Shard lightblue, Invariant khaki, no mesh white, no output lightgrey\n";
+  out += "  // borders: forward black, backward firebrick, update navy; dashed edges: stores into memory, to who reads it next\n";
   std::vector<NodeId> maker(static_cast<size_t>(tape.num_values()), -1);
+  std::vector<std::vector<NodeId>> stored(static_cast<size_t>(tape.num_values()));  // into this memory, read by nobody yet
+  const auto memory_of = [&](ValueId v) {
+    while (tape.value(v).lies_in() >= 0) v = tape.value(v).lies_in();
+    return static_cast<size_t>(v);
+  };
   for (NodeId id = 0; id < tape.num_nodes(); ++id) {
     const Node& n = tape.node(id);
     const std::string what = n.op ? tape.op_name(n) : "leaf " + tape.leaf_name(tape.output(n));
-    out += str("  n", id, " [label=\"", escaped(what), "\\n", escaped(tape.path(n)));
+    out += str("  n", id, " [label=\"", escaped(what), tape.path(n).empty() ? "" : "\\n", escaped(tape.path(n)));
     if (n.num_outputs) out += str("\\n%", tape.output(n), " ", escaped(tape.type(tape.output(n)).to_string()));
     out += str("\", fillcolor=", colour(tape, n), n.phase == Phase::forward ? "" : ", color=",
                n.phase == Phase::forward ? "" : n.phase == Phase::backward ? "firebrick" : "navy", "];\n");
     const int64_t bytes = tape.wire_bytes(n);
     for (ValueId v : tape.inputs(n)) {
       const NodeId from = maker[static_cast<size_t>(v)];
+      for (const NodeId store : std::exchange(stored[memory_of(v)], {}))
+        if (store != from && store != id) out += str("  n", store, " -> n", id, " [style=dashed];\n");
       if (from < 0) continue;
       out += str("  n", from, " -> n", id, " [label=\"%", v, bytes ? "\\n" + format_bytes(bytes) : std::string(), "\"",
                  bytes ? ", penwidth=3" : "", "];\n");
     }
-    for (int o = 0; o < n.num_outputs; ++o) maker[static_cast<size_t>(tape.output(n, o))] = id;
+    for (int o = 0; o < n.num_outputs; ++o) {
+      const ValueId v = tape.output(n, o);
+      maker[static_cast<size_t>(v)] = id;
+      const size_t memory = memory_of(v);
+      const NodeId made = tape.value(static_cast<ValueId>(memory)).producer;
+      if (tape.value(v).base < 0 || made == id) continue;
+      if (!tape.node(made).op) out += str("  n", id, " -> n", made, " [style=dashed, constraint=false, label=\"updates\"];\n");
+      else if (stored[memory].empty() || stored[memory].back() != id) stored[memory].push_back(id);
+    }
   }
   return out + "}\n";
 }

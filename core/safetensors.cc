@@ -240,7 +240,7 @@ SafetensorsFile SafetensorsFile::open(const std::string& path) {
   uint64_t length = 0;
   result.file_.read_at(0, &length, 8);
   if (length == 0 || length > static_cast<uint64_t>(std::min(size - 8, kMaxSafetensorsHeader))) {
-    fail<CheckpointError>("[safetensors] '", path, "': a header of ", length, " bytes in a file of ", size);
+    fail<CheckpointError>("[safetensors] '", path, "' is no safetensors file, or not all of one: a header of ", length, " bytes in a file of ", size);
   }
   std::string header(length, '\0');
   result.file_.read_at(8, header.data(), static_cast<int64_t>(length));

@@ -125,7 +125,12 @@ class Signals {
  public:
   Signals() {
     sigemptyset(&set_);
-    for (int s : {SIGCHLD, SIGINT, SIGTERM, SIGHUP}) sigaddset(&set_, s);
+    sigaddset(&set_, SIGCHLD);
+    // What was ignored when it started, as under nohup or behind `&` in a script, stays ignored, here as in its ranks.
+    for (int s : {SIGINT, SIGTERM, SIGHUP}) {
+      struct sigaction now{};
+      if (sigaction(s, nullptr, &now) != 0 || now.sa_handler != SIG_IGN) sigaddset(&set_, s);
+    }
     sigprocmask(SIG_BLOCK, &set_, &previous_mask_);
     std::signal(SIGCHLD, SIG_DFL);  // where it is ignored, children leave no status behind
   }
@@ -219,6 +224,9 @@ class Job {
       if (kill_at_ && now >= *kill_at_) {
         kill_at_.reset();
         stopping_ = true;
+        if (signal_ != 0 && now - asked_at_ >= kForwardedTime)
+          std::fprintf(stderr, "sheaf launch: ranks that did not end within %lld s of signal %d are killed\n",
+                       static_cast<long long>(std::chrono::duration_cast<std::chrono::seconds>(kForwardedTime).count()), signal_);
         signal_all(SIGKILL);
       }
     }

@@ -71,7 +71,9 @@ std::string export_tokenizer(const models::RunState& state, const std::string& f
       copied.push_back(name);
     }
   }
-  if (!state.tokenizer || state.tokenizer->kind() != "huggingface") return copied.empty() ? "" : ", and what lay beside the published weights";
+  if (!copied.empty() && (!state.tokenizer || state.tokenizer->kind() != "huggingface")) return ", and what lay beside the published weights";
+  if (!state.tokenizer) return "";
+  if (state.tokenizer->kind() != "huggingface") return str(", without a tokenizer (the run's, ", state.tokenizer->kind(), ", is no tokenizer.json)");
   replace_file(folder + "/tokenizer.json", state.tokenizer->to_json().at("file").dump() + "\n");
   if (std::ranges::find(copied, "tokenizer_config.json") == copied.end()) {
     Json config = Json::Object{{"tokenizer_class", "PreTrainedTokenizerFast"}};

@@ -34,6 +34,15 @@ void check_is_ours(const std::string& to) {
   check<ConfigError>(is_ours(), "[export] '", to, "' exists and was not written by sheaf export: remove it, or name another");
 }
 
+// Nor is a folder of somebody else's model written to, whose weights lie elsewhere: what lies beside weights is ours where they are.
+void check_nothing_lies_beside(const std::string& folder, const std::string& weights) {
+  if (path_exists(weights)) return;  // check_is_ours() says whose
+  for (const char* name : {"config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
+                           "special_tokens_map.json", "chat_template.jinja", "vocab.json", "merges.txt"})
+    check<ConfigError>(!path_exists(folder + "/" + name), "[export] '", folder, "' has a ", name,
+                       ", which was not written by sheaf export: remove it, or name another folder");
+}
+
 // `to`, made whole or not at all.
 FileDigest write_whole(const std::string& to, std::vector<SafetensorsInput> tensors, const std::map<std::string, std::string>& metadata) {
   const std::string pending = to + ".tmp";
@@ -50,7 +59,15 @@ FileDigest write_whole(const std::string& to, std::vector<SafetensorsInput> tens
 
 models::Checkpoint open_checkpoint(const ExportArguments& arguments) {
   const std::string folder = arguments.folder + "/checkpoints";
-  if (arguments.step >= 0) return models::Checkpoint::open(step_folder(folder, arguments.step));
+  if (arguments.step >= 0) {
+    const std::string at = step_folder(folder, arguments.step);
+    if (!path_exists(at)) {
+      std::string there;
+      for (const int64_t step : list_steps(folder)) there += str(there.empty() ? "; there are " : ", ", step);
+      fail<CheckpointError>("[export] no checkpoint of step ", arguments.step, " in ", folder, there);
+    }
+    return models::Checkpoint::open(at);
+  }
   auto newest = models::Checkpoint::open_newest(folder, models::warn_on_stderr);
   if (!newest) fail<CheckpointError>("[export] no checkpoint in ", folder);
   return std::move(*newest);
@@ -173,6 +190,7 @@ int export_command(const ExportArguments& arguments) {
     check<ConfigError>(!path_exists(parts), "[export] there is '", parts, "': weights in parts, which were not written by sheaf export");
     make_folders(arguments.file);
     file += adapters ? "/adapter_model.safetensors" : "/model.safetensors";
+    check_nothing_lies_beside(arguments.file, file);
     tensors = adapters ? adapter_tensors(checkpoint, model, form) : published_tensors(checkpoint, model, form, dtype_of(state));
     finish = [=, folder = arguments.file, dtype = tensors.front().dtype] {
       if (adapters) replace_file(folder + "/adapter_config.json", adapter_config(model, form, state.weights ? state.weights->path : "").dump() + "\n");

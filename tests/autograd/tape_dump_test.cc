@@ -69,6 +69,19 @@ TEST(TapeDump, DotHasANodePerNodeAndBytesOnTheWire) {
   EXPECT_TRUE(dot.ends_with("}\n"));
   for (NodeId id = 0; id < tape.num_nodes(); ++id) EXPECT_THAT(dot, HasSubstr(str("  n", id, " [label=")));
   EXPECT_THAT(dot, HasSubstr("B\", penwidth=3]"));
+  // Gradients go into slots, which the reduction reads, and the update goes into the masters.
+  int stores = 0;
+  for (NodeId id = 0; id < tape.num_nodes(); ++id)
+    for (int o = 0; o < tape.node(id).num_outputs; ++o) {
+      const ValueId base = tape.value(tape.output(tape.node(id), o)).base;
+      if (base < 0 || tape.value(base).producer == id) continue;
+      const NodeId made = tape.value(base).producer;
+      const std::string edge = tape.node(made).op ? str("  n", id, " -> n[0-9]+ \\[style=dashed\\]")
+                                                  : str("  n", id, " -> n", made, " \\[style=dashed, constraint=false");
+      EXPECT_THAT(dot, ::testing::ContainsRegex(edge)) << tape.op_name(tape.node(id));
+      ++stores;
+    }
+  EXPECT_GT(stores, 0);
   for (const char* colour : {"lightblue", "palegreen", "lightsalmon"}) EXPECT_THAT(dot, HasSubstr(str("fillcolor=", colour)));
 }
 

@@ -197,6 +197,11 @@ const std::map<std::string, std::function<void(World&)>>& scenarios() {
          if (w.rank() == 0) std::cout << "started" << std::endl;
          sleep_for(60);
        }},
+      {"nap", [](World& w) {
+         lane(w).barrier("start").sync();
+         sleep_for(2.5);
+         lane(w).barrier("end").sync();
+       }},
       {"nothing", [](World&) {}},
       {"no_mesh", [](World& w) {  // rank 1 fails before it connects to the others
          w.guard([&] {

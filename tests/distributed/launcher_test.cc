@@ -66,6 +66,17 @@ TEST(Launcher, PassesSignalsOn) {
   EXPECT_LT(r.seconds, 5.0);
 }
 
+// As under nohup, or behind `&` in a script.
+TEST(Launcher, IgnoresWhatWasIgnoredWhenItStarted) {
+  for (const int signal : {SIGHUP, SIGINT}) {
+    const auto previous = std::signal(signal, SIG_IGN);
+    const auto r = run_processes({.scenario = "launch/3/nap", .ranks = 1, .own_variables = false, .limit = 20, .signal = signal, .signal_after = 1.0})[0];
+    std::signal(signal, previous);
+    EXPECT_EQ(r.code, 0) << r.output;
+    EXPECT_GT(r.seconds, 2.0);
+  }
+}
+
 TEST(Launcher, KilledLauncherTakesItsRanksAlong) {
   // The ranks hold the output pipe open for as long as they live, so this ends soon only if they die too.
   const auto start = std::chrono::steady_clock::now();

@@ -98,7 +98,8 @@ TEST(Export, SaysWhatIsMissing) {
   const TrainedFolder run(1);
   const auto step = run.exported({"--step", "3"});
   EXPECT_EQ(step.code, 65) << step.err;
-  EXPECT_THAT(step.err, HasSubstr("step-3"));
+  EXPECT_THAT(step.err, HasSubstr("no checkpoint of step 3 in "));
+  EXPECT_THAT(step.err, HasSubstr("; there are "));
   const auto folder = run_sheaf({"export", run / "nowhere", run / "model.safetensors"});
   EXPECT_EQ(folder.code, 65) << folder.err;
   EXPECT_THAT(folder.err, HasSubstr("no checkpoint in"));
@@ -115,6 +116,16 @@ TEST(Export, SaysWhatIsMissing) {
   const auto parts = run_sheaf({"export", run / "run", run / "parts", "--format", "huggingface"});
   EXPECT_EQ(parts.code, 64) << parts.err;
   EXPECT_THAT(parts.err, HasSubstr("index.json': weights in parts"));
+  std::filesystem::create_directory(run / "theirs");
+  std::ofstream(run / "theirs/tokenizer.json") << "{}";
+  const auto theirs = run_sheaf({"export", run / "run", run / "theirs", "--format", "huggingface"});
+  EXPECT_EQ(theirs.code, 64) << theirs.err;
+  EXPECT_THAT(theirs.err, HasSubstr("theirs' has a tokenizer.json, which was not written by sheaf export"));
+  EXPECT_EQ(File::open(run / "theirs/tokenizer.json").read_all(), "{}");
+  EXPECT_FALSE(std::filesystem::exists(run / "theirs/config.json"));
+  const auto own = run_sheaf({"export", run / "run", run / "own", "--format", "huggingface"});
+  EXPECT_EQ(own.code, 0) << own.err;
+  EXPECT_EQ(run_sheaf({"export", run / "run", run / "own", "--format", "huggingface"}).code, 0) << "its own may be replaced";
   // What is no file is not replaced by one, and nothing half made stays.
   ASSERT_EQ(mkfifo((run / "pipe").c_str(), 0600), 0);
   for (const char* name : {"pipe", "run"}) {
