@@ -60,6 +60,7 @@
 #include "sheaf/nn/module.h"
 #include "sheaf/nn/optim/adamw.h"
 #include "sheaf/nn/optim/diloco.h"
+#include "sheaf/nn/optim/ema.h"
 #include "sheaf/nn/optim/loss_scaler.h"
 #include "sheaf/nn/optim/muon.h"
 #include "sheaf/nn/optim/orthogonalize.h"

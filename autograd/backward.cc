@@ -317,7 +317,7 @@ void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
                      ((to_slot || to_sum) && adds_up_to(g.layout(), primal.layout.dual())));
   if (!dual)
     fail<PlacementError>("[", tape_.node(node).op->name, "] ", path_label(PathScope::current()), ": gradient ", g.type(),
-                         " is not the dual of its value ", primal);
+                         " is not the dual of its value ", primal, ", which is ", primal.dual());
   if (const ValueId id = value_of(g); id >= 0) tape_.note_cotangent(id, was);
   ValueState& s = state(v);
   if (s.changed >= 0 && node > s.changed)

@@ -249,7 +249,8 @@ std::vector<Finding> check_gathers(const Tape& tape) {
 
 std::vector<Finding> check_memory(const Tape& tape) {
   std::vector<Finding> out;
-  std::vector<NodeId> sent(static_cast<size_t>(tape.num_values()), -1);   // the unit's collective that reads it first
+  std::vector<NodeId> made(static_cast<size_t>(tape.num_values()), -1);   // by this node
+  std::vector<NodeId> sent(static_cast<size_t>(tape.num_values()), -1);   // the reduce_scatter that reads it first
   std::vector<bool> lent(static_cast<size_t>(tape.num_values()), false);  // and nothing has given it back yet
   const auto memory_of = [&](ValueId v) {
     while (tape.value(v).lies_in() >= 0) v = tape.value(v).lies_in();
@@ -262,22 +263,21 @@ std::vector<Finding> check_memory(const Tape& tape) {
       for (const ValueId v : tape.inputs(n)) lent[static_cast<size_t>(memory_of(v))] = false;
     for (int o = 0; o < n.num_outputs; ++o) {
       const ValueId v = tape.output(n, o), memory = memory_of(v);
-      const NodeId by = sent[static_cast<size_t>(memory)];
-      if (tape.value(v).base >= 0 && by >= 0 && tape.value(memory).producer != id && tape.op_name(tape.node(tape.value(memory).producer)).ends_with("grad_slots"))
-        report(out, id, "stores into %", memory, ", which node ", by, " (", tape.op_name(tape.node(by)), ") has sent already");
+      made[static_cast<size_t>(v)] = id;
+      const NodeId by = sent[static_cast<size_t>(memory)], maker = made[static_cast<size_t>(memory)];
+      if (tape.value(v).base >= 0 && by >= 0 && maker >= 0 && maker != id && tape.op_name(tape.node(maker)).ends_with("grad_slots"))
+        report(out, id, "stores into %", memory, ", which node ", by, " (reduce_scatter) has sent already");
     }
-    if (!n.op->of_units || n.op->kind != OpKind::redistribute || n.op->lane == Lane::compute) continue;
+    if (n.op->kind != OpKind::redistribute || is_redistribute(n.op) || tape.op_name(n) != "reduce_scatter") continue;
     for (const ValueId v : tape.inputs(n)) {
       const ValueId memory = memory_of(v);
       if (sent[static_cast<size_t>(memory)] < 0) sent[static_cast<size_t>(memory)] = id;
-      if (tape.node(tape.value(memory).producer).op) lent[static_cast<size_t>(memory)] = true;
+      if (made[static_cast<size_t>(memory)] >= 0) lent[static_cast<size_t>(memory)] = true;  // no leaf
     }
   }
   for (ValueId v = 0; v < tape.num_values(); ++v)
-    if (lent[static_cast<size_t>(v)]) {
-      const NodeId by = sent[static_cast<size_t>(v)];
-      report(out, by, "%", v, " goes with ", tape.op_name(tape.node(by)), " and does not come back: no complete behind it");
-    }
+    if (lent[static_cast<size_t>(v)])
+      report(out, sent[static_cast<size_t>(v)], "%", v, " goes with reduce_scatter and does not come back: no complete behind it");
   return out;
 }
 

@@ -30,9 +30,8 @@ std::vector<Finding> check_cotangents(const Tape& tape);
 /// all is used after its discard or discarded twice.
 std::vector<Finding> check_gathers(const Tape& tape);
 
-/// M: what a unit's collectives read is there, and stays until they have it. Into gradients' slots nothing is stored behind the
-/// collective that reads them; and memory that an op made for a collective, whose lane reads it while later nodes run, is given back by
-/// a `complete` behind it.
+/// M: what a unit's reduce_scatter reads is there, and stays until it has it: nothing is stored into gradients' slots behind the
+/// reduce_scatter that reads them, and a `complete` behind it gives them back, whose memory its lane reads while later nodes run.
 std::vector<Finding> check_memory(const Tape& tape);
 
 /// T, D, G and M together.

@@ -24,7 +24,8 @@ class DeviceScope {
 };
 
 // ---- placement ------------------------------------------------------------------------------------------------------
-/// The same value in another layout; see the table in core/placement.h. Backward: dual(to) → dual(from).
+/// The same value in another layout; see the table in docs/placements.md. Backward: dual(to) → dual(from). PlacementError for a layout
+/// on another mesh, or one that cuts a dimension which x does not have.
 /// Communicates where the table says so, on the gather lane, and waits for the result. Mesh axes change in their order, a
 /// node each; what a later axis cuts inside of an earlier one's cut is put together first and cut again behind.
 Tensor redistribute(const Tensor& x, const Layout& to);
@@ -73,7 +74,8 @@ class Dims {
   std::vector<int> dims_;
 };
 
-// Elementwise with NumPy broadcasting; operands of one dtype. Integers throw DTypeError in div and pow.
+// Elementwise with NumPy broadcasting; operands of one dtype. Integers throw DTypeError in div and pow, and
+// in most ops of one operand below.
 Tensor add(const Tensor& a, const Tensor& b);
 Tensor sub(const Tensor& a, const Tensor& b);
 Tensor mul(const Tensor& a, const Tensor& b);
@@ -159,7 +161,7 @@ Tensor softplus(const Tensor& x);  ///< log(1 + exp(x))
 /// x Phi(x), or its approximation by tanh (Hendrycks and Gimpel 2016), as in GPT-2.
 enum class GeluKind : uint8_t { exact, tanh };
 Tensor gelu(const Tensor& x, GeluKind kind = GeluKind::exact);
-/// silu(gate) * up, of equal shapes (Shazeer 2020).
+/// silu(gate) * up, of equal shapes (Shazeer 2020, https://arxiv.org/abs/2002.05202).
 Tensor swiglu(const Tensor& gate, const Tensor& up);
 struct ClampedSwigluOptions { double alpha = 1.702, limit = 7.0; };  ///< positive, alpha finite
 /// The gate of gpt-oss's experts (OpenAI, https://arxiv.org/abs/2508.10925): with g = min(gate, limit) and u = up held to [-limit, limit],
@@ -196,6 +198,7 @@ Tensor reshape(const Tensor& x, const Shape& shape);
 Tensor unsqueeze(const Tensor& x, const Dims& dims);
 /// Without these dimensions, which have size 1; ShapeError if one has not.
 Tensor squeeze(const Tensor& x, const Dims& dims);
+/// Two dimensions change places; a view.
 Tensor transpose(const Tensor& x, int dim0, int dim1);
 /// Dimension i of the result is dimension order[i] of x.
 Tensor permute(const Tensor& x, const Dims& order);
@@ -203,13 +206,14 @@ Tensor permute(const Tensor& x, const Dims& order);
 Tensor expand(const Tensor& x, const Shape& shape);
 /// Positions [begin, end) of one dimension, negative ones from the end; a view.
 Tensor slice(const Tensor& x, int dim, int64_t begin, int64_t end);
-/// Views, one after another along `dim`, of these sizes or of equal size.
+/// Views, one after another along `dim`, of these sizes; or so many of equal size. ShapeError if they are not the dimension's.
 std::vector<Tensor> split(const Tensor& x, const std::vector<int64_t>& sizes, int dim = 0);
-std::vector<Tensor> split(const Tensor& x, int64_t parts, int dim = 0);
-/// At most 64 tensors, alike but for dimension `dim`.
+std::vector<Tensor> chunk(const Tensor& x, int64_t chunks, int dim = 0);
+/// At most 64 tensors, alike but for dimension `dim`: ShapeError, DTypeError or PlacementError if they are not.
 Tensor concat(const std::vector<Tensor>& xs, int dim = 0);
 /// The same along a new dimension.
 Tensor stack(const std::vector<Tensor>& xs, int dim = 0);
+/// x with so many positions of `value` before and after it along `dim`.
 Tensor pad(const Tensor& x, int dim, int64_t before, int64_t after, double value = 0);
 
 // Indexing; indices i64, i32, u32, u16 or u8. An index outside the dimension throws DataError.
@@ -293,6 +297,7 @@ struct NormedSum {
 NormedSum add_layer_norm(const Tensor& x, const Tensor& r, const Tensor& weight = {}, const Tensor& bias = {},
                          double eps = 1e-5);
 NormedSum add_rms_norm(const Tensor& x, const Tensor& r, const Tensor& weight = {}, double eps = 1e-5);
+/// exp(x - max) over its sum along `dim`, of a floating dtype; its logarithm. Statistics in f32 (f64 for f64).
 Tensor softmax(const Tensor& x, int dim = -1);
 Tensor log_softmax(const Tensor& x, int dim = -1);
 

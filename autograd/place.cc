@@ -2,6 +2,7 @@
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/ops/route.h"
 #include "sheaf/autograd/recording.h"
+#include "sheaf/autograd/tape_dump.h"
 #include "sheaf/core/rank_context.h"
 
 namespace sheaf {
@@ -67,13 +68,16 @@ std::string fix_for(const Place& p, int axis, const MeshSpec* mesh) {
       other += (other.empty() ? "" : " and ") + redistribution(p, i, kR, axis, mesh);
   }
   if (!best.empty()) return best;
+  // A part of each rank moves no byte on its way to an addend, which is as large as the whole: that is for sums with what is one.
+  bool sums = false;
+  for (int i = 0; i < p.num_inputs(); ++i) sums = sums || p.in(i).is_partial();
   for (const Place::Rule& r : p.rules) {
     std::string lines;
     int moved = 0;
     for (int i = 0; i < p.num_inputs() && moved >= 0; ++i) {
       const Placement& want = r.inputs[i];
       if (becomes(p, i, want, axis, Coercion::slice_or_keep)) continue;
-      if (code_of(want).empty()) moved = -1;
+      if (code_of(want).empty() || (want.is_partial() && p.in(i).is_shard() && !sums)) moved = -1;
       else moved += moves(p, i, want, axis);
       lines += (lines.empty() ? "" : " and ") + redistribution(p, i, want, axis, mesh);
     }
@@ -91,8 +95,14 @@ std::string fix_for(const Place& p, int axis, const MeshSpec* mesh) {
     have += (i ? " " : "") + p.in(i).to_string();
     types += (i ? ", " : "") + inputs[i].type().to_string();
   }
-  for (const Place::Rule& r : p.rules)
-    accepted += (accepted.empty() ? " " : ", ") + describe(r.inputs) + " -> " + describe(r.outputs);
+  for (const Place::Rule& r : p.rules) {
+    const std::string inputs_of_rule = describe(r.inputs);
+    accepted += (accepted.empty() ? " " : ", ") + inputs_of_rule;
+    if (inputs_of_rule == have)  // cuts that print alike, and are not
+      for (int i = 0; i < p.num_inputs(); ++i)
+        if (!(p.in(i) == r.inputs[i])) accepted += str(" (input ", i, ' ', cut_signature(r.inputs[i]), ", not ", cut_signature(p.in(i)), ')');
+    accepted += " -> " + describe(r.outputs);
+  }
   if (have.find("Invariant") != std::string::npos) accepted += (accepted.empty() ? " " : ", ") + str("all Invariant");
   fail<PlacementError>("[", op.name, "] ", PathScope::current().empty() ? "" : PathScope::current() + ": ",
                        "on mesh axis ", mesh->name(axis), " rank ", RankContext::current().rank, " has ", have, " (",

@@ -15,13 +15,13 @@ namespace sheaf {
 enum class ExitCode : int {
   kConfig = 64,          ///< bad configuration or command line
   kData = 65,            ///< bad or hostile input: corpus, token, checkpoint
-  kDesync = 70,          ///< ranks disagree on a collective, or an internal invariant broke
+  kDesync = 70,          ///< ranks disagree on a collective, a GPU failed, a value is no longer there, an internal invariant broke
   kTimeout = 71,         ///< a collective or a rendezvous ran out of time
   kPeerLost = 72,        ///< another rank died
-  kOutOfMemory = 73,
-  kIo = 74,
-  kNonFinite = 75,
-  kResumeMismatch = 76,
+  kOutOfMemory = 73,     ///< of a GPU, or more than the host may use
+  kIo = 74,              ///< a file, a folder or standard output
+  kNonFinite = 75,       ///< a loss, a gradient or a logit is NaN or infinite
+  kResumeMismatch = 76,  ///< --resume with other options than the checkpoint's
 };
 
 /// Base of all errors. `what()` is one line: "[op] message", which ends with the module and the rank where an op failed in one.

@@ -1,5 +1,5 @@
 // Event: the completion of work that runs on another lane. `sync()` blocks the host until it is done and rethrows what
-// went wrong there; `order(stream)` lets a GPU's stream go on behind it; nothing else is called wait.
+// went wrong there; `order(stream)` lets a GPU's stream go on behind it.
 #pragma once
 
 #include <condition_variable>

@@ -13,7 +13,7 @@
 namespace sheaf {
 
 /// The thread belongs to the rank that makes it: it inherits RankContext::current(), which must outlive the lane, and
-/// with it flush-to-zero arithmetic. It runs no OpenMP of its own. Sleeps while there is nothing to do.
+/// with it flush-to-zero arithmetic. Sleeps while there is nothing to do.
 class LaneThread {
  public:
   LaneThread();

@@ -46,34 +46,35 @@ struct LlamaConfig {
   int64_t experts = 0;            ///< of a mixture in place of each MLP; 0: there is none
   int64_t experts_per_token = 2;
   int64_t expert_hidden = 0;      ///< hidden width of an expert; 0: that of the MLP
-  double capacity_factor = 0.0;   ///< as in nn::MixtureConfig
-  int64_t expert_groups = 1;      ///< its groups
-  bool normalize_experts = true;  ///< its weights
-  nn::Affinity expert_affinity = nn::Affinity::softmax;  ///< its affinities
-  bool expert_bias = false;         ///< its choice_bias
-  double expert_balance_rate = 1e-3;  ///< its balance_rate
-  double expert_scale = 1.0;        ///< of its weights
-  bool expert_linear_bias = false;  ///< its linear_bias
-  double expert_gate_limit = 0.0;   ///< its gate_limit
-  double expert_gate_alpha = 1.702;  ///< its gate_alpha
-  int64_t expert_parts = 1, expert_parts_per_token = 1;  ///< its parts, and those allowed
+  double capacity_factor = 0.0;   ///< of places for an expert's tokens (MixtureConfig::capacity_factor); 0: there is one for each
+  int64_t expert_groups = 1;      ///< of tokens, in which places are counted apart (MixtureConfig::groups)
+  bool normalize_experts = true;  ///< a token's experts have weights that add up to 1
+  nn::Affinity expert_affinity = nn::Affinity::softmax;  ///< by what experts are chosen and weighed
+  bool expert_bias = false;         ///< experts have biases where they are chosen (MixtureConfig::choice_bias)
+  double expert_balance_rate = 1e-3;  ///< what a step moves such a bias by
+  double expert_scale = 1.0;        ///< what the weights of experts are multiplied by
+  bool expert_linear_bias = false;  ///< routers and the layers of experts have biases, as gpt-oss's
+  double expert_gate_limit = 0.0;   ///< gates are gpt-oss's, held to this; 0: SwiGLU's
+  double expert_gate_alpha = 1.702;  ///< factor within their sigmoid
+  int64_t expert_parts = 1, expert_parts_per_token = 1;  ///< equal parts of the experts, and among how many of them a token chooses
   int64_t shared_experts = 0;       ///< MLPs of expert_hidden, side by side, through which every token goes
   bool shared_expert_gate = false;  ///< what these give is multiplied by a number of each token, as Qwen2-MoE's (MixtureConfig::shared_gate)
   int64_t dense_layers = 0;         ///< the first so many blocks have an MLP, not a mixture
   double aux_loss = 0.0;          ///< factor of each mixture's imbalance in the training loss
 
   int64_t mtp_layers = 0;         ///< layers that predict further tokens, see Decoder::Sizes
-  double mtp_loss = 0.3;          ///< there, too
+  double mtp_loss = 0.3;          ///< factor of their losses' mean in the training loss
 
   int64_t kv_lora_rank = 0;       ///< attention is nn::LatentAttention with this width of its latent; 0: it is not
-  int64_t q_lora_rank = 0;        ///< as there, and the next three
-  int64_t qk_nope_head_dim = 0, qk_rope_head_dim = 0, v_head_dim = 0;  ///< 0: width / heads, half of that, the first
-  double mscale_all_dim = 0.0;    ///< there, with YaRN: scores are multiplied by yarn_amplitude(factor, this)²
+  int64_t q_lora_rank = 0;        ///< width of the latent of queries; 0: they have none
+  int64_t qk_nope_head_dim = 0, qk_rope_head_dim = 0, v_head_dim = 0;  ///< of a head's keys what is not rotated and what is, and its values;
+                                                                       ///< 0: width / heads, half of that, the first
+  double mscale_all_dim = 0.0;    ///< in latent attention with YaRN: scores are multiplied by yarn_amplitude(factor, this)²
 
   int64_t linear_key_heads = 0;   ///< nn::GatedDeltaNet in place of attention, but in each full_attention_every-th block; 0: nowhere
-  int64_t linear_value_heads = 0;  ///< there; 0: as many
-  int64_t linear_key_head_dim = 0, linear_value_head_dim = 0;  ///< there, of heads; 0: that of attention's, that of keys
-  int64_t linear_conv_kernel = 4;        ///< there
+  int64_t linear_value_heads = 0;  ///< of linear attention; 0: as many as its key heads
+  int64_t linear_key_head_dim = 0, linear_value_head_dim = 0;  ///< widths of its heads; 0: that of attention's, that of its keys
+  int64_t linear_conv_kernel = 4;  ///< taps of its convolutions
 
   int64_t window = 0;             ///< as in GptConfig
   double window_rope_theta = 0.0;  ///< base of the rotary frequencies where there is a window, which are not scaled; 0: those of others

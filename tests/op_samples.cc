@@ -226,7 +226,7 @@ const std::vector<OpSample>& op_samples() {
        .rules = {"S0 S0 -> S0", "S1 S1 -> S2", "P P -> P"}},
       {.op = "split", .inputs = {{6, 5}}, .f = [](Args x) { return Outputs(split(x[0], {1, 3, 2})); }, .exact = true,
        .rules = {"S1 -> S1 S1 S1", "P -> P P P"}, .zero_size = false},
-      {.op = "split", .variant = "equal", .inputs = {{6, 5}}, .f = [](Args x) { return Outputs(split(x[0], 3)); },
+      {.op = "split", .variant = "equal", .inputs = {{6, 5}}, .f = [](Args x) { return Outputs(chunk(x[0], 3)); },
        .exact = true, .rules = {"S1 -> S1 S1 S1"}},
       {.op = "split", .variant = "parts", .inputs = {{3, 16}}, .f = [](Args x) { return Outputs(split(x[0], {8, 8}, 1)); },
        .exact = true, .rules = {"S1|8,4,4/2 -> S1 S1|4,4/2", "S1|8,4,4/4 -> S1 S1|4,4/4", "S0 -> S0 S0", "P -> P P"}},
@@ -440,7 +440,7 @@ const std::vector<OpSample>& op_samples() {
        .rules = {"S0 S0 S0 R -> S0", "S2|2,2/1 S2|1,1/1 S2|1,1/1 S0|2,2/1 -> S2|2,2/1", "S2|2,2/1 R R R -> S2|2,2/1", "R R P R -> P", "S1 R R R -> S1"}},
       {.op = "attention", .variant = "sinks of documents", .inputs = {{2, 7, 4, 5}, {2, 7, 2, 10}, {4}, integers({2, 7}, 3)},
        .f = [](Args x) {
-         const auto kv = split(x[1], 2, 3);
+         const auto kv = chunk(x[1], 2, 3);
          return attention(x[0], kv[0], kv[1], {.begins = document_begins(x[3], 0), .sinks = x[2]});
        },
        .tolerance = 4, .rules = {"S0 S0 R S0 -> S0", "S2|2,2/1 S2|1,1/1 R R -> S2|2,2/1", "R R R S0 -> S0", "S1 R R R -> S1"}},

@@ -301,7 +301,7 @@ std::vector<Tensor> split(const Tensor& x, const std::vector<int64_t>& sizes, in
   return {parts.begin(), parts.end()};
 }
 
-std::vector<Tensor> split(const Tensor& x, int64_t parts, int dim) {
+std::vector<Tensor> chunk(const Tensor& x, int64_t parts, int dim) {
   const int64_t size = x.shape()[wrap_dim("split", dim, x.rank())];
   if (parts < 1 || size % parts != 0)
     fail<ShapeError>("[split] dimension ", dim, " of ", x.type(), " does not split into ", parts,

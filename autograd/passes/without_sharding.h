@@ -1,4 +1,4 @@
-// A step as one device would compute it: check E of the design. Sharding is a matter of types and redistributions, so what
+// A step as one device would compute it (check E, beside those of autograd/checks.h). Sharding is a matter of types and redistributions, so what
 // is left of a tape without them must be the tape of one rank, whatever the strategy and the number of ranks.
 #pragma once
 

@@ -140,7 +140,7 @@ Tensor CausalSelfAttention::attend(const Tensor& qkv_BTE, int64_t keys, const Te
   std::vector<Tensor> of_all;  // [B, S, G, D]: keys, values
   {
     const RecomputeScope again({.results = true});
-    of_all = split(whole_keys(kv_BTGD), 2, 2);
+    of_all = chunk(whole_keys(kv_BTGD), 2, 2);
   }
   return reshape(attention(q_BTHD, of_all[0], of_all[1], {.scale = scale, .begins = begins_BT, .window = window, .sinks = sinks}), {b, t, heads * head_width});
 }

@@ -1,4 +1,4 @@
-// The checks T, D, G and C on a recorded step with units, and on that step broken in one place at a time.
+// The checks T, D, G, M and C on a recorded step with units, and on that step broken in one place at a time.
 #include "sheaf/autograd/checks.h"
 
 #include <gmock/gmock.h>
@@ -34,6 +34,7 @@ TEST(Checks, RecordedStepsPass) {
         EXPECT_EQ(all(check_types(t)), "");
         EXPECT_EQ(all(check_cotangents(t)), "");
         EXPECT_EQ(all(check_gathers(t)), "");
+        EXPECT_EQ(all(check_memory(t)), "");
         EXPECT_EQ(collectives(t).empty(), ranks == 1);
         pointers.push_back(&t);
         EXPECT_EQ(collective_hash(t), collective_hash(tapes[0]));
@@ -166,6 +167,31 @@ TEST(Checks, GathersFindsADoubleDiscardAndAGatherWithoutUse) {
   for (NodeId id = t.num_nodes() - 1; id >= 0; --id)  // every use of the gathered blocks.0
     if (t.path(t.node(id)) == "blocks.0" && t.kind(t.node(id)) == OpKind::op) t.erase_node(id);
   EXPECT_THAT(all(check_gathers(t)), HasSubstr("'blocks.0' is gathered and never used"));
+}
+
+TEST(Checks, MemoryFindsWhatIsSentBeforeItIsFilled) {
+  Tape t = step();
+  const NodeId reduction = find(t, "reduce_scatter", "blocks.0");
+  const ValueId slots = t.inputs(t.node(reduction))[0];
+  NodeId last = -1;  // that stores into them
+  for (NodeId id = 0; id < reduction; ++id)
+    for (int o = 0; o < t.node(id).num_outputs; ++o) {
+      ValueId v = t.output(t.node(id), o);
+      if (t.op_name(t.node(id)) == "grad_slots" || t.value(v).base < 0) continue;
+      while (t.value(v).lies_in() >= 0) v = t.value(v).lies_in();
+      if (v == slots) last = id;
+    }
+  ASSERT_GE(last, 0) << to_text(t);
+  t.swap_nodes(last, reduction);
+  EXPECT_THAT(all(check_memory(t)), HasSubstr(str("stores into %", slots, ", which node ", last, " (reduce_scatter) has sent already")));
+  EXPECT_THAT(all(check_tape(t)), HasSubstr("has sent already"));
+}
+
+TEST(Checks, MemoryFindsWhatIsNotGivenBack) {
+  Tape t = step();
+  const ValueId slots = t.inputs(t.node(find(t, "reduce_scatter", "blocks.1")))[0];
+  t.erase_node(find(t, "complete", "blocks.1"));
+  EXPECT_THAT(all(check_memory(t)), HasSubstr(str("%", slots, " goes with reduce_scatter and does not come back")));
 }
 
 TEST(Checks, CollectivesFindsTheFirstDifference) {

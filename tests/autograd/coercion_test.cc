@@ -97,6 +97,16 @@ TEST(Coercion, RefusalsSayWhatToWrite) {
     EXPECT_THAT(refusal([&] { in(Placement::shard(0)) * in(Placement::shard(1)); }),
                 HasSubstr("write redistribute(x, \"data\", Placement::shard(0)) for x = input 1"));
     in(Placement::shard(0)) * redistribute(in(Placement::shard(1)), "data", Placement::shard(0));
+    // Nor are both addends, each as large as the whole, where nothing is one.
+    const std::string cuts = refusal([&] { in(Placement::shard(0)) + in(Placement::shard(1)); });
+    EXPECT_THAT(cuts, HasSubstr("write redistribute(x, \"data\", Placement::shard(0)) for x = input 1"));
+    EXPECT_THAT(cuts, Not(HasSubstr("write redistribute(x, \"data\", Placement::partial())")));
+    // Cuts that print alike say in what they differ.
+    const auto uneven = [&](const std::vector<int64_t>& sizes) {
+      return full_of({kF64, {4}, Layout(mesh, Placement::shard(OwnershipMap::uneven(0, sizes)))}, 1);
+    };
+    EXPECT_THAT(refusal([&] { uneven({1, 3}) + uneven({3, 1}); }),
+                HasSubstr("Shard(0 uneven) Shard(0 uneven) (input 1 <1 3 1>, not <3 1 1>)"));
   }, kLocal);
 }
 

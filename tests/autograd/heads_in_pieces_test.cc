@@ -35,7 +35,7 @@ Tensor attend(const Tensor& q, const Tensor& kv, const Layout& whole, bool overl
   std::vector<Tensor> of_all;
   {
     const RecomputeScope again({.results = true});
-    of_all = split(overlap ? redistribute_in_heads(kv, whole, q.size(2) / (kv.size(2) / 2)) : redistribute(kv, whole), 2, 2);
+    of_all = chunk(overlap ? redistribute_in_heads(kv, whole, q.size(2) / (kv.size(2) / 2)) : redistribute(kv, whole), 2, 2);
   }
   return attention(q, of_all[0], of_all[1], options);
 }
@@ -100,7 +100,7 @@ std::vector<Interval> heads_of_a_call(int64_t key_heads, int64_t least, From fro
     const Shape shape{1, 8, 2 * key_heads, kWidth};
     const Tensor kv = value("kv", kF32, shape, cut);
     const Tensor q = from == From::queries_come_too ? redistribute_in_heads(value("q", kF32, shape, cut), whole, 2) : value("q", kF32, shape, whole);
-    std::vector<Tensor> parts = split(redistribute_in_heads(kv, whole, 2), 2, 2);
+    std::vector<Tensor> parts = chunk(redistribute_in_heads(kv, whole, 2), 2, 2);
     if (from == From::other_keys) parts[0] = parts[0] * 1.0;
     if (from == From::values_first) std::swap(parts[0], parts[1]);
     executed.clear();
@@ -165,7 +165,7 @@ TEST(HeadsInPieces, OthersWaitForAll) {
     const auto come = [&] { return redistribute_in_heads(value("x", kF32, {2, 12, 8, kWidth}, cut), whole, 2); };
     const Tensor expected = value("x", kF32, {2, 12, 8, kWidth}, whole);
     EXPECT_TRUE(identical(come(), expected));
-    EXPECT_EQ(sum(split(come(), 2, 2)[1]).to_vector(), sum(split(expected, 2, 2)[1]).to_vector());
+    EXPECT_EQ(sum(chunk(come(), 2, 2)[1]).to_vector(), sum(chunk(expected, 2, 2)[1]).to_vector());
     EXPECT_TRUE(identical(contiguous(transpose(come(), 0, 2)), contiguous(transpose(expected, 0, 2))));
     const Tensor weight = value("weight", kF32, {3, kWidth}, whole);  // of a product that computes with rows as they come
     EXPECT_TRUE(identical(linear(come(), weight), linear(expected, weight)));
@@ -191,7 +191,7 @@ TEST(HeadsInPiecesClock, AttentionGoesOnWithWhatHasCome) {
     for (const int64_t key_heads : {1, 4}) {
       Recording recording({.piece_rows = 1});
       const Tensor kv = value("kv", kF32, {1, 8, 2 * key_heads, kWidth}, cut), q = value("q", kF32, {1, 8, 2 * key_heads, kWidth}, cut);
-      const std::vector<Tensor> parts = split(redistribute_in_heads(kv, whole, 2), 2, 2);
+      const std::vector<Tensor> parts = chunk(redistribute_in_heads(kv, whole, 2), 2, 2);
       attention(q, parts[0], parts[1]);
       EXPECT_DOUBLE_EQ(timeline(recording.tape(), 4, 4).seconds, key_heads == 1 ? 8 : 5);
     }

@@ -154,7 +154,7 @@ std::vector<Tensor> attended(int64_t sequences, DType dtype, const Mesh& mesh, D
   std::vector<Tensor> of_all;
   {
     const RecomputeScope again({.results = true});
-    of_all = split(mesh.spec ? redistribute_in_heads(in[1], whole, 2) : in[1], 2, 2);
+    of_all = chunk(mesh.spec ? redistribute_in_heads(in[1], whole, 2) : in[1], 2, 2);
   }
   const Tensor y = attention(in[0], of_all[0], of_all[1]);
   const auto gradients = recording.gradient(sum(cast(y, kF64) * cast(y, kF64)), in);

@@ -8,6 +8,7 @@
 #include "sheaf/kernels/optimizer.h"
 #include "sheaf/nn/clip_grad_norm.h"
 #include "sheaf/nn/optim/adamw.h"
+#include "sheaf/nn/optim/ema.h"
 #include "sheaf/nn/optim/muon.h"
 #include "sheaf/nn/optim/schedule.h"
 #include "sheaf/nn/optim/sgd.h"
@@ -370,6 +371,50 @@ TEST(Schedule, DecayMayStartAfterTheWarmUp) {
   // The warm-up comes to its end first.
   EXPECT_DOUBLE_EQ(optim::linear(30, {.peak = 1.0, .warmup = 20, .decay_start = 5, .total = 40}), 0.5);
   EXPECT_DOUBLE_EQ(optim::linear(50, {.peak = 1.0, .decay_start = 60, .total = 60}), 1.0);
+}
+
+// Against its formula after each step; the model is what it is without, and the average is computed with.
+TEST(Ema, FollowsTheParametersOnTheirShards) {
+  std::map<std::string, std::vector<float>> one;
+  for (const int ranks : {1, 2, 3})
+    for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"}) run_local(ranks, [&](World& w) {
+      const Mesh mesh = data_mesh(w);
+      TinyModel model(2);
+      model.blocks[1].up.weight.freeze();
+      shard(model, mesh, {.units = nn::units_of<TinyBlock>(), .strategy = strategy});
+      materialize(model, w.device(), {.seed = 3});
+      TinyModel average = nn::clone(model, 2);
+      optim::AdamW optimizer(model, {.lr = 0.05});
+      optim::Ema ema(model, average, 0.75);
+      auto expected = values(model);
+      for (int step = 0; step < 3; ++step) {
+        backward(model, mesh);
+        optimizer.step();
+        optimizer.zero_grad();
+        ema.update();
+        const auto now = values(model);
+        for (auto& [name, x] : expected)
+          for (size_t i = 0; i < x.size(); ++i) x[i] = x[i] * 0.75f + now.at(name)[i] * 0.25f;
+        for (const auto& [name, x] : values(average))
+          for (size_t i = 0; i < x.size(); ++i) ASSERT_NEAR(x[i], expected.at(name)[i], 1e-6) << name;
+      }
+      EXPECT_NE(values(average), values(model));
+      EXPECT_EQ(values(average).at("blocks.1.up.weight"), values(model).at("blocks.1.up.weight"));
+      EXPECT_NO_THROW(average.loss(testing::token_rows(mesh, 6, 4, 11), testing::token_rows(mesh, 6, 4, 11, 1)));
+      const auto all = values(average);
+      if (w.rank() == 0 && one.empty()) one = all;
+      if (w.rank() != 0) return;
+      for (const auto& [name, x] : all)
+        for (size_t i = 0; i < x.size(); ++i) ASSERT_NEAR(x[i], one.at(name)[i], 1e-5) << name;
+    }, {.threads_per_rank = 1});
+}
+
+TEST(Ema, WhatCannotBeIsRefused) {
+  TinyModel model(2), average(2), other(1), unmade(2);
+  for (nn::Module* m : std::initializer_list<nn::Module*>{&model, &average, &other}) materialize(*m);
+  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { optim::Ema(model, average, 1.0); }), HasSubstr("[ema] decay 1:"));
+  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { optim::Ema(model, other, 0.9); }), HasSubstr("unit 'root' has f32["));
+  EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { optim::Ema(model, unmade, 0.9); }), HasSubstr("has no memory: call materialize()"));
 }
 
 }  // namespace

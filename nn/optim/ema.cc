@@ -1,0 +1,38 @@
+#include "sheaf/nn/optim/ema.h"
+
+#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/recording.h"
+#include "sheaf/nn/shard.h"
+
+namespace sheaf::optim {
+
+Ema::Ema(nn::Module& model, nn::Module& average, double decay) : model_(units(model)), average_(units(average)), decay_(decay) {
+  check<ConfigError>(decay >= 0 && decay < 1, "[ema] decay ", decay, ": a number from 0 up to, and without, 1");
+  if (model_.empty() || average_.empty())
+    fail<LifetimeError>("[ema] the ", model_.empty() ? "model, a " : "average, a ", (model_.empty() ? model : average).type_name(),
+                        ", has no memory: call materialize()");
+  const auto differ = [&](const std::string& how) { fail<ConfigError>("[ema] the average is sharded otherwise than the model: ", how); };
+  if (model_.size() != average_.size()) differ(str(average_.size(), " units, not ", model_.size()));
+  for (size_t u = 0; u < model_.size(); ++u) {
+    const auto &from = model_[u]->buffers(), &to = average_[u]->buffers();
+    const std::string unit = str("unit '", path_label(model_[u]->name()), "'");
+    if (model_[u]->name() != average_[u]->name() || from.size() != to.size()) differ(unit);
+    for (size_t b = 0; b < from.size(); ++b)
+      if (!(from[b].shard.type() == to[b].shard.type())) differ(str(unit, " has ", to[b].shard.type(), ", not ", from[b].shard.type()));
+  }
+}
+
+void Ema::update() {
+  const PhaseScope phase(Phase::update);
+  for (size_t u = 0; u < model_.size(); ++u) {
+    const PathScope path(average_[u]->name());
+    average_[u]->close_for_change();
+    for (size_t b = 0; b < model_[u]->buffers().size(); ++b) {
+      const FlatBuffer &from = model_[u]->buffers()[b], &to = average_[u]->buffers()[b];
+      if (!from.trainable) continue;
+      store_into(to.shard, to.shard * decay_ + from.shard * (1 - decay_));
+    }
+  }
+}
+
+}  // namespace sheaf::optim

@@ -1,0 +1,32 @@
+// Averages of weights.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "sheaf/distributed/unit.h"
+#include "sheaf/nn/module.h"
+
+namespace sheaf::optim {
+
+/// An exponential moving average of a model's parameters, kept in another model of the same shape and sharding, such as its clone():
+///
+///   models::Gpt average = nn::clone(model, config);
+///   optim::Ema ema(model, average, 0.999);
+///   for (...) { ...; optimizer.step(); ema.update(); }
+///
+/// It works on shards: nothing travels, and no bit depends on the number of ranks. The average is a model like others, which is
+/// evaluated, saved and exported as they are. What is frozen in the model stays as it is there; in blocks (quantize()) it cannot change.
+class Ema {
+ public:
+  /// Throws ConfigError for a decay outside of [0, 1), or models whose units differ; LifetimeError for one without memory.
+  Ema(nn::Module& model, nn::Module& average, double decay);
+  /// average = decay average + (1 - decay) model, in the masters' dtype, as part of the update where a recording lives.
+  void update();
+
+ private:
+  std::vector<std::shared_ptr<Unit>> model_, average_;
+  double decay_;
+};
+
+}  // namespace sheaf::optim
