@@ -252,17 +252,13 @@ std::vector<Finding> check_memory(const Tape& tape) {
   std::vector<NodeId> made(static_cast<size_t>(tape.num_values()), -1);   // by this node
   std::vector<NodeId> sent(static_cast<size_t>(tape.num_values()), -1);   // the reduce_scatter that reads it first
   std::vector<bool> lent(static_cast<size_t>(tape.num_values()), false);  // and nothing has given it back yet
-  const auto memory_of = [&](ValueId v) {
-    while (tape.value(v).lies_in() >= 0) v = tape.value(v).lies_in();
-    return v;
-  };
   for (NodeId id = 0; id < tape.num_nodes(); ++id) {
     const Node& n = tape.node(id);
     if (!n.op) continue;
     if (tape.op_name(n) == "complete")
-      for (const ValueId v : tape.inputs(n)) lent[static_cast<size_t>(memory_of(v))] = false;
+      for (const ValueId v : tape.inputs(n)) lent[static_cast<size_t>(tape.whole_of(v))] = false;
     for (int o = 0; o < n.num_outputs; ++o) {
-      const ValueId v = tape.output(n, o), memory = memory_of(v);
+      const ValueId v = tape.output(n, o), memory = tape.whole_of(v);
       made[static_cast<size_t>(v)] = id;
       const NodeId by = sent[static_cast<size_t>(memory)], maker = made[static_cast<size_t>(memory)];
       if (tape.value(v).base >= 0 && by >= 0 && maker >= 0 && maker != id && tape.op_name(tape.node(maker)).ends_with("grad_slots"))
@@ -270,7 +266,7 @@ std::vector<Finding> check_memory(const Tape& tape) {
     }
     if (n.op->kind != OpKind::redistribute || is_redistribute(n.op) || tape.op_name(n) != "reduce_scatter") continue;
     for (const ValueId v : tape.inputs(n)) {
-      const ValueId memory = memory_of(v);
+      const ValueId memory = tape.whole_of(v);
       if (sent[static_cast<size_t>(memory)] < 0) sent[static_cast<size_t>(memory)] = id;
       if (made[static_cast<size_t>(memory)] >= 0) lent[static_cast<size_t>(memory)] = true;  // no leaf
     }

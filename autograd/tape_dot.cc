@@ -38,10 +38,6 @@ std::string to_dot(const Tape& tape) {
   out += "  // borders: forward black, backward firebrick, update navy; dashed edges: stores into memory, to who reads it next\n";
   std::vector<NodeId> maker(static_cast<size_t>(tape.num_values()), -1);
   std::vector<std::vector<NodeId>> stored(static_cast<size_t>(tape.num_values()));  // into this memory, read by nobody yet
-  const auto memory_of = [&](ValueId v) {
-    while (tape.value(v).lies_in() >= 0) v = tape.value(v).lies_in();
-    return static_cast<size_t>(v);
-  };
   for (NodeId id = 0; id < tape.num_nodes(); ++id) {
     const Node& n = tape.node(id);
     const std::string what = n.op ? tape.op_name(n) : "leaf " + tape.leaf_name(tape.output(n));
@@ -52,7 +48,7 @@ std::string to_dot(const Tape& tape) {
     const int64_t bytes = tape.wire_bytes(n);
     for (ValueId v : tape.inputs(n)) {
       const NodeId from = maker[static_cast<size_t>(v)];
-      for (const NodeId store : std::exchange(stored[memory_of(v)], {}))
+      for (const NodeId store : std::exchange(stored[static_cast<size_t>(tape.whole_of(v))], {}))
         if (store != from && store != id) out += str("  n", store, " -> n", id, " [style=dashed];\n");
       if (from < 0) continue;
       out += str("  n", from, " -> n", id, " [label=\"%", v, bytes ? "\\n" + format_bytes(bytes) : std::string(), "\"",
@@ -61,7 +57,7 @@ std::string to_dot(const Tape& tape) {
     for (int o = 0; o < n.num_outputs; ++o) {
       const ValueId v = tape.output(n, o);
       maker[static_cast<size_t>(v)] = id;
-      const size_t memory = memory_of(v);
+      const auto memory = static_cast<size_t>(tape.whole_of(v));
       const NodeId made = tape.value(static_cast<ValueId>(memory)).producer;
       if (tape.value(v).base < 0 || made == id) continue;
       if (!tape.node(made).op) out += str("  n", id, " -> n", made, " [style=dashed, constraint=false, label=\"updates\"];\n");
