@@ -164,6 +164,12 @@ std::string published_config_file(const std::string& path) {
   return path_exists(file) ? file : "";
 }
 
+const Json* find_published(const Json& config, const char* key) {
+  const Json* const value = config.find(key);
+  const Json* const of_text = config.find("text_config");
+  return value || !of_text || !of_text->is_object() ? value : of_text->find(key);
+}
+
 Fp8Block published_fp8_block(const std::string& file) { return fp8_block(ConfigReader(file)).value_or(Fp8Block{}); }
 
 std::string published_type(const std::string& file) { return model_of_text(ConfigReader(file)).second; }

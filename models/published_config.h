@@ -30,6 +30,9 @@ Fp8Block published_fp8_block(const std::string& file);
 /// otherwise, biases in Llama's attention, windows in other layers, other activations, ...).
 ModelConfig read_published_config(const std::string& file);
 
+/// What a config.json says under `key`, or, where there are images and it does not, its text_config; null if neither does.
+const Json* find_published(const Json& config, const char* key);
+
 /// The model_type of what read_published_config() reads, that of its text model where there are images.
 std::string published_type(const std::string& file);
 

@@ -4,6 +4,7 @@
 #include "sheaf/core/json.h"
 #include "sheaf/models/bpe_tokenizer.h"
 #include "sheaf/models/huggingface_tokenizer.h"
+#include "sheaf/models/published_config.h"
 
 namespace sheaf::models {
 namespace {
@@ -40,9 +41,7 @@ std::vector<int32_t> tokens_before(const Json& file, const std::string& path, co
 }
 
 std::vector<int32_t> end_ids(const Json& file) {
-  const Json* value = file.find("eos_token_id");
-  const Json* const of_text = file.find("text_config");  // where there are images, too
-  if (!value && of_text && of_text->is_object()) value = of_text->find("eos_token_id");
+  const Json* const value = find_published(file, "eos_token_id");
   if (!value || value->is_null()) return {};
   if (value->is_int()) return {static_cast<int32_t>(value->as_int())};
   std::vector<int32_t> ids;

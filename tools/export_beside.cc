@@ -40,15 +40,10 @@ void export_config(const models::RunState& state, const models::ModelConfig& mod
   if (const std::string from = published_folder(state); !from.empty()) {
     const std::string path = from + "/config.json";
     const Json theirs = Json::parse(File::open<DataError>(path).read_all(), str("'", path, "'"));
-    const Json* const of_text = theirs.find("text_config");  // where there are images, too
-    const auto find = [&](const char* key) {
-      const Json* value = theirs.find(key);
-      return value || !of_text || !of_text->is_object() ? value : of_text->find(key);
-    };
     for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"})
-      if (const Json* value = find(key)) config.set(key, *value);
+      if (const Json* value = models::find_published(theirs, key)) config.set(key, *value);
     const char* const context = "max_position_embeddings";
-    const Json* const length = find(context);
+    const Json* const length = models::find_published(theirs, context);
     if (length && length->is_int() && config.find(context) && length->as_int() > model.context) config.set(context, *length);
   }
   replace_file(folder + "/config.json", config.dump() + "\n");
