@@ -37,14 +37,14 @@ struct LionStep {
     const double* s = c.input(4).as<double>();
     const auto lr = static_cast<T>(s[kLearningRate]), beta1 = static_cast<T>(s[kBeta1]), beta2 = static_cast<T>(s[kBeta2]),
                decay = static_cast<T>(s[kWeightDecay]);
-    const int64_t* segments = c.input(3).as<int64_t>();
+    const auto* segments = c.input(3).as<sheaf::kernels::Segment>();
     for (int64_t k = 0; k < c.input(3).shape[0]; ++k) {
-      const int64_t first = segments[3 * k], last = segments[3 * k + 1];
-      const T shrinks = segments[3 * k + 2] ? decay : T(0);
+      const auto first = static_cast<int64_t>(segments[k].begin), last = static_cast<int64_t>(segments[k].end);
+      const T rate = lr * static_cast<T>(segments[k].lr), shrinks = decay * static_cast<T>(segments[k].weight_decay);
       sheaf::parallel_for(last - first, 1 << 14, [&](int64_t begin, int64_t end) {
         for (int64_t i = first + begin; i < first + end; ++i) {
           const T gradient = scale * g[i], u = beta1 * m[i] + (1 - beta1) * gradient;
-          x[i] -= lr * (static_cast<T>((u > 0) - (u < 0)) + shrinks * x[i]);
+          x[i] -= rate * (static_cast<T>((u > 0) - (u < 0)) + shrinks * x[i]);
           m[i] = beta2 * m[i] + (1 - beta2) * gradient;
         }
       });
@@ -55,8 +55,8 @@ struct LionStep {
 struct LionOptions {
   double lr = 1e-4;  ///< unless step() is told another
   double beta1 = 0.9, beta2 = 0.99;
-  double weight_decay = 1.0;  ///< of parameters that `decays` chooses; multiplied by the learning rate
-  sheaf::optim::DecayRule decays = sheaf::optim::decays_matrices;
+  double weight_decay = 1.0;  ///< decoupled, times the learning rate
+  sheaf::optim::Factors factors = {};  ///< of both, per parameter
 };
 
 /// Lion (Chen et al. 2023, https://arxiv.org/abs/2302.06675, algorithm 2): steps by the sign of an average of gradients. It works on
@@ -66,7 +66,7 @@ struct Lion final : sheaf::optim::Optimizer {
   LionOptions options;
 
   explicit Lion(sheaf::nn::Module& model, const LionOptions& how = {})
-      : Optimizer("lion", model.parameters(), how.decays, /*states=*/{"m"}, {}), options(how) {}
+      : Optimizer("lion", model.parameters(), how.factors, /*states=*/{"m"}, {}), options(how) {}
 
  private:
   std::vector<double> scalars(const sheaf::optim::StepOptions& step, int64_t /*number*/) const override {

@@ -24,6 +24,8 @@ Tensor rows() {
 
 using Values = std::vector<std::vector<double>>;
 
+double lr_factor(const nn::Parameter& p) { return p.name() == "down.weight" ? 3 : 1; }
+
 /// Parameters after some steps; their gradients on the way go to `seen`.
 Values train(int ranks, const std::string& strategy, int steps, double norm, std::vector<Values>* seen = nullptr) {
   Values out;
@@ -32,7 +34,7 @@ Values train(int ranks, const std::string& strategy, int steps, double norm, std
     Net model;
     shard(model, mesh, {.units = nn::units_of<nn::Linear>(), .strategy = strategy});
     materialize(model, world.device(), {.seed = 2, .dtype = kF64});
-    Lion lion(model, {.lr = 0.01});
+    Lion lion(model, {.lr = 0.01, .factors = {.lr = lr_factor}});
     for (int step = 0; step < steps; ++step) {
       {
         Recording recording;
@@ -70,7 +72,7 @@ TEST(Lion, IsItsFormula) {
     for (size_t p = 0; p < g.size(); ++p)
       for (size_t i = 0; i < g[p].size(); ++i) {
         const double u = 0.9 * m[p][i] + 0.1 * scale * g[p][i], decay = p % 2 == 0 ? 1.0 : 0.0;  // matrices, not biases
-        expected[p][i] -= kLr * ((u > 0) - (u < 0) + decay * expected[p][i]);
+        expected[p][i] -= kLr * (p == 2 ? 3 : 1) * ((u > 0) - (u < 0) + decay * expected[p][i]);
         m[p][i] = 0.99 * m[p][i] + 0.01 * scale * g[p][i];
       }
   }

@@ -37,6 +37,13 @@ SHEAF_HOST_DEVICE inline uint16_t rounded_by_chance(uint32_t bits, uint32_t nois
   return static_cast<uint16_t>((bits + (noise & 0xffffu)) >> 16);
 }
 
+/// A row of a table of segments: elements [begin, end) of a shard, which are exact as f64, and what
+/// learning rate and weight decay are multiplied by there.
+struct Segment {
+  double begin = 0, end = 0, lr = 1, weight_decay = 0;
+  static constexpr int64_t kColumns = 4;
+};
+
 namespace cpu {
 
 /// What changes, or may change, from step to step: a dense f64 or f32 vector of this many values,
@@ -60,14 +67,15 @@ enum AdamWScalar {
 ///   g  = clip_scale * grad
 ///   m  = beta1 * m + (1 - beta1) * g
 ///   v  = beta2 * v + ((1 - beta2) * g) * g
-///   p  = p - (learning_rate * weight_decay) * p          where the segment decays
+///   p  = p - (learning_rate * weight_decay) * p          unless the weight decay is 0
 ///   p  = p - learning_rate * ((m / bias_correction1) / (sqrt(v / bias_correction2) + epsilon))
 ///
+/// where learning rate and weight decay are the scalars times the segment's factors.
 /// Every operation is rounded by itself, in this order, as the CUDA kernel does. bias_correction =
 /// 1 - beta^t. param: dense [n], f32 or f64; m, v: dense [n], of the same type or, beside f32, both
 /// bf16, which are rounded by chance where they are stored; grad: dense [n], any floating type;
-/// segments: i64 [k, 3] of (begin, end, decay?), dense. Elements outside all segments (padding)
-/// keep their values.
+/// segments: f64 [k, 4] of (begin, end, factor of the learning rate, factor of the weight decay),
+/// dense (Segment). Elements outside all segments (padding) keep their values.
 ///
 /// `clip_scale`, if given, is a floating scalar that takes the place of kClipScale: clipping leaves
 /// it where it was computed. `found_inf`, if given, is an i32 scalar: where it is not 0 nothing is
@@ -98,10 +106,11 @@ enum SgdScalar {
 
 /// One step of SGD with momentum (Sutskever et al. 2013, in PyTorch's form without dampening):
 ///
-///   g = clip_scale * grad + weight_decay * p (where the segment decays)
+///   g = clip_scale * grad + weight_decay * p         (the sum unless the weight decay is 0)
 ///   b = momentum * b + g;   g = nesterov ? g + momentum * b : b      (only with a buffer)
 ///   p = p - learning_rate * g
 ///
+/// where learning rate and weight decay are the scalars times the segment's factors.
 /// `momentum_buffer` is View{} for plain SGD, may be bf16 beside f32 parameters, as m above;
 /// `clip_scale` and `found_inf` as above.
 void sgd(const View& param, const View& grad, const View& momentum_buffer, const View& segments,

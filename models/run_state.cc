@@ -87,6 +87,7 @@ void for_each_train_option(Train&& t, F&& f) {
   f("train.batch", t.batch);
   f("train.seed", t.seed);
   f("train.lr", t.lr);
+  f("train.lr_factors", t.lr_factors);
   f("train.min_lr", t.min_lr);
   f("train.warmup", t.warmup);
   f("train.schedule", t.schedule);
@@ -95,6 +96,7 @@ void for_each_train_option(Train&& t, F&& f) {
   f("train.optimizer", t.optimizer);
   f("train.momentum", t.momentum);
   f("train.weight_decay", t.weight_decay);
+  f("train.weight_decay_factors", t.weight_decay_factors);
   f("train.beta1", t.beta1);
   f("train.beta2", t.beta2);
   f("train.eps", t.eps);
@@ -121,7 +123,7 @@ bool came_later(std::string_view key) {
          key.starts_with("model.expert") || key == "model.capacity_factor" || key == "model.normalize_experts" || key == "model.aux_loss" ||
          key == "model.shared_experts" || key == "model.dense_layers" || key == "model.end_of_text" || key == "model.window" || key == "model.full_attention_every" ||
          key.starts_with("model.linear_") || key == "model.attention_gate" || key == "model.rotary_dim" || key == "model.shared_expert_gate" ||
-         key.starts_with("model.lora_") || key.starts_with("model.mtp_") || key == "model.quantize";
+         key.ends_with("_factors") || key.starts_with("model.lora_") || key.starts_with("model.mtp_") || key == "model.quantize";
 }
 
 void get(const Json& j, bool& out) { out = j.as_bool(); }

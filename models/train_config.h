@@ -177,6 +177,7 @@ struct OptimizationConfig {
   int64_t micro_batches = 1;        ///< parts of the batch whose gradients are accumulated one after the other
   int64_t seed = 1337;              ///< of initial weights, dropout and the order of data
   double lr = 1e-3;                 ///< peak learning rate
+  std::string lr_factors;           ///< "0.1 wte.* 2 *.norm*": what that of parameters is multiplied by (factors_by_name); others: 1
   double min_lr = -1;               ///< learning rate where the decay ends, and after it; -1: a tenth of `lr`
   int64_t warmup = 100;             ///< steps of linear warm-up
   std::string schedule = "cosine";  ///< "cosine", "linear" or "constant" after the warm-up
@@ -184,7 +185,8 @@ struct OptimizationConfig {
   int64_t decay_end = 0;            ///< step at which it is min_lr (nanoGPT's lr_decay_iters); 0: the number of steps
   std::string optimizer = "adamw";  ///< "adamw", or "muon" for the matrices in blocks, beside AdamW for the rest
   double momentum = 0.95;           ///< Muon
-  double weight_decay = 0.1;        ///< of parameters with two dimensions and more
+  double weight_decay = 0.1;        ///< of parameters with two dimensions and more, or as the next option says
+  std::string weight_decay_factors;  ///< as lr_factors: 0 of parameters that do not decay
   double beta1 = 0.9;               ///< AdamW
   double beta2 = 0.99;              ///< AdamW
   double eps = 1e-8;                ///< AdamW

@@ -13,6 +13,7 @@
 #include "sheaf/distributed/in_turn.h"
 #include "sheaf/distributed/keep_within.h"
 #include "sheaf/kernels/cuda/product.h"
+#include "sheaf/models/parameter_factors.h"
 #include "sheaf/models/product_choices.h"
 #include "sheaf/models/stage_cut.h"
 #include "sheaf/nn/clip_grad_norm.h"
@@ -30,12 +31,15 @@ std::unique_ptr<optim::Optimizer> make_optimizer(const OptimizationConfig& t, nn
   adamw.beta2 = t.beta2;
   adamw.eps = t.eps;
   adamw.weight_decay = t.weight_decay;
+  adamw.factors.lr = factors_by_name("train.lr_factors", t.lr_factors, module, {});
+  adamw.factors.weight_decay = factors_by_name("train.weight_decay_factors", t.weight_decay_factors, module, optim::decays_matrices);
   adamw.state.offload = t.offload_optimizer;
   if (t.state_dtype == "bf16") adamw.state.dtype = kBF16;
   else check<ConfigError>(t.state_dtype == "f32", "[train] train.state_dtype is ", t.state_dtype, ", not f32 or bf16");
   if (t.optimizer == "adamw") return std::make_unique<optim::AdamW>(module, adamw);
   check<ConfigError>(t.optimizer == "muon", "[train] train.optimizer is ", t.optimizer, ", not adamw or muon");
-  optim::MuonOptions muon{.lr = adamw.lr, .momentum = t.momentum, .weight_decay = t.weight_decay, .state = adamw.state, .adamw = adamw};
+  optim::MuonOptions muon{.lr = adamw.lr, .momentum = t.momentum, .weight_decay = t.weight_decay, .factors = adamw.factors,
+                          .state = adamw.state, .adamw = adamw};
   if (t.dtype == "bf16") muon.compute_dtype = kBF16;
   return std::make_unique<optim::Muon>(module, muon);
 }

@@ -42,25 +42,22 @@ bool is_set(const char* who, const View& found_inf) {
   return *found_inf.as<int32_t>() != 0;
 }
 
-/// Calls update(i, n, decay) for all lanes of all segments, on all threads.
+/// Calls update(segment, first, last) for the elements of all segments, on all threads.
 template <class F>
 void for_segments(const char* who, int64_t numel, const View& segments, F&& update) {
-  check<ShapeError>(segments.rank() == 2 && segments.shape[1] == 3 && segments.contiguous() &&
-                        segments.dtype == kI64,
-                    "[", who, "] segments must be i64 [k, 3], got ", segments.dtype,
+  check<ShapeError>(segments.rank() == 2 && segments.shape[1] == Segment::kColumns &&
+                        segments.contiguous() && segments.dtype == kF64,
+                    "[", who, "] segments must be f64 [k, 4], got ", segments.dtype,
                     segments.shape);
-  const int64_t* table = segments.as<int64_t>();
-  for (int64_t s = 0; s < segments.shape[0]; ++s)
-    check<ShapeError>(
-        table[3 * s] >= 0 && table[3 * s] <= table[3 * s + 1] && table[3 * s + 1] <= numel, "[",
-        who, "] segment ", table[3 * s], " to ", table[3 * s + 1], " of ", numel, " elements");
+  const std::span table(segments.as<Segment>(), static_cast<size_t>(segments.shape[0]));
+  for (const Segment& s : table)
+    check<ShapeError>(s.begin >= 0 && s.begin <= s.end && s.end <= static_cast<double>(numel), "[",
+                      who, "] segment ", s.begin, " to ", s.end, " of ", numel, " elements");
   parallel_for((numel + kLanes - 1) / kLanes, 4096, [&](int64_t begin, int64_t end) {
-    for (int64_t s = 0; s < segments.shape[0]; ++s) {
-      const int64_t first = std::max(begin * kLanes, table[3 * s]),
-                    last = std::min(end * kLanes, table[3 * s + 1]);
-      if (first < last)
-        for_lanes(last - first,
-                  [&](int64_t i, auto n) { update(first + i, n, table[3 * s + 2] != 0); });
+    for (const Segment& s : table) {
+      const int64_t first = std::max(begin * kLanes, static_cast<int64_t>(s.begin)),
+                    last = std::min(end * kLanes, static_cast<int64_t>(s.end));
+      if (first < last) update(s, first, last);
     }
   });
 }
@@ -167,21 +164,27 @@ void adamw(const View& param, const View& grad, const View& m, const View& v, co
     using L = Lanes<C>;
     C s[kAdamWScalars];
     read_scalars("adamw", scalars, s, kAdamWScalars, clip_scale, kClipScale);
-    const L lr(s[kLearningRate]), beta1(s[kBeta1]), beta2(s[kBeta2]), rest1(C(1) - s[kBeta1]),
-        rest2(C(1) - s[kBeta2]);
-    const L epsilon(s[kEpsilon]), decay(s[kLearningRate] * s[kWeightDecay]), clip(s[kClipScale]);
+    const L beta1(s[kBeta1]), beta2(s[kBeta2]), rest1(C(1) - s[kBeta1]), rest2(C(1) - s[kBeta2]);
+    const L epsilon(s[kEpsilon]), clip(s[kClipScale]);
     const L correction1(s[kBiasCorrection1]), correction2(s[kBiasCorrection2]);
-    for_segments("adamw", param.numel(), segments, [&](int64_t i, auto n, bool decays) {
-      const L g = clip * load_gradient<C>(grad.as<G>(), i, n);
-      const L before = load_lanes(m.as<S>() + i, n), mean = beta1 * before + rest1 * g;
-      const L square = beta2 * load_lanes(v.as<S>() + i, n) + (rest2 * g) * g;
-      L p = load_lanes(param.as<C>() + i, n);
-      const Noise<S> noise(p, before, g, s[kStep]);
-      if (decays) p = p - decay * p;
-      p = p - lr * ((mean / correction1) / (sqrt(square / correction2) + epsilon));
-      noise.template store<0>(m.as<S>() + i, mean, n);
-      noise.template store<1>(v.as<S>() + i, square, n);
-      store_lanes(param.as<C>() + i, p, n);
+    for_segments("adamw", param.numel(), segments, [&](const Segment& at, int64_t first,
+                                                       int64_t last) {
+      const C rate = s[kLearningRate] * static_cast<C>(at.lr),
+              decay_rate = s[kWeightDecay] * static_cast<C>(at.weight_decay);
+      const L lr(rate), decay(rate * decay_rate);
+      for_lanes(last - first, [&](int64_t lane, auto n) {
+        const int64_t i = first + lane;
+        const L g = clip * load_gradient<C>(grad.as<G>(), i, n);
+        const L before = load_lanes(m.as<S>() + i, n), mean = beta1 * before + rest1 * g;
+        const L square = beta2 * load_lanes(v.as<S>() + i, n) + (rest2 * g) * g;
+        L p = load_lanes(param.as<C>() + i, n);
+        const Noise<S> noise(p, before, g, s[kStep]);
+        if (decay_rate != 0) p = p - decay * p;
+        p = p - lr * ((mean / correction1) / (sqrt(square / correction2) + epsilon));
+        noise.template store<0>(m.as<S>() + i, mean, n);
+        noise.template store<1>(v.as<S>() + i, square, n);
+        store_lanes(param.as<C>() + i, p, n);
+      });
     });
   };
   visit_param("adamw", param.dtype, [&]<class C>() {
@@ -217,20 +220,25 @@ void sgd(const View& param, const View& grad, const View& momentum_buffer, const
     using L = Lanes<C>;
     C s[kSgdScalars];
     read_scalars("sgd", scalars, s, kSgdScalars, clip_scale, kSgdClipScale);
-    const L lr(s[kSgdLearningRate]), momentum(s[kSgdMomentum]), decay(s[kSgdWeightDecay]),
-        clip(s[kSgdClipScale]);
-    for_segments("sgd", param.numel(), segments, [&](int64_t i, auto n, bool decays) {
-      const L p = load_lanes(param.as<C>() + i, n);
-      const L clipped = clip * load_gradient<C>(grad.as<G>(), i, n);
-      L g = clipped;
-      if (decays) g = g + decay * p;
-      if (has_buffer) {
-        const L before = load_lanes(momentum_buffer.as<S>() + i, n), b = momentum * before + g;
-        const Noise<S> noise(p, before, clipped, s[kSgdStep]);
-        noise.template store<0>(momentum_buffer.as<S>() + i, b, n);
-        g = nesterov ? g + momentum * b : b;
-      }
-      store_lanes(param.as<C>() + i, p - lr * g, n);
+    const L momentum(s[kSgdMomentum]), clip(s[kSgdClipScale]);
+    for_segments("sgd", param.numel(), segments, [&](const Segment& at, int64_t first,
+                                                     int64_t last) {
+      const C decay_rate = s[kSgdWeightDecay] * static_cast<C>(at.weight_decay);
+      const L lr(s[kSgdLearningRate] * static_cast<C>(at.lr)), decay(decay_rate);
+      for_lanes(last - first, [&](int64_t lane, auto n) {
+        const int64_t i = first + lane;
+        const L p = load_lanes(param.as<C>() + i, n);
+        const L clipped = clip * load_gradient<C>(grad.as<G>(), i, n);
+        L g = clipped;
+        if (decay_rate != 0) g = g + decay * p;
+        if (has_buffer) {
+          const L before = load_lanes(momentum_buffer.as<S>() + i, n), b = momentum * before + g;
+          const Noise<S> noise(p, before, clipped, s[kSgdStep]);
+          noise.template store<0>(momentum_buffer.as<S>() + i, b, n);
+          g = nesterov ? g + momentum * b : b;
+        }
+        store_lanes(param.as<C>() + i, p - lr * g, n);
+      });
     });
   };
   visit_param("sgd", param.dtype, [&]<class C>() {

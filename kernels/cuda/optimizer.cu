@@ -27,7 +27,7 @@ struct Shard {
   const void* grad;
   void* state[kStates > 0 ? kStates : 1];
   int64_t numel;
-  const int64_t* segments;  // [count, 3]
+  const Segment* segments;
   int64_t count;
   Scalars scalars;
   Scalars clip_scale;  // takes the place of one of them; null: none does
@@ -38,18 +38,25 @@ struct Shard {
 // The order of operations is a promise of the header; the file is compiled with -fmad=false
 // -ftz=true.
 
+/// Learning rate and weight decay in a segment.
+template <class C>
+struct Rates {
+  C lr, decay;
+};
+
 struct AdamW {
   static constexpr int kStates = 2, kScalars = cpu::kAdamWScalars, kClip = cpu::kClipScale,
-                       kStep = cpu::kStep;
+                       kStep = cpu::kStep, kLr = cpu::kLearningRate, kDecay = cpu::kWeightDecay;
   template <class C>
-  __device__ static void update(const AdamW&, const C* s, bool decays, C grad, C& p, C* state) {
+  __device__ static void update(const AdamW&, const C* s, const Rates<C>& rates, C grad, C& p,
+                                C* state) {
     const C g = s[cpu::kClipScale] * grad;
     const C mean = s[cpu::kBeta1] * state[0] + (C(1) - s[cpu::kBeta1]) * g;
     const C square = s[cpu::kBeta2] * state[1] + ((C(1) - s[cpu::kBeta2]) * g) * g;
     state[0] = mean, state[1] = square;
-    if (decays) p = p - (s[cpu::kLearningRate] * s[cpu::kWeightDecay]) * p;
-    p = p - s[cpu::kLearningRate] * ((mean / s[cpu::kBiasCorrection1]) /
-                                     (root(square / s[cpu::kBiasCorrection2]) + s[cpu::kEpsilon]));
+    if (rates.decay != 0) p = p - (rates.lr * rates.decay) * p;
+    p = p - rates.lr * ((mean / s[cpu::kBiasCorrection1]) /
+                        (root(square / s[cpu::kBiasCorrection2]) + s[cpu::kEpsilon]));
   }
   __device__ static float root(float x) { return sqrtf(x); }
   __device__ static double root(double x) { return ::sqrt(x); }
@@ -58,18 +65,20 @@ struct AdamW {
 template <bool kMomentum>
 struct Sgd {
   static constexpr int kStates = kMomentum ? 1 : 0, kScalars = cpu::kSgdScalars,
-                       kClip = cpu::kSgdClipScale, kStep = cpu::kSgdStep;
+                       kClip = cpu::kSgdClipScale, kStep = cpu::kSgdStep,
+                       kLr = cpu::kSgdLearningRate, kDecay = cpu::kSgdWeightDecay;
   bool nesterov;
   template <class C>
-  __device__ static void update(const Sgd& self, const C* s, bool decays, C grad, C& p, C* state) {
+  __device__ static void update(const Sgd& self, const C* s, const Rates<C>& rates, C grad, C& p,
+                                C* state) {
     C g = s[cpu::kSgdClipScale] * grad;
-    if (decays) g = g + s[cpu::kSgdWeightDecay] * p;
+    if (rates.decay != 0) g = g + rates.decay * p;
     if constexpr (kMomentum) {
       const C b = s[cpu::kSgdMomentum] * state[0] + g;
       state[0] = b;
       g = self.nesterov ? g + s[cpu::kSgdMomentum] * b : b;
     }
-    p = p - s[cpu::kSgdLearningRate] * g;
+    p = p - rates.lr * g;
   }
 };
 
@@ -99,11 +108,11 @@ __device__ void store(T* to, const Vector<T, kSize>& x, int count, bool whole) {
 }
 
 /// The first segment in [low, high) that ends after `element`; `high` if none does.
-__device__ int64_t find_segment(const int64_t* segments, int64_t low, int64_t high,
+__device__ int64_t find_segment(const Segment* segments, int64_t low, int64_t high,
                                 int64_t element) {
   while (low < high) {
     const int64_t middle = low + (high - low) / 2;
-    if (segments[3 * middle + 1] > element)
+    if (static_cast<int64_t>(segments[middle].end) > element)
       high = middle;
     else
       low = middle + 1;
@@ -166,26 +175,29 @@ __global__ void __launch_bounds__(kThreads) step(Rule rule, Shard<Rule::kStates>
     const int count = static_cast<int>(std::min(last - i + 1, int64_t{kSize}));
     int64_t segment = find_segment(shard.segments, first_and_last[0], first_and_last[1], i) - 1;
     int64_t from = 0, to = i;
-    bool decays = false, changed = false;
+    Rates<C> rates{};
+    bool changed = false;
 #pragma unroll
     for (int k = 0; k < kSize; ++k) {
       while (i + k >= to) {  // once for most vectors
         ++segment;
-        const bool exists = segment < shard.count;
-        from = exists ? shard.segments[3 * segment] : INT64_MAX;
-        to = exists ? shard.segments[3 * segment + 1] : INT64_MAX;
-        decays = exists && shard.segments[3 * segment + 2] != 0;
+        from = to = INT64_MAX;
+        if (segment >= shard.count) break;
+        const Segment& at = shard.segments[segment];
+        from = static_cast<int64_t>(at.begin), to = static_cast<int64_t>(at.end);
+        rates = {s[Rule::kLr] * static_cast<C>(at.lr),
+                 s[Rule::kDecay] * static_cast<C>(at.weight_decay)};
       }
       if (i + k < from || k >= count) continue;  // padding
       const C gradient = convert_to<C>(g[j].v[k]);
-      C at[kStates > 0 ? kStates : 1];
-      for (int n = 0; n < kStates; ++n) at[n] = convert_to<C>(state[j][n].v[k]);
+      C own[kStates > 0 ? kStates : 1];
+      for (int n = 0; n < kStates; ++n) own[n] = convert_to<C>(state[j][n].v[k]);
       uint32_t noise = 0;
       if constexpr (kStates > 0 && kRounds<S, C>)
-        noise = noise_of(__float_as_uint(p[j].v[k]), __float_as_uint(at[0]),
+        noise = noise_of(__float_as_uint(p[j].v[k]), __float_as_uint(own[0]),
                          __float_as_uint(s[Rule::kClip] * gradient), key);
-      Rule::update(rule, s, decays, gradient, p[j].v[k], at);
-      for (int n = 0; n < kStates; ++n) state[j][n].v[k] = at_rest<S>(at[n], noise >> (16 * n));
+      Rule::update(rule, s, rates, gradient, p[j].v[k], own);
+      for (int n = 0; n < kStates; ++n) state[j][n].v[k] = at_rest<S>(own[n], noise >> (16 * n));
       changed = true;
     }
     if (!changed) continue;
@@ -250,13 +262,13 @@ void run(const char* who, const Stream& stream, const Rule& rule, const View& pa
         "] wants ", count, " scalars, f32 or f64, got ", v.dtype, v.shape);
     return Scalars{v.data, v.dtype == kF64};
   };
-  check<ShapeError>(segments.rank() == 2 && segments.shape[1] == 3 && segments.contiguous() &&
-                        segments.dtype == kI64,
-                    "[", who, "] segments must be i64 [k, 3], got ", segments.dtype,
+  check<ShapeError>(segments.rank() == 2 && segments.shape[1] == Segment::kColumns &&
+                        segments.contiguous() && segments.dtype == kF64,
+                    "[", who, "] segments must be f64 [k, 4], got ", segments.dtype,
                     segments.shape);
   Shard<Rule::kStates> shard{};
   shard.param = param.data, shard.grad = grad.data, shard.numel = param.numel();
-  shard.segments = segments.as<int64_t>(), shard.count = segments.shape[0];
+  shard.segments = segments.as<Segment>(), shard.count = segments.shape[0];
   shard.scalars = read(scalars, Rule::kScalars);
   if (clip_scale.data) shard.clip_scale = read(clip_scale, 1);
   shard.found_inf = flag(who, found_inf);

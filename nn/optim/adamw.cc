@@ -25,7 +25,7 @@ struct AdamWStep {
 }  // namespace
 
 AdamW::AdamW(std::span<const nn::Parameter> parameters, const AdamWOptions& options)
-    : Optimizer("adamw", parameters, options.decays, {"m", "v"}, options.state), options_(options) {}
+    : Optimizer("adamw", parameters, options.factors, {"m", "v"}, options.state), options_(options) {}
 
 std::vector<double> detail::adamw_scalars(const AdamWOptions& options, double lr, int64_t step) {
   std::vector<double> s(kAdamWScalars, 1.0);

@@ -11,7 +11,7 @@ struct AdamWOptions {
   double beta2 = 0.999;        ///< decay of the second moment
   double eps = 1e-8;
   double weight_decay = 0.01;  ///< decoupled, times the learning rate
-  DecayRule decays = decays_matrices;  ///< per parameter; the others hold for all of this optimizer's (optimizer.h)
+  Factors factors = {};        ///< of learning rate and weight decay, per parameter
   StateOptions state = {};     ///< of both moments
 };
 

@@ -112,7 +112,8 @@ void DiLoCo::add_shard(const std::shared_ptr<Unit>& unit, size_t buffer) {
   if (b.has_slope() && options_.momentum > 0) {
     shard.momentum = state(shard, cut, options_.offload);
     const int64_t mine = shard.momentum.tensor.local_shape().numel();
-    shard.segments = detail::segment_table(mine > 0 ? std::vector<int64_t>{0, mine, 0} : std::vector<int64_t>{}, b.shard.device());
+    const kernels::Segment all = detail::segment_of({}, 0, mine);
+    shard.segments = detail::segment_table(std::span(&all, mine > 0 ? 1 : 0), b.shard.device());
   }
   shards_.push_back(std::move(shard));
 }

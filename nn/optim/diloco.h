@@ -67,7 +67,7 @@ struct OuterShard {
   Tensor rows;           ///< its masters, by island
   OuterState values;     ///< parameters after the last outer step
   OuterState momentum;   ///< undefined without any, and of what no optimizer moves (nn::Parameter::steer)
-  Tensor segments;       ///< i64 [1, 3]: all of a rank's elements of the momentum, none decayed; [0, 3] where it has none
+  Tensor segments;       ///< f64 [1, 4]: all of a rank's elements of the momentum, none decayed; [0, 4] where it has none
   FlatBuffer& flat() const { return unit->buffers()[buffer]; }
 };
 

@@ -54,23 +54,27 @@ Muon::Muon(std::span<const nn::Parameter> parameters, const MuonOptions& options
       leaves.push_back(leaf);
     }
     if (!leaves.empty())
-      add_shard(all, std::move(matrices), std::move(leaves), detail::chosen(*all.unit, parameters, options.decays));
+      add_shard(all, std::move(matrices), std::move(leaves), detail::factors_of("muon", *all.unit, parameters, options.factors));
     if (!others.empty())
-      add_shard(all, {}, std::move(others), detail::chosen(*all.unit, parameters, options.adamw.decays));
+      add_shard(all, {}, std::move(others), detail::factors_of("muon", *all.unit, parameters, options.adamw.factors));
   }
   choose_owners(bundles_);
 }
 
 void Muon::add_shard(const ShardState& all, std::vector<Matrix> matrices, std::vector<int> leaves,
-                     const std::vector<bool>& decays) {
+                     std::span<const kernels::Segment> of_leaf) {
   ShardState shard{all.unit, all.buffer, std::move(leaves), {}, {}, {}, {}};
   bundles_.push_back(make_bundle(all, std::move(matrices), shard));
-  const Bundle& bundle = bundles_.back();
-  std::vector<int64_t> segments;
-  for (const StatePart& part : shard.parts)
-    segments.insert(segments.end(), {0, part.piece.runs.numel(), decays[part.piece.leaf]});
+  Bundle& bundle = bundles_.back();
+  std::vector<kernels::Segment> segments, whole;
+  for (const StatePart& part : shard.parts) {
+    segments.push_back(detail::segment_of(of_leaf[part.piece.leaf], 0, part.piece.runs.numel()));
+    whole.push_back(detail::segment_of({}, 0, part.piece.runs.numel()));
+  }
   const Device where = all.flat().shard.device();
   shard.segments = detail::segment_table(segments, where);
+  const bool alike = std::ranges::all_of(segments, [](const kernels::Segment& s) { return s.lr == 1; });
+  if (!bundle.matrices.empty()) bundle.whole = alike ? shard.segments : detail::segment_table(whole, where);
   shard.names = bundle.matrices.empty() ? std::vector<std::string>{"m", "v"} : std::vector<std::string>{"momentum"};
   const StateOptions& state = bundle.matrices.empty() ? options_.adamw.state : options_.state;
   for (size_t s = 0; s < shard.names.size(); ++s) shard.state.push_back(detail::zero_state(bundle.at_rest, where, state));
@@ -126,7 +130,8 @@ void Muon::update_all(std::span<ShardState* const> work, const Tensor& scalars) 
 Tensor Muon::direction(ShardState& shard, const Bundle& bundle, const Tensor& scalars) const {
   const FlatBuffer& b = shard.flat();
   const Tensor& momentum = shard.state[0];
-  std::vector<Tensor> inputs{b.grad, momentum, shard.segments, scalars};
+  if (Recording* r = Recording::current()) r->leaf(bundle.whole, "muon.whole segments of " + b.name);
+  std::vector<Tensor> inputs{b.grad, momentum, bundle.whole, scalars};
   if (b.grad_scale) inputs.push_back(b.grad_scale);
   if (b.found_inf) inputs.push_back(b.found_inf);
   const OutputSpec specs[] = {{with_dtype(momentum.type(), b.dtype), {}, -1, 0}, {momentum.type(), momentum, -1, 0}};

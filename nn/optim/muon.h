@@ -47,7 +47,7 @@ struct MuonOptions {
   /// What is sent and orthogonalised in: bf16 halves the bytes and is the original's choice. Absent: the masters' dtype.
   std::optional<DType> compute_dtype = std::nullopt;
   MatrixRule matrices = hidden_matrices;
-  DecayRule decays = decays_matrices;  ///< of the matrices
+  Factors factors = {};        ///< of the matrices; of the others: adamw.factors
   StateOptions state = {};     ///< of the momentum; of the others: adamw.state
   /// Of all other parameters. Their learning rate follows the one that step() is told, in the ratio of adamw.lr to lr.
   AdamWOptions adamw = {};
@@ -79,7 +79,7 @@ class Muon final : public Optimizer {
   bool corrects_bias() const override { return true; }
   void update(ShardState& shard, const Tensor& scalars, const Tensor& clip_scale) override;
   void update_all(std::span<ShardState* const> shards, const Tensor& scalars) override;
-  void add_shard(const ShardState& all, std::vector<Matrix> matrices, std::vector<int> leaves, const std::vector<bool>& decays);
+  void add_shard(const ShardState& all, std::vector<Matrix> matrices, std::vector<int> leaves, std::span<const kernels::Segment> of_leaf);
   const Bundle& bundle_of(const ShardState& shard) const;
   Tensor direction(ShardState& shard, const Bundle& bundle, const Tensor& scalars) const;
   void move(ShardState& shard, const Bundle& bundle, Tensor direction, const Tensor& scalars) const;

@@ -14,12 +14,17 @@ constexpr int kOfMomentum = kAdamWScalars, kOfStep = kOfMomentum + int{kSgdScala
 char* at(const View& v, int64_t element) { return v.as<char>() + element * static_cast<int64_t>(size_of(v.dtype)); }
 View part_of(const View& v, int64_t begin, int64_t count) { return View::dense(at(v, begin), v.dtype, {count}); }
 
+View row(const View& segments, int64_t index) {
+  constexpr int64_t n = kernels::Segment::kColumns;
+  return View::dense(at(segments, index * n), kF64, {1, n});
+}
+
 // f(where in the shard, where in the state, elements, the segment's row)
 template <class F>
 void for_each_part(const MuonOps::Parts& a, const View& segments, F&& f) {
   const std::vector<int64_t>& table = *a.parts;
   for (size_t i = 0; i < table.size(); i += 3)
-    f(table[i], table[i + 1], table[i + 2], View::dense(at(segments, static_cast<int64_t>(i)), kI64, {1, 3}));
+    f(table[i], table[i + 1], table[i + 2], row(segments, static_cast<int64_t>(i / 3)));
 }
 
 // SGD's step from 0 with rate -1.

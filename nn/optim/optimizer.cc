@@ -1,12 +1,12 @@
 #include "sheaf/nn/optim/optimizer.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/core/transfer.h"
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
-#include "sheaf/kernels/optimizer.h"
 #include "sheaf/nn/trainable_units.h"
 
 namespace sheaf::optim {
@@ -41,15 +41,14 @@ bool decays_matrices(const nn::Parameter& p) { return p.shape().rank() >= 2 && !
 Optimizer::Optimizer(std::string name, std::span<const nn::Parameter> parameters)
     : name_(std::move(name)), units_(nn::trainable_units(name_, parameters)) {}
 
-Optimizer::Optimizer(std::string name, std::span<const nn::Parameter> parameters, const DecayRule& decays,
+Optimizer::Optimizer(std::string name, std::span<const nn::Parameter> parameters, const Factors& factors,
                      const std::vector<std::string>& states, const StateOptions& options)
     : Optimizer(std::move(name), parameters) {
   shards_ = detail::flat_shards(name_, parameters);
   for (ShardState& shard : shards_) {
-    const std::vector<bool> decayed = detail::chosen(*shard.unit, parameters, decays);
-    std::vector<int64_t> segments;
-    for (const auto& [piece, at] : shard.parts)
-      segments.insert(segments.end(), {at, at + piece.runs.numel(), decayed[piece.leaf]});
+    const std::vector<kernels::Segment> of_leaf = detail::factors_of(name_, *shard.unit, parameters, factors);
+    std::vector<kernels::Segment> segments;
+    for (const auto& [piece, at] : shard.parts) segments.push_back(detail::segment_of(of_leaf[piece.leaf], at, piece.runs.numel()));
     const Tensor& values = shard.flat().shard;
     shard.segments = detail::segment_table(segments, values.device());
     shard.names = states;
@@ -187,9 +186,11 @@ std::vector<ShardState> flat_shards(const std::string& who, std::span<const nn::
   return shards;
 }
 
-Tensor segment_table(const std::vector<int64_t>& values, Device device) {
-  const Shape shape{static_cast<int64_t>(values.size()) / 3, 3};
-  if (device.is_meta()) return Tensor::empty({kI64, shape, {}}, device);
+Tensor segment_table(std::span<const kernels::Segment> segments, Device device) {
+  const Shape shape{std::ssize(segments), kernels::Segment::kColumns};
+  if (device.is_meta()) return Tensor::empty({kF64, shape, {}}, device);
+  std::vector<double> values;
+  for (const auto& [begin, end, lr, weight_decay] : segments) values.insert(values.end(), {begin, end, lr, weight_decay});
   return Tensor::from(values, shape).to(device);
 }
 
@@ -205,12 +206,23 @@ Tensor zero_state(const Type& type, Device device, const StateOptions& options) 
   return state;
 }
 
-std::vector<bool> chosen(const Unit& unit, std::span<const nn::Parameter> parameters,
-                         const std::function<bool(const nn::Parameter&)>& rule) {
-  std::vector<bool> out(unit.leaves().size(), false);
+std::vector<kernels::Segment> factors_of(const std::string& who, const Unit& unit, std::span<const nn::Parameter> parameters,
+                                         const Factors& factors) {
+  const auto factor = [&](const FactorRule& rule, const nn::Parameter& p, const char* what) {
+    const double value = rule ? rule(p) : 1.0;
+    check<ConfigError>(value >= 0 && std::isfinite(value), "[", who, "] parameter '", p.name(), "': the factor of its ", what, " is ", value,
+                       ": it is finite and at least 0");
+    return value;
+  };
+  std::vector<kernels::Segment> out(unit.leaves().size());
   for (const nn::Parameter& p : parameters)
-    if (p.unit().get() == &unit) out[p.index()] = rule(p);
+    if (p.unit().get() == &unit)
+      out[p.index()] = {0, 0, factor(factors.lr, p, "learning rate"), factor(factors.weight_decay, p, "weight decay")};
   return out;
+}
+
+kernels::Segment segment_of(const kernels::Segment& leaf, int64_t begin, int64_t count) {
+  return {static_cast<double>(begin), static_cast<double>(begin + count), leaf.lr, leaf.weight_decay};
 }
 
 }  // namespace detail

@@ -1,15 +1,18 @@
 // What all optimizers share: they work on the flat shards of units, in one pass each, with state of the shard's shape.
 //
-// One optimizer has one learning rate. Weight decay is chosen per parameter (DecayRule), and freeze() takes a parameter
-// out of training; everything else that should differ takes an optimizer of its own, over units of its own, because an
-// optimizer is given whole units (half of one is a ConfigError). shard() makes any module a unit:
+// Learning rate and weight decay are multiplied by factors of each parameter (Factors), wherever it lies in a unit:
+//
+//   optim::AdamW optimizer(model, {.lr = 1e-3, .factors = {.lr = [](const nn::Parameter& p) { return p.table() ? 10 : 1; }}});
+//
+// freeze() takes a parameter out of training. Whatever else should differ takes an optimizer of its own, over units of its
+// own, because an optimizer is given whole units (half of one is a ConfigError). shard() makes any module a unit:
 //
 //   shard(model, mesh, {.units = nn::units_at({"body", "head"})});  // the model itself keeps no parameter
 //   materialize(model, world.device());
-//   optim::AdamW body(model.body, {.lr = 1e-4}), head(model.head, {.lr = 1e-3});
+//   optim::AdamW body(model.body, {.beta2 = 0.95});
+//   optim::SGD head(model.head, {.momentum = 0.9});
 //
-// A learning rate per parameter inside of a unit is not possible, nor are two for a tied weight. clip_grad_norm(model, ..)
-// spans all of them, and models::save_checkpoint takes them together.
+// clip_grad_norm(model, ..) spans all of them, and models::save_checkpoint takes them together.
 #pragma once
 
 #include <functional>
@@ -18,6 +21,7 @@
 #include <vector>
 
 #include "sheaf/distributed/unit.h"
+#include "sheaf/kernels/optimizer.h"
 #include "sheaf/nn/module.h"
 
 namespace sheaf::optim {
@@ -36,10 +40,17 @@ struct StateOptions {
   bool offload = false;  ///< on a GPU it lies in the host's memory
 };
 
-/// Chooses the parameters that weight decay acts on.
-using DecayRule = std::function<bool(const nn::Parameter&)>;
-/// The default: those of two dimensions and more, so neither biases nor norms.
+/// A number for each parameter.
+using FactorRule = std::function<double(const nn::Parameter&)>;
+/// Whether it has two dimensions and more, so that it is neither a bias nor a norm's.
 bool decays_matrices(const nn::Parameter& p);
+
+/// What the numbers that hold for all of an optimizer's parameters are multiplied by, for each of them: finite, at least 0. A
+/// parameter whose learning rate is 0 stays as it is.
+struct Factors {
+  FactorRule lr = {};  ///< of the learning rate, the decay's included; absent: 1
+  FactorRule weight_decay = decays_matrices;
+};
 
 /// Elements of a parameter that this rank holds: in its shard they start at piece.shard_offset, in the state at `at`.
 struct StatePart {
@@ -53,7 +64,7 @@ struct ShardState {
   size_t buffer;                   ///< index into unit->buffers()
   std::vector<int> leaves;         ///< the parameters, indices into unit->leaves()
   std::vector<StatePart> parts;    ///< what this rank has of them, in the order of the shard
-  Tensor segments;                 ///< i64 [k, 3], one for each part: begin, end, 1 if decayed
+  Tensor segments;                 ///< f64 [k, 4], one for each part: begin, end, its factors (kernels::Segment)
   std::vector<std::string> names;  ///< of the state tensors: "m", "v"
   std::vector<Tensor> state;       ///< one per name: of the shard's type but for StateOptions::dtype, or of these parameters alone
   FlatBuffer& flat() const { return unit->buffers()[buffer]; }
@@ -89,7 +100,8 @@ class Optimizer {
  protected:
   /// Works on whole flat shards, with zero_state() for each of `states` beside them. `name` is for the tape and messages.
   /// Parameters that are steered (nn::Parameter::steer) are not among them: step() moves those itself.
-  Optimizer(std::string name, std::span<const nn::Parameter> parameters, const DecayRule& decays,
+  /// ConfigError for factors that are none.
+  Optimizer(std::string name, std::span<const nn::Parameter> parameters, const Factors& factors,
             const std::vector<std::string>& states, const StateOptions& options);
   /// Whoever derives fills shards(), with flat_shards() of these parameters.
   Optimizer(std::string name, std::span<const nn::Parameter> parameters);
@@ -119,18 +131,20 @@ namespace detail {
 /// The flat buffers of these parameters that are trained and not steered, without state: whole, their parts in place. ConfigError
 /// as nn::trainable_units; DTypeError for masters that are neither f32 nor f64.
 std::vector<ShardState> flat_shards(const std::string& who, std::span<const nn::Parameter> parameters);
-/// A table of segments on the device of the shard.
-Tensor segment_table(const std::vector<int64_t>& values, Device device);
+/// On the device of the shard, f64 [k, 4].
+Tensor segment_table(std::span<const kernels::Segment> segments, Device device);
 /// Zeros for an optimizer's state of values of this type. Where it is offloaded the step's kernel reads and writes it in the
 /// host's memory, each byte once, in both directions of the bus at the same time. DTypeError for a dtype that state cannot have.
 Tensor zero_state(const Type& type, Device device, const StateOptions& options);
-/// By index: which of the unit's leaves the rule chooses among these parameters.
-std::vector<bool> chosen(const Unit& unit, std::span<const nn::Parameter> parameters,
-                         const std::function<bool(const nn::Parameter&)>& rule);
+/// By index: learning rate and weight decay of the unit's leaves among these parameters, as factors of segments without elements.
+std::vector<kernels::Segment> factors_of(const std::string& who, const Unit& unit, std::span<const nn::Parameter> parameters,
+                                         const Factors& factors);
+/// Elements of a leaf, with its factors.
+kernels::Segment segment_of(const kernels::Segment& leaf, int64_t begin, int64_t count);
 }  // namespace detail
 
 /// What update() of an optimizer of one's own calls: runs its step op (OpKind::step), whose inputs are the shard's parameters [n], their
-/// gradient [n], each state [n], segments i64 [k, 3] (ShardState), scalars f64 (Optimizer::scalars) [, clip scale, one f32 or f64 [,
+/// gradient [n], each state [n], segments f64 [k, 4] (kernels::Segment), scalars f64 (Optimizer::scalars) [, clip scale, one f32 or f64 [,
 /// found_inf, one i32]], and whose outputs are the parameters and each state, in their memory: examples/lion.h.
 void apply_step(const OpDef& op, const void* attrs, ShardState& shard, const Tensor& scalars, const Tensor& clip_scale);
 /// Input `index` of such an op, or View{} where the step has none: the clip scale, which is 1 then, and found_inf, where a number other

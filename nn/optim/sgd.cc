@@ -27,7 +27,7 @@ struct SgdStep {
 }  // namespace
 
 SGD::SGD(std::span<const nn::Parameter> parameters, const SgdOptions& options)
-    : Optimizer("sgd", parameters, options.decays,
+    : Optimizer("sgd", parameters, options.factors,
                 options.momentum != 0.0 ? std::vector<std::string>{"momentum"} : std::vector<std::string>{},
                 options.state),
       options_(options) {

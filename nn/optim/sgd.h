@@ -10,7 +10,7 @@ struct SgdOptions {
   double momentum = 0.0;      ///< 0: no momentum, and no state
   bool nesterov = false;
   double weight_decay = 0.0;  ///< added to the gradient
-  DecayRule decays = decays_matrices;
+  Factors factors = {};       ///< of learning rate and weight decay, per parameter
   StateOptions state = {};    ///< of the momentum
 };
 

@@ -11,8 +11,11 @@ using namespace sheaf::testing;
 
 constexpr int64_t kSize = 1000;
 /// Padding at 300..320 and from 990.
-Array segments() { return Array::of(kI64, {3, 3}, {0, 300, 1, 320, 777, 0, 777, 990, 1}); }
-int segment_of(int64_t i) { return i < 300 ? 1 : i < 320 ? -1 : i < 777 ? 0 : i < 990 ? 1 : -1; }
+const std::vector<double> kLr = {1, 0.25, 3}, kDecay = {1, 0, 0.5};
+Array segments() {
+  return Array::of(kF64, {3, 4}, {0, 300, kLr[0], kDecay[0], 320, 777, kLr[1], kDecay[1], 777, 990, kLr[2], kDecay[2]});
+}
+int segment_of(int64_t i) { return i < 300 ? 0 : i < 320 ? -1 : i < 777 ? 1 : i < 990 ? 2 : -1; }
 
 View part_of(const View& x, int64_t first, int64_t count) {
   return View::dense(x.as<char>() + static_cast<size_t>(first) * size_of(x.dtype), x.dtype, {count});
@@ -31,8 +34,9 @@ TEST(AdamW, MatchesTheDefinition) {
         if (segment_of(i) < 0) continue;
         const double grad = clip * g.at(i);
         wm[i] = b1 * wm[i] + (1 - b1) * grad, wv[i] = b2 * wv[i] + (1 - b2) * grad * grad;
-        if (segment_of(i) == 1) wp[i] -= lr * wd * wp[i];
-        wp[i] -= lr * (wm[i] / c1) / (std::sqrt(wv[i] / c2) + eps);
+        const size_t s = static_cast<size_t>(segment_of(i));
+        wp[i] -= lr * kLr[s] * wd * kDecay[s] * wp[i];
+        wp[i] -= lr * kLr[s] * (wm[i] / c1) / (std::sqrt(wv[i] / c2) + eps);
       }
       adamw(p, g, m, v, segments(),
             Array::of(kF64, {kAdamWScalars}, {lr, b1, b2, eps, wd, c1, c2, clip, 1}));
@@ -93,7 +97,7 @@ TEST(AdamW, CutsAndThreadsChangeNothing) {
       for (int i = 0; i < 4; ++i) part[i] = part_of(all[static_cast<size_t>(i)], first, count);
       with_threads(threads, [&] {
         adamw(part[0], part[1], part[2], part[3],
-              Array::of(kI64, {1, 3}, {0, static_cast<double>(count), 1}),
+              Array::of(kF64, {1, 4}, {0, static_cast<double>(count), 1, 1}),
               Array::of(kF32, {kAdamWScalars}, {1e-3, .9, .99, 1e-8, .1, .1, .01, 1, 1}));
       });
       return all;
@@ -115,9 +119,10 @@ TEST(Sgd, MatchesTheDefinition) {
       auto wp = values(p), wb = values(b);
       for (int64_t i = 0; i < kSize; ++i) {
         if (segment_of(i) < 0) continue;
-        double grad = 0.5 * g.at(i) + (segment_of(i) == 1 ? 0.1 * wp[i] : 0);
+        const size_t s = static_cast<size_t>(segment_of(i));
+        double grad = 0.5 * g.at(i) + 0.1 * kDecay[s] * wp[i];
         if (buffered) wb[i] = 0.9 * wb[i] + grad, grad = nesterov ? grad + 0.9 * wb[i] : wb[i];
-        wp[i] -= 0.01 * grad;
+        wp[i] -= 0.01 * kLr[s] * grad;
       }
       sgd(p, g, buffered ? b.view() : View{}, segments(),
           Array::of(kF64, {kSgdScalars}, {0.01, 0.9, 0.1, 0.5, 1}), nesterov);
@@ -188,7 +193,7 @@ TEST(StateInBf16, DecaysAsItsMeanShould) {
     m.fill([](int64_t) { return -0.5; }), v.fill([](int64_t) { return 0.7; });
     const double start = v.at(0), lr = moves ? 1e-3 : 0;
     for (int step = 1; step <= kSteps; ++step)
-      adamw(p, g, m, v, Array::of(kI64, {1, 3}, {0, n, 0}),
+      adamw(p, g, m, v, Array::of(kF64, {1, 4}, {0, n, 1, 0}),
             Array::of(kF64, {kAdamWScalars}, {lr, 0.999, 0.999, 1e-8, 0, 1, 1, 1, double(step)}));
     double mean = 0, square = 0;
     for (const double x : values(v)) mean += x / n, square += x * x / n;
@@ -206,7 +211,7 @@ TEST(StateInBf16, DecaysAsItsMeanShould) {
 TEST(StateInBf16, NoiseIsOfEachElement) {
   constexpr int64_t n = 10'000;
   const Array zero = Array::of(kF32, {n}, std::vector<double>(n, 0.0)), b = Array::random(kBF16, {n}, 1), before = widened(b);
-  sgd(zero.clone(), zero, b, Array::of(kI64, {1, 3}, {0, n, 0}), Array::of(kF64, {kSgdScalars}, {-1, 0.95, 0, 1, 3}), false);
+  sgd(zero.clone(), zero, b, Array::of(kF64, {1, 4}, {0, n, 1, 0}), Array::of(kF64, {kSgdScalars}, {-1, 0.95, 0, 1, 3}), false);
   double error = 0, size = 0;
   for (int64_t i = 0; i < n; ++i) {
     const double exact = static_cast<float>(0.95f * static_cast<float>(before.at(i)));
@@ -235,7 +240,7 @@ TEST(StateInBf16, KeepsWhatIsNotFinite) {
     const Array p = Array::random(kF32, {20}, 1), grad(kF32, {20}),
                 m = Array::of(kBF16, {20}, std::vector<double>(20, 0.5)), v = m.clone();
     std::fill_n(grad.view().as<float>(), 20, g);
-    adamw(p, grad, m, v, Array::of(kI64, {1, 3}, {0, 20, 0}),
+    adamw(p, grad, m, v, Array::of(kF64, {1, 4}, {0, 20, 1, 0}),
           Array::of(kF64, {kAdamWScalars}, {0.01, 0.9, 0.95, 1e-8, 0, 1, 1, 1, 1}));
     for (int64_t i = 0; i < 20; ++i)
       EXPECT_TRUE(std::isnan(g) ? std::isnan(m.at(i)) && std::isnan(v.at(i)) : m.at(i) == g && v.at(i) == g) << i;
@@ -244,7 +249,7 @@ TEST(StateInBf16, KeepsWhatIsNotFinite) {
 
 TEST(StateInBf16, RefusesOtherTypes) {
   const Array p(kF32, {10}), wide(kF64, {10}), half(kF16, {10}), narrow(kBF16, {10}),
-      none = Array::of(kI64, {1, 3}, {0, 0, 0}), scalars(kF64, {kAdamWScalars}), of_sgd(kF64, {kSgdScalars});
+      none = Array::of(kF64, {1, 4}, {0, 0, 1, 0}), scalars(kF64, {kAdamWScalars}), of_sgd(kF64, {kSgdScalars});
   EXPECT_THROW(adamw(p, p, half, half, none, scalars), DTypeError);
   EXPECT_THROW(adamw(p, p, narrow, p, none, scalars), DTypeError);
   EXPECT_THROW(adamw(wide, wide, narrow, narrow, none, scalars), DTypeError);
@@ -279,8 +284,8 @@ TEST(SignStep, MovesByARateAgainstTheSign) {
 
 TEST(Optimizer, RefusesSegmentsOutsideTheShard) {
   const Array p(kF32, {10}), scalars(kF64, {kSgdScalars});
-  EXPECT_THROW(sgd(p, p, View{}, Array::of(kI64, {1, 3}, {0, 11, 0}), scalars, false), ShapeError);
-  EXPECT_THROW(sgd(p, p, View{}, Array::of(kI64, {1, 2}, {0, 1}), scalars, false), ShapeError);
+  EXPECT_THROW(sgd(p, p, View{}, Array::of(kF64, {1, 4}, {0, 11, 1, 0}), scalars, false), ShapeError);
+  EXPECT_THROW(sgd(p, p, View{}, Array::of(kF64, {1, 3}, {0, 1, 1}), scalars, false), ShapeError);
 }
 
 }  // namespace

@@ -102,6 +102,8 @@ void draw_optimization(models::OptimizationConfig& t, Draw& draw) {
   t.beta2 = draw.of<double>({0.99, 0.9});
   t.eps = draw.of<double>({1e-8, 1e-5});
   t.clip = draw.of<double>({0, 0.1, 1, 100});
+  if (draw.one_in(3)) t.lr_factors = "0.5 blocks.0.*";
+  if (draw.one_in(3)) t.weight_decay_factors = "0 blocks.0.* 0.5 *";
 }
 
 /// What shares the ranks and changes no bit.

@@ -83,6 +83,33 @@ TEST(Muon, TheRestIsAdamW) {
     });
 }
 
+// What a matrix moves by is its factor's, and what it remembers is not.
+TEST(Muon, FactorsAreThoseOfItsLearningRate) {
+  const auto run = [](World&, const Mesh& mesh, const ShardOptions& options, double lr, const optim::Factors& factors) {
+    Zoo zoo;
+    start(zoo, mesh, options);
+    optim::Muon muon(zoo, {.lr = lr, .factors = factors, .adamw = {.lr = lr, .factors = factors}});
+    for (int64_t step = 0; step < 2; ++step) {
+      set_gradients(zoo, step);
+      muon.step({.lr = step == 0 ? 0 : lr});  // parameters are still alike
+    }
+    return values(zoo);
+  };
+  for (const Way& way : ways())
+    on(way, [&](World& w, const Mesh& mesh, const ShardOptions& options) {
+      const optim::Factors mixed = {.lr = [](const nn::Parameter& p) {
+        return p.name() == "tall" || p.name() == "bias" ? 4.0 : p.table() ? 0.0 : 1.0;
+      }};
+      const Values none = run(w, mesh, options, 0.0625, {.lr = [](const nn::Parameter&) { return 0; }}),
+                   one = run(w, mesh, options, 0.0625, {}), four = run(w, mesh, options, 0.25, {}),
+                   some = run(w, mesh, options, 0.0625, mixed);
+      for (const auto& [name, values] : some)
+        EXPECT_EQ(values, (name == "tall" || name == "bias" ? four : name == "weight" ? none : one).at(name)) << name;
+      EXPECT_NE(one.at("tall"), four.at("tall"));
+      EXPECT_NE(one.at("weight"), none.at("weight"));
+    });
+}
+
 // A matrix does not see its norm, but the momentum remembers the clipped gradients.
 TEST(Muon, TakesTheScaleOfClipping) {
   Values plain, clipped, scaled;

@@ -37,6 +37,11 @@ std::map<std::string, std::vector<float>> values(nn::Module& m) {
   return out;
 }
 
+// Of parameters of one unit: tables learn at 2.5 times the rate, vectors at a quarter, and these decay a little.
+double lr_factor(const nn::Parameter& p) { return p.table() ? 2.5 : p.shape().rank() >= 2 ? 1.0 : 0.25; }
+double decay_factor(const nn::Parameter& p) { return p.shape().rank() >= 2 ? 1.0 : 0.125; }
+const optim::Factors kFactors = {lr_factor, decay_factor};
+
 TEST(AdamW, AgreesWithTheFormula) {
   for (DType dtype : {kF64, kF32}) {
     TinyModel m;
@@ -44,7 +49,7 @@ TEST(AdamW, AgreesWithTheFormula) {
     shard(m, Mesh{}, {.units = nn::units_of<TinyBlock>()});
     materialize(m, Device::cpu(), {.seed = 9, .dtype = dtype});
     const double lr = 0.01, beta1 = 0.8, beta2 = 0.95, eps = 1e-6, decay = 0.3, max_norm = 0.05;
-    optim::AdamW adam(m, {.beta1 = beta1, .beta2 = beta2, .eps = eps, .weight_decay = decay});
+    optim::AdamW adam(m, {.beta1 = beta1, .beta2 = beta2, .eps = eps, .weight_decay = decay, .factors = kFactors});
     std::map<std::string, std::vector<double>> p, m1, v;
     for (const nn::Parameter& q : m.parameters()) {
       p[q.name()] = full_parameter(q).to_vector<double>();
@@ -64,8 +69,9 @@ TEST(AdamW, AgreesWithTheFormula) {
           double &x = p[q.name()][i], &a = m1[q.name()][i], &b = v[q.name()][i];
           a = beta1 * a + (1 - beta1) * scale * g[i];
           b = beta2 * b + (1 - beta2) * scale * g[i] * scale * g[i];
-          if (q.shape().rank() >= 2) x -= lr * decay * x;
-          x -= lr * (a / (1 - std::pow(beta1, step))) / (std::sqrt(b / (1 - std::pow(beta2, step))) + eps);
+          const double rate = lr * lr_factor(q);
+          x -= rate * decay * decay_factor(q) * x;
+          x -= rate * (a / (1 - std::pow(beta1, step))) / (std::sqrt(b / (1 - std::pow(beta2, step))) + eps);
         }
       }
       EXPECT_NEAR(clip_grad_norm(m, max_norm).item<double>(), norm, 1e-6 * norm);
@@ -88,7 +94,7 @@ TEST(SGD, AgreesWithTheFormula) {
     TinyModel m;
     materialize(m, Device::cpu(), {.seed = 9, .dtype = kF64});
     const double lr = 0.1, momentum = 0.9, decay = 0.01;
-    optim::SGD sgd(m.parameters(), {.lr = lr, .momentum = momentum, .nesterov = nesterov, .weight_decay = decay});
+    optim::SGD sgd(m.parameters(), {.lr = lr, .momentum = momentum, .nesterov = nesterov, .weight_decay = decay, .factors = kFactors});
     std::map<std::string, std::vector<double>> p, buffer;
     for (const nn::Parameter& q : m.parameters()) {
       p[q.name()] = full_parameter(q).to_vector<double>();
@@ -100,9 +106,9 @@ TEST(SGD, AgreesWithTheFormula) {
         const auto grad = full_gradient(q).to_vector<double>();
         for (size_t i = 0; i < grad.size(); ++i) {
           double &x = p[q.name()][i], &b = buffer[q.name()][i];
-          const double g = grad[i] + (q.shape().rank() >= 2 ? decay * x : 0.0);
+          const double g = grad[i] + decay * decay_factor(q) * x;
           b = momentum * b + g;
-          x -= lr * (nesterov ? g + momentum * b : b);
+          x -= lr * lr_factor(q) * (nesterov ? g + momentum * b : b);
         }
       }
       sgd.step();
@@ -128,7 +134,7 @@ Outcome train(World& w, Strategy s, const nn::UnitPolicy& policy, int steps, int
   const Mesh mesh = s == Strategy::none ? Mesh{} : data_mesh(w);
   shard(m, mesh, {.units = policy, .strategy = s, .prefetch_bytes = prefetch});
   materialize(m, Device::cpu(), {.seed = 21});
-  optim::AdamW adam(m, {.weight_decay = 0.1, .state = {.dtype = state}});
+  optim::AdamW adam(m, {.weight_decay = 0.1, .factors = kFactors, .state = {.dtype = state}});
   for (const optim::ShardState& shard : adam.shards())
     for (const Tensor& t : shard.state) EXPECT_EQ(t.dtype(), state.value_or(kF32));
   Outcome run;
@@ -159,6 +165,29 @@ TEST(Training, BitsDoNotDependOnStrategyUnitsOrPrefetch) {
       };
       for_each_sharding(world, check);
     }
+}
+
+TEST(Factors, OfTheLearningRateMayBeZero) {
+  TinyModel m;
+  materialize(m);
+  optim::AdamW adam(m, {.lr = 0.1, .factors = {.lr = [](const nn::Parameter& p) { return p.table() ? 0 : 1; }}});
+  const auto before = values(m);
+  backward(m, {}), adam.step(), adam.zero_grad();
+  for (const auto& [name, now] : values(m)) EXPECT_EQ(now == before.at(name), name == "table.weight") << name;
+}
+
+TEST(Factors, AreFiniteAndAtLeastZero) {
+  TinyModel m;
+  materialize(m);
+  for (const double bad : {-0.5, double{NAN}, double{INFINITY}}) {
+    const auto only_norm = [&](double other) {
+      return [&, other](const nn::Parameter& p) { return p.name() == "norm.weight" ? bad : other; };
+    };
+    EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { optim::SGD(m, {.factors = {.lr = only_norm(1)}}); }),
+                HasSubstr(str("[sgd] parameter 'norm.weight': the factor of its learning rate is ", bad)));
+    EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { optim::Muon(m, {.adamw = {.factors = {.weight_decay = only_norm(0)}}}); }),
+                HasSubstr(str("[muon] parameter 'norm.weight': the factor of its weight decay is ", bad)));
+  }
 }
 
 // ... for which a step says which one it is.

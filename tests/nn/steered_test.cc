@@ -65,7 +65,7 @@ void backward(Counting& model, const Mesh& mesh, uint64_t key, optim::LossScaler
 std::unique_ptr<optim::Optimizer> make(const std::string& name, nn::Module& model) {
   if (name == "sgd") return std::make_unique<optim::SGD>(model, optim::SgdOptions{.lr = 0.1, .momentum = 0.9, .weight_decay = 0.1});
   if (name == "muon") return std::make_unique<optim::Muon>(model, optim::MuonOptions{});
-  return std::make_unique<optim::AdamW>(model, optim::AdamWOptions{.decays = [](const nn::Parameter&) { return true; }});
+  return std::make_unique<optim::AdamW>(model, optim::AdamWOptions{.factors = {.weight_decay = [](const nn::Parameter&) { return 1.0; }}});
 }
 
 TEST(Steered, StepsMoveItByItsRateOnAnyRanks) {

@@ -126,6 +126,21 @@ TEST(BadInput, CommandLine) {
               "nothing trained");
 }
 
+TEST(BadInput, FactorsOfParameters) {
+  Folder f;
+  for (const char* option : {"train.lr_factors", "train.weight_decay_factors"}) {
+    const auto refused = [&](const char* text, const char* why) {
+      expect_refused(f.train({str("--", option), text}), 64, {str("[train] ", option, " '", text, "': ", why)});
+    };
+    refused("0.5 *.nrm.*", "no parameter matches '*.nrm.*'; they are 'wte.weight' to ");
+    refused("0.5", "factors, at least 0, and patterns of parameters in turn, \"0.1 wte.* 2 *.norm*\"; found '0.5'");
+    refused("wte.weight=0.5", "factors, at least 0");
+    refused("-1 *", "factors, at least 0");
+    refused("nan *", "factors, at least 0");
+    refused("1x *", "factors, at least 0");
+  }
+}
+
 TEST(BadInput, Sampling) {
   Folder f;
   ASSERT_EQ(run_sheaf(f.train({"--generate.prompt", "the ", "--generate.tokens", "9"})).code, 0);

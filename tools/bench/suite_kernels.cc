@@ -206,7 +206,7 @@ void Kernels::parameters() {
       Arrays a;  // parameter, gradient, m, v: all read, all but the gradient written
       for (int i = 0; i < 4; ++i) a.push_back(array(i < 2 ? kF32 : state, {elements}));
       SHEAF_ON_DEVICE(s, unary, UnaryOp::square, *a[3], *a[3]);
-      auto segments = placed(Array::of<int64_t>({1, 3}, {0, elements, 1}));
+      auto segments = placed(Array::of<double>({1, 4}, {0, static_cast<double>(elements), 1, 1}));
       auto scalars = placed(Array::of<double>({cpu::kAdamWScalars},
                                               {1e-4, 0.9, 0.99, 1e-8, 0.1, 0.5, 0.5, 1.0, 3.0}));
       return {[=] { SHEAF_ON_DEVICE(s, adamw, *a[0], *a[1], *a[2], *a[3], *segments, *scalars); },

@@ -18,10 +18,10 @@ Array segments_of(int64_t n) {
   const int64_t lengths[] = {2, 1, 5, 0, 1022, 1, 3, 4096, 64, 7};
   for (int s = 0; at < n - 2; ++s) {
     const int64_t end = std::min(at + (s < 40 ? lengths[s % 10] : n / 3), n - 2);
-    table.insert(table.end(), {static_cast<double>(at), static_cast<double>(end), s % 3 ? 1.0 : 0});
+    table.insert(table.end(), {static_cast<double>(at), static_cast<double>(end), (s + 1) % 5 * 0.3, s % 3 * 0.7});
     at = end + (s % 4 == 1 ? 3 : 0);
   }
-  return Array::of(kI64, {static_cast<int64_t>(table.size()) / 3, 3}, table);
+  return Array::of(kF64, {static_cast<int64_t>(table.size()) / 4, 4}, table);
 }
 
 Array positive(Array x) {
@@ -187,20 +187,20 @@ TEST(CudaOptimizer, SegmentsBeyondTheShardAreCutAndNoneIsNoStep) {
   const Array p = Array::random(kF32, {100}, 1), g = Array::random(kF32, {100}, 2),
               scalars = scalars_of(kF64, kSgd, cpu::kSgdScalars);
   const OnGpu gp(p), gg(g), gscalars(scalars);
-  cuda::sgd(OnGpu::stream(), gp, gg, View{}, OnGpu(Array(kI64, {0, 3})), gscalars, false);
+  cuda::sgd(OnGpu::stream(), gp, gg, View{}, OnGpu(Array(kF64, {0, 4})), gscalars, false);
   EXPECT_TRUE(same_bits(gp.back(), p));
-  cuda::sgd(OnGpu::stream(), gp, gg, View{}, OnGpu(Array::of(kI64, {1, 3}, {90, 1e6, 1})), gscalars,
+  cuda::sgd(OnGpu::stream(), gp, gg, View{}, OnGpu(Array::of(kF64, {1, 4}, {90, 1e6, 1, 1})), gscalars,
             false);
-  cpu::sgd(p, g, View{}, Array::of(kI64, {1, 3}, {90, 100, 1}), scalars, false);
+  cpu::sgd(p, g, View{}, Array::of(kF64, {1, 4}, {90, 100, 1, 1}), scalars, false);
   EXPECT_TRUE(same_bits(gp.back(), p));
 }
 
 TEST(CudaOptimizer, RefusesWhatTheHostCanSee) {
   SHEAF_NEEDS_GPU();
   const Array p(kF32, {10}), narrow(kBF16, {10}), scalars(kF64, {cpu::kSgdScalars}),
-      segments(kI64, {1, 3});
+      segments(kF64, {1, 4});
   const Stream& s = OnGpu::stream();
-  EXPECT_THROW(cuda::sgd(s, p, p, View{}, Array(kI64, {1, 2}), scalars, false), ShapeError);
+  EXPECT_THROW(cuda::sgd(s, p, p, View{}, Array(kF64, {1, 3}), scalars, false), ShapeError);
   EXPECT_THROW(cuda::sgd(s, p, p, View{}, segments, Array(kF64, {3}), false), ShapeError);
   EXPECT_THROW(cuda::sgd(s, narrow, p, View{}, segments, scalars, false), DTypeError);
   EXPECT_THROW(cuda::sgd(s, p, p, Array(kF16, {10}), segments, scalars, false), DTypeError);
