@@ -17,6 +17,7 @@
 #include "sheaf/autograd/tape.h"
 #include "sheaf/autograd/tape_diff.h"
 #include "sheaf/autograd/tape_dump.h"
+#include "sheaf/autograd/tape_editor.h"
 #include "sheaf/core/error.h"
 #include "sheaf/core/memory_ledger.h"
 #include "sheaf/core/parallel.h"

@@ -240,11 +240,13 @@ std::vector<Tensor> Program::run() {
   return out;
 }
 
-Program Program::with_tape(Tape tape) const {
+Program Program::with_tape(Tape tape, std::span<const ValueId> also) const {
   if (const std::vector<Finding> found = check_tape(tape); !found.empty())
     fail<LifetimeError>("[program] this tape would not compute what it says, in ", found.size(), found.size() == 1 ? " place" : " places", "; ",
                         found[0]);
-  return Program(std::move(tape), [this](ValueId v) { return leaf(v); }, wanted_ids_);
+  std::vector<ValueId> wanted = wanted_ids_;
+  wanted.insert(wanted.end(), also.begin(), also.end());
+  return Program(std::move(tape), [this](ValueId v) { return leaf(v); }, wanted);
 }
 
 const Tensor& Program::leaf(ValueId v) const {

@@ -33,9 +33,9 @@ class Program {
   std::vector<Tensor> run();
 
   const Tape& tape() const { return tape_; }
-  /// One of another tape, with the same leaves and wanted values: of this one's after a pass. Throws LifetimeError for the first finding
-  /// of check_tape().
-  Program with_tape(Tape tape) const;
+  /// One of another tape, with the same leaves and wanted values, and behind these `also`: of this one's after a pass (tape_editor.h).
+  /// Throws LifetimeError for the first finding of check_tape().
+  Program with_tape(Tape tape, std::span<const ValueId> also = {}) const;
   /// Ids of what run() returns.
   std::span<const ValueId> wanted() const { return wanted_ids_; }
   /// Memory of the leaf, as it was given.

@@ -97,22 +97,6 @@ void Tape::clear() {
 
 void Tape::erase_node(NodeId i) { nodes_.erase(nodes_.begin() + i); }
 
-void Tape::replace_uses(std::span<const ValueId> to) {
-  for (ValueId& v : edges_) v = to[v];
-  for (Value& value : values_) {
-    if (value.base >= 0) value.base = to[value.base];
-    if (value.view_of >= 0) value.view_of = to[value.view_of];
-  }
-  for (auto& [gradient, primal] : cotangents_) gradient = to[gradient], primal = to[primal];
-}
-
-void Tape::erase_nodes(const std::vector<bool>& gone) {
-  std::vector<NodeId> kept;
-  for (NodeId id = 0; id < num_nodes(); ++id)
-    if (!gone[id]) kept.push_back(id);
-  arrange_nodes(kept);
-}
-
 void Tape::arrange_nodes(std::span<const NodeId> order) {
   for (Value& v : values_) v.producer = -1;
   std::vector<Node> arranged;

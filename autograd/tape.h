@@ -76,7 +76,7 @@ class Tape {
   /// Each gradient that a reverse pass met, with the value whose gradient, or contribution to it, it is.
   const std::vector<std::pair<ValueId, ValueId>>& cotangents() const { return cotangents_; }
 
-  // --- recording (used by Recording and by passes) ---
+  // --- for Recording and TapeEditor ---
   ValueId add_leaf(const Type& type, std::string_view name, std::string_view path, Phase phase);
   NodeId add_node(const OpDef& op, const void* attrs, std::span<const ValueId> inputs, std::span<const Type* const> outputs,
                   std::string_view path, Phase phase, uint8_t flags = 0);
@@ -87,10 +87,11 @@ class Tape {
   void swap_nodes(NodeId a, NodeId b) { std::swap(nodes_[a], nodes_[b]); }
   void clear();  ///< keeps the memory
   void retype(ValueId v, const Type& type) { values_[v].type = intern_type(type); }
-  /// What uses or lies in value v from now on uses, or lies in, to[v].
-  void replace_uses(std::span<const ValueId> to);
-  /// Takes these nodes out, whose outputs nothing uses. Values keep their ids.
-  void erase_nodes(const std::vector<bool>& gone);
+  std::span<ValueId> mutable_inputs(const Node& n) { return {edges_.data() + n.inputs, n.num_inputs}; }
+  template <class F>
+  void map_cotangents(F&& f) {
+    for (auto& [gradient, primal] : cotangents_) gradient = f(gradient), primal = f(primal);
+  }
   /// The nodes that stay, in their new order; nothing uses outputs of the others. Values keep their ids.
   void arrange_nodes(std::span<const NodeId> order);
 

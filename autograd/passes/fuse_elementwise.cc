@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <map>
-#include <numeric>
 #include <set>
 
 #include "sheaf/autograd/fuse.h"
+#include "sheaf/autograd/tape_editor.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/kernels/cuda/config.h"
 
@@ -17,19 +17,19 @@ namespace {
 class Fuser {
  public:
   /// `same[v]`: the first of the leaves that lie in the memory of leaf v.
-  Fuser(Tape& tape, std::span<const ValueId> keep, std::vector<int64_t> alive, int64_t limit, std::map<ValueId, ValueId> same)
-      : tape_(tape), same_(std::move(same)), alive_(std::move(alive)), limit_(limit), kept_(tape.num_values()),
-        users_(tape.num_values()), ends_(tape.num_values()), last_use_(tape.num_values(), -1), group_of_(tape.num_nodes(), kNone) {
+  Fuser(Tape tape, std::span<const ValueId> keep, std::vector<int64_t> alive, int64_t limit, std::map<ValueId, ValueId> same)
+      : edit_(std::move(tape)), same_(std::move(same)), alive_(std::move(alive)), limit_(limit), kept_(tape_.num_values()),
+        users_(tape_.num_values()), ends_(tape_.num_values()), last_use_(tape_.num_values(), -1), group_of_(tape_.num_nodes(), kNone) {
     for (ValueId v : keep) kept_[v] = true;
-    for (NodeId id = 0; id < tape.num_nodes(); ++id) {
-      const Node& n = tape.node(id);
-      for (ValueId v : tape.inputs(n)) {
+    for (NodeId id = 0; id < tape_.num_nodes(); ++id) {
+      const Node& n = tape_.node(id);
+      for (ValueId v : tape_.inputs(n)) {
         users_[v].push_back(id);
         last_use_[root(v)] = id;
-        if (tape.kind(n) == OpKind::discard) ends_[root(v)].push_back(id);
+        if (tape_.kind(n) == OpKind::discard) ends_[root(v)].push_back(id);
       }
       for (int o = 0; o < n.num_outputs; ++o) {
-        const ValueId v = tape.output(n, o), base = tape.value(v).base;
+        const ValueId v = tape_.output(n, o), base = tape_.value(v).base;
         last_use_[root(v)] = id;
         if (base < 0) continue;
         users_[base].push_back(id);
@@ -38,11 +38,13 @@ class Fuser {
     }
   }
 
+  /// How many ops run as parts of others.
   int run() {
     for (NodeId id = 0; id < tape_.num_nodes(); ++id)
       if (can_fuse(tape_, tape_.node(id)) && !kept_[tape_.output(tape_.node(id))]) place(id);
     return rewrite();
   }
+  Tape take() { return edit_.take(); }
 
  private:
   static constexpr int kNone = -1;
@@ -178,11 +180,6 @@ class Fuser {
   }
 
   int rewrite() {
-    const NodeId nodes = tape_.num_nodes();
-    std::vector<ValueId> now(tape_.num_values());
-    std::iota(now.begin(), now.end(), 0);
-    std::map<NodeId, NodeId> fused_at;
-    std::vector<bool> gone(nodes);
     int together = 0;
     for (const Members& members : groups_) {
       if (members.size() < 2) continue;
@@ -192,29 +189,18 @@ class Fuser {
       std::vector<const Type*> types;
       for (ValueId v : outputs) types.push_back(&tape_.type(v));
       const Node last = tape_.node(members.back());
-      const NodeId id = tape_.add_node(fused_op(), &fuse.code(), fuse.inputs(), types, path_of(members), last.phase, last.flags);
-      for (int o = 0; o < std::ssize(outputs); ++o) {
-        now[outputs[o]] = tape_.output(tape_.node(id), o);
-        now.push_back(tape_.output(tape_.node(id), o));
-      }
-      for (NodeId m : members) gone[m] = true;
-      fused_at[members.back()] = id;
+      const NodeId id = edit_.insert_node(members.back(), fused_op(), &fuse.code(), fuse.inputs(), types, path_of(members), last.phase, last.flags);
+      for (int o = 0; o < std::ssize(outputs); ++o) edit_.replace(outputs[o], tape_.output(tape_.node(id), o), members.back());
+      for (NodeId m : members) edit_.erase(m);
       together += static_cast<int>(members.size());
     }
-    if (together == 0) return 0;
-    std::vector<NodeId> order;
-    for (NodeId id = 0; id < nodes; ++id) {
-      if (!gone[id]) order.push_back(id);
-      else if (const auto it = fused_at.find(id); it != fused_at.end()) order.push_back(it->second);
-    }
     if constexpr (kernels::kHasCuda)
-      if (RankContext::current().gpu) kernels::cuda::load_fused();
-    tape_.replace_uses(now);
-    tape_.arrange_nodes(order);
+      if (together > 0 && RankContext::current().gpu) kernels::cuda::load_fused();
     return together;
   }
 
-  Tape& tape_;
+  TapeEditor edit_;
+  const Tape& tape_ = edit_.tape();
   const std::map<ValueId, ValueId> same_;
   std::vector<int64_t> alive_;  // at each node, with the groups that there are; empty: not asked
   const int64_t limit_;
@@ -229,7 +215,10 @@ class Fuser {
 }  // namespace
 
 int fuse_elementwise(Tape& tape, std::span<const ValueId> keep, std::vector<int64_t> alive, int64_t limit) {
-  return Fuser(tape, keep, std::move(alive), limit, {}).run();
+  Fuser fuser(std::move(tape), keep, std::move(alive), limit, {});
+  const int together = fuser.run();
+  tape = fuser.take();
+  return together;
 }
 
 Program fuse_elementwise(Program plain) {
@@ -239,11 +228,11 @@ Program fuse_elementwise(Program plain) {
   const std::vector<int64_t> alive = plain.alive_bytes();
   int64_t limit = alive.empty() ? 0 : std::ranges::max(alive);
   for (int tries = 0; tries < 4; ++tries) {
-    Tape tape = plain.tape();
     // First all that can be: what is too much half way may be little in the end.
     const bool any = tries == 0;
-    if (Fuser(tape, plain.wanted(), any ? std::vector<int64_t>() : alive, limit, same).run() == 0) break;
-    Program fused = plain.with_tape(std::move(tape));
+    Fuser fuser(plain.tape(), plain.wanted(), any ? std::vector<int64_t>() : alive, limit, same);
+    if (fuser.run() == 0) break;
+    Program fused = plain.with_tape(fuser.take());
     const int64_t over = fused.arena_bytes() - plain.arena_bytes();
     if (over <= 0) return fused;
     if (!any) limit -= over;  // an arrangement may take more than what is alive

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <map>
-#include <numeric>
 
 #include "sheaf/autograd/fuse.h"
 #include "sheaf/autograd/tape_dump.h"
+#include "sheaf/autograd/tape_editor.h"
 
 namespace sheaf {
 namespace {
@@ -81,39 +81,36 @@ std::vector<Regather> choose_kept(std::span<const Regather> all, std::vector<int
 }
 
 void keep_gathered(Tape& tape, std::span<const Regather> which) {
-  std::vector<bool> gone(tape.num_nodes());
-  std::vector<ValueId> now(tape.num_values());
-  std::iota(now.begin(), now.end(), 0);
-  std::vector<bool> regathered(tape.num_values());
-  for (const Regather& r : which) {  // in order: what was kept once is kept on
-    const Node& gather = tape.node(r.gather);
-    const ValueId kept = now[tape.inputs(tape.node(r.discard))[0]];
+  TapeEditor edit(std::move(tape));
+  const Tape& before = edit.tape();
+  std::vector<bool> regathered(before.num_values());
+  for (const Regather& r : which) {  // what was kept once is kept on
+    const Node& gather = before.node(r.gather);
+    const ValueId kept = before.inputs(before.node(r.discard))[0];
     for (int o = 0; o < gather.num_outputs; ++o) {
-      now[tape.output(gather, o)] = kept + o;
-      regathered[tape.output(gather, o)] = true;
+      edit.replace(before.output(gather, o), kept + o, r.gather);
+      regathered[before.output(gather, o)] = true;
     }
-    gone[r.discard] = gone[r.gather] = true;
+    edit.erase(r.discard), edit.erase(r.gather);
   }
   // A gather's completion goes with it, and then what was made for it alone.
-  for (NodeId id = 0; id < tape.num_nodes(); ++id) {
-    const Node& n = tape.node(id);
-    if (n.op && n.num_outputs == 0 && tape.kind(n) == OpKind::op && n.num_inputs > 0 && regathered[tape.inputs(n)[0]])
-      gone[id] = true;
+  for (NodeId id = 0; id < before.num_nodes(); ++id) {
+    const Node& n = before.node(id);
+    if (n.op && n.num_outputs == 0 && before.kind(n) == OpKind::op && n.num_inputs > 0 && regathered[before.inputs(n)[0]]) edit.erase(id);
   }
-  std::vector<int> uses(tape.num_values());
-  for (NodeId id = 0; id < tape.num_nodes(); ++id)
-    if (!gone[id])
-      for (ValueId v : tape.inputs(tape.node(id))) ++uses[v];
+  std::vector<int> uses(before.num_values());
+  for (NodeId id = 0; id < before.num_nodes(); ++id)
+    if (!edit.is_erased(id))
+      for (ValueId v : before.inputs(before.node(id))) ++uses[v];
   for (const Regather& r : which)
-    for (ValueId v : tape.inputs(tape.node(r.gather)))
-      for (NodeId id = tape.value(v).producer; uses[v] == 0; id = tape.value(v).producer) {
-        const Node& n = tape.node(id);
-        if (!n.op || n.num_inputs != 1 || n.num_outputs != 1 || gone[id]) break;
-        gone[id] = true;
-        --uses[v = tape.inputs(n)[0]];
+    for (ValueId v : before.inputs(before.node(r.gather)))
+      for (NodeId id = before.value(v).producer; uses[v] == 0; id = before.value(v).producer) {
+        const Node& n = before.node(id);
+        if (!n.op || n.num_inputs != 1 || n.num_outputs != 1 || edit.is_erased(id)) break;
+        edit.erase(id);
+        --uses[v = before.inputs(n)[0]];
       }
-  tape.replace_uses(now);
-  tape.erase_nodes(gone);
+  tape = edit.take();
 }
 
 }  // namespace sheaf
