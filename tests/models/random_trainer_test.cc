@@ -120,6 +120,7 @@ TEST_P(RandomTrainer, GoesOnAsIfNobodyHadStopped) {
   task.train.dtype = way.config.train.dtype;
   task.train.loss_scale = way.config.train.loss_scale;
   task.train.state_dtype = way.config.train.state_dtype;
+  task.train.fp8 = way.config.train.fp8;
   const models::TrainReport one = run({.world = static_cast<int>(task.train.islands), .config = task}, folder / "one");
   // In bf16 a sum over ranks is rounded otherwise; where few targets count, their loss shows it.
   const double tolerance = !rounds(way.config) ? 1e-3 : task.data.examples ? 0.3 : 0.1;
