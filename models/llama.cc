@@ -20,7 +20,7 @@ nn::AttentionConfig attention_config(const LlamaConfig& c, int64_t block) {
   a.width = c.width;
   a.heads = c.heads;
   a.kv_heads = c.kv_heads;
-  a.head_width = c.head_dim;
+  a.head_dim = c.head_dim;
   a.bias = false;
   a.qkv_bias = c.qkv_bias;
   a.out_bias = c.out_bias;

@@ -86,7 +86,7 @@ struct AttentionToCut : Visitor {
   void module(Module& m) override {
     if (ModuleAccess::mark(m)) return;
     if (auto* a = dynamic_cast<CausalSelfAttention*>(&m)) {
-      const int64_t units = head_units(a->heads, a->kv_heads, a->head_width, tensor < 0 ? 1 : mesh->size(tensor));
+      const int64_t units = head_units(a->heads, a->kv_heads, a->head_dim, tensor < 0 ? 1 : mesh->size(tensor));
       layers.emplace_back(a, units);
       check_context(units, a->heads / units);
     }

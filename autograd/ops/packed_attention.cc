@@ -150,17 +150,17 @@ struct PackedAttention {
 
 }  // namespace
 
-Tensor packed_attention(const Tensor& qkv, int64_t heads, int64_t key_heads,
+Tensor packed_attention(const Tensor& qkv, int64_t heads, int64_t kv_heads,
                         const AttentionOptions& options) {
-  const int64_t parts = heads + 2 * key_heads;
-  if (qkv.rank() != 3 || heads <= 0 || key_heads <= 0 || heads % key_heads != 0 ||
+  const int64_t parts = heads + 2 * kv_heads;
+  if (qkv.rank() != 3 || heads <= 0 || kv_heads <= 0 || heads % kv_heads != 0 ||
       qkv.size(2) % parts != 0)
     fail<ShapeError>("[packed_attention] wants [B, T, (H + 2 G) D] with H a multiple of G, got ",
-                     qkv.type(), ", H ", heads, ", G ", key_heads);
+                     qkv.type(), ", H ", heads, ", G ", kv_heads);
   check_window("packed_attention", options);
   const int64_t width = qkv.size(2) / parts;
   const PackedAttrs attrs{scale_of(options, width), options.causal, static_cast<int32_t>(heads),
-                          static_cast<int32_t>(key_heads), static_cast<int32_t>(width), options.window};
+                          static_cast<int32_t>(kv_heads), static_cast<int32_t>(width), options.window};
   std::vector<Tensor> in = {dense_rows(qkv)};
   push_others(in, options, qkv.dtype());
   return apply(options.sinks ? op_def<PackedAttention<true>>() : op_def<PackedAttention<false>>(), &attrs, in)[0];

@@ -214,24 +214,24 @@ void UnpackHeads::vjp(const Attrs& a, Vjp& c) {
 
 }  // namespace
 
-Tensor repeat_key_heads(const Tensor& qkv, int64_t heads, int64_t key_heads, int64_t times) {
-  const int64_t parts = heads + 2 * key_heads;
-  if (qkv.rank() != 3 || heads <= 0 || key_heads <= 0 || times <= 0 || qkv.size(2) % parts != 0)
-    fail<ShapeError>("[repeat_key_heads] wants [B, T, (H + 2 G) D], got ", qkv.type(), ", H ", heads, ", G ", key_heads,
+Tensor repeat_key_heads(const Tensor& qkv, int64_t heads, int64_t kv_heads, int64_t times) {
+  const int64_t parts = heads + 2 * kv_heads;
+  if (qkv.rank() != 3 || heads <= 0 || kv_heads <= 0 || times <= 0 || qkv.size(2) % parts != 0)
+    fail<ShapeError>("[repeat_key_heads] wants [B, T, (H + 2 G) D], got ", qkv.type(), ", H ", heads, ", G ", kv_heads,
                      ", each ", times, " times");
   if (times == 1) return qkv;
-  const RepeatAttrs attrs{static_cast<int32_t>(heads), static_cast<int32_t>(key_heads), static_cast<int32_t>(qkv.size(2) / parts),
+  const RepeatAttrs attrs{static_cast<int32_t>(heads), static_cast<int32_t>(kv_heads), static_cast<int32_t>(qkv.size(2) / parts),
                           static_cast<int32_t>(times)};
   return apply<RepeatKeyHeads>(attrs, dense_rows(qkv));
 }
 
-Tensor pack_heads(const Tensor& queries, const Tensor& keys_values, int64_t heads, int64_t key_heads, int64_t times) {
+Tensor pack_heads(const Tensor& queries, const Tensor& keys_values, int64_t heads, int64_t kv_heads, int64_t times) {
   const Shape &q = queries.shape(), &kv = keys_values.shape();
-  if (q.rank() != 3 || heads <= 0 || key_heads <= 0 || times <= 0 || heads % (key_heads * times) != 0 || q[2] % heads != 0 ||
-      !(kv == Shape{q[0], q[1], 2 * key_heads * (q[2] / heads)}))
+  if (q.rank() != 3 || heads <= 0 || kv_heads <= 0 || times <= 0 || heads % (kv_heads * times) != 0 || q[2] % heads != 0 ||
+      !(kv == Shape{q[0], q[1], 2 * kv_heads * (q[2] / heads)}))
     fail<ShapeError>("[pack_heads] wants queries [B, T, H D] and keys and values [B, T, 2 G D] with H a multiple of G times; got ",
-                     queries.type(), ", ", keys_values.type(), ", H ", heads, ", G ", key_heads, ", each ", times, " times");
-  const RepeatAttrs attrs{static_cast<int32_t>(heads), static_cast<int32_t>(key_heads), static_cast<int32_t>(q[2] / heads),
+                     queries.type(), ", ", keys_values.type(), ", H ", heads, ", G ", kv_heads, ", each ", times, " times");
+  const RepeatAttrs attrs{static_cast<int32_t>(heads), static_cast<int32_t>(kv_heads), static_cast<int32_t>(q[2] / heads),
                           static_cast<int32_t>(times)};
   return apply<PackHeads>(attrs, {dense_rows(queries), dense_rows(keys_values)});
 }

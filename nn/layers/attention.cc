@@ -6,86 +6,86 @@
 namespace sheaf::nn {
 namespace {
 
-int64_t head_width_of(const AttentionConfig& c) { return c.head_width ? c.head_width : c.width / c.heads; }
+int64_t head_dim_of(const AttentionConfig& c) { return c.head_dim ? c.head_dim : c.width / c.heads; }
 
-int64_t checked_head_width(const AttentionConfig& c) {
-  check<ConfigError>(c.heads > 0 && c.width > 0 && (c.head_width > 0 || (c.head_width == 0 && c.width % c.heads == 0)),
+int64_t checked_head_dim(const AttentionConfig& c) {
+  check<ConfigError>(c.heads > 0 && c.width > 0 && (c.head_dim > 0 || (c.head_dim == 0 && c.width % c.heads == 0)),
                      "[attention] width ", c.width, " is not a multiple of ", c.heads, " heads");
   check<ConfigError>(c.kv_heads == 0 || (c.kv_heads > 0 && c.heads % c.kv_heads == 0), "[attention] ", c.heads,
                      " heads are not a multiple of ", c.kv_heads, " key and value heads");
   check<ConfigError>(c.window >= 0, "[attention] window ", c.window, ": a token sees at least itself; 0: all keys");
-  const int64_t d = head_width_of(c);
+  const int64_t d = head_dim_of(c);
   check<ConfigError>(c.rope_theta == 0.0 || c.rotary_dim > 0 || d % 2 == 0, "[attention] rotary positions need heads of even width, not ", d);
   check<ConfigError>(c.rotary_dim % 2 == 0 && c.rotary_dim >= 0 && c.rotary_dim <= d, "[attention] rotary_dim ", c.rotary_dim,
                      ": an even number of elements of a head, which has ", d);
   return d;
 }
 
-int64_t key_heads(const AttentionConfig& c) { return c.kv_heads ? c.kv_heads : c.heads; }
+int64_t kv_heads_of(const AttentionConfig& c) { return c.kv_heads ? c.kv_heads : c.heads; }
 
 // A tensor axis cuts the heads, and so does a context axis. Queries read the keys of their group: all are cut in as many units
 // as there are key heads, or copies of these. `dim` is that of the packed projections.
-OwnershipMap head_cut(int dim, int64_t heads, int64_t key_heads, int64_t width, int64_t units) {
-  return OwnershipMap::parts(dim, {heads * width, key_heads * width, key_heads * width}, units);
+OwnershipMap head_cut(int dim, int64_t heads, int64_t kv_heads, int64_t width, int64_t units) {
+  return OwnershipMap::parts(dim, {heads * width, kv_heads * width, kv_heads * width}, units);
 }
 OwnershipMap sinks_cut(int64_t heads, int64_t units) { return OwnershipMap::even(0, heads / units); }
 OwnershipMap gate_cut(int64_t heads, int64_t width, int64_t units) { return OwnershipMap::even(0, heads / units * width); }
 OwnershipMap projection_cut(int64_t heads, int64_t width, int64_t units) { return OwnershipMap::even(1, heads / units * width); }
 LinearOptions reads(const AttentionConfig& c) {
-  return {c.bias || c.qkv_bias, c.init, head_cut(0, c.heads, key_heads(c), head_width_of(c), key_heads(c))};
+  return {c.bias || c.qkv_bias, c.init, head_cut(0, c.heads, kv_heads_of(c), head_dim_of(c), kv_heads_of(c))};
 }
 LinearOptions writes(const AttentionConfig& c) {
-  return {c.bias || c.out_bias, c.projection_init, projection_cut(c.heads, head_width_of(c), key_heads(c))};
+  return {c.bias || c.out_bias, c.projection_init, projection_cut(c.heads, head_dim_of(c), kv_heads_of(c))};
 }
 
 }  // namespace
 
 CausalSelfAttention::CausalSelfAttention(const AttentionConfig& c)
     : heads(c.heads),
-      kv_heads(key_heads(c)),
-      head_width(checked_head_width(c)),
+      kv_heads(kv_heads_of(c)),
+      head_dim(checked_head_dim(c)),
       window(c.window),
-      scale(c.scale / std::sqrt(static_cast<double>(head_width))),
+      scale(c.scale / std::sqrt(static_cast<double>(head_dim))),
       rope_theta(c.rope_theta),
       rotary_dim(c.rotary_dim),
       rope_scaling(c.rope_scaling),
-      qkv(c.width, (c.heads + 2 * key_heads(c)) * head_width, reads(c)),
-      projection(c.heads * head_width, c.width, writes(c)),
+      qkv(c.width, (c.heads + 2 * kv_heads_of(c)) * head_dim, reads(c)),
+      projection(c.heads * head_dim, c.width, writes(c)),
       dropout(c.dropout) {
-  if (c.gate) gate.emplace(c.width, heads * head_width, LinearOptions{c.bias, c.init, gate_cut(heads, head_width, kv_heads)});
+  if (c.gate) gate.emplace(c.width, heads * head_dim, LinearOptions{c.bias, c.init, gate_cut(heads, head_dim, kv_heads)});
   if (c.sinks) {
     sinks = Parameter({heads}, c.init);
     sinks.set_cut(sinks_cut(heads, kv_heads));
   }
   if (!c.qk_norm) return;
-  query_norm.emplace(head_width, c.norm_eps);
-  key_norm.emplace(head_width, c.norm_eps);
+  query_norm.emplace(head_dim, c.norm_eps);
+  key_norm.emplace(head_dim, c.norm_eps);
 }
 
 Tensor document_begins(const Tensor& tokens_BT, int64_t end_of_text) {
   return sheaf::document_begins(whole_sequences(tokens_BT), end_of_text);
 }
 
-int64_t head_units(int64_t heads, int64_t key_heads, int64_t head_width, int64_t ranks) {
-  const int64_t group = heads / key_heads;
+int64_t head_units(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t ranks) {
+  const int64_t group = heads / kv_heads;
   int64_t most = 1;
-  for (int64_t copies = 1; copies <= group && key_heads * most < ranks; ++copies)
-    if (group % copies == 0 && head_width % copies == 0) most = copies;
-  return key_heads * most;
+  for (int64_t copies = 1; copies <= group && kv_heads * most < ranks; ++copies)
+    if (group % copies == 0 && head_dim % copies == 0) most = copies;
+  return kv_heads * most;
 }
 
 void CausalSelfAttention::cut_heads(int64_t units) {
   if (qkv.weight.cut()->granule() == units) return;
-  qkv.set_cut(head_cut(0, heads, kv_heads, head_width, units));
-  if (gate) gate->set_cut(gate_cut(heads, head_width, units));
-  projection.set_cut(projection_cut(heads, head_width, units));
+  qkv.set_cut(head_cut(0, heads, kv_heads, head_dim, units));
+  if (gate) gate->set_cut(gate_cut(heads, head_dim, units));
+  projection.set_cut(projection_cut(heads, head_dim, units));
   if (sinks) sinks.set_cut(sinks_cut(heads, units));
 }
 
 // Of units that are parts of key heads each rank has its queries, and too little of their keys: these and values, few elements a
 // token, are put together on all ranks, and each takes the heads that its queries read.
 Tensor CausalSelfAttention::with_whole_keys(const Tensor& qkv_BTE, int64_t units) const {
-  const auto parts = split(qkv_BTE, {heads * head_width, 2 * kv_heads * head_width}, 2);
+  const auto parts = split(qkv_BTE, {heads * head_dim, 2 * kv_heads * head_dim}, 2);
   const Tensor &q_BTE = parts[0], &kv_BTE = parts[1];
   const Tensor whole = redistribute(kv_BTE, kv_BTE.layout().with(qkv.weight.cut_axis(), Placement::replicate()));
   return pack_heads(q_BTE, whole, heads, kv_heads, units / kv_heads);
@@ -100,7 +100,7 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
   ContextRegion context;
   const auto enter = [&](const Type& made) {  // in pieces, if nothing is between
     if (gathers || region || ContextRegion::copies(made, keys, heads / keys) > 1) return made.layout;
-    return context.onward(head_cut(2, heads, keys, head_width, keys))(made);
+    return context.onward(head_cut(2, heads, keys, head_dim, keys))(made);
   };
   const Tensor in_BTC = region.enter(x_BTC, qkv.fp8 == Fp8::none);
   Tensor qkv_BTE = qkv(in_BTC, enter);  // E = (H + 2 G) D, packed: its gradient is one tensor, not three padded ones
@@ -109,12 +109,12 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
     const int64_t copies = ContextRegion::copies(qkv_BTE.type(), keys, heads / keys);
     qkv_BTE = repeat_key_heads(qkv_BTE, heads, keys, copies);
     keys *= copies;
-    context = ContextRegion(qkv_BTE, head_cut(2, heads, keys, head_width, keys));
+    context = ContextRegion(qkv_BTE, head_cut(2, heads, keys, head_dim, keys));
     qkv_BTE = context.enter(qkv_BTE);
   }
   if (query_norm || rope_theta != 0.0) {
     const Shape packed = qkv_BTE.shape();
-    Tensor heads_BTHD = reshape(qkv_BTE, {packed[0], packed[1], heads + 2 * keys, head_width});
+    Tensor heads_BTHD = reshape(qkv_BTE, {packed[0], packed[1], heads + 2 * keys, head_dim});
     if (query_norm) heads_BTHD = packed_rms_norm(heads_BTHD, heads, query_norm->weight, key_norm->weight, query_norm->eps);
     const int64_t first = cache ? cache->length() : 0;
     if (rope_theta != 0.0)
@@ -135,14 +135,14 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
 template <class WholeKeys>
 Tensor CausalSelfAttention::attend(const Tensor& qkv_BTE, int64_t keys, const Tensor& begins_BT, WholeKeys&& whole_keys) const {
   const int64_t b = qkv_BTE.size(0), t = qkv_BTE.size(1), both = 2 * keys;
-  const auto parts = split(reshape(qkv_BTE, {b, t, heads + both, head_width}), {heads, both}, 2);
+  const auto parts = split(reshape(qkv_BTE, {b, t, heads + both, head_dim}), {heads, both}, 2);
   const Tensor &q_BTHD = parts[0], &kv_BTGD = parts[1];
   std::vector<Tensor> of_all;  // [B, S, G, D]: keys, values
   {
     const RecomputeScope again({.results = true});
     of_all = chunk(whole_keys(kv_BTGD), 2, 2);
   }
-  return reshape(attention(q_BTHD, of_all[0], of_all[1], {.scale = scale, .begins = begins_BT, .window = window, .sinks = sinks}), {b, t, heads * head_width});
+  return reshape(attention(q_BTHD, of_all[0], of_all[1], {.scale = scale, .begins = begins_BT, .window = window, .sinks = sinks}), {b, t, heads * head_dim});
 }
 
 }  // namespace sheaf::nn

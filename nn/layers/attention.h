@@ -16,7 +16,7 @@ struct AttentionConfig {
   int64_t heads = 0;
   int64_t kv_heads = 0;     ///< key and value heads, a divisor of heads (grouped queries, https://arxiv.org/abs/2305.13245);
                             ///< 0: as many as heads
-  int64_t head_width = 0;   ///< 0: width / heads
+  int64_t head_dim = 0;   ///< 0: width / heads
   bool bias = true;         ///< in both linear layers
   bool qkv_bias = false;    ///< in the first of them, if not in both
   bool out_bias = false;    ///< in the second
@@ -25,7 +25,7 @@ struct AttentionConfig {
   bool qk_norm = false;     ///< each query and key is normalised, before it is rotated
   double norm_eps = 1e-5;   ///< there
   double dropout = 0.0;     ///< of the output (not of the attention weights, which never exist)
-  double scale = 1.0;       ///< of scores, beside 1 / sqrt(head_width)
+  double scale = 1.0;       ///< of scores, beside 1 / sqrt(head_dim)
   int64_t window = 0;       ///< keys that a token sees, itself and those before it (sliding-window attention); 0: all
   double rope_theta = 0.0;  ///< base of rotary positions; 0: none
   int64_t rotary_dim = 0;  ///< of each head the last so many elements are rotated; 0: all
@@ -35,9 +35,9 @@ struct AttentionConfig {
 };
 
 /// The units in which `ranks` of a tensor axis share heads, each whole with the queries that read it: key heads or, for more ranks,
-/// the fewest copies of each that leave no rank without, of a number that divides heads / key_heads (so many read one) and
-/// head_width (so many parts are put together). If none is enough, the most that can be.
-int64_t head_units(int64_t heads, int64_t key_heads, int64_t head_width, int64_t ranks);
+/// the fewest copies of each that leave no rank without, of a number that divides heads / kv_heads (so many read one) and
+/// head_dim (so many parts are put together). If none is enough, the most that can be.
+int64_t head_units(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t ranks);
 
 /// sheaf::document_begins for CausalSelfAttention: as tokens[B, T], but whole on every rank of axes that cut sequences, as
 /// attention has these there. Four bytes a token are gathered.
@@ -48,7 +48,7 @@ Tensor document_begins(const Tensor& tokens_BT, int64_t end_of_text);
 /// (document_begins), a token attends to those of its own document alone; not with a cache, whose tokens are one. With a window it
 /// attends to itself and the window - 1 before it, those in the cache included.
 struct CausalSelfAttention : Module {
-  int64_t heads, kv_heads, head_width, window;
+  int64_t heads, kv_heads, head_dim, window;
   double scale;  ///< of scores, all of it
   double rope_theta;
   int64_t rotary_dim;

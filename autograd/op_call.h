@@ -1,0 +1,86 @@
+// Execute: one call of an op's kernel.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "sheaf/core/tensor.h"
+
+namespace sheaf {
+
+/// Of an op that does the same for each head of its keys and values, inputs 1 and 2, apart: which dimension of an operand heads are;
+/// -1: it has none. Queries' are a multiple of keys', in the order of these.
+struct HeadDims {
+  int8_t inputs[8], outputs[4];
+};
+
+/// Rows of a value as [rows, last dimension]: so many from `begin` on, and as many again every `stride` rows, in `groups`.
+struct RowBlock {
+  int64_t begin, rows, groups = 1, stride = 0;
+  int64_t all() const { return rows * groups; }
+};
+
+/// What a kernel call gets: local views, workspace, stream. On meta it is used for workspace() only; data are null.
+class Execute {
+ public:
+  Execute(std::span<const Tensor> inputs, std::span<const Tensor> outputs) : inputs_(inputs), outputs_(outputs) {}
+  int num_inputs() const { return static_cast<int>(inputs_.size()); }
+  int num_outputs() const { return static_cast<int>(outputs_.size()); }
+  View input(int i) const {
+    if (unasked_) [[unlikely]] fail_unasked();
+    if (row_inputs_ >> i & 1) return rows_of(inputs_[i]);
+    if (heads_) return heads_of(inputs_[i], heads_->inputs[i]);
+    return types_alone_ ? inputs_[i].view_unsynced() : inputs_[i].view();
+  }
+  View output(int i) const {
+    if (unasked_) [[unlikely]] fail_unasked();
+    if (heads_) return heads_of(outputs_[i], heads_->outputs[i]);
+    return row_inputs_ ? output_rows(i) : outputs_[i].view_unsynced();
+  }
+  const Type& input_type(int i) const { return inputs_[i].type(); }    ///< global
+  const Type& output_type(int i) const { return outputs_[i].type(); }  ///< global
+  const Tensor& output_tensor(int i) const { return outputs_[i]; }
+  const Tensor& input_tensor(int i) const { return inputs_[i]; }
+  std::span<const Tensor> input_tensors() const { return inputs_; }
+  /// Of the rank, on a GPU. An execute() asks for it before it takes a view there: one that does not can only mean the
+  /// CPU's memory, and fails with a ConfigError on a GPU.
+  Stream stream() const {
+    unasked_ = false;
+    return device().is_cuda() ? gpu_stream() : Stream{device()};
+  }
+  void will_execute(const char* op) { op_ = op, unasked_ = device().is_cuda(); }
+  const char* op_name() const { return op_; }
+  Device device() const { return (outputs_.empty() ? inputs_[0] : outputs_[0]).device(); }
+  Workspace workspace;
+  /// Output 0 adds to what its memory holds instead of storing (asked for by the caller, for ops with kCanAdd).
+  bool add = false;
+  /// What the op enqueues or does from now on comes behind `event`: on a GPU its stream is held back, else the host.
+  void join(const Event& event) const;
+  /// Another lane fills the outputs; whoever reads them waits for `event`.
+  void completes_with(const Event& event);
+  /// From now on these inputs and all outputs are such rows of what they are, which is dense; with 0 they are whole. Output 0 is put
+  /// to `to` instead, if that is given. Rows that come (RowsToCome) are not waited for.
+  void take_rows(uint64_t inputs, const RowBlock& block, void* to = nullptr) { row_inputs_ = inputs, block_ = block, to_ = to; }
+  /// The same of heads [block.begin, block.begin + block.rows) of `all` key heads, and of what belongs to them; with null all of them.
+  void take_heads(const HeadDims* dims, const RowBlock& block, int64_t all) { heads_ = dims, block_ = block, all_heads_ = all; }
+  /// Or nobody is waited for: workspace() looks at shapes.
+  void take_types_alone(bool alone) { types_alone_ = alone; }
+
+ private:
+  View rows_of(const Tensor& t) const;
+  View output_rows(int i) const;
+  View heads_of(const Tensor& t, int dim) const;
+  Stream gpu_stream() const;
+  [[noreturn]] void fail_unasked() const;
+  std::span<const Tensor> inputs_, outputs_;
+  const char* op_ = "";
+  mutable bool unasked_ = false;  // on a GPU, until the op has asked for the stream
+  bool types_alone_ = false;
+  uint64_t row_inputs_ = 0;  // not 0: rows are taken
+  const HeadDims* heads_ = nullptr;
+  int64_t all_heads_ = 0;
+  RowBlock block_ = {0, 0};
+  void* to_ = nullptr;
+};
+
+}  // namespace sheaf

@@ -1,0 +1,63 @@
+// Place: the forward placement rules of an op, from which those of its backward follow (core/placement.h, Note: dual).
+#pragma once
+
+#include <initializer_list>
+#include <span>
+#include <vector>
+
+#include "sheaf/core/tensor.h"
+
+namespace sheaf {
+
+/// The placement rule of an op on one mesh axis. `place()` offers the rules that hold for these inputs, best first; the
+/// first one that the inputs match is taken, else the first that they match after free slices of Replicate operands, else
+/// the first that they match when other Replicate operands are kept on one rank to be Partial.
+///
+///   for (int d = 0; d < rank; ++d) if (d != dim) p.rule({Placement::shard(d)}, {Placement::shard(d)});
+///   p.rule({R}, {R});
+///
+/// Invariant goes with Invariant only, for every op, and needs no rule. Nor does what is on one rank of the axis: with all
+/// operands there, or Replicate, that rank alone executes any op, as if there were no axis, and has what comes of it.
+class Place {
+ public:
+  Place(std::span<const Tensor> inputs, int axis);
+  int num_inputs() const { return static_cast<int>(inputs_.size()); }
+  int axis() const { return axis_; }
+  const Type& type(int i) const { return inputs_[i].type(); }
+  const Shape& shape(int i) const { return type(i).shape; }
+  /// What input i has on this axis (Replicate if it has no mesh).
+  const Placement& in(int i) const { return have_[i]; }
+  /// The ownership map of the first input that is sharded on this axis, or null.
+  const OwnershipMap* sharded() const;
+  /// The placement of the first input that is on one rank of this axis, or null.
+  const Placement* single() const;
+  void rule(std::span<const Placement> inputs, std::span<const Placement> outputs);
+  void rule(std::initializer_list<Placement> inputs, std::initializer_list<Placement> outputs) {
+    rule(std::span(inputs.begin(), inputs.size()), std::span(outputs.begin(), outputs.size()));
+  }
+
+  struct Rule { std::vector<Placement> inputs, outputs; };
+  std::vector<Rule> rules;
+
+ private:
+  std::span<const Tensor> inputs_;
+  int axis_;
+  std::vector<Placement> have_;
+};
+
+/// Ready-made rules.
+namespace rules {
+/// Elementwise, one output, NumPy broadcasting, not linear: all Replicate, or Shard(d) along any dimension of the
+/// output where operands broadcast along d are Replicate. Also ops with one operand.
+void pointwise_nonlinear(Place& p);
+/// Elementwise and linear in all operands together (add, sub, neg, cast): as above, and Partial with Partial.
+void pointwise_linear(Place& p);
+/// Elementwise and linear in each operand alone (mul): as pointwise_nonlinear, and Partial with Replicate.
+void pointwise_multilinear(Place& p);
+/// Only Replicate operands, Replicate outputs (`outputs` of them).
+void replicate_only(Place& p, int outputs = 1);
+/// Independent along dimension 0 of every operand and of every output (`outputs` of them).
+void rows(Place& p, int outputs = 1);
+}  // namespace rules
+
+}  // namespace sheaf

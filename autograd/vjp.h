@@ -1,0 +1,80 @@
+// Vjp: what the derivative of an op sees of one node, and what it gives.
+#pragma once
+
+#include <functional>
+#include <utility>
+
+#include "sheaf/core/tensor.h"
+
+namespace sheaf {
+
+class Recording;
+struct Travelling;
+
+/// Where an op should store an output: memory given by the caller, or (empty) fresh memory.
+struct Into {
+  Tensor to;         ///< undefined: allocate
+  bool add = false;  ///< output 0 alone: the op has kCanAdd and adds to what is there
+};
+
+/// The backward of one node: reads saved values and the outputs' gradients, sets the inputs' gradients. Everything it
+/// calls is a public op and lands on the tape.
+class Vjp {
+ public:
+  int num_inputs() const;
+  const Type& input_type(int i) const;
+  const Type& output_type(int i) const;
+  bool needs(int i) const;            ///< somebody wants input i's gradient
+  bool has_grad(int output) const;    ///< false if nothing depends on that output
+  const Tensor& grad(int output = 0) const;
+  Tensor input(int i) const;          ///< must be in kSavedInputs
+  Tensor output(int i) const;         ///< must be in kSavedOutputs
+  /// input(i) will be asked for, after something else is computed: what has to be gathered for it sets out.
+  void will_read(int i);
+  /// Where the first contribution to input i's gradient belongs, if it has a place of its own (a parameter's slot in
+  /// its unit's buffer): pass it to apply() to store there without a copy. With `may_add`, later contributions too.
+  Into into(int i, bool may_add = false) const;
+  bool has_place(int i) const;        ///< of its own, wherever that is
+  /// What others have contributed to the gradient of input i so far, for an op that adds its own in the same pass: the caller
+  /// has it from here on, and gives the sum to set(). Undefined if there is none, where it lies in a place of its own, or where
+  /// sums are differentiated again.
+  Tensor take_sum(int i);
+  /// f sets the gradients of inputs `first` and behind it that are parameters: now; or, where the gradient of input 0 is sent on, set
+  /// before, while that travels; or, where those of weights wait (BackwardOptions::weights_later), in backward_weights(). It holds what
+  /// it reads: input(), output(), grad() and has_grad() are not for it (LifetimeError, then). In the vjp of an op with kWeightsLater.
+  template <class F>
+  void weights(int first, F&& f) {
+    if (weights_wait(first)) return put_off(first, std::forward<F>(f));
+    if (input_travels_back(first)) return put_aside(first, std::forward<F>(f));
+    f(*this);
+  }
+  /// Of what departed: the gradient that comes back, once it is here.
+  Tensor arrived_gradient();
+  /// Of what arrived: the gradient of input 0 is on its way.
+  void set_travelling(const Travelling& gradient);
+  /// Whether input 0 was made row by row, as products are.
+  bool comes_of_rows() const;
+  /// Gradients of weights that were put aside are to be computed, while something travels: all but the last `left` of several.
+  bool any_aside() const;
+  void compute_aside(size_t left);
+  /// The gradient of input i; its type must be the dual of the input's, or that in f32 where the input is bf16 or f16:
+  /// a sum that was made in f32 is rounded no earlier than it must be. Ignored unless needs(i).
+  void set(int i, Tensor gradient);
+
+  Vjp(Recording& recording, int32_t node, uint64_t needs, bool late = false)
+      : recording_(recording), node_(node), needs_(needs), late_(late) {}
+  SmallVector<std::pair<int, Tensor>, 4> gradients;
+
+ private:
+  bool weights_wait(int first) const;
+  void put_off(int first, std::function<void(Vjp&)> f);
+  bool input_travels_back(int first) const;
+  void put_aside(int first, std::function<void(Vjp&)> f);
+  void expect_now(const char* what) const;
+  Recording& recording_;
+  int32_t node_;
+  uint64_t needs_;
+  bool late_;  // for what was given to weights()
+};
+
+}  // namespace sheaf
