@@ -107,6 +107,7 @@ class LibraryComm final : public NcclComm {
     }
   }
   ~LibraryComm() override {
+    choose_device();
     {
       std::lock_guard lock(mutex_);
       if (comm_ && finalized_)
@@ -209,10 +210,7 @@ class LibraryComm final : public NcclComm {
       comm = std::exchange(comm_, nullptr);
     }
     if (!comm) return;
-    try {
-      use_device();  // NCCL would make a context on GPU 0 for a thread that never chose one
-    } catch (const CudaError&) {
-    }
+    choose_device();
     // Ends the kernels first, then waits for graphs: not under the lock, which others need to hear
     // of it.
     ncclCommAbort(comm);
@@ -223,6 +221,13 @@ class LibraryComm final : public NcclComm {
     if (!comm_) throw CommError("[nccl] the communicator was aborted", ExitCode::kPeerLost);
   }
   void use_device() { kernels::cuda::use_device(gpu_->device().index); }
+  // For a thread that never chose one NCCL would make a context on GPU 0.
+  void choose_device() noexcept {
+    try {
+      use_device();
+    } catch (const CudaError&) {
+    }  // reported where it happened: after a fault every call fails
+  }
   cudaStream_t handle() const { return static_cast<cudaStream_t>(stream_.handle); }
 
   const std::shared_ptr<Gpu> gpu_;

@@ -12,6 +12,7 @@
 #include <cuda_runtime.h>
 
 #include "sheaf/core/error.h"
+#include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/cuda/cudnn_graph.h"
 #include "sheaf/kernels/cuda/runtime.h"
 
@@ -251,6 +252,12 @@ size_t dq_bytes(const Attention& a) {
 size_t workspace_of(const Attention& a, const Plan& plan) {
   return align_part(plan.workspace()) + dq_bytes(a);
 }
+/// Behind that of the parts, for all of them: where lse is not packed as it should be, it is copied.
+size_t lse_bytes(const Attention& a) {
+  return is_backward(a) && !a.lse.contiguous()
+             ? align_part(a.lse.numel() * static_cast<int64_t>(sizeof(float)))
+             : 0;
+}
 
 void run(const Stream& stream, cudnnHandle_t handle, const Plan& plan, const Attention& a,
          Workspace workspace) {
@@ -281,7 +288,7 @@ std::string refusal(const Attention& a) {
   if (!why.empty()) return why;
   try {
     DeviceAttention& device = current_device();
-    const Attention part = parts_of(a).front();
+    const Attention part = parts_of(with_packed_lse(a)).front();
     std::lock_guard lock(device.mutex);
     return device.ask(part).refusal;
   } catch (const Refusal& refusal) {
@@ -296,9 +303,9 @@ std::string refusal_on(std::string_view properties, const Attention& a, int64_t*
     load();
     if (std::string old = version_refusal(version(), a); !old.empty()) return old;
     const Descriptor device = device_properties(properties);
-    const Attention part = parts_of(a).front();
+    const Attention part = parts_of(with_packed_lse(a)).front();
     const Plan plan(graph_of(part), {.properties = device.handle()});
-    *workspace = static_cast<int64_t>(workspace_of(part, plan));
+    *workspace = static_cast<int64_t>(workspace_of(part, plan) + lse_bytes(a));
     return "";
   } catch (const Refusal& refusal) {
     return refusal.what();
@@ -307,28 +314,34 @@ std::string refusal_on(std::string_view properties, const Attention& a, int64_t*
 
 size_t attention_workspace(const Attention& a) {
   DeviceAttention& device = current_device();
-  const Attention part = parts_of(a).front();
+  const Attention part = parts_of(with_packed_lse(a)).front();
   std::lock_guard lock(device.mutex);
   const Answer& answer = device.ask(part);
   if (!answer.plan) fail_for(a, answer.refusal);
-  return workspace_of(part, *answer.plan);
+  return workspace_of(part, *answer.plan) + lse_bytes(a);
 }
 
 void attention(const Stream& stream, const Attention& a, Workspace workspace) {
   const std::string why = layout_refusal(a);
   if (!why.empty()) fail_for(a, why);
-  const std::vector<Attention> parts = parts_of(a);
+  Attention packed = with_packed_lse(a);
   DeviceAttention& device = attention_of(stream.device.index);
   std::lock_guard lock(device.mutex);
-  const Answer& answer = device.ask(parts.front());
+  const Attention part = parts_of(packed).front();
+  const Answer& answer = device.ask(part);
   if (!answer.plan) fail_for(a, answer.refusal);
-  check<ShapeError>(workspace.bytes >= workspace_of(parts.front(), *answer.plan),
+  const size_t of_parts = workspace_of(part, *answer.plan);
+  check<ShapeError>(workspace.bytes >= of_parts + lse_bytes(a),
                     "[attention] workspace too small: ", workspace.bytes, " bytes");
+  if (lse_bytes(a) > 0) {
+    packed.lse.data = static_cast<char*>(workspace.data) + of_parts;
+    copy(stream, a.lse, packed.lse);
+  }
   ++calls;
   try {
     check_status(cudnnSetStream(device.handle, static_cast<cudaStream_t>(stream.handle)),
                  "cudnnSetStream");
-    for (const Attention& part : parts) run(stream, device.handle, *answer.plan, part, workspace);
+    for (const Attention& each : parts_of(packed)) run(stream, device.handle, *answer.plan, each, workspace);
   } catch (const Refusal& refusal) {
     fail_for(a, refusal.what());
   }

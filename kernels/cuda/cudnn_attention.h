@@ -60,6 +60,9 @@ std::string layout_refusal(const Attention& a);
 std::string version_refusal(int64_t version, const Attention& a);
 /// What hidden scores are for cuDNN of this version.
 float masked_score(int64_t version);
+/// Backward, lse is packed, in memory that is yet to be chosen if it was not: kernels of cuDNN before
+/// 9.26 take it for packed whatever they are told (https://github.com/NVIDIA/cudnn-frontend/pull/304).
+Attention with_packed_lse(const Attention& a);
 /// Of lse [B, H, T]: those of dense memory, whatever a dimension of one element says, or its own.
 Shape lse_strides(const Attention& a);
 /// What a plan depends on.

@@ -84,6 +84,11 @@ std::string layout_refusal(const Attention& a) {
   if (q.numel() == 0 || v.numel() == 0) return "nothing to compute";
   for (const int64_t tokens : {q[1], k[1]})
     if (tokens % 64 != 0) return str("tried for whole blocks of 64 tokens only, not for ", tokens);
+  // NVIDIA's own frontend hides what lies beyond the last key by a mask for lengths. Ours has none, and
+  // before 9.26 the kernel for Hopper takes a half block for scores of 0, whose weights overflow where
+  // all others of a row are far below (https://github.com/NVIDIA/cudnn-frontend/pull/628).
+  if (backward && k[1] % 128 != 0)
+    return str("backward for whole blocks of 128 keys only, not for ", k[1]);
   // cuDNN plans others of up to 256 elements, too. But for DeepSeek's, NVIDIA's own Transformer
   // Engine refuses the backward pass where both are 128 or more and differ: a bug from 9.11 on.
   const bool narrow = q[3] % 8 == 0 && q[3] <= 128 && v[3] % 8 == 0 && v[3] <= 128;
@@ -116,11 +121,13 @@ std::string version_refusal(int64_t version, const Attention& a) {
     return name + " has bugs in attention of bf16 and f16, as NVIDIA says; 9.10.2 has not";
   if (version < 90600 && a.window != 0 && a.k.shape[1] != a.q.shape[1])
     return name + ": windows over as many keys as queries only; 9.6 and later take others";
-  // Its frontend hides what lies beyond the last key by a mask for lengths. Ours has none.
-  if (version <= 91500 && a.dout.rank() != 0 && a.k.shape[1] % 128 != 0)
-    return str(name, ": backward for whole blocks of 128 keys only, not for ", a.k.shape[1],
-               "; 9.15.1 and later take others");
   return "";
+}
+
+Attention with_packed_lse(const Attention& a) {
+  Attention out = a;
+  if (a.dout.rank() != 0 && !a.lse.contiguous()) out.lse = View::dense(nullptr, kF32, a.lse.shape);
+  return out;
 }
 
 float masked_score(int64_t version) {

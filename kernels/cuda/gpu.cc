@@ -25,7 +25,7 @@ class OwnedEvent {
   }
   ~OwnedEvent() {
     try {
-      destroy_event(event_);
+      destroy_event(get());
     } catch (const CudaError&) {
     }  // reported where it happened: after a fault every call fails
   }

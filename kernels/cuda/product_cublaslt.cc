@@ -87,6 +87,8 @@ class Prepared {
     if (status == CUBLAS_STATUS_NOT_SUPPORTED) return {};
     // Types that an epilogue does not know are invalid values to it.
     if (status == CUBLAS_STATUS_INVALID_VALUE && p.shape.epilogue != Epilogue::none) return {};
+    // So may batches of more matrices than a grid's dimension has blocks be, to some versions.
+    if (status == CUBLAS_STATUS_INVALID_VALUE && p.shape.batches > 65535) return {};
     // And FP8 is to a GPU that has none, or none with scales by rows.
     if (p.shape.in == kU8 && passed_over(status)) return {};
     check_status(status, p, "cublasLtMatmulAlgoGetHeuristic");

@@ -82,6 +82,7 @@ void* allocate(size_t bytes) {
   if (bytes == 0) return memory;  // CUDA does not say what it makes of that
   const cudaError_t error = cudaMalloc(&memory, bytes);
   if (error == cudaErrorMemoryAllocation) {
+    cudaGetLastError();  // who asks for less may go on
     size_t free_bytes = 0, total = 0;
     SHEAF_CUDA_CALL(cudaMemGetInfo, &free_bytes, &total);
     fail<OutOfMemory>("[cudaMalloc] ", bytes, " bytes asked, ", free_bytes, " free of ", total,
@@ -191,7 +192,7 @@ void* allocate_pinned(size_t bytes) {
   void* memory = nullptr;
   const cudaError_t error = cudaMallocHost(&memory, bytes);
   if (error == cudaErrorMemoryAllocation) {
-    cudaGetLastError();  // who asks for less may go on
+    cudaGetLastError();
     fail<OutOfMemory>("[cudaMallocHost] ", bytes, " bytes of page-locked memory asked: the host has ",
                       "not so many free, or may not lock them");
   }
@@ -215,6 +216,7 @@ Stream make_stream(int device, Priority priority) {
 }
 
 void destroy_stream(const Stream& stream) {
+  use_device(stream.device.index);  // a thread that never chose one would get a context on GPU 0
   // CUDA's own would let work go on whose memory is given back next.
   const cudaError_t work = cudaStreamSynchronize(handle_of(stream));
   SHEAF_CUDA_CALL(cudaStreamDestroy, handle_of(stream));

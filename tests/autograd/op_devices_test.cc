@@ -73,11 +73,11 @@ TEST(OpOnGpu, CudnnComputesAttentionWhereItTakesIt) {
       EXPECT_EQ(gradient.shape(), x.shape());
       return kernels::cuda::cudnn::attention_calls() - before;
     };
-    if (!kernels::emulated_cuda() && calls({kBF16, 1, 64, 1, 1, 64, true, true}, true) == 0)
+    if (!kernels::emulated_cuda() && calls({kBF16, 1, 128, 1, 1, 64, true, true}, true) == 0)
       GTEST_SKIP() << "not run: cuDNN takes nothing here";
-    for (const Case& c : {Case{kBF16, 2, 128, 3, 3, 64, true, true}, Case{kF16, 1, 64, 4, 2, 128, true, true},
-                          Case{kBF16, 1, 64, 25, 25, 8, true, true}, Case{kF32, 1, 64, 2, 2, 64, true, false},
-                          Case{kBF16, 1, 65, 2, 2, 64, true, false}, Case{kBF16, 1, 64, 2, 2, 64, false, false}})
+    for (const Case& c : {Case{kBF16, 2, 128, 3, 3, 64, true, true}, Case{kF16, 1, 256, 4, 2, 128, true, true},
+                          Case{kBF16, 1, 128, 25, 25, 8, true, true}, Case{kF32, 1, 128, 2, 2, 64, true, false},
+                          Case{kBF16, 1, 129, 2, 2, 64, true, false}, Case{kBF16, 1, 128, 2, 2, 64, false, false}})
       for (bool packed : {true, false})
         EXPECT_EQ(calls(c, packed), c.takes ? 2 : 0)
             << name(c.dtype) << ' ' << c.tokens << ' ' << c.heads << (packed ? " packed" : "");

@@ -75,7 +75,7 @@ TEST(GraphTraining, HasTheBitsOfStepsThatAreEnqueuedOneByOne) {
 // Sizes at which cuDNN computes attention, where there is one.
 TEST(GraphTraining, HoldsTheAttentionOfALibrary) {
   SHEAF_NEEDS_GPU();
-  constexpr int64_t kContext = 64;
+  constexpr int64_t kContext = 128;
   const auto fill = [](int64_t first, int64_t count, int32_t* in, int32_t* out) {
     for (int64_t i = 0; i < count * kContext; ++i) {
       const int64_t at = first * kContext + i;

@@ -50,12 +50,12 @@ bool same(const Results& a, const Results& b) {
   return same_bits(a.out, b.out) && same_bits(a.lse, b.lse) && same_bits(a.dqkv, b.dqkv);
 }
 
-const AttentionCase kGpt{2, 128, 3, 3, 64}, kGrouped{1, 192, 4, 2, 128}, kLatent{1, 128, 2, 2, 192, 128},
-    kWideValues{1, 64, 4, 2, 40, 96};
+const AttentionCase kGpt{2, 128, 3, 3, 64}, kGrouped{1, 256, 4, 2, 128}, kLatent{1, 128, 2, 2, 192, 128},
+    kWideValues{1, 128, 4, 2, 40, 96};
 
 #define SHEAF_NEEDS_CUDNN()                                            \
   SHEAF_NEEDS_GPU();                                                   \
-  if (!emulated_cuda() && run({{1, 64, 1, 1, 64}, kBF16}).by_cudnn == 0) \
+  if (!emulated_cuda() && run({{1, 128, 1, 1, 64}, kBF16}).by_cudnn == 0) \
   GTEST_SKIP() << "not run: cuDNN takes nothing here"
 
 TEST(AttentionChoice, CudnnComputesWhatItTakes) {
@@ -131,7 +131,7 @@ TEST(AttentionChoice, OursRunWhereMemoryIsNotAligned) {
   SHEAF_NEEDS_CUDNN();
   // The same values two elements further: a view without memory does not tell, so that workspace
   // was asked for as if cuDNN took them. Emulated, cuDNN wants less of it than our own kernels do.
-  const AttentionData data({3, 192, 4, 4, 32}, kBF16);
+  const AttentionData data({3, 256, 4, 4, 32}, kBF16);
   Array wide(kBF16, {data.qkv.view().numel() + 2});
   wide.fill([&](int64_t i) { return i < 2 ? 0.0 : data.qkv.at(i - 2); });
   const OnGpu memory(wide);
