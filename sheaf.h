@@ -67,5 +67,6 @@
 #include "sheaf/nn/optim/orthogonalize.h"
 #include "sheaf/nn/optim/schedule.h"
 #include "sheaf/nn/optim/sgd.h"
+#include "sheaf/nn/parameter_norms.h"
 #include "sheaf/nn/shard.h"
 #include "sheaf/nn/state_dict.h"

@@ -195,6 +195,7 @@ struct OptimizationConfig {
   int64_t eval_tokens = 0;          ///< targets per evaluation; 0: the whole validation split
   int64_t eval_questions = 0;       ///< of each set of data.choices; 0: all
   int64_t log_every = 1;            ///< steps between lines of metrics.jsonl
+  std::string log_norms = "none";   ///< there, norms of gradients and weights: of each of the "units" or "parameters", or "none"
   int64_t save_every = 0;           ///< steps between checkpoints; 0: only at the end
   int64_t islands = 1;              ///< groups of ranks that train a model each, on equal parts of the batch, and agree on one now and
                                     ///< then (DiLoCo, optim::DiLoCo); 1: none

@@ -6,6 +6,7 @@
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/models/event_file.h"
+#include "sheaf/models/norm_metrics.h"
 #include "sheaf/models/step_news.h"
 #include "sheaf/models/step_profile.h"
 #include "sheaf/models/trainer.h"
@@ -119,6 +120,7 @@ class Trainer::Loop {
     double means[] = {result.loss.item<double>(), result.grad_norm.item<double>(), result.mtp ? result.mtp.item<double>() : 0.0};
     step_.mean_over_islands(means);
     grad_norm_ = means[1], mtp_loss_ = means[2];
+    if (result.grad_norms) norms_ = norm_metrics(step_, result.grad_norms, train_.log_norms == "parameters");
     report_.train_loss = means[0] - trainer_.config_.model.mtp_loss * mtp_loss_;
     const double norm = grad_norm_;
     if (step_.scaler() && !std::isfinite(norm)) return check_lost_steps();
@@ -155,6 +157,7 @@ class Trainer::Loop {
                                {"tokens", step_.tokens_per_step() * done}, {"seconds", now() - start_},
                                {"tokens_per_second", tokens_per_second}, {"peak_bytes", std::ranges::max(report_.peaks)}};
     if (result.mtp) values.push_back({"mtp_loss", mtp_loss_});
+    values.insert(values.end(), norms_.begin(), norms_.end());
     const double each = (now() - start_ - beside_) / static_cast<double>(report_.steps_here);
     Progress progress{.step = done, .steps = train_.steps, .loss = report_.train_loss, .lr = result.lr, .grad_norm = norm,
                       .tokens_per_second = tokens_per_second, .seconds_left = each * static_cast<double>(train_.steps - done)};
@@ -226,6 +229,7 @@ class Trainer::Loop {
   TrainReport report_;
   RecordedStep recorded_;                 // the last step
   double grad_norm_ = 0, mtp_loss_ = 0;   // of the last step that was read
+  std::vector<Metric> norms_;             // of that, with train.log_norms
   int64_t skipped_ = 0;                   // steps, up to the last line
   const double start_ = now();
   double since_ = start_;                 // the last line, evaluations and saves left out

@@ -19,6 +19,7 @@
 #include "sheaf/nn/clip_grad_norm.h"
 #include "sheaf/nn/optim/muon.h"
 #include "sheaf/nn/optim/schedule.h"
+#include "sheaf/nn/parameter_norms.h"
 #include "sheaf/nn/shard.h"
 
 namespace sheaf::models {
@@ -126,6 +127,13 @@ int64_t TrainingStep::num_trained() {
   return count;
 }
 
+std::vector<nn::Parameter> TrainingStep::trained() {
+  std::vector<nn::Parameter> out;
+  for (const nn::Parameter& p : sharded_.model->parameters())
+    if (p.trainable() && p.steered() == 0) out.push_back(p);
+  return out;
+}
+
 double TrainingStep::learning_rate(int64_t step) const {
   const OptimizationConfig t = resolved(config_.train);
   const optim::ScheduleOptions options{.peak = t.lr, .minimum = t.min_lr, .warmup = t.warmup,
@@ -160,6 +168,8 @@ TrainingStep::Result TrainingStep::run(int64_t step, const FillBatch& fill, Reco
 }
 
 void TrainingStep::outer_step() {
+  std::optional<CollectivesInTurn> in_turn;  // as in the first step: a GPU loads kernels when they first run, which may wait for all of it
+  if (std::exchange(first_outer_step_, false)) in_turn.emplace();
   release_program();
   outer_->step();
 }
@@ -216,6 +226,7 @@ TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep*
     if (scaler_) result.grad_norm = clip_grad_norm(*sharded_.model, t.clip > 0 ? t.clip : kNoClipping, *scaler_);
     else if (t.clip > 0) result.grad_norm = clip_grad_norm(*sharded_.model, t.clip);
     else result.grad_norm = grad_norm(*sharded_.model);
+    if (t.log_norms != "none") result.grad_norms = scaler_ ? grad_norms(trained(), *scaler_) : grad_norms(trained());
     optimizer_->step({.lr = lr, .scalars = inputs_->scalars()});
     if (scaler_) scaler_->update();
     {
@@ -228,6 +239,7 @@ TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep*
       recorded->loss = recording.value_of(loss);
       recorded->grad_norm = recording.value_of(result.grad_norm);
       if (mtp) recorded->mtp = recording.value_of(mtp);
+      if (result.grad_norms) recorded->grad_norms = recording.value_of(result.grad_norms);
       recorded->leaves = recording.captured();
       recorded->memory = recording.leaves();
       recorded->reruns = recording.reruns();
@@ -255,7 +267,8 @@ TrainingStep::Result TrainingStep::compile(int64_t step, double lr, RecordedStep
   const Result result = record(step, lr, &compiled_);
   if (recorded) *recorded = compiled_;
   std::vector<ValueId> wanted{compiled_.loss, compiled_.grad_norm};
-  if (compiled_.mtp >= 0) wanted.push_back(compiled_.mtp);
+  for (const ValueId v : {compiled_.mtp, compiled_.grad_norms})
+    if (v >= 0) wanted.push_back(v);
   program_ = std::make_unique<Program>(std::exchange(compiled_.tape, {}), [this](ValueId v) { return compiled_.memory.at(v); },
                                        wanted);
   if (config_.train.fuse) *program_ = fuse_elementwise(std::move(*program_));
@@ -271,13 +284,18 @@ TrainingStep::Result TrainingStep::run_program(double lr, RecordedStep* recorded
   if (recorded) {
     recorded->tape = program_->tape();
     recorded->loss = compiled_.loss, recorded->grad_norm = compiled_.grad_norm, recorded->mtp = compiled_.mtp;
+    recorded->grad_norms = compiled_.grad_norms;
     for (const ValueId v : program_->tape().leaves()) {
       recorded->memory[v] = program_->leaf(v);
       if (recorded->capture_leaves) recorded->leaves[v] = program_->leaf(v).clone();
     }
   }
   const std::vector<Tensor> values = program_->run();
-  return {values[0], values[1], lr, values.size() > 2 ? values[2] : Tensor()};
+  Result result{values[0], values[1], lr};
+  size_t next = 2;  // as they are wanted
+  if (compiled_.mtp >= 0) result.mtp = values[next++];
+  if (compiled_.grad_norms >= 0) result.grad_norms = values[next++];
+  return result;
 }
 
 TrainingStep::Result TrainingStep::replay(int64_t step, double lr, RecordedStep* recorded) {

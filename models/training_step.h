@@ -45,7 +45,7 @@ struct RecordedStep {
   Tape tape;
   std::unordered_map<ValueId, Tensor> leaves;    ///< copies, as they were before the step
   std::unordered_map<ValueId, Tensor> memory;    ///< the leaves themselves, as long as this lives
-  ValueId loss = -1, grad_norm = -1, mtp = -1;
+  ValueId loss = -1, grad_norm = -1, mtp = -1, grad_norms = -1;
   std::vector<std::function<void()>> reruns;     ///< see Recording::on_rerun()
   std::vector<NodeId> turns;                     ///< the first node of each turn, and of what is behind the last
 };
@@ -75,6 +75,7 @@ class TrainingStep {
     Tensor grad_norm;  ///< of its gradient, before clipping; in f16 not finite where the step was skipped
     double lr = 0;
     Tensor mtp = {};   ///< of the model's MTP layers, if it has some: the mean of their losses, which `loss` has times model.mtp_loss
+    Tensor grad_norms = {};  ///< of each of trained() (sheaf::grad_norms), with train.log_norms
   };
   /// One optimizer step: forward and backward of every micro-batch, clipping, update. If `recorded` is given, the
   /// step is left there; with leaves to capture it does not run as a graph. A graph's next run overwrites the tensors
@@ -106,6 +107,7 @@ class TrainingStep {
   const StageCut& cut() const { return sharded_.cut; }
   int64_t num_parameters();  ///< elements of the whole model
   int64_t num_trained();     ///< of them those that are not frozen
+  std::vector<nn::Parameter> trained();  ///< what has a gradient: neither frozen nor steered
   int64_t tokens_per_step() const { return sharded_.num_islands() * tokens_of_island(); }  ///< of all islands
   /// Learning rate of step `step` (0 is the first).
   double learning_rate(int64_t step) const;
@@ -135,7 +137,7 @@ class TrainingStep {
   std::optional<optim::DiLoCo> outer_;
   std::unique_ptr<StepInputs> inputs_;
   int64_t runs_ = 0;
-  bool first_evaluation_ = true, first_questions_ = true;
+  bool first_evaluation_ = true, first_questions_ = true, first_outer_step_ = true;
   std::unique_ptr<Program> program_;
   RecordedStep compiled_;  // of which program_ is: what is wanted of it, for the rest lies there
   Result captured_;  // what every replay fills

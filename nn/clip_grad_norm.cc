@@ -1,6 +1,5 @@
 #include "sheaf/nn/clip_grad_norm.h"
 
-#include <algorithm>
 #include <limits>
 
 #include "sheaf/autograd/ops.h"
@@ -8,26 +7,13 @@
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/sum_of_squares.h"
+#include "sheaf/nn/square_sums.h"
 #include "sheaf/nn/trainable_units.h"
 
 namespace sheaf {
 namespace {
 
 using kernels::cpu::kSquareLimbs;
-
-// Inputs: a gradient's shard [, limbs so far]; output: limbs i64 [24] (kernels/sum_of_squares.h). Of a sharded gradient
-// the limbs are Partial.
-struct SumOfSquares {
-  static constexpr const char* kName = "sum_of_squares";
-  using Attrs = NoAttrs;
-  static int64_t workspace(const Attrs&, const Execute& c) {
-    return SHEAF_WORKSPACE(c.device(), sum_of_squares, c.input(0));
-  }
-  static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_DEVICE(c.stream(), sum_of_squares, c.input(0), c.output(0), c.workspace);
-    if (c.num_inputs() == 2) SHEAF_ON_DEVICE(c.stream(), add_into, c.output(0), c.input(1));
-  }
-};
 
 // Inputs: limbs, whole here, of each group of units [, factor of the loss f32 []]; outputs: norm f64 [], scale f64 [] [, i32 []:
 // 1 where the norm is not finite].
@@ -51,41 +37,11 @@ struct ClipScale {
   static void describe(const Attrs& a, std::string& out) { out += str("max_norm ", a.max_norm); }
 };
 
-// Units whose limbs can be added before they are reduced: the same placement on the same mesh.
-struct Group {
-  Layout layout;
-  Tensor limbs;
-};
-
 // Norm and scale of the gradients of `units`; with the factor that they have in them, also whether infinity was found.
 Tensors norm_and_scale(const char* who, std::span<const std::shared_ptr<Unit>> units, double max_norm,
                        const Tensor& loss_factor = {}) {
-  nn::reduce_waiting(units);
-  std::vector<Group> groups;
-  for (const auto& unit : units) {
-    const PathScope path(unit->name());
-    for (const FlatBuffer& b : unit->buffers()) {
-      if (!b.has_slope() || !b.grad) continue;
-      Layout layout = b.grad.layout();
-      for (int a = 0; a < layout.num_axes(); ++a)
-        if (layout[a].is_shard()) layout[a] = Placement::partial();
-      auto group = std::find_if(groups.begin(), groups.end(), [&](const Group& g) { return g.layout == layout; });
-      if (group == groups.end()) group = groups.insert(group, {layout, {}});
-      if (Recording* r = Recording::current()) r->leaf(b.grad, "gradient of " + b.name);
-      const OutputSpec spec{{kI64, {kSquareLimbs}, layout}, {}, -1, 0};
-      const Tensor inputs[] = {b.grad, group->limbs};
-      group->limbs = apply_typed(op_def<SumOfSquares>(), nullptr, std::span(inputs, group->limbs ? 2 : 1),
-                                 std::span(&spec, 1))[0];
-    }
-  }
-  if (groups.empty()) fail<LifetimeError>("[", who, "] there are no gradients: call recording.backward(loss) first");
-  std::vector<Tensor> limbs;
-  for (const Group& g : groups) {
-    Layout whole = g.layout;
-    for (int a = 0; a < whole.num_axes(); ++a)
-      if (whole[a].is_partial()) whole[a] = Placement::invariant();
-    limbs.push_back(redistribute(g.limbs, whole));
-  }
+  std::vector<Tensor> limbs = nn::square_sums(units, nn::FlatValues::gradients);
+  if (limbs.empty()) fail<LifetimeError>("[", who, "] there are no gradients: call recording.backward(loss) first");
   const Layout& layout = limbs[0].layout();
   const OutputSpec specs[] = {{{kF64, {}, layout}, {}, -1, 0}, {{kF64, {}, layout}, {}, -1, 0}, {{kI32, {}, layout}, {}, -1, 0}};
   const ClipScale::Attrs attrs{max_norm};

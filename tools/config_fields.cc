@@ -149,6 +149,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"train.eval_tokens", &t.eval_tokens, "targets per evaluation; 0: the whole validation split", any, 0},
       {"train.eval_questions", &t.eval_questions, "of each set of data.choices; 0: all", any, 0},
       {"train.log_every", &t.log_every, "steps between lines of metrics.jsonl", any, 1},
+      {"train.log_norms", &t.log_norms, "there, norms of gradients and weights, of each unit or parameter", {"none", "units", "parameters"}},
       {"train.save_every", &t.save_every, "steps between checkpoints; 0: only at the end", any, 0},
       {"train.offload_activations", &t.offload_activations,
        "on a GPU: what train.recompute computes blocks again from waits in the host's memory"},

@@ -1,0 +1,25 @@
+// Norms of each parameter and of its gradient: where a model begins to diverge.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "sheaf/nn/module.h"
+#include "sheaf/nn/optim/loss_scaler.h"
+
+namespace sheaf {
+
+/// The 2-norms of these parameters' gradients, in their order, f64 [n], whole on every rank; 0 for one that is frozen, steered
+/// (nn::Parameter::steer) or has none. Before clipping, whose scale stands beside gradients. One pass over gradients and, where parameters
+/// are sharded, one all_reduce for all of them; sums are exact as clip_grad_norm's are. Recorded as part of the update if a recording
+/// lives.
+Tensor grad_norms(std::span<const nn::Parameter> parameters);
+/// Of gradients that have the scaler's factor in them: without it.
+Tensor grad_norms(std::span<const nn::Parameter> parameters, const optim::LossScaler& scaler);
+/// The same of the parameters themselves (their masters).
+Tensor parameter_norms(std::span<const nn::Parameter> parameters);
+
+inline Tensor grad_norms(const std::vector<nn::Parameter>& parameters) { return grad_norms(std::span(parameters)); }
+inline Tensor parameter_norms(const std::vector<nn::Parameter>& parameters) { return parameter_norms(std::span(parameters)); }
+
+}  // namespace sheaf

@@ -1,0 +1,108 @@
+#include "sheaf/nn/square_sums.h"
+
+#include <algorithm>
+
+#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/recording.h"
+#include "sheaf/core/interned.h"
+#include "sheaf/kernels/copy.h"
+#include "sheaf/kernels/dispatch.h"
+#include "sheaf/kernels/sum_of_squares.h"
+#include "sheaf/nn/trainable_units.h"
+
+namespace sheaf::nn {
+namespace {
+
+using kernels::cpu::kSquareLimbs;
+
+// Inputs: a shard [, limbs so far]; output: limbs i64 [24]. Of a shard the limbs are Partial.
+struct SumOfSquares {
+  static constexpr const char* kName = "sum_of_squares";
+  using Attrs = NoAttrs;
+  static int64_t workspace(const Attrs&, const Execute& c) {
+    return SHEAF_WORKSPACE(c.device(), sum_of_squares, c.input(0));
+  }
+  static void execute(const Attrs&, Execute& c) {
+    SHEAF_ON_DEVICE(c.stream(), sum_of_squares, c.input(0), c.output(0), c.workspace);
+    if (c.num_inputs() == 2) SHEAF_ON_DEVICE(c.stream(), add_into, c.output(0), c.input(1));
+  }
+};
+
+// The same in rows: limbs i64 [rows, 24]. The table has for each piece of a parameter its row, where it starts in the shard, and its
+// elements.
+struct SumsOfSquares {
+  static constexpr const char* kName = "sums_of_squares";
+  struct Attrs { const std::vector<int64_t>* pieces; };
+  static constexpr int64_t kRowBytes = 256;  // of one piece, aligned as workspaces are
+  static_assert(kRowBytes >= kSquareLimbs * static_cast<int64_t>(sizeof(int64_t)));
+  static int64_t workspace(const Attrs&, const Execute& c) {
+    return kRowBytes + SHEAF_WORKSPACE(c.device(), sum_of_squares, c.input(0));
+  }
+  static void execute(const Attrs& a, Execute& c) {
+    const Stream stream = c.stream();
+    const View shard = c.input(0), out = c.output(0), limbs = View::dense(c.workspace.data, kI64, {kSquareLimbs});
+    const Workspace rest{static_cast<char*>(c.workspace.data) + kRowBytes, c.workspace.bytes - kRowBytes};
+    if (c.num_inputs() == 2) SHEAF_ON_DEVICE(stream, copy, c.input(1), out);
+    else SHEAF_ON_DEVICE(stream, fill, out, 0.0);
+    const std::vector<int64_t>& pieces = *a.pieces;
+    for (size_t i = 0; i < pieces.size(); i += 3) {
+      char* const begin = shard.as<char>() + pieces[i + 1] * static_cast<int64_t>(size_of(shard.dtype));
+      SHEAF_ON_DEVICE(stream, sum_of_squares, View::dense(begin, shard.dtype, {pieces[i + 2]}), limbs, rest);
+      SHEAF_ON_DEVICE(stream, add_into, View::dense(out.as<int64_t>() + pieces[i] * kSquareLimbs, kI64, {kSquareLimbs}), limbs);
+    }
+  }
+};
+
+// Buffers whose limbs can be added before they are reduced: the same placement on the same mesh.
+struct Group {
+  Layout layout;
+  Tensor limbs;
+};
+
+const std::vector<int64_t>* pieces_by_row(const Unit& unit, const FlatBuffer& b, const SquareRows& rows) {
+  std::vector<int64_t> table;
+  for (const LocalPiece& piece : unit.pieces(b))
+    if (const int64_t row = rows.of(unit, piece.leaf); row >= 0 && piece.runs.numel() > 0)
+      table.insert(table.end(), {row, piece.shard_offset, piece.runs.numel()});
+  return interned(table);
+}
+
+}  // namespace
+
+std::vector<Tensor> square_sums(std::span<const std::shared_ptr<Unit>> units, FlatValues of, const SquareRows& rows) {
+  if (of == FlatValues::gradients) reduce_waiting(units);
+  std::vector<Group> groups;
+  for (const auto& unit : units) {
+    const PathScope path(unit->name());
+    for (const FlatBuffer& b : unit->buffers()) {
+      const Tensor& values = of == FlatValues::gradients ? b.grad : b.shard;
+      if (!b.has_slope() || !values) continue;
+      Layout layout = values.layout();
+      for (int a = 0; a < layout.num_axes(); ++a)
+        if (layout[a].is_shard()) layout[a] = Placement::partial();
+      auto group = std::find_if(groups.begin(), groups.end(), [&](const Group& g) { return g.layout == layout; });
+      if (group == groups.end()) group = groups.insert(group, {layout, {}});
+      if (Recording* r = Recording::current()) r->leaf(values, of == FlatValues::gradients ? "gradient of " + b.name : b.name);
+      const Tensor inputs[] = {values, group->limbs};
+      const std::span<const Tensor> given(inputs, group->limbs ? 2 : 1);
+      if (rows.of) {
+        const OutputSpec spec{{kI64, {rows.rows, kSquareLimbs}, layout}, {}, -1, 0};
+        const SumsOfSquares::Attrs attrs{pieces_by_row(*unit, b, rows)};
+        group->limbs = apply_typed(op_def<SumsOfSquares>(), &attrs, given, std::span(&spec, 1))[0];
+      } else {
+        const OutputSpec spec{{kI64, {kSquareLimbs}, layout}, {}, -1, 0};
+        group->limbs = apply_typed(op_def<SumOfSquares>(), nullptr, given, std::span(&spec, 1))[0];
+      }
+    }
+  }
+  std::vector<Tensor> limbs;
+  for (const Group& g : groups) {
+    Layout whole = g.layout;
+    for (int a = 0; a < whole.num_axes(); ++a)
+      if (whole[a].is_partial()) whole[a] = Placement::invariant();
+    limbs.push_back(redistribute(g.limbs, whole));
+  }
+  return limbs;
+}
+
+}  // namespace sheaf::nn

@@ -1,0 +1,27 @@
+// Sums of squares over the flat shards of units, exact to the last rounding: what norms are made of.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "sheaf/core/tensor.h"
+#include "sheaf/distributed/unit.h"
+
+namespace sheaf::nn {
+
+enum class FlatValues : uint8_t { gradients, masters };
+
+/// A row for each parameter: that of leaf `leaf` of a unit, or -1 for one that is left out.
+struct SquareRows {
+  int64_t rows = 0;
+  std::function<int64_t(const Unit& unit, int leaf)> of = {};
+};
+
+/// The squares of what is trained in these units (and not steered: nn::Parameter::steer), as limbs i64 [24]
+/// (kernels/sum_of_squares.h), or in rows [rows, 24]; of gradients those that are there. One for each kind of placement, whole on every
+/// rank: they are to be added up, as integers. None where there is nothing. Collective; gradients that wait are reduced first.
+std::vector<Tensor> square_sums(std::span<const std::shared_ptr<Unit>> units, FlatValues of, const SquareRows& rows = {});
+
+}  // namespace sheaf::nn
