@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "sheaf/nn/clip_grad_norm.h"
+#include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/nn/nets.h"
 #include "sheaf/tests/nn/zoo.h"
 

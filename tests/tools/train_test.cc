@@ -1,6 +1,7 @@
 // What a run reports, and what options, data or ranks that do not fit each other lead to.
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
@@ -44,6 +45,33 @@ TEST(Groups, HaveTheSameBitsOverEveryTransport) {
     EXPECT_THAT(r.out, ::testing::Not(HasSubstr("DIFFERENT")));
     EXPECT_THAT(r.out, HasSubstr("(equal)"));
     expect_same_curve(folder.metrics("hosts"), folder.metrics("shm"), option + " on two hosts");
+  }
+}
+
+// However the steps run, and of whatever unit or parameter, the squares add up to that of the whole gradient.
+TEST(Train, LogsNormsByUnitsAndByParameters) {
+  CorpusFolder folder;
+  for (const Words& options : {Words{"--train.log_norms", "units"}, {"--train.log_norms", "parameters", "--train.compile", "true"},
+                               {"--train.log_norms", "parameters", "--sharding.pipeline", "2", "--train.micro_batches", "2"},
+                               {"--train.log_norms", "units", "--train.islands", "2", "--train.inner_steps", "2", "--train.batch", "6"}}) {
+    const std::string name = options.back() + std::to_string(options.size());
+    const Outcome r = run_sheaf(on_ranks(2, Words{"train"} + kTinyRun + options + folder.data(name)));
+    ASSERT_EQ(r.code, 0) << r.err;
+    int with_norms = 0;
+    for (const auto& [step, fields] : folder.metrics(name)) {
+      if (!fields.contains("grad_norm")) continue;
+      double squares = 0, weights = 0;
+      for (const auto& [key, value] : fields) {
+        if (key.starts_with("grad_norm/")) squares += std::stod(value) * std::stod(value), ++with_norms;
+        if (key.starts_with("weight_norm/")) weights += std::stod(value);
+      }
+      // Of islands these are means of norms.
+      const bool islands = options.size() > 2 && options[2] == "--train.islands";
+      EXPECT_NEAR(std::sqrt(squares), std::stod(fields.at("grad_norm")), islands ? 0.1 : 1e-9) << name << step;
+      EXPECT_GT(weights, 1) << name << step;
+      EXPECT_TRUE(fields.contains(options[1] == "units" ? "weight_norm/blocks.2" : "grad_norm/blocks.2.mlp.down.weight")) << name;
+    }
+    EXPECT_GT(with_norms, 15) << name;
   }
 }
 
