@@ -231,6 +231,24 @@ void refuse_unused(const TrainConfig& config, const std::vector<ConfigField>& fi
   }
 }
 
+// Whether published sizes and a config.json have a say in it: the others are of a run, not of the model's shape.
+bool is_of_shape(const std::string& key) {
+  return key.starts_with("model.") && key != "model.preset" && key != "model.weights" && key != "model.dropout" &&
+         key != "model.quantize" && !key.starts_with("model.lora_");
+}
+
+// What the file says of the model's shape stands back behind a preset of the command line.
+void forget_shape(std::vector<ConfigField>& fields, std::set<std::string>& given, const std::set<std::string>& flags) {
+  TrainConfig defaults;
+  const auto usual = config_fields(defaults);
+  for (size_t i = 0; i < fields.size(); ++i) {
+    const std::string& key = fields[i].key;
+    if (!is_of_shape(key) || flags.contains(key)) continue;
+    std::visit([&](auto* to) { *to = **std::get_if<decltype(to)>(&usual[i].target); }, fields[i].target);
+    given.erase(key);
+  }
+}
+
 void apply_preset(TrainConfig& config, std::vector<ConfigField>& fields, const std::set<std::string>& given) {
   if (config.model.preset.empty()) return;
   TrainConfig preset = config;
@@ -268,9 +286,7 @@ void apply_weights(TrainConfig& config, std::vector<ConfigField>& fields, const 
   for (size_t i = 0; i < fields.size(); ++i) {
     const std::string& key = fields[i].key;
     const bool open = key == "model.vocab" && config.model.vocab == 0;
-    if (!key.starts_with("model.") || key == "model.weights" || key == "model.dropout" || key == "model.preset" ||
-        key.starts_with("model.lora_"))
-      continue;
+    if (!is_of_shape(key)) continue;
     if (!open && (given.contains(key) || !config.model.preset.empty())) continue;
     std::visit([&](const auto* value) { set(file, fields[i], *value); }, source[i].target);
   }
@@ -284,7 +300,11 @@ TrainConfig load_config(const std::string& path, std::span<const std::string> ov
   auto fields = config_fields(config);
   std::set<std::string> given, flags;
   if (!path.empty()) read_file(path, fields, given);
+  const std::string preset_of_file = config.model.preset;
   read_overrides(overrides, fields, flags);
+  // A run that goes on by its own config.toml has that preset already, with what was given beside it.
+  const bool again = resume && path == config.output.folder + "/config.toml" && config.model.preset == preset_of_file;
+  if (flags.contains("model.preset") && !config.model.preset.empty() && !again) forget_shape(fields, given, flags);
   given.insert(flags.begin(), flags.end());
   apply_preset(config, fields, given);
   apply_weights(config, fields, given, resume);

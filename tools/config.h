@@ -29,7 +29,8 @@ struct ConfigField {
 std::vector<ConfigField> config_fields(models::TrainConfig& config);
 
 /// Reads `path` ("" for none: defaults only) and applies `overrides`: "--section.key", "value" or "--section.key=value".
-/// Later ones win; then model.preset fills the fields of [model] that neither gave, and then the config.json of
+/// Later ones win; then model.preset fills the fields of [model] that neither gave (one among the overrides also those that only
+/// the file gave, unless `resume` and the file is the run's own config.toml with the same preset), and then the config.json of
 /// model.weights, if it has one, which the others must not contradict. With `resume`, weights may be gone where the
 /// output folder has a checkpoint. Throws CheckpointError for that config.json, and ConfigError with file and
 /// line for a missing or malformed file, an unknown key (naming the nearest one), a value of the wrong type or out of

@@ -19,7 +19,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
   const std::vector<std::string> any;
   return {
       {"model.type", &m.type, "architecture", {"gpt2", "llama"}},
-      {"model.preset", &m.preset, "a published size; fields given beside it win", sizes},
+      {"model.preset", &m.preset, "a published size; fields given beside it win, but a file's not over one that is a flag", sizes},
       {"model.weights", &m.weights, "to start from: a folder or file of Hugging Face's; its config.json is the model's shape"},
       {"model.layers", &m.layers, "transformer blocks", any, 1, 10000},
       {"model.heads", &m.heads, "query heads", any, 1, 10000},

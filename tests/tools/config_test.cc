@@ -107,6 +107,48 @@ TEST_F(Config, PresetsGiveWhatWasNotGiven) {
   EXPECT_FALSE(l.model.tie_embeddings);
 }
 
+TEST_F(Config, APresetOfTheCommandLineWinsOverTheFilesShape) {
+  const std::string file = "[model]\ntype = 'llama'\nlayers = 3\nwidth = 96\ncontext = 32\nqk_norm = true\nexperts = 4\ndropout = 0.1\n"
+                           "lora_rank = 8\nrope_scaling.rope_type = 'llama3'\n[train]\nbatch = 7\n";
+  const models::ModelConfig preset = load("", {"--model.preset", "gpt2-124m"}).model;
+  const TrainConfig c = load(file, {"--model.preset", "gpt2-124m"});
+  EXPECT_EQ(c.model.type, "gpt2");
+  EXPECT_EQ(c.model.layers, 12);
+  EXPECT_EQ(c.model.width, 768);
+  EXPECT_EQ(c.model.context, 1024);
+  EXPECT_EQ(c.model.vocab, 50257);
+  // What is of the run stays.
+  EXPECT_EQ(c.model.dropout, 0.1);
+  EXPECT_EQ(c.model.lora_rank, 8);
+  EXPECT_EQ(c.train.batch, 7);
+  TrainConfig shape = c;
+  shape.model.dropout = 0, shape.model.lora_rank = 0;
+  TrainConfig alone;
+  alone.train.batch = 7, alone.model = preset;
+  EXPECT_EQ(print_config(shape), print_config(alone));
+  // Fields of the command line win over it, wherever they stand; so it does over a file's preset.
+  for (const std::vector<std::string>& flags : {std::vector<std::string>{"--model.context=64", "--model.preset=gpt2-124m"},
+                                                {"--model.preset=gpt2-124m", "--model.context=64"}}) {
+    EXPECT_EQ(load(file, flags).model.context, 64);
+    EXPECT_EQ(load(file, flags).model.layers, 12);
+  }
+  EXPECT_EQ(load("[model]\npreset = 'llama3-8b'\ncontext = 32\n", {"--model.preset", "gpt2-124m"}).model.context, 1024);
+  EXPECT_EQ(load("[model]\npreset = 'gpt2-124m'\ncontext = 32\n", {"--model.preset", "gpt2-124m"}).model.context, 1024);
+  EXPECT_EQ(load("[model]\npreset = 'gpt2-124m'\ncontext = 32\n", {"--model.preset="}).model.context, 32);
+  EXPECT_THAT(error(file, {"--model.preset", "llama3-8b", "--model.heads", "4"}), HasSubstr("model.kv_heads 8 (of the preset llama3-8b)"));
+}
+
+// It says nothing new there.
+TEST_F(Config, ARunThatGoesOnKeepsWhatWasGivenBesideItsPreset) {
+  write_file(folder / "config.toml", print_config(load("", {"--model.preset", "gpt2-124m", "--model.context", "64"})));
+  const auto resumed = [&](const char* preset, bool resume) {
+    return load_config(folder / "config.toml", std::vector<std::string>{"--output.folder", folder.path(), "--model.preset", preset}, resume).model;
+  };
+  EXPECT_EQ(resumed("gpt2-124m", true).context, 64);
+  EXPECT_EQ(resumed("gpt2-124m", false).context, 1024);
+  EXPECT_EQ(resumed("gpt2-355m", true).context, 1024);
+}
+
 TEST_F(Config, WhatFollowsFromAPresetsSizesFollowsFromThoseGiven) {
   const TrainConfig c = load("", {"--model.preset", "gpt2-124m", "--model.heads", "2", "--model.width", "384"});
   EXPECT_EQ(models::resolved(c.model).kv_heads, 2);
