@@ -7,6 +7,7 @@
 #include "sheaf/core/gpu.h"
 #include "sheaf/core/profile.h"
 #include "sheaf/distributed/reduce.h"
+#include "sheaf/distributed/rendezvous.h"
 #include "sheaf/kernels/cuda/config.h"
 #include "sheaf/kernels/cuda/idle.h"
 #include "sheaf/kernels/reduce_ranks.h"
@@ -21,6 +22,11 @@ const std::byte* at(const void* base, int64_t elements, const Collective& call) 
 }
 std::byte* at(void* base, int64_t elements, const Collective& call) {
   return static_cast<std::byte*>(base) + elements * call.element_size();
+}
+
+LocalOptions with_timeout(LocalOptions options) {
+  if (options.timeout.count() == 0) options.timeout = collective_timeout();
+  return options;
 }
 
 }  // namespace
@@ -260,6 +266,9 @@ void LocalCommunicator::exchange(const Collective& call, GpuLane* gpu) {
     case CollectiveOp::barrier: break;
   }
 }
+
+LocalJob::LocalJob(int size, LocalOptions options)
+    : size(size), options(with_timeout(options)), board(std::make_shared<FailureBoard>()) {}
 
 std::shared_ptr<LocalGroup> LocalJob::group(const std::string& name, int members) {
   std::lock_guard lock(mutex_);

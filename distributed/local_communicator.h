@@ -20,7 +20,7 @@ struct LocalOptions {
   double bytes_per_second = 0;                ///< at which a rank receives, as over a link; 0: no limit
   int ranks_per_host = 0;                     ///< neighbours, as if on hosts of so many; 0: all on one
   double bytes_per_second_between_hosts = 0;  ///< at which a rank receives from others' hosts; 0: no limit
-  std::chrono::milliseconds timeout{300'000};  ///< of one collective, from the moment it starts on its lane
+  std::chrono::milliseconds timeout{0};       ///< of one collective, from the moment it starts on its lane; 0: collective_timeout()
   int threads_per_rank = 0;                   ///< 0: default_threads(ranks)
   Device device = {};                         ///< a GPU: all ranks share it, each with a stream and an allocator of its own
 };
@@ -96,7 +96,7 @@ class LocalCommunicator final : public CommunicatorBase {
 /// The ranks of one process: one object, shared by the transports of its ranks.
 class LocalJob {
  public:
-  LocalJob(int size, LocalOptions options) : size(size), options(options), board(std::make_shared<FailureBoard>()) {}
+  LocalJob(int size, LocalOptions options);
 
   const int size;
   const LocalOptions options;

@@ -158,7 +158,7 @@ Rendezvous read_rendezvous(const Environment& environment) {
   r.comm = read_comm(read);
   r.host_id = read.text("SHEAF_HOST_ID").value_or("");
   r.init_timeout = read.seconds("SHEAF_INIT_TIMEOUT", r.init_timeout);
-  r.timeout = read.seconds("SHEAF_TIMEOUT", r.timeout);
+  r.timeout = collective_timeout(environment);
 
   bool same_host = true, slurm_step = false;
   for (const Names& names : kLaunchers) {
@@ -218,6 +218,12 @@ int threads_per_rank(int ranks, const Environment& environment) {
 }
 
 int threads_per_rank(int ranks) { return threads_per_rank(ranks, of_process); }
+
+std::chrono::milliseconds collective_timeout(const Environment& environment) {
+  return Reader(environment).seconds("SHEAF_TIMEOUT", std::chrono::seconds(300));
+}
+
+std::chrono::milliseconds collective_timeout() { return collective_timeout(of_process); }
 
 std::string wanted_comm() {
   const Environment environment = of_process;

@@ -22,7 +22,7 @@ struct Rendezvous {
   std::string comm = "auto";    ///< SHEAF_COMM: "shm", "gloo", or "auto": shm within hosts, gloo between them
   std::string host_id;          ///< SHEAF_HOST_ID: ranks with different ones share no memory, as if on different hosts
   std::chrono::milliseconds init_timeout{300'000};  ///< SHEAF_INIT_TIMEOUT, in seconds
-  std::chrono::milliseconds timeout{300'000};       ///< SHEAF_TIMEOUT, in seconds: of one collective
+  std::chrono::milliseconds timeout{300'000};       ///< SHEAF_TIMEOUT: collective_timeout()
 };
 
 using Environment = std::function<const char*(const char*)>;
@@ -39,6 +39,10 @@ Rendezvous read_rendezvous();  ///< of this process
 /// core/cores.h, for which OMP_NUM_THREADS is an upper bound.
 int threads_per_rank(int ranks, const Environment& environment);
 int threads_per_rank(int ranks);  ///< of this process
+
+/// How long one collective may take: SHEAF_TIMEOUT, else 300 s. ConfigError for what is no positive number of seconds.
+std::chrono::milliseconds collective_timeout(const Environment& environment);
+std::chrono::milliseconds collective_timeout();  ///< of this process
 
 /// SHEAF_COMM of this process: "auto", "shm" or "gloo"; ConfigError for anything else.
 std::string wanted_comm();

@@ -276,11 +276,10 @@ void expect_failure(int ranks, int code, std::vector<std::string> parts, const s
   EXPECT_GE(codes, 1);
 }
 
-TEST(Local, HangEndsInATimeOutThatNamesTheMissing) {
-  for (const std::string path : {"blocks.3", ""}) {  // the root unit's collectives have the empty path
-    std::atomic<bool> over = false;
-    const std::string what = "of 3: time-out after 0.3 s at sequence 2 (" + (path.empty() ? "root" : path) + ")";
-    expect_failure(3, 71, {"[all_gather] rank", what, "missing ranks: 2"},
+// Of three ranks the last stays away from a gather.
+void expect_time_out(const std::string& path, const std::string& what, LocalOptions options) {
+  std::atomic<bool> over = false;
+  expect_failure(3, 71, {"[all_gather] rank", what, "missing ranks: 2"},
                  [&](World& world) {
                    Communicator& comm = lane(world);
                    comm.barrier("start").sync();
@@ -298,7 +297,31 @@ TEST(Local, HangEndsInATimeOutThatNamesTheMissing) {
                      throw;
                    }
                  },
-                 {.timeout = milliseconds(300)});
+                 options);
+}
+
+TEST(Local, HangEndsInATimeOutThatNamesTheMissing) {
+  for (const std::string path : {"blocks.3", ""})  // the root unit's collectives have the empty path
+    expect_time_out(path, "of 3: time-out after 0.3 s at sequence 2 (" + (path.empty() ? "root" : path) + ")",
+                    {.timeout = milliseconds(300)});
+}
+
+TEST(Local, TheEnvironmentSaysHowLongAHangMayTake) {
+  struct Variable {
+    explicit Variable(const char* value) { setenv("SHEAF_TIMEOUT", value, 1); }
+    ~Variable() { unsetenv("SHEAF_TIMEOUT"); }
+  };
+  {
+    const Variable given("0.2");
+    expect_time_out("blocks.3", "time-out after 0.2 s", {});
+    expect_time_out("blocks.3", "time-out after 0.3 s", {.timeout = milliseconds(300)});  // the program knows better
+  }
+  const Variable wrong("soon");
+  try {
+    run_local(2, [](World&) {});
+    FAIL() << "nothing was thrown";
+  } catch (const ConfigError& e) {
+    EXPECT_NE(std::string(e.what()).find("SHEAF_TIMEOUT='soon'"), std::string::npos) << e.what();
   }
 }
 
