@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <map>
 
 #include "sheaf/autograd/ops/redistribute.h"
 #include "sheaf/autograd/tape_dump.h"
@@ -6,8 +7,8 @@
 namespace sheaf {
 namespace {
 
-// Columns wider than this do not push the others out.
-constexpr size_t kColumn[] = {44, 28, 40};
+// A column is as wide as its longest cell, but cells longer than this do not widen it.
+constexpr size_t kWidest[] = {64, 48, 112};
 
 std::string ids(std::span<const ValueId> values) {
   std::string out;
@@ -35,7 +36,7 @@ std::string placements(const Tape& tape, const Node& n) {
 
 std::string marks(const Tape& tape, const Node& n) {
   std::string out;
-  const auto mark = [&](const std::string& text) { out += (out.empty() ? "  " : ", ") + text; };
+  const auto mark = [&](const std::string& text) { out += (out.empty() ? "" : ", ") + text; };
   if (n.op && n.op->marked) {
     std::string text;
     n.op->describe(tape.attrs(n), text);
@@ -64,24 +65,44 @@ size_t width(std::string_view s) {  // UTF-8: continuation bytes take no column
   return static_cast<size_t>(std::count_if(s.begin(), s.end(), [](char c) { return (c & 0xc0) != 0x80; }));
 }
 
-std::string padded(std::string s, size_t columns) {
-  const size_t w = width(s);
-  s.append(w < columns ? columns - w : 0, ' ');
-  return s + "  ";
-}
+struct Row {
+  std::string section = {}, program = {}, path = {}, type = {}, bytes = {}, rest = {};
+  const std::string& cell(size_t c) const { return c == 0 ? program : c == 1 ? path : type; }
+};
+
+// The columns of a phase, wherever it stands on the tape.
+struct Columns {
+  size_t widths[std::size(kWidest)] = {}, bytes = 0;
+
+  void fit(const Row& r) {
+    for (size_t c = 0; c < std::size(kWidest); ++c)
+      if (const size_t w = width(r.cell(c)); w <= kWidest[c]) widths[c] = std::max(widths[c], w);
+    bytes = std::max(bytes, r.bytes.size());
+  }
+  // What stands behind a cell that is too long comes two spaces later, and what stands behind that is in its place again if it can.
+  std::string line(const Row& r) const {
+    std::string out = "  ";
+    size_t begin = width(out);
+    for (size_t c = 0; c < std::size(kWidest); ++c) {
+      out += r.cell(c);
+      begin += widths[c] + 2;
+      const size_t end = width(out) + 2;
+      out.append(std::max(begin, end) - end + 2, ' ');
+    }
+    if (!r.bytes.empty()) out += std::string(bytes - r.bytes.size(), ' ') + r.bytes + "  ";
+    out += r.rest;
+    out.erase(out.find_last_not_of(' ') + 1);
+    return out + "\n";
+  }
+};
 
 }  // namespace
 
 std::string to_text(const Tape& tape) {
-  struct Row {
-    NodeId id;
-    std::string section, program, path, type, rest;
-  };
   std::vector<Row> rows, leaves;
   for (NodeId id = 0; id < tape.num_nodes(); ++id) {
     const Node& n = tape.node(id);
-    Row row{id, std::string(n.op ? name(n.phase) : "leaf"), "", std::string(path_label(tape.path(n))), "",
-            marks(tape, n)};
+    Row row{.section = std::string(n.op ? name(n.phase) : "leaf"), .path = std::string(path_label(tape.path(n))), .rest = marks(tape, n)};
     const std::string out = outputs(tape, n);
     if (!n.op) {
       const ValueId v = tape.output(n);
@@ -97,25 +118,21 @@ std::string to_text(const Tape& tape) {
       const std::string moves = tape.kind(n) == OpKind::redistribute && n.num_inputs ? placements(tape, n) : "";
       row.type = moves.empty() ? str(t) : str(moves, ' ', t.dtype, t.shape);
     }
-    if (!transfers(tape, n).empty())
-      row.rest = str("  ", format_bytes(tape.wire_bytes(n)), "  ", n.op->lane == Lane::reduce ? "reduce" : "gather",
-                     " lane", row.rest);
-    else if (n.op->lane == Lane::copy) row.rest = str("  copy lane", row.rest);
+    if (!transfers(tape, n).empty()) {
+      row.bytes = format_bytes(tape.wire_bytes(n));
+      row.rest = str(n.op->lane == Lane::reduce ? "reduce" : "gather", " lane  ", row.rest);
+    } else if (n.op->lane == Lane::copy) {
+      row.rest = "copy lane  " + row.rest;
+    }
     rows.push_back(std::move(row));
   }
   rows.insert(rows.begin(), std::make_move_iterator(leaves.begin()), std::make_move_iterator(leaves.end()));
-  size_t columns[3] = {0, 0, 0};
-  for (const Row& r : rows) {
-    const std::string* cells[] = {&r.program, &r.path, &r.type};
-    for (int c = 0; c < 3; ++c)
-      if (const size_t w = width(*cells[c]); w <= kColumn[c]) columns[c] = std::max(columns[c], w);
-  }
+  std::map<std::string, Columns> columns;
+  for (const Row& r : rows) columns[r.section].fit(r);
   std::string out, section;
   for (const Row& r : rows) {
     if (r.section != section) out += (section = r.section) + "\n";
-    std::string line = "  " + padded(r.program, columns[0]) + padded(r.path, columns[1]) + padded(r.type, columns[2]) + r.rest;
-    line.erase(line.find_last_not_of(' ') + 1);
-    out += line + "\n";
+    out += columns[section].line(r);
   }
   return out;
 }

@@ -2,6 +2,7 @@
 // their bytes.
 #include <algorithm>
 #include <map>
+#include <set>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -85,6 +86,31 @@ TEST(Tape, TextShowsThemWithBytes) {
     EXPECT_THAT(line, HasSubstr(" MiB"));
   }
   EXPECT_EQ(gathers, kGathers);
+}
+
+// Columns begin in the same places in all lines of a phase, but behind a cell that is longer than most lines of terminals.
+TEST(Tape, TextHasColumns) {
+  for (const Words& more : {Words{}, Words{"--sharding.tensor", "2", "--sharding.context", "2", "--sharding.pipeline", "2", "--train.micro_batches", "2"}}) {
+    const std::string out = tape(more).out;
+    std::map<std::string, std::set<size_t>> begins;  // of a phase's modules and types
+    std::string phase;
+    int rows = 0;
+    for (const std::string& line : testing::lines_of(out.substr(0, out.find("\ncollectives\n")))) {
+      if (!line.starts_with("  ")) {
+        phase = line;
+        continue;
+      }
+      const size_t end = line.find("  ", 2), module = line.find_first_not_of(' ', end);
+      ASSERT_NE(module, std::string::npos) << line;
+      if (end - 2 > 64) continue;
+      ++rows;
+      begins[phase + " modules"].insert(module);
+      const size_t type = line.find_first_not_of(' ', line.find("  ", module));
+      if (type != std::string::npos) begins[phase + " types"].insert(type);
+    }
+    EXPECT_GT(rows, 300);
+    for (const auto& [what, places] : begins) EXPECT_EQ(places.size(), 1u) << what << " of\n" << out;
+  }
 }
 
 double number_before(const std::string& line) { return std::strtod(line.c_str(), nullptr); }
