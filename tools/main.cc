@@ -185,7 +185,7 @@ void add_options(CLI::App& command, sheaf::bench::Options& bench) {
   command.add_option("--filter", bench.filter, "only lines whose suite/name contains this");
   command.add_option("--threads", bench.threads, "compute threads; all cores by default")->check(kThreads);
   command.add_option("--samples", bench.samples, "samples of each line")->check(kThreads);
-  command.add_flag("--quick", bench.quick, "few short samples of small cases: a smoke test");
+  command.add_flag("--quick", bench.quick, "few short samples of small cases: a smoke test of about a minute on two cores");
   command.add_option("--json", bench.json, "file for the lines with all their samples");
   command.add_option("--markdown", bench.markdown, "file for the table, as Markdown");
   command.add_option("--traces", bench.traces, "folder for the time line of one more step of each case of `step`");

@@ -45,9 +45,18 @@ TEST(Bench, Step) {
   const Json& line = lines.at("nanogpt-f32-12x64");
   EXPECT_EQ(line.at("samples_s").as_array().size(), 5u);
   const double seconds = line.at("value").as_double();
-  EXPECT_NEAR(line.at("more").at("tokens/s").as_double(), 12 * 64 / seconds, 1e-6 / seconds);
+  EXPECT_NEAR(line.at("more").at("tokens/s").as_double(), 8 * 16 / seconds, 1e-6 / seconds);  // of a quick run
   EXPECT_NEAR(line.at("more").at("GFLOP/s").as_double() * seconds,
               line.at("more").at("GFLOP/step").as_double(), 1e-9);
+}
+
+// Whatever the size of the models by whose names its lines go.
+TEST(Bench, QuickIsQuick) {
+  const Outcome r = run_sheaf({"bench", "step", "overlap", "--quick"});
+  testing::expect_ok(r);
+  EXPECT_LT(r.cpu_seconds, 60);
+  EXPECT_THAT(r.out, HasSubstr("step/gpt2-124m-f32-1x1024 "));
+  EXPECT_THAT(r.out, HasSubstr("overlap/mixture-f32-8x256-experts-1.25GB/s "));
 }
 
 TEST(Bench, Experts) {

@@ -119,10 +119,12 @@ Json comm_rank(const std::vector<std::string>& words) {
 
 void comm_suite(Session& session) {
   if (session.on_gpu()) return gpu_comm_lines(session);
+  std::vector<int64_t> sizes = {64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20};
+  if (session.options().quick) sizes.resize(1);
   for (std::string_view kind : {"local", "shm", "gloo"})
     for (int ranks : {2, 4})
       for (bool gathers : {true, false})
-        for (int64_t bytes : {64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20}) {
+        for (const int64_t bytes : sizes) {
           const std::string name = str(kind, "-", gathers ? "all-gather" : "reduce-scatter", "-",
                                        ranks, "-", short_bytes(bytes));
           const double received = static_cast<double>(bytes) * (ranks - 1) / ranks;

@@ -86,6 +86,7 @@ void measure(Session& session, const std::string& name, double bytes_per_second,
   const auto config = [&](const Choice& c) {
     std::vector<std::string> more = c.overrides;
     more.insert(more.end(), {quick ? "--train.batch=16" : "--train.batch=32", "--train.micro_batches=4"});
+    if (quick) more.push_back("--model.context=16");
     return training_config(name, more);
   };
   const int samples = quick ? 2 : session.samples(12), rounds = std::min(3, (samples + 3) / 4), count = samples / rounds;
@@ -107,12 +108,14 @@ void measure(Session& session, const std::string& name, double bytes_per_second,
 }  // namespace
 
 void hosts_suite(Session& session) {
-  for (const double gigabytes : {1.25, 0.125})  // 10 and 1 Gbit/s
+  for (const double gigabytes : {1.25, 0.125}) {  // 10 and 1 Gbit/s
+    if (session.options().quick && gigabytes < 1.25) break;
     for (const Choice& choice : kChoices) {
       const std::string name = "nanogpt-f32-12x64";
       session.line("hosts", str(name, "-", gigabytes, "GB/s-", choice.name), Unit::seconds,
                    [&](Line& line) { measure(session, name, 1e9 * gigabytes, choice, line); });
     }
+  }
 }
 
 }  // namespace sheaf::bench

@@ -71,14 +71,16 @@ void overlap_suite(Session& session) {
                              {"llama-f32-8x256", "context"},
                              {"llama-f32-8x256", "context", "all_gather"},
                              {"mixture-f32-8x256", "experts"}};
-  for (const double gigabytes : {1.25, 0.5})  // 10 and 4 Gbit/s
+  for (const double gigabytes : {1.25, 0.5}) {  // 10 and 4 Gbit/s
+    if (quick && gigabytes < 1.25) break;
     for (const auto& [name, axis, comm] : kCases) {
       std::vector<std::string> more{str("--sharding.", axis, "=", kRanks), str("--sharding.context_comm=", comm)};
-      if (quick) more.push_back("--train.batch=2");
+      if (quick) more.insert(more.end(), {"--train.batch=2", "--model.context=32", "--model.layers=2"});
       const std::string gathers = comm == std::string("all_gather") ? "-gathered" : "";
       session.line("overlap", str(name, "-", axis, gathers, "-", gigabytes, "GB/s"), Unit::seconds,
                    [&](Line& line) { measure(session, training_config(name, more), 1e9 * gigabytes, line); });
     }
+  }
 }
 
 }  // namespace sheaf::bench

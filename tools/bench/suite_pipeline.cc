@@ -27,6 +27,7 @@ models::TrainConfig config_of(const Session& session, const Pipeline& p) {
                                    str("--sharding.pipeline=", p.stages), str("--sharding.pipeline_runs=", p.runs),
                                    str("--sharding.pipeline_head=", p.counts ? -1 : 0),
                                    str("--sharding.pipeline_schedule=", p.later ? "zero_bubble" : "1f1b")};
+  if (session.options().quick) more.push_back("--model.context=16");
   models::TrainConfig config = training_config(session.options().quick ? "nanogpt-f32-12x64" : "char-f32-16x256", more);
   if (p.head) {
     const models::FlopsOfParts parts = models::flops_of_parts(config);

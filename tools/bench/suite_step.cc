@@ -63,7 +63,9 @@ void trace(const Session& session, World& world, std::string_view name,
 // A step takes too long for Google Benchmark's calibration, and steps are not alike: the first
 // allocates, the second knows the order of gathers.
 void measure_on_cpu(Session& session, std::string_view name, Line& line) {
-  const models::TrainConfig config = training_config(name);
+  const bool quick = session.options().quick;
+  const models::TrainConfig config =
+      training_config(name, quick ? tiny_model() : std::vector<std::string>{});
   World world = solo_world();
   models::TrainingStep step(config, config.model.vocab, world, Device::cpu());
   const models::FillBatch fill = random_tokens(config);
@@ -77,7 +79,7 @@ void measure_on_cpu(Session& session, std::string_view name, Line& line) {
   const Session::Sample peak = [&] {
     return probe.flops_per_piece(kF32) / probe.read().gflops / 1e9;
   };
-  for (int warm = session.options().quick ? 2 : 4; warm > 0; --warm) one();
+  for (int warm = quick ? 2 : 4; warm > 0; --warm) one();
   measure_turns(session, config, one, peak, line);
   trace(session, world, name, one);
 }
