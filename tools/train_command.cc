@@ -195,6 +195,9 @@ int train_command(const TrainArguments& arguments) {
         lines.say("note: this CPU has no instructions for bf16 (AMX, AVX512_BF16); f32 is faster here");
       if (config.train.dtype == "f16" && world.device().is_cpu())
         lines.say("note: f16 is for GPUs; on CPUs it is computed in f32, and f32 is faster");
+      if (const models::OptimizationConfig& t = trainer.config().train; t.warmup > t.steps && !trainer.complete())
+        lines.say(str("note: train.warmup ", t.warmup, " is more than the run's ", t.steps, " steps: the learning rate never reaches train.lr ",
+                      t.lr));
     }
     const models::TrainReport result = train(trainer);
     stopped_by = result.stopped_by;

@@ -25,6 +25,7 @@ using testing::Outcome;
 using testing::read_metrics;
 using testing::run_sheaf;
 using testing::SheafProcess;
+using testing::operator+;
 
 using Words = std::vector<std::string>;
 using std::chrono::microseconds;
@@ -281,6 +282,19 @@ TEST(Resume, BeyondTheDecay) {
   ASSERT_EQ(resumed.size(), 75u);
   EXPECT_EQ(resumed.at(75).at("lr"), "1e-04");  // train.min_lr
   expect_same_curve(resumed, folder.metrics("whole"), "resumed");
+}
+
+// Once, by rank 0, however often the others know it, too.
+TEST(Resume, AWarmUpBeyondTheEndIsSaid) {
+  Folder folder;
+  const std::string note = "note: train.warmup 70 is more than the run's 60 steps: the learning rate never reaches train.lr 0.001\n";
+  const Outcome r = run_sheaf(testing::on_ranks(2, folder.train("run") + Words{"--train.warmup", "70"}));
+  testing::expect_ok(r);
+  const size_t at = r.out.find(note);
+  ASSERT_NE(at, std::string::npos) << r.out;
+  EXPECT_EQ(r.out.find("train.warmup", at + note.size()), std::string::npos) << r.out;
+  for (const char* warmup : {"60", "5"})
+    EXPECT_THAT(run_sheaf(folder.train(str("run-", warmup)) + Words{"--train.warmup", warmup}).out, ::testing::Not(HasSubstr("warmup")));
 }
 
 TEST(Resume, AtAnotherWorldAndGeneratesOnOneProcess) {
