@@ -196,10 +196,10 @@ RunState RunState::from_json(const Json& json) {
 
 namespace {
 
-[[noreturn]] void differs(std::string_view what, const std::string& was, const std::string& is) {
-  throw Error(ExitCode::kResumeMismatch,
-              str("[resume] ", what, " was ", was, " in the checkpoint and is ", is, " now; continue with the same "
-                  "options and data, or start a new run in another output folder"));
+[[noreturn]] void differs(std::string_view what, const std::string& was, const std::string& is,
+                          const std::string& advice = "continue with the same options and data") {
+  throw Error(ExitCode::kResumeMismatch, str("[resume] ", what, " was ", was, " in the checkpoint and is ", is, " now; ", advice,
+                                             ", or start a new run in another output folder"));
 }
 
 std::string described(const Tokenizer* t) {
@@ -234,17 +234,22 @@ void check_resumable(const RunState& saved, const RunState& now) {
   const auto put = [&](const char* key, const auto& value) { options.set(key, Json(value)); };
   for_each_model_option(resolved(now.model), put);
   for_each_train_option(resolved(now.train), put);
+  const OptimizationConfig was = resolved(saved.train);
   const auto compare = [&](std::string_view key, const auto& value) {
     if (key == "train.steps") return;  // decides where the decay ends, if anything
     if (key == "train.dtype" && saved.train.dtype.empty()) return;
     if (Json(value) == options.at(key)) return;
+    if (key == "train.decay_end" && was.decay_start >= was.decay_end) return;  // it was all warm-up
+    if (key == "train.decay_end" && saved.train.decay_end == 0 && now.train.decay_end == 0)
+      differs("train.decay_end, by default train.steps,", Json(value).dump(), options.at(key).dump(),
+              str("give --train.decay_end ", Json(value).dump(), " to change the number of steps alone"));
     differs(key == "train.decay_end"     ? "train.decay_end, by default train.steps,"
             : key == "model.end_of_text" ? "the token that keeps documents apart (data.separate_documents; -1: they are not)"
                                          : key,
             Json(value).dump(), options.at(key).dump());
   };
   for_each_model_option(resolved(saved.model), compare);
-  for_each_train_option(resolved(saved.train), compare);
+  for_each_train_option(was, compare);
   if (saved.model.type == "gpt2" && saved.model.end_of_text >= 0 && !saved.positions_of_documents)
     differs("a learned position", "counted from the window's first token", "counted from the document's");
   if (now.weights && !saved.weights) differs("model.weights", "empty: the run started from random weights", now.weights->path);

@@ -51,7 +51,7 @@ class Trainer::Loop {
     }
     trainer_.saver_.finish();
     if (trainer_.complete()) {  // report the finished run
-      if (first_rank_) trainer_.options_.print(str("the run is complete at step ", trainer_.first_step_));
+      if (first_rank_) trainer_.options_.print(nothing_to_train());
       if (step_.outer()) step_.outer()->go_back();  // from the middle of a round: islands have one model to evaluate
       trainer_.evaluate(report_);
     }
@@ -63,6 +63,19 @@ class Trainer::Loop {
   }
 
  private:
+  // What a run that has all of its steps does, and what makes it longer.
+  std::string nothing_to_train() const {
+    const int64_t done = trainer_.first_step_;
+    const bool of_epochs = train_.epochs > 0;
+    std::string text = str("the run is complete at step ", done, ": nothing is left to train, as ",
+                           of_epochs ? str("train.epochs ", train_.epochs, " are ", train_.steps, " steps") : str("train.steps is ", train_.steps));
+    if (done == 0) return text;
+    text += str("; to go on, give ", of_epochs ? str("a larger --train.epochs") : str("--train.steps above ", done));
+    if (const OptimizationConfig r = resolved(train_); train_.decay_end == 0 && r.decay_start < r.decay_end)
+      text += str(" and --train.decay_end ", train_.steps, ", after which the learning rate stays at train.min_lr");
+    return text;
+  }
+
   static bool is_due(int64_t every, int64_t done) { return every > 0 && done % every == 0; }
 
   TrainingStep::Result step(int64_t done, bool last) {

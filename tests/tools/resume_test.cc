@@ -277,11 +277,47 @@ TEST(Resume, BeyondTheDecay) {
   EXPECT_EQ(refused.code, 76) << refused.err;
   EXPECT_THAT(refused.err,
               HasSubstr("train.decay_end, by default train.steps, was 60 in the checkpoint and is 75 now"));
+  EXPECT_THAT(refused.err, HasSubstr("give --train.decay_end 60 to change the number of steps alone"));
   ASSERT_EQ(run_sheaf(more(folder.train("run", true))).code, 0);
   const Metrics resumed = folder.metrics("run");
   ASSERT_EQ(resumed.size(), 75u);
   EXPECT_EQ(resumed.at(75).at("lr"), "1e-04");  // train.min_lr
   expect_same_curve(resumed, folder.metrics("whole"), "resumed");
+}
+
+// A run that has as many steps as it is asked for says so, and what makes it longer: that does.
+TEST(Resume, NothingToTrainIsSaid) {
+  Folder folder;
+  ASSERT_EQ(run_sheaf(folder.train("run")).code, 0);
+  const auto resumed = [&](const Words& more) {
+    Words words = {"train", "--resume", "--output.folder", folder / "run"};
+    words.insert(words.end(), more.begin(), more.end());
+    const Outcome r = run_sheaf(words);
+    testing::expect_ok(r);
+    return r.out;
+  };
+  EXPECT_THAT(resumed({}), HasSubstr("the run is complete at step 60: nothing is left to train, as train.steps is 60; to go on, give --train.steps above "
+                                     "60 and --train.decay_end 60, after which the learning rate stays at train.min_lr\n"));
+  const Words longer = {"--train.decay_end", "60", "--train.steps"};
+  EXPECT_THAT(resumed(longer + Words{"40"}), HasSubstr("nothing is left to train, as train.steps is 40; to go on, give --train.steps above 60\n"));
+  EXPECT_THAT(resumed(longer + Words{"61"}), HasSubstr("step 61/61"));
+  EXPECT_EQ(folder.metrics("run").size(), 61u);
+}
+
+// A learning rate that has only risen follows from no number of steps.
+TEST(Resume, ARunThatWasAllWarmUpGoesOn) {
+  Folder folder;
+  const auto train = [&](const std::string& out, const char* steps, bool resume) {
+    return folder.train(out, resume) + Words{"--train.warmup", "20", "--train.steps", steps};
+  };
+  ASSERT_EQ(run_sheaf(train("run", "10", false)).code, 0);
+  ASSERT_EQ(run_sheaf(train("whole", "30", false)).code, 0);
+  testing::expect_ok(run_sheaf(train("run", "30", true)));
+  Metrics resumed = folder.metrics("run"), whole = folder.metrics("whole");
+  ASSERT_EQ(resumed.size(), 30u);
+  resumed.at(10).erase("val_loss");  // of its end then
+  expect_same_curve(resumed, whole, "resumed");
+  testing::expect_refused(run_sheaf(train("run", "40", true)), 76, "train.decay_end, by default train.steps, was 30");
 }
 
 // Once, by rank 0, however often the others know it, too.

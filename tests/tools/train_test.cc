@@ -360,7 +360,8 @@ TEST(Train, EpochsSayHowManyStepsThereAre) {
   EXPECT_LT(std::stod(folder.metrics("two").rbegin()->second.at("lr")), 1.1e-4) << "the schedule ends with them";
   const Outcome again = run_sheaf({"train", "--output.folder", folder / "two", "--resume", "--generate.tokens", "2"});
   ASSERT_EQ(again.code, 0) << again.err;
-  EXPECT_THAT(again.out, HasSubstr("the run is complete at step 67"));
+  EXPECT_THAT(again.out, HasSubstr("the run is complete at step 67: nothing is left to train, as train.epochs 2 are 67 steps; to go on, give a larger "
+                                   "--train.epochs and --train.decay_end 67, after which"));
   expect_refused(run_sheaf(train("3", "two") + Words{"--resume"}), 76, "train.decay_end, by default train.steps, was 67");
   expect_refused(run_sheaf(train("3", "new") + Words{"--train.steps", "7"}), 64, "train.epochs says how many steps there are");
   expect_refused(run_sheaf(train("1", "new") + Words{"--train.decay_start", "40"}), 64,
