@@ -7,6 +7,7 @@
 #include "sheaf/core/file.h"
 #include "sheaf/distributed/init.h"
 #include "sheaf/distributed/rendezvous.h"
+#include "sheaf/kernels/cuda/config.h"
 #include "sheaf/models/flops.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/models/tokenizer.h"
@@ -107,6 +108,8 @@ int tape_command(const TapeArguments& arguments) {
 }
 
 int plan_command(const PlanArguments& arguments) {
+  check<ConfigError>(kernels::kHasCuda, "[plan] ways are planned for GPUs, and this build has no CUDA: one that found CUDA needs no GPU for that; "
+                     "`sheaf tape` prints a step on CPUs");
   models::TrainConfig config = config_to_plan(arguments.config, arguments.overrides);
   constexpr int kMostRanks = 1 << 20;
   if (arguments.world < 1 || arguments.world > kMostRanks)

@@ -43,6 +43,11 @@ std::vector<Row> rows_of(const std::string& out) {
   return rows;
 }
 
+TEST(PlanWithoutCuda, SaysSo) {
+  if (kernels::kHasCuda) GTEST_SKIP() << "this build has CUDA";
+  expect_refused(run_sheaf(Words{"plan", "--world", "4"} + kModel), 64, "[plan] ways are planned for GPUs, and this build has no CUDA");
+}
+
 // Each line's options, given to `sheaf tape`, have the line's peak.
 TEST_F(Plan, WhatItPrintsCanBeDone) {
   const Outcome all = run_sheaf(Words{"plan", "--world", "4", "--all"} + kModel);
