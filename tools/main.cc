@@ -246,9 +246,9 @@ int run(int argc, char** argv) {
   add("bench-rank", "", sheaf::bench::bench_rank_command);
 
   const std::string_view word = argc > 1 ? argv[1] : "";
-  if (argc > 1 && !word.starts_with('-') && std::ranges::none_of(runs, [&](auto& r) { return r.first->get_name() == word; }))
-    sheaf::fail<sheaf::ConfigError>("[sheaf] unknown command '", word,
-                                    "'; known: train, launch, generate, evaluate, export, tape, plan, tokenize, train-tokenizer, bench");
+  if (!word.starts_with('-') && std::ranges::none_of(runs, [&](auto& r) { return r.first->get_name() == word; }))
+    sheaf::fail<sheaf::ConfigError>("[sheaf] ", argc > 1 ? sheaf::str("unknown command '", word, "'") : "a subcommand is missing",
+                                    "; known: train, launch, generate, evaluate, export, tape, plan, tokenize, train-tokenizer, bench");
   // What follows "--" is the launched command's own, and not for the parser.
   char** const end = word == "launch" ? std::find(argv, argv + argc, std::string_view("--")) : argv + argc;
   try {

@@ -101,7 +101,7 @@ TEST(BadInput, Version) {
 
 TEST(BadInput, CommandLine) {
   Folder f;
-  expect_line(run_sheaf({}), 64, {"subcommand"}, "no subcommand");
+  expect_line(run_sheaf({}), 64, {"a subcommand is missing; known: train, launch"}, "no subcommand");
   expect_line(run_sheaf({"trian"}), 64,
               {"unknown command 'trian'", "train, launch, generate, evaluate, export, tape"}, "unknown command");
   expect_line(run_sheaf({"train", "--threads-per-rank", "0"}), 64, {"--threads-per-rank"},
