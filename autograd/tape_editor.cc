@@ -11,6 +11,7 @@ TapeEditor::TapeEditor(Tape tape)
     : tape_(std::move(tape)), given_(tape_.num_nodes()), gone_(tape_.num_nodes()), before_(tape_.num_nodes() + 1) {}
 
 std::vector<ValueId> TapeEditor::insert(NodeId before, const TensorFunction& code, std::span<const ValueId> inputs) {
+  expect_place(before);
   std::vector<ValueId> of;  // by value of what is recorded
   std::vector<ValueId> results;
   const auto recorded = [&] {
@@ -57,10 +58,15 @@ std::vector<ValueId> TapeEditor::insert(NodeId before, const TensorFunction& cod
 
 NodeId TapeEditor::insert_node(NodeId before, const OpDef& op, const void* attrs, std::span<const ValueId> inputs,
                                std::span<const Type* const> outputs, std::string_view path, Phase phase, uint8_t flags) {
+  expect_place(before);
   const NodeId id = tape_.add_node(op, attrs, inputs, outputs, path, phase, flags);
   before_[before].push_back(id);
   gone_.push_back(false);
   return id;
+}
+
+void TapeEditor::expect_place(NodeId before) const {
+  check<ConfigError>(before >= 0 && before <= given_, "[insert] in front of node ", before, " of a tape of ", given_, " nodes");
 }
 
 void TapeEditor::replace(ValueId value, ValueId by, NodeId from) {

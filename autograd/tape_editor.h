@@ -29,9 +29,10 @@ class TapeEditor {
 
   /// Records what `code` makes of stand-ins for `inputs`, and puts that in front of node `before` (behind all for the number of nodes),
   /// behind what was put there earlier; returns what stands for its results. It is of that node's phase, and has the path of PathScopes in
-  /// the code, else that of what makes the first input. Nothing is computed, and stand-ins have types and no bytes. The code may use
-  /// nothing else that has memory (ConfigError): of constants, numbers in ops. What is read need not be there at that place, and
-  /// need not be the same value any more: check_tape() and Program::with_tape() find out the former alone.
+  /// the code, else that of what makes the first input. Nothing is computed: stand-ins have types and no bytes, and are dense (for
+  /// an op that wants that of a value which is a strided view, copy_of() it). The code may use nothing else that has memory (ConfigError):
+  /// of constants, numbers in ops. What is read need not be there at that place, and need not be the same value any more: check_tape() and
+  /// Program::with_tape() find out the former alone. ConfigError for a place that the tape does not have.
   std::vector<ValueId> insert(NodeId before, const TensorFunction& code, std::span<const ValueId> inputs);
   /// The same, of code that takes so many tensors and returns one: what stands for that.
   template <class F, std::convertible_to<ValueId>... Inputs>
@@ -63,6 +64,7 @@ class TapeEditor {
     NodeId from;
     ValueId by;
   };
+  void expect_place(NodeId before) const;
   ValueId now(ValueId v, NodeId place) const;
   void settle();
 

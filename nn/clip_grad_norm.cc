@@ -4,7 +4,6 @@
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/distributed/unit.h"
-#include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/sum_of_squares.h"
 #include "sheaf/nn/square_sums.h"
@@ -12,8 +11,6 @@
 
 namespace sheaf {
 namespace {
-
-using kernels::cpu::kSquareLimbs;
 
 // Inputs: limbs, whole here, of each group of units [, factor of the loss f32 []]; outputs: norm f64 [], scale f64 [] [, i32 []:
 // 1 where the norm is not finite].
@@ -25,13 +22,7 @@ struct ClipScale {
   static int64_t workspace(const Attrs&, const Execute& c) { return groups(c) > 1 ? c.input(0).bytes() : 0; }
   static void execute(const Attrs& a, Execute& c) {
     const Stream stream = c.stream();
-    View total = c.input(0);
-    if (groups(c) > 1) {
-      total = View::dense(c.workspace.data, kI64, {kSquareLimbs});
-      SHEAF_ON_DEVICE(stream, copy, c.input(0), total);
-      for (int i = 1; i < groups(c); ++i) SHEAF_ON_DEVICE(stream, add_into, total, c.input(i));
-    }
-    SHEAF_ON_DEVICE(stream, clip_scale, total, a.max_norm, c.output(0), c.output(1),
+    SHEAF_ON_DEVICE(stream, clip_scale, nn::sum_of_limbs(c, groups(c), c.workspace.data), a.max_norm, c.output(0), c.output(1),
                     unscales(c) ? c.input(groups(c)) : View{}, unscales(c) ? c.output(2) : View{});
   }
   static void describe(const Attrs& a, std::string& out) { out += str("max_norm ", a.max_norm); }

@@ -7,7 +7,6 @@
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
-#include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/sum_of_squares.h"
 #include "sheaf/nn/square_sums.h"
@@ -26,12 +25,7 @@ struct Norms {
   static void execute(const Attrs& a, Execute& c) {
     const Stream stream = c.stream();
     const View scale = View::dense(c.workspace.data, kF64, {}), factor = c.num_inputs() > a.groups ? c.input(static_cast<int>(a.groups)) : View{};
-    View limbs = c.input(0);
-    if (a.groups > 1) {
-      limbs = View::dense(static_cast<char*>(c.workspace.data) + kScaleBytes, kI64, limbs.shape);
-      SHEAF_ON_DEVICE(stream, copy, c.input(0), limbs);
-      for (int i = 1; i < a.groups; ++i) SHEAF_ON_DEVICE(stream, add_into, limbs, c.input(i));
-    }
+    const View limbs = nn::sum_of_limbs(c, a.groups, static_cast<char*>(c.workspace.data) + kScaleBytes);
     for (int64_t row = 0; row < limbs.shape[0]; ++row)
       SHEAF_ON_DEVICE(stream, clip_scale, View::dense(limbs.as<int64_t>() + row * kSquareLimbs, kI64, {kSquareLimbs}),
                       std::numeric_limits<double>::infinity(), View::dense(c.output(0).as<double>() + row, kF64, {}), scale, factor);

@@ -105,4 +105,13 @@ std::vector<Tensor> square_sums(std::span<const std::shared_ptr<Unit>> units, Fl
   return limbs;
 }
 
+View sum_of_limbs(const Execute& c, int64_t count, void* scratch) {
+  if (count == 1) return c.input(0);
+  const Stream stream = c.stream();
+  const View total = View::dense(scratch, kI64, c.input(0).shape);
+  SHEAF_ON_DEVICE(stream, copy, c.input(0), total);
+  for (int i = 1; i < count; ++i) SHEAF_ON_DEVICE(stream, add_into, total, c.input(i));
+  return total;
+}
+
 }  // namespace sheaf::nn

@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "sheaf/autograd/op_call.h"
 #include "sheaf/core/tensor.h"
 #include "sheaf/distributed/unit.h"
 
@@ -23,5 +24,8 @@ struct SquareRows {
 /// (kernels/sum_of_squares.h), or in rows [rows, 24]; of gradients those that are there. One for each kind of placement, whole on every
 /// rank: they are to be added up, as integers. None where there is nothing. Collective; gradients that wait are reduced first.
 std::vector<Tensor> square_sums(std::span<const std::shared_ptr<Unit>> units, FlatValues of, const SquareRows& rows = {});
+
+/// In an op whose first `count` inputs these are: their sum, in `scratch` of the bytes of one, which is not touched if there is but one.
+View sum_of_limbs(const Execute& c, int64_t count, void* scratch);
 
 }  // namespace sheaf::nn

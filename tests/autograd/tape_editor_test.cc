@@ -91,6 +91,18 @@ TEST(TapeEditor, CodeMayHaveViewsAndSeveralResults) {
   EXPECT_GE(probes, 4);
 }
 
+// The stand-in of a strided view is dense: what is a view of that may be a copy of this.
+TEST(TapeEditor, ViewsOfStridedValuesHaveTheirElements) {
+  Recording recording;
+  const Tensor x = Tensor::from<float>({1, 2, 3, 4, 5, 6}, {2, 3}), t = transpose(x * 2.0, 0, 1);
+  const std::vector<ValueId> wanted{recording.value_of(t)};
+  const auto leaves = recording.leaves();
+  const Program plain(recording.take(), [&](ValueId v) { return leaves.at(v); }, wanted);
+  TapeEditor edit(plain.tape());
+  const ValueId flat = edit.insert(edit.tape().num_nodes(), [](const Tensor& y) { return reshape(y, {6}) + 1.0; }, wanted[0]);
+  EXPECT_THAT(plain.with_tape(edit.take(), std::vector{flat}).run()[1].to_vector(), ElementsAre(3, 9, 5, 11, 7, 13));
+}
+
 TEST(TapeEditor, TheLastReplacementBeforeANodeHolds) {
   const Squares s(row({1, 1}), row({1, 1}));
   TapeEditor edit(s.program->tape());
@@ -133,6 +145,8 @@ TEST(TapeEditor, RefusesWhatATapeDoesNotHave) {
     return message_of<ConfigError>(ExitCode::kConfig, [&] { edit.insert(s.makes_product + 1, code, s.product); });
   };
   EXPECT_THAT(insert([&](const Tensor& x) { return x + captured; }), HasSubstr("the code uses a tensor f32[2], which is none of its inputs"));
+  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { edit.insert(1000, [](const Tensor& x) { return x + x; }, s.product); }),
+              HasSubstr("[insert] in front of node 1000 of a tape of "));
   EXPECT_THAT(insert([&](const Tensor&) { return captured; }), HasSubstr("the code returns f32[2], which it has not computed"));
   const ValueId scalar = edit.insert(s.makes_product + 1, [](const Tensor& x) { return sum(x); }, s.product);
   EXPECT_THAT(message_of<PlacementError>(ExitCode::kConfig, [&] { edit.replace(s.product, scalar, s.backward); }),
