@@ -13,6 +13,7 @@ void set_window_and_rotary(Config& a, const LlamaConfig& c, int64_t block) {
   a.rope_theta = c.rope_theta;
   a.rope_scaling = c.rope_scaling;
   if (a.window && c.window_rope_theta != 0) a.rope_theta = c.window_rope_theta, a.rope_scaling = {};
+  if (c.nope_every > 0 && (block + 1) % c.nope_every == 0) a.rope_theta = 0.0, a.rope_scaling = {};
 }
 
 nn::AttentionConfig attention_config(const LlamaConfig& c, int64_t block) {

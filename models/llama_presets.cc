@@ -221,6 +221,23 @@ LlamaConfig gemma(int64_t layers, int64_t heads, int64_t kv_heads, int64_t width
   return c;
 }
 
+// SmolLM3 (https://huggingface.co/blog/smollm3): each fourth block has no positions (https://arxiv.org/abs/2501.18795).
+LlamaConfig smollm3() {
+  LlamaConfig c;
+  c.layers = 36;
+  c.heads = 16;
+  c.kv_heads = 4;
+  c.width = 2048;
+  c.mlp_width = 11008;
+  c.context = 65536;
+  c.vocab = 128256;
+  c.rope_theta = 5e6;
+  c.norm_eps = 1e-6;
+  c.tie_embeddings = true;
+  c.nope_every = 4;
+  return c;
+}
+
 // Those of Gemma 3 (https://arxiv.org/abs/2503.19786) that read text alone: each sixth block sees all tokens.
 LlamaConfig gemma3(int64_t layers, int64_t width, int64_t mlp_width) {
   LlamaConfig c = gemma(layers, 4, 1, width, mlp_width);
@@ -319,6 +336,7 @@ std::vector<std::pair<std::string, LlamaConfig>> LlamaConfig::published() {
           {"gemma3-4b", gemma3_of_images(34, 8, 256, 2560, 10240)},
           {"gemma3-12b", gemma3_of_images(48, 16, 256, 3840, 15360)},
           {"gemma3-27b", gemma3_of_images(62, 32, 128, 5376, 21504)},
+          {"smollm3-3b", smollm3()},
           {"mixtral-8x7b", mixtral()},
           {"gpt-oss-20b", gpt_oss(24, 32)},
           {"gpt-oss-120b", gpt_oss(36, 128)},

@@ -42,6 +42,7 @@ void for_each_llama_option(Model& c, Options& m, F&& f) {
   f(c.scale_embedding, m.scale_embedding);
   f(c.query_pre_attn_scalar, m.query_pre_attn_scalar);
   f(c.window_rope_theta, m.window_rope_theta);
+  f(c.nope_every, m.nope_every);
   f(c.rope_theta, m.rope_theta);
   f(c.kv_lora_rank, m.kv_lora_rank);
   f(c.q_lora_rank, m.q_lora_rank);

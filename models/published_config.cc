@@ -13,7 +13,7 @@ namespace {
 
 const std::string_view kOfLlamasShape[] = {"llama",       "mistral",     "mixtral",   "qwen2",       "qwen3", "qwen3_moe",
                                            "qwen3_next",  "qwen3_5_text", "qwen3_5_moe_text", "dots1", "glm4_moe", "deepseek_v2",
-                                           "deepseek_v3", "kimi_k2",     "gemma",     "gemma3_text", "gpt_oss"};
+                                           "deepseek_v3", "kimi_k2",     "gemma",     "gemma3_text", "gpt_oss", "smollm3"};
 
 // Models of images and text, and the model_type of the latter, which "text_config" describes.
 struct WithImages {
@@ -51,11 +51,11 @@ void check_gemmas_gate(const ConfigReader& r) {
 // Those of one shape: Llama's, Mistral's, Mixtral's, Qwen2's, whose queries, keys and values have biases, Qwen3's, whose
 // queries and keys have norms instead, with mixtures of experts, too, dots.llm1's and GLM-4.5's, with mixtures of another kind, DeepSeek's,
 // which have those and attention of another kind, Gemma's, whose gates are gelus, and which normalise more, gpt-oss's, with biases
-// wherever there are matrices, and Qwen3-Next's and Qwen3.5's, with linear attention.
+// wherever there are matrices, Qwen3-Next's and Qwen3.5's, with linear attention, and SmolLM3's, of which some layers have no positions.
 ModelConfig read_llama(const ConfigReader& r, const std::string& type) {
   const bool llama = type == "llama", mixtral = type == "mixtral", qwen3_moe = type == "qwen3_moe";
   const bool dots1 = type == "dots1", glm = type == "glm4_moe", deepseek = type.starts_with("deepseek") || type == "kimi_k2";
-  const bool gemma = type.starts_with("gemma"), gemma3 = type == "gemma3_text", gpt_oss = type == "gpt_oss";
+  const bool gemma = type.starts_with("gemma"), gemma3 = type == "gemma3_text", gpt_oss = type == "gpt_oss", smollm3 = type == "smollm3";
   const bool qwen3_5_moe = type == "qwen3_5_moe_text", linear = type == "qwen3_next" || type == "qwen3_5_text" || qwen3_5_moe;
   const bool qwen = type == "qwen2" || type == "qwen3" || qwen3_moe || linear;
   if (gemma) check_gemmas_gate(r);
@@ -68,8 +68,8 @@ ModelConfig read_llama(const ConfigReader& r, const std::string& type) {
   if (!qwen) r.only("use_sliding_window", false, "that is a key of Qwen's");
   if (linear) r.only("use_sliding_window", false, str("full attention of ", type, " sees all tokens before").c_str());
   if (linear) r.only("attn_output_gate", true, str("attention of ", type, " has gates").c_str());
-  if (llama || type == "gemma" || glm)
-    r.only("sliding_window", false, str(llama ? "Llama" : glm ? "GLM" : "Gemma", "'s attention sees all tokens before").c_str());
+  if (llama || type == "gemma" || glm || smollm3)
+    r.only("sliding_window", false, str(llama ? "Llama" : glm ? "GLM" : smollm3 ? "SmolLM3" : "Gemma", "'s attention sees all tokens before").c_str());
   double part = r.number("partial_rotary_factor", linear ? 0.25 : glm ? 0.5 : 1.0);
   const bool in_parts = linear || glm;
   if (!in_parts && part != 1.0) r.refuse("partial_rotary_factor", "Sheaf rotates whole heads of this model_type");
@@ -83,10 +83,10 @@ ModelConfig read_llama(const ConfigReader& r, const std::string& type) {
   m.mlp_width = r.positive(qwen3_5_moe ? "moe_intermediate_size" : "intermediate_size");
   m.context = gemma3 ? r.positive("max_position_embeddings", 131072) : r.positive("max_position_embeddings");
   m.norm_eps = r.number("rms_norm_eps", gpt_oss || glm ? 1e-5 : 1e-6);
-  m.rope_theta = r.number("rope_theta", mixtral || gemma3 ? 1e6 : gpt_oss ? 150000.0 : 10000.0);
+  m.rope_theta = r.number("rope_theta", mixtral || gemma3 ? 1e6 : gpt_oss ? 150000.0 : smollm3 ? 2e6 : 10000.0);
   double window_theta = r.number("rope_local_base_freq", 10000.0);
   read_rotary(r, m, gemma3, window_theta, in_parts ? &part : nullptr);
-  m.tie_embeddings = r.flag("tie_word_embeddings", gemma);
+  m.tie_embeddings = r.flag("tie_word_embeddings", gemma || smollm3);
   m.bias = false;
   m.qkv_bias = type == "qwen2" || (glm && r.flag("attention_bias", false));
   m.qk_norm = type == "qwen3" || qwen3_moe || linear || dots1 || gemma3 || (glm && r.flag("use_qk_norm", false));
@@ -116,6 +116,7 @@ ModelConfig read_llama(const ConfigReader& r, const std::string& type) {
   if (gemma3 && m.window) m.window_rope_theta = window_theta;
   if (!by_layer && (m.full_attention_every || m.window != window))
     r.refuse("layer_types", str("with model_type ", type, " all layers have the window"));
+  if (smollm3) read_nope(r, m);
   if (dots1 || glm || deepseek) read_deepseek_experts(r, type, m);
   if (gpt_oss) read_gpt_oss(r, m);
   if (mixtral) read_mixtral_experts(r, m);

@@ -49,6 +49,7 @@ void check_published_shape(const ModelConfig& model, const ModelConfig& publishe
     same("post_norms", m.post_norms, published.post_norms);
     same("scale_embedding", m.scale_embedding, published.scale_embedding);
     if (m.window) same("window_rope_theta", m.window_rope_theta, published.window_rope_theta);
+    same("nope_every", m.nope_every, published.nope_every);
     same("experts", m.experts, published.experts);
     if (m.experts) {
       same("experts_per_token", m.experts_per_token, published.experts_per_token);
@@ -154,6 +155,13 @@ Architecture gpt_oss(const ModelConfig& m) {
                     "(gpt_oss): this model cannot be written as one");
 }
 
+Architecture smollm3(const ModelConfig& m) {
+  if (!m.qkv_bias && !m.qk_norm && !m.rotary_dim && !m.experts && !m.kv_lora_rank && !m.window && !has_any_of_gemma(m) && !has_any_of_gpt_oss(m) &&
+      !has_any_of_qwen3_next(m))
+    return {"smollm3", "SmolLM3ForCausalLM"};
+  fail<ConfigError>("[weights] model.nope_every is published with Llama's blocks alone (smollm3): this model cannot be written as one");
+}
+
 // Qwen3-Next, or Qwen3.5, dense or with mixtures. Of these, the two with mixtures differ in their files alone: the model is what it started from.
 Architecture qwen3_next(const ModelConfig& m, const std::string& like) {
   const bool shared = m.experts && m.shared_experts && m.shared_expert_gate, window = m.window != 0;
@@ -192,6 +200,7 @@ namespace {
 
 // ConfigError for what nobody has published.
 Architecture architecture_of(const ModelConfig& m, const std::string& like) {
+  if (m.nope_every) return smollm3(m);
   if (has_any_of_qwen3_next(m)) return qwen3_next(m, like);
   if (has_any_of_gpt_oss(m)) return gpt_oss(m);
   if (has_any_of_gemma(m)) return gemma(m);
@@ -334,7 +343,12 @@ void write_llama(const ModelConfig& m, const std::string& type, Json& json) {
   if (type.starts_with("gemma")) json.set("hidden_activation", "gelu_pytorch_tanh").set("attention_bias", false);
   else json.set("hidden_act", "silu");
   if (type == "gemma3_text") json.set("query_pre_attn_scalar", m.query_pre_attn_scalar ? m.query_pre_attn_scalar : m.head_dim);
-  if (type == "llama") json.set("attention_bias", false).set("mlp_bias", false);
+  if (type == "llama" || type == "smollm3") json.set("attention_bias", false).set("mlp_bias", false);
+  if (type == "smollm3") {
+    Json::Array rotated;
+    for (int64_t i = 0; i < m.layers; ++i) rotated.push_back(static_cast<int64_t>((i + 1) % m.nope_every != 0));
+    json.set("no_rope_layers", rotated).set("no_rope_layer_interval", m.nope_every).set("use_sliding_window", false);
+  }
   if (type != "gpt_oss") return;
   json.set("attention_bias", true).set("swiglu_limit", m.expert_gate_limit).set("swiglu_alpha", m.expert_gate_alpha);
   // Without it, transformers scales them.

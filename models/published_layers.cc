@@ -125,6 +125,24 @@ void read_windows(const ConfigReader& r, int64_t window, const char* derived, co
       r.refuse(key, none ? "no window is said" : "Sheaf's models have full attention in every N-th layer, or in none or all");
 }
 
+void read_nope(const ConfigReader& r, ModelConfig& m) {
+  const char* const key = "no_rope_layers";  // 0 for those without, whatever it is called
+  const Json* const listed = r.find(key);
+  if (!listed) {
+    m.nope_every = r.positive("no_rope_layer_interval", 4);
+    return;
+  }
+  const auto is_flag = [](const Json& x) { return x == Json(int64_t{0}) || x == Json(int64_t{1}); };
+  if (!listed->is_array() || std::ssize(listed->as_array()) < m.layers || !std::ranges::all_of(listed->as_array(), is_flag))
+    r.refuse(key, "expected an array with 0 or 1 for each layer");
+  const std::span<const Json> layers(listed->as_array().data(), static_cast<size_t>(m.layers));
+  const auto first = std::ranges::find(layers, Json(int64_t{0})) - layers.begin();
+  m.nope_every = first < m.layers ? first + 1 : 0;
+  for (int64_t i = 0; i < m.layers; ++i)
+    if ((layers[static_cast<size_t>(i)] == Json(int64_t{0})) != (m.nope_every > 0 && (i + 1) % m.nope_every == 0))
+      r.refuse(key, "Sheaf's models have no rotary positions in every N-th layer, or in none");
+}
+
 void read_deepseek_experts(const ConfigReader& r, const std::string& type, ModelConfig& m) {
   const bool v2 = type == "deepseek_v2", latents = type.starts_with("deepseek") || type == "kimi_k2", v3 = latents && !v2;
   m.dense_layers = r.whole("first_k_dense_replace", 0);

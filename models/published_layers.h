@@ -28,6 +28,9 @@ void read_latents(const ConfigReader& r, ModelConfig& m);
 /// The linear attention of Qwen3-Next and Qwen3.5, and in which layers it is.
 void read_linear_attention(const ConfigReader& r, ModelConfig& m);
 
+/// Which layers of SmolLM3's have no rotary positions, to m.nope_every: as the file lists them or, if it does not, each so many-th.
+void read_nope(const ConfigReader& r, ModelConfig& m);
+
 /// The experts of DeepSeek-V3, which are dots.llm1's and GLM-4.5's, too, and those of DeepSeek-V2; a file may say that no layer has any.
 void read_deepseek_experts(const ConfigReader& r, const std::string& type, ModelConfig& m);
 

@@ -178,10 +178,11 @@ class Stages {
 
  private:
   // A mixture's loss for balance goes from each block to the last stage. Blocks that see all keys are unlike those with a window or a state,
-  // and blocks with an MLP unlike those with a mixture. In int8 each of the stages adds up a part of what all of them have.
+  // those without positions unlike those with them, and blocks with an MLP unlike those with a mixture. In int8 each of the stages adds up a part of what all of them have.
   bool leaves_blocks_out() const {
     if (config_.sharding.reduce_dtype == "int8") return false;
     if ((config_.model.window || config_.model.linear_key_heads) && config_.model.full_attention_every) return false;
+    if (config_.model.nope_every > 0) return false;
     if (config_.model.experts > 0 && config_.model.dense_layers > 0) return false;
     if (!shorter_ || stages_ == 1 || (config_.model.experts > 0 && config_.model.aux_loss != 0)) return false;
     int64_t longest = 0;

@@ -73,6 +73,7 @@ struct ModelConfig {
   int64_t window = 0;           ///< keys that a token sees, itself and those before it (sliding-window attention); 0: all
   double window_rope_theta = 0.0;  ///< base of rotary frequencies in blocks with a window, unscaled; 0: those of others (llama)
   int64_t full_attention_every = 0;  ///< with a window or linear attention: blocks N, 2·N, .., counted from 1, see all (window_of_block); 0: none
+  int64_t nope_every = 0;       ///< blocks N, 2·N, .., counted from 1, have no rotary positions (NoPE); 0: all have them (llama)
   int64_t experts = 0;          ///< MLPs of which each token goes through some (mixture of experts); 0: one MLP (llama)
   int64_t experts_per_token = 2;  ///< how many
   int64_t expert_hidden = 0;    ///< hidden size of each; 0: mlp_width

@@ -89,6 +89,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"model.rope_theta", &m.rope_theta, "base of the rotary frequencies (llama)", any, 1},
       {"model.window_rope_theta", &m.window_rope_theta, "that in blocks with a window, whose frequencies are not scaled, as Gemma 3's; 0: "
        "as in others (llama)", any, 0},
+      {"model.nope_every", &m.nope_every, "of each so many blocks the last has no rotary positions (NoPE), as SmolLM3's; 0: none (llama)", any, 0, 10000},
       {"model.rope_scaling.rope_type", &rope.rope_type, "how rotary frequencies are scaled (llama); default: not at all",
        {"default", "linear", "llama3", "yarn"}, {}, {}, {"dynamic", "longrope"}},
       {"model.rope_scaling.factor", &rope.factor, "what slow frequencies (linear: all) are divided by", any, 1, 1e6},
@@ -233,7 +234,7 @@ const char* unused(const std::string& key, const TrainConfig& config) {
   if (key == "model.bias" && config.model.type != "gpt2") return "only model.type gpt2 has biases";
   if (key == "model.qkv_bias" && config.model.type != "llama") return "only model.type llama has such biases alone";
   if (key == "model.qk_norm" && config.model.type != "llama") return "only model.type llama has such norms";
-  for (const char* name : {"gelu_gate", "post_norms", "scale_embedding", "query_pre_attn_scalar", "out_bias", "attention_sinks", "attention_gate", "rotary_dim"})
+  for (const char* name : {"gelu_gate", "post_norms", "scale_embedding", "query_pre_attn_scalar", "out_bias", "attention_sinks", "attention_gate", "rotary_dim", "nope_every"})
     if (key == str("model.", name) && config.model.type != "llama") return "only model.type llama has it";
   if (key == "model.window_rope_theta" && (config.model.type != "llama" || config.model.window == 0))
     return "only model.type llama has it, with model.window";
@@ -246,7 +247,7 @@ const char* unused(const std::string& key, const TrainConfig& config) {
     return "without model.window and model.linear_key_heads all blocks see all keys";
   const auto& m = config.model;
   if (m.linear_key_heads && m.full_attention_every == 0 && m.mtp_layers == 0)
-    for (const char* name : {"attention_gate", "attention_sinks", "qk_norm", "qkv_bias", "out_bias", "rotary_dim", "query_pre_attn_scalar", "kv_heads", "kv_lora_rank", "rope_theta"})
+    for (const char* name : {"attention_gate", "attention_sinks", "qk_norm", "qkv_bias", "out_bias", "rotary_dim", "query_pre_attn_scalar", "kv_heads", "kv_lora_rank", "rope_theta", "nope_every"})
       if (key == str("model.", name)) return "all blocks have linear attention; see model.full_attention_every";
   if (key.starts_with("model.linear_") && config.model.type != "llama") return "only model.type llama has linear attention";
   if (key.starts_with("model.linear_") && key != "model.linear_key_heads" && config.model.linear_key_heads == 0)
@@ -339,6 +340,8 @@ void validate(const TrainConfig& config, const std::function<std::string(const c
     require(m.window == 0, linear, " with model.window ", m.window, origin("model.window"), ": blocks without linear attention see all keys");
     require(m.full_attention_every != 1, linear, " would change nothing: with model.full_attention_every 1 all blocks have full attention");
   }
+  require(m.nope_every == 0 || m.kv_lora_rank == 0, "model.nope_every ", m.nope_every, origin("model.nope_every"), " with model.kv_lora_rank ", m.kv_lora_rank,
+          origin("model.kv_lora_rank"), ": latent attention always has rotary positions");
   const std::string scaling = models::rotary_scaling(m.rope_scaling).problem();
   require(m.experts == 0 || !m.gelu_gate, "model.gelu_gate", origin("model.gelu_gate"), ": mixtures of experts (model.experts ", m.experts,
           ") are SwiGLU");

@@ -153,6 +153,13 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(refused(kLlama, "rope_parameters", Json::Object{{"rope_theta", "1e4"}}), HasSubstr("rope_theta is not a number"));
   EXPECT_THAT(refused(kLlama, "attention_bias", true), HasSubstr("attention_bias is true: Sheaf's llama has no biases in both"));
   EXPECT_THAT(refused(kLlama, "mlp_bias", true), HasSubstr("mlp_bias is true"));
+  const std::string smol = "tests/models/published/smollm3_f32_listed";
+  for (const Json::Array& rotated : {Json::Array{0, 1, 1, 1}, {1, 0, 1, 1}, {1, 0, 0, 1}})
+    EXPECT_THAT(refused(smol, "no_rope_layers", rotated), HasSubstr("Sheaf's models have no rotary positions in every N-th layer, or in none"));
+  for (const Json::Array& none : {Json::Array{1, 1, 0}, {1, 1, 2, 1}, {1, true, 1, 1}})
+    EXPECT_THAT(refused(smol, "no_rope_layers", none), HasSubstr("expected an array with 0 or 1 for each layer"));
+  EXPECT_THAT(refused(smol, "use_sliding_window", true), HasSubstr("use_sliding_window is true"));
+  EXPECT_THAT(refused(smol, "sliding_window", 4), HasSubstr("SmolLM3's attention sees all tokens before"));
   EXPECT_THAT(refused(kLlama, "sliding_window", 4096), HasSubstr("sliding_window is 4096: Llama's attention sees all"));
   EXPECT_THAT(refused(kLlama, "layer_types", Json::Array{"full_attention", "sliding_attention"}),
               AllOf(HasSubstr("layer_types is"), HasSubstr("no window is said")));
@@ -165,7 +172,7 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(refused(kLlama, "partial_rotary_factor", 0.5), HasSubstr("Sheaf rotates whole heads"));
   EXPECT_THAT(refused(kLlama, "rope_interleaved", true), HasSubstr("rope_interleaved is true"));
   EXPECT_THAT(refused(kLlama, "quantization_config", Json::Object{{"bits", 4}}), HasSubstr("quantization_config is {\"bits\":4}"));
-  const std::string known = "Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text, dots1, glm4_moe, deepseek_v2, deepseek_v3, kimi_k2, gemma, gemma3_text, gpt_oss, gemma3, mistral3, qwen3_5, qwen3_5_moe";
+  const std::string known = "Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text, dots1, glm4_moe, deepseek_v2, deepseek_v3, kimi_k2, gemma, gemma3_text, gpt_oss, smollm3, gemma3, mistral3, qwen3_5, qwen3_5_moe";
   EXPECT_THAT(refused(kLlama, "model_type", "gemma2"), HasSubstr("model_type is \"gemma2\": " + known));
   EXPECT_THAT(refused(kLlama, "model_type", Json()), HasSubstr("model_type is null: " + known));
   for (const Json& window : {Json(0), Json(-1), Json(true), Json("4096")})

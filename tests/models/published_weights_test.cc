@@ -30,7 +30,7 @@ const char* const kFolders[] = {"gpt2_f32_shards", "gpt2_f16_base", "llama_bf16_
                                "mixtral_bf16_shards", "qwen3_moe_bf16", "mistral_f32_window", "qwen3_bf16_windows",
                                "dots1_bf16", "dots1_f32_window", "deepseek_v3_bf16", "deepseek_v2_f32",
                                "gemma_bf16", "gemma3_bf16", "gemma3_f32_version_4", "gpt_oss_bf16", "gpt_oss_mxfp4",
-                               "qwen3_next_bf16", "qwen3_5_bf16_images", "qwen3_5_moe_bf16", "gemma3_bf16_images", "glm4_moe_bf16", "kimi_k2_fp8"};
+                               "qwen3_next_bf16", "qwen3_5_bf16_images", "qwen3_5_moe_bf16", "gemma3_bf16_images", "glm4_moe_bf16", "kimi_k2_fp8", "smollm3_bf16", "smollm3_f32_listed"};
 
 /// Experts rest in blocks of 17 bytes, of which a rank may have parts, or matrices in a byte a value, beside others in more.
 bool has_blocks(const std::string& name) { return name == "gpt_oss_mxfp4" || name == "kimi_k2_fp8"; }
@@ -344,6 +344,7 @@ TEST(PublishedWeights, MustBeThoseOfTheModel) {
   EXPECT_THAT(message("mistral_f32", [](Config& c) { c.window = 5; }), HasSubstr("model.window is 5, but 0 in"));
   EXPECT_THAT(message("qwen3_bf16_windows", [](Config& c) { c.full_attention_every = 3; }),
               HasSubstr("model.full_attention_every is 3, but 2 in"));
+  EXPECT_THAT(message("smollm3_bf16", [](Config& c) { c.nope_every = 4; }), HasSubstr("model.nope_every is 4, but 2 in"));
   const auto gemma = [&](auto change) { return message("gemma3_bf16", change); };
   EXPECT_THAT(gemma([](Config& c) { c.gelu_gate = false; }), HasSubstr("model.gelu_gate is false, but true in"));
   EXPECT_THAT(gemma([](Config& c) { c.post_norms = false; }), HasSubstr("model.post_norms is false, but true in"));

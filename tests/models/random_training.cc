@@ -76,6 +76,7 @@ void draw_model(models::ModelConfig& m, Draw& draw) {
     m.linear_key_head_dim = 2 + draw.below(5), m.linear_value_head_dim = 2 + draw.below(5), m.linear_conv_kernel = 1 + draw.below(4);
   }
   m.rope_theta = draw.of<double>({10000, 100});
+  if (m.kv_lora_rank == 0) m.nope_every = draw.of<int64_t>({0, 0, 0, 1, 2, 3});
   m.rope_scaling.rope_type = draw.of<std::string>({"default", "default", "linear", "llama3", "yarn"});
   m.rope_scaling.original_max_position_embeddings = 8;
   m.rope_scaling.high_freq_factor = 4;

@@ -32,7 +32,8 @@ const std::string kGpt2 = "tests/models/published/gpt2_f32_shards", kBase = "tes
                   kGptOss = "tests/models/published/gpt_oss_bf16", kMxfp4 = "tests/models/published/gpt_oss_mxfp4",
                   kQwen3Next = "tests/models/published/qwen3_next_bf16", kQwen35 = "tests/models/published/qwen3_5_bf16_images",
                   kQwen35Moe = "tests/models/published/qwen3_5_moe_bf16", kGemma3Images = "tests/models/published/gemma3_bf16_images",
-                  kGlm = "tests/models/published/glm4_moe_bf16", kKimi = "tests/models/published/kimi_k2_fp8";
+                  kGlm = "tests/models/published/glm4_moe_bf16", kKimi = "tests/models/published/kimi_k2_fp8",
+                  kSmol = "tests/models/published/smollm3_bf16";
 
 struct Folder : ScratchFolder {
   Folder() { testing::write_sample_tokens(*this / "tokens.bin"); }
@@ -294,7 +295,7 @@ std::string without_images(const std::string& name) { return "model." + name.sub
 TEST(Weights, ExportAndImportAreInverse) {
   const Folder folder;
   for (const std::string& weights : {kGpt2, kBase, kLlama, kScaled, kQwen2, kQwen3, kYarn, kMixtral, kQwen3Moe, kDots1, kDeepseek2, kDeepseek3,
-                                     kGemma, kGemma3, kGptOss, kMxfp4, kQwen3Next, kQwen35, kQwen35Moe, kGemma3Images, kGlm, kKimi})
+                                     kGemma, kGemma3, kGptOss, kMxfp4, kQwen3Next, kQwen35, kQwen35Moe, kGemma3Images, kGlm, kKimi, kSmol})
     for (int world : {1, 3}) {
       SCOPED_TRACE(str(weights, " on ", world));
       const std::string name = str(world, weights.substr(weights.rfind('/') + 1));
