@@ -18,6 +18,7 @@ std::atomic<uint64_t> next_serial{1};
 }  // namespace
 
 PathScope::PathScope(const std::string& path) : previous_(current_path) { current_path = &path; }
+PathScope::PathScope(std::string&& path) : own_(std::move(path)), previous_(current_path) { current_path = &own_; }
 PathScope::~PathScope() { current_path = previous_; }
 const std::string& PathScope::current() {
   static const std::string kRoot;

@@ -52,14 +52,19 @@ class RecomputeScope {
   bool selective_ = false;  // or which it made selective
 };
 
-/// The module path of what this thread executes, for tapes and error messages. nn::Module opens these scopes.
+/// The module path of what this thread executes, for tapes and error messages. nn::Module opens these scopes. A path that somebody else has,
+/// which must outlive the scope, is not copied: every op has one.
 class PathScope {
  public:
   explicit PathScope(const std::string& path);
+  explicit PathScope(std::string&& path);  ///< "probe", or what is put together for it: the scope keeps it
   ~PathScope();
+  PathScope(const PathScope&) = delete;
+  PathScope& operator=(const PathScope&) = delete;
   static const std::string& current();
 
  private:
+  const std::string own_;
   const std::string* previous_;
 };
 

@@ -1,11 +1,12 @@
 // TapeEditor: how passes change a tape. New nodes are recorded from code in the ops that models are written in, so that what they compute,
 // its type and its placement follow from the same rules; a pass that asks for a sum over a Shard gets the all_reduce with it.
 //
+//   std::vector<ValueId> sums;
 //   TapeEditor edit(plain.tape());                             // plain: a Program (compile.h)
-//   const auto norm = [](const Tensor& x) { return sum(square(x)); };
+//   const auto squares = [](const Tensor& x) { return sum(square(x)); };
 //   for (NodeId id = 0; id < edit.tape().num_nodes(); ++id)    // nodes are meant by their ids in the tape that was given
-//     if (...) norms.push_back(edit.insert(id + 1, norm, some value));
-//   return plain.with_tape(edit.take(), norms);                // which checks it
+//     if (...) sums.push_back(edit.insert(id + 1, squares, some value));
+//   return plain.with_tape(edit.take(), sums);                 // which checks it
 #pragma once
 
 #include <concepts>
