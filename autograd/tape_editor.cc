@@ -12,7 +12,6 @@ TapeEditor::TapeEditor(Tape tape)
 
 std::vector<ValueId> TapeEditor::insert(NodeId before, const TensorFunction& code, std::span<const ValueId> inputs) {
   expect_place(before);
-  std::vector<ValueId> of;  // by value of what is recorded
   std::vector<ValueId> results;
   const auto recorded = [&] {
     const DeviceScope nowhere(Device::meta());
@@ -30,7 +29,7 @@ std::vector<ValueId> TapeEditor::insert(NodeId before, const TensorFunction& cod
   }();
   const Phase phase = before < given_ ? tape_.node(before).phase : given_ > 0 ? tape_.node(given_ - 1).phase : Phase::forward;
   const std::string path = inputs.empty() ? "" : tape_.path(tape_.node(tape_.value(inputs[0]).producer));
-  of.assign(recorded.num_values(), -1);
+  std::vector<ValueId> of(recorded.num_values(), -1);  // by value of what is recorded
   std::ranges::copy(inputs, of.begin());
   for (NodeId id = 0; id < recorded.num_nodes(); ++id) {
     const Node& n = recorded.node(id);

@@ -4,9 +4,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <sstream>
 #include <utility>
 #include <vector>
+
+#include "sheaf/models/number_words.h"
 
 namespace sheaf::models {
 namespace {
@@ -27,14 +28,14 @@ std::string some_names(const std::vector<nn::Parameter>& parameters) {
 
 optim::FactorRule factors_by_name(const char* option, const std::string& text, nn::Module& model, optim::FactorRule otherwise) {
   std::vector<NamedFactor> factors;
-  std::istringstream in(text);
+  const std::vector<std::string> words = words_of(text);
   const std::vector<nn::Parameter> parameters = model.parameters();
-  for (std::string word; in >> word;) {
+  for (size_t i = 0; i < words.size(); i += 2) {
     NamedFactor next{};
-    std::istringstream number(word);
-    check<ConfigError>(number >> next.factor && number.eof() && std::isfinite(next.factor) && next.factor >= 0 && in >> next.pattern, "[train] ",
+    check<ConfigError>(is_number(words[i], next.factor) && std::isfinite(next.factor) && next.factor >= 0 && i + 1 < words.size(), "[train] ",
                        option, " '", text, "': factors, at least 0, and patterns of parameters in turn, \"0.1 wte.* 2 *.norm*\"; found '",
-                       word, "'");
+                       words[i], "'");
+    next.pattern = words[i + 1];
     check<ConfigError>(std::ranges::any_of(parameters, [&](const nn::Parameter& p) { return next.matches(p); }), "[train] ", option, " '",
                        text, "': no parameter matches '", next.pattern, "'; they are ", some_names(parameters));
     factors.push_back(std::move(next));

@@ -1,13 +1,12 @@
 #include "sheaf/models/token_mixture.h"
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
-#include <sstream>
 
 #include "sheaf/core/error.h"
 #include "sheaf/core/file.h"
 #include "sheaf/core/json.h"
+#include "sheaf/models/number_words.h"
 
 namespace sheaf::models {
 namespace {
@@ -16,18 +15,6 @@ namespace {
 int64_t taken(uint64_t split, int64_t n) {
   const auto product = static_cast<unsigned __int128>(split) * static_cast<uint64_t>(n);
   return static_cast<int64_t>((product + (uint64_t{1} << 63)) >> 64);
-}
-
-bool is_number(const std::string& word, double& value) {
-  const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);
-  return error == std::errc() && end == word.data() + word.size();
-}
-
-std::vector<std::string> words_of(const std::string& text) {
-  std::istringstream in(text);
-  std::vector<std::string> words;
-  for (std::string word; in >> word;) words.push_back(word);
-  return words;
 }
 
 }  // namespace

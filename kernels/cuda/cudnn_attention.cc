@@ -252,7 +252,7 @@ size_t dq_bytes(const Attention& a) {
 size_t workspace_of(const Attention& a, const Plan& plan) {
   return align_part(plan.workspace()) + dq_bytes(a);
 }
-/// Behind that of the parts, for all of them: where lse is not packed as it should be, it is copied.
+/// In front of that of the parts, for all of them: where lse is not packed as it should be, it is copied.
 size_t lse_bytes(const Attention& a) {
   return is_backward(a) && !a.lse.contiguous()
              ? align_part(a.lse.numel() * static_cast<int64_t>(sizeof(float)))
@@ -325,23 +325,22 @@ void attention(const Stream& stream, const Attention& a, Workspace workspace) {
   const std::string why = layout_refusal(a);
   if (!why.empty()) fail_for(a, why);
   Attention packed = with_packed_lse(a);
+  const size_t of_lse = lse_bytes(a);
+  if (of_lse > 0) packed.lse.data = workspace.data;
+  const std::vector<Attention> parts = parts_of(packed);
   DeviceAttention& device = attention_of(stream.device.index);
   std::lock_guard lock(device.mutex);
-  const Attention part = parts_of(packed).front();
-  const Answer& answer = device.ask(part);
+  const Answer& answer = device.ask(parts.front());
   if (!answer.plan) fail_for(a, answer.refusal);
-  const size_t of_parts = workspace_of(part, *answer.plan);
-  check<ShapeError>(workspace.bytes >= of_parts + lse_bytes(a),
+  check<ShapeError>(workspace.bytes >= of_lse + workspace_of(parts.front(), *answer.plan),
                     "[attention] workspace too small: ", workspace.bytes, " bytes");
-  if (lse_bytes(a) > 0) {
-    packed.lse.data = static_cast<char*>(workspace.data) + of_parts;
-    copy(stream, a.lse, packed.lse);
-  }
+  if (of_lse > 0) copy(stream, a.lse, packed.lse);
+  const Workspace of_parts{static_cast<char*>(workspace.data) + of_lse, workspace.bytes - of_lse};
   ++calls;
   try {
     check_status(cudnnSetStream(device.handle, static_cast<cudaStream_t>(stream.handle)),
                  "cudnnSetStream");
-    for (const Attention& each : parts_of(packed)) run(stream, device.handle, *answer.plan, each, workspace);
+    for (const Attention& part : parts) run(stream, device.handle, *answer.plan, part, of_parts);
   } catch (const Refusal& refusal) {
     fail_for(a, refusal.what());
   }

@@ -63,7 +63,7 @@ struct Bundle {
   Table parts = nullptr;            ///< pieces: where in the shard, where in what is at rest, elements
   Table slices = nullptr;           ///< of the ranks of a secondary axis: elements; null without one
   int64_t before = 0;               ///< elements of the slices before this rank's
-  Tensor whole;                     ///< of matrices: the shard's segments with factors of 1, which are the momentum's
+  Tensor whole;                     ///< of matrices: the shard's segments with learning rates of 1, which are the momentum's
 };
 
 /// The bundle of these leaves of a shard; fills in `shard.parts`, counted in what is at rest.

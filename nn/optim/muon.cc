@@ -66,15 +66,16 @@ void Muon::add_shard(const ShardState& all, std::vector<Matrix> matrices, std::v
   ShardState shard{all.unit, all.buffer, std::move(leaves), {}, {}, {}, {}};
   bundles_.push_back(make_bundle(all, std::move(matrices), shard));
   Bundle& bundle = bundles_.back();
-  std::vector<kernels::Segment> segments, whole;
-  for (const StatePart& part : shard.parts) {
+  std::vector<kernels::Segment> segments;
+  for (const StatePart& part : shard.parts)
     segments.push_back(detail::segment_of(of_leaf[part.piece.leaf], 0, part.piece.runs.numel()));
-    whole.push_back(detail::segment_of({}, 0, part.piece.runs.numel()));
-  }
   const Device where = all.flat().shard.device();
   shard.segments = detail::segment_table(segments, where);
-  const bool alike = std::ranges::all_of(segments, [](const kernels::Segment& s) { return s.lr == 1; });
-  if (!bundle.matrices.empty()) bundle.whole = alike ? shard.segments : detail::segment_table(whole, where);
+  if (!bundle.matrices.empty()) {  // nor does the momentum decay: its scalars say so
+    const bool alike = std::ranges::all_of(segments, [](const kernels::Segment& s) { return s.lr == 1; });
+    for (kernels::Segment& s : segments) s.lr = 1;
+    bundle.whole = alike ? shard.segments : detail::segment_table(segments, where);
+  }
   shard.names = bundle.matrices.empty() ? std::vector<std::string>{"m", "v"} : std::vector<std::string>{"momentum"};
   const StateOptions& state = bundle.matrices.empty() ? options_.adamw.state : options_.state;
   for (size_t s = 0; s < shard.names.size(); ++s) shard.state.push_back(detail::zero_state(bundle.at_rest, where, state));
