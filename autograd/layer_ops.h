@@ -98,7 +98,8 @@ struct AttentionOptions {
   double scale = 0;    ///< of the scores; 0: 1 / sqrt(D)
   /// Where the document of each token begins, i32[B, T] (document_begins): a token then sees those of its own document alone,
   /// up to itself, and gets, bit for bit on CPUs and from our own kernels on GPUs, what it would get if there were no others.
-  /// Causal only, with as many keys as queries. Cut with the batch.
+  /// Causal only, with no fewer keys than queries: places are among the keys, and the first query's document may have begun before
+  /// it. Cut with the batch.
   Tensor begins = {};
   /// Keys that a query sees, itself and those before it: query t those with t + S - T - window < s, of the ones above
   /// (sliding-window attention; Beltagy et al., https://arxiv.org/abs/2004.05150). Causal only, and the work is that of the
@@ -173,10 +174,12 @@ struct RotaryOptions {
   int64_t width = -1;          ///< of each the last so many elements; -1: all
   bool neighbours = false;     ///< pairs are elements 2i and 2i + 1 of these, as in DeepSeek's checkpoints
   RotaryScaling scaling = {};  ///< lowers the frequencies (it says how, and from where)
+  /// Rows begin at these places, i32[B, T], and tokens stand at first_position + t - begins[b, t]; undefined: all at 0.
+  Tensor begins = {};
 };
 /// Rotary position embedding (Su et al., https://arxiv.org/abs/2104.09864) of x[B, T, H, D]: of R rotated elements, those of pair
-/// i, which are i and i + R/2 as in Llama's Hugging Face checkpoints, turn by (first_position + t) theta^(-2i/R). Tokens may
-/// be cut, which turn by where they stand, and heads, packed ones in parts if the rotated ones end with one.
+/// i, which are i and i + R/2 as in Llama's Hugging Face checkpoints, turn by position theta^(-2i/R). Tokens may be cut, which turn
+/// by where they stand, and heads, packed ones in parts if the rotated ones end with one.
 Tensor rotary(const Tensor& x, const RotaryOptions& options = {});
 
 struct CrossEntropyOptions {

@@ -438,6 +438,9 @@ const std::vector<OpSample>& op_samples() {
        .f = [](Args x) { return attention(x[0], x[1], x[2], {.window = 3, .sinks = x[3]}); },
        .tolerance = 4,
        .rules = {"S0 S0 S0 R -> S0", "S2|2,2/1 S2|1,1/1 S2|1,1/1 S0|2,2/1 -> S2|2,2/1", "S2|2,2/1 R R R -> S2|2,2/1", "R R P R -> P", "S1 R R R -> S1"}},
+      {.op = "attention", .variant = "documents of more keys", .inputs = {{2, 3, 4, 5}, {2, 7, 2, 5}, {2, 7, 2, 5}, integers({2, 7}, 3)},
+       .f = [](Args x) { return attention(x[0], x[1], x[2], {.begins = slice(document_begins(x[3], 0), 1, 4, 7)}); },
+       .tolerance = 4, .rules = {"S0 S0 S0 S0 -> S0", "S2|2,2/1 S2|1,1/1 S2|1,1/1 R -> S2|2,2/1", "S1 R R R -> S1"}},
       {.op = "attention", .variant = "sinks of documents", .inputs = {{2, 7, 4, 5}, {2, 7, 2, 10}, {4}, integers({2, 7}, 3)},
        .f = [](Args x) {
          const auto kv = chunk(x[1], 2, 3);
@@ -579,6 +582,9 @@ const std::vector<OpSample>& op_samples() {
        .f = [](Args x) { return rotary(x[0], {.theta = 100.0, .first_position = 3, .width = 6, .neighbours = true}); },
        .rules = {"S0 -> S0", "S2 -> S2", "P -> P", "S1 -> S1"}, .zero_size = false},
       {.op = "rotary", .variant = "offset", .inputs = {{1, 3, 2, 4}}, .f = [](Args x) { return rotary(x[0], {.theta = 500.0, .first_position = 70}); }},
+      {.op = "rotary", .variant = "rows", .inputs = {{2, 3, 4, 6}, integers({2, 3}, 3, kI32)},  // that begin at any place before the token
+       .f = [](Args x) { return rotary(x[0], {.theta = 100.0, .first_position = 2, .heads = 3, .begins = x[1]}); },
+       .rules = {"S0 S0 -> S0", "S1 S1 -> S1", "P R -> P"}},
       {.op = "rotary", .variant = "scaled", .inputs = {{2, 3, 2, 6}},  // a frequency that stays, one between, one divided
        .f = [](Args x) { return rotary(x[0], {.theta = 100.0, .first_position = 70, .scaling = RotaryScaling::llama3(8, 1, 4, 40)}); },
        .rules = {"S0 -> S0", "S2 -> S2", "P -> P", "S1 -> S1"}},

@@ -68,11 +68,11 @@ inline std::string describe_mask(bool causal, int64_t window) {
   return str(causal ? "causal " : "", window ? str("window ", window, " ") : "");
 }
 
-inline void check_begins(const char* op, const Type& begins, const Shape& rows_BT, bool causal, bool as_many_keys) {
+inline void check_begins(const char* op, const Type& begins, const Shape& rows_BT, bool causal, bool enough_keys) {
   if (begins.dtype != kI32) fail<DTypeError>("[", op, "] where documents begin is i32, not ", begins);
-  if (!(begins.shape == rows_BT) || !causal || !as_many_keys)
-    fail<ShapeError>("[", op, "] documents want a causal mask, as many keys as queries and their begins as [B,T] ", rows_BT,
-                     "; got ", begins, causal ? "" : ", not causal", as_many_keys ? "" : ", other keys");
+  if (!(begins.shape == rows_BT) || !causal || !enough_keys)
+    fail<ShapeError>("[", op, "] documents want a causal mask, no fewer keys than queries and their begins as [B,T] ", rows_BT,
+                     "; got ", begins, causal ? "" : ", not causal", enough_keys ? "" : ", fewer keys");
 }
 
 inline void check_sinks(const char* op, const Type& sinks, int64_t heads, DType d) {

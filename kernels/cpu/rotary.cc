@@ -8,87 +8,107 @@
 namespace sheaf::kernels::cpu {
 namespace {
 
-/// Positions whose angles are sums of one coarse and one fine angle: sine and cosine are computed
-/// for T/64 + 64 positions instead of T, and combined in f64.
+/// Positions whose angles are sums of one coarse and one fine angle: of T tokens sine and cosine are
+/// computed for T/64 + 64 positions, and combined in f64. Of fewer tokens than that they are computed
+/// one by one, as the same sums.
 constexpr int64_t kFine = 64;
 
 struct Tables {
-  int64_t positions, half;
+  int64_t rows, half;  ///< of all tokens, or of those of one sequence that stands for all
   size_t bytes_per_value;
-  Tables(const View& x, const RotaryPart& part)
-      : positions(x.shape[1]), half(part.width / 2), bytes_per_value(x.dtype == kF64 ? 8 : 4) {}
+  Tables(const View& x, const RotaryPart& part, const RotaryPositions& positions)
+      : rows(given(positions.begins) ? x.shape[0] * x.shape[1] : x.shape[1]),
+        half(part.width / 2),
+        bytes_per_value(x.dtype == kF64 ? 8 : 4) {}
+  bool has_fine() const { return rows > kFine; }
   size_t fine_bytes() const {
-    return line_align(static_cast<size_t>(2 * kFine * half) * sizeof(double));
+    return has_fine() ? line_align(static_cast<size_t>(2 * kFine * half) * sizeof(double)) : 0;
   }
   size_t bytes() const {
-    return fine_bytes() + 2 * line_align(static_cast<size_t>(positions * half) * bytes_per_value);
+    return fine_bytes() + 2 * line_align(static_cast<size_t>(rows * half) * bytes_per_value);
   }
 };
 
+int64_t position_of(const RotaryPositions& positions, int64_t tokens, int64_t row) {
+  if (!given(positions.begins)) return positions.first + row;
+  const int64_t b = row / tokens, t = row % tokens;
+  return positions.first + t - positions.begins.as<int32_t>()[b * positions.begins.strides[0] + t];
+}
+
+struct Angle {
+  double cosine, sine;
+  explicit Angle(double a) : cosine(std::cos(a)), sine(std::sin(a)) {}
+};
+
 template <class C>
-void fill_tables(const Tables& t, const RotaryFrequencies& frequency, int64_t first_position,
+void fill_tables(const Tables& t, const RotaryFrequencies& frequency, const RotaryPositions& positions, int64_t tokens,
                  double* fine, C* cosine, C* sine) {
-  parallel_for(t.half, std::max<int64_t>(1, 2048 / kFine), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const double f = frequency(i);
-      for (int64_t r = 0; r < kFine; ++r) {
-        fine[2 * (r * t.half + i)] = std::cos(static_cast<double>(r) * f);
-        fine[2 * (r * t.half + i) + 1] = std::sin(static_cast<double>(r) * f);
-      }
-    }
-  });
-  const int64_t first_coarse = first_position / kFine,
-                last_coarse = (first_position + t.positions - 1) / kFine;
-  parallel_for(last_coarse - first_coarse + 1, 2, [&](int64_t begin, int64_t end) {
-    for (int64_t q = first_coarse + begin; q < first_coarse + end; ++q)
-      for (int64_t i = 0; i < t.half; ++i) {
-        const double angle = static_cast<double>(q * kFine) * frequency(i);
-        const double c = frequency.amplitude() * std::cos(angle),
-                     s = frequency.amplitude() * std::sin(angle);
+  if (t.has_fine())
+    parallel_for(t.half, std::max<int64_t>(1, 2048 / kFine), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i)
         for (int64_t r = 0; r < kFine; ++r) {
-          const int64_t row = q * kFine + r - first_position;
-          if (row < 0 || row >= t.positions) continue;
-          const double fc = fine[2 * (r * t.half + i)], fs = fine[2 * (r * t.half + i) + 1];
-          cosine[row * t.half + i] = static_cast<C>(c * fc - s * fs);
-          sine[row * t.half + i] = static_cast<C>(s * fc + c * fs);
+          const Angle a(static_cast<double>(r) * frequency(i));
+          fine[2 * (r * t.half + i)] = a.cosine;
+          fine[2 * (r * t.half + i) + 1] = a.sine;
         }
+    });
+  const auto fill = [&](int64_t row, int64_t r, int64_t i, double c, double s) {
+    double fc, fs;
+    if (t.has_fine()) {
+      fc = fine[2 * (r * t.half + i)], fs = fine[2 * (r * t.half + i) + 1];
+    } else {
+      const Angle a(static_cast<double>(r) * frequency(i));
+      fc = a.cosine, fs = a.sine;
+    }
+    cosine[row * t.half + i] = static_cast<C>(c * fc - s * fs);
+    sine[row * t.half + i] = static_cast<C>(s * fc + c * fs);
+  };
+  parallel_for(t.rows, std::max<int64_t>(1, 8192 / std::max<int64_t>(t.half, 1)), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end;) {  // rows whose positions have one coarse angle
+      const int64_t q = position_of(positions, tokens, row) / kFine;
+      int64_t after = row + 1;
+      while (after < end && position_of(positions, tokens, after) / kFine == q) ++after;
+      for (int64_t i = 0; i < t.half; ++i) {
+        const Angle a(static_cast<double>(q * kFine) * frequency(i));
+        const double c = frequency.amplitude() * a.cosine, s = frequency.amplitude() * a.sine;
+        for (int64_t at = row; at < after; ++at) fill(at, position_of(positions, tokens, at) - q * kFine, i, c, s);
       }
+      row = after;
+    }
   });
 }
 
 }  // namespace
 
-size_t rotary_workspace(const View& x, const RotaryPart& part) {
-  return x.rank() == 4 ? Tables(x, part).bytes() : 0;
+size_t rotary_workspace(const View& x, const RotaryPart& part, const RotaryPositions& positions) {
+  return x.rank() == 4 ? Tables(x, part, positions).bytes() : 0;
 }
 
-void rotary(const View& x, double theta, const RotaryScaling& scaling, int64_t first_position,
+void rotary(const View& x, double theta, const RotaryScaling& scaling, const RotaryPositions& positions,
             const RotaryPart& part, bool inverse, const View& y, Workspace workspace) {
-  check<ShapeError>(x.rank() == 4 && y.shape == x.shape, "[rotary] wants [B, T, H, D], got ",
-                    x.shape, " into ", y.shape);
-  check<ShapeError>(part.width >= 0 && part.width % 2 == 0 && part.width <= x.shape[3],
-                    "[rotary] cannot rotate ", part.width, " elements of each head of ", x.shape,
-                    "; wants an even number, at most D");
-  check<DTypeError>(y.dtype == x.dtype, "[rotary] ", x.dtype, " into ", y.dtype);
-  check<ConfigError>(first_position >= 0 && theta > 0, "[rotary] first position ", first_position,
-                     ", theta ", theta);
+  check_rotary(x, theta, positions, part, y);
   if (x.numel() == 0) return;
+  const int64_t tokens = x.shape[1];
+  if (given(positions.begins))
+    for (int64_t row = 0; row < x.shape[0] * tokens; ++row)
+      check<DataError>(position_of(positions, tokens, row) >= 0, "[rotary] token ", row % tokens, " of row ", row / tokens,
+                       " stands before the row begins");
   visit_floating("rotary", x.dtype, [&]<class T>() {
     using C = ComputeType<T>;
     using L = Lanes<C>;
-    const Tables t(x, part);
+    const Tables t(x, part, positions);
     Carver carver("rotary", workspace);
-    double* fine = carver.take<double>(2 * kFine * t.half);
-    C *cosine = carver.take<C>(t.positions * t.half), *sine = carver.take<C>(t.positions * t.half);
-    fill_tables(t, RotaryFrequencies(theta, t.half, scaling), first_position, fine, cosine, sine);
+    double* fine = carver.take<double>(t.has_fine() ? 2 * kFine * t.half : 0);
+    C *cosine = carver.take<C>(t.rows * t.half), *sine = carver.take<C>(t.rows * t.half);
+    fill_tables(t, RotaryFrequencies(theta, t.half, scaling), positions, tokens, fine, cosine, sine);
     const Rows<const T> in("rotary", x);
     const Rows<T> out("rotary", y);
     const int64_t heads = x.shape[2], width = x.shape[3], kept = width - part.width;
     const L sign(inverse ? C(-1) : C(1));
     parallel_for(
-        x.shape[0] * t.positions, row_grain(heads * width), [&](int64_t begin, int64_t end) {
+        x.shape[0] * tokens, row_grain(heads * width), [&](int64_t begin, int64_t end) {
           for (int64_t bt = begin; bt < end; ++bt) {
-            const C *c = cosine + bt % t.positions * t.half, *s = sine + bt % t.positions * t.half;
+            const C *c = cosine + bt % t.rows * t.half, *s = sine + bt % t.rows * t.half;
             for (int64_t h = 0; h < heads; ++h) {
               const T* from = in[bt * heads + h];
               T* to = out[bt * heads + h];

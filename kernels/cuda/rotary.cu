@@ -17,10 +17,26 @@ struct Rotation {
   int64_t xb, xt, xh, yb, yt, yh;  ///< strides
   RotaryFrequencies frequency;
   int64_t first_position;
+  const int32_t* begins;  ///< of rows that begin at other places than 0, else null
+  int64_t begins_stride;
   bool inverse;
 };
 
-// A block takes `tile` positions, computes their sines and cosines once, and uses them for all
+// Sines and cosines of `tile` tokens of sequence b from `first` on.
+template <class T>
+__device__ void fill_tables(const Rotation<T>& r, int64_t b, int64_t first, int tile, Compute<T>* cosine, Compute<T>* sine) {
+  for (int n = threadIdx.x; n < tile * r.half; n += kThreads) {
+    const int64_t t = first + n / r.half;
+    const int64_t position = r.first_position + t - (r.begins ? r.begins[b * r.begins_stride + t] : 0);
+    double s, c;
+    ::sincos(static_cast<double>(position) * r.frequency(n % r.half), &s, &c);
+    s *= r.frequency.amplitude(), c *= r.frequency.amplitude();
+    cosine[n] = static_cast<Compute<T>>(c), sine[n] = static_cast<Compute<T>>(r.inverse ? -s : s);
+  }
+}
+
+// A block takes `tile` tokens, computes their sines and cosines, once for all sequences that begin at
+// the same place, and uses them for all
 // heads of sequences blockIdx.y, blockIdx.y + gridDim.y, ... A thread owns both elements of the
 // pairs that it rotates, 2 x 16 bytes at a time. What is not rotated is copied, or in place not
 // touched.
@@ -32,16 +48,6 @@ __global__ void __launch_bounds__(kThreads) rotate(Rotation<T> r) {
   C* sine = cosine + r.tile * r.half;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * r.tile;
   const int tile = static_cast<int>(std::min<int64_t>(r.tile, r.positions - first));
-  for (int n = threadIdx.x; n < tile * r.half; n += kThreads) {
-    const double angle =
-        static_cast<double>(r.first_position + first + n / r.half) * r.frequency(n % r.half);
-    double s, c;
-    ::sincos(angle, &s, &c);
-    s *= r.frequency.amplitude(), c *= r.frequency.amplitude();
-    cosine[n] = static_cast<C>(c), sine[n] = static_cast<C>(r.inverse ? -s : s);
-  }
-  __syncthreads();
-
   const int kept = r.width - 2 * r.half;  // the first elements
   const int chunks = static_cast<int>(blocks_for(r.half, kSize)),
             wide_chunks = static_cast<int>(blocks_for(r.width, kSize));
@@ -49,6 +55,11 @@ __global__ void __launch_bounds__(kThreads) rotate(Rotation<T> r) {
   const int pieces = tile * r.rotated * chunks;  // of one sequence, here and below
   const int copies = copied ? tile * r.heads * wide_chunks : 0;
   for (int64_t b = blockIdx.y; b < r.batch; b += gridDim.y) {
+    if (r.begins || b == blockIdx.y) {
+      __syncthreads();
+      fill_tables(r, b, first, tile, cosine, sine);
+      __syncthreads();
+    }
     for (int n = threadIdx.x; n < pieces; n += kThreads) {
       const int row = n / chunks, t = row / r.rotated, h = row - t * r.rotated;
       const int at = (n - row * chunks) * kSize;  // the first of kSize pairs
@@ -80,20 +91,13 @@ __global__ void __launch_bounds__(kThreads) rotate(Rotation<T> r) {
 
 }  // namespace
 
-size_t rotary_workspace(const View&, const RotaryPart&) { return 0; }
+size_t rotary_workspace(const View&, const RotaryPart&, const RotaryPositions&) { return 0; }
 
 void rotary(const Stream& stream, const View& x, double theta, const RotaryScaling& scaling,
-            int64_t first_position, const RotaryPart& part, bool inverse, const View& y,
+            const RotaryPositions& positions, const RotaryPart& part, bool inverse, const View& y,
             Workspace) {
   const char* who = "rotary";
-  check<ShapeError>(x.rank() == 4 && y.shape == x.shape, "[rotary] wants [B, T, H, D], got ",
-                    x.shape, " into ", y.shape);
-  check<ShapeError>(part.width >= 0 && part.width % 2 == 0 && part.width <= x.shape[3],
-                    "[rotary] cannot rotate ", part.width, " elements of each head of ", x.shape,
-                    "; wants an even number, at most D");
-  check<DTypeError>(y.dtype == x.dtype, "[rotary] ", x.dtype, " into ", y.dtype);
-  check<ConfigError>(first_position >= 0 && theta > 0, "[rotary] first position ", first_position,
-                     ", theta ", theta);
+  check_rotary(x, theta, positions, part, y);
   if (x.numel() == 0) return;
   const int64_t half = part.width / 2;
   const size_t bytes_each = 2 * half * (x.dtype == kF64 ? 8 : 4);  // of a position's angles
@@ -114,7 +118,9 @@ void rotary(const Stream& stream, const View& x, double theta, const RotaryScali
                        static_cast<int>(std::clamp<int64_t>(part.heads, 0, x.shape[2])),
                        static_cast<int>(half), static_cast<int>(tile), x.strides[0], x.strides[1],
                        x.strides[2], y.strides[0], y.strides[1], y.strides[2],
-                       RotaryFrequencies(theta, half, scaling), first_position, inverse});
+                       RotaryFrequencies(theta, half, scaling), positions.first,
+                       given(positions.begins) ? positions.begins.as<int32_t>() : nullptr,
+                       given(positions.begins) ? positions.begins.strides[0] : 0, inverse});
   });
 }
 

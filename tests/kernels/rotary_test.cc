@@ -243,6 +243,51 @@ TEST(Rotary, PartsHaveTheirBitsWhateverStridesAndThreads) {
   }
 }
 
+// Fewer tokens than have a table of fine angles, and more; rows that begin anywhere.
+TEST(Rotary, APositionHasItsBitsWhereverTheTokenLies) {
+  constexpr int64_t kTokens = 150;
+  const Shape s{1, kTokens, 3, 24};
+  const RotaryScaling scaling = RotaryScaling::yarn(8, 100);
+  const auto rows_of = [&](const View& x, int64_t b, int64_t first, int64_t count) {
+    View part = x;
+    part.data = x.as<float>() + b * x.strides[0] + first * x.strides[1];
+    part.shape[0] = 1, part.shape[1] = count;
+    return part;
+  };
+  const Array x = Array::random(kF32, s, 1), all = rotate(x, 7, false, scaling);
+  for (const int64_t count : {1, 2, 63, 64, 65, 140})
+    for (const int64_t first : {0, 5, 10}) {
+      const Array some = rotate(rows_of(x, 0, first, count), 7 + first, false, scaling);
+      EXPECT_TRUE(same_bits(some, rows_of(all, 0, first, count))) << count << " from " << first;
+    }
+  for (const int64_t count : {1, 20, 64, 100}) {  // of three rows
+    const int64_t starts[] = {0, 3, 41};
+    Array begins(kI32, {3, count}), rows(kF32, {3, count, 3, 24}), got(kF32, {3, count, 3, 24});
+    for (int64_t i = 0; i < 3 * count; ++i) begins.set(i, static_cast<double>(starts[i / count]));
+    for (int64_t b = 0; b < 3; ++b)
+      for (int64_t i = 0; i < count * 72; ++i) rows.set(b * count * 72 + i, x.at(i));
+    const RotaryPart part{3, 24};
+    const RotaryPositions positions(41 + 7, begins);
+    rotary(rows, 10000, scaling, positions, part, false, got, Scratch(rotary_workspace(without_data(rows), part, positions)));
+    for (int64_t b = 0; b < 3; ++b) {
+      const Array alone = rotate(rows_of(x, 0, 0, count), 41 + 7 - starts[b], false, scaling);
+      EXPECT_TRUE(same_bits(rows_of(got, b, 0, count), alone)) << count << " tokens of row " << b;
+    }
+  }
+}
+
+TEST(Rotary, RefusesTokensBeforeTheirRow) {
+  const Array x = Array::random(kF32, {2, 2, 1, 4}, 1), y(kF32, {2, 2, 1, 4}), begins = Array::of(kI32, {2, 2}, {0, 0, 4, 0});
+  try {
+    rotary(x, 10000, {}, {3, begins}, {1, 4}, false, y, Scratch(1 << 20));
+    ADD_FAILURE();
+  } catch (const DataError& e) {
+    EXPECT_STREQ(e.what(), "[rotary] token 0 of row 1 stands before the row begins");
+  }
+  EXPECT_THROW(rotary(x, 10000, {}, {3, Array(kI32, {2, 1})}, {1, 4}, false, y, Scratch(1 << 20)), ShapeError);
+  EXPECT_THROW(rotary(x, 10000, {}, {3, Array(kF32, {2, 2})}, {1, 4}, false, y, Scratch(1 << 20)), DTypeError);
+}
+
 TEST(Rotary, RefusesWidthsThatCannotBeRotated) {
   EXPECT_THROW(rotate(Array(kF32, {1, 2, 1, 3}), 0, false), ShapeError);
   const Array x = Array::random(kF32, {1, 2, 1, 8}, 1), y(kF32, {1, 2, 1, 8});

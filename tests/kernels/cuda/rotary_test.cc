@@ -133,6 +133,22 @@ TEST(CudaRotary, StridesAndOffsetsChangeNothing) {
   on_gpu(Array(kF32, {1, 0, 2, 4}), {});
 }
 
+// More sequences than blocks of them, so that one block makes tables for several.
+TEST(CudaRotary, RowsThatBeginAnywhereHaveTheirPositions) {
+  SHEAF_NEEDS_GPU();
+  for (const DType d : {kF32, kBF16})
+    for (const Shape& s : {Shape{2, 70, 3, 24}, Shape{2100, 1, 1, 8}}) {
+      const Array x = Array::random(d, s, 1), wide = in_f64(x), want(kF64, s);
+      Array begins(kI32, {s[0], s[1]});
+      begins.fill([](int64_t i) { return static_cast<double>(i * 7 % 50); });
+      const RotaryPart part{2, s[3]};
+      cpu::rotary(wide, 10000, {}, {61, begins}, part, false, want, Scratch(cpu::rotary_workspace(wide, part, {61, begins})));
+      const OnGpu gx(x), gb(begins), gy(Array(d, s));
+      cuda::rotary(OnGpu::stream(), gx, 10000, {}, {61, gb}, part, false, gy, GpuScratch(cuda::rotary_workspace(without_data(gx), part)));
+      EXPECT_LT(scaled_error(gy.back(), values(want)), 2 * epsilon(d)) << name(d) << s.to_string();
+    }
+}
+
 TEST(CudaRotary, RefusesWhatTheCpuRefuses) {
   SHEAF_NEEDS_GPU();
   EXPECT_THROW(on_gpu(Array(kF32, {1, 2, 1, 3}), {}), ShapeError);
