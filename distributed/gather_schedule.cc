@@ -101,6 +101,15 @@ void GatherSchedule::backward_begins() {
   discard_pending(nullptr, comes_next(nullptr, /*gathers=*/false));
 }
 
+bool GatherSchedule::holds() const { return holds_ > 0 && !Recording::current(); }
+
+void GatherSchedule::release() {
+  if (--holds_ > 0) return;
+  for (Unit* u : units_)
+    if (u->state_ == Unit::State::open && u->depth_ == 0 && u->opened_outside_recordings() && u->gathers()) u->state_ = Unit::State::pending;
+  flush();
+}
+
 bool GatherSchedule::close_with_scope(Unit& unit) {
   if (scopes_.empty()) unit.state_ = Unit::State::pending;
   else scopes_.back().push_back(&unit);
@@ -244,7 +253,7 @@ void GatherSchedule::flush() {
       u->drop_copies();
     }
   for (Unit* u : units_)
-    if (u->opened_outside_recordings()) u->close_ungathered();
+    if (holds_ == 0 && u->opened_outside_recordings()) u->close_ungathered();
 }
 
 void GatherSchedule::advance_reductions() {

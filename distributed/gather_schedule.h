@@ -50,6 +50,12 @@ class GatherSchedule {
   void flush();
   void advance_reductions();
 
+  /// Between these two, what is opened outside of recordings stays open, cast values too, until masters change or a recording opens it.
+  void hold() { ++holds_; }
+  void release();
+  /// What is opened now is to stay so.
+  bool holds() const;
+
   /// At most so many bytes are gathered ahead.
   int64_t budget() const;
   /// Gathers that were issued ahead and turned out wrong.
@@ -92,6 +98,7 @@ class GatherSchedule {
   bool counts_ = false;                       // if it is looked at
   std::vector<Unit*> put_off_;                // are gathered behind so many exchanges
   int behind_ = 0;
+  int holds_ = 0;
   int64_t budget_;
   int64_t mispredicted_ = 0, peak_gathered_ = 0, peak_excess_ = 0;
 };

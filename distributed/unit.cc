@@ -47,7 +47,7 @@ void Unit::leave() {
   --depth_;
   if (gathers() && depth_ == 0 && state_ == State::open) {
     const Recording* r = Recording::current();
-    const bool keep = strategy_ < Strategy::full_shard && r && r->serial() == recording_;
+    const bool keep = (strategy_ < Strategy::full_shard && r && r->serial() == recording_) || (schedule_->holds() && recording_ == 0);
     if (!keep) state_ = State::pending;
   }
   schedule_->leave_scope();
@@ -77,7 +77,7 @@ Tensor Unit::value(int index) {
   if (!usable || !values_[index]) {
     open();
     // Used outside its scope: stays open until the scope around the use ends. A reverse pass closes units itself.
-    if (gathers() && depth_ == 0 && !(keeps() && r)) {
+    if (gathers() && depth_ == 0 && !(keeps() && r) && !schedule_->holds()) {
       opened_in_reverse_ = r && r->in_backward();
       if (!opened_in_reverse_ && schedule_->close_with_scope(*this)) note_holders();
     }

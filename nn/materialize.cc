@@ -208,6 +208,13 @@ std::vector<std::shared_ptr<Unit>> units(nn::Module& module) {
   return out;
 }
 
+Device device_of(nn::Module& module) {
+  const auto all = units(module);
+  check<LifetimeError>(!all.empty() && !all[0]->buffers().empty() && all[0]->buffers()[0].shard, "[device_of] ", module.type_name(),
+                       " is not materialized");
+  return all[0]->buffers()[0].shard.device();
+}
+
 namespace nn {
 
 void copy_model(Module& source, Module& target) {

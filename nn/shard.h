@@ -153,5 +153,7 @@ void materialize(nn::Module& module, Device device = default_device(), const Mat
 GatherSchedule& gather_schedule(nn::Module& module);
 /// The units of a materialized model in the order of their modules, the root first.
 std::vector<std::shared_ptr<Unit>> units(nn::Module& module);
+/// Where a materialized model computes.
+Device device_of(nn::Module& module);
 
 }  // namespace sheaf

@@ -1,0 +1,27 @@
+// Unsharded: a model's parameters stay whole while it lives, for many passes outside of recordings.
+#pragma once
+
+#include "sheaf/nn/shard.h"
+
+namespace sheaf::nn {
+
+/// While it lives, units that are entered outside of recordings are gathered, or cast, once and stay so, for evaluation or generation at the speed
+/// of a replicated model, and in its memory (FSDP2's unshard() and reshard()):
+///
+///   const nn::Unsharded whole(model);
+///   for (...) model.next_logits(tokens, cache);
+///
+/// A recording gathers for itself, as ever; behind a step of an optimizer, or whatever else changes masters, units are gathered anew. Not
+/// to outlive the model. Of copies that replicas' secondary shards make, and of values in blocks, as of all.
+class Unsharded {
+ public:
+  explicit Unsharded(Module& model) : schedule_(units(model).at(0)->schedule()) { schedule_->hold(); }
+  ~Unsharded() { schedule_->release(); }
+  Unsharded(const Unsharded&) = delete;
+  Unsharded& operator=(const Unsharded&) = delete;
+
+ private:
+  std::shared_ptr<GatherSchedule> schedule_;
+};
+
+}  // namespace sheaf::nn
