@@ -59,11 +59,12 @@ int Decoder::stage_of(const nn::Module& module, const StageCut& cut) {
   return head && &module == &*head ? last : -1;
 }
 
-nn::Residual Decoder::stream_of(const Tensor& tokens_BT, int64_t position, const Tensor& begins_BT) {
+nn::Residual Decoder::stream_of(const Tensor& tokens_BT, nn::KeyValueCache* cache, const Tensor& begins_BT) {
   check<ShapeError>(tokens_BT.rank() == 2, "[", sizes_.type, "] tokens must be [B, T], not ", tokens_BT.shape());
-  const int64_t end = position + tokens_BT.size(1);
-  check<ShapeError>(end <= sizes_.context, "[", sizes_.type, "] ", end, " tokens are more than the context of ", sizes_.context);
-  return embedded(tokens_BT, position, begins_BT);
+  const int64_t position = cache ? cache->length() : 0, tokens = tokens_BT.size(1), end = position + tokens;
+  const Tensor rows_BT = cache ? cache->begins(tokens) : Tensor();  // who says where they begin, counts by himself
+  check<ShapeError>(rows_BT || end <= sizes_.context, "[", sizes_.type, "] ", end, " tokens are more than the context of ", sizes_.context);
+  return embedded(tokens_BT, position, rows_BT ? rows_BT : begins_BT);
 }
 
 Tensor Decoder::loss(const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options) {
@@ -77,7 +78,7 @@ Tensor Decoder::loss_until(int64_t until, ForwardProgress& at, const Tensor& tok
   const auto scope = begins || ends ? enter() : enter_without_unit();
   if (begins) {
     const Tensor begins_BT = sizes_.end_of_text < 0 ? Tensor() : nn::document_begins(tokens_BT, sizes_.end_of_text);
-    at.stream = stream_of(tokens_BT, 0, begins_BT);
+    at.stream = stream_of(tokens_BT, nullptr, begins_BT);
     at.stream.begins = begins_BT;
     if (sizes_.mtp_layers && training()) at.tokens = tokens_BT;
   }
@@ -131,7 +132,7 @@ Tensor Decoder::mtp_losses(nn::Residual stream, const Tensor& tokens_BT, const T
 Tensor Decoder::mtp(int64_t, nn::Residual, const Tensor&, nn::KeyValueCache*) { fail<ConfigError>("[", sizes_.type, "] it has no MTP layers"); }
 
 Tensor Decoder::hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache) {
-  nn::Residual stream = stream_of(tokens_BT, cache ? cache->length() : 0);
+  nn::Residual stream = stream_of(tokens_BT, cache);
   for (int64_t i = 0; i < sizes_.layers; ++i) stream = block(i)(std::move(stream), cache);
   if (cache) cache->advance(tokens_BT.size(1));
   return normed(std::move(stream));

@@ -92,8 +92,8 @@ struct Decoder : nn::Module {
  private:
   virtual nn::Embedding& table() = 0;
   virtual DecoderBlock& block(int64_t i) = 0;
-  /// The residual stream of tokens. For tables of positions: the first tokens are at this one; or, where documents are kept apart,
-  /// each is as far behind its document's first token as it is behind `begins`, whole on axes that cut sequences.
+  /// The residual stream of tokens. For tables of positions: the first tokens are at this one; where documents are kept apart, or
+  /// rows begin at other places, each is as far behind its document's first token as it is behind `begins`, whole on axes that cut sequences.
   virtual nn::Residual embedded(const Tensor& tokens_BT, int64_t position, const Tensor& begins_BT) = 0;
   virtual Tensor normed(nn::Residual stream) = 0;
   /// What the head reads to predict the tokens that are k + 2 further than each: MTP layer k makes it of what the head read last, which is
@@ -106,7 +106,7 @@ struct Decoder : nn::Module {
     return loss + penalty;
   }
 
-  nn::Residual stream_of(const Tensor& tokens_BT, int64_t position, const Tensor& begins_BT = {});
+  nn::Residual stream_of(const Tensor& tokens_BT, nn::KeyValueCache* cache, const Tensor& begins_BT = {});
   Tensor hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache);
   Tensor loss_of(const Tensor& x_BTC, const Tensor& targets_BT, const CrossEntropyOptions& options);
   Tensor mtp_losses(nn::Residual stream, const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options);

@@ -1,15 +1,12 @@
 #include "sheaf/models/generate.h"
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
-#include <numeric>
 #include <optional>
 
 #include "sheaf/autograd/ops.h"
-#include "sheaf/core/random.h"
 #include "sheaf/distributed/in_turn.h"
 #include "sheaf/models/chat_format.h"
+#include "sheaf/models/choose_token.h"
 #include "sheaf/models/drafter.h"
 #include "sheaf/models/language_model.h"
 #include "sheaf/models/saved_model.h"
@@ -17,63 +14,6 @@
 #include "sheaf/nn/shard.h"
 
 namespace sheaf::models {
-namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
-// Of logits with a NaN or +inf there is no softmax, nor a likeliest one. -inf may be, that is how a token is forbidden.
-void require_numbers(const std::vector<double>& logits, int64_t position, size_t prompt) {
-  const bool none = std::ranges::all_of(logits, [](double logit) { return logit == -kInfinity; });
-  const auto wrong = std::ranges::find_if(logits, [](double logit) { return std::isnan(logit) || logit == kInfinity; });
-  if (!none && wrong == logits.end()) return;
-  fail<NonFiniteError>("[generate] position ", position, ", behind a prompt of ", prompt, " tokens: ",
-                       none ? "the logits of all tokens are -inf"
-                            : str("the logit of token ", wrong - logits.begin(), " is ", std::isnan(*wrong) ? "nan" : "inf"));
-}
-
-// Draws from softmax(logits / temperature), restricted to the top_k likeliest, and of these to as few as make up top_p of their
-// probability (Holtzman et al., https://arxiv.org/abs/1904.09751); `u` is uniform in [0, 1). To sort a whole vocabulary may take
-// longer than the model: the draw among all tokens goes by their ids, and what is restricted is sorted as far as it must be.
-int32_t choose(const std::vector<double>& logits, const GenerateConfig& config, double u) {
-  const auto likeliest = [&] { return static_cast<int32_t>(std::ranges::max_element(logits) - logits.begin()); };
-  if (config.temperature <= 0) return likeliest();
-  std::vector<int32_t> ids(logits.size());
-  std::iota(ids.begin(), ids.end(), 0);
-  const auto likelier = [&](int32_t a, int32_t b) { return logits[a] != logits[b] ? logits[a] > logits[b] : a < b; };
-  size_t sorted = 0;
-  if (config.top_k > 0) {
-    sorted = std::min(static_cast<size_t>(config.top_k), ids.size());
-    std::partial_sort(ids.begin(), ids.begin() + static_cast<ptrdiff_t>(sorted), ids.end(), likelier);
-    ids.resize(sorted);
-  }
-  const double best = logits[sorted > 0 ? ids[0] : likeliest()];
-  const auto weight = [&](int32_t id) { return std::exp((logits[id] - best) / config.temperature); };
-  std::vector<double> weights(ids.size());  // of `ids`
-  double total = 0;
-  for (size_t i = 0; i < ids.size(); ++i) total += weights[i] = weight(ids[i]);
-  if (config.top_p < 1) {
-    const double enough = config.top_p * total;
-    size_t count = 0;
-    for (total = 0; count < ids.size() && (count == 0 || total < enough); ++count) {
-      if (count == sorted) {  // mostly a few make up enough
-        sorted = std::min(std::max(size_t{64}, 8 * sorted), ids.size());
-        const auto begin = ids.begin() + static_cast<ptrdiff_t>(count), end = ids.begin() + static_cast<ptrdiff_t>(sorted);
-        if (end != ids.end()) std::nth_element(begin, end, ids.end(), likelier);
-        std::sort(begin, end, likelier);
-      }
-      total += weights[count] = weight(ids[count]);
-    }
-    ids.resize(count);
-  }
-  // The same sum as `total`, than which u * total is less: what has no weight is never drawn, not by rounding either.
-  double sum = 0;
-  for (size_t i = 0; i < ids.size(); ++i)
-    if (u * total < (sum += weights[i])) return ids[i];
-  return ids.back();
-}
-
-}  // namespace
-
 std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateConfig& config) {
   if (config.prompt.empty()) fail<ConfigError>("[generate] generate.prompt is empty: give at least one character");
   if (!config.system.empty() && config.chat.empty())
@@ -118,11 +58,9 @@ std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt
                               std::span<const int32_t> ends) {
   if (prompt.empty()) fail<ConfigError>("[generate] the prompt is empty: give at least one token");
   model.eval();
-  const Device device = units(model).at(0)->buffers().at(0).shard.device();
+  const Device device = device_of(model);
   const DeviceScope scope(device);
   std::vector<int32_t> tokens = prompt;
-  const Key key = key_of("generate", static_cast<uint64_t>(config.seed));
-  const auto uniform = [&](int64_t i) { return static_cast<double>(random_u64(key, i) >> 11) * 0x1p-53; };
   const int64_t capacity = std::min(context, static_cast<int64_t>(prompt.size()) + std::min(context, config.tokens));
   nn::KeyValueCache cache(capacity);
   Drafter drafter(model, config.drafts, capacity, vocab);
@@ -148,8 +86,7 @@ std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt
     for (bool goes_on = true; goes_on;) {
       const auto row = rows.begin() + right * logits.size(-1);
       const std::vector<double> last(row, row + std::min(vocab, logits.size(-1)));
-      require_numbers(last, std::ssize(tokens), prompt.size());
-      const int32_t next = choose(last, config, uniform(made()));
+      const int32_t next = choose_token(last, config, /*sample=*/0, made(), prompt.size());
       if (std::ranges::find(ends, next) != ends.end()) return {tokens.begin() + std::ssize(prompt), tokens.end()};
       tokens.push_back(next);
       if (emit) emit(next);

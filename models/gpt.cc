@@ -84,7 +84,8 @@ Gpt::Gpt(const GptConfig& c)
 
 nn::Residual Gpt::embedded(const Tensor& tokens_BT, int64_t position, const Tensor& begins_BT) {
   if (begins_BT) {
-    const Tensor positions_BT = arange(tokens_BT.size(1), kI32) - begins_BT;
+    const auto first = static_cast<double>(position), end = static_cast<double>(position + tokens_BT.size(1));
+    const Tensor positions_BT = arange(first, end, 1, kI32) - begins_BT;
     return {.x = dropout(wte(tokens_BT) + wpe(redistribute(positions_BT, tokens_BT.layout())))};
   }
   const Tensor positions_TC = slice(wpe.weight, 0, position, position + tokens_BT.size(1));

@@ -93,6 +93,7 @@ Tensor CausalSelfAttention::with_whole_keys(const Tensor& qkv_BTE, int64_t units
 
 Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const Tensor& begins_BT) {
   check<ConfigError>(!cache || !begins_BT, "[attention] '", path(), "': the tokens of a cache are one document");
+  const Tensor rows_BT = cache ? cache->begins(x_BTC.size(1)) : Tensor();
   const TensorRegion region(x_BTC, qkv.weight);
   // Where more ranks share a layer, or a sequence, than there are key heads, some have copies.
   int64_t keys = qkv.weight.cut_axis() < 0 ? kv_heads : qkv.weight.cut()->granule();
@@ -119,11 +120,11 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
     const int64_t first = cache ? cache->length() : 0;
     if (rope_theta != 0.0)
       heads_BTHD = rotary(heads_BTHD, {.theta = rope_theta, .first_position = first, .heads = heads + keys,
-                                       .width = rotary_dim ? rotary_dim : -1, .scaling = rope_scaling});
+                                       .width = rotary_dim ? rotary_dim : -1, .scaling = rope_scaling, .begins = rows_BT});
     qkv_BTE = reshape(heads_BTHD, packed);
   }
   Tensor mixed_BTC;
-  if (cache) mixed_BTC = attend(qkv_BTE, keys, {}, [&](const Tensor& kv_BTGD) { return cache->append(path(), kv_BTGD); });
+  if (cache) mixed_BTC = attend(qkv_BTE, keys, rows_BT, [&](const Tensor& kv_BTGD) { return cache->append(path(), kv_BTGD); });
   else if (gathers) mixed_BTC = attend(qkv_BTE, keys, begins_BT, [&](const Tensor& kv_BTGD) { return whole_keys_values(kv_BTGD, heads / keys); });
   else mixed_BTC = packed_attention(qkv_BTE, heads, keys, {.scale = scale, .begins = begins_BT, .window = window, .sinks = sinks});
   mixed_BTC = context.leave(mixed_BTC, !gate && !region && projection.fp8 == Fp8::none);

@@ -1,5 +1,6 @@
 #include "sheaf/nn/layers/key_value_cache.h"
 
+#include "sheaf/autograd/local_map.h"
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
 
@@ -34,6 +35,45 @@ void RecurrentTail::keep_rows(const std::vector<Tensor>& all, int64_t margin) {
   length_ = end - first_;
   rows_.clear();
   for (const Tensor& x : all) rows_.push_back(copy_of(slice(x, 1, first_ - begin, x.size(1))));
+}
+
+void RecurrentTail::for_each_kept(const std::function<void(Tensor&)>& f) {
+  for (Tensor& x : rows_) f(x);
+  for (auto& [position, state] : states_) f(state);
+}
+
+Tensor KeyValueCache::is_read(int64_t tokens) {
+  const auto from = static_cast<double>(length_), to = static_cast<double>(length_ + tokens);
+  return ge(arange(from, to, 1, kI32), unsqueeze(begins_, {1}));
+}
+
+Tensor KeyValueCache::begins(int64_t tokens) {
+  if (begins_ && !(shown_ && shown_.size(1) == tokens)) {
+    const Tensor begins_B1 = unsqueeze(begins_, {1});
+    shown_ = tokens == 1 ? begins_B1 : where(is_read(tokens), begins_B1, 0.0);
+  }
+  return shown_;
+}
+
+void KeyValueCache::keep_sequences(const std::vector<int64_t>& which) {
+  const auto kept = std::ssize(which);
+  // Ranks choose by themselves among what they have.
+  const auto chosen_of = [&](const Tensor& x) {
+    const Tensor index = Tensor::from(which, {kept}).to(x.device());
+    if (!x.layout().mesh()) return take(x, index);
+    Type type = x.type();
+    type.shape[0] = type.shape[0] / x.local_shape()[0] * kept;
+    return local_map([&](const Tensor& mine) { return take(mine, index); }, type, x);
+  };
+  if (begins_) set_begins(chosen_of(begins_));
+  for (auto& [name, kv] : kept_) {
+    const Tensor chosen = chosen_of(slice(kv, 1, 0, length_));
+    Type all = chosen.type();
+    all.shape[1] = capacity_;
+    kv = Tensor::empty(all, kv.device());
+    store_into(slice(kv, 1, 0, length_), chosen);
+  }
+  for (auto& [name, tail] : tails_) tail.for_each_kept([&](Tensor& x) { if (x) x = chosen_of(x); });
 }
 
 RecurrentTail& KeyValueCache::tail(const std::string& name) {

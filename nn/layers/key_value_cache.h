@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <string>
 #include <utility>
@@ -26,6 +27,8 @@ class RecurrentTail {
   void keep_state(int64_t position, const Tensor& state) { states_[position] = state; }
   /// Keeps the last two states and, of what rows_and() has given, rows from `margin` before the first of these on.
   void keep_rows(const std::vector<Tensor>& all, int64_t margin);
+  /// `f` of all that is kept.
+  void for_each_kept(const std::function<void(Tensor&)>& f);
 
  private:
   int64_t first_ = 0, length_ = 0;  // rows [first_, first_ + length_)
@@ -33,9 +36,13 @@ class RecurrentTail {
   std::map<int64_t, Tensor> states_;
 };
 
-/// Keys and values of one sequence (or a batch of equally long ones), for every attention layer of a model. In a pass over
+/// Keys and values of one sequence or of a batch, for every attention layer of a model. In a pass over
 /// T more tokens each layer calls append() once for what it keeps under one name; then the model calls advance(T). What is kept never changes, so
 /// a row of attention is what it would be in one pass over all tokens. On one thread.
+///
+/// Sequences of a batch that are not equally long end together: set_begins() says where each one begins, and what is read of it before
+/// is padding. A token stands at its position less that, and has the bits that it has where its sequence is alone (on CPUs, but for linear attention, whose
+/// chunks begin where they do for all). A sequence that is done begins anew with each token, so that it costs little and never is too long.
 class KeyValueCache {
  public:
   /// Room for `capacity` tokens; memory is taken where a name first appends.
@@ -43,6 +50,14 @@ class KeyValueCache {
 
   /// Tokens read in all passes so far: the position of the next one.
   int64_t length() const { return length_; }
+  /// Where sequences begin from now on, i32[B], placed as the batch, none behind the next token. Undefined: all at 0.
+  void set_begins(const Tensor& begins_B) { begins_ = begins_B, shown_ = {}; }
+  /// The same of each of T tokens that are read now, i32[B, T], padding at 0; undefined if it is 0 for all.
+  Tensor begins(int64_t tokens);
+  /// Which of those are no padding, bool [B, T].
+  Tensor is_read(int64_t tokens);
+  /// Of what each rank has of the batch only these sequences are read further, as many on all ranks.
+  void keep_sequences(const std::vector<int64_t>& which);
   /// Stores what T tokens have of keys or values, [B, T, G, D], behind that of the tokens before; returns all, [B, S, G, D], a
   /// view. `name` begins with the path of the layer that asks. Throws ShapeError where there is no room or B, G, D, the dtype or the
   /// layout is another than before, LifetimeError in a recording: it works in place.
@@ -50,14 +65,15 @@ class KeyValueCache {
   /// What the layer `name` keeps beside that, or in place of it, if it is recurrent. LifetimeError in a recording.
   RecurrentTail& tail(const std::string& name);
   /// Ends a pass over this many tokens.
-  void advance(int64_t tokens) { length_ += tokens; }
+  void advance(int64_t tokens) { length_ += tokens, shown_ = {}; }
   /// Forgets all but the first tokens, and keeps the memory. Recurrent layers can go back to 0, or to 64
   /// tokens before the furthest that was read since then.
-  void shorten(int64_t length) { length_ = std::min(length_, length); }
+  void shorten(int64_t length) { length_ = std::min(length_, length), shown_ = {}; }
   void clear() { shorten(0); }
 
  private:
   int64_t capacity_, length_ = 0;
+  Tensor begins_, shown_;  // [B]; what begins() gave for the tokens of this pass
   std::map<std::string, Tensor> kept_;  // [B, capacity, G, D]
   std::map<std::string, RecurrentTail> tails_;
 };

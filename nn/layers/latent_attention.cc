@@ -43,14 +43,15 @@ LatentAttention::LatentAttention(const LatentAttentionConfig& c)
 }
 
 // The last R elements of each head of x[B, T, heads ..].
-Tensor LatentAttention::rotated(const Tensor& x_BTE, int64_t heads, const KeyValueCache* cache) const {
+Tensor LatentAttention::rotated(const Tensor& x_BTE, int64_t heads, KeyValueCache* cache) const {
   const Shape packed = x_BTE.shape();
   const Tensor heads_BTHD = reshape(x_BTE, {packed[0], packed[1], heads, packed[2] / heads});
   return reshape(rotary(heads_BTHD, {.theta = config.rope_theta,
                                      .first_position = cache ? cache->length() : 0,
                                      .width = config.qk_rope_head_dim,
                                      .neighbours = true,
-                                     .scaling = config.rope_scaling}),
+                                     .scaling = config.rope_scaling,
+                                     .begins = cache ? cache->begins(packed[1]) : Tensor()}),
                  packed);
 }
 
@@ -81,7 +82,8 @@ Tensor LatentAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const
     make_keys(parts[1]);
     shared_BTR = rotated(whole_sequences(shared_BTR), 1, cache);
   }
-  const AttentionOptions options{.scale = c.scale / std::sqrt(static_cast<double>(key_width(c))), .begins = begins_BT, .window = c.window};
+  const AttentionOptions options{.scale = c.scale / std::sqrt(static_cast<double>(key_width(c))), .begins = cache ? cache->begins(x_BTC.size(1)) : begins_BT,
+                                 .window = c.window};
   const Tensor mixed_BTE = cache ? attend_to_cache(q_BTD, up_BTE, shared_BTR, options, *cache)
                                  : latent_attention(q_BTD, up_BTE, shared_BTR, c.heads, options);
   return dropout(projection(of_queries.leave(mixed_BTE, !region && projection.fp8 == Fp8::none), region.onward()));

@@ -53,7 +53,7 @@ struct LatentAttention : Module {
   SHEAF_FIELDS(latents, query_norm, latent_norm, queries, keys_values, projection, dropout);
 
  private:
-  Tensor rotated(const Tensor& x_BTE, int64_t heads, const KeyValueCache* cache) const;
+  Tensor rotated(const Tensor& x_BTE, int64_t heads, KeyValueCache* cache) const;
   Tensor attend_to_cache(const Tensor& q_BTD, const Tensor& up_BTE, const Tensor& shared_BTR, const AttentionOptions& options,
                          KeyValueCache& cache) const;
 };
