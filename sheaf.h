@@ -35,6 +35,7 @@
 #include "sheaf/models/batch_sampler.h"
 #include "sheaf/models/corpus.h"
 #include "sheaf/models/decoder.h"
+#include "sheaf/models/generate_many.h"
 #include "sheaf/models/gpt.h"
 #include "sheaf/models/llama.h"
 #include "sheaf/models/model_checkpoint.h"
@@ -70,3 +71,4 @@
 #include "sheaf/nn/parameter_norms.h"
 #include "sheaf/nn/shard.h"
 #include "sheaf/nn/state_dict.h"
+#include "sheaf/nn/unsharded.h"
