@@ -40,6 +40,7 @@ class Json {
   bool is_null() const { return std::holds_alternative<std::monostate>(value_); }
   bool is_object() const { return std::holds_alternative<Object>(value_); }
   bool is_array() const { return std::holds_alternative<Array>(value_); }
+  bool is_string() const { return std::holds_alternative<std::string>(value_); }
   bool is_int() const { return std::holds_alternative<int64_t>(value_); }
   // Each throws DataError if the value is of another type. An integer serves as a double.
   bool as_bool() const;

@@ -31,6 +31,22 @@ std::string_view trimmed(std::string_view text) {
 
 }  // namespace
 
+std::vector<Message> messages_of(const Json& list, std::string_view origin, std::string_view field) {
+  std::vector<Message> messages;
+  try {
+    for (const Json& message : list.as_array()) {
+      for (const char* call : {"tool_calls", "function_call"})
+        if (const Json* made = message.find(call); made && !made->is_null())
+          fail<DataError>("it has ", call, ", which no format here writes down");
+      messages.push_back({message.at("role").as_string(), message.at("content").as_string()});
+    }
+  } catch (const DataError& error) {
+    fail<DataError>("[chat] ", origin, ", message ", messages.size() + 1, ": ", error.what(), "; ", json_string(field),
+                    " is a list of {\"role\": \"...\", \"content\": \"...\"}");
+  }
+  return messages;
+}
+
 // Puts special tokens and texts one behind another; neighbouring texts are encoded as one, if both are learned or neither is.
 class ChatFormat::Writer {
  public:

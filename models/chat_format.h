@@ -6,6 +6,7 @@
 #include <string_view>
 #include <vector>
 
+#include "sheaf/core/json.h"
 #include "sheaf/models/token_file.h"
 #include "sheaf/models/tokenizer.h"
 
@@ -14,6 +15,8 @@ namespace sheaf::models {
 struct Message {
   std::string role, content;
 };
+/// Those of a list of {"role": "...", "content": "..."}. Throws DataError that names the message, also for what has tool calls.
+std::vector<Message> messages_of(const Json& list, std::string_view origin, std::string_view field);
 
 /// How messages stand one behind another. A frame's special tokens are read as such; what somebody has said never makes one.
 class ChatFormat {

@@ -79,19 +79,7 @@ void ExampleLines::answer(std::string_view line, const std::string& origin, std:
 
 std::vector<MarkedToken> ExampleLines::conversation(std::string_view line, const std::string& origin) const {
   const std::vector<Json> member = json_members(line, {&options_.field, 1}, origin);
-  std::vector<Message> messages;
-  try {
-    for (const Json& message : member[0].as_array()) {
-      for (const char* call : {"tool_calls", "function_call"})
-        if (const Json* made = message.find(call); made && !made->is_null())
-          fail<DataError>("it has ", call, ", which no format here writes down");
-      messages.push_back({message.at("role").as_string(), message.at("content").as_string()});
-    }
-  } catch (const DataError& error) {
-    fail<DataError>("[examples] ", origin, ", message ", messages.size() + 1, ": ", error.what(), "; ", json_string(options_.field),
-                    " is a list of {\"role\": \"...\", \"content\": \"...\"}");
-  }
-  return chat_->encode(messages, origin);
+  return chat_->encode(messages_of(member[0], origin, options_.field), origin);
 }
 
 }  // namespace sheaf::models

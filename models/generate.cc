@@ -14,27 +14,49 @@
 #include "sheaf/nn/shard.h"
 
 namespace sheaf::models {
-std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateConfig& config) {
-  if (config.prompt.empty()) fail<ConfigError>("[generate] generate.prompt is empty: give at least one character");
+namespace {
+
+void check_chat(const GenerateConfig& config) {
   if (!config.system.empty() && config.chat.empty())
     fail<ConfigError>("[generate] generate.system is for a chat (generate.chat)");
-  if (!config.chat.empty()) {
-    if (config.special_tokens)
-      fail<ConfigError>("[generate] generate.special_tokens: what is said in a chat makes no special tokens: its format does");
-    if (config.prompt == GenerateConfig{}.prompt)
-      fail<ConfigError>("[generate] generate.chat: what does the user say? Give generate.prompt");
-    std::vector<Message> messages;
-    if (!config.system.empty()) messages.push_back({"system", config.system});
-    messages.push_back({"user", config.prompt});
-    return ChatFormat(config.chat, tokenizer).encode_prompt(messages);
-  }
+  if (!config.chat.empty() && config.special_tokens)
+    fail<ConfigError>("[generate] generate.special_tokens: what is said in a chat makes no special tokens: its format does");
+}
+
+// What has been said so far.
+std::vector<int32_t> encode_chat(const Tokenizer& tokenizer, const GenerateConfig& config, const std::vector<Message>& said) {
+  std::vector<Message> messages;
+  if (!config.system.empty()) messages.push_back({"system", config.system});
+  messages.insert(messages.end(), said.begin(), said.end());
+  return ChatFormat(config.chat, tokenizer).encode_prompt(messages);
+}
+
+}  // namespace
+
+std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateConfig& config) {
+  if (config.prompt.empty()) fail<ConfigError>("[generate] generate.prompt is empty: give at least one character");
+  check_chat(config);
+  const bool is_given = config.prompt != GenerateConfig{}.prompt;
+  check<ConfigError>(config.chat.empty() || is_given, "[generate] generate.chat: what does the user say? Give generate.prompt");
   try {
-    return config.special_tokens ? tokenizer.encode_special(config.prompt, true, "generate.prompt")
-                                 : tokenizer.encode(config.prompt, "generate.prompt");
+    return encode_prompt(tokenizer, config, Json(config.prompt), "generate.prompt");
   } catch (const DataError&) {
-    if (config.prompt != GenerateConfig{}.prompt) throw;
+    if (is_given) throw;
     return {0};
   }
+}
+
+std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateConfig& config, const Json& said, const std::string& origin) {
+  check_chat(config);
+  if (said.is_array()) {
+    check<ConfigError>(!config.chat.empty(), "[generate] ", origin, " has messages, which are for a chat: give generate.chat, its format");
+    return encode_chat(tokenizer, config, messages_of(said, origin, "the prompt"));
+  }
+  check<DataError>(said.is_string(), "[generate] ", origin, ": the prompt is neither a text nor a list of messages");
+  const std::string& text = said.as_string();
+  check<DataError>(!text.empty(), "[generate] ", origin, ": the prompt is empty");
+  if (!config.chat.empty()) return encode_chat(tokenizer, config, {{"user", text}});
+  return config.special_tokens ? tokenizer.encode_special(text, true, origin) : tokenizer.encode(text, origin);
 }
 
 std::vector<int32_t> ends_of(const Tokenizer& tokenizer, const GenerateConfig& config, std::span<const int32_t> further) {

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "sheaf/core/json.h"
 #include "sheaf/models/decoder.h"
 #include "sheaf/models/tokenizer.h"
 #include "sheaf/models/train_config.h"
@@ -16,6 +17,9 @@ namespace sheaf::models {
 /// none. Throws ConfigError if it is empty, or for a chat without the special tokens of its format, DataError naming the first
 /// character that is not in the vocabulary.
 std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateConfig& config);
+/// The same of what is `said`, at a place that messages name: a text or, in a chat, also a list of messages, as a file has them. DataError
+/// where it is neither, or empty.
+std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateConfig& config, const Json& said, const std::string& origin);
 
 /// Continues `prompt` by config.tokens tokens below `vocab` (a model may have room for more than the tokenizer knows), at most
 /// `context` of them in view at a time, or until one of `ends` is drawn; returns the new ones, the end left out. Collective where

@@ -7,6 +7,7 @@
 
 #include "sheaf/models/bpe_trainer.h"
 #include "sheaf/models/example_lines.h"
+#include "sheaf/models/generate_lines.h"
 #include "sheaf/models/text_reader.h"
 
 namespace sheaf::tools {
@@ -21,7 +22,9 @@ int train_command(const TrainArguments& arguments);
 
 struct GenerateArguments {
   std::string folder;                  ///< output folder of a run
-  std::vector<std::string> overrides;  ///< --generate.key value
+  std::vector<std::string> overrides;  ///< --generate.key value; for many prompts also --sharding.key value
+  models::GenerateLinesOptions lines;  ///< many prompts: `lines.prompts` is their file; "": one prompt, generate.prompt
+  int threads_per_rank = 0;            ///< 0: cores / local ranks
 };
 int generate_command(const GenerateArguments& arguments);
 

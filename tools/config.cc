@@ -323,17 +323,40 @@ std::string config_of_run(std::span<const std::string> overrides) {
   return config.output.folder + "/config.toml";
 }
 
-models::GenerateConfig load_generate_config(const std::string& path, std::span<const std::string> overrides) {
-  TrainConfig config;
+namespace {
+
+// [generate] of a file, and the options that are `allowed` beside it.
+TrainConfig generate_config(const std::string& path, std::span<const std::string> overrides, TrainConfig config,
+                            const std::function<void(const std::string& key)>& refuse) {
   auto fields = config_fields(config);
   std::set<std::string> given, flags;
   if (path_exists(path)) read_file(path, fields, given, [](const std::string& key) { return key.starts_with("generate."); });
   read_overrides(overrides, fields, flags);
-  for (const std::string& key : flags)
-    if (!key.starts_with("generate."))
-      fail<ConfigError>("[generate] --", key, " is not for sampling: the model is that of the run; only --generate.* may ",
-                        "be given");
-  return config.generate;
+  for (const std::string& key : flags) refuse(key);
+  return config;
+}
+
+}  // namespace
+
+models::GenerateConfig load_generate_config(const std::string& path, std::span<const std::string> overrides) {
+  return generate_config(path, overrides, {}, [](const std::string& key) {
+    check<ConfigError>(key.starts_with("generate."), "[generate] --", key, " is not for sampling: the model is that of the run; only ",
+                       "--generate.* may be given");
+  }).generate;
+}
+
+TrainConfig load_generate_lines_config(const std::string& path, std::span<const std::string> overrides) {
+  TrainConfig config;
+  config.sharding.strategy = "replicate";
+  return generate_config(path, overrides, std::move(config), [](const std::string& key) {
+    check<ConfigError>(key != "generate.prompt" && key != "generate.drafts", "[generate] --", key, " would change nothing beside --prompts");
+    bool known = key.starts_with("generate.");
+    for (const char* cut : {"sharding.strategy", "sharding.units", "sharding.min_parameters", "sharding.prefetch_bytes", "sharding.tensor",
+                            "sharding.experts"})
+      known |= key == cut;
+    check<ConfigError>(known, "[generate] --", key, " is not for sampling: the model is that of the run; only --generate.*, ",
+                       "--sharding.strategy, .units, .min_parameters, .prefetch_bytes, .tensor and .experts may be given");
+  });
 }
 
 namespace {

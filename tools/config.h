@@ -43,6 +43,8 @@ std::string config_of_run(std::span<const std::string> overrides);
 /// The section [generate] of `path`, if there is such a file, and `overrides`, which may be of that section only. Throws
 /// ConfigError as load_config().
 models::GenerateConfig load_generate_config(const std::string& path, std::span<const std::string> overrides);
+/// The same for many prompts, with options of [sharding], by which the model is cut; by default each rank has all of it.
+models::TrainConfig load_generate_lines_config(const std::string& path, std::span<const std::string> overrides);
 
 /// What `sheaf evaluate` is asked for.
 struct EvaluateConfig {

@@ -66,8 +66,19 @@ void add_options(CLI::App& command, TrainArguments& train) {
 void add_options(CLI::App& command, GenerateArguments& generate) {
   command.add_option("folder", generate.folder,
                      "output folder of a run, or folder of published weights with their config.json and tokenizer")->required();
+  sheaf::models::GenerateLinesOptions& lines = generate.lines;
+  command.add_option("--prompts", lines.prompts, "many prompts: a file of JSON lines, continued together; under `sheaf launch`, on several ranks");
+  command.add_option("--output", lines.output, "file for the same lines with what follows each prompt");
+  command.add_option("--prompt-field", lines.prompt_field, "the member that is a prompt: a text or, with generate.chat, also a list of messages (prompt)");
+  command.add_option("--field", lines.field, "the member for what follows (completion)");
+  command.add_option("--samples", lines.samples, "continuations of each prompt (1)")->check(CLI::Range(int64_t{1}, int64_t{1'000'000}));
+  command.add_option("--at-once", lines.at_once, "sequences that a rank reads together (32)")->check(CLI::Range(int64_t{1}, int64_t{1'000'000}));
+  command.add_flag("--resume", lines.resume, "go on behind the lines that the output has");
+  command.add_option("--threads-per-rank", generate.threads_per_rank, "compute threads of each rank")->check(kThreads);
   command.allow_extras();
-  command.footer("Options, by default those of the run's config.toml:\n" + config_help("generate."));
+  command.footer("Options, by default those of the run's config.toml:\n" + config_help("generate.") +
+                 "With --prompts also --sharding.strategy (each rank has all of the model: replicate), .units, .min_parameters, .prefetch_bytes,\n"
+                 ".tensor and .experts.");
 }
 
 void add_options(CLI::App& command, EvaluateArguments& evaluate) {
@@ -231,7 +242,7 @@ int run(int argc, char** argv) {
     };
   };
   add("train", "train a model; under `sheaf launch`, on several ranks", train_command);
-  add("generate", "continue a prompt with a trained or published model", generate_command);
+  add("generate", "continue a prompt with a trained or published model, or many of them; these under `sheaf launch`, on several ranks", generate_command);
   add("evaluate", "the loss of a trained or published model, and how many questions it answers right; under `sheaf launch`, on several ranks",
       evaluate_command);
   add("export", "write a trained model's weights to one safetensors file", export_command);

@@ -209,14 +209,4 @@ int train_command(const TrainArguments& arguments) {
   return stopped_by == 0 ? 0 : 128 + stopped_by;
 }
 
-int generate_command(const GenerateArguments& arguments) {
-  if (const Rendezvous r = read_rendezvous(); r.world > 1)
-    fail<ConfigError>("[generate] takes one process, and this is rank ", r.rank, " of ", r.world);
-  const models::GenerateConfig config = load_generate_config(arguments.folder + "/config.toml", arguments.overrides);
-  models::generate_from_folder(arguments.folder, config, distributed::init_device(),
-                               [](const std::string& text) { put(text); });
-  put("\n");
-  return 0;
-}
-
 }  // namespace sheaf::tools

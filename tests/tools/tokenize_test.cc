@@ -369,6 +369,13 @@ TEST(Tokenize, ConversationsAndTheirSpecialTokens) {
   EXPECT_THAT(run_sheaf({"generate", f / "out", "--generate.prompt", asked, "--generate.special_tokens", "true", "--generate.temperature", "0"}).out,
               ::testing::StartsWith(asked + "Yo<|im_end|>"));
   expect_refused(run_sheaf(asks + Words{"--generate.chat", "llama3"}), 64, "no special token <|begin_of_text|>");
+  f.write("asked.jsonl", "{\"said\": \"Hi\"}\n{\"said\": [{\"role\": \"user\", \"content\": \"Hi\"}], \"id\": 7}\n");
+  const Words many = {"generate", f / "out", "--prompts", f / "asked.jsonl", "--prompt-field", "said", "--output", f / "answers.jsonl",
+                      "--field", "answer", "--generate.temperature", "0", "--generate.chat", "chatml"};
+  ASSERT_EQ(run_sheaf(many).code, 0);
+  EXPECT_EQ(File::open(f / "answers.jsonl").read_all(),
+            "{\"said\":\"Hi\",\"answer\":\"Yo\",\"ended\":true}\n"
+            "{\"said\":[{\"role\":\"user\",\"content\":\"Hi\"}],\"id\":7,\"answer\":\"Yo\",\"ended\":true}\n");
   EXPECT_EQ(run_sheaf({"generate", f / "out", "--generate.prompt", asked, "--generate.special_tokens", "true", "--generate.end_token",
                        "<|im_end|>", "--generate.temperature", "0"}).out, asked + "Yo\n");
   expect_refused(run_sheaf(asks + Words{"--generate.end_token", "<|none|>"}), 64, "no special token <|none|>");

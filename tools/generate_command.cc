@@ -1,0 +1,69 @@
+#include <chrono>
+#include <cstdio>
+
+#include "sheaf/distributed/init.h"
+#include "sheaf/distributed/rendezvous.h"
+#include "sheaf/models/generate.h"
+#include "sheaf/tools/commands.h"
+#include "sheaf/tools/config.h"
+#include "sheaf/tools/output.h"
+#include "sheaf/tools/same_options.h"
+
+namespace sheaf::tools {
+namespace {
+
+int generate_one(const GenerateArguments& arguments) {
+  if (const Rendezvous r = read_rendezvous(); r.world > 1)
+    fail<ConfigError>("[generate] one prompt takes one process, and this is rank ", r.rank, " of ", r.world, "; several ranks share --prompts");
+  const models::GenerateLinesOptions none, &given = arguments.lines;
+  for (const auto& [name, is_given] : {std::pair{"--output", given.output != none.output}, {"--prompt-field", given.prompt_field != none.prompt_field},
+                                       {"--field", given.field != none.field}, {"--samples", given.samples != none.samples},
+                                       {"--at-once", given.at_once != none.at_once}, {"--resume", given.resume}})
+    check<ConfigError>(!is_given, "[generate] ", name, " is for --prompts");
+  const models::GenerateConfig config = load_generate_config(arguments.folder + "/config.toml", arguments.overrides);
+  models::generate_from_folder(arguments.folder, config, distributed::init_device(), [](const std::string& text) { put(text); });
+  put("\n");
+  return 0;
+}
+
+// "1,280 of 5,000 continuations, 93.1% ended, 8,412 tok/s"
+std::string line_of(const models::GenerateLinesProgress& now, int64_t before, double seconds) {
+  const auto made = static_cast<double>(now.done - before);
+  char rates[96];
+  std::snprintf(rates, sizeof rates, "%.1f%% ended, %.0f tok/s", made > 0 ? 100 * static_cast<double>(now.ended) / made : 0.0,
+                seconds > 0 ? static_cast<double>(now.tokens) / seconds : 0.0);
+  return str(now.done, " of ", now.all, " continuations, ", rates);
+}
+
+int generate_many_lines(const GenerateArguments& arguments) {
+  check<ConfigError>(!arguments.lines.output.empty(), "[generate] --prompts ", arguments.lines.prompts, " wants --output, the file to write");
+  World world = distributed::init_from_env();
+  world.guard([&] {
+    const models::TrainConfig config = load_generate_lines_config(arguments.folder + "/config.toml", arguments.overrides);
+    const models::GenerateLinesOptions& o = arguments.lines;
+    require_same_options(world, config, {{"--prompt-field", o.prompt_field}, {"--field", o.field}, {"--samples", str(o.samples)},
+                                         {"--at-once", str(o.at_once)}});
+    if (arguments.threads_per_rank > 0) RankContext::current().threads = arguments.threads_per_rank;
+    const RankScope scope(RankContext::current());
+    int64_t before = -1;  // in the output, when it began
+    auto began = std::chrono::steady_clock::now();
+    models::generate_lines(arguments.folder, config, world, world.device(), o, [&](const models::GenerateLinesProgress& now) {
+      if (now.tokens == 0 && before < 0) {
+        before = now.done, began = std::chrono::steady_clock::now();
+        if (now.done > 0 && world.rank() == 0) say(str("goes on behind ", now.done, " lines of ", o.output));
+        if (now.done < now.all) return;
+      }
+      const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - began;
+      if (world.rank() == 0) say(line_of(now, before, seconds.count()));
+    });
+  });
+  return 0;
+}
+
+}  // namespace
+
+int generate_command(const GenerateArguments& arguments) {
+  return arguments.lines.prompts.empty() ? generate_one(arguments) : generate_many_lines(arguments);
+}
+
+}  // namespace sheaf::tools
