@@ -42,9 +42,9 @@ int64_t col_block() {
 }
 // With few rows, packing b is much of the work, most of it waiting for memory. Then its blocks are
 // narrow, so that the next one fits in the cache beside the packed one, and is fetched while tiles
-// are multiplied. Fewer rows yet leave no time for that, more read a too often. If b's rows are
+// are multiplied; with yet fewer they are a panel wide. More read a too often. If b's rows are
 // dense, a narrow block is of short pieces that may share few sets of the cache: measured, it pays
-// less.
+// less, and of few rows nothing.
 constexpr int64_t kNarrowLeastRows = 48, kNarrowMostRows = 384, kNarrowBlock = 96;
 constexpr int64_t kNarrowMostRowsByRows = 256, kNarrowBlockByRows = 192;
 
@@ -72,7 +72,7 @@ class Fetch {
   }
   SHEAF_INLINE void some() {
     for (int64_t i = 0; i < each_ && rows_ > 0; ++i) {
-      __builtin_prefetch(row_ + line_ * kLine);
+      __builtin_prefetch(row_ + line_ * kLine, 0, 2);
       if (++line_ == lines_) line_ = 0, row_ += stride_, --rows_;
     }
   }
@@ -96,7 +96,8 @@ SHEAF_INLINE void add_product(Lanes<float>& sum, Lanes<float> x, Lanes<float> y)
 #endif
 SHEAF_INLINE void add_product(Lanes<double>& sum, const Lanes<double>& x, const Lanes<double>& y) { sum = fma(x, y, sum); }
 
-constexpr int kTogether = 16;  // steps of the depth between two prefetches
+constexpr int kTogether = 16;        // steps of the depth between two prefetches
+constexpr int64_t kAhead = 12 * 16;  // and how far ahead a single strip fetches b, which is all of its time
 
 /// One tile: sums over `depth` of a's kRows times the panel's kVectors. `last` is the width of the last vector. Packed, a
 /// strip lies column by column; else its rows are a_stride apart.
@@ -182,9 +183,10 @@ C widened(S x) {
 SHEAF_INLINE int lanes_left(int64_t left) { return static_cast<int>(std::clamp<int64_t>(left, 0, kLanes)); }
 
 /// to[panel][depth][kPanel vectors] = b[k ..][n .. n + width]; the last panel has as many vectors as it needs, zeros past
-/// `width`. Writes whole sixteens of rows.
+/// `width`. Writes whole sixteens of rows. Of a single panel of dense columns, what is packed a little later is fetched, up to the
+/// beginning of the `next` one, if that is given.
 template <class S, class C>
-void pack_panels(const MatrixOperand& b, int64_t k, int64_t depth, int64_t n, int64_t width, C* to) {
+void pack_panels(const MatrixOperand& b, int64_t k, int64_t depth, int64_t n, int64_t width, C* to, const S* next = nullptr) {
   constexpr int64_t kWidth = kPanel<C> * kLanes;
   // By rows if those are dense: the third-level cache is far, and only long pieces of a row are fetched ahead.
   if (b.col_stride == 1) {
@@ -209,6 +211,11 @@ void pack_panels(const MatrixOperand& b, int64_t k, int64_t depth, int64_t n, in
         C* out = panel + i * stride + v;
         if constexpr (std::is_same_v<S, C>) {
           if (b.row_stride == 1 && rows == kLanes && cols == kLanes) {
+            if (next) {
+              const int64_t beyond = i + kAhead - depth;  // of these columns
+              const S* at = beyond < 0 ? from + kAhead : beyond + (v + kLanes < stride ? from - i + kLanes * b.col_stride : next);
+              for (int c = 0; c < kLanes; ++c) __builtin_prefetch(at + c * b.col_stride, 0, 2);
+            }
             transpose_16x16(from, b.col_stride, out, stride);
             continue;
           }
@@ -254,7 +261,8 @@ bool packs_a(const GemmPart& p) {
 template <class C>
 bool narrow_blocks(const GemmPart& p) {
   const int64_t most = p.b.col_stride == 1 ? kNarrowMostRowsByRows : kNarrowMostRows;
-  return p.rows >= kNarrowLeastRows && p.rows <= most && !packs_a<C>(p);
+  const int64_t least = p.b.col_stride == 1 ? kNarrowLeastRows : kStrip<C> + 1;
+  return p.rows >= least && p.rows <= most && !packs_a<C>(p);
 }
 
 /// The scratch memory of a part, in elements.
@@ -264,12 +272,13 @@ struct Blocks {
   explicit Blocks(const GemmPart& p)
       : depth(std::min(kDepthBlock, round_up(p.depth, kLanes))),
         rows(packs_a<C>(p) ? std::min(kRowBlock, round_up(p.rows, kStrip<C>)) : 0) {
-    // Blocks of equal width. For a single strip, whose time is that of reading b, one panel: it comes back from nearby.
+    // Blocks of equal width. For a few strips, whose time is that of reading b, one panel: it comes back from nearby.
     const int64_t most = !narrow_blocks<C>(p)  ? col_block()
                          : p.b.col_stride == 1 ? kNarrowBlockByRows
                                                : kNarrowBlock;
     const int64_t panel = kPanel<C> * kLanes, count = (p.cols + most - 1) / most;
-    cols = p.rows <= kStrip<C> && p.b.col_stride != 1 ? panel : round_up((p.cols + count - 1) / count, panel);
+    const bool one_panel = p.b.col_stride != 1 && (p.rows <= kStrip<C> || (narrow_blocks<C>(p) && p.rows < kNarrowLeastRows));
+    cols = one_panel ? panel : round_up((p.cols + count - 1) / count, panel);
   }
   int64_t a_size() const { return rows / kStrip<C> * strip_stride<C>(depth); }
   int64_t b_size() const { return depth * cols; }
@@ -310,7 +319,9 @@ void multiply(const GemmPart& p, void* scratch) {
       });
     for (int64_t k = 0; k < p.depth; k += kDepthBlock) {
       const int64_t depth = std::min(kDepthBlock, p.depth - k);
-      pack_panels<S>(p.b, k, depth, n0, n1 - n0, packed_b);
+      const bool deeper = k + depth < p.depth, fetches = p.rows <= kStrip<C> && (deeper || n1 < p.cols);
+      const S* next = fetches ? element<S>(p.b, deeper ? k + depth : 0, deeper ? n0 : n1) : nullptr;
+      pack_panels(p.b, k, depth, n0, n1 - n0, packed_b, next);
       Fetch fetch = fetch_next<C, S>(p, blocks.cols, k, n0);
       for (int64_t m0 = 0; m0 < p.rows; m0 += kRowBlock) {
         const int64_t m1 = std::min(m0 + kRowBlock, p.rows);
