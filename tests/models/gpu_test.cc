@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "sheaf/models/generate_many.h"
 #include "sheaf/models/gpt.h"
 #include "sheaf/models/language_model.h"
 #include "sheaf/models/llama.h"
@@ -431,6 +432,35 @@ TEST(GpuGeneration, CachedKeysAndValuesGiveTheLogitsOfOnePass) {
       windowed.window = 20, windowed.full_attention_every = 2;
       expect_cached_logits<models::Llama>(windowed, dtype, bound);
     }
+  }, {.device = kGpu});
+}
+
+// Of rows behind padding, and where half of them have ended: what is drawn is what each prompt gets alone, and on the CPU.
+TEST(GpuGeneration, ManyPromptsGetWhatEachGetsAlone) {
+  SHEAF_NEEDS_GPU();
+  models::GptConfig gpt;
+  gpt.layers = 2, gpt.heads = 2, gpt.width = 32, gpt.context = 24, gpt.vocab = 17;
+  models::LlamaConfig llama;
+  llama.layers = 2, llama.heads = 4, llama.kv_heads = 2, llama.width = 64, llama.context = 24, llama.vocab = 17, llama.window = 7;
+  const std::vector<std::vector<int32_t>> prompts = {{1, 2, 3}, {4}, {5, 6, 7, 8, 9, 10, 11, 12}, {13, 14}, {3, 3, 3, 3, 3}};
+  const std::vector<int32_t> ends = {2, 9};
+  models::GenerateConfig draws;
+  draws.tokens = 14, draws.temperature = 1;
+  const auto made = [&](models::Decoder& model, Device device, int64_t at_once) {
+    materialize(model, device, {.seed = 3});
+    return models::generate_many(model, prompts, draws, {.context = 24, .vocab = 17, .ends = ends, .at_once = at_once});
+  };
+  const auto check = [&]<class Model>(const auto& config) {
+    Model alone(config), together(config), on_cpu(config);
+    const auto want = made(on_cpu, Device::cpu(), 1), one = made(alone, kGpu, 1), all = made(together, kGpu, 8);
+    for (size_t i = 0; i < prompts.size(); ++i) {
+      EXPECT_EQ(all[i].tokens, one[i].tokens) << i;
+      EXPECT_EQ(all[i].tokens, want[i].tokens) << i;
+    }
+  };
+  run_local(1, [&](World&) {
+    check.template operator()<models::Gpt>(gpt);
+    check.template operator()<models::Llama>(llama);
   }, {.device = kGpu});
 }
 

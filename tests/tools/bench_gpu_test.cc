@@ -139,6 +139,7 @@ TEST(BenchOnGpu, CommunicatorsAndAllocator) {
   const BenchRun allocator = on_gpu("allocator", "");
   EXPECT_EQ(allocator.lines.size(), 2u);
   EXPECT_EQ(on_gpu("hessian", "gpt2-124m").lines.size(), 1u);
+  EXPECT_EQ(on_gpu("generate", "-f32-8x").lines.size(), 1u);
   for (const auto& [name, line] : allocator.lines) {
     EXPECT_GT(line.at("more").at("calls a step").as_double(), 100) << name;
     EXPECT_GE(line.at("more").at("reserved/live").as_double(), 1) << name;

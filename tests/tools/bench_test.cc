@@ -77,6 +77,15 @@ TEST(Bench, Hessian) {
   EXPECT_GT(line.at("more").at("MiB live").as_double(), line.at("more").at("MiB live for a gradient").as_double());
 }
 
+TEST(Bench, Generate) {
+  const auto lines = bench("generate", "f32");
+  ASSERT_EQ(lines.size(), 6u);
+  const Json& line = lines.at("gpt2-124m-f32-8x64+64");
+  EXPECT_EQ(line.at("peer").as_string(), "one by one");
+  EXPECT_GT(line.at("ratio").as_double(), 0);
+  EXPECT_GT(line.at("more").at("tok/s").as_double(), 0);
+}
+
 TEST(Bench, Fuse) {
   const auto lines = bench("fuse", "f32");
   ASSERT_EQ(lines.size(), 2u);
@@ -191,7 +200,7 @@ TEST(Bench, BadInput) {
     EXPECT_THAT(r.err, HasSubstr(part));
     EXPECT_EQ(r.out, "");
   };
-  refused({"bench", "gem"}, 64, "unknown suite 'gem'; known: step, experts, hessian, fuse, gemm, kernels");
+  refused({"bench", "gem"}, 64, "unknown suite 'gem'; known: step, experts, hessian, generate, fuse, gemm, kernels");
   refused({"bench", "gemm", "--filter", "nothing-like-it"}, 64, "no line's name contains");
   refused({"bench", "gemm", "--samples", "0"}, 64, "--samples");
   refused({"bench", "gemm", "--json", "/no/such/folder/b.json"}, 74, "/no/such/folder/b.json");

@@ -11,6 +11,7 @@ namespace sheaf::bench {
 void step_suite(Session& session);
 void experts_suite(Session& session);
 void hessian_suite(Session& session);
+void generate_suite(Session& session);
 void fuse_suite(Session& session);
 void gemm_suite(Session& session);
 void kernels_suite(Session& session);
@@ -36,6 +37,7 @@ inline constexpr Suite kSuites[] = {
     {"step", step_suite, true},
     {"experts", experts_suite, true},
     {"hessian", hessian_suite, true},
+    {"generate", generate_suite, true},
     {"fuse", fuse_suite, true},
     {"gemm", gemm_suite, true},
     {"kernels", kernels_suite, true},

@@ -1,0 +1,64 @@
+// generate: many prompts continued together (models/generate_many.h), beside the same one by one, in
+// turns.
+#include "sheaf/distributed/run_local.h"
+#include "sheaf/models/generate_many.h"
+#include "sheaf/models/sharded_model.h"
+#include "sheaf/nn/shard.h"
+#include "sheaf/tools/bench/gpu_time.h"
+#include "sheaf/tools/bench/suites.h"
+#include "sheaf/tools/bench/training.h"
+
+namespace sheaf::bench {
+namespace {
+
+struct Size {
+  int64_t rows, prompt, tokens;  ///< sequences, and the tokens of each: those that are read, and those that are made
+};
+
+// Weights as they are drawn: what comes out is any token, and no text ends.
+void measure(Session& session, DType dtype, Size size, World& world, Line& line) {
+  std::vector<std::string> overrides = {str("--train.dtype=", name(dtype))};
+  if (session.options().quick) {
+    for (const std::string& o : tiny_model()) overrides.push_back(o);
+    size.prompt = 3, size.tokens = 5;
+  }
+  const models::TrainConfig config = training_config("gpt2-124m-f32-1x1024", overrides);
+  const models::ShardedModel model = models::sharded_model(config, config.model.vocab, world, {.frozen = true});
+  materialize(*model.model, world.device(), {.seed = 1});
+  std::vector<std::vector<int32_t>> prompts(static_cast<size_t>(size.rows));
+  for (size_t row = 0; row < prompts.size(); ++row)
+    for (int64_t t = 0; t < size.prompt; ++t)
+      prompts[row].push_back(static_cast<int32_t>((static_cast<int64_t>(row) * 7919 + t * 104729) % config.model.vocab));
+  models::GenerateConfig draws;
+  draws.tokens = size.tokens, draws.temperature = 1;
+  const auto timed = [&](int64_t rows) {
+    return device_seconds([&] {
+      models::generate_many(*model.model, std::span(prompts).first(static_cast<size_t>(rows)), draws,
+                            {.context = config.model.context, .vocab = config.model.vocab, .at_once = rows});
+    });
+  };
+  timed(size.rows);
+  std::vector<double> alone;
+  if (size.rows == 1) {
+    for (int i = session.samples(8); i > 0; --i) line.samples_s.push_back(timed(1));
+  } else {
+    auto [together, one] = session.turns([&] { return timed(size.rows); }, [&] { return timed(1); }, /*most=*/8);
+    line.samples_s = std::move(together);
+    line.peer = "one by one";
+    line.peer_value = quantile(one, 0.5) * static_cast<double>(size.rows);
+  }
+  line.more = {{"tok/s", static_cast<double>(size.rows * size.tokens) / quantile(line.samples_s, 0.5)}};
+}
+
+}  // namespace
+
+void generate_suite(Session& session) {
+  for (const DType dtype : {kF32, kBF16})
+    for (const Size& size : {Size{1, 64, 64}, {8, 64, 64}, {32, 64, 64}})
+      session.line("generate", str("gpt2-124m-", name(dtype), "-", size.rows, "x64+64"), Unit::seconds, [&](Line& line) {
+        run_local(1, [&](World& world) { measure(session, dtype, size, world, line); },
+                  {.threads_per_rank = session.machine().threads, .device = session.device()});
+      });
+}
+
+}  // namespace sheaf::bench
