@@ -28,6 +28,8 @@ class Scope {
   Scope& operator=(const Scope&) = delete;
 };
 
+inline constexpr int64_t kProductRows = 32;
+
 /// c[m, n] = (or +=) a[m, k] b[k, n]; a in rows, b in pairs, c f32. m, n and k are multiples of 32. Strides in bytes.
 template <bool kAdd>
 inline void product(int64_t m, int64_t n, int64_t k, const void* a, int64_t a_stride, const void* b, int64_t b_stride,

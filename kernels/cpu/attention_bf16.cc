@@ -35,11 +35,11 @@ struct Head {
   bf16* operator[](int64_t t) const { return data + t * stride; }
 };
 
-/// to[kB, width] = the rows from `first` on; zeros past the last.
-void copy_block(const Head& from, int64_t first, bf16* to) {
-  const int64_t here = std::clamp<int64_t>(from.rows - first, 0, kB);
+/// to[rows, width] = the rows from `first` on; zeros past the last.
+void copy_block(const Head& from, int64_t first, bf16* to, int64_t rows = kB) {
+  const int64_t here = std::clamp<int64_t>(from.rows - first, 0, rows);
   for (int64_t r = 0; r < here; ++r) std::memcpy(to + r * from.width, from[first + r], static_cast<size_t>(from.width) * 2);
-  std::fill_n(to + here * from.width, (kB - here) * from.width, bf16(0.0f));
+  std::fill_n(to + here * from.width, (rows - here) * from.width, bf16(0.0f));
 }
 
 struct Sizes : DocumentShape {
@@ -129,13 +129,14 @@ struct Forward {
 
   void run(int64_t b, int64_t h, int64_t i) {
     const int64_t first = i * kB, here = std::min(kB, s.queries - first), d = s.width, e = s.value_width;
-    copy_block(s.of_queries(q, b, h), first, queries);
+    const int64_t rows = (here + kProductRows - 1) / kProductRows * kProductRows;  // of a token that is decoded, few
+    copy_block(s.of_queries(q, b, h), first, queries, rows);
     float most[kB], total[kB];
     std::fill_n(most, kB, -std::numeric_limits<float>::infinity()), std::fill_n(total, kB, 0.0f);
     const int64_t begin = s.unseen_blocks(i, window), blocks = s.seen_blocks(i, causal);
     for (int64_t j = begin; j < blocks; ++j) {
-      product<false>(kB, kB, d, queries, d * 2, keys + j * s.block(), kB * 4, scores, kB * 4);
-      for (int64_t r = 0; r < kB; ++r) {
+      product<false>(rows, kB, d, queries, d * 2, keys + j * s.block(), kB * 4, scores, kB * 4);
+      for (int64_t r = 0; r < rows; ++r) {
         const uint64_t seen = r < here ? first_bits(s.visible(first + r, causal) - j * kB) : 0,
                        hidden = first_bits(s.first_visible(first + r, window) - j * kB);
         const float factor = softmax_row(scores + r * kB, seen & ~hidden, p + r * kB, most[r], total[r]);
@@ -143,9 +144,9 @@ struct Forward {
           for (int64_t c = 0; c < e; c += kLanes) (L::load(result + r * e + c) * L(factor)).store(result + r * e + c);
       }
       if (j == begin)
-        product<false>(kB, e, kB, p, kB * 2, values + j * s.value_block(), e * 4, result, e * 4);
+        product<false>(rows, e, kB, p, kB * 2, values + j * s.value_block(), e * 4, result, e * 4);
       else
-        product<true>(kB, e, kB, p, kB * 2, values + j * s.value_block(), e * 4, result, e * 4);
+        product<true>(rows, e, kB, p, kB * 2, values + j * s.value_block(), e * 4, result, e * 4);
     }
     const Head to = s.of_queries(out, b, h);
     float* lse_row = s.lse_row(lse, b, h, first);

@@ -54,7 +54,9 @@ inline void multiply_rows(int64_t steps, const char* a, int64_t a_stride, int64_
   }
 }
 
-/// c[m, n] = (or +=) a[m, k] b[k, n]; a in rows, b in pairs, c f32. m, n and k are multiples of 32. Strides in bytes.
+inline constexpr int64_t kProductRows = kRows;
+
+/// c[m, n] = (or +=) a[m, k] b[k, n]; a in rows, b in pairs, c f32. m is a multiple of 8, n and k are of 32. Strides in bytes.
 template <bool kAdd>
 inline void product(int64_t m, int64_t n, int64_t k, const void* a, int64_t a_stride, const void* b, int64_t b_stride,
                     float* c, int64_t c_stride) {

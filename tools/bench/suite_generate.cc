@@ -1,5 +1,5 @@
 // generate: many prompts continued together (models/generate_many.h), beside the same one by one, in
-// turns.
+// turns; and one, beside copies of as many bytes as its weights have.
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/models/generate_many.h"
 #include "sheaf/models/sharded_model.h"
@@ -37,16 +37,16 @@ void measure(Session& session, DType dtype, Size size, World& world, Line& line)
                             {.context = config.model.context, .vocab = config.model.vocab, .at_once = rows});
     });
   };
+  int64_t weights = 0;  // bytes, which each token of one sequence reads
+  for (const auto& unit : units(*model.model))
+    for (const FlatBuffer& b : unit->buffers()) weights += b.shard.local_bytes();
+  const auto copied = [&] { return device_seconds([&] { session.probe().run_copy(static_cast<size_t>(weights * size.tokens)); }); };
   timed(size.rows);
-  std::vector<double> alone;
-  if (size.rows == 1) {
-    for (int i = session.samples(8); i > 0; --i) line.samples_s.push_back(timed(1));
-  } else {
-    auto [together, one] = session.turns([&] { return timed(size.rows); }, [&] { return timed(1); }, /*most=*/8);
-    line.samples_s = std::move(together);
-    line.peer = "one by one";
-    line.peer_value = quantile(one, 0.5) * static_cast<double>(size.rows);
-  }
+  const bool alone = size.rows == 1;
+  auto [together, others] = session.turns([&] { return timed(size.rows); }, [&] { return alone ? copied() : timed(1); }, /*most=*/8);
+  line.samples_s = std::move(together);
+  line.peer = alone ? "a copy of the weights' bytes for each token" : "one by one";
+  line.peer_value = quantile(others, 0.5) * static_cast<double>(size.rows);
   line.more = {{"tok/s", static_cast<double>(size.rows * size.tokens) / quantile(line.samples_s, 0.5)}};
 }
 

@@ -1,4 +1,4 @@
-"""The training steps that are compared. The names are those of `sheaf bench step`."""
+"""The training steps that are compared, and texts that are generated. The names are those of `sheaf bench step` and `generate`."""
 
 from dataclasses import dataclass
 
@@ -23,11 +23,16 @@ class Case:
     experts: int = 0  # of a mixture in place of each MLP
     choices: int = 0  # experts of a token
     linear_heads: int = 0  # of Llama's linear attention, in all blocks but each fourth; 0: there is none
+    generated: int = 0  # tokens that are made behind prompts of `context` tokens, in place of a step; 0: it is a step
     bf16_stream: bool = False  # PyTorch's residual stream is bf16, as Sheaf's, where autocast alone would keep f32
 
     @property
     def tokens(self):
-        return self.batch * self.context
+        return self.batch * (self.generated or self.context)
+
+    @property
+    def suite(self):
+        return "generate" if self.generated else "step"
 
 
 def _gpt2_124m(name, batch, context, dtype, goal, goal_llmc=0.0):
@@ -47,6 +52,12 @@ def _small_llama(name, dtype, batch=8, context=256, **mlp):
                 kv_heads=6, bf16_stream=dtype == "bf16", **mlp)
 
 
+def _texts(dtype, rows):
+    """GPT-2 124M continues prompts of 64 tokens by 64 more."""
+    return Case(f"gpt2-124m-{dtype}-{rows}x64+64", layers=12, heads=12, width=768, vocab=50257, bias=True, batch=rows, context=64,
+                dtype=dtype, samples=3, generated=64)
+
+
 CASES = [
     _gpt2_124m("gpt2-124m-f32-4x64", 4, 64, "f32", goal=1.5, goal_llmc=7.0),
     _gpt2_124m("gpt2-124m-f32-1x1024", 1, 1024, "f32", goal=1.4),
@@ -62,6 +73,7 @@ CASES = [
     _small_llama("mixture-4-of-32-bf16-8x256", "bf16", hidden=256, experts=32, choices=4),
     _small_llama("linear-f32-1x2048", "f32", batch=1, context=2048, hidden=1024, linear_heads=6),
     _small_llama("linear-bf16-1x2048", "bf16", batch=1, context=2048, hidden=1024, linear_heads=6),
+    *(_texts(dtype, rows) for dtype in ("f32", "bf16") for rows in (1, 8, 32)),
 ]
 
 

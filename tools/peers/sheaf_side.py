@@ -1,4 +1,4 @@
-"""Sheaf: `sheaf bench step`, a process per turn."""
+"""Sheaf: `sheaf bench step` or `generate`, a process per turn."""
 
 import json
 import os
@@ -17,7 +17,7 @@ class SheafSide(Side):
         with tempfile.TemporaryDirectory(prefix="bench_peers_") as folder:
             path = os.path.join(folder, "bench.json")
             done = subprocess.run(
-                [self.program, "bench", "step", "--device", self.case.device, "--filter", self.case.name,
+                [self.program, "bench", self.case.suite, "--device", self.case.device, "--filter", self.case.name,
                  "--threads", str(self.threads), "--samples", str(count), "--json", path],
                 env=environment(self.threads), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
                 check=False)
@@ -26,7 +26,7 @@ class SheafSide(Side):
             with open(path, encoding="utf-8") as file:
                 lines = [line for line in json.load(file)["lines"] if line["name"] == self.case.name]
         if not lines:
-            raise Failed(f"sheaf bench step has no line {self.case.name}")
+            raise Failed(f"sheaf bench {self.case.suite} has no line {self.case.name}")
         if "missing" in lines[0]:
             raise Failed(lines[0]["missing"])
         more = lines[0]["more"]

@@ -1,4 +1,4 @@
-"""One case as PyTorch trains it, in a process of its own.
+"""One case as PyTorch trains it, or generates texts, in a process of its own.
 
 Prints a JSON line per step: {"step", "timed", "seconds", "loss", "peak_bytes"}, and {"ready": true, "micro_batch": N}
 when it is warm. Then it times --samples steps; with --serve instead, for every number read from standard input, that
@@ -81,8 +81,34 @@ class Training:
             torch.cuda.synchronize()
 
 
+class Generation:
+    """A model that continues prompts; what takes the place of a step is all of it."""
+
+    def __init__(self, case, variant):
+        torch.manual_seed(1337)
+        self.case = case
+        self.micro_batch = case.batch
+        self.model = gpt2.Gpt2(case).to(torch.bfloat16 if case.dtype == "bf16" else torch.float32).eval()
+        if variant == "compile":  # one code for a token at whatever position
+            for block in self.model.blocks:
+                block.compile(dynamic=True)
+        self.steps = 0
+
+    def step(self):
+        prompts = torch.randint(self.case.vocab, (self.case.batch, self.case.context))
+        start = time.perf_counter()
+        self.model.generate(prompts, self.case.generated)
+        seconds = time.perf_counter() - start
+        self.steps += 1
+        return seconds, 0.0
+
+
 def started(case, variant, warm):
     """A training after its first steps, which `warm` makes; by the largest micro-batch that the GPU holds."""
+    if case.generated:
+        generation = Generation(case, variant)
+        warm(generation)
+        return generation
     micro_batch = case.batch
     while case.device == "cuda" and (micro_batch * case.context > MOST_TOKENS or case.batch % micro_batch):
         micro_batch -= 1
