@@ -150,7 +150,7 @@ TEST(BadInput, Sampling) {
   EXPECT_EQ(usual.out.size(), 4u + 9 + 1);  // the run's own options
   EXPECT_EQ(run_sheaf({"generate", f / "out", "--generate.tokens", "2"}).out, usual.out.substr(0, 6) + "\n");
   EXPECT_THAT(run_sheaf(testing::on_ranks(2, {"generate", f / "out", "--generate.tokens", "2"})).err,
-              HasSubstr("[generate] takes one process, and this is rank "));
+              HasSubstr("[generate] one prompt takes one process, and this is rank "));
   expect_line(run_sheaf({"generate", f / "out", "--model.layers", "99", "--train.lr", "7"}), 64,
               {"[generate] --model.layers is not for sampling"}, "a model's option");
 }
