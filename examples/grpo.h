@@ -35,9 +35,11 @@ struct Answers {
   double num_targets = 0;  ///< on all ranks
 };
 
-/// Sum of a value of each rank.
+/// Sum of a value of each rank that has rows of its own.
 inline double sum_of_ranks(double mine, const Layout& rows) {
-  const Layout addends(rows.mesh(), Placement::partial());
+  Layout addends(rows.mesh(), Placement::invariant());
+  for (int a = 0; a < rows.num_axes(); ++a)
+    if (rows[a].is_shard()) addends[a] = Placement::partial();
   return redistribute(Tensor::from_local<double>({mine}, {kF64, {1}, addends}), Layout(rows.mesh(), Placement::invariant())).to_vector<double>()[0];
 }
 
@@ -102,7 +104,8 @@ inline Tensor grpo_loss(const Tensor& losses_BT, const Tensor& old_BT, const Ten
 inline double learn(models::Decoder& model, models::Decoder* reference, optim::Optimizer& optimizer, const Answers& answers, int64_t step,
                     const GrpoOptions& o) {
   const auto losses_of = [&](models::Decoder& m) { return m.loss(answers.tokens_BT, answers.targets_BT, {.per_target = true}); };
-  model.train();
+  model.eval();  // what answers is what learns: no dropout, and nothing added to the losses
+  if (reference) reference->eval();
   const Tensor old_BT = losses_of(model);  // outside of a recording: nothing is kept for a backward
   const Tensor reference_BT = reference && o.kl > 0 ? losses_of(*reference) : Tensor();
   double last = 0;

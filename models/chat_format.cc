@@ -144,13 +144,13 @@ std::vector<MarkedToken> ChatFormat::encode(std::span<const Message> messages, s
   return out.take();
 }
 
-std::vector<int32_t> ChatFormat::encode_prompt(std::span<const Message> messages) const {
+std::vector<int32_t> ChatFormat::encode_prompt(std::span<const Message> messages, std::string_view origin) const {
   std::vector<int32_t> ids;
   const auto append = [&](const std::vector<MarkedToken>& tokens) {
     for (const MarkedToken token : tokens) ids.push_back(static_cast<int32_t>(token & ~kReadOnly));
   };
-  append(encode(messages));
-  Writer turn(tokenizer_, "the conversation");
+  append(encode(messages, origin));
+  Writer turn(tokenizer_, origin);
   open_turn("assistant", turn);
   append(turn.take());
   return ids;

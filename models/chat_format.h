@@ -31,7 +31,7 @@ class ChatFormat {
   /// conversation in it.
   std::vector<MarkedToken> encode(std::span<const Message> messages, std::string_view origin = "the conversation") const;
   /// The same up to where an assistant's turn begins, as a prompt.
-  std::vector<int32_t> encode_prompt(std::span<const Message> messages) const;
+  std::vector<int32_t> encode_prompt(std::span<const Message> messages, std::string_view origin = "the conversation") const;
   /// Which token ends a turn.
   int32_t end_of_turn() const { return end_of_turn_; }
 

@@ -62,8 +62,9 @@ int Decoder::stage_of(const nn::Module& module, const StageCut& cut) {
 nn::Residual Decoder::stream_of(const Tensor& tokens_BT, nn::KeyValueCache* cache, const Tensor& begins_BT) {
   check<ShapeError>(tokens_BT.rank() == 2, "[", sizes_.type, "] tokens must be [B, T], not ", tokens_BT.shape());
   const int64_t position = cache ? cache->length() : 0, tokens = tokens_BT.size(1), end = position + tokens;
-  const Tensor rows_BT = cache ? cache->begins(tokens) : Tensor();  // who says where they begin, counts by himself
-  check<ShapeError>(rows_BT || end <= sizes_.context, "[", sizes_.type, "] ", end, " tokens are more than the context of ", sizes_.context);
+  const Tensor rows_BT = cache ? cache->begins(tokens) : Tensor();  // how long each is, knows who says where they begin
+  check<ShapeError>((rows_BT ? tokens : end) <= sizes_.context, "[", sizes_.type, "] ", end, " tokens are more than the context of ",
+                    sizes_.context);
   return embedded(tokens_BT, position, rows_BT ? rows_BT : begins_BT);
 }
 

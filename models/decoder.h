@@ -62,6 +62,8 @@ struct Decoder : nn::Module {
   /// [B, T, V] of such an x.
   virtual Tensor logits_behind(const Tensor& x_BTC);
   int64_t num_mtp_layers() const { return sizes_.mtp_layers; }
+  /// Most tokens of a sequence.
+  int64_t context() const { return sizes_.context; }
   /// What MTP layer k makes for the head of such an x, which is the model's or that of the layer before, and of the tokens k + 1 further,
   /// behind those that its `cache` has read.
   Tensor read_further(int64_t k, const Tensor& x_BTC, const Tensor& next_BT, nn::KeyValueCache& cache);
@@ -92,8 +94,8 @@ struct Decoder : nn::Module {
  private:
   virtual nn::Embedding& table() = 0;
   virtual DecoderBlock& block(int64_t i) = 0;
-  /// The residual stream of tokens. For tables of positions: the first tokens are at this one; where documents are kept apart, or
-  /// rows begin at other places, each is as far behind its document's first token as it is behind `begins`, whole on axes that cut sequences.
+  /// The residual stream of tokens. For tables of positions: token t stands at position + t; where documents are kept apart, or rows of
+  /// a batch begin at other places, at position + t - begins[b, t], which are whole on axes that cut sequences.
   virtual nn::Residual embedded(const Tensor& tokens_BT, int64_t position, const Tensor& begins_BT) = 0;
   virtual Tensor normed(nn::Residual stream) = 0;
   /// What the head reads to predict the tokens that are k + 2 further than each: MTP layer k makes it of what the head read last, which is

@@ -24,11 +24,11 @@ void check_chat(const GenerateConfig& config) {
 }
 
 // What has been said so far.
-std::vector<int32_t> encode_chat(const Tokenizer& tokenizer, const GenerateConfig& config, const std::vector<Message>& said) {
+std::vector<int32_t> encode_chat(const Tokenizer& tokenizer, const GenerateConfig& config, const std::vector<Message>& said, const std::string& origin) {
   std::vector<Message> messages;
   if (!config.system.empty()) messages.push_back({"system", config.system});
   messages.insert(messages.end(), said.begin(), said.end());
-  return ChatFormat(config.chat, tokenizer).encode_prompt(messages);
+  return ChatFormat(config.chat, tokenizer).encode_prompt(messages, origin);
 }
 
 }  // namespace
@@ -50,12 +50,14 @@ std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateCon
   check_chat(config);
   if (said.is_array()) {
     check<ConfigError>(!config.chat.empty(), "[generate] ", origin, " has messages, which are for a chat: give generate.chat, its format");
-    return encode_chat(tokenizer, config, messages_of(said, origin, "the prompt"));
+    const std::vector<Message> messages = messages_of(said, origin, "the prompt");
+    check<DataError>(!messages.empty(), "[generate] ", origin, ": the prompt has no messages");
+    return encode_chat(tokenizer, config, messages, origin);
   }
   check<DataError>(said.is_string(), "[generate] ", origin, ": the prompt is neither a text nor a list of messages");
   const std::string& text = said.as_string();
   check<DataError>(!text.empty(), "[generate] ", origin, ": the prompt is empty");
-  if (!config.chat.empty()) return encode_chat(tokenizer, config, {{"user", text}});
+  if (!config.chat.empty()) return encode_chat(tokenizer, config, {{"user", text}}, origin);
   return config.special_tokens ? tokenizer.encode_special(text, true, origin) : tokenizer.encode(text, origin);
 }
 

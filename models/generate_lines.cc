@@ -9,6 +9,7 @@
 #include "sheaf/core/append_file.h"
 #include "sheaf/core/file.h"
 #include "sheaf/core/json.h"
+#include "sheaf/core/parallel.h"
 #include "sheaf/distributed/agreement.h"
 #include "sheaf/distributed/gather_texts.h"
 #include "sheaf/models/generate.h"
@@ -31,52 +32,92 @@ struct Line {
 
 std::string place_of(int64_t line, const std::string& file) { return str("line ", line, " of '", file, "'"); }
 
+void check_options(const GenerateLinesOptions& o) {
+  check<ConfigError>(o.samples > 0 && o.at_once > 0, "[generate] samples ", o.samples, ", at_once ", o.at_once, ": both must be positive");
+  check<ConfigError>(!o.field.empty() && o.field != "ended" && o.field != "sample" && o.field != o.prompt_field, "[generate] --field ",
+                     json_string(o.field), ": lines need it for what follows a prompt");
+}
+
+// Its members and, as the model reads it, its prompt.
+Line read_line(const NumberedLine& one, const SavedModel& saved, const GenerateConfig& config, const GenerateLinesOptions& o) {
+  const std::string place = place_of(one.number, o.prompts);
+  Line line{Json::parse(one.text, place), {}};
+  check<DataError>(line.members.is_object(), "[generate] ", place, " is no object");
+  std::vector<std::string> taken = {o.field, "ended"};
+  if (o.samples > 1) taken.push_back("sample");
+  for (const std::string& key : taken)
+    check<DataError>(!line.members.find(key), "[generate] ", place, " has a member ", json_string(key), ", which the output's lines have: ",
+                     key == o.field ? "give --field another name" : "leave it out");
+  const Json* said = line.members.find(o.prompt_field);
+  check<DataError>(said != nullptr, "[generate] ", place, " has no member ", json_string(o.prompt_field));
+  line.prompt = encode_prompt(*saved.text.tokenizer, config, *said, place);
+  if (config.chat.empty() && !config.special_tokens)  // what is rendered has what stands before a text
+    line.prompt.insert(line.prompt.begin(), saved.text.before.begin(), saved.text.before.end());
+  check<DataError>(std::ssize(line.prompt) <= saved.model.context, "[generate] ", place, ": the prompt has ", line.prompt.size(),
+                   " tokens, the model's context ", saved.model.context);
+  return line;
+}
+
 // All of the file's, in order.
 std::vector<Line> read_lines(const std::string& text, const SavedModel& saved, const GenerateConfig& config, const GenerateLinesOptions& o) {
-  std::vector<Line> lines;
   int64_t count = 0;
-  for (const NumberedLine& one : numbered_lines(text, count)) {
-    const std::string place = place_of(one.number, o.prompts);
-    Line line{Json::parse(one.text, place), {}};
-    check<DataError>(line.members.is_object(), "[generate] ", place, " is no object");
-    for (const std::string& key : {o.field, std::string("ended"), std::string("sample")})
-      check<DataError>(!line.members.find(key), "[generate] ", place, " has a member ", json_string(key), ", which the output's lines have: ",
-                       key == o.field ? "give --field another name" : "leave it out");
-    const Json* said = line.members.find(o.prompt_field);
-    check<DataError>(said != nullptr, "[generate] ", place, " has no member ", json_string(o.prompt_field));
-    line.prompt = encode_prompt(*saved.text.tokenizer, config, *said, place);
-    if (config.chat.empty() && !config.special_tokens)  // what is rendered has what stands before a text
-      line.prompt.insert(line.prompt.begin(), saved.text.before.begin(), saved.text.before.end());
-    check<DataError>(std::ssize(line.prompt) <= saved.model.context, "[generate] ", place, ": the prompt has ", line.prompt.size(),
-                     " tokens, the model's context ", saved.model.context);
-    lines.push_back(std::move(line));
-  }
-  check<DataError>(!lines.empty(), "[generate] '", o.prompts, "' has no lines");
+  const std::vector<NumberedLine> found = numbered_lines(text, count);
+  check<DataError>(!found.empty(), "[generate] '", o.prompts, "' has no lines");
+  std::vector<Line> lines(found.size());
+  parallel_for(std::ssize(found), 16, [&](int64_t begin, int64_t end) {
+    for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) lines[i] = read_line(found[i], saved, config, o);
+  });
   return lines;
 }
 
-// Whole lines that are there. What a kill has left of another one is cut off; whatever does not follow from these prompts is left alone.
-int64_t lines_that_are_there(const std::vector<Line>& lines, const GenerateLinesOptions& o) {
-  if (!path_exists(o.output)) return 0;
+// What output line number `i` begins with.
+std::string beginning_of(const std::vector<Line>& lines, int64_t i, const GenerateLinesOptions& o) {
+  std::string text = lines[static_cast<size_t>(i / o.samples)].members.dump();
+  text.pop_back();
+  return text + "," + json_string(o.field) + ":\"";
+}
+
+struct There {
+  int64_t lines = 0, bytes = 0;  ///< whole lines of the output, and theirs
+};
+
+// What is there already. What a kill has left of another line is not counted; of anything that does not follow from these prompts this is an error.
+There what_is_there(const std::vector<Line>& lines, const GenerateLinesOptions& o) {
+  std::error_code none;
+  check<ConfigError>(!std::filesystem::equivalent(o.output, o.prompts, none), "[generate] --output is the file of prompts");
+  if (!path_exists(o.output)) return {};
   const std::string text = File::open(o.output).read_all();
-  if (text.empty()) return 0;
+  if (text.empty()) return {};
   check<ConfigError>(o.resume, "[generate] '", o.output, "' is there: give --resume to go on behind its lines, or another --output");
-  const size_t whole = text.rfind('\n') == std::string::npos ? 0 : text.rfind('\n') + 1;
-  const auto count = static_cast<int64_t>(std::ranges::count(text, '\n'));
-  const int64_t all = std::ssize(lines) * o.samples;
+  const int64_t count = std::ranges::count(text, '\n'), all = std::ssize(lines) * o.samples;
   check<DataError>(count <= all, "[generate] '", o.output, "' has ", count, " lines, and there are only ", all, " to write");
+  const size_t whole = count > 0 ? text.rfind('\n') + 1 : 0;
+  const auto wrong = [&](int64_t line) {
+    fail<DataError>("[generate] ", place_of(line, o.output), " is not what follows the prompt that has its place in '", o.prompts, "'");
+  };
   if (count > 0) {
-    const size_t begin = whole < 2 || text.rfind('\n', whole - 2) == std::string::npos ? 0 : text.rfind('\n', whole - 2) + 1;
-    const Json last = Json::parse(std::string_view(text).substr(begin, whole - 1 - begin), place_of(count, o.output));
-    const Line& line = lines[static_cast<size_t>((count - 1) / o.samples)];
-    const Json* said = last.find(o.prompt_field);
-    check<DataError>(last.find(o.field) && said && *said == line.members.at(o.prompt_field), "[generate] ", place_of(count, o.output),
-                     " is not of the prompt that has its place in '", o.prompts, "'");
+    const size_t before = whole < 2 ? std::string::npos : text.rfind('\n', whole - 2), begin = before == std::string::npos ? 0 : before + 1;
+    const std::string_view last = std::string_view(text).substr(begin, whole - 1 - begin);
+    if (!last.starts_with(beginning_of(lines, count - 1, o))) wrong(count);
+    const Json members = Json::parse(last, place_of(count, o.output)), number = (count - 1) % o.samples;
+    const Json* sample = members.find("sample");
+    const Json* expected = o.samples > 1 ? &number : lines[static_cast<size_t>(count - 1)].members.find("sample");
+    if (!members.find("ended") || !sample != !expected || (sample && *sample != *expected)) wrong(count);
   }
+  if (const std::string_view rest = std::string_view(text).substr(whole); !rest.empty()) {
+    const std::string begins = count < all ? beginning_of(lines, count, o) : "";
+    const size_t common = std::min(begins.size(), rest.size());
+    if (common == 0 || rest.substr(0, common) != std::string_view(begins).substr(0, common)) wrong(count + 1);
+  }
+  return {count, static_cast<int64_t>(whole)};
+}
+
+// What is behind those lines.
+void cut_off(const There& there, const std::string& path) {
   std::error_code error;
-  std::filesystem::resize_file(o.output, whole, error);
-  check<IoError>(!error, "[generate] cannot write '", o.output, "': ", error.message());
-  return count;
+  if (!path_exists(path) || std::filesystem::file_size(path, error) == static_cast<uintmax_t>(there.bytes)) return;
+  std::filesystem::resize_file(path, static_cast<uintmax_t>(there.bytes), error);
+  check<IoError>(!error, "[generate] cannot write '", path, "': ", error.message());
 }
 
 // The ranks that have a share of the lines each: all, but for those that share layers.
@@ -128,8 +169,7 @@ Part put_together(World& world, const Shares& shares, const Part& mine) {
 
 GenerateLinesProgress generate_lines(const std::string& folder, TrainConfig config, World& world, Device device, const GenerateLinesOptions& options,
                                      const std::function<void(const GenerateLinesProgress&)>& progress) {
-  check<ConfigError>(options.samples > 0 && options.at_once > 0, "[generate] samples ", options.samples, ", at_once ", options.at_once,
-                     ": both must be positive");
+  check_options(options);
   require_agreement(world, "model", {{"what is in the folder", has_published_weights(folder) ? "published weights" : "a run"}});
   SavedModel saved = open_saved_model("generate", folder, checkpoint_group(world));
   saved.model.mtp_layers = 0;  // many are not drafted for
@@ -139,13 +179,18 @@ GenerateLinesProgress generate_lines(const std::string& folder, TrainConfig conf
   const std::string text = File::open<DataError>(options.prompts).read_all();
   const std::vector<Line> lines = read_lines(text, saved, config.generate, options);
   const std::vector<int32_t> ends = ends_of(tokenizer, config.generate, saved.text.ends);
-  // Rank 0 writes; the others go by what it has found.
-  int64_t there = 0;
-  std::optional<AppendFile> out;
-  if (world.rank() == 0) there = lines_that_are_there(lines, options), out.emplace("generate", options.output);
-  if (world.size() > 1) there = std::stoll(gather_texts(world.communicator(), str(there), "generate")[0]);
   require_agreement(world, "prompts", {{"the model", saved.digest, str("'", saved.origin, "' (XXH3 ", saved.digest, ")")},
                                        {"the prompts", digest_of_text(text).xxh3}});
+  // Rank 0 writes; the others go by what it has found.
+  There there;
+  std::optional<AppendFile> out;
+  if (world.rank() == 0) there = what_is_there(lines, options), cut_off(there, options.output), out.emplace("generate", options.output);
+  if (world.size() > 1) there.lines = std::stoll(gather_texts(world.communicator(), str(there.lines), "generate")[0]);
+  GenerateLinesProgress now{.done = there.lines, .all = std::ssize(lines) * options.samples};
+  if (now.done == now.all) {
+    if (progress) progress(now);
+    return now;
+  }
 
   const DeviceScope scope(device);
   config.model = saved.model;
@@ -155,7 +200,6 @@ GenerateLinesProgress generate_lines(const std::string& folder, TrainConfig conf
   saved.load(*sharded.model);
 
   const Shares shares(sharded.mesh);
-  GenerateLinesProgress now{.done = there, .all = std::ssize(lines) * options.samples};
   const int64_t lap = options.at_once * shares.ranks() * kBatchesOfALap;
   if (progress) progress(now);
   while (now.done < now.all) {

@@ -28,9 +28,10 @@ struct GenerateLinesProgress {
 /// Continues each prompt as config.generate says, by the newest whole checkpoint of a run's output folder or by published weights, and appends lines
 /// as they come, whole ones even if the process is killed: each with the members of its prompt's line, `field`, "ended", whether it ended before it was
 /// as long as it may be, and with several samples "sample", its number. What a line says depends on its prompt, its number and the seed, not on the number of
-/// ranks nor on at_once. The ranks of `world` share the lines; with config.sharding also the weights, which rest in generate.dtype.
-/// Collective. `progress` is called on every rank, when all is read and then after every few batches. Throws ConfigError, also where the output is there and `resume` is not asked for, DataError naming the line,
-/// CheckpointError, IoError, NonFiniteError.
+/// ranks nor on at_once (see generate_many.h). The ranks of `world` share the lines; with config.sharding also the weights, which rest in generate.dtype.
+/// Collective. `progress` is called on every rank, when all is read and then after every few batches. With `resume` the last line that is there, and what
+/// a kill has left behind it, must be of the prompts that have their places; which model and seed made them is not known. Throws ConfigError, also where the
+/// output is there and `resume` is not asked for, DataError naming the line, CheckpointError, IoError, NonFiniteError naming the prompt.
 GenerateLinesProgress generate_lines(const std::string& folder, TrainConfig config, World& world, Device device, const GenerateLinesOptions& options,
                                      const std::function<void(const GenerateLinesProgress&)>& progress = {});
 

@@ -77,7 +77,7 @@ class Wave {
       const auto alive = ranks_.most<1>({std::ranges::count(rows_, false, &Row::done)})[0];
       if (alive == 0) return;
       if (alive <= count / 2) keep(alive, tokens);
-      set_begins();
+      begin_anew();
     }
   }
 
@@ -111,7 +111,11 @@ class Wave {
           const T* from = view.as<T>() + i * view.strides[0];
           std::transform(from, from + vocab, row.begin(), [](T x) { return static_cast<Wide>(x); });
         });
-        next[static_cast<size_t>(i)] = choose_token(row, config_, r.sample, std::ssize(r.to->tokens), r.prompt.size());
+        try {
+          next[static_cast<size_t>(i)] = choose_token(row, config_, r.sample, std::ssize(r.to->tokens), r.prompt.size());
+        } catch (const NonFiniteError& error) {
+          fail<NonFiniteError>("[generate_many] prompt ", r.sample, ": ", error.what());
+        }
       }
     });
     for (size_t i = 0; i < rows_.size(); ++i) {
@@ -139,12 +143,11 @@ class Wave {
     take_those(rows_), take_those(tokens), take_those(begins_);
   }
 
-  // What is done begins anew with each token.
-  void set_begins() {
-    std::vector<int32_t> begins = begins_;
+  // What is done does so with each token: it costs little, and never is too long.
+  void begin_anew() {
+    if (std::ranges::none_of(rows_, &Row::done)) return;
     for (size_t i = 0; i < rows_.size(); ++i)
-      if (rows_[i].done) begins[i] = static_cast<int32_t>(cache_.length());
-    begins_ = std::move(begins);
+      if (rows_[i].done) begins_[i] = static_cast<int32_t>(cache_.length());
     cache_.set_begins(ranks_.batch(begins_, {std::ssize(rows_)}));
   }
 
@@ -158,9 +161,10 @@ class Wave {
   nn::KeyValueCache cache_;
 };
 
-void check_prompts(std::span<const std::vector<int32_t>> prompts, const GenerateManyOptions& options) {
+void check_prompts(const Decoder& model, std::span<const std::vector<int32_t>> prompts, const GenerateManyOptions& options) {
   check<ConfigError>(options.context > 0 && options.vocab > 0 && options.at_once > 0, "[generate_many] context ", options.context,
                      ", vocab ", options.vocab, ", at_once ", options.at_once, ": all must be positive");
+  check<ConfigError>(options.context <= model.context(), "[generate_many] context ", options.context, ": the model's is ", model.context());
   for (size_t i = 0; i < prompts.size(); ++i) {
     const auto number = options.first + static_cast<int64_t>(i);
     check<ConfigError>(!prompts[i].empty(), "[generate_many] prompt ", number, " is empty: give at least one token");
@@ -173,7 +177,7 @@ void check_prompts(std::span<const std::vector<int32_t>> prompts, const Generate
 
 std::vector<Continuation> generate_many(Decoder& model, std::span<const std::vector<int32_t>> prompts, const GenerateConfig& config,
                                         const GenerateManyOptions& options) {
-  check_prompts(prompts, options);
+  check_prompts(model, prompts, options);
   model.eval();
   const Device device = device_of(model);
   const DeviceScope scope(device);

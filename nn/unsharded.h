@@ -15,7 +15,12 @@ namespace sheaf::nn {
 /// to outlive the model. Of copies that replicas' secondary shards make, and of values in blocks, as of all.
 class Unsharded {
  public:
-  explicit Unsharded(Module& model) : schedule_(units(model).at(0)->schedule()) { schedule_->hold(); }
+  /// Throws LifetimeError for a model without memory.
+  explicit Unsharded(Module& model) {
+    gather_schedule(model);
+    schedule_ = units(model).at(0)->schedule();
+    schedule_->hold();
+  }
   ~Unsharded() { schedule_->release(); }
   Unsharded(const Unsharded&) = delete;
   Unsharded& operator=(const Unsharded&) = delete;

@@ -1,6 +1,7 @@
 #include <chrono>
 #include <cstdio>
 
+#include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/init.h"
 #include "sheaf/distributed/rendezvous.h"
 #include "sheaf/models/generate.h"
@@ -21,6 +22,8 @@ int generate_one(const GenerateArguments& arguments) {
                                        {"--at-once", given.at_once != none.at_once}, {"--resume", given.resume}})
     check<ConfigError>(!is_given, "[generate] ", name, " is for --prompts");
   const models::GenerateConfig config = load_generate_config(arguments.folder + "/config.toml", arguments.overrides);
+  if (arguments.threads_per_rank > 0) RankContext::current().threads = arguments.threads_per_rank;
+  const RankScope scope(RankContext::current());
   models::generate_from_folder(arguments.folder, config, distributed::init_device(), [](const std::string& text) { put(text); });
   put("\n");
   return 0;

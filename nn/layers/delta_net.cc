@@ -79,7 +79,7 @@ Tensor GatedDeltaNet::forward(const Tensor& x_BTC, KeyValueCache* cache, const T
   }
   Tensor y_BTF;
   // Padding is all zeros: it leaves the state, which is zero, as it is, and the convolution nothing.
-  if (cache && cache->begins(qkv_BTF.size(1))) qkv_BTF = where(unsqueeze(cache->is_read(qkv_BTF.size(1)), {2}), qkv_BTF, 0.0);
+  if (cache && qkv_BTF.size(1) > 1 && cache->begins(qkv_BTF.size(1))) qkv_BTF = where(unsqueeze(cache->is_read(qkv_BTF.size(1)), {2}), qkv_BTF, 0.0);
   if (cache) y_BTF = read_on(qkv_BTF, rates_BTR, *cache);
   else y_BTF = read(causal_conv(qkv_BTF, taps, {.silu = true, .begins = begins_BT}), rates_BTR, {.begins = begins_BT}).out;
   y_BTF = context.leave(y_BTF, /*in_pieces=*/false);

@@ -50,7 +50,7 @@ Tensor KeyValueCache::is_read(int64_t tokens) {
 Tensor KeyValueCache::begins(int64_t tokens) {
   if (begins_ && !(shown_ && shown_.size(1) == tokens)) {
     const Tensor begins_B1 = unsqueeze(begins_, {1});
-    shown_ = tokens == 1 ? begins_B1 : where(is_read(tokens), begins_B1, 0.0);
+    shown_ = where(is_read(tokens), begins_B1, 0.0);
   }
   return shown_;
 }

@@ -42,7 +42,8 @@ class RecurrentTail {
 ///
 /// Sequences of a batch that are not equally long end together: set_begins() says where each one begins, and what is read of it before
 /// is padding. A token stands at its position less that, and has the bits that it has where its sequence is alone (on CPUs, but for linear attention, whose
-/// chunks begin where they do for all). A sequence that is done begins anew with each token, so that it costs little and never is too long.
+/// chunks begin where they do for all). Where a sequence is done, whoever goes on with the others lets it begin anew with each token: so it
+/// costs little and never is too long.
 class KeyValueCache {
  public:
   /// Room for `capacity` tokens; memory is taken where a name first appends.
@@ -50,7 +51,8 @@ class KeyValueCache {
 
   /// Tokens read in all passes so far: the position of the next one.
   int64_t length() const { return length_; }
-  /// Where sequences begin from now on, i32[B], placed as the batch, none behind the next token. Undefined: all at 0.
+  /// Where sequences begin from now on, i32[B], placed as the batch: none behind the last token of the next pass, in which what is
+  /// before is padding. Undefined: all at 0.
   void set_begins(const Tensor& begins_B) { begins_ = begins_B, shown_ = {}; }
   /// The same of each of T tokens that are read now, i32[B, T], padding at 0; undefined if it is 0 for all.
   Tensor begins(int64_t tokens);
@@ -67,9 +69,10 @@ class KeyValueCache {
   /// Ends a pass over this many tokens.
   void advance(int64_t tokens) { length_ += tokens, shown_ = {}; }
   /// Forgets all but the first tokens, and keeps the memory. Recurrent layers can go back to 0, or to 64
-  /// tokens before the furthest that was read since then.
+  /// tokens before the furthest that was read since then. Sequences begin where they did.
   void shorten(int64_t length) { length_ = std::min(length_, length), shown_ = {}; }
-  void clear() { shorten(0); }
+  /// Forgets all, also where sequences begin.
+  void clear() { shorten(0), set_begins({}); }
 
  private:
   int64_t capacity_, length_ = 0;

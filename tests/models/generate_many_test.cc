@@ -191,6 +191,29 @@ TEST(GenerateMany, SaysWhatIsWrong) {
   EXPECT_EQ(message({text(kContext + 1, 1)}, {.context = kContext, .vocab = kVocab}), "[generate_many] prompt 0 has 151 tokens, the context 150");
   EXPECT_THAT(message({{1}}, {.vocab = kVocab}), HasSubstr("context 0"));
   EXPECT_EQ(message({}, {.context = kContext, .vocab = kVocab}), "");
+  EXPECT_EQ(message({{1}}, {.context = kContext + 1, .vocab = kVocab}), "[generate_many] context 151: the model's is 150");
+  assign(model.wte.weight, full({kVocab, 64}, std::nan("")));
+  EXPECT_THAT(message({{1, 2}}, {.context = kContext, .vocab = kVocab, .first = 41}), HasSubstr("[generate_many] prompt 41: [generate] position 2, behind"));
+}
+
+// A cache forgets where rows began.
+TEST(GenerateMany, AClearedCacheHasNoPadding) {
+  Gpt model(gpt());
+  materialize(model, Device::cpu(), {.seed = 3});
+  const Tensor tokens = Tensor::from(text(16, 1), {2, 8});
+  nn::KeyValueCache fresh(kContext), cache(kContext);
+  const Tensor want = model.next_logits(tokens, fresh);
+  cache.set_begins(Tensor::from<int32_t>({0, 5}, {2}));
+  EXPECT_FALSE(identical(model.next_logits(tokens, cache), want));
+  cache.clear();
+  EXPECT_TRUE(identical(model.next_logits(tokens, cache), want));
+  // Padding may be read token by token, too.
+  nn::KeyValueCache at_once(kContext), slowly(kContext);
+  Tensor all, last;
+  for (nn::KeyValueCache* c : {&at_once, &slowly}) c->set_begins(Tensor::from<int32_t>({0, 5}, {2}));
+  all = model.next_logits(tokens, at_once);
+  for (int64_t t = 0; t < 8; ++t) last = model.next_logits(slice(tokens, 1, t, t + 1), slowly);
+  EXPECT_TRUE(identical(last, all));
 }
 
 // ---- ranks ------------------------------------------------------------------------------------------------------------
@@ -229,6 +252,26 @@ TEST(GenerateMany, EveryWorldGivesTheSame) {
         }
       }, {.threads_per_rank = 1});
   EXPECT_EQ(want.size(), all.size());
+}
+
+// Rows are cut over two axes, and there are fewer of them than ranks.
+TEST(GenerateMany, RanksThatShareExpertsHavePromptsOfTheirOwn) {
+  LlamaConfig c = llama();
+  c.experts = 4, c.experts_per_token = 2;
+  const Prompts all = prompts({3, 20, 1});
+  std::vector<Continuation> want;
+  for (const bool shares : {false, true})
+    run_local(shares ? 4 : 1, [&](World& w) {
+      Llama model(c);
+      const Mesh mesh = w.mesh({{"data", shares ? 2 : 1}, {"expert", shares ? 2 : 1}});
+      shard(model, mesh, {.axis = "data", .expert_axis = "expert", .units = nn::units_of<models::LlamaBlock>()});
+      materialize(model, Device::cpu(), {.seed = 3});
+      const size_t share = shares ? 1 : 3, begin = std::min<size_t>(3, share * static_cast<size_t>(w.rank())), end = std::min<size_t>(3, begin + share);
+      const auto got = generate_many(model, std::span(all).subspan(begin, end - begin), drawing(12),
+                                     {.context = kContext, .vocab = kVocab, .rows = Layout(mesh.spec, Placement::shard(0)), .first = static_cast<int64_t>(begin)});
+      if (!shares) want = got;
+      expect_equal(got, {want.begin() + static_cast<ptrdiff_t>(begin), want.begin() + static_cast<ptrdiff_t>(end)}, str("rank ", w.rank()));
+    }, {.threads_per_rank = 1});
 }
 
 }  // namespace

@@ -88,8 +88,15 @@ TEST(GenerateLines, GoesOnBehindWhatIsThere) {
   // Other prompts, and what is no output at all.
   write_file(f / "prompts.jsonl", "{\"prompt\": \"another\"}\n");
   expect_refused(f.generate("out.jsonl", {"--resume"}), 65, "has 14 lines, and there are only 1 to write");
-  expect_refused(f.generate("prompts.jsonl", {"--resume"}), 65, "is not of the prompt that has its place");
   EXPECT_EQ(f.text("out.jsonl"), want);
+  const std::string kept[] = {"{\"prompt\": \"another\"}\n", "{\"prompt\": \"another\"}", "x", "{\"prompt\":\"another\",\"completion\":\"\"}\n",
+                              "{\"prompt\":\"another\",\"completion\":\"\",\"ended\":true,\"sample\":0}\n"};
+  for (const std::string& text : kept) {
+    write_file(f / "kept.jsonl", text);
+    expect_refused(f.generate("kept.jsonl", {"--resume"}), 65, "is not what follows the prompt that has its place");
+    EXPECT_EQ(f.text("kept.jsonl"), text);
+  }
+  for (const Words& more : {Words{}, Words{"--resume"}}) expect_refused(f.generate("prompts.jsonl", more), 64, "--output is the file of prompts");
   EXPECT_EQ(f.text("prompts.jsonl"), "{\"prompt\": \"another\"}\n");
 }
 
@@ -110,6 +117,8 @@ TEST(GenerateLines, SaysWhatIsWrong) {
   refused("{\"prompt\": \"a\", \"completion\": \"b\"}\n", 65, "has a member \"completion\", which the output's lines have: give --field");
   refused("{\"prompt\": [{\"role\": \"user\", \"content\": \"a\"}]}\n", 64, "give generate.chat");
   refused("\n", 65, "has no lines");
+  refused("{\"prompt\": \"a\", \"sample\": 1}\n", 65, "has a member \"sample\"", {"--samples", "2"});
+  for (const char* field : {"ended", "sample", "prompt", ""}) refused(good, 64, "lines need it for what follows", {"--field", field});
   refused(good, 64, "--sharding.pipeline is not for sampling", {"--sharding.pipeline", "2"});
   refused(good, 64, "--generate.prompt would change nothing", {"--generate.prompt", "x"});
   expect_refused(run_sheaf({"generate", f / "run", "--prompts", f / "prompts.jsonl"}), 64, "wants --output");
