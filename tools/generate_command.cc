@@ -53,8 +53,9 @@ int generate_many_lines(const GenerateArguments& arguments) {
     models::generate_lines(arguments.folder, config, world, world.device(), o, [&](const models::GenerateLinesProgress& now) {
       if (now.tokens == 0 && before < 0) {
         before = now.done, began = std::chrono::steady_clock::now();
-        if (now.done > 0 && world.rank() == 0) say(str("goes on behind ", now.done, " lines of ", o.output));
-        if (now.done < now.all) return;
+        if (now.done > 0 && world.rank() == 0)
+          say(now.done < now.all ? str("goes on behind ", now.done, " lines of ", o.output) : str(o.output, " has all ", now.all, " lines"));
+        return;
       }
       const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - began;
       if (world.rank() == 0) say(line_of(now, before, seconds.count()));
