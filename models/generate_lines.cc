@@ -23,7 +23,7 @@
 namespace sheaf::models {
 namespace {
 
-constexpr int64_t kBatchesOfALap = 4;  // what is lost if the process is killed, and sorted by length before
+constexpr int64_t kBatchesOfALap = 4;  // of each rank: what is lost if the process is killed, and sorted by length before
 
 struct Line {
   Json members;
@@ -129,11 +129,6 @@ struct Shares {
     rows[mesh.spec->axis("model")] = Placement::replicate();
     speaks = mesh.coordinate("model") == 0;
   }
-  int64_t ranks() const {
-    int64_t n = 1;
-    for (int a = 0; a < rows.num_axes(); ++a) n *= rows[a].is_shard() ? rows.mesh()->size(a) : 1;
-    return n;
-  }
   /// This rank's of `count`.
   Interval of(int64_t count) const {
     const Type all{kI64, {count}, rows};
@@ -200,7 +195,7 @@ GenerateLinesProgress generate_lines(const std::string& folder, TrainConfig conf
   saved.load(*sharded.model);
 
   const Shares shares(sharded.mesh);
-  const int64_t lap = options.at_once * shares.ranks() * kBatchesOfALap;
+  const int64_t lap = options.at_once * world.size() * kBatchesOfALap;
   if (progress) progress(now);
   while (now.done < now.all) {
     const int64_t count = std::min(lap, now.all - now.done);

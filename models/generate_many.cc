@@ -85,13 +85,11 @@ class Wave {
   // Behind padding, so that all end together.
   std::vector<int32_t> prompts() {
     std::vector<int32_t> tokens(rows_.size() * static_cast<size_t>(longest_), 0);
-    std::vector<int32_t> begins;
     for (size_t i = 0; i < rows_.size(); ++i) {
       const std::span<const int32_t> prompt = rows_[i].prompt;
       std::ranges::copy(prompt, tokens.begin() + static_cast<ptrdiff_t>((i + 1) * static_cast<size_t>(longest_) - prompt.size()));
-      begins.push_back(static_cast<int32_t>(longest_ - std::ssize(prompt)));
+      begins_.push_back(static_cast<int32_t>(longest_ - std::ssize(prompt)));
     }
-    begins_ = begins;
     cache_.set_begins(ranks_.batch(begins_, {std::ssize(rows_)}));
     return tokens;
   }

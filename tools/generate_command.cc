@@ -51,7 +51,7 @@ int generate_many_lines(const GenerateArguments& arguments) {
     int64_t before = -1;  // in the output, when it began
     auto began = std::chrono::steady_clock::now();
     models::generate_lines(arguments.folder, config, world, world.device(), o, [&](const models::GenerateLinesProgress& now) {
-      if (now.tokens == 0 && before < 0) {
+      if (before < 0) {
         before = now.done, began = std::chrono::steady_clock::now();
         if (now.done > 0 && world.rank() == 0)
           say(now.done < now.all ? str("goes on behind ", now.done, " lines of ", o.output) : str(o.output, " has all ", now.all, " lines"));

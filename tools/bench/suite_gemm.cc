@@ -1,6 +1,5 @@
-// gemm: the three products of a linear layer, of many and of few tokens, the head with its loss, and one row of a weight in blocks;
-// beside it the fraction of
-// the machine's peak. On a CPU at the shapes of GPT-2 124M against oneDNN's plain matmul, and the
+// gemm: the three products of a linear layer, of many tokens and the first of few, the head with its
+// loss, and one row of a weight in blocks; beside it the fraction of the machine's peak. On a CPU at the shapes of GPT-2 124M against oneDNN's plain matmul, and the
 // peak is that of f32 multiply-adds, or of the tiles for bf16. On a GPU at those of GPT-2 and
 // Llama 3 8B against a large square product of the same dtype, which is also the peak.
 #include "sheaf/kernels/cuda/product.h"
@@ -210,12 +209,11 @@ void gemm_suite(Session& session) {
   };
   for (const BlockFormat format : {BlockFormat::int8, BlockFormat::nf4})
     for (const auto& [i, o] : {std::pair(4096, 4096), {4096, 14336}, {14336, 4096}}) block_line(session, format, {1, i, o});
-  // Of few tokens, as where texts are generated: time goes by the bytes of the weight, then by its packing.
-  if (!session.on_gpu())
+  if (!session.on_gpu()) {
+    // Of few tokens, as where texts are generated: time goes by the bytes of the weight, then by its packing.
     for (DType dtype : {kF32, kBF16})
       for (int64_t m : {1, 8, 32})
         for (const auto& [i, o] : {std::pair(768, 50257), {4096, 4096}, {4096, 14336}}) layer_line(session, kProducts[0], dtype, {m, i, o});
-  if (!session.on_gpu()) {
     for (DType dtype : {kF32, kBF16})
       for (int64_t m : {256, 1024}) layers(dtype, m, kGpt2);
     for (DType dtype : {kF32, kBF16})
