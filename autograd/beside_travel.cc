@@ -100,9 +100,9 @@ void Vjp::set_travelling(const Travelling& gradient) {
   set(0, gradient.value);
 }
 
-bool Vjp::comes_of_rows() const {
+int64_t Vjp::rows_of_pieces() const {
   const Tape& tape = recording_.tape_;
-  return detail::row_inputs_of(tape, tape.node(tape.value(tape.inputs(tape.node(node_))[0]).producer)) != 0;
+  return detail::least_rows_of(tape, tape.node(tape.value(tape.inputs(tape.node(node_))[0]).producer), recording_.options_.piece_rows);
 }
 
 bool Vjp::any_aside() const { return !recording_.aside_.empty(); }

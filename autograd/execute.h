@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "sheaf/autograd/op.h"
 #include "sheaf/autograd/tape.h"
@@ -44,13 +45,26 @@ struct Inferred {
 /// reduce_scatter, or to an all_to_all from rows to columns, the two nodes are executed as one: rows are sent on while the next are
 /// computed (onward.cc). The tape has the same nodes, and a CPU's products the same bits. Those of a GPU depend on how many rows are
 /// multiplied at once, which is the same for a row on all ranks, so they agree. Of gathered keys and values some heads come after others
-/// (redistribute_in_heads()): attention, forward and backward, is executed for those that are there (OpDef::heads).
+/// (redistribute_in_heads()): attention, forward and backward, is executed for those that are there (OpDef::heads). Rows of experts come
+/// from one rank after another, and go back so: of them whole sequences, or whole experts, are multiplied (OpDef::row_parts).
 
 /// OpDef::row_inputs(); 0 where it is null.
 uint64_t row_inputs_of(const OpDef& op, const void* attrs, std::span<const Tensor> inputs);
 uint64_t row_inputs_of(const Tape& tape, const Node& n);
 /// The same of an op here, whose outputs have so many rows on this rank; 0, too, if they or its inputs are not dense.
 uint64_t row_inputs_of(const OpDef& op, const void* attrs, const Execute& run, int64_t rows);
+/// Execute::take_rows() of these inputs, as OpDef::row_parts wants rows, of an op that can_take() them.
+void take_rows(const OpDef& op, Execute& run, uint64_t inputs, const RowBlock& block, void* to = nullptr);
+bool can_take(const OpDef& op, const Execute& run, const RowBlock& block);
+/// How many rows a piece has at least if each of so many products that share them is to have RecordingOptions::piece_rows; 0: nothing
+/// travels in pieces.
+inline int64_t least_rows(int64_t piece_rows, double products) {
+  constexpr double kNever = 1e15;
+  return piece_rows ? std::max<int64_t>(1, static_cast<int64_t>(std::min(kNever, std::ceil(static_cast<double>(piece_rows) * products)))) : 0;
+}
+/// The same for the products that an op is; 0 where it has no row_inputs(), too.
+int64_t least_rows_of(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, int64_t piece_rows);
+int64_t least_rows_of(const Tape& tape, const Node& n, int64_t piece_rows);
 /// Bytes of its workspace, whether the pieces are waited for or not.
 int64_t workspace_of(const OpDef& op, const void* attrs, Execute& run);
 void execute(const OpDef& op, const void* attrs, Execute& run);

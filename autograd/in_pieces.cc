@@ -14,26 +14,51 @@ bool has_rows_of(const Tensor& t, int64_t rows) {
 }
 bool is_all_of_its_memory(const Tensor& t) { return t.byte_offset() == 0 && t.storage()->bytes() == t.local_bytes(); }
 
+RowBlock block_of(const RowsToCome& piece) { return {piece.begin, piece.end - piece.begin}; }
+
 int64_t last_row(std::span<const RowsToCome> pieces) {
   int64_t rows = 0;
   for (const RowsToCome& piece : pieces) rows = std::max(rows, piece.end);
   return rows;
 }
 
+struct Types {
+  SmallVector<const Type*, 6> all;
+
+  explicit Types(std::span<const Tensor> inputs) {
+    for (const Tensor& t : inputs) all.push_back(&t.type());
+  }
+  Types(const Tape& tape, const Node& n) {
+    for (const ValueId v : tape.inputs(n)) all.push_back(&tape.type(v));
+  }
+  operator InputTypes() const { return std::span(all.begin(), all.size()); }
+};
+
+int64_t least_rows_of(const OpDef& op, const void* attrs, const Types& inputs, int64_t piece_rows) {
+  if (!op.row_inputs || !op.row_inputs(attrs, inputs)) return 0;
+  return least_rows(piece_rows, op.products ? op.products(attrs, inputs) : 1);
+}
+
+// What OpDef::row_parts says of input 0.
+struct RowParts {
+  const PartDims* dims;
+  int64_t each = 1, all = 1;  // rows of a part, and how many parts there are
+
+  RowParts(const OpDef& op, const Shape& x) : dims(op.row_parts(x)) {
+    if (!dims) return;
+    all = x[dims->inputs[0]];
+    for (int d = dims->inputs[0] + 1; d < x.rank() - 1; ++d) each *= x[d];
+  }
+  bool are(const RowBlock& block) const { return dims && each > 0 && block.groups == 1 && block.begin % each == 0 && block.rows % each == 0; }
+};
+
 }  // namespace
 
 uint64_t row_inputs_of(const OpDef& op, const void* attrs, std::span<const Tensor> inputs) {
-  if (!op.row_inputs) return 0;
-  SmallVector<const Type*, 6> types;
-  for (const Tensor& t : inputs) types.push_back(&t.type());
-  return op.row_inputs(attrs, std::span(types.begin(), types.size()));
+  return op.row_inputs ? op.row_inputs(attrs, Types(inputs)) : 0;
 }
-
 uint64_t row_inputs_of(const Tape& tape, const Node& n) {
-  if (!n.op || !n.op->row_inputs) return 0;
-  SmallVector<const Type*, 6> types;
-  for (const ValueId v : tape.inputs(n)) types.push_back(&tape.type(v));
-  return n.op->row_inputs(tape.attrs(n), std::span(types.begin(), types.size()));
+  return n.op && n.op->row_inputs ? n.op->row_inputs(tape.attrs(n), Types(tape, n)) : 0;
 }
 
 uint64_t row_inputs_of(const OpDef& op, const void* attrs, const Execute& run, int64_t rows) {
@@ -43,6 +68,23 @@ uint64_t row_inputs_of(const OpDef& op, const void* attrs, const Execute& run, i
   for (int o = 0; o < run.num_outputs(); ++o)
     if (!has_rows_of(run.output_tensor(o), rows)) return 0;
   return inputs;
+}
+
+int64_t least_rows_of(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, int64_t piece_rows) {
+  return least_rows_of(op, attrs, Types(inputs), piece_rows);
+}
+int64_t least_rows_of(const Tape& tape, const Node& n, int64_t piece_rows) {
+  return n.op ? least_rows_of(*n.op, tape.attrs(n), Types(tape, n), piece_rows) : 0;
+}
+
+bool can_take(const OpDef& op, const Execute& run, const RowBlock& block) {
+  return !op.row_parts || RowParts(op, run.input_tensor(0).local_shape()).are(block);
+}
+void take_rows(const OpDef& op, Execute& run, uint64_t inputs, const RowBlock& block, void* to) {
+  if (!op.row_parts) return run.take_rows(inputs, block, to);
+  const RowParts parts(op, run.input_tensor(0).local_shape());  // what goes on goes from where it lies
+  if (!parts.are(block)) fail<ShapeError>("[", op.name, "] rows from ", block.begin, " on, ", block.rows, " of them, of ", run.input_type(0), " are no whole parts");
+  run.take_parts(parts.dims, {block.begin / parts.each, block.rows / parts.each}, parts.all);
 }
 
 namespace {
@@ -55,6 +97,8 @@ std::span<const RowsToCome> rows_to_come(const OpDef& op, const void* attrs, con
   if (pieces.empty() || pieces[0].of_heads || !is_all_of_its_memory(x) || !row_inputs_of(op, attrs, run, last_row(pieces))) return {};
   for (int i = 1; i < run.num_inputs(); ++i)  // then all of it is read at once
     if (run.input_tensor(i).storage() == x.storage()) return {};
+  for (const RowsToCome& piece : pieces)
+    if (!can_take(op, run, block_of(piece))) return {};
   return pieces;
 }
 
@@ -86,12 +130,11 @@ struct Pieces {
   void each(const OpDef& op, const void* attrs, Execute& run, F&& f) const {
     const uint64_t rows = of_heads ? 0 : row_inputs_of(op, attrs, run.input_tensors());
     for (size_t i = 0; i < come.size(); ++i) {
-      const RowBlock block{come[i].begin, come[i].end - come[i].begin};
-      of_heads ? run.take_heads(op.heads, block, come.back().end) : run.take_rows(rows, block);
+      const RowBlock block = block_of(come[i]);
+      of_heads ? run.take_parts(op.heads, block, come.back().end) : take_rows(op, run, rows, block);
       f(i, block);
     }
-    run.take_heads(nullptr, {0, 0}, 0);
-    run.take_rows(0, {0, 0});
+    run.take_all();
   }
 };
 

@@ -86,12 +86,15 @@ struct ExpertLinearOptions {
   Tensor bias = {};   ///< [E, O]
   bool fp8 = false;   ///< as linear() with Fp8::activations
   double fill = 1.0;  ///< the share of rows that will be in use, about: GPUs skip the others where they are most
+  Onward onward = {}; ///< where the result goes: see apply_onward()
 };
 /// x[Q, .., R, I] weight[E, O, I]ᵀ + bias[E, O], each expert's rows, counts[E, ..] of them, with its own matrix and bias: [Q, .., R, O].
 /// Rows that are not in use must be zero in the result's gradient, and finite in x, as they are if they come from to_experts and go to
 /// from_experts; what they are in the result nobody may ask. CPUs skip them, and so do GPUs, but for experts that are parts of their own and
 /// well filled. Ranks may have experts of their own, where there is a part for each rank, or for each expert.
 Tensor expert_linear(const Tensor& x, const Tensor& weight, const Tensor& counts, const ExpertLinearOptions& options = {});
+/// How many experts share the rows of a part in use, a number for redistribute_in_pieces(): those of x go to one after another.
+double expert_products(const Tensor& x, const Tensor& counts, double fill);
 
 struct AttentionOptions {
   bool causal = true;  ///< query t of T sees keys s <= t + S - T

@@ -39,12 +39,12 @@ int64_t workspace_onward(const OpDef& op, const void* attrs, Execute& run, const
   const uint64_t inputs = row_inputs_of(op, attrs, run);
   for (const auto& piece : RedistributionInPieces::rows_to_go(y.type(), sent.type(), inputs && op.workspace ? parts : 0))
     for (const RowBlock& block : piece.blocks) {
-      run.take_rows(inputs, block, whole.data);
+      take_rows(op, run, inputs, block, whole.data);
       bytes = std::max(bytes, op.workspace(attrs, run));
     }
-  run.take_rows(0, {0, 0});
+  run.take_all();
   run.take_types_alone(false);
-  return std::max(bytes + bytes_in_flight(y, sent), Redistribution::workspace(y.layout(), sent.layout(), whole, sent.view_unsynced()));
+  return std::max(bytes + bytes_in_flight(y, sent), Redistribution::workspace(y.type(), sent.type(), whole, sent.view_unsynced()));
 }
 
 void execute_onward(const OpDef& op, const void* attrs, Execute& run, const Tensor& sent, int64_t parts) {
@@ -64,10 +64,10 @@ void execute_onward(const OpDef& op, const void* attrs, Execute& run, const Tens
     run.workspace = {static_cast<char*>(all.data) + before, all.bytes - before};
   onward.run(y, out, parts, all.data, [&](const RowBlock& block, void* to) {
     if (meta) return;
-    run.take_rows(inputs, block, to);
+    take_rows(op, run, inputs, block, to);
     op.execute(attrs, run);
   });
-  run.take_rows(0, {0, 0});
+  run.take_all();
   run.workspace = all;
 }
 
@@ -115,13 +115,15 @@ Tensor apply_onward(const OpDef& op, const void* attrs, std::span<const Tensor> 
   const Type& type = inferred.specs[0].type;
   const Type to{type.dtype, type.shape, onward ? onward(type) : type.layout};
   const uint64_t rows = inferred.specs.size() == 1 && !op.saved_outputs ? detail::row_inputs_of(op, attrs, inferred.inputs) : 0;
-  if (!(to == type) && rows && r && r->options().overlap) {
-    const int64_t parts = RedistributionInPieces::going(type, to.layout, r->options().piece_rows);
+  // Sums are of any rows.
+  const bool fits = !(to == type) && (!op.row_parts || Redistribution::move(type.layout, to.layout).exchanges());
+  if (fits && rows && r && r->options().overlap) {
+    const auto [parts, packs] = RedistributionInPieces::going(type, to.layout, detail::least_rows_of(op, attrs, inferred.inputs, r->options().piece_rows));
     if (parts > 0) {  // on all ranks alike: it may not depend on how a rank's inputs lie
       std::vector<Tensor> inputs(inferred.inputs.begin(), inferred.inputs.end());
       for (size_t i = 0; i < inputs.size(); ++i)
         if (rows >> i & 1) inputs[i] = contiguous(inputs[i]);
-      const OnwardInPieces in_pieces{to.layout, static_cast<int32_t>(parts), Redistribution::move(type.layout, to.layout).exchanges()};
+      const OnwardInPieces in_pieces{to.layout, static_cast<int32_t>(parts), packs};
       return detail::apply_typed_onward(op, attrs, inputs, inferred.specs[0], &in_pieces, to, 0).second;
     }
   }

@@ -33,10 +33,10 @@ View Execute::output_rows(int i) const {
   return to_ && i == 0 ? View::dense(to_, v.dtype, v.shape) : v;
 }
 
-View Execute::heads_of(const Tensor& t, int dim) const {
+View Execute::parts_of(const Tensor& t, int dim) const {
   View v = t.storage()->pieces().empty() && !types_alone_ ? t.view() : t.view_unsynced();
   if (dim < 0) return v;
-  const int64_t each = v.shape[dim] / all_heads_;
+  const int64_t each = v.shape[dim] / all_parts_;
   v.shape[dim] = each * block_.rows;
   if (v.data) v.data = v.as<char>() + each * block_.begin * v.strides[dim] * static_cast<int64_t>(size_of(v.dtype));
   return v;

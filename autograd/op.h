@@ -14,7 +14,9 @@
 //     static void work(const Attrs&, WorkOf&);             // operations and bytes, from types: work.h; optional
 //     static void fuse(const Attrs&, Fuse&);               // as steps of one kernel, of elementwise ops: fuse.h; optional
 //     static uint64_t row_inputs(const Attrs&, InputTypes);   // see OpDef::row_inputs; optional
-//     static constexpr HeadDims kHeads = {..};                // see OpDef::heads; optional
+//     static const PartDims* row_parts(const Shape& x);       // see OpDef::row_parts; optional
+//     static double products(const Attrs&, InputTypes);       // see OpDef::products; optional
+//     static constexpr PartDims kHeads = {..};                // see OpDef::heads; optional
 //     static constexpr bool kWeightsLater = true;          // vjp gives derivatives to Vjp::weights(); optional
 //     static constexpr int kCheap = 0;                     // an output that takes little to compute from what vjp reads: then
 //     static Tensor again(const Attrs&, Vjp&);             // this does, in public ops, with the same bits; optional
@@ -99,7 +101,12 @@ struct OpDef {
   /// Inputs, bit by bit, 0 among them, of which row i makes row i of every output, with the other inputs whole: execute() can then
   /// be called for some rows after others. 0: not on these inputs. Null: never.
   uint64_t (*row_inputs)(const void*, InputTypes);
-  const HeadDims* heads;         ///< execute() can be called for some heads after others; null: it can not
+  /// Then execute() is called for whole parts of a dimension, the first of input 0 that has several indices: told that input's local
+  /// shape, which dimension that is of all operands; null where it has none. Null: for any rows.
+  const PartDims* (*row_parts)(const Shape&);
+  /// Among how many products these rows are shared out, about, on any rank. Null: they are one.
+  double (*products)(const void*, InputTypes);
+  const PartDims* heads;         ///< execute() can be called for some heads of keys and values, inputs 1 and 2, after others; null: it can not
   void (*vjp)(const void*, Vjp&);
   int cheap;                     ///< the output that `again` computes; -1: none
   uint64_t read_again;           ///< inputs that only this reads
@@ -180,6 +187,9 @@ constexpr OpDef make_op_def() {
     d.execute = [](const void* a, Execute& c) { Op::execute(attrs_of<Attrs>(a), c); };
   if constexpr (requires(const Attrs& a, InputTypes t) { Op::row_inputs(a, t); })
     d.row_inputs = [](const void* a, InputTypes t) -> uint64_t { return Op::row_inputs(attrs_of<Attrs>(a), t); };
+  if constexpr (requires(const Shape& x) { Op::row_parts(x); }) d.row_parts = &Op::row_parts;
+  if constexpr (requires(const Attrs& a, InputTypes t) { Op::products(a, t); })
+    d.products = [](const void* a, InputTypes t) -> double { return Op::products(attrs_of<Attrs>(a), t); };
   if constexpr (requires { Op::kHeads; }) d.heads = &Op::kHeads;
   if constexpr (requires(const Attrs& a, Vjp& c) { Op::vjp(a, c); })
     d.vjp = [](const void* a, Vjp& c) { Op::vjp(attrs_of<Attrs>(a), c); };
@@ -220,8 +230,9 @@ using Onward = std::function<Layout(const Type&)>;
 /// So on one mesh axis.
 Onward along(int axis, const Placement& to);
 /// redistribute(y, onward(y's type)) of the one output y of an op. Where that is a reduce_scatter of rows, or an all_to_all from rows to
-/// columns, of enough of them (RecordingOptions::piece_rows), and the op has row_inputs(), and no derivative that reads y, they travel in
-/// pieces, each while the next is computed: what is added up then lies in the order of the wire on the tape. See [Note: in pieces].
+/// columns or back from experts, of enough of them (RecordingOptions::piece_rows), and the op has row_inputs(), and no derivative that
+/// reads y, they travel in pieces, each while the next is computed: what is added up then lies in the order of the wire on the tape. See
+/// [Note: in pieces].
 Tensor apply_onward(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, const Onward& onward);
 /// The same of a y that is there.
 Tensor send_onward(const Tensor& y, const Onward& onward);

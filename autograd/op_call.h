@@ -8,9 +8,9 @@
 
 namespace sheaf {
 
-/// Of an op that does the same for each head of its keys and values, inputs 1 and 2, apart: which dimension of an operand heads are;
-/// -1: it has none. Queries' are a multiple of keys', in the order of these.
-struct HeadDims {
+/// Of an op that does the same for each part of its operands apart, heads of attention or sequences of experts' rows: which dimension of
+/// an operand parts are; -1: it has none. Where there are more of an operand, as of queries' heads, they are a multiple, in the same order.
+struct PartDims {
   int8_t inputs[8], outputs[4];
 };
 
@@ -29,12 +29,12 @@ class Execute {
   View input(int i) const {
     if (unasked_) [[unlikely]] fail_unasked();
     if (row_inputs_ >> i & 1) return rows_of(inputs_[i]);
-    if (heads_) return heads_of(inputs_[i], heads_->inputs[i]);
+    if (parts_) return parts_of(inputs_[i], parts_->inputs[i]);
     return types_alone_ ? inputs_[i].view_unsynced() : inputs_[i].view();
   }
   View output(int i) const {
     if (unasked_) [[unlikely]] fail_unasked();
-    if (heads_) return heads_of(outputs_[i], heads_->outputs[i]);
+    if (parts_) return parts_of(outputs_[i], parts_->outputs[i]);
     return row_inputs_ ? output_rows(i) : outputs_[i].view_unsynced();
   }
   const Type& input_type(int i) const { return inputs_[i].type(); }    ///< global
@@ -58,18 +58,20 @@ class Execute {
   void join(const Event& event) const;
   /// Another lane fills the outputs; whoever reads them waits for `event`.
   void completes_with(const Event& event);
-  /// From now on these inputs and all outputs are such rows of what they are, which is dense; with 0 they are whole. Output 0 is put
-  /// to `to` instead, if that is given. Rows that come (RowsToCome) are not waited for.
+  /// From now on these inputs and all outputs are such rows of what they are, which is dense. Output 0 is put to `to` instead, if that is
+  /// given. Rows that come (RowsToCome) are not waited for.
   void take_rows(uint64_t inputs, const RowBlock& block, void* to = nullptr) { row_inputs_ = inputs, block_ = block, to_ = to; }
-  /// The same of heads [block.begin, block.begin + block.rows) of `all` key heads, and of what belongs to them; with null all of them.
-  void take_heads(const HeadDims* dims, const RowBlock& block, int64_t all) { heads_ = dims, block_ = block, all_heads_ = all; }
+  /// The same of parts [block.begin, block.begin + block.rows) of `all`, of every operand that has them.
+  void take_parts(const PartDims* dims, const RowBlock& block, int64_t all) { parts_ = dims, block_ = block, all_parts_ = all; }
+  /// Inputs and outputs are whole again.
+  void take_all() { row_inputs_ = 0, parts_ = nullptr, to_ = nullptr; }
   /// Or nobody is waited for: workspace() looks at shapes.
   void take_types_alone(bool alone) { types_alone_ = alone; }
 
  private:
   View rows_of(const Tensor& t) const;
   View output_rows(int i) const;
-  View heads_of(const Tensor& t, int dim) const;
+  View parts_of(const Tensor& t, int dim) const;
   Stream gpu_stream() const;
   [[noreturn]] void fail_unasked() const;
   std::span<const Tensor> inputs_, outputs_;
@@ -77,8 +79,8 @@ class Execute {
   mutable bool unasked_ = false;  // on a GPU, until the op has asked for the stream
   bool types_alone_ = false;
   uint64_t row_inputs_ = 0;  // not 0: rows are taken
-  const HeadDims* heads_ = nullptr;
-  int64_t all_heads_ = 0;
+  const PartDims* parts_ = nullptr;
+  int64_t all_parts_ = 0;
   RowBlock block_ = {0, 0};
   void* to_ = nullptr;
 };

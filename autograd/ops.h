@@ -29,10 +29,11 @@ class DeviceScope {
 /// Communicates where the table says so, on the gather lane, and waits for the result. Mesh axes change in their order, a
 /// node each; what a later axis cuts inside of an earlier one's cut is put together first and cut again behind.
 Tensor redistribute(const Tensor& x, const Layout& to);
-/// The same for who computes row by row, as layers do. Where it is an all_gather of enough rows (RecordingOptions::piece_rows), it
-/// does not wait: products go on with rows as they come. See [Note: in pieces]. Ranks agree on that option and on
-/// RecordingOptions::overlap, and all of them record, or none.
-Tensor redistribute_in_pieces(const Tensor& x, const Layout& to);
+/// The same for who computes row by row, as layers do. Where it is an all_gather or an all_to_all of enough rows
+/// (RecordingOptions::piece_rows), it does not wait: products go on with rows as they come. See [Note: in pieces]. Ranks agree on that option and on
+/// RecordingOptions::overlap, and all of them record, or none. So many products share the rows, as those of experts do: then each is to have
+/// piece_rows, about.
+Tensor redistribute_in_pieces(const Tensor& x, const Layout& to, double products = 1);
 /// The same of keys and values [B, T, 2 G, D], keys first, of which ranks have tokens, for attention by `readers` query heads for each of
 /// them: it goes on with heads as they come, some of the G after others. On GPUs each part has piece_rows² rows of queries, over all its
 /// heads, so that there is enough to do for all of a GPU.

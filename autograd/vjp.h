@@ -52,8 +52,8 @@ class Vjp {
   Tensor arrived_gradient();
   /// Of what arrived: the gradient of input 0 is on its way.
   void set_travelling(const Travelling& gradient);
-  /// Whether input 0 was made row by row, as products are.
-  bool comes_of_rows() const;
+  /// How many rows a piece of its gradient has at least, if input 0 was made row by row, as by products; else 0.
+  int64_t rows_of_pieces() const;
   /// Gradients of weights that were put aside are to be computed, while something travels: all but the last `left` of several.
   bool any_aside() const;
   void compute_aside(size_t left);

@@ -35,7 +35,7 @@ std::optional<HeadCut> head_cut(const Place& p, const OwnershipMap& map, bool of
 template <bool kSinks>
 struct AttentionBackward {
   static constexpr const char* kName = kSinks ? "attention_with_sinks_backward" : "attention_backward";
-  static constexpr HeadDims kHeads = {{2, 2, 2, 2, 2, 1, kSinks ? 0 : -1, -1}, {2, 2, 2, 1}};
+  static constexpr PartDims kHeads = {{2, 2, 2, 2, 2, 1, kSinks ? 0 : -1, -1}, {2, 2, 2, 1}};
   using Attrs = AttentionAttrs;
   static constexpr int kBegins = 6 + kSinks;
   static void infer(const Attrs&, Infer& c) {
@@ -93,7 +93,7 @@ struct AttentionBackward {
 template <bool kSinks>
 struct Attention {
   static constexpr const char* kName = kSinks ? "attention_with_sinks" : "attention";
-  static constexpr HeadDims kHeads = {{2, 2, 2, kSinks ? 0 : -1, -1}, {2, 1}};
+  static constexpr PartDims kHeads = {{2, 2, 2, kSinks ? 0 : -1, -1}, {2, 1}};
   using Attrs = AttentionAttrs;
   static constexpr int kBegins = 3 + kSinks;
   static constexpr uint64_t kSavedInputs = kSinks ? 0b11111 : 0b1111, kSavedOutputs = 0b11;

@@ -134,6 +134,14 @@ struct ExpertWeightGradient {  // dy[Q, .., R, O], x[Q, .., R, I], counts[E, ..]
 struct ExpertLinear {  // x[Q, .., R, I], weight[E, O, I], counts[E, ..] [, bias[E, O]] -> [Q, .., R, O]
   static constexpr const char* kName = "expert_linear";
   static constexpr bool kWeightsLater = true;
+  // Of one part some sequences, or groups of one, after others, with all experts; of parts that are one expert each some of these.
+  static constexpr PartDims kParts = {{0, 0, 0, 0}, {0}}, kSequences = {{1, -1, 1, -1}, {1}}, kGroups = {{2, -1, 2, -1}, {2}};
+  static const PartDims* row_parts(const Shape& x) {
+    const int leading = x.rank() - 2;
+    if (x[0] > 1) return &kParts;
+    if (leading > 1 && x[1] > 1) return &kSequences;
+    return leading > 2 && x[2] > 1 ? &kGroups : nullptr;
+  }
   using Attrs = ExpertAttrs;
   static void describe(const Attrs& a, std::string& out) { describe_rounds({a.fp8}, out); }
   static constexpr bool kMarked = true;
@@ -174,6 +182,14 @@ struct ExpertLinear {  // x[Q, .., R, I], weight[E, O, I], counts[E, ..] [, bias
     rule(kP, kR, kR, kP, kP);
     rule(kR, kP, kR, kP, kP);
   }
+  static uint64_t row_inputs(const Attrs& a, InputTypes in) {
+    const int64_t parts = in[0]->local_shape()[0];
+    return a.fp8 || (parts != 1 && parts != in[2]->local_shape()[0]) ? 0 : 0b1;
+  }
+  static double products(const Attrs& a, InputTypes in) { return products_of(in[0]->shape, in[2]->shape, a.fill); }
+  static double products_of(const Shape& x, const Shape& counts, double fill) {
+    return static_cast<double>(counts[0]) / (static_cast<double>(x[0]) * fill);
+  }
   static View bias_of(const Execute& c) { return c.num_inputs() > 3 ? c.input(3) : View{}; }
   static int64_t workspace(const Attrs& a, const Execute& c) {
     return SHEAF_WORKSPACE(c.device(), expert_linear, c.input(0), c.input(1), bias_of(c), c.input(2), c.output(0), a.how());
@@ -209,8 +225,11 @@ struct ExpertLinear {  // x[Q, .., R, I], weight[E, O, I], counts[E, ..] [, bias
 
 Tensor expert_linear(const Tensor& x, const Tensor& weight, const Tensor& counts, const ExpertLinearOptions& options) {
   const ExpertAttrs attrs{rounds_of(options.fp8, x, weight).fp8, options.fill};
-  if (!options.bias) return apply<ExpertLinear>(attrs, {contiguous(x), weight, contiguous(counts)});
-  return apply<ExpertLinear>(attrs, {contiguous(x), weight, contiguous(counts), contiguous(options.bias)});
+  std::vector<Tensor> inputs{contiguous(x), weight, contiguous(counts)};
+  if (options.bias) inputs.push_back(contiguous(options.bias));
+  return apply_onward(op_def<ExpertLinear>(), &attrs, inputs, options.onward);
 }
+
+double expert_products(const Tensor& x, const Tensor& counts, double fill) { return ExpertLinear::products_of(x.shape(), counts.shape(), fill); }
 
 }  // namespace sheaf

@@ -1,10 +1,11 @@
-// What redistributions by rows and by heads share: in how many pieces a value is cut, and calls of a lane that are under way.
+// What redistributions by rows, of ranks and by heads share: in how many pieces a value is cut, and calls of a lane that are under way.
 #pragma once
 
 #include <algorithm>
 #include <exception>
 #include <vector>
 
+#include "sheaf/autograd/ops/pieces.h"
 #include "sheaf/core/communicator.h"
 #include "sheaf/core/event.h"
 #include "sheaf/core/placement.h"
@@ -32,4 +33,85 @@ inline Interval part(Interval i, int64_t p, int64_t parts) {
   return {i.begin + even_cut(i.size(), p, parts), i.begin + even_cut(i.size(), p + 1, parts)};
 }
 
+// Whether what a rank has before the move are rows; of an all_to_all, then columns behind it.
+inline bool from_rows(const Layout& from, const Layout& to, const Redistribution::Move& m) {
+  return m.exchanges() ? from[m.axis].map().dim() < to[m.axis].map().dim() : m.from == Placement::Kind::shard;
+}
+inline const Layout& cut_by_rows(const Layout& from, const Layout& to, const Redistribution::Move& m) { return from_rows(from, to, m) ? from : to; }
+
 }  // namespace sheaf::pieces
+
+namespace sheaf {
+
+// A value's dimensions as [sequences, rows of all ranks, width], of which each rank has an interval of rows.
+struct RedistributionInPieces::Rows {
+  int64_t sequences = 1, all, width = 1;
+  int64_t each = 1;  // rows of products, of the last dimension, that one of them is
+  std::vector<Interval> of;
+  std::vector<int64_t> row;  // one_row_each(): which row of all a rank has; then those here are its columns
+
+  Rows(const Type& type, const Layout& cut_by, int axis) {
+    const Shape shape = cut_by.with(axis, Placement::replicate()).local_shape(type.shape);
+    const Cut cut = cut_of({type.dtype, type.shape, cut_by}, axis, cut_by[axis]);
+    for (int d = 0; d < cut.dim; ++d) sequences *= shape[d];
+    for (int d = cut.dim + 1; d < shape.rank(); ++d) width *= shape[d];
+    for (int d = cut.dim + 1; d < shape.rank() - 1; ++d) each *= shape[d];
+    all = shape[cut.dim];
+    for (const auto& owned : cut.owned) of.push_back(owned[0]);
+  }
+  Rows(const Type& from, const Layout& to, const Move& m) : Rows(from, pieces::cut_by_rows(from.layout, to, m), m.axis) {}
+
+  Interval of_rank(int r) const { return of[static_cast<size_t>(r)]; }
+  int64_t fewest() const {
+    int64_t n = all;
+    for (const Interval& i : of) n = std::min(n, i.size());
+    return n;
+  }
+  /// Parts of each rank's rows that are at least so many for a product.
+  int64_t parts_of_ranks(int64_t least_rows) const { return std::min(fewest(), fewest() * each / least_rows); }
+  Interval some_sequences(int64_t p, int64_t parts) const { return pieces::part({0, sequences}, p, parts); }
+  /// Where one_row_each(): enough columns of each rank's.
+  bool has_pieces_of_ranks(int64_t least_rows) const { return fewest() * each >= least_rows; }
+  /// There, of v, rank `me`'s columns of all rows, which is dense: those of the row that rank `r` has.
+  View of_row(const View& v, int me, int r) const {
+    const int64_t own = of_rank(me).size(), begin = row[static_cast<size_t>(r)] * own;
+    return at(v, {begin, begin + own});
+  }
+  View at(const View& v, Interval rows) const {
+    const int64_t bytes = rows.begin * width * static_cast<int64_t>(size_of(v.dtype));
+    return View::dense(v.data ? v.as<char>() + bytes : nullptr, v.dtype, {rows.size(), width});
+  }
+  // Of an all_gather, in the order in which rank `me` gets them: of ranks, or of sequences. On a GPU, whose bits depend on it, a rank
+  // multiplies so many of its own rows at once as others of them.
+  std::vector<Interval> gathered(int me, int64_t parts, bool gpu) const {
+    std::vector<Interval> out;
+    if (sequences > 1) {
+      for (int64_t p = 0; p < parts; ++p) out.push_back({all * some_sequences(p, parts).begin, all * some_sequences(p, parts).end});
+      return out;
+    }
+    const auto ranks = static_cast<int>(of.size());
+    for (int step = 0; step < ranks; ++step) {
+      const int64_t cuts = step == 0 && !gpu ? 1 : parts;
+      for (int64_t p = 0; p < cuts; ++p) out.push_back(pieces::part(of_rank((me + step) % ranks), p, cuts));
+    }
+    return out;
+  }
+  // Of an all_to_all: of the rows that rank `me` has.
+  std::vector<Interval> exchanged(int me, int64_t parts) const {
+    std::vector<Interval> out;
+    const int64_t own = of_rank(me).size();
+    for (int64_t p = 0; p < parts; ++p) {
+      const Interval i = sequences > 1 ? some_sequences(p, parts) : pieces::part({0, own}, p, parts);
+      out.push_back(sequences > 1 ? Interval{own * i.begin, own * i.end} : i);
+    }
+    return out;
+  }
+  /// Of several sequences, where a product has the rows of all ranks.
+  int64_t parts_of_sequences(int64_t least_rows) const { return pieces::if_several(std::min(sequences, sequences * all * each / (4 * least_rows))); }
+  int64_t parts_exchanged(int64_t least_rows) const {
+    return pieces::if_several(sequences > 1 ? std::min(sequences, sequences * fewest() * each / least_rows) : parts_of_ranks(least_rows));
+  }
+  RowsToCome to_come(Interval i) const { return {.begin = i.begin * each, .end = i.end * each}; }
+};
+
+}  // namespace sheaf

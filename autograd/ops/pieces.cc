@@ -18,76 +18,7 @@ using namespace pieces;
 using Kind = Placement::Kind;
 using Move = Redistribution::Move;
 
-// Whether what a rank has before the move are rows; of an all_to_all, then columns behind it.
-bool from_rows(const Layout& from, const Layout& to, const Move& m) {
-  return m.exchanges() ? from[m.axis].map().dim() < to[m.axis].map().dim() : m.from == Kind::shard;
-}
-const Layout& cut_by_rows(const Layout& from, const Layout& to, const Move& m) { return from_rows(from, to, m) ? from : to; }
-
 }  // namespace
-
-// A value's dimensions as [sequences, rows of all ranks, width], of which each rank has an interval of rows.
-struct RedistributionInPieces::Rows {
-  int64_t sequences = 1, all, width = 1;
-  int64_t each = 1;  // rows of products, of the last dimension, that one of them is
-  std::vector<Interval> of;
-
-  Rows(const Type& type, const Layout& cut_by, int axis) {
-    const Shape shape = cut_by.with(axis, Placement::replicate()).local_shape(type.shape);
-    const Cut cut = cut_of({type.dtype, type.shape, cut_by}, axis, cut_by[axis]);
-    for (int d = 0; d < cut.dim; ++d) sequences *= shape[d];
-    for (int d = cut.dim + 1; d < shape.rank(); ++d) width *= shape[d];
-    for (int d = cut.dim + 1; d < shape.rank() - 1; ++d) each *= shape[d];
-    all = shape[cut.dim];
-    for (const auto& owned : cut.owned) of.push_back(owned[0]);
-  }
-  Rows(const Type& from, const Layout& to, const Move& m) : Rows(from, cut_by_rows(from.layout, to, m), m.axis) {}
-
-  Interval of_rank(int r) const { return of[static_cast<size_t>(r)]; }
-  int64_t fewest() const {
-    int64_t n = all;
-    for (const Interval& i : of) n = std::min(n, i.size());
-    return n;
-  }
-  /// Parts of each rank's rows that are at least so many for a product.
-  int64_t parts_of_ranks(int64_t least_rows) const { return std::min(fewest(), fewest() * each / least_rows); }
-  Interval some_sequences(int64_t p, int64_t parts) const { return part({0, sequences}, p, parts); }
-  View at(const View& v, Interval rows) const {
-    const int64_t bytes = rows.begin * width * static_cast<int64_t>(size_of(v.dtype));
-    return View::dense(v.data ? v.as<char>() + bytes : nullptr, v.dtype, {rows.size(), width});
-  }
-  // Of an all_gather, in the order in which rank `me` gets them: of ranks, or of sequences. On a GPU, whose bits depend on it, a rank
-  // multiplies so many of its own rows at once as others of them.
-  std::vector<Interval> gathered(int me, int64_t parts, bool gpu) const {
-    std::vector<Interval> out;
-    if (sequences > 1) {
-      for (int64_t p = 0; p < parts; ++p) out.push_back({all * some_sequences(p, parts).begin, all * some_sequences(p, parts).end});
-      return out;
-    }
-    const auto ranks = static_cast<int>(of.size());
-    for (int step = 0; step < ranks; ++step) {
-      const int64_t cuts = step == 0 && !gpu ? 1 : parts;
-      for (int64_t p = 0; p < cuts; ++p) out.push_back(part(of_rank((me + step) % ranks), p, cuts));
-    }
-    return out;
-  }
-  // Of an all_to_all: of the rows that rank `me` has.
-  std::vector<Interval> exchanged(int me, int64_t parts) const {
-    std::vector<Interval> out;
-    const int64_t own = of_rank(me).size();
-    for (int64_t p = 0; p < parts; ++p) {
-      const Interval i = sequences > 1 ? some_sequences(p, parts) : part({0, own}, p, parts);
-      out.push_back(sequences > 1 ? Interval{own * i.begin, own * i.end} : i);
-    }
-    return out;
-  }
-  /// Of several sequences, where a product has the rows of all ranks.
-  int64_t parts_of_sequences(int64_t least_rows) const { return if_several(std::min(sequences, sequences * all * each / (4 * least_rows))); }
-  int64_t parts_exchanged(int64_t least_rows) const {
-    return if_several(sequences > 1 ? std::min(sequences, sequences * fewest() * each / least_rows) : parts_of_ranks(least_rows));
-  }
-  RowsToCome to_come(Interval i) const { return {.begin = i.begin * each, .end = i.end * each}; }
-};
 
 // Of an all_to_all of some rows.
 struct RedistributionInPieces::Share {
@@ -131,7 +62,11 @@ RedistributionInPieces::Coming RedistributionInPieces::coming(const Type& from, 
   const Move m = move(from.layout, to);
   const Rows rows(from, to, m);
   if (rows.sequences == 0) return {};  // another axis has left this rank none
-  if (m.exchanges()) return from_rows(from.layout, to, m) ? Coming() : Coming{rows.parts_exchanged(least_rows), true, true};
+  if (m.exchanges()) {
+    if (from_rows(from.layout, to, m)) return {};
+    if (const auto columns = one_row_each(from, to, m)) return columns->has_pieces_of_ranks(least_rows) ? Coming{.parts = 1, .own = m.size} : Coming();
+    return {rows.parts_exchanged(least_rows), true, true};
+  }
   if (m.from != Kind::shard || !Move::is_whole(m.to)) return {};
   if (rows.sequences > 1) return {rows.parts_of_sequences(least_rows), true, false};
   if (rows.parts_of_ranks(least_rows) == 0) return {};
@@ -140,10 +75,11 @@ RedistributionInPieces::Coming RedistributionInPieces::coming(const Type& from, 
 
 std::vector<RowsToCome> RedistributionInPieces::rows_to_come(const Type& from, const Type& to, int64_t parts, Device device) {
   const Move m = move(from.layout, to.layout);
-  const Rows rows(from, to.layout, m);
+  const auto columns = one_row_each(from, to.layout, m);
+  const Rows rows = columns ? *columns : Rows(from, to.layout, m);
   const int me = RankContext::current().coordinate(to.layout.mesh(), m.axis);
   std::vector<RowsToCome> out;
-  for (const Interval& i : m.exchanges() ? rows.exchanged(me, parts) : rows.gathered(me, parts, device.is_cuda())) out.push_back(rows.to_come(i));
+  for (const Interval& i : m.exchanges() && !columns ? rows.exchanged(me, parts) : rows.gathered(me, parts, device.is_cuda())) out.push_back(rows.to_come(i));
   return out;
 }
 
@@ -154,35 +90,11 @@ std::vector<RowsToCome> RedistributionInPieces::start(const View& in, const View
     if (received) finish(received, out);
     return rows_to_come(from_, to_, parts, stream_.device);
   }
+  if (const auto columns = one_row_each(from_, to_.layout, m_)) return start_by_ranks(*columns, in, out, 1);
   const Rows rows(from_, to_.layout, m_);
   char* const come = static_cast<char*>(received);
   if (m_.exchanges()) return start_exchange(rows, in, out, come, static_cast<char*>(sent), parts);
   return rows.sequences > 1 ? start_by_sequences(rows, in, out, come, parts) : start_by_ranks(rows, in, out, parts);
-}
-
-// In each call a rank sends to one, and gets from another.
-std::vector<RowsToCome> RedistributionInPieces::start_by_ranks(const Rows& rows, const View& in, const View& out, int64_t parts) const {
-  Communicator& lane = this->lane();
-  const Interval own = rows.of_rank(me_);
-  const std::vector<Interval> pieces = rows.gathered(me_, parts, stream_.device.is_cuda());
-  const size_t others = static_cast<size_t>(parts * (m_.size - 1)), owns = pieces.size() - others;
-  copy(View::dense(in.data, in.dtype, {own.size(), rows.width}), rows.at(out, own));
-  std::vector<RowsToCome> come;
-  InFlight calls;
-  for (size_t i = 0; i < pieces.size(); ++i) {
-    RowsToCome& next = come.emplace_back(rows.to_come(pieces[i]));
-    if (i < owns || !talks(lane)) continue;
-    const auto call = static_cast<int64_t>(i - owns);
-    const auto step = static_cast<int>(1 + call / parts);
-    const View from = rows.at(in, part({0, own.size()}, call % parts, parts)), to = rows.at(out, pieces[i]);
-    std::vector<int64_t> sent(rows.of.size()), received(sent);
-    sent[static_cast<size_t>((me_ + m_.size - step) % m_.size)] = from.numel();
-    received[static_cast<size_t>((me_ + step) % m_.size)] = to.numel();
-    next.event = lane.all_to_all(from.data, sent, to.data, received, in.dtype, PathScope::current());
-    calls.events.push_back(next.event);
-  }
-  calls.events.clear();  // whoever has the pieces waits for them
-  return come;
 }
 
 std::vector<RowsToCome> RedistributionInPieces::start_by_sequences(const Rows& rows, const View& in, const View& out, char* received,
@@ -229,14 +141,18 @@ std::vector<RowsToCome> RedistributionInPieces::start_exchange(const Rows& rows,
 
 // --- what goes ---
 
-int64_t RedistributionInPieces::going(const Type& from, const Layout& to, int64_t least_rows) {
-  if (least_rows == 0 || !moves_rows(from, to)) return 0;
+RedistributionInPieces::Going RedistributionInPieces::going(const Type& from, const Layout& to, int64_t least_rows) {
+  if (least_rows == 0 || !moves_rows(from, to)) return {};
   const Move m = move(from.layout, to);
   const Rows rows(from, to, m);
-  if (rows.sequences == 0) return 0;
-  if (m.exchanges()) return from_rows(from.layout, to, m) ? rows.parts_exchanged(least_rows) : 0;
-  if (m.from != Kind::partial || m.to != Kind::shard) return 0;
-  return rows.sequences > 1 ? rows.parts_of_sequences(least_rows) : if_several(rows.parts_of_ranks(least_rows));
+  if (rows.sequences == 0) return {};
+  if (m.exchanges()) {
+    if (!from_rows(from.layout, to, m)) return {};
+    if (const auto columns = one_row_each(from, to, m)) return columns->has_pieces_of_ranks(least_rows) ? Going{.parts = m.size} : Going();
+    return {rows.parts_exchanged(least_rows), true};
+  }
+  if (m.from != Kind::partial || m.to != Kind::shard) return {};
+  return {rows.sequences > 1 ? rows.parts_of_sequences(least_rows) : if_several(rows.parts_of_ranks(least_rows)), false};
 }
 
 // Where ranks have as many rows each, of one sequence, those of all are one product.
@@ -253,8 +169,9 @@ static void join_even(std::vector<RowBlock>& blocks) {
 
 std::vector<RedistributionInPieces::RowsToGo> RedistributionInPieces::rows_to_go(const Type& from, const Type& to, int64_t parts) {
   const Move m = move(from.layout, to.layout);
-  const Rows rows(from, to.layout, m);
   const int me = RankContext::current().coordinate(to.layout.mesh(), m.axis);
+  if (const auto columns = one_row_each(from, to.layout, m)) return rows_to_go_by_ranks(*columns, me);
+  const Rows rows(from, to.layout, m);
   std::vector<RowsToGo> out;
   if (m.exchanges()) {
     for (const Interval& i : rows.exchanged(me, parts)) out.push_back({.blocks = {{i.begin * rows.each, i.size() * rows.each}}, .rows = {}});
@@ -278,12 +195,14 @@ std::vector<RedistributionInPieces::RowsToGo> RedistributionInPieces::rows_to_go
 }
 
 int64_t RedistributionInPieces::workspace(const Type& from, const Type& to, const View& y, const View& out) {
-  return move(from.layout, to.layout).exchanges() ? y.bytes() + out.bytes() : 0;
+  const Move m = move(from.layout, to.layout);
+  return m.exchanges() && !one_row_each(from, to.layout, m) ? y.bytes() + out.bytes() : 0;
 }
 
 void RedistributionInPieces::run(const View& y, const View& out, int64_t parts, void* scratch,
                                  const std::function<void(const RowBlock&, void*)>& compute) const {
-  if (m_.exchanges()) run_exchange(y, out, parts, static_cast<char*>(scratch), compute);
+  if (const auto columns = one_row_each(from_, to_.layout, m_)) run_by_ranks(*columns, y, out, compute);
+  else if (m_.exchanges()) run_exchange(y, out, parts, static_cast<char*>(scratch), compute);
   else run_scatter(y, out, parts, compute);
 }
 

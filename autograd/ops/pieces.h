@@ -4,6 +4,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 
 #include "sheaf/autograd/ops/redistribution.h"
 #include "sheaf/core/storage.h"
@@ -15,6 +16,9 @@ namespace sheaf {
 /// - A reduce_scatter of rows goes: of one sequence a part of each rank's rows at a time, of several some of them.
 /// - An all_to_all between a cut of rows and one of columns comes where ranks have rows behind it, and goes where they have rows before
 ///   it: of one sequence a part of each rank's rows at a time, of several some of them.
+/// - Where each rank has one row, as of experts' rows [Q, B, ..] one part of the experts, it comes, and goes, straight from where it is to
+///   where it belongs, as an all_gather's rows do: what ranks have of the columns lies together, and is what products have rows of. This
+///   rank's own comes first and goes last.
 class RedistributionInPieces : public Redistribution {
  public:
   using Redistribution::Redistribution;
@@ -24,6 +28,7 @@ class RedistributionInPieces : public Redistribution {
     int64_t parts = 0;
     bool unpacks = false;  ///< what is received needs memory of its own, as large as the result
     bool packs = false;    ///< so does what is sent
+    int32_t own = 1;       ///< where neither is so, what is copied of `from` is the part 1 / own
   };
   static Coming coming(const Type& from, const Layout& to, int64_t least_rows);
   /// Which rows come when.
@@ -37,8 +42,12 @@ class RedistributionInPieces : public Redistribution {
   static std::vector<RowsToCome> heads_to_come(const Type& to, int64_t parts);
   std::vector<RowsToCome> start_by_heads(const View& in, const View& out, void* received, void* sent, int64_t parts) const;
 
-  /// In how many parts a product's result goes; 0: whole.
-  static int64_t going(const Type& from, const Layout& to, int64_t least_rows);
+  /// How a product's result goes. parts 0: whole.
+  struct Going {
+    int64_t parts = 0;
+    bool packs = false;  ///< what is sent, and unpacks what comes
+  };
+  static Going going(const Type& from, const Layout& to, int64_t least_rows);
   struct RowsToGo {
     std::vector<RowBlock> blocks;  ///< of the whole, in the order in which they lie
     std::vector<int64_t> rows;     ///< of a reduce_scatter: for each rank,
@@ -52,11 +61,15 @@ class RedistributionInPieces : public Redistribution {
 
  private:
   struct Rows;
+  static std::optional<Rows> one_row_each(const Type& from, const Layout& to, const Move& m);
+  static std::vector<RowsToGo> rows_to_go_by_ranks(const Rows& rows, int me);
   std::vector<RowsToCome> start_by_ranks(const Rows& rows, const View& in, const View& out, int64_t parts) const;
   std::vector<RowsToCome> start_by_sequences(const Rows& rows, const View& in, const View& out, char* received, int64_t parts) const;
   std::vector<RowsToCome> start_exchange(const Rows& rows, const View& in, const View& out, char* received, char* sent, int64_t parts) const;
   void run_scatter(const View& y, const View& out, int64_t parts, const std::function<void(const RowBlock&, void*)>& compute) const;
   void run_exchange(const View& y, const View& out, int64_t parts, char* sent, const std::function<void(const RowBlock&, void*)>& compute) const;
+  Event exchange_with(Communicator& lane, const View& sent, int to, const View& received, int from) const;
+  void run_by_ranks(const Rows& rows, const View& y, const View& out, const std::function<void(const RowBlock&, void*)>& compute) const;
   struct Share;
   Share share(const Rows& rows, const Exchange& all, const View& in, const View& out, int64_t p, int64_t parts) const;
   Event send(const Share& share, char* sent, char* received) const;

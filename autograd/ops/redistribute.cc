@@ -23,16 +23,17 @@ struct RedistributeOp {
   struct Attrs {
     Layout to;
     int32_t axis;         // the one that changes; -1: only the mesh is named
-    bool packs = false;   // what is sent, and unpacks what comes
+    bool packs = false, unpacks = false;  // of an all_to_all
     bool operator==(const Attrs&) const = default;
   };
   static void work(const Attrs& a, WorkOf& w) {
-    if (a.packs) w.work.bytes = bytes_to_copy(w.input(0), w.work.dtype) + bytes_to_copy(w.output(0), w.work.dtype);
+    if (!a.packs && !a.unpacks) return;
+    w.work.bytes = (a.packs ? bytes_to_copy(w.input(0), w.work.dtype) : 0) + (a.unpacks ? bytes_to_copy(w.output(0), w.work.dtype) : 0);
   }
 
   // Whatever attributes say besides.
   static int64_t workspace(const auto&, const Execute& c) {
-    return Redistribution::workspace(c.input_type(0).layout, c.output_type(0).layout, c.input(0), c.output(0));
+    return Redistribution::workspace(c.input_type(0), c.output_type(0), c.input(0), c.output(0));
   }
   static void execute(const auto&, Execute& c) {
     Redistribution(c, c.input_type(0), c.output_type(0)).run(c.input(0), c.output(0), c.workspace.data);
@@ -49,6 +50,7 @@ struct InPieces {
   struct Attrs {
     Layout to;
     int32_t parts;
+    int32_t own = 1;        // the part of what is sent that stays, 1 / own
     bool by_heads = false;  // of keys and values, not by rows
     bool operator==(const Attrs&) const = default;
   };
@@ -70,8 +72,8 @@ struct InPieces {
     outputs[0].storage()->filled_in_pieces(std::move(pieces), std::move(lent));
   }
   // Own rows, or all that is unpacked; and what is packed.
-  static void work(const Attrs&, WorkOf& w) {
-    w.work.bytes = bytes_to_copy(w.num_outputs() > 1 ? w.output(0) : w.input(0), w.work.dtype);
+  static void work(const Attrs& a, WorkOf& w) {
+    w.work.bytes = w.num_outputs() > 1 ? bytes_to_copy(w.output(0), w.work.dtype) : bytes_to_copy(w.input(0), w.work.dtype) / a.own;
     if (w.num_outputs() > 2) w.work.bytes += bytes_to_copy(w.input(0), w.work.dtype);
   }
   static void vjp(const Attrs&, Vjp& c) { detail::adjoint_of_redistribution(c); }
@@ -129,7 +131,7 @@ void will_come_in_pieces(const void* attrs, const Tensor& input, std::span<const
 
 PiecesToCome pieces_to_come(const Tape& tape, const Node& n, bool by_heads) {
   if (n.op != &in_pieces_op()) return {};
-  const auto [to, parts, are_heads] = *static_cast<const InPieces::Attrs*>(tape.attrs(n));
+  const auto [to, parts, own, are_heads] = *static_cast<const InPieces::Attrs*>(tape.attrs(n));
   if (are_heads != by_heads) return {};
   if (n.num_outputs > 1) return {parts, 0};
   const int ranks = Redistribution::move(tape.type(tape.inputs(n)[0]).layout, tape.type(tape.output(n)).layout).size;
@@ -138,7 +140,12 @@ PiecesToCome pieces_to_come(const Tape& tape, const Node& n, bool by_heads) {
 
 int32_t rounds_of(const Tape& tape, NodeId id) {
   const Node& n = tape.node(id);
-  return n.op == &in_pieces_op() ? static_cast<const InPieces::Attrs*>(tape.attrs(n))->parts : std::max(1, pieces_onward(tape, id - 1));
+  if (n.op == &in_pieces_op()) return static_cast<const InPieces::Attrs*>(tape.attrs(n))->parts;
+  const int32_t parts = pieces_onward(tape, id - 1);
+  if (parts == 0) return 1;
+  const bool by_ranks = !static_cast<const OnwardInPieces*>(tape.attrs(n))->packs &&
+                        Redistribution::move(tape.type(tape.inputs(n)[0]).layout, tape.type(tape.output(n)).layout).exchanges();
+  return by_ranks ? 1 : parts;  // then each call is between two ranks
 }
 
 int32_t pieces_onward(const Tape& tape, NodeId id) {
@@ -163,8 +170,7 @@ void detail::adjoint_of_redistribution(Vjp& c) {
   const bool to_slot = adds_up_to(c.grad().layout(), from.layout.dual()) && c.has_place(0);
   if (to_slot) return c.set(0, c.grad());
   if (!c.any_aside() || !can_travel(c.grad().layout(), from.layout.dual())) {
-    // What a product made goes back into products.
-    return c.set(0, c.comes_of_rows() ? redistribute_in_pieces(c.grad(), from.layout.dual()) : redistribute(c.grad(), from.layout.dual()));
+    return c.set(0, come_in_pieces(c.grad(), from.layout.dual(), c.rows_of_pieces()));  // what a product made goes back into products
   }
   const Travelling gradient = start_redistribute(c.grad(), from.layout.dual());
   c.compute_aside(Redistribution::move(c.grad().layout(), from.layout.dual()).from == Kind::partial ? 1 : 0);
@@ -195,7 +201,8 @@ Tensor step_to(const Tensor& x, const Layout& to) {
   const OutputSpec spec{{x.dtype(), x.shape(), to}, {}, -1, 0};
   const bool views = m.relabels() || (Move::is_whole(m.from) && m.to == Kind::shard);
   if (views || !is_send(*to.mesh(), m.axis, have[m.axis], to[m.axis])) {
-    const RedistributeOp::Attrs attrs{to, m.axis, m.exchanges()};
+    const Type now{x.dtype(), x.shape(), have};
+    const RedistributeOp::Attrs attrs{to, m.axis, m.exchanges() && Redistribution::packs(now, spec.type), m.exchanges() && Redistribution::unpacks(now, spec.type)};
     return apply_typed(views ? op_def<Slice>() : op_def<RedistributeOp>(), &attrs, std::span(&x, 1), std::span(&spec, 1))[0];
   }
   return send(x, to, m.axis);
@@ -220,13 +227,18 @@ Tensor redistribute(const Tensor& x, const Layout& to) {
   return y;
 }
 
-Tensor redistribute_in_pieces(const Tensor& x, const Layout& to) {
+Tensor redistribute_in_pieces(const Tensor& x, const Layout& to, double products) {
+  const Recording* const r = Recording::current();
+  return come_in_pieces(x, to, r ? detail::least_rows(r->options().piece_rows, products) : 0);
+}
+
+Tensor come_in_pieces(const Tensor& x, const Layout& to, int64_t least_rows) {
   const Recording* const r = Recording::current();
   if (!r || !r->options().overlap) return redistribute(x, to);
-  const auto [parts, unpacks, packs] = RedistributionInPieces::coming(x.type(), to, r->options().piece_rows);
+  const auto [parts, unpacks, packs, own] = RedistributionInPieces::coming(x.type(), to, least_rows);
   if (parts == 0) return redistribute(x, to);
   const Tensor dense = contiguous(x);
-  const InPieces::Attrs attrs{to, static_cast<int32_t>(parts)};
+  const InPieces::Attrs attrs{.to = to, .parts = static_cast<int32_t>(parts), .own = own};
   std::vector<OutputSpec> specs{{{x.dtype(), x.shape(), to}, {}, -1, 0}};
   if (unpacks) specs.push_back(specs[0]);
   if (packs) specs.push_back({x.type(), {}, -1, 0});
@@ -237,7 +249,7 @@ Tensor redistribute_in_heads(const Tensor& x, const Layout& to, int64_t readers)
   const Recording* const r = Recording::current();
   const int64_t parts = r && r->options().overlap ? RedistributionInPieces::coming_by_heads(x.type(), to, x.device(), readers, r->options().piece_rows) : 0;
   if (parts == 0) return redistribute(x, to);
-  const InPieces::Attrs attrs{to, static_cast<int32_t>(parts), /*by_heads=*/true};
+  const InPieces::Attrs attrs{.to = to, .parts = static_cast<int32_t>(parts), .by_heads = true};
   const OutputSpec come{{x.dtype(), x.shape(), to}, {}, -1, 0};
   const OutputSpec specs[] = {come, come, {x.type(), {}, -1, 0}};
   return apply_typed(in_pieces_op(), &attrs, std::span(&x, 1), specs)[0];

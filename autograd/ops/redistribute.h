@@ -26,7 +26,9 @@ bool sends_back(const Tape& tape, const Node& n);
 /// Whether gradients placed as `g` are addends of one placed as `want`: placed alike, or on one rank where `want` is Partial.
 bool adds_up_to(const Layout& g, const Layout& want);
 
-/// Of redistribute_in_pieces().
+/// redistribute_in_pieces() with pieces of at least so many rows; 0: whole.
+Tensor come_in_pieces(const Tensor& x, const Layout& to, int64_t least_rows);
+/// Its op.
 const OpDef& in_pieces_op();
 /// Before such a node runs: its output is what will come so.
 void will_come_in_pieces(const void* attrs, const Tensor& input, std::span<const Tensor> outputs);

@@ -1,5 +1,8 @@
 #include "sheaf/autograd/ops/redistribution.h"
 
+#include <algorithm>
+#include <utility>
+
 #include "sheaf/autograd/recording.h"
 #include "sheaf/core/communicator.h"
 #include "sheaf/core/rank_context.h"
@@ -12,7 +15,32 @@ namespace {
 using Kind = Placement::Kind;
 
 // A flat index runs over dense elements only.
-bool is_flat(const Layout& from, const Layout& to, int axis) { return from[axis].map().is_flat() || to[axis].map().is_flat(); }
+bool is_flat(const Type& from, const Type& to, int axis) { return from.layout[axis].map().is_flat() || to.layout[axis].map().is_flat(); }
+
+// Whether in what a rank `has` of a value, on any rank, the rows that others want of another dimension lie in the order of the ranks.
+bool lie_in_order(const Cut& has, const Cut& wanted, const Shape& whole) {
+  if (has.flat || wanted.flat || has.dim == wanted.dim) return false;
+  for (int d = 0; d < wanted.dim; ++d) {
+    int64_t most = whole[d];
+    if (d == has.dim) {
+      most = 0;
+      for (const auto& owned : has.owned) most = std::max(most, Cut::total(owned));
+    }
+    if (most > 1) return false;
+  }
+  int64_t end = 0;
+  for (const auto& owned : wanted.owned)
+    for (const Interval& i : owned)
+      if (i.begin != std::exchange(end, i.end)) return false;
+  return true;
+}
+
+// The same of all_to_alls: what goes, and what comes.
+bool lies_in_order(const Type& from, const Type& to, int axis, bool comes) {
+  const Cut in = cut_of(from, axis, from.layout[axis]), out = cut_of(to, axis, to.layout[axis]);
+  const Shape whole = to.layout.with(axis, Placement::replicate()).local_shape(to.shape);
+  return comes ? lie_in_order(out, in, whole) : lie_in_order(in, out, whole);
+}
 
 }  // namespace
 
@@ -30,26 +58,29 @@ Redistribution::Redistribution(const Execute& c, const Type& from, const Type& t
 
 // --- in one op ---
 
-int64_t Redistribution::workspace(const Layout& from, const Layout& to, const View& in, const View& out) {
-  const Move m = move(from, to);
+int64_t Redistribution::workspace(const Type& from, const Type& to, const View& in, const View& out) {
+  const Move m = move(from.layout, to.layout);
   if (m.relabels()) return 0;
   const int64_t bytes = in.bytes(), dense = in.contiguous() ? 0 : bytes;
-  // A rank that gets nothing has an address, too: it tells the lane whose memory the ranks exchange.
-  if (m.exchanges())
-    return bytes + std::max<int64_t>(out.bytes(), 1) + (is_flat(from, to, m.axis) ? dense : 0);
+  if (m.exchanges()) {
+    const bool packs = Redistribution::packs(from, to);
+    // A rank that gets nothing has an address, too: it tells the lane whose memory the ranks exchange.
+    return (packs ? bytes : 0) + (unpacks(from, to) ? out.bytes() : 0) + (out.bytes() ? 0 : 1) + (!packs || is_flat(from, to, m.axis) ? dense : 0);
+  }
   if (m.from == Kind::shard) return m.to == Kind::partial ? 0 : out.bytes() + dense;
-  return m.to == Kind::shard && (m.from == Kind::partial || to[m.axis].map().is_flat()) ? bytes : 0;
+  return m.to == Kind::shard && (m.from == Kind::partial || to.layout[m.axis].map().is_flat()) ? bytes : 0;
 }
 
 void Redistribution::run(View in, View out, void* scratch) const {
   if (m_.relabels()) return copy(in, View::dense(out.data, out.dtype, in.shape));
   if (Move::is_whole(m_.from)) return m_.to == Kind::shard ? slice(in, out, scratch) : keep_on_one(in, out);
   if (m_.to == Kind::partial) return zero_embed(in, out);
-  char* const at = static_cast<char*>(scratch);
-  void *sent = at, *received = out.data;
+  char* at = static_cast<char*>(scratch);
+  void *const sent = at, *received = out.data;
   if (m_.exchanges()) {
-    received = at + in.bytes();
-    if (is_flat(from_.layout, to_.layout, m_.axis) && !in.contiguous()) in = dense_at(at + in.bytes() + out.bytes(), in);
+    if (packs()) at += in.bytes();
+    if (unpacks() || out.bytes() == 0) received = at, at += std::max<int64_t>(out.bytes(), 1);
+    if (!in.contiguous() && (!packs() || is_flat(from_, to_, m_.axis))) in = dense_at(at, in);
   } else if (m_.from == Kind::shard) {
     if (unpacks()) received = at;
     if (!in.contiguous()) in = dense_at(at + out.bytes(), in);
@@ -65,12 +96,14 @@ void Redistribution::run(View in, View out, void* scratch) const {
 bool Redistribution::packs(const Type& from, const Type& to) {
   if (to.layout.is_elsewhere()) return false;
   const Move m = move(from.layout, to.layout);
-  return m.to == Kind::shard && (m.from == Kind::shard || !cut_of(to, m.axis, to.layout[m.axis]).contiguous);
+  if (m.exchanges()) return !lies_in_order(from, to, m.axis, /*comes=*/false);
+  return m.to == Kind::shard && !cut_of(to, m.axis, to.layout[m.axis]).contiguous;
 }
 bool Redistribution::unpacks(const Type& from, const Type& to) {
   if (to.layout.is_elsewhere()) return false;
   const Move m = move(from.layout, to.layout);
-  return m.from == Kind::shard && (m.to == Kind::shard || !cut_of(from, m.axis, from.layout[m.axis]).contiguous);
+  if (m.exchanges()) return !lies_in_order(from, to, m.axis, /*comes=*/true);
+  return m.from == Kind::shard && !cut_of(from, m.axis, from.layout[m.axis]).contiguous;
 }
 
 Redistribution::Exchange Redistribution::exchange() const {
@@ -97,7 +130,7 @@ Event Redistribution::start(View in, void* sent, void* received, bool waited_for
     copy(in, View::dense(received, in.dtype, in.shape));
   } else if (m_.to == Kind::shard) {
     const Exchange e = exchange();
-    send_counts = pack_for_ranks(e.seen(in), e.dim_in, e.mine, sent);
+    send_counts = packs() ? pack_for_ranks(e.seen(in), e.dim_in, e.mine, sent) : elements_of(e.seen(in), e.dim_in, e.mine);
     recv_counts = elements_of(e.seen(View::dense(received, in.dtype, to_.local_shape())), e.dim_out, e.theirs);
   } else {
     recv_counts = cut_in().counts();

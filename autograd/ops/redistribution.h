@@ -24,7 +24,7 @@ class Redistribution {
     bool relabels() const { return axis < 0 || size == 1 || (is_whole(from) && is_whole(to)); }
     /// Ranks talk.
     bool communicates() const { return !relabels() && !is_whole(from) && !(from == Placement::Kind::shard && to == Placement::Kind::partial); }
-    /// Each two ranks: an all_to_all, which packs and unpacks.
+    /// Each two ranks: an all_to_all.
     bool exchanges() const { return from == Placement::Kind::shard && to == Placement::Kind::shard; }
     static bool is_whole(Placement::Kind k) { return k == Placement::Kind::replicate || k == Placement::Kind::invariant; }
   };
@@ -36,7 +36,7 @@ class Redistribution {
 
   /// All of it, with workspace() bytes at `scratch`.
   void run(View in, View out, void* scratch) const;
-  static int64_t workspace(const Layout& from, const Layout& to, const View& in, const View& out);
+  static int64_t workspace(const Type& from, const Type& to, const View& in, const View& out);
 
   /// Of one that communicates, the first half: `in` is dense where it is not packed, `received` has room for what comes, as many bytes as the result, and
   /// `sent`, which matters where it packs(), for as many as `in`. Until the event both belong to the lane, and so does `in`. With
@@ -47,7 +47,9 @@ class Redistribution {
   /// What travels is copied by this rank's own cores.
   bool takes_own_cores() const;
 
-  static bool packs(const Type& from, const Type& to);  ///< not where they are elsewhere
+  /// Not where they are elsewhere, nor where what goes to ranks, or comes from them, lies one behind another: the rows of experts, a part
+  /// of them on each rank, go straight from where they are to where they belong.
+  static bool packs(const Type& from, const Type& to);
   static bool unpacks(const Type& from, const Type& to);
 
  protected:

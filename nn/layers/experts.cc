@@ -144,21 +144,24 @@ Experts::Rows Experts::rows_of(const Tensor& x, int64_t tokens, int64_t choices,
 }
 
 Tensor Experts::forward(const Tensor& rows_QBNRC, const Tensor& counts_EBN, double fill) {
-  return of_own(redistribute(rows_QBNRC, inside(rows_QBNRC)), counts_EBN, rows_QBNRC.layout(), fill);
+  const Tensor counts = redistribute(counts_EBN, inside(counts_EBN));  // before the rows: these need not be waited for
+  const Layout to = inside(rows_QBNRC);
+  const Tensor x = fp8 == Fp8::none ? redistribute_in_pieces(rows_QBNRC, to, expert_products(rows_QBNRC, counts_EBN, fill)) : redistribute(rows_QBNRC, to);
+  return of_own(x, counts, rows_QBNRC.layout(), fill);
 }
 
 Tensor Experts::forward(const Travelling& rows_QBNRC, const Tensor& counts_EBN, double fill) {
-  return of_own(arrived(rows_QBNRC), counts_EBN, rows_QBNRC.from, fill);
+  const Tensor x = arrived(rows_QBNRC);
+  return of_own(x, redistribute(counts_EBN, inside(counts_EBN)), rows_QBNRC.from, fill);
 }
 
-Tensor Experts::of_own(const Tensor& x, const Tensor& counts_EBN, const Layout& outside, double fill) {
-  const Tensor counts = redistribute(counts_EBN, inside(counts_EBN));
-  const auto product = [&](const Tensor& rows, const Parameter& weight, const Parameter& bias) {
-    return expert_linear(rows, weight, counts, {.bias = bias, .fp8 = fp8 != Fp8::none, .fill = fill});
+Tensor Experts::of_own(const Tensor& x, const Tensor& counts, const Layout& outside, double fill) {
+  const auto product = [&](const Tensor& rows, const Parameter& weight, const Parameter& bias, const Onward& onward = {}) {
+    return expert_linear(rows, weight, counts, {.bias = bias, .fp8 = fp8 != Fp8::none, .fill = fill, .onward = onward});
   };
   const Tensor gates = product(x, gate, gate_bias), ups = product(x, up, up_bias);
   const Tensor gated = gate_limit > 0 ? clamped_swiglu(gates, ups, {.alpha = gate_alpha, .limit = gate_limit}) : swiglu(gates, ups);
-  return redistribute(product(gated, down, down_bias), outside);
+  return product(gated, down, down_bias, [&](const Type&) { return outside; });
 }
 
 MixtureOfExperts::MixtureOfExperts(const MixtureConfig& c)

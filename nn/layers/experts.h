@@ -75,7 +75,7 @@ struct Experts : Module {
   SHEAF_FIELDS(gate, up, down, gate_bias, up_bias, down_bias);
 
  private:
-  Tensor of_own(const Tensor& x, const Tensor& counts_EBN, const Layout& outside, double fill);
+  Tensor of_own(const Tensor& x, const Tensor& counts, const Layout& outside, double fill);
 };
 
 /// The sum over a token's choices, the K largest of the affinities of router(x) in f32, of their weights times what the experts

@@ -75,7 +75,7 @@ thread_local std::vector<Interval> executed;
 
 struct Noted {
   static constexpr const char* kName = "noted";
-  static constexpr HeadDims kHeads = {{2, 2, 2}, {2}};
+  static constexpr PartDims kHeads = {{2, 2, 2}, {2}};
   using Attrs = NoAttrs;
   static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
   static void place(const Attrs&, Place& p) { rules::replicate_only(p); }

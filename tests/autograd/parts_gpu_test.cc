@@ -161,6 +161,31 @@ std::vector<Tensor> attended(int64_t sequences, DType dtype, const Mesh& mesh, D
   return {y, gradients[0], gradients[1]};
 }
 
+// A product of experts, and one back, of rows that come from one rank after another and go back so, or, of three sequences, of some experts
+// after others, which the library multiplies.
+std::vector<Tensor> of_experts(int64_t sequences, DType dtype, const Mesh& mesh, Device device) {
+  constexpr int64_t kExperts = 6, kHidden = 24;
+  Layout tokens, experts;
+  if (mesh.spec) tokens = experts = Layout(mesh.spec, Placement::shard(0));
+  const auto value = [&](const Shape& shape, const Layout& layout, const std::string& name, DType of) {
+    return make_local(drawn(shape, name), {of, shape, layout}, "").to(device);
+  };
+  const std::vector<Tensor> in = {value({5, 7, 16}, tokens, "x", dtype), value({kExperts, kHidden, 16}, experts, "up", dtype),
+                                  value({kExperts, 16, kHidden}, experts, "down", dtype)};
+  Recording recording({.piece_rows = 1});
+  for (const Tensor& t : in) recording.watch(t);
+  const int64_t parts = sequences > 1 ? kExperts : mesh.spec ? mesh.spec->size(0) : 1;
+  const ExpertRoutes routes = expert_routes(top_k(value({5, 7, kExperts}, tokens, "affinity", kF32), 2), kExperts, 7, 1, parts);
+  const Tensor sent = to_experts(in[0], routes), counts = mesh.spec ? redistribute(routes.counts, experts) : routes.counts;
+  const Tensor inside = expert_linear(mesh.spec ? redistribute_in_pieces(sent, experts) : sent, in[1], counts);
+  const Onward back = [&](const Type&) { return sent.layout(); };
+  const Tensor y = from_experts(expert_linear(inside * inside, in[2], counts, {.onward = mesh.spec ? back : Onward()}), routes);
+  const auto gradients = recording.gradient(sum(cast(y, kF64) * cast(y, kF64)), in);
+  std::vector<Tensor> out = {y};
+  out.insert(out.end(), gradients.begin(), gradients.end());
+  return out;
+}
+
 // So that a GPU has enough to do with each of them.
 TEST(PartsGpu, HeadsComeInPartsOfEnoughRows) {
   SHEAF_NEEDS_GPU();
@@ -195,7 +220,7 @@ TEST(PartsGpu, ProductsInPiecesAreAlikeOnAllRanks) {
 
 TEST(PartsGpu, WhatIsComputedInPiecesIsThatOfOneRank) {
   SHEAF_NEEDS_GPU();
-  for (const auto& [name, products] : {std::pair<const char*, decltype(&mlp)>{"mlp", mlp}, {"exchanged", exchanged}, {"attended", attended}})
+  for (const auto& [name, products] : {std::pair<const char*, decltype(&mlp)>{"mlp", mlp}, {"exchanged", exchanged}, {"attended", attended}, {"experts", of_experts}})
     for (const int64_t sequences : {1, 3})
       for (const auto& [dtype, bound] : {std::pair(kF64, 1e-12), std::pair(kF32, 1e-5), std::pair(kBF16, 0.05)})
         for (const int ranks : {2, 3}) {

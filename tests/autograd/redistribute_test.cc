@@ -5,6 +5,7 @@
 #include "sheaf/autograd/checks.h"
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/ops/redistribute.h"
+#include "sheaf/autograd/ops/redistribution.h"
 #include "sheaf/autograd/ops/travel.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/autograd/tape_dump.h"
@@ -263,6 +264,26 @@ TEST(Redistribute, WhatTravelsArrivesOnce) {
     const Tensor weights[] = {make_local(integers(12, "w"), {kF64, {4, 3}, probe_weight_layout(whole)}, ""),
                               make_local(integers(12, "v"), {kF64, {4, 3}, probe_weight_layout(whole)}, "")};
     EXPECT_THROW(recording.gradient(probe(both, weights), std::span(&x, 1)), LifetimeError);
+  });
+}
+
+// Rows go straight from where they are to where they belong, if those of each rank lie one behind another.
+TEST(Redistribute, WhatLiesInOrderIsNotPacked) {
+  run_local(3, [](World& world) {
+    const MeshSpec* mesh = world.mesh({{"data", 3}}).spec;
+    const auto copies = [&](const Shape& shape, const Placement& from, const Placement& to) {
+      const Type a{kF32, shape, Layout(mesh, from)}, b{kF32, shape, Layout(mesh, to)};
+      return std::pair(Redistribution::packs(a, b), Redistribution::unpacks(a, b));
+    };
+    const Placement parts = Placement::shard(0), sequences = Placement::shard(1), uneven = Placement::shard(OwnershipMap::uneven(1, {4, 0, 3}));
+    EXPECT_EQ(copies({3, 7, 2, 4}, sequences, parts), std::pair(false, false));
+    EXPECT_EQ(copies({3, 7, 2, 4}, parts, uneven), std::pair(false, false));
+    EXPECT_EQ(copies({2, 7, 2, 4}, sequences, parts), std::pair(false, false));  // one rank has none
+    EXPECT_EQ(copies({4, 7, 2, 4}, sequences, parts), std::pair(false, true));   // one has two, each with rows of all
+    EXPECT_EQ(copies({4, 7, 2, 4}, parts, sequences), std::pair(true, false));
+    EXPECT_EQ(copies({3, 7, 2, 4}, parts, Placement::shard(2)), std::pair(true, false));
+    EXPECT_EQ(copies({3, 1, 7, 4}, parts, Placement::shard(2)), std::pair(false, false));
+    EXPECT_EQ(copies({3, 7, 2, 4}, sequences, Placement::shard(OwnershipMap::from_both_ends(0, 3, 3))), std::pair(true, false));
   });
 }
 

@@ -131,14 +131,34 @@ models::TrainConfig mixture_of(int64_t ranks) {
 }
 
 TEST(Overlap, OfExpertsChangesNoBit) {
-  for (const auto& [ranks, world] : {std::pair(2, 2), {3, 3}, {2, 4}})
-    for (const char* recompute : {"none", "block"})
-      for (const bool compile : {false, true}) {
-        SCOPED_TRACE(str(ranks, " of ", world, ", ", recompute, compile ? ", program" : ""));
-        models::TrainConfig c = mixture_of(ranks);
-        c.train.recompute = recompute, c.train.compile = compile;
-        expect_same_bits(trained(c, world, false), trained(c, world, true));
-      }
+  const std::pair<const char*, models::ModelConfig> mixtures[] = {
+      {"shared", tiny_biased_mixture()}, {"alone", tiny_mixture()}, {"with places", tiny_mixture(1.1)}, {"with biases", tiny_gpt_oss()}};
+  for (const auto& [name, model] : mixtures)
+    for (const auto& [ranks, world] : {std::pair(2, 2), {3, 3}, {2, 4}})
+      for (const char* recompute : {"none", "block"})
+        for (const bool compile : {false, true}) {
+          SCOPED_TRACE(str(name, ": ", ranks, " of ", world, ", ", recompute, compile ? ", program" : ""));
+          models::TrainConfig c = mixture_of(ranks);
+          c.model = model;
+          c.train.recompute = recompute, c.train.compile = compile;
+          expect_same_bits(trained(c, world, false), trained(c, world, true));
+        }
+}
+
+// Tokens to experts, and back, and the gradients of what comes back; those of what goes there are beside gradients of weights.
+TEST(Overlap, RowsOfExpertsTravelInPieces) {
+  for (const bool shared : {false, true}) {
+    models::TrainConfig c = mixture_of(2);
+    if (!shared) c.model = tiny_mixture();
+    c.train.micro_batches = 1;
+    Tape tape;
+    trained(c, 2, true, &tape);
+    int64_t come = 0, go = 0;
+    for (NodeId id = 0; id < tape.num_nodes(); ++id) come += tape.node(id).op == &in_pieces_op(), go += tape.node(id).op == &onward_in_pieces_op();
+    const int64_t mixtures = c.model.layers - c.model.dense_layers;
+    EXPECT_EQ(come, mixtures * (shared ? 1 : 2));  // beside shared experts tokens travel whole
+    EXPECT_EQ(go, mixtures);
+  }
 }
 
 // The MLP that all tokens go through, while others' tokens are on their way to experts; in the backward, too.

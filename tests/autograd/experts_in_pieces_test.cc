@@ -1,0 +1,205 @@
+// Rows of experts in pieces: from one rank after another where each has a part of the experts, some experts after others where each
+// expert is a part. Products have the bits of the whole, forward and backward.
+#include <gtest/gtest.h>
+
+#include "sheaf/autograd/compile.h"
+#include "sheaf/autograd/ops.h"
+#include "sheaf/tests/autograd/in_pieces.h"
+#include "sheaf/tests/poison.h"
+
+namespace sheaf::testing {
+namespace {
+
+constexpr int64_t kChoices = 2;
+
+struct Case {
+  int64_t experts, parts;  // 0 parts: one for each rank
+  int64_t sequences, tokens, groups;
+  int cut;                 // of x [B, T, C], what ranks have: sequences, or tokens
+  bool bias;
+  bool (*travels)(int ranks);  // in pieces
+};
+
+bool always(int) { return true; }
+bool never(int) { return false; }
+
+// Of experts that are parts each, one rank has fewer than two where five have seven: then that is nothing to cut.
+const Case kCases[] = {
+    {11, 0, 7, 6, 1, 0, false, always},
+    {5, 0, 5, 4, 2, 0, true, always},
+    {6, 0, 1, 60, 60, 1, true, always},   // ranks share a sequence
+    {6, 0, 3, 60, 60, 1, false, never},   // several: their rows do not lie together
+    {7, 7, 7, 6, 1, 0, true, [](int ranks) { return ranks < 4; }},
+    {12, 12, 5, 6, 1, 0, false, always},
+};
+
+Placement even(int dim) { return Placement::shard(OwnershipMap::even(dim)); }
+
+class ExpertsInPieces : public ::testing::TestWithParam<int> {};
+
+TEST_P(ExpertsInPieces, ProductsHaveTheBitsOfTheWhole) {
+  const int ranks = GetParam();
+  for (const double speed : {kLink, 0.0})
+    for (const DType dtype : {kF32, kBF16, kF64})
+      for (const Case& c : kCases) {
+        const int64_t parts = c.parts ? c.parts : ranks;
+        run_local(ranks, [&](World& world) {
+          const Mesh mesh = world.mesh({{"expert", ranks}});
+          const PoisonScope poison;
+          const Layout tokens(mesh.spec, even(c.cut)), experts(mesh.spec, even(0));
+          const int travels = c.travels(ranks) && ranks > 1 ? 1 : 0;
+          const auto run = [&](Recording& recording, bool overlap) {
+            std::vector<Tensor> leaves = {value("x", dtype, {c.sequences, c.tokens, kIn}, tokens), value("up", dtype, {c.experts, kOut, kIn}, experts),
+                                          value("down", dtype, {c.experts, kIn, kOut}, experts)};
+            if (c.bias) leaves.push_back(value("up bias", dtype, {c.experts, kOut}, experts)), leaves.push_back(value("down bias", dtype, {c.experts, kIn}, experts));
+            for (const Tensor& t : leaves) recording.watch(t);
+            const Tensor chosen = top_k(value("affinity", kF32, {c.sequences, c.tokens, c.experts}, tokens), kChoices);
+            const ExpertRoutes routes = expert_routes(chosen, c.experts, c.tokens, c.groups, parts);
+            const Tensor sent = to_experts(leaves[0], routes), counts = redistribute(routes.counts, experts);
+            const Tensor rows = overlap ? redistribute_in_pieces(sent, experts) : redistribute(sent, experts);
+            const Tensor inside = expert_linear(rows, leaves[1], counts, {.bias = c.bias ? leaves[3] : Tensor()});
+            const ExpertLinearOptions down{.bias = c.bias ? leaves[4] : Tensor()};
+            ExpertLinearOptions onward = down;
+            onward.onward = [&](const Type&) { return sent.layout(); };
+            const Tensor back = overlap ? expert_linear(inside * inside, leaves[2], counts, onward)
+                                        : redistribute(expert_linear(inside * inside, leaves[2], counts, down), sent.layout());
+            EXPECT_EQ(nodes_in_pieces(recording.tape()), overlap ? 2 * travels : 0);
+            const Tensor y = from_experts(back, routes);
+            const auto gradients = recording.gradient(sum(cast(y, kF64) * cast(value("w", dtype, y.shape(), tokens), kF64)), leaves);
+            EXPECT_EQ(nodes_in_pieces(recording.tape()), overlap ? 3 * travels : 0);  // what came back from tokens to the product that sent it
+            std::vector<Tensor> out = {y};
+            out.insert(out.end(), gradients.begin(), gradients.end());
+            return out;
+          };
+          expect_bits_of_the_whole(mesh, str(c.experts, " experts in ", parts, " parts, ", value("x", dtype, {c.sequences, c.tokens, kIn}, tokens).type(),
+                                             ", ", ranks, " ranks"), run);
+        }, links(speed));
+      }
+}
+INSTANTIATE_TEST_SUITE_P(Worlds, ExpertsInPieces, ::testing::Range(1, 6));
+
+// An op of rows in whole sequences, or experts, that notes which it is executed for, and that needs workspace of its own.
+thread_local std::vector<Interval> executed;
+
+struct Noted {
+  static constexpr const char* kName = "noted";
+  static constexpr PartDims kParts = {{0}, {0}}, kSequences = {{1}, {1}};
+  struct Attrs { double products; };
+  static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
+  static void place(const Attrs&, Place& p) { rules::pointwise_linear(p); }
+  static int64_t workspace(const Attrs&, const Execute& c) { return c.input(0).bytes(); }
+  static void execute(const Attrs&, Execute& c) {
+    const View x = c.input(0), y = c.output(0);
+    ASSERT_GE(static_cast<int64_t>(c.workspace.bytes), x.bytes());
+    ASSERT_TRUE(x.contiguous() && y.contiguous());
+    const int64_t row = (x.as<float>() - c.input_tensor(0).view_unsynced().as<float>()) / x.shape.back();
+    executed.push_back({row, row + x.numel() / x.shape.back()});
+    for (int64_t i = 0; i < x.numel(); ++i) y.as<float>()[i] = x.as<float>()[i] * 2;
+  }
+  static uint64_t row_inputs(const Attrs&, InputTypes) { return 0b1; }
+  static const PartDims* row_parts(const Shape& x) { return x[0] > 1 ? &kParts : &kSequences; }
+  static double products(const Attrs& a, InputTypes) { return a.products; }
+};
+
+// Which rows of its own rank 1 of `ranks` sees at a time, of links so slow that nothing is there before it is asked for: sending, and
+// receiving.
+std::array<std::vector<Interval>, 2> rows_of_a_call(int ranks, const Shape& shape, double products, int64_t least) {
+  std::array<std::vector<Interval>, 2> out;
+  run_local(ranks, [&](World& world) {
+    const Layout sequences(world.mesh({{"expert", ranks}}).spec, even(1)), parts = sequences.with(0, even(0));
+    Recording recording({.piece_rows = least});
+    const Noted::Attrs attrs{products};
+    executed.clear();
+    const Tensor x = value("x", kF32, shape, parts);
+    EXPECT_TRUE(identical(apply_onward(op_def<Noted>(), &attrs, std::span(&x, 1), along(0, even(1))), value("x", kF32, shape, sequences) * 2.0));
+    if (world.rank() == 1) out[0] = executed;
+    const Tensor come = redistribute_in_pieces(value("x", kF32, shape, sequences), parts, products);
+    executed.clear();
+    EXPECT_TRUE(identical(apply<Noted>(attrs, come), value("x", kF32, shape, parts) * 2.0));
+    if (world.rank() == 1) out[1] = executed;
+  }, links(1e5));
+  return out;
+}
+
+TEST(ExpertsInPiecesOrder, OneRankAfterAnother) {
+  using Rows = std::vector<Interval>;
+  // Each sequence has three rows of a part. What others wait for first; its own before theirs.
+  const auto [sent, come] = rows_of_a_call(3, {3, 7, 1, 3, 4}, 1, 2);
+  EXPECT_EQ(sent, (Rows{{12, 21}, {0, 6}, {6, 12}}));
+  EXPECT_EQ(come, (Rows{{6, 12}, {12, 21}, {0, 6}}));
+  const auto whole = std::array<Rows, 2>{Rows{{0, 21}}, Rows{{0, 21}}};
+  EXPECT_EQ(rows_of_a_call(3, {3, 7, 1, 3, 4}, 1, 7), whole);  // the fewest that a rank sends are six
+  EXPECT_EQ(rows_of_a_call(3, {3, 7, 1, 3, 4}, 2, 2)[0].size(), 3u);
+  EXPECT_EQ(rows_of_a_call(3, {3, 7, 1, 3, 4}, 3.5, 2), whole);  // of which each of several products has too few
+  EXPECT_EQ(rows_of_a_call(3, {3, 7, 1, 3, 4}, 1, 0), whole);
+}
+
+TEST(ExpertsInPiecesOrder, SomeExpertsAfterOthers) {
+  using Rows = std::vector<Interval>;
+  const auto both = [](const Rows& rows) { return std::array<Rows, 2>{rows, rows}; };
+  EXPECT_EQ(rows_of_a_call(2, {4, 2, 1, 3, 4}, 1, 2), both({{0, 6}, {6, 12}}));
+  EXPECT_EQ(rows_of_a_call(2, {12, 2, 1, 3, 4}, 1, 6), both({{0, 6}, {6, 18}, {18, 24}, {24, 36}}));
+  EXPECT_EQ(rows_of_a_call(2, {5, 2, 1, 3, 4}, 1, 2), both({{0, 6}, {6, 18}}));
+  EXPECT_EQ(rows_of_a_call(2, {4, 2, 1, 3, 4}, 1, 7), both({{0, 12}}));
+}
+
+// What is sent from and received in is memory that outlives the nodes, until all has come.
+TEST(ExpertsInPieces, ProgramsHaveTheBitsOfTheRecording) {
+  for (const int ranks : {2, 3})
+    for (const int64_t parts : {ranks, 8})
+      run_local(ranks, [&](World& world) {
+        const Layout sequences(world.mesh({{"expert", ranks}}).spec, even(1)), experts = sequences.with(0, even(0));
+        const Tensor weight = value("w", kF32, {8, kIn, kIn}, experts), counts = full_of({kI32, {8, 5, 1}, experts}, 2);
+        const auto layers = [&](Tensor x, bool overlap) {
+          for (int layer = 0; layer < 3; ++layer) {
+            const Tensor rows = overlap ? redistribute_in_pieces(x, experts) : redistribute(x, experts);
+            const Tensor y = expert_linear(rows, weight, counts);
+            x = x + (overlap ? expert_linear(y, weight, counts, {.onward = [&](const Type&) { return sequences; }})
+                             : redistribute(expert_linear(y, weight, counts), sequences));
+          }
+          return x;
+        };
+        auto step = compile([&](const Tensor& x) { return layers(x, true); });
+        const auto input = [&](int i) { return value(str("x", i), kF32, {parts, 5, 1, 16, kIn}, sequences); };
+        for (int i = 0; i < 6; ++i) EXPECT_TRUE(identical(step({.piece_rows = 1}, input(i)), layers(input(i), false))) << i;
+        ASSERT_NE(step.program(), nullptr);
+        EXPECT_EQ(nodes_in_pieces(step.program()->tape()), 6);
+      }, links());
+}
+
+// By hand: of four ranks a quarter is there, and a quarter need not go.
+TEST(ExpertsInPiecesOrder, TheClockLetsThemOverlap) {
+  run_local(4, [](World& world) {
+    const Layout sequences(world.mesh({{"expert", 4}}).spec, even(1)), parts = sequences.with(0, even(0));
+    const auto seconds = [&](bool sends, double travels, double computes) {
+      const Tensor weight = value("w", kF32, {4, kIn, kIn}, parts), counts = full_of({kI32, {4, 4, 1}, parts}, 2);
+      const Tensor x = value("x", kF32, {4, 4, 1, 2, kIn}, sends ? parts : sequences);
+      Recording recording({.piece_rows = 1});
+      if (sends) expert_linear(x, weight, counts, {.onward = [&](const Type&) { return sequences; }});
+      else expert_linear(redistribute_in_pieces(x, parts), weight, counts);
+      EXPECT_EQ(nodes_in_pieces(recording.tape()), 1);
+      return timeline(recording.take(), travels, computes).seconds;
+    };
+    EXPECT_EQ(seconds(false, 3, 8), 8);    // a piece each second, behind two of computing its own
+    EXPECT_EQ(seconds(false, 12, 8), 14);
+    EXPECT_EQ(seconds(true, 4, 8), 9);
+    EXPECT_EQ(seconds(true, 16, 8), 18);
+  }, links());
+}
+
+// A peer that is gone is an error, where rows are waited for and where they are sent.
+TEST(ExpertsInPiecesOrder, ALostRankIsAnError) {
+  for (const bool sends : {true, false})
+    EXPECT_THROW(run_local(2, [&](World& world) {
+      const Layout sequences(world.mesh({{"expert", 2}}).spec, even(1)), parts = sequences.with(0, even(0));
+      Recording recording({.piece_rows = 1});
+      if (world.rank() == 1) fail<DataError>("lost");
+      const Tensor weight = value("w", kF32, {2, kIn, kIn}, parts), counts = full_of({kI32, {2, 4, 1}, parts}, 2);
+      const Tensor x = value("x", kF32, {2, 4, 1, 2, kIn}, sends ? parts : sequences);
+      if (sends) expert_linear(x, weight, counts, {.onward = [&](const Type&) { return sequences; }});
+      else expert_linear(redistribute_in_pieces(x, parts), weight, counts);
+    }, links()), DataError);
+}
+
+}  // namespace
+}  // namespace sheaf::testing
