@@ -40,6 +40,7 @@ constexpr int own_cost(bool fp8) { return fp8 ? 4 : 2; }
 /// The sizes that all operands share, and where things lie. Kernels of both devices have a copy.
 struct Routing {
   int64_t sequences, tokens, choices, parts, groups, room;  ///< room: R
+  int64_t first_part = 0;  ///< of the parts whose rows are here; slots count those of all
 
   // constexpr: for the host and for kernels alike.
   constexpr int64_t first_of(int64_t group) const { return tokens * group / groups; }
@@ -49,10 +50,12 @@ struct Routing {
     return ((part * sequences + sequence) * groups + group) * room + place;
   }
   constexpr int64_t rows() const { return parts * sequences * groups * room; }
-  /// The row of choice `choice` (of all B·T·K) that has this slot.
+  /// Whether the row of this slot is here: neither dropped nor of another part.
+  constexpr bool has(int64_t slot) const { return slot >= first_part * room && slot < (first_part + parts) * room; }
+  /// That row, of choice `choice` (of all B·T·K).
   constexpr int64_t row_at(int64_t choice, int64_t slot) const {
     const int64_t token = choice / choices;
-    return row(slot / room, token / tokens, group_of(token % tokens), slot % room);
+    return row(slot / room - first_part, token / tokens, group_of(token % tokens), slot % room);
   }
   /// The choice that fills row `row` with this source.
   constexpr int64_t choice_at(int64_t row, int64_t source) const {
@@ -60,13 +63,13 @@ struct Routing {
     return (sequence * tokens + first_of(group)) * choices + source;
   }
 
-  /// slots[.., T, K], of rows[Q, .., N, R(, more)].
-  static Routing of(const View& slots, const View& rows, int more) {
+  /// slots[.., T, K], of rows[Q, .., N, R(, more)], those of the parts from `first_part` on.
+  static Routing of(const View& slots, const View& rows, int more, int64_t first_part = 0) {
     const int rank = slots.rank();
     check<ShapeError>(rank >= 2 && rows.rank() == rank + 1 + more, "[route] choices ", slots.shape,
                       " and rows ", rows.shape);
     Routing r{1, slots.shape[rank - 2], slots.shape[rank - 1],
-              rows.shape[0], rows.shape[rank - 1], rows.shape[rank]};
+              rows.shape[0], rows.shape[rank - 1], rows.shape[rank], first_part};
     for (int d = 0; d < rank - 2; ++d) {
       check<ShapeError>(slots.shape[d] == rows.shape[d + 1], "[route] choices ", slots.shape,
                         " and rows ", rows.shape);
@@ -90,10 +93,11 @@ void route(const View& choices, int64_t places, const View& slots, const View& s
 /// are any (View{}: none), else zeros. Weights are of the type in which x is computed.
 void to_experts(const View& x, const View& weights, const View& slots, const View& sources,
               const View& rows);
-/// y[.., T, C] = sum over a token's choices, in order, of their rows times their weights.
-void from_experts(const View& rows, const View& weights, const View& slots, const View& y);
-/// out[.., T, K] = row · y of its token, 0 for what was dropped.
-void choice_dots(const View& rows, const View& y, const View& slots, const View& out);
+/// y[.., T, C] = sum over a token's choices, in order, of their rows times their weights. Rows may be those of some parts, from
+/// `first_part` on: the others add nothing.
+void from_experts(const View& rows, const View& weights, const View& slots, const View& y, int64_t first_part = 0);
+/// out[.., T, K] = row · y of its token, 0 for what was dropped, or is of other parts.
+void choice_dots(const View& rows, const View& y, const View& slots, const View& out, int64_t first_part = 0);
 
 /// y[Q, .., R, O] = x[Q, .., R, I] weight[E, O, I]ᵀ + bias[E, O] of each row's expert, whose rows
 /// counts[E, ..] tells (as far as parts have rows), weights of any strides; without a bias, View{}. What
@@ -123,10 +127,9 @@ void route(const Stream& stream, const View& choices, int64_t places, const View
            const View& counts);
 void to_experts(const Stream& stream, const View& x, const View& weights, const View& slots,
               const View& sources, const View& rows);
-void from_experts(const Stream& stream, const View& rows, const View& weights, const View& slots,
-             const View& y);
-void choice_dots(const Stream& stream, const View& rows, const View& y, const View& slots,
-                 const View& out);
+void from_experts(const Stream& stream, const View& rows, const View& weights, const View& slots, const View& y,
+                  int64_t first_part = 0);
+void choice_dots(const Stream& stream, const View& rows, const View& y, const View& slots, const View& out, int64_t first_part = 0);
 size_t expert_linear_workspace(const View& x, const View& weight, const View& bias, const View& counts,
                                const View& y, const ExpertProduct& how = {});
 void expert_linear(const Stream& stream, const View& x, const View& weight, const View& bias, const View& counts,

@@ -94,7 +94,8 @@ struct MeshCase {
 // Ranks would have several runs of a table's rows, which no op takes.
 bool has_parts_of_table(const OpSample& sample, const MeshCase& mesh, const Assignment& a) {
   for (size_t axis = 0; axis < mesh.cuts.size(); ++axis)
-    if (sample.table >= 0 && mesh.cuts[axis] == Cuts::parts && a[static_cast<size_t>(sample.table)][axis] == "S0") return true;
+    for (const int table : sample.tables)
+      if (mesh.cuts[axis] == Cuts::parts && a[static_cast<size_t>(table)][axis] == "S0") return true;
   return false;
 }
 

@@ -76,7 +76,7 @@ std::string check_placements(const OpSample& sample, int ranks) {
     const PlacementResult again = run_assignments(sample, on_one_axis(ranks, cuts, cut));
     out += again.finding;
     for (size_t k = 0; k < again.outcomes.size(); ++k) {
-      const bool parts_of_table = (cuts == Cuts::parts || cuts == Cuts::owned) && sample.table >= 0 && cut[k][static_cast<size_t>(sample.table)] == "S0";
+      const bool parts_of_table = (cuts == Cuts::parts || cuts == Cuts::owned) && sample.cuts_a_table(cut[k]);
       if (parts_of_table && again.outcomes[k].accepted) out += "\n  parts of a table are accepted";
       if (!parts_of_table && !again.outcomes[k].refusal.empty())
         out += str("\n  refused, though even shares are accepted: ", again.outcomes[k].refusal);

@@ -8,6 +8,7 @@
 // zero-size test sets all dimensions of one size to 0), and not multiples of anything.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <initializer_list>
 #include <string>
@@ -89,9 +90,12 @@ struct OpSample {
   /// Placement rules that must be accepted on one mesh axis, as "S0 R -> S0": R, P, S<dim>, F (flat) per input, then per
   /// output. Others that are accepted are tested as well.
   std::vector<std::string> rules = {};
-  /// The input whose rows f takes cut over ranks as one run each: S0, if that is no cut of parts.
-  int table = -1;
-  /// Where that input is cut so, f communicates, by redistributions of its own.
+  /// Inputs whose rows f takes cut over ranks as one run each: S0, if that is no cut of parts.
+  std::vector<int> tables = {};
+  bool cuts_a_table(const std::vector<std::string>& placements) const {
+    return std::ranges::any_of(tables, [&](int i) { return placements[static_cast<size_t>(i)] == "S0"; });
+  }
+  /// Where the first of them is cut so, f communicates, by redistributions of its own.
   bool redistributes = false;
   /// False for functions that only make sense unsharded.
   bool placements = true;

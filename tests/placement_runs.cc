@@ -134,7 +134,7 @@ Seen try_assignment(const OpSample& sample, const std::vector<Values>& values, c
     keep(run.seconds, seen.seconds, "second gradient");
     seen.ops = op_names(recording.tape());
     bool may_communicate = false;
-    if (const Layout* table = sample.redistributes ? &layouts[static_cast<size_t>(sample.table)] : nullptr)
+    if (const Layout* table = sample.redistributes ? &layouts[static_cast<size_t>(sample.tables[0])] : nullptr)
       for (int a = 0; a < table->num_axes(); ++a) may_communicate = may_communicate || (*table)[a].is_shard(0);
     seen.failure += check_tape_of(recording.tape(), may_communicate);
   } catch (const PlacementError& e) {

@@ -21,9 +21,10 @@ void check_rows(const char* op, const Infer& c, int rows, int counts) {
   if (!fits()) fail<ShapeError>("[", op, "] rows ", c.input(rows), " need i32 counts of experts' rows in their groups, not ", c.input(counts));
 }
 
-/// Whether ranks of this axis may have experts of their own: their rows are, which stand in parts.
-bool cuts_experts(const Place& p, const Shape& rows, const Shape& counts) {
+/// Whether ranks of this axis may have experts of their own, by this cut: their rows are, which stand in parts.
+bool cuts_experts(const Place& p, const OwnershipMap& cut, const Shape& rows, const Shape& counts) {
   if (rows[0] == counts[0]) return true;
+  if (!(cut == OwnershipMap::even(0))) return false;
   for (int i = 0; i < p.num_inputs(); ++i)
     if (p.in(i).is_shard(0)) return rows[0] == p.type(i).layout.mesh()->size(p.axis());
   return false;
@@ -57,7 +58,7 @@ struct ExpertBiasGradient {  // dy[Q, .., R, O], counts[E, ..] -> the sums [E, O
     if (map && !map->is_flat()) {
       const Placement cut = Placement::shard(*map);
       if (map->dim() == 0) {
-        if (cuts_experts(p, p.shape(0), p.shape(1))) p.rule({cut, cut}, {cut});
+        if (cuts_experts(p, *map, p.shape(0), p.shape(1))) p.rule({cut, cut}, {cut});
       } else if (map->dim() < last - 1) p.rule({cut, cut}, {kP});
       else if (p.in(0).is_shard(last)) p.rule({cut, kR}, {Placement::shard(map->moved_to(1))});
     }
@@ -100,7 +101,7 @@ struct ExpertWeightGradient {  // dy[Q, .., R, O], x[Q, .., R, I], counts[E, ..]
     if (map && !map->is_flat()) {
       const Placement cut = Placement::shard(*map);
       if (map->dim() == 0) {
-        if (cuts_experts(p, p.shape(0), p.shape(2))) p.rule({cut, cut, cut}, {cut});
+        if (cuts_experts(p, *map, p.shape(0), p.shape(2))) p.rule({cut, cut, cut}, {cut});
       } else if (map->dim() < last - 1) p.rule({cut, cut, cut}, {kP});
       else if (p.in(0).is_shard(last)) p.rule({cut, kR, kR}, {Placement::shard(map->moved_to(1))});
       else if (p.in(1).is_shard(last)) p.rule({kR, cut, kR}, {Placement::shard(map->moved_to(2))});
@@ -171,7 +172,7 @@ struct ExpertLinear {  // x[Q, .., R, I], weight[E, O, I], counts[E, ..] [, bias
       const Placement cut = Placement::shard(map), of_last = Placement::shard(map.moved_to(last));
       const bool of_weight = i == 1 || i == 3;
       if (map.dim() == 0) {
-        if (cuts_experts(p, p.shape(0), p.shape(2))) rule(cut, cut, cut, cut, cut);
+        if (cuts_experts(p, map, p.shape(0), p.shape(2))) rule(cut, cut, cut, cut, cut);
       } else if (of_weight && map.dim() == 1) rule(kR, cut, kR, cut, of_last);
       else if (i == 1 || map.dim() == last) rule(of_last, Placement::shard(map.moved_to(2)), kR, kP, kP);
       else if (map.dim() < last - 1) rule(cut, kR, cut, kR, cut);

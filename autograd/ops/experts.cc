@@ -1,7 +1,8 @@
 // Mixtures of experts: choosing experts, rows on their way to them and back.
 //
 // Sending, returning and weighting are the three contractions of one form: the sum over choices of weight · (row · y), y being
-// that of the choice's token. So they are each other's derivatives.
+// that of the choice's token. So they are each other's derivatives. Where ranks have tokens of all, and each a part of the experts
+// with their rows, sending moves nothing, and what returns are addends.
 #include "sheaf/kernels/experts.h"
 
 #include <optional>
@@ -133,6 +134,7 @@ struct ToExperts {  // x[.., T, C], slots, sources [, weights] -> [Q, .., N, R, 
     };
     if (const auto cut = group_cut(p, 0b100, rank, p.shape(1).dim(-2), p.shape(2).dim(-2)))
       rule(cut->tokens, cut->tokens, cut->rows, cut->tokens, cut->rows);
+    if (cuts_table(p.in(2))) rule(kR, kR, p.in(2), kR, p.in(2));
     if (p.in(0).is_shard(rank - 1)) rule(p.in(0), kR, kR, kR, Placement::shard(p.in(0).map().moved_to(rank + 1)));
     rule(kR, kR, kR, kR, kR);
     rule(kP, kR, kR, kR, kP);
@@ -169,13 +171,15 @@ struct FromExperts {  // rows[Q, .., N, R, C], slots, sources [, weights] -> [..
     };
     if (const auto cut = group_cut(p, 0b101, rank, p.shape(1).dim(-2), p.shape(2).dim(-2)))
       rule(cut->rows, cut->tokens, cut->rows, cut->tokens, cut->tokens);
+    if (cuts_table(p.in(0))) rule(p.in(0), kR, p.in(0), kR, kP);
     if (p.in(0).is_shard(rank + 1)) rule(p.in(0), kR, kR, kR, Placement::shard(p.in(0).map().moved_to(rank - 1)));
     rule(kR, kR, kR, kR, kR);
     rule(kP, kR, kR, kR, kP);
     if (p.num_inputs() == 4) rule(kR, kR, kR, kP, kP);
   }
   static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_DEVICE(c.stream(), from_experts, c.input(0), c.num_inputs() == 4 ? c.input(3) : View{}, c.input(1), c.output(0));
+    SHEAF_ON_DEVICE(c.stream(), from_experts, c.input(0), c.num_inputs() == 4 ? c.input(3) : View{}, c.input(1), c.output(0),
+                    part_of(c.input_type(0)).first);
   }
   static void vjp(const Attrs&, Vjp& c);
   static void saves(const Attrs& a, uint64_t needs, uint64_t& in, uint64_t& out) { ToExperts::saves(a, needs, in, out); }
@@ -196,6 +200,7 @@ struct ChoiceDots {  // rows[Q, .., N, R, C], y[.., T, C], slots, sources -> row
     const int rank = p.shape(2).rank();
     if (const auto cut = group_cut(p, 0b1001, rank, p.shape(2).dim(-2), p.shape(3).dim(-2)))
       p.rule({cut->rows, cut->tokens, cut->tokens, cut->rows}, {cut->tokens});
+    if (cuts_table(p.in(0))) p.rule({p.in(0), kR, kR, p.in(0)}, {kP});
     for (const auto& [i, last] : {std::pair{0, rank + 1}, {1, rank - 1}})
       if (p.in(i).is_shard(last)) {
         const OwnershipMap& map = p.in(i).map();
@@ -207,7 +212,7 @@ struct ChoiceDots {  // rows[Q, .., N, R, C], y[.., T, C], slots, sources -> row
     p.rule({kR, kP, kR, kR}, {kP});
   }
   static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_DEVICE(c.stream(), choice_dots, c.input(0), c.input(1), c.input(2), c.output(0));
+    SHEAF_ON_DEVICE(c.stream(), choice_dots, c.input(0), c.input(1), c.input(2), c.output(0), part_of(c.input_type(0)).first);
   }
   static void vjp(const Attrs&, Vjp& c) {
     const ExpertRoutes routes{c.input(2), c.input(3), {}};

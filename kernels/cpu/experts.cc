@@ -129,9 +129,9 @@ void to_experts(const View& x, const View& weights, const View& slots, const Vie
   });
 }
 
-void from_experts(const View& rows, const View& weights, const View& slots, const View& y) {
+void from_experts(const View& rows, const View& weights, const View& slots, const View& y, int64_t first_part) {
   constexpr const char* kName = "from_experts";
-  const Routing r = Routing::of(slots, rows, 1);
+  const Routing r = Routing::of(slots, rows, 1, first_part);
   const int64_t cols = y.shape.back();
   const bool weighted = weights.rank() != 0;
   const Elements<int32_t> slot_of(kName, slots);
@@ -147,7 +147,7 @@ void from_experts(const View& rows, const View& weights, const View& slots, cons
           const int64_t count = std::min(kColumns, cols - at);
           for (int64_t c = token * r.choices; c < (token + 1) * r.choices; ++c) {
             const int64_t slot = slot_of[c];
-            if (slot < 0) continue;
+            if (!r.has(slot)) continue;
             const T* row = from[r.row_at(c, slot)] + at;
             const Lanes<C> w(weighted ? weight[c] : C(1));
             for_lanes(count, [&](int64_t i, auto n) {
@@ -161,9 +161,9 @@ void from_experts(const View& rows, const View& weights, const View& slots, cons
   });
 }
 
-void choice_dots(const View& rows, const View& y, const View& slots, const View& out) {
+void choice_dots(const View& rows, const View& y, const View& slots, const View& out, int64_t first_part) {
   constexpr const char* kName = "choice_dots";
-  const Routing r = Routing::of(slots, rows, 1);
+  const Routing r = Routing::of(slots, rows, 1, first_part);
   const int64_t cols = y.shape.back();
   const Elements<int32_t> slot_of(kName, slots);
   visit_rows(kName, rows, y, out, [&]<class T, class C>(const Elements<C>&) {
@@ -172,7 +172,7 @@ void choice_dots(const View& rows, const View& y, const View& slots, const View&
       for (int64_t c = begin; c < end; ++c) {
         const int64_t slot = slot_of[c];
         out.as<C>()[c] = C(0);
-        if (slot < 0) continue;
+        if (!r.has(slot)) continue;
         const T *a = from[r.row_at(c, slot)], *b = tokens[c / r.choices];
         out.as<C>()[c] = row_sum<C>(
             cols, [&](int64_t i, auto n) { return load_lanes(a + i, n) * load_lanes(b + i, n); });

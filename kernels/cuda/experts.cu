@@ -155,7 +155,7 @@ __global__ void return_rows(Routing r, Rows<const T> rows, bool weighted, Each<C
     C total[Pack<T>::kSize] = {};
     for (int64_t c = token * r.choices; c < (token + 1) * r.choices; ++c) {
       const int64_t slot = *slots[c];
-      if (slot < 0) continue;
+      if (!r.has(slot)) continue;
       const C weight = weighted ? *weights[c] : C(1);
       const Pack<T> pack = load_chunk(rows[r.row_at(c, slot)], at, cols);
 #pragma unroll
@@ -176,7 +176,7 @@ __global__ void dot_choices(Routing r, Rows<const T> rows, Rows<const T> y, Each
   if (choice >= r.sequences * r.tokens * r.choices) return;
   const int64_t slot = *slots[choice];
   C total = 0;
-  if (slot >= 0) {
+  if (r.has(slot)) {
     const T *a = rows[r.row_at(choice, slot)], *b = y[choice / r.choices];
     for (int64_t at = lane_of_thread() * Pack<T>::kSize; at < cols; at += kWarp * Pack<T>::kSize) {
       const Pack<T> p = load_chunk(a, at, cols), q = load_chunk(b, at, cols);
@@ -239,10 +239,10 @@ void to_experts(const Stream& stream, const View& x, const View& weights, const 
   });
 }
 
-void from_experts(const Stream& stream, const View& rows, const View& weights, const View& slots,
-                  const View& y) {
+void from_experts(const Stream& stream, const View& rows, const View& weights, const View& slots, const View& y,
+                  int64_t first_part) {
   constexpr const char* kName = "from_experts";
-  const Routing r = Routing::of(slots, rows, 1);
+  const Routing r = Routing::of(slots, rows, 1, first_part);
   if (y.numel() == 0) return;
   visit_rows(kName, rows, y, weights, [&]<class T>() {
     launch(kName, stream, warps_for(r.sequences * r.tokens), return_rows<T>, r,
@@ -251,10 +251,9 @@ void from_experts(const Stream& stream, const View& rows, const View& weights, c
   });
 }
 
-void choice_dots(const Stream& stream, const View& rows, const View& y, const View& slots,
-                 const View& out) {
+void choice_dots(const Stream& stream, const View& rows, const View& y, const View& slots, const View& out, int64_t first_part) {
   constexpr const char* kName = "choice_dots";
-  const Routing r = Routing::of(slots, rows, 1);
+  const Routing r = Routing::of(slots, rows, 1, first_part);
   if (out.numel() == 0) return;
   visit_rows(kName, rows, y, out, [&]<class T>() {
     launch(kName, stream, warps_for(out.numel()), dot_choices<T>, r, rows_of<const T>(kName, rows),

@@ -133,6 +133,14 @@ Layout Experts::inside(const Tensor& of_rows) const {
   return gate.cut_axis() >= 0 && l.mesh() ? l.with(gate.cut_axis(), Placement::shard(OwnershipMap::even(0))) : l;
 }
 
+bool Experts::gathers(const Tensor& x, int64_t tokens, int64_t choices, int64_t places, int64_t parts) const {
+  const int axis = gate.cut_axis();
+  const Layout& l = x.layout();
+  if (axis < 0 || !l.mesh() || !l[axis].is_shard() || !can_travel(l, l.with(axis, Placement::replicate()))) return false;
+  constexpr int64_t kAlone = 2;  // half of the rows, and more, travel beside products; nothing is beside tokens
+  return parts * rows_of_part(tokens, choices, gate.shape()[0], places, parts) > kAlone * tokens * l.mesh()->size(axis);
+}
+
 Experts::Rows Experts::rows_of(const Tensor& x, int64_t tokens, int64_t choices, int64_t places) const {
   const int64_t experts = gate.shape()[0], used = std::min(tokens * choices, experts * places);
   const int axis = gate.cut_axis();
@@ -179,8 +187,7 @@ MixtureOfExperts::MixtureOfExperts(const MixtureConfig& c)
 }
 
 // Where nothing is dropped, ranks that share a sequence have a group each.
-int64_t MixtureOfExperts::groups_of(const Tensor& x_BTC, bool drops) const {
-  const Layout& l = x_BTC.layout();
+int64_t MixtureOfExperts::groups_of(const Tensor& x_BTC, const Layout& l, bool drops) const {
   int64_t ranks = 1;
   std::string axes;
   for (int a = 0; a < l.num_axes(); ++a) {
@@ -247,29 +254,56 @@ Tensor MixtureOfExperts::shared_of(const Tensor& x_BTC) {
 Tensor MixtureOfExperts::forward(const Tensor& in_BTC, bool drops) {
   const Layout together = in_order_of_ranks(in_BTC);
   const Tensor x_BTC = together == in_BTC.layout() ? in_BTC : relabel(in_BTC, {in_BTC.dtype(), in_BTC.shape(), together}, /*enters=*/true);
+  Plan plan = plan_of(x_BTC, groups_of(in_BTC, in_BTC.layout(), drops), drops);
+  Travelling all;
+  if (experts.gathers(x_BTC, plan.tokens, config.choices, plan.places, plan.parts)) {
+    const Layout whole = x_BTC.layout().with(experts.gate.cut_axis(), Placement::replicate());
+    all = start_redistribute(x_BTC, whole);
+    plan = plan_of(x_BTC, groups_of(in_BTC, whole, drops), drops);
+  }
   const Tensor affinity = affinities(x_BTC), choices = choose(affinity), weights = weigh(affinity, choices);
   if (training() && config.balances) imbalance = imbalance_of(affinity, choices);
+  const Tensor out = all ? of_gathered(x_BTC, all, choices, weights, plan) : of_exchanged(x_BTC, choices, weights, plan);
+  return dropout(together == in_BTC.layout() ? out : relabel(out, in_BTC.type(), /*enters=*/false));
+}
 
-  const int64_t groups = groups_of(in_BTC, drops), tokens = (x_BTC.size(1) + groups - 1) / groups;
+MixtureOfExperts::Plan MixtureOfExperts::plan_of(const Tensor& x_BTC, int64_t groups, bool drops) const {
+  const int64_t tokens = (x_BTC.size(1) + groups - 1) / groups;
   int64_t places = tokens;
   if (drops && config.capacity_factor > 0) {
     const double share = static_cast<double>(config.choices * tokens) / static_cast<double>(config.experts);
     places = std::min(tokens, static_cast<int64_t>(std::ceil(config.capacity_factor * share)));
   }
   const auto [parts, fill] = experts.rows_of(x_BTC, tokens, config.choices, places);
-  const ExpertRoutes routes = expert_routes(choices, config.experts, places, groups, parts);
+  return {groups, tokens, places, parts, fill};
+}
+
+Tensor MixtureOfExperts::of_exchanged(const Tensor& x_BTC, const Tensor& choices_BTK, const Tensor& weights_BTK, const Plan& plan) {
+  const ExpertRoutes routes = expert_routes(choices_BTK, config.experts, plan.places, plan.groups, plan.parts);
   const Tensor sent = to_experts(x_BTC, routes);
   Tensor rows, beside;
   if (const Layout inside = experts.inside(sent); shared && can_travel(sent.layout(), inside)) {
     const Travelling travelling = start_redistribute(sent, inside);
     beside = shared_of(x_BTC);
-    rows = experts(travelling, routes.counts, fill);
+    rows = experts(travelling, routes.counts, plan.fill);
   } else {
-    rows = experts(sent, routes.counts, fill);
+    rows = experts(sent, routes.counts, plan.fill);
     if (shared) beside = shared_of(x_BTC);
   }
-  const Tensor chosen = from_experts(rows, routes, weights), out = shared ? chosen + beside : chosen;
-  return dropout(together == in_BTC.layout() ? out : relabel(out, in_BTC.type(), /*enters=*/false));
+  const Tensor chosen = from_experts(rows, routes, weights_BTK);
+  return shared ? chosen + beside : chosen;
+}
+
+// By placements alone: what is Replicate goes to parts of the experts without moving, and comes back Partial.
+Tensor MixtureOfExperts::of_gathered(const Tensor& x_BTC, const Travelling& all, const Tensor& choices_BTK, const Tensor& weights_BTK, const Plan& plan) {
+  const Layout& whole = all.value.layout();
+  const Tensor beside = shared ? shared_of(x_BTC) : Tensor();
+  ExpertRoutes routes = expert_routes(redistribute(choices_BTK, whole), config.experts, plan.places, plan.groups, plan.parts);
+  routes.sources = redistribute(routes.sources, experts.inside(routes.sources));
+  routes.counts = redistribute(routes.counts, experts.inside(routes.counts));
+  const Tensor weights = redistribute(weights_BTK, whole), rows = experts(to_experts(arrived(all), routes), routes.counts, plan.fill);
+  const Tensor chosen = redistribute(from_experts(rows, routes, weights), x_BTC.layout());
+  return shared ? chosen + beside : chosen;
 }
 
 }  // namespace sheaf::nn

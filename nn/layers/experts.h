@@ -70,6 +70,9 @@ struct Experts : Module {
   /// Of x, in groups of at most so many tokens: a part for each rank that has experts of its own if that leaves fewer rows empty than one for
   /// each expert, and, on a GPU, if its own kernel, which skips these, is taken to be no slower than the library (kernels::own_cost).
   Rows rows_of(const Tensor& x, int64_t tokens, int64_t choices, int64_t places) const;
+  /// Whether ranks that share experts gather their tokens, and add up what each made of them, as that is less than the rows which travel
+  /// otherwise: without a capacity all of a token's choices may be of one rank, and nobody knows how many are before they arrive.
+  bool gathers(const Tensor& x, int64_t tokens, int64_t choices, int64_t places, int64_t parts) const;
   /// Rows, or counts, each with its expert.
   Layout inside(const Tensor& of_rows) const;
   SHEAF_FIELDS(gate, up, down, gate_bias, up_bias, down_bias);
@@ -82,7 +85,9 @@ struct Experts : Module {
 /// make of it, and what the shared MLP does: [B, T, C] → [B, T, C]. Every choice is of the tokens up to it, in order: what is
 /// computed for one depends on no later one, dropped or not.
 ///
-/// Where rows go to other ranks the shared MLP is computed while they travel, and in the backward while their gradients do.
+/// Where experts are shared by ranks, rows go to them and come back, in pieces beside the products of others; or, where all tokens are fewer
+/// (Experts::gathers), each rank gathers them, sends rows to its own experts, and what all made is added up. The shared MLP is computed while
+/// they travel, and in the backward while their gradients do.
 ///
 /// The bias is a parameter whose gradient is a measurement (nn::Parameter::steer): for expert e the E-fold of its choices less
 /// all choices of the step. Gradients are summed over ranks and micro-batches anyhow, so nothing else moves for it.
@@ -105,7 +110,15 @@ struct MixtureOfExperts : Module {
   SHEAF_FIELDS(router, choice_bias, experts, shared, shared_gate, dropout);
 
  private:
-  int64_t groups_of(const Tensor& x_BTC, bool drops) const;
+  struct Plan {  // of expert_routes()
+    int64_t groups, tokens;  ///< the most tokens of a group
+    int64_t places, parts;
+    double fill;
+  };
+  Plan plan_of(const Tensor& x_BTC, int64_t groups, bool drops) const;
+  Tensor of_exchanged(const Tensor& x_BTC, const Tensor& choices_BTK, const Tensor& weights_BTK, const Plan& plan);
+  Tensor of_gathered(const Tensor& x_BTC, const Travelling& all, const Tensor& choices_BTK, const Tensor& weights_BTK, const Plan& plan);
+  int64_t groups_of(const Tensor& x_BTC, const Layout& layout, bool drops) const;
   Tensor affinities(const Tensor& x_BTC);
   Tensor shared_of(const Tensor& x_BTC);
   Tensor choose(const Tensor& affinities_BTE) const;

@@ -126,6 +126,30 @@ TEST(ToExperts, AndBack) {
       }
 }
 
+// Rows of some parts add what is theirs: a choice's is of one of them.
+TEST(ToExperts, AndBackFromSomeParts) {
+  const int64_t experts = 5, width = 37, all = 2 * 11 * 3;
+  const Sent s = sent(2, 11, 3, experts, 3, 4);
+  const Array weights = Array::random(kF64, {2, 11, 3}, 2), x = Array::random(kF64, {2, 11, width}, 1),
+              there = Array::random(kF64, {experts, 2, 3, 4, width}, 3), y(kF64, {2, 11, width}), dots(kF64, {2, 11, 3});
+  from_experts(there, weights, s.slots, y);
+  choice_dots(there, x, s.slots, dots);
+  std::vector<double> sums(static_cast<size_t>(22 * width)), products(static_cast<size_t>(all));
+  for (const auto& [first, end] : {std::pair<int64_t, int64_t>{0, 2}, {2, 2}, {2, 5}}) {
+    const int64_t part = there.view().numel() / experts;
+    const Array some(kF64, {end - first, 2, 3, 4, width}), of_some(kF64, {2, 11, width}), dots_of_some(kF64, {2, 11, 3});
+    const_cast<Array&>(some).fill([&](int64_t i) { return there.at(first * part + i); });
+    from_experts(some, weights, s.slots, of_some, first);
+    choice_dots(some, x, s.slots, dots_of_some, first);
+    for (size_t i = 0; i < sums.size(); ++i) sums[i] += of_some.at(static_cast<int64_t>(i));
+    for (int64_t c = 0; c < all; ++c) {
+      const auto slot = static_cast<int64_t>(s.slots.at(c));
+      EXPECT_EQ(dots_of_some.at(c), slot >= first * 4 && slot < end * 4 ? dots.at(c) : 0.0) << c;
+    }
+  }
+  EXPECT_LT(scaled_error(y, sums), 4 * epsilon(kF64));
+}
+
 // Places beyond a piece, counts inside and at the ends of units, none at all; rows that are not in use are not read.
 TEST(ExpertLinear, OfRowsInUse) {
   for (DType d : {kF32, kF64, kBF16, kF16})

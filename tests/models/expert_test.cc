@@ -147,16 +147,33 @@ TEST(Experts, CheckpointsMoveBetweenMeshes) {
 // Rows go to the ranks of their experts and back, as do their gradients, with a few bytes that say how many are in use. Experts
 // never travel along their axis, nor are their gradients summed there.
 TEST(Experts, WhatTravelsAlongWhichAxis) {
-  const models::ModelConfig m = tiny_mixture();
-  auto moved = traffic(models::plan_step(experts(2), 13, 0, 4, 1, "local").tape);
+  models::TrainConfig c = experts(2);
+  c.model.experts_per_token = 2;
+  const models::ModelConfig& m = c.model;
+  auto moved = traffic(models::plan_step(c, 13, 0, 4, 1, "local").tape);
   EXPECT_EQ(moved["all_to_all expert"].count, 5 * m.layers);
-  // What rank 0 receives, which has 1 of its pair's 3 sequences and 2 of 5 experts, each with 9 places.
-  const int64_t others = 2 * 2 * 9, mine = 1 * 3 * 9, counts = 2 * 2;
+  // What rank 0 receives, which has 1 of its pair's 3 sequences and 2 of 5 experts, in one part of 18 rows.
+  const int64_t others = 2 * 18, mine = 1 * 18, counts = 2 * 2;
   EXPECT_EQ(moved["all_to_all expert"].bytes, 4 * m.layers * (m.width * 2 * (others + mine) + counts));
   EXPECT_EQ(moved["all_reduce expert"].count, m.layers + 3 + m.layers) << "of units without experts, and of shares of choices";
   EXPECT_EQ(moved["all_reduce data"].count, m.layers) << "shares of choices";
   EXPECT_EQ(moved["reduce_scatter data"].count, 2 * m.layers + 3);
   EXPECT_EQ(moved.size(), 5u);
+}
+
+// With three choices of a token rows would be three times as many as tokens: these are gathered, and what experts make of them, and their
+// gradients, are added up. No rows travel.
+TEST(Experts, TokensAreGatheredWhereTheyAreFewer) {
+  const models::ModelConfig m = tiny_mixture();
+  auto moved = traffic(models::plan_step(experts(2), 13, 0, 4, 1, "local").tape);
+  // Rank 0 has 1 of its pair's 3 sequences, of 9 tokens.
+  const int64_t others = 2 * 9, mine = 9, rows = 4 * m.width * 2, choices = 3 * 8, weights = 3 * 4;
+  EXPECT_EQ(moved["all_gather expert"].count, 4 * m.layers);
+  EXPECT_EQ(moved["all_gather expert"].bytes, m.layers * others * (rows + choices + weights));
+  EXPECT_EQ(moved["reduce_scatter expert"].count, 3 * m.layers);
+  EXPECT_EQ(moved["reduce_scatter expert"].bytes, m.layers * mine * (rows + weights));
+  EXPECT_EQ(moved["all_reduce expert"].count, m.layers + 3 + m.layers);
+  EXPECT_FALSE(moved.contains("all_to_all expert"));
 }
 
 // What a rank holds of the experts shrinks with the axis.

@@ -145,11 +145,30 @@ TEST(Overlap, OfExpertsChangesNoBit) {
         }
 }
 
+// Where tokens are gathered the router is beside them, too.
+TEST(Overlap, RoutersComputeWhileTokensAreGathered) {
+  models::TrainConfig c = mixture_of(2);
+  c.train.micro_batches = 1;
+  Tape tape;
+  trained(c, 2, true, &tape);
+  std::multimap<std::string, std::string> expected;
+  for (int64_t i = c.model.dense_layers; i < c.model.layers; ++i) {
+    const std::string moe = str("blocks.", i, ".moe"), shared = moe + ".shared";
+    expected.emplace(moe + " all_gather", str("linear ", moe, ".router, linear ", shared, ".gate, linear ", shared, ".up, linear ", shared, ".down"));
+    std::string back;
+    for (const std::string& layer : {shared + ".down", shared + ".up", shared + ".gate", moe + ".router"})
+      back += str(back.empty() ? "" : ", ", "matmul ", layer, ", linear_weight_gradient ", layer);
+    expected.emplace(moe + " reduce_scatter", back);
+  }
+  EXPECT_EQ(meanwhile(tape), expected);
+}
+
 // Tokens to experts, and back, and the gradients of what comes back; those of what goes there are beside gradients of weights.
 TEST(Overlap, RowsOfExpertsTravelInPieces) {
   for (const bool shared : {false, true}) {
     models::TrainConfig c = mixture_of(2);
-    if (!shared) c.model = tiny_mixture();
+    if (!shared) c.model = tiny_gpt_oss();
+    else c.model.experts_per_token = 2;  // else tokens are fewer than rows, and gathered
     c.train.micro_batches = 1;
     Tape tape;
     trained(c, 2, true, &tape);
@@ -164,6 +183,7 @@ TEST(Overlap, RowsOfExpertsTravelInPieces) {
 // The MLP that all tokens go through, while others' tokens are on their way to experts; in the backward, too.
 TEST(Overlap, SharedExpertsComputeWhileTokensTravel) {
   models::TrainConfig c = mixture_of(2);
+  c.model.experts_per_token = 2;
   c.train.micro_batches = 1;
   Tape tape;
   trained(c, 2, true, &tape);

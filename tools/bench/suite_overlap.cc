@@ -70,7 +70,8 @@ void overlap_suite(Session& session) {
                              {"llama-f32-8x256", "tensor"},
                              {"llama-f32-8x256", "context"},
                              {"llama-f32-8x256", "context", "all_gather"},
-                             {"mixture-f32-8x256", "experts"}};
+                             {"mixture-f32-8x256", "experts"},
+                             {"mixture-4-of-32-bf16-8x256", "experts"}};
   for (const double gigabytes : {1.25, 0.5}) {  // 10 and 4 Gbit/s
     if (quick && gigabytes < 1.25) break;
     for (const auto& [name, axis, comm] : kCases) {

@@ -169,6 +169,15 @@ TEST(CudaExperts, RoutesAndRows) {
         cuda::choice_dots(OnGpu::stream(), grows, gx, gslots, gdots);
         cpu::choice_dots(rows, x, slots, dots);
         EXPECT_LT(scaled_error(gdots.back(), values(dots)), 40 * epsilon(wide)) << name(d) << width;
+        // Of the rows of some parts.
+        const int64_t first = 2, some = 3, part = sequences * groups * places * width * static_cast<int64_t>(size_of(d));
+        const auto of_some = [&](const View& v) { return View::dense(v.as<char>() + first * part, d, {some, sequences, groups, places, width}); };
+        cuda::from_experts(OnGpu::stream(), of_some(grows.view()), gw.view(), gslots, gy, first);
+        cpu::from_experts(of_some(rows.view()), w.view(), slots, y, first);
+        EXPECT_LT(scaled_error(gy.back(), values(y)), 4 * epsilon(d)) << name(d) << width;
+        cuda::choice_dots(OnGpu::stream(), of_some(grows.view()), gx, gslots, gdots, first);
+        cpu::choice_dots(of_some(rows.view()), x, slots, dots, first);
+        EXPECT_LT(scaled_error(gdots.back(), values(dots)), 40 * epsilon(wide)) << name(d) << width;
       }
   }
 }
