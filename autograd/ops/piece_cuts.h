@@ -48,7 +48,6 @@ struct RedistributionInPieces::Rows {
   int64_t sequences = 1, all, width = 1;
   int64_t each = 1;  // rows of products, of the last dimension, that one of them is
   std::vector<Interval> of;
-  std::vector<int64_t> row;  // one_row_each(): which row of all a rank has; then those here are its columns
 
   Rows(const Type& type, const Layout& cut_by, int axis) {
     const Shape shape = cut_by.with(axis, Placement::replicate()).local_shape(type.shape);
@@ -74,8 +73,8 @@ struct RedistributionInPieces::Rows {
   bool has_pieces_of_ranks(int64_t least_rows) const { return fewest() * each >= least_rows; }
   /// There, of v, rank `me`'s columns of all rows, which is dense: those of the row that rank `r` has.
   View of_row(const View& v, int me, int r) const {
-    const int64_t own = of_rank(me).size(), begin = row[static_cast<size_t>(r)] * own;
-    return at(v, {begin, begin + own});
+    const int64_t own = of_rank(me).size();
+    return at(v, {r * own, (r + 1) * own});
   }
   View at(const View& v, Interval rows) const {
     const int64_t bytes = rows.begin * width * static_cast<int64_t>(size_of(v.dtype));

@@ -8,24 +8,20 @@ namespace sheaf {
 
 using namespace pieces;
 
-// Where that is so, their columns: the next dimension with several indices, of which each rank has an interval.
+// Where that is so, their columns: the next dimension with several indices, of which each rank has an interval, in the order of ranks.
 std::optional<RedistributionInPieces::Rows> RedistributionInPieces::one_row_each(const Type& from, const Layout& to, const Move& m) {
-  if (!m.exchanges()) return {};
+  if (!m.exchanges() || packs(from, {from.dtype, from.shape, to}) || unpacks(from, {from.dtype, from.shape, to})) return {};
   const Layout& by_rows = cut_by_rows(from.layout, to, m);
   const Layout& by_columns = &by_rows == &to ? from.layout : to;
   const auto cut = [&](const Layout& l) { return cut_of({from.dtype, from.shape, l}, m.axis, l[m.axis]); };
   const Cut rows = cut(by_rows), columns = cut(by_columns);
-  if (rows.flat || columns.flat || columns.dim <= rows.dim || columns.dim >= from.shape.rank() - 1) return {};
+  if (columns.dim <= rows.dim || columns.dim >= from.shape.rank() - 1) return {};
   for (const auto& owned : rows.owned)
-    if (owned.size() != 1 || owned[0].size() != 1) return {};
+    if (Cut::total(owned) != 1) return {};
   for (const auto& owned : columns.owned)
     if (owned.size() != 1) return {};
-  const Shape local = by_rows.local_shape(from.shape);
-  for (int d = 0; d < columns.dim; ++d)
-    if (local[d] != 1) return {};
   Rows out({from.dtype, from.shape, by_columns}, by_columns, m.axis);
   out.sequences = 1;
-  for (const auto& owned : rows.owned) out.row.push_back(owned[0].begin);
   return out;
 }
 
@@ -37,9 +33,9 @@ std::vector<RowsToCome> RedistributionInPieces::start_by_ranks(const Rows& rows,
   const size_t others = static_cast<size_t>(parts * (m_.size - 1)), owns = pieces.size() - others;
   // What of `in` goes to a rank.
   const auto for_rank = [&](int r, int64_t p) {
-    return rows.row.empty() ? rows.at(in, part({0, own.size()}, p, parts)) : rows.of_row(in, me_, r);
+    return m_.exchanges() ? rows.of_row(in, me_, r) : rows.at(in, part({0, own.size()}, p, parts));
   };
-  copy(rows.row.empty() ? rows.at(in, {0, own.size()}) : rows.of_row(in, me_, me_), rows.at(out, own));
+  copy(m_.exchanges() ? rows.of_row(in, me_, me_) : rows.at(in, {0, own.size()}), rows.at(out, own));
   std::vector<RowsToCome> come;
   InFlight calls;
   for (size_t i = 0; i < pieces.size(); ++i) {

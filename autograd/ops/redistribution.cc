@@ -76,11 +76,12 @@ void Redistribution::run(View in, View out, void* scratch) const {
   if (Move::is_whole(m_.from)) return m_.to == Kind::shard ? slice(in, out, scratch) : keep_on_one(in, out);
   if (m_.to == Kind::partial) return zero_embed(in, out);
   char* at = static_cast<char*>(scratch);
-  void *const sent = at, *received = out.data;
+  void *sent = at, *received = out.data;
   if (m_.exchanges()) {
+    if (!in.contiguous() && (!packs() || is_flat(from_, to_, m_.axis))) in = dense_at(at, in), at += in.bytes();
+    sent = at;
     if (packs()) at += in.bytes();
-    if (unpacks() || out.bytes() == 0) received = at, at += std::max<int64_t>(out.bytes(), 1);
-    if (!in.contiguous() && (!packs() || is_flat(from_, to_, m_.axis))) in = dense_at(at, in);
+    if (unpacks() || out.bytes() == 0) received = at;
   } else if (m_.from == Kind::shard) {
     if (unpacks()) received = at;
     if (!in.contiguous()) in = dense_at(at + out.bytes(), in);
