@@ -184,8 +184,8 @@ struct ExpertLinear {  // x[Q, .., R, I], weight[E, O, I], counts[E, ..] [, bias
     rule(kR, kP, kR, kP, kP);
   }
   static uint64_t row_inputs(const Attrs& a, InputTypes in) {
-    const int64_t parts = in[0]->local_shape()[0];
-    return a.fp8 || (parts != 1 && parts != in[2]->local_shape()[0]) ? 0 : 0b1;
+    const int64_t parts = in[0]->shape[0];  // of any rank: tapes are read elsewhere, too
+    return !a.fp8 && (parts == in[2]->shape[0] || parts == table_parts(in[0]->layout)) ? 0b1 : 0;
   }
   static double products(const Attrs& a, InputTypes in) { return products_of(in[0]->shape, in[2]->shape, a.fill); }
   static double products_of(const Shape& x, const Shape& counts, double fill) {

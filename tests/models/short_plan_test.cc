@@ -3,7 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include "sheaf/autograd/ops/redistribute.h"
 #include "sheaf/kernels/cuda/config.h"
+#include "sheaf/models/plan.h"
 #include "sheaf/models/step_time.h"
 #include "sheaf/tests/models/parity.h"
 
@@ -137,6 +139,24 @@ TEST_F(ShortPlans, AreWholeOnesOnAllAxes) {
         expect_short_plans_are_whole(c, axes.world, 4, str(s.pipeline, s.tensor, s.context, s.experts, s.replicas, s.secondary, ' ',
                                                            strategy, ' ', micro_batches));
       }
+}
+
+// Rows of experts that come from one rank after another, or some experts after others; tokens that are gathered.
+TEST_F(ShortPlans, AreWholeOnesWithExperts) {
+  models::ModelConfig many = tiny_mixture();
+  many.experts = 16;
+  for (const auto& [name, model] : {std::pair("ranks", tiny_gpt_oss()), {"experts", tiny_mixture(1.1)}, {"gathered", many}})
+    for (const int world : {2, 4}) {
+      models::TrainConfig c = config_of("mixture");
+      c.model = model;
+      c.sharding.experts = 2, c.sharding.piece_rows = 1;
+      c.train.micro_batches = 3, c.train.batch = 12;
+      const Tape tape = models::plan_step(c, 48, 0, world, 1, "nccl", Device::cuda()).tape;
+      int64_t in_pieces = 0;
+      for (NodeId id = 0; id < tape.num_nodes(); ++id) in_pieces += tape.node(id).op == &in_pieces_op();
+      EXPECT_EQ(in_pieces > 0, name != std::string("gathered")) << name;
+      expect_short_plans_are_whole(c, world, 4, str(name, ' ', world));
+    }
 }
 
 TEST_F(ShortPlans, AreWholeOnesWithTheHostsMemoryAndOtherOptions) {
