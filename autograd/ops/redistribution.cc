@@ -52,7 +52,8 @@ Redistribution::Move Redistribution::move(const Layout& from, const Layout& to) 
 }
 
 Redistribution::Redistribution(const Execute& c, const Type& from, const Type& to)
-    : c_(c), from_(from), to_(to), m_(move(from.layout, to.layout)), stream_(c.stream()), meta_(c.device().is_meta()) {
+    : c_(c), from_(from), to_(to), m_(move(from.layout, to.layout)), stream_(c.stream()),
+      meta_(c.device().is_meta()), packs_(m_.communicates() && packs(from, to)), unpacks_(m_.communicates() && unpacks(from, to)) {
   if (!m_.relabels()) me_ = RankContext::current().coordinate(to.layout.mesh(), m_.axis);
 }
 
@@ -78,14 +79,14 @@ void Redistribution::run(View in, View out, void* scratch) const {
   char* at = static_cast<char*>(scratch);
   void *sent = at, *received = out.data;
   if (m_.exchanges()) {
-    if (!in.contiguous() && (!packs() || is_flat(from_, to_, m_.axis))) in = dense_at(at, in), at += in.bytes();
+    if (!in.contiguous() && (!packs_ || is_flat(from_, to_, m_.axis))) in = dense_at(at, in), at += in.bytes();
     sent = at;
-    if (packs()) at += in.bytes();
-    if (unpacks() || out.bytes() == 0) received = at;
+    if (packs_) at += in.bytes();
+    if (unpacks_ || out.bytes() == 0) received = at;
   } else if (m_.from == Kind::shard) {
-    if (unpacks()) received = at;
+    if (unpacks_) received = at;
     if (!in.contiguous()) in = dense_at(at + out.bytes(), in);
-  } else if (m_.to == Kind::shard && !packs() && !in.contiguous()) {
+  } else if (m_.to == Kind::shard && !packs_ && !in.contiguous()) {
     in = dense_at(at, in);
   }
   c_.join(start(in, sent, received, /*waited_for=*/true));
@@ -126,12 +127,12 @@ Event Redistribution::start(View in, void* sent, void* received, bool waited_for
   if (m_.from == Kind::partial && m_.to == Kind::shard) {
     const Cut cut = cut_out();
     recv_counts = cut.counts();
-    if (packs()) pack_for_ranks(in, cut.dim, cut.owned, sent);
+    if (packs_) pack_for_ranks(in, cut.dim, cut.owned, sent);
   } else if (m_.from == Kind::partial) {
     copy(in, View::dense(received, in.dtype, in.shape));
   } else if (m_.to == Kind::shard) {
     const Exchange e = exchange();
-    send_counts = packs() ? pack_for_ranks(e.seen(in), e.dim_in, e.mine, sent) : elements_of(e.seen(in), e.dim_in, e.mine);
+    send_counts = packs_ ? pack_for_ranks(e.seen(in), e.dim_in, e.mine, sent) : elements_of(e.seen(in), e.dim_in, e.mine);
     recv_counts = elements_of(e.seen(View::dense(received, in.dtype, to_.local_shape())), e.dim_out, e.theirs);
   } else {
     recv_counts = cut_in().counts();
@@ -141,7 +142,7 @@ Event Redistribution::start(View in, void* sent, void* received, bool waited_for
   if (waited_for) lane.is_waited_for();
   lane.is_of(str(from_, " to ", to_.layout));
   const std::string& path = PathScope::current();
-  const void* const out = packs() ? sent : in.data;
+  const void* const out = packs_ ? sent : in.data;
   if (m_.from == Kind::partial)
     return m_.to == Kind::shard ? lane.reduce_scatter(out, received, recv_counts, in.dtype, path)
                                 : lane.all_reduce(received, in.numel(), in.dtype, Reduction::sum, path);
@@ -150,7 +151,7 @@ Event Redistribution::start(View in, void* sent, void* received, bool waited_for
 }
 
 void Redistribution::finish(void* received, View out) const {
-  if (!unpacks()) return copy(View::dense(received, out.dtype, out.shape), out);
+  if (!unpacks_) return copy(View::dense(received, out.dtype, out.shape), out);
   if (meta_) return;
   const Exchange e = m_.to == Kind::shard ? exchange() : Exchange{false, 0, cut_in().dim, {}, cut_in().owned};
   unpack_of_ranks(stream_, received, e.seen(out), e.dim_out, e.theirs);

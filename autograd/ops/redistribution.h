@@ -53,8 +53,6 @@ class Redistribution {
   static bool unpacks(const Type& from, const Type& to);
 
  protected:
-  bool packs() const { return packs(from_, to_); }
-  bool unpacks() const { return unpacks(from_, to_); }
   // Of what comes in, and of what goes out.
   Cut cut_in() const { return cut_of(from_, m_.axis, from_.layout[m_.axis]); }
   Cut cut_out() const { return cut_of(to_, m_.axis, to_.layout[m_.axis]); }
@@ -81,6 +79,7 @@ class Redistribution {
   const Move m_;
   const Stream stream_;
   const bool meta_;
+  const bool packs_, unpacks_;  // of one that communicates
   int me_ = 0;
 
  private:

@@ -73,12 +73,8 @@ INSTANTIATE_TEST_SUITE_P(Worlds, ColumnsInPieces, ::testing::Range(1, 6));
 // An op of rows that notes how many it is executed for, and that needs workspace of its own.
 thread_local std::vector<int64_t> executed;
 
-struct Noted {
-  static constexpr const char* kName = "noted";
+struct Noted : DoublesRows {
   using Attrs = NoAttrs;
-  static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
-  static void place(const Attrs&, Place& p) { rules::pointwise_linear(p); }
-  static int64_t workspace(const Attrs&, const Execute& c) { return c.input(0).bytes(); }
   static void execute(const Attrs&, Execute& c) {
     const View x = c.input(0), y = c.output(0);
     ASSERT_GE(static_cast<int64_t>(c.workspace.bytes), x.bytes());
@@ -87,7 +83,6 @@ struct Noted {
     for (int64_t i = 0; i < x.numel(); ++i) between[i] = x.as<float>()[i] * 2;
     for (int64_t i = 0; i < x.numel(); ++i) y.as<float>()[i] = between[i];
   }
-  static uint64_t row_inputs(const Attrs&, InputTypes) { return 0b1; }
 };
 
 // Rows of this rank some at a time, both ways; of links so slow that nothing is there before it is asked for.

@@ -81,13 +81,9 @@ INSTANTIATE_TEST_SUITE_P(Worlds, ExpertsInPieces, ::testing::Range(1, 6));
 // An op of rows in whole sequences, or experts, that notes which it is executed for, and that needs workspace of its own.
 thread_local std::vector<Interval> executed;
 
-struct Noted {
-  static constexpr const char* kName = "noted";
+struct Noted : DoublesRows {
   static constexpr PartDims kParts = {{0}, {0}}, kSequences = {{1}, {1}};
   struct Attrs { double products; };
-  static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
-  static void place(const Attrs&, Place& p) { rules::pointwise_linear(p); }
-  static int64_t workspace(const Attrs&, const Execute& c) { return c.input(0).bytes(); }
   static void execute(const Attrs&, Execute& c) {
     const View x = c.input(0), y = c.output(0);
     ASSERT_GE(static_cast<int64_t>(c.workspace.bytes), x.bytes());
@@ -96,7 +92,6 @@ struct Noted {
     executed.push_back({row, row + x.numel() / x.shape.back()});
     for (int64_t i = 0; i < x.numel(); ++i) y.as<float>()[i] = x.as<float>()[i] * 2;
   }
-  static uint64_t row_inputs(const Attrs&, InputTypes) { return 0b1; }
   static const PartDims* row_parts(const Shape& x) { return x[0] > 1 ? &kParts : &kSequences; }
   static double products(const Attrs& a, InputTypes) { return a.products; }
 };

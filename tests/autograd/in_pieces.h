@@ -33,6 +33,15 @@ inline Tensor value(const std::string& name, DType dtype, const Shape& shape, co
   return make_local(drawn(shape, name), {dtype, shape, layout}, addends);
 }
 
+/// What ops of these tests that double their rows share; each notes which it is executed for. They need workspace of their own.
+struct DoublesRows {
+  static constexpr const char* kName = "noted";
+  static void infer(const auto&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
+  static void place(const auto&, Place& p) { rules::pointwise_linear(p); }
+  static int64_t workspace(const auto&, const Execute& c) { return c.input(0).bytes(); }
+  static uint64_t row_inputs(const auto&, InputTypes) { return 0b1; }
+};
+
 inline int64_t nodes_in_pieces(const Tape& tape) {
   int64_t n = 0;
   for (NodeId id = 0; id < tape.num_nodes(); ++id)
