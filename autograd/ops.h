@@ -212,6 +212,9 @@ std::vector<Tensor> split(const Tensor& x, const std::vector<int64_t>& sizes, in
 std::vector<Tensor> chunk(const Tensor& x, int64_t chunks, int dim = 0);
 /// At most 64 tensors, alike but for dimension `dim`: ShapeError, DTypeError or PlacementError if they are not.
 Tensor concat(const std::vector<Tensor>& xs, int dim = 0);
+/// What split() made of a tensor of type `whole`, or others in their places, put together again: where an axis cuts `whole` in parts
+/// (OwnershipMap::parts), and so each of these evenly, it cuts the result as `whole`.
+Tensor concat_as(const std::vector<Tensor>& parts, int dim, const Type& whole);
 /// The same along a new dimension.
 Tensor stack(const std::vector<Tensor>& xs, int dim = 0);
 /// x with so many positions of `value` before and after it along `dim`.

@@ -28,6 +28,7 @@ nn::AttentionConfig attention_config(const LlamaConfig& c, int64_t block) {
   a.gate = c.attention_gate;
   a.sinks = c.attention_sinks;
   a.qk_norm = c.qk_norm;
+  a.qk_norm_all_heads = c.qk_norm_all_heads;
   a.norm_eps = c.norm_eps;
   a.rotary_dim = c.rotary_dim;
   if (c.query_pre_attn_scalar) {
@@ -123,25 +124,34 @@ nn::MixtureConfig mixture_config(const LlamaConfig& c) {
 
 }  // namespace
 
-LlamaBlock::LlamaBlock(const LlamaConfig& c, int64_t index)
-    : attention_norm(c.width, c.norm_eps), mlp_norm(c.width, c.norm_eps) {
+LlamaBlock::LlamaBlock(const LlamaConfig& c, int64_t index) {
   if (is_linear_block(c, index)) linear_attention.emplace(delta_net_config(c));
   else if (c.kv_lora_rank) latent_attention.emplace(latent_attention_config(c, index));
   else attention.emplace(attention_config(c, index));
   if (c.experts && index >= c.dense_layers) moe.emplace(mixture_config(c));
   else mlp.emplace(mlp_config(c));
-  if (!c.post_norms) return;
-  attention_post_norm.emplace(c.width, c.norm_eps);
-  mlp_post_norm.emplace(c.width, c.norm_eps);
+  if (c.pre_norms) attention_norm.emplace(c.width, c.norm_eps), mlp_norm.emplace(c.width, c.norm_eps);
+  if (c.post_norms) attention_post_norm.emplace(c.width, c.norm_eps), mlp_post_norm.emplace(c.width, c.norm_eps);
 }
+
+namespace {
+
+// The stream, and what a layer reads of it.
+NormedSum read_from(nn::Residual stream, std::optional<nn::RMSNorm>& norm) {
+  if (norm) return (*norm)(std::move(stream));
+  stream.join();
+  return {stream.x, stream.x};
+}
+
+}  // namespace
 
 nn::Residual LlamaBlock::forward(nn::Residual stream, nn::KeyValueCache* cache) {
   const Tensor begins_BT = stream.begins;
-  NormedSum x_BTC = attention_norm(std::move(stream));
+  NormedSum x_BTC = read_from(std::move(stream), attention_norm);
   const auto attend = [&](auto& layer) { return layer(x_BTC.normed, cache, begins_BT); };
   Tensor branch_BTC = linear_attention ? attend(*linear_attention) : latent_attention ? attend(*latent_attention) : attend(*attention);
   if (attention_post_norm) branch_BTC = (*attention_post_norm)(branch_BTC);
-  x_BTC = mlp_norm(nn::Residual{x_BTC.sum, std::move(branch_BTC)});
+  x_BTC = read_from({x_BTC.sum, std::move(branch_BTC)}, mlp_norm);
   branch_BTC = moe ? (*moe)(x_BTC.normed, /*drops=*/cache == nullptr) : (*mlp)(x_BTC.normed);
   if (mlp_post_norm) branch_BTC = (*mlp_post_norm)(branch_BTC);
   return {x_BTC.sum, branch_BTC, begins_BT};
@@ -167,6 +177,7 @@ Llama::Llama(const LlamaConfig& c)
       norm(c.width, c.norm_eps) {
   check<ConfigError>(c.experts == 0 || c.dense_layers < c.layers, "[llama] of ", c.layers, " blocks the first ", c.dense_layers,
                      " have no mixture: none has");
+  check<ConfigError>(c.pre_norms || c.post_norms, "[llama] without pre_norms and post_norms nothing in the blocks is normalised");
   check<ConfigError>(c.experts == 0 || !c.gelu_gate, "[llama] gelu_gate: mixtures of experts are SwiGLU");
   check<ConfigError>(c.kv_lora_rank == 0 || ((c.kv_heads == 0 || c.kv_heads == c.heads) && !c.qk_norm && !c.qkv_bias && !c.out_bias &&
                                              !c.attention_sinks && !c.attention_gate && !c.rotary_dim && !c.query_pre_attn_scalar),

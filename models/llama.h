@@ -39,8 +39,10 @@ struct LlamaConfig {
   int64_t query_pre_attn_scalar = 0;  ///< scores are divided by its root, as in Gemma 3 27B; 0: by that of the head's width
   bool attention_sinks = false;   ///< each head's softmax has a sink, as gpt-oss's (AttentionConfig::sinks)
   bool qk_norm = false;           ///< queries and keys are normalised before they are rotated, as Qwen3's
+  bool qk_norm_all_heads = false;  ///< there, those of all heads together, as OLMo 2's (AttentionConfig::qk_norm_all_heads)
   bool gelu_gate = false;         ///< MLPs are GeGLU, as Gemma's; not with experts, whose mixtures are SwiGLU
-  bool post_norms = false;        ///< what attention and MLPs give is normalised, too, before it is added, as Gemma 3's
+  bool pre_norms = true;          ///< what attention and MLPs read is normalised
+  bool post_norms = false;        ///< what they give is, before it is added: beside that as Gemma 3's, alone as OLMo 2's
   bool scale_embedding = false;   ///< the embedding of a token is multiplied by sqrt(width), as Gemma's
 
   int64_t experts = 0;            ///< of a mixture in place of each MLP; 0: there is none
@@ -91,14 +93,14 @@ struct LlamaConfig {
 };
 
 /// x + attention(norm(x)), then x + mlp(norm(x)), whose addition is left to the next norm. Attention is one of three kinds, the
-/// MLP may be a mixture, and what either gives may be normalised, too.
+/// MLP may be a mixture, and what either gives may be normalised, too, or in place of what it reads.
 struct LlamaBlock : DecoderBlock {
-  nn::RMSNorm attention_norm;
+  std::optional<nn::RMSNorm> attention_norm;
   std::optional<nn::CausalSelfAttention> attention;
   std::optional<nn::LatentAttention> latent_attention;
   std::optional<nn::GatedDeltaNet> linear_attention;
   std::optional<nn::RMSNorm> attention_post_norm;
-  nn::RMSNorm mlp_norm;
+  std::optional<nn::RMSNorm> mlp_norm;
   std::optional<nn::GatedMLP> mlp;
   std::optional<nn::MixtureOfExperts> moe;
   std::optional<nn::RMSNorm> mlp_post_norm;

@@ -238,6 +238,65 @@ LlamaConfig smollm3() {
   return c;
 }
 
+// OLMo 2 (https://arxiv.org/abs/2501.00656) normalises what layers give, not what they read, and all of a token's heads together.
+LlamaConfig olmo2(int64_t layers, int64_t heads, int64_t kv_heads, int64_t width, int64_t mlp_width) {
+  LlamaConfig c;
+  c.layers = layers;
+  c.heads = heads;
+  c.kv_heads = kv_heads;
+  c.width = width;
+  c.mlp_width = mlp_width;
+  c.context = 4096;
+  c.vocab = 100352;
+  c.rope_theta = 500000.0;
+  c.norm_eps = 1e-6;
+  c.qk_norm = c.qk_norm_all_heads = true;
+  c.pre_norms = false;
+  c.post_norms = true;
+  return c;
+}
+
+// OLMo 3 (https://arxiv.org/abs/2512.13961): each fourth block sees all tokens, and its frequencies alone are scaled.
+LlamaConfig olmo3(int64_t layers, int64_t heads, int64_t kv_heads, int64_t width, int64_t mlp_width) {
+  LlamaConfig c = olmo2(layers, heads, kv_heads, width, mlp_width);
+  c.context = 65536;
+  c.vocab = 100278;
+  c.rope_scaling = RotaryScaling::yarn(8, 8192);
+  c.window = 4096;
+  c.window_rope_theta = c.rope_theta;
+  c.full_attention_every = 4;
+  return c;
+}
+
+// OLMoE 1B-7B, of whose parameters a token goes through 1.3B (https://arxiv.org/abs/2409.02060).
+LlamaConfig olmoe() {
+  LlamaConfig c = olmo2(16, 16, 16, 2048, 1024);
+  c.vocab = 50304;
+  c.rope_theta = 10000.0;
+  c.norm_eps = 1e-5;
+  c.pre_norms = true;
+  c.post_norms = false;
+  c.experts = 64;
+  c.experts_per_token = 8;
+  c.normalize_experts = false;
+  c.aux_loss = 0.01;
+  return c;
+}
+
+// Phi-4 (https://arxiv.org/abs/2412.08905).
+LlamaConfig phi4() {
+  LlamaConfig c;
+  c.layers = 40;
+  c.heads = 40;
+  c.kv_heads = 10;
+  c.width = 5120;
+  c.mlp_width = 17920;
+  c.context = 16384;
+  c.vocab = 100352;
+  c.rope_theta = 250000.0;
+  return c;
+}
+
 // Those of Gemma 3 (https://arxiv.org/abs/2503.19786) that read text alone: each sixth block sees all tokens.
 LlamaConfig gemma3(int64_t layers, int64_t width, int64_t mlp_width) {
   LlamaConfig c = gemma(layers, 4, 1, width, mlp_width);
@@ -337,6 +396,14 @@ std::vector<std::pair<std::string, LlamaConfig>> LlamaConfig::published() {
           {"gemma3-12b", gemma3_of_images(48, 16, 256, 3840, 15360)},
           {"gemma3-27b", gemma3_of_images(62, 32, 128, 5376, 21504)},
           {"smollm3-3b", smollm3()},
+          {"olmo2-1b", olmo2(16, 16, 16, 2048, 8192)},
+          {"olmo2-7b", olmo2(32, 32, 32, 4096, 11008)},
+          {"olmo2-13b", olmo2(40, 40, 40, 5120, 13824)},
+          {"olmo2-32b", olmo2(64, 40, 8, 5120, 27648)},
+          {"olmo3-7b", olmo3(32, 32, 32, 4096, 11008)},
+          {"olmo3-32b", olmo3(64, 40, 8, 5120, 27648)},
+          {"olmoe-1b-7b", olmoe()},
+          {"phi4-14b", phi4()},
           {"mixtral-8x7b", mixtral()},
           {"gpt-oss-20b", gpt_oss(24, 32)},
           {"gpt-oss-120b", gpt_oss(36, 128)},

@@ -37,7 +37,9 @@ void for_each_llama_option(Model& c, Options& m, F&& f) {
   f(c.attention_gate, m.attention_gate);
   f(c.rotary_dim, m.rotary_dim);
   f(c.qk_norm, m.qk_norm);
+  f(c.qk_norm_all_heads, m.qk_norm_all_heads);
   f(c.gelu_gate, m.gelu_gate);
+  f(c.pre_norms, m.pre_norms);
   f(c.post_norms, m.post_norms);
   f(c.scale_embedding, m.scale_embedding);
   f(c.query_pre_attn_scalar, m.query_pre_attn_scalar);

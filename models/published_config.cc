@@ -13,7 +13,8 @@ namespace {
 
 const std::string_view kOfLlamasShape[] = {"llama",       "mistral",     "mixtral",   "qwen2",       "qwen3", "qwen3_moe",
                                            "qwen3_next",  "qwen3_5_text", "qwen3_5_moe_text", "dots1", "glm4_moe", "deepseek_v2",
-                                           "deepseek_v3", "kimi_k2",     "gemma",     "gemma3_text", "gpt_oss", "smollm3"};
+                                           "deepseek_v3", "kimi_k2",     "gemma",     "gemma3_text", "gpt_oss", "smollm3",
+                                           "olmo2",       "olmo3",       "olmoe",     "phi3"};
 
 // Models of images and text, and the model_type of the latter, which "text_config" describes.
 struct WithImages {
@@ -51,12 +52,14 @@ void check_gemmas_gate(const ConfigReader& r) {
 // Those of one shape: Llama's, Mistral's, Mixtral's, Qwen2's, whose queries, keys and values have biases, Qwen3's, whose
 // queries and keys have norms instead, with mixtures of experts, too, dots.llm1's and GLM-4.5's, with mixtures of another kind, DeepSeek's,
 // which have those and attention of another kind, Gemma's, whose gates are gelus, and which normalise more, gpt-oss's, with biases
-// wherever there are matrices, Qwen3-Next's and Qwen3.5's, with linear attention, and SmolLM3's, of which some layers have no positions.
+// wherever there are matrices, Qwen3-Next's and Qwen3.5's, with linear attention, SmolLM3's, of which some layers have no positions, OLMo's,
+// which normalise the queries and keys of all heads together, and what layers give, not what they read, and Phi-3's and Phi-4's.
 ModelConfig read_llama(const ConfigReader& r, const std::string& type) {
   const bool llama = type == "llama", mixtral = type == "mixtral", qwen3_moe = type == "qwen3_moe";
   const bool dots1 = type == "dots1", glm = type == "glm4_moe", deepseek = type.starts_with("deepseek") || type == "kimi_k2";
   const bool gemma = type.starts_with("gemma"), gemma3 = type == "gemma3_text", gpt_oss = type == "gpt_oss", smollm3 = type == "smollm3";
   const bool qwen3_5_moe = type == "qwen3_5_moe_text", linear = type == "qwen3_next" || type == "qwen3_5_text" || qwen3_5_moe;
+  const bool olmo3 = type == "olmo3", olmoe = type == "olmoe", olmo = type == "olmo2" || olmo3 || olmoe, phi3 = type == "phi3";
   const bool qwen = type == "qwen2" || type == "qwen3" || qwen3_moe || linear;
   if (gemma) check_gemmas_gate(r);
   else if (r.text("hidden_act", "silu") != "silu") r.refuse("hidden_act", "Sheaf's llama has silu");
@@ -68,8 +71,9 @@ ModelConfig read_llama(const ConfigReader& r, const std::string& type) {
   if (!qwen) r.only("use_sliding_window", false, "that is a key of Qwen's");
   if (linear) r.only("use_sliding_window", false, str("full attention of ", type, " sees all tokens before").c_str());
   if (linear) r.only("attn_output_gate", true, str("attention of ", type, " has gates").c_str());
-  if (llama || type == "gemma" || glm || smollm3)
-    r.only("sliding_window", false, str(llama ? "Llama" : glm ? "GLM" : smollm3 ? "SmolLM3" : "Gemma", "'s attention sees all tokens before").c_str());
+  if (llama || type == "gemma" || glm || smollm3 || (olmo && !olmo3))
+    r.only("sliding_window", false, str("attention of ", type, " sees all tokens before").c_str());
+  if (olmo) r.only("clip_qkv", Json(), "Sheaf's queries, keys and values are not clipped");
   double part = r.number("partial_rotary_factor", linear ? 0.25 : glm ? 0.5 : 1.0);
   const bool in_parts = linear || glm;
   if (!in_parts && part != 1.0) r.refuse("partial_rotary_factor", "Sheaf rotates whole heads of this model_type");
@@ -77,22 +81,24 @@ ModelConfig read_llama(const ConfigReader& r, const std::string& type) {
   m.type = "llama";
   m.layers = r.layers("num_hidden_layers");
   m.heads = gemma3 ? r.positive("num_attention_heads", 8) : r.positive("num_attention_heads");
-  if (const char* key = "num_key_value_heads"; llama || deepseek) m.kv_heads = r.positive(key, m.heads);
+  if (const char* key = "num_key_value_heads"; llama || deepseek || olmo || phi3) m.kv_heads = r.positive(key, m.heads);
   else m.kv_heads = gemma3 ? r.positive(key, 4) : r.positive(key);
   m.width = r.positive("hidden_size");
   m.mlp_width = r.positive(qwen3_5_moe ? "moe_intermediate_size" : "intermediate_size");
   m.context = gemma3 ? r.positive("max_position_embeddings", 131072) : r.positive("max_position_embeddings");
-  m.norm_eps = r.number("rms_norm_eps", gpt_oss || glm ? 1e-5 : 1e-6);
-  m.rope_theta = r.number("rope_theta", mixtral || gemma3 ? 1e6 : gpt_oss ? 150000.0 : smollm3 ? 2e6 : 10000.0);
-  double window_theta = r.number("rope_local_base_freq", 10000.0);
-  read_rotary(r, m, gemma3, window_theta, in_parts ? &part : nullptr);
+  m.norm_eps = r.number("rms_norm_eps", gpt_oss || glm || olmo || phi3 ? 1e-5 : 1e-6);
+  m.rope_theta = r.number("rope_theta", mixtral || gemma3 ? 1e6 : gpt_oss ? 150000.0 : smollm3 ? 2e6 : olmo3 ? 500000.0 : 10000.0);
+  double window_theta = olmo3 ? m.rope_theta : r.number("rope_local_base_freq", 10000.0);
+  read_rotary(r, m, gemma3 || olmo3, window_theta, in_parts ? &part : nullptr);
   m.tie_embeddings = r.flag("tie_word_embeddings", gemma || smollm3);
   m.bias = false;
   m.qkv_bias = type == "qwen2" || (glm && r.flag("attention_bias", false));
-  m.qk_norm = type == "qwen3" || qwen3_moe || linear || dots1 || gemma3 || (glm && r.flag("use_qk_norm", false));
+  m.qk_norm_all_heads = olmo;
+  m.qk_norm = olmo || type == "qwen3" || qwen3_moe || linear || dots1 || gemma3 || (glm && r.flag("use_qk_norm", false));
   m.attention_gate = linear;
   m.gelu_gate = m.scale_embedding = gemma;
-  m.post_norms = gemma3;
+  m.post_norms = gemma3 || (olmo && !olmoe);
+  m.pre_norms = !olmo || olmoe;
   if (deepseek) read_latents(r, m);
   else m.head_dim = r.positive("head_dim", type == "qwen3" ? 128 : gemma || linear ? 256 : gpt_oss ? 64 : m.width / m.heads);
   if (m.head_dim % 2 != 0) r.refuse("head_dim", "rotary positions turn pairs");
@@ -102,24 +108,25 @@ ModelConfig read_llama(const ConfigReader& r, const std::string& type) {
   // even say null, transformers gives it and Mistral one.
   int64_t window = 0;
   if (!qwen || r.flag("use_sliding_window", false)) {
-    if (!r.has("sliding_window")) window = gpt_oss ? 128 : qwen || dots1 || gemma3 || type == "mistral" ? 4096 : 0;
+    if (!r.has("sliding_window")) window = gpt_oss ? 128 : qwen || dots1 || gemma3 || type == "mistral" || olmo3 ? 4096 : 0;
     else if (const Json* given = r.find("sliding_window"); given && !(*given == Json(false))) window = r.positive("sliding_window");
   }
-  const bool by_layer = (qwen && !qwen3_moe) || dots1 || gemma3 || gpt_oss;
-  const int64_t every = gemma3 ? r.positive("sliding_window_pattern", 6) : gpt_oss ? 2 : 0;
+  const bool by_layer = (qwen && !qwen3_moe) || dots1 || gemma3 || gpt_oss || olmo3;
+  const int64_t every = gemma3 ? r.positive("sliding_window_pattern", 6) : gpt_oss ? 2 : olmo3 ? 4 : 0;
   const int64_t from = by_layer && window && !every ? r.whole("max_window_layers", dots1 ? 62 : 28) : 0;
   if (qwen3_moe && window && r.whole("max_window_layers", 0) != 0)
     r.refuse("max_window_layers", "some versions of transformers obey it here, others give all layers the window");
   const auto slides = [&](int64_t i) { return every ? (i + 1) % every != 0 : i >= from; };
   if (linear) read_linear_attention(r, m);
   else read_windows(r, window, gemma3 ? "sliding_window_pattern" : "max_window_layers", slides, m);
-  if (gemma3 && m.window) m.window_rope_theta = window_theta;
+  if ((gemma3 || olmo3) && m.window) m.window_rope_theta = window_theta;
   if (!by_layer && (m.full_attention_every || m.window != window))
     r.refuse("layer_types", str("with model_type ", type, " all layers have the window"));
   if (smollm3) read_nope(r, m);
   if (dots1 || glm || deepseek) read_deepseek_experts(r, type, m);
   if (gpt_oss) read_gpt_oss(r, m);
   if (mixtral) read_mixtral_experts(r, m);
+  if (olmoe) read_olmoe_experts(r, m);
   if (qwen3_moe || qwen3_5_moe || type == "qwen3_next") read_qwen_experts(r, type, m);
   m.vocab = gemma3 ? r.positive("vocab_size", 262208) : r.positive("vocab_size");
   return m;

@@ -38,6 +38,7 @@ void check_published_shape(const ModelConfig& model, const ModelConfig& publishe
     same("rotary_dim", m.rotary_dim, published.rotary_dim);
     same("query_pre_attn_scalar", m.query_pre_attn_scalar, published.query_pre_attn_scalar);
     same("qk_norm", m.qk_norm, published.qk_norm);
+    same("qk_norm_all_heads", m.qk_norm_all_heads, published.qk_norm_all_heads);
     same("linear_key_heads", m.linear_key_heads, published.linear_key_heads);
     if (m.linear_key_heads) {
       same("linear_value_heads", m.linear_value_heads, published.linear_value_heads);
@@ -46,6 +47,7 @@ void check_published_shape(const ModelConfig& model, const ModelConfig& publishe
       same("linear_conv_kernel", m.linear_conv_kernel, published.linear_conv_kernel);
     }
     same("gelu_gate", m.gelu_gate, published.gelu_gate);
+    same("pre_norms", m.pre_norms, published.pre_norms);
     same("post_norms", m.post_norms, published.post_norms);
     same("scale_embedding", m.scale_embedding, published.scale_embedding);
     if (m.window) same("window_rope_theta", m.window_rope_theta, published.window_rope_theta);
@@ -140,6 +142,21 @@ Architecture gemma(const ModelConfig& m) {
                     ".rotary_dim: this model cannot be written as one");
 }
 
+// OLMo 2, OLMo 3, whose blocks with a window have rotary frequencies that are not scaled, or OLMoE.
+Architecture olmo(const ModelConfig& m) {
+  const bool base = m.qk_norm_all_heads && !m.gelu_gate && !m.scale_embedding && !m.query_pre_attn_scalar && !m.qkv_bias && !m.out_bias && !m.rotary_dim &&
+                    !m.kv_lora_rank && !m.nope_every && !m.attention_sinks && !m.attention_gate && !m.linear_key_heads && !has_deepseek_experts(m);
+  if (base && !m.pre_norms && m.post_norms && !m.experts) {
+    if (!m.window) return {"olmo2", "Olmo2ForCausalLM"};
+    if (m.window_rope_theta != 0 || m.rope_scaling.rope_type == "default") return {"olmo3", "Olmo3ForCausalLM"};
+  }
+  if (base && m.pre_norms && !m.post_norms && m.experts && !m.expert_linear_bias && m.expert_gate_limit == 0 && !m.window)
+    return {"olmoe", "OlmoeForCausalLM"};
+  fail<ConfigError>("[weights] model.qk_norm_all_heads is published with model.post_norms in place of .pre_norms and without mixtures (olmo2; with a "
+                    "model.window, whose blocks have model.window_rope_theta, olmo3), or with mixtures and Llama's norms (olmoe), and nothing that "
+                    "other models have beside: this model cannot be written as one");
+}
+
 bool has_any_of_qwen3_next(const ModelConfig& m) { return m.linear_key_heads || m.attention_gate || (m.experts && m.shared_expert_gate); }
 
 bool has_any_of_gpt_oss(const ModelConfig& m) {
@@ -200,6 +217,7 @@ namespace {
 
 // ConfigError for what nobody has published.
 Architecture architecture_of(const ModelConfig& m, const std::string& like) {
+  if (m.qk_norm_all_heads || !m.pre_norms) return olmo(m);
   if (m.nope_every) return smollm3(m);
   if (has_any_of_qwen3_next(m)) return qwen3_next(m, like);
   if (has_any_of_gpt_oss(m)) return gpt_oss(m);
@@ -225,6 +243,7 @@ Architecture architecture_of(const ModelConfig& m, const std::string& like) {
   if (m.experts != 0) return {"qwen3_moe", "Qwen3MoeForCausalLM"};
   if (m.qk_norm) return {"qwen3", "Qwen3ForCausalLM"};
   if (m.qkv_bias) return {"qwen2", "Qwen2ForCausalLM"};
+  if (like == "phi3" && m.rope_scaling.rope_type == "default" && m.head_dim * m.heads == m.width) return {"phi3", "Phi3ForCausalLM"};
   if (m.window) return {"mistral", "MistralForCausalLM"};
   return {"llama", "LlamaForCausalLM"};
 }
@@ -273,14 +292,14 @@ void write_windows(const ModelConfig& m, const std::string& type, Json& json) {
   const Json window = m.window ? Json(m.window) : Json();
   if (qwen) json.set("use_sliding_window", m.window != 0);
   if (qwen && m.window) json.set("sliding_window", window).set("max_window_layers", 0);
-  const bool gemma3 = type == "gemma3_text", gpt_oss = type == "gpt_oss";
-  if (gemma3 || gpt_oss || (m.window && (dots1 || type == "qwen2" || type == "qwen3"))) {
+  const bool gemma3 = type == "gemma3_text", gpt_oss = type == "gpt_oss", olmo3 = type == "olmo3";
+  if (gemma3 || gpt_oss || olmo3 || (m.window && (dots1 || type == "qwen2" || type == "qwen3"))) {
     Json::Array types;
     for (int64_t i = 0; i < m.layers; ++i)
       types.push_back(window_of_block(i, m.window, m.full_attention_every) ? "sliding_attention" : "full_attention");
     json.set("layer_types", types);
   }
-  if (type == "mixtral" || type == "mistral" || dots1) json.set("sliding_window", window);
+  if (type == "mixtral" || type == "mistral" || type == "phi3" || dots1 || olmo3) json.set("sliding_window", window);
   if (dots1) json.set("max_window_layers", 0);
   if (gpt_oss) json.set("sliding_window", m.window ? m.window : 128);  // transformers wants one even where no layer has it
   if (gemma3 && m.window)
@@ -317,12 +336,17 @@ void write_llama(const ModelConfig& m, const std::string& type, Json& json) {
       .set("num_key_value_heads", m.kv_heads)
       .set("hidden_size", m.width)
       .set("head_dim", deepseek ? m.qk_rope_head_dim : m.head_dim)  // DeepSeek's is that of the part which is rotated
-      .set("intermediate_size", type == "mixtral" || type == "gpt_oss" ? m.expert_hidden : m.mlp_width)
+      .set("intermediate_size", type == "mixtral" || type == "gpt_oss" || type == "olmoe" ? m.expert_hidden : m.mlp_width)
       .set("max_position_embeddings", m.context)
       .set("rms_norm_eps", m.norm_eps)
       .set("rope_theta", m.rope_theta)
       .set("rope_scaling", published_rope_scaling(m.rope_scaling));
-  const bool next = type == "qwen3_next", later = type == "qwen3_5_moe_text";
+  const bool next = type == "qwen3_next", later = type == "qwen3_5_moe_text", olmoe = type == "olmoe";
+  if (olmoe)
+    json.set("num_experts", m.experts)
+        .set("num_experts_per_tok", m.experts_per_token)
+        .set("norm_topk_prob", m.normalize_experts)
+        .set("router_aux_loss_coef", m.aux_loss);
   if (type == "qwen3_moe" || next || later)
     json.set("moe_intermediate_size", m.expert_hidden)
         .set("num_experts", m.experts)
@@ -344,6 +368,16 @@ void write_llama(const ModelConfig& m, const std::string& type, Json& json) {
   else json.set("hidden_act", "silu");
   if (type == "gemma3_text") json.set("query_pre_attn_scalar", m.query_pre_attn_scalar ? m.query_pre_attn_scalar : m.head_dim);
   if (type == "llama" || type == "smollm3") json.set("attention_bias", false).set("mlp_bias", false);
+  if (type.starts_with("olmo")) json.set("attention_bias", false);
+  if (type == "phi3") json.set("original_max_position_embeddings", m.context).set("resid_pdrop", m.dropout).set("embd_pdrop", 0.0);
+  if (type == "olmo3") {
+    // Since version 5 of transformers by the kind of layer; before, layers with a window have no scaling, and the same base.
+    Json full = published_rope_scaling(m.rope_scaling), window;
+    if (m.rope_scaling.rope_type == "default") full.set("rope_type", "default");
+    full.set("rope_theta", m.rope_theta);
+    window.set("rope_type", "default").set("rope_theta", m.window_rope_theta != 0 ? m.window_rope_theta : m.rope_theta);
+    json.set("rope_parameters", Json::Object{{"full_attention", full}, {"sliding_attention", window}});
+  }
   if (type == "smollm3") {
     Json::Array rotated;
     for (int64_t i = 0; i < m.layers; ++i) rotated.push_back(static_cast<int64_t>((i + 1) % m.nope_every != 0));

@@ -224,6 +224,12 @@ void read_mixtral_experts(const ConfigReader& r, ModelConfig& m) {
   if (r.number("router_jitter_noise", 0.0) != 0.0) r.refuse("router_jitter_noise", "Sheaf's routers have no noise");
 }
 
+void read_olmoe_experts(const ConfigReader& r, ModelConfig& m) {
+  m.experts = r.positive(r.has("num_experts") ? "num_experts" : "num_local_experts");
+  m.experts_per_token = r.positive("num_experts_per_tok");
+  m.normalize_experts = r.flag("norm_topk_prob", false);
+}
+
 void read_qwen_experts(const ConfigReader& r, const std::string& type, ModelConfig& m) {
   const bool next = type == "qwen3_next", later = type == "qwen3_5_moe_text";  // which has no key for what all of them do
   m.experts = r.positive(r.has("num_experts") ? "num_experts" : "num_local_experts");  // since version 5 of transformers

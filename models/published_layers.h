@@ -37,6 +37,9 @@ void read_deepseek_experts(const ConfigReader& r, const std::string& type, Model
 /// Mixtral's experts.
 void read_mixtral_experts(const ConfigReader& r, ModelConfig& m);
 
+/// OLMoE's experts, which are as wide as other models' MLPs are said to be.
+void read_olmoe_experts(const ConfigReader& r, ModelConfig& m);
+
 /// Qwen3's experts, and those of Qwen3-Next and Qwen3.5, with shared ones.
 void read_qwen_experts(const ConfigReader& r, const std::string& type, ModelConfig& m);
 

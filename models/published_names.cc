@@ -45,6 +45,16 @@ PublishedTensor norm_of(const ModelConfig& m, const std::string& name, int64_t w
   return {.name = name + ".weight", .shape = {width}, .own = own + ".weight", .above_one = m.scale_embedding || m.attention_gate};
 }
 
+PublishedTensor rows_of(const PublishedTensor& whole, int64_t first, int64_t rows, const std::string& own, int64_t first_row);
+
+// Phi-3's MLP: gates before what they are multiplied with.
+void push_fused_mlp(std::vector<PublishedTensor>& out, const std::string& name, const std::string& own, int64_t width, int64_t hidden) {
+  const PublishedTensor both = {.name = name + ".gate_up_proj.weight", .shape = {2 * hidden, width}, .own = ""};
+  out.push_back(rows_of(both, 0, hidden, own + ".gate.weight", 0));
+  out.push_back(rows_of(both, hidden, hidden, own + ".up.weight", 0));
+  out.push_back({name + ".down_proj.weight", {width, hidden}, own + ".down.weight"});
+}
+
 // Llama's MLP, or what has its form.
 void push_mlp(std::vector<PublishedTensor>& out, const std::string& name, const std::string& own, int64_t width, int64_t hidden) {
   out.push_back({name + ".gate_proj.weight", {hidden, width}, own + ".gate.weight"});
@@ -124,8 +134,13 @@ void push_head(std::vector<PublishedTensor>& out, const ModelConfig& m, const Pu
 
 // Queries, keys and values are three tensors, and one of ours. Both rotate halves of heads. Where they rotate a part of each, or gates are
 // published, each head's behind its queries (Qwen3-Next's), heads change places one by one.
-void push_attention(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& name, const std::string& own) {
+void push_attention(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& name, const std::string& own, bool fused) {
   const int64_t c = m.width, d = m.head_dim, q = m.heads * d, kv = m.kv_heads * d, of_head = m.attention_gate ? 2 * d : d;
+  if (fused) {
+    out.push_back({name + ".qkv_proj.weight", {q + 2 * kv, c}, own + ".qkv.weight"});
+    out.push_back({name + ".o_proj.weight", {c, q}, own + ".projection.weight"});
+    return;
+  }
   const bool by_heads = m.rotary_dim || m.attention_gate;
   const auto push_qkv = [&](const std::string& kind, auto shape_of) {
     const std::string qkv = own + ".qkv." + kind;
@@ -144,7 +159,8 @@ void push_attention(std::vector<PublishedTensor>& out, const ModelConfig& m, con
   push_qkv("weight", [&](int64_t rows) { return Shape{rows, c}; });
   if (m.qkv_bias) push_qkv("bias", [](int64_t rows) { return Shape{rows}; });
   if (m.qk_norm) {
-    for (const PublishedTensor& norm : {norm_of(m, name + ".q_norm", d, own + ".query_norm"), norm_of(m, name + ".k_norm", d, own + ".key_norm")}) {
+    const int64_t of_q = m.qk_norm_all_heads ? q : d, of_k = m.qk_norm_all_heads ? kv : d;
+    for (const PublishedTensor& norm : {norm_of(m, name + ".q_norm", of_q, own + ".query_norm"), norm_of(m, name + ".k_norm", of_k, own + ".key_norm")}) {
       if (m.rotary_dim) push_head(out, m, norm, 0, norm.own, 0);
       else out.push_back(norm);
     }
@@ -211,13 +227,13 @@ std::vector<PublishedTensor> llama_tensors(const ModelConfig& m, const Published
   out.push_back({prefix + "embed_tokens.weight", {m.vocab, c}, "embedding.weight"});
   const auto push_block = [&](int64_t i, const std::string& own) {
     const std::string name = layer_name(i);
-    out.push_back(norm_of(m, name + ".input_layernorm", c, own + ".attention_norm"));
+    if (m.pre_norms) out.push_back(norm_of(m, name + ".input_layernorm", c, own + ".attention_norm"));
     if (m.kv_lora_rank) push_latent_attention(out, m, name + ".self_attn", own + ".latent_attention");
     else if (is_linear_block(m, i)) push_linear_attention(out, m, name + ".linear_attn", own + ".linear_attention", form.linear_apart);
-    else push_attention(out, m, name + ".self_attn", own + ".attention");
-    if (m.post_norms) {  // Gemma's name of the first is that of the others' second
+    else push_attention(out, m, name + ".self_attn", own + ".attention", form.fused);
+    if (m.post_norms) {  // Gemma's and OLMo's name of the first is that of the others' second
       out.push_back(norm_of(m, name + ".post_attention_layernorm", c, own + ".attention_post_norm"));
-      out.push_back(norm_of(m, name + ".pre_feedforward_layernorm", c, own + ".mlp_norm"));
+      if (m.pre_norms) out.push_back(norm_of(m, name + ".pre_feedforward_layernorm", c, own + ".mlp_norm"));
       out.push_back(norm_of(m, name + ".post_feedforward_layernorm", c, own + ".mlp_post_norm"));
     } else {
       out.push_back(norm_of(m, name + ".post_attention_layernorm", c, own + ".mlp_norm"));
@@ -225,6 +241,7 @@ std::vector<PublishedTensor> llama_tensors(const ModelConfig& m, const Published
     const bool mixture = m.experts && i >= m.dense_layers;
     if (mixture && m.expert_linear_bias) push_gpt_oss_mixture(out, m, name, own + ".moe.", form.mxfp4);
     else if (mixture) push_mixture(out, m, name, own + ".moe.", form.joined_experts);
+    else if (form.fused) push_fused_mlp(out, name + ".mlp", own + ".mlp", c, m.mlp_width);
     else push_mlp(out, name + ".mlp", own + ".mlp", c, m.mlp_width);
   };
   for (int64_t i = 0; i < m.layers; ++i) push_block(i, str("blocks.", i));
@@ -258,11 +275,13 @@ PublishedForm PublishedForm::of(const std::map<std::string, const SafetensorsFil
   const auto any = [&](std::string_view ending) {
     return std::ranges::any_of(tensors, [&](const auto& t) { return t.first.ends_with(ending); });
   };
-  return {.mxfp4 = any(".experts.gate_up_proj_blocks"), .joined_experts = any(".experts.gate_up_proj"), .linear_apart = any(".in_proj_qkv.weight")};
+  return {.mxfp4 = any(".experts.gate_up_proj_blocks"), .joined_experts = any(".experts.gate_up_proj"), .fused = any(".self_attn.qkv_proj.weight"),
+          .linear_apart = any(".in_proj_qkv.weight")};
 }
 
 PublishedForm PublishedForm::to_write(const ModelConfig& model, const std::string& like) {
-  return {.linear_apart = model.linear_key_heads && published_architecture(model, like) != "qwen3_next"};
+  const auto written_as = [&](const char* type) { return published_architecture(model, like) == type; };
+  return {.fused = like == "phi3" && written_as("phi3"), .linear_apart = model.linear_key_heads && !written_as("qwen3_next")};
 }
 
 std::vector<PublishedTensor> published_tensors(const ModelConfig& model, const PublishedForm& form) {

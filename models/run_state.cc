@@ -33,7 +33,9 @@ void for_each_model_option(Model&& m, F&& f) {
   f("model.attention_gate", m.attention_gate);
   f("model.rotary_dim", m.rotary_dim);
   f("model.qk_norm", m.qk_norm);
+  f("model.qk_norm_all_heads", m.qk_norm_all_heads);
   f("model.gelu_gate", m.gelu_gate);
+  f("model.pre_norms", m.pre_norms);
   f("model.post_norms", m.post_norms);
   f("model.scale_embedding", m.scale_embedding);
   f("model.query_pre_attn_scalar", m.query_pre_attn_scalar);
@@ -119,7 +121,7 @@ void for_each_train_option(Train&& t, F&& f) {
 bool came_later(std::string_view key) {
   return key == "train.dtype" || key == "train.decay_start" || key == "train.decay_end" ||
          key == "train.optimizer" || key == "train.momentum" || key == "train.state_dtype" || key == "train.fp8" || key == "train.islands" || key == "model.qkv_bias" ||
-         key == "model.head_dim" || key == "model.out_bias" || key == "model.attention_sinks" || key == "model.qk_norm" || key == "model.gelu_gate" || key == "model.post_norms" || key == "model.scale_embedding" || key == "model.query_pre_attn_scalar" ||
+         key == "model.head_dim" || key == "model.out_bias" || key == "model.attention_sinks" || key.starts_with("model.qk_norm") || key == "model.gelu_gate" || key.ends_with("_norms") || key == "model.scale_embedding" || key == "model.query_pre_attn_scalar" ||
          key == "model.window_rope_theta" || key == "model.nope_every" || key.ends_with("_lora_rank") || key.ends_with("_head_dim") || key.starts_with("model.rope_scaling.") ||
          key.starts_with("model.expert") || key == "model.capacity_factor" || key == "model.normalize_experts" || key == "model.aux_loss" ||
          key == "model.shared_experts" || key == "model.dense_layers" || key == "model.end_of_text" || key == "model.window" || key == "model.full_attention_every" ||

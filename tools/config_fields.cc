@@ -51,7 +51,9 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"model.attention_gate", &m.attention_gate, "what attention's heads give is multiplied by sigmoids of the layer's input, as Qwen3-Next's (llama)"},
       {"model.attention_sinks", &m.attention_sinks, "a score of each head that no value answers is in its softmax, as gpt-oss's (llama)"},
       {"model.qk_norm", &m.qk_norm, "each query and key is normalised before it is rotated, as Qwen3's (llama)"},
+      {"model.qk_norm_all_heads", &m.qk_norm_all_heads, "those of all of a token's heads together, as OLMo 2's (llama)"},
       {"model.gelu_gate", &m.gelu_gate, "the gate of MLPs is a gelu (GeGLU), as Gemma's, not a silu (SwiGLU; llama)"},
+      {"model.pre_norms", &m.pre_norms, "what attention and MLPs read is normalised; false: only what they give, as OLMo 2's (llama)"},
       {"model.post_norms", &m.post_norms, "what attention and MLPs give is normalised, too, before it is added, as Gemma 3's (llama)"},
       {"model.scale_embedding", &m.scale_embedding, "the embedding of a token is multiplied by the root of model.width, as Gemma's (llama)"},
       {"model.query_pre_attn_scalar", &m.query_pre_attn_scalar,
@@ -234,7 +236,8 @@ const char* unused(const std::string& key, const TrainConfig& config) {
   if (key == "model.bias" && config.model.type != "gpt2") return "only model.type gpt2 has biases";
   if (key == "model.qkv_bias" && config.model.type != "llama") return "only model.type llama has such biases alone";
   if (key == "model.qk_norm" && config.model.type != "llama") return "only model.type llama has such norms";
-  for (const char* name : {"gelu_gate", "post_norms", "scale_embedding", "query_pre_attn_scalar", "out_bias", "attention_sinks", "attention_gate", "rotary_dim", "nope_every"})
+  if (key == "model.qk_norm_all_heads" && !config.model.qk_norm) return "without model.qk_norm there is no norm";
+  for (const char* name : {"gelu_gate", "pre_norms", "post_norms", "qk_norm_all_heads", "scale_embedding", "query_pre_attn_scalar", "out_bias", "attention_sinks", "attention_gate", "rotary_dim", "nope_every"})
     if (key == str("model.", name) && config.model.type != "llama") return "only model.type llama has it";
   if (key == "model.window_rope_theta" && (config.model.type != "llama" || config.model.window == 0))
     return "only model.type llama has it, with model.window";
@@ -247,7 +250,7 @@ const char* unused(const std::string& key, const TrainConfig& config) {
     return "without model.window and model.linear_key_heads all blocks see all keys";
   const auto& m = config.model;
   if (m.linear_key_heads && m.full_attention_every == 0 && m.mtp_layers == 0)
-    for (const char* name : {"attention_gate", "attention_sinks", "qk_norm", "qkv_bias", "out_bias", "rotary_dim", "query_pre_attn_scalar", "kv_heads", "kv_lora_rank", "rope_theta", "nope_every"})
+    for (const char* name : {"attention_gate", "attention_sinks", "qk_norm", "qk_norm_all_heads", "qkv_bias", "out_bias", "rotary_dim", "query_pre_attn_scalar", "kv_heads", "kv_lora_rank", "rope_theta", "nope_every"})
       if (key == str("model.", name)) return "all blocks have linear attention; see model.full_attention_every";
   if (key.starts_with("model.linear_") && config.model.type != "llama") return "only model.type llama has linear attention";
   if (key.starts_with("model.linear_") && key != "model.linear_key_heads" && config.model.linear_key_heads == 0)
@@ -343,6 +346,7 @@ void validate(const TrainConfig& config, const std::function<std::string(const c
   require(m.nope_every == 0 || m.kv_lora_rank == 0, "model.nope_every ", m.nope_every, origin("model.nope_every"), " with model.kv_lora_rank ", m.kv_lora_rank,
           origin("model.kv_lora_rank"), ": latent attention always has rotary positions");
   const std::string scaling = models::rotary_scaling(m.rope_scaling).problem();
+  require(m.pre_norms || m.post_norms, "model.pre_norms", origin("model.pre_norms"), ": without model.post_norms, too, nothing in the blocks is normalised");
   require(m.experts == 0 || !m.gelu_gate, "model.gelu_gate", origin("model.gelu_gate"), ": mixtures of experts (model.experts ", m.experts,
           ") are SwiGLU");
   require(m.window == 0 || m.full_attention_every != 1, "model.window ", m.window, origin("model.window"),

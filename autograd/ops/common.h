@@ -62,10 +62,6 @@ Tensor sum_to(const Tensor& gradient, const Type& operand);
 /// moves no byte).
 Tensor sliced_to_dual(const Tensor& gradient, const Type& value);
 
-/// Parts of a value of type `whole`, all that split() would give of it along `dim`, or their gradients, put together: where an axis
-/// cuts `whole` in parts, it cuts the result so.
-Tensor concat_as(const std::vector<Tensor>& parts, int dim, const Type& whole);
-
 /// Of `rows` rows of a dimension, or of heads or the like, those that a rank has which has `local` of all `whole` of them. For
 /// cuts that give a rank the same fraction of each part.
 inline int64_t local_share(int64_t rows, int64_t local, int64_t whole) {

@@ -245,11 +245,6 @@ struct Split {
 
 }  // namespace
 
-Tensor ops::concat_as(const std::vector<Tensor>& parts, int dim, const Type& whole) {
-  const Concat::Attrs attrs{dim, CutParts(whole, dim)};
-  return apply(op_def<Concat>(), &attrs, parts)[0];
-}
-
 Tensor slice(const Tensor& x, int dim, int64_t begin, int64_t end) {
   const int d = wrap_dim("slice", dim, x.rank());
   const int64_t size = x.shape()[d];
@@ -272,6 +267,13 @@ Tensor concat(const std::vector<Tensor>& xs, int dim) {
   if (xs.empty()) fail<ShapeError>("[concat] needs a tensor");
   const Concat::Attrs attrs{wrap_dim("concat", dim, xs[0].rank())};
   return apply(op_def<Concat>(), &attrs, xs)[0];
+}
+
+Tensor concat_as(const std::vector<Tensor>& parts, int dim, const Type& whole) {
+  if (parts.empty()) fail<ShapeError>("[concat] needs a tensor");
+  const int d = wrap_dim("concat", dim, whole.shape.rank());
+  const Concat::Attrs attrs{d, CutParts(whole, d)};
+  return apply(op_def<Concat>(), &attrs, parts)[0];
 }
 
 Tensor stack(const std::vector<Tensor>& xs, int dim) {

@@ -28,6 +28,7 @@ int64_t kv_heads_of(const AttentionConfig& c) { return c.kv_heads ? c.kv_heads :
 OwnershipMap head_cut(int dim, int64_t heads, int64_t kv_heads, int64_t width, int64_t units) {
   return OwnershipMap::parts(dim, {heads * width, kv_heads * width, kv_heads * width}, units);
 }
+OwnershipMap norm_cut(int64_t heads, int64_t width, int64_t units) { return OwnershipMap::even(0, heads * width / units); }
 OwnershipMap sinks_cut(int64_t heads, int64_t units) { return OwnershipMap::even(0, heads / units); }
 OwnershipMap gate_cut(int64_t heads, int64_t width, int64_t units) { return OwnershipMap::even(0, heads / units * width); }
 OwnershipMap projection_cut(int64_t heads, int64_t width, int64_t units) { return OwnershipMap::even(1, heads / units * width); }
@@ -51,15 +52,20 @@ CausalSelfAttention::CausalSelfAttention(const AttentionConfig& c)
       rope_scaling(c.rope_scaling),
       qkv(c.width, (c.heads + 2 * kv_heads_of(c)) * head_dim, reads(c)),
       projection(c.heads * head_dim, c.width, writes(c)),
+      qk_norm_all_heads(c.qk_norm_all_heads),
       dropout(c.dropout) {
   if (c.gate) gate.emplace(c.width, heads * head_dim, LinearOptions{c.bias, c.init, gate_cut(heads, head_dim, kv_heads)});
   if (c.sinks) {
     sinks = Parameter({heads}, c.init);
     sinks.set_cut(sinks_cut(heads, kv_heads));
   }
+  check<ConfigError>(c.qk_norm || !qk_norm_all_heads, "[attention] qk_norm_all_heads: without qk_norm there is no norm");
   if (!c.qk_norm) return;
-  query_norm.emplace(head_dim, c.norm_eps);
-  key_norm.emplace(head_dim, c.norm_eps);
+  query_norm.emplace(qk_norm_all_heads ? heads * head_dim : head_dim, c.norm_eps);
+  key_norm.emplace(qk_norm_all_heads ? kv_heads * head_dim : head_dim, c.norm_eps);
+  if (!qk_norm_all_heads) return;
+  query_norm->weight.set_cut(norm_cut(heads, head_dim, kv_heads));
+  key_norm->weight.set_cut(norm_cut(kv_heads, head_dim, kv_heads));
 }
 
 Tensor document_begins(const Tensor& tokens_BT, int64_t end_of_text) {
@@ -80,6 +86,17 @@ void CausalSelfAttention::cut_heads(int64_t units) {
   if (gate) gate->set_cut(gate_cut(heads, head_dim, units));
   projection.set_cut(projection_cut(heads, head_dim, units));
   if (sinks) sinks.set_cut(sinks_cut(heads, units));
+  if (!qk_norm_all_heads) return;
+  query_norm->weight.set_cut(norm_cut(heads, head_dim, units));
+  key_norm->weight.set_cut(norm_cut(kv_heads, head_dim, units));
+}
+
+Tensor CausalSelfAttention::normed_over_heads(const Tensor& qkv_BTE) const {
+  const int64_t keys = kv_heads * head_dim;
+  std::vector<Tensor> parts = split(qkv_BTE, {heads * head_dim, keys, keys}, 2);
+  parts[0] = rms_norm_of_shared_rows(parts[0], *query_norm);
+  parts[1] = rms_norm_of_shared_rows(parts[1], *key_norm);
+  return concat_as(parts, 2, qkv_BTE.type());
 }
 
 // Of units that are parts of key heads each rank has its queries, and too little of their keys: these and values, few elements a
@@ -100,11 +117,12 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
   const bool gathers = context_comm == ContextComm::all_gather;
   ContextRegion context;
   const auto enter = [&](const Type& made) {  // in pieces, if nothing is between
-    if (gathers || region || ContextRegion::copies(made, keys, heads / keys) > 1) return made.layout;
+    if (gathers || region || qk_norm_all_heads || ContextRegion::copies(made, keys, heads / keys) > 1) return made.layout;
     return context.onward(head_cut(2, heads, keys, head_dim, keys))(made);
   };
   const Tensor in_BTC = region.enter(x_BTC, qkv.fp8 == Fp8::none);
   Tensor qkv_BTE = qkv(in_BTC, enter);  // E = (H + 2 G) D, packed: its gradient is one tensor, not three padded ones
+  if (qk_norm_all_heads) qkv_BTE = normed_over_heads(qkv_BTE);
   if (keys > kv_heads) qkv_BTE = with_whole_keys(qkv_BTE, keys);
   if (!gathers && !context) {
     const int64_t copies = ContextRegion::copies(qkv_BTE.type(), keys, heads / keys);
@@ -113,10 +131,11 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
     context = ContextRegion(qkv_BTE, head_cut(2, heads, keys, head_dim, keys));
     qkv_BTE = context.enter(qkv_BTE);
   }
-  if (query_norm || rope_theta != 0.0) {
+  const bool norms_heads = query_norm && !qk_norm_all_heads;
+  if (norms_heads || rope_theta != 0.0) {
     const Shape packed = qkv_BTE.shape();
     Tensor heads_BTHD = reshape(qkv_BTE, {packed[0], packed[1], heads + 2 * keys, head_dim});
-    if (query_norm) heads_BTHD = packed_rms_norm(heads_BTHD, heads, query_norm->weight, key_norm->weight, query_norm->eps);
+    if (norms_heads) heads_BTHD = packed_rms_norm(heads_BTHD, heads, query_norm->weight, key_norm->weight, query_norm->eps);
     const int64_t first = cache ? cache->length() : 0;
     if (rope_theta != 0.0)
       heads_BTHD = rotary(heads_BTHD, {.theta = rope_theta, .first_position = first, .heads = heads + keys,

@@ -23,6 +23,7 @@ struct AttentionConfig {
   bool gate = false;        ///< what heads give is multiplied by the sigmoid of a linear layer of x (https://arxiv.org/abs/2505.06708)
   bool sinks = false;       ///< each head has a sink (AttentionOptions::sinks)
   bool qk_norm = false;     ///< each query and key is normalised, before it is rotated
+  bool qk_norm_all_heads = false;  ///< not each by itself: those of all of a token's heads are one row
   double norm_eps = 1e-5;   ///< there
   double dropout = 0.0;     ///< of the output (not of the attention weights, which never exist)
   double scale = 1.0;       ///< of scores, beside 1 / sqrt(head_dim)
@@ -57,7 +58,8 @@ struct CausalSelfAttention : Module {
   std::optional<Linear> gate;  ///< to H·D
   Linear projection;  ///< from H·D
   Parameter sinks;    ///< [H]
-  std::optional<RMSNorm> query_norm, key_norm;  ///< of heads
+  bool qk_norm_all_heads;
+  std::optional<RMSNorm> query_norm, key_norm;  ///< of a head each or, with qk_norm_all_heads, of all H·D and G·D
   Dropout dropout;
   ContextComm context_comm = ContextComm::all_to_all;  ///< where ranks share sequences (shard() says it)
 
@@ -70,6 +72,7 @@ struct CausalSelfAttention : Module {
   SHEAF_FIELDS(qkv, gate, projection, sinks, query_norm, key_norm, dropout);
 
  private:
+  Tensor normed_over_heads(const Tensor& qkv_BTE) const;
   Tensor with_whole_keys(const Tensor& qkv_BTE, int64_t units) const;
   template <class WholeKeys>
   Tensor attend(const Tensor& qkv_BTE, int64_t keys, const Tensor& begins_BT, WholeKeys&& whole_keys) const;

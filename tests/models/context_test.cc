@@ -44,20 +44,20 @@ TEST_P(ContextGradients, EqualUnshardedInF64) {
 
 const auto kStrategies = ::testing::Values("full_shard", "shard_grad_op", "zero1", "replicate");
 INSTANTIATE_TEST_SUITE_P(Meshes, ContextGradients,
-                         ::testing::Combine(::testing::Values("gpt2", "llama", "untied llama", "qwen3"), kStrategies,
+                         ::testing::Combine(::testing::Values("gpt2", "llama", "untied llama", "qwen3", "olmo"), kStrategies,
                                             ::testing::Values(Sizes{0, 1, 1, 0}, Sizes{0, 1, 2, 0}, Sizes{0, 1, 3, 0},
                                                               Sizes{0, 2, 2, 0}, Sizes{0, 1, 2, 2}),
                                             ::testing::Values(7)));
 // Every rank a head and one or two tokens; parameters sharded over the axis itself; groups of which some have no row; further
 // cut by a tensor axis, of which two ranks share five key heads, on all four axes.
 INSTANTIATE_TEST_SUITE_P(Uneven, ContextGradients,
-                         ::testing::Combine(::testing::Values("gpt2", "llama", "qwen3"), ::testing::Values("full_shard", "zero1"),
+                         ::testing::Combine(::testing::Values("gpt2", "llama", "qwen3", "olmo"), ::testing::Values("full_shard", "zero1"),
                                             ::testing::Values(Sizes{0, 1, 5, 0}, Sizes{0, 0, 3, 0}, Sizes{2, 0, 2, 0},
                                                               Sizes{0, 0, 2, 2}, Sizes{2, 1, 2, 2}, Sizes{0, 2, 2, 2}),
                                             ::testing::Values(3, 1)));
 // More ranks than key heads, of which some have copies: alike many for all, and not; beside a tensor axis that has cut them.
 INSTANTIATE_TEST_SUITE_P(Copies, ContextGradients,
-                         ::testing::Combine(::testing::Values("llama", "untied llama", "qwen3"), ::testing::Values("full_shard", "replicate"),
+                         ::testing::Combine(::testing::Values("llama", "untied llama", "qwen3", "olmo"), ::testing::Values("full_shard", "replicate"),
                                             ::testing::Values(Sizes{0, 0, 6, 0}, Sizes{0, 0, 10, 0}, Sizes{0, 2, 7, 0},
                                                               Sizes{0, 0, 3, 2}, Sizes{2, 0, 4, 2}),
                                             ::testing::Values(3)));

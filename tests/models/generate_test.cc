@@ -49,6 +49,12 @@ LlamaConfig qwen3() {
   return c;
 }
 
+LlamaConfig olmo() {
+  LlamaConfig c = qwen3();
+  c.qk_norm_all_heads = c.post_norms = true, c.pre_norms = false;
+  return c;
+}
+
 LlamaConfig latent() {
   LlamaConfig c = llama(/*kv_heads=*/0);
   c.kv_lora_rank = 48, c.q_lora_rank = 40, c.qk_nope_head_dim = 32, c.qk_rope_head_dim = 16, c.v_head_dim = 24;
@@ -100,6 +106,7 @@ TEST(KeyValueCache, GivesTheBitsOfOnePass) {
       expect_rows_of_one_pass<Gpt>(gpt(), dtype, pieces);
       expect_rows_of_one_pass<Llama>(llama(), dtype, pieces);
       expect_rows_of_one_pass<Llama>(qwen3(), dtype, pieces);
+      expect_rows_of_one_pass<Llama>(olmo(), dtype, pieces);
       expect_rows_of_one_pass<Llama>(windowed(), dtype, pieces);
       expect_rows_of_one_pass<Llama>(latent(), dtype, pieces);
       LlamaConfig scaled = llama();

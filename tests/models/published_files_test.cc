@@ -159,8 +159,8 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
   for (const Json::Array& none : {Json::Array{1, 1, 0}, {1, 1, 2, 1}, {1, true, 1, 1}})
     EXPECT_THAT(refused(smol, "no_rope_layers", none), HasSubstr("expected an array with 0 or 1 for each layer"));
   EXPECT_THAT(refused(smol, "use_sliding_window", true), HasSubstr("use_sliding_window is true"));
-  EXPECT_THAT(refused(smol, "sliding_window", 4), HasSubstr("SmolLM3's attention sees all tokens before"));
-  EXPECT_THAT(refused(kLlama, "sliding_window", 4096), HasSubstr("sliding_window is 4096: Llama's attention sees all"));
+  EXPECT_THAT(refused(smol, "sliding_window", 4), HasSubstr("attention of smollm3 sees all tokens before"));
+  EXPECT_THAT(refused(kLlama, "sliding_window", 4096), HasSubstr("sliding_window is 4096: attention of llama sees all"));
   EXPECT_THAT(refused(kLlama, "layer_types", Json::Array{"full_attention", "sliding_attention"}),
               AllOf(HasSubstr("layer_types is"), HasSubstr("no window is said")));
   EXPECT_THAT(refused(kMistral, "use_sliding_window", true), HasSubstr("use_sliding_window is true: that is a key of Qwen's"));
@@ -172,7 +172,7 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(refused(kLlama, "partial_rotary_factor", 0.5), HasSubstr("Sheaf rotates whole heads"));
   EXPECT_THAT(refused(kLlama, "rope_interleaved", true), HasSubstr("rope_interleaved is true"));
   EXPECT_THAT(refused(kLlama, "quantization_config", Json::Object{{"bits", 4}}), HasSubstr("quantization_config is {\"bits\":4}"));
-  const std::string known = "Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text, dots1, glm4_moe, deepseek_v2, deepseek_v3, kimi_k2, gemma, gemma3_text, gpt_oss, smollm3, gemma3, mistral3, qwen3_5, qwen3_5_moe";
+  const std::string known = "Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text, dots1, glm4_moe, deepseek_v2, deepseek_v3, kimi_k2, gemma, gemma3_text, gpt_oss, smollm3, olmo2, olmo3, olmoe, phi3, gemma3, mistral3, qwen3_5, qwen3_5_moe";
   EXPECT_THAT(refused(kLlama, "model_type", "gemma2"), HasSubstr("model_type is \"gemma2\": " + known));
   EXPECT_THAT(refused(kLlama, "model_type", Json()), HasSubstr("model_type is null: " + known));
   for (const Json& window : {Json(0), Json(-1), Json(true), Json("4096")})
@@ -189,7 +189,7 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(refused(kDots1, "first_k_dense_replace", 3), HasSubstr("first_k_dense_replace is 3: of 3 layers none has experts"));
   EXPECT_THAT(refused(kDots1, "moe_layer_freq", 2), HasSubstr("moe_layer_freq is 2: behind the first ones"));
   EXPECT_THAT(refused(kGemma, "hidden_act", "silu"), HasSubstr("hidden_act is \"silu\": Gemma's is gelu_pytorch_tanh"));
-  EXPECT_THAT(refused(kGemma, "sliding_window", 4), HasSubstr("Gemma's attention sees all tokens before"));
+  EXPECT_THAT(refused(kGemma, "sliding_window", 4), HasSubstr("attention of gemma sees all tokens before"));
   EXPECT_THAT(refused(kGemma3, "hidden_activation", "gelu"), HasSubstr("hidden_activation is \"gelu\": Gemma's is gelu_pytorch_tanh"));
   EXPECT_THAT(refused(kGemma3, "query_pre_attn_scalar", 0), HasSubstr("query_pre_attn_scalar is 0: expected a positive integer"));
   EXPECT_THAT(refused(kGemma3, "final_logit_softcapping", 30.0), HasSubstr("Sheaf's logits are not capped"));

@@ -197,7 +197,7 @@ TEST(PublishedGlm, WhatSheafDoesNotComputeIsRefused) {
   const auto refused = [](const char* key, const Json& value) {
     return message_of<CheckpointError>(ExitCode::kData, [&] { config_with(kGlm, {{key, value}}); });
   };
-  EXPECT_THAT(refused("sliding_window", 4), HasSubstr("GLM's attention sees all tokens before"));
+  EXPECT_THAT(refused("sliding_window", 4), HasSubstr("attention of glm4_moe sees all tokens before"));
   EXPECT_THAT(refused("first_k_dense_replace", 3), HasSubstr("first_k_dense_replace is 3: of 3 layers none has experts"));
   EXPECT_THAT(refused("scoring_func", "softmax"), HasSubstr("glm4_moe has sigmoid"));
   EXPECT_THAT(refused("rope_parameters", Json::Object{{"partial_rotary_factor", 0.1}}), HasSubstr("rotary positions turn pairs, of all 8"));

@@ -68,6 +68,7 @@ void draw_model(models::ModelConfig& m, Draw& draw) {
     m.v_head_dim = 1 + draw.below(6);
     m.rope_scaling.mscale_all_dim = draw.of<double>({0, 0.8});
   }
+  m.qk_norm_all_heads = m.qk_norm && draw.one_in(3);
   if (m.kv_lora_rank == 0) m.query_pre_attn_scalar = draw.one_in(5) ? 7 : 0;
   if (m.kv_lora_rank == 0) m.attention_gate = draw.one_in(4), m.rotary_dim = draw.one_in(4) ? 2 : 0;
   if (draw.one_in(4)) {
@@ -84,6 +85,7 @@ void draw_model(models::ModelConfig& m, Draw& draw) {
   if (!draw.one_in(3)) return;
   m.gelu_gate = draw.one_in(2) && m.experts == 0;
   m.post_norms = draw.one_in(2);
+  m.pre_norms = !m.post_norms || draw.one_in(2);
   m.scale_embedding = draw.one_in(2);
   if (m.window) m.window_rope_theta = draw.of<double>({0, 50});
 }

@@ -47,7 +47,7 @@ TEST_P(TensorGradients, EqualUnshardedInF64) {
 
 const auto kStrategies = ::testing::Values("full_shard", "shard_grad_op", "zero1", "replicate");
 INSTANTIATE_TEST_SUITE_P(Meshes, TensorGradients,
-                         ::testing::Combine(::testing::Values("gpt2", "llama", "untied llama", "qwen3"), kStrategies,
+                         ::testing::Combine(::testing::Values("gpt2", "llama", "untied llama", "qwen3", "olmo"), kStrategies,
                                             ::testing::Values(mesh(0, 1, 1), mesh(0, 1, 2), mesh(0, 1, 3), mesh(0, 2, 2),
                                                               mesh(0, 3, 2), mesh(0, 2, 3)),
                                             ::testing::Values(7)));
@@ -58,19 +58,19 @@ INSTANTIATE_TEST_SUITE_P(Uneven, TensorGradients,
                                             ::testing::Values(3, 1)));
 
 INSTANTIATE_TEST_SUITE_P(NormedHeads, TensorGradients,
-                         ::testing::Combine(::testing::Values("qwen3"), ::testing::Values("full_shard", "zero1"),
+                         ::testing::Combine(::testing::Values("qwen3", "olmo"), ::testing::Values("full_shard", "zero1"),
                                             ::testing::Values(mesh(2, 1, 2), mesh(2, 2, 2)), ::testing::Values(3, 1)));
 
 // More ranks than the three key heads, which are six halves: one for each rank, not for each, beside a context axis that shares
 // the heads that read a copy.
 INSTANTIATE_TEST_SUITE_P(Copies, TensorGradients,
-                         ::testing::Combine(::testing::Values("llama", "untied llama", "qwen3"), ::testing::Values("full_shard", "replicate"),
+                         ::testing::Combine(::testing::Values("llama", "untied llama", "qwen3", "olmo"), ::testing::Values("full_shard", "replicate"),
                                             ::testing::Values(mesh(0, 1, 4), mesh(0, 1, 6), mesh(0, 2, 5), mesh(2, 1, 4),
                                                               MeshSizes{0, 1, 2, 3}, MeshSizes{0, 0, 1, 5}),
                                             ::testing::Values(3)));
 
 TEST(Tensor, StrategiesPrefetchUnitsAndRecomputeChangeNoBit) {
-  for (const auto& [type, ranks] : {std::pair("gpt2", 2), {"untied llama", 2}, {"qwen3", 2}, {"qwen3", 4}}) {
+  for (const auto& [type, ranks] : {std::pair("gpt2", 2), {"untied llama", 2}, {"qwen3", 2}, {"qwen3", 4}, {"olmo", 2}, {"olmo", 4}}) {
     const int world = 2 * ranks;
     const TrainedRun expected = train_tiny(tensor(ranks, "full_shard", type), world, kSteps);
     EXPECT_LT(expected.losses.back(), expected.losses.front());
@@ -326,7 +326,7 @@ TEST(Tensor, TrainsInBf16) {
 }
 
 TEST(Tensor, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
-  for (const auto& [type, ranks] : {std::pair("gpt2", 2), {"qwen3", 2}, {"qwen3", 4}})
+  for (const auto& [type, ranks] : {std::pair("gpt2", 2), {"qwen3", 2}, {"qwen3", 4}, {"olmo", 2}, {"olmo", 4}})
     for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"}) {
       models::TrainConfig c = tensor(ranks, strategy, type);
       c.train.micro_batches = 2;

@@ -1,0 +1,133 @@
+// config.json of OLMo 2, OLMo 3, OLMoE and Phi-3: read, written and refused.
+#include <set>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "sheaf/core/json.h"
+#include "sheaf/models/published_names.h"
+#include "sheaf/tests/models/published_copy.h"
+
+namespace sheaf {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using models::ModelConfig;
+using testing::Changes;
+using testing::config_of;
+using testing::config_with;
+using testing::expect_read_again;
+
+const std::string kOlmo2 = "tests/models/published/olmo2_bf16", kOlmo3 = "tests/models/published/olmo3_f32",
+                  kOlmoe = "tests/models/published/olmoe_bf16", kPhi3 = "tests/models/published/phi3_bf16",
+                  kLlama = "tests/models/published/llama_bf16_shards", kGemma3 = "tests/models/published/gemma3_bf16";
+
+TEST(PublishedOlmoConfig, IsRead) {
+  const ModelConfig two = config_of(kOlmo2), three = config_of(kOlmo3), mixture = config_of(kOlmoe);
+  for (const ModelConfig& m : {two, three, mixture}) {
+    EXPECT_TRUE(m.qk_norm && m.qk_norm_all_heads && !m.tie_embeddings && !m.qkv_bias);
+    EXPECT_EQ(m.rope_theta, 500.0);
+    EXPECT_EQ(m.pre_norms, m.experts > 0);
+    EXPECT_EQ(m.post_norms, m.experts == 0);
+  }
+  EXPECT_EQ(two.window, 0);
+  EXPECT_EQ(three.window, 5);
+  EXPECT_EQ(three.full_attention_every, 2);
+  EXPECT_EQ(three.window_rope_theta, 500.0);
+  EXPECT_EQ(three.rope_scaling.attention_factor, 1.25);
+  EXPECT_EQ(mixture.experts, 5);
+  EXPECT_EQ(mixture.experts_per_token, 2);
+  EXPECT_EQ(mixture.expert_hidden, 8);
+  EXPECT_FALSE(mixture.normalize_experts);
+}
+
+// What transformers has where a file says nothing, and OLMo 3 as version 4 of it writes it.
+TEST(PublishedOlmoConfig, OfFewerKeysIsRead) {
+  const std::set<std::string> left_out = {"rope_theta", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "attention_bias"};
+  const ModelConfig two = config_with(kOlmo2, {}, left_out);
+  EXPECT_EQ(two.kv_heads, 4);
+  EXPECT_EQ(two.norm_eps, 1e-5);
+  EXPECT_EQ(two.rope_theta, 10000.0);
+  EXPECT_FALSE(two.tie_embeddings);
+  const ModelConfig three = config_with(kOlmo3, {}, {"rope_parameters", "layer_types", "sliding_window"});
+  EXPECT_EQ(three.window, 4096);
+  EXPECT_EQ(three.full_attention_every, 4);
+  EXPECT_TRUE(three.rope_theta == 500000.0 && three.window_rope_theta == 500000.0);
+  const Json yarn = Json::Object{{"rope_type", "yarn"}, {"factor", 8.0}, {"original_max_position_embeddings", 16}};
+  const ModelConfig before = config_with(kOlmo3, {{"rope_theta", 1e4}, {"rope_scaling", yarn}}, {"rope_parameters"});
+  EXPECT_TRUE(before.rope_theta == 1e4 && before.window_rope_theta == 1e4);
+  EXPECT_EQ(before.rope_scaling.rope_type, "yarn");
+}
+
+TEST(PublishedOlmoConfig, WhatSheafDoesNotComputeIsRefused) {
+  const auto refused = [](const std::string& folder, const char* key, const Json& value) {
+    return message_of<CheckpointError>(ExitCode::kData, [&] { config_with(folder, {{key, value}}); });
+  };
+  EXPECT_THAT(refused(kOlmoe, "clip_qkv", 8.0), HasSubstr("clip_qkv is 8.0: Sheaf's queries, keys and values are not clipped"));
+  EXPECT_THAT(refused(kOlmo2, "sliding_window", 4096), HasSubstr("sliding_window is 4096: attention of olmo2 sees all tokens before"));
+  EXPECT_THAT(refused(kOlmo2, "attention_bias", true), HasSubstr("attention_bias is true"));
+  EXPECT_THAT(refused(kOlmo3, "rope_parameters", Json::Object{{"rope_type", "default"}, {"rope_theta", 1e4}}),
+              HasSubstr("expected full_attention and sliding_attention"));
+  EXPECT_THAT(refused(kPhi3, "rope_scaling", Json::Object{{"type", "longrope"}, {"short_factor", Json::Array{1.0}}}), HasSubstr("longrope"));
+  EXPECT_THAT(refused(kPhi3, "partial_rotary_factor", 0.75), HasSubstr("Sheaf rotates whole heads of this model_type"));
+}
+
+TEST(PublishedOlmoConfig, IsWrittenAndReadAgain) {
+  for (const auto& [folder, type, name] : {std::tuple{kOlmo2, "olmo2", "Olmo2ForCausalLM"}, {kOlmo3, "olmo3", "Olmo3ForCausalLM"},
+                                           {kOlmoe, "olmoe", "OlmoeForCausalLM"}}) {
+    ModelConfig m = config_of(folder);
+    const Json json = models::published_config(m);
+    EXPECT_EQ(json.at("model_type").as_string(), type);
+    EXPECT_EQ(json.at("architectures").as_array()[0].as_string(), name);
+    expect_read_again(m, json);
+    m.rope_theta = 77.0;
+    expect_read_again(m, models::published_config(m));
+  }
+  // Blocks that all have a window; frequencies that nothing scales.
+  ModelConfig m = config_of(kOlmo3);
+  m.full_attention_every = 0;
+  expect_read_again(m, models::published_config(m));
+  m.rope_scaling = {};
+  m.window_rope_theta = 30.0;
+  expect_read_again(m, models::published_config(m));
+}
+
+TEST(PublishedOlmoConfig, WhatNobodyPublishesIsRefused) {
+  const auto refused = [](const std::string& folder, const std::function<void(ModelConfig&)>& change) {
+    ModelConfig m = config_of(folder);
+    change(m);
+    return message_of<ConfigError>(ExitCode::kConfig, [&] { models::published_config(m); });
+  };
+  for (const auto& change : {+[](ModelConfig& m) { m.qk_norm_all_heads = false; }, +[](ModelConfig& m) { m.pre_norms = true; },
+                             +[](ModelConfig& m) { m.qkv_bias = true; }, +[](ModelConfig& m) { m.gelu_gate = true; },
+                             +[](ModelConfig& m) { m.nope_every = 2; }, +[](ModelConfig& m) { m.rotary_dim = 2; },
+                             +[](ModelConfig& m) { m.attention_gate = true; }, +[](ModelConfig& m) { m.attention_sinks = true; },
+                             +[](ModelConfig& m) { m.experts = 4; }})
+    for (const std::string& folder : {kOlmo2, kOlmo3}) EXPECT_THAT(refused(folder, change), HasSubstr("cannot be written as one"));
+  EXPECT_THAT(refused(kOlmo3, [](ModelConfig& m) { m.window_rope_theta = 0; }), HasSubstr("whose blocks have model.window_rope_theta, olmo3"));
+  EXPECT_THAT(refused(kOlmoe, [](ModelConfig& m) { m.post_norms = true; }), HasSubstr("olmoe"));
+  EXPECT_THAT(refused(kOlmoe, [](ModelConfig& m) { m.expert_bias = true; }), HasSubstr("olmoe"));
+  EXPECT_THAT(refused(kGemma3, [](ModelConfig& m) { m.pre_norms = false; }), HasSubstr("cannot be written as one"));
+}
+
+// The model is Llama's or Mistral's: what has come from a Phi-3 is one again, if it still can be.
+TEST(PublishedPhi3Config, IsWrittenForWhatCameFromOne) {
+  ModelConfig m = config_of(kPhi3);
+  EXPECT_EQ(m.window, 6);
+  EXPECT_EQ(m.full_attention_every, 0);
+  EXPECT_EQ(models::published_architecture(m), "mistral");
+  EXPECT_EQ(models::published_architecture(m, "phi3"), "phi3");
+  EXPECT_TRUE(models::PublishedForm::to_write(m, "phi3").fused);
+  EXPECT_FALSE(models::PublishedForm::to_write(m, "").fused);
+  expect_read_again(m, models::published_config(m, kBF16, "phi3"));
+  m.window = 0;
+  expect_read_again(m, models::published_config(m, kBF16, "phi3"));
+  m.rope_scaling.rope_type = "linear";
+  EXPECT_EQ(models::published_architecture(m, "phi3"), "llama");
+  EXPECT_FALSE(models::PublishedForm::to_write(m, "phi3").fused);
+  EXPECT_EQ(models::published_architecture(config_of(kLlama), "llama"), "llama");
+}
+
+}  // namespace
+}  // namespace sheaf
