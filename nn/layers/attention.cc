@@ -93,10 +93,9 @@ void CausalSelfAttention::cut_heads(int64_t units) {
 
 Tensor CausalSelfAttention::normed_over_heads(const Tensor& qkv_BTE) const {
   const int64_t keys = kv_heads * head_dim;
-  std::vector<Tensor> parts = split(qkv_BTE, {heads * head_dim, keys, keys}, 2);
-  parts[0] = rms_norm_of_shared_rows(parts[0], *query_norm);
-  parts[1] = rms_norm_of_shared_rows(parts[1], *key_norm);
-  return concat_as(parts, 2, qkv_BTE.type());
+  const std::vector<Tensor> parts = split(qkv_BTE, {heads * head_dim, keys, keys}, 2);
+  const std::vector<Tensor> normed = rms_norms_of_shared_rows({parts[0], parts[1]}, {&*query_norm, &*key_norm});
+  return concat_as({normed[0], normed[1], parts[2]}, 2, qkv_BTE.type());
 }
 
 // Of units that are parts of key heads each rank has its queries, and too little of their keys: these and values, few elements a

@@ -61,8 +61,8 @@ struct RMSNorm : Module {
   SHEAF_FIELDS(weight);
 };
 
-/// The same of rows x[.., width] that ranks share, as those of a tensor axis share a token's heads, with `weight` cut as they are: of each
-/// row a sum of squares travels, one number. Rows that nobody shares are rms_norm's.
-Tensor rms_norm_of_shared_rows(const Tensor& x, const RMSNorm& norm);
+/// The same of rows xs[i][.., width] that ranks share, as those of a tensor axis share a token's heads, with weights cut as they are: of
+/// each row a sum of squares travels, one number, all at once. Rows that nobody shares are rms_norm's.
+std::vector<Tensor> rms_norms_of_shared_rows(const std::vector<Tensor>& xs, const std::vector<const RMSNorm*>& norms);
 
 }  // namespace sheaf::nn
