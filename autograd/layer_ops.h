@@ -99,6 +99,7 @@ double expert_products(const Tensor& x, const Tensor& counts, double fill);
 struct AttentionOptions {
   bool causal = true;  ///< query t of T sees keys s <= t + S - T
   double scale = 0;    ///< of the scores; 0: 1 / sqrt(D)
+  double softcap = 0;  ///< scores s, scaled, become softcap tanh(s / softcap) (Gemma 2, https://arxiv.org/abs/2408.00118); 0: none. Not in latent_attention()
   /// Where the document of each token begins, i32[B, T] (document_begins): a token then sees those of its own document alone,
   /// up to itself, and gets, bit for bit on CPUs and from our own kernels on GPUs, what it would get if there were no others.
   /// Causal only, with no fewer keys than queries: places are among the keys, and the first query's document may have begun before
@@ -193,6 +194,7 @@ struct CrossEntropyOptions {
                               ///< tokens whether they are targets or not, goes by divide_by if both are given
   bool recompute = false;     ///< linear_cross_entropy: compute the logits again in backward, which saves the memory of
                               ///< the weight's gradient between the two and costs a third more
+  double softcap = 0;         ///< logits l become softcap tanh(l / softcap) first (Gemma 2, https://arxiv.org/abs/2408.00118); 0: they stay
   bool per_target = false;    ///< the loss of each target [..] instead of their mean, 0 where it is ignored, divided by nothing:
                               ///< the negative of its log-likelihood
 };
@@ -211,6 +213,8 @@ struct LinearLse {
 };
 /// Of logits = linear(x[.., C], weight[V, C]), which never exist whole, and integer targets[..]; M is 1 where no rank cuts V.
 /// For a target of ignore_index logsumexp(lse, {0}) and the target's logit are both 0.
-LinearLse linear_lse(const Tensor& x, const Tensor& weight, const Tensor& targets, int64_t ignore_index = -1);
+LinearLse linear_lse(const Tensor& x, const Tensor& weight, const Tensor& targets, int64_t ignore_index = -1, double softcap = 0);
+/// cap tanh(x / cap): x, held softly within a cap > 0, as Gemma 2 holds logits.
+Tensor softcap(const Tensor& x, double cap);
 
 }  // namespace sheaf

@@ -17,7 +17,7 @@
 
 namespace sheaf::kernels {
 
-/// Which keys a query sees. With `causal`, query t sees keys s <= t + S - T: the last query sees all
+/// Which keys a query sees, and how its scores are held. With `causal`, query t sees keys s <= t + S - T: the last query sees all
 /// of them; else each sees all. With `begins`, i32[B, T], the last dimension dense, sequences are
 /// documents one behind another: the query at position p = t + S - T sees keys begins[b, t] <= s <= p,
 /// where begins[b, t] is the place of its document's first token among the keys; causal only, and no
@@ -34,12 +34,15 @@ namespace sheaf::kernels {
 /// They begin where they do without one, at multiples of their size from the document's first key:
 /// what lies before a query's window changes none of its bits, and a window of S keys or more gives
 /// those of none.
+///
+/// With a softcap C > 0, scores s become C tanh(s / C) (Gemma 2, https://arxiv.org/abs/2408.00118).
 struct AttentionMask {
   bool causal;
   View begins;  ///< without a shape: there is one document
   int64_t window;  ///< keys that a query sees; 0: none
-  AttentionMask(bool is_causal, const View& of_documents = {}, int64_t keys_seen = 0)  // NOLINT: implicit by design
-      : causal(is_causal), begins(of_documents), window(keys_seen) {}
+  double softcap;  ///< 0: none
+  AttentionMask(bool is_causal, const View& of_documents = {}, int64_t keys_seen = 0, double cap = 0)  // NOLINT: implicit by design
+      : causal(is_causal), begins(of_documents), window(keys_seen), softcap(cap) {}
   bool has_documents() const { return begins.rank() > 0; }
 };
 

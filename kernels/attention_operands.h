@@ -49,6 +49,7 @@ inline void check_attention_operands(const char* who, const View& q, const View&
 inline void check_attention_mask(const char* who, const AttentionMask& mask, const View& q, const View& k) {
   check<ShapeError>(mask.window >= 0 && (mask.causal || mask.window == 0), "[", who, "] a window of ", mask.window, " keys",
                     mask.causal ? "" : ", not causal", "; wants 0 for none, or a causal mask and at least 1");
+  check<ShapeError>(mask.softcap >= 0, "[", who, "] a softcap of ", mask.softcap, "; wants 0 for none, or a positive number");
   if (!mask.has_documents()) return;
   check<ShapeError>(mask.causal && k.shape[1] >= q.shape[1] && mask.begins.shape == Shape{q.shape[0], q.shape[1]}, "[", who,
                     "] begins of documents ", mask.begins.shape, " for queries ", q.shape, " and keys ", k.shape,

@@ -8,6 +8,13 @@
 
 namespace sheaf::kernels {
 
+/// Which rows count, and how their logits are held.
+struct HeadRules {
+  int64_t ignore_index;  ///< rows with this target count 0
+  double softcap;        ///< logits l become softcap tanh(l / softcap) (Gemma 2, https://arxiv.org/abs/2408.00118); 0: they stay
+  HeadRules(int64_t ignored, double cap = 0) : ignore_index(ignored), softcap(cap) {}  // NOLINT: implicit by design
+};
+
 /// One walk over the rows serves all of the functions below: what a row gives it and takes from it.
 /// Null: not wanted, or not there.
 struct RowValues {
@@ -27,12 +34,12 @@ namespace cpu {
 int64_t linear_cross_entropy_chunk(int64_t vocabulary);
 
 /// loss[] = the sum over rows of cross-entropy(x[.., C] · weight[V, C]ᵀ, targets[..]); rows whose
-/// target is ignore_index count 0; another target outside [0, V) is a DataError. Row losses in f32
+/// target is rules.ignore_index count 0; another target outside [0, V) is a DataError. Row losses in f32
 /// are summed in row order in f64. lse[..] is kept for the backward pass. x, weight: one floating
 /// dtype; targets: any index type; loss and lse: f32 (f64 for f64), lse stored dense.
 size_t linear_cross_entropy_workspace(const View& x, const View& weight);
 void linear_cross_entropy(const View& x, const View& weight, const View& targets,
-                          int64_t ignore_index, const View& loss, const View& lse,
+                          HeadRules rules, const View& loss, const View& lse,
                           Workspace workspace);
 
 /// dx[.., C] and dweight[V, C] of `dloss[]` times the loss, stored; View{} for one that is not
@@ -40,7 +47,7 @@ void linear_cross_entropy(const View& x, const View& weight, const View& targets
 size_t linear_cross_entropy_backward_workspace(const View& x, const View& weight, const View& dx,
                                                const View& dweight);
 void linear_cross_entropy_backward(const View& x, const View& weight, const View& targets,
-                                   int64_t ignore_index, const View& lse, const View& dloss,
+                                   HeadRules rules, const View& lse, const View& dloss,
                                    const View& dx, const View& dweight, Workspace workspace);
 
 /// Loss and gradients for a constant dloss in one pass: three products instead of four. The bits of
@@ -48,16 +55,16 @@ void linear_cross_entropy_backward(const View& x, const View& weight, const View
 size_t linear_cross_entropy_fused_workspace(const View& x, const View& weight, const View& dx,
                                             const View& dweight);
 void linear_cross_entropy_fused(const View& x, const View& weight, const View& targets,
-                                int64_t ignore_index, const View& loss, const View& dx,
+                                HeadRules rules, const View& loss, const View& dx,
                                 const View& dweight, Workspace workspace, double dloss = 1);
 
 /// What a rank with part of the vocabulary, weight[n, C], knows of it: lse[..] = log(sum(exp(x ·
 /// weightᵀ))) and target_logits[..] = x · weight[targets], 0 for targets of other parts. A row
-/// whose target is ignore_index counts 0: its target logit is 0, and so is its lse in the part that
+/// whose target is rules.ignore_index counts 0: its target logit is 0, and so is its lse in the part that
 /// begins the vocabulary, -inf in others. Other types as above; lse and target_logits dense.
 size_t linear_lse_workspace(const View& x, const View& weight);
 void linear_lse(const View& x, const View& weight, TablePart part, const View& targets,
-                int64_t ignore_index, const View& lse, const View& target_logits,
+                HeadRules rules, const View& lse, const View& target_logits,
                 Workspace workspace);
 
 /// dx[.., C] and dweight[n, C] of gradients that a logit takes from its row's dlse, times
@@ -65,7 +72,7 @@ void linear_lse(const View& x, const View& weight, TablePart part, const View& t
 size_t linear_lse_backward_workspace(const View& x, const View& weight, const View& dx,
                                      const View& dweight);
 void linear_lse_backward(const View& x, const View& weight, TablePart part, const View& targets,
-                         int64_t ignore_index, const View& lse, const View& dlse,
+                         HeadRules rules, const View& lse, const View& dlse,
                          const View& dtarget, const View& dx, const View& dweight,
                          Workspace workspace);
 
@@ -73,7 +80,7 @@ void linear_lse_backward(const View& x, const View& weight, TablePart part, cons
 
 /// The same on a GPU, enqueued on `stream`. Products are cuBLASLt's (see cuda::matmul); logits are
 /// f32 (f64 for f64), their gradients x's type. Chunks are added to dweight in their order. A
-/// target outside [0, V) other than ignore_index cannot throw there: the loss is NaN, and so are
+/// target outside [0, V) other than rules.ignore_index cannot throw there: the loss is NaN, and so are
 /// the gradients it is part of. lse is dense, rows of dx are evenly spaced.
 namespace cuda {
 
@@ -82,33 +89,33 @@ int64_t linear_cross_entropy_chunk(int64_t vocabulary);
 
 size_t linear_cross_entropy_workspace(const View& x, const View& weight);
 void linear_cross_entropy(const Stream& stream, const View& x, const View& weight,
-                          const View& targets, int64_t ignore_index, const View& loss,
+                          const View& targets, HeadRules rules, const View& loss,
                           const View& lse, Workspace workspace);
 
 size_t linear_cross_entropy_backward_workspace(const View& x, const View& weight, const View& dx,
                                                const View& dweight);
 void linear_cross_entropy_backward(const Stream& stream, const View& x, const View& weight,
-                                   const View& targets, int64_t ignore_index, const View& lse,
+                                   const View& targets, HeadRules rules, const View& lse,
                                    const View& dloss, const View& dx, const View& dweight,
                                    Workspace workspace);
 
 size_t linear_cross_entropy_fused_workspace(const View& x, const View& weight, const View& dx,
                                             const View& dweight);
 void linear_cross_entropy_fused(const Stream& stream, const View& x, const View& weight,
-                                const View& targets, int64_t ignore_index, const View& loss,
+                                const View& targets, HeadRules rules, const View& loss,
                                 const View& dx, const View& dweight, Workspace workspace,
                                 double dloss = 1);
 
 /// A target outside of all parts makes its row's target logit NaN.
 size_t linear_lse_workspace(const View& x, const View& weight);
 void linear_lse(const Stream& stream, const View& x, const View& weight, TablePart part,
-                const View& targets, int64_t ignore_index, const View& lse,
+                const View& targets, HeadRules rules, const View& lse,
                 const View& target_logits, Workspace workspace);
 
 size_t linear_lse_backward_workspace(const View& x, const View& weight, const View& dx,
                                      const View& dweight);
 void linear_lse_backward(const Stream& stream, const View& x, const View& weight, TablePart part,
-                         const View& targets, int64_t ignore_index, const View& lse,
+                         const View& targets, HeadRules rules, const View& lse,
                          const View& dlse, const View& dtarget, const View& dx, const View& dweight,
                          Workspace workspace);
 

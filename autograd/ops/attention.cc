@@ -16,6 +16,7 @@ using namespace ops;
 struct AttentionAttrs {
   double scale;
   int64_t causal, window;
+  double softcap;
 };
 
 /// The cut of heads that queries share with keys: a key head goes with the query heads that read
@@ -139,7 +140,7 @@ struct Attention {
   }
   static void vjp(const Attrs& a, Vjp& c) { set_gradients<AttentionBackward<kSinks>>(a, c, 3, kSinks); }
   static void describe(const Attrs& a, std::string& out) {
-    out += str(describe_mask(a.causal, a.window), "scale ", a.scale);
+    out += str(describe_mask(a.causal, a.window, a.softcap), "scale ", a.scale);
   }
 };
 
@@ -148,8 +149,8 @@ struct Attention {
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v,
                  const AttentionOptions& options) {
   if (q.rank() != 4) fail<ShapeError>("[attention] wants q [B,T,H,D], got ", q.type());
-  check_window("attention", options);
-  const AttentionAttrs attrs{scale_of(options, q.size(3)), options.causal, options.window};
+  check_mask("attention", options);
+  const AttentionAttrs attrs{scale_of(options, q.size(3)), options.causal, options.window, options.softcap};
   std::vector<Tensor> in = {dense_rows(q), dense_rows(k), dense_rows(v)};
   push_others(in, options, q.dtype());
   return apply(options.sinks ? op_def<Attention<true>>() : op_def<Attention<false>>(), &attrs, in)[0];

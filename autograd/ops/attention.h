@@ -52,20 +52,27 @@ void set_gradients(const Attrs& a, Vjp& c, int operands, bool sinks) {
   if (sinks && c.needs(operands)) c.set(operands, sum(d[static_cast<size_t>(operands)], {0, 2}));
 }
 
+/// Latent attention has none.
+template <class Attrs>
+double softcap_of(const Attrs& a) {
+  if constexpr (requires { a.softcap; }) return a.softcap;
+  else return 0;
+}
+
 /// Where documents begin is the last of an op's inputs, if it has more than `others`.
 template <class Attrs>
 kernels::AttentionMask mask_of(const Attrs& a, const Execute& c, int others) {
-  return {a.causal != 0, c.num_inputs() > others ? c.input(others) : View(), a.window};
+  return {a.causal != 0, c.num_inputs() > others ? c.input(others) : View(), a.window, softcap_of(a)};
 }
 
 /// The same for the vjp of a backward.
 template <class Attrs>
 VisibleKeys visible_keys(const Attrs& a, const Vjp& c, int others) {
-  return {a.causal != 0, a.window, c.num_inputs() > others ? c.input(others) : Tensor()};
+  return {a.causal != 0, a.window, c.num_inputs() > others ? c.input(others) : Tensor(), softcap_of(a)};
 }
 
-inline std::string describe_mask(bool causal, int64_t window) {
-  return str(causal ? "causal " : "", window ? str("window ", window, " ") : "");
+inline std::string describe_mask(bool causal, int64_t window, double softcap = 0) {
+  return str(causal ? "causal " : "", window ? str("window ", window, " ") : "", softcap != 0 ? str("softcap ", softcap, " ") : "");
 }
 
 inline void check_begins(const char* op, const Type& begins, const Shape& rows_BT, bool causal, bool enough_keys) {
@@ -145,7 +152,8 @@ inline double scale_of(const AttentionOptions& options, int64_t width) {
                            : 1 / std::sqrt(static_cast<double>(std::max<int64_t>(1, width)));
 }
 
-inline void check_window(const char* op, const AttentionOptions& options) {
+inline void check_mask(const char* op, const AttentionOptions& options) {
+  check_softcap(op, options.softcap);
   if (options.window < 0 || (options.window > 0 && !options.causal))
     fail<ShapeError>("[", op, "] a window of ", options.window, " keys", options.causal ? "" : ", not causal",
                      "; wants 0 for none, or a causal mask and at least 1");

@@ -68,6 +68,11 @@ inline int64_t local_share(int64_t rows, int64_t local, int64_t whole) {
   return local == whole ? rows : rows * local / whole;
 }
 
+/// Of scores or logits.
+inline void check_softcap(const char* op, double softcap) {
+  if (!(softcap >= 0)) fail<ShapeError>("[", op, "] a softcap of ", softcap, "; wants 0 for none, or a positive number");
+}
+
 /// Scalars are weak, but an integer tensor takes neither a fractional nor an unbounded one.
 inline void check_scalar(const char* op, DType d, double scalar) {
   if (is_integral(d) && !(scalar == std::trunc(scalar) && std::abs(scalar) < 0x1p63))

@@ -59,8 +59,9 @@ struct CrossEntropy {  // logits[.., V], targets[..] -> losses[..], lse[..]
 
 Tensor cross_entropy(const Tensor& logits, const Tensor& targets,
                      const CrossEntropyOptions& options) {
-  const Tensor losses =
-      apply_all<CrossEntropy>({options.ignore_index}, {dense_rows(logits), targets})[0];
+  check_softcap("cross_entropy", options.softcap);
+  const Tensor rows = dense_rows(options.softcap != 0 ? softcap(logits, options.softcap) : logits);
+  const Tensor losses = apply_all<CrossEntropy>({options.ignore_index}, {rows, targets})[0];
   return options.per_target ? losses : averaged(sum(losses), targets, options);
 }
 

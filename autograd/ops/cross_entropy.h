@@ -5,6 +5,7 @@
 
 #include "sheaf/autograd/ops/second.h"
 #include "sheaf/autograd/work.h"
+#include "sheaf/kernels/linear_cross_entropy.h"
 
 namespace sheaf::ops {
 
@@ -52,8 +53,23 @@ inline void head(WorkOf& w, int products) {
   w.work.passes = logits * static_cast<double>(size_of(statistics_dtype(d)) + (products > 1 ? size_of(d) : 0));
 }
 
+struct HeadAttrs {
+  int64_t ignore_index;
+  double softcap;  ///< of logits; 0: none
+};
+template <class Attrs>
+kernels::HeadRules head_rules(const Attrs& a) {
+  return {a.ignore_index, a.softcap};
+}
+template <class Attrs>
+void describe_head(const Attrs& a, std::string& out) {
+  describe_ignored(a, out);
+  if (a.softcap != 0) out += str(" softcap ", a.softcap);
+}
+
 struct HeadGradientsAttrs {
   int64_t ignore_index;
+  double softcap;
   int32_t dweight, dx;  ///< whether wanted
 };
 
@@ -73,8 +89,8 @@ struct HeadGradients {
   }
   /// Of the op on these inputs, set in the vjp of one whose first are x and weight.
   template <class Op>
-  static void set(int64_t ignore_index, std::initializer_list<Tensor> inputs, Vjp& c) {
-    const Attrs attrs{ignore_index, c.needs(1), c.needs(0)};
+  static void set(const HeadAttrs& a, std::initializer_list<Tensor> inputs, Vjp& c) {
+    const Attrs attrs{a.ignore_index, a.softcap, c.needs(1), c.needs(0)};
     const auto d = apply_all<Op>(attrs, inputs, {c.into(1)});
     if (attrs.dweight) c.set(1, d[0]);
     if (attrs.dx) c.set(0, d[static_cast<size_t>(attrs.dweight)]);

@@ -205,7 +205,8 @@ Tensor latent_attention(const Tensor& q, const Tensor& up, const Tensor& shared,
   for (int d = 0; d < 2; ++d)
     if (up.size(d) != q.size(d) || shared.size(d) != q.size(d)) refuse();
   if (own < 0 || values < 0) refuse();
-  check_window("latent_attention", options);
+  check_mask("latent_attention", options);
+  if (options.softcap != 0) fail<ConfigError>("[latent_attention] has no softcap of scores, and options.softcap is ", options.softcap);
   check<ShapeError>(!options.sinks, "[latent_attention] takes no sinks");
   const LatentAttrs attrs{scale_of(options, width),    options.causal,           options.window,
                           static_cast<int32_t>(heads), static_cast<int32_t>(width), static_cast<int32_t>(own),

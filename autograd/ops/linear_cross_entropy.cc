@@ -27,13 +27,13 @@ struct LinearCrossEntropyBackward : HeadGradients {  // x, weight, targets, lse,
   }
   static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), linear_cross_entropy_backward, c.input(0), c.input(1), c.input(2),
-                 a.ignore_index, c.input(3), c.input(4), dx(a, c), dweight(a, c), c.workspace);
+                 head_rules(a), c.input(3), c.input(4), dx(a, c), dweight(a, c), c.workspace);
   }
   static void work(const Attrs& a, WorkOf& w) { head(w, 1 + a.dweight + a.dx); }
   static constexpr uint64_t kSavedInputs = 0b10111;
   static void vjp(const Attrs& a, Vjp& c) {
     const Tensor dloss = c.input(4);
-    const HeadBackwardOperands d = head_second({c.input(0), c.input(1), dloss, neg(dloss)}, of_results(a, c), c.input(2), a.ignore_index);
+    const HeadBackwardOperands d = head_second({c.input(0), c.input(1), dloss, neg(dloss)}, of_results(a, c), c.input(2), head_rules(a));
     c.set(0, d.x);
     c.set(1, d.weight);
     c.set(4, sub(d.dlse, d.dtarget));
@@ -42,7 +42,7 @@ struct LinearCrossEntropyBackward : HeadGradients {  // x, weight, targets, lse,
 
 struct LinearCrossEntropy {  // x[.., C], weight[V, C], targets[..] -> loss[], lse[..]
   static constexpr const char* kName = "linear_cross_entropy";
-  using Attrs = IgnoreAttrs;
+  using Attrs = HeadAttrs;
   static constexpr uint64_t kSavedInputs = 0b111, kSavedOutputs = 0b10;
   static void infer(const Attrs&, Infer& c) {
     check_head(kName, c);
@@ -58,14 +58,14 @@ struct LinearCrossEntropy {  // x[.., C], weight[V, C], targets[..] -> loss[], l
   }
   static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), linear_cross_entropy, c.input(0), c.input(1), c.input(2),
-                 a.ignore_index, c.output(0), c.output(1), c.workspace);
+                 head_rules(a), c.output(0), c.output(1), c.workspace);
   }
   static void work(const Attrs&, WorkOf& w) { head(w, 1); }
   static void vjp(const Attrs& a, Vjp& c) {
     HeadGradients::set<LinearCrossEntropyBackward>(
-        a.ignore_index, {c.input(0), c.input(1), c.input(2), c.output(1), c.grad()}, c);
+        a, {c.input(0), c.input(1), c.input(2), c.output(1), c.grad()}, c);
   }
-  static constexpr auto describe = describe_ignored<Attrs>;
+  static constexpr auto describe = describe_head<Attrs>;
 };
 
 struct ScaleBy {  // x, a scalar -> x times the scalar, in x's dtype
@@ -123,7 +123,7 @@ struct LinearCrossEntropyFused {  // x[.., C], weight[V, C], targets[..] -> loss
   }
   static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), linear_cross_entropy_fused, c.input(0), c.input(1), c.input(2),
-                 a.ignore_index, c.output(0), dx(a, c), dweight(a, c), c.workspace,
+                 head_rules(a), c.output(0), dx(a, c), dweight(a, c), c.workspace,
                  enlarged(c.input_type(0).dtype));
   }
   static void work(const Attrs& a, WorkOf& w) { head(w, outputs(a)); }
@@ -142,7 +142,7 @@ struct LinearCrossEntropyFused {  // x[.., C], weight[V, C], targets[..] -> loss
   static void saves(const Attrs& a, uint64_t needs, uint64_t&, uint64_t& out) {
     out = ((needs & 2) ? 0b010 : 0) | ((needs & 1) ? uint64_t{1} << dx_output(a) : 0);
   }
-  static constexpr auto describe = describe_ignored<Attrs>;
+  static constexpr auto describe = describe_head<Attrs>;
 };
 
 /// Of the gradient of `weight` that rows of x give; none where it is no addend of the whole.
@@ -173,10 +173,16 @@ Layout of_all_parts(Layout parts) {
 
 }  // namespace
 
+Tensor softcap(const Tensor& x, double cap) {
+  if (!(cap > 0)) fail<ShapeError>("[softcap] a cap of ", cap, "; wants a positive number");
+  return mul(tanh(mul(x, 1 / cap)), cap);
+}
+
 Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& targets,
                             const CrossEntropyOptions& options) {
+  check_softcap("linear_cross_entropy", options.softcap);
   if (options.per_target || is_cut(weight.layout())) {
-    const LinearLse parts = linear_lse(x, weight, targets, options.ignore_index);
+    const LinearLse parts = linear_lse(x, weight, targets, options.ignore_index, options.softcap);
     // All ranks then have the log-sum-exps: the difference keeps their sum on one of them.
     const Tensor lse = logsumexp(redistribute(parts.lse, of_all_parts(parts.lse.layout())), {0}, /*keepdim=*/!options.per_target);
     if (options.per_target) return sub(lse, parts.target_logits);
@@ -186,7 +192,7 @@ Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor&
   const std::vector<Tensor> inputs = {rows, weight, targets};
   Recording* recording = options.recompute ? nullptr : Recording::current();
   if (recording && recording->options().higher_order) recording = nullptr;  // no gradients ahead
-  const HeadGradientsAttrs wanted{options.ignore_index, recording && recording->has_gradient(weight),
+  const HeadGradientsAttrs wanted{options.ignore_index, options.softcap, recording && recording->has_gradient(weight),
                                   recording && recording->has_gradient(rows)};
   if (wanted.dweight || wanted.dx) {
     const std::optional<Type> type = wanted.dweight ? dweight_type(rows, weight) : std::nullopt;
@@ -195,7 +201,7 @@ Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor&
     if (into[1].to) recording->lies_ahead(y[1], weight);
     return averaged(y[0], targets, options);
   }
-  const IgnoreAttrs attrs{options.ignore_index};
+  const HeadAttrs attrs{options.ignore_index, options.softcap};
   return averaged(apply(op_def<LinearCrossEntropy>(), &attrs, inputs)[0], targets, options);
 }
 

@@ -85,7 +85,7 @@ struct LinearLseBackward : HeadGradients {  // x, weight, targets, lse, dlse, dt
   }
   static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), linear_lse_backward, c.input(0), c.input(1), part_of(c.input_type(1)), c.input(2),
-                 a.ignore_index, c.input(3), c.input(4), c.input(5), dx(a, c), dweight(a, c), c.workspace);
+                 head_rules(a), c.input(3), c.input(4), c.input(5), dx(a, c), dweight(a, c), c.workspace);
   }
   static void work(const Attrs& a, WorkOf& w) { head(w, 1 + a.dweight + a.dx); }
   static constexpr uint64_t kSavedInputs = 0b110111;
@@ -96,7 +96,7 @@ struct LinearLseBackward : HeadGradients {  // x, weight, targets, lse, dlse, dt
     if (u.weight) u.weight = parts.enter(u.weight, here);
     const HeadBackwardOperands d =
         head_second({c.input(0), parts.enter(c.input(1), here), squeeze(parts.enter(c.input(4), 1), {0}), c.input(5)}, u, c.input(2),
-                    a.ignore_index, parts.here().begin);
+                    head_rules(a), parts.here().begin);
     c.set(0, parts.leave_addend(d.x));
     c.set(1, parts.leave(d.weight, c.input_type(1)));
     c.set(4, parts.leave(unsqueeze(d.dlse, {0}), c.input_type(4)));
@@ -107,7 +107,9 @@ struct LinearLseBackward : HeadGradients {  // x, weight, targets, lse, dlse, dt
 struct LinearLseOp {  // x[.., C], weight[V, C], targets[..] -> lse[M, ..], target_logits[..]
   static constexpr const char* kName = "linear_lse";
   struct Attrs {
-    int64_t ignore_index, parts;
+    int64_t ignore_index;
+    double softcap;
+    int64_t parts;
   };
   static constexpr uint64_t kSavedInputs = 0b111, kSavedOutputs = 0b01;
   static void infer(const Attrs& a, Infer& c) {
@@ -134,7 +136,7 @@ struct LinearLseOp {  // x[.., C], weight[V, C], targets[..] -> lse[M, ..], targ
   }
   static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), linear_lse, c.input(0), c.input(1), part_of(c.input_type(1)), c.input(2),
-                 a.ignore_index, c.output(0), c.output(1), c.workspace);
+                 head_rules(a), c.output(0), c.output(1), c.workspace);
   }
   static void work(const Attrs&, WorkOf& w) { head(w, 1); }
   static void vjp(const Attrs& a, Vjp& c) {
@@ -142,17 +144,19 @@ struct LinearLseOp {  // x[.., C], weight[V, C], targets[..] -> lse[M, ..], targ
       return c.has_grad(o) ? c.grad(o) : zeros(c.output_type(o).shape, c.output_type(o).dtype);
     };
     HeadGradients::set<LinearLseBackward>(
-        a.ignore_index, {c.input(0), c.input(1), c.input(2), c.output(0), grad(0), grad(1)}, c);
+        {a.ignore_index, a.softcap}, {c.input(0), c.input(1), c.input(2), c.output(0), grad(0), grad(1)}, c);
   }
   static void describe(const Attrs& a, std::string& out) {
-    out += str("ignore ", a.ignore_index, " parts ", a.parts);
+    describe_head(a, out);
+    out += str(" parts ", a.parts);
   }
 };
 
 }  // namespace
 
-LinearLse linear_lse(const Tensor& x, const Tensor& weight, const Tensor& targets, int64_t ignore_index) {
-  auto y = apply_all<LinearLseOp>({ignore_index, table_parts(weight.layout())}, {dense_rows(x), weight, targets});
+LinearLse linear_lse(const Tensor& x, const Tensor& weight, const Tensor& targets, int64_t ignore_index, double softcap) {
+  check_softcap("linear_lse", softcap);
+  auto y = apply_all<LinearLseOp>({ignore_index, softcap, table_parts(weight.layout())}, {dense_rows(x), weight, targets});
   return {std::move(y[0]), std::move(y[1])};
 }
 

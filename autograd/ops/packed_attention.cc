@@ -15,6 +15,7 @@ struct PackedAttrs {
   double scale;
   int32_t causal, heads, key_heads, width;
   int64_t window;
+  double softcap;
 };
 
 /// A cut of the packed heads in `units` of whole key heads, each with the query heads that read it.
@@ -144,7 +145,7 @@ struct PackedAttention {
   }
   static void vjp(const Attrs& a, Vjp& c) { set_gradients<PackedAttentionBackward<kSinks>>(a, c, 1, kSinks); }
   static void describe(const Attrs& a, std::string& out) {
-    out += str(describe_mask(a.causal, a.window), "heads ", a.heads, "/", a.key_heads, " scale ", a.scale);
+    out += str(describe_mask(a.causal, a.window, a.softcap), "heads ", a.heads, "/", a.key_heads, " scale ", a.scale);
   }
 };
 
@@ -157,10 +158,10 @@ Tensor packed_attention(const Tensor& qkv, int64_t heads, int64_t kv_heads,
       qkv.size(2) % parts != 0)
     fail<ShapeError>("[packed_attention] wants [B, T, (H + 2 G) D] with H a multiple of G, got ",
                      qkv.type(), ", H ", heads, ", G ", kv_heads);
-  check_window("packed_attention", options);
+  check_mask("packed_attention", options);
   const int64_t width = qkv.size(2) / parts;
   const PackedAttrs attrs{scale_of(options, width), options.causal, static_cast<int32_t>(heads),
-                          static_cast<int32_t>(kv_heads), static_cast<int32_t>(width), options.window};
+                          static_cast<int32_t>(kv_heads), static_cast<int32_t>(width), options.window, options.softcap};
   std::vector<Tensor> in = {dense_rows(qkv)};
   push_others(in, options, qkv.dtype());
   return apply(options.sinks ? op_def<PackedAttention<true>>() : op_def<PackedAttention<false>>(), &attrs, in)[0];

@@ -55,6 +55,9 @@ Tensor probabilities(const Tensor& scores, const Tensor& seen, const Tensor& sin
   return concat({where(seen, parts[0], 0.0), parts[1]}, -1);
 }
 
+// The derivative of softcap(), by what that gives.
+Tensor slope_of_capped(const Tensor& y, double cap) { return add(mul(square(mul(y, 1 / cap)), -1.0), 1.0); }
+
 // Columns [first, first + V) of one-hot rows.
 Tensor one_hot(const Tensor& targets, int64_t first, int64_t V, DType dtype) {
   const auto begin = static_cast<double>(first);
@@ -96,6 +99,8 @@ Tensor sum_of_defined(std::initializer_list<Tensor> terms) {
 // With P = softmax(S), S = scale Q Kᵀ, out = P V, and a dot for tangents along u:
 //   dS = P(dP), the derivative of softmax, with dP = dout Vᵀ, dQ = scale dS K, dK = scale dSᵀ Q, dV = Pᵀ dout
 //   <u, (dQ, dK, dV)> = <dout, Ṗ V + P U_V>, Ṗ = P(Ṡ), Ṡ = scale (U_Q Kᵀ + Q U_Kᵀ)
+// With a softcap C, S = C tanh(R / C) of R = scale Q Kᵀ, and m = 1 - (S / C)² its derivative: dR = m dS in place of dS, and Ṡ = m Ṙ, so that R
+// has <dS m', Ṙ> beside, m' = -2 S / C² m.
 // A sink is a column more of S, which is given, and whose value is zero; its column of dS is what it gets, and that of Ṡ its U.
 AttentionBackwardOperands attention_second(const AttentionBackwardOperands& x, const AttentionBackwardOperands& u,
                                            const VisibleKeys& visible, double scale) {
@@ -106,11 +111,19 @@ AttentionBackwardOperands attention_second(const AttentionBackwardOperands& x, c
 
   const bool sinks = x.sinks.defined();
   const auto keys = [&](const Tensor& t) { return of_keys(t, sinks); };
-  const Tensor scores = mul(matmul(q, transposed(k)), scale);
+  const double cap = visible.softcap;
+  Tensor scores = mul(matmul(q, transposed(k)), scale), slope;
+  if (cap != 0) scores = softcap(scores, cap), slope = slope_of_capped(scores, cap);
+  const auto of_products = [&](const Tensor& of_scores) { return slope ? mul(of_scores, slope) : of_scores; };
   const Tensor p = probabilities(scores, mask_of(visible, x.q.size(1), x.k.size(1)), sinks ? sinks_by_groups(x.sinks, groups) : Tensor());
   const Tensor dp = with_sinks(matmul(dout, transposed(v)), {}, sinks), us = u.sinks ? sinks_by_groups(u.sinks, groups) : Tensor();
   Tensor tangent_s = sum_of_defined({uq ? mul(matmul(uq, transposed(k)), scale) : Tensor(),
                                      uk ? mul(matmul(q, transposed(uk)), scale) : Tensor()});
+  Tensor of_slope;  // what the slope's part in the tangent gives the products
+  if (slope && tangent_s) {
+    of_slope = mul(mul(mul(keys(through_softmax(p, dp)), tangent_s), mul(scores, slope)), -2 / (cap * cap));
+    tangent_s = of_products(tangent_s);
+  }
   if (us && !tangent_s) tangent_s = full_of(scores.type(), 0.0);
   if (tangent_s) tangent_s = with_sinks(tangent_s, us, sinks);
   Tensor of_p, gq, gk, gv, gout;
@@ -118,8 +131,8 @@ AttentionBackwardOperands attention_second(const AttentionBackwardOperands& x, c
     const Tensor tangent_p = through_softmax(p, tangent_s), ds = mul(through_softmax(p, dp), scale);
     gout = matmul(keys(tangent_p), v);
     gv = matmul(transposed(keys(tangent_p)), dout);
-    if (uk) gq = matmul(keys(ds), uk);
-    if (uq) gk = matmul(transposed(keys(ds)), uq);
+    if (uk) gq = matmul(of_products(keys(ds)), uk);
+    if (uq) gk = matmul(transposed(of_products(keys(ds))), uq);
     // of <tangent_p, dp> by the probabilities in it
     of_p = sub(mul(tangent_s, dp), add(mul(sum(mul(p, tangent_s), {-1}, true), dp), mul(sum(mul(p, dp), {-1}, true), tangent_s)));
   }
@@ -127,7 +140,7 @@ AttentionBackwardOperands attention_second(const AttentionBackwardOperands& x, c
     gout = sum_of_defined({gout, matmul(keys(p), uv)});
     of_p = sum_of_defined({of_p, with_sinks(matmul(dout, transposed(uv)), {}, sinks)});
   }
-  const Tensor of_all = through_softmax(p, of_p), of_s = mul(keys(of_all), scale);
+  const Tensor of_all = through_softmax(p, of_p), of_s = mul(sum_of_defined({of_products(keys(of_all)), of_slope}), scale);
   const Tensor of_sinks = sinks ? sum(slice(of_all, -1, scores.shape().back(), scores.shape().back() + 1), {0, 3, 4}) : Tensor();
   gq = sum_of_defined({gq, matmul(of_s, k)});
   gk = sum_of_defined({gk, matmul(transposed(of_s), q)});
@@ -178,16 +191,27 @@ LogitsBackwardOperands logits_second(const LogitsBackwardOperands& x, const Tens
 }
 
 HeadBackwardOperands head_second(const HeadBackwardOperands& x, const HeadBackwardOperands& u, const Tensor& targets,
-                                 int64_t ignore_index, int64_t first_row) {
+                                 const kernels::HeadRules& rules, int64_t first_row) {
   const DeviceScope device(x.x.device());
   const Tensor in = in_statistics_dtype(x.x), weight = in_statistics_dtype(x.weight);
   const Tensor ux = u.x ? in_statistics_dtype(u.x) : Tensor(), uw = u.weight ? in_statistics_dtype(u.weight) : Tensor();
-  const Rows rows(linear(in, weight), x.dlse, x.dtarget, targets, ignore_index, first_row);
+  const double cap = rules.softcap;
+  const Tensor logits = cap != 0 ? softcap(linear(in, weight), cap) : linear(in, weight);
+  const Rows rows(logits, x.dlse, x.dtarget, targets, rules.ignore_index, first_row);
   const Tensor tangent = sum_of_defined({ux ? linear(ux, weight) : Tensor(), uw ? linear(in, uw) : Tensor()});
-  const LogitsBackwardOperands of = second_of(rows, tangent, x.dlse, x.dtarget);
-  const Tensor g = rows.gradient();
-  return {sum_of_defined({times(of.logits, weight), uw ? times(g, uw) : Tensor()}),
-          sum_of_defined({weight_gradient(of.logits, in), ux ? weight_gradient(g, ux) : Tensor()}), of.dlse, of.dtarget};
+  Tensor g = rows.gradient(), of_logits;
+  LogitsBackwardOperands of;
+  if (cap == 0) {
+    of = second_of(rows, tangent, x.dlse, x.dtarget);
+    of_logits = of.logits;
+  } else {  // as of scores in attention_second()
+    const Tensor slope = slope_of_capped(logits, cap);
+    of = second_of(rows, mul(tangent, slope), x.dlse, x.dtarget);
+    of_logits = add(mul(of.logits, slope), mul(mul(mul(g, tangent), mul(logits, slope)), -2 / (cap * cap)));
+    g = mul(g, slope);
+  }
+  return {sum_of_defined({times(of_logits, weight), uw ? times(g, uw) : Tensor()}),
+          sum_of_defined({weight_gradient(of_logits, in), ux ? weight_gradient(g, ux) : Tensor()}), of.dlse, of.dtarget};
 }
 
 }  // namespace sheaf::ops

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "sheaf/autograd/ops/rows.h"
+#include "sheaf/kernels/linear_cross_entropy.h"
 
 namespace sheaf::ops {
 
@@ -36,6 +37,7 @@ struct VisibleKeys {
   bool causal;
   int64_t window;
   Tensor begins;
+  double softcap;  ///< of scores; 0: none
 };
 /// The gradients of attention's backward, for those `u` of its results dq, dk, dv and what queries give the sinks, [B, H, T], of which
 /// some are undefined. It has matrices [B, H, T, S] in memory.
@@ -72,10 +74,10 @@ NormBackwardOperands norm_second(const NormBackwardOperands& x, const NormGradie
 struct HeadBackwardOperands {
   Tensor x, weight, dlse, dtarget;
 };
-/// The gradients for those `u` of dx and dweight, of which one may be undefined. Rows whose target is `ignore_index` count nothing.
+/// The gradients for those `u` of dx and dweight, of which one may be undefined. Rows whose target is rules.ignore_index count nothing.
 /// `weight` has rows [first_row, first_row + V) of a vocabulary to which targets[..] refer. It has the logits in memory.
 HeadBackwardOperands head_second(const HeadBackwardOperands& x, const HeadBackwardOperands& u, const Tensor& targets,
-                                 int64_t ignore_index, int64_t first_row = 0);
+                                 const kernels::HeadRules& rules, int64_t first_row = 0);
 
 /// The same of logits[.., V] that are given: what losses of them read, or the gradients.
 struct LogitsBackwardOperands {

@@ -12,6 +12,7 @@
 
 #include "sheaf/kernels/cpu/attention_blocks.h"
 #include "sheaf/kernels/cpu/row_math.h"
+#include "sheaf/kernels/cpu/softcap.h"
 #ifdef __AMX_TILE__
 #include "sheaf/kernels/cpu/amx_tiles.h"
 #else
@@ -73,7 +74,7 @@ struct Forward {
   const View &q, &k, &v, &out, &lse;
   const bool causal;
   const int64_t window;
-  const float scale;
+  const float scale, cap;
   bf16 *keys, *values, *queries, *p, *staging;
   float *scores, *result;
 
@@ -86,7 +87,7 @@ struct Forward {
   Forward(const Sizes& sizes, const View& q_in, const View& k_in, const View& v_in, const View& out_in, const View& lse_in,
           const AttentionMask& mask, double scale_in, Workspace w)
       : s(sizes), q(q_in), k(k_in), v(v_in), out(out_in), lse(lse_in), causal(mask.causal), window(mask.window),
-        scale(static_cast<float>(scale_in)) {
+        scale(static_cast<float>(scale_in)), cap(static_cast<float>(mask.softcap)) {
     Carver carver("attention", w);
     keys = carver.take<bf16>(s.key_blocks() * s.block()), values = carver.take<bf16>(s.key_blocks() * s.value_block());
     queries = carver.take<bf16>(s.block()), staging = carver.take<bf16>(s.largest_block());
@@ -107,13 +108,15 @@ struct Forward {
 
   /// Softmax of one row of scores, of which those count whose bits are set, into p, on top of what the earlier blocks left. Returns
   /// the factor that those must be scaled by.
-  float softmax_row(const float* row, uint64_t counts, bf16* to, float& most, float& total) const {
+  float softmax_row(float* row, uint64_t counts, bf16* to, float& most, float& total) const {
     const L low(-std::numeric_limits<float>::infinity());
+    if (cap != 0) softcap(row, kB, scale, cap);
+    const float factor_of_scores = cap != 0 ? 1.0f : scale;
     L x[kB / kLanes];
     L top = low;
     for (int c = 0; c < kB / kLanes; ++c) {
       const auto those = static_cast<__mmask16>(counts >> (c * kLanes));
-      x[c].v = _mm512_mask_mul_ps(low.v, those, _mm512_loadu_ps(row + c * kLanes), _mm512_set1_ps(scale));
+      x[c].v = _mm512_mask_mul_ps(low.v, those, _mm512_loadu_ps(row + c * kLanes), _mm512_set1_ps(factor_of_scores));
       top = max(x[c], top);
     }
     const float now = std::max(most, max_lane(top));
@@ -168,7 +171,7 @@ struct Backward {
   const View &q, &k, &v, &out, &lse, &dout, &dq, &dk, &dv;
   const bool causal;
   const int64_t window;
-  const float scale;
+  const float scale, cap;
   bf16 *k_rows, *v_rows, *k_columns, *rows, *q_words, *q_pairs, *g_words, *g_pairs, *p, *ds, *ds_pairs;
   float *dk_sum, *dv_sum, *scores, *dp, *dq_columns, *lse_of, *delta;
 
@@ -183,7 +186,8 @@ struct Backward {
            const View& dout_in, const View& dq_in, const View& dk_in, const View& dv_in, const AttentionMask& mask,
            double scale_in, Workspace w)
       : s(sizes), q(q_in), k(k_in), v(v_in), out(out_in), lse(lse_in), dout(dout_in), dq(dq_in), dk(dk_in), dv(dv_in),
-        causal(mask.causal), window(std::min(mask.window, sizes.keys)), scale(static_cast<float>(scale_in)) {
+        causal(mask.causal), window(std::min(mask.window, sizes.keys)), scale(static_cast<float>(scale_in)),
+        cap(static_cast<float>(mask.softcap)) {
     Carver carver("attention_backward", w);
     const int64_t keys = s.key_blocks() * s.block(), values = s.key_blocks() * s.value_block();
     k_rows = carver.take<bf16>(keys), v_rows = carver.take<bf16>(values), k_columns = carver.take<bf16>(keys);
@@ -243,7 +247,7 @@ struct Backward {
     for (int64_t j = begin; j < blocks; ++j) {
       product<false>(kB, kB, d, k_rows + j * s.block(), d * 2, q_words, kB * 4, scores, kB * 4);
       product<false>(kB, kB, e, v_rows + j * s.value_block(), e * 2, g_words, kB * 4, dp, kB * 4);
-      probabilities(first, j * kB);
+      cap != 0 ? probabilities<true>(first, j * kB) : probabilities<false>(first, j * kB);
       product<true>(kB, e, kB, p, kB * 2, g_pairs, e * 4, dv_sum + j * s.value_block(), e * 4);
       product<true>(kB, d, kB, ds, kB * 2, q_pairs, d * 4, dk_sum + j * s.block(), d * 4);
       if (j == begin)
@@ -260,11 +264,14 @@ struct Backward {
       }
   }
 
-  /// scores and dp, [key][query] -> p = exp(scale scores - lse), ds = p (dp - delta), and ds in pairs of keys.
+  /// scores and dp, [key][query] -> p = exp(scale scores - lse), ds = p (dp - delta), and ds in pairs of keys. Of scores that are capped ds
+  /// is that of what they are made of.
+  template <bool kCapped>
   void probabilities(int64_t first_query, int64_t first_key) {
+    if (kCapped) softcap(scores, kB * kB, scale, cap);
     const bool whole = first_key + kB <= s.keys && first_key + kB <= s.visible(first_query, causal) &&
                        first_key >= s.first_visible(first_query + kB - 1, window);
-    const L factor(scale);
+    const L factor(kCapped ? 1.0f : scale), inverse_cap(kCapped ? 1.0f / cap : 0.0f);
     for (int64_t r = 0; r < kB; r += 2)
       for (int64_t c = 0; c < kB; c += 32) {
         __m512i ds_row[2];
@@ -272,9 +279,11 @@ struct Backward {
           L prob[2], grad[2];
           for (int64_t m = 0; m < 2; ++m) {
             const int64_t at = c + m * kLanes, cell = (r + n) * kB + at;
-            L e = exp(L::load(scores + cell) * factor - L::load(lse_of + at));
+            const L score = L::load(scores + cell);
+            L e = exp(score * factor - L::load(lse_of + at));
             if (!whole) e.v = _mm512_maskz_mov_ps(seen(first_query + at, first_key + r + n), e.v);
             prob[m] = e, grad[m] = e * (L::load(dp + cell) - L::load(delta + at));
+            if constexpr (kCapped) grad[m] = grad[m] * (L(1.0f) - score * inverse_cap * (score * inverse_cap));
           }
           _mm512_storeu_si512(p + (r + n) * kB + c, to_bf16(prob[0].v, prob[1].v));
           ds_row[n] = to_bf16(grad[0].v, grad[1].v);

@@ -7,6 +7,7 @@
 #include "sheaf/kernels/cpu/attention_blocks.h"
 #include "sheaf/kernels/cpu/head_rows.h"
 #include "sheaf/kernels/cpu/row_math.h"
+#include "sheaf/kernels/cpu/softcap.h"
 #include "sheaf/kernels/cpu/tile_gemm.h"
 
 namespace sheaf::kernels::SHEAF_SIMD_NAMESPACE {
@@ -56,6 +57,7 @@ class Forward {
         lse_(lse),
         causal_(mask.causal),
         window_(mask.window),
+        softcap_(static_cast<C>(mask.softcap)),
         scale_(static_cast<C>(scale)),
         s_(q, k, v),
         padded_(s_.padded_width()),
@@ -95,6 +97,7 @@ class Forward {
                    scores_, kKeyBlock, false);
       for (int64_t r = 0; r < rows; ++r) {
         C* row = scores_ + r * kKeyBlock;
+        if (softcap_ != 0) softcap(row, kKeyBlock, C(1), softcap_);
         const int64_t visible =
             hide(row, std::clamp<int64_t>(s_.first_visible(first + r, window_) - key, 0, kKeyBlock),
                  std::clamp<int64_t>(s_.visible(first + r, causal_) - key, 0, kKeyBlock));
@@ -142,7 +145,7 @@ class Forward {
   const View &q_, &k_, &v_, &out_, &lse_;
   bool causal_;
   int64_t window_;
-  C scale_;
+  C softcap_, scale_;
   DocumentShape s_;
   int64_t padded_, padded_value_;
   C *keys_, *values_, *query_, *result_, *scores_, *most_, *total_;
@@ -165,6 +168,7 @@ class Backward {
         lse_(lse),
         causal_(mask.causal),
         window_(mask.window),
+        softcap_(static_cast<C>(mask.softcap)),
         scale_(static_cast<C>(scale)),
         s_(q, k, v),
         padded_(s_.padded_width()),
@@ -223,6 +227,11 @@ class Backward {
                    kKeyBlock, dscores_, kKeyBlock, false);
       for (int64_t r = 0; r < rows; ++r) {
         C *p = scores_ + r * kKeyBlock, *dp = dscores_ + r * kKeyBlock;
+        C slopes[kKeyBlock];
+        if (softcap_ != 0) {
+          softcap(p, kKeyBlock, C(1), softcap_);
+          for (int64_t i = 0; i < kKeyBlock; ++i) slopes[i] = softcap_slope(p[i], C(1) / softcap_);
+        }
         const int64_t visible =
             hide(p, std::clamp<int64_t>(s_.first_visible(first + r, window_) - key, 0, kKeyBlock),
                  std::clamp<int64_t>(s_.visible(first + r, causal_) - key, 0, kKeyBlock));
@@ -230,6 +239,7 @@ class Backward {
         const Lanes<C> dot(dots_[r]);
         for (int64_t i = 0; i < kKeyBlock; i += kLanes)
           (Lanes<C>::load(p + i) * (Lanes<C>::load(dp + i) - dot)).store(dp + i);
+        for (int64_t i = 0; softcap_ != 0 && i < kKeyBlock; ++i) dp[i] *= slopes[i];
       }
       const int64_t count = std::min(kKeyBlock, s_.keys - key);
       tile_gemm<C>(count, padded_value_, rows, scores_, 1, kKeyBlock, dout_block_, padded_value_,
@@ -245,7 +255,7 @@ class Backward {
   const View &q_, &k_, &v_, &out_, &dout_, &dq_, &dk_, &dv_, &lse_;
   bool causal_;
   int64_t window_;
-  C scale_;
+  C softcap_, scale_;
   DocumentShape s_;
   int64_t padded_, padded_value_;
   C *keys_, *keys_t_, *values_t_, *dkeys_, *dvalues_, *query_, *dout_block_, *dquery_, *scores_,

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "sheaf/kernels/cpu/row_math.h"
+#include "sheaf/kernels/cpu/softcap.h"
 
 namespace sheaf::kernels::cpu {
 
@@ -15,29 +16,37 @@ inline ComputeType<T> log_sum_exp(const T* x, int64_t n) {
 }
 
 /// out = exp(x - lse) * scale, but at_target(exp(x - lse)) at `target`, if the row has it; out may
-/// be x.
+/// be x. Of logits that are capped by 1 / inverse_cap, what that is of those before.
 template <class T, class Out, class AtTarget, class C = ComputeType<T>>
 inline void logit_row_backward(const T* x, int64_t n, int64_t target, C lse, C scale,
-                               AtTarget&& at_target, Out* out) {
+                               AtTarget&& at_target, Out* out, C inverse_cap = 0) {
   using L = Lanes<C>;
   const bool here = target >= 0 && target < n;
   // The target's element is computed apart, from x before it is overwritten.
   const C shifted = here ? static_cast<C>(x[target]) - lse : C(0);
-  for_lanes(n, [&](int64_t i, auto m) {
-    store_lanes(out + i, exp(load_lanes(x + i, m) - L(lse)) * L(scale), m);
-  });
+  const C slope = here ? softcap_slope(static_cast<C>(x[target]), inverse_cap) : C(1);
+  if (inverse_cap == 0) {
+    for_lanes(n, [&](int64_t i, auto m) {
+      store_lanes(out + i, exp(load_lanes(x + i, m) - L(lse)) * L(scale), m);
+    });
+  } else {
+    for_lanes(n, [&](int64_t i, auto m) {
+      const L logit = load_lanes(x + i, m), t = logit * L(inverse_cap);
+      store_lanes(out + i, exp(logit - L(lse)) * L(scale) * (L(C(1)) - t * t), m);
+    });
+  }
   if (!here) return;
   C one[kLanes];
   exp(L(shifted)).store(one);
-  out[target] = Out(at_target(one[0]));
+  out[target] = Out(inverse_cap == 0 ? at_target(one[0]) : at_target(one[0]) * slope);
 }
 
 /// out = (exp(x - lse) - onehot(target)) * scale; out may be x.
 template <class T, class Out, class C = ComputeType<T>>
 inline void cross_entropy_row_backward(const T* x, int64_t n, int64_t target, C lse, C scale,
-                                       Out* out) {
+                                       Out* out, C inverse_cap = 0) {
   logit_row_backward(
-      x, n, target, lse, scale, [&](C p) { return (p - C(1)) * scale; }, out);
+      x, n, target, lse, scale, [&](C p) { return (p - C(1)) * scale; }, out, inverse_cap);
 }
 
 }  // namespace sheaf::kernels::cpu

@@ -3,6 +3,7 @@
 #include "sheaf/kernels/cpu/cross_entropy_row.h"
 #include "sheaf/kernels/cpu/gemm.h"
 #include "sheaf/kernels/cpu/rows.h"
+#include "sheaf/kernels/cpu/softcap.h"
 #include "sheaf/kernels/embedding.h"
 #include "sheaf/kernels/given.h"
 
@@ -100,22 +101,22 @@ struct Head {
            product_bytes();
   }
 
-  void run(const View& targets, int64_t ignore_index, const RowValues& v, Workspace memory) const {
+  void run(const View& targets, HeadRules rules, const RowValues& v, Workspace memory) const {
     check<ShapeError>(targets.numel() == rows, "[", who, "] targets ", targets.shape, " for ", rows,
                       " rows");
     for (const View* row_values : {v.lse, v.target_logits, v.dlse, v.dtarget})
       check<ShapeError>(!row_values || row_values->numel() == rows, "[", who, "] row values ",
                         row_values ? row_values->shape : Shape{}, " for ", rows, " rows");
-    check_tokens(who, targets, v.part.all, ignore_index);
-    if (row_dtype == kF64) return chunks<double, double>(targets, ignore_index, v, memory);
-    if (x.dtype == kF32) return chunks<float, float>(targets, ignore_index, v, memory);
-    if (x.dtype == kBF16) return chunks<float, bf16>(targets, ignore_index, v, memory);
-    if (x.dtype == kF16) return chunks<float, f16>(targets, ignore_index, v, memory);
+    check_tokens(who, targets, v.part.all, rules.ignore_index);
+    if (row_dtype == kF64) return chunks<double, double>(targets, rules, v, memory);
+    if (x.dtype == kF32) return chunks<float, float>(targets, rules, v, memory);
+    if (x.dtype == kBF16) return chunks<float, bf16>(targets, rules, v, memory);
+    if (x.dtype == kF16) return chunks<float, f16>(targets, rules, v, memory);
     fail<DTypeError>("[", who, "] input of ", x.dtype);
   }
 
   template <class C, class G>
-  void chunks(const View& targets, int64_t ignore_index, const RowValues& v,
+  void chunks(const View& targets, HeadRules rules, const RowValues& v,
               Workspace memory) const {
     Carver carver(who, memory);
     C* cells = carver.take<C>(chunk * vocabulary);
@@ -134,6 +135,7 @@ struct Head {
     const Workspace scratch{carver.take<char>(static_cast<int64_t>(product)), product};
     const bool backward = given(dx) || given(dweight);
     const C scale = v.dloss ? *v.dloss->as<C>() : static_cast<C>(v.constant);
+    const C cap = static_cast<C>(rules.softcap), inverse_cap = cap != 0 ? C(1) / cap : C(0);
     double total = 0;
     for (int64_t first = 0; first < rows; first += chunk) {
       const int64_t count = std::min(chunk, rows - first);
@@ -143,8 +145,9 @@ struct Head {
       parallel_for(count, row_grain(2 * vocabulary), [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) {
           C* row = cells + r * vocabulary;
+          if (cap != 0) softcap(row, vocabulary, C(1), cap);
           const int64_t token = target_of[first + r], target = token - v.part.first;
-          const bool ignored = token == ignore_index;
+          const bool ignored = token == rules.ignore_index;
           const bool counts = !ignored && target >= 0 && target < vocabulary;
           const C log_sum = ignored         ? nothing
                             : v.compute_lse ? log_sum_exp(row, vocabulary)
@@ -160,9 +163,9 @@ struct Head {
             const C dlse = dlse_of[first + r], dtarget = dtarget_of[first + r];
             logit_row_backward(
                 row, vocabulary, target, log_sum, dlse, [&](C p) { return p * dlse + dtarget; },
-                out);
+                out, inverse_cap);
           } else {
-            cross_entropy_row_backward(row, vocabulary, target, log_sum, scale, out);
+            cross_entropy_row_backward(row, vocabulary, target, log_sum, scale, out, inverse_cap);
           }
         }
       });
@@ -209,10 +212,10 @@ size_t linear_cross_entropy_workspace(const View& x, const View& weight) {
   return Head("linear_cross_entropy", x, weight, {}, {}).workspace();
 }
 void linear_cross_entropy(const View& x, const View& weight, const View& targets,
-                          int64_t ignore_index, const View& loss, const View& lse,
+                          HeadRules rules, const View& loss, const View& lse,
                           Workspace workspace) {
   Head("linear_cross_entropy", x, weight, {}, {})
-      .run(targets, ignore_index, {.loss = &loss, .lse = &lse, .part = whole_table(weight)},
+      .run(targets, rules, {.loss = &loss, .lse = &lse, .part = whole_table(weight)},
            workspace);
 }
 
@@ -221,10 +224,10 @@ size_t linear_cross_entropy_backward_workspace(const View& x, const View& weight
   return Head("linear_cross_entropy_backward", x, weight, dx, dweight).workspace();
 }
 void linear_cross_entropy_backward(const View& x, const View& weight, const View& targets,
-                                   int64_t ignore_index, const View& lse, const View& dloss,
+                                   HeadRules rules, const View& lse, const View& dloss,
                                    const View& dx, const View& dweight, Workspace workspace) {
   Head("linear_cross_entropy_backward", x, weight, dx, dweight)
-      .run(targets, ignore_index,
+      .run(targets, rules,
            {.lse = &lse, .compute_lse = false, .dloss = &dloss, .part = whole_table(weight)},
            workspace);
 }
@@ -234,10 +237,10 @@ size_t linear_cross_entropy_fused_workspace(const View& x, const View& weight, c
   return Head("linear_cross_entropy_fused", x, weight, dx, dweight).workspace();
 }
 void linear_cross_entropy_fused(const View& x, const View& weight, const View& targets,
-                                int64_t ignore_index, const View& loss, const View& dx,
+                                HeadRules rules, const View& loss, const View& dx,
                                 const View& dweight, Workspace workspace, double dloss) {
   Head("linear_cross_entropy_fused", x, weight, dx, dweight)
-      .run(targets, ignore_index, {.loss = &loss, .constant = dloss, .part = whole_table(weight)},
+      .run(targets, rules, {.loss = &loss, .constant = dloss, .part = whole_table(weight)},
            workspace);
 }
 
@@ -245,10 +248,10 @@ size_t linear_lse_workspace(const View& x, const View& weight) {
   return Head("linear_lse", x, weight, {}, {}).workspace();
 }
 void linear_lse(const View& x, const View& weight, TablePart part, const View& targets,
-                int64_t ignore_index, const View& lse, const View& target_logits,
+                HeadRules rules, const View& lse, const View& target_logits,
                 Workspace workspace) {
   Head("linear_lse", x, weight, {}, {})
-      .run(targets, ignore_index, {.target_logits = &target_logits, .lse = &lse, .part = part},
+      .run(targets, rules, {.target_logits = &target_logits, .lse = &lse, .part = part},
            workspace);
 }
 
@@ -257,11 +260,11 @@ size_t linear_lse_backward_workspace(const View& x, const View& weight, const Vi
   return Head("linear_lse_backward", x, weight, dx, dweight).workspace();
 }
 void linear_lse_backward(const View& x, const View& weight, TablePart part, const View& targets,
-                         int64_t ignore_index, const View& lse, const View& dlse,
+                         HeadRules rules, const View& lse, const View& dlse,
                          const View& dtarget, const View& dx, const View& dweight,
                          Workspace workspace) {
   Head("linear_lse_backward", x, weight, dx, dweight)
-      .run(targets, ignore_index,
+      .run(targets, rules,
            {.lse = &lse, .compute_lse = false, .dlse = &dlse, .dtarget = &dtarget, .part = part},
            workspace);
 }

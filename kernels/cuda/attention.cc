@@ -59,6 +59,7 @@ Attention forward(const View& q, const View& k, const View& v, const AttentionMa
           .causal = mask.causal,
           .begins = mask.begins,
           .window = mask.window,
+          .softcap = mask.softcap,
           .scale = scale};
 }
 
@@ -77,6 +78,7 @@ Attention backward(const View& q, const View& k, const View& v, const View& out,
           .causal = mask.causal,
           .begins = mask.begins,
           .window = mask.window,
+          .softcap = mask.softcap,
           .scale = scale};
 }
 

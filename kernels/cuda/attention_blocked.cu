@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
 #pragma unroll
           for (int j = 0; j < S::kPer; ++j)
             s[i][j] = sees.has(tx() + kSide * j)
-                          ? rounded_product(s[i][j], static_cast<C>(p.scale))
+                          ? capped<kHides>(p, rounded_product(s[i][j], static_cast<C>(p.scale)))
                           : kHidden<C>;
           const C shrink = add_tile(segment[i], s[i]);
 #pragma unroll

@@ -54,10 +54,12 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
       for (int i = 0; i < S::kPer; ++i) {
         const SeenKeys sees = seen_keys<S::kTile, kHides>(p, key, seen[i]);
 #pragma unroll
-        for (int j = 0; j < S::kPer; ++j)
+        for (int j = 0; j < S::kPer; ++j) {
+          const C score = capped<kHides>(p, rounded_product(s[i][j], scale));
           ds[i][j] = sees.has(tx() + kSide * j)
-                         ? exponential(s[i][j] * scale - lse[i]) * (ds[i][j] - dot[i]) * scale
+                         ? exponential(score - lse[i]) * (ds[i][j] - dot[i]) * scale * slope_of_capped<kHides>(p, score)
                          : C(0);
+        }
       }
       store_scores<S>(ds, weights);
       __syncthreads();
@@ -131,8 +133,9 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
           for (int i = 0; i < S::kPer; ++i) {
             const bool has = sees.has(ty() + kSide * i);
-            s[i][j] = has ? exponential(s[i][j] * scale - lse) : C(0);
-            ds[i][j] = has ? s[i][j] * (ds[i][j] - dot) * scale : C(0);
+            const C score = capped<kHides>(p, rounded_product(s[i][j], scale));
+            s[i][j] = has ? exponential(score - lse) : C(0);
+            ds[i][j] = has ? s[i][j] * (ds[i][j] - dot) * scale * slope_of_capped<kHides>(p, score) : C(0);
           }
         }
         store_scores<S>(s, weights);

@@ -176,7 +176,9 @@ __global__ void __launch_bounds__(kThreads, S::kBlocks)
       float* const row = weights + ty() * S::kScoreStride + tx();
 #pragma unroll
       for (int j = 0; j < kScores; ++j)
-        scores[j] = sees.has(key + tx() + kSide * j) ? rounded_product(row[kSide * j], static_cast<float>(p.scale)) : kHidden<float>;
+        scores[j] = sees.has(key + tx() + kSide * j)
+                        ? capped<Hides::something>(p, rounded_product(row[kSide * j], static_cast<float>(p.scale)))
+                        : kHidden<float>;
       const float shrink = add_tile(segment, scores);
 #pragma unroll
       for (int j = 0; j < kScores; ++j) row[kSide * j] = scores[j];

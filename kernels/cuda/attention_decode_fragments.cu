@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads, Sizes<T, kWidth, kValueWidth>::kBloc
   // Those of all warps, each as the lanes have them.
   auto* const all_scores = reinterpret_cast<float4*>(memory + S::kQueryBytes + S::kKeyBytes + S::kValueBytes) + lane_of_thread();
   const int warp = warp_of_thread(), first_column = warp * kOwnColumns * 8;
-  const Scale scale(p.scale);
+  const Scale<Hides::something> scale(p);
 
   const SegmentBlock block(p, to.slots, tiles);
   queries.template load_rows<kSegmentRows>(q.width, q.packed, [&](int row) {

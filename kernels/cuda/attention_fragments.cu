@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, Forward<T, kWidth, kValueWidth>::kBl
   const auto keys_in = [&](int turn) { return Tile<T, kWidth>{reinterpret_cast<T*>(memory + S::kQueryBytes + turn * S::kKeyBytes)}; };
   const Tile<T, kValueWidth> values{reinterpret_cast<T*>(memory + S::kQueryBytes + 2 * S::kKeyBytes)};
   auto* const so_far = reinterpret_cast<float4*>(memory + S::kQueryBytes + 2 * S::kKeyBytes + S::kValueBytes) + threadIdx.x;
-  const Scale scale(p.scale);
+  const Scale<kHides> scale(p);
 
   const auto [pair, b, h, g, at] = query_block<kRows>(p, query_blocks);
   for_each_tile<kRows, kHides, TilesOf::queries>(p, begins, b, at, [&, b = b, h = h, g = g](const Document& d, int64_t first) {

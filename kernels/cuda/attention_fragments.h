@@ -33,22 +33,39 @@ __device__ inline float power_of_2(float x) {
 #endif
 }
 
+/// tanh to about 1e-7, as exact as scores within a cap need it.
+__device__ inline float tangent(float x) {
+  const float below = power_of_2(x * (2 * kLog2E)) + 1.0f;  // (1 - 2 / below)
+#ifdef __CUDA_ARCH__
+  return 1.0f - __fdividef(2.0f, below);
+#else
+  return 1.0f - 2.0f / below;
+#endif
+}
+
 /// What scores, products of queries and keys, are multiplied by.
+template <Hides kHides>
 struct Scale {
   float natural, binary;  ///< > 0; binary: of exponents of 2
   float before;           ///< 1, or where it is not positive all of it: the largest product would not be the largest score
+  float cap;              ///< 0, or that of scores, whose tangent's argument then has all of the scale
 
-  __device__ explicit Scale(double scale)
-      : natural(static_cast<float>(scale) > 0 ? static_cast<float>(scale) : 1.0f),
-        binary(natural * kLog2E),
-        before(static_cast<float>(scale) > 0 ? 1.0f : static_cast<float>(scale)) {}
+  __device__ explicit Scale(const Problem& p) : cap(kHides == Hides::nothing ? 0.0f : static_cast<float>(p.softcap)) {
+    const auto scale = static_cast<float>(p.scale);
+    const bool behind = scale > 0 && cap == 0;
+    natural = behind ? scale : 1.0f, binary = natural * kLog2E;
+    before = behind ? 1.0f : cap != 0 ? scale / cap : scale;
+  }
   template <int kColumns>
   __device__ void prepare(float (&scores)[kColumns][4]) const {
-    if (before == 1.0f) return;
+    if (before == 1.0f && (kHides == Hides::nothing || cap == 0)) return;
 #pragma unroll
     for (int n = 0; n < kColumns; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scores[n][i] *= before;
+      for (int i = 0; i < 4; ++i) {
+        scores[n][i] *= before;
+        if (kHides != Hides::nothing && cap != 0) scores[n][i] = cap * tangent(scores[n][i]);
+      }
   }
 };
 
@@ -200,8 +217,8 @@ __device__ void hide(Sums<kColumns>& scores, int i, const SeenKeys& sees) {
 }
 
 /// As add_tile of attention_softmax.h: the scores of row i of a thread's two become weights.
-template <int kColumns>
-__device__ float add_tile(Softmax<float>& row, Sums<kColumns>& scores, int i, const Scale& scale) {
+template <Hides kHides, int kColumns>
+__device__ float add_tile(Softmax<float>& row, Sums<kColumns>& scores, int i, const Scale<kHides>& scale) {
   float largest = kHidden<float>;
 #pragma unroll
   for (int n = 0; n < kColumns; ++n) largest = fmaxf(largest, fmaxf(scores[n][i * 2], scores[n][i * 2 + 1]));

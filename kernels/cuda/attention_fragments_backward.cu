@@ -17,10 +17,23 @@ namespace {
 struct Weight {
   float p, ds;
 };
-__device__ inline Weight weight_of(float score, float gradient, float binary_lse, float dot, float binary_scale) {
-  const float p = power_of_2(fused_sum(score, binary_scale, -binary_lse));
-  return {p, p * (gradient - dot)};
-}
+/// What products of queries and keys become, as exponents of 2. With a softcap ds is that of the products, too.
+template <Hides kHides>
+struct ScoreScale {
+  float binary;  ///< of products or, with a softcap, of tangents
+  float inner;   ///< 0, or what products are multiplied by for those
+  __device__ explicit ScoreScale(const Problem& p) {
+    const auto scale = static_cast<float>(p.scale), cap = static_cast<float>(p.softcap);
+    const bool caps = kHides != Hides::nothing && cap != 0;
+    binary = (caps ? cap : scale) * kLog2E, inner = caps ? scale / cap : 0.0f;
+  }
+  __device__ Weight weight_of(float score, float gradient, float binary_lse, float dot) const {
+    float slope = 1.0f;
+    if (kHides != Hides::nothing && inner != 0) score = tangent(score * inner), slope = 1.0f - score * score;
+    const float p = power_of_2(fused_sum(score, binary, -binary_lse));
+    return {p, p * (gradient - dot) * slope};
+  }
+};
 
 template <class T, int kWidth, int kValueWidth>
 struct QueryGradient {
@@ -48,7 +61,8 @@ __global__ void __launch_bounds__(kThreads, QueryGradient<T, kWidth, kValueWidth
     return Tile<T, kValueWidth>{reinterpret_cast<T*>(memory + S::kQueryBytes + S::kOutBytes + turn * (S::kKeyBytes + S::kValueBytes) +
                                                      S::kKeyBytes)};
   };
-  const auto scale = static_cast<float>(p.scale), binary_scale = scale * kLog2E;
+  const auto scale = static_cast<float>(p.scale);
+  const ScoreScale<kHides> of_scores(p);
 
   const auto [pair, b, h, g, at] = query_block<kRows>(p, query_blocks);
   for_each_tile<kRows, kHides, TilesOf::queries>(
@@ -90,7 +104,7 @@ __global__ void __launch_bounds__(kThreads, QueryGradient<T, kWidth, kValueWidth
 #pragma unroll
         for (int n = 0; n < kScores; ++n)
 #pragma unroll
-          for (int e = i * 2; e < i * 2 + 2; ++e) ds[n][e] = weight_of(scores[n][e], ds[n][e], binary_lse[i], dot[i], binary_scale).ds;
+          for (int e = i * 2; e < i * 2 + 2; ++e) ds[n][e] = of_scores.weight_of(scores[n][e], ds[n][e], binary_lse[i], dot[i]).ds;
       if (!all_see_all<kRows, kKeys, kHides>(p, d, first, key))
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -149,7 +163,8 @@ __global__ void __launch_bounds__(kThreads, KeyGradient<T, kWidth, kValueWidth>:
     auto* const statistics_at = reinterpret_cast<float*>(at + S::kQueryBytes + S::kOutBytes);
     return {{reinterpret_cast<T*>(at)}, {reinterpret_cast<T*>(at + S::kQueryBytes)}, statistics_at, statistics_at + kQueries};
   };
-  const auto scale = static_cast<float>(p.scale), binary_scale = scale * kLog2E;
+  const auto scale = static_cast<float>(p.scale);
+  const ScoreScale<kHides> of_scores(p);
 
   const int64_t pair = blockIdx.x % (p.batch * p.key_heads), b = pair / p.key_heads, g = pair % p.key_heads,
                 group = p.heads / p.key_heads;
@@ -205,7 +220,7 @@ __global__ void __launch_bounds__(kThreads, KeyGradient<T, kWidth, kValueWidth>:
           const float binary_lse = turn.binary_lse[column_of(m, e)], dot = turn.dot[column_of(m, e)];
 #pragma unroll
           for (int i = e; i < 4; i += 2) {
-            const Weight weight = weight_of(scores[m][i], kOfKeys ? ds[m][i] : 0.0f, binary_lse, dot, binary_scale);
+            const Weight weight = of_scores.weight_of(scores[m][i], kOfKeys ? ds[m][i] : 0.0f, binary_lse, dot);
             scores[m][i] = weight.p;
             if constexpr (kOfKeys) ds[m][i] = weight.ds;
           }

@@ -16,6 +16,7 @@ struct Problem {
   bool causal;
   int64_t window;  ///< at most as many as keys
   double scale;
+  double softcap;  ///< of scores; 0: none
 
   /// Keys before the first query's own; less than 0 if some queries see none.
   __host__ __device__ int64_t past() const { return keys - queries; }
@@ -52,14 +53,30 @@ struct PerQuery {
   __device__ C& at(int64_t b, int64_t h, int64_t t) const { return data[b * batch + h * head + t]; }
 };
 
-/// What hides keys beside the causal mask: nothing, or documents, a window or both. Kernels are compiled for each, and not
+/// What there is beside the causal mask: nothing, or any of documents, a window and a softcap. Kernels are compiled for each, and not
 /// for documents and windows apart: those differ around the products, not in them.
 enum class Hides { nothing, something };
+
+/// A score, within the softcap if there is one.
+template <Hides kHides, class C>
+__device__ inline C capped(const Problem& p, C score) {
+  if (kHides == Hides::nothing || p.softcap == 0) return score;
+  const C cap = static_cast<C>(p.softcap);
+  if constexpr (std::is_same_v<C, float>) return cap * tanhf(score / cap);
+  else return cap * ::tanh(score / cap);
+}
+/// The derivative of that, by what it gives.
+template <Hides kHides, class C>
+__device__ inline C slope_of_capped(const Problem& p, C score) {
+  if (kHides == Hides::nothing || p.softcap == 0) return C(1);
+  const C t = score / static_cast<C>(p.softcap);
+  return C(1) - t * t;
+}
 
 /// Calls f.operator()<hides>() with what `mask` asks for.
 template <class F>
 void visit_hides(const AttentionMask& mask, F&& f) {
-  if (mask.window || mask.has_documents()) f.template operator()<Hides::something>();
+  if (mask.window || mask.has_documents() || mask.softcap != 0) f.template operator()<Hides::something>();
   else f.template operator()<Hides::nothing>();
 }
 
@@ -216,7 +233,7 @@ void visit_widths(const char* who, const View& q, const View& v, F&& f) {
 
 inline Problem problem_of(const View& q, const View& k, const AttentionMask& mask, double scale) {
   return {q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], mask.causal,
-          mask.window < k.shape[1] ? mask.window : k.shape[1], scale};
+          mask.window < k.shape[1] ? mask.window : k.shape[1], scale, mask.softcap};
 }
 
 }  // namespace sheaf::kernels::cuda::attention_tiles

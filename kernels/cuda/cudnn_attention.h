@@ -20,6 +20,7 @@ struct Attention {
   bool causal = true;
   View begins = {};  ///< i32[B, T], where documents begin (AttentionMask), if they are kept apart
   int64_t window = 0;  ///< keys that a query sees; 0: all that the others leave
+  double softcap = 0;  ///< of scores, which is refused; 0: none
   double scale = 1;
   /// Backward: dq has the same bits at every run. cuDNN then wants workspace for the gradients of
   /// all scores, in the operands' type: 2 B H T S bytes, whatever the heads' width, S rounded up

@@ -63,6 +63,7 @@ std::string layout_refusal(const Attention& a) {
   const bool backward = a.dout.rank() != 0;
   if (a.q.dtype != kBF16 && a.q.dtype != kF16) return str("for bf16 and f16, not ", a.q.dtype);
   if (!a.causal) return "causal attention only";
+  if (a.softcap != 0) return "scores without a softcap only";
   std::vector<const View*> operands{&a.q, &a.k, &a.v, &a.out};
   if (backward) operands.insert(operands.end(), {&a.dout, &a.dq, &a.dk, &a.dv});
   for (const View* v : operands) {

@@ -54,7 +54,7 @@ class Head {
            (copy_x_ ? line_align(static_cast<size_t>(x_.bytes())) : 0);
   }
 
-  void run(const Stream& stream, const View& targets, int64_t ignore_index, const RowValues& v,
+  void run(const Stream& stream, const View& targets, HeadRules rules, const RowValues& v,
            Workspace memory) {
     check<ShapeError>(targets.numel() == rows_, "[", who_, "] targets ", targets.shape, " for ",
                       rows_, " rows");
@@ -87,24 +87,25 @@ class Head {
     for (int64_t first = 0; first < rows_; first += chunk_) {
       const int64_t count = std::min(chunk_, rows_ - first);
       gemm(stream, forward(first, count, cells), scratch);
+      if (rules.softcap != 0) cap(stream, count, cells, rules.softcap);
       const View chunk_targets = rows_of(places, first, count),
                  chunk_sums = rows_of(sums, first, count);
       if (v.target_logits) {
         find_part_values(
-            stream, count, cells, v.part, chunk_targets, ignore_index, chunk_sums,
+            stream, count, cells, v.part, chunk_targets, rules.ignore_index, chunk_sums,
             rows_of(View::dense(v.target_logits->data, row_dtype_, {rows_}), first, count));
         continue;
       }
       if (v.compute_lse && backward() && vocabulary_ <= kMostColumns &&
           (v.constant == 1 || x_.dtype == kF16)) {
-        lose_and_differentiate(stream, count, cells, chunk_targets, ignore_index, v.constant,
+        lose_and_differentiate(stream, count, cells, chunk_targets, rules, v.constant,
                                rows_of(losses, first, count), gradients);
       } else {
         if (v.compute_lse)
-          cross_entropy(stream, logits(cells, count, row_dtype_), chunk_targets, ignore_index,
+          cross_entropy(stream, logits(cells, count, row_dtype_), chunk_targets, rules.ignore_index,
                         rows_of(losses, first, count), chunk_sums);
         if (!backward()) continue;
-        differentiate(stream, first, count, cells, v, chunk_targets, ignore_index, chunk_sums,
+        differentiate(stream, first, count, cells, v, chunk_targets, rules, chunk_sums,
                       gradients);
       }
       if (given(dx_)) gemm(stream, input_gradient(first, count, gradients), scratch);
@@ -159,9 +160,21 @@ class Head {
     return most;
   }
 
+  template <class C>
+  static C inverse_cap(const HeadRules& rules) {
+    return rules.softcap != 0 ? static_cast<C>(1 / rules.softcap) : C(0);
+  }
+  void cap(const Stream& stream, int64_t count, void* cells, double softcap) const {
+    const auto of = [&]<class C>(C) {
+      launch(who_, stream, {.blocks = count, .threads = threads_for(vocabulary_, kGradientThreads)}, cap_logits<C>, static_cast<C*>(cells),
+             pitch_, vocabulary_, static_cast<C>(softcap));
+    };
+    row_dtype_ == kF64 ? of(double()) : of(float());
+  }
+
   /// Of losses whose gradient is dloss, which is 1 but for f16.
   void lose_and_differentiate(const Stream& stream, int64_t count, void* cells, const View& targets,
-                              int64_t ignore_index, double dloss, const View& losses,
+                              HeadRules rules, double dloss, const View& losses,
                               void* gradients) const {
     visit_floating(who_, x_.dtype, [&]<class G>() {
       using C = Compute<G>;
@@ -173,7 +186,7 @@ class Head {
           who_, stream,
           {.blocks = count, .threads = threads, .shared_bytes = static_cast<size_t>(held * batch)},
           losses_and_gradients<C, G>, static_cast<const C*>(cells), pitch_, vocabulary_, held,
-          targets.as<const int64_t>(), ignore_index, static_cast<C>(dloss), losses.as<C>(),
+          targets.as<const int64_t>(), rules.ignore_index, static_cast<C>(dloss), inverse_cap<C>(rules), losses.as<C>(),
           static_cast<G*>(gradients));
     });
   }
@@ -188,7 +201,7 @@ class Head {
     row_dtype_ == kF64 ? of(double()) : of(float());
   }
   void differentiate(const Stream& stream, int64_t first, int64_t count, void* cells,
-                     const RowValues& v, const View& targets, int64_t ignore_index, const View& lse,
+                     const RowValues& v, const View& targets, HeadRules rules, const View& lse,
                      void* gradients) const {
     visit_floating(who_, x_.dtype, [&]<class G>() {
       using C = Compute<G>;
@@ -196,7 +209,7 @@ class Head {
       const auto from = [&]<class From>(const From& rows) {
         launch(who_, stream, {.blocks = count, .threads = threads_for(packs, kGradientThreads)},
                logit_gradients<C, G, From>, static_cast<const C*>(cells), pitch_, vocabulary_,
-               v.part, targets.as<const int64_t>(), ignore_index, lse.as<const C>(), rows,
+               v.part, targets.as<const int64_t>(), rules.ignore_index, inverse_cap<C>(rules), lse.as<const C>(), rows,
                static_cast<G*>(gradients));
       };
       if (v.dlse)
@@ -239,10 +252,10 @@ size_t linear_cross_entropy_workspace(const View& x, const View& weight) {
   return Head("linear_cross_entropy", x, weight, {}, {}).workspace();
 }
 void linear_cross_entropy(const Stream& stream, const View& x, const View& weight,
-                          const View& targets, int64_t ignore_index, const View& loss,
+                          const View& targets, HeadRules rules, const View& loss,
                           const View& lse, Workspace workspace) {
   Head("linear_cross_entropy", x, weight, {}, {})
-      .run(stream, targets, ignore_index, {.loss = &loss, .lse = &lse, .part = whole_table(weight)},
+      .run(stream, targets, rules, {.loss = &loss, .lse = &lse, .part = whole_table(weight)},
            workspace);
 }
 
@@ -251,11 +264,11 @@ size_t linear_cross_entropy_backward_workspace(const View& x, const View& weight
   return Head("linear_cross_entropy_backward", x, weight, dx, dweight).workspace();
 }
 void linear_cross_entropy_backward(const Stream& stream, const View& x, const View& weight,
-                                   const View& targets, int64_t ignore_index, const View& lse,
+                                   const View& targets, HeadRules rules, const View& lse,
                                    const View& dloss, const View& dx, const View& dweight,
                                    Workspace workspace) {
   Head("linear_cross_entropy_backward", x, weight, dx, dweight)
-      .run(stream, targets, ignore_index,
+      .run(stream, targets, rules,
            {.lse = &lse, .compute_lse = false, .dloss = &dloss, .part = whole_table(weight)},
            workspace);
 }
@@ -265,11 +278,11 @@ size_t linear_cross_entropy_fused_workspace(const View& x, const View& weight, c
   return Head("linear_cross_entropy_fused", x, weight, dx, dweight).workspace();
 }
 void linear_cross_entropy_fused(const Stream& stream, const View& x, const View& weight,
-                                const View& targets, int64_t ignore_index, const View& loss,
+                                const View& targets, HeadRules rules, const View& loss,
                                 const View& dx, const View& dweight, Workspace workspace,
                                 double dloss) {
   Head("linear_cross_entropy_fused", x, weight, dx, dweight)
-      .run(stream, targets, ignore_index,
+      .run(stream, targets, rules,
            {.loss = &loss, .constant = dloss, .part = whole_table(weight)}, workspace);
 }
 
@@ -277,10 +290,10 @@ size_t linear_lse_workspace(const View& x, const View& weight) {
   return Head("linear_lse", x, weight, {}, {}).workspace();
 }
 void linear_lse(const Stream& stream, const View& x, const View& weight, TablePart part,
-                const View& targets, int64_t ignore_index, const View& lse,
+                const View& targets, HeadRules rules, const View& lse,
                 const View& target_logits, Workspace workspace) {
   Head("linear_lse", x, weight, {}, {})
-      .run(stream, targets, ignore_index,
+      .run(stream, targets, rules,
            {.target_logits = &target_logits, .lse = &lse, .part = part}, workspace);
 }
 
@@ -289,11 +302,11 @@ size_t linear_lse_backward_workspace(const View& x, const View& weight, const Vi
   return Head("linear_lse_backward", x, weight, dx, dweight).workspace();
 }
 void linear_lse_backward(const Stream& stream, const View& x, const View& weight, TablePart part,
-                         const View& targets, int64_t ignore_index, const View& lse,
+                         const View& targets, HeadRules rules, const View& lse,
                          const View& dlse, const View& dtarget, const View& dx, const View& dweight,
                          Workspace workspace) {
   Head("linear_lse_backward", x, weight, dx, dweight)
-      .run(stream, targets, ignore_index,
+      .run(stream, targets, rules,
            {.lse = &lse, .compute_lse = false, .dlse = &dlse, .dtarget = &dtarget, .part = part},
            workspace);
 }

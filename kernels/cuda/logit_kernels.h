@@ -27,6 +27,21 @@ __device__ C probability(C logit, C lse) {
   return std::is_same_v<C, float> ? C(expf(static_cast<float>(x))) : C(::exp(x));
 }
 
+/// A row to a block: logits of a chunk within a cap.
+template <class C>
+__global__ void __launch_bounds__(kGradientThreads) cap_logits(C* logits, int64_t pitch, int64_t n, C cap) {
+  C* const row = logits + static_cast<int64_t>(blockIdx.x) * pitch;
+  for (int64_t at = threadIdx.x; at < n; at += blockDim.x)
+    row[at] = cap * (std::is_same_v<C, float> ? C(tanhf(static_cast<float>(row[at] / cap))) : C(::tanh(row[at] / cap)));
+}
+
+/// What a logit's gradient becomes of the one before the cap; inverse_cap of 0: there is none.
+template <class C>
+__device__ C before_cap(C gradient, C logit, C inverse_cap) {
+  const C t = logit * inverse_cap;
+  return inverse_cap == 0 ? gradient : gradient * (C(1) - t * t);
+}
+
 /// cross_entropy and logit_gradients in one, bit for bit: a row to a block, from the last one,
 /// which the cache still has, to the first. The first `held_batches` rounds of the block are read
 /// once; what lies behind, and did not fit, is read again, from the cache if it has it. Rows are
@@ -34,7 +49,7 @@ __device__ C probability(C logit, C lse) {
 template <class C, class G>
 __global__ void __launch_bounds__(kLogSumExpThreads, 2)
     losses_and_gradients(const C* logits, int64_t pitch, int n, int held_batches,
-                         const int64_t* targets, int64_t ignore_index, C dloss, C* losses, G* out) {
+                         const int64_t* targets, int64_t ignore_index, C dloss, C inverse_cap, C* losses, G* out) {
   constexpr int kSize = Pack<C>::kSize, kBatch = kLogSumExpBatch;
   __shared__ C scratch[2][kWarp];
   const int64_t row = static_cast<int64_t>(gridDim.x) - 1 - blockIdx.x, target = targets[row];
@@ -92,13 +107,13 @@ __global__ void __launch_bounds__(kLogSumExpThreads, 2)
       if (at >= n) break;
       Group<G, kSize> gradient;
 #pragma unroll
-      for (int k = 0; k < kSize; ++k) gradient.v[k] = gradient_of(probability(packs[u].v[k], lse));
+      for (int k = 0; k < kSize; ++k) gradient.v[k] = gradient_of(before_cap(probability(packs[u].v[k], lse), packs[u].v[k], inverse_cap));
       if (const int place = hit - at; place >= 0 && place < kSize) {
 #pragma unroll
         for (int k = 0; k < kSize; ++k)
           if (k == place) {
             losses[row] = lse - packs[u].v[k];
-            gradient.v[k] = gradient_of(rounded_sum(probability(packs[u].v[k], lse), C(-1)));
+            gradient.v[k] = gradient_of(before_cap(rounded_sum(probability(packs[u].v[k], lse), C(-1)), packs[u].v[k], inverse_cap));
           }
       }
       *reinterpret_cast<Group<G, kSize>*>(to + at) = gradient;
@@ -170,7 +185,7 @@ struct OfPart {
 template <class C, class G, class From>
 __global__ void __launch_bounds__(kGradientThreads)
     logit_gradients(const C* logits, int64_t pitch, int64_t n, TablePart part,
-                    const int64_t* targets, int64_t ignore_index, const C* lse, From from, G* out) {
+                    const int64_t* targets, int64_t ignore_index, C inverse_cap, const C* lse, From from, G* out) {
   constexpr int kSize = Pack<G>::kSize, kParts = kSize / Pack<C>::kSize;
   const int64_t row = static_cast<int64_t>(gridDim.x) - 1 - blockIdx.x, token = targets[row],
                 target = token - part.first;
@@ -188,7 +203,7 @@ __global__ void __launch_bounds__(kGradientThreads)
 #pragma unroll
       for (int k = 0; k < kSize; ++k) {
         const C logit = in[k / Pack<C>::kSize].v[k % Pack<C>::kSize];
-        pack.v[k] = element<G>(gradient(probability(logit, log_sum), at + k == target));
+        pack.v[k] = element<G>(before_cap(gradient(probability(logit, log_sum), at + k == target), logit, inverse_cap));
       }
     }
     store_pack(out + row * pitch + at, pack);

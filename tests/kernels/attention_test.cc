@@ -52,13 +52,15 @@ Result reference(const Sizes& s, const View& q, const View& k, const View& v, co
                       seen = mask.causal ? std::max<int64_t>(0, std::min(s.keys, position + 1)) : s.keys;
         int64_t from = mask.has_documents() ? mask.begins.as<int32_t>()[b * mask.begins.strides[0] + t] : 0;
         if (mask.window) from = std::max(from, position - mask.window + 1);
-        std::vector<double> p(static_cast<size_t>(seen));
+        const auto capped = [cap = mask.softcap](double score) { return cap != 0 ? cap * std::tanh(score / cap) : score; };
+        std::vector<double> p(static_cast<size_t>(seen)), slopes(static_cast<size_t>(seen), 1.0);
         double most = -INFINITY, total = 0, dot = 0;
         for (int64_t j = from; j < seen; ++j) {
           double sum = 0;
           for (int64_t d = 0; d < s.width; ++d) sum += Q[qi(b, t, h, d)] * K[ki(b, j, g, d)];
-          p[j] = sum * scale, most = std::max(most, p[j]);
+          p[j] = capped(sum * scale), most = std::max(most, p[j]);
         }
+        for (int64_t j = from; j < seen && mask.softcap != 0; ++j) slopes[j] = 1 - std::pow(p[j] / mask.softcap, 2);
         for (int64_t j = from; j < seen; ++j) p[j] = std::exp(p[j] - most), total += p[j];
         for (double& x : p) x /= total;
         r.lse[(b * s.heads + h) * s.queries + t] = most + std::log(total);
@@ -70,7 +72,7 @@ Result reference(const Sizes& s, const View& q, const View& k, const View& v, co
         for (int64_t j = 0; j < seen; ++j) {
           double dp = 0;
           for (int64_t e = 0; e < s.value_width; ++e) dp += G[oi(b, t, h, e)] * V[vi(b, j, g, e)];
-          const double ds = p[j] * (dp - dot) * scale;
+          const double ds = p[j] * (dp - dot) * scale * slopes[j];
           for (int64_t d = 0; d < s.width; ++d) {
             r.dq[qi(b, t, h, d)] += ds * K[ki(b, j, g, d)];
             r.dk[ki(b, j, g, d)] += ds * Q[qi(b, t, h, d)];
@@ -114,7 +116,7 @@ void expect_the_definition(DType d, const Sizes& s, const AttentionMask& mask) {
     const Arrays got = run(s, q, k, v, dout, mask, scale, by);
     const double bound = 16 * epsilon(d);
     const std::string where = str(by.name, ' ', d, s.q(), s.k(), s.v(), mask.causal ? " causal" : "", " window ", mask.window,
-                                  mask.has_documents() ? " documents" : "");
+                                  mask.has_documents() ? " documents" : "", " softcap ", mask.softcap);
     EXPECT_LT(scaled_error(got.out, want.out), bound) << where;
     EXPECT_LT(scaled_error(got.dv, want.dv), bound) << where;
     if (mask.window == 1) {  // each probability is 1, whatever the scores
@@ -142,6 +144,15 @@ TEST(Attention, WindowsMatchTheDefinition) {
     for (const Sizes& s : {Sizes{1, 200, 200, 4, 2, 32}, {1, 70, 300, 2, 1, 20}, {2, 1, 200, 4, 2, 64}, {1, 100, 40, 2, 2, 96},
                            {1, 130, 200, 4, 2, 96, 64}, {1, 100, 100, 2, 1, 24, 40}})
       for (const int64_t window : {1, 2, 5, 64, 65, 66, 130, 1000}) expect_the_definition(d, s, {true, {}, window});
+}
+
+// Caps that scores come close to, and one that they do not.
+TEST(Attention, SoftcapsMatchTheDefinition) {
+  for (DType d : {kF32, kF64, kBF16, kF16})
+    for (const Sizes& s : {Sizes{1, 200, 200, 4, 2, 32}, {1, 70, 300, 2, 1, 20}, {2, 1, 200, 4, 2, 64}, {1, 130, 200, 4, 2, 96, 64}})
+      for (const double cap : {0.7, 2.0, 50.0})
+        for (const AttentionMask& mask : {AttentionMask(false, {}, 0, cap), AttentionMask(true, {}, 0, cap), AttentionMask(true, {}, 70, cap)})
+          expect_the_definition(d, s, mask);
 }
 
 TEST(Attention, QueriesThatSeeNothingGiveZeros) {
@@ -475,14 +486,16 @@ TEST(Attention, BlocksOutsideOfAWindowAreNotTouched) {
   }
 }
 
-TEST(Attention, RefusesWindowsThatAreNone) {
+TEST(Attention, RefusesWindowsAndCapsThatAreNone) {
   const Array q = Array::random(kF32, {1, 4, 2, 8}, 1), lse(kF32, {1, 2, 4}), out(kF32, {1, 4, 2, 8});
-  for (const AttentionMask& mask : {AttentionMask(true, {}, -1), AttentionMask(false, {}, 2)})
+  for (const auto& [mask, message] : {std::pair{AttentionMask(true, {}, -1), "[attention] a window of -1 keys"},
+                                      {AttentionMask(false, {}, 2), "a window of 2 keys, not causal"},
+                                      {AttentionMask(true, {}, 0, -1.0), "[attention] a softcap of -1; wants 0 for none"}})
     try {
       attention(q, q, q, mask, 1, out, lse, Scratch(1 << 20));
       ADD_FAILURE();
     } catch (const ShapeError& e) {
-      EXPECT_THAT(e.what(), HasSubstr(mask.causal ? "[attention] a window of -1 keys" : "a window of 2 keys, not causal"));
+      EXPECT_THAT(e.what(), HasSubstr(message));
     }
 }
 

@@ -81,15 +81,15 @@ TEST(CrossEntropy, RefusesTargetsOutsideTheVocabulary) {
 struct HeadArrays {
   Array loss, lse, dx, dw;
 };
-HeadArrays run(const View& x, const View& w, const View& targets, double upstream, DType dw_dtype) {
+HeadArrays run(const View& x, const View& w, const View& targets, double upstream, DType dw_dtype, HeadRules rules = kIgnore) {
   const DType stat = x.dtype == kF64 ? kF64 : kF32;
   HeadArrays a{Array(stat, Shape{}), Array(stat, targets.shape), Array(x.dtype, x.shape),
                Array(dw_dtype, w.shape)};
   const Array dloss = Array::of(stat, Shape{}, {upstream});
-  linear_cross_entropy(x, w, targets, kIgnore, a.loss, a.lse,
+  linear_cross_entropy(x, w, targets, rules, a.loss, a.lse,
                        Scratch(linear_cross_entropy_workspace(without_data(x), without_data(w))));
   linear_cross_entropy_backward(
-      x, w, targets, kIgnore, a.lse, dloss, a.dx, a.dw,
+      x, w, targets, rules, a.lse, dloss, a.dx, a.dw,
       Scratch(linear_cross_entropy_backward_workspace(without_data(x), without_data(w),
                                                       without_data(a.dx), without_data(a.dw))));
   return a;
@@ -98,8 +98,9 @@ HeadArrays run(const View& x, const View& w, const View& targets, double upstrea
 TEST(LinearCrossEntropy, ForwardAndBackward) {
   // 2,100 rows make two chunks.
   for (DType d : {kF32, kF64, kBF16, kF16})
-    for (auto [rows, vocabulary, width] :
-         {std::array<int64_t, 3>{9, 13, 8}, {40, 300, 33}, {2100, 17, 16}}) {
+    for (auto [rows, vocabulary, width, softcap] :
+         {std::tuple<int64_t, int64_t, int64_t, double>{9, 13, 8, 0}, {40, 300, 33, 0}, {2100, 17, 16, 0}, {9, 13, 8, 0.8}, {40, 300, 33, 2}}) {
+      const HeadRules rules(kIgnore, softcap);
       const Array x = Array::random(d, {rows, width}, 1),
                   w = Array::random(d, {vocabulary, width}, 2, 0.5),
                   targets = targets_of(kI32, rows, vocabulary, true);
@@ -108,19 +109,24 @@ TEST(LinearCrossEntropy, ForwardAndBackward) {
         for (int64_t v = 0; v < vocabulary; ++v)
           for (int64_t i = 0; i < width; ++i)
             logits[r * vocabulary + v] += x.at(r * width + i) * w.at(v * width + i);
+      std::vector<double> slopes(logits.size(), 1.0);
+      for (size_t i = 0; i < logits.size() && rules.softcap != 0; ++i) {
+        const double t = std::tanh(logits[i] / rules.softcap);
+        logits[i] = rules.softcap * t, slopes[i] = 1 - t * t;
+      }
       const Reference want(logits, targets, vocabulary);
       double loss = 0;
       for (double l : want.losses) loss += l;
       for (int64_t r = 0; r < rows; ++r)
         for (int64_t v = 0; v < vocabulary; ++v)
           for (int64_t i = 0; i < width; ++i) {
-            const double g = want.dlogits[r * vocabulary + v] * 0.5;
+            const double g = want.dlogits[r * vocabulary + v] * slopes[static_cast<size_t>(r * vocabulary + v)] * 0.5;
             dx[r * width + i] += g * w.at(v * width + i),
                 dw[v * width + i] += g * x.at(r * width + i);
           }
       for (DType dw_dtype : {d, kF32}) {
         if (d == kF64 && dw_dtype != d) continue;
-        const HeadArrays got = run(x, w, targets, 0.5, dw_dtype);
+        const HeadArrays got = run(x, w, targets, 0.5, dw_dtype, rules);
         const std::string where = std::string(name(d)) + std::to_string(rows);
         EXPECT_LT(scaled_error(got.loss, {loss}), d == kF64 ? 1e-13 : 1e-6) << where;
         EXPECT_LT(scaled_error(got.dx, dx), 10 * epsilon(d)) << where;
@@ -128,11 +134,11 @@ TEST(LinearCrossEntropy, ForwardAndBackward) {
       }
       // The pass that does both gives the same bits.
       for (const double dloss : {1.0, 256.0}) {
-        const HeadArrays two = run(x, w, targets, dloss, d);
+        const HeadArrays two = run(x, w, targets, dloss, d, rules);
         const Array fused_loss(two.loss.view().dtype, Shape{}), fused_dx(d, x.view().shape),
             fused_dw(d, w.view().shape);
         linear_cross_entropy_fused(
-            x, w, targets, kIgnore, fused_loss, fused_dx, fused_dw,
+            x, w, targets, rules, fused_loss, fused_dx, fused_dw,
             Scratch(linear_cross_entropy_fused_workspace(x, w, fused_dx, fused_dw)), dloss);
         EXPECT_TRUE(same_bits(fused_loss, two.loss) && same_bits(fused_dx, two.dx) &&
                     same_bits(fused_dw, two.dw))
@@ -158,7 +164,8 @@ TEST(LinearCrossEntropy, OneGradientAlone) {
 TEST(LinearLse, PartsOfAVocabulary) {
   const int64_t vocabulary = 17, width = 9;
   for (DType d : {kF32, kF64, kBF16, kF16})
-    for (const int64_t rows : {23, 2100}) {
+    for (const auto& [rows, softcap] : {std::pair<int64_t, double>{23, 0}, {2100, 0}, {23, 1.5}}) {
+      const HeadRules rules(kIgnore, softcap);
       const DType stat = d == kF64 ? kF64 : kF32;
       const Array x = Array::random(d, {rows, width}, 1),
                   w = Array::random(d, {vocabulary, width}, 2),
@@ -178,13 +185,14 @@ TEST(LinearLse, PartsOfAVocabulary) {
           for (int64_t v = 0; v < n; ++v) {
             for (int64_t i = 0; i < width; ++i)
               z[v] += x.at(r * width + i) * mine.at(v * width + i);
+            if (rules.softcap != 0) z[v] = rules.softcap * std::tanh(z[v] / rules.softcap);
             sum += std::exp(z[v]);
             if (first + v == target) logits[r] = z[v];
           }
           lse[r] = !ignored ? std::log(sum) : first == 0 ? 0 : -INFINITY;
           for (int64_t v = 0; v < n && !ignored; ++v) {
-            const double g =
-                std::exp(z[v]) / sum * dlse.at(r) + (first + v == target) * dtarget.at(r);
+            const double slope = rules.softcap != 0 ? 1 - std::pow(z[v] / rules.softcap, 2) : 1;
+            const double g = slope * (std::exp(z[v]) / sum * dlse.at(r) + (first + v == target) * dtarget.at(r));
             for (int64_t i = 0; i < width; ++i) {
               dx[r * width + i] += g * mine.at(v * width + i);
               dw[v * width + i] += g * x.at(r * width + i);
@@ -192,7 +200,7 @@ TEST(LinearLse, PartsOfAVocabulary) {
           }
         }
         const Array got_lse(stat, {rows}), got_logits(stat, {rows}), got_dx(d, {rows, width});
-        linear_lse(x, mine, part, targets, kIgnore, got_lse, got_logits,
+        linear_lse(x, mine, part, targets, rules, got_lse, got_logits,
                    Scratch(linear_lse_workspace(without_data(x), without_data(mine))));
         const double close = d == kF64 ? 1e-13 : 1e-5;
         for (int64_t r = 0; r < rows; ++r) {
@@ -204,7 +212,7 @@ TEST(LinearLse, PartsOfAVocabulary) {
         }
         for (DType dw_dtype : {d, stat}) {
           const Array got_dw(dw_dtype, {n, width});
-          linear_lse_backward(x, mine, part, targets, kIgnore, got_lse, dlse, dtarget, got_dx,
+          linear_lse_backward(x, mine, part, targets, rules, got_lse, dlse, dtarget, got_dx,
                               got_dw,
                               Scratch(linear_lse_backward_workspace(
                                   without_data(x), without_data(mine), got_dx, got_dw)));

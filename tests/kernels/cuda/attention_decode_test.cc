@@ -26,8 +26,9 @@ struct Mask {
   std::vector<std::vector<int64_t>> begins = {};
   int64_t window = 0;
   double factor = 1.5;
+  double softcap = 0;
 
-  AttentionMask with(const View& documents) const { return {causal, begins.empty() ? View() : documents, window}; }
+  AttentionMask with(const View& documents) const { return {causal, begins.empty() ? View() : documents, window, softcap}; }
   Array documents() const {
     Array out(kI32, {std::ssize(begins), begins.empty() ? 0 : std::ssize(begins[0])});
     out.fill([&](int64_t i) {
@@ -135,6 +136,13 @@ TEST(CudaAttentionDecode, WindowsMatchTheCpu) {
   expect_the_cpus(kBF16, {2, 5, 3, 2, 1, 8}, {.window = 2});
 }
 
+TEST(CudaAttentionDecode, SoftcapsMatchTheCpu) {
+  SHEAF_NEEDS_GPU();
+  for (const double cap : {0.7, 50.0})
+    for (const int64_t window : {0, 300})
+      for (const DType d : {kF32, kBF16, kF16}) expect_the_cpus(d, {2, 3, 700, 4, 2, 24}, {.window = window, .softcap = cap});
+}
+
 // The first began before the queries or with them, others between them; a window in each of them.
 TEST(CudaAttentionDecode, DocumentsMatchTheCpu) {
   SHEAF_NEEDS_GPU();
@@ -228,17 +236,17 @@ TEST(CudaAttentionDecode, ARowIsThatOfOnePass) {
   SHEAF_NEEDS_GPU();
   for (const auto& [d, width, value_width] :
        {std::tuple{kF32, 24, 40}, {kBF16, 24, 40}, {kF16, 24, 40}, {kBF16, 128, 128}, {kBF16, 192, 128}})
-    for (const int64_t window : {0, 70}) {
-      if (window && width > 100) continue;
+    for (const auto& [window, softcap] : {std::pair{0, 0.0}, {70, 0.0}, {0, 2.0}}) {
+      if ((window || softcap != 0) && width > 100) continue;
       const Sizes whole{2, 330, 330, 4, 2, width, value_width};
       const Inputs in(d, whole);
-      const Results all = run(false, whole, OnGpu(in.q), OnGpu(in.k), OnGpu(in.v), {.window = window});
+      const Results all = run(false, whole, OnGpu(in.q), OnGpu(in.k), OnGpu(in.v), {.window = window, .softcap = softcap});
       for (const auto& [last, count] : {std::pair{330, 1}, {330, 7}, {257, 1}, {256, 3}, {65, 16}, {1, 1}}) {
         const OnGpu q(part(in.q, 1, 1, last - count, count)), k(part(in.k, 1, 1, 0, last)), v(part(in.v, 1, 1, 0, last));
-        const Results got = run(true, {1, count, last, 4, 2, width, value_width}, q, k, v, {.window = window});
+        const Results got = run(true, {1, count, last, 4, 2, width, value_width}, q, k, v, {.window = window, .softcap = softcap});
         EXPECT_TRUE(same_bits(got.out, part(all.out, 1, 1, last - count, count))) << str(d, ' ', last, ' ', count);
         const OnGpu both(part(in.q, 0, 2, last - count, count)), keys(part(in.k, 0, 2, 0, last)), vals(part(in.v, 0, 2, 0, last));
-        const Results of_two = run(true, {2, count, last, 4, 2, width, value_width}, both, keys, vals, {.window = window});
+        const Results of_two = run(true, {2, count, last, 4, 2, width, value_width}, both, keys, vals, {.window = window, .softcap = softcap});
         EXPECT_TRUE(same_bits(part(of_two.out, 1, 1, 0, count), got.out)) << str(d, ' ', last, ' ', count);
       }
     }

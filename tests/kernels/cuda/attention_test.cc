@@ -69,7 +69,7 @@ void expect_the_cpus(DType d, const Sizes& s, const AttentionMask& mask, const A
   const double scale = factor / std::sqrt(static_cast<double>(s.width));
   const Results got = on_gpu(s, in, mask, scale), want = on_cpu_in_f64(s, in, on_host, scale);
   const double bound = (d == kF64 ? 32 : d == kF32 ? 20 : 4) * epsilon(d);
-  const std::string where = str(d, s.to_string(), mask.causal ? " causal" : "", " window ", mask.window);
+  const std::string where = str(d, s.to_string(), mask.causal ? " causal" : "", " window ", mask.window, " softcap ", mask.softcap);
   EXPECT_LT(scaled_error(got.out, values(want.out)), bound) << where;
   EXPECT_LT(scaled_error(got.dv, values(want.dv)), bound) << where;
   if (mask.window == 1) {  // each probability is 1, whatever the scores
@@ -86,7 +86,7 @@ void expect_the_cpus(DType d, const Sizes& s, const AttentionMask& mask, const A
     if (std::isinf(want.lse.at(i)))
       EXPECT_EQ(got.lse.at(i), want.lse.at(i)) << where;
     else
-      EXPECT_NEAR(got.lse.at(i), want.lse.at(i), d == kF64 ? 1e-13 : 4e-6) << where;
+      EXPECT_NEAR(got.lse.at(i), want.lse.at(i), d == kF64 ? 1e-13 : 4e-6 + 1e-7 * mask.softcap) << where;
 }
 
 TEST(CudaAttention, MatchesTheCpu) {
@@ -124,6 +124,20 @@ TEST(CudaAttention, WindowsMatchTheCpu) {
                              {kF32, {1, 100, 100, 2, 1, 20, 7}}, {kF16, {1, 70, 100, 1, 1, 40, 96}}, {kBF16, {1, 70, 70, 1, 1, 192, 128}},
                              {kBF16, {1, 200, 200, 2, 1, 32}}})
     for (const int64_t window : {1, 2, 5, 32, 64, 66, 100, 1000}) expect_the_cpus(d, s, {true, {}, window}, {true, {}, window});
+}
+
+// Caps that scores come close to, and one that they do not; of a scale that is not positive, too.
+TEST(CudaAttention, SoftcapsMatchTheCpu) {
+  SHEAF_NEEDS_GPU();
+  for (const auto& [d, s] : {std::pair{kF32, Sizes{1, 150, 150, 4, 2, 24}}, {kBF16, {1, 70, 193, 2, 1, 64}}, {kF16, {2, 1, 200, 4, 2, 32}},
+                             {kF64, {1, 90, 90, 2, 1, 20}}, {kF32, {1, 66, 130, 1, 1, 136}}, {kBF16, {1, 70, 70, 1, 1, 192, 128}},
+                             {kBF16, {1, 66, 66, 1, 1, 256}}})
+    for (const double cap : {0.7, 2.0, 50.0})
+      for (const auto& [causal, window] : {std::pair{false, 0}, {true, 0}, {true, 50}}) {
+        const AttentionMask mask(causal, {}, window, cap);
+        expect_the_cpus(d, s, mask, mask);
+        if (cap == 2 && !window) expect_the_cpus(d, s, mask, mask, -1.5);
+      }
 }
 
 TEST(CudaAttention, WindowsAndDocumentsTogether) {

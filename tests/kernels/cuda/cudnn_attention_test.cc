@@ -279,6 +279,7 @@ TEST(CudnnAttention, RefusesWhatItWasNotTriedFor) {
     refuses("not f32", [](Attention& a) { a.q.dtype = kF32; });
     refuses("one type", [](Attention& a) { a.v.dtype = kF16; });
     refuses("causal", [](Attention& a) { a.causal = false; });
+    refuses("without a softcap", [](Attention& a) { a.softcap = 50; });
     refuses("last dense", [](Attention& a) { a.k.strides[3] = 2; });
     refuses("last dense", [](Attention& a) { a.k.strides[1] += 4; });
     refuses("last dense", [](Attention& a) { a.k.strides[2] = 0; });

@@ -25,42 +25,42 @@ struct Results {
 };
 
 /// Forward, then backward of `upstream` times the loss.
-Results expected(const Array& x, const Array& w, const Array& targets, double upstream) {
+Results expected(const Array& x, const Array& w, const Array& targets, double upstream, HeadRules rules = kIgnore) {
   const Array wide_x = in_f64(x), wide_w = in_f64(w), dloss = Array::of(kF64, Shape{}, {upstream});
   Results r{Array(kF64, Shape{}), Array(kF64, targets.view().shape), Array(kF64, x.view().shape),
             Array(kF64, w.view().shape)};
-  cpu::linear_cross_entropy(wide_x, wide_w, targets, kIgnore, r.loss, r.lse,
+  cpu::linear_cross_entropy(wide_x, wide_w, targets, rules, r.loss, r.lse,
                             Scratch(cpu::linear_cross_entropy_workspace(wide_x, wide_w)));
   cpu::linear_cross_entropy_backward(
-      wide_x, wide_w, targets, kIgnore, r.lse, dloss, r.dx, r.dw,
+      wide_x, wide_w, targets, rules, r.lse, dloss, r.dx, r.dw,
       Scratch(cpu::linear_cross_entropy_backward_workspace(wide_x, wide_w, r.dx, r.dw)));
   return r;
 }
 
 Results on_gpu(const Array& x, const Array& w, const Array& targets, double upstream,
-               DType dw_dtype) {
+               DType dw_dtype, HeadRules rules = kIgnore) {
   const DType stat = statistics_of(x.view().dtype);
   const Stream& s = OnGpu::stream();
   const OnGpu gx(x), gw(w), gt(targets), dloss(Array::of(stat, Shape{}, {upstream})),
       loss(Array(stat, Shape{})), lse(Array(stat, targets.view().shape)),
       dx(Array(x.view().dtype, x.view().shape)), dw(Array(dw_dtype, w.view().shape));
   cuda::linear_cross_entropy(
-      s, gx, gw, gt, kIgnore, loss, lse,
+      s, gx, gw, gt, rules, loss, lse,
       GpuScratch(cuda::linear_cross_entropy_workspace(without_data(x), without_data(w))));
   cuda::linear_cross_entropy_backward(
-      s, gx, gw, gt, kIgnore, lse, dloss, dx, dw,
+      s, gx, gw, gt, rules, lse, dloss, dx, dw,
       GpuScratch(cuda::linear_cross_entropy_backward_workspace(
           without_data(x), without_data(w), without_data(dx.view()), without_data(dw.view()))));
   return {loss.back(), lse.back(), dx.back(), dw.back()};
 }
 
 Results fused_on_gpu(const Array& x, const Array& w, const Array& targets, DType dw_dtype,
-                     double dloss = 1) {
+                     double dloss = 1, HeadRules rules = kIgnore) {
   const DType stat = statistics_of(x.view().dtype);
   const OnGpu gx(x), gw(w), gt(targets), loss(Array(stat, Shape{})),
       dx(Array(x.view().dtype, x.view().shape)), dw(Array(dw_dtype, w.view().shape));
   cuda::linear_cross_entropy_fused(
-      OnGpu::stream(), gx, gw, gt, kIgnore, loss, dx, dw,
+      OnGpu::stream(), gx, gw, gt, rules, loss, dx, dw,
       GpuScratch(cuda::linear_cross_entropy_fused_workspace(
           without_data(x), without_data(w), without_data(dx.view()), without_data(dw.view()))),
       dloss);
@@ -77,24 +77,25 @@ TEST(CudaLinearCrossEntropy, ForwardAndBackward) {
       const Array x = Array::random(d, {rows, width}, 1),
                   w = Array::random(d, {vocabulary, width}, 2, 0.5),
                   targets = targets_of(kI32, {rows}, vocabulary);
-      const Results want = expected(x, w, targets, 0.5), one = expected(x, w, targets, 1);
-      for (DType dw_dtype : {d, kF32}) {
+      for (auto [dw_dtype, cap] : {std::pair{d, 0.0}, {d, 1.5}, {kF32, 0.0}, {kF32, 1.5}}) {
         if (d == kF64 && dw_dtype != d) continue;
-        const std::string where = str(d, ' ', dw_dtype, ' ', rows);
+        const HeadRules rules(kIgnore, cap);
+        const Results want = expected(x, w, targets, 0.5, rules), one = expected(x, w, targets, 1, rules);
+        const std::string where = str(d, ' ', dw_dtype, ' ', rows, " softcap ", cap);
         const double most = 15 * epsilon(d);  // a product may add a chunk's rows one after the other
-        const Results got = on_gpu(x, w, targets, 0.5, dw_dtype);
+        const Results got = on_gpu(x, w, targets, 0.5, dw_dtype, rules);
         EXPECT_LT(scaled_error(got.loss, values(want.loss)), d == kF64 ? 1e-13 : 1e-6) << where;
         EXPECT_LT(scaled_error(got.lse, values(want.lse)), d == kF64 ? 1e-13 : 1e-6) << where;
         EXPECT_LT(scaled_error(got.dx, values(want.dx)), most) << where;
         EXPECT_LT(scaled_error(got.dw, values(want.dw)), most) << where;
-        const Results fused = fused_on_gpu(x, w, targets, dw_dtype),
-                      two = on_gpu(x, w, targets, 1, dw_dtype);
+        const Results fused = fused_on_gpu(x, w, targets, dw_dtype, 1, rules),
+                      two = on_gpu(x, w, targets, 1, dw_dtype, rules);
         EXPECT_LT(scaled_error(fused.dx, values(one.dx)), most) << where;
         EXPECT_TRUE(same_bits(fused.loss, two.loss) && same_bits(fused.dx, two.dx) &&
                     same_bits(fused.dw, two.dw))
             << where;
-        const Results large = fused_on_gpu(x, w, targets, dw_dtype, 256),
-                      apart = on_gpu(x, w, targets, 256, dw_dtype);
+        const Results large = fused_on_gpu(x, w, targets, dw_dtype, 256, rules),
+                      apart = on_gpu(x, w, targets, 256, dw_dtype, rules);
         EXPECT_TRUE(same_bits(large.dx, apart.dx) && same_bits(large.dw, apart.dw)) << where;
       }
     }
@@ -187,6 +188,7 @@ TEST(CudaLinearLse, PartsOfAVocabulary) {
          {std::array<int64_t, 3>{0, 20, 40}, {20, 37, 40}, {57, 4, 8300}, {57, 0, 40}}) {
       const std::string where = str(d, ' ', first, ' ', rows);
       const TablePart part{first, all};
+      const HeadRules rules(kIgnore, first == 20 ? 1.5 : 0);
       const DType stat = statistics_of(d);
       const Array x = Array::random(d, {rows, width}, 1), w = Array::random(d, {n, width}, 2),
                   targets = targets_of(kI32, {rows}, all),
@@ -194,19 +196,19 @@ TEST(CudaLinearLse, PartsOfAVocabulary) {
                   dtarget = Array::random(stat, {rows}, 4), wide_x = in_f64(x), wide_w = in_f64(w);
       const Array want_lse(kF64, {rows}), want_logits(kF64, {rows}), want_dx(kF64, {rows, width}),
           want_dw(kF64, {n, width});
-      cpu::linear_lse(wide_x, wide_w, part, targets, kIgnore, want_lse, want_logits,
+      cpu::linear_lse(wide_x, wide_w, part, targets, rules, want_lse, want_logits,
                       Scratch(cpu::linear_lse_workspace(wide_x, wide_w)));
       cpu::linear_lse_backward(
-          wide_x, wide_w, part, targets, kIgnore, want_lse, in_f64(dlse), in_f64(dtarget), want_dx,
+          wide_x, wide_w, part, targets, rules, want_lse, in_f64(dlse), in_f64(dtarget), want_dx,
           want_dw, Scratch(cpu::linear_lse_backward_workspace(wide_x, wide_w, want_dx, want_dw)));
       const Stream& s = OnGpu::stream();
       const OnGpu gx(x), gw(w), gt(targets), gdlse(dlse), gdtarget(dtarget),
           lse(Array(stat, {rows})), logits(Array(stat, {rows})), dx(Array(d, {rows, width})),
           dw(Array(stat, {n, width}));
-      cuda::linear_lse(s, gx, gw, part, gt, kIgnore, lse, logits,
+      cuda::linear_lse(s, gx, gw, part, gt, rules, lse, logits,
                        GpuScratch(cuda::linear_lse_workspace(without_data(x), without_data(w))));
       cuda::linear_lse_backward(
-          s, gx, gw, part, gt, kIgnore, lse, gdlse, gdtarget, dx, dw,
+          s, gx, gw, part, gt, rules, lse, gdlse, gdtarget, dx, dw,
           GpuScratch(cuda::linear_lse_backward_workspace(
               without_data(x), without_data(w), without_data(dx.view()), without_data(dw.view()))));
       const double most = 15 * epsilon(d);  // as above
