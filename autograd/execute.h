@@ -56,6 +56,8 @@ uint64_t row_inputs_of(const OpDef& op, const void* attrs, const Execute& run, i
 /// Execute::take_rows() of these inputs, as OpDef::row_parts wants rows, of an op that can_take() them.
 void take_rows(const OpDef& op, Execute& run, uint64_t inputs, const RowBlock& block, void* to = nullptr);
 bool can_take(const OpDef& op, const Execute& run, const RowBlock& block);
+/// Whether indices of dimension `dim` of input 0 are whole parts as OpDef::row_parts has them: on all ranks of an axis that cuts it alike.
+bool are_parts(const OpDef& op, Shape local_shape, int dim);
 /// How many rows a piece has at least if each of so many products that share them is to have RecordingOptions::piece_rows; 0: nothing
 /// travels in pieces.
 inline int64_t least_rows(int64_t piece_rows, double products) {

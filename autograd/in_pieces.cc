@@ -52,6 +52,11 @@ struct RowParts {
   bool are(const RowBlock& block) const { return dims && each > 0 && block.groups == 1 && block.begin % each == 0 && block.rows % each == 0; }
 };
 
+// Of a rank whose part has no dimension with several indices.
+bool is_all(const RowBlock& block, const Tensor& x) {
+  return block.begin == 0 && block.groups == 1 && block.rows * x.local_shape().back() == x.local_shape().numel();
+}
+
 }  // namespace
 
 uint64_t row_inputs_of(const OpDef& op, const void* attrs, std::span<const Tensor> inputs) {
@@ -77,12 +82,20 @@ int64_t least_rows_of(const Tape& tape, const Node& n, int64_t piece_rows) {
   return n.op ? least_rows_of(*n.op, tape.attrs(n), Types(tape, n), piece_rows) : 0;
 }
 
+bool are_parts(const OpDef& op, Shape local_shape, int dim) {
+  if (!op.row_parts) return true;
+  local_shape[dim] = 2;  // several, as another rank may have where this one has not
+  const PartDims* const dims = op.row_parts(local_shape);
+  return dims && dims->inputs[0] == dim;
+}
+
 bool can_take(const OpDef& op, const Execute& run, const RowBlock& block) {
   return !op.row_parts || RowParts(op, run.input_tensor(0).local_shape()).are(block);
 }
 void take_rows(const OpDef& op, Execute& run, uint64_t inputs, const RowBlock& block, void* to) {
   if (!op.row_parts) return run.take_rows(inputs, block, to);
   const RowParts parts(op, run.input_tensor(0).local_shape());  // what goes on goes from where it lies
+  if (!parts.dims && is_all(block, run.input_tensor(0))) return run.take_all();
   if (!parts.are(block)) fail<ShapeError>("[", op.name, "] rows from ", block.begin, " on, ", block.rows, " of them, of ", run.input_type(0), " are no whole parts");
   run.take_parts(parts.dims, {block.begin / parts.each, block.rows / parts.each}, parts.all);
 }

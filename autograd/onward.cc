@@ -37,8 +37,9 @@ int64_t workspace_onward(const OpDef& op, const void* attrs, Execute& run, const
   const View whole = run.output(0);
   int64_t bytes = op.workspace ? op.workspace(attrs, run) : 0;
   const uint64_t inputs = row_inputs_of(op, attrs, run);
-  for (const auto& piece : RedistributionInPieces::rows_to_go(y.type(), sent.type(), inputs && op.workspace ? parts : 0))
+  for (const auto& piece : RedistributionInPieces::rows_to_go(y.type(), sent.type(), parts))
     for (const RowBlock& block : piece.blocks) {
+      if (!inputs || !op.workspace) break;
       take_rows(op, run, inputs, block, whole.data);
       bytes = std::max(bytes, op.workspace(attrs, run));
     }
@@ -118,8 +119,9 @@ Tensor apply_onward(const OpDef& op, const void* attrs, std::span<const Tensor> 
   // Sums are of any rows.
   const bool fits = !(to == type) && (!op.row_parts || Redistribution::move(type.layout, to.layout).exchanges());
   if (fits && rows && r && r->options().overlap) {
-    const auto [parts, packs] = RedistributionInPieces::going(type, to.layout, detail::least_rows_of(op, attrs, inferred.inputs, r->options().piece_rows));
-    if (parts > 0) {  // on all ranks alike: it may not depend on how a rank's inputs lie
+    const auto [parts, packs, dim] =
+        RedistributionInPieces::going(type, to.layout, detail::least_rows_of(op, attrs, inferred.inputs, r->options().piece_rows));
+    if (parts > 0 && detail::are_parts(op, inferred.inputs[0].local_shape(), dim)) {  // on all ranks alike: it may not depend on how a rank's inputs lie
       std::vector<Tensor> inputs(inferred.inputs.begin(), inferred.inputs.end());
       for (size_t i = 0; i < inputs.size(); ++i)
         if (rows >> i & 1) inputs[i] = contiguous(inputs[i]);

@@ -148,11 +148,12 @@ RedistributionInPieces::Going RedistributionInPieces::going(const Type& from, co
   if (rows.sequences == 0) return {};
   if (m.exchanges()) {
     if (!from_rows(from.layout, to, m)) return {};
-    if (const auto columns = one_row_each(from, to, m)) return columns->has_pieces_of_ranks(least_rows) ? Going{.parts = m.size} : Going();
-    return {rows.parts_exchanged(least_rows), true};
+    if (const auto columns = one_row_each(from, to, m))
+      return columns->has_pieces_of_ranks(least_rows) ? Going{.parts = m.size, .dim = to[m.axis].map().dim()} : Going();
+    return {rows.parts_exchanged(least_rows), true, from.layout[m.axis].map().dim()};
   }
   if (m.from != Kind::partial || m.to != Kind::shard) return {};
-  return {rows.sequences > 1 ? rows.parts_of_sequences(least_rows) : if_several(rows.parts_of_ranks(least_rows)), false};
+  return {rows.sequences > 1 ? rows.parts_of_sequences(least_rows) : if_several(rows.parts_of_ranks(least_rows)), false, to[m.axis].map().dim()};
 }
 
 // Where ranks have as many rows each, of one sequence, those of all are one product.

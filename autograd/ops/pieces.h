@@ -46,6 +46,7 @@ class RedistributionInPieces : public Redistribution {
   struct Going {
     int64_t parts = 0;
     bool packs = false;  ///< what is sent, and unpacks what comes
+    int dim = 0;         ///< pieces are some indices of this dimension each, of all that lie behind it, or several sequences
   };
   static Going going(const Type& from, const Layout& to, int64_t least_rows);
   struct RowsToGo {

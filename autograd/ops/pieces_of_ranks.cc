@@ -21,6 +21,7 @@ std::optional<RedistributionInPieces::Rows> RedistributionInPieces::one_row_each
   for (const auto& owned : columns.owned)
     if (owned.size() != 1) return {};
   Rows out({from.dtype, from.shape, by_columns}, by_columns, m.axis);
+  if (out.sequences == 0) return {};  // another axis has left this rank none
   out.sequences = 1;
   return out;
 }

@@ -78,6 +78,79 @@ TEST_P(ExpertsInPieces, ProductsHaveTheBitsOfTheWhole) {
 }
 INSTANTIATE_TEST_SUITE_P(Worlds, ExpertsInPieces, ::testing::Range(1, 6));
 
+// Of one sequence, which one group of ranks has and another has not.
+TEST(ExpertsInPieces, ARankMayHaveNoRows) {
+  for (const int64_t sequences : {1, 2})
+    run_local(4, [&](World& world) {
+      const Mesh mesh = world.mesh({{"expert", 2}, {"data", 2}});
+      const PoisonScope poison;
+      Layout tokens(mesh.spec, Placement::replicate());
+      tokens[0] = even(1), tokens[1] = even(0);
+      const Layout experts = tokens.with(0, even(0)).with(1, Placement::replicate());
+      const auto run = [&](Recording& recording, bool overlap) {
+        const std::vector<Tensor> leaves = {value("x", kF32, {sequences, 60, kIn}, tokens), value("up", kF32, {6, kOut, kIn}, experts),
+                                            value("down", kF32, {6, kIn, kOut}, experts)};
+        for (const Tensor& t : leaves) recording.watch(t);
+        const Tensor chosen = top_k(value("affinity", kF32, {sequences, 60, 6}, tokens), kChoices);
+        const ExpertRoutes routes = expert_routes(chosen, 6, 60, 60, 2);
+        const Tensor sent = to_experts(leaves[0], routes);
+        const auto at_experts = [&](const Tensor& t) { return t.layout().with(0, even(0)); };
+        const Tensor counts = redistribute(routes.counts, at_experts(routes.counts));
+        const Tensor rows = overlap ? redistribute_in_pieces(sent, at_experts(sent)) : redistribute(sent, at_experts(sent));
+        const Tensor inside = expert_linear(rows, leaves[1], counts);
+        const Onward back_to = [&](const Type&) { return sent.layout(); };
+        const Tensor back = overlap ? expert_linear(inside * inside, leaves[2], counts, {.onward = back_to})
+                                    : redistribute(expert_linear(inside * inside, leaves[2], counts), sent.layout());
+        const Tensor y = from_experts(back, routes);
+        const auto gradients = recording.gradient(sum(cast(y, kF64)), leaves);
+        std::vector<Tensor> out = {y};
+        out.insert(out.end(), gradients.begin(), gradients.end());
+        return out;
+      };
+      expect_bits_of_the_whole(mesh, str(sequences, " sequences"), run);
+    }, links());
+}
+
+// Rows that are no whole parts, as an expert's of one part and one sequence, are waited for, and so they go.
+TEST(ExpertsInPieces, RowsThatAreNoPartsGoWhole) {
+  run_local(2, [](World& world) {
+    const Layout parts(world.mesh({{"expert", 2}}).spec, even(0));
+    for (const auto& [shape, of_counts] : {std::pair{Shape{2, 8, kIn}, Shape{4}}, {{2, 1, 1, 8, kIn}, {4, 1, 1}}}) {
+      const int columns = shape.rank() - 2;
+      const Tensor x = value("x", kF32, shape, parts), weight = value("w", kF32, {4, kOut, kIn}, parts),
+                   counts = full_of({kI32, of_counts, parts}, 2);
+      Recording recording({.piece_rows = 1});
+      const Onward onward = along(0, even(columns));
+      const Tensor y = expert_linear(x, weight, counts, {.onward = onward});
+      EXPECT_EQ(nodes_in_pieces(recording.tape()), 0);
+      EXPECT_TRUE(identical(y, send_onward(expert_linear(x, weight, counts), onward)));
+    }
+  }, links());
+}
+
+// An op of any rows that needs no memory of its own.
+struct Plain {
+  static constexpr const char* kName = "plain";
+  struct Attrs { int64_t none; };
+  static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
+  static void place(const Attrs&, Place& p) { rules::pointwise_linear(p); }
+  static uint64_t row_inputs(const Attrs&, InputTypes) { return 0b1; }
+  static void execute(const Attrs&, Execute& c) {
+    for (int64_t i = 0; i < c.input(0).numel(); ++i) c.output(0).as<float>()[i] = c.input(0).as<float>()[i] * 2;
+  }
+};
+
+TEST(ExpertsInPieces, AnOpNeedsNoWorkspace) {
+  run_local(2, [](World& world) {
+    const Layout rows(world.mesh({{"expert", 2}}).spec, even(0));
+    const Tensor x = value("x", kF32, {2, 6, 4}, rows);
+    Recording recording({.piece_rows = 1});
+    const Plain::Attrs attrs{};
+    EXPECT_TRUE(identical(apply_onward(op_def<Plain>(), &attrs, std::span(&x, 1), along(0, even(1))), value("x", kF32, {2, 6, 4}, rows.with(0, even(1))) * 2.0));
+    EXPECT_EQ(nodes_in_pieces(recording.tape()), 1);
+  }, links());
+}
+
 // An op of rows in whole sequences, or experts, that notes which it is executed for, and that needs workspace of its own.
 thread_local std::vector<Interval> executed;
 

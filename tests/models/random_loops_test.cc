@@ -168,7 +168,7 @@ Trained train(const Task& task, const Loop& loop, bool resume, const std::string
         models::save_checkpoint(folder, s + 1, *model, {optimizer.get()}, w);
     }
     whole.collect(*model, false);
-  }, {.timeout = std::chrono::seconds(60), .threads_per_rank = 1});
+  }, {.bytes_per_second = loop.way.bytes_per_second, .timeout = std::chrono::seconds(60), .threads_per_rank = 1});
   out.parameters = whole.values();
   return out;
 }

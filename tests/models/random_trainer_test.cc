@@ -32,7 +32,7 @@ models::TrainReport run(const Way& way, const std::string& folder, bool resume =
     models::Trainer trainer(config, w, Device::cpu(), {.resume = resume, .warn = [](const std::string& line) { ADD_FAILURE() << line; }});
     models::TrainReport report = trainer.run([&] { return ++asked == stop_after && w.rank() == stopped ? 15 : 0; });
     if (w.rank() == 0) out = std::move(report);
-  }, {.timeout = std::chrono::seconds(60), .threads_per_rank = way.threads});
+  }, {.bytes_per_second = way.bytes_per_second, .timeout = std::chrono::seconds(60), .threads_per_rank = way.threads});
   return out;
 }
 

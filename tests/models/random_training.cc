@@ -116,6 +116,8 @@ void draw_holding(Way& way, Draw& draw) {
   if (s.pipeline == 1 || draw.one_in(30)) s.units = draw.of<std::string>({"block", "block", "count", "none"});
   else s.units = "block";
   s.min_parameters = draw.of<int64_t>({1, 100, 1000});
+  s.piece_rows = draw.of<int64_t>({128, 1, 1, 2, 5});
+  way.bytes_per_second = draw.one_in(3) ? 1e8 : 0;
   s.prefetch_bytes = draw.of<int64_t>({-1, -1, 0, 1, 777, 1 << 30});
   c.train.recompute = draw.of<std::string>({"none", "none", "selective", "block"});
   c.train.recompute_blocks = c.train.recompute == "none" ? -1 : draw.below(static_cast<size_t>(c.model.layers) + 2) - 1;

@@ -19,7 +19,8 @@ models::TrainConfig drawn_task(Draw& draw);
 void draw_widths(models::ModelConfig& model, int64_t unit, Draw& draw);
 
 struct Way {
-  int world = 1, threads = 1;  // of each rank
+  int world = 1, threads = 1;   // of each rank
+  double bytes_per_second = 0;  // of links, beside which ranks compute while rows travel in pieces; 0: they copy themselves
   models::TrainConfig config;
 };
 /// Another way to do the same; one in a few is refused. It keeps to micro-batches on which the loss depends.

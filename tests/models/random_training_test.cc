@@ -138,7 +138,7 @@ Trained train(const Way& way, const Part& part) {
         run.finish(whole, out.tapes[rank]);
       }
       EXPECT_EQ(memory.stats().live, before) << "bytes that stay";
-    }, {.timeout = std::chrono::seconds(60), .threads_per_rank = way.threads});
+    }, {.bytes_per_second = way.bytes_per_second, .timeout = std::chrono::seconds(60), .threads_per_rank = way.threads});
   } catch (...) {
     EXPECT_EQ(steps, 0) << "steps before the error";
     throw;
