@@ -301,7 +301,9 @@ Tensor MixtureOfExperts::of_gathered(const Tensor& x_BTC, const Travelling& all,
   ExpertRoutes routes = expert_routes(redistribute(choices_BTK, whole), config.experts, plan.places, plan.groups, plan.parts);
   routes.sources = redistribute(routes.sources, experts.inside(routes.sources));
   routes.counts = redistribute(routes.counts, experts.inside(routes.counts));
-  const Tensor weights = redistribute(weights_BTK, whole), rows = experts(to_experts(arrived(all), routes), routes.counts, plan.fill);
+  const Tensor rows = experts(to_experts(arrived(all), routes), routes.counts, plan.fill);
+  // Behind them, so that in the backward this gradient does not stand behind that of the tokens, which travels beside what follows.
+  const Tensor weights = redistribute(weights_BTK, whole);
   const Tensor chosen = redistribute(from_experts(rows, routes, weights), x_BTC.layout());
   return shared ? chosen + beside : chosen;
 }
