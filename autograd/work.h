@@ -17,6 +17,7 @@ struct Work {
   double attention_forward = 0;   ///< of attention: two products of a query with each key that it sees
   double attention_backward = 0;  ///< five of them: the scores are computed again
   double keys = 0, head = 0;      ///< of attention: keys of a sequence or of a window, elements of a head
+  bool softcap = false;           ///< of that, whose scores are capped
   double bytes = 0;               ///< read and written while computing: by default operands once, results once
   double passes = 0;              ///< bytes read and written before or after that, one pass behind the other
   DType dtype = kF32;             ///< what the products are of

@@ -46,6 +46,8 @@ Decoder::Decoder(const Sizes& sizes) : sizes_(sizes) {
                      ", vocab ", sizes.vocab, ", context ", sizes.context, ": all must be positive");
   check<ConfigError>(sizes.mtp_layers >= 0 && sizes.mtp_layers < sizes.context, "[", sizes.type, "] mtp_layers ", sizes.mtp_layers,
                      ": in a context of ", sizes.context, " tokens there is none so much further");
+  check<ConfigError>(sizes.final_logit_softcapping >= 0, "[", sizes.type, "] final_logit_softcapping ", sizes.final_logit_softcapping,
+                     ": a positive number; 0: logits are not capped");
   if (sizes.tied) return;
   head.emplace(sizes.width, sizes.vocab, nn::LinearOptions{.bias = false, .init = weight_init(), .cut = vocabulary_cut()});
   head->weight.set_table();
@@ -108,8 +110,10 @@ Tensor Decoder::loss_until(int64_t until, ForwardProgress& at, const Tensor& tok
 
 Tensor Decoder::loss_of(const Tensor& x_BTC, const Tensor& targets_BT, const CrossEntropyOptions& options) {
   const nn::TensorRegion region(x_BTC, head_weight());
+  CrossEntropyOptions capped = options;
+  capped.softcap = sizes_.final_logit_softcapping;
   return nn::sum_over_stages(
-      linear_cross_entropy(region.enter(x_BTC, /*in_pieces=*/false), head_weight(), region.enter(targets_BT), options));
+      linear_cross_entropy(region.enter(x_BTC, /*in_pieces=*/false), head_weight(), region.enter(targets_BT), capped));
 }
 
 // What is read where there is no token so far on does not matter: it comes behind all that is predicted from it.
@@ -141,7 +145,9 @@ Tensor Decoder::hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache) {
 
 Tensor Decoder::logits_of(const Tensor& x_BTC) {
   const nn::TensorRegion region(x_BTC, head_weight());
-  return nn::to_all_stages(region.leave(linear(region.enter(x_BTC), head_weight())));
+  const Tensor logits_BTV = nn::to_all_stages(region.leave(linear(region.enter(x_BTC), head_weight())));
+  const double cap = sizes_.final_logit_softcapping;
+  return cap != 0 ? softcap(logits_BTV, cap) : logits_BTV;
 }
 
 Tensor Decoder::logits(const Tensor& tokens_BT) {

@@ -83,6 +83,7 @@ struct Decoder : nn::Module {
     int64_t context = 0;           ///< longest sequence
     int64_t end_of_text = -1;      ///< token that ends a document; -1: none does
     bool tied = false;             ///< the head is the table of tokens
+    double final_logit_softcapping = 0;  ///< logits l are this times tanh(l / this), as Gemma 2's (https://arxiv.org/abs/2408.00118); 0: they are not
     /// Layers that each predict one token further, in training and for drafts (multi-token prediction, DeepSeek-V3:
     /// https://arxiv.org/abs/2412.19437, section 2.2): they are blocks, too, numbered behind the others. The mean of their losses, each
     /// divided by what loss() is divided by, times the factor is added to it.

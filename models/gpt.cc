@@ -12,6 +12,7 @@ nn::AttentionConfig attention_config(const GptConfig& c, int64_t block) {
   a.heads = c.heads;
   a.bias = c.bias;
   a.window = window_of_block(block, c.window, c.full_attention_every);
+  a.softcap = c.attn_logit_softcapping;
   a.dropout = c.dropout;
   a.init = weight_init();
   a.projection_init = residual_init(c.layers);
@@ -72,7 +73,7 @@ nn::Residual Block::forward(nn::Residual stream, nn::KeyValueCache* cache) {
 
 Gpt::Gpt(const GptConfig& c)
     : Decoder({.type = "gpt2", .layers = c.layers, .width = c.width, .vocab = c.vocab, .context = c.context,
-               .end_of_text = c.end_of_text, .tied = c.tie_embeddings}),
+               .end_of_text = c.end_of_text, .tied = c.tie_embeddings, .final_logit_softcapping = c.final_logit_softcapping}),
       config(c),
       wte(token_table(c.vocab, c.width)),
       wpe(c.context, c.width, weight_init()),

@@ -25,6 +25,8 @@ struct GptConfig {
   bool tie_embeddings = true;   ///< the head is the token embedding
   double norm_eps = 1e-5;
   int64_t window = 0;           ///< keys that a token sees, itself and those before it; 0: all
+  double attn_logit_softcapping = 0.0;   ///< scores of attention are held within it (AttentionConfig::softcap), as Gemma 2's; 0: none
+  double final_logit_softcapping = 0.0;  ///< logits are (CrossEntropyOptions::softcap)
   int64_t full_attention_every = 0;  ///< blocks N, 2 N, .. see all (window_of_block); 0: none, if there is a window
   int64_t end_of_text = -1;     ///< token that ends a document: in loss() tokens attend to their own document's alone; -1: to
                                 ///< all before them

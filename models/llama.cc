@@ -36,6 +36,7 @@ nn::AttentionConfig attention_config(const LlamaConfig& c, int64_t block) {
     a.scale = std::sqrt(static_cast<double>(head_dim) / static_cast<double>(c.query_pre_attn_scalar));
   }
   set_window_and_rotary(a, c, block);
+  a.softcap = c.attn_logit_softcapping;
   a.dropout = c.dropout;
   a.init = weight_init();
   a.projection_init = residual_init(c.layers);
@@ -171,7 +172,7 @@ Tensor LlamaMtpLayer::forward(nn::Residual stream, const Tensor& next_BTC, nn::K
 
 Llama::Llama(const LlamaConfig& c)
     : Decoder({.type = "llama", .layers = c.layers, .width = c.width, .vocab = c.vocab, .context = c.context,
-               .end_of_text = c.end_of_text, .tied = c.tie_embeddings, .mtp_layers = c.mtp_layers, .mtp_loss = c.mtp_loss}),
+               .end_of_text = c.end_of_text, .tied = c.tie_embeddings, .final_logit_softcapping = c.final_logit_softcapping, .mtp_layers = c.mtp_layers, .mtp_loss = c.mtp_loss}),
       config(c),
       embedding(token_table(c.vocab, c.width)),
       norm(c.width, c.norm_eps) {
@@ -180,9 +181,10 @@ Llama::Llama(const LlamaConfig& c)
   check<ConfigError>(c.pre_norms || c.post_norms, "[llama] without pre_norms and post_norms nothing in the blocks is normalised");
   check<ConfigError>(c.experts == 0 || !c.gelu_gate, "[llama] gelu_gate: mixtures of experts are SwiGLU");
   check<ConfigError>(c.kv_lora_rank == 0 || ((c.kv_heads == 0 || c.kv_heads == c.heads) && !c.qk_norm && !c.qkv_bias && !c.out_bias &&
-                                             !c.attention_sinks && !c.attention_gate && !c.rotary_dim && !c.query_pre_attn_scalar),
+                                             !c.attention_sinks && !c.attention_gate && !c.rotary_dim && !c.query_pre_attn_scalar &&
+                                             c.attn_logit_softcapping == 0),
                      "[llama] kv_lora_rank ", c.kv_lora_rank, ": latent attention has as many key heads as heads (kv_heads 0, not ",
-                     c.kv_heads, "), and neither qk_norm, qkv_bias, out_bias, attention_sinks, attention_gate, rotary_dim nor query_pre_attn_scalar");
+                     c.kv_heads, "), and neither qk_norm, qkv_bias, out_bias, attention_sinks, attention_gate, rotary_dim, query_pre_attn_scalar nor attn_logit_softcapping");
   check<ConfigError>(c.linear_key_heads == 0 || c.window == 0, "[llama] linear_key_heads ", c.linear_key_heads, " with a window of ", c.window,
                      ": blocks without linear attention see all keys");
   blocks.reserve(static_cast<size_t>(c.layers));

@@ -80,6 +80,8 @@ struct LlamaConfig {
 
   int64_t window = 0;             ///< as in GptConfig
   double window_rope_theta = 0.0;  ///< base of the rotary frequencies where there is a window, which are not scaled; 0: those of others
+  double attn_logit_softcapping = 0.0;   ///< scores of attention are held within it (AttentionConfig::softcap), as Gemma 2's; 0: none
+  double final_logit_softcapping = 0.0;  ///< logits are (CrossEntropyOptions::softcap)
   int64_t full_attention_every = 0;  ///< there, too
   int64_t nope_every = 0;         ///< attention of blocks N, 2 N, .., counted from 1, has no rotary positions; 0: all have them
   int64_t end_of_text = -1;       ///< as in GptConfig

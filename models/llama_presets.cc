@@ -221,6 +221,19 @@ LlamaConfig gemma(int64_t layers, int64_t heads, int64_t kv_heads, int64_t width
   return c;
 }
 
+// Gemma 2 (https://arxiv.org/abs/2408.00118): each second block sees all tokens; scores and logits are capped.
+LlamaConfig gemma2(int64_t layers, int64_t heads, int64_t head_dim, int64_t width, int64_t mlp_width) {
+  LlamaConfig c = gemma(layers, heads, heads / 2, width, mlp_width);
+  c.head_dim = head_dim;
+  c.post_norms = true;
+  c.window = 4096;
+  c.full_attention_every = 2;
+  c.attn_logit_softcapping = 50.0;
+  c.final_logit_softcapping = 30.0;
+  if (head_dim != 256) c.query_pre_attn_scalar = width / heads;
+  return c;
+}
+
 // SmolLM3 (https://huggingface.co/blog/smollm3): each fourth block has no positions (https://arxiv.org/abs/2501.18795).
 LlamaConfig smollm3() {
   LlamaConfig c;
@@ -390,6 +403,9 @@ std::vector<std::pair<std::string, LlamaConfig>> LlamaConfig::published() {
           {"qwen3.5-35b-a3b", qwen3_5_35b_a3b()},
           {"gemma-2b", gemma(18, 8, 1, 2048, 16384)},
           {"gemma-7b", gemma(28, 16, 16, 3072, 24576)},
+          {"gemma2-2b", gemma2(26, 8, 256, 2304, 9216)},
+          {"gemma2-9b", gemma2(42, 16, 256, 3584, 14336)},
+          {"gemma2-27b", gemma2(46, 32, 128, 4608, 36864)},
           {"gemma3-270m", gemma3(18, 640, 2048)},
           {"gemma3-1b", gemma3(26, 1152, 6912)},
           {"gemma3-4b", gemma3_of_images(34, 8, 256, 2560, 10240)},

@@ -17,6 +17,8 @@ void for_each_common_option(Model& c, Options& m, F&& f) {
   f(c.norm_eps, m.norm_eps);
   f(c.window, m.window);
   f(c.full_attention_every, m.full_attention_every);
+  f(c.attn_logit_softcapping, m.attn_logit_softcapping);
+  f(c.final_logit_softcapping, m.final_logit_softcapping);
   f(c.end_of_text, m.end_of_text);
 }
 

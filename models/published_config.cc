@@ -13,7 +13,7 @@ namespace {
 
 const std::string_view kOfLlamasShape[] = {"llama",       "mistral",     "mixtral",   "qwen2",       "qwen3", "qwen3_moe",
                                            "qwen3_next",  "qwen3_5_text", "qwen3_5_moe_text", "dots1", "glm4_moe", "deepseek_v2",
-                                           "deepseek_v3", "kimi_k2",     "gemma",     "gemma3_text", "gpt_oss", "smollm3",
+                                           "deepseek_v3", "kimi_k2",     "gemma",     "gemma2",      "gemma3_text", "gpt_oss", "smollm3",
                                            "olmo2",       "olmo3",       "olmoe",     "phi3"};
 
 // Models of images and text, and the model_type of the latter, which "text_config" describes.
@@ -51,19 +51,20 @@ void check_gemmas_gate(const ConfigReader& r) {
 
 // Those of one shape: Llama's, Mistral's, Mixtral's, Qwen2's, whose queries, keys and values have biases, Qwen3's, whose
 // queries and keys have norms instead, with mixtures of experts, too, dots.llm1's and GLM-4.5's, with mixtures of another kind, DeepSeek's,
-// which have those and attention of another kind, Gemma's, whose gates are gelus, and which normalise more, gpt-oss's, with biases
+// which have those and attention of another kind, Gemma's, whose gates are gelus, and which normalise more, or cap logits, gpt-oss's, with biases
 // wherever there are matrices, Qwen3-Next's and Qwen3.5's, with linear attention, SmolLM3's, of which some layers have no positions, OLMo's,
 // which normalise the queries and keys of all heads together, and what layers give, not what they read, and Phi-3's and Phi-4's.
 ModelConfig read_llama(const ConfigReader& r, const std::string& type) {
   const bool llama = type == "llama", mixtral = type == "mixtral", qwen3_moe = type == "qwen3_moe";
   const bool dots1 = type == "dots1", glm = type == "glm4_moe", deepseek = type.starts_with("deepseek") || type == "kimi_k2";
-  const bool gemma = type.starts_with("gemma"), gemma3 = type == "gemma3_text", gpt_oss = type == "gpt_oss", smollm3 = type == "smollm3";
+  const bool gemma = type.starts_with("gemma"), gemma2 = type == "gemma2", gemma3 = type == "gemma3_text", gpt_oss = type == "gpt_oss", smollm3 = type == "smollm3";
   const bool qwen3_5_moe = type == "qwen3_5_moe_text", linear = type == "qwen3_next" || type == "qwen3_5_text" || qwen3_5_moe;
   const bool olmo3 = type == "olmo3", olmoe = type == "olmoe", olmo = type == "olmo2" || olmo3 || olmoe, phi3 = type == "phi3";
   const bool qwen = type == "qwen2" || type == "qwen3" || qwen3_moe || linear;
   if (gemma) check_gemmas_gate(r);
   else if (r.text("hidden_act", "silu") != "silu") r.refuse("hidden_act", "Sheaf's llama has silu");
-  for (const char* key : {"attn_logit_softcapping", "final_logit_softcapping"}) r.only(key, Json(), "Sheaf's logits are not capped");
+  for (const char* key : {"attn_logit_softcapping", "final_logit_softcapping"})
+    if (!gemma2) r.only(key, Json(), "of this model_type Sheaf's logits are not capped");
   if (!gpt_oss && !glm) r.only("attention_bias", false, "Sheaf's llama has no biases in both layers of attention");
   r.only("mlp_bias", false, "Sheaf's llama has no biases in MLPs");
   r.only("use_bidirectional_attention", false, "Sheaf's attention sees the tokens before");
@@ -97,22 +98,23 @@ ModelConfig read_llama(const ConfigReader& r, const std::string& type) {
   m.qk_norm = olmo || type == "qwen3" || qwen3_moe || linear || dots1 || gemma3 || (glm && r.flag("use_qk_norm", false));
   m.attention_gate = linear;
   m.gelu_gate = m.scale_embedding = gemma;
-  m.post_norms = gemma3 || (olmo && !olmoe);
+  m.post_norms = gemma2 || gemma3 || (olmo && !olmoe);
   m.pre_norms = !olmo || olmoe;
   if (deepseek) read_latents(r, m);
   else m.head_dim = r.positive("head_dim", type == "qwen3" ? 128 : gemma || linear ? 256 : gpt_oss ? 64 : m.width / m.heads);
   if (m.head_dim % 2 != 0) r.refuse("head_dim", "rotary positions turn pairs");
   if (in_parts) read_rotated_part(r, part, m);
-  if (const int64_t divisor = gemma3 ? r.positive("query_pre_attn_scalar", 256) : 0; divisor != m.head_dim) m.query_pre_attn_scalar = divisor;
+  if (gemma2) read_softcaps(r, m);
+  if (const int64_t divisor = gemma2 || gemma3 ? r.positive("query_pre_attn_scalar", 256) : 0; divisor != m.head_dim) m.query_pre_attn_scalar = divisor;
   // Qwen uses the window that it names if it says so, and then Qwen2 and Qwen3 not in the first layers, as dots.llm1 always. Where the file does not
   // even say null, transformers gives it and Mistral one.
   int64_t window = 0;
   if (!qwen || r.flag("use_sliding_window", false)) {
-    if (!r.has("sliding_window")) window = gpt_oss ? 128 : qwen || dots1 || gemma3 || type == "mistral" || olmo3 ? 4096 : 0;
+    if (!r.has("sliding_window")) window = gpt_oss ? 128 : qwen || dots1 || gemma2 || gemma3 || type == "mistral" || olmo3 ? 4096 : 0;
     else if (const Json* given = r.find("sliding_window"); given && !(*given == Json(false))) window = r.positive("sliding_window");
   }
-  const bool by_layer = (qwen && !qwen3_moe) || dots1 || gemma3 || gpt_oss || olmo3;
-  const int64_t every = gemma3 ? r.positive("sliding_window_pattern", 6) : gpt_oss ? 2 : olmo3 ? 4 : 0;
+  const bool by_layer = (qwen && !qwen3_moe) || dots1 || gemma2 || gemma3 || gpt_oss || olmo3;
+  const int64_t every = gemma3 ? r.positive("sliding_window_pattern", 6) : gpt_oss || gemma2 ? 2 : olmo3 ? 4 : 0;
   const int64_t from = by_layer && window && !every ? r.whole("max_window_layers", dots1 ? 62 : 28) : 0;
   if (qwen3_moe && window && r.whole("max_window_layers", 0) != 0)
     r.refuse("max_window_layers", "some versions of transformers obey it here, others give all layers the window");

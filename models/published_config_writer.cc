@@ -27,6 +27,8 @@ void check_published_shape(const ModelConfig& model, const ModelConfig& publishe
   same("vocab", m.vocab, published.vocab);
   same("tie_embeddings", m.tie_embeddings, published.tie_embeddings);
   same("norm_eps", m.norm_eps, published.norm_eps);
+  same("attn_logit_softcapping", m.attn_logit_softcapping, published.attn_logit_softcapping);
+  same("final_logit_softcapping", m.final_logit_softcapping, published.final_logit_softcapping);
   same("window", m.window, published.window);
   if (m.window || m.linear_key_heads) same("full_attention_every", m.full_attention_every, published.full_attention_every);
   if (m.type == "gpt2") same("bias", m.bias, published.bias);
@@ -129,22 +131,26 @@ Architecture deepseek(const ModelConfig& m) {
                     ".expert_parts (deepseek_v2): this model cannot be written as one");
 }
 
+bool has_softcaps(const ModelConfig& m) { return m.attn_logit_softcapping != 0 || m.final_logit_softcapping != 0; }
+
 bool has_any_of_gemma(const ModelConfig& m) {
-  return m.gelu_gate || m.post_norms || m.scale_embedding || m.query_pre_attn_scalar || (m.window && m.window_rope_theta != 0);
+  return m.gelu_gate || m.post_norms || m.scale_embedding || m.query_pre_attn_scalar || (m.window && m.window_rope_theta != 0) || has_softcaps(m);
 }
 
 Architecture gemma(const ModelConfig& m) {
   const bool base = m.gelu_gate && m.scale_embedding && !m.qkv_bias && !m.rotary_dim && !m.experts && !m.kv_lora_rank;
-  if (base && m.post_norms && m.qk_norm && (!m.window || m.window_rope_theta != 0)) return {"gemma3_text", "Gemma3ForCausalLM"};
-  if (base && !m.post_norms && !m.qk_norm && !m.window && !m.query_pre_attn_scalar) return {"gemma", "GemmaForCausalLM"};
+  if (base && m.post_norms && !m.qk_norm && m.window_rope_theta == 0) return {"gemma2", "Gemma2ForCausalLM"};
+  if (base && !has_softcaps(m) && m.post_norms && m.qk_norm && (!m.window || m.window_rope_theta != 0)) return {"gemma3_text", "Gemma3ForCausalLM"};
+  if (base && !has_softcaps(m) && !m.post_norms && !m.qk_norm && !m.window && !m.query_pre_attn_scalar) return {"gemma", "GemmaForCausalLM"};
   fail<ConfigError>("[weights] model.gelu_gate, .post_norms, .scale_embedding, .query_pre_attn_scalar and .window_rope_theta are published with "
-                    "the first and the third alone (gemma), or with model.qk_norm all together (gemma3_text), without mixtures, model.qkv_bias and "
-                    ".rotary_dim: this model cannot be written as one");
+                    "the first and the third alone (gemma), with model.qk_norm all together (gemma3_text), or all but the last with "
+                    "model.attn_logit_softcapping and .final_logit_softcapping (gemma2), without mixtures, model.qkv_bias and .rotary_dim: this model "
+                    "cannot be written as one");
 }
 
 // OLMo 2, OLMo 3, whose blocks with a window have rotary frequencies that are not scaled, or OLMoE.
 Architecture olmo(const ModelConfig& m) {
-  const bool base = m.qk_norm_all_heads && !m.gelu_gate && !m.scale_embedding && !m.query_pre_attn_scalar && !m.qkv_bias && !m.out_bias && !m.rotary_dim &&
+  const bool base = m.qk_norm_all_heads && !has_softcaps(m) && !m.gelu_gate && !m.scale_embedding && !m.query_pre_attn_scalar && !m.qkv_bias && !m.out_bias && !m.rotary_dim &&
                     !m.kv_lora_rank && !m.nope_every && !m.attention_sinks && !m.attention_gate && !m.linear_key_heads && !has_deepseek_experts(m);
   if (base && !m.pre_norms && m.post_norms && !m.experts) {
     if (!m.window) return {"olmo2", "Olmo2ForCausalLM"};
@@ -292,8 +298,8 @@ void write_windows(const ModelConfig& m, const std::string& type, Json& json) {
   const Json window = m.window ? Json(m.window) : Json();
   if (qwen) json.set("use_sliding_window", m.window != 0);
   if (qwen && m.window) json.set("sliding_window", window).set("max_window_layers", 0);
-  const bool gemma3 = type == "gemma3_text", gpt_oss = type == "gpt_oss", olmo3 = type == "olmo3";
-  if (gemma3 || gpt_oss || olmo3 || (m.window && (dots1 || type == "qwen2" || type == "qwen3"))) {
+  const bool gemma2 = type == "gemma2", gemma3 = type == "gemma3_text", gpt_oss = type == "gpt_oss", olmo3 = type == "olmo3";
+  if (gemma2 || gemma3 || gpt_oss || olmo3 || (m.window && (dots1 || type == "qwen2" || type == "qwen3"))) {
     Json::Array types;
     for (int64_t i = 0; i < m.layers; ++i)
       types.push_back(window_of_block(i, m.window, m.full_attention_every) ? "sliding_attention" : "full_attention");
@@ -301,6 +307,7 @@ void write_windows(const ModelConfig& m, const std::string& type, Json& json) {
   }
   if (type == "mixtral" || type == "mistral" || type == "phi3" || dots1 || olmo3) json.set("sliding_window", window);
   if (dots1) json.set("max_window_layers", 0);
+  if (gemma2) json.set("sliding_window", m.window ? m.window : m.context);  // transformers wants one even where no layer has it
   if (gpt_oss) json.set("sliding_window", m.window ? m.window : 128);  // transformers wants one even where no layer has it
   if (gemma3 && m.window)
     json.set("sliding_window", window)
@@ -366,7 +373,11 @@ void write_llama(const ModelConfig& m, const std::string& type, Json& json) {
   write_windows(m, type, json);
   if (type.starts_with("gemma")) json.set("hidden_activation", "gelu_pytorch_tanh").set("attention_bias", false);
   else json.set("hidden_act", "silu");
-  if (type == "gemma3_text") json.set("query_pre_attn_scalar", m.query_pre_attn_scalar ? m.query_pre_attn_scalar : m.head_dim);
+  if (type == "gemma2") {
+    const auto cap = [](double value) { return value != 0 ? Json(value) : Json(); };
+    json.set("attn_logit_softcapping", cap(m.attn_logit_softcapping)).set("final_logit_softcapping", cap(m.final_logit_softcapping));
+  }
+  if (type == "gemma2" || type == "gemma3_text") json.set("query_pre_attn_scalar", m.query_pre_attn_scalar ? m.query_pre_attn_scalar : m.head_dim);
   if (type == "llama" || type == "smollm3") json.set("attention_bias", false).set("mlp_bias", false);
   if (type.starts_with("olmo")) json.set("attention_bias", false);
   if (type == "phi3") json.set("original_max_position_embeddings", m.context).set("resid_pdrop", m.dropout).set("embd_pdrop", 0.0);

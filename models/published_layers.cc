@@ -185,6 +185,16 @@ void read_latents(const ConfigReader& r, ModelConfig& m) {
   r.only("sliding_window", false, "DeepSeek's attention sees all tokens before");
 }
 
+void read_softcaps(const ConfigReader& r, ModelConfig& m) {
+  const auto cap = [&](const char* key, double otherwise) {
+    const double value = r.has(key) && !r.find(key) ? 0 : r.number(key, otherwise);  // null: none
+    if (r.find(key) && !(value > 0)) r.refuse(key, "expected a positive number");
+    return value;
+  };
+  m.attn_logit_softcapping = cap("attn_logit_softcapping", 50.0);
+  m.final_logit_softcapping = cap("final_logit_softcapping", 30.0);
+}
+
 void read_gpt_oss(const ConfigReader& r, ModelConfig& m) {
   r.only("attention_bias", true, "gpt_oss has biases in both layers of attention");
   m.qkv_bias = m.out_bias = m.attention_sinks = m.expert_linear_bias = true;

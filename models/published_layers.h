@@ -43,6 +43,9 @@ void read_olmoe_experts(const ConfigReader& r, ModelConfig& m);
 /// Qwen3's experts, and those of Qwen3-Next and Qwen3.5, with shared ones.
 void read_qwen_experts(const ConfigReader& r, const std::string& type, ModelConfig& m);
 
+/// The caps of Gemma 2's scores and logits; a file may say that there are none.
+void read_softcaps(const ConfigReader& r, ModelConfig& m);
+
 /// gpt-oss's attention and experts.
 void read_gpt_oss(const ConfigReader& r, ModelConfig& m);
 

@@ -53,7 +53,7 @@ struct PublishedForm {
 /// All tensors of Hugging Face's GPT2LMHeadModel or LlamaForCausalLM (MistralForCausalLM has the same), by model.type, or, with
 /// model.qkv_bias, Qwen2ForCausalLM, with model.qk_norm Qwen3ForCausalLM, with model.experts MixtralForCausalLM, with
 /// model.kv_lora_rank DeepseekV3ForCausalLM, with model.expert_bias alone Dots1ForCausalLM or Glm4MoeForCausalLM, with
-/// model.scale_embedding GemmaForCausalLM or, with model.post_norms, Gemma3ForCausalLM, with model.qk_norm_all_heads Olmo2ForCausalLM, Olmo3ForCausalLM or OlmoeForCausalLM, with model.expert_linear_bias
+/// model.scale_embedding GemmaForCausalLM or, with model.post_norms, Gemma2ForCausalLM or Gemma3ForCausalLM, with model.qk_norm_all_heads Olmo2ForCausalLM, Olmo3ForCausalLM or OlmoeForCausalLM, with model.expert_linear_bias
 /// GptOssForCausalLM, with model.attention_gate and model.linear_key_heads Qwen3NextForCausalLM, Qwen3_5ForCausalLM or
 /// Qwen3_5MoeForCausalLM; vocab must be known. Without model.bias, GPT-2's biases are not among them, nor are MTP layers but where
 /// publishes_mtp(), whose last layers they are.

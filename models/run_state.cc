@@ -39,6 +39,8 @@ void for_each_model_option(Model&& m, F&& f) {
   f("model.post_norms", m.post_norms);
   f("model.scale_embedding", m.scale_embedding);
   f("model.query_pre_attn_scalar", m.query_pre_attn_scalar);
+  f("model.attn_logit_softcapping", m.attn_logit_softcapping);
+  f("model.final_logit_softcapping", m.final_logit_softcapping);
   f("model.window_rope_theta", m.window_rope_theta);
   f("model.nope_every", m.nope_every);
   f("model.experts", m.experts);
@@ -121,7 +123,7 @@ void for_each_train_option(Train&& t, F&& f) {
 bool came_later(std::string_view key) {
   return key == "train.dtype" || key == "train.decay_start" || key == "train.decay_end" ||
          key == "train.optimizer" || key == "train.momentum" || key == "train.state_dtype" || key == "train.fp8" || key == "train.islands" || key == "model.qkv_bias" ||
-         key == "model.head_dim" || key == "model.out_bias" || key == "model.attention_sinks" || key.starts_with("model.qk_norm") || key == "model.gelu_gate" || key.ends_with("_norms") || key == "model.scale_embedding" || key == "model.query_pre_attn_scalar" ||
+         key == "model.head_dim" || key == "model.out_bias" || key == "model.attention_sinks" || key.starts_with("model.qk_norm") || key == "model.gelu_gate" || key.ends_with("_norms") || key.ends_with("_softcapping") || key == "model.scale_embedding" || key == "model.query_pre_attn_scalar" ||
          key == "model.window_rope_theta" || key == "model.nope_every" || key.ends_with("_lora_rank") || key.ends_with("_head_dim") || key.starts_with("model.rope_scaling.") ||
          key.starts_with("model.expert") || key == "model.capacity_factor" || key == "model.normalize_experts" || key == "model.aux_loss" ||
          key == "model.shared_experts" || key == "model.dense_layers" || key == "model.end_of_text" || key == "model.window" || key == "model.full_attention_every" ||

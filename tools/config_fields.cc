@@ -58,6 +58,9 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"model.scale_embedding", &m.scale_embedding, "the embedding of a token is multiplied by the root of model.width, as Gemma's (llama)"},
       {"model.query_pre_attn_scalar", &m.query_pre_attn_scalar,
        "scores of attention are divided by its root, as in Gemma 3 27B (llama); 0: by that of the width of a head", any, 0, 1000000},
+      {"model.attn_logit_softcapping", &m.attn_logit_softcapping,
+       "scores s of attention become so much times tanh(s / so much), as Gemma 2's; 0: they are not capped", any, 0, 1e6},
+      {"model.final_logit_softcapping", &m.final_logit_softcapping, "the same of logits", any, 0, 1e6},
       {"model.experts", &m.experts, "MLPs of which each token goes through some (mixture of experts; llama); 0: one MLP", any, 0, 10000},
       {"model.experts_per_token", &m.experts_per_token, "how many", any, 1, 10000},
       {"model.expert_hidden", &m.expert_hidden, "hidden size of each; 0: model.mlp_width", any, 0, 1e7},
@@ -250,7 +253,7 @@ const char* unused(const std::string& key, const TrainConfig& config) {
     return "without model.window and model.linear_key_heads all blocks see all keys";
   const auto& m = config.model;
   if (m.linear_key_heads && m.full_attention_every == 0 && m.mtp_layers == 0)
-    for (const char* name : {"attention_gate", "attention_sinks", "qk_norm", "qk_norm_all_heads", "qkv_bias", "out_bias", "rotary_dim", "query_pre_attn_scalar", "kv_heads", "kv_lora_rank", "rope_theta", "nope_every"})
+    for (const char* name : {"attention_gate", "attention_sinks", "qk_norm", "qk_norm_all_heads", "qkv_bias", "out_bias", "rotary_dim", "query_pre_attn_scalar", "attn_logit_softcapping", "kv_heads", "kv_lora_rank", "rope_theta", "nope_every"})
       if (key == str("model.", name)) return "all blocks have linear attention; see model.full_attention_every";
   if (key.starts_with("model.linear_") && config.model.type != "llama") return "only model.type llama has linear attention";
   if (key.starts_with("model.linear_") && key != "model.linear_key_heads" && config.model.linear_key_heads == 0)
@@ -328,6 +331,7 @@ void validate(const TrainConfig& config, const std::function<std::string(const c
     require(!m.out_bias && !m.attention_sinks && !m.attention_gate, latent,
             ": latent attention has neither model.out_bias, model.attention_sinks nor model.attention_gate");
     require(m.query_pre_attn_scalar == 0, latent, ": latent attention divides by the root of its own width, not model.query_pre_attn_scalar's");
+    require(m.attn_logit_softcapping == 0, latent, ": latent attention has no model.attn_logit_softcapping");
     require(m.rotary_dim == 0, latent, ": model.qk_rope_head_dim says how much is rotated, not model.rotary_dim");
     require(m.head_dim == 0 || m.head_dim == r.head_dim, latent, " with model.head_dim ", m.head_dim, origin("model.head_dim"), ": that follows from model.qk_nope_head_dim ",
             r.qk_nope_head_dim, " and model.qk_rope_head_dim ", r.qk_rope_head_dim);

@@ -29,13 +29,22 @@ inline double attention_product(WorkOf& w, const Shape& queries, int64_t keys, i
   return causal && keys == all ? with_each / 2 : with_each;
 }
 
+/// Latent attention has none.
+template <class Attrs>
+double softcap_of(const Attrs& a) {
+  if constexpr (requires { a.softcap; }) return a.softcap;
+  else return 0;
+}
+
 /// Of the forward pass two products, one with values; of the backward five, two of them, since the scores are computed again.
 template <class Attrs>
 double forward_operations(WorkOf& w, const Attrs& a, const Shape& queries, const Shape& results, int64_t keys, int64_t head) {
+  w.work.softcap = softcap_of(a) != 0;
   return attention_product(w, queries, keys, head, a.causal, a.window) + attention_product(w, results, keys, head, a.causal, a.window);
 }
 template <class Attrs>
 double backward_operations(WorkOf& w, const Attrs& a, const Shape& queries, const Shape& results, int64_t keys, int64_t head) {
+  w.work.softcap = softcap_of(a) != 0;
   return 3 * attention_product(w, queries, keys, head, a.causal, a.window) + 2 * attention_product(w, results, keys, head, a.causal, a.window);
 }
 
@@ -50,13 +59,6 @@ void set_gradients(const Attrs& a, Vjp& c, int operands, bool sinks) {
   const Tensors d = apply(op_def<Backward>(), &a, in);
   for (int i = 0; i < operands; ++i) c.set(i, d[static_cast<size_t>(i)]);
   if (sinks && c.needs(operands)) c.set(operands, sum(d[static_cast<size_t>(operands)], {0, 2}));
-}
-
-/// Latent attention has none.
-template <class Attrs>
-double softcap_of(const Attrs& a) {
-  if constexpr (requires { a.softcap; }) return a.softcap;
-  else return 0;
 }
 
 /// Where documents begin is the last of an op's inputs, if it has more than `others`.

@@ -81,7 +81,7 @@ struct PackedAttentionBackward {
     if constexpr (kSinks) SHEAF_ON_DEVICE(stream, attention_sinks_backward, c.input(4), out, c.input(3), dout, c.output(1));
   }
   static void work(const Attrs& a, WorkOf& w) {
-    w.work.attention_backward = 5 * attention_product(w, w.input(1), w.input(1)[1], a.width, a.causal, a.window);
+    w.work.attention_backward = backward_operations(w, a, w.input(1), w.input(1), w.input(1)[1], a.width);
   }
   static constexpr uint64_t kSavedInputs = kSinks ? 0b110101 : 0b10101;
   static void vjp(const Attrs& a, Vjp& c) {
@@ -141,7 +141,7 @@ struct PackedAttention {
     if constexpr (kSinks) SHEAF_ON_DEVICE(stream, attention_sinks, c.input(1), out, c.output(1));
   }
   static void work(const Attrs& a, WorkOf& w) {
-    w.work.attention_forward = 2 * attention_product(w, w.output(0), w.output(0)[1], a.width, a.causal, a.window);
+    w.work.attention_forward = forward_operations(w, a, w.output(0), w.output(0), w.output(0)[1], a.width);
   }
   static void vjp(const Attrs& a, Vjp& c) { set_gradients<PackedAttentionBackward<kSinks>>(a, c, 1, kSinks); }
   static void describe(const Attrs& a, std::string& out) {

@@ -13,6 +13,7 @@ int64_t checked_head_dim(const AttentionConfig& c) {
                      "[attention] width ", c.width, " is not a multiple of ", c.heads, " heads");
   check<ConfigError>(c.kv_heads == 0 || (c.kv_heads > 0 && c.heads % c.kv_heads == 0), "[attention] ", c.heads,
                      " heads are not a multiple of ", c.kv_heads, " key and value heads");
+  check<ConfigError>(c.softcap >= 0, "[attention] softcap ", c.softcap, ": a positive number; 0: scores are not capped");
   check<ConfigError>(c.window >= 0, "[attention] window ", c.window, ": a token sees at least itself; 0: all keys");
   const int64_t d = head_dim_of(c);
   check<ConfigError>(c.rope_theta == 0.0 || c.rotary_dim > 0 || d % 2 == 0, "[attention] rotary positions need heads of even width, not ", d);
@@ -47,6 +48,7 @@ CausalSelfAttention::CausalSelfAttention(const AttentionConfig& c)
       head_dim(checked_head_dim(c)),
       window(c.window),
       scale(c.scale / std::sqrt(static_cast<double>(head_dim))),
+      softcap(c.softcap),
       rope_theta(c.rope_theta),
       rotary_dim(c.rotary_dim),
       rope_scaling(c.rope_scaling),
@@ -144,7 +146,7 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
   Tensor mixed_BTC;
   if (cache) mixed_BTC = attend(qkv_BTE, keys, rows_BT, [&](const Tensor& kv_BTGD) { return cache->append(path(), kv_BTGD); });
   else if (gathers) mixed_BTC = attend(qkv_BTE, keys, begins_BT, [&](const Tensor& kv_BTGD) { return whole_keys_values(kv_BTGD, heads / keys); });
-  else mixed_BTC = packed_attention(qkv_BTE, heads, keys, {.scale = scale, .begins = begins_BT, .window = window, .sinks = sinks});
+  else mixed_BTC = packed_attention(qkv_BTE, heads, keys, {.scale = scale, .softcap = softcap, .begins = begins_BT, .window = window, .sinks = sinks});
   mixed_BTC = context.leave(mixed_BTC, !gate && !region && projection.fp8 == Fp8::none);
   if (gate) mixed_BTC = mixed_BTC * sigmoid((*gate)(in_BTC));
   return dropout(projection(mixed_BTC, region.onward()));
@@ -161,7 +163,7 @@ Tensor CausalSelfAttention::attend(const Tensor& qkv_BTE, int64_t keys, const Te
     const RecomputeScope again({.results = true});
     of_all = chunk(whole_keys(kv_BTGD), 2, 2);
   }
-  return reshape(attention(q_BTHD, of_all[0], of_all[1], {.scale = scale, .begins = begins_BT, .window = window, .sinks = sinks}), {b, t, heads * head_dim});
+  return reshape(attention(q_BTHD, of_all[0], of_all[1], {.scale = scale, .softcap = softcap, .begins = begins_BT, .window = window, .sinks = sinks}), {b, t, heads * head_dim});
 }
 
 }  // namespace sheaf::nn

@@ -27,6 +27,7 @@ struct AttentionConfig {
   double norm_eps = 1e-5;   ///< there
   double dropout = 0.0;     ///< of the output (not of the attention weights, which never exist)
   double scale = 1.0;       ///< of scores, beside 1 / sqrt(head_dim)
+  double softcap = 0.0;     ///< scores are held within it (AttentionOptions::softcap); 0: none
   int64_t window = 0;       ///< keys that a token sees, itself and those before it (sliding-window attention); 0: all
   double rope_theta = 0.0;  ///< base of rotary positions; 0: none
   int64_t rotary_dim = 0;  ///< of each head the last so many elements are rotated; 0: all
@@ -51,6 +52,7 @@ Tensor document_begins(const Tensor& tokens_BT, int64_t end_of_text);
 struct CausalSelfAttention : Module {
   int64_t heads, kv_heads, head_dim, window;
   double scale;  ///< of scores, all of it
+  double softcap;
   double rope_theta;
   int64_t rotary_dim;
   RotaryScaling rope_scaling;

@@ -44,7 +44,7 @@ TEST_P(ContextGradients, EqualUnshardedInF64) {
 
 const auto kStrategies = ::testing::Values("full_shard", "shard_grad_op", "zero1", "replicate");
 INSTANTIATE_TEST_SUITE_P(Meshes, ContextGradients,
-                         ::testing::Combine(::testing::Values("gpt2", "llama", "untied llama", "qwen3", "olmo"), kStrategies,
+                         ::testing::Combine(::testing::Values("gpt2", "llama", "untied llama", "qwen3", "olmo", "gemma2"), kStrategies,
                                             ::testing::Values(Sizes{0, 1, 1, 0}, Sizes{0, 1, 2, 0}, Sizes{0, 1, 3, 0},
                                                               Sizes{0, 2, 2, 0}, Sizes{0, 1, 2, 2}),
                                             ::testing::Values(7)));

@@ -68,7 +68,7 @@ TEST(Documents, AWindowIsTheSumOfItsDocuments) {
   const models::ModelConfig mixture = tiny_mixture(0, 0);  // no token counts for another's experts
   models::ModelConfig further = model_of("llama");  // what is further than a document's end touches nothing that is predicted
   further.mtp_layers = 2, further.mtp_loss = 0.7;
-  for (const models::ModelConfig& config : {model_of("gpt2"), model_of("llama"), model_of("qwen3"), model_of("olmo"), model_of("latent"), mixture, further}) {
+  for (const models::ModelConfig& config : {model_of("gpt2"), model_of("llama"), model_of("qwen3"), model_of("olmo"), model_of("gemma2"), model_of("latent"), mixture, further}) {
     const Values packed = gradients_of(config, false, 6), alone = gradients_of(config, true, 6);
     EXPECT_LE(max_difference(packed, alone), 1e-11 * max_magnitude(alone)) << config.experts << ' ' << config.mtp_layers;
   }

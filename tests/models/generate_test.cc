@@ -55,6 +55,12 @@ LlamaConfig olmo() {
   return c;
 }
 
+LlamaConfig gemma2() {
+  LlamaConfig c = llama();
+  c.attn_logit_softcapping = 0.5, c.final_logit_softcapping = 2, c.post_norms = true;
+  return c;
+}
+
 LlamaConfig latent() {
   LlamaConfig c = llama(/*kv_heads=*/0);
   c.kv_lora_rank = 48, c.q_lora_rank = 40, c.qk_nope_head_dim = 32, c.qk_rope_head_dim = 16, c.v_head_dim = 24;
@@ -107,6 +113,7 @@ TEST(KeyValueCache, GivesTheBitsOfOnePass) {
       expect_rows_of_one_pass<Llama>(llama(), dtype, pieces);
       expect_rows_of_one_pass<Llama>(qwen3(), dtype, pieces);
       expect_rows_of_one_pass<Llama>(olmo(), dtype, pieces);
+      expect_rows_of_one_pass<Llama>(gemma2(), dtype, pieces);
       expect_rows_of_one_pass<Llama>(windowed(), dtype, pieces);
       expect_rows_of_one_pass<Llama>(latent(), dtype, pieces);
       LlamaConfig scaled = llama();

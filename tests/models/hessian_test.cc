@@ -105,7 +105,7 @@ TEST_P(HessianOf, ProductsAreThoseOfOneRank) {
   expect_same({{"gathered", 2}, {"data", 1}, {"model", 2}}, "zero1");
 }
 
-INSTANTIATE_TEST_SUITE_P(Models, HessianOf, ::testing::Values("gpt2", "llama", "untied llama", "qwen3", "olmo", "latent", "mixture", "biased mixture"),
+INSTANTIATE_TEST_SUITE_P(Models, HessianOf, ::testing::Values("gpt2", "llama", "untied llama", "qwen3", "olmo", "gemma2", "latent", "mixture", "biased mixture"),
                          [](const auto& info) {
                            std::string name = info.param;
                            std::ranges::replace(name, ' ', '_');

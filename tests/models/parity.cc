@@ -204,6 +204,7 @@ models::ModelConfig tiny_model(const std::string& type, int64_t heads, int64_t k
   m.mlp_width = 40;
   if (m.type == "llama") m.kv_heads = key_heads;
   if (type == "qwen3") m.head_dim = 6, m.qk_norm = true;
+  if (type == "gemma2") m.attn_logit_softcapping = 0.7, m.final_logit_softcapping = 1.5, m.post_norms = true;
   if (type == "olmo") m.head_dim = 6, m.qk_norm = m.qk_norm_all_heads = m.post_norms = true, m.pre_norms = false;
   if (type.starts_with("latent")) m.kv_lora_rank = 7, m.qk_nope_head_dim = 5, m.qk_rope_head_dim = 4, m.v_head_dim = 3, m.kv_heads = 0;
   if (type == "latent") m.q_lora_rank = 6;

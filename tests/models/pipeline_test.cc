@@ -50,7 +50,7 @@ INSTANTIATE_TEST_SUITE_P(
                                          Axes{{"stage", 5, kChain}, {"data", 1}}, Axes{{"stage", 2, kChain}, {"data", 2}},
                                          Axes{{"stage", 2, kChain}, {"data", 3}}, Axes{{"data", 2}, {"stage", 2, kChain}}),
                        ::testing::Values("full_shard", "shard_grad_op", "zero1", "replicate"),
-                       ::testing::Values("gpt2", "llama", "untied llama"), ::testing::Values(7)),
+                       ::testing::Values("gpt2", "llama", "untied llama", "gemma2"), ::testing::Values(7)),
     mesh_name);
 INSTANTIATE_TEST_SUITE_P(
     BesideOtherAxes, PipelineGradients,

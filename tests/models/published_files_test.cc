@@ -172,8 +172,8 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(refused(kLlama, "partial_rotary_factor", 0.5), HasSubstr("Sheaf rotates whole heads"));
   EXPECT_THAT(refused(kLlama, "rope_interleaved", true), HasSubstr("rope_interleaved is true"));
   EXPECT_THAT(refused(kLlama, "quantization_config", Json::Object{{"bits", 4}}), HasSubstr("quantization_config is {\"bits\":4}"));
-  const std::string known = "Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text, dots1, glm4_moe, deepseek_v2, deepseek_v3, kimi_k2, gemma, gemma3_text, gpt_oss, smollm3, olmo2, olmo3, olmoe, phi3, gemma3, mistral3, qwen3_5, qwen3_5_moe";
-  EXPECT_THAT(refused(kLlama, "model_type", "gemma2"), HasSubstr("model_type is \"gemma2\": " + known));
+  const std::string known = "Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text, dots1, glm4_moe, deepseek_v2, deepseek_v3, kimi_k2, gemma, gemma2, gemma3_text, gpt_oss, smollm3, olmo2, olmo3, olmoe, phi3, gemma3, mistral3, qwen3_5, qwen3_5_moe";
+  EXPECT_THAT(refused(kLlama, "model_type", "gemma4"), HasSubstr("model_type is \"gemma4\": " + known));
   EXPECT_THAT(refused(kLlama, "model_type", Json()), HasSubstr("model_type is null: " + known));
   for (const Json& window : {Json(0), Json(-1), Json(true), Json("4096")})
     EXPECT_THAT(refused(kMistral, "sliding_window", window), HasSubstr("config.json: sliding_window"));
@@ -192,7 +192,7 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(refused(kGemma, "sliding_window", 4), HasSubstr("attention of gemma sees all tokens before"));
   EXPECT_THAT(refused(kGemma3, "hidden_activation", "gelu"), HasSubstr("hidden_activation is \"gelu\": Gemma's is gelu_pytorch_tanh"));
   EXPECT_THAT(refused(kGemma3, "query_pre_attn_scalar", 0), HasSubstr("query_pre_attn_scalar is 0: expected a positive integer"));
-  EXPECT_THAT(refused(kGemma3, "final_logit_softcapping", 30.0), HasSubstr("Sheaf's logits are not capped"));
+  EXPECT_THAT(refused(kGemma3, "final_logit_softcapping", 30.0), HasSubstr("of this model_type Sheaf's logits are not capped"));
   EXPECT_THAT(refused(kGemma3, "use_bidirectional_attention", true), HasSubstr("sees the tokens before"));
   const Json full = Json::Object{{"rope_type", "default"}, {"rope_theta", 500.0}};
   EXPECT_THAT(refused(kGemma3, "rope_parameters", Json::Object{{"full_attention", full}}), HasSubstr("expected full_attention and sliding_attention"));

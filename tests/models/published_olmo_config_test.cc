@@ -1,4 +1,4 @@
-// config.json of OLMo 2, OLMo 3, OLMoE and Phi-3: read, written and refused.
+// config.json of OLMo 2, OLMo 3, OLMoE, Phi-3 and Gemma 2: read, written and refused.
 #include <set>
 
 #include <gmock/gmock.h>
@@ -11,7 +11,6 @@
 namespace sheaf {
 namespace {
 
-using ::testing::AllOf;
 using ::testing::HasSubstr;
 using models::ModelConfig;
 using testing::Changes;
@@ -21,7 +20,7 @@ using testing::expect_read_again;
 
 const std::string kOlmo2 = "tests/models/published/olmo2_bf16", kOlmo3 = "tests/models/published/olmo3_f32",
                   kOlmoe = "tests/models/published/olmoe_bf16", kPhi3 = "tests/models/published/phi3_bf16",
-                  kLlama = "tests/models/published/llama_bf16_shards", kGemma3 = "tests/models/published/gemma3_bf16";
+                  kGemma2 = "tests/models/published/gemma2_bf16", kLlama = "tests/models/published/llama_bf16_shards", kGemma3 = "tests/models/published/gemma3_bf16";
 
 TEST(PublishedOlmoConfig, IsRead) {
   const ModelConfig two = config_of(kOlmo2), three = config_of(kOlmo3), mixture = config_of(kOlmoe);
@@ -109,6 +108,37 @@ TEST(PublishedOlmoConfig, WhatNobodyPublishesIsRefused) {
   EXPECT_THAT(refused(kOlmoe, [](ModelConfig& m) { m.post_norms = true; }), HasSubstr("olmoe"));
   EXPECT_THAT(refused(kOlmoe, [](ModelConfig& m) { m.expert_bias = true; }), HasSubstr("olmoe"));
   EXPECT_THAT(refused(kGemma3, [](ModelConfig& m) { m.pre_norms = false; }), HasSubstr("cannot be written as one"));
+}
+
+TEST(PublishedGemma2Config, IsReadWrittenAndReadAgain) {
+  ModelConfig m = config_of(kGemma2);
+  EXPECT_TRUE(m.post_norms && m.pre_norms && m.gelu_gate && m.scale_embedding && m.tie_embeddings && !m.qk_norm);
+  EXPECT_EQ(m.attn_logit_softcapping, 1.5);
+  EXPECT_EQ(m.final_logit_softcapping, 2.5);
+  EXPECT_EQ(m.query_pre_attn_scalar, 9);
+  EXPECT_EQ(m.window, 4);
+  EXPECT_EQ(m.full_attention_every, 2);
+  EXPECT_EQ(m.window_rope_theta, 0);
+  EXPECT_EQ(config_of("tests/models/published/gemma2_f32_version_4").final_logit_softcapping, 0);
+  const ModelConfig least = config_with(kGemma2, {}, {"attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "sliding_window",
+                                                      "layer_types", "head_dim", "tie_word_embeddings", "rms_norm_eps"});
+  EXPECT_TRUE(least.attn_logit_softcapping == 50 && least.final_logit_softcapping == 30 && least.tie_embeddings && least.norm_eps == 1e-6);
+  EXPECT_TRUE(least.head_dim == 256 && least.query_pre_attn_scalar == 0 && least.window == 4096 && least.full_attention_every == 2);
+  const Json json = models::published_config(m);
+  EXPECT_EQ(json.at("model_type").as_string(), "gemma2");
+  expect_read_again(m, json);
+  m.attn_logit_softcapping = m.final_logit_softcapping = 0;
+  expect_read_again(m, models::published_config(m));
+  m.window = m.full_attention_every = 0;
+  expect_read_again(m, models::published_config(m));
+  for (const Json& wrong : {Json(0.0), Json(-1.0), Json("50")})
+    EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData, [&] { config_with(kGemma2, {{"attn_logit_softcapping", wrong}}); }),
+                HasSubstr("attn_logit_softcapping"));
+  for (const std::string& folder : {kLlama, kGemma3, kOlmo2, kOlmoe}) {
+    ModelConfig capped = config_of(folder);
+    capped.final_logit_softcapping = 30;
+    EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { models::published_config(capped); }), HasSubstr("cannot be written as one"));
+  }
 }
 
 // The model is Llama's or Mistral's: what has come from a Phi-3 is one again, if it still can be.

@@ -31,7 +31,7 @@ const char* const kFolders[] = {"gpt2_f32_shards", "gpt2_f16_base", "llama_bf16_
                                "dots1_bf16", "dots1_f32_window", "deepseek_v3_bf16", "deepseek_v2_f32",
                                "gemma_bf16", "gemma3_bf16", "gemma3_f32_version_4", "gpt_oss_bf16", "gpt_oss_mxfp4",
                                "qwen3_next_bf16", "qwen3_5_bf16_images", "qwen3_5_moe_bf16", "gemma3_bf16_images", "glm4_moe_bf16", "kimi_k2_fp8", "smollm3_bf16", "smollm3_f32_listed",
-                               "olmo2_bf16", "olmo3_f32", "olmoe_bf16", "phi3_bf16"};
+                               "olmo2_bf16", "olmo3_f32", "olmoe_bf16", "phi3_bf16", "gemma2_bf16", "gemma2_f32_version_4"};
 
 /// Experts rest in blocks of 17 bytes, of which a rank may have parts, or matrices in a byte a value, beside others in more.
 bool has_blocks(const std::string& name) { return name == "gpt_oss_mxfp4" || name == "kimi_k2_fp8"; }
@@ -350,6 +350,8 @@ TEST(PublishedWeights, MustBeThoseOfTheModel) {
   EXPECT_THAT(gemma([](Config& c) { c.gelu_gate = false; }), HasSubstr("model.gelu_gate is false, but true in"));
   EXPECT_THAT(gemma([](Config& c) { c.post_norms = false; }), HasSubstr("model.post_norms is false, but true in"));
   EXPECT_THAT(gemma([](Config& c) { c.scale_embedding = false; }), HasSubstr("model.scale_embedding is false, but true in"));
+  EXPECT_THAT(message("gemma2_bf16", [](Config& c) { c.attn_logit_softcapping = 50; }), HasSubstr("model.attn_logit_softcapping is 50, but 1.5 in"));
+  EXPECT_THAT(message("gemma2_bf16", [](Config& c) { c.final_logit_softcapping = 0; }), HasSubstr("model.final_logit_softcapping is 0, but 2.5 in"));
   EXPECT_THAT(gemma([](Config& c) { c.window_rope_theta = 31; }), HasSubstr("model.window_rope_theta is 31, but 30 in"));
   EXPECT_THAT(message("olmo2_bf16", [](Config& c) { c.qk_norm_all_heads = false; }), HasSubstr("model.qk_norm_all_heads is false, but true in"));
   EXPECT_THAT(message("olmo2_bf16", [](Config& c) { c.pre_norms = true; }), HasSubstr("model.pre_norms is true, but false in"));

@@ -42,6 +42,7 @@ void draw_model(models::ModelConfig& m, Draw& draw) {
   m.mlp_width = draw.one_in(6) ? 1 + draw.below(3) : 4 + draw.below(20);
   m.tie_embeddings = draw.one_in(2);
   m.dropout = draw.of<double>({0, 0, 0.2});
+  m.attn_logit_softcapping = draw.of<double>({0, 0, 0, 0.5}), m.final_logit_softcapping = draw.of<double>({0, 0, 0, 2});
   m.norm_eps = draw.of<double>({1e-5, 1e-3});
   if (draw.one_in(3)) m.window = 1 + draw.below(static_cast<size_t>(m.context) + 2), m.full_attention_every = draw.of<int64_t>({0, 2, 3});
   if (m.type == "gpt2") {
@@ -62,6 +63,7 @@ void draw_model(models::ModelConfig& m, Draw& draw) {
     m.heads = m.kv_heads = 1 + draw.below(6);
     m.head_dim = 0, m.width = m.heads * (1 + draw.below(5));
     m.qkv_bias = m.qk_norm = m.out_bias = m.attention_sinks = false;
+    m.attn_logit_softcapping = 0;
     m.kv_lora_rank = 2 + draw.below(8);  // the norm of one element is its sign: roundings would be as large as any
     m.q_lora_rank = draw.one_in(2) ? 0 : 2 + draw.below(8);
     m.qk_nope_head_dim = 1 + draw.below(5), m.qk_rope_head_dim = 2 * (1 + draw.below(3));

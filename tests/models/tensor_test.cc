@@ -47,7 +47,7 @@ TEST_P(TensorGradients, EqualUnshardedInF64) {
 
 const auto kStrategies = ::testing::Values("full_shard", "shard_grad_op", "zero1", "replicate");
 INSTANTIATE_TEST_SUITE_P(Meshes, TensorGradients,
-                         ::testing::Combine(::testing::Values("gpt2", "llama", "untied llama", "qwen3", "olmo"), kStrategies,
+                         ::testing::Combine(::testing::Values("gpt2", "llama", "untied llama", "qwen3", "olmo", "gemma2"), kStrategies,
                                             ::testing::Values(mesh(0, 1, 1), mesh(0, 1, 2), mesh(0, 1, 3), mesh(0, 2, 2),
                                                               mesh(0, 3, 2), mesh(0, 2, 3)),
                                             ::testing::Values(7)));
