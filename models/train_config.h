@@ -91,6 +91,7 @@ struct ModelConfig {
   double aux_loss = 0.0;        ///< factor of the load-balancing loss of each mixture, added to the training loss
   int64_t mtp_layers = 0;       ///< layers that each predict one token further, in training and for drafts (MTP; llama)
   double mtp_loss = 0.3;        ///< factor of the mean of their losses in the training loss
+  int64_t query_pre_attn_scalar = 0;  ///< scores are divided by its root, not that of the head's width, as in Gemma 3 27B (llama)
   double attn_logit_softcapping = 0.0;  ///< attention's scores are held within it, as Gemma 2's; 0: they are not
   double final_logit_softcapping = 0.0;  ///< logits are
   bool bias = false;            ///< biases in linear layers and layer norms (gpt2)
@@ -103,7 +104,6 @@ struct ModelConfig {
   bool gelu_gate = false;       ///< MLPs are GeGLU, as Gemma's, not SwiGLU (llama)
   bool pre_norms = true;        ///< what attention and MLPs read is normalised; false: only what they give, as OLMo 2's (llama)
   bool post_norms = false;      ///< what attention and MLPs give is normalised, too, as Gemma 3's (llama)
-  int64_t query_pre_attn_scalar = 0;  ///< scores are divided by its root, not that of the head's width, as in Gemma 3 27B (llama)
   bool scale_embedding = false;  ///< tokens' embeddings are multiplied by sqrt(width), as Gemma's (llama)
   bool expert_bias = false;     ///< each expert has a bias that is added where experts are chosen, and only there
   bool shared_expert_gate = false;  ///< what shared experts give is multiplied by a number of each token, as Qwen2-MoE's
