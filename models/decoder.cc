@@ -19,7 +19,7 @@ constexpr double kInitStd = 0.02;
 OwnershipMap vocabulary_cut() { return OwnershipMap::even(0); }
 
 // Integers x[B, T], of whole sequences, of the tokens that are `by` further; `fill` where there is none, also not in the same document.
-Tensor further(const Tensor& x_BT, int64_t by, int64_t fill, const Tensor& begins_BT = {}) {
+Tensor shift_left(const Tensor& x_BT, int64_t by, int64_t fill, const Tensor& begins_BT = {}) {
   const auto shifted = [by = std::min(by, x_BT.size(1))](const Tensor& whole_BT, int64_t none) {
     return pad(slice(whole_BT, 1, by, whole_BT.size(1)), 1, 0, by, static_cast<double>(none));
   };
@@ -64,7 +64,7 @@ int Decoder::stage_of(const nn::Module& module, const StageCut& cut) {
 nn::Residual Decoder::stream_of(const Tensor& tokens_BT, nn::KeyValueCache* cache, const Tensor& begins_BT) {
   check<ShapeError>(tokens_BT.rank() == 2, "[", sizes_.type, "] tokens must be [B, T], not ", tokens_BT.shape());
   const int64_t position = cache ? cache->length() : 0, tokens = tokens_BT.size(1), end = position + tokens;
-  const Tensor rows_BT = cache ? cache->begins(tokens) : Tensor();  // how long each is, knows who says where they begin
+  const Tensor rows_BT = cache ? cache->begins(tokens) : Tensor();  // then rows may be shorter than `end`: whoever set them checks that
   check<ShapeError>((rows_BT ? tokens : end) <= sizes_.context, "[", sizes_.type, "] ", end, " tokens are more than the context of ",
                     sizes_.context);
   return embedded(tokens_BT, position, rows_BT ? rows_BT : begins_BT);
@@ -75,34 +75,34 @@ Tensor Decoder::loss(const Tensor& tokens_BT, const Tensor& targets_BT, const Cr
   return loss_until(sizes_.layers, whole, tokens_BT, targets_BT, options);
 }
 
-Tensor Decoder::loss_until(int64_t until, ForwardProgress& at, const Tensor& tokens_BT, const Tensor& targets_BT,
+Tensor Decoder::loss_until(int64_t until, ForwardProgress& progress, const Tensor& tokens_BT, const Tensor& targets_BT,
                            const CrossEntropyOptions& options) {
-  const bool begins = !at.stream.x, ends = until == sizes_.layers;
-  const auto scope = begins || ends ? enter() : enter_without_unit();
-  if (begins) {
+  const bool is_first = !progress.stream.x, is_last = until == sizes_.layers;
+  const auto scope = is_first || is_last ? enter() : enter_without_unit();
+  if (is_first) {
     const Tensor begins_BT = sizes_.end_of_text < 0 ? Tensor() : nn::document_begins(tokens_BT, sizes_.end_of_text);
-    at.stream = stream_of(tokens_BT, nullptr, begins_BT);
-    at.stream.begins = begins_BT;
-    if (sizes_.mtp_layers && training()) at.tokens = tokens_BT;
+    progress.stream = stream_of(tokens_BT, nullptr, begins_BT);
+    progress.stream.begins = begins_BT;
+    if (sizes_.mtp_layers && training()) progress.tokens = tokens_BT;
   }
-  const int64_t first = at.block;
-  for (; at.block < until; ++at.block) {
-    at.stream = block(at.block)(std::move(at.stream), nullptr);
-    if (at.tokens) at.tokens = in_stage_of(at.tokens, at.stream.x);
+  const int64_t first_block = progress.block;
+  for (; progress.block < until; ++progress.block) {
+    progress.stream = block(progress.block)(std::move(progress.stream), nullptr);
+    if (progress.tokens) progress.tokens = in_stage_of(progress.tokens, progress.stream.x);
   }
-  if (!ends) {
-    add_penalties(first, until, at.penalty);
+  if (!is_last) {
+    add_penalties(first_block, until, progress.penalty);
     return {};
   }
-  nn::Residual behind{.x = {}, .begins = at.stream.begins};
-  behind.x = normed(std::move(at.stream));
-  Tensor loss = loss_of(behind.x, targets_BT, options);
-  if (at.tokens) {
-    at.mtp = mtp_losses(std::move(behind), std::exchange(at.tokens, {}), targets_BT, options);
-    loss = loss + at.mtp * sizes_.mtp_loss;
+  nn::Residual last{.x = {}, .begins = progress.stream.begins};
+  last.x = normed(std::move(progress.stream));
+  Tensor loss = loss_of(last.x, targets_BT, options);
+  if (progress.tokens) {
+    progress.mtp = mtp_losses(std::move(last), std::exchange(progress.tokens, {}), targets_BT, options);
+    loss = loss + progress.mtp * sizes_.mtp_loss;
   }
-  add_penalties(first, until + sizes_.mtp_layers, at.penalty);
-  const Tensor penalty = std::exchange(at.penalty, {});
+  add_penalties(first_block, until + sizes_.mtp_layers, progress.penalty);
+  const Tensor penalty = std::exchange(progress.penalty, {});
   check<ConfigError>(!penalty || !options.per_target, "[", sizes_.type, "] what blocks add to the loss in training belongs to no target: ask for ",
                      "the mean, or call eval()");
   return penalty ? with_penalty(loss, penalty, targets_BT.numel(), options) : loss;
@@ -116,15 +116,15 @@ Tensor Decoder::loss_of(const Tensor& x_BTC, const Tensor& targets_BT, const Cro
       linear_cross_entropy(region.enter(x_BTC, /*in_pieces=*/false), head_weight(), region.enter(targets_BT), capped));
 }
 
-// What is read where there is no token so far on does not matter: it comes behind all that is predicted from it.
+// Tokens that fill up the end only influence later positions, which have no targets.
 Tensor Decoder::mtp_losses(nn::Residual stream, const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options) {
   check<ConfigError>(!options.per_target, "[", sizes_.type, "] what MTP layers add to the loss in training belongs to no target: ask for ",
                      "the mean, or call eval()");
   const Tensor all_tokens_BT = nn::whole_sequences(tokens_BT), all_targets_BT = nn::whole_sequences(targets_BT);
   Tensor losses;
   for (int64_t k = 0; k < sizes_.mtp_layers; ++k) {
-    const Tensor next_BT = redistribute(further(all_tokens_BT, k + 1, 0), tokens_BT.layout());
-    const Tensor wanted_BT = redistribute(further(all_targets_BT, k + 1, options.ignore_index, stream.begins), targets_BT.layout());
+    const Tensor next_BT = redistribute(shift_left(all_tokens_BT, k + 1, 0), tokens_BT.layout());
+    const Tensor wanted_BT = redistribute(shift_left(all_targets_BT, k + 1, options.ignore_index, stream.begins), targets_BT.layout());
     nn::Residual next = embedded(next_BT, 0, stream.begins);
     next.join();
     stream.x = mtp(k, stream, next.x, nullptr);

@@ -47,9 +47,9 @@ struct Decoder : nn::Module {
   /// document's tokens are predicted from those of no other; logits() and next_logits() take all tokens for one document.
   /// In training, what MTP layers get wrong is added, see Sizes.
   Tensor loss(const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options = {});
-  /// loss() in parts, between which others may be recorded (Recording::resume_micro_batch): on from `at` to before block
+  /// loss() in parts, between which others may be recorded (Recording::resume_micro_batch): on from `progress` to before block
   /// `until`, and from the last block to the loss, which is undefined before.
-  Tensor loss_until(int64_t until, ForwardProgress& at, const Tensor& tokens_BT, const Tensor& targets_BT,
+  Tensor loss_until(int64_t until, ForwardProgress& progress, const Tensor& tokens_BT, const Tensor& targets_BT,
                     const CrossEntropyOptions& options = {});
   /// [B, T, V], placed as the tokens.
   Tensor logits(const Tensor& tokens_BT);
