@@ -39,6 +39,9 @@ struct AttentionShape {
     return window ? std::max<int64_t>(0, t + 1 + keys - queries - std::min(window, keys)) : 0;
   }
 
+  /// Where the blocks of keys begin that queries from `first` on see.
+  int64_t first_block(int64_t first, int64_t window) const { return first_visible(first, window) / kKeyBlock * kKeyBlock; }
+
   int64_t forward_items() const { return batch * heads * query_blocks(); }
   int64_t forward_slots() const { return slot_count(forward_items(), 1); }
   /// Transposed keys and values of a head, then blocks of queries, scores and results, and two

@@ -15,10 +15,12 @@ namespace {
 
 using namespace sheaf::kernels::cpu;
 
-/// Of a row's scores those before a window become -inf, whose exponential is 0. Returns where those that count end: at `visible`,
-/// or at 0 if none does.
+/// Of the scores of query t with the keys of the block from `key` on, those before its window become -inf, whose exponential is 0.
+/// Returns where those that count end, which none may.
 template <class C>
-SHEAF_INLINE int64_t hide(C* scores, int64_t before, int64_t visible) {
+SHEAF_INLINE int64_t hide(C* scores, const DocumentShape& s, int64_t t, int64_t key, bool causal, int64_t window) {
+  const auto in_block = [&](int64_t n) { return std::clamp<int64_t>(n - key, 0, kKeyBlock); };
+  const int64_t before = in_block(s.first_visible(t, window)), visible = in_block(s.visible(t, causal));
   if (before >= visible) return 0;
   std::fill_n(scores, before, -std::numeric_limits<C>::infinity());
   return visible;
@@ -75,7 +77,7 @@ class Forward {
   void load_keys(int64_t b, int64_t g, const Document& document) {
     s_.take(document);
     const HeadRows<const T> k(k_, b, s_.first_key, g), v(v_, b, s_.first_key, g);
-    for (int64_t first = first_block(0); first < s_.keys; first += kKeyBlock) {
+    for (int64_t first = s_.first_block(0, window_); first < s_.keys; first += kKeyBlock) {
       // The queries' place serves as a buffer before they come.
       static_assert(kKeyBlock <= kQueryBlock);
       pack<T, C>(k, first, s_.keys - first, kKeyBlock, C(1), query_);
@@ -92,15 +94,13 @@ class Forward {
     std::fill_n(most_, rows, -std::numeric_limits<C>::infinity());
     std::fill_n(total_, rows, C(0));
     const int64_t seen = s_.visible(first + rows - 1, causal_);
-    for (int64_t key = first_block(first); key < seen; key += kKeyBlock) {
+    for (int64_t key = s_.first_block(first, window_); key < seen; key += kKeyBlock) {
       tile_gemm<C>(rows, kKeyBlock, s_.width, query_, padded_, 1, keys_ + key * padded_, kKeyBlock,
                    scores_, kKeyBlock, false);
       for (int64_t r = 0; r < rows; ++r) {
         C* row = scores_ + r * kKeyBlock;
         if (softcap_ != 0) softcap(row, kKeyBlock, C(1), softcap_);
-        const int64_t visible =
-            hide(row, std::clamp<int64_t>(s_.first_visible(first + r, window_) - key, 0, kKeyBlock),
-                 std::clamp<int64_t>(s_.visible(first + r, causal_) - key, 0, kKeyBlock));
+        const int64_t visible = hide(row, s_, first + r, key, causal_, window_);
         if (visible == 0) {
           std::fill_n(row, kKeyBlock, C(0));
           continue;
@@ -139,9 +139,6 @@ class Forward {
   }
 
  private:
-  /// Where the key blocks begin that the queries from `first` on see.
-  int64_t first_block(int64_t first) const { return s_.first_visible(first, window_) / kKeyBlock * kKeyBlock; }
-
   const View &q_, &k_, &v_, &out_, &lse_;
   bool causal_;
   int64_t window_;
@@ -219,7 +216,7 @@ class Backward {
     }
     const C* lse = lse_.as<C>() + b * lse_.strides[0] + h * lse_.strides[1] + s_.first_query + first;
     const int64_t seen = s_.visible(first + rows - 1, causal_);
-    for (int64_t key = s_.first_visible(first, window_) / kKeyBlock * kKeyBlock; key < seen; key += kKeyBlock) {
+    for (int64_t key = s_.first_block(first, window_); key < seen; key += kKeyBlock) {
       const int64_t at = key * padded_, value_at = key * padded_value_;
       tile_gemm<C>(rows, kKeyBlock, s_.width, query_, padded_, 1, keys_t_ + at, kKeyBlock, scores_,
                    kKeyBlock, false);
@@ -232,9 +229,7 @@ class Backward {
           softcap(p, kKeyBlock, C(1), softcap_);
           for (int64_t i = 0; i < kKeyBlock; ++i) slopes[i] = softcap_slope(p[i], C(1) / softcap_);
         }
-        const int64_t visible =
-            hide(p, std::clamp<int64_t>(s_.first_visible(first + r, window_) - key, 0, kKeyBlock),
-                 std::clamp<int64_t>(s_.visible(first + r, causal_) - key, 0, kKeyBlock));
+        const int64_t visible = hide(p, s_, first + r, key, causal_, window_);
         exponentials(p, visible, lse[r]);
         const Lanes<C> dot(dots_[r]);
         for (int64_t i = 0; i < kKeyBlock; i += kLanes)
