@@ -22,7 +22,7 @@ Layout::Layout(const MeshSpec* mesh, Placement everywhere) : mesh_(mesh) {
 
 Layout::Layout(const MeshSpec* mesh, std::vector<Placement> placements) : mesh_(mesh) {
   if (static_cast<int>(placements.size()) != num_axes())
-    fail<PlacementError>("[layout] ", placements.size(), " placements for mesh ", mesh->to_string());
+    fail<PlacementError>("[layout] ", placements.size(), " placements for mesh ", mesh->to_string(), ", which has ", num_axes(), " axes");
   std::copy(placements.begin(), placements.end(), placements_);
 }
 

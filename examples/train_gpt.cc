@@ -29,6 +29,7 @@ int main(int argc, char** argv) try {
         {.axis = "data", .units = nn::units_of<models::Block>(), .strategy = strategy::full_shard});
   materialize(model, world.device(), {.seed = 1337});  // each rank fills only what it owns
   optim::AdamW optimizer(model, {.weight_decay = 0.1});
+  check<ConfigError>(16 % world.size() == 0, "[train_gpt] ", world.size(), " ranks do not divide a batch of 16");
   const models::TokenStream data(corpus.train, {.batch_per_rank = 16 / world.size(), .context = 64},
                                  mesh);
 

@@ -232,7 +232,7 @@ void expert_linear(const View& x, const View& weight, const View& bias, const Vi
   const Rounded rounded(weight, how.fp8);
   const size_t bytes[] = {from.piece_bytes(groups.largest_piece()), to.piece_bytes(groups.largest_piece())};
   const size_t taken = bytes[0] + bytes[1] + rounded.bytes();
-  check<ShapeError>(workspace.bytes >= taken, "[", kLinear, "] workspace too small");
+  check<ShapeError>(workspace.bytes >= taken, "[", kLinear, "] workspace too small: ", workspace.bytes, " bytes, of ", taken);
   char *const in = static_cast<char*>(workspace.data), *const out = in + bytes[0];
   const Workspace rest{in + taken, workspace.bytes - taken};
   for (int64_t expert = 0; expert < groups.experts(); ++expert) {
@@ -273,7 +273,7 @@ void expert_weight_gradient(const View& dy, const View& x, const View& counts, c
   const size_t sums = Gradient(dweight, computed_in(x.dtype), 0, nullptr).bytes(),
                bytes[] = {rows_of_dy.piece_bytes(groups.largest_piece()), rows_of_x.piece_bytes(groups.largest_piece())};
   const size_t taken = sums + bytes[0] + bytes[1];
-  check<ShapeError>(workspace.bytes >= taken, "[", kGradient, "] workspace too small");
+  check<ShapeError>(workspace.bytes >= taken, "[", kGradient, "] workspace too small: ", workspace.bytes, " bytes, of ", taken);
   char* const start = static_cast<char*>(workspace.data);
   char *const dy_piece = start + sums, *const x_piece = dy_piece + bytes[0];
   const Workspace rest{start + taken, workspace.bytes - taken};

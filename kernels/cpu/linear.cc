@@ -116,7 +116,7 @@ void linear_weight_gradient(const View& dy, const View& x, const View& dweight,
                             Workspace workspace, bool fp8) {
   WeightGradient w(dy, x, dweight, fp8);
   char* next = static_cast<char*>(workspace.data);
-  check<ShapeError>(workspace.bytes >= w.copies(), "[linear_weight_gradient] workspace too small");
+  check<ShapeError>(workspace.bytes >= w.copies(), "[linear_weight_gradient] workspace too small: ", workspace.bytes, " bytes, of ", w.copies());
   const auto copied = [&](const View& from) {
     const View to = View::dense(next, from.dtype, from.shape);
     copy(from, to);
