@@ -34,7 +34,7 @@ inline Tensors apply_again(const Tape& tape, const Node& n, std::span<const Tens
 inline std::pair<Tensor, Tensor> apply_onward_again(const Tape& tape, const Node& n, const Node& scatter, std::span<const Tensor> inputs,
                                                     uint8_t flags) {
   const AttrsCopy attrs(tape, n), of_scatter(tape, scatter);
-  return detail::apply_typed_onward(*n.op, attrs.data(), inputs, {tape.type(tape.output(n)), {}, -1, 0}, of_scatter.data(),
+  return detail::apply_typed_onward(*n.op, attrs.data(), inputs, {.type = tape.type(tape.output(n))}, of_scatter.data(),
                                     Type(tape.type(tape.output(scatter))), flags);
 }
 

@@ -296,56 +296,69 @@ bool Recording::is_part_of_leaf(ValueId v) {
   }
 }
 
-void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
-  // What travels has the gradient of what it was.
-  const bool travels = tape_.node(tape_.value(v).producer).op == &start_op();
-  const ValueId was = travels ? departed(tape_, v) : v;
-  const Type& primal = tape_.type(was);
+// What travels has the gradient of what it was.
+ValueId Recording::value_with_gradient_of(ValueId v) const {
+  return tape_.node(tape_.value(v).producer).op == &start_op() ? departed(tape_, v) : v;
+}
+
+// g, as a gradient of v: its dual or, on its way to a leaf, what adds up to that.
+Tensor Recording::as_dual(NodeId node, ValueId v, Tensor g, bool to_leaf) {
+  const Type& primal = tape_.type(value_with_gradient_of(v));
   // A wide gradient stays so on its way into a leaf's slot, also where this rank's part of the leaf was read; elsewhere values have one
   // dtype.
-  const bool to_sum = state(v).group && along_, to_slot = state(v).group && to_groups_ && !to_sum, wide = is_wide_of(g.dtype(), primal.dtype);
-  if (wide && !to_slot && !to_sum && !(to_groups_ && !along_ && is_part_of_leaf(v))) g = cast(g, primal.dtype);
+  const bool wide = is_wide_of(g.dtype(), primal.dtype);
+  if (wide && !to_leaf && !(to_groups_ && !along_ && is_part_of_leaf(v))) g = cast(g, primal.dtype);
   // A value without a mesh is Replicate on every mesh, so its gradient is Partial: beside Invariant operands, too, where
   // each rank has all of it.
-  if (Layout l = g.layout(); !to_slot && !to_sum && !primal.layout.mesh() && l.mesh()) {
+  if (Layout l = g.layout(); !to_leaf && !primal.layout.mesh() && l.mesh()) {
     for (int a = 0; a < l.num_axes(); ++a)
       if (l[a].is_invariant()) l[a] = Placement::partial();
     g = redistribute(g, l);
   }
   const bool dual = (g.dtype() == primal.dtype || wide) && g.shape() == primal.shape &&
                     (!primal.layout.mesh() || !g.layout().mesh() || g.layout() == primal.layout.dual() ||
-                     ((to_slot || to_sum) && adds_up_to(g.layout(), primal.layout.dual())));
+                     (to_leaf && adds_up_to(g.layout(), primal.layout.dual())));
   if (!dual)
     fail<PlacementError>("[", tape_.node(node).op->name, "] ", path_label(PathScope::current()), ": gradient ", g.type(),
                          " is not the dual of its value ", primal, ", which is ", primal.dual());
+  return g;
+}
+
+void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
+  const bool to_direction = state(v).group && along_, to_slot = state(v).group && to_groups_ && !to_direction;
+  g = as_dual(node, v, std::move(g), to_direction || to_slot);
+  const ValueId was = value_with_gradient_of(v);
   if (const ValueId id = value_of(g); id >= 0) tape_.note_cotangent(id, was);
-  ValueState& s = state(v);
+  const ValueState& s = state(v);
   if (s.changed >= 0 && node > s.changed)
-    fail<LifetimeError>("[", tape_.node(node).op->name, "] ", path_label(PathScope::current()), ": a gradient of %", v, ' ', primal,
+    fail<LifetimeError>("[", tape_.node(node).op->name, "] ", path_label(PathScope::current()), ": a gradient of %", v, ' ', tape_.type(was),
                         ", memory that a value with a gradient was stored into: that has no derivative. Use the value itself");
-  if (to_sum) {
-    expect_reducible(node, v, g.layout());
-    along_->gradients.push_back({s.group, s.leaf_index, std::move(g), node});
-    return;
-  }
-  if (!to_slot) {
-    const NodeId producer = tape_.value(v).producer;
-    if (to_groups_ && !is_in(ranges_, producer) && !(rest_ && is_in(rest_->parts, producer)) && tape_.node(producer).op)
-      fail<LifetimeError>("[backward] ", path_label(PathScope::current()), ": ", tape_.node(node).op->name, " uses value %",
-                          v, " ", primal, " (of ", tape_.node(producer).op->name, "), which was computed before the last ",
-                          "backward of this recording: its gradient would be lost. Add the losses and call backward once");
-    const auto same = same_value_.find(v);
-    Tensor& sum = gradients_[same == same_value_.end() ? v : same->second];
-    if (travels && sum)
-      fail<LifetimeError>("[backward] ", path_label(PathScope::current()), ": %", v, " ", primal, " arrived twice: keep what arrived() gave");
-    if (sum && sum.dtype() != g.dtype()) {  // one of them is wide
-      Tensor& narrow = is_wide_of(sum.dtype(), g.dtype()) ? g : sum;
-      narrow = cast(narrow, (&narrow == &g ? sum : g).dtype());
-    }
-    sum = sum ? add(sum, g) : std::move(g);
-    return;
-  }
+  if (!to_direction && !to_slot) return add_to_value(node, v, std::move(g));
   expect_reducible(node, v, g.layout());
+  if (to_direction) along_->gradients.push_back({s.group, s.leaf_index, std::move(g), node});
+  else add_to_slot(node, v, std::move(g));
+}
+
+void Recording::add_to_value(NodeId node, ValueId v, Tensor g) {
+  const NodeId producer = tape_.value(v).producer;
+  const ValueId was = value_with_gradient_of(v);
+  if (to_groups_ && !is_in(ranges_, producer) && !(rest_ && is_in(rest_->parts, producer)) && tape_.node(producer).op)
+    fail<LifetimeError>("[backward] ", path_label(PathScope::current()), ": ", tape_.node(node).op->name, " uses value %",
+                        v, " ", tape_.type(was), " (of ", tape_.node(producer).op->name, "), which was computed before the last ",
+                        "backward of this recording: its gradient would be lost. Add the losses and call backward once");
+  const auto same = same_value_.find(v);
+  Tensor& sum = gradients_[same == same_value_.end() ? v : same->second];
+  if (was != v && sum)
+    fail<LifetimeError>("[backward] ", path_label(PathScope::current()), ": %", v, " ", tape_.type(was), " arrived twice: keep what arrived() gave");
+  if (sum && sum.dtype() != g.dtype()) {  // one of them is wide
+    Tensor& narrow = is_wide_of(sum.dtype(), g.dtype()) ? g : sum;
+    narrow = cast(narrow, (&narrow == &g ? sum : g).dtype());
+  }
+  sum = sum ? add(sum, g) : std::move(g);
+}
+
+void Recording::add_to_slot(NodeId node, ValueId v, Tensor g) {
+  const ValueState& s = state(v);
   GroupState& group = group_state(s.group);
   const int leaf = s.leaf_index;
   if (group.later) {

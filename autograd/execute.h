@@ -10,6 +10,9 @@
 
 namespace sheaf::detail {
 
+/// Coerces `inputs` where no byte moves, and fills in the layouts of `outputs` by the op's placement rule (place.cc).
+void place(const OpDef& op, const void* attrs, std::span<const Tensor>& inputs, std::vector<Tensor>& coerced, std::span<OutputSpec> outputs);
+
 /// That of the inputs, where constants on the CPU go with meta ones; without inputs, of the memory given for output 0, else
 /// the default. ConfigError for inputs on several.
 Device device_of(const OpDef& op, std::span<const Tensor> inputs, std::span<const OutputSpec> specs);

@@ -97,7 +97,7 @@ std::pair<Tensor, Tensor> apply_typed_onward(const OpDef& op, const void* attrs,
   workspace = nullptr;
   r.record(op, attrs, inputs, std::span(&y, 1), std::span(&product, 1));
   r.flag_next(flags);
-  const OutputSpec spec{sent_type, {}, -1, 0};
+  const OutputSpec spec{.type = sent_type};
   r.record(onward_in_pieces_op(), onward, std::span(&y, 1), std::span(&sent, 1), std::span(&spec, 1));
   return {y, sent};
 }

@@ -67,7 +67,7 @@ void check_type(const OpDef& op, const Type& want, const Tensor& have) {
     fail<PlacementError>("[", op.name, "] output ", want, " cannot be stored into ", have.type());
 }
 
-// Of the innermost DeviceScope.
+// The device of the innermost DeviceScope; unset: the rank's.
 thread_local std::optional<Device> default_device_;
 
 }  // namespace
@@ -143,12 +143,6 @@ Tensors apply_typed(const OpDef& op, const void* attrs, std::span<const Tensor> 
   return outputs;
 }
 
-namespace detail {
-// place.cc: coerces `inputs` and fills in the layouts of `outputs`.
-void place(const OpDef& op, const void* attrs, std::span<const Tensor>& inputs, std::vector<Tensor>& coerced,
-           std::span<OutputSpec> outputs);
-}  // namespace detail
-
 detail::Inferred::Inferred(const OpDef& op, const void* attrs, std::span<const Tensor> given) : inputs(given), infer_(given) {
   for (const Tensor& t : inputs)
     if (!t.defined()) fail<LifetimeError>("[", op.name, "] ", path_label(PathScope::current()), ": an input is undefined");
@@ -171,9 +165,11 @@ Tensors apply(const OpDef& op, const void* attrs, std::span<const Tensor> given,
       if (!is_wide_of(to, own) || !(op.stores_wide >> i & 1)) continue;
       specs[i].type.dtype = to;
     }
-    check_type(op, specs[i].type, into[i].to);
-    if (into[i].add && !(op.can_add && i == 0))
-      fail<LifetimeError>("[", op.name, "] cannot add output ", i, " into given memory");
+    located([&] {
+      check_type(op, specs[i].type, into[i].to);
+      if (into[i].add && !(op.can_add && i == 0))
+        fail<LifetimeError>("[", op.name, "] cannot add output ", i, " into given memory");
+    });
     specs[i].into = into[i].to;
     add = add || into[i].add;
   }

@@ -2,7 +2,7 @@
 //
 //   struct Softmax {
 //     static constexpr const char* kName = "softmax";
-//     struct Attrs { int32_t dim; };                       // trivially copyable; the tape stores its bytes
+//     struct Attrs { int32_t dim; };                       // trivially copyable; the tape stores its bytes; NoAttrs: none
 //     static constexpr uint64_t kSavedOutputs = 0b1;       // what the backward reads: bit i = output i
 //     static void infer(const Attrs&, Infer&);             // dtypes and global shapes; throws ShapeError, DTypeError
 //     static void place(const Attrs&, Place&);             // the forward placement rule; the backward's follows
@@ -50,7 +50,7 @@ enum class Lane : uint8_t { compute, gather, reduce, copy };
 /// An output whose type and place are given.
 struct OutputSpec {
   Type type;
-  Tensor into;              ///< defined: the output lies at the start of this tensor's memory (an update in place)
+  Tensor into = {};         ///< defined: the output lies at the start of this tensor's memory (an update in place)
   int within = -1;          ///< >= 0: it lies inside that earlier output of the same node, at `byte_offset`
   int64_t byte_offset = 0;
 };

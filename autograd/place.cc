@@ -1,5 +1,6 @@
 // Placement rules: matching what the inputs have against what an op accepts, and the ready-made rules.
-#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/execute.h"
+#include "sheaf/autograd/ops/common.h"
 #include "sheaf/autograd/ops/route.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/autograd/tape_dump.h"
@@ -8,7 +9,7 @@
 namespace sheaf {
 namespace {
 
-const Placement kR = Placement::replicate(), kP = Placement::partial();
+using ops::kP, ops::kR, ops::rule_all;
 
 std::string describe(std::span<const Placement> placements) {
   std::string out;
@@ -260,21 +261,16 @@ void follow_shard(Place& p) {
   }
 }
 
-void all(Place& p, const Placement& in, int outputs = 1) {
-  const std::vector<Placement> ins(p.num_inputs(), in), outs(outputs, in);
-  p.rule(ins, outs);
-}
-
 }  // namespace
 
 void pointwise_nonlinear(Place& p) {
   follow_shard(p);
-  all(p, kR);
+  rule_all(p, kR, kR);
 }
 
 void pointwise_linear(Place& p) {
   pointwise_nonlinear(p);
-  all(p, kP);
+  rule_all(p, kP, kP);
 }
 
 void pointwise_multilinear(Place& p) {
@@ -286,11 +282,11 @@ void pointwise_multilinear(Place& p) {
   }
 }
 
-void replicate_only(Place& p, int outputs) { all(p, kR, outputs); }
+void replicate_only(Place& p, int outputs) { rule_all(p, kR, kR, outputs); }
 
 void rows(Place& p, int outputs) {
-  if (const OwnershipMap* map = p.sharded(); map && map->dim() == 0) all(p, Placement::shard(*map), outputs);
-  all(p, kR, outputs);
+  if (const OwnershipMap* map = p.sharded(); map && map->dim() == 0) rule_all(p, Placement::shard(*map), Placement::shard(*map), outputs);
+  rule_all(p, kR, kR, outputs);
 }
 
 }  // namespace rules

@@ -1,4 +1,4 @@
-// Place: the forward placement rules of an op, from which those of its backward follow (core/placement.h, Note: dual).
+// Place: the forward placement rules of an op, from which those of its backward follow (core/placement.h, [Note: dual]).
 #pragma once
 
 #include <initializer_list>

@@ -87,6 +87,7 @@ std::unique_ptr<Recording::Lists>& Recording::spare_lists() {
 }
 
 Recording* Recording::current() { return current_recording; }
+uint64_t Recording::current_serial() { return current_recording ? current_recording->serial_ : 0; }
 
 Tensor Recording::random_state(Device device) {
   if (!random_state_ && options_.random_states) random_state_ = options_.random_states(options_.first_sample - first_sample_);
@@ -196,18 +197,12 @@ Tensor Recording::watch(const Tensor& x) {
 NodeId Recording::record(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, std::span<Tensor> outputs,
                          std::span<const OutputSpec> specs, bool add) {
   ValueId ids[64];
-  if (inputs.size() > 64) fail<ShapeError>("[", op.name, "] more than 64 inputs");
+  if (inputs.size() > 64) fail<ShapeError>("[", op.name, "] ", path_label(PathScope::current()), ": ", inputs.size(), " inputs, at most 64 can be recorded");
   for (size_t i = 0; i < inputs.size(); ++i) ids[i] = leaf(inputs[i], "input");
   if (in_region_) note_entering(std::span(ids, inputs.size()), inputs), note_made(outputs);
-  const Type* few[8];
-  std::vector<const Type*> many;
-  std::span<const Type*> types(few, std::min<size_t>(outputs.size(), 8));
-  if (outputs.size() > 8) {
-    many.resize(outputs.size());
-    types = many;
-  }
-  for (size_t o = 0; o < outputs.size(); ++o) types[o] = &outputs[o].type();
-  const NodeId id = tape_.add_node(op, attrs, std::span(ids, inputs.size()), types, PathScope::current(), phase_,
+  SmallVector<const Type*, 8> types;
+  for (const Tensor& t : outputs) types.push_back(&t.type());
+  const NodeId id = tape_.add_node(op, attrs, std::span(ids, inputs.size()), std::span(types.begin(), types.end()), PathScope::current(), phase_,
                                    std::exchange(next_flags_, 0) | (add ? Node::kAdds : 0));
   const ValueId first = static_cast<ValueId>(tape_.node(id).outputs);
   node_saves_.resize(tape_.num_nodes());
@@ -319,7 +314,7 @@ void Recording::use_group(const LeafGroup* group) {
     if (g.get() == group) new_group_state(g).first_use = tape_.num_nodes();
 }
 
-// Now: it is asked for one, or was opened for one by a derivative that is being differentiated.
+// Whether a direction is read through it now: it is asked for one, or was opened for one by a derivative that is being differentiated.
 bool Recording::is_for_direction(const LeafGroup* group) const {
   if (along_ && along_->asks) return true;
   const auto is = [&](const GroupState& g) { return g.group.get() == group; };

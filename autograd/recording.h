@@ -60,6 +60,7 @@ class Recording {
   Recording& operator=(const Recording&) = delete;
   /// The recording of this thread, or null.
   static Recording* current();
+  static uint64_t current_serial();  ///< its serial(); 0 outside of any
   /// The one of this serial() that is current, or lives around the current one; null if it is over.
   static Recording* living(uint64_t serial);
 
@@ -127,7 +128,7 @@ class Recording {
 
   // --- for apply(), units and optimizers ---
   ValueId leaf(const Tensor& t, std::string_view name);
-  /// Records one executed op. `into[i]` says where output i was placed.
+  /// Records one executed op. `specs[i]` says where output i was placed.
   NodeId record(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, std::span<Tensor> outputs,
                 std::span<const OutputSpec> specs, bool add = false);
   /// The tensors are the values of `group`'s leaves `indices`, as its masters are now. A gather ahead of use binds before it is used;
@@ -272,6 +273,10 @@ class Recording {
   void reverse_through(NodeId begin, NodeId end, bool to_groups, bool keep);
   bool is_part_of_leaf(ValueId v);
   void accumulate(NodeId node, ValueId v, Tensor gradient);
+  ValueId value_with_gradient_of(ValueId v) const;
+  Tensor as_dual(NodeId node, ValueId v, Tensor gradient, bool to_leaf);
+  void add_to_value(NodeId node, ValueId v, Tensor gradient);
+  void add_to_slot(NodeId node, ValueId v, Tensor gradient);
   void accumulate(NodeId node, uint64_t needs, Vjp& vjp);
   void choose_later();
   void finish_later(GroupState& group);

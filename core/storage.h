@@ -68,7 +68,7 @@ class Storage {
   /// Waits for the lane that fills it, if any.
   void settle();
 
-  /// Whom its memory was taken by, by that log.
+  /// The holder that `log` recorded for this memory; kNobody if none.
   MemoryLog::HolderId holder_in(const MemoryLog& log) const { return log_.get() == &log ? holder_ : MemoryLog::kNobody; }
   /// Counts changes in place by what has a value to change (a step, an assignment, store_into, add_into), so that a backward sees
   /// that what it saved is no longer there.

@@ -29,7 +29,7 @@ int64_t GatherSchedule::budget() const {
   return std::max(largest, with_small_ones(usual_bytes()));
 }
 
-// What units that are no larger have half of all bytes of.
+// The smallest size S such that units of at most S have half of all bytes: a weighted median.
 int64_t GatherSchedule::usual_bytes() const {
   std::vector<int64_t> sizes;
   int64_t all = 0;
@@ -58,7 +58,7 @@ void GatherSchedule::begin_pass() {
   }
   current_.clear();
   cleared_at_ = 0;
-  const uint64_t recording = r ? r->serial() : 0;
+  const uint64_t recording = Recording::current_serial();
   pass_ = recording == recording_ ? pass_ + 1 : 0;
   recording_ = recording;
   following_ = true;
@@ -94,7 +94,7 @@ void GatherSchedule::leave_scope() {
   if (scopes_.empty()) current = around_;
 }
 
-// It needs most memory at once: what it does not begin with is in the way.
+// The beginning of the backward is the peak of memory: units whose discard is pending, and which it does not use first, go before it.
 void GatherSchedule::backward_begins() {
   if (!following_ || cleared_at_ == current_.size()) return;
   cleared_at_ = current_.size();

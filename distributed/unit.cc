@@ -57,7 +57,7 @@ void Unit::open() {
   if (!allocated_)
     fail<LifetimeError>("[unit] '", path_label(name_), "' has no memory yet: call materialize(model, device) first");
   Recording* r = Recording::current();
-  const uint64_t serial = r ? r->serial() : 0;
+  const uint64_t serial = Recording::current_serial();
   if ((state_ != State::closed || kept()) && recording_ != serial) {
     if (depth_ > 1)
       fail<LifetimeError>("[unit] '", path_label(name_), "' was gathered outside this recording: start a recording ",
@@ -73,7 +73,7 @@ void Unit::open() {
 Tensor Unit::value(int index) {
   Recording* r = Recording::current();
   schedule_->look();
-  const bool usable = state_ == State::open && recording_ == (r ? r->serial() : 0);
+  const bool usable = state_ == State::open && recording_ == Recording::current_serial();
   if (!usable || !values_[index]) {
     open();
     // Used outside its scope: stays open until the scope around the use ends. A reverse pass closes units itself.
@@ -120,7 +120,7 @@ std::vector<Tensor> Unit::masters_for_compute() const {
     for (const FlatBuffer& b : buffers_) {
       Layout layout = whole(b).with(axis_, b.shard.layout()[axis_]);
       if (secondary()) layout[secondary_axis_] = b.shard.layout()[secondary_axis_];
-      specs.push_back({buffer_type(b, b.dtype, layout), b.shard, -1, 0});
+      specs.push_back({.type = buffer_type(b, b.dtype, layout), .into = b.shard});
     }
     const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffers_.size())};
     const Tensors opened = apply_typed(UnitOps::open(), &attrs, out, specs);
@@ -137,7 +137,7 @@ std::vector<Tensor> Unit::masters_for_compute() const {
 
 std::vector<OutputSpec> Unit::opened_specs() const {
   std::vector<OutputSpec> specs;
-  for (const FlatBuffer& b : buffers_) specs.push_back({buffer_type(b, b.compute, whole(b)), {}, -1, 0});
+  for (const FlatBuffer& b : buffers_) specs.push_back({.type = buffer_type(b, b.compute, whole(b))});
   for (int i = 0; i < num_leaves(); ++i) {
     const auto [b, position] = where_[i];
     const DType dtype = buffers_[b].compute;
@@ -166,10 +166,9 @@ void Unit::open_in(std::span<const Tensor> buffers) {
   const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffers_.size())};
   Tensors outputs = apply_typed(UnitOps::open(), &attrs, buffers, specs);
   std::move(outputs.begin() + buffers_.size(), outputs.end(), values_.begin());
-  const Recording* r = Recording::current();
-  recording_ = r ? r->serial() : 0;
+  recording_ = Recording::current_serial();
   state_ = State::open;
-  if (r) bind();
+  if (Recording::current()) bind();
 }
 
 void Unit::bind() {
@@ -190,7 +189,7 @@ void Unit::issue_gather(bool prefetched) {
   const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffers_.size())};
   std::vector<OutputSpec> specs;
   if (!is_packed()) specs = opened_specs();
-  else for (const FlatBuffer& b : buffers_) specs.push_back({sent_type(b, whole(b)), {}, -1, 0});
+  else for (const FlatBuffer& b : buffers_) specs.push_back({.type = sent_type(b, whole(b))});
   for (size_t b = 0; b < buffers_.size() && alone(axis_); ++b) specs[b].into = shards[b];  // the host's, brought here, are all
   Tensors outputs = apply_typed(alone(axis_) ? UnitOps::open() : UnitOps::all_gather(), &attrs, shards, specs);
   const auto split = outputs.begin() + buffers_.size();
@@ -198,7 +197,7 @@ void Unit::issue_gather(bool prefetched) {
   for (size_t b = 0; b < buffers_.size() && !alone(axis_) && !secondary(); ++b)
     if (is_made_for_gather(buffers_[b])) lent_.push_back(shards[b]);
   std::move(split, outputs.end(), values_.begin());
-  recording_ = r ? r->serial() : 0;
+  recording_ = Recording::current_serial();
   state_ = State::in_flight;
   if (r) bind();
 }

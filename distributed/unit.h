@@ -294,7 +294,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   State state_ = State::closed;
   int depth_ = 0;                  // scopes of its module that are open
   bool opened_in_reverse_ = false; // for vjps alone: no scope closes it
-  // Opened where no scope is: so many had its values then. While others have them it is not discarded.
+  // Opened where no scope is: how many held each value then. While more do, somebody still uses it, and it is not discarded.
   std::vector<int64_t> holders_;
   void note_holders();
   bool is_held() const;

@@ -1,4 +1,4 @@
-// What ranks send each other in int8 blocks (kernels/quantize.h, Note: int8 by chance): weights, and addends of gradients, as
+// What ranks send each other in int8 blocks (kernels/quantize.h, [Note: int8 by chance]): weights, and addends of gradients, as
 // ZeRO++ has it (https://arxiv.org/abs/2306.10209), typed as everything else.
 //
 // [Note: addends in blocks] Blocks cannot be added up, so they are not Partial. The addends of n ranks are the rows of a tensor
@@ -93,7 +93,7 @@ void Unit::exchange_blocks(int axis, std::span<const Reduced> which) {
     }
     type.layout[axis] = Placement::shard(part);
     from.push_back(t);
-    specs.push_back({type, {}, -1, 0});
+    specs.push_back({.type = type});
   }
   const UnitOps::Attrs attrs{axis, static_cast<int32_t>(specs.size())};
   const Tensors arrived = apply_typed(UnitOps::exchange(), &attrs, from, specs);
@@ -138,7 +138,7 @@ bool Unit::add_blocks() {
     from.push_back(blocks);
     Type whole = blocks.type();
     whole.layout[axis] = Placement::invariant();
-    specs.push_back({whole, {}, -1, 0});
+    specs.push_back({.type = whole});
     which.push_back(k - 1);
     t = blocks;  // what they were made from goes before more is
   }

@@ -6,8 +6,7 @@
 namespace sheaf {
 
 bool Unit::has_copies() const {
-  const Recording* r = Recording::current();
-  return !copies_.buffers.empty() && copies_.recording == (r ? r->serial() : 0) && copies_.version == version();
+  return !copies_.buffers.empty() && copies_.recording == Recording::current_serial() && copies_.version == version();
 }
 
 void Unit::issue_copies(bool prefetched) {
@@ -18,7 +17,7 @@ void Unit::issue_copies(bool prefetched) {
   if (secondary()) {
     std::vector<OutputSpec> specs;
     for (const FlatBuffer& b : buffers_) {
-      specs.push_back({sent_type(b, whole(b).with(axis_, b.shard.layout()[axis_])), {}, -1, 0});
+      specs.push_back({.type = sent_type(b, whole(b).with(axis_, b.shard.layout()[axis_]))});
       if (is_made_for_gather(b)) copies_.lent.push_back(masters[specs.size() - 1]);
     }
     if (r && prefetched) r->flag_next(Node::kPrefetched);
@@ -29,7 +28,7 @@ void Unit::issue_copies(bool prefetched) {
   } else {
     copies_.buffers = masters;
   }
-  copies_.recording = r ? r->serial() : 0;
+  copies_.recording = Recording::current_serial();
   copies_.version = version();
 }
 

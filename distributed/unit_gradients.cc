@@ -10,13 +10,11 @@ namespace sheaf {
 
 // Slots of another recording, around this one, hold what it has put there ahead: it keeps that memory, and finds other slots.
 bool Unit::takes_ahead(int index, const Type& gradient) const {
-  const Recording* r = Recording::current();
-  return (slot_buffers_.empty() || slots_of_ != (r ? r->serial() : 0)) && slot_type(index) == gradient;
+  return (slot_buffers_.empty() || slots_of_ != Recording::current_serial()) && slot_type(index) == gradient;
 }
 
 Tensor Unit::slot(int index) {
-  const Recording* r = Recording::current();
-  if (const uint64_t recording = r ? r->serial() : 0; recording != slots_of_) {
+  if (const uint64_t recording = Recording::current_serial(); recording != slots_of_) {
     drop_slots();
     slots_of_ = recording;
   }
@@ -27,7 +25,7 @@ Tensor Unit::slot(int index) {
     for (size_t b = 0; b < buffers_.size(); ++b) {
       if (!buffers_[b].trainable) continue;
       buffer_of.push_back(static_cast<int>(b));
-      specs.push_back({slots_type(buffers_[b]), {}, -1, 0});
+      specs.push_back({.type = slots_type(buffers_[b])});
     }
     for (int i = 0; i < num_leaves(); ++i) {
       if (!leaves_[i].trainable) continue;
@@ -51,14 +49,14 @@ void Unit::zero_missing(const std::vector<bool>& contributed) {
   for (int i = 0; i < num_leaves(); ++i) {
     if (contributed[i] || !leaves_[i].trainable) continue;
     const Tensor to = slot(i);
-    const OutputSpec spec{to.type(), to, -1, 0};
+    const OutputSpec spec{.type = to.type(), .into = to};
     apply_typed(UnitOps::zero(), nullptr, {}, std::span(&spec, 1));
   }
 }
 
 Tensor Unit::memory_like_slot(int index) {
   const PathScope path(name_);
-  const OutputSpec spec{slot_type(index), {}, -1, 0};
+  const OutputSpec spec{.type = slot_type(index)};
   const DeviceScope device(buffers_[0].shard.device());
   return apply_typed(UnitOps::slot_memory(), nullptr, {}, std::span(&spec, 1))[0];
 }
@@ -152,7 +150,7 @@ void Unit::reduce_waiting_along(int axis) {
 // in. Of several micro-batches the slices are added up, and only the last one's backward, or who asks first, takes them
 // along the other axes: these cross hosts. Where they travel in another dtype (FlatBuffer::reduce) each collective
 // stands between two casts: ranks add up what they have sent, and the memory of a cast goes when that of the collective does.
-// In int8 blocks other collectives take its place: Note: addends in blocks.
+// In int8 blocks other collectives take its place: [Note: addends in blocks].
 void Unit::reduce_along(int axis) {
   if (axis == axis_) reduction_.values = reduction_.lent;
   else if (scatters(axis)) reduction_.lent = reduction_.values;
@@ -176,7 +174,7 @@ void Unit::reduce_along(int axis) {
     Type type = t.type();
     if (mesh_) type.layout[axis] = b.shard.layout()[axis];
     from.push_back(t);
-    specs.push_back({type, scatters(axis) ? Tensor() : t, -1, 0});
+    specs.push_back({.type = type, .into = scatters(axis) ? Tensor() : t});
     which.push_back(k - 1);
   }
   if (!in_blocks.empty()) exchange_blocks(axis, in_blocks);
@@ -263,7 +261,7 @@ void Unit::keep_gradient() {
 // Nobody waits: what leaves is held until the next unit's gradient does, or the backward ends.
 void Unit::offload_gradient(FlatBuffer& b, const Tensor& gradient) {
   const Tensor inputs[] = {gradient, b.grad};
-  const OutputSpec spec{gradient.type(), b.grad, -1, 0};
+  const OutputSpec spec{.type = gradient.type(), .into = b.grad};
   const Tensors there = apply_typed(UnitOps::offload_gradient(), nullptr, std::span(inputs, b.grad ? 2 : 1), std::span(&spec, 1));
   if (b.grad) b.grad.storage()->changed();
   else b.grad = there[0];

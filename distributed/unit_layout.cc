@@ -150,7 +150,7 @@ void Unit::allocate(Device device) {
   const DeviceScope scope(device);
   offloads_ = offload_ && kernels::is_for_gpu(device);
   for (FlatBuffer& b : buffers_) {
-    const OutputSpec spec{buffer_type(b, b.dtype, resting(b)), {}, -1, 0};
+    const OutputSpec spec{.type = buffer_type(b, b.dtype, resting(b))};
     const OpDef& resting = offloads_                  ? UnitOps::resting_on_host()
                            : gathers() || secondary() ? UnitOps::resting()
                                                       : UnitOps::resting_alone();

@@ -357,7 +357,7 @@ Tensor UnitOps::cast_by(const OpDef& cast, const Tensor& buffer, DType dtype) {
 }
 
 Tensor UnitOps::made_by(const OpDef& op, const void* attrs, const Tensor& from, const Type& type) {
-  const OutputSpec spec{type, {}, -1, 0};
+  const OutputSpec spec{.type = type};
   return apply_typed(op, attrs, std::span(&from, 1), std::span(&spec, 1))[0];
 }
 

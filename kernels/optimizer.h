@@ -57,7 +57,7 @@ enum AdamWScalar {
   kBiasCorrection1,
   kBiasCorrection2,
   kClipScale,
-  kStep,  ///< which step it is: see Note: rounding by chance
+  kStep,  ///< which step it is: see [Note: rounding by chance]
   kAdamWScalars
 };
 

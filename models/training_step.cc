@@ -25,7 +25,7 @@
 namespace sheaf::models {
 namespace {
 
-// Whose steps are told the learning rate.
+// step() gets the learning rate each time, so none is set here.
 std::unique_ptr<optim::Optimizer> make_optimizer(const OptimizationConfig& t, nn::Module& module) {
   optim::AdamWOptions adamw;
   adamw.beta1 = t.beta1;

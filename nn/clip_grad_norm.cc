@@ -34,7 +34,7 @@ Tensors norm_and_scale(const char* who, std::span<const std::shared_ptr<Unit>> u
   std::vector<Tensor> limbs = nn::square_sums(units, nn::FlatValues::gradients);
   if (limbs.empty()) fail<LifetimeError>("[", who, "] there are no gradients: call recording.backward(loss) first");
   const Layout& layout = limbs[0].layout();
-  const OutputSpec specs[] = {{{kF64, {}, layout}, {}, -1, 0}, {{kF64, {}, layout}, {}, -1, 0}, {{kI32, {}, layout}, {}, -1, 0}};
+  const OutputSpec specs[] = {{.type = {kF64, {}, layout}}, {.type = {kF64, {}, layout}}, {.type = {kI32, {}, layout}}};
   const ClipScale::Attrs attrs{max_norm};
   if (loss_factor) limbs.push_back(loss_factor);
   return apply_typed(op_def<ClipScale>(), &attrs, limbs, std::span(specs, loss_factor ? 3 : 2));

@@ -49,7 +49,7 @@ Tensor norms(std::span<const nn::Parameter> parameters, nn::FlatValues of, const
     return found == rows.end() ? -1 : found->second;
   }});
   if (limbs.empty()) return zeros({count}, kF64);
-  const OutputSpec spec{{kF64, {count}, limbs[0].layout()}, {}, -1, 0};
+  const OutputSpec spec{.type = {kF64, {count}, limbs[0].layout()}};
   const Norms::Attrs attrs{std::ssize(limbs)};
   if (factor) limbs.push_back(factor);
   return apply_typed(op_def<Norms>(), &attrs, limbs, std::span(&spec, 1))[0];

@@ -86,11 +86,11 @@ std::vector<Tensor> square_sums(std::span<const std::shared_ptr<Unit>> units, Fl
       const Tensor inputs[] = {values, group->limbs};
       const std::span<const Tensor> given(inputs, group->limbs ? 2 : 1);
       if (rows.of) {
-        const OutputSpec spec{{kI64, {rows.rows, kSquareLimbs}, layout}, {}, -1, 0};
+        const OutputSpec spec{.type = {kI64, {rows.rows, kSquareLimbs}, layout}};
         const SumsOfSquares::Attrs attrs{pieces_by_row(*unit, b, rows)};
         group->limbs = apply_typed(op_def<SumsOfSquares>(), &attrs, given, std::span(&spec, 1))[0];
       } else {
-        const OutputSpec spec{{kI64, {kSquareLimbs}, layout}, {}, -1, 0};
+        const OutputSpec spec{.type = {kI64, {kSquareLimbs}, layout}};
         group->limbs = apply_typed(op_def<SumOfSquares>(), nullptr, given, std::span(&spec, 1))[0];
       }
     }

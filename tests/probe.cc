@@ -174,7 +174,7 @@ void Spread::vjp(const Attrs&, Vjp&) { fail<LifetimeError>("[spread] is for firs
 
 Tensor probe_gradient(const Tensor& x, const Tensor& scale, const Type& type, bool strided) {
   const ProbeGradient::Attrs attrs{strided};
-  const OutputSpec spec{type, {}, -1, 0};
+  const OutputSpec spec{.type = type};
   const Tensor inputs[] = {x, scale};
   const Tensor g = apply_typed(op_def<ProbeGradient>(), &attrs, inputs, std::span(&spec, 1))[0];
   if (!strided || type.layout.mesh() || type.shape.rank() == kMaxDims) return g;
@@ -193,7 +193,7 @@ Tensor probe(std::span<const Tensor> outputs, std::span<const Tensor> weights, c
     for (int a = 0; a < t.layout().num_axes(); ++a)
       if (t.layout()[a].is_invariant()) layout[a] = Placement::invariant();
   const Probe::Attrs attrs{options.strided_gradients};
-  const OutputSpec spec{{kF64, {}, layout}, {}, -1, 0};
+  const OutputSpec spec{.type = {kF64, {}, layout}};
   return apply_typed(op_def<Probe>(), &attrs, inputs, std::span(&spec, 1))[0];
 }
 

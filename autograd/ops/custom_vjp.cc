@@ -47,7 +47,7 @@ std::vector<Tensor> custom_vjp(const TensorFunction& f, const VjpFunction& vjp, 
       fail<LifetimeError>("[custom_vjp] ", where(), ": the result ", y.type(), " depends on a value with a gradient that is not ",
                           "among its inputs: that gradient would be lost. Give it as an input, or stop_gradient() it");
     operands.push_back(y);
-    specs.push_back({y.type(), {}, -1, 0});
+    specs.push_back({.type = y.type()});
   }
   const CustomVjpNode::Attrs attrs{r->add_derivative(vjp), options, static_cast<int64_t>(inputs.size())};
   const Tensors views = apply_typed(op_def<CustomVjpNode>(), &attrs, operands, specs);

@@ -52,13 +52,13 @@ struct AddInto {  // inputs: the addend, the memory; the output lies in the memo
 };
 
 void store_to(const Tensor& to, const Tensor& x) {
-  const OutputSpec spec{to.type(), to, -1, 0};
+  const OutputSpec spec{.type = to.type(), .into = to};
   apply_typed(op_def<StoreInto>(), nullptr, std::span(&x, 1), std::span(&spec, 1));
   to.storage()->changed();
 }
 
 void add_to(const Tensor& to, const Tensor& x) {
-  const OutputSpec spec{to.type(), to, -1, 0};
+  const OutputSpec spec{.type = to.type(), .into = to};
   const Tensor inputs[] = {x, to};
   apply_typed(op_def<AddInto>(), nullptr, inputs, std::span(&spec, 1));
   to.storage()->changed();
@@ -79,7 +79,7 @@ void check_change(const char* op, const Tensor& to, const Tensor& x) {
 }  // namespace
 
 Tensor full_of(const Type& type, double value) {
-  const OutputSpec spec{type, {}, -1, 0};
+  const OutputSpec spec{.type = type};
   const Full::Attrs attrs{value};
   return apply_typed(op_def<Full>(), &attrs, {}, std::span(&spec, 1))[0];
 }

@@ -122,7 +122,7 @@ Tensor draw(const Type& type, const Random::Attrs& attrs, std::span<const Tensor
   for (int i = 0; i < type.layout.num_axes(); ++i)
     if (type.layout[i].is_partial())
       fail<PlacementError>("[random] a Partial value cannot be drawn: ", type);
-  const OutputSpec spec{type, {}, -1, 0};
+  const OutputSpec spec{.type = type};
   return apply_typed(op_def<Random>(), &attrs, inputs, std::span(&spec, 1))[0];
 }
 Tensor draw(const char* op, const Type& type, double a, double b, bool normal) {
@@ -215,7 +215,7 @@ Tensor arange(double start, double stop, double step, DType dtype) {
   check_scalar("arange", dtype, step);
   const double n = std::ceil((stop - start) / step);
   const Arange::Attrs attrs{start, step};
-  const OutputSpec spec{{dtype, {n > 0 ? static_cast<int64_t>(n) : 0}, {}}, {}, -1, 0};
+  const OutputSpec spec{.type = {dtype, {n > 0 ? static_cast<int64_t>(n) : 0}, {}}};
   return apply_typed(op_def<Arange>(), &attrs, {}, std::span(&spec, 1))[0];
 }
 Tensor arange(int64_t n, DType dtype) { return arange(0, static_cast<double>(n), 1, dtype); }

@@ -31,7 +31,7 @@ struct RedistributeOp {
     w.work.bytes = (a.packs ? bytes_to_copy(w.input(0), w.work.dtype) : 0) + (a.unpacks ? bytes_to_copy(w.output(0), w.work.dtype) : 0);
   }
 
-  // Whatever attributes say besides.
+  // For ops with other Attrs, too.
   static int64_t workspace(const auto&, const Execute& c) {
     return Redistribution::workspace(c.input_type(0), c.output_type(0), c.input(0), c.output(0));
   }
@@ -198,7 +198,7 @@ namespace {
 Tensor step_to(const Tensor& x, const Layout& to) {
   const Layout have = x.layout().mesh() ? x.layout() : Layout(to.mesh());
   const Move m = Redistribution::move(have, to);
-  const OutputSpec spec{{x.dtype(), x.shape(), to}, {}, -1, 0};
+  const OutputSpec spec{.type = {x.dtype(), x.shape(), to}};
   const bool views = m.relabels() || (Move::is_whole(m.from) && m.to == Kind::shard);
   if (views || !is_send(*to.mesh(), m.axis, have[m.axis], to[m.axis])) {
     const Type now{x.dtype(), x.shape(), have};
@@ -239,9 +239,9 @@ Tensor come_in_pieces(const Tensor& x, const Layout& to, int64_t least_rows) {
   if (parts == 0) return redistribute(x, to);
   const Tensor dense = contiguous(x);
   const InPieces::Attrs attrs{.to = to, .parts = static_cast<int32_t>(parts), .own = own};
-  std::vector<OutputSpec> specs{{{x.dtype(), x.shape(), to}, {}, -1, 0}};
+  std::vector<OutputSpec> specs{{.type = {x.dtype(), x.shape(), to}}};
   if (unpacks) specs.push_back(specs[0]);
-  if (packs) specs.push_back({x.type(), {}, -1, 0});
+  if (packs) specs.push_back({.type = x.type()});
   return apply_typed(in_pieces_op(), &attrs, std::span(&dense, 1), specs)[0];
 }
 
@@ -250,8 +250,8 @@ Tensor redistribute_in_heads(const Tensor& x, const Layout& to, int64_t readers)
   const int64_t parts = r && r->options().overlap ? RedistributionInPieces::coming_by_heads(x.type(), to, x.device(), readers, r->options().piece_rows) : 0;
   if (parts == 0) return redistribute(x, to);
   const InPieces::Attrs attrs{.to = to, .parts = static_cast<int32_t>(parts), .by_heads = true};
-  const OutputSpec come{{x.dtype(), x.shape(), to}, {}, -1, 0};
-  const OutputSpec specs[] = {come, come, {x.type(), {}, -1, 0}};
+  const OutputSpec come{.type = {x.dtype(), x.shape(), to}};
+  const OutputSpec specs[] = {come, come, {.type = x.type()}};
   return apply_typed(in_pieces_op(), &attrs, std::span(&x, 1), specs)[0];
 }
 

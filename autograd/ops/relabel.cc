@@ -20,7 +20,7 @@ struct Relabel {
 }  // namespace
 
 Tensor relabel(const Tensor& x, const Type& type, bool enters) {
-  const OutputSpec spec{type, {}, -1, 0};
+  const OutputSpec spec{.type = type};
   return apply_typed(enters ? op_def<Relabel<true>>() : op_def<Relabel<false>>(), nullptr, std::span(&x, 1), std::span(&spec, 1))[0];
 }
 

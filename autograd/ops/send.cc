@@ -79,7 +79,7 @@ Tensor send_along(const Tensor& x, const Layout& to, int axis, bool back) {
                          " inside of a RecomputeScope: the backward would send it again, when the other stage is elsewhere. ",
                          "Recompute the modules of a stage, not what holds several");
   const SendAttrs attrs{to, axis, back};
-  const OutputSpec spec{{x.dtype(), x.shape(), to}, {}, -1, 0};
+  const OutputSpec spec{.type = {x.dtype(), x.shape(), to}};
   const Tensor dense = contiguous(x);
   const Tensor sent = apply_typed(op_def<Send>(), &attrs, std::span(&dense, 1), std::span(&spec, 1))[0];
   if (to.is_elsewhere() && !x.layout().is_elsewhere()) lend_until_sent(dense, sent, axis, back);

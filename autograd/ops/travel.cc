@@ -85,8 +85,8 @@ Travelling start_redistribute(const Tensor& x, const Layout& to) {
   const Redistribution::Move m = Redistribution::move(x.layout(), to);
   const bool packs = Redistribution::packs(x.type(), type), is_all_reduce = m.from == Placement::Kind::partial && m.to != Placement::Kind::shard;
   const Start::Attrs attrs{to, packs || is_all_reduce};
-  std::vector<OutputSpec> specs{{type, {}, -1, 0}};
-  if (packs) specs.push_back({x.type(), {}, -1, 0});
+  std::vector<OutputSpec> specs{{.type = type}};
+  if (packs) specs.push_back({.type = x.type()});
   const Tensors outputs = apply_typed(op_def<Start>(), &attrs, std::span(&dense, 1), specs);
   return {x.layout(), packs ? outputs[1] : is_all_reduce ? Tensor() : dense, outputs[0]};
 }
@@ -94,7 +94,7 @@ Travelling start_redistribute(const Tensor& x, const Layout& to) {
 Tensor arrived(const Travelling& t) {
   const Type& type = t.value.type();
   const Arrived::Attrs attrs{t.from, Redistribution::unpacks({type.dtype, type.shape, t.from}, type)};
-  const OutputSpec spec{type, attrs.unpacks ? Tensor() : t.value, -1, 0};
+  const OutputSpec spec{.type = type, .into = attrs.unpacks ? Tensor() : t.value};
   const Tensor inputs[] = {t.value, t.lent};
   return apply_typed(op_def<Arrived>(), &attrs, std::span(inputs, t.lent ? 2 : 1), std::span(&spec, 1))[0];
 }

@@ -80,7 +80,7 @@ void LossScaler::update() {
   const LossScaleRule rule{options_.growth_factor, options_.backoff_factor, options_.minimum, options_.maximum,
                            options_.growth_interval};
   const Tensor inputs[] = {std::exchange(found_inf_, {}), factor_, counts_};
-  const OutputSpec outputs[] = {{factor_.type(), factor_, -1, 0}, {counts_.type(), counts_, -1, 0}};
+  const OutputSpec outputs[] = {{.type = factor_.type(), .into = factor_}, {.type = counts_.type(), .into = counts_}};
   apply_typed(op_def<UpdateLossScale>(), &rule, inputs, outputs);
 }
 

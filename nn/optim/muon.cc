@@ -19,7 +19,7 @@ double factor(MuonScale scale, int64_t rows, int64_t cols) {
 }
 
 Tensor apply_to(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, const Type& type) {
-  const OutputSpec spec{type, {}, -1, 0};
+  const OutputSpec spec{.type = type};
   return apply_typed(op, attrs, inputs, std::span(&spec, 1))[0];
 }
 
@@ -135,7 +135,7 @@ Tensor Muon::direction(ShardState& shard, const Bundle& bundle, const Tensor& sc
   std::vector<Tensor> inputs{b.grad, momentum, bundle.whole, scalars};
   if (b.grad_scale) inputs.push_back(b.grad_scale);
   if (b.found_inf) inputs.push_back(b.found_inf);
-  const OutputSpec specs[] = {{with_dtype(momentum.type(), b.dtype), {}, -1, 0}, {momentum.type(), momentum, -1, 0}};
+  const OutputSpec specs[] = {{.type = with_dtype(momentum.type(), b.dtype)}, {.type = momentum.type(), .into = momentum}};
   const MuonOps::Parts attrs{bundle.parts, options_.nesterov};
   Tensor d = apply_typed(MuonOps::momentum(), &attrs, inputs, specs)[0];
   if (options_.compute_dtype && *options_.compute_dtype != d.dtype()) d = cast(d, *options_.compute_dtype);
@@ -151,7 +151,7 @@ void Muon::move(ShardState& shard, const Bundle& bundle, Tensor d, const Tensor&
   const Tensor& param = shard.flat().shard;
   std::vector<Tensor> inputs{param, d, shard.segments, scalars};
   if (const Tensor& found_inf = shard.flat().found_inf) inputs.push_back(found_inf);
-  const OutputSpec spec{param.type(), param, -1, 0};
+  const OutputSpec spec{.type = param.type(), .into = param};
   const MuonOps::Parts attrs{bundle.parts, 0, bundle.before};
   apply_typed(MuonOps::step(), &attrs, inputs, std::span(&spec, 1));
 }
@@ -164,7 +164,7 @@ void Muon::orthogonalize_batch(const Batch& batch, std::vector<Tensor>& held) co
   std::vector<OutputSpec> outputs;
   for (const int i : batch.bundles) {
     inputs.push_back(held[static_cast<size_t>(i)]);
-    outputs.push_back({inputs.back().type(), inputs.back(), -1, 0});
+    outputs.push_back({.type = inputs.back().type(), .into = inputs.back()});
   }
   const DType dtype = inputs[0].dtype();
   const MuonOps::Own own{batch.own};

@@ -92,7 +92,7 @@ void Optimizer::steer() const {
       if (!b.trainable || b.steered == 0 || !b.grad) continue;
       if (Recording* r = Recording::current()) r->leaf(b.shard, b.name), r->leaf(b.grad, "gradient of " + b.name);
       const Tensor inputs[] = {b.shard, b.grad, b.found_inf};
-      const OutputSpec output{b.shard.type(), b.shard, -1, 0};
+      const OutputSpec output{.type = b.shard.type(), .into = b.shard};
       const Steer::Attrs attrs{b.steered};
       apply_typed(op_def<Steer>(), &attrs, std::span(inputs, b.found_inf ? 3 : 2), std::span(&output, 1));
     }
@@ -118,7 +118,7 @@ Tensor Optimizer::found_inf() const {
 Tensor Optimizer::count_applied(const Tensor& scalars, const Tensor& found_inf) {
   if (Recording* r = Recording::current()) r->leaf(applied_, name_ + ".applied_steps");
   const Tensor inputs[] = {applied_, scalars, found_inf};
-  const OutputSpec outputs[] = {{scalars.type(), {}, -1, 0}, {applied_.type(), applied_, -1, 0}};
+  const OutputSpec outputs[] = {{.type = scalars.type()}, {.type = applied_.type(), .into = applied_}};
   return apply_typed(op_def<CountAdamW>(), nullptr, std::span(inputs, found_inf ? 3 : 2), outputs)[0];
 }
 
@@ -232,10 +232,10 @@ View optional_input(const Execute& c, int index) { return c.num_inputs() > index
 void apply_step(const OpDef& op, const void* attrs, ShardState& shard, const Tensor& scalars, const Tensor& clip_scale) {
   FlatBuffer& b = shard.flat();
   std::vector<Tensor> inputs{b.shard, b.grad};
-  std::vector<OutputSpec> outputs{{b.shard.type(), b.shard, -1, 0}};
+  std::vector<OutputSpec> outputs{{.type = b.shard.type(), .into = b.shard}};
   for (const Tensor& s : shard.state) {
     inputs.push_back(s);
-    outputs.push_back({s.type(), s, -1, 0});
+    outputs.push_back({.type = s.type(), .into = s});
   }
   inputs.push_back(shard.segments);
   inputs.push_back(scalars);

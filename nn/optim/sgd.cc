@@ -52,7 +52,7 @@ void detail::nesterov_step(const Tensor& param, const Tensor& grad, const Tensor
                            const Tensor& scalars) {
   const SgdStep::Attrs attrs{1, 1};
   const Tensor inputs[] = {param, grad, momentum, segments, scalars};
-  const OutputSpec outputs[] = {{param.type(), param, -1, 0}, {momentum.type(), momentum, -1, 0}};
+  const OutputSpec outputs[] = {{.type = param.type(), .into = param}, {.type = momentum.type(), .into = momentum}};
   apply_typed(op_def<SgdStep>(), &attrs, inputs, outputs);
 }
 
