@@ -108,7 +108,7 @@ TEST(GatedAttention, LatentAttentionHasNone) {
     c.kv_heads = 0, c.kv_lora_rank = 4;
     if (gate) c.attention_gate = true;
     else c.rotary_dim = 2;
-    EXPECT_THAT([&] { models::Llama m(c); }, ::testing::ThrowsMessage<ConfigError>(HasSubstr("attention_gate, rotary_dim nor query_pre_attn_scalar")));
+    EXPECT_THAT([&] { models::Llama m(c); }, ::testing::ThrowsMessage<ConfigError>(HasSubstr("attention_gate, rotary_dim, query_pre_attn_scalar nor attn_logit_softcapping")));
   }
 }
 
