@@ -21,15 +21,15 @@ struct AttentionSize {
 class AttentionCall {
  public:
   /// With `document` tokens in each document, of which the sequences consist; 0: each sequence is one. With a window of so many
-  /// keys; 0: none. `ours`: on a GPU by our own kernels, whoever else would compute it.
-  AttentionCall(DType dtype, const AttentionSize& s, Device device, int64_t document = 0, int64_t window = 0, bool ours = false)
+  /// keys; 0: none. `ours`: on a GPU by our own kernels, whoever else would compute it. With scores within a softcap; 0: none.
+  AttentionCall(DType dtype, const AttentionSize& s, Device device, int64_t document = 0, int64_t window = 0, bool ours = false, double softcap = 0)
       : qkv_(Array(dtype, {s.b, s.t, s.h + 2 * s.g, s.d}).on(device)),
         dqkv_(Array(dtype, {s.b, s.t, s.h + 2 * s.g, s.d}).on(device)),
         out_(Array(dtype, {s.b, s.t, s.h, s.values()}).on(device)),
         dout_(Array(dtype, {s.b, s.t, s.h, s.values()}).on(device)),
         lse_(Array(kF32, {s.b, s.h, s.t}).on(device)),
         begins_(Array::begins({s.b, s.t}, document ? document : s.t).on(device)),
-        mask_(true, document ? begins_.view() : View(), window),
+        mask_(true, document ? begins_.view() : View(), window, softcap),
         q_(heads(qkv_, 0, s.h, s.d)),
         k_(heads(qkv_, s.h, s.g, s.d)),
         v_(heads(qkv_, s.h + s.g, s.g, s.values())),

@@ -1,7 +1,7 @@
 // attention: causal, on queries, keys and values packed as the projection leaves them, against the
 // machine's arithmetic: a CPU's f32 multiply-adds, a GPU's square product of the same dtype. Then sequences
 // of documents, against as many tokens that are one document, windows against all keys, narrow values
-// against padded ones, and on GPUs our own kernels against cuDNN's.
+// against padded ones, softcaps against none, and on GPUs our own kernels against cuDNN's.
 #include "sheaf/tools/bench/attention_call.h"
 #include "sheaf/tools/bench/suites.h"
 
@@ -89,6 +89,21 @@ void measure_ours(Session& session, DType dtype, const AttentionSize& full) {
   }
 }
 
+// Scores within a softcap, as Gemma 2's, against those that are not, by the same kernels.
+void measure_softcap(Session& session, DType dtype, const AttentionSize& full) {
+  for (bool backward : {false, true}) {
+    const std::string name =
+        str("softcap-", backward ? "backward-" : "forward-", dtype, "-B", full.b, "-T", full.t, "-H", full.h, "-G", full.g, "-D", full.d);
+    if (!session.wants("attention", name)) continue;
+    AttentionSize s = full;
+    if (session.options().quick) s.b = 1, s.t = session.on_gpu() ? 32 : full.t / 4, s.h = s.g = 2;
+    compare_calls(
+        session, name, "no softcap", backward,
+        [&] { return std::make_unique<const AttentionCall>(dtype, s, session.device(), 0, 0, /*ours=*/true, /*softcap=*/50.0); },
+        [&] { return std::make_unique<const AttentionCall>(dtype, s, session.device(), 0, 0, /*ours=*/true); });
+  }
+}
+
 // Values that are narrower than keys, as latent attention's are, against values that are padded to their width.
 void measure_narrow_values(Session& session, DType dtype, const AttentionSize& full) {
   for (bool backward : {false, true}) {
@@ -117,6 +132,7 @@ void attention_suite(Session& session) {
       for (const int64_t tokens : {1024, 4096})
         for (const int64_t keys : {128, 256}) measure_hidden(session, dtype, {1, tokens, 12, 12, 64}, window(keys));
     for (DType dtype : {kF32, kBF16}) measure_narrow_values(session, dtype, {1, 1024, 8, 8, 192, 128});
+    for (DType dtype : {kF32, kBF16}) measure_softcap(session, dtype, {1, 1024, 8, 4, 128});
     for (DType dtype : {kF32, kBF16})
       for (const AttentionSize& s :
            {AttentionSize{4, 64, 12, 12, 64}, {1, 1024, 12, 12, 64}, {16, 256, 6, 6, 64}})
@@ -136,6 +152,7 @@ void attention_suite(Session& session) {
   for (const AttentionSize& s : {AttentionSize{16, 1024, 12, 12, 64}, {2, 4096, 32, 8, 128}}) measure_ours(session, kBF16, s);
   for (const int64_t tokens : {1000, 250}) measure_hidden(session, kBF16, {2, 4096, 12, 12, 64}, documents(tokens));
   measure_narrow_values(session, kBF16, {1, 4096, 32, 32, 192, 128});
+  measure_softcap(session, kBF16, {2, 4096, 8, 4, 256});
   for (const int64_t keys : {256, 1024}) measure_hidden(session, kBF16, {2, 4096, 12, 12, 64}, window(keys));
 }
 
