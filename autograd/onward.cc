@@ -37,12 +37,12 @@ int64_t workspace_onward(const OpDef& op, const void* attrs, Execute& run, const
   const View whole = run.output(0);
   int64_t bytes = op.workspace ? op.workspace(attrs, run) : 0;
   const uint64_t inputs = row_inputs_of(op, attrs, run);
-  for (const auto& piece : RedistributionInPieces::rows_to_go(y.type(), sent.type(), parts))
-    for (const RowBlock& block : piece.blocks) {
-      if (!inputs || !op.workspace) break;
-      take_rows(op, run, inputs, block, whole.data);
-      bytes = std::max(bytes, op.workspace(attrs, run));
-    }
+  if (inputs && op.workspace)
+    for (const auto& piece : RedistributionInPieces::rows_to_go(y.type(), sent.type(), parts))
+      for (const RowBlock& block : piece.blocks) {
+        take_rows(op, run, inputs, block, whole.data);
+        bytes = std::max(bytes, op.workspace(attrs, run));
+      }
   run.take_all();
   run.take_types_alone(false);
   return std::max(bytes + bytes_in_flight(y, sent), Redistribution::workspace(y.type(), sent.type(), whole, sent.view_unsynced()));

@@ -63,8 +63,8 @@ double seconds_of(const Machine& m, const Work& w) {
   const double slower = w.fp8 && m.fp8 > 1 ? 1 / m.fp8 : w.dtype == kF64 ? m.f64 : w.dtype == kF32 ? m.f32 : 1;
   // Smaller heads leave less to each byte that is moved between a processor's parts.
   const double narrow = w.head > 0 ? std::max(1.0, std::sqrt(128 / w.head)) : 1;
-  // Wider ones than cuDNN takes (DeepSeek's have 192), and those with a softcap, are a kernel of ours, which is taken to need twice as long: FlashAttention-2's tensor
-  // core instructions, which it has, too, reach half of what Hopper's own do (FlashAttention-3's paper).
+  // Wider ones than cuDNN takes (DeepSeek's have 192), and those with a softcap, are a kernel of ours, which is taken to need twice as long:
+  // FlashAttention-2's tensor core instructions, which it has, too, reach half of what Hopper's own do (FlashAttention-3's paper).
   const double refused = w.softcap || (w.head > 128 && w.head != 192) ? 2 : 1;
   const double attention = w.attention_forward / m.attention_forward.at(w.keys) + w.attention_backward / m.attention_backward.at(w.keys);
   const double operations = w.products / m.products.at(w.smallest) + narrow * refused * attention;

@@ -123,6 +123,13 @@ nn::MixtureConfig mixture_config(const LlamaConfig& c) {
   return e;
 }
 
+// The stream, and what a layer reads of it.
+NormedSum read_from(nn::Residual stream, std::optional<nn::RMSNorm>& norm) {
+  if (norm) return (*norm)(std::move(stream));
+  stream.join();
+  return {stream.x, stream.x};
+}
+
 }  // namespace
 
 LlamaBlock::LlamaBlock(const LlamaConfig& c, int64_t index) {
@@ -134,17 +141,6 @@ LlamaBlock::LlamaBlock(const LlamaConfig& c, int64_t index) {
   if (c.pre_norms) attention_norm.emplace(c.width, c.norm_eps), mlp_norm.emplace(c.width, c.norm_eps);
   if (c.post_norms) attention_post_norm.emplace(c.width, c.norm_eps), mlp_post_norm.emplace(c.width, c.norm_eps);
 }
-
-namespace {
-
-// The stream, and what a layer reads of it.
-NormedSum read_from(nn::Residual stream, std::optional<nn::RMSNorm>& norm) {
-  if (norm) return (*norm)(std::move(stream));
-  stream.join();
-  return {stream.x, stream.x};
-}
-
-}  // namespace
 
 nn::Residual LlamaBlock::forward(nn::Residual stream, nn::KeyValueCache* cache) {
   const Tensor begins_BT = stream.begins;

@@ -349,18 +349,14 @@ void write_llama(const ModelConfig& m, const std::string& type, Json& json) {
       .set("rope_theta", m.rope_theta)
       .set("rope_scaling", published_rope_scaling(m.rope_scaling));
   const bool next = type == "qwen3_next", later = type == "qwen3_5_moe_text", olmoe = type == "olmoe";
-  if (olmoe)
+  const bool qwen = type == "qwen3_moe" || next || later;
+  if (qwen) json.set("moe_intermediate_size", m.expert_hidden);
+  if (qwen || olmoe)
     json.set("num_experts", m.experts)
         .set("num_experts_per_tok", m.experts_per_token)
-        .set("norm_topk_prob", m.normalize_experts)
         .set("router_aux_loss_coef", m.aux_loss);
-  if (type == "qwen3_moe" || next || later)
-    json.set("moe_intermediate_size", m.expert_hidden)
-        .set("num_experts", m.experts)
-        .set("num_experts_per_tok", m.experts_per_token)
-        .set("router_aux_loss_coef", m.aux_loss);
-  if (type == "qwen3_moe" || next)
-    json.set("norm_topk_prob", m.normalize_experts).set("decoder_sparse_step", 1).set("mlp_only_layers", Json::Array{});
+  if (type == "qwen3_moe" || next || olmoe) json.set("norm_topk_prob", m.normalize_experts);
+  if (type == "qwen3_moe" || next) json.set("decoder_sparse_step", 1).set("mlp_only_layers", Json::Array{});
   if (next || later) json.set("shared_expert_intermediate_size", m.shared_experts * m.expert_hidden);
   if (m.linear_key_heads) write_linear_attention(m, json);
   if (type == "glm4_moe") json.set("partial_rotary_factor", rotated_part(m)).set("use_qk_norm", m.qk_norm);

@@ -45,16 +45,6 @@ PublishedTensor norm_of(const ModelConfig& m, const std::string& name, int64_t w
   return {.name = name + ".weight", .shape = {width}, .own = own + ".weight", .above_one = m.scale_embedding || m.attention_gate};
 }
 
-PublishedTensor rows_of(const PublishedTensor& whole, int64_t first, int64_t rows, const std::string& own, int64_t first_row);
-
-// Phi-3's MLP: gates before what they are multiplied with.
-void push_fused_mlp(std::vector<PublishedTensor>& out, const std::string& name, const std::string& own, int64_t width, int64_t hidden) {
-  const PublishedTensor both = {.name = name + ".gate_up_proj.weight", .shape = {2 * hidden, width}, .own = ""};
-  out.push_back(rows_of(both, 0, hidden, own + ".gate.weight", 0));
-  out.push_back(rows_of(both, hidden, hidden, own + ".up.weight", 0));
-  out.push_back({name + ".down_proj.weight", {width, hidden}, own + ".down.weight"});
-}
-
 // Llama's MLP, or what has its form.
 void push_mlp(std::vector<PublishedTensor>& out, const std::string& name, const std::string& own, int64_t width, int64_t hidden) {
   out.push_back({name + ".gate_proj.weight", {hidden, width}, own + ".gate.weight"});
@@ -122,6 +112,14 @@ PublishedTensor rows_of(const PublishedTensor& whole, int64_t first, int64_t row
   const int64_t row_size = whole.shape.numel() / whole.shape[0];
   t.own = own, t.first_row = first_row, t.part = whole.shape, t.part[0] = rows, t.first = first * row_size;
   return t;
+}
+
+// Phi-3's MLP: gates before what they are multiplied with.
+void push_fused_mlp(std::vector<PublishedTensor>& out, const std::string& name, const std::string& own, int64_t width, int64_t hidden) {
+  const PublishedTensor both = {.name = name + ".gate_up_proj.weight", .shape = {2 * hidden, width}, .own = ""};
+  out.push_back(rows_of(both, 0, hidden, own + ".gate.weight", 0));
+  out.push_back(rows_of(both, hidden, hidden, own + ".up.weight", 0));
+  out.push_back({name + ".down_proj.weight", {width, hidden}, own + ".down.weight"});
 }
 
 // A head of queries or keys, or the factors of their norm. Published, its first `rotary_dim` elements are rotated, and ours are the last.

@@ -283,7 +283,7 @@ struct Backward {
             L e = exp(score * factor - L::load(lse_of + at));
             if (!whole) e.v = _mm512_maskz_mov_ps(seen(first_query + at, first_key + r + n), e.v);
             prob[m] = e, grad[m] = e * (L::load(dp + cell) - L::load(delta + at));
-            if constexpr (kCapped) grad[m] = grad[m] * (L(1.0f) - score * inverse_cap * (score * inverse_cap));
+            if constexpr (kCapped) grad[m] = grad[m] * softcap_slope(score, inverse_cap);
           }
           _mm512_storeu_si512(p + (r + n) * kB + c, to_bf16(prob[0].v, prob[1].v));
           ds_row[n] = to_bf16(grad[0].v, grad[1].v);

@@ -31,8 +31,8 @@ inline void logit_row_backward(const T* x, int64_t n, int64_t target, C lse, C s
     });
   } else {
     for_lanes(n, [&](int64_t i, auto m) {
-      const L logit = load_lanes(x + i, m), t = logit * L(inverse_cap);
-      store_lanes(out + i, exp(logit - L(lse)) * L(scale) * (L(C(1)) - t * t), m);
+      const L logit = load_lanes(x + i, m);
+      store_lanes(out + i, exp(logit - L(lse)) * L(scale) * softcap_slope(logit, L(inverse_cap)), m);
     });
   }
   if (!here) return;

@@ -12,7 +12,7 @@ SHEAF_INLINE void softcap(C* x, int64_t n, C factor, C cap) {
   for (int64_t i = 0; i < n; ++i) x[i] = cap * vm::tanh(x[i] * inner);
 }
 
-/// The derivative, of numbers y that are capped: 1 - (y / cap)². By the inverse of the cap; by 0 it is 1.
+/// The derivative, of numbers y that are capped, or lanes of them: 1 - (y / cap)². By the inverse of the cap; by 0 it is 1.
 template <class C>
 SHEAF_INLINE C softcap_slope(C y, C inverse_cap) {
   const C t = y * inverse_cap;
