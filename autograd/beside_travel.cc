@@ -16,96 +16,100 @@
 #include "sheaf/autograd/execute.h"
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/ops/redistribute.h"
-#include "sheaf/autograd/recording.h"
+#include "sheaf/autograd/reverse_pass.h"
 
 namespace sheaf {
 
 // The node of a region that keeps no results and is one collective; else -1.
-NodeId Recording::only_travels(const Region& region) const {
+NodeId ReversePass::only_travels(const Region& region) const {
   if (!region.results || region.travelling) return -1;
-  const std::vector<NodeId> nodes = nodes_to_repeat(region);
+  const std::vector<NodeId> nodes = recording_.nodes_to_repeat(region);
   if (nodes.size() != 1) return -1;
   const Node& n = tape_.node(nodes[0]);
   if (!is_redistribute(n.op) || !region.entering.contains(tape_.inputs(n)[0])) return -1;
   return can_travel(tape_.type(tape_.inputs(n)[0]).layout, tape_.type(tape_.output(n)).layout) ? nodes[0] : -1;
 }
 
-void Recording::start_again(ValueId v) {
+void ReversePass::start_again(ValueId v) {
   const NodeId producer = tape_.value(v).producer;
-  for (Region& region : regions_) {
+  for (Region& region : recording_.regions_) {
     if (producer < region.begin || producer >= region.end || only_travels(region) != producer) continue;
     const Node n = tape_.node(producer);
     const PathScope path(tape_.path(n));
     const Tensor dense = contiguous(region.entering.at(tape_.inputs(n)[0]));
-    flag_next(Node::kRecomputed);
+    recording_.flag_next(Node::kRecomputed);
     region.travelling = start_redistribute(dense, tape_.type(v).layout);
     region.entering.clear();
-    set_repeated(region, false);
+    recording_.set_repeated(region, false);
     return;
   }
 }
 
 // Whether the gradient of a value goes through a collective next.
-bool Recording::sends_gradient_on(ValueId v) const {
+bool ReversePass::sends_gradient_on(ValueId v) const {
   const Node& n = tape_.node(tape_.value(v).producer);
   const ValueId from = n.op && is_redistribute(n.op) ? tape_.inputs(n)[0] : departed(tape_, v);
   return from >= 0 && wanted_[from] && can_travel(tape_.type(v).layout.dual(), tape_.type(from).layout.dual());
 }
 
-void Recording::compute_aside(size_t left) {
+void ReversePass::compute_aside(size_t left) {
   while (aside_.size() > left) {
-    const Aside aside = std::move(aside_.front());
+    recorded::DeferredGradient next = std::move(aside_.front());
     aside_.erase(aside_.begin());
-    const PathScope path(tape_.path(tape_.node(aside.node)));
-    Vjp vjp(*this, aside.node, aside.needs, /*late=*/true);
-    aside.derivative(vjp);
-    accumulate(aside.node, aside.needs, vjp);
+    compute_deferred(next);
   }
 }
 
+void ReversePass::compute_deferred(recorded::DeferredGradient& deferred) {
+  const PathScope path(tape_.path(tape_.node(deferred.node)));
+  if (!deferred.derivative) return accumulate(deferred.node, deferred.leaf, std::exchange(deferred.gradient, {}));
+  Vjp vjp(*this, deferred.node, deferred.needs, /*late=*/true);
+  std::exchange(deferred.derivative, nullptr)(vjp);
+  accumulate(deferred.node, deferred.needs, vjp);
+}
+
 void Vjp::will_read(int i) {
-  if (recording_.saving_ || !recording_.to_groups_ || !recording_.options_.overlap) return;
-  recording_.start_again(recording_.tape_.inputs(recording_.tape_.node(node_))[i]);
+  if (pass_.keeps() || !pass_.to_slots() || !recording().options().overlap) return;
+  pass_.start_again(value_of_input(i));
 }
 
 // The reverse pass goes on behind the node: what is made of a parameter, and has a derivative of its own, cannot be put aside.
 bool Vjp::input_travels_back(int first) const {
-  if (recording_.saving_ || !recording_.to_groups_ || late_ || !needs(0) || !recording_.options_.overlap) return false;
-  const auto inputs = recording_.tape_.inputs(recording_.tape_.node(node_));
+  if (pass_.keeps() || !pass_.to_slots() || late_ || !needs(0) || !recording().options().overlap) return false;
   for (int i = first; i < num_inputs(); ++i)
-    if (needs(i) && !recording_.state(inputs[i]).group) return false;
-  return recording_.sends_gradient_on(inputs[0]);
+    if (needs(i) && !recording().state(value_of_input(i)).group) return false;
+  return pass_.sends_gradient_on(value_of_input(0));
 }
 
 void Vjp::put_aside(int first, std::function<void(Vjp&)> f) {
   const uint64_t needs = needs_ & ~(Recording::bit(first) - 1);
-  recording_.aside_.push_back({node_, needs, std::move(f)});
+  pass_.aside_.push_back({.node = node_, .needs = needs, .derivative = std::move(f)});
 }
 
 Tensor Vjp::arrived_gradient() {
-  const ValueId v = recording_.value_of(grad());
-  const auto gradient = recording_.travelling_.find(v);
-  if (gradient == recording_.travelling_.end()) {  // it did not have to travel
-    if (recording_.tape_.node(recording_.tape_.value(v).producer).op == &start_op())
+  auto& travelling = recording().travelling_;
+  const ValueId v = recording().value_of(grad());
+  const auto gradient = travelling.find(v);
+  if (gradient == travelling.end()) {  // it did not have to travel
+    if (tape().node(tape().value(v).producer).op == &start_op())
       fail<LifetimeError>("[backward] ", path_label(PathScope::current()), ": gradient %", v, " is on its way, and nobody knows from where");
     return grad();
   }
   const Travelling here = std::move(gradient->second);
-  recording_.travelling_.erase(gradient);
+  travelling.erase(gradient);
   return arrived(here);
 }
 
 void Vjp::set_travelling(const Travelling& gradient) {
-  recording_.travelling_.emplace(recording_.value_of(gradient.value), gradient);
+  recording().travelling_.emplace(recording().value_of(gradient.value), gradient);
   set(0, gradient.value);
 }
 
 int64_t Vjp::rows_of_pieces() const {
-  const Tape& tape = recording_.tape_;
-  return detail::least_rows_of(tape, tape.node(tape.value(tape.inputs(tape.node(node_))[0]).producer), recording_.options_.piece_rows);
+  return detail::least_rows_of(tape(), tape().node(tape().value(value_of_input(0)).producer), recording().options().piece_rows);
 }
 
-bool Vjp::any_aside() const { return !recording_.aside_.empty(); }
-void Vjp::compute_aside(size_t left) { recording_.compute_aside(recording_.aside_.size() > left ? left : 0); }
+bool Vjp::any_aside() const { return !pass_.aside_.empty(); }
+void Vjp::compute_aside(size_t left) { pass_.compute_aside(pass_.aside_.size() > left ? left : 0); }
 
 }  // namespace sheaf

@@ -14,7 +14,7 @@
 #include <utility>
 
 #include "sheaf/autograd/ops/second.h"
-#include "sheaf/autograd/recording.h"
+#include "sheaf/autograd/reverse_pass.h"
 
 namespace sheaf {
 namespace {
@@ -38,18 +38,12 @@ Tensor Recording::derivative_along(const Tensor& y, const Direction& direction) 
   if (v < 0) fail<LifetimeError>("[derivative_along] y is not a value of this recording");
   if (!state(v).needs_grad) fail<LifetimeError>("[derivative_along] no trainable parameter leads to ", y.type());
   expect_scalar(y);
-  wanted_.assign(static_cast<size_t>(tape_.num_values()), false);
-  for (ValueId i = 0; i < tape_.num_values(); ++i) wanted_[static_cast<size_t>(i)] = state(i).needs_grad;
-  asked_.assign(static_cast<size_t>(tape_.num_values()), false);
-  same_value_.clear();
+  ReversePass pass(*this, ReversePass::Leaves::direction, /*keep=*/true);
+  pass.want_parameters();
   begin_order();
-  Along along{.direction = direction, .dtype = y.dtype()};
-  struct Before {
-    Recording& r;
-    ~Before() { r.along_ = nullptr; }
-  } const before{*this};
-  along_ = &along;
-  reverse(y, /*to_groups=*/false, /*keep=*/true);
+  ReversePass::DirectionalSum along{.direction = direction, .dtype = y.dtype()};
+  pass.direction_ = &along;
+  pass.run(y);
   gradients_.clear();
   if (!along.sum) fail<LifetimeError>("[derivative_along] the direction has no part in what leads to ", y.type());
   return along.sum;
@@ -57,11 +51,11 @@ Tensor Recording::derivative_along(const Tensor& y, const Direction& direction) 
 
 // Of gradients of groups whose uses the reverse pass, now before `node`, has left behind: in the segment that they are of, as others
 // may be of a higher order, or of another micro-batch.
-void Recording::add_along(NodeId node) {
-  const auto is_behind = [&](const Along::Part& part) {
+void ReversePass::add_directional(NodeId node) {
+  const auto is_behind = [&](const DirectionalSum::Part& part) {
     const auto is_groups = [&](const GroupState& g) { return g.group.get() == part.group; };
     NodeId first = tape_.num_nodes();  // use of any segment: it may be open since an earlier one
-    for (const Segment& s : waiting_) {
+    for (const recorded::Segment& s : recording_.waiting_) {
       const auto own = std::ranges::find_if(s.groups, is_groups);
       if (own == s.groups.end()) continue;
       if (s.begin <= part.from && part.from < s.end) return own->first_use > node;
@@ -69,24 +63,24 @@ void Recording::add_along(NodeId node) {
     }
     return first > node;
   };
-  auto& gradients = along_->gradients;
+  auto& gradients = direction_->gradients;
   while (true) {
     const auto first = std::ranges::find_if(gradients, is_behind);
     if (first == gradients.end()) return;
     LeafGroup* const group = first->group;
     const auto now = std::ranges::stable_partition(gradients, [&](const auto& p) { return p.group != group || !is_behind(p); });
     const PathScope path(group->group_name());
-    for (Along::Part& part : now) {
-      along_->asks = true;
-      const Tensor v = along_->direction(*group, part.leaf);
-      along_->asks = false;
+    for (DirectionalSum::Part& part : now) {
+      direction_->asks = true;
+      const Tensor v = direction_->direction(*group, part.leaf);
+      direction_->asks = false;
       if (!v) continue;
-      const Tensor term = inner_product(part.gradient, v, along_->dtype);
-      along_->sum = along_->sum ? add(along_->sum, term) : term;
+      const Tensor term = inner_product(part.gradient, v, direction_->dtype);
+      direction_->sum = direction_->sum ? add(direction_->sum, term) : term;
       part.gradient = Tensor();
     }
     gradients.erase(now.begin(), now.end());
-    for (const GroupState& g : groups_)
+    for (const GroupState& g : recording_.groups_)
       if (g.constant) g.group->gradient_passed();
   }
 }

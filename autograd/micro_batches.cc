@@ -6,7 +6,7 @@
 // wait as its rest.
 #include <algorithm>
 
-#include "sheaf/autograd/recording.h"
+#include "sheaf/autograd/reverse_pass.h"
 
 namespace sheaf {
 
@@ -40,36 +40,32 @@ void Recording::end_segment() {
   const auto ahead = std::ranges::stable_partition(groups_, [](const GroupState& g) { return g.first_use >= 0; }).begin();
   std::vector<GroupState> next(std::make_move_iterator(ahead), std::make_move_iterator(groups_.end()));
   groups_.erase(ahead, groups_.end());
-  waiting_.push_back({floor_, tape_.num_nodes(), std::exchange(groups_, std::move(next)), micro_batch_, std::exchange(is_derivative_, false)});
-  floor_ = tape_.num_nodes();
+  waiting_.push_back({segment_begin_, tape_.num_nodes(), std::exchange(groups_, std::move(next)), micro_batch_, std::exchange(is_derivative_, false)});
+  segment_begin_ = tape_.num_nodes();
 }
 
 // What a backward of this loss differentiates: all that leads to it, or the last part of that.
-void Recording::choose_ranges(ValueId loss, bool one_part) {
-  ranges_.clear();  // of one that failed
-  rest_ = nullptr;
-  const auto begun = rests_.find(loss);
-  if (begun == rests_.end() && waiting_.empty()) {
-    ranges_.push_back({floor_, tape_.num_nodes(), {}});
-    return;
-  }
-  if (tape_.num_nodes() > floor_) end_segment();
-  std::vector<Segment> parts = begun == rests_.end() ? take_segments_of(loss) : std::move(begun->second.parts);
-  size_t first = one_part ? parts.size() : 0;
+recorded::Parts Recording::take_parts(ValueId loss, bool one_part) {
+  const auto begun = remaining_.find(loss);
+  if (begun == remaining_.end() && waiting_.empty()) return {.segments = {{segment_begin_, tape_.num_nodes(), {}}}};
+  if (tape_.num_nodes() > segment_begin_) end_segment();
+  std::vector<Segment> segments = begun == remaining_.end() ? take_segments_of(loss) : std::move(begun->second.segments);
+  size_t first = one_part ? segments.size() : 0;
   const auto is_no_part = [](const Segment& s) { return s.groups.empty() || s.is_derivative; };
-  while (first > 0 && std::all_of(parts.begin() + static_cast<std::ptrdiff_t>(first), parts.end(), is_no_part))
+  while (first > 0 && std::all_of(segments.begin() + static_cast<std::ptrdiff_t>(first), segments.end(), is_no_part))
     --first;  // what was computed of a loss alone is no part, nor is a derivative
-  const auto split = parts.begin() + static_cast<std::ptrdiff_t>(first);
-  ranges_.assign(std::make_move_iterator(split), std::make_move_iterator(parts.end()));
-  parts.erase(split, parts.end());
-  if (!parts.empty() || begun != rests_.end()) {
-    rest_ = &rests_[loss];
-    rest_->parts = std::move(parts);
+  const auto split = segments.begin() + static_cast<std::ptrdiff_t>(first);
+  recorded::Parts parts{.segments = {std::make_move_iterator(split), std::make_move_iterator(segments.end())}};
+  segments.erase(split, segments.end());
+  if (!segments.empty() || begun != remaining_.end()) {
+    parts.remaining = &remaining_[loss];
+    parts.remaining->segments = std::move(segments);
   }
   std::vector<GroupState> ahead = std::exchange(groups_, {});
-  for (size_t s = ranges_.size(); s-- > 0;) take_groups(ranges_[s].groups);
+  for (size_t s = parts.segments.size(); s-- > 0;) take_groups(parts.segments[s].groups);
   for (GroupState& g : ahead)
     if (std::ranges::find(groups_, g.group, &GroupState::group) == groups_.end()) groups_.push_back(std::move(g));
+  return parts;
 }
 
 // One state for each group, whose uses begin with the first; and one for its uses in derivatives of each order.
@@ -83,7 +79,7 @@ void Recording::take_groups(std::vector<GroupState>& groups) {
 
 // Those whose parameters lead to the loss wait no longer. Of others, where a loss of an earlier micro-batch was scaled or added
 // to another, only that is taken.
-std::vector<Recording::Segment> Recording::take_segments_of(ValueId loss) {
+std::vector<recorded::Segment> Recording::take_segments_of(ValueId loss) {
   std::vector<bool> leads(static_cast<size_t>(tape_.num_values()));
   leads[static_cast<size_t>(loss)] = true;
   std::vector<Segment> taken;  // the last first
@@ -132,28 +128,26 @@ std::vector<Recording::Segment> Recording::take_segments_of(ValueId loss) {
   return taken;
 }
 
-bool Recording::is_in(const std::vector<Segment>& segments, NodeId node) {
-  return std::ranges::any_of(segments, [&](const Segment& s) { return s.begin <= node && node < s.end; });
-}
+bool Recording::is_last_micro_batch_of(const LeafGroup* group) const { return pass_ && pass_->is_last_micro_batch_of(group); }
 
-bool Recording::is_last_micro_batch_of(const LeafGroup* group) const {
-  const auto has_more = [group](const GroupState& g) { return g.group.get() == group && g.first_use >= 0 && !g.finished; };
-  if (std::ranges::any_of(groups_, has_more)) return false;  // of another order
+bool ReversePass::is_last_micro_batch_of(const LeafGroup* group) const {
+  const auto is_it = [group](const GroupState& g) { return g.group.get() == group; };
+  if (std::ranges::any_of(recording_.groups_, [&](const GroupState& g) { return is_it(g) && g.first_use >= 0 && !g.finished; }))
+    return false;  // of another order
   if (in_weights_)  // as it was in its backward
-    return std::ranges::any_of(groups_, [group](const GroupState& g) { return g.group.get() == group && g.last; });
-  return last_micro_batch_ && !(rest_ && std::ranges::any_of(rest_->parts, [&](const Segment& s) {
-           return std::ranges::any_of(s.groups, [&](const GroupState& g) { return g.group.get() == group; });
-         }));
+    return std::ranges::any_of(recording_.groups_, [&](const GroupState& g) { return is_it(g) && g.last; });
+  const auto uses_it = [&](const recorded::Segment& s) { return std::ranges::any_of(s.groups, is_it); };
+  return last_micro_batch_ && !(parts_.remaining && std::ranges::any_of(parts_.remaining->segments, uses_it));
 }
 
 // What reaches the parts before waits for their backward.
-void Recording::keep_gradients_of_rest() {
-  rest_->begun = true;
-  rest_->gradients.clear();
-  for (const Segment& s : rest_->parts)
+void Recording::keep_gradients_for(recorded::RemainingParts& remaining) {
+  remaining.begun = true;
+  remaining.gradients.clear();
+  for (const Segment& s : remaining.segments)
     for (NodeId id = s.begin; id < s.end; ++id)
       for (int o = 0; o < tape_.node(id).num_outputs; ++o)
-        if (const ValueId v = tape_.output(tape_.node(id), o); gradients_[v]) rest_->gradients.emplace_back(v, std::move(gradients_[v]));
+        if (const ValueId v = tape_.output(tape_.node(id), o); gradients_[v]) remaining.gradients.emplace_back(v, std::move(gradients_[v]));
 }
 
 }  // namespace sheaf

@@ -11,7 +11,7 @@
 
 #include "sheaf/autograd/apply_again.h"
 #include "sheaf/autograd/ops/redistribute.h"
-#include "sheaf/autograd/recording.h"
+#include "sheaf/autograd/reverse_pass.h"
 
 namespace sheaf {
 
@@ -86,13 +86,13 @@ void Recording::set_repeated(const Region& region, bool repeated) {
 }
 
 // The reverse pass frees what it leaves behind, of the nodes up to `end`; what is saved after that is kept.
-void Recording::pass_regions(NodeId node, NodeId end) {
-  auto after = regions_.end();
-  while (after != regions_.begin() && std::prev(after)->begin >= end) --after;
+void ReversePass::pass_regions(NodeId node, NodeId end) {
+  auto after = recording_.regions_.end();
+  while (after != recording_.regions_.begin() && std::prev(after)->begin >= end) --after;
   auto first = after;
-  for (; first != regions_.begin() && std::prev(first)->begin >= node; --first)
-    if (std::prev(first)->results) set_repeated(*std::prev(first), false);
-  regions_.erase(first, after);
+  for (; first != recording_.regions_.begin() && std::prev(first)->begin >= node; --first)
+    if (std::prev(first)->results) recording_.set_repeated(*std::prev(first), false);
+  recording_.regions_.erase(first, after);
 }
 
 // Those whose values are saved for the backward but not kept, and those that these read, in order.
@@ -116,50 +116,29 @@ std::vector<NodeId> Recording::nodes_to_repeat(const Region& region) const {
   return nodes;
 }
 
-// Its op's derivative has not come yet, so what that reads is there.
-void Recording::make_again(ValueId v) {
-  const Node n = tape_.node(tape_.value(v).producer);
-  const PathScope path(tape_.path(n));
-  const AttrsCopy attrs(tape_, n);
-  Vjp saved(*this, tape_.value(v).producer, 0);
-  struct Before {  // restored if it throws, too
-    bool& now;
-    const bool then;
-    ~Before() { now = then; }
-  };
-  const Tensor again = [&] {
-    const Before before{makes_again_, std::exchange(makes_again_, true)};
-    return n.op->again(attrs.data(), saved);
-  }();
-  const ValueId id = value_of(again);
-  tape_.mutable_node(tape_.value(id).producer).flags |= Node::kRecomputed;
-  state(id).copy_of = v;
-  state(v).save(again);
-}
-
-void Recording::recompute(Region& region) {
+void ReversePass::recompute(Region& region) {
   onload(region);
   if (region.offloads) onload_last_before(region.begin);
-  const std::vector<NodeId> nodes = nodes_to_repeat(region);
+  const std::vector<NodeId> nodes = recording_.nodes_to_repeat(region);
   if (const Travelling travelling = std::exchange(region.travelling, {})) {
     const ValueId v = tape_.output(tape_.node(nodes[0]));
     const PathScope path(tape_.path(tape_.node(nodes[0])));
-    flag_next(Node::kRecomputed);
+    recording_.flag_next(Node::kRecomputed);
     const Tensor again = arrived(travelling);
-    state(value_of(again)).copy_of = v;
-    return state(v).save(again);
+    recording_.state(recording_.value_of(again)).copy_of = v;
+    return recording_.state(v).save(again);
   }
   std::unordered_map<ValueId, NodeId> last_read;
   for (NodeId id : nodes)
     for (ValueId v : tape_.inputs(tape_.node(id))) last_read[v] = id;
   std::unordered_map<ValueId, Tensor> values = std::move(region.entering);
   region.entering.clear();
-  if (region.results) set_repeated(region, false);  // what entered it is gone: who saves its values from here on keeps them
+  if (region.results) recording_.set_repeated(region, false);  // what entered it is gone: who saves its values from here on keeps them
   const auto keep = [&](NodeId id, std::span<const Tensor> outputs) {
     for (size_t o = 0; o < outputs.size(); ++o) {
       const ValueId v = tape_.output(tape_.node(id), static_cast<int>(o));
-      state(value_of(outputs[o])).copy_of = v;
-      if (ValueState& s = state(v); s.saves > 0 && !s.saved) s.save(outputs[o]);
+      recording_.state(recording_.value_of(outputs[o])).copy_of = v;
+      if (ValueState& s = recording_.state(v); s.saves > 0 && !s.saved) s.save(outputs[o]);
       if (last_read.contains(v)) values[v] = outputs[o];
     }
   };
@@ -180,7 +159,7 @@ void Recording::recompute(Region& region) {
       if (last_read.at(tape_.output(n)) == id + 1) values.erase(tape_.output(n));
       ++i;
     } else {
-      flag_next(Node::kRecomputed);
+      recording_.flag_next(Node::kRecomputed);
       keep(id, apply_again(tape_, n, inputs));
     }
     for (ValueId v : ids)

@@ -6,6 +6,7 @@
 
 #include "sheaf/autograd/execute.h"
 #include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/reverse_pass.h"
 #include "sheaf/core/rank_context.h"
 
 namespace sheaf {
@@ -14,6 +15,11 @@ namespace {
 thread_local Recording* current_recording = nullptr;
 thread_local const std::string* current_path = nullptr;
 std::atomic<uint64_t> next_serial{1};
+
+std::unique_ptr<recorded::Lists>& spare_lists() {
+  static thread_local std::unique_ptr<recorded::Lists> lists;
+  return lists;
+}
 
 }  // namespace
 
@@ -34,7 +40,7 @@ PhaseScope::~PhaseScope() {
 
 Recording::Recording(const RecordingOptions& options)
     : options_(options), first_sample_(options.first_sample), previous_(current_recording), serial_(next_serial++),
-      lists_(spare_lists() ? std::move(spare_lists()) : std::make_unique<Lists>()), tape_(lists_->tape),
+      lists_(spare_lists() ? std::move(spare_lists()) : std::make_unique<recorded::Lists>()), tape_(lists_->tape),
       states_(lists_->states), gradients_(lists_->gradients), node_saves_(lists_->node_saves) {
   current_recording = this;
 }
@@ -74,16 +80,11 @@ Tape Recording::take() {
   return std::exchange(tape_, Tape());
 }
 
-void Recording::Lists::clear() {
+void recorded::Lists::clear() {
   tape.clear();
   states.clear();
   gradients.clear();
   node_saves.clear();
-}
-
-std::unique_ptr<Recording::Lists>& Recording::spare_lists() {
-  static thread_local std::unique_ptr<Lists> lists;
-  return lists;
 }
 
 Recording* Recording::current() { return current_recording; }
@@ -168,6 +169,8 @@ std::unordered_map<ValueId, Tensor> Recording::leaves() const {
   return out;
 }
 
+bool Recording::saves() const { return !pass_ || pass_->keeps(); }
+
 Recording::ValueState& Recording::state(ValueId v) {
   if (static_cast<size_t>(v) >= states_.size()) states_.resize(tape_.num_values());
   return states_[v];
@@ -243,8 +246,8 @@ NodeId Recording::record(const OpDef& op, const void* attrs, std::span<const Ten
   if (needs && op.vjp) {
     for (size_t o = 0; o < outputs.size(); ++o)
       if (is_floating(types[o]->dtype)) states_[first + o].needs_grad = true;
-    if (op.cheap >= 0 && selective_ && !in_region_) states_[first + op.cheap].made_again = true;
-    if (saving_) save_for_backward(id, inputs, outputs, needs);
+    if (op.cheap >= 0 && selective_ && !in_region_ && !pass_) states_[first + op.cheap].made_again = true;
+    if (saves()) save_for_backward(id, inputs, outputs, needs);
   } else if (needs && op.kind == OpKind::op && std::any_of(types.begin(), types.end(), [](const Type* t) {
                return is_floating(t->dtype); })) {
     // Not differentiable: whoever asks for a gradient through it is told which op lacks it.
@@ -305,10 +308,10 @@ void Recording::use_group(const LeafGroup* group) {
   for (GroupState& g : groups_) {
     if (g.group.get() != group) continue;
     known = true;
-    if (!in_backward() || saving_) g.constant = g.constant && in_backward() && is_for_direction(group);
+    if (!in_backward() || saves()) g.constant = g.constant && in_backward() && is_for_direction(group);
     if (g.first_use < 0) g.first_use = tape_.num_nodes(), g.order = order_;
   }
-  if (known || (in_backward() && !saving_)) return;
+  if (known || (in_backward() && !saves())) return;
   // Open since a micro-batch before this one, or since what is being differentiated again.
   for (const auto& g : all_groups_)
     if (g.get() == group) new_group_state(g).first_use = tape_.num_nodes();
@@ -316,7 +319,7 @@ void Recording::use_group(const LeafGroup* group) {
 
 // Whether a direction is read through it now: it is asked for one, or was opened for one by a derivative that is being differentiated.
 bool Recording::is_for_direction(const LeafGroup* group) const {
-  if (along_ && along_->asks) return true;
+  if (pass_ && pass_->asks_for_direction()) return true;
   const auto is = [&](const GroupState& g) { return g.group.get() == group; };
   bool any = false;
   for (const Segment& s : waiting_)
@@ -336,28 +339,6 @@ Recording::GroupState& Recording::new_group_state(const std::shared_ptr<LeafGrou
   state.contributed.resize(n);
   state.slots.resize(n);
   return state;
-}
-
-Recording::GroupState& Recording::group_state(LeafGroup* group) {
-  const auto is_it = [&](const GroupState& g) { return g.group.get() == group; };
-  // Of several, that which is finished next: see finish_groups().
-  auto next = groups_.end();
-  for (auto it = groups_.begin(); it != groups_.end(); ++it)
-    if (is_it(*it) && (next == groups_.end() || std::pair(!it->finished, it->first_use) > std::pair(!next->finished, next->first_use)))
-      next = it;
-  if (next != groups_.end()) return *next;
-  if (!to_groups_) {  // gradient() goes through all micro-batches
-    const auto in = [&](std::vector<Segment>& segments) -> GroupState* {
-      for (Segment& s : segments)
-        if (const auto it = std::ranges::find_if(s.groups, is_it); it != s.groups.end()) return &*it;
-      return nullptr;
-    };
-    if (GroupState* found = in(waiting_)) return *found;
-    for (auto& [loss, rest] : rests_)
-      if (GroupState* found = in(rest.parts)) return *found;
-  }
-  fail<LifetimeError>("[backward] this part of the recording was differentiated before: its parameters of unit '",
-                      group->group_name(), "' are closed");
 }
 
 }  // namespace sheaf

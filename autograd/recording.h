@@ -3,14 +3,13 @@
 #pragma once
 
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <unordered_map>
 
-#include "sheaf/autograd/leaf_group.h"
-#include "sheaf/autograd/ops/travel.h"
+#include "sheaf/autograd/recorded.h"
 #include "sheaf/autograd/recording_scopes.h"
-#include "sheaf/autograd/tape.h"
 
 namespace sheaf {
 
@@ -51,6 +50,8 @@ struct GradientOptions {
   /// reduced once more: see [Note: directions].
   bool keep = false;
 };
+
+class ReversePass;
 
 class Recording {
  public:
@@ -110,15 +111,8 @@ class Recording {
   /// The leaves themselves: what a program of this tape is to read and update.
   std::unordered_map<ValueId, Tensor> leaves() const;
   uint64_t serial() const { return serial_; }  ///< unique in the process, never 0
-  /// From one rank of a chain to the next, or back to the one before.
-  struct Way {
-    const MeshSpec* mesh;
-    int axis, from;
-    bool back;
-    bool operator==(const Way&) const = default;
-  };
   /// `lent` is being sent; see [Note: sends].
-  void lend(const Way& way, const Tensor& sent, const Tensor& lent);
+  void lend(const recorded::Way& way, const Tensor& sent, const Tensor& lent);
   /// What this step does on the host beside what is on the tape, such as counting it. When the tape runs again (compile()),
   /// so does `effect`, before it.
   void on_rerun(std::function<void()> effect) { reruns_.push_back(std::move(effect)); }
@@ -164,133 +158,48 @@ class Recording {
   bool is_last_micro_batch_of(const LeafGroup* group) const;
 
  private:
-  friend class Vjp;
   friend class PhaseScope;
   friend class RecomputeScope;
-  struct ValueState {
-    Tensor saved;               // what the backward reads, while saves > 0
-    uint64_t version = 0;       // of its storage, when it was saved; of a group's leaf that of the group, when it was made
-    int32_t saves = 0;          // nodes that still want it
-    bool needs_grad = false;
-    bool recipe = false;        // comes from a group's leaf through views and casts only
-    bool repeated = false;      // a result of a region that keeps none
-    bool made_again = false;    // cheap to compute again from what its op saves: see OpDef::again
-    bool on_host = false;       // of what entered a region: see [Note: offload]
-    NodeId changed = -1;        // memory into which this node was the first to put a value with a gradient
-    LeafGroup* group = nullptr; // it is this leaf of a group
-    int32_t leaf_index = -1;
-    ValueId copy_of = -1;       // computed again in the backward: this value of the forward
-    void save(const Tensor& t) { saved = t, version = t.storage()->version(); }
-  };
-  /// What has an entry per node or value. A step's lists are as long as those of the step before, so a thread's next
-  /// recording begins with their memory: a new one grows them by pages that the system has to clear first.
-  struct Lists {
-    Tape tape;
-    std::vector<ValueState> states;
-    std::vector<Tensor> gradients;
-    std::vector<std::pair<uint64_t, uint64_t>> node_saves;  // per node: saved inputs, saved outputs
-    void clear();
-  };
-  static std::unique_ptr<Lists>& spare_lists();
-
-  struct GroupState {
-    std::shared_ptr<LeafGroup> group;
-    NodeId first_use = -1;  // the first node after it was opened; -1: gathered ahead, not used yet
-    bool finished = false;
-    bool later = false;       // its gradients come later
-    bool last = false;        // see is_last_micro_batch_of(): kept for then
-    int order = 0;            // what is used in derivatives, or behind them, has a state of its own: see [Note: directions]
-    bool constant = false;    // opened for a direction alone
-    std::vector<bool> contributed;  // to the slots or, if later, to what waits
-    std::vector<Tensor> slots;
-  };
-
-  /// What a RecomputeScope recorded: nodes [begin, end), of whose values the backward gets copies.
-  struct Region {
-    NodeId begin, end;
-    std::unordered_map<ValueId, Tensor> entering;  // what the nodes that will be repeated read from outside
-    bool results = false;                          // see RecomputeOptions
-    Travelling travelling = {};                    // its one result, on the way: see [Note: beside what travels]
-    std::vector<std::weak_ptr<Storage>> made = {};  // by such a region
-    bool offloads = false, offloaded = false;      // see [Note: offload]
-    std::vector<ValueId> on_host = {};             // of what entered: what lies there
-    std::vector<Tensor> from_host = {};            // what is being copied back
-  };
-
-  struct Lent {
-    Way way;
-    uint64_t turn;
-    Tensor lent, sent;  // `sent` goes first and waits for its lane
-  };
-
+  friend class ReversePass;
+  friend class Vjp;
+  using ValueState = recorded::ValueState;
+  using GroupState = recorded::GroupState;
+  using Region = recorded::Region;
+  using Segment = recorded::Segment;
   static constexpr uint64_t bit(int i) { return uint64_t{1} << i; }
   void end();
-  void take_back(const Lent& l);
+  void take_back(const recorded::Lent& l);
   void take_back_all();
   void expect_current(const char* who) const;
   ValueState& state(ValueId v);
-  GroupState& group_state(LeafGroup* group);
+  bool saves() const;  // what derivatives read of what is recorded now
   bool is_for_direction(const LeafGroup* group) const;
   GroupState& new_group_state(const std::shared_ptr<LeafGroup>& group);
-  Tensor resolve(ValueId v);
   void save_for_backward(NodeId node, std::span<const Tensor> inputs, std::span<Tensor> outputs, uint64_t needs);
-  void release_saves(NodeId node);
+  void clear_slots(LeafGroup* group, NodeId node);
   void note_entering(std::span<const ValueId> ids, std::span<const Tensor> inputs);
   void note_made(std::span<const Tensor> outputs);
   void drop_unread_regions();
   void end_region();
   void set_repeated(const Region& region, bool repeated);
-  void pass_regions(NodeId node, NodeId end);
   bool made_in_region(ValueId v) const;
   std::vector<NodeId> nodes_to_repeat(const Region& region) const;
-  void recompute(Region& region);
-  void start_again(ValueId v);
-  NodeId only_travels(const Region& region) const;
-  bool sends_gradient_on(ValueId v) const;
-  void compute_aside(size_t left = 0);
-  void make_again(ValueId v);
   void offload_last_region();
   void take_back_offloaded();
-  void onload(Region& region);
-  void onload_last_before(NodeId end);
-  /// Nodes [begin, end) that no backward has come to, and the groups they use: see [Note: micro-batches].
-  struct Segment {
-    NodeId begin, end;
-    std::vector<GroupState> groups;
-    int64_t micro_batch = 0;  // by number
-    bool is_derivative = false;  // it begins with one of the segment before
-  };
   void end_segment();
   void begin_order();
   void begin_turn(int64_t first_sample, const Tensor& random_state);
   void take_groups(std::vector<GroupState>& groups);
-  void choose_ranges(ValueId loss, bool one_part);
+  recorded::Parts take_parts(ValueId loss, bool one_part);
   std::vector<Segment> take_segments_of(ValueId loss);
-  void add_along(NodeId node);
-  static bool is_in(const std::vector<Segment>& segments, NodeId node);
-  void keep_gradients_of_rest();
-  void reverse(const Tensor& y, bool to_groups, bool keep);
-  void reverse_through(NodeId begin, NodeId end, bool to_groups, bool keep);
-  bool is_part_of_leaf(ValueId v);
-  void accumulate(NodeId node, ValueId v, Tensor gradient);
-  ValueId value_with_gradient_of(ValueId v) const;
-  Tensor as_dual(NodeId node, ValueId v, Tensor gradient, bool to_leaf);
-  void add_to_value(NodeId node, ValueId v, Tensor gradient);
-  void add_to_slot(NodeId node, ValueId v, Tensor gradient);
-  void accumulate(NodeId node, uint64_t needs, Vjp& vjp);
-  void choose_later();
-  void finish_later(GroupState& group);
-  void clear_slots(LeafGroup* group, NodeId node);
-  void expect_reducible(NodeId node, ValueId parameter, const Layout& gradient);
-  void finish_groups(NodeId node);
-  void pass_groups(NodeId node);
+  void keep_gradients_for(recorded::RemainingParts& remaining);
   static void expect_scalar(const Tensor& y);
 
   RecordingOptions options_;
   int64_t first_sample_;  // of the step
   Recording* previous_;
   uint64_t serial_;
-  std::unique_ptr<Lists> lists_;
+  std::unique_ptr<recorded::Lists> lists_;
   Tape& tape_;
   std::vector<ValueState>& states_;
   std::vector<Tensor>& gradients_;
@@ -298,55 +207,21 @@ class Recording {
   Phase phase_ = Phase::forward;
   uint8_t next_flags_ = 0;
   bool makes_again_ = false;
-  bool saving_ = true;
+  ReversePass* pass_ = nullptr;  // under way
   std::unordered_map<const Tensor::Impl*, std::pair<Tensor, ValueId>> leaves_;
-  struct Ahead {
-    LeafGroup* group;
-    NodeId node;
-    ValueId gradient;
-  };
-  std::vector<Ahead> ahead_;                             // see [Note: gradients ahead]
+  std::vector<recorded::GradientAhead> ahead_;
   std::vector<GroupState> groups_;                       // used since the last segment
   std::vector<std::shared_ptr<LeafGroup>> all_groups_;   // used at all
   std::vector<std::function<void()>> reruns_;
   std::deque<std::function<void(Vjp&)>> derivatives_;
-  std::vector<Lent> lent_;
+  std::vector<recorded::Lent> lent_;
   uint64_t turn_ = 0;                                    // micro-batches and backwards begun
-  NodeId floor_ = 0;                                     // where the last segment begins, whose groups are groups_
+  NodeId segment_begin_ = 0;                             // where the last segment begins, whose groups are groups_
   int64_t micro_batch_ = 0, micro_batches_ = 0;          // which one it is of, of so many that were begun
   std::unordered_map<int64_t, int64_t> micro_batch_of_;  // the last one with this first sample
   std::vector<Segment> waiting_;                         // segments before it
-  std::vector<Segment> ranges_;                          // of the backward under way
-  /// Of a loss whose last parts are differentiated: those before, in order, and the gradients that they begin with.
-  struct Rest {
-    std::vector<Segment> parts;
-    std::vector<std::pair<ValueId, Tensor>> gradients;
-    bool begun = false;
-  };
-  std::unordered_map<ValueId, Rest> rests_;              // by loss
-  Rest* rest_ = nullptr;                                 // of the backward under way, if it has one
-  /// What a backward has left for backward_weights(): in its order, derivatives that were put off, and gradients of parameters
-  /// that were computed together with others.
-  struct Later {
-    struct Part {
-      NodeId node;
-      uint64_t needs = 0;
-      std::function<void(Vjp&)> derivative = {};  // or
-      ValueId leaf = -1;
-      Tensor gradient = {};
-    };
-    std::vector<Part> parts;
-    std::vector<GroupState> groups;
-    bool last = false;  // of the step's micro-batches, with no part before it
-  };
-  std::deque<Later> later_;                              // the last one of the backward under way, if weights_later_
-  bool weights_later_ = false, in_weights_ = false;
-  struct Aside {
-    NodeId node;
-    uint64_t needs;
-    std::function<void(Vjp&)> derivative;
-  };
-  std::vector<Aside> aside_;                             // see [Note: beside what travels]
+  std::unordered_map<ValueId, recorded::RemainingParts> remaining_;  // parts, by loss
+  std::deque<recorded::LateWeights> late_weights_;       // the last one of the pass under way, if it puts them off
   std::unordered_map<ValueId, Travelling> travelling_;   // gradients on their way
   std::vector<std::pair<Tensor, Tensor>> offloading_;    // to the host, from the device
   std::vector<Region> regions_;                          // in order; the last one has no end while its scope is open
@@ -355,28 +230,8 @@ class Recording {
   std::unordered_map<ValueId, Tensor> captured_;
   std::unordered_map<int64_t, std::unordered_map<std::string, int64_t>> calls_;  // by first sample
   Tensor random_state_;
-  std::vector<bool> wanted_;  // of the differentiation under way: values whose gradients lead somewhere
-  std::vector<bool> asked_;   // of gradient(): the xs
-  std::unordered_map<ValueId, ValueId> same_value_;  // of gradient(): gathers of one parameter, or copies, to the first
-  bool to_groups_ = false;    // ... and whether leaves' gradients go to their groups
-  /// What derivative_along() has under way: gradients of groups whose uses the reverse pass has not left behind, and the sum.
-  struct Along {
-    const Direction& direction;
-    struct Part {
-      LeafGroup* group;
-      int leaf;
-      Tensor gradient;
-      NodeId from;  // the node that it is of
-    };
-    std::vector<Part> gradients = {};
-    Tensor sum = {};
-    DType dtype = kF32;
-    bool asks = false;  // for the direction
-  };
-  Along* along_ = nullptr;
   int order_ = 0;             // derivatives taken since the micro-batch, or what follows a backward, began
   bool is_derivative_ = false;  // so does what has been recorded since the last segment
-  bool last_micro_batch_ = false;
 };
 
 }  // namespace sheaf

@@ -9,6 +9,8 @@
 namespace sheaf {
 
 class Recording;
+class ReversePass;
+class Tape;
 struct Travelling;
 
 /// Where an op should store an output: memory given by the caller, or (empty) fresh memory.
@@ -61,8 +63,7 @@ class Vjp {
   /// a sum that was made in f32 is rounded no earlier than it must be. Ignored unless needs(i).
   void set(int i, Tensor gradient);
 
-  Vjp(Recording& recording, int32_t node, uint64_t needs, bool late = false)
-      : recording_(recording), node_(node), needs_(needs), late_(late) {}
+  Vjp(ReversePass& pass, int32_t node, uint64_t needs, bool late = false) : pass_(pass), node_(node), needs_(needs), late_(late) {}
   SmallVector<std::pair<int, Tensor>, 4> gradients;
 
  private:
@@ -71,7 +72,11 @@ class Vjp {
   bool input_travels_back(int first) const;
   void put_aside(int first, std::function<void(Vjp&)> f);
   void expect_now(const char* what) const;
-  Recording& recording_;
+  Recording& recording() const;
+  const Tape& tape() const;
+  int32_t value_of_input(int i) const;
+  int32_t value_of_output(int o) const;
+  ReversePass& pass_;
   int32_t node_;
   uint64_t needs_;
   bool late_;  // for what was given to weights()

@@ -9,25 +9,26 @@
 #include <algorithm>
 #include <utility>
 
-#include "sheaf/autograd/recording.h"
+#include "sheaf/autograd/reverse_pass.h"
 
 namespace sheaf {
 
-void Recording::choose_later() {
-  for (const Segment& s : ranges_)
+void ReversePass::choose_late_groups() {
+  for (const recorded::Segment& s : parts_.segments)
     for (NodeId id = s.begin; id < s.end; ++id) {
       const Node& n = tape_.node(id);
       if (!n.op || !n.op->weights_later) continue;
       for (const ValueId v : tape_.inputs(n))
-        if (const ValueState& leaf = state(v); leaf.group && leaf.needs_grad)
-          for (GroupState& g : groups_) g.later = g.later || g.group.get() == leaf.group;
+        if (const ValueState& leaf = recording_.state(v); leaf.group && leaf.needs_grad)
+          for (GroupState& g : recording_.groups_) g.later = g.later || g.group.get() == leaf.group;
     }
-  later_.emplace_back().last = last_micro_batch_ && !(rest_ && !rest_->parts.empty());
+  recording_.late_weights_.emplace_back().last = last_micro_batch_ && !parts_.leaves_some();
+  weights_later_ = true;
 }
 
-void Recording::finish_later(GroupState& group) {
+void ReversePass::finish_late(GroupState& group) {
   group.last = is_last_micro_batch_of(group.group.get());
-  GroupState& then = later_.back().groups.emplace_back(group);
+  GroupState& then = recording_.late_weights_.back().groups.emplace_back(group);
   then.finished = then.later = false;
   then.contributed.assign(then.contributed.size(), false);  // to its slots
 }
@@ -35,49 +36,40 @@ void Recording::finish_later(GroupState& group) {
 void Recording::backward_weights() {
   expect_current("backward_weights");
   if (in_region_) fail<LifetimeError>("[backward_weights] inside of a RecomputeScope: it must end first");
-  if (later_.empty()) fail<LifetimeError>("[backward_weights] no backward with weights_later is without its weights' gradients");
-  if (tape_.num_nodes() > floor_) end_segment();
-  Later later = std::move(later_.front());
-  later_.pop_front();
-  // Restored if a derivative throws, too.
-  struct Before {
-    Recording& r;
-    std::vector<GroupState> groups;
-    const Phase phase;
-    const bool saving, selective;
-    ~Before() {
-      r.groups_ = std::move(groups), r.phase_ = phase, r.saving_ = saving, r.selective_ = selective;
-      r.in_weights_ = false;
-    }
-  } const before{*this, std::exchange(groups_, std::move(later.groups)), std::exchange(phase_, Phase::backward),
-                 std::exchange(saving_, false), std::exchange(selective_, false)};
-  in_weights_ = to_groups_ = true;
-  for (Later::Part& part : later.parts) {
+  if (late_weights_.empty()) fail<LifetimeError>("[backward_weights] no backward with weights_later is without its weights' gradients");
+  if (tape_.num_nodes() > segment_begin_) end_segment();
+  recorded::LateWeights weights = std::move(late_weights_.front());
+  late_weights_.pop_front();
+  ReversePass(*this, ReversePass::Leaves::slots, /*keep=*/false).run(weights);
+}
+
+void ReversePass::run(recorded::LateWeights& weights) {
+  struct Restored {  // if a derivative throws, too
+    std::vector<GroupState>& groups;
+    std::vector<GroupState> before;
+    ~Restored() { groups = std::move(before); }
+  } const restored{recording_.groups_, std::exchange(recording_.groups_, std::move(weights.groups))};
+  const Running running(*this);
+  in_weights_ = true;
+  for (recorded::DeferredGradient& part : weights.parts) {
     const PathScope path(tape_.path(tape_.node(part.node)));
     finish_groups(part.node);
-    if (part.derivative) {
-      Vjp vjp(*this, part.node, part.needs, /*late=*/true);
-      std::exchange(part.derivative, nullptr)(vjp);
-      accumulate(part.node, part.needs, vjp);
-    } else {
-      accumulate(part.node, part.leaf, std::exchange(part.gradient, {}));
-    }
+    compute_deferred(part);
   }
   finish_groups(-1);
-  for (size_t i = 0; i < groups_.size(); ++i) groups_[i].group->backward_ended();
-  if (later.last) take_back_all();
-  floor_ = tape_.num_nodes();
+  for (size_t i = 0; i < recording_.groups_.size(); ++i) recording_.groups_[i].group->backward_ended();
+  if (weights.last) recording_.take_back_all();
+  recording_.segment_begin_ = tape_.num_nodes();
 }
 
 // All of them that are wanted are of units whose gradients wait: what is a view of a parameter is not. Nor may the others be
 // parameters, whose memory goes.
 bool Vjp::weights_wait(int first) const {
-  if (!recording_.weights_later_ || !recording_.to_groups_) return false;
-  const auto inputs = recording_.tape_.inputs(recording_.tape_.node(node_));
+  if (!pass_.weights_later_) return false;
   bool any = false;
   for (int i = 0; i < num_inputs(); ++i) {
-    const auto& s = recording_.state(inputs[i]);
-    if (i < first ? s.recipe : needs(i) && !(s.group && recording_.group_state(s.group).later)) return false;
+    const auto& s = recording().state(value_of_input(i));
+    if (i < first ? s.recipe : needs(i) && !(s.group && pass_.group_state(s.group).later)) return false;
     any = any || (i >= first && needs(i));
   }
   return any;
@@ -85,17 +77,10 @@ bool Vjp::weights_wait(int first) const {
 
 void Vjp::put_off(int first, std::function<void(Vjp&)> f) {
   const uint64_t needs = needs_ & ~(Recording::bit(first) - 1);
-  const auto inputs = recording_.tape_.inputs(recording_.tape_.node(node_));
   for (int i = first; i < num_inputs(); ++i)
-    if (const auto& s = recording_.state(inputs[i]); this->needs(i))
-      recording_.group_state(s.group).contributed[static_cast<size_t>(s.leaf_index)] = true;
-  recording_.later_.back().parts.push_back({.node = node_, .needs = needs, .derivative = std::move(f)});
-}
-
-void Vjp::expect_now(const char* what) const {
-  if (late_)
-    fail<LifetimeError>("[", recording_.tape_.node(node_).op->name, "] ", path_label(PathScope::current()), ": ", what,
-                        " in what its derivative gave to weights(), which holds what it reads");
+    if (const auto& s = recording().state(value_of_input(i)); this->needs(i))
+      pass_.group_state(s.group).contributed[static_cast<size_t>(s.leaf_index)] = true;
+  recording().late_weights_.back().parts.push_back({.node = node_, .needs = needs, .derivative = std::move(f)});
 }
 
 }  // namespace sheaf

@@ -10,7 +10,7 @@
 
 #include "sheaf/autograd/copy_lane.h"
 #include "sheaf/autograd/ops.h"
-#include "sheaf/autograd/recording.h"
+#include "sheaf/autograd/reverse_pass.h"
 #include "sheaf/kernels/dispatch.h"
 
 namespace sheaf {
@@ -75,23 +75,23 @@ void Recording::take_back_offloaded() {
   }
 }
 
-void Recording::onload(Region& region) {
+void ReversePass::onload(Region& region) {
   if (region.on_host.empty()) return;
   const PathScope path(tape_.path(tape_.node(region.begin)));
   for (const ValueId v : std::exchange(region.on_host, {})) {
     Tensor& value = region.entering.at(v);
     region.from_host.push_back(value);
     value = apply<Onload>({}, value);
-    state(value_of(value)).copy_of = v;
-    ValueState& s = state(v);
+    recording_.state(recording_.value_of(value)).copy_of = v;
+    ValueState& s = recording_.state(v);
     if (s.saves > 0) s.saved = value;
     s.on_host = false;
   }
 }
 
-void Recording::onload_last_before(NodeId end) {
-  const auto next = std::find_if(regions_.rbegin(), regions_.rend(), [&](const Region& r) { return r.offloads && r.begin < end; });
-  if (next != regions_.rend() && (!to_groups_ || is_in(ranges_, next->begin))) onload(*next);
+void ReversePass::onload_last_before(NodeId end) {
+  const auto next = std::find_if(recording_.regions_.rbegin(), recording_.regions_.rend(), [&](const Region& r) { return r.offloads && r.begin < end; });
+  if (next != recording_.regions_.rend() && (!to_slots() || recorded::any_contains(parts_.segments, next->begin))) onload(*next);
 }
 
 }  // namespace sheaf

@@ -109,24 +109,24 @@ bool sends_back(const Tape& tape, const Node& n) {
   return n.op == &send_op() && static_cast<const SendAttrs*>(tape.attrs(n))->back;
 }
 
-void Recording::lend(const Way& way, const Tensor& sent, const Tensor& lent) {
+void Recording::lend(const recorded::Way& way, const Tensor& sent, const Tensor& lent) {
   uint64_t last = 0;  // turn that sent the same way
-  for (const Lent& l : lent_)
+  for (const recorded::Lent& l : lent_)
     if (l.way == way && l.turn != turn_) last = std::max(last, l.turn);
-  const auto is_before = [&](const Lent& l) { return l.way == way && l.turn != turn_ && l.turn != last; };
-  for (const Lent& l : lent_)
+  const auto is_before = [&](const recorded::Lent& l) { return l.way == way && l.turn != turn_ && l.turn != last; };
+  for (const recorded::Lent& l : lent_)
     if (is_before(l)) take_back(l);
   std::erase_if(lent_, is_before);
   lent_.push_back({way, turn_, lent, sent});
 }
 
-void Recording::take_back(const Lent& l) {
+void Recording::take_back(const recorded::Lent& l) {
   const Tensor inputs[] = {l.sent, l.lent};
   apply_typed(op_def<Sent>(), nullptr, inputs, {});
 }
 
 void Recording::take_back_all() {
-  for (const Lent& l : lent_) take_back(l);
+  for (const recorded::Lent& l : lent_) take_back(l);
   lent_.clear();
 }
 

@@ -1,0 +1,120 @@
+// ReversePass: one differentiation of a recording, from a scalar back to what its gradients are asked of. It lives while that runs;
+// what lasts longer is the recording's.
+#pragma once
+
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "sheaf/autograd/recording.h"
+
+namespace sheaf {
+
+class ReversePass {
+ public:
+  /// Where the gradients of groups' leaves go.
+  enum class Leaves : uint8_t {
+    slots,      ///< into their groups' slots, and the groups are finished: backward(), backward_weights()
+    values,     ///< they are gradients of values like others: gradient()
+    direction,  ///< into the sum of derivative_along()
+  };
+
+  /// With `keep` nothing that the pass reads is freed, and its own nodes can be differentiated.
+  ReversePass(Recording& recording, Leaves leaves, bool keep);
+  ReversePass(const ReversePass&) = delete;
+  ReversePass& operator=(const ReversePass&) = delete;
+
+  bool keeps() const { return keep_; }
+  bool to_slots() const { return leaves_ == Leaves::slots; }
+  bool is_last_micro_batch_of(const LeafGroup* group) const;
+  /// A direction is being asked for: what is opened meanwhile is for its values alone.
+  bool asks_for_direction() const { return direction_ && direction_->asks; }
+
+  /// What derivative_along() adds up: of groups whose uses the pass has not left behind, the gradients.
+  struct DirectionalSum {
+    const Direction& direction;
+    DType dtype = kF32;
+    struct Part {
+      LeafGroup* group;
+      int leaf;
+      Tensor gradient;
+      NodeId from;  // the node that it is of
+    };
+    std::vector<Part> gradients = {};
+    Tensor sum = {};
+    bool asks = false;
+  };
+
+ private:
+  friend class Recording;
+  friend class Vjp;
+  using GroupState = recorded::GroupState;
+  using Region = recorded::Region;
+  using ValueState = recorded::ValueState;
+
+  /// While it lives the recording has this pass under way, also until a derivative throws.
+  struct Running {
+    explicit Running(ReversePass& pass);
+    ~Running();
+    Recording& recording;
+    const PhaseScope phase;
+  };
+
+  // backward.cc: what is asked for, before run()
+  void want_parameters();                  // and all that is computed from them
+  void want(std::span<const ValueId> xs);  // the same
+  void run(const Tensor& y);
+  void run(recorded::LateWeights& weights);
+  void reverse_through(NodeId begin, NodeId end);
+  void differentiate(NodeId id, const Node& n);
+  void release_saves(NodeId node);
+  void finish_groups(NodeId node);
+  void pass_groups(NodeId node);
+  // accumulate.cc
+  void accumulate(NodeId node, uint64_t needs, Vjp& vjp);
+  void accumulate(NodeId node, ValueId v, Tensor gradient);
+  Tensor as_dual(NodeId node, ValueId v, Tensor gradient, bool to_leaf);
+  void add_to_value(NodeId node, ValueId v, Tensor gradient);
+  void add_to_slot(NodeId node, ValueId v, Tensor gradient);
+  Tensor& sum_of(ValueId v);
+  GroupState& group_state(LeafGroup* group);
+  const Tensor& slot_of(GroupState& group, int leaf, NodeId node);
+  bool is_part_of_leaf(ValueId v) const;
+  ValueId value_with_gradient_of(ValueId v) const;
+  void expect_reducible(NodeId node, ValueId parameter, const Layout& gradient) const;
+  // saved_values.cc, recompute.cc, beside_travel.cc, ops/offload.cc: what derivatives read
+  Tensor resolve(ValueId v);
+  void make_again(ValueId v);
+  void recompute(Region& region);
+  NodeId only_travels(const Region& region) const;
+  void start_again(ValueId v);
+  void pass_regions(NodeId node, NodeId end);
+  void onload(Region& region);
+  void onload_last_before(NodeId end);
+  // beside_travel.cc
+  bool sends_gradient_on(ValueId v) const;
+  void compute_aside(size_t left = 0);
+  void compute_deferred(recorded::DeferredGradient& deferred);
+  // weights_later.cc
+  void choose_late_groups();
+  void finish_late(GroupState& group);
+  // derivative_along.cc
+  void add_directional(NodeId node);
+
+  Recording& recording_;
+  Tape& tape_;
+  std::vector<Tensor>& gradients_;  // by value
+  const Leaves leaves_;
+  const bool keep_;
+  std::vector<bool> wanted_;                             // values whose gradients lead somewhere
+  std::vector<bool> asked_;                              // of gradient(): the xs
+  std::unordered_map<ValueId, ValueId> same_value_;      // of gradient(): gathers of one parameter, or copies, to the first
+  recorded::Parts parts_;                               // of backward(): what it differentiates
+  bool last_micro_batch_ = false;
+  bool weights_later_ = false;                           // weights' gradients are put off
+  bool in_weights_ = false;                              // they are those that were put off
+  std::vector<recorded::DeferredGradient> aside_;       // see [Note: beside what travels]
+  DirectionalSum* direction_ = nullptr;
+};
+
+}  // namespace sheaf

@@ -1,0 +1,67 @@
+// What derivatives read: a value that was kept, or that is gathered, computed or brought back from the host once more.
+#include <algorithm>
+#include <utility>
+
+#include "sheaf/autograd/apply_again.h"
+#include "sheaf/autograd/reverse_pass.h"
+
+namespace sheaf {
+
+Tensor ReversePass::resolve(ValueId v) {
+  const ValueState& s = recording_.state(v);
+  if (s.group) {
+    group_state(s.group);  // or it is closed
+    if (s.group->version() != s.version)
+      fail<LifetimeError>("[backward] the parameters of unit '", s.group->group_name(), "' were changed in place (by a ",
+                          "step or an assignment) between forward and backward");
+    return s.group->value(s.leaf_index);
+  }
+  if (s.recipe) {
+    const Node n = tape_.node(tape_.value(v).producer);
+    std::vector<Tensor> inputs;
+    for (int i = 0; i < n.num_inputs; ++i) inputs.push_back(resolve(tape_.inputs(n)[i]));
+    return apply_again(tape_, n, inputs)[v - static_cast<ValueId>(n.outputs)];
+  }
+  const NodeId producer = tape_.value(v).producer;
+  if (s.on_host)
+    for (Region& region : recording_.regions_)
+      if (std::ranges::find(region.on_host, v) != region.on_host.end()) onload(region);
+  if (const ValueState& now = recording_.state(v); now.made_again && !now.saved && now.saves > 0) make_again(v);
+  if (!recording_.state(v).saved && tape_.node(producer).op)
+    for (Region& region : recording_.regions_)
+      if (region.begin <= producer && producer < region.end) {
+        recompute(region);
+        break;
+      }
+  if (const ValueState& now = recording_.state(v); now.saved) {  // the states may have moved
+    if (now.saved.storage()->version() != now.version)
+      fail<LifetimeError>("[backward] value %", v, " ", tape_.type(v), " was changed in place between forward and backward, which ",
+                          "reads it: change a copy");
+    return now.saved;
+  }
+  fail<LifetimeError>("[backward] value %", v, " ", tape_.type(v), " was freed: this part of the recording was ",
+                      "differentiated before (ask for it with {.keep = true}), or its derivative reads what it does not save");
+}
+
+// Its op's derivative has not come yet, so what that reads is there.
+void ReversePass::make_again(ValueId v) {
+  const Node n = tape_.node(tape_.value(v).producer);
+  const PathScope path(tape_.path(n));
+  const AttrsCopy attrs(tape_, n);
+  Vjp saved(*this, tape_.value(v).producer, 0);
+  struct Before {  // restored if it throws, too
+    bool& now;
+    const bool then;
+    ~Before() { now = then; }
+  };
+  const Tensor again = [&] {
+    const Before before{recording_.makes_again_, std::exchange(recording_.makes_again_, true)};
+    return n.op->again(attrs.data(), saved);
+  }();
+  const ValueId id = recording_.value_of(again);
+  tape_.mutable_node(tape_.value(id).producer).flags |= Node::kRecomputed;
+  recording_.state(id).copy_of = v;
+  recording_.state(v).save(again);
+}
+
+}  // namespace sheaf
