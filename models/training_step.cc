@@ -45,6 +45,32 @@ std::unique_ptr<optim::Optimizer> make_optimizer(const OptimizationConfig& t, nn
   return std::make_unique<optim::Muon>(module, muon);
 }
 
+optim::DiLoCoOptions outer_options(const OptimizationConfig& t) {
+  check<ConfigError>(t.inner_steps > 0, "[train] train.inner_steps ", t.inner_steps, ": there is at least one");
+  return {.lr = t.outer_lr, .momentum = t.outer_momentum, .moves = optim::moves_from(t.outer_dtype), .offload = t.offload_optimizer};
+}
+
+// Which blocks are computed again in the backward: the first ones of each stage, as what later ones had kept is gone when the reverse
+// pass comes to them.
+void recompute_blocks(const TrainConfig& config, ShardedModel& sharded, int stages) {
+  const bool selective = config.train.recompute == "selective";
+  if (!selective && config.train.recompute != "block") {
+    check<ConfigError>(config.train.recompute == "none", "[train] train.recompute is ", config.train.recompute,
+                       ", not none, selective or block (fit is one of them once it is planned)");
+    check<ConfigError>(!config.train.offload_activations, "[train] train.offload_activations goes with train.recompute block, "
+                       "selective or fit: offloaded is what blocks are computed again from");
+    return;
+  }
+  const int64_t blocks = config.train.recompute_blocks;
+  std::vector<int64_t> left(static_cast<size_t>(stages), blocks >= 0 ? blocks : selective ? 0 : num_blocks(config.model));
+  for (auto& [path, module] : sharded.model->named_modules()) {
+    if (!sharded.model->is_block(*module)) continue;
+    const bool whole = left[static_cast<size_t>(std::max(0, sharded.model->stage_of(*module, sharded.cut)))]-- > 0;
+    if (whole) module->recompute({.offload = config.train.offload_activations});
+    else if (selective) module->recompute({.selective = true});
+  }
+}
+
 constexpr double kNoClipping = std::numeric_limits<double>::infinity();
 
 // Steps that run as usual before one is compiled or captured.
@@ -80,32 +106,14 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
     turns_ = turns_of(config_, stages > 1 ? sharded_.mesh.coordinate("stage") : 0, stages, config_.train.micro_batches);
   const DeviceScope scope(device_);
   materialize(*sharded_.model, device_, {.seed = static_cast<uint64_t>(config_.train.seed), .dtype = options.masters});
-  if (const bool selective = config_.train.recompute == "selective"; selective || config_.train.recompute == "block") {
-    // The first ones, of each stage: when the reverse pass comes to them, what later ones had kept is gone.
-    const int64_t blocks = config_.train.recompute_blocks;
-    std::vector<int64_t> left(static_cast<size_t>(stages), blocks >= 0 ? blocks : selective ? 0 : num_blocks(config_.model));
-    for (auto& [path, module] : sharded_.model->named_modules()) {
-      if (!sharded_.model->is_block(*module)) continue;
-      const bool whole = left[static_cast<size_t>(std::max(0, sharded_.model->stage_of(*module, sharded_.cut)))]-- > 0;
-      if (whole) module->recompute({.offload = config_.train.offload_activations});
-      else if (selective) module->recompute({.selective = true});
-    }
-  } else {
-    check<ConfigError>(config_.train.recompute == "none", "[train] train.recompute is ", config_.train.recompute,
-                       ", not none, selective or block (fit is one of them once it is planned)");
-    check<ConfigError>(!config_.train.offload_activations, "[train] train.offload_activations goes with train.recompute block, "
-                       "selective or fit: offloaded is what blocks are computed again from");
-  }
+  recompute_blocks(config_, sharded_, stages);
   optimizer_ = make_optimizer(config_.train, *sharded_.model);
   if (config_.train.dtype == "f16")
     scaler_.emplace(device_, optim::LossScalerOptions{.initial = config_.train.loss_scale,
                                                       .growth_interval = config_.train.loss_scale_interval});
-  if (const OptimizationConfig& t = config.train; t.islands > 1) {
-    check<ConfigError>(!scaler_, "[train] train.islands ", t.islands, ": with train.dtype f16 each would skip steps of its own");
-    check<ConfigError>(t.inner_steps > 0, "[train] train.inner_steps ", t.inner_steps, ": there is at least one");
-    outer_.emplace(*sharded_.model, sharded_.islands, "island", optim::DiLoCoOptions{.lr = t.outer_lr, .momentum = t.outer_momentum,
-                                                                                         .moves = optim::moves_from(t.outer_dtype),
-                                                                                         .offload = t.offload_optimizer});
+  if (config.train.islands > 1) {
+    check<ConfigError>(!scaler_, "[train] train.islands ", config.train.islands, ": with train.dtype f16 each would skip steps of its own");
+    outer_.emplace(*sharded_.model, sharded_.islands, "island", outer_options(config.train));
   }
   inputs_ = std::make_unique<StepInputs>(config_, sharded_.mesh, device_,
                                          static_cast<int64_t>(optimizer_->next_scalars().size()));
@@ -180,75 +188,86 @@ void TrainingStep::mean_over_islands(std::span<double> values) const {
 }
 
 TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep* recorded) {
-  const OptimizationConfig& t = config_.train;
-  CrossEntropyOptions mean{.divide_by = static_cast<double>(tokens_of_island())};
-  if (config_.data.examples) mean.divisor = inputs_->num_targets();
-  Tensor loss, mtp;  // of the micro-batches so far, in order
-  std::vector<Tensor> parts(static_cast<size_t>(t.micro_batches)), scaled = parts;
-  std::vector<ForwardProgress> forwards(parts.size());
   Result result;
   result.lr = lr;
   {
-    const int64_t first = first_sample(step);
-    Recording recording({.step = step, .first_sample = first, .seed = static_cast<uint64_t>(t.seed),
+    Recording recording({.step = step, .first_sample = first_sample(step), .seed = static_cast<uint64_t>(config_.train.seed),
                          .capture_leaves = recorded && recorded->capture_leaves, .overlap = overlap_, .piece_rows = config_.sharding.piece_rows});
-    // Collectives that are through before their call returns leave no room for several micro-batches under way.
-    const bool in_turn = CollectivesInTurn::active() && device_.is_cuda();
-    const auto note_turn = [&] {
-      if (recorded) recorded->turns.push_back(recording.tape().num_nodes());
-    };
-    if (recorded) recorded->turns.clear();
-    const int64_t runs = in_turn ? 1 : config_.sharding.pipeline_runs;
-    for (const auto [kind, micro, run] : in_turn ? one_forward_one_backward(0, 1, t.micro_batches) : turns_) {
-      note_turn();
-      const auto m = static_cast<size_t>(micro);
-      if (kind == Turn::backward_weight) {
-        recording.backward_weights();
-        continue;
-      }
-      if (kind != Turn::forward) {
-        const Tensor of = run == 0 ? std::exchange(scaled[m], {}) : scaled[m];
-        recording.backward(of, {.last_micro_batch = micro + 1 == t.micro_batches, .one_part = runs > 1,
-                                .weights_later = kind == Turn::backward_input});
-        if (run > 0) continue;
-        loss = loss ? add(loss, parts[m]) : parts[m];
-        parts[m] = Tensor();
-        if (const Tensor of = std::exchange(forwards[m].mtp, {})) mtp = mtp ? add(mtp, of) : of;
-        continue;
-      }
-      const StepInputs::MicroBatch& batch = inputs_->micro_batch(micro);
-      const int64_t sample = first + t.batch * micro / t.micro_batches;
-      run == 0 ? recording.next_micro_batch(sample, batch.random_state) : recording.resume_micro_batch(sample, batch.random_state);
-      parts[m] = sharded_.model->loss_until(sharded_.end_of_run(run, runs), forwards[m], batch.tokens, batch.targets, mean);
-      if (run + 1 == runs) scaled[m] = scaler_ ? scaler_->scale(parts[m]) : parts[m];
-    }
-    note_turn();
-    if (scaler_) result.grad_norm = clip_grad_norm(*sharded_.model, t.clip > 0 ? t.clip : kNoClipping, *scaler_);
-    else if (t.clip > 0) result.grad_norm = clip_grad_norm(*sharded_.model, t.clip);
-    else result.grad_norm = grad_norm(*sharded_.model);
-    if (t.log_norms != "none") result.grad_norms = scaler_ ? grad_norms(trained(), *scaler_) : grad_norms(trained());
-    optimizer_->step({.lr = lr, .scalars = inputs_->scalars()});
-    if (scaler_) scaler_->update();
+    run_turns(recording, result, recorded);
+    update(result);
     {
       const PhaseScope update(Phase::update);
       const Layout everywhere(sharded_.mesh.spec, Placement::invariant());
-      loss = redistribute(loss, everywhere);
-      if (mtp) mtp = redistribute(mtp, everywhere);
+      result.loss = redistribute(result.loss, everywhere);
+      if (result.mtp) result.mtp = redistribute(result.mtp, everywhere);
     }
-    if (recorded) {
-      recorded->loss = recording.value_of(loss);
-      recorded->grad_norm = recording.value_of(result.grad_norm);
-      if (mtp) recorded->mtp = recording.value_of(mtp);
-      if (result.grad_norms) recorded->grad_norms = recording.value_of(result.grad_norms);
-      recorded->leaves = recording.captured();
-      recorded->memory = recording.leaves();
-      recorded->reruns = recording.reruns();
-      recorded->tape = recording.take();
-    }
+    if (recorded) keep(recording, result, *recorded);
   }
   optimizer_->zero_grad();
-  result.loss = loss, result.mtp = mtp;
   return result;
+}
+
+// Forwards and backwards of the step's micro-batches, in the order of a pipeline's schedule; their losses add up.
+void TrainingStep::run_turns(Recording& recording, Result& result, RecordedStep* recorded) {
+  const OptimizationConfig& t = config_.train;
+  CrossEntropyOptions mean{.divide_by = static_cast<double>(tokens_of_island())};
+  if (config_.data.examples) mean.divisor = inputs_->num_targets();
+  // Collectives that are through before their call returns leave no room for several micro-batches under way.
+  const bool in_turn = CollectivesInTurn::active() && device_.is_cuda();
+  const int64_t runs = in_turn ? 1 : config_.sharding.pipeline_runs, first = recording.options().first_sample;
+  std::vector<Tensor> losses(static_cast<size_t>(t.micro_batches)), scaled = losses;
+  std::vector<ForwardProgress> forwards(losses.size());
+  const auto add_up = [](Tensor& sum, Tensor&& of) {
+    if (const Tensor addend = std::exchange(of, {})) sum = sum ? add(sum, addend) : addend;
+  };
+  const auto forward = [&](int64_t micro, int64_t run) {
+    const auto m = static_cast<size_t>(micro);
+    const StepInputs::MicroBatch& batch = inputs_->micro_batch(micro);
+    const int64_t sample = first + t.batch * micro / t.micro_batches;
+    run == 0 ? recording.next_micro_batch(sample, batch.random_state) : recording.resume_micro_batch(sample, batch.random_state);
+    losses[m] = sharded_.model->loss_until(sharded_.end_of_run(run, runs), forwards[m], batch.tokens, batch.targets, mean);
+    if (run + 1 == runs) scaled[m] = scaler_ ? scaler_->scale(losses[m]) : losses[m];
+  };
+  const auto backward = [&](int64_t micro, int64_t run, bool weights_later) {
+    const auto m = static_cast<size_t>(micro);
+    const Tensor of = run == 0 ? std::exchange(scaled[m], {}) : scaled[m];
+    recording.backward(of, {.last_micro_batch = micro + 1 == t.micro_batches, .one_part = runs > 1, .weights_later = weights_later});
+    if (run > 0) return;
+    add_up(result.loss, std::move(losses[m]));
+    add_up(result.mtp, std::move(forwards[m].mtp));
+  };
+  const auto note_turn = [&] {
+    if (recorded) recorded->turns.push_back(recording.tape().num_nodes());
+  };
+  if (recorded) recorded->turns.clear();
+  for (const auto [kind, micro, run] : in_turn ? one_forward_one_backward(0, 1, t.micro_batches) : turns_) {
+    note_turn();
+    if (kind == Turn::forward) forward(micro, run);
+    else if (kind == Turn::backward_weight) recording.backward_weights();
+    else backward(micro, run, /*weights_later=*/kind == Turn::backward_input);
+  }
+  note_turn();
+}
+
+void TrainingStep::update(Result& result) {
+  const OptimizationConfig& t = config_.train;
+  if (scaler_) result.grad_norm = clip_grad_norm(*sharded_.model, t.clip > 0 ? t.clip : kNoClipping, *scaler_);
+  else if (t.clip > 0) result.grad_norm = clip_grad_norm(*sharded_.model, t.clip);
+  else result.grad_norm = grad_norm(*sharded_.model);
+  if (t.log_norms != "none") result.grad_norms = scaler_ ? grad_norms(trained(), *scaler_) : grad_norms(trained());
+  optimizer_->step({.lr = result.lr, .scalars = inputs_->scalars()});
+  if (scaler_) scaler_->update();
+}
+
+void TrainingStep::keep(Recording& recording, const Result& result, RecordedStep& recorded) {
+  recorded.loss = recording.value_of(result.loss);
+  recorded.grad_norm = recording.value_of(result.grad_norm);
+  if (result.mtp) recorded.mtp = recording.value_of(result.mtp);
+  if (result.grad_norms) recorded.grad_norms = recording.value_of(result.grad_norms);
+  recorded.leaves = recording.captured();
+  recorded.memory = recording.leaves();
+  recorded.reruns = recording.reruns();
+  recorded.tape = recording.take();
 }
 
 TrainingStep::Result TrainingStep::record_first(int64_t step, double lr, RecordedStep* recorded) {

@@ -116,6 +116,9 @@ class TrainingStep {
   /// Of this rank's island, whose batches stand between those of the others.
   int64_t first_sample(int64_t step) const;
   Result record(int64_t step, double lr, RecordedStep* recorded);
+  void run_turns(Recording& recording, Result& result, RecordedStep* recorded);
+  void update(Result& result);
+  static void keep(Recording& recording, const Result& result, RecordedStep& recorded);
   Result record_first(int64_t step, double lr, RecordedStep* recorded);
   Result compile(int64_t step, double lr, RecordedStep* recorded);
   Result run_program(double lr, RecordedStep* recorded);

@@ -186,88 +186,117 @@ void mark_stages(nn::Module& module, const ShardOptions& options, const std::sha
     fail<ConfigError>("[shard] no unit is in stage ", empty - used.begin(), " of axis '", mark->mesh->name(axis), "'");
 }
 
-}  // namespace
+/// The axis of each role, -1 where there is none. Each has one role, but context and experts may share that of the parameters.
+struct Axes {
+  int parameters = 0, replicas = -1, tensor = -1, context = -1, experts = -1, stages = -1;
 
-void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
-  using nn::ModuleAccess;
-  if (ModuleAccess::mark(module))
-    fail<ConfigError>("[shard] this ", module.type_name(), " is sharded already");
-  nn::Module::UnitMark mark;
-  mark.mesh = mesh.spec;
-  if (mesh.spec && !options.tensor_axis.empty() && !mesh.spec->has_axis(options.axis))
-    fail<ConfigError>("[shard] mesh ", mesh.spec->to_string(), " has no axis '", options.axis, "' (ShardOptions::axis); where "
+  bool have(int axis) const {
+    for (const int a : {parameters, replicas, tensor, context, experts, stages})
+      if (a == axis) return true;
+    return false;
+  }
+  /// The first of `axes` along which what is sharded over `axis` is replicated; -1: none.
+  int replicating_beside(int axis, std::initializer_list<int> axes) const {
+    for (const int a : axes)
+      if (a >= 0 && (a != axis || a == replicas)) return a;
+    return -1;
+  }
+};
+
+Axes axes_of(const MeshSpec* mesh, const ShardOptions& options) {
+  if (!mesh) return {};
+  if (!options.tensor_axis.empty() && !mesh->has_axis(options.axis))
+    fail<ConfigError>("[shard] mesh ", mesh->to_string(), " has no axis '", options.axis, "' (ShardOptions::axis); where "
                       "ranks share layers and nothing else, its size is 1");
-  mark.axis = mesh.spec ? mesh.spec->axis(options.axis) : 0;
-  mark.strategy = mesh.spec ? options.strategy.value : Strategy::none;
+  std::vector<int> named{mesh->axis(options.axis)};
+  const auto axis_of = [&](std::string_view role, const std::string& axis, bool may_be_first = false) {
+    const int a = axis.empty() ? -1 : mesh->axis(axis);
+    if (a >= 0 && std::ranges::count(named.begin() + may_be_first, named.end(), a))
+      fail<ConfigError>("[shard] axis '", axis, "' cannot be the ", role, " axis as well");
+    return named.emplace_back(a);
+  };
+  Axes axes{.parameters = named[0]};
+  axes.replicas = axis_of("replica", options.replica_axis);
+  axes.tensor = axis_of("tensor", options.tensor_axis);
+  axes.context = axis_of("context", options.context_axis, /*may_be_first=*/true);
+  axes.experts = axis_of("expert", options.expert_axis, /*may_be_first=*/true);
+  axes.stages = axis_of("stage", options.stage_axis);
+  for (int a = 0; a < mesh->num_axes(); ++a)
+    if (!axes.have(a) && mesh->size(a) > 1)
+      fail<ConfigError>("[shard] mesh ", mesh->to_string(), ": sharding over '", options.axis, "' leaves out axis '",
+                        mesh->name(a), "'; if the batch is cut there, too, name it as ShardOptions::replica_axis, if "
+                        "sequences are, as ShardOptions::context_axis, if layers are, as ShardOptions::tensor_axis, if experts are, as "
+                        "ShardOptions::expert_axis, if units lie on it one after another, as ShardOptions::stage_axis");
+  if (axes.stages >= 0 && !mesh->is_chain(axes.stages))
+    fail<ConfigError>("[shard] axis '", options.stage_axis, "' of mesh ", mesh->to_string(), " is no chain: its neighbours have "
+                      "no links (MeshSpec::Axis::chain)");
+  return axes;
+}
+
+void check_options(const MeshSpec* mesh, const Axes& axes, const ShardOptions& options) {
+  if (options.reduce_int8 && options.reduce_dtype)
+    fail<ConfigError>("[shard] gradients are sent in int8 blocks (reduce_int8) or as ", *options.reduce_dtype, " (reduce_dtype), not both");
+  for (const auto& [name, dtype] : {std::pair("compute_dtype", options.compute_dtype), {"reduce_dtype", options.reduce_dtype}})
+    if (dtype && !is_floating(*dtype)) fail<ConfigError>("[shard] ", name, " ", *dtype, ": it is bf16, f16, f32 or f64");
+  if (options.stage_runs < 1 || (options.stage_runs > 1 && (axes.stages < 0 || !mesh->is_ring(axes.stages))))
+    fail<ConfigError>("[shard] stage_runs ", options.stage_runs, ": runs of units are those of a stage axis that is a ring "
+                      "(MeshSpec::Axis::ring)");
+  const Strategy strategy = mesh ? options.strategy.value : Strategy::none;
+  if (mesh && strategy == Strategy::none && mesh->size(axes.parameters) > 1)
+    fail<ConfigError>("[shard] strategy 'none' is for one rank; axis '", options.axis, "' has ", mesh->size(axes.parameters));
+  if (options.offload && strategy <= Strategy::replicate)
+    fail<ConfigError>("[shard] offload is for strategies that shard over a mesh, which may be of one rank, not for '", name(strategy), "'");
+  if (!options.secondary || !mesh) return;
+  if (axes.replicating_beside(axes.parameters, {axes.replicas, axes.context, axes.experts}) < 0)
+    fail<ConfigError>("[shard] secondary shards are those of replicas: neither ShardOptions::replica_axis nor, beside axis '",
+                      options.axis, "', ShardOptions::context_axis or expert_axis names any");
+  if (strategy <= Strategy::replicate)
+    fail<ConfigError>("[shard] secondary shards are for strategies that shard, not '", name(strategy), "'");
+}
+
+nn::Module::UnitMark mark_of(const MeshSpec* mesh, const Axes& axes, const ShardOptions& options) {
+  nn::Module::UnitMark mark;
+  mark.mesh = mesh;
+  mark.axis = axes.parameters;
+  mark.tensor_axis = axes.tensor;
+  mark.secondary_axis = options.secondary ? axes.replicating_beside(axes.parameters, {axes.replicas, axes.context, axes.experts}) : -1;
+  mark.strategy = mesh ? options.strategy.value : Strategy::none;
   mark.prefetch_bytes = options.prefetch_bytes;
   mark.compute = options.compute_dtype;
   mark.reduce = options.reduce_dtype;
   mark.gather_int8 = options.gather_int8;
   mark.reduce_int8 = options.reduce_int8;
   mark.whole_blocks = options.whole_blocks;
-  if (options.reduce_int8 && options.reduce_dtype)
-    fail<ConfigError>("[shard] gradients are sent in int8 blocks (reduce_int8) or as ", *options.reduce_dtype, " (reduce_dtype), not both");
-  for (const auto& [name, dtype] : {std::pair("compute_dtype", mark.compute), {"reduce_dtype", mark.reduce}})
-    if (dtype && !is_floating(*dtype)) fail<ConfigError>("[shard] ", name, " ", *dtype, ": it is bf16, f16, f32 or f64");
-  if (mesh.spec && mark.strategy == Strategy::none && mesh.spec->size(mark.axis) > 1)
-    fail<ConfigError>("[shard] strategy 'none' is for one rank; axis '", options.axis, "' has ",
-                      mesh.spec->size(mark.axis));
-  // Each axis has one of these roles, but context and experts may share that of the parameters.
-  std::vector<int> named{mark.axis};
-  const auto axis_of = [&](std::string_view role, const std::string& axis, bool may_be_first = false) {
-    const int a = mesh.spec && !axis.empty() ? mesh.spec->axis(axis) : -1;
-    if (a >= 0 && std::ranges::count(named.begin() + may_be_first, named.end(), a))
-      fail<ConfigError>("[shard] axis '", axis, "' cannot be the ", role, " axis as well");
-    return named.emplace_back(a);
-  };
-  const int replicas = axis_of("replica", options.replica_axis);
-  mark.tensor_axis = axis_of("tensor", options.tensor_axis);
-  const int context = axis_of("context", options.context_axis, /*may_be_first=*/true);
-  const int experts = axis_of("expert", options.expert_axis, /*may_be_first=*/true);
-  const int stages = axis_of("stage", options.stage_axis);
-  if (stages >= 0 && !mesh.spec->is_chain(stages))
-    fail<ConfigError>("[shard] axis '", options.stage_axis, "' of mesh ", mesh.spec->to_string(), " is no chain: its neighbours have "
-                      "no links (MeshSpec::Axis::chain)");
-  if (options.stage_runs < 1 || (options.stage_runs > 1 && (stages < 0 || !mesh.spec->is_ring(stages))))
-    fail<ConfigError>("[shard] stage_runs ", options.stage_runs, ": runs of units are those of a stage axis that is a ring "
-                      "(MeshSpec::Axis::ring)");
-  // The first of these axes along which what is sharded over `axis` is replicated.
-  const auto replicating_beside = [&](int axis, std::initializer_list<int> axes) {
-    for (const int a : axes)
-      if (a >= 0 && (a != axis || a == replicas)) return a;
-    return -1;
-  };
-  const int replicating = replicating_beside(mark.axis, {replicas, context, experts});
-  if (options.secondary && mesh.spec && replicating < 0)
-    fail<ConfigError>("[shard] secondary shards are those of replicas: neither ShardOptions::replica_axis nor, beside axis '",
-                      options.axis, "', ShardOptions::context_axis or expert_axis names any");
-  if (options.secondary && mesh.spec && mark.strategy <= Strategy::replicate)
-    fail<ConfigError>("[shard] secondary shards are for strategies that shard, not '", name(mark.strategy), "'");
-  mark.secondary_axis = options.secondary ? replicating : -1;
   mark.offload = options.offload;
-  if (options.offload && mark.strategy <= Strategy::replicate)
-    fail<ConfigError>("[shard] offload is for strategies that shard over a mesh, which may be of one rank, not for '", name(mark.strategy), "'");
-  for (int a = 0; mesh.spec && a < mesh.spec->num_axes(); ++a)
-    if (!std::ranges::count(named, a) && mesh.spec->size(a) > 1)
-      fail<ConfigError>("[shard] mesh ", mesh.spec->to_string(), ": sharding over '", options.axis, "' leaves out axis '",
-                        mesh.spec->name(a), "'; if the batch is cut there, too, name it as ShardOptions::replica_axis, if "
-                        "sequences are, as ShardOptions::context_axis, if layers are, as ShardOptions::tensor_axis, if experts are, as "
-                        "ShardOptions::expert_axis, if units lie on it one after another, as ShardOptions::stage_axis");
-  nn::AttentionToCut attention(mesh.spec, mark.tensor_axis, context, options.context_comm);
+  return mark;
+}
+
+/// What a rank has of the experts is sharded over another axis than they are.
+nn::Module::UnitMark mark_of_experts(nn::Module::UnitMark mark, const Axes& axes, const ShardOptions& options) {
+  mark.tensor_axis = axes.experts;
+  if (mark.axis == axes.experts) mark.axis = axis_of_experts(*mark.mesh, axes.experts, axes.context, {axes.replicas, axes.tensor, axes.stages});
+  if (options.secondary) mark.secondary_axis = axes.replicating_beside(mark.axis, {axes.replicas, axes.context});
+  return mark;
+}
+
+}  // namespace
+
+void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
+  using nn::ModuleAccess;
+  if (ModuleAccess::mark(module))
+    fail<ConfigError>("[shard] this ", module.type_name(), " is sharded already");
+  const Axes axes = axes_of(mesh.spec, options);
+  check_options(mesh.spec, axes, options);
+  const nn::Module::UnitMark mark = mark_of(mesh.spec, axes, options);
+  nn::AttentionToCut attention(mesh.spec, axes.tensor, axes.context, options.context_comm);
   attention.module(module);
-  if (experts >= 0) {
-    nn::Module::UnitMark of_experts = mark;
-    of_experts.tensor_axis = experts;
-    if (mark.axis == experts) of_experts.axis = axis_of_experts(*mesh.spec, experts, context, {replicas, mark.tensor_axis, stages});
-    if (options.secondary) of_experts.secondary_axis = replicating_beside(of_experts.axis, {replicas, context});
-    mark_experts(module, of_experts);
-  }
+  if (axes.experts >= 0) mark_experts(module, mark_of_experts(mark, axes, options));
   const auto shared = std::make_shared<const nn::Module::UnitMark>(mark);
   nn::UnitMarker marker(options.units, shared);
   module.visit(marker);
   marker.finish();
   attention.cut();
-  if (stages >= 0) mark_stages(module, options, shared, stages);
+  if (axes.stages >= 0) mark_stages(module, options, shared, axes.stages);
   ModuleAccess::mark(module) = shared;
 }
 
