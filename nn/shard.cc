@@ -221,16 +221,19 @@ Axes axes_of(const MeshSpec* mesh, const ShardOptions& options) {
   axes.context = axis_of("context", options.context_axis, /*may_be_first=*/true);
   axes.experts = axis_of("expert", options.expert_axis, /*may_be_first=*/true);
   axes.stages = axis_of("stage", options.stage_axis);
-  for (int a = 0; a < mesh->num_axes(); ++a)
-    if (!axes.have(a) && mesh->size(a) > 1)
-      fail<ConfigError>("[shard] mesh ", mesh->to_string(), ": sharding over '", options.axis, "' leaves out axis '",
-                        mesh->name(a), "'; if the batch is cut there, too, name it as ShardOptions::replica_axis, if "
-                        "sequences are, as ShardOptions::context_axis, if layers are, as ShardOptions::tensor_axis, if experts are, as "
-                        "ShardOptions::expert_axis, if units lie on it one after another, as ShardOptions::stage_axis");
   if (axes.stages >= 0 && !mesh->is_chain(axes.stages))
     fail<ConfigError>("[shard] axis '", options.stage_axis, "' of mesh ", mesh->to_string(), " is no chain: its neighbours have "
                       "no links (MeshSpec::Axis::chain)");
   return axes;
+}
+
+void expect_all_named(const MeshSpec& mesh, const Axes& axes, const ShardOptions& options) {
+  for (int a = 0; a < mesh.num_axes(); ++a)
+    if (!axes.have(a) && mesh.size(a) > 1)
+      fail<ConfigError>("[shard] mesh ", mesh.to_string(), ": sharding over '", options.axis, "' leaves out axis '",
+                        mesh.name(a), "'; if the batch is cut there, too, name it as ShardOptions::replica_axis, if "
+                        "sequences are, as ShardOptions::context_axis, if layers are, as ShardOptions::tensor_axis, if experts are, as "
+                        "ShardOptions::expert_axis, if units lie on it one after another, as ShardOptions::stage_axis");
 }
 
 void check_options(const MeshSpec* mesh, const Axes& axes, const ShardOptions& options) {
@@ -287,6 +290,7 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
     fail<ConfigError>("[shard] this ", module.type_name(), " is sharded already");
   const Axes axes = axes_of(mesh.spec, options);
   check_options(mesh.spec, axes, options);
+  if (mesh.spec) expect_all_named(*mesh.spec, axes, options);
   const nn::Module::UnitMark mark = mark_of(mesh.spec, axes, options);
   nn::AttentionToCut attention(mesh.spec, axes.tensor, axes.context, options.context_comm);
   attention.module(module);
