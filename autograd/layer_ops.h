@@ -195,8 +195,10 @@ struct CrossEntropyOptions {
   bool recompute = false;     ///< linear_cross_entropy: compute the logits again in backward, which saves the memory of
                               ///< the weight's gradient between the two and costs a third more
   double softcap = 0;         ///< logits l become softcap tanh(l / softcap) first (Gemma 2, https://arxiv.org/abs/2408.00118); 0: they stay
+  double z_loss = 0;          ///< times log(sum(exp(logits)))², which is added to the loss of each row that counts and keeps logits from
+                              ///< drifting (PaLM, https://arxiv.org/abs/2204.02311, section 5)
   bool per_target = false;    ///< the loss of each target [..] instead of their mean, 0 where it is ignored, divided by nothing:
-                              ///< the negative of its log-likelihood
+                              ///< without z_loss the negative of its log-likelihood
 };
 /// Scalar loss in nats, f32 (f64 for f64): the sum over rows of log(sum(exp(logits))) - logits[target], divided. Integer
 /// targets[..] for logits[.., V]; one outside [0, V) throws DataError. Rows cut over ranks give a Partial loss.

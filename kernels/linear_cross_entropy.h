@@ -8,11 +8,12 @@
 
 namespace sheaf::kernels {
 
-/// Which rows count, and how their logits are held.
+/// Which rows count, how their logits are held, and what is added to their losses.
 struct HeadRules {
   int64_t ignore_index;  ///< rows with this target count 0
   double softcap;        ///< logits l become softcap tanh(l / softcap) (Gemma 2, https://arxiv.org/abs/2408.00118); 0: they stay
-  HeadRules(int64_t ignored, double cap = 0) : ignore_index(ignored), softcap(cap) {}  // NOLINT: implicit by design
+  double z_loss;         ///< times lse², which is added to each row's loss (PaLM, https://arxiv.org/abs/2204.02311, section 5)
+  HeadRules(int64_t ignored, double cap = 0, double z = 0) : ignore_index(ignored), softcap(cap), z_loss(z) {}  // NOLINT: implicit by design
 };
 
 /// One walk over the rows serves all of the functions below: what a row gives it and takes from it.

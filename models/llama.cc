@@ -117,6 +117,7 @@ nn::MixtureConfig mixture_config(const LlamaConfig& c) {
   e.capacity_factor = c.capacity_factor;
   e.groups = c.expert_groups;
   e.balances = c.aux_loss != 0;
+  e.measures_logits = c.router_z_loss != 0;
   e.dropout = c.dropout;
   e.init = m.init;
   e.projection_init = m.projection_init;
@@ -190,18 +191,23 @@ Llama::Llama(const LlamaConfig& c)
 }
 
 void Llama::add_penalties(int64_t begin, int64_t end, Tensor& all) {
+  const auto add_to_all = [&](Tensor& measured, double factor) {
+    if (!measured) return;
+    const Tensor penalty = nn::sum_over_stages(std::exchange(measured, {})) * factor;
+    all = all ? all + penalty : penalty;
+  };
   for (int64_t i = begin; i < end; ++i) {
     LlamaBlock& one = block(i);
-    if (!one.moe || !one.moe->imbalance) continue;
-    const Tensor imbalance = nn::sum_over_stages(std::exchange(one.moe->imbalance, {}));
-    all = all ? all + imbalance : imbalance;
+    if (!one.moe) continue;
+    add_to_all(one.moe->imbalance, config.aux_loss);
+    add_to_all(one.moe->router_z, config.router_z_loss);
   }
 }
 
 Tensor Llama::with_penalty(const Tensor& loss, const Tensor& penalty, int64_t targets, const CrossEntropyOptions& options) {
   const auto count = static_cast<double>(targets);
-  if (options.divisor && options.divide_by == 0) return loss + penalty * (config.aux_loss * count) / options.divisor;
-  return loss + penalty * (config.aux_loss * (options.divide_by > 0 ? count / options.divide_by : 1.0));
+  if (options.divisor && options.divide_by == 0) return loss + penalty * count / options.divisor;
+  return loss + penalty * (options.divide_by > 0 ? count / options.divide_by : 1.0);
 }
 
 }  // namespace sheaf::models

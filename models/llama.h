@@ -63,6 +63,7 @@ struct LlamaConfig {
   bool shared_expert_gate = false;  ///< what these give is multiplied by a number of each token, as Qwen2-MoE's (MixtureConfig::shared_gate)
   int64_t dense_layers = 0;         ///< the first so many blocks have an MLP, not a mixture
   double aux_loss = 0.0;          ///< factor of each mixture's imbalance in the training loss
+  double router_z_loss = 0.0;     ///< and of its MixtureOfExperts::router_z
 
   int64_t mtp_layers = 0;         ///< layers that predict further tokens, see Decoder::Sizes
   double mtp_loss = 0.3;          ///< factor of their losses' mean in the training loss
@@ -125,8 +126,8 @@ struct LlamaMtpLayer : LlamaBlock {
                mlp, moe, mlp_post_norm, norm);
 };
 
-/// In training, the loss has aux_loss times the sum of all mixtures' imbalances added: each micro-batch has its own, which counts by
-/// its share of what the loss is divided by.
+/// In training, the loss has aux_loss times the sum of all mixtures' imbalances added, and router_z_loss times that of their router_z:
+/// each micro-batch has its own, which count by its share of what the loss is divided by.
 struct Llama : Decoder {
   LlamaConfig config;  ///< what it was made of
   nn::Embedding embedding;

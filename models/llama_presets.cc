@@ -293,6 +293,7 @@ LlamaConfig olmoe() {
   c.experts_per_token = 8;
   c.normalize_experts = false;
   c.aux_loss = 0.01;
+  c.router_z_loss = 0.001;
   return c;
 }
 

@@ -77,6 +77,7 @@ void for_each_llama_option(Model& c, Options& m, F&& f) {
   f(c.shared_expert_gate, m.shared_expert_gate);
   f(c.dense_layers, m.dense_layers);
   f(c.aux_loss, m.aux_loss);
+  f(c.router_z_loss, m.router_z_loss);
   f(c.mtp_layers, m.mtp_layers);
   f(c.mtp_loss, m.mtp_loss);
 }

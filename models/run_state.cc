@@ -62,6 +62,7 @@ void for_each_model_option(Model&& m, F&& f) {
   f("model.shared_expert_gate", m.shared_expert_gate);
   f("model.dense_layers", m.dense_layers);
   f("model.aux_loss", m.aux_loss);
+  f("model.router_z_loss", m.router_z_loss);
   f("model.mtp_layers", m.mtp_layers);
   f("model.mtp_loss", m.mtp_loss);
   f("model.tie_embeddings", m.tie_embeddings);
@@ -106,6 +107,7 @@ void for_each_train_option(Train&& t, F&& f) {
   f("train.beta2", t.beta2);
   f("train.eps", t.eps);
   f("train.clip", t.clip);
+  f("train.z_loss", t.z_loss);
   f("train.dtype", t.dtype);
   f("train.state_dtype", t.state_dtype);
   f("train.fp8", t.fp8);
@@ -125,7 +127,7 @@ bool came_later(std::string_view key) {
          key == "train.optimizer" || key == "train.momentum" || key == "train.state_dtype" || key == "train.fp8" || key == "train.islands" || key == "model.qkv_bias" ||
          key == "model.head_dim" || key == "model.out_bias" || key == "model.attention_sinks" || key.starts_with("model.qk_norm") || key == "model.gelu_gate" || key.ends_with("_norms") || key.ends_with("_softcapping") || key == "model.scale_embedding" || key == "model.query_pre_attn_scalar" ||
          key == "model.window_rope_theta" || key == "model.nope_every" || key.ends_with("_lora_rank") || key.ends_with("_head_dim") || key.starts_with("model.rope_scaling.") ||
-         key.starts_with("model.expert") || key == "model.capacity_factor" || key == "model.normalize_experts" || key == "model.aux_loss" ||
+         key.starts_with("model.expert") || key == "model.capacity_factor" || key == "model.normalize_experts" || key == "model.aux_loss" || key.ends_with("z_loss") ||
          key == "model.shared_experts" || key == "model.dense_layers" || key == "model.end_of_text" || key == "model.window" || key == "model.full_attention_every" ||
          key.starts_with("model.linear_") || key == "model.attention_gate" || key == "model.rotary_dim" || key == "model.shared_expert_gate" ||
          key.ends_with("_factors") || key.starts_with("model.lora_") || key.starts_with("model.mtp_") || key == "model.quantize";

@@ -184,7 +184,7 @@ class Stages {
     if ((config_.model.window || config_.model.linear_key_heads) && config_.model.full_attention_every) return false;
     if (config_.model.nope_every > 0) return false;
     if (config_.model.experts > 0 && config_.model.dense_layers > 0) return false;
-    if (!shorter_ || stages_ == 1 || (config_.model.experts > 0 && config_.model.aux_loss != 0)) return false;
+    if (!shorter_ || stages_ == 1 || (config_.model.experts > 0 && (config_.model.aux_loss != 0 || config_.model.router_z_loss != 0))) return false;
     int64_t longest = 0;
     for (int64_t i = 0; i < cut_.num_runs(); ++i) longest = std::max(longest, cut_.begin(i + 1) - cut_.begin(i));
     return runs_ == 1 || runs_ * (longest + 2 * kSeen) < config_.model.layers;

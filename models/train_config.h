@@ -89,6 +89,7 @@ struct ModelConfig {
   int64_t shared_experts = 0;   ///< beside those that are chosen, through which every token goes
   int64_t dense_layers = 0;     ///< the first so many blocks have an MLP of mlp_width instead of a mixture
   double aux_loss = 0.0;        ///< factor of the load-balancing loss of each mixture, added to the training loss
+  double router_z_loss = 0.0;   ///< factor of the mean square of its router's log-sum-exps there, which keeps logits small
   int64_t mtp_layers = 0;       ///< layers that each predict one token further, in training and for drafts (MTP; llama)
   double mtp_loss = 0.3;        ///< factor of the mean of their losses in the training loss
   int64_t query_pre_attn_scalar = 0;  ///< scores are divided by its root, not that of the head's width, as in Gemma 3 27B (llama)
@@ -196,6 +197,7 @@ struct OptimizationConfig {
   double beta2 = 0.99;              ///< AdamW
   double eps = 1e-8;                ///< AdamW
   double clip = 1.0;                ///< largest norm of the gradient; 0: no clipping
+  double z_loss = 0.0;              ///< factor of the mean square of log-sum-exps of logits in the training loss, which keeps them from drifting
   int64_t eval_every = 250;         ///< steps between evaluations; 0: only at the end
   int64_t eval_tokens = 0;          ///< targets per evaluation; 0: the whole validation split
   int64_t eval_questions = 0;       ///< of each set of data.choices; 0: all

@@ -210,7 +210,7 @@ TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep*
 // Forwards and backwards of the step's micro-batches, in the order of a pipeline's schedule; their losses add up.
 void TrainingStep::run_turns(Recording& recording, Result& result, RecordedStep* recorded) {
   const OptimizationConfig& t = config_.train;
-  CrossEntropyOptions mean{.divide_by = static_cast<double>(tokens_of_island())};
+  CrossEntropyOptions mean{.divide_by = static_cast<double>(tokens_of_island()), .z_loss = t.z_loss};
   if (config_.data.examples) mean.divisor = inputs_->num_targets();
   // Collectives that are through before their call returns leave no room for several micro-batches under way.
   const bool in_turn = CollectivesInTurn::active() && device_.is_cuda();

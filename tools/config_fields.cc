@@ -81,6 +81,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"model.shared_expert_gate", &m.shared_expert_gate, "what they give is multiplied by a sigmoid of each token, as Qwen2-MoE's"},
       {"model.dense_layers", &m.dense_layers, "the first so many blocks have an MLP of model.mlp_width instead of a mixture", any, 0, 1e5},
       {"model.aux_loss", &m.aux_loss, "factor of each mixture's load-balancing loss in the training loss", any, 0, 1e6},
+      {"model.router_z_loss", &m.router_z_loss, "and of the mean square of its router's log-sum-exps, which keeps these small", any, 0, 1e6},
       {"model.mtp_layers", &m.mtp_layers, "layers that each predict one token further, in training and for drafts (multi-token prediction)", any, 0, 100},
       {"model.mtp_loss", &m.mtp_loss, "factor of the mean of their losses in the training loss", any, 0, 1e6},
       {"model.tie_embeddings", &m.tie_embeddings, "the output head is the token embedding"},
@@ -144,6 +145,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"train.beta2", &t.beta2, "AdamW", any, 0, 0.999999999},
       {"train.eps", &t.eps, "AdamW", any, 0, 1},
       {"train.clip", &t.clip, "largest norm of the gradient; 0: no clipping", any, 0},
+      {"train.z_loss", &t.z_loss, "factor of the mean square of log-sum-exps of logits in the training loss, which keeps these from drifting", any, 0, 1e6},
       {"train.islands", &t.islands, "groups of ranks that train a model each, on equal parts of train.batch, and agree on one now and then "
        "(DiLoCo)", any, 1, 1e6},
       {"train.inner_steps", &t.inner_steps, "islands: steps from one agreement (outer step) to the next", any, 1, 1e12},
@@ -260,7 +262,7 @@ const char* unused(const std::string& key, const TrainConfig& config) {
     return "only linear attention (model.linear_key_heads) has it";
   if (key.starts_with("model.expert") && config.model.type != "llama") return "only model.type llama has mixtures of experts";
   const bool of_experts = key.starts_with("model.expert") || key == "model.capacity_factor" || key == "model.normalize_experts" ||
-                          key == "model.aux_loss" || key.starts_with("model.shared_expert") || key == "model.dense_layers";
+                          key == "model.aux_loss" || key == "model.router_z_loss" || key.starts_with("model.shared_expert") || key == "model.dense_layers";
   if (of_experts && key != "model.experts" && config.model.experts == 0) return "only mixtures of experts (model.experts) have it";
   if (key == "model.shared_expert_gate" && config.model.shared_experts == 0) return "without model.shared_experts there is nothing to gate";
   if (key.starts_with("model.mtp_") && config.model.type != "llama") return "only model.type llama has layers that predict further tokens";

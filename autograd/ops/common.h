@@ -73,6 +73,10 @@ inline void check_softcap(const char* op, double softcap) {
   if (!(softcap >= 0)) fail<ShapeError>("[", op, "] a softcap of ", softcap, "; wants 0 for none, or a positive number");
 }
 
+inline void check_z_loss(const char* op, double z_loss) {
+  if (!(z_loss >= 0 && std::isfinite(z_loss))) fail<ShapeError>("[", op, "] a z_loss of ", z_loss, "; wants 0 for none, or a positive number");
+}
+
 /// Scalars are weak, but an integer tensor takes neither a fractional nor an unbounded one.
 inline void check_scalar(const char* op, DType d, double scalar) {
   if (is_integral(d) && !(scalar == std::trunc(scalar) && std::abs(scalar) < 0x1p63))

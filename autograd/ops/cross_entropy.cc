@@ -60,8 +60,13 @@ struct CrossEntropy {  // logits[.., V], targets[..] -> losses[..], lse[..]
 Tensor cross_entropy(const Tensor& logits, const Tensor& targets,
                      const CrossEntropyOptions& options) {
   check_softcap("cross_entropy", options.softcap);
+  check_z_loss("cross_entropy", options.z_loss);
   const Tensor rows = dense_rows(options.softcap != 0 ? softcap(logits, options.softcap) : logits);
-  const Tensor losses = apply_all<CrossEntropy>({options.ignore_index}, {rows, targets})[0];
+  Tensor losses = apply_all<CrossEntropy>({options.ignore_index}, {rows, targets})[0];
+  if (options.z_loss != 0) {
+    const Tensor lse = logsumexp(in_statistics_dtype(rows), {-1}), z = mul(mul(lse, lse), options.z_loss);
+    losses = add(losses, where(eq(targets, static_cast<double>(options.ignore_index)), 0.0, z));
+  }
   return options.per_target ? losses : averaged(sum(losses), targets, options);
 }
 

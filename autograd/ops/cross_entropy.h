@@ -26,6 +26,9 @@ inline void check_targets(const char* op, const Infer& c, int i, int64_t vocabul
     fail<ShapeError>("[", op, "] targets ", c.input(i), " of no classes");
 }
 
+/// lse + z_loss lse² of each row's log-sum-exp.
+inline Tensor with_z_loss(const Tensor& lse, double z_loss) { return z_loss == 0 ? lse : add(lse, mul(mul(lse, lse), z_loss)); }
+
 /// The sum of the losses over the number of targets, or what the options say.
 inline Tensor averaged(const Tensor& loss_sum, const Tensor& targets, const CrossEntropyOptions& o) {
   if (o.divisor) return div(loss_sum, cast(o.divisor, loss_sum.dtype()));

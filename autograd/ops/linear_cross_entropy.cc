@@ -92,6 +92,10 @@ struct ScaleBy {  // x, a scalar -> x times the scalar, in x's dtype
   }
 };
 
+struct FusedAttrs : HeadGradientsAttrs {
+  double z_loss;
+};
+
 /// The loss and, in the same pass, its gradients: the logits are computed once instead of twice,
 /// and the backward only scales: dweight where it will be wanted, see [Note: gradients ahead].
 ///
@@ -102,7 +106,7 @@ struct ScaleBy {  // x, a scalar -> x times the scalar, in x's dtype
 /// Gradients that nobody can ask for, such as a frozen head's, are not computed.
 struct LinearCrossEntropyFused {  // x[.., C], weight[V, C], targets[..] -> loss[] [, dweight] [, dx]
   static constexpr const char* kName = "linear_cross_entropy_fused";
-  using Attrs = HeadGradientsAttrs;
+  using Attrs = FusedAttrs;
   static constexpr uint64_t kSavedOutputs = 0b110;
   static void infer(const Attrs& a, Infer& c) {
     check_head(kName, c);
@@ -123,7 +127,7 @@ struct LinearCrossEntropyFused {  // x[.., C], weight[V, C], targets[..] -> loss
   }
   static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), linear_cross_entropy_fused, c.input(0), c.input(1), c.input(2),
-                 head_rules(a), c.output(0), dx(a, c), dweight(a, c), c.workspace,
+                 kernels::HeadRules(a.ignore_index, a.softcap, a.z_loss), c.output(0), dx(a, c), dweight(a, c), c.workspace,
                  enlarged(c.input_type(0).dtype));
   }
   static void work(const Attrs& a, WorkOf& w) { head(w, outputs(a)); }
@@ -142,7 +146,10 @@ struct LinearCrossEntropyFused {  // x[.., C], weight[V, C], targets[..] -> loss
   static void saves(const Attrs& a, uint64_t needs, uint64_t&, uint64_t& out) {
     out = ((needs & 2) ? 0b010 : 0) | ((needs & 1) ? uint64_t{1} << dx_output(a) : 0);
   }
-  static constexpr auto describe = describe_head<Attrs>;
+  static void describe(const Attrs& a, std::string& out) {
+    describe_head(a, out);
+    if (a.z_loss != 0) out += str(" z_loss ", a.z_loss);
+  }
 };
 
 /// Of the gradient of `weight` that rows of x give; none where it is no addend of the whole.
@@ -181,20 +188,23 @@ Tensor softcap(const Tensor& x, double cap) {
 Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& targets,
                             const CrossEntropyOptions& options) {
   check_softcap("linear_cross_entropy", options.softcap);
-  if (options.per_target || is_cut(weight.layout())) {
+  check_z_loss("linear_cross_entropy", options.z_loss);
+  Recording* const recording = Recording::current();
+  const bool may_be_ahead = recording && !recording->options().higher_order && !options.recompute;
+  const FusedAttrs wanted{{options.ignore_index, options.softcap, may_be_ahead && recording->has_gradient(weight),
+                           may_be_ahead && recording->has_gradient(x)}, options.z_loss};
+  const bool ahead = wanted.dweight || wanted.dx;
+  if (options.per_target || is_cut(weight.layout()) || (options.z_loss != 0 && !ahead)) {
     const LinearLse parts = linear_lse(x, weight, targets, options.ignore_index, options.softcap);
     // All ranks then have the log-sum-exps: the difference keeps their sum on one of them.
-    const Tensor lse = logsumexp(redistribute(parts.lse, of_all_parts(parts.lse.layout())), {0}, /*keepdim=*/!options.per_target);
+    const Tensor lse = with_z_loss(logsumexp(redistribute(parts.lse, of_all_parts(parts.lse.layout())), {0}, /*keepdim=*/!options.per_target),
+                                   options.z_loss);
     if (options.per_target) return sub(lse, parts.target_logits);
     return averaged(sub(sum(lse), sum(parts.target_logits)), targets, options);
   }
   const Tensor rows = dense_rows(x);
   const std::vector<Tensor> inputs = {rows, weight, targets};
-  Recording* recording = options.recompute ? nullptr : Recording::current();
-  if (recording && recording->options().higher_order) recording = nullptr;  // no gradients ahead
-  const HeadGradientsAttrs wanted{options.ignore_index, options.softcap, recording && recording->has_gradient(weight),
-                                  recording && recording->has_gradient(rows)};
-  if (wanted.dweight || wanted.dx) {
+  if (ahead) {
     const std::optional<Type> type = wanted.dweight ? dweight_type(rows, weight) : std::nullopt;
     const Into into[] = {{}, {type ? recording->slot_ahead(weight, *type) : Tensor()}};
     const Tensors y = apply(op_def<LinearCrossEntropyFused>(), &wanted, inputs, std::span(into, wanted.dweight ? 2 : 1));

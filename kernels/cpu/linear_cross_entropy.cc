@@ -135,7 +135,7 @@ struct Head {
     const Workspace scratch{carver.take<char>(static_cast<int64_t>(product)), product};
     const bool backward = given(dx) || given(dweight);
     const C scale = v.dloss ? *v.dloss->as<C>() : static_cast<C>(v.constant);
-    const C cap = static_cast<C>(rules.softcap), inverse_cap = cap != 0 ? C(1) / cap : C(0);
+    const C cap = static_cast<C>(rules.softcap), inverse_cap = cap != 0 ? C(1) / cap : C(0), z = static_cast<C>(rules.z_loss);
     double total = 0;
     for (int64_t first = 0; first < rows; first += chunk) {
       const int64_t count = std::min(chunk, rows - first);
@@ -155,12 +155,14 @@ struct Head {
           if (v.compute_lse && v.lse) v.lse->as<C>()[first + r] = log_sum;
           if (v.target_logits) v.target_logits->as<C>()[first + r] = counts ? row[target] : C(0);
           losses[r] = counts ? log_sum - row[target] : C(0);
+          if (z != 0 && counts) losses[r] += z * log_sum * log_sum;
           if (!backward) continue;
           G* out = gradients + r * vocabulary;
           if (ignored) {
             std::fill_n(out, vocabulary, G(C(0)));
-          } else if (v.dlse) {
-            const C dlse = dlse_of[first + r], dtarget = dtarget_of[first + r];
+          } else if (v.dlse || z != 0) {
+            const C dlse = v.dlse ? dlse_of[first + r] : scale * (C(1) + C(2) * z * log_sum);
+            const C dtarget = v.dlse ? dtarget_of[first + r] : -scale;
             logit_row_backward(
                 row, vocabulary, target, log_sum, dlse, [&](C p) { return p * dlse + dtarget; },
                 out, inverse_cap);

@@ -101,9 +101,11 @@ class Head {
         lose_and_differentiate(stream, count, cells, chunk_targets, rules, v.constant,
                                rows_of(losses, first, count), gradients);
       } else {
-        if (v.compute_lse)
+        if (v.compute_lse) {
           cross_entropy(stream, logits(cells, count, row_dtype_), chunk_targets, rules.ignore_index,
                         rows_of(losses, first, count), chunk_sums);
+          if (rules.z_loss != 0) add_z(stream, rows_of(losses, first, count), chunk_sums, rules.z_loss);
+        }
         if (!backward()) continue;
         differentiate(stream, first, count, cells, v, chunk_targets, rules, chunk_sums,
                       gradients);
@@ -186,7 +188,8 @@ class Head {
           who_, stream,
           {.blocks = count, .threads = threads, .shared_bytes = static_cast<size_t>(held * batch)},
           losses_and_gradients<C, G>, static_cast<const C*>(cells), pitch_, vocabulary_, held,
-          targets.as<const int64_t>(), rules.ignore_index, static_cast<C>(dloss), inverse_cap<C>(rules), losses.as<C>(),
+          targets.as<const int64_t>(), rules.ignore_index, static_cast<C>(dloss), inverse_cap<C>(rules),
+          static_cast<C>(rules.z_loss), losses.as<C>(),
           static_cast<G*>(gradients));
     });
   }
@@ -216,8 +219,15 @@ class Head {
         from(OfPart<C>{elements_of<const C>(who_, *v.dlse), elements_of<const C>(who_, *v.dtarget),
                        first});
       else
-        from(OfLoss<C>{v.dloss ? v.dloss->as<const C>() : nullptr, static_cast<C>(v.constant)});
+        from(OfLoss<C>{v.dloss ? v.dloss->as<const C>() : nullptr, static_cast<C>(v.constant), static_cast<C>(rules.z_loss)});
     });
+  }
+  void add_z(const Stream& stream, const View& losses, const View& lse, double z_loss) const {
+    const auto of = [&]<class C>(C) {
+      launch(who_, stream, {.blocks = blocks_for(losses.numel(), kLossThreads), .threads = kLossThreads}, add_z_losses<C>, losses.as<C>(),
+             lse.as<const C>(), losses.numel(), static_cast<C>(z_loss));
+    };
+    row_dtype_ == kF64 ? of(double()) : of(float());
   }
   void add_up(const Stream& stream, const View& losses, const View& loss) const {
     const LaunchShape one{.threads = kLossThreads};

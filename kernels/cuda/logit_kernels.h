@@ -42,6 +42,16 @@ __device__ C before_cap(C gradient, C logit, C inverse_cap) {
   return inverse_cap == 0 ? gradient : gradient * (C(1) - t * t);
 }
 
+/// A row's loss and z_loss lse²; and the derivative of that by lse: a z_loss of 0 changes no bit.
+template <class C>
+__device__ C with_z_loss(C loss, C z_loss, C lse) {
+  return z_loss == 0 ? loss : rounded_sum(loss, rounded_product(rounded_product(z_loss, lse), lse));
+}
+template <class C>
+__device__ C z_slope(C z_loss, C lse) {
+  return z_loss == 0 ? C(1) : rounded_sum(C(1), rounded_product(C(2) * z_loss, lse));
+}
+
 /// cross_entropy and logit_gradients in one, bit for bit: a row to a block, from the last one,
 /// which the cache still has, to the first. The first `held_batches` rounds of the block are read
 /// once; what lies behind, and did not fit, is read again, from the cache if it has it. Rows are
@@ -49,7 +59,7 @@ __device__ C before_cap(C gradient, C logit, C inverse_cap) {
 template <class C, class G>
 __global__ void __launch_bounds__(kLogSumExpThreads, 2)
     losses_and_gradients(const C* logits, int64_t pitch, int n, int held_batches,
-                         const int64_t* targets, int64_t ignore_index, C dloss, C inverse_cap, C* losses, G* out) {
+                         const int64_t* targets, int64_t ignore_index, C dloss, C inverse_cap, C z_loss, C* losses, G* out) {
   constexpr int kSize = Pack<C>::kSize, kBatch = kLogSumExpBatch;
   __shared__ C scratch[2][kWarp];
   const int64_t row = static_cast<int64_t>(gridDim.x) - 1 - blockIdx.x, target = targets[row];
@@ -90,6 +100,7 @@ __global__ void __launch_bounds__(kLogSumExpThreads, 2)
     lse = std::numeric_limits<C>::quiet_NaN();
     if (threadIdx.x == 0) losses[row] = lse;
   }
+  const C of_lse = z_slope(z_loss, lse);
   // A thread takes what it has read itself: out may be the memory of logits.
   held = dynamic_shared<Pack<C>>() + threadIdx.x;
   for (int first = begin, batch = 0; first < n; first += kBatch * step, ++batch) {
@@ -107,13 +118,15 @@ __global__ void __launch_bounds__(kLogSumExpThreads, 2)
       if (at >= n) break;
       Group<G, kSize> gradient;
 #pragma unroll
-      for (int k = 0; k < kSize; ++k) gradient.v[k] = gradient_of(before_cap(probability(packs[u].v[k], lse), packs[u].v[k], inverse_cap));
+      for (int k = 0; k < kSize; ++k)
+        gradient.v[k] = gradient_of(before_cap(rounded_product(probability(packs[u].v[k], lse), of_lse), packs[u].v[k], inverse_cap));
       if (const int place = hit - at; place >= 0 && place < kSize) {
 #pragma unroll
         for (int k = 0; k < kSize; ++k)
           if (k == place) {
-            losses[row] = lse - packs[u].v[k];
-            gradient.v[k] = gradient_of(before_cap(rounded_sum(probability(packs[u].v[k], lse), C(-1)), packs[u].v[k], inverse_cap));
+            losses[row] = with_z_loss(lse - packs[u].v[k], z_loss, lse);
+            const C p = rounded_product(probability(packs[u].v[k], lse), of_lse);
+            gradient.v[k] = gradient_of(before_cap(rounded_sum(p, C(-1)), packs[u].v[k], inverse_cap));
           }
       }
       *reinterpret_cast<Group<G, kSize>*>(to + at) = gradient;
@@ -147,19 +160,19 @@ __global__ void __launch_bounds__(kLogSumExpThreads, 2)
 }
 
 /// What a logit's gradient takes from its row: of a loss, (p - onehot(target)) * dloss for a
-/// probability p.
+/// probability p, times (1 + 2 z_loss lse).
 template <class C>
 struct OfLoss {
   const C* dloss;  ///< null: `constant`
-  C constant;
+  C constant, z_loss;
   struct Row {
-    C scale;
+    C scale, of_lse;
     __device__ C operator()(C p, bool is_target) const {
-      return rounded_sum(p, -C(is_target)) * scale;
+      return rounded_sum(rounded_product(p, of_lse), -C(is_target)) * scale;
     }
   };
-  __device__ Row row(int64_t, bool bad) const {
-    return {bad ? std::numeric_limits<C>::quiet_NaN() : dloss ? *dloss : constant};
+  __device__ Row row(int64_t, bool bad, C lse) const {
+    return {bad ? std::numeric_limits<C>::quiet_NaN() : dloss ? *dloss : constant, z_slope(z_loss, lse)};
   }
 };
 /// Of values of part of the vocabulary: p * dlse + onehot(target) * dtarget.
@@ -173,7 +186,7 @@ struct OfPart {
       return rounded_sum(rounded_product(p, dlse), is_target ? dtarget : C(0));
     }
   };
-  __device__ Row row(int64_t r, bool bad) const {
+  __device__ Row row(int64_t r, bool bad, C) const {
     const C dlse_of_row = *dlse[first_row + r];
     return {bad ? std::numeric_limits<C>::quiet_NaN() : dlse_of_row, *dtarget[first_row + r]};
   }
@@ -191,7 +204,7 @@ __global__ void __launch_bounds__(kGradientThreads)
                 target = token - part.first;
   const bool ignored = token == ignore_index;
   const C log_sum = lse[row];
-  const auto gradient = from.row(row, token < 0 || token >= part.all);
+  const auto gradient = from.row(row, token < 0 || token >= part.all, log_sum);
   for (int64_t at = static_cast<int64_t>(threadIdx.x) * kSize; at < n;
        at += static_cast<int64_t>(blockDim.x) * kSize) {
     Pack<C> in[kParts];
@@ -208,6 +221,13 @@ __global__ void __launch_bounds__(kGradientThreads)
     }
     store_pack(out + row * pitch + at, pack);
   }
+}
+
+/// For losses that cross_entropy has made, with lse 0 where they do not count.
+template <class C>
+__global__ void __launch_bounds__(kLossThreads) add_z_losses(C* losses, const C* lse, int64_t rows, C z_loss) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kLossThreads + threadIdx.x;
+  if (row < rows) losses[row] = with_z_loss(losses[row], z_loss, lse[row]);
 }
 
 /// The sum in f64: each thread's terms in order, then the threads' sums in pairs. One block.

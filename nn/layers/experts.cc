@@ -206,11 +206,10 @@ int64_t MixtureOfExperts::groups_of(const Tensor& x_BTC, const Layout& l, bool d
   return config.groups;
 }
 
-Tensor MixtureOfExperts::affinities(const Tensor& x_BTC) {
+Tensor MixtureOfExperts::router_logits(const Tensor& x_BTC) {
   const DType exact = x_BTC.dtype() == kF64 ? kF64 : kF32;
   const auto scope = router.enter();
-  const Tensor logits = linear(wider(x_BTC, exact), cast(router.weight, exact), router.bias ? cast(router.bias, exact) : Tensor());
-  return config.affinity == Affinity::sigmoid ? sigmoid(logits) : softmax(logits);
+  return linear(wider(x_BTC, exact), cast(router.weight, exact), router.bias ? cast(router.bias, exact) : Tensor());
 }
 
 Tensor MixtureOfExperts::choose(const Tensor& affinities_BTE) const {
@@ -246,6 +245,11 @@ Tensor MixtureOfExperts::imbalance_of(const Tensor& affinities_BTE, const Tensor
   return sum(mul(sum(probabilities_BTE, {0, 1}), share)) * scale;
 }
 
+Tensor MixtureOfExperts::z_of(const Tensor& logits_BTE) {
+  const Tensor lse_BT = logsumexp(logits_BTE, {2});
+  return sum(mul(lse_BT, lse_BT)) * (1.0 / static_cast<double>(std::max<int64_t>(1, lse_BT.numel())));
+}
+
 Tensor MixtureOfExperts::shared_of(const Tensor& x_BTC) {
   const Tensor y_BTC = (*shared)(x_BTC);
   return shared_gate ? y_BTC * sigmoid((*shared_gate)(x_BTC)) : y_BTC;
@@ -261,8 +265,10 @@ Tensor MixtureOfExperts::forward(const Tensor& in_BTC, bool drops) {
     all = start_redistribute(x_BTC, whole);
     plan = plan_of(x_BTC, groups_of(in_BTC, whole, drops), drops);
   }
-  const Tensor affinity = affinities(x_BTC), choices = choose(affinity), weights = weigh(affinity, choices);
-  if (training() && config.balances) imbalance = imbalance_of(affinity, choices);
+  const Tensor logits = router_logits(x_BTC), affinity = config.affinity == Affinity::sigmoid ? sigmoid(logits) : softmax(logits);
+  const Tensor choices = choose(affinity), weights = weigh(affinity, choices);
+  imbalance = training() && config.balances ? imbalance_of(affinity, choices) : Tensor();  // what a forward without a loss has left goes
+  router_z = training() && config.measures_logits ? z_of(logits) : Tensor();
   const Tensor out = all ? of_gathered(x_BTC, all, choices, weights, plan) : of_exchanged(x_BTC, choices, weights, plan);
   return dropout(together == in_BTC.layout() ? out : relabel(out, in_BTC.type(), /*enters=*/false));
 }

@@ -36,6 +36,7 @@ struct MixtureConfig {
   double capacity_factor = 0.0;
   int64_t groups = 1;      ///< parts of a sequence whose places are counted apart; all the same where nothing is dropped
   bool balances = false;   ///< training measures how uneven the load is
+  bool measures_logits = false;  ///< and how large the router's logits are
   bool linear_bias = false;    ///< the router and the linear layers of experts have biases (gpt-oss)
   double gate_limit = 0.0;     ///< experts are down(clamped_swiglu(gate(x), up(x))) with this limit (gpt-oss); 0: with swiglu
   double gate_alpha = 1.702;   ///< and this alpha
@@ -103,6 +104,9 @@ struct MixtureOfExperts : Module {
   /// mean probability p_e (of sigmoids, their share of a token's sum) of expert e over all tokens of the batch on all ranks; 1
   /// where either is even (Fedus et al., section 2.2). A scalar, Partial where tokens are cut.
   Tensor imbalance;
+  /// If it measures logits: the mean over these tokens of log(Σ_e exp(logit_e))² (the router's z-loss; Zoph et al.,
+  /// https://arxiv.org/abs/2202.08906, equation 5). Placed as imbalance.
+  Tensor router_z;
 
   explicit MixtureOfExperts(const MixtureConfig& config);
   /// ConfigError for ranks that share sequences and cannot have whole groups. `drops`: or every choice finds a place.
@@ -119,11 +123,12 @@ struct MixtureOfExperts : Module {
   Tensor of_exchanged(const Tensor& x_BTC, const Tensor& choices_BTK, const Tensor& weights_BTK, const Plan& plan);
   Tensor of_gathered(const Tensor& x_BTC, const Travelling& all, const Tensor& choices_BTK, const Tensor& weights_BTK, const Plan& plan);
   int64_t groups_of(const Tensor& x_BTC, const Layout& layout, bool drops) const;
-  Tensor affinities(const Tensor& x_BTC);
+  Tensor router_logits(const Tensor& x_BTC);
   Tensor shared_of(const Tensor& x_BTC);
   Tensor choose(const Tensor& affinities_BTE) const;
   Tensor weigh(const Tensor& affinities_BTE, const Tensor& choices_BTK) const;
   Tensor imbalance_of(const Tensor& affinities_BTE, const Tensor& choices_BTK) const;
+  static Tensor z_of(const Tensor& logits_BTE);
 };
 
 }  // namespace sheaf::nn

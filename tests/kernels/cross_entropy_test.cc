@@ -98,9 +98,10 @@ HeadArrays run(const View& x, const View& w, const View& targets, double upstrea
 TEST(LinearCrossEntropy, ForwardAndBackward) {
   // 2,100 rows make two chunks.
   for (DType d : {kF32, kF64, kBF16, kF16})
-    for (auto [rows, vocabulary, width, softcap] :
-         {std::tuple<int64_t, int64_t, int64_t, double>{9, 13, 8, 0}, {40, 300, 33, 0}, {2100, 17, 16, 0}, {9, 13, 8, 0.8}, {40, 300, 33, 2}}) {
-      const HeadRules rules(kIgnore, softcap);
+    for (auto [rows, vocabulary, width, softcap, z_loss] :
+         {std::tuple<int64_t, int64_t, int64_t, double, double>{9, 13, 8, 0, 0}, {40, 300, 33, 0, 0}, {2100, 17, 16, 0, 0}, {9, 13, 8, 0.8, 0},
+          {40, 300, 33, 2, 0}, {40, 300, 33, 0, 0.1}, {2100, 17, 16, 2, 0.1}}) {
+      const HeadRules rules(kIgnore, softcap, z_loss);
       const Array x = Array::random(d, {rows, width}, 1),
                   w = Array::random(d, {vocabulary, width}, 2, 0.5),
                   targets = targets_of(kI32, rows, vocabulary, true);
@@ -116,11 +117,13 @@ TEST(LinearCrossEntropy, ForwardAndBackward) {
       }
       const Reference want(logits, targets, vocabulary);
       double loss = 0;
-      for (double l : want.losses) loss += l;
+      for (int64_t r = 0; r < rows; ++r) loss += want.losses[r] + z_loss * want.lse[r] * want.lse[r];
       for (int64_t r = 0; r < rows; ++r)
         for (int64_t v = 0; v < vocabulary; ++v)
           for (int64_t i = 0; i < width; ++i) {
-            const double g = want.dlogits[r * vocabulary + v] * slopes[static_cast<size_t>(r * vocabulary + v)] * 0.5;
+            const bool counts = targets.at(r) != kIgnore;
+            const double of_z = counts ? 2 * z_loss * want.lse[r] * std::exp(logits[r * vocabulary + v] - want.lse[r]) : 0;
+            const double g = (want.dlogits[r * vocabulary + v] + of_z) * slopes[static_cast<size_t>(r * vocabulary + v)] * 0.5;
             dx[r * width + i] += g * w.at(v * width + i),
                 dw[v * width + i] += g * x.at(r * width + i);
           }

@@ -290,6 +290,23 @@ TEST(Experts, TheLoadBalancingLossIsDividedAsTheLossIs) {
   EXPECT_NEAR(loss(without, both), loss(without, {.divide_by = 32}), 1e-12);
 }
 
+// Added to the training loss with factors of their own, and to no other.
+TEST(Experts, TheRoutersZLoss) {
+  models::LlamaConfig c = llama(0, 0);
+  c.router_z_loss = 0.25;
+  models::Llama m(c), without(llama(0, 0));
+  for (models::Llama* model : {&m, &without}) materialize(*model, Device::cpu(), {.seed = 3, .dtype = kF64});
+  const Tensor tokens = Tensor::from(std::vector<int32_t>{1, 5, 3, 7, 0, 2, 2, 9}, {2, 4});
+  const double added = m.loss(tokens, tokens).item<double>() - without.loss(tokens, tokens).item<double>();
+  double sum = 0;
+  m.logits(tokens);
+  for (models::LlamaBlock& block : m.blocks) sum += block.moe->router_z.item<double>();
+  EXPECT_GT(sum, 1.0);
+  EXPECT_NEAR(added, 0.25 * sum, 1e-12);
+  m.eval();
+  EXPECT_EQ(m.loss(tokens, tokens).item<double>(), without.loss(tokens, tokens).item<double>());
+}
+
 // The load-balancing loss takes tokens to experts that had few.
 TEST(Experts, TheLoadEvensOut) {
   const auto imbalance = [](double factor) {

@@ -18,6 +18,7 @@ void draw_experts(models::ModelConfig& m, Draw& draw) {
   m.capacity_factor = draw.of<double>({0, 0, 0.6, 1.0, 1.25, 2.0});
   if (m.capacity_factor > 0) m.expert_groups = draw.of<int64_t>({1, 1, 2, 3});
   m.aux_loss = draw.of<double>({0, 0.1});
+  m.router_z_loss = draw.of<double>({0, 0, 0.02});
   m.normalize_experts = draw.one_in(2);
   m.expert_affinity = draw.of<std::string>({"softmax", "sigmoid"});
   m.expert_bias = draw.one_in(2);
@@ -139,6 +140,7 @@ models::TrainConfig drawn_task(Draw& draw) {
   draw_optimization(c.train, draw);
   // A token that attends to itself alone: gradients of queries and keys would be roundings, which Muon makes as large as others.
   if (c.model.context > 1 && c.model.window != 1 && draw.one_in(3)) c.train.optimizer = "muon";
+  c.train.z_loss = draw.of<double>({0, 0, 0, 0.01});
   if (draw.one_in(3)) c.data.separate_documents = true, c.data.end_of_text = draw.below(static_cast<size_t>(c.model.vocab));
   c.data.examples = draw.one_in(4);
   if (c.model.type == "llama" && draw.one_in(4)) {

@@ -30,14 +30,14 @@ nn::MixtureConfig config(double capacity_factor = 0, int64_t groups = 1) {
   c.choices = 2;
   c.capacity_factor = capacity_factor;
   c.groups = groups;
-  c.balances = true;
+  c.balances = c.measures_logits = true;
   c.init = c.projection_init = nn::Init::normal(1.0);
   return c;
 }
 
 struct Expected {
   std::vector<double> y;
-  double imbalance = 0;
+  double imbalance = 0, router_z = 0;
   int64_t dropped = 0;
   std::vector<double> excess = {};  // of an expert's choices: E times those, less all
 };
@@ -80,12 +80,14 @@ Expected plain(nn::MixtureOfExperts& m, const std::vector<double>& x, bool drops
       while (group + 1 < c.groups && t >= kTokens * (group + 1) / c.groups) ++group, std::ranges::fill(taken, 0);
       const double* row = x.data() + (b * kTokens + t) * kWidth;
       std::vector<double> p(c.experts);
-      double total = 0;
+      double total = 0, all = 0;
       for (int64_t e = 0; e < c.experts; ++e) {
         double logit = router_bias[e];
         for (int64_t i = 0; i < kWidth; ++i) logit += row[i] * router[e * kWidth + i];
         total += p[e] = c.affinity == nn::Affinity::sigmoid ? 1 / (1 + std::exp(-logit)) : std::exp(logit);
+        all += std::exp(logit);
       }
+      out.router_z += std::log(all) * std::log(all) / (kBatch * kTokens);
       std::vector<int64_t> order(c.experts);
       for (int64_t e = 0; e < c.experts; ++e) {
         order[e] = e, mean[e] += p[e] / total / (kBatch * kTokens);
@@ -153,12 +155,13 @@ TEST(MixtureOfExperts, EqualsALoopOverTokens) {
       EXPECT_EQ(expected.dropped > 0, capacity > 0 && capacity < 9) << capacity;
       EXPECT_LT(difference(m(tensor(x)).to_vector<double>(), expected.y), 1e-12) << capacity << " " << groups << normalize;
       EXPECT_NEAR(m.imbalance.item<double>(), expected.imbalance, 1e-13);
-      m.imbalance = {};
+      EXPECT_NEAR(m.router_z.item<double>(), expected.router_z, 1e-12);
+      m.imbalance = m.router_z = {};
       EXPECT_LT(difference(m(tensor(x), /*drops=*/false).to_vector<double>(), plain(m, x, false).y), 1e-12);
-      m.imbalance = {};
+      m.imbalance = m.router_z = {};
       m.eval();
       m(tensor(x));
-      EXPECT_FALSE(m.imbalance);
+      EXPECT_FALSE(m.imbalance || m.router_z);
     }
 }
 
@@ -338,6 +341,7 @@ TEST(MixtureOfExperts, CutOverRanks) {
         const Tensor y = m(redistribute(tensor(x), layout));
         EXPECT_LT(difference(redistribute(y, Layout(mesh.spec)).to_vector<double>(), expected.y), 1e-12);
         EXPECT_NEAR(redistribute(m.imbalance, Layout(mesh.spec, Placement::invariant())).item<double>(), expected.imbalance, 1e-13);
+        EXPECT_NEAR(redistribute(m.router_z, Layout(mesh.spec, Placement::invariant())).item<double>(), expected.router_z, 1e-12);
       }, {.threads_per_rank = 1});
     }
   }

@@ -77,11 +77,11 @@ TEST(CudaLinearCrossEntropy, ForwardAndBackward) {
       const Array x = Array::random(d, {rows, width}, 1),
                   w = Array::random(d, {vocabulary, width}, 2, 0.5),
                   targets = targets_of(kI32, {rows}, vocabulary);
-      for (auto [dw_dtype, cap] : {std::pair{d, 0.0}, {d, 1.5}, {kF32, 0.0}, {kF32, 1.5}}) {
+      for (auto [dw_dtype, cap, z_loss] : {std::tuple{d, 0.0, 0.0}, {d, 1.5, 0.0}, {kF32, 0.0, 0.0}, {kF32, 1.5, 0.1}, {d, 0.0, 0.1}}) {
         if (d == kF64 && dw_dtype != d) continue;
-        const HeadRules rules(kIgnore, cap);
+        const HeadRules rules(kIgnore, cap, z_loss);
         const Results want = expected(x, w, targets, 0.5, rules), one = expected(x, w, targets, 1, rules);
-        const std::string where = str(d, ' ', dw_dtype, ' ', rows, " softcap ", cap);
+        const std::string where = str(d, ' ', dw_dtype, ' ', rows, " softcap ", cap, " z ", z_loss);
         const double most = 15 * epsilon(d);  // a product may add a chunk's rows one after the other
         const Results got = on_gpu(x, w, targets, 0.5, dw_dtype, rules);
         EXPECT_LT(scaled_error(got.loss, values(want.loss)), d == kF64 ? 1e-13 : 1e-6) << where;
