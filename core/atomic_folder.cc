@@ -71,15 +71,19 @@ bool exchange_paths(const std::string& a, const std::string& b) {
 
 }  // namespace
 
-std::string begin_folder(const std::string& target) {
-  const std::string parent = parent_of(target);
-  make_folders(parent);
+void remove_leftovers(const std::string& parent) {
+  if (!path_exists(parent)) return;
   for (const std::string& aside : paths_in(parent, [](const std::string& name) { return name.ends_with(kAside); })) {
     const std::string old = aside.substr(0, aside.size() - kAside.size());
     if (path_exists(old)) remove_folder(aside);  // replaced by then
     else rename_path(aside, old);
   }
   for (const std::string& stale : pending_in(parent, "")) remove_tree(stale);
+}
+
+std::string begin_folder(const std::string& target) {
+  make_folders(parent_of(target));
+  remove_leftovers(parent_of(target));
   const std::string pending = fresh_name(target);
   make_folders(pending);
   return pending;

@@ -17,6 +17,9 @@
 
 namespace sheaf {
 
+/// Removes what killed processes have left in `parent`, and puts back what they had aside: only one process at a time may write
+/// into it. Nothing where there is no such folder.
+void remove_leftovers(const std::string& parent);
 /// Makes an empty folder in which to build a new version of `target`, and returns its path. Leftovers of earlier
 /// attempts at any folder beside `target` are removed: only one process at a time may write into the parent.
 std::string begin_folder(const std::string& target);

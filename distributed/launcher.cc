@@ -227,6 +227,7 @@ class Job {
         if (signal_ != 0 && now - asked_at_ >= kForwardedTime)
           std::fprintf(stderr, "sheaf launch: ranks that did not end within %lld s of signal %d are killed\n",
                        static_cast<long long>(std::chrono::duration_cast<std::chrono::seconds>(kForwardedTime).count()), signal_);
+        killed_ = true;
         signal_all(SIGKILL);
       }
     }
@@ -291,10 +292,13 @@ class Job {
       int status = 0;
       if (!c.running || waitpid(c.pid, &status, WNOHANG) != c.pid) continue;
       c.running = false;
+      if (status != 0) all_done_ = false;
       if (status == 0 || stopping_) continue;
       const Failure failure{r, c.pid, status, c.reason()};
-      if (signal_ != 0) {  // ends as it was asked to, but what it could not save, say, is worth a line
-        if (failure.is_own() && !failure.reason.empty()) std::fprintf(stderr, "sheaf launch: %s\n", failure.to_string().c_str());
+      if (signal_ != 0) {  // it was asked to end, which may fail: what it could not save, say
+        if (!failure.is_own()) continue;
+        if (!failure.reason.empty()) std::fprintf(stderr, "sheaf launch: %s\n", failure.to_string().c_str());
+        if (failure.signal() != signal_ && code_after_signal_ == 0) code_after_signal_ = failure.exit_code();
         continue;
       }
       failures_.push_back(failure);
@@ -314,7 +318,9 @@ class Job {
       std::fprintf(stderr, "sheaf launch: %s%s\n", first->to_string().c_str(), what_next(*first, another_try).c_str());
       return {first->exit_code(), another_try};
     }
-    return {signal_ == 0 ? 0 : stopped_by(signal_)};
+    if (signal_ == 0 || all_done_) return {};  // a signal may come when all is done
+    const int asked = stopped_by(signal_);
+    return {killed_ ? 128 + SIGKILL : code_after_signal_ != 0 ? code_after_signal_ : asked};
   }
 
   /// Words behind the line of a failure, where somebody asked for more than one try.
@@ -333,7 +339,10 @@ class Job {
   std::vector<Failure> failures_;  // in order of time
   std::optional<Clock::time_point> stop_at_, kill_at_;
   bool stopping_ = false;
-  int signal_ = 0;  // that we were sent first
+  bool killed_ = false;         // ranks did not end by themselves
+  bool all_done_ = true;        // ranks that have ended by themselves had nothing to complain of
+  int signal_ = 0;              // that we were sent first
+  int code_after_signal_ = 0;   // of the first rank that ended otherwise than by that
   Clock::time_point asked_at_;
 };
 

@@ -27,7 +27,7 @@ Corpus corpus_of(const DataConfig& data, const SavedModel& saved, bool whole_tex
   if (!data.val_file.empty()) {
     corpus.val = ValidationSets::open(data.val_file, saved.vocab);
   } else if (!data.corpus.empty()) {
-    check<ConfigError>(corpus.tokenizer != nullptr, "[evaluate] data.corpus '", data.corpus, "': ", saved.no_tokenizer);
+    saved.expect_tokenizer(str("[evaluate] data.corpus '", data.corpus, "': "));
     if (whole_text) corpus.val = load_text(data.corpus, *corpus.tokenizer);
     else corpus.val = load_text_corpus(data.corpus, corpus.tokenizer, data.val_fraction).val;
   }
@@ -36,7 +36,7 @@ Corpus corpus_of(const DataConfig& data, const SavedModel& saved, bool whole_tex
 
 std::vector<AnsweredQuestions> questions_of(const TrainConfig& config, const SavedModel& saved, int64_t context) {
   if (config.data.choices.empty()) return {};
-  check<ConfigError>(saved.text.tokenizer != nullptr, "[evaluate] data.choices '", config.data.choices, "': ", saved.no_tokenizer);
+  saved.expect_tokenizer(str("[evaluate] data.choices '", config.data.choices, "': "));
   return open_questions(config.data.choices, *saved.text.tokenizer,
                         {.before = saved.text.before, .context = context, .vocab = saved.vocab, .most = config.train.eval_questions});
 }

@@ -142,7 +142,7 @@ void generate_from_folder(const std::string& folder, const GenerateConfig& confi
   SavedModel saved = open_saved_model("generate", folder);
   saved.model.mtp_layers = std::min(saved.model.mtp_layers, config.drafts);
   saved.quantize("generate", config.quantize);
-  check<ConfigError>(saved.text.tokenizer != nullptr, "[generate] ", saved.no_tokenizer);
+  saved.expect_tokenizer("[generate] ");
   const Tokenizer& tokenizer = *saved.text.tokenizer;
   std::vector<int32_t> prompt = encode_prompt(tokenizer, config);
   const std::vector<int32_t> ends = ends_of(tokenizer, config, saved.text.ends);

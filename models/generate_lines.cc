@@ -169,7 +169,7 @@ GenerateLinesProgress generate_lines(const std::string& folder, TrainConfig conf
   SavedModel saved = open_saved_model("generate", folder, checkpoint_group(world));
   saved.model.mtp_layers = 0;  // many are not drafted for
   saved.quantize("generate", config.generate.quantize);
-  check<ConfigError>(saved.text.tokenizer != nullptr, "[generate] ", saved.no_tokenizer);
+  saved.expect_tokenizer("[generate] ");
   const Tokenizer& tokenizer = *saved.text.tokenizer;
   const std::string text = File::open<DataError>(options.prompts).read_all();
   const std::vector<Line> lines = read_lines(text, saved, config.generate, options);

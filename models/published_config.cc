@@ -87,7 +87,7 @@ ModelConfig read_llama(const ConfigReader& r, const std::string& type) {
   m.width = r.positive("hidden_size");
   m.mlp_width = r.positive(qwen3_5_moe ? "moe_intermediate_size" : "intermediate_size");
   m.context = gemma3 ? r.positive("max_position_embeddings", 131072) : r.positive("max_position_embeddings");
-  m.norm_eps = r.number("rms_norm_eps", gpt_oss || glm || olmo || phi3 ? 1e-5 : 1e-6);
+  m.norm_eps = r.number("rms_norm_eps", mixtral || gpt_oss || glm || olmo || phi3 ? 1e-5 : 1e-6);
   m.rope_theta = r.number("rope_theta", mixtral || gemma3 ? 1e6 : gpt_oss ? 150000.0 : smollm3 ? 2e6 : olmo3 ? 500000.0 : 10000.0);
   double window_theta = olmo3 ? m.rope_theta : r.number("rope_local_base_freq", 10000.0);
   read_rotary(r, m, gemma3 || olmo3, window_theta, in_parts ? &part : nullptr);

@@ -156,11 +156,12 @@ Architecture olmo(const ModelConfig& m) {
     if (!m.window) return {"olmo2", "Olmo2ForCausalLM"};
     if (m.window_rope_theta != 0 || m.rope_scaling.rope_type == "default") return {"olmo3", "Olmo3ForCausalLM"};
   }
-  if (base && m.pre_norms && !m.post_norms && m.experts && !m.expert_linear_bias && m.expert_gate_limit == 0 && !m.window)
+  if (base && m.pre_norms && !m.post_norms && m.experts && !m.expert_linear_bias && m.expert_gate_limit == 0 && !m.window &&
+      m.head_dim * m.heads == m.width)
     return {"olmoe", "OlmoeForCausalLM"};
   fail<ConfigError>("[weights] model.qk_norm_all_heads is published with model.post_norms in place of .pre_norms and without mixtures (olmo2; with a "
-                    "model.window, whose blocks have model.window_rope_theta, olmo3), or with mixtures and Llama's norms (olmoe), and nothing that "
-                    "other models have beside: this model cannot be written as one");
+                    "model.window, whose blocks have model.window_rope_theta, olmo3), or with mixtures, Llama's norms and heads that are together as wide as the model (olmoe), and "
+                    "nothing that other models have beside: this model cannot be written as one");
 }
 
 bool has_any_of_qwen3_next(const ModelConfig& m) { return m.linear_key_heads || m.attention_gate || (m.experts && m.shared_expert_gate); }
@@ -171,11 +172,11 @@ bool has_any_of_gpt_oss(const ModelConfig& m) {
 
 Architecture gpt_oss(const ModelConfig& m) {
   if (m.out_bias && m.attention_sinks && m.experts && m.expert_linear_bias && m.expert_gate_limit > 0 && m.qkv_bias && m.normalize_experts &&
-      !m.qk_norm && !m.kv_lora_rank && !has_deepseek_experts(m) && !has_any_of_gemma(m))
+      !m.qk_norm && !m.rotary_dim && !m.kv_lora_rank && !has_deepseek_experts(m) && !has_any_of_gemma(m))
     return {"gpt_oss", "GptOssForCausalLM"};
   fail<ConfigError>("[weights] model.out_bias, .attention_sinks, .expert_linear_bias and .expert_gate_limit are published all together, with "
-                    "model.qkv_bias and .normalize_experts, and without norms of queries, latent attention and what is DeepSeek's or Gemma's "
-                    "(gpt_oss): this model cannot be written as one");
+                    "model.qkv_bias and .normalize_experts, and without norms of queries, model.rotary_dim, latent attention and what is DeepSeek's "
+                    "or Gemma's (gpt_oss): this model cannot be written as one");
 }
 
 Architecture smollm3(const ModelConfig& m) {
@@ -389,6 +390,7 @@ void write_llama(const ModelConfig& m, const std::string& type, Json& json) {
     Json::Array rotated;
     for (int64_t i = 0; i < m.layers; ++i) rotated.push_back(static_cast<int64_t>((i + 1) % m.nope_every != 0));
     json.set("no_rope_layers", rotated).set("no_rope_layer_interval", m.nope_every).set("use_sliding_window", false);
+    json.set("pad_token_id", Json());  // else it is SmolLM3's own, which a smaller vocabulary has not
   }
   if (type != "gpt_oss") return;
   json.set("attention_bias", true).set("swiglu_limit", m.expert_gate_limit).set("swiglu_alpha", m.expert_gate_alpha);

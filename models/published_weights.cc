@@ -142,6 +142,7 @@ class Loader {
     };
     for (const auto& [name, file] : there) {
       const std::string own = names.back(name);
+      if (own == "lm_head.weight" && model.tie_embeddings) check_tied(name);
       if (!own.empty() && !known.contains(name) && !is_of_mtp(name) && !is_redundant(model, own))
         fail<CheckpointError>("[weights] '", file->path(), "': ", json_string(name), " ", file->at(name).dtype,
                               file->at(name).shape, " is nothing that this ", model.type, " of ", model.layers,
@@ -220,6 +221,23 @@ class Loader {
     return bytes;
   }
 
+  // A head in the files of a model that has none of its own: the table once more, or config.json does not say what the weights are.
+  // Looked at are both ends.
+  void check_tied(const std::string& head) const {
+    const PublishedSource& table = parts_.at(parts_.contains("wte.weight") ? "wte.weight" : "embedding.weight").front();
+    const SafetensorsFile& file = *files_.tensors().at(head);
+    const SafetensorsEntry &a = file.at(head), &b = table.file->at(table.name);
+    const int64_t count = a.shape.numel(), looked = std::min<int64_t>(count, 2048);
+    const auto elements = [&](const SafetensorsFile& of, const std::string& name, int64_t begin) {
+      std::vector<char> bytes(static_cast<size_t>(looked) * size_of(of.at(name).dtype));
+      of.read(name, begin, begin + looked, bytes.data());
+      return bytes;
+    };
+    const auto differ = [&](int64_t begin) { return elements(file, head, begin) != elements(*table.file, table.name, begin); };
+    if (a.shape == b.shape && (a.dtype != b.dtype || !(differ(0) || differ(count - looked)))) return;
+    fail<CheckpointError>("[weights] '", file.path(), "': ", json_string(head), " is not ", json_string(table.name), ", though config.json has them tied "
+                          "(tie_word_embeddings)");
+  }
   PublishedSource find(const PublishedTensor& t, const std::string& name) const {
     if (t.mxfp4) return find_mxfp4(t, name);
     const auto [file, entry] = find(t, name, t.shape, [](const SafetensorsEntry& e) { return is_floating(e.dtype) || e.e4m3; },

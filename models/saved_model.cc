@@ -12,6 +12,18 @@
 namespace sheaf::models {
 namespace {
 
+// Tokens can be evaluated without it, so it is no error before somebody asks for it.
+void read_text(SavedModel& out, const std::string& folder, const std::string& fits = {}) {
+  try {
+    PublishedText text = read_published_text(folder);
+    if (const int64_t known = text.tokenizer->least_vocab(); !fits.empty() && known > out.vocab)
+      fail<ConfigError>(fits, ": the tokenizer has ", known, " tokens, the model ", out.vocab);
+    out.text = std::move(text);
+  } catch (const Error&) {
+    out.unreadable = std::current_exception();
+  }
+}
+
 SavedModel from_run(const char* who, const std::string& folder, const CheckpointGroup& group) {
   auto checkpoint = Checkpoint::open_newest(folder + "/checkpoints", warn_on_stderr, group);
   if (!checkpoint)
@@ -22,7 +34,7 @@ SavedModel from_run(const char* who, const std::string& folder, const Checkpoint
   const std::string config = state.weights ? published_config_file(state.weights->path) : "";
   if (!state.tokenizer && !config.empty() && has_published_text(parent_of(config))) {
     // It read what was tokenized before: where it started from published weights, by their tokenizer.
-    out.text = read_published_text(parent_of(config));
+    read_text(out, parent_of(config));
   } else if (!state.tokenizer) {
     out.no_tokenizer = str("the run was trained on token files, without data.tokenizer gpt2, llama3, huggingface or byte",
                            state.weights ? str(", and there is none in '", state.weights->path, "', from where it started") : "", ": it has no tokenizer");
@@ -39,9 +51,7 @@ SavedModel from_published(const char* who, const std::string& folder) {
   SavedModel out{.model = read_published_config(config), .origin = files->path(), .digest = files->digest()};
   out.vocab = out.model.vocab;
   if (has_published_text(beside)) {
-    out.text = read_published_text(beside);
-    if (const int64_t known = out.text.tokenizer->least_vocab(); known > out.vocab)
-      fail<ConfigError>("[", who, "] '", folder, "': the tokenizer has ", known, " tokens, the model ", out.vocab);
+    read_text(out, beside, str("[", who, "] '", folder, "'"));
   } else {
     out.no_tokenizer = str("'", beside, "' has neither tokenizer.json nor GPT-2's vocab.json and merges.txt");
   }
@@ -58,6 +68,12 @@ void SavedModel::quantize(const char* who, const std::string& format) {
   check<ConfigError>(model.quantize == "none", "[", who, "] quantize ", format, ": the weights in '", origin, "' rest in ",
                      model.quantize, " blocks");
   model.quantize = format;
+}
+
+void SavedModel::expect_tokenizer(const std::string& who) const {
+  if (text.tokenizer) return;
+  if (unreadable) std::rethrow_exception(unreadable);
+  fail<ConfigError>(who, no_tokenizer);
 }
 
 bool has_published_weights(const std::string& folder) {

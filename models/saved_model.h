@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <string>
 
@@ -16,13 +17,16 @@ struct SavedModel {
   ModelConfig model;                       ///< vocab may be 0; with fewer MTP layers it loads, too
   int64_t vocab = 0;
   PublishedText text = {};                 ///< what it reads and writes; without a tokenizer where none is known
-  std::string no_tokenizer = {};           ///< then: why
+  std::string no_tokenizer = {};           ///< then: why, or
+  std::exception_ptr unreadable = {};      ///< what reading it has thrown
   std::string origin = {};                 ///< path of the checkpoint or the weights
   std::string digest = {};                 ///< of what is there: the same on all ranks, if it is
   std::function<void(Decoder&)> load = {};  ///< fills a materialized model, which may be cut over the ranks of the group
 
   /// Its matrices are to rest in these blocks, "none" being as it says itself. ConfigError, in the name of `who`, if it has others.
   void quantize(const char* who, const std::string& format);
+  /// Throws what reading it has thrown, or ConfigError, if there is no tokenizer for what `who` names.
+  void expect_tokenizer(const std::string& who) const;
 };
 
 /// Whether `folder` has published weights, and not a run's checkpoints.

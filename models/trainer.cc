@@ -31,12 +31,13 @@ void require_same_data(World& world, const Corpus& corpus, const SplitState& tra
 }
 
 // What lies beside weights, if it can be read: they can be trained without.
-PublishedText published_text(const std::string& weights) {
+PublishedText published_text(const std::string& weights, std::string& error) {
   const std::string config = published_config_file(weights);
   if (config.empty() || !has_published_text(parent_of(config))) return {};
   try {
     return read_published_text(parent_of(config));
-  } catch (const Error&) {
+  } catch (const Error& e) {
+    error = e.what();
     return {};
   }
 }
@@ -127,6 +128,8 @@ void Trainer::lock_folder() {
                       "output.folder");
   if (lock_->state() == FileLock::State::impossible)
     options_.warn(str("the file system of '", folder, "' has no locks: no other run must write there"));
+  // Of a save that failed, as on a full disk, where nothing else can be written.
+  for (const std::string& parent : {folder, best_folder()}) remove_leftovers(parent + "/checkpoints");
 }
 
 // A run that has a checkpoint needs them no more: they may be gone.
@@ -142,7 +145,7 @@ void Trainer::find_weights() {
   }
   files_ = PublishedFiles::open(path);
   check_weights(*files_, config_.model);
-  files_text_ = published_text(path);
+  files_text_ = published_text(path, files_text_error_);
   weights_ = {path, files_->digest(), files_text_.before};
 }
 
@@ -153,7 +156,9 @@ void Trainer::open_questions() {
   const std::shared_ptr<const Tokenizer> tokenizer = corpus_.tokenizer ? corpus_.tokenizer : beside.tokenizer;
   if (!tokenizer)
     fail<ConfigError>("[data] data.choices '", config_.data.choices, "' are texts, and token files do not say how to encode them",
-                      weights_ ? str(", nor is there a tokenizer in '", weights_->path, "'") : "",
+                      !files_text_error_.empty() ? str(", nor can the tokenizer in '", weights_->path, "' be read (", files_text_error_, ")")
+                      : weights_                 ? str(", nor is there a tokenizer in '", weights_->path, "'")
+                                                 : "",
                       ": give data.tokenizer gpt2, llama3, huggingface or byte");
   ChoiceQuestions::Options options{.context = config_.model.context, .vocab = config_.model.vocab, .most = config_.train.eval_questions};
   if (weights_) options.before = weights_->before;

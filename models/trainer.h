@@ -95,6 +95,7 @@ class Trainer {
   SplitState train_data_, val_data_;
   std::optional<PublishedFiles> files_;  ///< that config.model.weights names, until they are read
   PublishedText files_text_;             ///< beside them, until it is asked for
+  std::string files_text_error_;         ///< why it could not be read
   std::optional<WeightsState> weights_;  ///< that the run started from
   TrainingWindows windows_;
   std::vector<Validation> validation_;

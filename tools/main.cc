@@ -223,6 +223,31 @@ void take_rest(sheaf::distributed::LaunchOptions& launch, const Words& rest) {
         "; usage: sheaf launch --nproc-per-node N [--threads-per-rank T] [--no-pin] [--max-restarts R] -- COMMAND ...");
 }
 
+// Paths are words whatever they begin with: the parser takes those in brackets for lists.
+Words with_paths(Words words) {
+  for (size_t i = 1; i < words.size(); ++i)
+    if (words[i].starts_with('[') && !words[i - 1].starts_with("--")) words[i].insert(0, "./");
+  return words;
+}
+
+// An option of the configuration and its value become one word, whatever the value begins with.
+Words with_values(const Words& words) {
+  Words out;
+  for (size_t i = 0; i < words.size(); ++i) {
+    const std::string& word = words[i];
+    const bool names_key = word.starts_with("--") && word.find('.') != std::string::npos && word.find('=') == std::string::npos;
+    out.push_back(names_key && i + 1 < words.size() ? word + "=" + words[++i] : word);
+  }
+  return out;
+}
+
+Words words_for(std::string_view command, Words words) {
+  if (command == "tokenize" || command == "train-tokenizer") return with_paths(std::move(words));
+  for (const std::string_view configured : {"train", "generate", "evaluate", "tape", "plan"})
+    if (command == configured) return with_values(words);
+  return words;
+}
+
 int run(int argc, char** argv) {
   CLI::App app("Sheaf: a deep-learning framework in which sharding is a tensor's type.", "sheaf");
   app.set_version_flag("--version", sheaf::str("sheaf ", sheaf::kVersion, " (CPU",
@@ -263,7 +288,9 @@ int run(int argc, char** argv) {
   // What follows "--" is the launched command's own, and not for the parser.
   char** const end = word == "launch" ? std::find(argv, argv + argc, std::string_view("--")) : argv + argc;
   try {
-    app.parse(static_cast<int>(end - argv), argv);
+    Words words = words_for(word, Words(argv + 1, end));
+    std::ranges::reverse(words);  // as the parser wants them
+    app.parse(std::move(words));
   } catch (const CLI::ParseError& e) {
     if (e.get_exit_code() != 0) return report(e.what(), static_cast<int>(sheaf::ExitCode::kConfig));
     app.exit(e);  // --help

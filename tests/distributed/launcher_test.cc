@@ -66,6 +66,15 @@ TEST(Launcher, PassesSignalsOn) {
   EXPECT_LT(r.seconds, 5.0);
 }
 
+// A rank that fails on its way out, as where a checkpoint cannot be saved, and ranks that had come to their end.
+TEST(Launcher, ASignalHidesNoFailureAndMakesNone) {
+  for (const auto& [scenario, code] : {std::pair{"launch/2/trap74", 74}, {"launch/2/trap0", 0}}) {
+    const auto r = run_processes({.scenario = scenario, .ranks = 1, .own_variables = false, .limit = 20, .signal = SIGTERM, .signal_after = 1.0})[0];
+    EXPECT_EQ(r.code, code) << r.output;
+    EXPECT_EQ(r.output.find("stopped by signal") != std::string::npos, code != 0) << r.output;
+  }
+}
+
 // As under nohup, or behind `&` in a script.
 TEST(Launcher, IgnoresWhatWasIgnoredWhenItStarted) {
   for (const int signal : {SIGHUP, SIGINT}) {

@@ -87,6 +87,13 @@ TEST(PublishedFiles, TensorsThatDoNotFit) {
   const Copy tied(kGpt2);
   tied.rewrite([](Tensors& t) { t["lm_head.weight"] = t.at("transformer.wte.weight"); });
   EXPECT_GT(tied.load(), 0);
+  for (const bool at_end : {false, true}) {  // and one that is another contradicts it
+    tied.rewrite([&](Tensors& t) {
+      auto& bytes = (t["lm_head.weight"] = t.at("transformer.wte.weight")).bytes;
+      bytes[at_end ? bytes.size() - 1 : 0] ^= std::byte{1};
+    });
+    EXPECT_THAT(tied.refused(), HasSubstr("\"lm_head.weight\" is not \"transformer.wte.weight\", though config.json has them tied"));
+  }
   tied.rewrite([](Tensors& t) { t.erase("lm_head.weight"); });
   tied.replace("config.json", "\"tie_word_embeddings\": true", "\"tie_word_embeddings\": false");
   EXPECT_THAT(tied.refused(), HasSubstr("has no \"lm_head.weight\" [29,12], of which the model's head.weight is made"));
@@ -154,6 +161,7 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(refused(kLlama, "attention_bias", true), HasSubstr("attention_bias is true: Sheaf's llama has no biases in both"));
   EXPECT_THAT(refused(kLlama, "mlp_bias", true), HasSubstr("mlp_bias is true"));
   const std::string smol = "tests/models/published/smollm3_f32_listed";
+  EXPECT_EQ(models::published_config(models::read_published_config(smol + "/config.json")).at("pad_token_id"), Json());
   for (const Json::Array& rotated : {Json::Array{0, 1, 1, 1}, {1, 0, 1, 1}, {1, 0, 0, 1}})
     EXPECT_THAT(refused(smol, "no_rope_layers", rotated), HasSubstr("Sheaf's models have no rotary positions in every N-th layer, or in none"));
   for (const Json::Array& none : {Json::Array{1, 1, 0}, {1, 1, 2, 1}, {1, true, 1, 1}})

@@ -112,7 +112,8 @@ TEST(PublishedGptOssConfig, WhatNobodyHasPublishedIsNotWritten) {
                               +[](ModelConfig& m) { m.experts = 0; }, +[](ModelConfig& m) { m.qk_norm = true; },
                               +[](ModelConfig& m) { m.expert_bias = true; }, +[](ModelConfig& m) { m.expert_affinity = "sigmoid"; },
                               +[](ModelConfig& m) { m.shared_experts = 1; }, +[](ModelConfig& m) { m.dense_layers = 1; },
-                              +[](ModelConfig& m) { m.gelu_gate = true; }, +[](ModelConfig& m) { m.window_rope_theta = 5; }})
+                              +[](ModelConfig& m) { m.gelu_gate = true; }, +[](ModelConfig& m) { m.window_rope_theta = 5; },
+                              +[](ModelConfig& m) { m.rotary_dim = 4; }})
     EXPECT_THAT(refusal(kDense, change), cannot);
   for (const Change change : {+[](ModelConfig& m) { m.out_bias = true; }, +[](ModelConfig& m) { m.attention_sinks = true; }}) {
     EXPECT_THAT(refusal(kLlama, change), cannot);

@@ -107,6 +107,7 @@ TEST(PublishedOlmoConfig, WhatNobodyPublishesIsRefused) {
   EXPECT_THAT(refused(kOlmo3, [](ModelConfig& m) { m.window_rope_theta = 0; }), HasSubstr("whose blocks have model.window_rope_theta, olmo3"));
   EXPECT_THAT(refused(kOlmoe, [](ModelConfig& m) { m.post_norms = true; }), HasSubstr("olmoe"));
   EXPECT_THAT(refused(kOlmoe, [](ModelConfig& m) { m.expert_bias = true; }), HasSubstr("olmoe"));
+  EXPECT_THAT(refused(kOlmoe, [](ModelConfig& m) { m.head_dim *= 2; }), HasSubstr("heads that are together as wide as the model (olmoe)"));
   EXPECT_THAT(refused(kGemma3, [](ModelConfig& m) { m.pre_norms = false; }), HasSubstr("cannot be written as one"));
 }
 

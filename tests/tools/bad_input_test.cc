@@ -126,6 +126,15 @@ TEST(BadInput, CommandLine) {
               "nothing trained");
 }
 
+// Whatever they begin with, values are values, and paths are paths.
+TEST(BadInput, WordsThatLookLikeOptions) {
+  Folder f;
+  expect_line(run_sheaf({"generate", f / "none", "--generate.prompt", "-h"}), 65, {"no checkpoint in " + f / "none"}, "a prompt of -h");
+  expect_line(run_sheaf({"generate", "--generate.prompt", "--output", f / "none"}), 65, {"no checkpoint in " + f / "none"}, "of an option's name");
+  expect_line(run_sheaf({"evaluate", "--data.corpus", "c.txt", f / "none"}), 65, {"no checkpoint in " + f / "none"}, "a folder behind an option");
+  expect_line(run_sheaf({"tokenize", "[none.txt]", f / "out.bin", "--tokenizer", "byte"}), 65, {"[none.txt]"}, "a path in brackets");
+}
+
 TEST(BadInput, FactorsOfParameters) {
   Folder f;
   for (const char* option : {"train.lr_factors", "train.weight_decay_factors"}) {

@@ -208,6 +208,29 @@ TEST(Evaluate, PublishedWeights) {
   expect_refused(words, 64, Words{"data.choices", "has neither tokenizer.json nor"});
 }
 
+// Tokens need no tokenizer, so one that Sheaf does not know is in the way of texts alone.
+TEST(Evaluate, BesideATokenizerThatCannotBeRead) {
+  const Folder folder;
+  const std::string weights = folder / "weights";
+  std::filesystem::copy(kLlama, weights);
+  std::ofstream(weights + "/tokenizer.json") << R"({"model": {"type": "Unigram", "vocab": []}})";
+  const Words tokens = {"--data.val_file", folder / "tokens.bin"};
+  const Outcome r = run_sheaf(evaluate(weights, tokens)), same = run_sheaf(evaluate(kLlama, tokens));
+  ASSERT_EQ(r.code, 0) << r.err;
+  EXPECT_EQ(loss_in(r.out), loss_in(same.out));
+  const Words train = Words{"train", "--model.weights", weights, "--data.train_file", folder / "tokens.bin", "--output.folder", folder / "run",
+                            "--train.steps", "1", "--train.lr", "0"} + tokens;
+  expect_refused(run_sheaf(train + Words{"--data.choices", kQuestions}), 64, Words{"data.choices", "nor can the tokenizer in", "Unigram"});
+  ASSERT_EQ(run_sheaf(train).code, 0);
+  const Outcome run = run_sheaf(evaluate(folder / "run"));
+  ASSERT_EQ(run.code, 0) << run.err;
+  EXPECT_NEAR(loss_in(run.out), loss_in(r.out), 1e-5);
+  for (const std::string& of : {weights, folder / "run"}) {
+    expect_refused(run_sheaf(evaluate(of, {"--data.choices", kQuestions})), 65, Words{"tokenizer.json", "Unigram"});
+    expect_refused(run_sheaf({"generate", of}), 65, Words{"tokenizer.json", "Unigram"});
+  }
+}
+
 TEST(Evaluate, WhatDoesNotFitIsRefused) {
   const Folder folder;
   ASSERT_EQ(folder.train("run", {}).code, 0);
