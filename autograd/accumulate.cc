@@ -97,13 +97,13 @@ void ReversePass::add_to_slot(NodeId node, ValueId v, Tensor g) {
   const ValueState& s = recording_.state(v);
   GroupState& group = group_state(s.group);
   const auto leaf = static_cast<size_t>(s.leaf_index);
-  if (group.later) {
+  if (group.defers_weights) {
     group.contributed[leaf] = true;
-    recording_.late_weights_.back().parts.push_back({.node = node, .leaf = v, .gradient = std::move(g)});
+    recording_.deferred_weights_.back().parts.push_back({.node = node, .leaf = v, .gradient = std::move(g)});
     return;
   }
   const Tensor& slot = slot_of(group, s.leaf_index, node);
-  std::erase_if(recording_.ahead_, [&](const auto& a) { return a.group == s.group && a.node == node; });
+  std::erase_if(recording_.early_gradients_, [&](const auto& a) { return a.group == s.group && a.node == node; });
   if (g.storage() != slot.storage() || g.byte_offset() != slot.byte_offset()) {  // else it was computed there
     if (group.contributed[leaf]) add_gradient(slot, g);
     else store_gradient(slot, g);
@@ -113,7 +113,7 @@ void ReversePass::add_to_slot(NodeId node, ValueId v, Tensor g) {
 
 // For what `node` puts there.
 const Tensor& ReversePass::slot_of(GroupState& group, int leaf, NodeId node) {
-  recording_.clear_slots(group.group.get(), node);
+  recording_.evict_early_gradients(group.group.get(), node);
   Tensor& slot = group.slots[static_cast<size_t>(leaf)];
   if (!slot) slot = group.group->slot(leaf);
   return slot;
@@ -133,7 +133,7 @@ ReversePass::GroupState& ReversePass::group_state(LeafGroup* group) {
         if (const auto it = std::ranges::find_if(s.groups, is_it); it != s.groups.end()) return &*it;
       return nullptr;
     };
-    if (GroupState* found = in(recording_.waiting_)) return *found;
+    if (GroupState* found = in(recording_.pending_segments_)) return *found;
     for (auto& [loss, remaining] : recording_.remaining_)
       if (GroupState* found = in(remaining.segments)) return *found;
   }

@@ -4,7 +4,7 @@
 #include <ranges>
 #include <utility>
 
-#include "sheaf/autograd/apply_again.h"
+#include "sheaf/autograd/replay_node.h"
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/reverse_pass.h"
 
@@ -14,7 +14,7 @@ void Recording::backward(const Tensor& loss, const BackwardOptions& options) {
   expect_current("backward");
   const ValueId v = value_of(loss);
   if (v < 0) fail<LifetimeError>("[backward] the loss is not a value of this recording");
-  if (tape_.value(v).producer < segment_begin_ && !any_contains(waiting_, tape_.value(v).producer) && !remaining_.contains(v))
+  if (tape_.value(v).producer < segment_begin_ && !any_contains(pending_segments_, tape_.value(v).producer) && !remaining_.contains(v))
     fail<LifetimeError>("[backward] the loss ", loss.type(), " was computed before the last backward of this recording, ",
                         "which freed what its gradient needs: add the losses and call backward once");
   if (!state(v).needs_grad) fail<LifetimeError>("[backward] no trainable parameter leads to the loss ", loss.type());
@@ -22,16 +22,16 @@ void Recording::backward(const Tensor& loss, const BackwardOptions& options) {
   ReversePass pass(*this, ReversePass::Leaves::slots, /*keep=*/false);
   pass.want_parameters();
   pass.last_micro_batch_ = options.last_micro_batch;
-  ++turn_;
-  pass.parts_ = take_parts(v, options.one_part);
-  for (GroupState& g : groups_) g.later = false;  // of one that failed
+  ++epoch_;
+  pass.parts_ = take_parts(v, options.last_part_only);
+  for (GroupState& g : groups_) g.defers_weights = false;  // of one that failed
   for (const auto& group : all_groups_) group->backward_begins();
-  if (options.weights_later) pass.choose_late_groups();
+  if (options.defer_weights) pass.mark_deferring_groups();
   try {
     pass.run(loss);
   } catch (...) {
     remaining_.erase(v);  // its gradients are lost
-    if (options.weights_later) late_weights_.pop_back();
+    if (options.defer_weights) deferred_weights_.pop_back();
     throw;
   }
   if (pass.parts_.remaining && !pass.parts_.leaves_some()) remaining_.erase(v);
@@ -49,7 +49,7 @@ std::vector<Tensor> Recording::gradient(const Tensor& y, std::span<const Tensor>
   }
   ReversePass pass(*this, ReversePass::Leaves::values, options.keep);
   pass.want(ids);
-  if (options.keep) begin_order();
+  if (options.keep) begin_derivative();
   pass.run(y);
   std::vector<Tensor> out;
   for (size_t i = 0; i < ids.size(); ++i) {
@@ -97,7 +97,7 @@ void ReversePass::want(std::span<const ValueId> xs) {
     // however often it was gathered. So do those of a value that was computed again and of its copies.
     const auto is_same = [&](ValueId v) {
       const auto& s = recording_.state(v);
-      return v == x || (group && s.group == group && s.leaf_index == leaf) || s.copy_of == x;
+      return v == x || (group && s.group == group && s.leaf_index == leaf) || s.original == x;
     };
     ValueId sum = -1;
     for (ValueId v = 0; v < static_cast<ValueId>(tape_.num_values()); ++v) {
@@ -130,7 +130,7 @@ ReversePass::Running::~Running() { recording.pass_ = nullptr; }
 void ReversePass::run(const Tensor& y) {
   if (recording_.in_region_) fail<LifetimeError>("[backward] inside of a RecomputeScope: it must end first");
   const Running running(*this);
-  recording_.take_back_offloaded();
+  recording_.complete_offloads();
   const NodeId end = tape_.num_nodes();
   gradients_.assign(tape_.num_values(), Tensor());
   if (to_slots() && parts_.remaining && parts_.remaining->begun) {
@@ -142,20 +142,20 @@ void ReversePass::run(const Tensor& y) {
   }
   if (!to_slots()) {
     reverse_through(0, end);
-    compute_aside();
+    compute_overlapped();
     return pass_groups(-1);
   }
   const auto& segments = parts_.segments;
   for (size_t s = segments.size(); s-- > 0;) reverse_through(segments[s].begin, segments[s].end);
-  compute_aside();
+  compute_overlapped();
   if (!segments.empty()) finish_groups(segments.front().begin - 1);
   if (parts_.remaining) recording_.keep_gradients_for(*parts_.remaining);
   gradients_.clear();
   for (size_t i = 0; i < recording_.groups_.size(); ++i) recording_.groups_[i].group->backward_ended();
-  if (last_micro_batch_ && !weights_later_ && !parts_.leaves_some()) recording_.take_back_all();
+  if (last_micro_batch_ && !defers_weights_ && !parts_.leaves_some()) recording_.complete_sends();
   std::erase_if(recording_.groups_, [](const GroupState& g) { return g.first_use >= 0; });  // others are gathered ahead
   recording_.segment_begin_ = tape_.num_nodes();
-  recording_.order_ = 0, recording_.is_derivative_ = false;
+  recording_.derivative_order_ = 0, recording_.is_derivative_ = false;
 }
 
 void ReversePass::reverse_through(NodeId begin, NodeId end) {
@@ -167,7 +167,7 @@ void ReversePass::reverse_through(NodeId begin, NodeId end) {
     if (n.op) differentiate(id, n);
     if (keep_) continue;
     if (n.op) release_saves(id);
-    pass_regions(id, end);
+    release_regions(id, end);
   }
 }
 
@@ -198,17 +198,17 @@ void ReversePass::finish_groups(NodeId node) {
       if (!groups[i].finished && groups[i].first_use > node && (next == groups.size() || groups[i].first_use >= groups[next].first_use))
         next = i;
     if (next == groups.size()) return;
-    compute_aside();
+    compute_overlapped();
     groups[next].finished = true;
     if (groups[next].constant && std::ranges::none_of(groups[next].contributed, std::identity())) {
       groups[next].group->pass_constant();
       continue;
     }
-    if (!in_weights_) groups[next].group->pass();
-    if (groups[next].later) {
-      finish_late(groups[next]);
+    if (!in_backward_weights_) groups[next].group->pass();
+    if (groups[next].defers_weights) {
+      finish_deferring(groups[next]);
     } else {
-      recording_.clear_slots(groups[next].group.get(), -1);
+      recording_.evict_early_gradients(groups[next].group.get(), -1);
       groups[next].group->finish(groups[next].contributed);
     }
     std::fill(groups[next].slots.begin(), groups[next].slots.end(), Tensor());
@@ -223,7 +223,7 @@ void ReversePass::pass_groups(NodeId node) {
   };
   if (direction_) add_directional(node);
   if (!keep_) pass(recording_.groups_);  // else those of this derivative
-  for (const recorded::Segment& s : recording_.waiting_) pass(s.groups);
+  for (const recorded::Segment& s : recording_.pending_segments_) pass(s.groups);
   for (const auto& [loss, remaining] : recording_.remaining_)
     for (const recorded::Segment& s : remaining.segments) pass(s.groups);
 }
@@ -240,11 +240,11 @@ void ReversePass::release_saves(NodeId node) {
   for (int o = 0; o < n.num_outputs && out; ++o)
     if (out & Recording::bit(o)) drop(tape_.output(n, o));
   in = out = 0;
-  for (const auto& a : recording_.ahead_)
+  for (const auto& a : recording_.early_gradients_)
     if (a.node == node) a.group->drop_slots();
-  std::erase_if(recording_.ahead_, [node](const auto& a) { return a.node == node; });
+  std::erase_if(recording_.early_gradients_, [node](const auto& a) { return a.node == node; });
   // What it would be computed from again is gone: who saves it from here on keeps it.
-  if (n.op->cheap >= 0) recording_.states_[tape_.output(n, n.op->cheap)].made_again = false;
+  if (n.op->rematerializable >= 0) recording_.states_[tape_.output(n, n.op->rematerializable)].rematerialized = false;
 }
 
 }  // namespace sheaf

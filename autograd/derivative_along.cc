@@ -40,7 +40,7 @@ Tensor Recording::derivative_along(const Tensor& y, const Direction& direction) 
   expect_scalar(y);
   ReversePass pass(*this, ReversePass::Leaves::direction, /*keep=*/true);
   pass.want_parameters();
-  begin_order();
+  begin_derivative();
   ReversePass::DirectionalSum along{.direction = direction, .dtype = y.dtype()};
   pass.direction_ = &along;
   pass.run(y);
@@ -55,7 +55,7 @@ void ReversePass::add_directional(NodeId node) {
   const auto is_behind = [&](const DirectionalSum::Part& part) {
     const auto is_groups = [&](const GroupState& g) { return g.group.get() == part.group; };
     NodeId first = tape_.num_nodes();  // use of any segment: it may be open since an earlier one
-    for (const recorded::Segment& s : recording_.waiting_) {
+    for (const recorded::Segment& s : recording_.pending_segments_) {
       const auto own = std::ranges::find_if(s.groups, is_groups);
       if (own == s.groups.end()) continue;
       if (s.begin <= part.from && part.from < s.end) return own->first_use > node;

@@ -13,8 +13,8 @@ namespace sheaf {
 /// Leaves that are gathered, reduced and updated together: a unit of parameters. Implemented by distributed/.
 ///
 /// [Note: slots] The gradients of a group's leaves live in one buffer, its slots, which is what the reduction sends. The
-/// first contribution of a backward is stored there by the kernel that computes it (or was in the forward, see [Note: gradients
-/// ahead]), later ones are added. finish() is called once per backward, when the reverse pass has left the group's first use behind,
+/// first contribution of a backward is stored there by the kernel that computes it (or was in the forward, see [Note: early
+/// gradients]), later ones are added. finish() is called once per backward, when the reverse pass has left the group's first use behind,
 /// with what was contributed (and once more for each order of derivatives that uses it, see [Note: directions]); pass() before it, or in the backward
 /// of which the gradients come later.
 class LeafGroup {
@@ -25,7 +25,7 @@ class LeafGroup {
   /// Uninitialised memory of the leaf's gradient in the slots, of the dual of the value's type.
   virtual Tensor slot(int index) = 0;
   /// Whether a gradient of that type may be put into the leaf's slot before there is a backward: nobody uses the slots yet.
-  virtual bool takes_ahead(int /*index*/, const Type& /*gradient*/) const { return false; }
+  virtual bool accepts_early_gradient(int /*index*/, const Type& /*gradient*/) const { return false; }
   /// Nothing that is in the slots is wanted.
   virtual void drop_slots() {}
   /// Memory of its own of the slot's type, for a gradient that waits until it may go there.

@@ -11,28 +11,28 @@
 namespace sheaf {
 
 void Recording::next_micro_batch(int64_t first_sample, const Tensor& random_state) {
-  begin_turn(first_sample, random_state);
+  begin_part(first_sample, random_state);
   calls_[first_sample].clear();
   micro_batch_ = micro_batch_of_[first_sample] = ++micro_batches_;
 }
 
 void Recording::resume_micro_batch(int64_t first_sample, const Tensor& random_state) {
-  begin_turn(first_sample, random_state);
+  begin_part(first_sample, random_state);
   micro_batch_ = micro_batch_of_[first_sample];
 }
 
-void Recording::begin_turn(int64_t first_sample, const Tensor& random_state) {
+void Recording::begin_part(int64_t first_sample, const Tensor& random_state) {
   if (std::ranges::any_of(groups_, [](const GroupState& g) { return g.first_use >= 0; })) end_segment();
-  ++turn_;
-  order_ = 0, is_derivative_ = false;
+  ++epoch_;
+  derivative_order_ = 0, is_derivative_ = false;
   options_.first_sample = first_sample;
   random_state_ = random_state;
 }
 
 // A derivative that can be differentiated uses once more what is there: see [Note: directions].
-void Recording::begin_order() {
+void Recording::begin_derivative() {
   if (std::ranges::any_of(groups_, [](const GroupState& g) { return g.first_use >= 0; })) end_segment(), is_derivative_ = true;
-  ++order_;
+  ++derivative_order_;
 }
 
 // What was gathered ahead, and not used, is for what comes next.
@@ -40,17 +40,17 @@ void Recording::end_segment() {
   const auto ahead = std::ranges::stable_partition(groups_, [](const GroupState& g) { return g.first_use >= 0; }).begin();
   std::vector<GroupState> next(std::make_move_iterator(ahead), std::make_move_iterator(groups_.end()));
   groups_.erase(ahead, groups_.end());
-  waiting_.push_back({segment_begin_, tape_.num_nodes(), std::exchange(groups_, std::move(next)), micro_batch_, std::exchange(is_derivative_, false)});
+  pending_segments_.push_back({segment_begin_, tape_.num_nodes(), std::exchange(groups_, std::move(next)), micro_batch_, std::exchange(is_derivative_, false)});
   segment_begin_ = tape_.num_nodes();
 }
 
 // What a backward of this loss differentiates: all that leads to it, or the last part of that.
-recorded::Parts Recording::take_parts(ValueId loss, bool one_part) {
+recorded::Parts Recording::take_parts(ValueId loss, bool last_part_only) {
   const auto begun = remaining_.find(loss);
-  if (begun == remaining_.end() && waiting_.empty()) return {.segments = {{segment_begin_, tape_.num_nodes(), {}}}};
+  if (begun == remaining_.end() && pending_segments_.empty()) return {.segments = {{segment_begin_, tape_.num_nodes(), {}}}};
   if (tape_.num_nodes() > segment_begin_) end_segment();
   std::vector<Segment> segments = begun == remaining_.end() ? take_segments_of(loss) : std::move(begun->second.segments);
-  size_t first = one_part ? segments.size() : 0;
+  size_t first = last_part_only ? segments.size() : 0;
   const auto is_no_part = [](const Segment& s) { return s.groups.empty() || s.is_derivative; };
   while (first > 0 && std::all_of(segments.begin() + static_cast<std::ptrdiff_t>(first), segments.end(), is_no_part))
     --first;  // what was computed of a loss alone is no part, nor is a derivative
@@ -71,7 +71,7 @@ recorded::Parts Recording::take_parts(ValueId loss, bool one_part) {
 // One state for each group, whose uses begin with the first; and one for its uses in derivatives of each order.
 void Recording::take_groups(std::vector<GroupState>& groups) {
   for (GroupState& g : groups) {
-    const auto own = std::ranges::find_if(groups_, [&](const GroupState& o) { return o.group == g.group && o.order == g.order; });
+    const auto own = std::ranges::find_if(groups_, [&](const GroupState& o) { return o.group == g.group && o.derivative_order == g.derivative_order; });
     if (own == groups_.end()) groups_.push_back(std::move(g));
     else own->first_use = std::min(own->first_use, g.first_use);
   }
@@ -84,10 +84,10 @@ std::vector<recorded::Segment> Recording::take_segments_of(ValueId loss) {
   leads[static_cast<size_t>(loss)] = true;
   std::vector<Segment> taken;  // the last first
   std::vector<NodeId> ends;    // of those that are taken whole
-  for (size_t s = waiting_.size(); s-- > 0;) {
+  for (size_t s = pending_segments_.size(); s-- > 0;) {
     const size_t before = taken.size();
     bool used = false;  // parameters of this segment
-    for (NodeId id = waiting_[s].end - 1; id >= waiting_[s].begin; --id) {
+    for (NodeId id = pending_segments_[s].end - 1; id >= pending_segments_[s].begin; --id) {
       const Node& n = tape_.node(id);
       bool leading = false;
       for (int o = 0; o < n.num_outputs; ++o)
@@ -101,28 +101,28 @@ std::vector<recorded::Segment> Recording::take_segments_of(ValueId loss) {
       }
     }
     if (!used) continue;
-    ends.push_back(waiting_[s].end);
+    ends.push_back(pending_segments_[s].end);
     taken.resize(before);
-    taken.push_back(std::move(waiting_[s]));
-    waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(s));
+    taken.push_back(std::move(pending_segments_[s]));
+    pending_segments_.erase(pending_segments_.begin() + static_cast<std::ptrdiff_t>(s));
   }
   // With a part of a micro-batch go those before it, though all that they use may be frozen.
-  for (size_t s = waiting_.size(); s-- > 0;) {
-    const auto is_part_of = [&](const Segment& t) { return !t.groups.empty() && t.micro_batch == waiting_[s].micro_batch && t.begin > waiting_[s].begin; };
-    if (waiting_[s].micro_batch == 0 || std::ranges::none_of(taken, is_part_of)) continue;
-    std::erase_if(taken, [&](const Segment& t) { return t.begin >= waiting_[s].begin && t.end <= waiting_[s].end; });
-    ends.push_back(waiting_[s].end);
-    taken.push_back(std::move(waiting_[s]));
-    waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(s));
+  for (size_t s = pending_segments_.size(); s-- > 0;) {
+    const auto is_part_of = [&](const Segment& t) { return !t.groups.empty() && t.micro_batch == pending_segments_[s].micro_batch && t.begin > pending_segments_[s].begin; };
+    if (pending_segments_[s].micro_batch == 0 || std::ranges::none_of(taken, is_part_of)) continue;
+    std::erase_if(taken, [&](const Segment& t) { return t.begin >= pending_segments_[s].begin && t.end <= pending_segments_[s].end; });
+    ends.push_back(pending_segments_[s].end);
+    taken.push_back(std::move(pending_segments_[s]));
+    pending_segments_.erase(pending_segments_.begin() + static_cast<std::ptrdiff_t>(s));
   }
   // A derivative of one that nobody has used goes with it, to be freed.
   for (size_t e = 0; e < ends.size(); ++e)
-    for (size_t s = waiting_.size(); s-- > 0;) {
-      if (!waiting_[s].is_derivative || waiting_[s].begin != ends[e]) continue;
-      ends.push_back(waiting_[s].end);
-      waiting_[s].groups.clear();
-      taken.push_back(std::move(waiting_[s]));
-      waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(s));
+    for (size_t s = pending_segments_.size(); s-- > 0;) {
+      if (!pending_segments_[s].is_derivative || pending_segments_[s].begin != ends[e]) continue;
+      ends.push_back(pending_segments_[s].end);
+      pending_segments_[s].groups.clear();
+      taken.push_back(std::move(pending_segments_[s]));
+      pending_segments_.erase(pending_segments_.begin() + static_cast<std::ptrdiff_t>(s));
     }
   std::ranges::sort(taken, {}, &Segment::begin);
   return taken;
@@ -134,7 +134,7 @@ bool ReversePass::is_last_micro_batch_of(const LeafGroup* group) const {
   const auto is_it = [group](const GroupState& g) { return g.group.get() == group; };
   if (std::ranges::any_of(recording_.groups_, [&](const GroupState& g) { return is_it(g) && g.first_use >= 0 && !g.finished; }))
     return false;  // of another order
-  if (in_weights_)  // as it was in its backward
+  if (in_backward_weights_)  // as it was in its backward
     return std::ranges::any_of(recording_.groups_, [&](const GroupState& g) { return is_it(g) && g.last; });
   const auto uses_it = [&](const recorded::Segment& s) { return std::ranges::any_of(s.groups, is_it); };
   return last_micro_batch_ && !(parts_.remaining && std::ranges::any_of(parts_.remaining->segments, uses_it));

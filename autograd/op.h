@@ -17,9 +17,9 @@
 //     static const PartDims* row_parts(const Shape& x);       // see OpDef::row_parts; optional
 //     static double products(const Attrs&, InputTypes);       // see OpDef::products; optional
 //     static constexpr PartDims kHeads = {..};                // see OpDef::heads; optional
-//     static constexpr bool kWeightsLater = true;          // vjp gives derivatives to Vjp::weights(); optional
-//     static constexpr int kCheap = 0;                     // an output that takes little to compute from what vjp reads: then
-//     static Tensor again(const Attrs&, Vjp&);             // this does, in public ops, with the same bits; optional
+//     static constexpr bool kDefersWeights = true;          // vjp gives derivatives to Vjp::weight_gradients(); optional
+//     static constexpr int kRematerializable = 0;                     // an output that takes little to compute from what vjp reads: then
+//     static Tensor rematerialize(const Attrs&, Vjp&);             // this does, in public ops, with the same bits; optional
 //   };
 //
 // [Note: what happens in apply] (1) infer: the outputs' types, as of one rank. (2) place: the inputs' placements choose the
@@ -87,7 +87,7 @@ struct OpDef {
   bool stops_gradient;  ///< outputs are constants, whatever the inputs are
   bool recipe;   ///< cheap to repeat: a view or a cast, replayed in backward on gathered parameters instead of saved
   bool can_add;
-  bool weights_later;  ///< its vjp calls weights()
+  bool defer_weights;  ///< its vjp calls weights()
   MemoryKind memory;  ///< where fresh outputs lie: see MemoryKind
   HeldFor held_for;   ///< what the memory of fresh outputs is held for; other: as the phase is, see held_for() of a node
   uint64_t stores_wide;  ///< outputs that are stored in f32, if given f32 memory, where infer says bf16 or f16
@@ -108,9 +108,9 @@ struct OpDef {
   double (*products)(const void*, InputTypes);
   const PartDims* heads;         ///< execute() can be called for some heads of keys and values, inputs 1 and 2, after others; null: it can not
   void (*vjp)(const void*, Vjp&);
-  int cheap;                     ///< the output that `again` computes; -1: none
-  uint64_t read_again;           ///< inputs that only this reads
-  Tensor (*again)(const void*, Vjp&);
+  int rematerializable;          ///< the output that rematerialize() computes, cheaply, from what the derivative reads; -1: none
+  uint64_t rematerialize_reads;  ///< inputs that only this reads
+  Tensor (*rematerialize)(const void*, Vjp&);
   /// Narrows what is saved to what the wanted gradients need: needs, saved inputs, saved outputs.
   void (*saves)(const void*, uint64_t, uint64_t&, uint64_t&);
   void (*work)(const void*, WorkOf&);
@@ -164,7 +164,7 @@ constexpr OpDef make_op_def() {
   if constexpr (requires { Op::kStopsGradient; }) d.stops_gradient = Op::kStopsGradient;
   if constexpr (requires { Op::kRecipe; }) d.recipe = Op::kRecipe;
   if constexpr (requires { Op::kCanAdd; }) d.can_add = Op::kCanAdd;
-  if constexpr (requires { Op::kWeightsLater; }) d.weights_later = Op::kWeightsLater;
+  if constexpr (requires { Op::kDefersWeights; }) d.defer_weights = Op::kDefersWeights;
   if constexpr (requires { Op::kMemory; }) d.memory = Op::kMemory;
   if constexpr (requires { Op::kHeldFor; }) d.held_for = Op::kHeldFor;
   if constexpr (requires { Op::kStoresWide; }) d.stores_wide = Op::kStoresWide;
@@ -193,11 +193,11 @@ constexpr OpDef make_op_def() {
   if constexpr (requires { Op::kHeads; }) d.heads = &Op::kHeads;
   if constexpr (requires(const Attrs& a, Vjp& c) { Op::vjp(a, c); })
     d.vjp = [](const void* a, Vjp& c) { Op::vjp(attrs_of<Attrs>(a), c); };
-  d.cheap = -1;
-  if constexpr (requires(const Attrs& a, Vjp& c) { Op::again(a, c); }) {
-    d.cheap = Op::kCheap;
-    d.again = [](const void* a, Vjp& c) -> Tensor { return Op::again(attrs_of<Attrs>(a), c); };
-    if constexpr (requires { Op::kReadAgain; }) d.read_again = Op::kReadAgain;
+  d.rematerializable = -1;
+  if constexpr (requires(const Attrs& a, Vjp& c) { Op::rematerialize(a, c); }) {
+    d.rematerializable = Op::kRematerializable;
+    d.rematerialize = [](const void* a, Vjp& c) -> Tensor { return Op::rematerialize(attrs_of<Attrs>(a), c); };
+    if constexpr (requires { Op::kRematerializeReads; }) d.rematerialize_reads = Op::kRematerializeReads;
   }
   if constexpr (requires(const Attrs& a, uint64_t n, uint64_t& i, uint64_t& o) { Op::saves(a, n, i, o); })
     d.saves = [](const void* a, uint64_t n, uint64_t& i, uint64_t& o) {

@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <unordered_set>
 
-#include "sheaf/autograd/apply_again.h"
+#include "sheaf/autograd/replay_node.h"
 #include "sheaf/autograd/ops/redistribute.h"
 #include "sheaf/autograd/reverse_pass.h"
 
@@ -71,32 +71,32 @@ void Recording::end_region() {
   in_region_ = false;
   Region& region = regions_.back();
   region.end = tape_.num_nodes();
-  if (region.results) return set_repeated(region, true);  // who will save them comes later
+  if (region.results) return set_recomputed(region, true);  // who will save them comes later
   std::unordered_set<ValueId> read;
-  for (NodeId id : nodes_to_repeat(region))
+  for (NodeId id : nodes_to_recompute(region))
     for (ValueId v : tape_.inputs(tape_.node(id))) read.insert(v);
   if (read.empty()) return regions_.pop_back();
   std::erase_if(region.entering, [&](const auto& entry) { return !read.contains(entry.first); });
 }
 
-void Recording::set_repeated(const Region& region, bool repeated) {
+void Recording::set_recomputed(const Region& region, bool repeated) {
   for (NodeId id = region.begin; id < region.end; ++id)
     for (int o = 0; o < tape_.node(id).num_outputs; ++o)
-      states_[tape_.output(tape_.node(id), o)].repeated = repeated && tape_.node(id).op;
+      states_[tape_.output(tape_.node(id), o)].recomputed = repeated && tape_.node(id).op;
 }
 
 // The reverse pass frees what it leaves behind, of the nodes up to `end`; what is saved after that is kept.
-void ReversePass::pass_regions(NodeId node, NodeId end) {
+void ReversePass::release_regions(NodeId node, NodeId end) {
   auto after = recording_.regions_.end();
   while (after != recording_.regions_.begin() && std::prev(after)->begin >= end) --after;
   auto first = after;
   for (; first != recording_.regions_.begin() && std::prev(first)->begin >= node; --first)
-    if (std::prev(first)->results) recording_.set_repeated(*std::prev(first), false);
+    if (std::prev(first)->results) recording_.set_recomputed(*std::prev(first), false);
   recording_.regions_.erase(first, after);
 }
 
 // Those whose values are saved for the backward but not kept, and those that these read, in order.
-std::vector<NodeId> Recording::nodes_to_repeat(const Region& region) const {
+std::vector<NodeId> Recording::nodes_to_recompute(const Region& region) const {
   std::unordered_set<ValueId> needed;
   std::vector<NodeId> nodes;
   for (NodeId id = region.end - 1; id >= region.begin; --id) {
@@ -119,13 +119,13 @@ std::vector<NodeId> Recording::nodes_to_repeat(const Region& region) const {
 void ReversePass::recompute(Region& region) {
   onload(region);
   if (region.offloads) onload_last_before(region.begin);
-  const std::vector<NodeId> nodes = recording_.nodes_to_repeat(region);
+  const std::vector<NodeId> nodes = recording_.nodes_to_recompute(region);
   if (const Travelling travelling = std::exchange(region.travelling, {})) {
     const ValueId v = tape_.output(tape_.node(nodes[0]));
     const PathScope path(tape_.path(tape_.node(nodes[0])));
     recording_.flag_next(Node::kRecomputed);
     const Tensor again = arrived(travelling);
-    recording_.state(recording_.value_of(again)).copy_of = v;
+    recording_.state(recording_.value_of(again)).original = v;
     return recording_.state(v).save(again);
   }
   std::unordered_map<ValueId, NodeId> last_read;
@@ -133,11 +133,11 @@ void ReversePass::recompute(Region& region) {
     for (ValueId v : tape_.inputs(tape_.node(id))) last_read[v] = id;
   std::unordered_map<ValueId, Tensor> values = std::move(region.entering);
   region.entering.clear();
-  if (region.results) recording_.set_repeated(region, false);  // what entered it is gone: who saves its values from here on keeps them
+  if (region.results) recording_.set_recomputed(region, false);  // what entered it is gone: who saves its values from here on keeps them
   const auto keep = [&](NodeId id, std::span<const Tensor> outputs) {
     for (size_t o = 0; o < outputs.size(); ++o) {
       const ValueId v = tape_.output(tape_.node(id), static_cast<int>(o));
-      recording_.state(recording_.value_of(outputs[o])).copy_of = v;
+      recording_.state(recording_.value_of(outputs[o])).original = v;
       if (ValueState& s = recording_.state(v); s.saves > 0 && !s.saved) s.save(outputs[o]);
       if (last_read.contains(v)) values[v] = outputs[o];
     }
@@ -154,13 +154,13 @@ void ReversePass::recompute(Region& region) {
     }
     if (i + 1 < nodes.size() && nodes[i + 1] == id + 1 && pieces_onward(tape_, id)) {
       const Node scatter = tape_.node(id + 1);
-      const auto [made, sent] = apply_onward_again(tape_, n, scatter, inputs, Node::kRecomputed);
+      const auto [made, sent] = replay_onward(tape_, n, scatter, inputs, Node::kRecomputed);
       keep(id, std::span(&made, 1)), keep(id + 1, std::span(&sent, 1));
       if (last_read.at(tape_.output(n)) == id + 1) values.erase(tape_.output(n));
       ++i;
     } else {
       recording_.flag_next(Node::kRecomputed);
-      keep(id, apply_again(tape_, n, inputs));
+      keep(id, replay_node(tape_, n, inputs));
     }
     for (ValueId v : ids)
       if (last_read.at(v) == id) values.erase(v);

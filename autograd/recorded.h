@@ -25,13 +25,13 @@ struct ValueState {
   int32_t saves = 0;           // nodes that still want it
   bool needs_grad = false;
   bool recipe = false;         // comes from a group's leaf through views and casts only
-  bool repeated = false;       // a result of a region that keeps none
-  bool made_again = false;     // cheap to compute again from what its op saves: see OpDef::again
+  bool recomputed = false;     // a result of a region that keeps none
+  bool rematerialized = false; // from what its op saves: see OpDef::rematerialize
   bool on_host = false;        // of what entered a region: see [Note: offload]
   NodeId changed = -1;         // memory into which this node was the first to put a value with a gradient
   LeafGroup* group = nullptr;  // it is this leaf of a group
   int32_t leaf_index = -1;
-  ValueId copy_of = -1;        // computed again in the backward: this value of the forward
+  ValueId original = -1;       // recomputed in the backward: the value of the forward
   void save(const Tensor& t) { saved = t, version = t.storage()->version(); }
 };
 
@@ -49,9 +49,9 @@ struct GroupState {
   std::shared_ptr<LeafGroup> group;
   NodeId first_use = -1;  // the first node after it was opened; -1: gathered ahead, not used yet
   bool finished = false;
-  bool later = false;     // its gradients come later
+  bool defers_weights = false;  // see [Note: deferred weights]
   bool last = false;      // see is_last_micro_batch_of(): kept for then
-  int order = 0;          // what is used in derivatives, or behind them, has a state of its own: see [Note: directions]
+  int derivative_order = 0;  // what is used in derivatives, or behind them, has a state of its own: see [Note: directions]
   bool constant = false;  // opened for a direction alone
   std::vector<bool> contributed;  // to the slots or, if later, to what waits
   std::vector<Tensor> slots;
@@ -62,7 +62,7 @@ struct Region {
   NodeId begin, end;
   std::unordered_map<ValueId, Tensor> entering;   // what the nodes that will be repeated read from outside
   bool results = false;                           // see RecomputeOptions
-  Travelling travelling = {};                     // its one result, on the way: see [Note: beside what travels]
+  Travelling travelling = {};                     // its one result, on the way: see [Note: overlap]
   std::vector<std::weak_ptr<Storage>> made = {};  // by such a region
   bool offloads = false, offloaded = false;       // see [Note: offload]
   std::vector<ValueId> on_host = {};              // of what entered: what lies there
@@ -102,31 +102,31 @@ struct DeferredGradient {
   ValueId leaf = -1;
   Tensor gradient = {};
 };
-/// What a backward has left for backward_weights(), in its order: see [Note: weights later].
-struct LateWeights {
+/// What a backward has left for backward_weights(), in its order: see [Note: deferred weights].
+struct DeferredWeights {
   std::vector<DeferredGradient> parts;
   std::vector<GroupState> groups;
   bool last = false;  // of the step's micro-batches, with no part before it
 };
-/// A gradient that the forward has put into a slot: see [Note: gradients ahead].
-struct GradientAhead {
+/// A gradient that the forward has put into a slot: see [Note: early gradients].
+struct EarlyGradient {
   LeafGroup* group;
   NodeId node;
   ValueId gradient;
 };
 
 /// From one rank of a chain to the next, or back to the one before.
-struct Way {
+struct SendRoute {
   const MeshSpec* mesh;
   int axis, from;
   bool back;
-  bool operator==(const Way&) const = default;
+  bool operator==(const SendRoute&) const = default;
 };
 /// What is being sent, from a micro-batch or backward: see [Note: sends].
-struct Lent {
-  Way way;
-  uint64_t turn;
-  Tensor lent, sent;  // `sent` goes first and waits for its lane
+struct PendingSend {
+  SendRoute route;
+  uint64_t epoch;
+  Tensor source, sent;  // `sent` is declared last, so destroyed first: its destructor waits for the lane
 };
 
 }  // namespace recorded

@@ -61,7 +61,7 @@ Recording::~Recording() {
 void Recording::end() {
   for (const auto& group : all_groups_) group->recording_ended();
   all_groups_.clear();
-  ahead_.clear();
+  early_gradients_.clear();
   for (Recording** r = &current_recording; *r; r = &(*r)->previous_)
     if (*r == this) {
       *r = previous_;
@@ -75,7 +75,7 @@ void Recording::expect_current(const char* who) const {
 }
 
 Tape Recording::take() {
-  if (current_recording == this) take_back_all(), take_back_offloaded();
+  if (current_recording == this) complete_sends(), complete_offloads();
   end();
   return std::exchange(tape_, Tape());
 }
@@ -107,28 +107,28 @@ ValueId Recording::value_of(const Tensor& t) const {
   return it == leaves_.end() ? -1 : it->second.second;
 }
 
-// [Note: gradients ahead] A head's gradient is known in the forward, where the logits are, but for the factor that the loss has in
+// [Note: early gradients] A head's gradient is known in the forward, where the logits are, but for the factor that the loss has in
 // what is differentiated, and it is large. It is put where the backward wants it, into its slot, and scaled there. If anybody else
 // wants slots of its group before (another loss, whose backward comes first), it moves: of any leaf, as they are one storage, whose
 // version says whether what was saved is still there. Who never calls backward() has the slots of a whole group for nothing.
-Tensor Recording::slot_ahead(const Tensor& leaf, const Type& gradient) {
+Tensor Recording::slot_for_early_gradient(const Tensor& leaf, const Type& gradient) {
   if (in_region_ || in_backward() || value_of(leaf) < 0) return {};
   const ValueState& s = state(value_of(leaf));
-  const bool fits = s.group && s.needs_grad && s.group->takes_ahead(s.leaf_index, gradient);
+  const bool fits = s.group && s.needs_grad && s.group->accepts_early_gradient(s.leaf_index, gradient);
   return fits ? s.group->slot(s.leaf_index) : Tensor();
 }
 
-void Recording::lies_ahead(const Tensor& gradient, const Tensor& leaf) {
+void Recording::note_early_gradient(const Tensor& gradient, const Tensor& leaf) {
   const ValueId v = value_of(gradient);
-  ahead_.push_back({state(value_of(leaf)).group, tape_.value(v).producer, v});
+  early_gradients_.push_back({state(value_of(leaf)).group, tape_.value(v).producer, v});
 }
 
 // For whatever `node` puts there.
-void Recording::clear_slots(LeafGroup* group, NodeId node) {
-  for (size_t i = ahead_.size(); i-- > 0;) {
-    if (ahead_[i].group != group || ahead_[i].node == node) continue;
-    const ValueId v = ahead_[i].gradient;
-    ahead_.erase(ahead_.begin() + static_cast<std::ptrdiff_t>(i));
+void Recording::evict_early_gradients(LeafGroup* group, NodeId node) {
+  for (size_t i = early_gradients_.size(); i-- > 0;) {
+    if (early_gradients_[i].group != group || early_gradients_[i].node == node) continue;
+    const ValueId v = early_gradients_[i].gradient;
+    early_gradients_.erase(early_gradients_.begin() + static_cast<std::ptrdiff_t>(i));
     if (!state(v).saved) continue;
     const Tensor moved = copy_of(state(v).saved);
     state(v).save(moved);
@@ -246,7 +246,7 @@ NodeId Recording::record(const OpDef& op, const void* attrs, std::span<const Ten
   if (needs && op.vjp) {
     for (size_t o = 0; o < outputs.size(); ++o)
       if (is_floating(types[o]->dtype)) states_[first + o].needs_grad = true;
-    if (op.cheap >= 0 && selective_ && !in_region_ && !pass_) states_[first + op.cheap].made_again = true;
+    if (op.rematerializable >= 0 && selective_ && !in_region_ && !pass_) states_[first + op.rematerializable].rematerialized = true;
     if (saves()) save_for_backward(id, inputs, outputs, needs);
   } else if (needs && op.kind == OpKind::op && std::any_of(types.begin(), types.end(), [](const Type* t) {
                return is_floating(t->dtype); })) {
@@ -261,7 +261,7 @@ void Recording::save_for_backward(NodeId node, std::span<const Tensor> inputs, s
   const Node& n = tape_.node(node);
   uint64_t in = n.op->saved_inputs, out = n.op->saved_outputs;
   if (n.op->saves) n.op->saves(tape_.attrs(n), needs, in, out);
-  if (n.op->cheap >= 0 && states_[tape_.output(n, n.op->cheap)].made_again) in |= n.op->read_again;
+  if (n.op->rematerializable >= 0 && states_[tape_.output(n, n.op->rematerializable)].rematerialized) in |= n.op->rematerialize_reads;
   if (inputs.size() < 64) in &= bit(static_cast<int>(inputs.size())) - 1;
   out &= bit(static_cast<int>(outputs.size())) - 1;
   node_saves_[node] = {in, out};
@@ -269,7 +269,7 @@ void Recording::save_for_backward(NodeId node, std::span<const Tensor> inputs, s
     ValueState& s = states_[v];
     ++s.saves;
     // A recipe is resolved again: the gathered bytes may be discarded.
-    if (s.recipe || s.repeated || s.made_again || (in_region_ && made_in_region(v))) return;
+    if (s.recipe || s.recomputed || s.rematerialized || (in_region_ && made_in_region(v))) return;
     if (s.saved && s.saves > 1 && s.saved.storage() == t.storage() && s.version != t.storage()->version())
       fail<LifetimeError>("[", n.op->name, "] value %", v, " ", tape_.type(v), " was changed in place after an op had it, whose ",
                           "derivative reads it as it was: change a copy");
@@ -309,7 +309,7 @@ void Recording::use_group(const LeafGroup* group) {
     if (g.group.get() != group) continue;
     known = true;
     if (!in_backward() || saves()) g.constant = g.constant && in_backward() && is_for_direction(group);
-    if (g.first_use < 0) g.first_use = tape_.num_nodes(), g.order = order_;
+    if (g.first_use < 0) g.first_use = tape_.num_nodes(), g.derivative_order = derivative_order_;
   }
   if (known || (in_backward() && !saves())) return;
   // Open since a micro-batch before this one, or since what is being differentiated again.
@@ -322,7 +322,7 @@ bool Recording::is_for_direction(const LeafGroup* group) const {
   if (pass_ && pass_->asks_for_direction()) return true;
   const auto is = [&](const GroupState& g) { return g.group.get() == group; };
   bool any = false;
-  for (const Segment& s : waiting_)
+  for (const Segment& s : pending_segments_)
     if (const auto g = std::ranges::find_if(s.groups, is); g != s.groups.end()) {
       if (!g->constant) return false;
       any = true;
@@ -334,7 +334,7 @@ Recording::GroupState& Recording::new_group_state(const std::shared_ptr<LeafGrou
   const auto n = static_cast<size_t>(group->num_leaves());
   GroupState& state = groups_.emplace_back();
   state.group = group;
-  state.order = order_;
+  state.derivative_order = derivative_order_;
   state.constant = in_backward() && is_for_direction(group.get());
   state.contributed.resize(n);
   state.slots.resize(n);

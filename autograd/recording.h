@@ -21,7 +21,7 @@ struct RecordingOptions {
   /// Gradients of this recording will be differentiated again. None is then computed in the forward already, as a linear head's loss
   /// does with those of its operands: that has no derivative.
   bool higher_order = false;
-  /// Products are computed while rows of theirs, and other gradients, travel: see [Note: in pieces], [Note: beside what travels].
+  /// Products are computed while rows of theirs, and other gradients, travel: see [Note: in pieces], [Note: overlap].
   /// Without it they are not, to compare: with the same bits, but for sums of a weight that several layers share, and a GPU's products.
   bool overlap = true;
   /// What ranks gather for products, and what these give that is scattered, travels in pieces of at least so many rows; 0: whole. See
@@ -39,10 +39,10 @@ struct BackwardOptions {
   bool last_micro_batch = false;
   /// Of a micro-batch that was recorded in parts (resume_micro_batch): only the last one that no backward has come to. The next
   /// backward of the same loss goes on with the part before.
-  bool one_part = false;
+  bool last_part_only = false;
   /// Gradients of weights wait for backward_weights(), and with them the reduction of the units that they are in: see
-  /// [Note: weights later]. What other ranks wait for, the gradients of values, is there the sooner.
-  bool weights_later = false;
+  /// [Note: deferred weights]. What other ranks wait for, the gradients of values, is there the sooner.
+  bool defer_weights = false;
 };
 
 struct GradientOptions {
@@ -71,7 +71,7 @@ class Recording {
   /// since (the next micro-batch); losses of one forward are added. Of several micro-batches that were recorded, it
   /// differentiates those that lead to the loss, and leaves the others for backwards of their own.
   void backward(const Tensor& loss, const BackwardOptions& options = {});
-  /// What the first of the backwards with weights_later that have not had theirs left over: one call for each of them, before the
+  /// What the first of the backwards with defer_weights that have not had theirs left over: one call for each of them, before the
   /// optimizer's step. LifetimeError if there is none, or inside of a RecomputeScope.
   void backward_weights();
   /// The gradients of scalar `y` with respect to any recorded values, each in the dual of its layout (zeros where y
@@ -92,7 +92,7 @@ class Recording {
   Tape take();
   const RecordingOptions& options() const { return options_; }
   /// Its tape is to run again, with other inputs: what depends on the step must not be made on the host.
-  bool will_run_again() const { return options_.random_states != nullptr; }
+  bool is_for_program() const { return options_.random_states != nullptr; }
   /// i64[3] = {seed, step, first_sample} on `device`: an input of random ops, so that a step's program never changes.
   Tensor random_state(Device device);
   /// Begins the next micro-batch of this step, whose first sample has global index `first_sample`: dropout is keyed as
@@ -101,7 +101,7 @@ class Recording {
   /// `random_state`, if given, holds what random_state() would. options().first_sample is the micro-batch's from then on.
   void next_micro_batch(int64_t first_sample, const Tensor& random_state = {});
   /// Goes on with one that was begun: others have been recorded, or differentiated, in between. What is recorded from here on
-  /// is a part of its own (BackwardOptions::one_part).
+  /// is a part of its own (BackwardOptions::last_part_only).
   void resume_micro_batch(int64_t first_sample, const Tensor& random_state = {});
   /// Counts the calls of one module path within a micro-batch, to key dropout.
   int64_t next_call(const std::string& path) { return calls_[options_.first_sample][path]++; }
@@ -111,8 +111,8 @@ class Recording {
   /// The leaves themselves: what a program of this tape is to read and update.
   std::unordered_map<ValueId, Tensor> leaves() const;
   uint64_t serial() const { return serial_; }  ///< unique in the process, never 0
-  /// `lent` is being sent; see [Note: sends].
-  void lend(const recorded::Way& way, const Tensor& sent, const Tensor& lent);
+  /// `source` is being sent, and stays until it is; see [Note: sends].
+  void keep_until_sent(const recorded::SendRoute& route, const Tensor& sent, const Tensor& source);
   /// What this step does on the host beside what is on the tape, such as counting it. When the tape runs again (compile()),
   /// so does `effect`, before it.
   void on_rerun(std::function<void()> effect) { reruns_.push_back(std::move(effect)); }
@@ -129,9 +129,9 @@ class Recording {
   /// of what it sends in blocks there are no tensors before they are unpacked.
   void bind_group(const std::shared_ptr<LeafGroup>& group, std::span<const Tensor> tensors, std::span<const int> indices);
   /// For an op of the forward that knows the gradient of `leaf`, but for a factor: the leaf's slot, if nobody uses it and it is of
-  /// that type; else undefined. What is put there is then given to lies_ahead(). See [Note: gradients ahead].
-  Tensor slot_ahead(const Tensor& leaf, const Type& gradient);
-  void lies_ahead(const Tensor& gradient, const Tensor& leaf);
+  /// that type; else undefined. What is put there is then given to note_early_gradient(). See [Note: early gradients].
+  Tensor slot_for_early_gradient(const Tensor& leaf, const Type& gradient);
+  void note_early_gradient(const Tensor& gradient, const Tensor& leaf);
   /// Whether a gradient of it may be asked for: it comes from a trainable parameter, or from what is watched.
   bool has_gradient(const Tensor& t) const;
   /// Of memory that an op of the forward changes: what was computed there has a derivative, and would have another value. LifetimeError.
@@ -150,7 +150,7 @@ class Recording {
   void flag_next(uint8_t flags) { next_flags_ |= flags; }
   /// What the memory of the next op's outputs is held for.
   HeldFor next_held_for(const OpDef& op) const {
-    return held_for(op, phase_, static_cast<uint8_t>(next_flags_ | (makes_again_ ? Node::kRecomputed : 0)));
+    return held_for(op, phase_, static_cast<uint8_t>(next_flags_ | (rematerializing_ ? Node::kRecomputed : 0)));
   }
   bool in_backward() const { return phase_ == Phase::backward; }
   bool in_recompute_scope() const { return in_region_; }
@@ -168,29 +168,29 @@ class Recording {
   using Segment = recorded::Segment;
   static constexpr uint64_t bit(int i) { return uint64_t{1} << i; }
   void end();
-  void take_back(const recorded::Lent& l);
-  void take_back_all();
+  void complete_send(const recorded::PendingSend& l);
+  void complete_sends();
   void expect_current(const char* who) const;
   ValueState& state(ValueId v);
   bool saves() const;  // what derivatives read of what is recorded now
   bool is_for_direction(const LeafGroup* group) const;
   GroupState& new_group_state(const std::shared_ptr<LeafGroup>& group);
   void save_for_backward(NodeId node, std::span<const Tensor> inputs, std::span<Tensor> outputs, uint64_t needs);
-  void clear_slots(LeafGroup* group, NodeId node);
+  void evict_early_gradients(LeafGroup* group, NodeId node);
   void note_entering(std::span<const ValueId> ids, std::span<const Tensor> inputs);
   void note_made(std::span<const Tensor> outputs);
   void drop_unread_regions();
   void end_region();
-  void set_repeated(const Region& region, bool repeated);
+  void set_recomputed(const Region& region, bool repeated);
   bool made_in_region(ValueId v) const;
-  std::vector<NodeId> nodes_to_repeat(const Region& region) const;
+  std::vector<NodeId> nodes_to_recompute(const Region& region) const;
   void offload_last_region();
-  void take_back_offloaded();
+  void complete_offloads();
   void end_segment();
-  void begin_order();
-  void begin_turn(int64_t first_sample, const Tensor& random_state);
+  void begin_derivative();
+  void begin_part(int64_t first_sample, const Tensor& random_state);
   void take_groups(std::vector<GroupState>& groups);
-  recorded::Parts take_parts(ValueId loss, bool one_part);
+  recorded::Parts take_parts(ValueId loss, bool last_part_only);
   std::vector<Segment> take_segments_of(ValueId loss);
   void keep_gradients_for(recorded::RemainingParts& remaining);
   static void expect_scalar(const Tensor& y);
@@ -206,31 +206,31 @@ class Recording {
   std::vector<std::pair<uint64_t, uint64_t>>& node_saves_;
   Phase phase_ = Phase::forward;
   uint8_t next_flags_ = 0;
-  bool makes_again_ = false;
+  bool rematerializing_ = false;
   ReversePass* pass_ = nullptr;  // under way
   std::unordered_map<const Tensor::Impl*, std::pair<Tensor, ValueId>> leaves_;
-  std::vector<recorded::GradientAhead> ahead_;
+  std::vector<recorded::EarlyGradient> early_gradients_;
   std::vector<GroupState> groups_;                       // used since the last segment
   std::vector<std::shared_ptr<LeafGroup>> all_groups_;   // used at all
   std::vector<std::function<void()>> reruns_;
   std::deque<std::function<void(Vjp&)>> derivatives_;
-  std::vector<recorded::Lent> lent_;
-  uint64_t turn_ = 0;                                    // micro-batches and backwards begun
+  std::vector<recorded::PendingSend> pending_sends_;
+  uint64_t epoch_ = 0;                                   // micro-batches and backwards begun: what sends are of
   NodeId segment_begin_ = 0;                             // where the last segment begins, whose groups are groups_
   int64_t micro_batch_ = 0, micro_batches_ = 0;          // which one it is of, of so many that were begun
   std::unordered_map<int64_t, int64_t> micro_batch_of_;  // the last one with this first sample
-  std::vector<Segment> waiting_;                         // segments before it
+  std::vector<Segment> pending_segments_;                         // segments before it
   std::unordered_map<ValueId, recorded::RemainingParts> remaining_;  // parts, by loss
-  std::deque<recorded::LateWeights> late_weights_;       // the last one of the pass under way, if it puts them off
+  std::deque<recorded::DeferredWeights> deferred_weights_;       // the last one of the pass under way, if it puts them off
   std::unordered_map<ValueId, Travelling> travelling_;   // gradients on their way
-  std::vector<std::pair<Tensor, Tensor>> offloading_;    // to the host, from the device
+  std::vector<std::pair<Tensor, Tensor>> pending_offloads_;    // to the host, from the device
   std::vector<Region> regions_;                          // in order; the last one has no end while its scope is open
   bool in_region_ = false;
   bool selective_ = false;  // see RecomputeOptions
   std::unordered_map<ValueId, Tensor> captured_;
   std::unordered_map<int64_t, std::unordered_map<std::string, int64_t>> calls_;  // by first sample
   Tensor random_state_;
-  int order_ = 0;             // derivatives taken since the micro-batch, or what follows a backward, began
+  int derivative_order_ = 0;             // derivatives taken since the micro-batch, or what follows a backward, began
   bool is_derivative_ = false;  // so does what has been recorded since the last segment
 };
 

@@ -23,7 +23,7 @@ class PhaseScope {
 
 struct RecomputeOptions {
   /// Only what ops can cheaply compute again from what their derivatives read anyway: normalised values, activation functions
-  /// (OpDef::again). The rest is kept, and the other options have no part. Not inside of another scope.
+  /// (OpDef::rematerialize). The rest is kept, and the other options have no part. Not inside of another scope.
   bool selective = false;
   /// What is used outside of the scope is not kept either but computed again where the backward reads it: for results that
   /// take more memory than what they come from, such as gathered activations.

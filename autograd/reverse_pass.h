@@ -64,7 +64,7 @@ class ReversePass {
   void want_parameters();                  // and all that is computed from them
   void want(std::span<const ValueId> xs);  // the same
   void run(const Tensor& y);
-  void run(recorded::LateWeights& weights);
+  void run(recorded::DeferredWeights& weights);
   void reverse_through(NodeId begin, NodeId end);
   void differentiate(NodeId id, const Node& n);
   void release_saves(NodeId node);
@@ -84,20 +84,20 @@ class ReversePass {
   void expect_reducible(NodeId node, ValueId parameter, const Layout& gradient) const;
   // saved_values.cc, recompute.cc, beside_travel.cc, ops/offload.cc: what derivatives read
   Tensor resolve(ValueId v);
-  void make_again(ValueId v);
+  void rematerialize(ValueId v);
   void recompute(Region& region);
-  NodeId only_travels(const Region& region) const;
-  void start_again(ValueId v);
-  void pass_regions(NodeId node, NodeId end);
+  NodeId single_collective_of(const Region& region) const;
+  void start_regather(ValueId v);
+  void release_regions(NodeId node, NodeId end);
   void onload(Region& region);
   void onload_last_before(NodeId end);
   // beside_travel.cc
-  bool sends_gradient_on(ValueId v) const;
-  void compute_aside(size_t left = 0);
+  bool gradient_is_communicated(ValueId v) const;
+  void compute_overlapped(size_t left = 0);
   void compute_deferred(recorded::DeferredGradient& deferred);
   // weights_later.cc
-  void choose_late_groups();
-  void finish_late(GroupState& group);
+  void mark_deferring_groups();
+  void finish_deferring(GroupState& group);
   // derivative_along.cc
   void add_directional(NodeId node);
 
@@ -111,9 +111,9 @@ class ReversePass {
   std::unordered_map<ValueId, ValueId> same_value_;      // of gradient(): gathers of one parameter, or copies, to the first
   recorded::Parts parts_;                               // of backward(): what it differentiates
   bool last_micro_batch_ = false;
-  bool weights_later_ = false;                           // weights' gradients are put off
-  bool in_weights_ = false;                              // they are those that were put off
-  std::vector<recorded::DeferredGradient> aside_;       // see [Note: beside what travels]
+  bool defers_weights_ = false;                           // weights' gradients are put off
+  bool in_backward_weights_ = false;                              // they are those that were put off
+  std::vector<recorded::DeferredGradient> overlapped_;       // see [Note: overlap]
   DirectionalSum* direction_ = nullptr;
 };
 

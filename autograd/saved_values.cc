@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "sheaf/autograd/apply_again.h"
+#include "sheaf/autograd/replay_node.h"
 #include "sheaf/autograd/reverse_pass.h"
 
 namespace sheaf {
@@ -20,13 +20,13 @@ Tensor ReversePass::resolve(ValueId v) {
     const Node n = tape_.node(tape_.value(v).producer);
     std::vector<Tensor> inputs;
     for (int i = 0; i < n.num_inputs; ++i) inputs.push_back(resolve(tape_.inputs(n)[i]));
-    return apply_again(tape_, n, inputs)[v - static_cast<ValueId>(n.outputs)];
+    return replay_node(tape_, n, inputs)[v - static_cast<ValueId>(n.outputs)];
   }
   const NodeId producer = tape_.value(v).producer;
   if (s.on_host)
     for (Region& region : recording_.regions_)
       if (std::ranges::find(region.on_host, v) != region.on_host.end()) onload(region);
-  if (const ValueState& now = recording_.state(v); now.made_again && !now.saved && now.saves > 0) make_again(v);
+  if (const ValueState& now = recording_.state(v); now.rematerialized && !now.saved && now.saves > 0) rematerialize(v);
   if (!recording_.state(v).saved && tape_.node(producer).op)
     for (Region& region : recording_.regions_)
       if (region.begin <= producer && producer < region.end) {
@@ -44,7 +44,7 @@ Tensor ReversePass::resolve(ValueId v) {
 }
 
 // Its op's derivative has not come yet, so what that reads is there.
-void ReversePass::make_again(ValueId v) {
+void ReversePass::rematerialize(ValueId v) {
   const Node n = tape_.node(tape_.value(v).producer);
   const PathScope path(tape_.path(n));
   const AttrsCopy attrs(tape_, n);
@@ -55,12 +55,12 @@ void ReversePass::make_again(ValueId v) {
     ~Before() { now = then; }
   };
   const Tensor again = [&] {
-    const Before before{recording_.makes_again_, std::exchange(recording_.makes_again_, true)};
-    return n.op->again(attrs.data(), saved);
+    const Before before{recording_.rematerializing_, std::exchange(recording_.rematerializing_, true)};
+    return n.op->rematerialize(attrs.data(), saved);
   }();
   const ValueId id = recording_.value_of(again);
   tape_.mutable_node(tape_.value(id).producer).flags |= Node::kRecomputed;
-  recording_.state(id).copy_of = v;
+  recording_.state(id).original = v;
   recording_.state(v).save(again);
 }
 

@@ -47,7 +47,7 @@ Into Vjp::into(int i, bool may_add) const {
   pass_.expect_reducible(node_, value_of_input(i), output_type(0).layout);
   const bool first = !group.contributed[s.leaf_index];
   if (!first && !may_add) return {};
-  if (group.later) return {s.group->memory_like_slot(s.leaf_index), false};
+  if (group.defers_weights) return {s.group->memory_like_slot(s.leaf_index), false};
   return {pass_.slot_of(group, s.leaf_index, node_), !first};
 }
 Tensor Vjp::take_sum(int i) {
@@ -57,7 +57,7 @@ Tensor Vjp::take_sum(int i) {
 }
 void Vjp::set(int i, Tensor gradient) { gradients.emplace_back(i, std::move(gradient)); }
 void Vjp::expect_now(const char* what) const {
-  if (late_)
+  if (deferred_)
     fail<LifetimeError>("[", tape().node(node_).op->name, "] ", path_label(PathScope::current()), ": ", what,
                         " in what its derivative gave to weights(), which holds what it reads");
 }

@@ -42,12 +42,12 @@ class Vjp {
   /// sums are differentiated again.
   Tensor take_sum(int i);
   /// f sets the gradients of inputs `first` and behind it that are parameters: now; or, where the gradient of input 0 is sent on, set
-  /// before, while that travels; or, where those of weights wait (BackwardOptions::weights_later), in backward_weights(). It holds what
-  /// it reads: input(), output(), grad() and has_grad() are not for it (LifetimeError, then). In the vjp of an op with kWeightsLater.
+  /// before, while that travels; or, where those of weights wait (BackwardOptions::defer_weights), in backward_weights(). It holds what
+  /// it reads: input(), output(), grad() and has_grad() are not for it (LifetimeError, then). In the vjp of an op with kDefersWeights.
   template <class F>
-  void weights(int first, F&& f) {
-    if (weights_wait(first)) return put_off(first, std::forward<F>(f));
-    if (input_travels_back(first)) return put_aside(first, std::forward<F>(f));
+  void weight_gradients(int first, F&& f) {
+    if (defers_weights_of(first)) return defer_to_backward_weights(first, std::forward<F>(f));
+    if (input_gradient_is_communicated(first)) return defer_to_overlap(first, std::forward<F>(f));
     f(*this);
   }
   /// Of what departed: the gradient that comes back, once it is here.
@@ -57,20 +57,20 @@ class Vjp {
   /// How many rows a piece of its gradient has at least, if input 0 was made row by row, as by products; else 0.
   int64_t rows_of_pieces() const;
   /// Gradients of weights that were put aside are to be computed, while something travels: all but the last `left` of several.
-  bool any_aside() const;
-  void compute_aside(size_t left);
+  bool has_overlapped() const;
+  void compute_overlapped(size_t left);
   /// The gradient of input i; its type must be the dual of the input's, or that in f32 where the input is bf16 or f16:
   /// a sum that was made in f32 is rounded no earlier than it must be. Ignored unless needs(i).
   void set(int i, Tensor gradient);
 
-  Vjp(ReversePass& pass, int32_t node, uint64_t needs, bool late = false) : pass_(pass), node_(node), needs_(needs), late_(late) {}
+  Vjp(ReversePass& pass, int32_t node, uint64_t needs, bool late = false) : pass_(pass), node_(node), needs_(needs), deferred_(late) {}
   SmallVector<std::pair<int, Tensor>, 4> gradients;
 
  private:
-  bool weights_wait(int first) const;
-  void put_off(int first, std::function<void(Vjp&)> f);
-  bool input_travels_back(int first) const;
-  void put_aside(int first, std::function<void(Vjp&)> f);
+  bool defers_weights_of(int first) const;
+  void defer_to_backward_weights(int first, std::function<void(Vjp&)> f);
+  bool input_gradient_is_communicated(int first) const;
+  void defer_to_overlap(int first, std::function<void(Vjp&)> f);
   void expect_now(const char* what) const;
   Recording& recording() const;
   const Tape& tape() const;
@@ -79,7 +79,7 @@ class Vjp {
   ReversePass& pass_;
   int32_t node_;
   uint64_t needs_;
-  bool late_;  // for what was given to weights()
+  bool deferred_;  // for what was given to weights()
 };
 
 }  // namespace sheaf

@@ -14,7 +14,7 @@ struct Turn {
   enum Kind : uint8_t {
     forward,
     backward,        ///< all of it
-    backward_input,  ///< but for what backward_weight is about: Recording::backward() with weights_later
+    backward_input,  ///< but for what backward_weight is about: Recording::backward() with defer_weights
     backward_weight, ///< Recording::backward_weights()
   };
   Kind kind;

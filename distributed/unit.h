@@ -141,7 +141,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   Tensor value(int index) override;
   Tensor slot(int index) override;
   Tensor memory_like_slot(int index) override;
-  bool takes_ahead(int index, const Type& gradient) const override;
+  bool accepts_early_gradient(int index, const Type& gradient) const override;
   void drop_slots() override;
   void pass() override;
   void pass_constant() override;

@@ -9,7 +9,7 @@
 namespace sheaf {
 
 // Slots of another recording, around this one, hold what it has put there ahead: it keeps that memory, and finds other slots.
-bool Unit::takes_ahead(int index, const Type& gradient) const {
+bool Unit::accepts_early_gradient(int index, const Type& gradient) const {
   return (slot_buffers_.empty() || slots_of_ != Recording::current_serial()) && slot_type(index) == gradient;
 }
 
@@ -89,7 +89,7 @@ bool Unit::is_summed_over_stages() const {
 void Unit::finish(const std::vector<bool>& contributed) {
   const PathScope path(name_);
   if (unfinished_ == 0)
-    fail<LifetimeError>("[unit] '", path_label(name_), "': the gradients of its weights were put off in a backward with weights_later ",
+    fail<LifetimeError>("[unit] '", path_label(name_), "': the gradients of its weights were put off in a backward with defer_weights ",
                         "that zero_grad() has given up since");
   --unfinished_;
   zero_missing(contributed);
@@ -130,7 +130,7 @@ void Unit::leaf_waiting() {
 void Unit::reduce_waiting() {
   if (unfinished_ > 0)
     fail<LifetimeError>("[unit] '", path_label(name_), "': the gradients of its weights were put off in ", unfinished_,
-                        unfinished_ == 1 ? " backward" : " backwards", " with weights_later, and recording.backward_weights() was not ",
+                        unfinished_ == 1 ? " backward" : " backwards", " with defer_weights, and recording.backward_weights() was not ",
                         "called as often; zero_grad() gives up all gradients of this step");
   if (waiting_.empty()) return;
   const PathScope path(name_);

@@ -81,7 +81,7 @@ Gradients gradients(int stages, int data, int model_ranks) {
     for (const auto [kind, micro, run] : one_forward_one_backward(stage, stages, micro_batches, /*runs=*/2)) {
       const auto m = static_cast<size_t>(micro);
       if (kind == Turn::backward) {
-        recording.backward(losses[m], {.last_micro_batch = micro + 1 == micro_batches, .one_part = true});
+        recording.backward(losses[m], {.last_micro_batch = micro + 1 == micro_batches, .last_part_only = true});
         continue;
       }
       run == 0 ? recording.next_micro_batch(data * micro) : recording.resume_micro_batch(data * micro);

@@ -228,10 +228,10 @@ void TrainingStep::run_turns(Recording& recording, Result& result, RecordedStep*
     losses[m] = sharded_.model->loss_until(sharded_.end_of_run(run, runs), forwards[m], batch.tokens, batch.targets, mean);
     if (run + 1 == runs) scaled[m] = scaler_ ? scaler_->scale(losses[m]) : losses[m];
   };
-  const auto backward = [&](int64_t micro, int64_t run, bool weights_later) {
+  const auto backward = [&](int64_t micro, int64_t run, bool defer_weights) {
     const auto m = static_cast<size_t>(micro);
     const Tensor of = run == 0 ? std::exchange(scaled[m], {}) : scaled[m];
-    recording.backward(of, {.last_micro_batch = micro + 1 == t.micro_batches, .one_part = runs > 1, .weights_later = weights_later});
+    recording.backward(of, {.last_micro_batch = micro + 1 == t.micro_batches, .last_part_only = runs > 1, .defer_weights = defer_weights});
     if (run > 0) return;
     add_up(result.loss, std::move(losses[m]));
     add_up(result.mtp, std::move(forwards[m].mtp));
@@ -244,7 +244,7 @@ void TrainingStep::run_turns(Recording& recording, Result& result, RecordedStep*
     note_turn();
     if (kind == Turn::forward) forward(micro, run);
     else if (kind == Turn::backward_weight) recording.backward_weights();
-    else backward(micro, run, /*weights_later=*/kind == Turn::backward_input);
+    else backward(micro, run, /*defer_weights=*/kind == Turn::backward_input);
   }
   note_turn();
 }

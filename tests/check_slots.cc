@@ -95,7 +95,7 @@ std::string check_slots(const OpSample& sample) {
         }
         recording.bind_group(group, leaves, indices);
         recording.use_group(group.get());
-        recording.backward(loss_of(sample, inputs, uses), {.weights_later = to == &later});
+        recording.backward(loss_of(sample, inputs, uses), {.defer_weights = to == &later});
         if (to == &later) recording.backward_weights();
         for (int i : indices) to->push_back(group->gradient(i));
       }

@@ -109,8 +109,8 @@ struct SiluBackward : Backward<SiluBackward, BackwardOp::silu> {
 struct Silu : Activation<Silu, UnaryOp::silu> {
   static constexpr const char* kName = "silu";
   static constexpr uint64_t kSavedInputs = 0b1;
-  static constexpr int kCheap = 0;
-  static Tensor again(const Attrs&, Vjp& c) { return apply<Silu>({}, c.input(0)); }
+  static constexpr int kRematerializable = 0;
+  static Tensor rematerialize(const Attrs&, Vjp& c) { return apply<Silu>({}, c.input(0)); }
   static void vjp(const Attrs&, Vjp& c) {
     c.set(0, apply<SiluBackward>({}, {c.input(0), c.grad()}));
   }
@@ -160,8 +160,8 @@ struct Gelu {
     SHEAF_ON_DEVICE(c.stream(), unary, kernel_of(a), c.input(0), c.output(0));
   }
   static void fuse(const Attrs& a, Fuse& f) { f.yields(f.unary(kernel_of(a), f.input(0))); }
-  static constexpr int kCheap = 0;
-  static Tensor again(const Attrs& a, Vjp& c) { return apply<Gelu>(a, c.input(0)); }
+  static constexpr int kRematerializable = 0;
+  static Tensor rematerialize(const Attrs& a, Vjp& c) { return apply<Gelu>(a, c.input(0)); }
   static void vjp(const Attrs& a, Vjp& c) {
     c.set(0, apply<GeluBackward>(a, {c.input(0), c.grad()}));
   }
@@ -243,8 +243,8 @@ struct Swiglu {
     SHEAF_ON_DEVICE(c.stream(), swiglu, c.input(0), c.input(1), c.output(0));
   }
   static void fuse(const Attrs&, Fuse& f) { f.yields(f.swiglu(f.input(0), f.input(1))); }
-  static constexpr int kCheap = 0;
-  static Tensor again(const Attrs&, Vjp& c) { return apply<Swiglu>({}, {c.input(0), c.input(1)}); }
+  static constexpr int kRematerializable = 0;
+  static Tensor rematerialize(const Attrs&, Vjp& c) { return apply<Swiglu>({}, {c.input(0), c.input(1)}); }
   static void vjp(const Attrs&, Vjp& c) {
     const auto d = apply_all<SwigluBackward>({}, {c.input(0), c.input(1), c.grad()});
     c.set(0, d[0]);
@@ -310,8 +310,8 @@ struct ClampedSwiglu {
     const Fuse::Value g = f.clamp(f.input(0), -std::numeric_limits<double>::infinity(), a.limit);
     f.yields(f.shifted_swiglu(g, f.clamp(f.input(1), -a.limit, a.limit), a.alpha));
   }
-  static constexpr int kCheap = 0;
-  static Tensor again(const Attrs& a, Vjp& c) { return apply<ClampedSwiglu>(a, {c.input(0), c.input(1)}); }
+  static constexpr int kRematerializable = 0;
+  static Tensor rematerialize(const Attrs& a, Vjp& c) { return apply<ClampedSwiglu>(a, {c.input(0), c.input(1)}); }
   static void vjp(const Attrs& a, Vjp& c) {
     const auto d = apply_all<ClampedSwigluBackward>(a, {c.input(0), c.input(1), c.grad()});
     c.set(0, d[0]);

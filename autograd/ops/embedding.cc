@@ -52,7 +52,7 @@ struct EmbeddingBackward {  // tokens[..], dout[.., C] -> [vocabulary, C]
 
 struct Embedding {
   static constexpr const char* kName = "embedding";
-  static constexpr bool kWeightsLater = true;
+  static constexpr bool kDefersWeights = true;
   using Attrs = NoAttrs;
   static constexpr uint64_t kSavedInputs = 0b01;
   static void infer(const Attrs&, Infer& c) {
@@ -82,7 +82,7 @@ struct Embedding {
     w.work.bytes = static_cast<double>(w.output(0).numel()) * 2 * static_cast<double>(size_of(w.work.dtype));
   }
   static void vjp(const Attrs&, Vjp& c) {
-    c.weights(1, [tokens = c.input(0), dy = dense_rows(c.grad())](Vjp& c) {
+    c.weight_gradients(1, [tokens = c.input(0), dy = dense_rows(c.grad())](Vjp& c) {
       const Type& table = c.input_type(1);
       c.set(1, apply<EmbeddingBackward>({table.shape[0], table.layout}, {tokens, dy}, c.into(1, /*may_add=*/true)));
     });

@@ -134,7 +134,7 @@ struct ExpertWeightGradient {  // dy[Q, .., R, O], x[Q, .., R, I], counts[E, ..]
 
 struct ExpertLinear {  // x[Q, .., R, I], weight[E, O, I], counts[E, ..] [, bias[E, O]] -> [Q, .., R, O]
   static constexpr const char* kName = "expert_linear";
-  static constexpr bool kWeightsLater = true;
+  static constexpr bool kDefersWeights = true;
   // Of one part some sequences, or groups of one, after others, with all experts; of parts that are one expert each some of these.
   static constexpr PartDims kParts = {{0, 0, 0, 0}, {0}}, kSequences = {{1, -1, 1, -1}, {1}}, kGroups = {{2, -1, 2, -1}, {2}};
   static const PartDims* row_parts(const Shape& x) {
@@ -212,7 +212,7 @@ struct ExpertLinear {  // x[Q, .., R, I], weight[E, O, I], counts[E, ..] [, bias
     const bool of_bias = c.num_inputs() > 3 && c.needs(3);
     if (!c.needs(1) && !of_bias) return;
     const Tensor x = c.needs(1) ? c.input(0) : Tensor();
-    c.weights(1, [dy, x, of_bias, counts = c.input(2), fill = a.fill](Vjp& c) {
+    c.weight_gradients(1, [dy, x, of_bias, counts = c.input(2), fill = a.fill](Vjp& c) {
       if (x) c.set(1, apply<ExpertWeightGradient>({.fp8 = false, .fill = fill}, {dy, x, counts}, c.into(1)));
       if (of_bias) c.set(3, apply<ExpertBiasGradient>({}, {dy, counts}, c.into(3)));
     });

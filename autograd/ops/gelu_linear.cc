@@ -22,7 +22,7 @@ void rule_with_bias(Place& p, std::initializer_list<Placement> inputs, std::span
 
 struct LinearGelu {  // x[.., I], weight[O, I] [, bias[O]] -> gelu(y), y = x weightᵀ + bias
   static constexpr const char* kName = "linear_gelu";
-  static constexpr bool kWeightsLater = true;
+  static constexpr bool kDefersWeights = true;
   using Attrs = LayerRounds;
   static constexpr auto describe = describe_layer_rounds;
   static constexpr bool kMarked = true;
@@ -49,8 +49,8 @@ struct LinearGelu {  // x[.., I], weight[O, I] [, bias[O]] -> gelu(y), y = x wei
   }
   static uint64_t row_inputs(const Attrs& a, InputTypes) { return a.forward() ? 0 : 0b1; }
   static void work(const Attrs& a, WorkOf& w) { work_of_linear(w, 1, a.forward()); }
-  static constexpr int kCheap = 0;
-  static Tensor again(const Attrs&, Vjp& c) { return gelu(c.output(1), kKind); }  // of what was rounded
+  static constexpr int kRematerializable = 0;
+  static Tensor rematerialize(const Attrs&, Vjp& c) { return gelu(c.output(1), kKind); }  // of what was rounded
   static void vjp(const Attrs& a, Vjp& c) {
     Tensor dy = c.has_grad(1) ? c.grad(1) : Tensor();
     if (c.has_grad(0)) {
@@ -117,7 +117,7 @@ struct GeluLinearBackward {  // dy[.., O], weight[O, I], before[.., I] -> gelu'(
 
 struct GeluLinear {  // value = gelu(before), before[.., I], weight[O, I] [, bias[O]] -> value weightᵀ + bias
   static constexpr const char* kName = "gelu_linear";
-  static constexpr bool kWeightsLater = true;
+  static constexpr bool kDefersWeights = true;
   using Attrs = LayerRounds;
   static constexpr auto describe = describe_layer_rounds;
   static constexpr bool kMarked = true;

@@ -43,7 +43,7 @@ inline void will_read_input(Vjp& c, int weight) {
   if (c.needs(weight)) c.will_read(0);
 }
 /// Sets the gradients of weight and bias, if they are wanted, by dy[.., O]: one op for both, which may come later. Of ops with
-/// kWeightsLater.
+/// kDefersWeights.
 void set_parameter_gradients(Vjp& c, const Tensor& dy, int weight, Fp8 fp8);
 /// x[.., O] weight[O, I]; a vector is a matrix of one row.
 Tensor times(const Tensor& x, const Tensor& weight, bool fp8 = false);

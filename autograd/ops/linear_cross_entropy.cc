@@ -97,7 +97,7 @@ struct FusedAttrs : HeadGradientsAttrs {
 };
 
 /// The loss and, in the same pass, its gradients: the logits are computed once instead of twice,
-/// and the backward only scales: dweight where it will be wanted, see [Note: gradients ahead].
+/// and the backward only scales: dweight where it will be wanted, see [Note: early gradients].
 ///
 /// They are rounded before anybody knows what the loss is multiplied with. In f16 a scaled loss
 /// would come too late for those that vanish, such as what rare tokens get from confident logits:
@@ -206,9 +206,9 @@ Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor&
   const std::vector<Tensor> inputs = {rows, weight, targets};
   if (ahead) {
     const std::optional<Type> type = wanted.dweight ? dweight_type(rows, weight) : std::nullopt;
-    const Into into[] = {{}, {type ? recording->slot_ahead(weight, *type) : Tensor()}};
+    const Into into[] = {{}, {type ? recording->slot_for_early_gradient(weight, *type) : Tensor()}};
     const Tensors y = apply(op_def<LinearCrossEntropyFused>(), &wanted, inputs, std::span(into, wanted.dweight ? 2 : 1));
-    if (into[1].to) recording->lies_ahead(y[1], weight);
+    if (into[1].to) recording->note_early_gradient(y[1], weight);
     return averaged(y[0], targets, options);
   }
   const HeadAttrs attrs{options.ignore_index, options.softcap};

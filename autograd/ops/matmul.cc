@@ -233,7 +233,7 @@ struct Matmul {
 
 struct Linear {  // x[.., I], weight[O, I] [, bias[O]]
   static constexpr const char* kName = "linear";
-  static constexpr bool kWeightsLater = true;
+  static constexpr bool kDefersWeights = true;
   using Attrs = LayerRounds;
   static constexpr auto describe = describe_layer_rounds;
   static constexpr bool kMarked = true;
@@ -335,7 +335,7 @@ void ops::set_parameter_gradients(Vjp& c, const Tensor& dy, int weight, Fp8 fp8)
   if (!of_weight && !of_bias) return;
   const Tensor x = of_weight ? c.input(0) : Tensor();
   const Rounds rounds{of_weight && rounds_of(fp8 == Fp8::all, dy, x).fp8};
-  c.weights(weight, [=](Vjp& c) {
+  c.weight_gradients(weight, [=](Vjp& c) {
     if (of_weight && of_bias) {
       const auto d = apply_all<LinearGradients>(rounds, {dy, x}, {c.into(weight), c.into(bias)});
       c.set(weight, d[0]), c.set(bias, d[1]);

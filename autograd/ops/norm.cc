@@ -168,9 +168,9 @@ struct Norm {
     if (attrs.dweight) c.set(kWeight, d[o++]);
     if (attrs.dbias) c.set(bias, d[o]);
   }
-  static constexpr int kCheap = kY;
-  static constexpr uint64_t kReadAgain = 0b11 << kWeight;  // the bias
-  static Tensor again(const Attrs& a, Vjp& c) {
+  static constexpr int kRematerializable = kY;
+  static constexpr uint64_t kRematerializeReads = 0b11 << kWeight;  // the bias
+  static Tensor rematerialize(const Attrs& a, Vjp& c) {
     const Tensor weight = a.has_weight ? c.input(kWeight) : Tensor();
     const Tensor bias = a.has_bias ? c.input(kWeight + a.has_weight) : Tensor();
     return Norm<kLayer, false>::of({kAdds ? c.output(0) : c.input(0)}, weight, bias, a.eps)[0];

@@ -48,7 +48,7 @@ void Recording::offload_last_region() {
   Region& region = regions_.back();
   region.offloaded = true;
   const PathScope path(tape_.path(tape_.node(region.begin)));
-  take_back_offloaded();
+  complete_offloads();
   std::unordered_map<ValueId, int32_t> saves;  // by nodes of the region
   for (NodeId id = region.begin; id < region.end; ++id)
     for (int i = 0; i < tape_.node(id).num_inputs; ++i)
@@ -62,14 +62,14 @@ void Recording::offload_last_region() {
   for (const ValueId v : region.on_host) {
     Tensor& here = region.entering.at(v);
     const Tensor there = apply<Offload>({}, here);
-    offloading_.emplace_back(there, std::exchange(here, there));
+    pending_offloads_.emplace_back(there, std::exchange(here, there));
     state(v).saved = Tensor();
     state(v).on_host = true;
   }
 }
 
-void Recording::take_back_offloaded() {
-  for (const auto& [there, here] : std::exchange(offloading_, {})) {
+void Recording::complete_offloads() {
+  for (const auto& [there, here] : std::exchange(pending_offloads_, {})) {
     const Tensor inputs[] = {there, here};
     apply_typed(op_def<Offloaded>(), nullptr, inputs, {});
   }
@@ -82,7 +82,7 @@ void ReversePass::onload(Region& region) {
     Tensor& value = region.entering.at(v);
     region.from_host.push_back(value);
     value = apply<Onload>({}, value);
-    recording_.state(recording_.value_of(value)).copy_of = v;
+    recording_.state(recording_.value_of(value)).original = v;
     ValueState& s = recording_.state(v);
     if (s.saves > 0) s.saved = value;
     s.on_host = false;

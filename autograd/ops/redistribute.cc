@@ -169,11 +169,11 @@ void detail::adjoint_of_redistribution(Vjp& c) {
   // What one rank adds to a parameter's gradient goes to its slot at once (store_into).
   const bool to_slot = adds_up_to(c.grad().layout(), from.layout.dual()) && c.has_place(0);
   if (to_slot) return c.set(0, c.grad());
-  if (!c.any_aside() || !can_travel(c.grad().layout(), from.layout.dual())) {
+  if (!c.has_overlapped() || !can_travel(c.grad().layout(), from.layout.dual())) {
     return c.set(0, come_in_pieces(c.grad(), from.layout.dual(), c.rows_of_pieces()));  // what a product made goes back into products
   }
   const Travelling gradient = start_redistribute(c.grad(), from.layout.dual());
-  c.compute_aside(Redistribution::move(c.grad().layout(), from.layout.dual()).from == Kind::partial ? 1 : 0);
+  c.compute_overlapped(Redistribution::move(c.grad().layout(), from.layout.dual()).from == Kind::partial ? 1 : 0);
   c.set(0, arrived(gradient));
 }
 

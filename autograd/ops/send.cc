@@ -70,7 +70,7 @@ struct Sent {
 void lend_until_sent(const Tensor& x, const Tensor& sent, int axis, bool back) {
   Recording* r = Recording::current();
   if (!r) return sent.storage()->settle();
-  r->lend({sent.layout().mesh(), axis, x.layout()[axis].map().owner(), back}, sent, x);
+  r->keep_until_sent({sent.layout().mesh(), axis, x.layout()[axis].map().owner(), back}, sent, x);
 }
 
 Tensor send_along(const Tensor& x, const Layout& to, int axis, bool back) {
@@ -109,25 +109,25 @@ bool sends_back(const Tape& tape, const Node& n) {
   return n.op == &send_op() && static_cast<const SendAttrs*>(tape.attrs(n))->back;
 }
 
-void Recording::lend(const recorded::Way& way, const Tensor& sent, const Tensor& lent) {
-  uint64_t last = 0;  // turn that sent the same way
-  for (const recorded::Lent& l : lent_)
-    if (l.way == way && l.turn != turn_) last = std::max(last, l.turn);
-  const auto is_before = [&](const recorded::Lent& l) { return l.way == way && l.turn != turn_ && l.turn != last; };
-  for (const recorded::Lent& l : lent_)
-    if (is_before(l)) take_back(l);
-  std::erase_if(lent_, is_before);
-  lent_.push_back({way, turn_, lent, sent});
+void Recording::keep_until_sent(const recorded::SendRoute& route, const Tensor& sent, const Tensor& source) {
+  uint64_t last = 0;  // epoch that sent along the same route
+  for (const recorded::PendingSend& s : pending_sends_)
+    if (s.route == route && s.epoch != epoch_) last = std::max(last, s.epoch);
+  const auto is_before = [&](const recorded::PendingSend& s) { return s.route == route && s.epoch != epoch_ && s.epoch != last; };
+  for (const recorded::PendingSend& s : pending_sends_)
+    if (is_before(s)) complete_send(s);
+  std::erase_if(pending_sends_, is_before);
+  pending_sends_.push_back({route, epoch_, source, sent});
 }
 
-void Recording::take_back(const recorded::Lent& l) {
-  const Tensor inputs[] = {l.sent, l.lent};
+void Recording::complete_send(const recorded::PendingSend& s) {
+  const Tensor inputs[] = {s.sent, s.source};
   apply_typed(op_def<Sent>(), nullptr, inputs, {});
 }
 
-void Recording::take_back_all() {
-  for (const recorded::Lent& l : lent_) take_back(l);
-  lent_.clear();
+void Recording::complete_sends() {
+  for (const recorded::PendingSend& s : pending_sends_) complete_send(s);
+  pending_sends_.clear();
 }
 
 }  // namespace sheaf

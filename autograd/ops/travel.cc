@@ -57,7 +57,7 @@ struct Arrived {
     const Layout back = a.from.dual();
     if (!can_travel(c.grad().layout(), back)) return c.set(0, redistribute(c.grad(), back));
     c.set_travelling(start_redistribute(c.grad(), back));
-    c.compute_aside(0);
+    c.compute_overlapped(0);
   }
   static void work(const Attrs& a, WorkOf& w) { w.work.bytes = a.unpacks ? moved(w.output(0), w.work.dtype) : 0; }
 };

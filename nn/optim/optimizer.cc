@@ -67,7 +67,7 @@ void Optimizer::step(const StepOptions& options) {
   if (shards_.empty()) return;
   Tensor scalars = options.scalars;
   if (!scalars) {
-    if (const Recording* r = Recording::current(); r && r->will_run_again())
+    if (const Recording* r = Recording::current(); r && r->is_for_program())
       fail<ConfigError>("[", name_, "] in a step that is compiled the learning rate and what else changes from step to step have to ",
                         "come in: give next_scalars() to step() as StepOptions::scalars");
     const std::vector<double> values = this->scalars(options, steps_);

@@ -74,7 +74,7 @@ const std::pair<const char*, void (*)(Step&)> kSchedules[] = {
      }},
     {"weights later", [](Step& s) {
        all_forwards(s);
-       for (const Tensor& loss : s.losses) s.recording.backward(loss, {.weights_later = true});
+       for (const Tensor& loss : s.losses) s.recording.backward(loss, {.defer_weights = true});
        for (int i = 0; i < kParts; ++i) s.recording.backward_weights();
      }},
     {"evaluations between", [](Step& s) {
@@ -172,7 +172,7 @@ TEST(PipelineSchedules, StagesMayBeSkipped) {
           continue;
         }
         if (kind != Turn::forward) {
-          recording.backward(loss, {.last_micro_batch = i + 1 == kParts, .weights_later = kind == Turn::backward_input});
+          recording.backward(loss, {.last_micro_batch = i + 1 == kParts, .defer_weights = kind == Turn::backward_input});
           continue;
         }
         recording.next_micro_batch(2 * i);

@@ -184,7 +184,7 @@ void expect_one_device(const Way& way, const Trained& trained) {
   const bool gathers = s.context_comm == "all_gather";
   if (!gathers && s.context > models::resolved(way.config.model).kv_heads) return;  // copies of key heads
   if (s.context > 1 && way.config.model.experts > 0) return;    // places are counted by the ranks' parts of a sequence
-  if (s.context > 1 && way.config.model.lora_rank > 0) return;  // weights' gradients come later, beside what travels: two layers' in another order
+  if (s.context > 1 && way.config.model.lora_rank > 0) return;  // weights' gradients are deferred, to overlap with communication: two layers' in another order
   // The gradient of what ranks made of gathered latents is Partial, and addends are not rounded.
   if (s.context > 1 && gathers && way.config.model.kv_lora_rank > 0 && way.config.train.fp8 != "none") return;
   if (way.config.train.compile && way.config.train.fuse) return;  // which ops become one depends on placements

@@ -64,7 +64,7 @@ Outcome outcome_of(const Turns& turns, bool first_is_frozen = false, bool penali
       if (turn == 'W') {
         recording.backward(v.loss);
       } else if (turn <= 'C') {
-        recording.backward(v.loss, {.one_part = true});
+        recording.backward(v.loss, {.last_part_only = true});
       } else {
         const Tensor& state = random[static_cast<size_t>(m)];
         const bool whole = turn == 'w';
@@ -129,13 +129,13 @@ TEST(Parts, AreOverWhereOneFails) {
                               }, model.second(x));
   recording.resume_micro_batch(0);
   const Tensor loss = sum(model.third(y));
-  recording.backward(loss, {.one_part = true});
+  recording.backward(loss, {.last_part_only = true});
   const Tensor xs[] = {x};
   fails = false;
   EXPECT_EQ(recording.gradient(sum(y), xs)[0].shape(), x.shape()) << "of a part that waits";
   fails = true;
-  EXPECT_THROW(recording.backward(loss, {.one_part = true}), DataError);
-  EXPECT_THROW(recording.backward(loss, {.one_part = true}), LifetimeError);
+  EXPECT_THROW(recording.backward(loss, {.last_part_only = true}), DataError);
+  EXPECT_THROW(recording.backward(loss, {.last_part_only = true}), LifetimeError);
 }
 
 // Each part's backward gives back what that part kept.
@@ -162,9 +162,9 @@ TEST(Parts, AreDifferentiatedOnce) {
   model.part(1, v);
   recording.resume_micro_batch(0);
   model.part(2, v);
-  for (int p = 0; p < kParts; ++p) recording.backward(v.loss, {.one_part = true});
-  for (const bool one_part : {true, false})
-    EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { recording.backward(v.loss, {.one_part = one_part}); }),
+  for (int p = 0; p < kParts; ++p) recording.backward(v.loss, {.last_part_only = true});
+  for (const bool last_part_only : {true, false})
+    EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { recording.backward(v.loss, {.last_part_only = last_part_only}); }),
                 HasSubstr("add the losses and call backward once"));
 }
 

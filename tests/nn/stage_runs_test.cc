@@ -168,7 +168,7 @@ Gradients gradients_of_runs(int stages, int64_t runs, int data, const std::strin
     for (const auto [kind, micro, run] : one_forward_one_backward(stage, stages, kParts, runs)) {
       const auto m = static_cast<size_t>(micro);
       if (kind == Turn::backward) {
-        recording.backward(losses[m], {.last_micro_batch = micro + 1 == kParts, .one_part = true});
+        recording.backward(losses[m], {.last_micro_batch = micro + 1 == kParts, .last_part_only = true});
         continue;
       }
       run == 0 ? recording.next_micro_batch(kRows * micro) : recording.resume_micro_batch(kRows * micro);

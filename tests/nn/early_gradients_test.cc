@@ -207,7 +207,7 @@ TEST(GradientsAhead, WithWeightsLater) {
   expect_same([](const Step& s) {
     for (int64_t m = 0; m < 2; ++m) {
       if (m > 0) s.recording.next_micro_batch(kRows * m);
-      s.recording.backward(s.loss(m), {.last_micro_batch = m == 1, .weights_later = true});
+      s.recording.backward(s.loss(m), {.last_micro_batch = m == 1, .defer_weights = true});
     }
     s.recording.backward_weights();
     s.recording.backward_weights();

@@ -23,7 +23,7 @@ class AttrsCopy {
 
 /// The op of `n`, which must not lie in the tape (it may grow), on these inputs, with outputs of the types that the node's
 /// have, in memory of their own.
-inline Tensors apply_again(const Tape& tape, const Node& n, std::span<const Tensor> inputs) {
+inline Tensors replay_node(const Tape& tape, const Node& n, std::span<const Tensor> inputs) {
   std::vector<OutputSpec> specs(n.num_outputs);
   for (int o = 0; o < n.num_outputs; ++o) specs[o].type = tape.type(tape.output(n, o));
   const AttrsCopy attrs(tape, n);
@@ -31,7 +31,7 @@ inline Tensors apply_again(const Tape& tape, const Node& n, std::span<const Tens
 }
 
 /// The same of a node and the one behind it, executed as one (detail::apply_typed_onward).
-inline std::pair<Tensor, Tensor> apply_onward_again(const Tape& tape, const Node& n, const Node& scatter, std::span<const Tensor> inputs,
+inline std::pair<Tensor, Tensor> replay_onward(const Tape& tape, const Node& n, const Node& scatter, std::span<const Tensor> inputs,
                                                     uint8_t flags) {
   const AttrsCopy attrs(tape, n), of_scatter(tape, scatter);
   return detail::apply_typed_onward(*n.op, attrs.data(), inputs, {.type = tape.type(tape.output(n))}, of_scatter.data(),

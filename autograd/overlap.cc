@@ -1,10 +1,10 @@
-// [Note: beside what travels] Where a tensor axis cuts a layer, its input is gathered, again in the backward, and the gradient of
+// [Note: overlap] Where a tensor axis cuts a layer, its input is gathered, again in the backward, and the gradient of
 // that is scattered: three collectives around two products that do not wait for each other. The layer's derivative goes through
 // them in this order, after Megatron-LM (Korthikanti et al., https://arxiv.org/abs/2205.05198):
 //
 //   all_gather of the input         sets out (Vjp::will_read)
 //   the gradient of the input       is computed meanwhile; the gathered input has arrived
-//   reduce_scatter of it            sets out; the gradient of the weight was put aside (Vjp::weights)
+//   reduce_scatter of it            sets out; the gradient of the weight was put aside (Vjp::weight_gradients)
 //   the gradient of the weight      is computed meanwhile (adjoint_of_redistribution)
 //
 // Where several layers read that input, as a gate does, the last weight's gradient is left for what travels next, the gradient on its
@@ -21,41 +21,41 @@
 namespace sheaf {
 
 // The node of a region that keeps no results and is one collective; else -1.
-NodeId ReversePass::only_travels(const Region& region) const {
+NodeId ReversePass::single_collective_of(const Region& region) const {
   if (!region.results || region.travelling) return -1;
-  const std::vector<NodeId> nodes = recording_.nodes_to_repeat(region);
+  const std::vector<NodeId> nodes = recording_.nodes_to_recompute(region);
   if (nodes.size() != 1) return -1;
   const Node& n = tape_.node(nodes[0]);
   if (!is_redistribute(n.op) || !region.entering.contains(tape_.inputs(n)[0])) return -1;
   return can_travel(tape_.type(tape_.inputs(n)[0]).layout, tape_.type(tape_.output(n)).layout) ? nodes[0] : -1;
 }
 
-void ReversePass::start_again(ValueId v) {
+void ReversePass::start_regather(ValueId v) {
   const NodeId producer = tape_.value(v).producer;
   for (Region& region : recording_.regions_) {
-    if (producer < region.begin || producer >= region.end || only_travels(region) != producer) continue;
+    if (producer < region.begin || producer >= region.end || single_collective_of(region) != producer) continue;
     const Node n = tape_.node(producer);
     const PathScope path(tape_.path(n));
     const Tensor dense = contiguous(region.entering.at(tape_.inputs(n)[0]));
     recording_.flag_next(Node::kRecomputed);
     region.travelling = start_redistribute(dense, tape_.type(v).layout);
     region.entering.clear();
-    recording_.set_repeated(region, false);
+    recording_.set_recomputed(region, false);
     return;
   }
 }
 
 // Whether the gradient of a value goes through a collective next.
-bool ReversePass::sends_gradient_on(ValueId v) const {
+bool ReversePass::gradient_is_communicated(ValueId v) const {
   const Node& n = tape_.node(tape_.value(v).producer);
   const ValueId from = n.op && is_redistribute(n.op) ? tape_.inputs(n)[0] : departed(tape_, v);
   return from >= 0 && wanted_[from] && can_travel(tape_.type(v).layout.dual(), tape_.type(from).layout.dual());
 }
 
-void ReversePass::compute_aside(size_t left) {
-  while (aside_.size() > left) {
-    recorded::DeferredGradient next = std::move(aside_.front());
-    aside_.erase(aside_.begin());
+void ReversePass::compute_overlapped(size_t left) {
+  while (overlapped_.size() > left) {
+    recorded::DeferredGradient next = std::move(overlapped_.front());
+    overlapped_.erase(overlapped_.begin());
     compute_deferred(next);
   }
 }
@@ -70,20 +70,20 @@ void ReversePass::compute_deferred(recorded::DeferredGradient& deferred) {
 
 void Vjp::will_read(int i) {
   if (pass_.keeps() || !pass_.to_slots() || !recording().options().overlap) return;
-  pass_.start_again(value_of_input(i));
+  pass_.start_regather(value_of_input(i));
 }
 
 // The reverse pass goes on behind the node: what is made of a parameter, and has a derivative of its own, cannot be put aside.
-bool Vjp::input_travels_back(int first) const {
-  if (pass_.keeps() || !pass_.to_slots() || late_ || !needs(0) || !recording().options().overlap) return false;
+bool Vjp::input_gradient_is_communicated(int first) const {
+  if (pass_.keeps() || !pass_.to_slots() || deferred_ || !needs(0) || !recording().options().overlap) return false;
   for (int i = first; i < num_inputs(); ++i)
     if (needs(i) && !recording().state(value_of_input(i)).group) return false;
-  return pass_.sends_gradient_on(value_of_input(0));
+  return pass_.gradient_is_communicated(value_of_input(0));
 }
 
-void Vjp::put_aside(int first, std::function<void(Vjp&)> f) {
+void Vjp::defer_to_overlap(int first, std::function<void(Vjp&)> f) {
   const uint64_t needs = needs_ & ~(Recording::bit(first) - 1);
-  pass_.aside_.push_back({.node = node_, .needs = needs, .derivative = std::move(f)});
+  pass_.overlapped_.push_back({.node = node_, .needs = needs, .derivative = std::move(f)});
 }
 
 Tensor Vjp::arrived_gradient() {
@@ -109,7 +109,7 @@ int64_t Vjp::rows_of_pieces() const {
   return detail::least_rows_of(tape(), tape().node(tape().value(value_of_input(0)).producer), recording().options().piece_rows);
 }
 
-bool Vjp::any_aside() const { return !pass_.aside_.empty(); }
-void Vjp::compute_aside(size_t left) { pass_.compute_aside(pass_.aside_.size() > left ? left : 0); }
+bool Vjp::has_overlapped() const { return !pass_.overlapped_.empty(); }
+void Vjp::compute_overlapped(size_t left) { pass_.compute_overlapped(pass_.overlapped_.size() > left ? left : 0); }
 
 }  // namespace sheaf

@@ -1,9 +1,9 @@
-// [Note: weights later] Of a linear layer's two gradients others wait for that of its input; that of its weight is wanted at
-// the step's end. A backward with weights_later computes the first ones only, and a stage of a pipeline sends them on the sooner
+// [Note: deferred weights] Of a linear layer's two gradients others wait for that of its input; that of its weight is wanted at
+// the step's end. A backward with defer_weights computes the first ones only, and a stage of a pipeline sends them on the sooner
 // (B and W of zero-bubble schedules, Qi et al., https://arxiv.org/abs/2401.10241). What is left, backward_weights() does, of one
 // backward after another, so that no sum is made in another order.
 //
-// Put off are derivatives that ops give to Vjp::weights(), with the tensors that these read. Units in which that leaves a gradient
+// Put off are derivatives that ops give to Vjp::weight_gradients(), with the tensors that these read. Units in which that leaves a gradient
 // out reduce theirs then, so their other gradients wait, too, in memory of their own. The gathered values are not read any more,
 // and go where the backward has passed them.
 #include <algorithm>
@@ -13,44 +13,44 @@
 
 namespace sheaf {
 
-void ReversePass::choose_late_groups() {
+void ReversePass::mark_deferring_groups() {
   for (const recorded::Segment& s : parts_.segments)
     for (NodeId id = s.begin; id < s.end; ++id) {
       const Node& n = tape_.node(id);
-      if (!n.op || !n.op->weights_later) continue;
+      if (!n.op || !n.op->defer_weights) continue;
       for (const ValueId v : tape_.inputs(n))
         if (const ValueState& leaf = recording_.state(v); leaf.group && leaf.needs_grad)
-          for (GroupState& g : recording_.groups_) g.later = g.later || g.group.get() == leaf.group;
+          for (GroupState& g : recording_.groups_) g.defers_weights = g.defers_weights || g.group.get() == leaf.group;
     }
-  recording_.late_weights_.emplace_back().last = last_micro_batch_ && !parts_.leaves_some();
-  weights_later_ = true;
+  recording_.deferred_weights_.emplace_back().last = last_micro_batch_ && !parts_.leaves_some();
+  defers_weights_ = true;
 }
 
-void ReversePass::finish_late(GroupState& group) {
+void ReversePass::finish_deferring(GroupState& group) {
   group.last = is_last_micro_batch_of(group.group.get());
-  GroupState& then = recording_.late_weights_.back().groups.emplace_back(group);
-  then.finished = then.later = false;
+  GroupState& then = recording_.deferred_weights_.back().groups.emplace_back(group);
+  then.finished = then.defers_weights = false;
   then.contributed.assign(then.contributed.size(), false);  // to its slots
 }
 
 void Recording::backward_weights() {
   expect_current("backward_weights");
   if (in_region_) fail<LifetimeError>("[backward_weights] inside of a RecomputeScope: it must end first");
-  if (late_weights_.empty()) fail<LifetimeError>("[backward_weights] no backward with weights_later is without its weights' gradients");
+  if (deferred_weights_.empty()) fail<LifetimeError>("[backward_weights] no backward with defer_weights is without its weights' gradients");
   if (tape_.num_nodes() > segment_begin_) end_segment();
-  recorded::LateWeights weights = std::move(late_weights_.front());
-  late_weights_.pop_front();
+  recorded::DeferredWeights weights = std::move(deferred_weights_.front());
+  deferred_weights_.pop_front();
   ReversePass(*this, ReversePass::Leaves::slots, /*keep=*/false).run(weights);
 }
 
-void ReversePass::run(recorded::LateWeights& weights) {
+void ReversePass::run(recorded::DeferredWeights& weights) {
   struct Restored {  // if a derivative throws, too
     std::vector<GroupState>& groups;
     std::vector<GroupState> before;
     ~Restored() { groups = std::move(before); }
   } const restored{recording_.groups_, std::exchange(recording_.groups_, std::move(weights.groups))};
   const Running running(*this);
-  in_weights_ = true;
+  in_backward_weights_ = true;
   for (recorded::DeferredGradient& part : weights.parts) {
     const PathScope path(tape_.path(tape_.node(part.node)));
     finish_groups(part.node);
@@ -58,29 +58,29 @@ void ReversePass::run(recorded::LateWeights& weights) {
   }
   finish_groups(-1);
   for (size_t i = 0; i < recording_.groups_.size(); ++i) recording_.groups_[i].group->backward_ended();
-  if (weights.last) recording_.take_back_all();
+  if (weights.last) recording_.complete_sends();
   recording_.segment_begin_ = tape_.num_nodes();
 }
 
 // All of them that are wanted are of units whose gradients wait: what is a view of a parameter is not. Nor may the others be
 // parameters, whose memory goes.
-bool Vjp::weights_wait(int first) const {
-  if (!pass_.weights_later_) return false;
+bool Vjp::defers_weights_of(int first) const {
+  if (!pass_.defers_weights_) return false;
   bool any = false;
   for (int i = 0; i < num_inputs(); ++i) {
     const auto& s = recording().state(value_of_input(i));
-    if (i < first ? s.recipe : needs(i) && !(s.group && pass_.group_state(s.group).later)) return false;
+    if (i < first ? s.recipe : needs(i) && !(s.group && pass_.group_state(s.group).defers_weights)) return false;
     any = any || (i >= first && needs(i));
   }
   return any;
 }
 
-void Vjp::put_off(int first, std::function<void(Vjp&)> f) {
+void Vjp::defer_to_backward_weights(int first, std::function<void(Vjp&)> f) {
   const uint64_t needs = needs_ & ~(Recording::bit(first) - 1);
   for (int i = first; i < num_inputs(); ++i)
     if (const auto& s = recording().state(value_of_input(i)); this->needs(i))
       pass_.group_state(s.group).contributed[static_cast<size_t>(s.leaf_index)] = true;
-  recording().late_weights_.back().parts.push_back({.node = node_, .needs = needs, .derivative = std::move(f)});
+  recording().deferred_weights_.back().parts.push_back({.node = node_, .needs = needs, .derivative = std::move(f)});
 }
 
 }  // namespace sheaf

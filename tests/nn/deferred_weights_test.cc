@@ -1,4 +1,4 @@
-// Gradients of weights that come later (BackwardOptions::weights_later): their bits, when they are computed and reduced, and what is
+// Gradients of weights that come later (BackwardOptions::defer_weights): their bits, when they are computed and reduced, and what is
 // refused.
 #include <cstring>
 #include <functional>
@@ -58,7 +58,7 @@ Gradients gradients_in_order(const std::string& order, int world, Strategy strat
       const int m = order[at + (backward ? 1 : 0)] - '0';
       Tensor& loss = losses[static_cast<size_t>(m)];
       if (backward) {
-        recording.backward(loss, {.last_micro_batch = ++done == count, .weights_later = kind == 'i'});
+        recording.backward(loss, {.last_micro_batch = ++done == count, .defer_weights = kind == 'i'});
         continue;
       }
       recording.next_micro_batch(kRows * m);
@@ -101,7 +101,7 @@ TEST(WeightsLater, OtherGradientsMayBeAskedForInBetween) {
     TinyModel model;
     materialize(model, Device::cpu(), {.seed = 4, .dtype = kF64});
     Recording recording;
-    recording.backward(model.loss(token_rows({}, kRows, kLength, kVocab), token_rows({}, kRows, kLength, kVocab, 1)), {.weights_later = later});
+    recording.backward(model.loss(token_rows({}, kRows, kLength, kVocab), token_rows({}, kRows, kLength, kVocab, 1)), {.defer_weights = later});
     recording.next_micro_batch(kRows);
     const Tensor x = recording.watch(full_of({kF64, {2, 7}, {}}, 0.5)), xs[] = {x};
     std::vector<double> out = recording.gradient(sum(model.blocks[0](x)), xs)[0].to_vector<double>();
@@ -128,7 +128,7 @@ TEST(WeightsLater, AreComputedAndReducedThen) {
         n += tape.op_name(tape.node(id)) == op && tape.path(tape.node(id)).starts_with(path) && tape.node(id).phase == Phase::backward;
       return n;
     };
-    recording.backward(model.loss(token_rows(mesh, kRows, kLength, kVocab), token_rows(mesh, kRows, kLength, kVocab, 1)), {.weights_later = true});
+    recording.backward(model.loss(token_rows(mesh, kRows, kLength, kVocab), token_rows(mesh, kRows, kLength, kVocab, 1)), {.defer_weights = true});
     EXPECT_EQ(count("discard", "blocks.0"), 1);
     for (const char* op : {"linear_weight_gradient", "linear_gradients", "reduce_scatter", "grad_slots"}) EXPECT_EQ(count(op, "blocks"), 0) << op;
     EXPECT_EQ(units(model)[1]->buffers()[0].grad.defined(), false);
@@ -156,7 +156,7 @@ TEST(WeightsLater, OfTheLastMicroBatchAreReducedToTheEnd) {
         const Layout cut(mesh.spec, Placement::shard(0));
         const auto rows = [&](int64_t shift) { return redistribute(token_rows({}, 4, kLength, kVocab, shift), replicas ? cut.with(1, Placement::replicate()) : cut); };
         const Tensor loss = model.loss(rows(0), rows(1));
-        recording.backward(replicas ? redistribute(loss, "data", Placement::partial()) : loss, {.last_micro_batch = last, .weights_later = true});
+        recording.backward(replicas ? redistribute(loss, "data", Placement::partial()) : loss, {.last_micro_batch = last, .defer_weights = true});
       }
       const auto reductions = [&] {
         int n = 0;
@@ -183,7 +183,7 @@ TEST(WeightsLater, TheirMemoryGoesWhereTheyAreComputed) {
     Recording recording;
     const auto step = [&] {
       recording.next_micro_batch(0);
-      recording.backward(model.loss(token_rows({}, kRows, kLength, kVocab), token_rows({}, kRows, kLength, kVocab, 1)), {.weights_later = later});
+      recording.backward(model.loss(token_rows({}, kRows, kLength, kVocab), token_rows({}, kRows, kLength, kVocab, 1)), {.defer_weights = later});
     };
     step();
     if (later) recording.backward_weights();
@@ -205,29 +205,29 @@ TEST(WeightsLater, WhatIsForgottenIsTold) {
     const auto told = [](auto&& f) { return message_of<LifetimeError>(ExitCode::kDesync, f); };
     {
       Recording recording;
-      EXPECT_THAT(told([&] { recording.backward_weights(); }), HasSubstr("no backward with weights_later is without its weights' gradients"));
-      recording.backward(loss(), {.weights_later = true});
+      EXPECT_THAT(told([&] { recording.backward_weights(); }), HasSubstr("no backward with defer_weights is without its weights' gradients"));
+      recording.backward(loss(), {.defer_weights = true});
       recording.next_micro_batch(kRows);
-      recording.backward(loss(), {.weights_later = true});
-      EXPECT_THAT(told([&] { optimizer.step({.lr = 0.1}); }), HasSubstr("put off in 2 backwards with weights_later"));
+      recording.backward(loss(), {.defer_weights = true});
+      EXPECT_THAT(told([&] { optimizer.step({.lr = 0.1}); }), HasSubstr("put off in 2 backwards with defer_weights"));
       recording.backward_weights();
-      EXPECT_THAT(told([&] { optimizer.step({.lr = 0.1}); }), HasSubstr("put off in 1 backward with weights_later"));
+      EXPECT_THAT(told([&] { optimizer.step({.lr = 0.1}); }), HasSubstr("put off in 1 backward with defer_weights"));
       EXPECT_EQ(optimizer.steps(), 0) << "a step that is refused is none";
       const RecomputeScope scope;
       EXPECT_THAT(told([&] { recording.backward_weights(); }), HasSubstr("inside of a RecomputeScope"));
     }
-    EXPECT_THAT(told([&] { optimizer.step({.lr = 0.1}); }), HasSubstr("put off in 1 backward with weights_later")) << "its recording is over";
+    EXPECT_THAT(told([&] { optimizer.step({.lr = 0.1}); }), HasSubstr("put off in 1 backward with defer_weights")) << "its recording is over";
     optimizer.zero_grad();
     {
       Recording recording;
-      recording.backward(loss(), {.weights_later = true});
+      recording.backward(loss(), {.defer_weights = true});
       optimizer.zero_grad();
       EXPECT_THAT(told([&] { recording.backward_weights(); }), HasSubstr("that zero_grad() has given up since"));
     }
     Recording recording;
-    recording.backward(loss(), {.weights_later = true});
+    recording.backward(loss(), {.defer_weights = true});
     recording.backward_weights();
-    EXPECT_THAT(told([&] { recording.backward_weights(); }), HasSubstr("no backward with weights_later"));
+    EXPECT_THAT(told([&] { recording.backward_weights(); }), HasSubstr("no backward with defer_weights"));
     optimizer.step({.lr = 0.1});
   }, {.timeout = std::chrono::seconds(20), .threads_per_rank = 1});
 }
@@ -263,7 +263,7 @@ Gradients gradients_of_whole(bool later, const Shape& shape, DType compute, cons
     for (int64_t m = 0; m < 2; ++m) {
       recording.next_micro_batch(m);
       const Tensor x = redistribute(full_of({compute, shape, Layout(mesh.spec)}, 0.3 + static_cast<double>(m)), "data", Placement::shard(0));
-      recording.backward(sum(model(x)), {.weights_later = later});
+      recording.backward(sum(model(x)), {.defer_weights = later});
     }
     for (int m = 0; later && m < 2; ++m) recording.backward_weights();
     const Gradients mine = gradients_of(model);
@@ -301,8 +301,8 @@ TEST(WeightsLater, ABackwardThatFailsLeavesNothingToDo) {
   optim::AdamW optimizer(model);
   Recording recording;
   const Tensor x = full_of({kF32, {2, 4}, {}}, 0.3);
-  EXPECT_THROW(recording.backward(sum(model.a(apply<Failing>({}, {matmul(x, model.b.value())}))), {.weights_later = true}), ShapeError);
-  EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { recording.backward_weights(); }), HasSubstr("no backward with weights_later"));
+  EXPECT_THROW(recording.backward(sum(model.a(apply<Failing>({}, {matmul(x, model.b.value())}))), {.defer_weights = true}), ShapeError);
+  EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { recording.backward_weights(); }), HasSubstr("no backward with defer_weights"));
   recording.next_micro_batch(0);
   recording.backward(sum(model.a(x)));
   optimizer.step({.lr = 0.1});
@@ -311,14 +311,14 @@ TEST(WeightsLater, ABackwardThatFailsLeavesNothingToDo) {
 // An op of a user's own: what it gives to weights() reads what it holds, and nothing else.
 struct Careless {
   static constexpr const char* kName = "careless";
-  static constexpr bool kWeightsLater = true;
+  static constexpr bool kDefersWeights = true;
   using Attrs = NoAttrs;
   static constexpr uint64_t kSavedInputs = 0b11;
   static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
   static void execute(const Attrs&, Execute& c) { std::memcpy(c.output(0).data, c.input(0).data, static_cast<size_t>(c.output_tensor(0).local_bytes())); }
   static void vjp(const Attrs&, Vjp& c) {
     c.set(0, mul(c.grad(), c.input(1)));
-    c.weights(1, [](Vjp& c) { c.set(1, c.grad()); });
+    c.weight_gradients(1, [](Vjp& c) { c.set(1, c.grad()); });
   }
 };
 
@@ -332,7 +332,7 @@ TEST(WeightsLater, AnOpHoldsWhatItReads) {
   CarelessLayer layer;
   materialize(layer);
   Recording recording;
-  recording.backward(sum(layer(Tensor::from<float>({1, 2, 3}, {3}))), {.weights_later = true});
+  recording.backward(sum(layer(Tensor::from<float>({1, 2, 3}, {3}))), {.defer_weights = true});
   EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { recording.backward_weights(); }),
               HasSubstr("[careless] root: grad() in what its derivative gave to weights(), which holds what it reads"));
 }
