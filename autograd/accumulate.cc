@@ -94,16 +94,17 @@ Tensor& ReversePass::sum_of(ValueId v) {
 // --- into a slot ---
 
 void ReversePass::add_to_slot(NodeId node, ValueId v, Tensor g) {
-  const ValueState& s = recording_.state(v);
-  GroupState& group = group_state(s.group);
-  const auto leaf = static_cast<size_t>(s.leaf_index);
+  LeafGroup* const owner = recording_.state(v).group;
+  const int index = recording_.state(v).leaf_index;
+  GroupState& group = group_state(owner);
+  const auto leaf = static_cast<size_t>(index);
   if (group.defers_weights) {
     group.contributed[leaf] = true;
     recording_.deferred_weights_.back().parts.push_back({.node = node, .leaf = v, .gradient = std::move(g)});
     return;
   }
-  const Tensor& slot = slot_of(group, s.leaf_index, node);
-  std::erase_if(recording_.early_gradients_, [&](const auto& a) { return a.group == s.group && a.node == node; });
+  const Tensor& slot = slot_of(group, index, node);
+  std::erase_if(recording_.early_gradients_, [&](const auto& a) { return a.group == owner && a.node == node; });
   if (g.storage() != slot.storage() || g.byte_offset() != slot.byte_offset()) {  // else it was computed there
     if (group.contributed[leaf]) add_gradient(slot, g);
     else store_gradient(slot, g);

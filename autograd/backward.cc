@@ -32,9 +32,21 @@ void Recording::backward(const Tensor& loss, const BackwardOptions& options) {
   } catch (...) {
     remaining_.erase(v);  // its gradients are lost
     if (options.defer_weights) deferred_weights_.pop_back();
+    give_up_used_groups();
     throw;
   }
   if (pass.parts_.remaining && !pass.parts_.leaves_some()) remaining_.erase(v);
+}
+
+// After a derivative has thrown: what is computed next begins anew, with values and slots that nobody has used.
+void Recording::give_up_used_groups() {
+  const auto is_used = [](const GroupState& g) { return g.first_use >= 0; };
+  for (const GroupState& g : groups_)
+    if (is_used(g)) g.group->close_for_change(), g.group->drop_slots();
+  std::erase_if(groups_, is_used);
+  gradients_.clear();
+  segment_begin_ = tape_.num_nodes();
+  derivative_order_ = 0, is_derivative_ = false;
 }
 
 std::vector<Tensor> Recording::gradient(const Tensor& y, std::span<const Tensor> xs, const GradientOptions& options) {
@@ -164,6 +176,7 @@ void ReversePass::reverse_through(NodeId begin, NodeId end) {
     const PathScope path(tape_.path(n));
     if (to_slots()) finish_groups(id);
     else pass_groups(id);
+    const PerRankScope per_rank(n.flags & Node::kPerRank);
     if (n.op) differentiate(id, n);
     if (keep_) continue;
     if (n.op) release_saves(id);

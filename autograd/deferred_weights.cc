@@ -80,7 +80,13 @@ void Vjp::defer_to_backward_weights(int first, std::function<void(Vjp&)> f) {
   for (int i = first; i < num_inputs(); ++i)
     if (const auto& s = recording().state(value_of_input(i)); this->needs(i))
       pass_.group_state(s.group).contributed[static_cast<size_t>(s.leaf_index)] = true;
-  recording().deferred_weights_.back().parts.push_back({.node = node_, .needs = needs, .derivative = std::move(f)});
+  recorded::DeferredGradient deferred{.node = node_, .needs = needs, .derivative = std::move(f)};
+  const auto reads = [&](ValueId v) {
+    if (const auto& s = recording().state(v); s.saved) deferred.reads.emplace_back(s.saved.storage(), s.saved.storage()->version());
+  };
+  for (int i = 0; i < num_inputs(); ++i) reads(value_of_input(i));
+  for (int o = 0; o < tape().node(node_).num_outputs; ++o) reads(value_of_output(o));
+  recording().deferred_weights_.back().parts.push_back(std::move(deferred));
 }
 
 }  // namespace sheaf

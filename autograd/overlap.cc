@@ -36,6 +36,7 @@ void ReversePass::start_regather(ValueId v) {
     if (producer < region.begin || producer >= region.end || single_collective_of(region) != producer) continue;
     const Node n = tape_.node(producer);
     const PathScope path(tape_.path(n));
+    expect_unchanged(region);
     const Tensor dense = contiguous(region.entering.at(tape_.inputs(n)[0]));
     recording_.flag_next(Node::kRecomputed);
     region.travelling = start_redistribute(dense, tape_.type(v).layout);
@@ -62,7 +63,12 @@ void ReversePass::compute_overlapped(size_t left) {
 
 void ReversePass::compute_deferred(recorded::DeferredGradient& deferred) {
   const PathScope path(tape_.path(tape_.node(deferred.node)));
+  const PerRankScope per_rank(tape_.node(deferred.node).flags & Node::kPerRank);
   if (!deferred.derivative) return accumulate(deferred.node, deferred.leaf, std::exchange(deferred.gradient, {}));
+  for (const auto& [storage, version] : deferred.reads)
+    if (const auto there = storage.lock(); there && there->version() != version)
+      fail<LifetimeError>("[backward_weights] ", path_label(PathScope::current()), ": what ", tape_.node(deferred.node).op->name, " read was changed ",
+                          "in place since the backward, and the gradient of its weight reads it: change a copy");
   Vjp vjp(*this, deferred.node, deferred.needs, /*late=*/true);
   std::exchange(deferred.derivative, nullptr)(vjp);
   accumulate(deferred.node, deferred.needs, vjp);

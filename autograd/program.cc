@@ -151,6 +151,7 @@ struct Program::Builder {
     for (const size_t b : filled_by_lanes) {
       const Block& block = program.blocks_[b];
       const auto next = std::ranges::upper_bound(executed, block.life.last);
+      if (next == executed.begin()) continue;  // other ranks' alone
       program.instructions_[next - executed.begin() - 1].ended.push_back(block.storage.get());
     }
   }

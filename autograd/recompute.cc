@@ -28,8 +28,7 @@ RecomputeScope::RecomputeScope(const RecomputeOptions& options) {
   r->drop_unread_regions();
   r->offload_last_region();
   r->in_region_ = true;
-  r->regions_.push_back({r->tape_.num_nodes(), -1, {}, options.results});
-  r->regions_.back().offloads = options.offload && !options.results;
+  r->regions_.push_back({.begin = r->tape_.num_nodes(), .end = -1, .results = options.results, .offloads = options.offload && !options.results});
 }
 
 RecomputeScope::~RecomputeScope() {
@@ -47,7 +46,8 @@ bool Recording::made_in_region(ValueId v) const {
 
 void Recording::note_entering(std::span<const ValueId> ids, std::span<const Tensor> inputs) {
   for (size_t i = 0; i < ids.size(); ++i)
-    if (!states_[ids[i]].recipe && !made_in_region(ids[i])) regions_.back().entering.try_emplace(ids[i], inputs[i]);
+    if (Region& region = regions_.back(); !states_[ids[i]].recipe && !made_in_region(ids[i]) && region.entering.try_emplace(ids[i], inputs[i]).second)
+      region.versions[ids[i]] = inputs[i].storage()->version();
 }
 
 void Recording::note_made(std::span<const Tensor> outputs) {
@@ -116,6 +116,13 @@ std::vector<NodeId> Recording::nodes_to_recompute(const Region& region) const {
   return nodes;
 }
 
+void ReversePass::expect_unchanged(const Region& region) const {
+  for (const auto& [v, t] : region.entering)
+    if (t.storage()->version() != region.versions.at(v))
+      fail<LifetimeError>("[backward] value %", v, " ", tape_.type(v), " was changed in place between forward and backward, and what a ",
+                          "RecomputeScope computed from it is computed again: change a copy");
+}
+
 void ReversePass::recompute(Region& region) {
   onload(region);
   if (region.offloads) onload_last_before(region.begin);
@@ -131,6 +138,7 @@ void ReversePass::recompute(Region& region) {
   std::unordered_map<ValueId, NodeId> last_read;
   for (NodeId id : nodes)
     for (ValueId v : tape_.inputs(tape_.node(id))) last_read[v] = id;
+  expect_unchanged(region);
   std::unordered_map<ValueId, Tensor> values = std::move(region.entering);
   region.entering.clear();
   if (region.results) recording_.set_recomputed(region, false);  // what entered it is gone: who saves its values from here on keeps them
@@ -146,6 +154,7 @@ void ReversePass::recompute(Region& region) {
     const NodeId id = nodes[i];
     const Node n = tape_.node(id);  // copies: the tape grows
     const PathScope path(tape_.path(n));
+    const PerRankScope per_rank(n.flags & Node::kPerRank);
     const std::vector<ValueId> ids(tape_.inputs(n).begin(), tape_.inputs(n).end());
     std::vector<Tensor> inputs;
     for (ValueId v : ids) {

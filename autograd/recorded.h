@@ -60,8 +60,9 @@ struct GroupState {
 /// What a RecomputeScope recorded: nodes [begin, end), of whose values the backward gets copies.
 struct Region {
   NodeId begin, end;
-  std::unordered_map<ValueId, Tensor> entering;   // what the nodes that will be repeated read from outside
-  bool results = false;                           // see RecomputeOptions
+  std::unordered_map<ValueId, Tensor> entering = {};    // what the nodes that will be recomputed read from outside
+  std::unordered_map<ValueId, uint64_t> versions = {};  // of its storages, when it entered
+  bool results = false;                                 // see RecomputeOptions
   Travelling travelling = {};                     // its one result, on the way: see [Note: overlap]
   std::vector<std::weak_ptr<Storage>> made = {};  // by such a region
   bool offloads = false, offloaded = false;       // see [Note: offload]
@@ -101,6 +102,8 @@ struct DeferredGradient {
   std::function<void(Vjp&)> derivative = {};  // or
   ValueId leaf = -1;
   Tensor gradient = {};
+  /// Of what the derivative reads: where it lies, and in which version.
+  std::vector<std::pair<std::weak_ptr<Storage>, uint64_t>> reads = {};
 };
 /// What a backward has left for backward_weights(), in its order: see [Note: deferred weights].
 struct DeferredWeights {

@@ -206,7 +206,7 @@ NodeId Recording::record(const OpDef& op, const void* attrs, std::span<const Ten
   SmallVector<const Type*, 8> types;
   for (const Tensor& t : outputs) types.push_back(&t.type());
   const NodeId id = tape_.add_node(op, attrs, std::span(ids, inputs.size()), std::span(types.begin(), types.end()), PathScope::current(), phase_,
-                                   std::exchange(next_flags_, 0) | (add ? Node::kAdds : 0));
+                                   std::exchange(next_flags_, 0) | (add ? Node::kAdds : 0) | (PerRankScope::active() ? Node::kPerRank : 0));
   const ValueId first = static_cast<ValueId>(tape_.node(id).outputs);
   node_saves_.resize(tape_.num_nodes());
   states_.resize(tape_.num_values());

@@ -186,6 +186,7 @@ class Recording {
   std::vector<NodeId> nodes_to_recompute(const Region& region) const;
   void offload_last_region();
   void complete_offloads();
+  void give_up_used_groups();
   void end_segment();
   void begin_derivative();
   void begin_part(int64_t first_sample, const Tensor& random_state);

@@ -52,6 +52,20 @@ class RecomputeScope {
   bool selective_ = false;  // or which it made selective
 };
 
+/// What is recorded while it lives has shapes of each rank's own, as within rowwise() and local_map(): ranks must not decide by its work.
+class PerRankScope {
+ public:
+  explicit PerRankScope(bool is = true) : previous_(now) { now = now || is; }
+  ~PerRankScope() { now = previous_; }
+  PerRankScope(const PerRankScope&) = delete;
+  PerRankScope& operator=(const PerRankScope&) = delete;
+  static bool active() { return now; }
+
+ private:
+  static inline thread_local bool now = false;
+  const bool previous_;
+};
+
 /// The module path of what this thread executes, for tapes and error messages. nn::Module opens these scopes. A path that somebody else has,
 /// which must outlive the scope, is not copied: every op has one.
 class PathScope {

@@ -86,6 +86,7 @@ class ReversePass {
   Tensor resolve(ValueId v);
   void rematerialize(ValueId v);
   void recompute(Region& region);
+  void expect_unchanged(const Region& region) const;
   NodeId single_collective_of(const Region& region) const;
   void start_regather(ValueId v);
   void release_regions(NodeId node, NodeId end);

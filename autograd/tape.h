@@ -32,6 +32,7 @@ struct Node {
   static constexpr uint8_t kAdds = 1;        ///< output 0 adds to its memory
   static constexpr uint8_t kMirror = 2;      ///< a gather that mirrors a discard of the forward
   static constexpr uint8_t kPrefetched = 4;  ///< issued ahead of its use
+  static constexpr uint8_t kPerRank = 16;    ///< within rowwise() or local_map(), where shapes are a rank's own
   static constexpr uint8_t kRecomputed = 8;  ///< repeats a node of the forward, whose values were not kept
 };
 static_assert(sizeof(Node) <= 128 && std::is_trivially_destructible_v<Node>);

@@ -8,7 +8,7 @@ namespace {
 std::string what_differs(const Tape& a, const Node& n, const Tape& b, const Node& m) {
   if (n.op != m.op) return str("one has ", a.op_name(n), ", the other ", b.op_name(m));
   if (a.path(n) != b.path(m)) return str("one is of '", a.path(n), "', the other of '", b.path(m), "'");
-  if (n.phase != m.phase || n.flags != m.flags) return "phases or flags differ";
+  if (n.phase != m.phase || ((n.flags ^ m.flags) & ~Node::kPerRank)) return "phases or flags differ";
   if (!std::ranges::equal(a.inputs(n), b.inputs(m))) return "inputs differ";
   if (n.outputs != m.outputs || n.num_outputs != m.num_outputs) return "the numbers of outputs differ";
   if (!n.op && a.leaf_name(a.output(n)) != b.leaf_name(b.output(m)))

@@ -29,7 +29,7 @@ void QuietStretch::look(const Tape& tape) {
       if (stretch_ > most_) most_ = stretch_, longest_ = exchanges_;
       stretch_ = 0, counts_ = false;
       ++exchanges_;
-    } else if (weighs_ && counts_ && tape.kind(n) == OpKind::op) {
+    } else if (weighs_ && counts_ && tape.kind(n) == OpKind::op && !(n.flags & Node::kPerRank)) {
       stretch_ += operations_of(tape, n);
     }
   }

@@ -8,7 +8,8 @@ namespace sheaf {
 /// [Note: quiet stretches] Where sequences or tokens are shared along the axis over which parameters are sharded, activations and gathers
 /// take turns on one lane, and an exchange that is waited for would wait for a gather ahead of use in front of it. With exchanges between
 /// stretches of work C0, C1, .., a gather of G put in front of stretch k costs a step max(0, G - Ck): least where Ck is largest. So that
-/// is where the next units are gathered: behind so many exchanges. Work is that of all ranks, so they agree.
+/// is where the next units are gathered: behind so many exchanges. Work is that of all ranks, so they agree;
+/// where shapes are each rank's own (PerRankScope) it has no weight.
 class QuietStretch {
  public:
   /// What follows on the tape is computed with a unit that is gathered along `axis` of `mesh`.

@@ -200,6 +200,8 @@ void Unit::zero_grad() {
   for (FlatBuffer& b : buffers_) b.grad = b.grad_scale = b.found_inf = Tensor();
   waiting_.clear();
   unfinished_ = 0;
+  reduction_.values.clear();  // of a backward that failed; waits for its lane
+  reduction_.lent.clear();
 }
 
 int64_t Unit::gathered_bytes() const {

@@ -26,7 +26,7 @@ MeshRuntime& runtime_of(const Type& t) {
 std::vector<int64_t> chunks(const Type& sharded, int axis) {
   const OwnershipMap& map = sharded.layout[axis].map();
   const Shape whole = sharded.layout.with(axis, Placement::replicate()).local_shape(sharded.shape);
-  const int64_t row = map.is_flat() ? 1 : whole.numel() / whole[map.dim()];
+  const int64_t row = map.is_flat() || whole.numel() == 0 ? 1 : whole.numel() / whole[map.dim()];
   const int n = sharded.layout.mesh()->size(axis);
   std::vector<int64_t> counts;
   for (int r = 0; r < n; ++r) counts.push_back(map.owned_size(r, n, whole) * row);
@@ -292,7 +292,7 @@ struct Exchange {
       std::vector<int64_t> send(static_cast<size_t>(n), 0), receive(static_cast<size_t>(n), parts.local_shape().numel() / n);
       const Shape whole = rows.layout.with(a.axis, Placement::replicate()).local_shape(rows.shape);
       const OwnershipMap& cut = parts.layout[a.axis].map();
-      const int64_t row = whole.numel() / n / whole[cut.dim()];
+      const int64_t row = whole.numel() == 0 ? 0 : whole.numel() / n / whole[cut.dim()];
       for (int r = 0; r < n; ++r) send[static_cast<size_t>(r)] = cut.owned_size(r, n, whole) * row;
       return lane.all_to_all(c.input(b).data, send, c.output(b).data, receive, rows.dtype, PathScope::current());
     });

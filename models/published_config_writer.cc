@@ -3,88 +3,46 @@
 #include <cmath>
 
 #include "sheaf/models/attention_window.h"
+#include "sheaf/models/model_fields.h"
 #include "sheaf/models/published_config.h"
 
 namespace sheaf::models {
+
+namespace {
+
+// Whether config.json says it of such a model: what is only of training, or is a choice of the run, it does not.
+bool is_published(std::string_view key, const ModelConfig& m) {
+  for (const std::string_view own : {"context", "dropout", "capacity_factor", "expert_groups", "expert_balance_rate", "aux_loss", "router_z_loss",
+                                     "mtp_layers", "mtp_loss", "lora_rank", "lora_alpha", "lora_layers", "quantize", "end_of_text",
+                                     "rope_scaling.mscale", "rope_scaling.attention_factor"})
+    if (key == own) return false;
+  for (const std::string_view gpt : {"type", "layers", "heads", "kv_heads", "width", "head_dim", "mlp_width", "tie_embeddings", "norm_eps", "window",
+                                     "attn_logit_softcapping", "final_logit_softcapping"})
+    if (key == gpt) return key != "mlp_width" || !m.experts || m.dense_layers;
+  if (key == "bias") return m.type == "gpt2";
+  if (key == "full_attention_every") return m.window || m.linear_key_heads;
+  if (m.type == "gpt2") return false;
+  if (key == "expert_gate_alpha") return m.experts && m.expert_gate_limit > 0;
+  if (key.starts_with("expert_") || key.starts_with("experts_") || key.starts_with("shared_") || key == "normalize_experts" || key == "dense_layers")
+    return m.experts;
+  if (key.starts_with("linear_") && key != "linear_key_heads") return m.linear_key_heads;
+  if (key == "window_rope_theta") return m.window;
+  return key != "rope_scaling.mscale_all_dim" || m.kv_lora_rank;
+}
+
+}  // namespace
 
 void check_published_shape(const ModelConfig& model, const ModelConfig& published, const std::string& file) {
   const ModelConfig m = resolved(model);
   const auto same = [&](const char* key, const auto& ours, const auto& theirs) {
     if (!(ours == theirs)) fail<ConfigError>("[weights] model.", key, " is ", ours, ", but ", theirs, " in ", file);
   };
-  same("type", m.type, published.type);
-  same("layers", m.layers, published.layers);
-  same("heads", m.heads, published.heads);
-  same("kv_heads", m.kv_heads, published.kv_heads);
-  same("width", m.width, published.width);
-  same("kv_lora_rank", m.kv_lora_rank, published.kv_lora_rank);
-  same("q_lora_rank", m.q_lora_rank, published.q_lora_rank);
-  same("qk_nope_head_dim", m.qk_nope_head_dim, published.qk_nope_head_dim);
-  same("qk_rope_head_dim", m.qk_rope_head_dim, published.qk_rope_head_dim);
-  same("v_head_dim", m.v_head_dim, published.v_head_dim);
-  same("head_dim", m.head_dim, published.head_dim);
-  if (!m.experts || m.dense_layers) same("mlp_width", m.mlp_width, published.mlp_width);
+  for_each_model_field([&](const char* key, const auto& ours, const auto& theirs) {
+    if (is_published(key, m)) same(key, ours, theirs);
+  }, m, published);
   same("vocab", m.vocab, published.vocab);
-  same("tie_embeddings", m.tie_embeddings, published.tie_embeddings);
-  same("norm_eps", m.norm_eps, published.norm_eps);
-  same("attn_logit_softcapping", m.attn_logit_softcapping, published.attn_logit_softcapping);
-  same("final_logit_softcapping", m.final_logit_softcapping, published.final_logit_softcapping);
-  same("window", m.window, published.window);
-  if (m.window || m.linear_key_heads) same("full_attention_every", m.full_attention_every, published.full_attention_every);
-  if (m.type == "gpt2") same("bias", m.bias, published.bias);
-  if (m.type == "llama") {
-    same("qkv_bias", m.qkv_bias, published.qkv_bias);
-    same("out_bias", m.out_bias, published.out_bias);
-    same("attention_sinks", m.attention_sinks, published.attention_sinks);
-    same("attention_gate", m.attention_gate, published.attention_gate);
-    same("rotary_dim", m.rotary_dim, published.rotary_dim);
-    same("query_pre_attn_scalar", m.query_pre_attn_scalar, published.query_pre_attn_scalar);
-    same("qk_norm", m.qk_norm, published.qk_norm);
-    same("qk_norm_all_heads", m.qk_norm_all_heads, published.qk_norm_all_heads);
-    same("linear_key_heads", m.linear_key_heads, published.linear_key_heads);
-    if (m.linear_key_heads) {
-      same("linear_value_heads", m.linear_value_heads, published.linear_value_heads);
-      same("linear_key_head_dim", m.linear_key_head_dim, published.linear_key_head_dim);
-      same("linear_value_head_dim", m.linear_value_head_dim, published.linear_value_head_dim);
-      same("linear_conv_kernel", m.linear_conv_kernel, published.linear_conv_kernel);
-    }
-    same("gelu_gate", m.gelu_gate, published.gelu_gate);
-    same("pre_norms", m.pre_norms, published.pre_norms);
-    same("post_norms", m.post_norms, published.post_norms);
-    same("scale_embedding", m.scale_embedding, published.scale_embedding);
-    if (m.window) same("window_rope_theta", m.window_rope_theta, published.window_rope_theta);
-    same("nope_every", m.nope_every, published.nope_every);
-    same("experts", m.experts, published.experts);
-    if (m.experts) {
-      same("experts_per_token", m.experts_per_token, published.experts_per_token);
-      same("expert_hidden", m.expert_hidden, published.expert_hidden);
-      same("normalize_experts", m.normalize_experts, published.normalize_experts);
-      same("expert_affinity", m.expert_affinity, published.expert_affinity);
-      same("expert_bias", m.expert_bias, published.expert_bias);
-      same("expert_scale", m.expert_scale, published.expert_scale);
-      same("expert_linear_bias", m.expert_linear_bias, published.expert_linear_bias);
-      same("expert_gate_limit", m.expert_gate_limit, published.expert_gate_limit);
-      if (m.expert_gate_limit > 0) same("expert_gate_alpha", m.expert_gate_alpha, published.expert_gate_alpha);
-      same("expert_parts", m.expert_parts, published.expert_parts);
-      same("expert_parts_per_token", m.expert_parts_per_token, published.expert_parts_per_token);
-      same("shared_experts", m.shared_experts, published.shared_experts);
-      same("shared_expert_gate", m.shared_expert_gate, published.shared_expert_gate);
-      same("dense_layers", m.dense_layers, published.dense_layers);
-    }
-    same("rope_theta", m.rope_theta, published.rope_theta);
-    const RopeScalingConfig &ours = m.rope_scaling, &theirs = published.rope_scaling;
-    same("rope_scaling.rope_type", ours.rope_type, theirs.rope_type);
-    same("rope_scaling.factor", ours.factor, theirs.factor);
-    same("rope_scaling.low_freq_factor", ours.low_freq_factor, theirs.low_freq_factor);
-    same("rope_scaling.high_freq_factor", ours.high_freq_factor, theirs.high_freq_factor);
-    same("rope_scaling.original_max_position_embeddings", ours.original_max_position_embeddings,
-         theirs.original_max_position_embeddings);
-    same("rope_scaling.beta_slow", ours.beta_slow, theirs.beta_slow);
-    same("rope_scaling.beta_fast", ours.beta_fast, theirs.beta_fast);
-    same("rope_scaling.truncate", ours.truncate, theirs.truncate);
-    if (m.kv_lora_rank) same("rope_scaling.mscale_all_dim", ours.mscale_all_dim, theirs.mscale_all_dim);
-    same("rope_scaling.attention_factor", rotary_scaling(ours).amplitude, rotary_scaling(theirs).amplitude);
-  }
+  if (m.type == "llama")
+    same("rope_scaling.attention_factor", rotary_scaling(m.rope_scaling).amplitude, rotary_scaling(published.rope_scaling).amplitude);
   if (m.context > published.context)
     fail<ConfigError>("[weights] model.context is ", m.context, ", more than the ", published.context, " of ", file);
 }

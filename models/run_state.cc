@@ -1,91 +1,12 @@
 #include "sheaf/models/run_state.h"
 
+#include <algorithm>
+#include <iterator>
+
+#include "sheaf/models/model_fields.h"
+
 namespace sheaf::models {
 namespace {
-
-// The options that decide values, once, for writing, reading and comparing.
-template <class Model, class F>
-void for_each_model_option(Model&& m, F&& f) {
-  f("model.type", m.type);
-  f("model.layers", m.layers);
-  f("model.heads", m.heads);
-  f("model.kv_heads", m.kv_heads);
-  f("model.width", m.width);
-  f("model.head_dim", m.head_dim);
-  f("model.kv_lora_rank", m.kv_lora_rank);
-  f("model.q_lora_rank", m.q_lora_rank);
-  f("model.qk_nope_head_dim", m.qk_nope_head_dim);
-  f("model.qk_rope_head_dim", m.qk_rope_head_dim);
-  f("model.v_head_dim", m.v_head_dim);
-  f("model.linear_key_heads", m.linear_key_heads);
-  f("model.linear_value_heads", m.linear_value_heads);
-  f("model.linear_key_head_dim", m.linear_key_head_dim);
-  f("model.linear_value_head_dim", m.linear_value_head_dim);
-  f("model.linear_conv_kernel", m.linear_conv_kernel);
-  f("model.mlp_width", m.mlp_width);
-  f("model.context", m.context);
-  f("model.window", m.window);
-  f("model.full_attention_every", m.full_attention_every);
-  f("model.bias", m.bias);
-  f("model.qkv_bias", m.qkv_bias);
-  f("model.out_bias", m.out_bias);
-  f("model.attention_sinks", m.attention_sinks);
-  f("model.attention_gate", m.attention_gate);
-  f("model.rotary_dim", m.rotary_dim);
-  f("model.qk_norm", m.qk_norm);
-  f("model.qk_norm_all_heads", m.qk_norm_all_heads);
-  f("model.gelu_gate", m.gelu_gate);
-  f("model.pre_norms", m.pre_norms);
-  f("model.post_norms", m.post_norms);
-  f("model.scale_embedding", m.scale_embedding);
-  f("model.query_pre_attn_scalar", m.query_pre_attn_scalar);
-  f("model.attn_logit_softcapping", m.attn_logit_softcapping);
-  f("model.final_logit_softcapping", m.final_logit_softcapping);
-  f("model.window_rope_theta", m.window_rope_theta);
-  f("model.nope_every", m.nope_every);
-  f("model.experts", m.experts);
-  f("model.experts_per_token", m.experts_per_token);
-  f("model.expert_hidden", m.expert_hidden);
-  f("model.capacity_factor", m.capacity_factor);
-  f("model.expert_groups", m.expert_groups);
-  f("model.normalize_experts", m.normalize_experts);
-  f("model.expert_affinity", m.expert_affinity);
-  f("model.expert_bias", m.expert_bias);
-  f("model.expert_balance_rate", m.expert_balance_rate);
-  f("model.expert_scale", m.expert_scale);
-  f("model.expert_linear_bias", m.expert_linear_bias);
-  f("model.expert_gate_limit", m.expert_gate_limit);
-  f("model.expert_gate_alpha", m.expert_gate_alpha);
-  f("model.expert_parts", m.expert_parts);
-  f("model.expert_parts_per_token", m.expert_parts_per_token);
-  f("model.shared_experts", m.shared_experts);
-  f("model.shared_expert_gate", m.shared_expert_gate);
-  f("model.dense_layers", m.dense_layers);
-  f("model.aux_loss", m.aux_loss);
-  f("model.router_z_loss", m.router_z_loss);
-  f("model.mtp_layers", m.mtp_layers);
-  f("model.mtp_loss", m.mtp_loss);
-  f("model.tie_embeddings", m.tie_embeddings);
-  f("model.dropout", m.dropout);
-  f("model.rope_theta", m.rope_theta);
-  f("model.rope_scaling.rope_type", m.rope_scaling.rope_type);
-  f("model.rope_scaling.factor", m.rope_scaling.factor);
-  f("model.rope_scaling.low_freq_factor", m.rope_scaling.low_freq_factor);
-  f("model.rope_scaling.high_freq_factor", m.rope_scaling.high_freq_factor);
-  f("model.rope_scaling.original_max_position_embeddings", m.rope_scaling.original_max_position_embeddings);
-  f("model.rope_scaling.beta_slow", m.rope_scaling.beta_slow);
-  f("model.rope_scaling.beta_fast", m.rope_scaling.beta_fast);
-  f("model.rope_scaling.truncate", m.rope_scaling.truncate);
-  f("model.rope_scaling.attention_factor", m.rope_scaling.attention_factor);
-  f("model.rope_scaling.mscale", m.rope_scaling.mscale);
-  f("model.rope_scaling.mscale_all_dim", m.rope_scaling.mscale_all_dim);
-  f("model.norm_eps", m.norm_eps);
-  f("model.lora_rank", m.lora_rank);
-  f("model.lora_alpha", m.lora_alpha);
-  f("model.lora_layers", m.lora_layers);
-  f("model.quantize", m.quantize);
-  f("model.end_of_text", m.end_of_text);
-}
 
 template <class Train, class F>
 void for_each_train_option(Train&& t, F&& f) {
@@ -121,16 +42,20 @@ void for_each_train_option(Train&& t, F&& f) {
   if (t.dtype == "f16") f("train.loss_scale_interval", t.loss_scale_interval);
 }
 
-// What older checkpoints do not have.
-bool came_later(std::string_view key) {
-  return key == "train.dtype" || key == "train.decay_start" || key == "train.decay_end" ||
-         key == "train.optimizer" || key == "train.momentum" || key == "train.state_dtype" || key == "train.fp8" || key == "train.islands" || key == "model.qkv_bias" ||
-         key == "model.head_dim" || key == "model.out_bias" || key == "model.attention_sinks" || key.starts_with("model.qk_norm") || key == "model.gelu_gate" || key.ends_with("_norms") || key.ends_with("_softcapping") || key == "model.scale_embedding" || key == "model.query_pre_attn_scalar" ||
-         key == "model.window_rope_theta" || key == "model.nope_every" || key.ends_with("_lora_rank") || key.ends_with("_head_dim") || key.starts_with("model.rope_scaling.") ||
-         key.starts_with("model.expert") || key == "model.capacity_factor" || key == "model.normalize_experts" || key == "model.aux_loss" || key.ends_with("z_loss") ||
-         key == "model.shared_experts" || key == "model.dense_layers" || key == "model.end_of_text" || key == "model.window" || key == "model.full_attention_every" ||
-         key.starts_with("model.linear_") || key == "model.attention_gate" || key == "model.rotary_dim" || key == "model.shared_expert_gate" ||
-         key.ends_with("_factors") || key.starts_with("model.lora_") || key.starts_with("model.mtp_") || key == "model.quantize";
+// What all checkpoints have; others lack options that came later, and mean their defaults.
+bool is_in_all(std::string_view key) {
+  constexpr std::string_view kKeys[] = {
+      "model.type", "model.layers", "model.heads", "model.kv_heads", "model.width", "model.mlp_width", "model.context", "model.bias",
+      "model.tie_embeddings", "model.dropout", "model.rope_theta", "model.norm_eps", "train.steps", "train.batch", "train.seed", "train.lr",
+      "train.min_lr", "train.warmup", "train.schedule", "train.weight_decay", "train.beta1", "train.beta2", "train.eps", "train.clip"};
+  return std::ranges::find(kKeys, key) != std::end(kKeys);
+}
+
+// The options that decide values, for writing, reading and comparing.
+template <class Model, class Train, class F>
+void for_each_option(Model&& model, Train&& train, F&& f) {
+  for_each_model_field([&](const char* key, auto& field) { f(str("model.", key), field); }, model);
+  for_each_train_option(train, f);
 }
 
 void get(const Json& j, bool& out) { out = j.as_bool(); }
@@ -147,9 +72,7 @@ Json RunState::to_json() const {
   Json json;
   json.set("step", step).set("vocab", vocab);
   Json options;
-  const auto put = [&](const char* key, const auto& value) { options.set(key, Json(value)); };
-  for_each_model_option(model, put);
-  for_each_train_option(train, put);
+  for_each_option(model, train, [&](const std::string& key, const auto& value) { options.set(key, Json(value)); });
   json.set("options", options);
   json.set("tokenizer", tokenizer ? tokenizer->to_json() : Json());
   if (train_data && val_data)
@@ -173,12 +96,10 @@ RunState RunState::from_json(const Json& json) {
     s.step = json.at("step").as_int();
     s.vocab = json.at("vocab").as_int();
     const Json& options = json.at("options");
-    const auto take = [&](const char* key, auto& value) {
-      if (!came_later(key) || options.find(key)) get(options.at(key), value);
-    };
-    for_each_model_option(s.model, take);
     s.train.dtype.clear();
-    for_each_train_option(s.train, take);
+    for_each_option(s.model, s.train, [&](const std::string& key, auto& value) {
+      if (is_in_all(key) || options.find(key)) get(options.at(key), value);
+    });
     if (const Json& t = json.at("tokenizer"); !t.is_null()) s.tokenizer = tokenizer_from_json(t);
     if (const Json* data = json.find("data")) {
       s.val_fraction = data->at("val_fraction").as_double();
@@ -238,9 +159,7 @@ void check_resumable(const RunState& saved, const RunState& now) {
   if (saved.vocab != now.vocab) differs("the vocabulary", str(saved.vocab), str(now.vocab));
   check_tokenizer(saved.tokenizer.get(), now.tokenizer.get());
   Json options;
-  const auto put = [&](const char* key, const auto& value) { options.set(key, Json(value)); };
-  for_each_model_option(resolved(now.model), put);
-  for_each_train_option(resolved(now.train), put);
+  for_each_option(resolved(now.model), resolved(now.train), [&](const std::string& key, const auto& value) { options.set(key, Json(value)); });
   const OptimizationConfig was = resolved(saved.train);
   const auto compare = [&](std::string_view key, const auto& value) {
     if (key == "train.steps") return;  // decides where the decay ends, if anything
@@ -255,8 +174,7 @@ void check_resumable(const RunState& saved, const RunState& now) {
                                          : key,
             Json(value).dump(), options.at(key).dump());
   };
-  for_each_model_option(resolved(saved.model), compare);
-  for_each_train_option(was, compare);
+  for_each_option(resolved(saved.model), was, compare);
   if (saved.model.type == "gpt2" && saved.model.end_of_text >= 0 && !saved.positions_of_documents)
     differs("a learned position", "counted from the window's first token", "counted from the document's");
   if (now.weights && !saved.weights) differs("model.weights", "empty: the run started from random weights", now.weights->path);

@@ -84,8 +84,14 @@ struct Pow : Binary<Pow, BinaryOp::pow> {
   }
   static void vjp(const Attrs&, Vjp& c) {
     const Tensor a = c.input(0), b = c.input(1);
-    if (c.needs(0)) c.set(0, sum_to(mul(c.grad(), mul(b, pow(a, sub(b, 1.0)))), c.input_type(0)));
-    if (c.needs(1)) c.set(1, sum_to(mul(c.grad(), mul(c.output(0), log(a))), c.input_type(1)));
+    if (c.needs(0)) {  // of x⁰ it is 0, where x is 0, too
+      const Tensor slope = where(eq(b, 0.0), 0.0, mul(b, pow(a, sub(b, 1.0))));
+      c.set(0, sum_to(mul(c.grad(), slope), c.input_type(0)));
+    }
+    if (c.needs(1)) {  // and of 0ˣ for x >= 0
+      const Tensor slope = mul(c.output(0), log(a));
+      c.set(1, sum_to(mul(c.grad(), where(eq(a, 0.0), where(ge(b, 0.0), 0.0, slope), slope)), c.input_type(1)));
+    }
   }
 };
 
@@ -181,6 +187,9 @@ struct BinaryScalar {
       case BinaryOp::div:
         return c.set(0, a.left ? neg(div(mul(g, c.output(0)), c.input(0))) : div(g, a.scalar));
       case BinaryOp::pow:
+        if (!a.left && a.scalar == 0) return c.set(0, full_of(g.type(), 0.0));
+        if (a.left && a.scalar == 0)  // 0ˣ: 0 for x > 0, 1 for 0, else infinite
+          return c.set(0, where(le(c.output(0), 1.0), 0.0, mul(mul(g, c.output(0)), std::log(a.scalar))));
         return c.set(
             0, a.left ? mul(mul(g, c.output(0)), std::log(a.scalar))
                       : mul(mul(g, a.scalar == 2 ? c.input(0) : pow(c.input(0), a.scalar - 1)),

@@ -38,7 +38,10 @@ std::vector<Tensor> local_map(const TensorFunction& f, std::span<const Type> out
   std::vector<Tensor> local;
   for (const Tensor& x : inputs)
     local.push_back(mesh ? relabel(x, {x.dtype(), x.local_shape(), Layout(mesh)}, /*enters=*/true) : x);
-  std::vector<Tensor> out = f(local);
+  std::vector<Tensor> out = [&] {
+    const PerRankScope per_rank;
+    return f(local);
+  }();
   if (out.size() != outputs.size())
     fail<ShapeError>("[local_map] ", where(), "f returned ", out.size(), " tensors where ", outputs.size(), " are declared");
   for (size_t i = 0; i < out.size(); ++i) {

@@ -63,6 +63,7 @@ void Recording::offload_last_region() {
     Tensor& here = region.entering.at(v);
     const Tensor there = apply<Offload>({}, here);
     pending_offloads_.emplace_back(there, std::exchange(here, there));
+    region.versions[v] = there.storage()->version();
     state(v).saved = Tensor();
     state(v).on_host = true;
   }
@@ -82,6 +83,7 @@ void ReversePass::onload(Region& region) {
     Tensor& value = region.entering.at(v);
     region.from_host.push_back(value);
     value = apply<Onload>({}, value);
+    region.versions[v] = value.storage()->version();
     recording_.state(recording_.value_of(value)).original = v;
     ValueState& s = recording_.state(v);
     if (s.saves > 0) s.saved = value;

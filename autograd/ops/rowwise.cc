@@ -68,6 +68,7 @@ std::vector<Tensor> rowwise(const RowFunction& f, std::span<const Tensor> inputs
   {
     const std::vector<Interval> here = cut->layout().local_rows(cut->shape(), 0);
     const FirstRowScope scope(first_row + (here.empty() ? 0 : here[0].begin));
+    const PerRankScope per_rank;
     out = f(local);
   }
   for (Tensor& y : out) {

@@ -27,6 +27,7 @@ void Ema::update() {
   for (size_t u = 0; u < model_.size(); ++u) {
     const PathScope path(average_[u]->name());
     average_[u]->close_for_change();
+    if (Recording* r = Recording::current()) r->on_rerun([unit = average_[u]] { unit->close_for_change(); });
     for (size_t b = 0; b < model_[u]->buffers().size(); ++b) {
       const FlatBuffer &from = model_[u]->buffers()[b], &to = average_[u]->buffers()[b];
       if (!from.trainable) continue;

@@ -97,6 +97,19 @@ TEST(LinearCrossEntropy, TheScaleOfALossReachesRareTokensInF16) {
   }
 }
 
+TEST(Pow, SlopesWhereOneIsZero) {
+  Recording r;
+  const Tensor a = r.watch(Tensor::from<double>({0, 0, 2}, {3})), b = r.watch(Tensor::from<double>({0, 2, 0}, {3}));
+  const Tensor both[] = {a, b}, one[] = {a};
+  const auto slopes = r.gradient(sum(pow(a, b)), both);
+  EXPECT_EQ(slopes[0].to_vector<double>(), (std::vector<double>{0, 0, 0}));
+  EXPECT_EQ(slopes[1].to_vector<double>(), (std::vector<double>{0, 0, std::log(2.0)}));
+  const auto of = [&](const Tensor& y) { return r.gradient(sum(y), one)[0].to_vector<double>(); };
+  EXPECT_EQ(of(pow(a, 0.0)), (std::vector<double>{0, 0, 0}));
+  EXPECT_EQ(of(pow(a, 1.0)), (std::vector<double>{1, 1, 1}));
+  EXPECT_EQ(of(pow(0.0, a)), (std::vector<double>{0, 0, 0}));
+}
+
 TEST_P(Op, Gradient) { EXPECT_EQ(check_gradient(GetParam()), ""); }
 TEST_P(Op, SecondGradient) { EXPECT_EQ(check_second_gradient(GetParam()), ""); }
 

@@ -337,5 +337,18 @@ TEST(WeightsLater, AnOpHoldsWhatItReads) {
               HasSubstr("[careless] root: grad() in what its derivative gave to weights(), which holds what it reads"));
 }
 
+TEST(WeightsLater, WhatTheyReadMayNotChangeBefore) {
+  for (const bool changes : {false, true}) {
+    nn::Linear layer(3, 2, {.bias = false});
+    materialize(layer);
+    const Tensor x = Tensor::from<float>({1, 2, 3}, {1, 3});
+    Recording recording;
+    recording.backward(sum(layer(x)), {.defer_weights = true});
+    if (changes) store_into(x, Tensor::from<float>({5, 5, 5}, {1, 3}));
+    if (!changes) recording.backward_weights();
+    else EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { recording.backward_weights(); }), HasSubstr("what linear read was changed in place"));
+  }
+}
+
 }  // namespace
 }  // namespace sheaf::testing

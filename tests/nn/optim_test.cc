@@ -4,6 +4,7 @@
 #include <cmath>
 #include <map>
 
+#include "sheaf/autograd/compile.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/kernels/optimizer.h"
 #include "sheaf/nn/clip_grad_norm.h"
@@ -13,6 +14,7 @@
 #include "sheaf/nn/optim/schedule.h"
 #include "sheaf/nn/optim/sgd.h"
 #include "sheaf/nn/state_dict.h"
+#include "sheaf/nn/unsharded.h"
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/nn/nets.h"
 
@@ -444,6 +446,54 @@ TEST(Ema, WhatCannotBeIsRefused) {
   EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { optim::Ema(model, average, 1.0); }), HasSubstr("[ema] decay 1:"));
   EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { optim::Ema(model, other, 0.9); }), HasSubstr("unit 'root' has f32["));
   EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { optim::Ema(model, unmade, 0.9); }), HasSubstr("has no memory: call materialize()"));
+}
+
+// Evaluations between a program's runs have the average of the last one.
+TEST(Ema, InAProgram) {
+  for (const char* strategy : {"full_shard", "replicate"})
+    for (const int world : {1, 2}) {
+      const auto losses = [&](bool compiled) {
+        std::vector<double> out;
+        run_local(world, [&](World& w) {
+          const Mesh mesh = w.mesh({{"data", w.size()}});
+          TinyModel model, average;
+          for (TinyModel* m : {&model, &average}) {
+            shard(*m, mesh, {.units = nn::units_of<TinyBlock>(), .strategy = strategy, .compute_dtype = kBF16});
+            materialize(*m, Device::cpu(), {.seed = 3});
+          }
+          optim::AdamW optimizer(model, {.lr = 0.1});
+          optim::Ema ema(model, average, 0.5);
+          const Layout everywhere(mesh.spec, Placement::invariant());
+          const auto code = [&](const Tensor& tokens, const Tensor& targets, const Tensor& scalars) {
+            const Tensor loss = model.loss(tokens, targets);
+            Recording::current()->backward(loss, {.last_micro_batch = true});
+            optimizer.step({.scalars = scalars});
+            optimizer.zero_grad();
+            ema.update();
+            return redistribute(loss, everywhere);
+          };
+          auto step = compile(code);
+          const nn::Unsharded whole(average);
+          const Tensor tokens = testing::token_rows(mesh, 4, 5, 11), targets = testing::token_rows(mesh, 4, 5, 11, 1);
+          for (int s = 0; s < 5; ++s) {
+            const std::vector<double> values = optimizer.next_scalars({.lr = 0.1});
+            const Tensor scalars = Tensor::from(values, {static_cast<int64_t>(values.size())});
+            if (compiled) {
+              step({.step = s}, tokens, targets, scalars);
+            } else {
+              Recording r({.step = s});
+              code(tokens, targets, scalars);
+            }
+            const double loss = redistribute(average.loss(tokens, targets), everywhere).item();
+            if (w.rank() == 0) out.push_back(loss);
+          }
+        }, {.threads_per_rank = 1});
+        return out;
+      };
+      const std::vector<double> eager = losses(false);
+      EXPECT_NE(eager[3], eager[4]);
+      EXPECT_EQ(losses(true), eager) << strategy << world;
+    }
 }
 
 }  // namespace

@@ -376,5 +376,22 @@ TEST(Recompute, WhatCannotBeSaysSo) {
   EXPECT_EQ(recording.gradient(sum(tanh(c.x)), std::span(&c.x, 1)).size(), 1u);
 }
 
+// What enters a scope is read again, also where the op inside would not have kept it.
+TEST(Recompute, WhatEnteredAScopeMayNotChange) {
+  for (const bool changes : {false, true}) {
+    Recording recording;
+    const Tensor x = recording.watch(Tensor::from<double>({1, 2, 3}, {3})), m = Tensor::from<double>({1, 1, 1}, {3});
+    Tensor z;
+    {
+      const RecomputeScope scope;
+      z = sum(square(add(x, m)));
+    }
+    if (changes) store_into(m, Tensor::from<double>({5, 5, 5}, {3}));
+    const Tensor xs[] = {x};
+    if (!changes) EXPECT_EQ(recording.gradient(z, xs)[0].to_vector<double>(), (std::vector<double>{4, 6, 8}));
+    else EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { recording.gradient(z, xs); }), HasSubstr("was changed in place between"));
+  }
+}
+
 }  // namespace
 }  // namespace sheaf

@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "sheaf/autograd/compile.h"
 #include "sheaf/distributed/pipeline.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/nn/layers/stages.h"
@@ -274,6 +275,43 @@ TEST(Stages, WhatCannotBeIsRefused) {
     EXPECT_THAT(refusal(mesh, options), HasSubstr("as ShardOptions::stage_axis"));
     EXPECT_THAT(message_of<PlacementError>(ExitCode::kConfig, [] { Placement::on(-1); }), HasSubstr("ranks count from 0"));
   }, {.timeout = std::chrono::seconds(20), .threads_per_rank = 1});
+}
+
+// No unit is on all ranks, and what others send to each other is done before the last rank computes anything.
+struct Halved : nn::Module {
+  nn::Linear layer{6, 6, {.bias = false}};
+  Tensor forward(const Tensor& x) { return tanh(layer(x * 0.5)); }
+  SHEAF_FIELDS(layer);
+};
+struct HalvedNet : nn::Module {
+  std::vector<Halved> blocks = std::vector<Halved>(3);
+  Tensor forward(Tensor x) {
+    for (Halved& b : blocks) x = b(x);
+    return x;
+  }
+  SHEAF_FIELDS(blocks);
+};
+TEST(Stages, ProgramsOfStagesAlone) {
+  for (const char* strategy : {"replicate", "full_shard"})
+    run_local(3, [&](World& w) {
+      const Mesh mesh = w.mesh({{"stage", 3, true}, {"data", 1}});
+      HalvedNet net;
+      shard(net, mesh, {.stage_axis = "stage", .units = nn::units_of<Halved>(), .strategy = strategy});
+      materialize(net, Device::cpu(), {.seed = 3});
+      auto step = compile([&](const Tensor& x) {
+        const Tensor loss = nn::sum_over_stages(sum(net(x)));
+        Recording::current()->backward(loss, {.last_micro_batch = true});
+        for (const auto& unit : units(net)) unit->reduce_waiting(), unit->complete_reduction(), unit->zero_grad();
+        return redistribute(loss, Layout(mesh.spec, Placement::invariant()));
+      });
+      double first = 0;
+      for (int s = 0; s < 5; ++s) {
+        const Tensor x = full_of({kF32, {4, 6}, Layout(mesh.spec).with(0, Placement::on(0)).with(1, Placement::shard(0))}, 0.5);
+        const double loss = step({.step = s}, x).item();
+        if (s == 0) first = loss;
+        EXPECT_EQ(loss, first);
+      }
+    }, {.threads_per_rank = 1});
 }
 
 }  // namespace
