@@ -256,7 +256,7 @@ void ReversePass::release_saves(NodeId node) {
   for (const auto& a : recording_.early_gradients_)
     if (a.node == node) a.group->drop_slots();
   std::erase_if(recording_.early_gradients_, [node](const auto& a) { return a.node == node; });
-  // What it would be computed from again is gone: who saves it from here on keeps it.
+  // Its inputs are freed, so it can no longer be rematerialized: later saves keep the tensor.
   if (n.op->rematerializable >= 0) recording_.states_[tape_.output(n, n.op->rematerializable)].rematerialized = false;
 }
 

@@ -1,11 +1,11 @@
-// [Note: deferred weights] Of a linear layer's two gradients others wait for that of its input; that of its weight is wanted at
-// the step's end. A backward with defer_weights computes the first ones only, and a stage of a pipeline sends them on the sooner
-// (B and W of zero-bubble schedules, Qi et al., https://arxiv.org/abs/2401.10241). What is left, backward_weights() does, of one
-// backward after another, so that no sum is made in another order.
+// [Note: deferred weights] Of a linear layer's two gradients, other ranks wait for that of its input; that of its weight is needed at
+// the end of the step. A backward with defer_weights computes only the first, so a stage of a pipeline can send it on sooner (B and W
+// of zero-bubble schedules, Qi et al., https://arxiv.org/abs/2401.10241). backward_weights() computes the rest, one backward after
+// another, so that no sum is taken in another order.
 //
-// Put off are derivatives that ops give to Vjp::weight_gradients(), with the tensors that these read. Units in which that leaves a gradient
-// out reduce theirs then, so their other gradients wait, too, in memory of their own. The gathered values are not read any more,
-// and go where the backward has passed them.
+// Deferred are the derivatives that ops give to Vjp::weight_gradients(), with the tensors that they read. Units that miss a gradient
+// because of this are reduced later, so their other gradients wait, too, in memory of their own. Gathered values are not read any
+// more, and are discarded where the backward has passed them.
 #include <algorithm>
 #include <utility>
 

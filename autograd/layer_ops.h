@@ -23,10 +23,11 @@ struct MatmulOptions {
   bool each_alone = false;
   bool fp8 = false;  ///< rounds (Fp8); of gradients that of `a` alone, as linear() with Fp8::activations
 };
-/// [.., M, K] times [.., K, N]; leading dimensions broadcast. Any strides: transposed operands cost nothing.
+/// [.., M, K] times [.., K, N], of one floating dtype (DTypeError); ShapeError if K differs or leading dimensions do not broadcast. A K
+/// that is cut over ranks gives a Partial result. Any strides: transposed operands cost nothing.
 Tensor matmul(const Tensor& a, const Tensor& b, const MatmulOptions& options = {});
-/// x[.., I] weight[O, I]ᵀ + bias[O]. Where the result is Partial, so is the bias; a Replicate one is kept on
-/// one rank. The sum goes `onward`: see apply_onward().
+/// x[.., I] weight[O, I]ᵀ + bias[O]: [.., O]; ShapeError if I or O differ. Where the result is Partial, so is the bias; a Replicate one
+/// counts on one rank. `onward` redistributes the result: see apply_onward().
 Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias = {}, Fp8 fp8 = Fp8::none, const Onward& onward = {});
 /// A gelu (tanh form) and what it was applied to.
 struct GeluOfLinear {
@@ -41,7 +42,8 @@ Tensor gelu_linear(const GeluOfLinear& x, const Tensor& weight, const Tensor& bi
 /// over ranks each looks up its own, for all tokens: Partial.
 Tensor embedding(const Tensor& tokens, const Tensor& table);
 
-/// Normalisation over the last dimension, with optional scale and shift of its size. Statistics in f32 (f64 for f64).
+/// Normalisation of x[.., C] over its last dimension, which is whole on every rank, with optional weight[C] and bias[C]; in x's dtype,
+/// with statistics in f32 (f64 for f64).
 /// Layer normalisation (Ba et al., https://arxiv.org/abs/1607.06450): (x - mean) / sqrt(var + eps), biased variance.
 Tensor layer_norm(const Tensor& x, const Tensor& weight = {}, const Tensor& bias = {}, double eps = 1e-5);
 /// x / sqrt(mean(x²) + eps) (Zhang and Sennrich, https://arxiv.org/abs/1910.07467).
@@ -57,25 +59,28 @@ struct NormedSum {
 NormedSum add_layer_norm(const Tensor& x, const Tensor& r, const Tensor& weight = {}, const Tensor& bias = {},
                          double eps = 1e-5);
 NormedSum add_rms_norm(const Tensor& x, const Tensor& r, const Tensor& weight = {}, double eps = 1e-5);
-/// exp(x - max) over its sum along `dim`, of a floating dtype; its logarithm. Statistics in f32 (f64 for f64).
+/// exp(x - max) over its sum along `dim`, which is whole on every rank; its logarithm. Of x's shape and floating dtype; statistics in f32
+/// (f64 for f64).
 Tensor softmax(const Tensor& x, int dim = -1);
 Tensor log_softmax(const Tensor& x, int dim = -1);
 
-/// Which rows of which experts the tokens of sequences go to. E experts in Q parts, part q those from E q / Q on; K choices of each of T
-/// tokens; N groups of a sequence's tokens, group n those from T n / N on; R rows that a part has for a group, its experts' one behind
-/// another.
+/// Which rows of which experts the tokens of sequences go to:
+///   E  experts, in Q parts: part q has those from E q / Q on
+///   K  choices of each of T tokens
+///   N  groups of a sequence's tokens, counted apart: group n has those from T n / N on
+///   R  rows that a part has for a group, those of its experts one after another
 struct ExpertRoutes {
-  Tensor slots;    ///< i32 [.., T, K]: the part of a choice's expert times R, plus its row there; -1: there was no place left
-  Tensor sources;  ///< i32 [Q, .., N, R]: the choice in a row, counted from the first of its group; -1: it is empty
+  Tensor slots;    ///< i32 [.., T, K]: the part of a choice's expert times R, plus its row there; -1: it was dropped
+  Tensor sources;  ///< i32 [Q, .., N, R]: the choice in a row, counted from the first of its group; -1: the row is empty
   Tensor counts;   ///< i32 [E, .., N]: the rows of each expert
 };
-/// Rows for choices[.., T, K], i64 in [0, experts) (DataError), in the order of tokens, then of a token's choices; an expert has `places`
-/// for a group, so that which choices are dropped depends on no later ones. Each expert is a part of its own, with so many rows; or there
-/// are fewer `parts`, which have as many rows as a group's tokens can fill if no two choices of one are the same (what is more is dropped):
-/// T K / N where one part has all experts and none lacks places, however many there are. Sequences may be cut anyhow, and tokens if each
-/// rank has whole groups, all of one size or one for each rank. 0 parts: as many as experts.
+/// Rows for choices[.., T, K], i64 in [0, experts) (DataError). An expert takes at most `places` choices of a group; further ones are
+/// dropped, in the order of tokens and then of a token's choices, so that a choice never depends on later tokens. With `parts` 0 each expert
+/// is a part of its own, with `places` rows. Fewer parts have as many rows as a group's tokens can fill if no token chooses an expert twice
+/// (further choices are dropped): T K / N where one part has all experts and none lacks places. Sequences may be cut in any way, tokens if
+/// each rank has whole groups, all of one size or one for each rank.
 ExpertRoutes expert_routes(const Tensor& choices, int64_t experts, int64_t places, int64_t groups = 1, int64_t parts = 0);
-/// R there, for groups of at most so many `tokens`.
+/// R of expert_routes(), for groups of at most `tokens` tokens.
 int64_t rows_of_part(int64_t tokens, int64_t choices, int64_t experts, int64_t places, int64_t parts);
 /// Rows of x[.., T, C] for each expert, zeros in empty ones: [Q, .., N, R, C]. Times the choices' weights[.., T, K], if
 /// given: f32 (f64 for f64).
@@ -85,15 +90,15 @@ Tensor from_experts(const Tensor& rows, const ExpertRoutes& routes, const Tensor
 struct ExpertLinearOptions {
   Tensor bias = {};   ///< [E, O]
   bool fp8 = false;   ///< as linear() with Fp8::activations
-  double fill = 1.0;  ///< the share of rows that will be in use, about: GPUs skip the others where they are most
+  double fill = 1.0;  ///< about the share of rows that will be in use: GPUs skip the others where these are most
   Onward onward = {}; ///< where the result goes: see apply_onward()
 };
 /// x[Q, .., R, I] weight[E, O, I]ᵀ + bias[E, O], each expert's rows, counts[E, ..] of them, with its own matrix and bias: [Q, .., R, O].
 /// Rows that are not in use must be zero in the result's gradient, and finite in x, as they are if they come from to_experts and go to
-/// from_experts; what they are in the result nobody may ask. CPUs skip them, and so do GPUs, but for experts that are parts of their own and
-/// well filled. Ranks may have experts of their own, where there is a part for each rank, or for each expert.
+/// from_experts; their values in the result are unspecified. CPUs skip them, and so do GPUs unless experts are parts of their own and
+/// well filled. Experts may be cut over ranks where there is a part for each rank, or for each expert.
 Tensor expert_linear(const Tensor& x, const Tensor& weight, const Tensor& counts, const ExpertLinearOptions& options = {});
-/// How many experts share the rows of a part in use, a number for redistribute_in_pieces(): those of x go to one after another.
+/// How many experts share the rows of a part in use: `products` of redistribute_in_pieces().
 double expert_products(const Tensor& x, const Tensor& counts, double fill);
 
 struct AttentionOptions {
@@ -115,7 +120,8 @@ struct AttentionOptions {
   Tensor sinks = {};
 };
 /// softmax(scale q kᵀ) v per head for q[B, T, H, D], k[B, S, G, D] and v[B, S, G, E]: [B, T, H, E]. H is a multiple of G, and head
-/// h reads key head h / (H / G). Never builds the T x S matrix. A query that sees no key gives zeros. Queries may be
+/// h reads key head h / (H / G). q, k and v have one floating dtype (DTypeError), the result's; ShapeError for other shapes, or a window
+/// or `begins` without `causal`. Never builds the T x S matrix. A query that sees no key gives zeros. Queries may be
 /// Shard(1) beside keys and values that are Replicate, whose gradients are then Partial: each rank computes its own, at their positions.
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options = {});
 /// The same for a packed projection [B, T, (H + 2 G) D] of queries, keys and values, to [B, T, H D]. Its gradient is one

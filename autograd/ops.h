@@ -27,18 +27,18 @@ class DeviceScope {
 /// The same value in another layout; see the table in docs/placements.md. Backward: dual(to) → dual(from). PlacementError for a layout
 /// on another mesh, or one that cuts a dimension which x does not have.
 /// Communicates where the table says so, on the gather lane, and waits for the result. Mesh axes change in their order, a
-/// node each; what a later axis cuts inside of an earlier one's cut is put together first and cut again behind.
+/// node each; if a later axis also cuts that dimension, it is gathered first and cut again afterwards.
 Tensor redistribute(const Tensor& x, const Layout& to);
-/// The same for who computes row by row, as layers do. Where it is an all_gather or an all_to_all of enough rows
-/// (RecordingOptions::piece_rows), it does not wait: products go on with rows as they come. See [Note: in pieces]. Ranks agree on that option and on
-/// RecordingOptions::overlap, and all of them record, or none. So many products share the rows, as those of experts do: then each is to have
-/// piece_rows, about.
+/// Like redistribute(), for row-wise consumers such as linear layers: an all_gather or all_to_all with at least
+/// RecordingOptions::piece_rows rows per piece does not block, and products start on rows as they arrive. See [Note: in pieces].
+/// `products`: how many products share the rows, as those of experts do; then each gets about piece_rows. All ranks must record, with
+/// equal `piece_rows` and `overlap`, or none.
 Tensor redistribute_in_pieces(const Tensor& x, const Layout& to, double products = 1);
-/// The same of keys and values [B, T, 2 G, D], keys first, of which ranks have tokens, for attention by `readers` query heads for each of
-/// them: it goes on with heads as they come, some of the G after others. On GPUs each part has piece_rows² rows of queries, over all its
-/// heads, so that there is enough to do for all of a GPU.
+/// The same for keys and values [B, T, 2 G, D], keys first, whose tokens are cut over ranks, and attention by `readers` query heads for
+/// each of the G: attention starts on heads as they arrive. On GPUs each part has piece_rows² rows of queries over all its heads, enough to
+/// occupy a GPU.
 Tensor redistribute_in_heads(const Tensor& keys_values, const Layout& to, int64_t readers);
-/// The same with the placement of one mesh axis changed.
+/// redistribute() with the placement of one mesh axis changed. PlacementError if x has no mesh.
 Tensor redistribute(const Tensor& x, const std::string& axis, const Placement& to);
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
@@ -46,12 +46,12 @@ Tensor redistribute(const Tensor& x, const std::string& axis, const Placement& t
 Tensor full_like(const Tensor& x, double value);
 /// A value of the given type (layout included) with every element `value`; for Partial, rank 0 holds it.
 Tensor full_of(const Type& type, double value);
-/// x in memory of its own.
+/// A dense copy of x, in memory of its own.
 Tensor copy_of(const Tensor& x);
-/// Dense copy.
+/// x itself where it is dense; else a dense copy.
 Tensor contiguous(const Tensor& x);
-/// Stores x into `to`'s memory, or adds it to what is there: averages of weights, caches, slots of gradients. `to` may be a view; x has
-/// its shape (ShapeError), dtype (DTypeError) and layout (PlacementError). A change has no derivative: memory of what gradients are asked
+/// Stores x into `to`'s memory, or adds it to what is there: averages of weights, caches, slots of gradients. `to` may be a view, but not
+/// an expanded one (ShapeError); x has its shape (ShapeError), dtype (DTypeError) and layout (PlacementError). A change has no derivative: memory of what gradients are asked
 /// for cannot be changed, nor what a derivative reads, and no gradient passes through memory to what was stored there (LifetimeError).
 void store_into(const Tensor& to, const Tensor& x);
 void add_into(const Tensor& to, const Tensor& x);
@@ -132,7 +132,7 @@ Tensor linear_of_blocks(const Tensor& x, const Tensor& blocks, BlockFormat forma
 /// The values of blocks[.., n · block_bytes(format)], u8, as [.., n · 64] of a floating dtype: products of codes and scales, rounded
 /// once. Blocks are constants: they take no gradient. A backward that reads the values of gathered blocks makes them again.
 Tensor dequantize(const Tensor& blocks, BlockFormat format, DType dtype);
-/// min(max(x, lo), hi); the gradient passes within the closed interval.
+/// min(max(x, lo), hi); the gradient passes within the closed interval. ConfigError if lo > hi.
 Tensor clamp(const Tensor& x, double lo, double hi);
 /// cond ? a : b, with broadcasting; cond is bool or "not zero".
 Tensor where(const Tensor& cond, const Tensor& a, const Tensor& b);
@@ -173,7 +173,7 @@ Tensor geglu(const Tensor& gate, const Tensor& up);
 
 // Reductions over `dims` (none: all); with keepdim, reduced dimensions stay with size 1. sum of integers and bool is i64.
 // sum and mean of a sharded dimension are Partial, and means divide by the global count; the others need their dimensions
-// whole.
+// whole. mean, var and logsumexp are for floating dtypes (DTypeError). ShapeError for a dimension given twice.
 Tensor sum(const Tensor& x, const Dims& dims = {}, bool keepdim = false);
 Tensor mean(const Tensor& x, const Dims& dims = {}, bool keepdim = false);
 /// sum((x - mean)^2) / (n - correction)
@@ -182,10 +182,10 @@ Tensor var(const Tensor& x, const Dims& dims = {}, double correction = 1, bool k
 Tensor max(const Tensor& x, const Dims& dims = {}, bool keepdim = false);
 Tensor min(const Tensor& x, const Dims& dims = {}, bool keepdim = false);
 Tensor logsumexp(const Tensor& x, const Dims& dims = {}, bool keepdim = false);
-/// i64 position of the first largest element.
+/// i64 position of the first largest element; no gradient. ShapeError for an empty dimension.
 Tensor argmax(const Tensor& x, int dim = -1, bool keepdim = false);
 /// i64 positions of the k largest elements of the last dimension, the largest first, of equal ones the first first: [.., k].
-/// NaN is larger than all.
+/// NaN is larger than all. x is floating (DTypeError) and 0 <= k <= its size (ShapeError); no gradient.
 Tensor top_k(const Tensor& x, int64_t k);
 
 /// x as a constant: no gradient flows back through it. A view, of any placement; a teacher's output, a target that is
@@ -193,7 +193,8 @@ Tensor top_k(const Tensor& x, int64_t k);
 Tensor stop_gradient(const Tensor& x);
 
 // Shape. Results share x's memory where strides can say what is meant; only reshape may have to copy.
-/// One size may be -1. A cut of dimension d stays a cut if d is the first of the dimensions that merge or split.
+/// One size may be -1; ShapeError if the numbers of elements differ. A cut of dimension d stays a cut if d is the first of the
+/// dimensions that merge or split.
 Tensor reshape(const Tensor& x, const Shape& shape);
 /// With dimensions of size 1 at these places of the result; a cut keeps its dimension.
 Tensor unsqueeze(const Tensor& x, const Dims& dims);
@@ -201,13 +202,13 @@ Tensor unsqueeze(const Tensor& x, const Dims& dims);
 Tensor squeeze(const Tensor& x, const Dims& dims);
 /// Two dimensions change places; a view.
 Tensor transpose(const Tensor& x, int dim0, int dim1);
-/// Dimension i of the result is dimension order[i] of x.
+/// Dimension i of the result is dimension order[i] of x; ShapeError unless `order` names each once.
 Tensor permute(const Tensor& x, const Dims& order);
-/// Repeats dimensions of size 1, and adds dimensions in front, without copying.
+/// Repeats dimensions of size 1, and adds dimensions in front, without copying. ShapeError if another size changes.
 Tensor expand(const Tensor& x, const Shape& shape);
-/// Positions [begin, end) of one dimension, negative ones from the end; a view.
+/// Positions [begin, end) of one dimension, negative ones from the end; a view. ShapeError unless 0 <= begin <= end <= its size.
 Tensor slice(const Tensor& x, int dim, int64_t begin, int64_t end);
-/// Views, one after another along `dim`, of these sizes; or so many of equal size. ShapeError if they are not the dimension's.
+/// Views, one after another along `dim`: of these sizes, or `chunks` of equal size. ShapeError if they are not the dimension's.
 std::vector<Tensor> split(const Tensor& x, const std::vector<int64_t>& sizes, int dim = 0);
 std::vector<Tensor> chunk(const Tensor& x, int64_t chunks, int dim = 0);
 /// At most 64 tensors, alike but for dimension `dim`: ShapeError, DTypeError or PlacementError if they are not.
@@ -215,15 +216,16 @@ Tensor concat(const std::vector<Tensor>& xs, int dim = 0);
 /// What split() made of a tensor of type `whole`, or others in their places, put together again: where an axis cuts `whole` in parts
 /// (OwnershipMap::parts), and so each of these evenly, it cuts the result as `whole`.
 Tensor concat_as(const std::vector<Tensor>& parts, int dim, const Type& whole);
-/// The same along a new dimension.
+/// Tensors of one type along a new dimension; errors as concat's.
 Tensor stack(const std::vector<Tensor>& xs, int dim = 0);
-/// x with so many positions of `value` before and after it along `dim`.
+/// x with `before` and `after` positions of `value` around it along `dim`; ShapeError if one is negative.
 Tensor pad(const Tensor& x, int dim, int64_t before, int64_t after, double value = 0);
 
 // Indexing; indices i64, i32, u32, u16 or u8. An index outside the dimension throws DataError.
-/// out[.., i, ..] = x[.., index[.., i, ..], ..] along `dim`.
+/// out[.., i, ..] = x[.., index[.., i, ..], ..] along `dim`, in index's shape, which is x's but for `dim` (ShapeError).
 Tensor gather(const Tensor& x, int dim, const Tensor& index);
-/// x with src[.., i, ..] added at [.., index[.., i, ..], ..], in the order of i.
+/// x with src[.., i, ..] added at [.., index[.., i, ..], ..], in the order of i. index and src have one shape, x's but for `dim`
+/// (ShapeError), and x and src one dtype (DTypeError).
 Tensor scatter_add(const Tensor& x, int dim, const Tensor& index, const Tensor& src);
 /// x's entries along `dim` at the positions `index` (of any shape, which replaces the dimension).
 Tensor take(const Tensor& x, const Tensor& index, int dim = 0);
@@ -238,10 +240,11 @@ Tensor zeros(const Shape& shape, DType dtype = kF32);
 Tensor ones(const Shape& shape, DType dtype = kF32);
 /// 0, 1, ..., n - 1.
 Tensor arange(int64_t n, DType dtype = kI64);
-/// start, start + step, ... below (for negative steps above) stop.
+/// start, start + step, ... below (for negative steps above) stop. ConfigError for a step of 0.
 Tensor arange(double start, double stop, double step, DType dtype = kI64);
 /// Normal and uniform values: pure functions of the key and each element's global index (see core/random.h). Without a
-/// key, of the recording's seed, step and first sample and of the module path and call.
+/// key, of the recording's seed, step and first sample and of the module path and call. The dtype is floating (DTypeError), the layout has
+/// no Partial (PlacementError).
 Tensor randn(const Type& type, Key key, double mean = 0, double std = 1);
 Tensor randn(const Type& type, double mean = 0, double std = 1);
 Tensor uniform(const Type& type, Key key, double lo = 0, double hi = 1);

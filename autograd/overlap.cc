@@ -1,16 +1,16 @@
-// [Note: overlap] Where a tensor axis cuts a layer, its input is gathered, again in the backward, and the gradient of
-// that is scattered: three collectives around two products that do not wait for each other. The layer's derivative goes through
-// them in this order, after Megatron-LM (Korthikanti et al., https://arxiv.org/abs/2205.05198):
+// [Note: overlap] Where a tensor axis cuts a layer, its input is gathered, once more in the backward, and the gradient of the input is
+// scattered: collectives around two products that do not depend on each other. The layer's derivative orders them as Megatron-LM does
+// (Korthikanti et al., https://arxiv.org/abs/2205.05198):
 //
-//   all_gather of the input         sets out (Vjp::will_read)
+//   all_gather of the input         starts (Vjp::will_read)
 //   the gradient of the input       is computed meanwhile; the gathered input has arrived
-//   reduce_scatter of it            sets out; the gradient of the weight was put aside (Vjp::weight_gradients)
+//   reduce_scatter of it            starts; the gradient of the weight was deferred (Vjp::weight_gradients)
 //   the gradient of the weight      is computed meanwhile (adjoint_of_redistribution)
 //
-// Where several layers read that input, as a gate does, the last weight's gradient is left for what travels next, the gradient on its
-// way into the layer before. So it is for whatever redistribution stands before layers, such as the all_to_all of a context axis or
-// of experts; beside that all are computed. What is put aside holds what it reads, and is computed at the latest before its unit's
-// gradients are reduced.
+// Where several layers read that input, as with a gate, the last weight's gradient is left for the next collective, that of the gradient
+// on its way into the layer before. The same holds for any redistribution in front of layers, such as the all_to_all of a context axis
+// or of experts; during that one all deferred gradients are computed. A deferred derivative holds the tensors that it reads, and is
+// computed at the latest before its unit's gradients are reduced.
 #include <utility>
 
 #include "sheaf/autograd/execute.h"

@@ -141,7 +141,7 @@ void ReversePass::recompute(Region& region) {
   expect_unchanged(region);
   std::unordered_map<ValueId, Tensor> values = std::move(region.entering);
   region.entering.clear();
-  if (region.results) recording_.set_recomputed(region, false);  // what entered it is gone: who saves its values from here on keeps them
+  if (region.results) recording_.set_recomputed(region, false);  // what entered it is released: later saves of its values keep the tensors
   const auto keep = [&](NodeId id, std::span<const Tensor> outputs) {
     for (size_t o = 0; o < outputs.size(); ++o) {
       const ValueId v = tape_.output(tape_.node(id), static_cast<int>(o));

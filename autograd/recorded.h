@@ -47,13 +47,13 @@ struct Lists {
 
 struct GroupState {
   std::shared_ptr<LeafGroup> group;
-  NodeId first_use = -1;  // the first node after it was opened; -1: gathered ahead, not used yet
+  NodeId first_use = -1;          // the first node after it was opened; -1: gathered ahead, not used yet
   bool finished = false;
-  bool defers_weights = false;  // see [Note: deferred weights]
-  bool last = false;      // see is_last_micro_batch_of(): kept for then
-  int derivative_order = 0;  // what is used in derivatives, or behind them, has a state of its own: see [Note: directions]
-  bool constant = false;  // opened for a direction alone
-  std::vector<bool> contributed;  // to the slots or, if later, to what waits
+  bool defers_weights = false;    // see [Note: deferred weights]
+  bool last = false;              // is_last_micro_batch_of(), kept for backward_weights()
+  int derivative_order = 0;       // uses in derivatives have a state of their own for each order: see [Note: directions]
+  bool constant = false;          // opened for a direction alone
+  std::vector<bool> contributed;  // by leaf: to the slots or, where weights are deferred, to what waits
   std::vector<Tensor> slots;
 };
 
@@ -63,11 +63,11 @@ struct Region {
   std::unordered_map<ValueId, Tensor> entering = {};    // what the nodes that will be recomputed read from outside
   std::unordered_map<ValueId, uint64_t> versions = {};  // of its storages, when it entered
   bool results = false;                                 // see RecomputeOptions
-  Travelling travelling = {};                     // its one result, on the way: see [Note: overlap]
-  std::vector<std::weak_ptr<Storage>> made = {};  // by such a region
-  bool offloads = false, offloaded = false;       // see [Note: offload]
-  std::vector<ValueId> on_host = {};              // of what entered: what lies there
-  std::vector<Tensor> from_host = {};             // what is being copied back
+  Travelling travelling = {};                           // its one result, on the way: see [Note: overlap]
+  std::vector<std::weak_ptr<Storage>> made = {};        // by a region that keeps no results: where these are
+  bool offloads = false, offloaded = false;             // see [Note: offload]
+  std::vector<ValueId> on_host = {};                    // entering values that are in the host's memory
+  std::vector<Tensor> from_host = {};                   // and those that are being copied back
 };
 
 /// Nodes [begin, end) that no backward has come to, and the groups they use: see [Note: micro-batches].

@@ -110,7 +110,7 @@ ValueId Recording::value_of(const Tensor& t) const {
 // [Note: early gradients] A head's gradient is known in the forward, where the logits are, but for the factor that the loss has in
 // what is differentiated, and it is large. It is put where the backward wants it, into its slot, and scaled there. If anybody else
 // wants slots of its group before (another loss, whose backward comes first), it moves: of any leaf, as they are one storage, whose
-// version says whether what was saved is still there. Who never calls backward() has the slots of a whole group for nothing.
+// version says whether what was saved is still there. A recording whose backward() is never called allocates a group's slots in vain.
 Tensor Recording::slot_for_early_gradient(const Tensor& leaf, const Type& gradient) {
   if (in_region_ || in_backward() || value_of(leaf) < 0) return {};
   const ValueState& s = state(value_of(leaf));

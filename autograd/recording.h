@@ -27,8 +27,8 @@ struct RecordingOptions {
   /// What ranks gather for products, and what these give that is scattered, travels in pieces of at least so many rows; 0: whole. See
   /// [Note: in pieces].
   int64_t piece_rows = 128;
-  /// Gives random_state() of the samples that begin so many after first_sample; absent: it is made anew. For a step that runs
-  /// again, before which whoever gives them sets them.
+  /// Returns random_state() for the samples that begin `after` samples after first_sample. For a step that will be replayed: the caller
+  /// sets these tensors before each replay. Absent: made anew each time.
   std::function<Tensor(int64_t after)> random_states = {};
 };
 
@@ -40,8 +40,8 @@ struct BackwardOptions {
   /// Of a micro-batch that was recorded in parts (resume_micro_batch): only the last one that no backward has come to. The next
   /// backward of the same loss goes on with the part before.
   bool last_part_only = false;
-  /// Gradients of weights wait for backward_weights(), and with them the reduction of the units that they are in: see
-  /// [Note: deferred weights]. What other ranks wait for, the gradients of values, is there the sooner.
+  /// Weight gradients are deferred to backward_weights(), and so are the reductions of their units. Activation gradients, which other
+  /// stages wait for, are ready sooner: see [Note: deferred weights].
   bool defer_weights = false;
 };
 
@@ -91,7 +91,7 @@ class Recording {
   /// Closes what is still open and moves the tape out; the recording is over.
   Tape take();
   const RecordingOptions& options() const { return options_; }
-  /// Its tape is to run again, with other inputs: what depends on the step must not be made on the host.
+  /// Its tape will be run again, with other inputs: what depends on the step must not be computed on the host.
   bool is_for_program() const { return options_.random_states != nullptr; }
   /// i64[3] = {seed, step, first_sample} on `device`: an input of random ops, so that a step's program never changes.
   Tensor random_state(Device device);
@@ -128,15 +128,15 @@ class Recording {
   /// The tensors are the values of `group`'s leaves `indices`, as its masters are now. A gather ahead of use binds before it is used;
   /// of what it sends in blocks there are no tensors before they are unpacked.
   void bind_group(const std::shared_ptr<LeafGroup>& group, std::span<const Tensor> tensors, std::span<const int> indices);
-  /// For an op of the forward that knows the gradient of `leaf`, but for a factor: the leaf's slot, if nobody uses it and it is of
-  /// that type; else undefined. What is put there is then given to note_early_gradient(). See [Note: early gradients].
+  /// For an op of the forward that knows the gradient of `leaf` up to a factor: the leaf's slot, if it is unused and of that type; else
+  /// undefined. The caller passes what it stores there to note_early_gradient(). See [Note: early gradients].
   Tensor slot_for_early_gradient(const Tensor& leaf, const Type& gradient);
   void note_early_gradient(const Tensor& gradient, const Tensor& leaf);
   /// Whether a gradient of it may be asked for: it comes from a trainable parameter, or from what is watched.
   bool has_gradient(const Tensor& t) const;
   /// Of memory that an op of the forward changes: what was computed there has a derivative, and would have another value. LifetimeError.
   void expect_no_gradient(const char* op, const Tensor& memory) const;
-  /// It has `x` now, whose gradient no derivative of a change passes on: who asks for it through `memory` is told.
+  /// `memory` now holds `x`, whose gradient a store does not propagate: asking for it through `memory` is an error.
   void note_change(const Tensor& memory, const Tensor& x);
   /// Derivatives of composites, by number; see [Note: custom_vjp].
   int64_t add_derivative(std::function<void(Vjp&)> vjp) {
