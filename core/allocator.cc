@@ -107,7 +107,7 @@ class CpuAllocator : public Allocator {
 
   mutable SpinMutex mutex_;
   NormalMemory normal_;
-  std::vector<std::unique_ptr<Arena>> wires_;  // of earlier worlds too: blocks of theirs may be alive
+  std::vector<std::unique_ptr<Arena>> wires_;  // of earlier worlds too: their blocks may still be alive
   Counter counter_;
 };
 

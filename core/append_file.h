@@ -9,13 +9,13 @@ namespace sheaf {
 /// Not thread-safe.
 class AppendFile {
  public:
-  /// Opens `path`, or makes it. `who` names the errors, IoError all.
+  /// Opens `path`, or makes it. All errors are IoError, in the name of `who`.
   AppendFile(std::string who, std::string path);
   ~AppendFile();
   AppendFile(const AppendFile&) = delete;
   AppendFile& operator=(const AppendFile&) = delete;
 
-  /// By one system call where the file system takes it, so that a kill leaves whole records.
+  /// With one system call where the file system allows it, so that a kill leaves whole records.
   void write(std::string_view record);
   /// What has been written is on the disk when it returns.
   void sync();

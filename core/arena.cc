@@ -26,7 +26,7 @@ Range reserve() {
     return mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   };
   for (size_t bytes = kMostRange; bytes >= kLeastRange; bytes /= 2) {
-    // A quarter as much again must be left, for stacks, other ranks of the process and the libraries.
+    // A quarter of it must be left over, for stacks, other ranks of the process and the libraries.
     const size_t with_rest = bytes + bytes / 4;
     void* p = map(with_rest);
     if (p == MAP_FAILED) continue;
@@ -119,13 +119,13 @@ void Arena::trim(size_t spare) {
     });
     if (largest == free_.end() || largest->second.resident < 4 * kPage) return;
     auto& [offset, block] = *largest;
-    // No more than must go, or the next step faults it in again; the end of the block, as blocks are taken from the front;
-    // whole huge pages if there are any.
+    // No more than necessary, or the next step faults it in again; from the block's end, as blocks are taken from the
+    // front; whole huge pages if there are any.
     const size_t excess = resident() - bound, stays = offset + block.resident - std::min(block.resident, excess);
     const size_t end = offset + block.size, huge = stays / kHugePage * kHugePage;
     const size_t from = huge > offset ? huge : (offset + kPage - 1) / kPage * kPage, to = end / kPage * kPage;
     const size_t kept = std::min(block.resident, from - offset);
-    // Of shared memory the pages themselves must go, not only this process's view of them.
+    // For shared memory the pages themselves must be freed, not only this process's view of them.
     if (to > from) madvise(base_ + from, to - from, shared_.base ? MADV_REMOVE : MADV_DONTNEED);
     resident_free_ -= block.resident - kept;
     block.resident = block.extent = kept;

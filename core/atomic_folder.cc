@@ -75,7 +75,7 @@ void remove_leftovers(const std::string& parent) {
   if (!path_exists(parent)) return;
   for (const std::string& aside : paths_in(parent, [](const std::string& name) { return name.ends_with(kAside); })) {
     const std::string old = aside.substr(0, aside.size() - kAside.size());
-    if (path_exists(old)) remove_folder(aside);  // replaced by then
+    if (path_exists(old)) remove_folder(aside);  // already replaced
     else rename_path(aside, old);
   }
   for (const std::string& stale : pending_in(parent, "")) remove_tree(stale);
@@ -152,7 +152,7 @@ std::vector<int64_t> list_steps(const std::string& parent) {
     if (name.ends_with(kAside)) name.resize(name.size() - kAside.size());
     int64_t step = -1;
     std::from_chars(name.data() + 5, name.data() + name.size(), step);
-    // Only names that we would give ourselves, so that a step never has two folders.
+    // Only names that step_folder() gives, so that a step never has two folders.
     std::error_code unreadable;
     if (step >= 0 && name == str("step-", step) && it->is_directory(unreadable)) steps.push_back(step);
   }

@@ -6,9 +6,9 @@
 // and the old content, now under the temporary name, is removed. What a killed process leaves behind has a name with
 // ".tmp-" in it, is never read, and goes away with the next pending folder.
 //
-// A file system without exchange (NFS) takes two steps: `x` goes aside to `x.tmp-old`, then the new version takes its
-// place. Killed between them, there is no `x`, but `x.tmp-old` is whole: recover_folder() and the next pending folder put
-// it back.
+// A file system without exchange (NFS) takes two steps: `x` is moved aside to `x.tmp-old`, then the new version takes its
+// place. After a kill between them there is no `x`, but `x.tmp-old` is whole: recover_folder() and the next pending
+// folder put it back.
 #pragma once
 
 #include <cstdint>
@@ -21,26 +21,26 @@ namespace sheaf {
 /// into it. Nothing where there is no such folder.
 void remove_leftovers(const std::string& parent);
 /// Makes an empty folder in which to build a new version of `target`, and returns its path. Leftovers of earlier
-/// attempts at any folder beside `target` are removed: only one process at a time may write into the parent.
+/// attempts at any folder next to `target` are removed: only one process at a time may write into the parent.
 std::string begin_folder(const std::string& target);
 /// The one pending folder of `target` that another process has begun; throws IoError if there is none or several.
 std::string pending_folder(const std::string& target);
-/// Makes a pending folder, whose files are all synced, the content of `target`. Throws IoError; then `target` is as
-/// before.
+/// Makes a pending folder, whose files are all synced, the content of `target`. If it throws (IoError), `target` is
+/// as before.
 void commit_folder(const std::string& pending, const std::string& target);
-/// If a commit was killed while the old version of `target` was aside, puts it back. Whoever reads `target` calls this
-/// first; where it may not rename, or somebody else was faster, it does nothing.
+/// If a commit was killed while the old version of `target` was aside, puts it back. Readers of `target` call this
+/// first; where renaming is not allowed, or somebody else was faster, it does nothing.
 void recover_folder(const std::string& target);
 /// Removes a folder so that it is either there whole or gone.
 void remove_folder(const std::string& target);
 
-/// Throws IoError unless folders can be made in `parent`, which need not be there yet; leaves nothing in it.
+/// Throws IoError unless folders can be made in `parent`, which need not exist yet; leaves nothing in it.
 void check_writable(const std::string& parent);
 
 /// "parent/step-<step>".
 std::string step_folder(const std::string& parent, int64_t step);
-/// The steps of the folders "step-N" in `parent`, or aside, newest first; none if there is no such parent. Throws IoError if it
-/// cannot be read.
+/// The steps of the folders "step-N" in `parent`, also those moved aside, newest first; none if there is no such parent. Throws
+/// IoError if it cannot be read.
 std::vector<int64_t> list_steps(const std::string& parent);
 
 }  // namespace sheaf

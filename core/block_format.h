@@ -1,6 +1,6 @@
-// Block formats: 64 neighbouring numbers of a row rest as a scale and 64 small codes. A tensor in blocks is one of bytes (u8): of
-// shape [.., columns] it is [.., columns / 64 · block_bytes(format)], so it is cut, gathered, saved and loaded as any other, and a cut
-// between whole blocks is one between whole values.
+// Block formats: 64 neighbouring numbers of a row are stored as a scale and 64 small codes. A tensor in blocks is a tensor of bytes
+// (u8): values [.., columns] become [.., columns / 64 · block_bytes(format)], so it is cut, gathered, saved and loaded like any other,
+// and a cut between whole blocks is one between whole values.
 #pragma once
 
 #include <array>
@@ -18,8 +18,8 @@ enum class BlockFormat : uint8_t {
 
 inline constexpr int64_t kBlockSize = 64;  ///< elements of a block
 
-/// 4-bit NormalFloat: sixteen numbers in [-1, 1], with 0 among them, each as likely as the next one for values that are distributed
-/// normally (Dettmers et al., QLoRA, https://arxiv.org/abs/2305.14314, appendix E).
+/// 4-bit NormalFloat: sixteen numbers in [-1, 1], 0 among them, equally likely for normally distributed values (Dettmers et al.,
+/// QLoRA, https://arxiv.org/abs/2305.14314, appendix E).
 inline constexpr std::array<float, 16> kNf4Levels = {
     -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f, -0.18477343022823334f,
     -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
@@ -27,12 +27,13 @@ inline constexpr std::array<float, 16> kNf4Levels = {
 
 constexpr int64_t block_bytes(BlockFormat f) { return f == BlockFormat::int8 ? 66 : 34; }
 constexpr std::string_view name(BlockFormat f) { return f == BlockFormat::int8 ? "int8" : "nf4"; }
-/// By its name; ConfigError that lists the known ones, in the name of `who`.
+/// The format of this name; else a ConfigError of `who` that lists the known ones.
 BlockFormat block_format_from(std::string_view who, std::string_view text);
 
-/// The shape of a tensor of bytes that holds one of shape `values` in blocks; ShapeError if its rows are no multiples of 64.
+/// The shape of a tensor of bytes that holds one of shape `values` in blocks; ShapeError if its row length is no multiple of
+/// 64.
 Shape blocks_shape(const Shape& values, BlockFormat format);
-/// And back; ShapeError if its rows are no whole blocks.
+/// And back; ShapeError if its rows are not whole blocks.
 Shape values_shape(const Shape& blocks, BlockFormat format);
 
 }  // namespace sheaf

@@ -7,7 +7,7 @@
 //
 // Sums run in rank order, ((x0 + x1) + x2) + ..., each element on the rank that owns it, in f32 for f32, bf16 and f16
 // (rounded once at the end), in f64 for f64, exactly for integers: the same bits at every call and for every algorithm.
-// NCCL alone sums in an order of its own.
+// Only NCCL sums in an order of its own.
 //
 // A failure (peer lost, time-out, disagreement) poisons the communicator: the event rethrows it, and so does every
 // later call. Errors name rank, op, sequence number, module path and the ranks that are missing.
@@ -33,7 +33,7 @@ inline int64_t even_cut(int64_t count, int64_t r, int64_t ranks) { return count 
 /// An all_reduce of at most this many bytes goes whole to every rank, in one round; a larger one is a reduce_scatter
 /// and an all_gather of even slices. Both give the same bits.
 inline constexpr int64_t kSmallAllReduceBytes = 4096;
-/// Payload bytes that `rank` of `ranks` receives of an all_reduce of so many elements of `size` bytes.
+/// Payload bytes that `rank` of `ranks` receives in an all_reduce of `elements` elements of `size` bytes.
 inline int64_t all_reduce_bytes(int64_t elements, int64_t size, int64_t rank, int64_t ranks) {
   const int64_t own = even_cut(elements, rank + 1, ranks) - even_cut(elements, rank, ranks);
   return (elements * size <= kSmallAllReduceBytes ? elements * (ranks - 1) : own * (ranks - 1) + elements - own) * size;
@@ -46,24 +46,24 @@ class Communicator {
   virtual int rank() const = 0;
   virtual int size() const = 0;
   virtual std::string_view kind() const = 0;  ///< "local", "shm", "gloo", "nccl", "simulated"
-  /// True if calls on memory of a GPU can be part of a graph (core/gpu.h): they only enqueue, and peers that replay
-  /// theirs meet again.
+  /// True if calls on GPU memory can be part of a graph (core/gpu.h): they only enqueue, and peers that replay
+  /// their graphs meet again.
   virtual bool can_be_captured() const { return size() == 1; }
 
-  /// The next call comes behind `event`, too: another lane of this rank fills its buffers. This one waits for it at
-  /// once; those that enqueue on a GPU have their lane wait.
+  /// The next call also comes after `event`: another lane of this rank fills its buffers. The default waits for it
+  /// at once; communicators that enqueue on a GPU make their lane wait.
   virtual void comes_behind(const Event& event) { event.sync(); }
   /// The rank has nothing to do until the next call is done: if the lane is idle, it may run on the calling thread, and two
-  /// threads need not wake each other. What goes wrong is thrown by the call then.
+  /// threads need not wake each other. Then the call itself throws what goes wrong.
   virtual void is_waited_for() {}
-  /// The next call is of these values, "f32[4,3] Partial@data to Invariant@data": ranks whose calls are of others are told, even where
-  /// counts are the same.
+  /// The next call moves these values, "f32[4,3] Partial@data to Invariant@data": it fails if other ranks' calls move different ones,
+  /// even where counts are the same.
   virtual void is_of(std::string /*values*/) {}
-  /// What calls on the host's memory move the ranks' own cores copy, who gain nothing by doing so beside what they compute.
+  /// True if calls on host memory are copied by the ranks' own cores, which gain nothing by copying while they compute.
   virtual bool takes_own_cores() const { return false; }
 
-  /// Every rank's `in` (counts[rank()] elements), concatenated in rank order into `out` on every rank. `in` may lie at
-  /// its own place inside `out` (in-place gather).
+  /// Every rank's `in` (counts[rank()] elements), concatenated in rank order into `out` on every rank. `in` may be its
+  /// own segment inside `out` (in-place gather).
   ///    rank 0: a     rank 0: a b c
   ///    rank 1: b  →  rank 1: a b c        adjoint: reduce_scatter
   ///    rank 2: c     rank 2: a b c
@@ -71,14 +71,14 @@ class Communicator {
                            std::string_view path) = 0;
 
   /// `in` holds sum(counts) elements on every rank; rank r receives the sum over ranks of segment r (counts[r]
-  /// elements) in `out`. `out` may lie at its own place inside `in`.
+  /// elements) in `out`. `out` may be its own segment inside `in`.
   ///    rank 0: a0 b0 c0     rank 0: a0+a1+a2
   ///    rank 1: a1 b1 c1  →  rank 1: b0+b1+b2        adjoint: all_gather
   ///    rank 2: a2 b2 c2     rank 2: c0+c1+c2
   virtual Event reduce_scatter(const void* in, void* out, std::span<const int64_t> counts, DType dtype,
                                std::string_view path) = 0;
 
-  /// `data` becomes the reduction over all ranks, in place. Sum in rank order, as above.
+  /// `data` becomes the reduction over all ranks, in place. Sums run in rank order, as above.
   virtual Event all_reduce(void* data, int64_t count, DType dtype, Reduction reduction, std::string_view path) = 0;
 
   /// Segment s of `in` (send_counts[s] elements) goes to rank s; `out` receives rank s's segment for us at position s
@@ -86,12 +86,12 @@ class Communicator {
   virtual Event all_to_all(const void* in, std::span<const int64_t> send_counts, void* out,
                            std::span<const int64_t> recv_counts, DType dtype, std::string_view path) = 0;
 
-  /// `bytes` bytes of rank `root` to every rank, in place.
+  /// Sends Sends `bytes` bytes of rank `root` to every rank, in place.
   virtual Event broadcast(void* data, int64_t bytes, int root, std::string_view path) = 0;
 
   virtual Event barrier(std::string_view path) = 0;
 
-  /// Makes every rank of this communicator fail at once with `reason` (names this rank). Safe from any thread.
+  /// Makes every rank of this communicator fail at once with `reason`, which names this rank. Safe from any thread.
   virtual void abort(const std::string& reason) = 0;
 
   /// Bytes of staging this communicator holds, charged to the rank's allocator for its whole life.

@@ -15,10 +15,10 @@ namespace {
 
 constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
 
-/// The number of cores whose whole time is a group's: its quota of each period. kNone where it has no bound.
+/// The number of cores that a group may use full-time: its quota over each period. kNone where it has no bound.
 /// See Documentation/admin-guide/cgroup-v2.rst and scheduler/sched-bwc.rst of the kernel.
 int64_t bound_of(const ControlGroup& group) {
-  int64_t quota = 0, period = 0;  // microseconds; "max" and -1 are no quota
+  int64_t quota = 0, period = 0;  // microseconds; "max" and -1 mean no quota
   if (group.version == 2) {
     std::ifstream(group.folder + "/cpu.max") >> quota >> period;
   } else {

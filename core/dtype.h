@@ -29,7 +29,7 @@ constexpr std::string_view name(DType d) {
   return kNames[static_cast<int>(d)];
 }
 constexpr bool is_floating(DType d) { return d <= DType::f16; }
-/// f32 beside bf16 or f16: the type in which sums of the narrow one are made.
+/// True for f32 with bf16 or f16: the type in which sums of the narrow one are computed.
 constexpr bool is_wide_of(DType wide, DType narrow) {
   return wide == DType::f32 && (narrow == DType::bf16 || narrow == DType::f16);
 }

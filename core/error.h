@@ -15,23 +15,24 @@ namespace sheaf {
 enum class ExitCode : int {
   kConfig = 64,          ///< bad configuration or command line
   kData = 65,            ///< bad or hostile input: corpus, token, checkpoint
-  kDesync = 70,          ///< ranks disagree on a collective, a GPU failed, a value is no longer there, an internal invariant broke
+  kDesync = 70,          ///< ranks disagree on a collective, a GPU failed, a value is gone, an internal invariant broke
   kTimeout = 71,         ///< a collective or a rendezvous ran out of time
   kPeerLost = 72,        ///< another rank died
-  kOutOfMemory = 73,     ///< of a GPU, or more than the host may use
+  kOutOfMemory = 73,     ///< on a GPU, or more than the host may use
   kIo = 74,              ///< a file, a folder or standard output
   kNonFinite = 75,       ///< a loss, a gradient or a logit is NaN or infinite
   kResumeMismatch = 76,  ///< --resume with other options than the checkpoint's
 };
 
-/// Base of all errors. `what()` is one line: "[op] message", which ends with the module and the rank where an op failed in one.
+/// Base of all errors. `what()` is one line: "[op] message", followed by the module and the rank if an op failed in one.
 class Error : public std::runtime_error {
  public:
   Error(ExitCode code, const std::string& message) : std::runtime_error(message), code_(code) {}
   const char* what() const noexcept override { return located_.empty() ? std::runtime_error::what() : located_.c_str(); }
   int exit_code() const { return static_cast<int>(code_); }
 
-  /// Says where, unless it says so already: the module of this path ("": in none), and the rank, of several.
+  /// Adds where, unless the message already says it: the module of this path ("": none), and the rank if there are
+  /// several.
   void locate(std::string_view path, int rank, int ranks);
 
  private:
@@ -52,7 +53,7 @@ SHEAF_DEFINE_ERROR(CommError, ExitCode::kDesync);
 SHEAF_DEFINE_ERROR(DataError, ExitCode::kData);
 SHEAF_DEFINE_ERROR(CheckpointError, ExitCode::kData);
 SHEAF_DEFINE_ERROR(OutOfMemory, ExitCode::kOutOfMemory);
-SHEAF_DEFINE_ERROR(LifetimeError, ExitCode::kDesync);   ///< meta, discarded, or of a finished recording
+SHEAF_DEFINE_ERROR(LifetimeError, ExitCode::kDesync);   ///< the value is meta, discarded, or of a finished recording
 SHEAF_DEFINE_ERROR(CudaError, ExitCode::kDesync);
 SHEAF_DEFINE_ERROR(IoError, ExitCode::kIo);
 SHEAF_DEFINE_ERROR(NonFiniteError, ExitCode::kNonFinite);
@@ -83,14 +84,14 @@ std::string str(const Parts&... parts) {
   return out;
 }
 
-/// A module's path as messages and listings show it: the root's, which is empty, reads "root".
+/// A module's path as messages and listings show it: the root's empty path reads "root".
 inline std::string_view path_label(std::string_view path) { return path.empty() ? "root" : path; }
 
 /// Throws E with the concatenated parts as its message.
 template <class E, class... Parts>
 [[noreturn, gnu::noinline, gnu::cold]] void fail(const Parts&... parts) { throw E(str(parts...)); }
 
-/// Throws E unless `condition`. The parts are evaluated in any case: keep them cheap on hot paths.
+/// Throws E unless `condition`. The parts are always evaluated: keep them cheap on hot paths.
 template <class E, class... Parts>
 inline void check(bool condition, const Parts&... parts) {
   if (!condition) [[unlikely]] fail<E>(parts...);

@@ -1,5 +1,5 @@
 // Event: the completion of work that runs on another lane. `sync()` blocks the host until it is done and rethrows what
-// went wrong there; `order(stream)` lets a GPU's stream go on behind it.
+// went wrong there; `order(stream)` makes a GPU's stream continue only after it.
 #pragma once
 
 #include <condition_variable>
@@ -18,7 +18,7 @@ class DevicePoint {
   virtual ~DevicePoint() = default;
   virtual void sync() const = 0;
   virtual bool reached() const = 0;
-  /// What is enqueued on `stream` from now on runs behind this point.
+  /// What is enqueued on `stream` from now on runs after this point.
   virtual void order(const Stream& stream) const = 0;
 };
 
@@ -33,7 +33,7 @@ class Event {
     settle();
     if (state_->point) state_->point->sync();
   }
-  /// Blocks the host only until the work is enqueued on its GPU; work of the host itself is waited for.
+  /// Blocks the host only until the work is enqueued on its GPU, but for the host's own work until it is done.
   void order(const Stream& stream) const {
     if (!state_) return;
     settle();
@@ -41,7 +41,7 @@ class Event {
     const ProfileSpan waits(Profile::kCompute, "waits", {}, &stream);
     state_->point->order(stream);
   }
-  /// Of the device, once the work is enqueued there; null if the host does it.
+  /// The point in the device's order, once the work is enqueued there; null if the host does it.
   std::shared_ptr<const DevicePoint> point() const {
     if (!state_) return nullptr;
     settle();
@@ -52,7 +52,7 @@ class Event {
     std::lock_guard lock(state_->mutex);
     return state_->done && (!state_->point || state_->point->reached());
   }
-  /// Called once by the lane that does the work, or enqueues it on a GPU: then it is done at `point`.
+  /// Called once by the lane that does the work or enqueues it on a GPU; in that case it is done at `point`.
   void complete(std::exception_ptr failure = nullptr, std::shared_ptr<const DevicePoint> point = nullptr) const {
     {
       std::lock_guard lock(state_->mutex);

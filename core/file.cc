@@ -228,7 +228,7 @@ void make_folders(const std::string& path) {
   detail::file_fault_point("mkdir", path);
   std::error_code error;
   std::filesystem::create_directories(path, error);
-  // A symbolic link to a folder is reported as an error by some versions although it serves.
+  // Some versions report a symbolic link to a folder as an error although it works.
   std::error_code unreadable;
   if (error && !std::filesystem::is_directory(path, unreadable)) io_failure("make folder", path, error.value());
 }

@@ -12,7 +12,7 @@
 
 namespace sheaf {
 
-/// A read-only map of a regular file; empty for an empty file. Moves, does not copy.
+/// A read-only map of a regular file; empty for an empty file. Move-only.
 class Mapping {
  public:
   Mapping() = default;
@@ -32,7 +32,7 @@ class Mapping {
   int64_t bytes_ = 0;
 };
 
-/// A regular file open for reading. Thread-safe: reads carry their offset.
+/// A regular file open for reading. Thread-safe: each read takes an offset.
 class File {
  public:
   File() = default;
@@ -52,7 +52,7 @@ class File {
 
   const std::string& path() const { return path_; }
   int64_t size() const { return size_; }
-  /// Copies bytes [offset, offset + bytes); throws IoError, also where the file ends too early.
+  /// Copies bytes [offset, offset + bytes); throws IoError, also if the file ends too early.
   void read_at(int64_t offset, void* dst, int64_t bytes) const;
   std::string read_all() const;
   Mapping map() const;
@@ -64,7 +64,7 @@ class File {
   int fd_ = -1;
 };
 
-/// XXH3-128 with seed 0 of bytes that come in pieces.
+/// XXH3-128 with seed 0 of bytes that arrive in pieces.
 class ContentHash {
  public:
   ContentHash();
@@ -73,7 +73,7 @@ class ContentHash {
   ContentHash& operator=(const ContentHash&) = delete;
 
   void update(const void* data, int64_t bytes);
-  /// In hex, of what has come so far.
+  /// In hex, of what has arrived so far.
   std::string digest() const;
 
  private:
@@ -114,7 +114,8 @@ class FileWriter {
 
 /// Writes `path` and syncs it; not atomic: for files inside a folder that is committed by a rename.
 FileDigest write_file(const std::string& path, std::string_view text);
-/// Replaces `path` atomically: a new file beside it, synced, renamed over it, and the folder synced.
+/// Replaces `path` atomically: writes a new file next to it, syncs it, renames it over `path`, and syncs the
+/// folder.
 void replace_file(const std::string& path, std::string_view text);
 
 /// fsync of a folder, so that the names in it survive a crash.
@@ -137,7 +138,7 @@ void set_file_fault(FileFault fault);
 namespace detail {
 /// Asks the hook above: the errno value that it injects, or 0.
 int file_fault(const char* operation, const std::string& path);
-/// The same; throws IoError for what it injects.
+/// As file_fault(), but throws IoError for what it injects.
 void file_fault_point(const char* operation, const std::string& path);
 }  // namespace detail
 

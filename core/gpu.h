@@ -1,5 +1,5 @@
-// Gpu: what a rank has of its GPU, as core sees it: memory, the stream that its ops run on, copies, points in a
-// stream's order. Implemented in kernels/cuda/gpu.cc; RankContext::gpu holds it.
+// Gpu: a rank's GPU, as core sees it: memory, the stream that its ops run on, copies, points in a stream's order.
+// Implemented in kernels/cuda/gpu.cc; RankContext::gpu holds it.
 #pragma once
 
 #include <functional>
@@ -13,7 +13,7 @@
 
 namespace sheaf {
 
-/// Work that was captured: it runs again, all of it, on the same memory. Belongs to its Gpu's rank.
+/// Captured work: replay() runs all of it again, on the same memory. Belongs to its Gpu's rank.
 class GpuGraph {
  public:
   virtual ~GpuGraph() = default;
@@ -21,15 +21,16 @@ class GpuGraph {
   virtual void replay() = 0;
 };
 
-/// When a stream got to a point of its order, by the clock of its device.
+/// When a stream reached a point in its order, by the clock of its device.
 class DeviceTime {
  public:
   virtual ~DeviceTime() = default;
-  /// Seconds from `earlier`, of the same Gpu; blocks the host until both are reached. As a float knows them: 2 µs apart after 16 s.
+  /// Seconds since `earlier`, of the same Gpu; blocks the host until both are reached. A float's precision: steps of 2 µs after 16
+  /// s.
   virtual double since(const DeviceTime& earlier) const = 0;
 };
 
-/// Where pieces of device memory come from that others than this process can get at: those of ncclMemAlloc.
+/// A source of pieces of device memory that other processes can access too: ncclMemAlloc's.
 class PieceSource {
  public:
   virtual ~PieceSource() = default;
@@ -50,27 +51,28 @@ class Gpu {
   virtual std::string name() const = 0;  ///< "NVIDIA H200"
 
   /// Memory in the order of compute(): a block that was freed while kernels enqueued there still use it may be handed
-  /// out again at once, since whoever writes it comes later in that order. Work on other streams is put into that order
-  /// by events, before its memory is freed.
+  /// out again at once, since its next writer comes later in that order. Events put work on other streams into that
+  /// order before its memory is freed.
   virtual const std::shared_ptr<Allocator>& memory() const = 0;
-  /// Page-locked memory of the host (MemoryKind::host), which kernels read and write where it is, in the same order. Its
-  /// blocks are few and lasting: one that was freed serves the next of its size, and goes back to the system with the Gpu.
+  /// Page-locked memory of the host (MemoryKind::host), which kernels read and write in place, in the same order. Its
+  /// blocks are few and long-lived: a freed one serves the next request of its size, and returns to the system with the
+  /// Gpu.
   virtual const std::shared_ptr<Allocator>& host_memory() const = 0;
   /// True for an address in memory().
   virtual bool holds(const void* address) const = 0;
-  /// From now on wire and landing blocks (MemoryKind) lie in pieces of `source`, each block inside one. The first piece
-  /// is made at once: OutOfMemory if it cannot be had. Only the first call counts.
+  /// From now on wire and landing blocks (MemoryKind) are in pieces of `source`, each block inside one. The first piece
+  /// is allocated at once: OutOfMemory if that fails. Only the first call counts.
   virtual void set_wire(std::shared_ptr<PieceSource> source) = 0;
-  /// The pieces by now, without the first `known`. They stay until the memory goes, and come in the same order, with
-  /// the same sizes and blocks, on all ranks that allocate and free such blocks in the same order. For any thread.
+  /// The pieces so far, without the first `known`. They live as long as the memory, and have the same order, sizes
+  /// and blocks on all ranks that allocate and free such blocks in the same order. For any thread.
   virtual std::vector<MemoryPiece> wire_pieces(size_t known = 0) const = 0;
   /// The stream of this rank's ops.
   virtual const Stream& compute() const = 0;
-  /// One for copies from and to the host's memory, beside compute().
+  /// A stream for copies from and to the host's memory, concurrent with compute().
   virtual const Stream& copies() const = 0;
-  /// One more, for what leaves for the host while later copies() bring something: the bus has both directions at once.
+  /// One more, for copies to the host while later copies() come from there: the bus carries both directions at once.
   virtual const Stream& leaving() const = 0;
-  /// Another stream of the same device, ahead of compute() where both have work: for communication.
+  /// Another stream of the same device, with priority over compute(): for communication.
   virtual Stream make_lane() = 0;
   virtual void destroy_lane(const Stream& lane) = 0;
 
@@ -79,21 +81,21 @@ class Gpu {
   virtual void copy(const Stream& stream, void* to, const void* from, size_t bytes, Copy kind) = 0;
   /// Blocks the host until what is enqueued on `stream` has run; throws what went wrong there.
   virtual void sync(const Stream& stream) = 0;
-  /// All that is enqueued on `stream` by now, as an event that another stream can be ordered behind.
+  /// All that is enqueued on `stream` by now, as an event that another stream can be ordered after.
   virtual Event record(const Stream& stream) = 0;
-  /// When `stream` gets through what is enqueued there by now. Never while capturing. For any thread.
+  /// When `stream` has finished what is enqueued there by now. Never while capturing. For any thread.
   virtual std::shared_ptr<const DeviceTime> note_time(const Stream& stream) = 0;
 
-  /// From here on what is enqueued on compute(), and on streams that events put behind it, does not run but is
-  /// recorded; what is allocated belongs to the graph while it lives. In the end all these streams must be ordered
-  /// before compute() again. Host and device cannot meet meanwhile: copies from and to the host, sync() and events from
-  /// before are errors. GpuCapture ends what an exception leaves open.
+  /// From here on, what is enqueued on compute(), and on streams that events order after it, does not run but is
+  /// recorded; what is allocated belongs to the graph while it lives. At the end all these streams must be ordered
+  /// before compute() again. Host and device cannot synchronize meanwhile: copies from and to the host, sync() and
+  /// earlier events are errors. GpuCapture ends what an exception leaves open.
   virtual void begin_capture() = 0;
   virtual std::unique_ptr<GpuGraph> end_capture() = 0;
   virtual void abandon_capture() noexcept = 0;
   virtual bool capturing() const = 0;
-  /// While capturing: `f` is to be called after each replay, with points of compute() before and behind it. The last
-  /// call of one `caller` counts.
+  /// While capturing: call `f` after each replay, with points of compute() before and after it. The last call of one
+  /// `caller` counts.
   using Replayed = std::function<void(const Event& begun, const Event& done)>;
   virtual void at_replays(const void* caller, Replayed f) = 0;
 };

@@ -19,7 +19,7 @@ int64_t number_in(const std::string& path) {
   return file >> value ? value : kNone;
 }
 
-/// Of /proc/meminfo, in bytes; 0 if it is not there.
+/// A field of /proc/meminfo, in bytes; 0 if it is not there.
 int64_t meminfo(const std::string& root, const std::string& field) {
   std::ifstream file(root + "/proc/meminfo");
   for (std::string line; std::getline(file, line);)
@@ -31,7 +31,7 @@ int64_t meminfo(const std::string& root, const std::string& field) {
   return 0;
 }
 
-/// What a group may use; its swap is bounded apart.
+/// What a group may use; its swap has a bound of its own.
 int64_t bound_of(const ControlGroup& group) {
   if (group.version == 1) return number_in(group.folder + "/memory.limit_in_bytes");
   const int64_t bytes = number_in(group.folder + "/memory.max");

@@ -1,5 +1,5 @@
 // Lists that small values point to: equal ones have one address, for the life of the process. Ownership maps and the
-// attributes of nodes hold it, so that they stay a few bytes, and comparing them compares addresses.
+// attributes of nodes hold that address, so they stay a few bytes, and comparing them compares addresses.
 #pragma once
 
 #include <cstdint>

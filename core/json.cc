@@ -13,8 +13,8 @@ namespace {
 
 constexpr size_t kMaxDepth = 32;
 
-// Builds a Json from nlohmann's events. Its own document type would turn -1 into 2^64-1 where an unsigned is read and
-// keep the last of two equal keys, so it is not used.
+// Builds a Json from nlohmann's events. nlohmann's own document type would turn -1 into 2^64-1 where an unsigned is
+// read and keep the last of two equal keys, so it is not used.
 class Builder : public nlohmann::json_sax<nlohmann::json> {
  public:
   explicit Builder(std::string_view origin) : origin_(origin) {}
@@ -82,7 +82,7 @@ class Builder : public nlohmann::json_sax<nlohmann::json> {
   Json root_;
 };
 
-// Builds some members of the outermost object, and passes over the others.
+// Builds some members of the outermost object and skips the others.
 class MemberFinder : public nlohmann::json_sax<nlohmann::json> {
  public:
   MemberFinder(std::span<const std::string> keys, std::string_view origin)
@@ -138,7 +138,7 @@ class MemberFinder : public nlohmann::json_sax<nlohmann::json> {
   std::vector<Json> values_;
   std::vector<bool> found_;
   int depth_ = 0;
-  size_t here_ = kNone;  // the member whose value is under way
+  size_t here_ = kNone;  // the member whose value is being read
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
-// JSON for our own small files (manifests, tokenizers, metrics), read strictly: what a file could mean in two ways is
-// refused. Integers stay integers, duplicate keys, bad UTF-8, trailing bytes and deep nesting are errors.
+// JSON for our own small files (manifests, tokenizers, metrics), read strictly: anything ambiguous is refused.
+// Integers stay integers, duplicate keys, bad UTF-8, trailing bytes and deep nesting are errors.
 #pragma once
 
 #include <cstdint>
@@ -42,12 +42,12 @@ class Json {
   bool is_array() const { return std::holds_alternative<Array>(value_); }
   bool is_string() const { return std::holds_alternative<std::string>(value_); }
   bool is_int() const { return std::holds_alternative<int64_t>(value_); }
-  // Each throws DataError if the value is of another type. An integer serves as a double.
+  // Each throws DataError if the value is of another type. An integer is accepted as a double.
   bool as_bool() const;
   int64_t as_int() const;
   double as_double() const;
   const std::string& as_string() const;
-  std::string* text() { return std::get_if<std::string>(&value_); }  ///< null if it is no string
+  std::string* text() { return std::get_if<std::string>(&value_); }  ///< null if it is not a string
   const Array& as_array() const;
   const Object& as_object() const;
 
@@ -55,7 +55,7 @@ class Json {
   const Json* find(std::string_view key) const;
   /// The member `key` of an object; throws DataError.
   const Json& at(std::string_view key) const;
-  /// Sets a member of an object, or of a null, which becomes one; returns the object.
+  /// Sets a member of an object (a null becomes one); returns the object.
   Json& set(std::string key, Json value);
 
   bool operator==(const Json&) const = default;
@@ -67,15 +67,16 @@ class Json {
   std::variant<std::monostate, bool, int64_t, double, std::string, Array, Object> value_;
 };
 
-/// The members `keys` of the object in `text`, whose other members may be any JSON: integers of more than 64 bits, at any depth;
-/// but no number beyond a double's range. Throws DataError "[json] <origin>: <reason>".
+/// The members `keys` of the object in `text`. Its other members may be any JSON, at any depth, with integers of more than 64
+/// bits, but with no number beyond a double's range. Throws DataError "[json] <origin>: <reason>".
 std::vector<Json> json_members(std::string_view text, std::span<const std::string> keys, std::string_view origin);
-/// The same, where those that are not there are null.
+/// The same, with null for members that are not there.
 std::vector<Json> json_members_or_null(std::string_view text, std::span<const std::string> keys, std::string_view origin);
-/// json_members() that are strings.
+/// json_members() that must be strings.
 std::vector<std::string> json_text_members(std::string_view text, std::span<const std::string> keys, std::string_view origin);
 
-/// Shortest decimal text that reads back to the same double, with a point or an exponent; "null" for NaN and infinities.
+/// Shortest decimal text that reads back to the same double, with a decimal point or an exponent; "null" for NaN and
+/// infinities.
 std::string json_number(double value);
 /// `text` in quotes, escaped. Bytes that are not UTF-8 are replaced by U+FFFD.
 std::string json_string(std::string_view text);

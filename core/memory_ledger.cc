@@ -41,13 +41,13 @@ MemoryUse::MemoryUse(HeldFor use, std::string_view op, std::string_view module)
 MemoryUse::~MemoryUse() { innermost = previous_; }
 const MemoryUse* MemoryUse::current() { return innermost; }
 
-// Since the last reset_peak() what was taken and given back, in order: who held what when is found where somebody asks.
+// What was taken and given back since the last reset_peak(), in order; who held what when is computed on demand.
 struct MemoryLog::Lists {
   struct Change {
     HolderId holder;
     int32_t memory;  // index
-    int64_t bytes;   // below 0: they go
-    int64_t live;    // of the memory, then
+    int64_t bytes;   // below 0: given back
+    int64_t live;    // of the memory, after it
   };
   struct Holding {
     int64_t bytes = 0, blocks = 0;
@@ -56,14 +56,14 @@ struct MemoryLog::Lists {
   struct Memory {
     const Allocator* allocator;
     int64_t live;                    // before the changes,
-    std::vector<Holding> held = {};  // and of whom: by HolderId, as far as it goes
+    std::vector<Holding> held = {};  // and by whom: indexed by HolderId, as far as it goes
     Holding& of(HolderId holder) {
       if (held.size() <= static_cast<size_t>(holder)) held.resize(static_cast<size_t>(holder) + 1);
       return held[static_cast<size_t>(holder)];
     }
   };
   std::mutex mutex;
-  std::vector<MemoryLedger::Holder> holders;  // their bytes stand elsewhere
+  std::vector<MemoryLedger::Holder> holders;  // their bytes are kept elsewhere
   std::unordered_map<std::string, HolderId> ids;
   std::string key;
   std::vector<Memory> memories;
@@ -146,12 +146,12 @@ MemoryLedger::Peak MemoryLedger::peak(const Allocator& memory) const {
   if (static_cast<size_t>(m) == lists.memories.size()) return peak;
   MemoryLog::Lists::Memory held = lists.memories[static_cast<size_t>(m)];
 
-  // When most bytes are held by somebody. A program takes its memory once, and it is idle in part.
+  // Finds when the most bytes are in use. A program takes its memory once, and part of it is idle.
   int64_t idle = 0;
   for (size_t h = 0; h < held.held.size(); ++h) idle += lists.is_idle(static_cast<MemoryLog::HolderId>(h)) ? held.held[h].bytes : 0;
   peak.bytes = held.live;
   int64_t most_held = held.live - idle;
-  size_t then = 0;  // behind that many changes
+  size_t then = 0;  // after that many changes
   for (size_t i = 0; i < lists.changes.size(); ++i) {
     const auto& c = lists.changes[i];
     if (c.memory != m) continue;

@@ -1,4 +1,4 @@
-// MemoryLedger: what a rank's memory is held for, by who asked for it, when it is at its fullest.
+// MemoryLedger: what a rank's memory is held for, and by whom, when it is at its fullest.
 #pragma once
 
 #include <cstdint>
@@ -14,22 +14,23 @@ class MemoryLog;
 class RankContext;
 
 enum class HeldFor : uint8_t {
-  other,                 ///< what was there before, and what nobody says anything about
-  activations,           ///< values of a forward, or of one that is computed again
+  other,                 ///< what was there before, and what nobody has declared
+  activations,           ///< values of a forward, recomputed ones included
   activation_gradients,  ///< values of a backward
-  gathered,              ///< weights as they are computed with: gathered, or cast for that
+  gathered,              ///< weights as compute uses them: gathered, or cast for it
   masters,
   optimizer_state,
-  gradients,             ///< as they rest until the step
+  gradients,             ///< as they are kept until the step
   whole_gradients,       ///< before they are reduced to a rank's part
   temporaries,           ///< workspaces of ops, and values of the step
-  inputs,                ///< tokens and what else changes with each step
-  idle,                  ///< a program's memory that no value lies in
+  inputs,                ///< tokens and whatever else changes with each step
+  idle,                  ///< a program's memory that holds no value
 };
 std::string_view name(HeldFor use);
 
 /// While it lives, it notes who takes memory for values (Storage) on the rank of the calling thread, and for how long; at most one
-/// per rank. What Storage knows nothing of, such as the staging of communicators, is `other`. Its notes grow until reset_peak().
+/// per rank. Memory that Storage does not manage, such as the staging of communicators, is `other`. The notes grow until
+/// reset_peak().
 class MemoryLedger {
  public:
   MemoryLedger();
@@ -42,16 +43,16 @@ class MemoryLedger {
 
   struct Holder {
     HeldFor use = HeldFor::other;
-    std::string op;      ///< that the memory was taken by; may be empty
+    std::string op;      ///< that took the memory; may be empty
     std::string module;  ///< path
     int64_t bytes = 0;
     int64_t blocks = 0;
     bool operator==(const Holder&) const = default;
   };
   struct Peak {
-    int64_t bytes = 0;             ///< the sum of the holders': MemoryStats::peak, but for what is taken and given back beside Storage
-    Holder last;                   ///< by whom it came to that; bytes and blocks are this one's
-    std::vector<Holder> holders;   ///< the largest first
+    int64_t bytes = 0;             ///< the sum over holders: MemoryStats::peak, except for what is taken and given back outside Storage
+    Holder last;                   ///< who took the last bytes of the peak; bytes and blocks are its own
+    std::vector<Holder> holders;   ///< largest first
     int64_t held_for(HeldFor use) const;
     bool operator==(const Peak&) const = default;
   };
@@ -65,10 +66,10 @@ class MemoryLedger {
 
 /// For people: "activations 61%, optimizer state 20%, …".
 std::string to_words(const MemoryLedger::Peak& peak);
-/// Tables: what it is held for, and the largest of who took it, with modules that differ in a number alone ("blocks.*.mlp") together.
+/// Tables: what it is held for, and the largest holders, with modules that differ only in a number taken together ("blocks.*.mlp").
 std::string to_text(const MemoryLedger::Peak& peak);
 
-/// Says for what, and by whom, the calling thread takes memory while this lives. What is passed must outlive it.
+/// Declares for what, and by whom, the calling thread takes memory while this lives. The arguments must outlive it.
 class MemoryUse {
  public:
   MemoryUse(HeldFor use, std::string_view op, std::string_view module);
@@ -86,20 +87,20 @@ class MemoryUse {
   const MemoryUse* previous_;
 };
 
-/// What the ledger is written in: it outlives it for blocks that are still alive. Thread-safe.
+/// The ledger's record; it outlives the ledger for blocks that are still alive. Thread-safe.
 class MemoryLog {
  public:
   MemoryLog();
   ~MemoryLog();
   using HolderId = int32_t;
-  static constexpr HolderId kNobody = -1;  ///< whose memory this log knows nothing of
-  /// Whoever MemoryUse names.
+  static constexpr HolderId kNobody = -1;  ///< holder of memory that this log does not know
+  /// The holder that MemoryUse names.
   HolderId holder();
-  /// `memory` has just given that many bytes to holder(), who is returned.
+  /// `memory` has just given that many bytes to holder(), which is returned.
   HolderId take(const Allocator& memory, int64_t bytes);
-  /// They have gone back.
+  /// The holder has given them back.
   void give_back(const Allocator& memory, int64_t bytes, HolderId holder);
-  /// Bytes that one holds are from now on another's.
+  /// From now on bytes of one holder are another's.
   void pass_on(const Allocator& memory, int64_t bytes, HolderId from, HolderId to);
 
  private:

@@ -29,7 +29,7 @@ std::string without_numbers(const std::string& path) {
   return out;
 }
 
-// Those that `same` takes for one, together; the largest first.
+// Holders that `same` considers equal, merged; largest first.
 template <class Same>
 std::vector<Holder> together(std::vector<Holder> holders, Same&& same) {
   std::vector<Holder> out;

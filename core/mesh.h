@@ -1,5 +1,5 @@
-// A mesh names the ranks along axes. MeshSpec is pure data, interned, and lives for ever, so that layouts and tapes can
-// hold it after the job's communicators are gone; MeshRuntime is the abstract object behind which communication sits.
+// A mesh names the ranks along axes. MeshSpec is pure data, interned, and lives forever, so that layouts and tapes can
+// hold it after the job's communicators are gone; MeshRuntime is the abstract interface to its communication.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ class MeshSpec {
     std::string name;
     int size;
     bool chain = false;  ///< neighbours have communicators of their own, one each way: stages of a pipeline
-    bool ring = false;   ///< a chain whose last rank and first are neighbours, too: stages that values go round several times
+    bool ring = false;   ///< a chain whose last rank and first are neighbours, too: values go round its stages several times
     bool operator==(const Axis&) const = default;
   };
   /// The one spec with these axes; the pointer is its identity. At most kMaxAxes axes.
@@ -39,7 +39,7 @@ class MeshSpec {
 
 class Communicator;
 
-/// Along a chain.
+/// A direction along a chain.
 enum class Toward : uint8_t { next, before };
 
 /// What one rank needs of a mesh at run time. Implemented by distributed/.
@@ -47,12 +47,12 @@ class MeshRuntime {
  public:
   virtual ~MeshRuntime() = default;
   virtual int coordinate(int axis) const = 0;
-  /// Communicators of one axis: gathers (and everything synchronous) on one, reductions that run beside them on the
-  /// other, so that neither waits for the other.
+  /// Communicators of one axis: gathers (and everything synchronous) use one, reductions that run concurrently use
+  /// the other, so that neither waits for the other.
   virtual Communicator& gather_lane(int axis) = 0;
   virtual Communicator& reduce_lane(int axis) = 0;
-  /// Of a chain: from the rank of this coordinate to a neighbour; this rank is one of them. The two count as 0 and 1 there, in
-  /// their order along the axis. In a ring of two each is before the other and behind it, by links of their own.
+  /// A chain's link from the rank of this coordinate to a neighbour; this rank is one of the two. They are ranks 0 and 1 of
+  /// it, in their order along the axis. In a ring of two each precedes and follows the other, with separate links.
   virtual Communicator& link(int axis, int from, Toward to) = 0;
 };
 

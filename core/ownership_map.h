@@ -24,7 +24,7 @@ class OwnershipMap {
     uneven,  ///< contiguous cut of one dimension with given sizes per rank, times `granule`
     flat,    ///< contiguous cut of the flat index: rank r owns [r·chunk − offset, (r+1)·chunk − offset)
     parts,   ///< one dimension that is several parts side by side, each cut: rank r owns its share of each part
-    owned,   ///< one dimension in intervals, each whole on one rank, in any order
+    owned,   ///< one dimension in intervals, each entirely on one rank, in any order
     single,  ///< all of it on one rank: a stage of a pipeline
   };
   OwnershipMap() = default;
@@ -40,17 +40,18 @@ class OwnershipMap {
   /// cut as one of `units` rows of sizes[i]/units elements would be: rank r of n owns units [units·r/n, units·(r+1)/n) of
   /// each part. What it holds is those shares, one after another. Throws PlacementError for a size that is no multiple.
   static OwnershipMap parts(int dim, const std::vector<int64_t>& sizes, int64_t units);
-  /// The same cut, made last: of the block that the other axes leave of its dimension, wherever in the mesh its axis stands.
-  /// Of parts, the block may have fewer units than the whole, as many of each part.
+  /// The same cut, applied last: to the block that the other axes leave of its dimension, wherever its axis is in the mesh.
+  /// With parts, the block may have fewer units than the whole, equally many of each part.
   OwnershipMap inner() const;
-  /// Dimension `dim` is intervals of these sizes, one after another, and interval i lies whole on rank owners[i]: what must
-  /// not be torn apart, such as the matrices of a flat buffer. A rank holds its intervals one after another; it may have
-  /// none. Equal ownership is equal maps, however it is written. Throws PlacementError for lists that do not match.
+  /// Dimension `dim` is intervals of these sizes, one after another, and interval i is entirely on rank owners[i]: for what
+  /// must not be torn apart, such as the matrices of a flat buffer. A rank holds its intervals one after another; it may
+  /// have none. Maps with equal ownership are equal, however they are written. Throws PlacementError for lists that do not
+  /// match.
   static OwnershipMap by_owner(int dim, const std::vector<int64_t>& sizes, const std::vector<int>& owners);
-  /// Of 2 R pieces of a dimension of this size rank r of R owns the r-th and the r-th from the end, together as many rows as by an even
-  /// cut (by_owner). Where the work of a row grows with those before it, as of causal attention, ranks have alike much.
+  /// The dimension is cut into 2 R pieces; rank r of R owns the r-th and the r-th from the end, together as many rows as in an even cut
+  /// (by_owner). Where a row's work grows with the rows before it, as in causal attention, all ranks have equal work.
   static OwnershipMap from_both_ends(int dim, int64_t size, int ranks);
-  /// All of the value is on `rank`, whatever its shape, and on no other: there nothing is computed with it.
+  /// All of the value is on `rank`, whatever its shape; other ranks have none of it and compute nothing with it.
   static OwnershipMap on(int rank);
 
   Kind kind() const { return kind_; }
@@ -63,22 +64,22 @@ class OwnershipMap {
   bool is_scattered() const { return kind_ == Kind::parts || kind_ == Kind::owned; }
   int dim() const { return dim_; }            ///< −1 for flat and single
   int64_t granule() const { return granule_; }  ///< of parts: their units
-  /// Of uneven and parts; of owned: sizes and owners in turn. Null of the others.
+  /// The sizes of uneven and parts; sizes and owners, alternating, of owned. Null for the others.
   const std::vector<int64_t>* table() const { return sizes_; }
   const std::vector<int64_t>& sizes() const { return *sizes_; }  ///< of uneven and parts
   int64_t chunk() const { return granule_; }  ///< of flat
   int64_t offset() const { return offset_; }  ///< of flat
   /// The same cut seen on dimension `dim` whose rows are `factor` of the old ones (reshape, transpose).
   OwnershipMap moved_to(int dim, int64_t factor_numerator = 1, int64_t factor_denominator = 1) const;
-  /// Whether that exists: no rank's share begins or ends inside of one of the new rows.
+  /// Whether moved_to() is possible: no rank's share begins or ends inside one of the new rows.
   bool can_move(int64_t factor_numerator, int64_t factor_denominator) const;
 
   /// Rows of `dim` (or, for flat and single, flat positions) that `rank` of `ranks` owns of a tensor of this global shape. Throws
   /// PlacementError for a share that is not one interval.
   Interval owned(int rank, int ranks, const Shape& global) const;
-  /// The same of any map: one interval, or one for each part, or as many as it owns.
+  /// The same for any map: one interval, or one for each part, or as many as it owns.
   std::vector<Interval> owned_intervals(int rank, int ranks, const Shape& global) const;
-  /// How many they are.
+  /// The number of elements in them.
   int64_t owned_size(int rank, int ranks, const Shape& global) const;
 
   bool operator==(const OwnershipMap&) const = default;

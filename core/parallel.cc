@@ -1,8 +1,8 @@
 // [Note: the team] Each thread that calls parallel_for has a team of workers, made at its first call. A call posts one
-// range to each worker and takes the first itself; who is done takes what nobody has begun. So a call never waits for
-// a worker that has no core, only for one that has begun. OpenMP's teams wait for all of their threads at both ends of a
-// call: on two cores beside three busy processes a small step took 0.11 s with libgomp's, and takes 0.04 s with these
-// (0.012 s alone, with either).
+// range to each worker and takes the first itself; whoever is done takes ranges that nobody has begun. So a call never
+// waits for a worker that has no core, only for one that has begun. OpenMP's teams wait for all of their threads at both
+// ends of a call: on two cores shared with three busy processes a small step took 0.11 s with libgomp's, and takes 0.04
+// s with these (0.012 s alone, with either).
 //
 // Between calls workers spin for a while, then sleep: waking one takes longer than most calls.
 #include "sheaf/core/parallel.h"
@@ -30,7 +30,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How long who waits looks for work before it sleeps. With more threads than cores somebody else needs the core.
+// How long a waiting thread spins before it sleeps. With more threads than cores somebody else needs the core.
 constexpr auto kPatience = std::chrono::microseconds(200), kPatienceInACrowd = std::chrono::microseconds(2);
 
 // Threads of all teams of this process, their callers included.
@@ -63,15 +63,15 @@ struct Job {
   }
 };
 
-/// Where a worker waits, and where its part of the call under way does.
+/// Where a worker waits, and where its part of the current call waits.
 struct alignas(64) Seat {
   enum State : int { idle, posted, running, closed };
   std::atomic<int> state{idle};
 
-  /// All who wait are told: a worker whose part somebody else runs sleeps here, too, beside the caller.
+  /// All waiters are notified: besides the caller, a worker whose part somebody else runs sleeps here, too.
   void set(State next) {
     state.store(next, std::memory_order_release);
-    state.notify_all();  // a load if nobody sleeps
+    state.notify_all();  // only a load if nobody sleeps
   }
   /// Takes what is posted here, for the worker or for anybody else.
   bool take() {
@@ -79,7 +79,7 @@ struct alignas(64) Seat {
     return state.load(std::memory_order_relaxed) == posted &&
            state.compare_exchange_strong(expected, running, std::memory_order_acquire);
   }
-  /// Returns once the state is none that `waiting` accepts.
+  /// Returns once `waiting` no longer accepts the state.
   template <class Waiting>
   void wait_while(Waiting&& waiting) const {
     const auto patience = all_threads.load(std::memory_order_relaxed) > available ? kPatienceInACrowd : kPatience;
@@ -127,14 +127,14 @@ class Team {
         if (!seat->take()) continue;  // somebody else has it
         Job& job = *job_;
         job.run(part);
-        take_rest(job);  // before this seat is idle: until then the call lives
+        take_rest(job);  // before this seat is idle: the call lives until then
         seat->set(Seat::idle);
       }
       --all_threads;
     });
   }
 
-  // Ranges that nobody has begun.
+  // Runs ranges that nobody has begun.
   void take_rest(Job& job) {
     for (int part = 1; part < job.parts; ++part) {
       Seat& seat = seat_of(part);
@@ -144,7 +144,7 @@ class Team {
     }
   }
 
-  Job* job_ = nullptr;  // read by who has taken a seat's part
+  Job* job_ = nullptr;  // read by threads that have taken a seat's part
   std::vector<std::unique_ptr<Seat>> seats_;
   std::vector<std::thread> workers_;
 };

@@ -58,7 +58,7 @@ namespace {
                        ": axis ", layout.mesh()->name(axis), " ", why);
 }
 
-// The axes that cut something, in the order in which they do.
+// The axes that cut something, in the order in which they cut.
 struct CuttingAxes {
   int axes[kMaxAxes], count = 0;
   explicit CuttingAxes(const Layout& layout) {
@@ -69,8 +69,8 @@ struct CuttingAxes {
   std::span<const int> before(int i) const { return {axes, static_cast<size_t>(i)}; }
 };
 
-// A cut of what an earlier axis has cut must fit every block that the earlier ones leave, not this rank's alone: else some
-// ranks would refuse what others accept, and those would wait for them.
+// A cut of what an earlier axis has cut must fit every block that the earlier ones leave, not only this rank's: else some
+// ranks would refuse what others accept, and the others would wait for them.
 void check_further_cut(const Layout& layout, const Shape& global, int axis, std::span<const int> before) {
   const OwnershipMap& map = layout[axis].map();
   if (map.kind() == OwnershipMap::Kind::dim && map.granule() == 1) return;
@@ -152,7 +152,7 @@ std::vector<Interval> Layout::local_rows(const Shape& global, int dim, const int
   for_each_cut(*this, global, coordinates, [&](const OwnershipMap& map, int at, int size, const Shape& shape) {
     if (map.dim() != dim) return;
     std::vector<Interval> left;
-    for (const Interval& own : map.owned_intervals(at, size, shape)) {  // counted in what the axes before leave
+    for (const Interval& own : map.owned_intervals(at, size, shape)) {  // in coordinates of what the axes before leave
       int64_t before = 0;
       for (const Interval& h : have) {
         const int64_t shift = h.begin - before;

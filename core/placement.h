@@ -32,7 +32,7 @@ class Placement {
   static Placement invariant() { return Placement(Kind::invariant); }
   static Placement shard(OwnershipMap map) { Placement p(Kind::shard); p.map_ = map; return p; }
   static Placement shard(int dim) { return shard(OwnershipMap::even(dim)); }
-  /// Whole on one rank of the axis: its gradient is on the same.
+  /// Whole on one rank of the axis; its gradient is on the same rank.
   static Placement on(int rank) { return shard(OwnershipMap::on(rank)); }
 
   Kind kind() const { return kind_; }
@@ -65,8 +65,8 @@ inline bool cuts_after(const Placement& p, int a, const Placement& q, int b) {
 
 /// A mesh and a placement for each of its axes. A default layout has no mesh: the value is Replicate on every mesh
 /// (a constant such as a mask), or there is only one rank. Axes that cut the same dimension cut it in axis order, inner cuts
-/// last, each what those before it leave; a flat cut goes with no other. Of what is on one rank of an axis (single) others
-/// have nothing, whatever the other axes do.
+/// last, each what those before it leave; a flat cut cannot be combined with another. If a value is on one rank of an axis
+/// (single), other ranks have nothing of it, whatever the other axes do.
 class Layout {
  public:
   Layout() = default;
@@ -85,8 +85,8 @@ class Layout {
   /// On another rank of some axis: nothing of it is here (or at these coordinates).
   bool is_elsewhere(const int* coordinates = nullptr) const;
 
-  /// The sizes this rank holds of a tensor of global shape `global`. A flat cut gives a rank-1 shape; so does what is
-  /// elsewhere: [0].
+  /// The sizes this rank holds of a tensor of global shape `global`. A flat cut gives a rank-1 shape, and so does a
+  /// value that is elsewhere: [0].
   Shape local_shape(const Shape& global) const;
   /// Where the local block of a tensor cut along dimensions starts in the global tensor; PlacementError for a scattered
   /// cut, which leaves no block.
@@ -94,8 +94,8 @@ class Layout {
   /// The same for any rank, by its coordinates on the mesh.
   Shape local_shape(const Shape& global, const int* coordinates) const;
   Shape local_start(const Shape& global, const int* coordinates) const;
-  /// Which rows of dimension `dim` of the global tensor are here (or at these coordinates), in order, as few intervals that
-  /// are not empty. No cut is flat.
+  /// Which rows of dimension `dim` of the global tensor are here (or at these coordinates), in order, as the fewest
+  /// non-empty intervals. No cut may be flat.
   std::vector<Interval> local_rows(const Shape& global, int dim, const int* coordinates = nullptr) const;
 
   bool operator==(const Layout& o) const;
@@ -106,7 +106,7 @@ class Layout {
   Placement placements_[kMaxAxes];
 };
 
-/// A tensor's full type but for where its bytes are.
+/// A tensor's full type, except for where its bytes are.
 struct Type {
   DType dtype = DType::f32;
   Shape shape;  ///< global

@@ -12,7 +12,8 @@
 
 namespace sheaf {
 
-/// What spans are written to. The rank keeps it when the Profile has gone: a lane of a rank that fails ends its span when it may.
+/// What spans are written to. The rank keeps it after the Profile is gone: a lane of a failing rank ends its span whenever it
+/// can.
 class ProfileLog {
  public:
   using Time = std::shared_ptr<const DeviceTime>;
@@ -39,7 +40,7 @@ class ProfileLog {
   }
   std::vector<Profile::Span> spans() const {
     std::vector<Noted> noted;
-    {  // lanes do not wait while the GPU is waited for
+    {  // lanes do not wait while this thread waits for the GPU
       const std::lock_guard lock(mutex_);
       noted = noted_;
     }
@@ -109,7 +110,7 @@ void ProfileSpan::begin() {
 }
 
 void ProfileSpan::end() noexcept {
-  // A communicator of a GPU's rank may have both kinds of calls; their clocks are not quite the same.
+  // A communicator of a rank with a GPU may have both kinds of calls; their clocks differ slightly.
   const bool beside_gpu = log_->gpu && !begin_on_device_;
   ProfileLog::Noted noted{{std::string(row_) + (beside_gpu ? " (host)" : ""), std::string(name_), std::string(module_), begin_, 0, live_},
                           begin_on_device_, nullptr};

@@ -1,5 +1,5 @@
-// Profile: what a rank did when: ops, what they waited for, collectives on their lanes. On CPUs by the host's clock, on a GPU by
-// the GPU's, which gets to its work behind the host.
+// Profile: what a rank did when: ops, what they waited for, collectives on their lanes. By the host's clock on CPUs, by the
+// GPU's on a GPU, which runs its work later than the host enqueues it.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@ class ProfileLog;
 class RankContext;
 struct Stream;
 
-/// While it lives, what the rank of the calling thread executes is noted; at most one per rank. A rank with a GPU waits here until
-/// its streams of ops and of copies have nothing to do; what a captured graph runs is not noted. For any of the rank's threads.
+/// While it lives, it notes what the rank of the calling thread executes; at most one per rank. A rank with a GPU waits here until
+/// its streams of ops and copies are idle; what a captured graph runs is not noted. For any of the rank's threads.
 class Profile {
  public:
   Profile();
@@ -24,9 +24,10 @@ class Profile {
   Profile(const Profile&) = delete;
   Profile& operator=(const Profile&) = delete;
 
-  /// Seconds by a clock that all processes of a host share, and hosts about as well as their time of day.
+  /// Seconds by a clock that all processes of a host share; between hosts it agrees about as well as their time of
+  /// day.
   static double now();
-  /// now(), once a GPU is through with the ops and copies that it was given.
+  /// now(), once a GPU has finished the ops and copies that it was given.
   double settle() const;
 
   static constexpr std::string_view kCompute = "compute";  ///< the row of the thread that made the profile, and of no other
@@ -35,9 +36,9 @@ class Profile {
     std::string name;    ///< an op, "waits", or a collective
     std::string module;  ///< path
     double begin, end;   ///< now()
-    int64_t live;        ///< bytes alive in the rank's memory when the host came there; a GPU's ops use it in that order
+    int64_t live;        ///< bytes alive in the rank's memory when the host got there; a GPU's ops use it in that order
   };
-  /// Those that have ended, each row's in that order; of a GPU once it is through with them.
+  /// The spans that have ended, in the order of their ends within each row; a GPU's once it has finished them.
   std::vector<Span> spans() const;
 
  private:
@@ -45,9 +46,9 @@ class Profile {
   std::shared_ptr<ProfileLog> log_;
 };
 
-/// One span, while it lives; nothing where the rank has no Profile, or the row is another thread's. What is passed must outlive it.
-/// With a stream: from when the stream is through with what was enqueued before the span until it is through with what the span
-/// enqueues. On a GPU's rank the row of compute is the stream Gpu::compute(); spans there that name another are not noted.
+/// One span, while it lives; nothing where the rank has no Profile, or the row is another thread's. The arguments must outlive it.
+/// With a stream: from when the stream has finished what was enqueued before the span until it has finished what the span enqueues.
+/// On a rank with a GPU the compute row is the stream Gpu::compute(); spans there that name another are not noted.
 class ProfileSpan {
  public:
   ProfileSpan(std::string_view row, std::string_view name, std::string_view module, const Stream* stream = nullptr);

@@ -24,8 +24,7 @@ struct Key {
   bool operator==(const Key&) const = default;
 };
 
-/// The stream of a named tensor under a seed: of a parameter's path, for instance. The same on
-/// every platform.
+/// The stream of a name under a seed, such as a parameter's path. The same on every platform.
 Key key_of(std::string_view name, uint64_t seed);
 
 namespace detail {
@@ -38,7 +37,7 @@ SHEAF_HOST_DEVICE inline uint64_t mix(uint64_t x) {
 }
 }  // namespace detail
 
-/// A stream of its own for each `data`: of a step, a call, a layer.
+/// A separate stream for each `data`: a step, a call, a layer.
 SHEAF_HOST_DEVICE inline Key fold_in(Key key, uint64_t data) {
   return {detail::mix(key.value ^ detail::mix(data))};
 }
@@ -113,8 +112,7 @@ SHEAF_HOST_DEVICE inline double portable_log(double x) {
          ((half - (s * (half + (t1 + t2)) + n * 1.90821492927058770002e-10)) - f);
 }
 
-/// normal_quantile(q + 1/2) for q at most kMiddle from 0. Without branches, so that compilers make
-/// vectors of it.
+/// normal_quantile(q + 1/2) for q at most kMiddle from 0. Without branches, so that compilers vectorize it.
 inline constexpr double kMiddle = 0.425;
 SHEAF_HOST_DEVICE inline double normal_quantile_middle(double q) {
   const double r = 0.180625 - q * q;
@@ -211,7 +209,7 @@ SHEAF_HOST_DEVICE inline double normal_quantile(double p) {
 }
 
 namespace detail {
-/// The middle of one of 2^52 equal cells of (0, 1), chosen by 64 bits. Without branches, too.
+/// The middle of one of 2^52 equal cells of (0, 1), chosen by 64 bits. Also without branches.
 SHEAF_HOST_DEVICE inline double cell_from(uint64_t bits) {
 #ifdef __CUDA_ARCH__
   const double cell = static_cast<double>(bits >> 12);

@@ -75,7 +75,7 @@ int RankContext::coordinate(const MeshSpec* mesh, int axis) const {
 
 RankContext& RankContext::current() {
   if (current_context) return *current_context;
-  flush_denormals();  // no RankScope has; whoever shares work out asks here for the number of threads
+  flush_denormals();  // no RankScope has done it; callers that share out work ask here for the number of threads
   return process_context();
 }
 

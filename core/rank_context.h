@@ -1,6 +1,6 @@
 // RankContext: everything that belongs to one rank. Ranks are processes in production and threads in tests, so no
-// per-rank state is static: it hangs on this object, found through a thread-local pointer that communication threads inherit.
-// Threads that compute parts of a kernel do not: what they need of it is looked up before.
+// per-rank state is static: it belongs to this object, found through a thread-local pointer that communication threads
+// inherit. Threads that compute parts of a kernel do not inherit it: what they need from it is looked up beforehand.
 #pragma once
 
 #include <atomic>
@@ -31,29 +31,29 @@ class RankContext {
   int world = 1;
   int local_rank = 0;   ///< on this host
   int local_world = 1;
-  std::vector<int> hosts = {};  ///< which ranks of the world share memory (distributed/hosts.h); empty: it was not asked
+  std::vector<int> hosts = {};  ///< which ranks of the world share memory (distributed/hosts.h); empty: not determined
   int threads = 1;      ///< compute threads of this rank; parallel_for uses as many
 
   std::shared_ptr<Allocator> cpu;   ///< host memory of this rank
   std::shared_ptr<Allocator> meta;  ///< counts only: what `cpu`, or a GPU, would hold
   std::shared_ptr<Allocator> meta_host;  ///< counts only: what a GPU would use of the host's memory
   std::shared_ptr<Gpu> gpu;         ///< null: this rank computes on its CPU alone
-  Device device = {};               ///< where this rank computes unless it is told otherwise
-  std::atomic<ProfileLog*> profile = nullptr;  ///< what is done is noted there (profile.h); null: nowhere
+  Device device = {};               ///< where this rank computes unless told otherwise
+  std::atomic<ProfileLog*> profile = nullptr;  ///< notes what is done (profile.h); null: nobody does
   std::shared_ptr<ProfileLog> profile_log;     ///< the last one
-  std::shared_ptr<MemoryLog> memory_log;       ///< who takes memory is noted there (memory_ledger.h); null: nowhere
-  Device meta_is = {};              ///< what meta stands for: workspaces there are those of this device's kernels
+  std::shared_ptr<MemoryLog> memory_log;       ///< notes who takes memory (memory_ledger.h); null: nobody does
+  Device meta_is = {};              ///< what meta stands for: its workspaces are those of this device's kernels
 
   /// The rank's GPU if it is `device`, else a ConfigError that says what there is.
   Gpu& gpu_of(const Device& device) const;
-  /// What values on `device` are allocated from; those of a GPU that lie in the host's memory from another than the rest.
+  /// The allocator of values on `device`; a GPU's values in host memory have a different one.
   const std::shared_ptr<Allocator>& memory(const Device& device, MemoryKind where = MemoryKind::normal) const;
-  /// All that there are.
+  /// All allocators that there are.
   std::vector<std::shared_ptr<Allocator>> memories() const;
   /// Where ops on `device` run: the stream of its GPU, or the calling thread.
   Stream stream(const Device& device) const;
 
-  /// The communication behind a mesh, if this rank has joined it. Layouts name meshes; this finds their runtime.
+  /// The communication of a mesh, if this rank has joined it. Layouts name meshes; this finds their runtime.
   void bind(const MeshSpec* mesh, std::shared_ptr<MeshRuntime> runtime);
   void unbind(const MeshSpec* mesh);
   MeshRuntime* runtime(const MeshSpec* mesh) const;

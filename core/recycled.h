@@ -6,8 +6,8 @@
 
 namespace sheaf {
 
-/// The freed blocks of one size on this thread. malloc keeps seven of a size at hand, a recording holds and drops
-/// thousands of handles at once.
+/// The freed blocks of one size on this thread. malloc keeps seven blocks of a size at hand; a recording holds and
+/// drops thousands of handles at once.
 template <size_t kBytes>
 class FreeList {
  public:
@@ -22,7 +22,7 @@ class FreeList {
     return ::operator new(kBytes);
   }
 
-  /// Of any thread. What one thread makes and another drops must not pile up: beyond kKept it goes back.
+  /// For any thread. What one thread makes and another drops must not pile up: beyond kKept it is freed.
   static void give(void* memory) {
 #if !defined(SHEAF_ASAN) && !defined(SHEAF_TSAN)
     if (list_.blocks < list_.room) {
@@ -52,7 +52,7 @@ class FreeList {
     int blocks = 0, room = 0;
     bool met = false;
   };
-  struct AtThreadsEnd {  // objects that are dropped even later find no room
+  struct AtThreadsEnd {  // objects that are dropped even later are not kept
     ~AtThreadsEnd() {
       list_.room = 0;
       while (list_.first) ::operator delete(take(), kBytes);

@@ -1,5 +1,5 @@
-// All of Sheaf but this file is compiled for x86-64-v3, as are the constructors of its static objects. On a CPU without it the first
-// of them would end the program with SIGILL and no word: this runs before.
+// All of Sheaf but this file is compiled for x86-64-v3, including the constructors of its static objects. On a CPU without it the
+// first of them would end the program with SIGILL and no message: this runs before them.
 #include <unistd.h>
 
 #include <cstddef>

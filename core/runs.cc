@@ -41,7 +41,7 @@ std::vector<LocalRuns> runs_of(const OwnershipMap& map, int rank, int ranks, con
   const bool one_run = cuts.size() == 1;
   for (int64_t r = first; r <= last; ++r) {
     const int64_t begin = r == first ? local.begin - r * row : 0, end = r == last ? local.end - r * row : row;
-    int64_t whole = 1;  // rows that are alike
+    int64_t whole = 1;  // equal rows, taken together
     if (one_run && begin == 0 && end == row) whole = (local.end - r * row) / row;
     rows(r, whole, begin, end);
     r += whole - 1;

@@ -1,4 +1,4 @@
-// Runs: elements of a tensor's flat index that lie in equal distances, as the columns of a matrix that a rank owns do.
+// Runs: elements of a tensor's flat index at equal distances, such as the columns of a matrix that a rank owns.
 #pragma once
 
 #include <vector>
@@ -17,12 +17,12 @@ struct Runs {
   bool is_interval() const { return count == 1; }
   /// Run k.
   Interval operator[](int64_t k) const { return {begin + k * stride, begin + k * stride + size}; }
-  /// The flat index of element i of all.
+  /// The flat index of element i, counted over all runs.
   int64_t at(int64_t i) const { return begin + i / size * stride + i % size; }
   bool operator==(const Runs&) const = default;
 };
 
-/// Runs of a tensor's flat index, and where in a dense block the first of them lies; the others follow it there.
+/// Runs of a tensor's flat index, and where the first of them is in a dense block; the others follow it there.
 struct LocalRuns {
   Runs runs;
   int64_t at;
@@ -30,7 +30,7 @@ struct LocalRuns {
 };
 
 /// What `rank` of `ranks` owns by `map` of a tensor of shape `global` is a dense block. These are the tensor's elements
-/// behind positions [local.begin, local.end) of the block's own flat index, in that order. `map` is not flat.
+/// at positions [local.begin, local.end) of the block's own flat index, in that order. `map` is not flat.
 std::vector<LocalRuns> runs_of(const OwnershipMap& map, int rank, int ranks, const Shape& global, const Interval& local);
 
 }  // namespace sheaf

@@ -23,7 +23,7 @@ struct SafetensorsEntry {
   DType dtype = DType::f32;
   Shape shape;
   int64_t begin = 0, end = 0;  ///< byte range from the start of the file
-  bool e4m3 = false;           ///< the u8 are numbers in FP8 (F8_E4M3), which Sheaf has as their codes
+  bool e4m3 = false;           ///< the u8 are codes of FP8 numbers (F8_E4M3), which Sheaf keeps as such
   int64_t bytes() const { return end - begin; }
 };
 
@@ -32,14 +32,14 @@ struct SafetensorsHeader {
   std::map<std::string, std::string> metadata;
 };
 
-/// Largest header taken, as in the reference implementation.
+/// Largest header accepted, as in the reference implementation.
 inline constexpr int64_t kMaxSafetensorsHeader = 100'000'000;
 
 /// Parses the JSON header of a file of `file_bytes` bytes; `path` is for messages. Throws CheckpointError naming file,
 /// tensor and reason. A dtype that Sheaf lacks (F8_E5M2, C64, ...) is named; F8_E4M3 is u8 with a mark.
 SafetensorsHeader parse_safetensors_header(std::string_view header, int64_t file_bytes, const std::string& path);
 
-/// An open file. Moves; reading is thread-safe.
+/// An open file. Move-only; reading is thread-safe.
 class SafetensorsFile {
  public:
   /// Reads and checks the header. Throws CheckpointError if the file is missing, malformed, or has a tensor that Sheaf
@@ -55,7 +55,7 @@ class SafetensorsFile {
   /// Copies elements [begin, end) of the row-major flat index of a tensor; touches no other page of the file.
   void read(std::string_view name, int64_t begin, int64_t end, void* dst) const;
   /// The bytes of a tensor in a map of the file, made at the first call; valid while this object lives. Not aligned to
-  /// the element size in files of other writers. Not thread-safe against itself.
+  /// the element size in files of other writers. Concurrent calls are not safe.
   std::span<const std::byte> data(std::string_view name);
 
  private:
@@ -64,8 +64,8 @@ class SafetensorsFile {
   Mapping map_;
 };
 
-/// A tensor to write: `pieces`, laid end to end, are its elements in row-major order. Nothing is copied. Where there is
-/// `make`, it makes them instead, when they are written: what is not laid out like this is in memory one at a time.
+/// A tensor to write: `pieces`, laid end to end, are its elements in row-major order. Nothing is copied. If there is
+/// `make`, it makes them instead, at the time of writing: so tensors of another layout are converted one at a time.
 struct SafetensorsInput {
   std::string name;
   DType dtype = DType::f32;
@@ -76,7 +76,7 @@ struct SafetensorsInput {
 
 /// Writes and syncs a file. Wider element types come first, so that all data is aligned; names sort within a width.
 /// The same inputs give the same bytes. Throws CheckpointError for a duplicate or unusable name or pieces of the wrong
-/// size, IoError where writing fails.
+/// size, IoError if writing fails.
 FileDigest write_safetensors(const std::string& path, std::vector<SafetensorsInput> tensors,
                              const std::map<std::string, std::string>& metadata = {});
 

@@ -91,8 +91,8 @@ inline int wrap_dim(std::string_view who, int dim, int rank) {
 /// NumPy broadcasting of two shapes; throws ShapeError.
 Shape broadcast_shapes(std::string_view who, const Shape& a, const Shape& b);
 
-/// Bytes of a tensor whose elements have so many each; nothing if a size is negative or they do not fit 63 bits. Sizes of 0 do not
-/// hide an overflow of the others.
+/// Bytes of a tensor whose elements have `element` bytes each; nothing if a size is negative or the product does not fit 63 bits.
+/// Sizes of 0 do not hide an overflow of the others.
 std::optional<int64_t> byte_size(size_t element, const Shape& shape);
 
 }  // namespace sheaf

@@ -1,4 +1,4 @@
-// SmallVector: a vector that keeps its first elements in itself, for lists that an op call makes and drops.
+// SmallVector: a vector that keeps its first elements inside itself, for lists that an op call makes and drops.
 #pragma once
 
 #include <cstddef>
@@ -49,7 +49,7 @@ class SmallVector {
   template <class... Args>
   T& emplace_back(Args&&... args) {
     if (size_ == capacity_) [[unlikely]] {
-      // An argument may be an element: it is read before the old memory goes.
+      // An argument may be an element: it is read before the old memory is freed.
       T value{std::forward<Args>(args)...};
       grow(2 * capacity_);
       return *std::construct_at(data_ + size_++, std::move(value));

@@ -1,4 +1,4 @@
-// SpinMutex: for sections of some instructions that two threads hardly ever want at once.
+// SpinMutex: for sections of a few instructions that two threads hardly ever want at once.
 #pragma once
 
 #include <atomic>
@@ -8,13 +8,13 @@
 
 namespace sheaf {
 
-/// Meets std::lock_guard's demands. A quarter of std::mutex's time where nobody else is inside.
+/// Works with std::lock_guard. Takes a quarter of std::mutex's time without contention.
 class SpinMutex {
  public:
   void lock() {
     for (int spins = 0; held_.exchange(true, std::memory_order_acquire); ++spins) {
       if (spins < kSpins) _mm_pause();
-      else std::this_thread::yield();  // who is inside may have lost its core
+      else std::this_thread::yield();  // the thread inside may have lost its core
     }
   }
   void unlock() { held_.store(false, std::memory_order_release); }

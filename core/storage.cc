@@ -21,7 +21,7 @@ Storage::Storage(Device device, int64_t bytes, MemoryKind where, std::shared_ptr
 }
 
 void Storage::release() {
-  if (pending_) {  // the lane still writes: the block may not be reused before it is done
+  if (pending_) {  // the lane is still writing: the block may not be reused before it is done
     try { settle(); } catch (const std::exception&) {}  // the failure reaches whoever waits for the lane itself
   }
   if (!allocator_) return;
@@ -44,7 +44,7 @@ void Storage::filled_in_pieces(std::vector<RowsToCome> pieces, std::vector<std::
   lent_ = std::move(lent);
 }
 
-// On a GPU only the rank's stream goes behind the lane; the host does not stop.
+// On a GPU only the rank's stream waits for the lane; the host does not.
 void Storage::wait_for(const Event& event) const {
   if (device_.is_cuda()) event.order(RankContext::current().gpu_of(device_).compute());
   else event.sync();

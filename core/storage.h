@@ -14,8 +14,8 @@
 
 namespace sheaf {
 
-/// Rows [begin, end) of a value, all dimensions but the last taken as one, or such heads of keys and of values. They are there behind
-/// `event`, once `unpack`, unless it is null, has moved them: whoever waits calls it, on the rank's thread.
+/// Rows [begin, end) of a value, all dimensions but the last taken as one, or heads [begin, end) of keys and of values. They are
+/// complete after `event` and after `unpack`, if not null, has moved them: whoever waits calls it, on the rank's thread.
 struct RowsToCome {
   int64_t begin, end;
   Event event = {};
@@ -23,13 +23,13 @@ struct RowsToCome {
   bool of_heads = false;
 };
 
-/// Not thread-safe beyond its reference count: one rank's compute thread touches it, lanes see raw pointers only.
+/// Not thread-safe beyond its reference count: only one rank's compute thread touches it, lanes see raw pointers.
 class Storage {
  public:
   /// Takes `bytes` bytes from the current rank's allocator for `device`.
   static std::shared_ptr<Storage> allocate(Device device, int64_t bytes, MemoryKind where = MemoryKind::normal);
   Storage(Device device, int64_t bytes, MemoryKind where, std::shared_ptr<Allocator> allocator);
-  /// Memory that somebody else owns: place() says where, before the first use and whenever it has moved.
+  /// Memory that somebody else owns: place() says where it is, before the first use and whenever it has moved.
   Storage(Device device, int64_t bytes) : device_(device), bytes_(bytes) {}
   ~Storage() { release(); }
   Storage(const Storage&) = delete;
@@ -47,31 +47,32 @@ class Storage {
     if (!why_discarded_.empty()) [[unlikely]] throw_discarded();
     return data_;
   }
-  /// The memory while a lane may still be filling it.
+  /// The memory, which a lane may still be filling.
   char* data_unsynced() const { return data_; }
 
-  /// Frees the memory now, whoever still holds a tensor on it; `why` completes "use of a value that was discarded".
+  /// Frees the memory now, even if tensors still refer to it; `why` completes "use of a value that was discarded".
   void discard(std::string why);
-  /// Of memory that somebody else owns, while no lane fills it.
+  /// Sets the address of memory that somebody else owns, while no lane fills it.
   void place(char* data) { data_ = data; }
   /// A lane fills this storage; data() waits for `event`.
   void filled_by(Event event) { ready_ = std::move(event); pending_ = true; }
-  /// The same, in pieces, which come in their order. Until then `lent` is the lane's, and theirs.
+  /// The same, in pieces, which arrive in their order. Until all have, `lent` keeps memory alive for the lane and
+  /// for them.
   void filled_in_pieces(std::vector<RowsToCome> pieces, std::vector<std::shared_ptr<Storage>> lent);
-  /// These, until somebody has waited for all.
+  /// These pieces, until somebody has waited for all.
   std::span<const RowsToCome> pieces() const { return pieces_; }
   std::span<const std::shared_ptr<Storage>> lent() const { return lent_; }
-  /// Waits for one of them, unless somebody has.
+  /// Waits for pieces up to this one, unless somebody has.
   void settle_piece(size_t i);
-  /// Of the lane that may still be filling it; null if nobody asks to wait for one.
+  /// The event of the lane that may still be filling it; null if there is none to wait for.
   const Event* filling() const { return pending_ ? &ready_ : nullptr; }
   /// Waits for the lane that fills it, if any.
   void settle();
 
   /// The holder that `log` recorded for this memory; kNobody if none.
   MemoryLog::HolderId holder_in(const MemoryLog& log) const { return log_.get() == &log ? holder_ : MemoryLog::kNobody; }
-  /// Counts changes in place by what has a value to change (a step, an assignment, store_into, add_into), so that a backward sees
-  /// that what it saved is no longer there.
+  /// Counts deliberate changes in place (a step, an assignment, store_into, add_into), so that a backward sees that a value it
+  /// saved is gone.
   uint64_t version() const { return version_; }
   void changed() { ++version_; }
 
@@ -87,7 +88,7 @@ class Storage {
   uint64_t version_ = 0;
   char* data_ = nullptr;
   std::shared_ptr<Allocator> allocator_;  // null once released, or if the memory is somebody else's
-  std::shared_ptr<MemoryLog> log_;        // that knows of it; null: none
+  std::shared_ptr<MemoryLog> log_;        // the log that knows of it; null: none
   MemoryLog::HolderId holder_ = MemoryLog::kNobody;
   Event ready_;
   std::vector<RowsToCome> pieces_;

@@ -42,7 +42,7 @@ View readable(const Tensor& t, const char* who, Tensor& keep) {
   return keep.view();
 }
 
-// Bytes from the first element of a view to behind its last one.
+// Bytes from the first element of a view to the end of its last one.
 int64_t extent_bytes(const View& v) {
   if (v.numel() == 0) return 0;
   int64_t last = 0;
@@ -62,7 +62,7 @@ Tensor Tensor::over(std::shared_ptr<Storage> storage, int64_t byte_offset, const
 
 Tensor Tensor::empty(const Type& type, Device device, MemoryKind where) {
   const Shape local = type.local_shape();
-  if (!byte_size(size_of(type.dtype), type.shape))  // of which a rank has a part
+  if (!byte_size(size_of(type.dtype), type.shape))  // of the whole; a rank has a part
     fail<ShapeError>("[empty] ", type, ": sizes are not below 0, and bytes fit 63 bits");
   return over(Storage::allocate(device, local.numel() * static_cast<int64_t>(size_of(type.dtype)), where), 0, type,
               local, local.contiguous_strides());
@@ -70,7 +70,7 @@ Tensor Tensor::empty(const Type& type, Device device, MemoryKind where) {
 
 Tensor Tensor::view_into(const Tensor& base, const Type& type, int64_t byte_offset) {
   const Shape local = type.local_shape();
-  if (local.numel() == 0) byte_offset = 0;  // of what is elsewhere, the base is, too
+  if (local.numel() == 0) byte_offset = 0;  // if the value is elsewhere, so is its base
   const int64_t end = base.byte_offset() + byte_offset + local.numel() * static_cast<int64_t>(size_of(type.dtype));
   if (byte_offset < 0 || end > base.storage()->bytes())
     fail<ShapeError>("[view] ", type, " at byte ", byte_offset, " does not fit into ", base.type());
@@ -121,7 +121,7 @@ template <class T>
 T Tensor::item() const {
   if (numel() != 1) fail<ShapeError>("[item] ", type(), " has ", numel(), " elements, not one");
   const Layout& l = layout();
-  // An axis of one rank is like any other: what one rank could read, several could not.
+  // An axis of one rank is treated like any other: a program that reads there would fail on several ranks.
   for (int a = 0; a < l.num_axes(); ++a)
     if (!l[a].is_invariant())
       fail<PlacementError>("[item] ", type(), " is not one value of all ranks of mesh axis ", l.mesh()->name(a), ": write ",

@@ -56,19 +56,19 @@ class Tensor {
 
   /// The local elements for a kernel; data is null on meta. Waits for a lane that still fills them.
   View view() const;
-  /// The same without waiting: where a lane is told to write.
+  /// The same without waiting: for a lane that is to write there.
   View view_unsynced() const;
   bool is_contiguous() const;
 
   // --- reading; never communicates ---
-  /// The one element as T. It must be one value of all ranks: without a layout, or Invariant on every mesh axis, of one
-  /// rank, too.
+  /// The one element as T. It must be one value of all ranks: without a layout, or Invariant on every mesh axis,
+  /// including axes of one rank.
   template <class T = float>
   T item() const;
   /// The local elements in row-major order, converted to T.
   template <class T = float>
   std::vector<T> to_vector() const;
-  /// A fresh dense copy of the local elements, a constant of no recording.
+  /// A fresh dense copy of the local elements, a constant that belongs to no recording.
   Tensor clone() const;
   /// The same on another device; itself if it is there already. From a GPU, the host waits for what is enqueued there.
   Tensor to(Device device) const;
@@ -89,9 +89,9 @@ class Tensor {
   }
   Impl& mutable_impl() { impl(); return *impl_; }
   const Impl* id() const { return impl_.get(); }
-  /// Who has this value: copies of this object, itself included, and, through views, its memory.
+  /// How many hold this value: copies of this handle, itself included, plus owners of its memory, such as views.
   int64_t holders() const { return impl_.use_count() + impl().storage.use_count(); }
-  /// Another handle object on the same memory and type, known to no recording yet.
+  /// Another handle on the same memory and type, not yet known to a recording.
   Tensor alias() const;
 
  private:

@@ -9,17 +9,17 @@ namespace sheaf {
 
 class TraceEvents {
  public:
-  /// A process, and a row of it, by numbers of their own.
+  /// Names a process, or a row of it; both are identified by numbers.
   void name_process(int process, std::string_view name);
   void name_row(int process, int row, std::string_view name);
-  /// From `begin` on, for `seconds`. Of one row, each lies inside another or beside it.
+  /// An event from `begin` on, for `seconds`. Events of one row must be nested or disjoint.
   void add(int process, int row, std::string_view name, std::string_view module, double begin, double seconds);
-  /// A number of the process, drawn as a curve: what it is from then on.
+  /// A number of the process, drawn as a curve: its value from `begin` on.
   void add_number(int process, std::string_view name, double begin, int64_t value);
 
-  /// Lines that may be put together with those of others,
+  /// Lines, which may be joined with those of others,
   const std::string& lines() const { return lines_; }
-  /// and what makes a file of them.
+  /// and a file's text made of such lines.
   static std::string document(std::string_view lines);
 
  private:

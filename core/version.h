@@ -1,4 +1,4 @@
-// The version of Sheaf: the one place where it stands.
+// The version of Sheaf, defined only here.
 #pragma once
 
 #include <string_view>
