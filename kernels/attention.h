@@ -2,14 +2,14 @@
 // https://arxiv.org/abs/2205.14135, https://arxiv.org/abs/2307.08691).
 //
 //   B batch, T queries, S keys, H query heads, G key and value heads (H a multiple of G), D width of
-//   a query's and a key's head, E that of a value's, often D
+// a query's and a key's head, E of a value's, often D
 //
 // q: [B, T, H, D]; k: [B, S, G, D]; v: [B, S, G, E]; out: [B, T, H, E]; head h reads key head
 // h / (H / G). Leading dimensions may have any strides (slices of a packed [B, T, 3C] projection),
-// the last is dense. All of one floating dtype; f32, bf16 and f16 compute in f32, but for bf16 on
-// machines with AMX or AVX512_BF16 when D and E are multiples of 32: there products are of bf16,
-// probabilities included, and their sums in f32. lse: [B, H, T], strides as the others', f32 (f64 for
-// f64): log of the sum of a row's exponentials.
+// the last is dense. All have one floating dtype; f32, bf16 and f16 compute in f32, except bf16 on machines with
+// AMX or AVX512_BF16 when D and E are multiples of 32: there products are of bf16 values, probabilities included,
+// summed in f32. lse: [B, H, T], any leading strides, too, f32 (f64 for f64): log of the sum of a row's
+// exponentials.
 #pragma once
 
 #include "sheaf/core/device.h"
@@ -17,29 +17,26 @@
 
 namespace sheaf::kernels {
 
-/// Which keys a query sees, and how its scores are held. With `causal`, query t sees keys s <= t + S - T: the last query sees all
-/// of them; else each sees all. With `begins`, i32[B, T], the last dimension dense, sequences are
-/// documents one behind another: the query at position p = t + S - T sees keys begins[b, t] <= s <= p,
-/// where begins[b, t] is the place of its document's first token among the keys; causal only, and no
-/// fewer keys than queries. The first query's document may have begun before it, at any key up to its
-/// own; what lies before that document nobody sees. Each other query's begins with it, at t + S - T, or
-/// is its predecessor's. Blocks of keys begin where documents do, those of queries with a document's
-/// first query, so a document, packed among others, has the bits that it has alone, and the work is
-/// that of its length (but for cuDNN's).
+/// Which keys a query sees, and how its scores are capped. With `causal`, query t sees keys s <= t + S - T: the last query sees
+/// all keys; without it, every query does. With `begins`, i32[B, T], the last dimension dense, sequences are documents one
+/// after another: the query at position p = t + S - T sees keys begins[b, t] <= s <= p, where begins[b, t] is the place of its
+/// document's first token among the keys; causal only, and no fewer keys than queries. The first query's document may have
+/// begun earlier, at any key up to the query's own; nobody sees keys before that document. Every other query either begins a
+/// document, at t + S - T, or continues its predecessor's. Blocks of keys begin where documents do, blocks of queries at a
+/// document's first query, so a document packed among others has the bits that it has alone, and the work depends on its length
+/// (except with cuDNN).
 ///
 /// With a window of W keys (sliding-window attention: Child et al., https://arxiv.org/abs/1904.10509;
-/// Beltagy et al., https://arxiv.org/abs/2004.05150) the query at position p sees, of
-/// these keys, those with p - W < s: itself and the W - 1 before it; causal only. Blocks of keys that
-/// no query of a block sees are not touched, so the work is that of the window (but for cuDNN's).
-/// They begin where they do without one, at multiples of their size from the document's first key:
-/// what lies before a query's window changes none of its bits, and a window of S keys or more gives
-/// those of none.
+/// Beltagy et al., https://arxiv.org/abs/2004.05150) the query at position p sees, of these keys, those with p - W < s: itself
+/// and the W - 1 before it; causal only. Blocks of keys that no query of a block sees are not touched, so the work depends on
+/// the window (except with cuDNN). Blocks begin where they do without a window, at multiples of their size from the document's
+/// first key: keys before a query's window change none of its bits, and a window of S keys or more gives the bits of no window.
 ///
 /// With a softcap C > 0, scores s become C tanh(s / C) (Gemma 2, https://arxiv.org/abs/2408.00118).
 struct AttentionMask {
   bool causal;
-  View begins;  ///< without a shape: there is one document
-  int64_t window;  ///< keys that a query sees; 0: none
+  View begins;  ///< without a shape: one document
+  int64_t window;  ///< most keys that a query sees; 0: no window
   double softcap;  ///< 0: none
   AttentionMask(bool is_causal, const View& of_documents = {}, int64_t keys_seen = 0, double cap = 0)  // NOLINT: implicit by design
       : causal(is_causal), begins(of_documents), window(keys_seen), softcap(cap) {}
@@ -48,17 +45,17 @@ struct AttentionMask {
 
 namespace cpu {
 
-/// out = softmax(scale * q kᵀ, of what `mask` shows) v. A query that sees no key gives zeros (and
-/// lse = -inf). A row of the result depends on its query and the keys it sees alone, neither on T, B
-/// nor on the number of threads. Throws DataError for begins that are none.
+/// out = softmax(scale * q kᵀ over the keys that `mask` shows) v. A query that sees no key gives zeros (and lse =
+/// -inf). A row of the result depends only on its query and the keys it sees, not on T, B or the number of threads.
+/// Throws DataError for invalid begins.
 size_t attention_workspace(const View& q, const View& k, const View& v, const AttentionMask& mask,
                            const View& out, const View& lse);
 void attention(const View& q, const View& k, const View& v, const AttentionMask& mask, double scale,
                const View& out, const View& lse, Workspace workspace);
 
-/// The gradients of attention's inputs, stored; shapes as q, k, v. Probabilities are computed again
-/// from lse. Sums run over queries in order, for each key head over its query heads in order;
-/// threads share (batch, key head) pairs. A key that nobody sees has gradients of zero.
+/// The gradients of attention's inputs, stored; shapes as q, k, v. Probabilities are recomputed from lse. Sums run
+/// over queries in order, for each key head over its query heads in order; threads share (batch, key head) pairs. A
+/// key that nobody sees has gradients of zero.
 size_t attention_backward_workspace(const View& q, const View& k, const View& v, const View& out,
                                     const View& lse, const View& dout, const AttentionMask& mask, const View& dq,
                                     const View& dk, const View& dv);
@@ -68,18 +65,17 @@ void attention_backward(const View& q, const View& k, const View& v, const View&
 
 }  // namespace cpu
 
-/// The same on a GPU, enqueued on `stream`, for D and E up to 256: by cuDNN where it takes the operands
+/// The same on a GPU, enqueued on `stream`, for D and E up to 256: by cuDNN where it accepts the operands
 /// (cudnn_attention.h: causal, bf16 or f16, no fewer keys than queries), else by our own kernels
-/// (attention_blocked.h, and attention_decode.h for up to 16 queries), which also run where the
-/// workspace is less than cuDNN wants. Of bf16 and f16 both multiply on tensor cores, probabilities rounded
-/// to the operands' type, sums in f32. All give the same bits at every run. Ours keep the promises
-/// above that a row depends on nothing but what it sees, whichever of them computes it: a token's,
-/// decoded from a cache, is that of one pass over all tokens, but not where cuDNN makes that pass. (Of
-/// numbers: what is infinite or none spreads among those that see its tile of 64.) They keep those that
-/// documents and windows cost what they leave, too. With cuDNN the same call gives the same bits, but
-/// another B or T may mean another kernel of its own, and what lies before a document is computed and
-/// hidden. The first call of a shape asks cuDNN for a plan (half a second on the host):
-/// it must not be in a stream capture.
+/// (attention_blocked.h, and attention_decode.h for up to 16 queries), which also run where the workspace is
+/// smaller than cuDNN needs. With bf16 and f16 both multiply on tensor cores, probabilities rounded to the
+/// operands' type, sums in f32. All give the same bits at every run. Ours keep the promises above that a row
+/// depends only on what it sees, whichever of them computes it: a token's row, decoded from a cache, has the bits
+/// of one pass over all tokens, unless cuDNN makes that pass. (This holds for finite values: infinities and NaN
+/// spread to all queries that see their tile of 64.) With ours, documents and windows also save the work that they
+/// hide. With cuDNN the same call gives the same bits, but another B or T may select another of its kernels, and
+/// keys before a document are computed and masked. The first call of a shape asks cuDNN for a plan (half a second
+/// on the host): it must not be inside a stream capture.
 namespace cuda {
 
 size_t attention_workspace(const View& q, const View& k, const View& v, const AttentionMask& mask,

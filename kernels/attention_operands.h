@@ -1,4 +1,4 @@
-// Attention's operands: what the kernels of all devices ask of them, and how they lie packed.
+// Attention's operands: what the kernels of all devices require of them, and their packed layout.
 #pragma once
 
 #include "sheaf/core/view.h"

@@ -1,12 +1,12 @@
 // Sinks of attention (Xiao et al., https://arxiv.org/abs/2309.17453; as parameters: OpenAI's gpt-oss,
-// https://arxiv.org/abs/2508.10925): a score of each head that every query sees beside its keys, and that no value answers. What
-// keys get adds up to less than 1.
+// https://arxiv.org/abs/2508.10925): one score per head that every query sees besides its keys, and that belongs to no value. The
+// probabilities of keys add up to less than 1.
 //
 //   B batch   T queries   H heads   E width of a value's head
 //
-// With a = log-sum-exp of a query's scores of keys and s the sink of its head, a' = log(e^a + e^s) is that of all, and probabilities
-// are those without a sink times e^(a - a'). So the attention of any kernel becomes that with sinks behind it, and the backward
-// of any kernel is that with sinks, given the result and the log-sum-exps that it has here: for the probabilities p with sinks,
+// With a the log-sum-exp of a query's scores of keys and s the sink of its head, the log-sum-exp of all is a' = log(e^a + e^s), and
+// probabilities are those without a sink times e^(a - a'). So sinks can be applied after any attention kernel, and any kernel's
+// backward is right for sinks, given the result and the log-sum-exps with sinks: for the probabilities p with sinks,
 // dS = p (dP - Σ_E out dout), whether p add up to 1 or not.
 #pragma once
 
@@ -34,11 +34,11 @@ inline void check_attention_sinks_backward(const char* who, const View& sinks, c
 }
 
 namespace cpu {
-/// In place: what attention() has given, as it is with sinks. A query that sees no key keeps its zeros, and has lse = s; s = -inf is
-/// no sink.
+/// Turns the results of attention() into those with sinks, in place. A query that sees no key keeps its zeros and gets lse = s; s =
+/// -inf means no sink.
 void attention_sinks(const View& sinks, const View& out, const View& lse);
-/// dscores[B, H, T]: the gradient of what each query sees of its head's sink, -e^(s - lse) Σ_E out dout; out and lse with sinks.
-/// That of the sinks is their sum over B and T.
+/// dscores[B, H, T]: each query's gradient of its head's sink, -e^(s - lse) Σ_E out dout; out and lse with sinks. The gradient
+/// of the sinks is their sum over B and T.
 void attention_sinks_backward(const View& sinks, const View& out, const View& lse, const View& dout, const View& dscores);
 }  // namespace cpu
 

@@ -1,4 +1,4 @@
-// What the kernels of short convolutions ask of their operands, on all devices.
+// What the kernels of short convolutions require of their operands, on all devices.
 #pragma once
 
 #include "sheaf/kernels/causal_conv.h"

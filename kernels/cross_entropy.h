@@ -14,7 +14,7 @@ void cross_entropy(const View& logits, const View& targets, int64_t ignore_index
                    const View& losses, const View& lse);
 
 /// dlogits = (exp(logits - lse) - onehot(target)) * scale; rows to ignore are 0. `scale` is one
-/// value, or one per row in lse's dtype. dlogits may be the memory of logits.
+/// value, or one per row in lse's dtype. dlogits may share the memory of logits.
 void cross_entropy_backward(const View& logits, const View& targets, int64_t ignore_index,
                             const View& lse, const View& scale, const View& dlogits);
 

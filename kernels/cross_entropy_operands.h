@@ -1,4 +1,4 @@
-// What the cross-entropy kernels of all devices ask of their operands.
+// What the cross-entropy kernels of all devices require of their operands.
 #pragma once
 
 #include "sheaf/core/view.h"

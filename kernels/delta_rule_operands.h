@@ -1,4 +1,4 @@
-// What the kernels of the delta rule ask of their operands, on all devices.
+// What the kernels of the delta rule require of their operands, on all devices.
 #pragma once
 
 #include "sheaf/core/error.h"
@@ -7,7 +7,7 @@
 
 namespace sheaf::kernels {
 
-/// i32[B, T] beside operands [B, T, ..].
+/// begins: i32[B, T], for operands [B, T, ..].
 inline void check_begins(const char* who, const View& begins, const View& x) {
   if (!given(begins)) return;
   check<ShapeError>(begins.shape == Shape{x.shape[0], x.shape[1]}, "[", who, "] begins of documents ", begins.shape, " for ", x.shape);
@@ -16,7 +16,7 @@ inline void check_begins(const char* who, const View& begins, const View& x) {
                     "] begins of documents must be dense in the last dimension");
 }
 
-/// `v` as out or its gradient, `state` as a state or its gradient, which need not be there.
+/// `v` is out or its gradient; `state` is a state or its gradient, and may be absent.
 inline void check_delta_rule(const char* who, const DeltaRuleOperands& x, const View& v, const View& state) {
   const View &q = x.q, &k = x.k;
   const bool shapes = q.rank() == 4 && k.shape == q.shape && x.v.rank() == 4 && x.v.shape[0] == q.shape[0] &&

@@ -1,6 +1,6 @@
 // SHEAF_ON_DEVICE(stream, softmax, x, out): calls kernels::cpu::softmax(x, out) or kernels::cuda::softmax(stream, x, out)
 // by the stream's device. SHEAF_WORKSPACE(device, matmul, a, b, c): the bytes of kernels::cpu::matmul_workspace(a, b, c)
-// or of cuda's; on meta, those of the device that it stands for. Kernels that need scratch on a GPU only:
+// or of cuda's; on meta, those of the device that it stands for. Kernels that need scratch only on a GPU use
 // SHEAF_ON_DEVICE_SCRATCH(stream, workspace, sum, x, out), with SHEAF_GPU_WORKSPACE(device, sum, x, out).
 #pragma once
 
@@ -13,13 +13,13 @@ namespace sheaf::kernels {
 [[noreturn]] inline void no_kernel(const char* kernel, const Device& device) {
   fail<ConfigError>("[", kernel, "] has no kernel for ", device.to_string());
 }
-/// Of meta: what it stands for is a GPU.
+/// A GPU, or meta that stands for one.
 inline bool is_for_gpu(const Device& device) {
   return device.is_cuda() || (device.is_meta() && RankContext::current().meta_is.is_cuda());
 }
 }  // namespace sheaf::kernels
 
-/// `on_cpu` or `on_gpu`, which names the stream sheaf_stream.
+/// Evaluates `on_cpu` or `on_gpu`; the latter calls the stream sheaf_stream.
 #define SHEAF_BY_DEVICE(where, kernel, on_cpu, on_gpu)                                                 \
   do {                                                                                                 \
     const ::sheaf::Stream sheaf_stream = (where);                                                      \

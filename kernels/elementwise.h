@@ -3,9 +3,9 @@
 //
 // dtypes: f64 computes in f64; f32, bf16 and f16 in f32, rounded once when stored; integers and
 // bool in i64, wrapped when stored. Operands of several types compute in the widest of these. Ops
-// without an integer meaning throw DTypeError. f32 exp, log, tanh and what is made of them: within
-// 3 ulp (the normal distribution function's tail: 10), see cpu/vector_math.h. An element's value
-// depends on the operands' elements alone, never on layout, length or threads.
+// without an integer meaning throw DTypeError. f32 exp, log, tanh and functions built from them: within 3 ulp (the
+// normal distribution function's tail: 10), see cpu/vector_math.h. An element's value depends only on the operands'
+// elements, never on layout, length or threads.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ enum class UnaryOp : uint8_t {
   sign,         ///< -1, 0, 1; NaN stays NaN
   sin,
   cos,
-  softplus,  ///< log(1 + exp(x)), exact to the last digits where that is small, too
+  softplus,  ///< log(1 + exp(x)), accurate also where that is small
 };
 enum class BinaryOp : uint8_t {
   add,
@@ -44,7 +44,7 @@ enum class BinaryOp : uint8_t {
   div,
   pow,
   minimum,
-  maximum,  ///< NaN if either is
+  maximum,  ///< NaN if either operand is
   eq,
   ne,
   lt,
@@ -54,12 +54,12 @@ enum class BinaryOp : uint8_t {
   logical_and,
   logical_or,
 };
-/// Backwards of activations: dx = dy f'(x), or in terms of the output y where that is what was kept.
+/// Backwards of activations: dx = dy f'(x), or in terms of the output y where y was kept.
 enum class BackwardOp : uint8_t {
   gelu_tanh,
   gelu_exact,
   silu,
-  relu,     ///< 0 at x = 0, for an infinite gradient, too
+  relu,     ///< 0 at x = 0, even for an infinite gradient
   tanh,     ///< dy (1 - y^2)
   sigmoid,  ///< dy y (1 - y)
 };
@@ -93,13 +93,13 @@ void swiglu_backward(const View& gate, const View& up, const View& dy, const Vie
 /// out = g sigmoid(alpha g) (u + 1), g = min(gate, limit), u = min(max(up, -limit), limit); NaN stays NaN. Alpha and limit are
 /// rounded to the compute type.
 void clamped_swiglu(const View& gate, const View& up, double alpha, double limit, const View& out);
-/// dgate is 0 unless gate <= limit, dup unless |up| <= limit, for an infinite gradient, too.
+/// dgate is 0 unless gate <= limit, dup unless |up| <= limit, even for an infinite gradient.
 void clamped_swiglu_backward(const View& gate, const View& up, const View& dy, double alpha, double limit, const View& dgate,
                              const View& dup);
 
 }  // namespace cpu
 
-/// The same on a GPU, enqueued on `stream`. exp, log, tanh and what is made of them are CUDA's:
+/// The same on a GPU, enqueued on `stream`. exp, log, tanh and functions built from them are CUDA's:
 /// within 2 ulp in f32.
 namespace cuda {
 

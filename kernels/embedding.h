@@ -10,20 +10,18 @@
 namespace sheaf::kernels {
 namespace cpu {
 
-/// out[.., C] = table[tokens[..], C], and zeros for tokens of rows that another part of the table
-/// has. Tokens of any index type; one outside of all parts is a DataError that names position,
-/// token and vocabulary.
+/// out[.., C] = table[tokens[..], C], and zeros for tokens whose rows are in another part of the table. Tokens have
+/// any index type; one outside all parts is a DataError that names position, token and vocabulary.
 void embedding(const View& tokens, const View& table, TablePart part, const View& out);
 
 /// dtable[n, C] = the rows of dout[.., C] added up by token, in row order; stored, or with
-/// `accumulate` added one by one to what is there. Tokens of other parts count nothing. bf16 and
+/// `accumulate` added one by one to what is there. Tokens of other parts add nothing. bf16 and
 /// f16 are summed in f32 and rounded once.
 size_t embedding_backward_workspace(const View& tokens, const View& dout, const View& dtable);
 void embedding_backward(const View& tokens, const View& dout, TablePart part, const View& dtable,
                         bool accumulate, Workspace workspace);
 
-/// Throws DataError unless every token is in [0, vocabulary) or is `ignore_index`; by default none
-/// is ignored.
+/// Throws DataError unless every token is in [0, vocabulary) or equals `ignore_index`; by default none is ignored.
 void check_tokens(const char* who, const View& tokens, int64_t vocabulary,
                   int64_t ignore_index = std::numeric_limits<int64_t>::min());
 
@@ -36,8 +34,8 @@ namespace cuda {
 void embedding(const Stream& stream, const View& tokens, const View& table, TablePart part,
                const View& out);
 
-/// A token of at most 128 rows: the sum of the CPU. Rows of more frequent ones are summed 128 at a
-/// time, in row order, and then the sums of these, in order.
+/// For a token of at most 128 rows, the CPU's sum. Rows of more frequent ones are summed 128 at a time, in row
+/// order, and then these sums, in order.
 size_t embedding_backward_workspace(const View& tokens, const View& dout, const View& dtable);
 void embedding_backward(const Stream& stream, const View& tokens, const View& dout, TablePart part,
                         const View& dtable, bool accumulate, Workspace workspace);

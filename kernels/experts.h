@@ -4,11 +4,11 @@
 //   B sequences   T tokens of one   K choices of a token   E experts   C, I, O widths
 //   N groups of a sequence's tokens: group n has tokens [T n / N, T (n + 1) / N)
 //   Q parts of the experts: part q has experts [E q / Q, E (q + 1) / Q)
-//   R rows that a part has for a group: those of its experts one behind another, from the first on
+//   R rows that a part has for a group: those of its experts one after another, from the first on
 //
-// Rows of widths are dense, and so is what top_k() and route() read and write. A choice's place is
+// Rows of C, I or O elements are dense, and so are the operands of top_k() and route(). A choice's place is
 // its rank among the choices of its expert in its group, tokens in order and the choices of a token
-// in order: which choices are dropped, for want of places, depends on no later ones.
+// in order: so no later choice affects which ones are dropped for lack of places.
 #pragma once
 
 #include "sheaf/core/device.h"
@@ -17,7 +17,7 @@
 
 namespace sheaf::kernels {
 
-/// How experts stand in parts.
+/// How experts are divided into parts.
 struct ExpertParts {
   int64_t experts, parts;
 
@@ -25,34 +25,34 @@ struct ExpertParts {
   constexpr int64_t part_of(int64_t expert) const { return ((expert + 1) * parts - 1) / experts; }
 };
 
-/// How a product with the matrices of experts is made.
+/// How a product with the experts' matrices is computed.
 struct ExpertProduct {
   bool fp8 = false;
-  /// Most rows are empty: a GPU's own kernel, which skips them, is faster than the library, which does not. It takes parts of several
-  /// experts anyhow. CPUs skip them always.
+  /// Most rows are empty: on a GPU our own kernel, which skips them, is faster than the library, which does not. It is used for parts
+  /// of several experts anyway. CPUs always skip them.
   bool mostly_empty = false;
 };
 
-/// What a GPU's own kernel is taken to need for a row in use, as a multiple of what the library needs for any row: it is not as good, and
-/// has no FP8 but as values. Not measured.
+/// The assumed time of our own GPU kernel per row in use, as a multiple of the library's per row: it is not as good, and multiplies FP8
+/// only as wider values. Not measured.
 constexpr int own_cost(bool fp8) { return fp8 ? 4 : 2; }
 
-/// The sizes that all operands share, and where things lie. Kernels of both devices have a copy.
+/// The sizes that all operands share, and where rows are. Kernels of both devices have a copy.
 struct Routing {
   int64_t sequences, tokens, choices, parts, groups, room;  ///< room: R
-  int64_t first_part = 0;  ///< of the parts whose rows are here; slots count those of all
+  int64_t first_part = 0;  ///< the first of the parts whose rows are here; slots count the rows of all parts
 
   // constexpr: for the host and for kernels alike.
   constexpr int64_t first_of(int64_t group) const { return tokens * group / groups; }
   constexpr int64_t group_of(int64_t token) const { return ((token + 1) * groups - 1) / tokens; }
-  /// A row on its way: [Q, B, N, R].
+  /// The index of a row in [Q, B, N, R].
   constexpr int64_t row(int64_t part, int64_t sequence, int64_t group, int64_t place) const {
     return ((part * sequences + sequence) * groups + group) * room + place;
   }
   constexpr int64_t rows() const { return parts * sequences * groups * room; }
-  /// Whether the row of this slot is here: neither dropped nor of another part.
+  /// Whether the row of this slot is here: neither dropped nor in an absent part.
   constexpr bool has(int64_t slot) const { return slot >= first_part * room && slot < (first_part + parts) * room; }
-  /// That row, of choice `choice` (of all B·T·K).
+  /// That row, for choice `choice` (of all B·T·K).
   constexpr int64_t row_at(int64_t choice, int64_t slot) const {
     const int64_t token = choice / choices;
     return row(slot / room - first_part, token / tokens, group_of(token % tokens), slot % room);
@@ -63,7 +63,7 @@ struct Routing {
     return (sequence * tokens + first_of(group)) * choices + source;
   }
 
-  /// slots[.., T, K], of rows[Q, .., N, R(, more)], those of the parts from `first_part` on.
+  /// From slots[.., T, K] and rows[Q, .., N, R(, more)], those of the parts from `first_part` on.
   static Routing of(const View& slots, const View& rows, int more, int64_t first_part = 0) {
     const int rank = slots.rank();
     check<ShapeError>(rank >= 2 && rows.rank() == rank + 1 + more, "[route] choices ", slots.shape,
@@ -81,27 +81,27 @@ struct Routing {
 
 namespace cpu {
 
-/// out[.., K]: positions of the K largest of x[.., E], the largest first, of equal ones the first
-/// first; NaN is larger than all. out is i64.
+/// out[.., K]: positions of the K largest of x[.., E], largest first, equal ones in order; NaN is larger than all.
+/// out is i64.
 void top_k(const View& x, const View& out);
-/// Of choices[.., T, K] (i64, in [0, E); DataError else): slots[.., T, K], each the part of its expert
-/// times R plus its row there, or -1 if dropped; sources[Q, .., N, R], each row's choice counted from the
-/// first of its group, or -1; counts[E, .., N], the rows of each expert, of which a group has at most
-/// `places`, and as many as its part still has. All three are i32.
+/// From choices[.., T, K] (i64, in [0, E); else DataError): slots[.., T, K], each the part of its expert times R
+/// plus its row there, or -1 if dropped; sources[Q, .., N, R], each row's choice counted from the first of its
+/// group, or -1; counts[E, .., N], the rows of each expert: per group at most `places`, and no more than its part
+/// has left. All three are i32.
 void route(const View& choices, int64_t places, const View& slots, const View& sources, const View& counts);
 /// rows[Q, .., N, R, C] = x[.., T, C] where a row has a source, times weights[.., T, K] if there
-/// are any (View{}: none), else zeros. Weights are of the type in which x is computed.
+/// are any (View{}: none), else zeros. Weights have x's compute type.
 void to_experts(const View& x, const View& weights, const View& slots, const View& sources,
               const View& rows);
-/// y[.., T, C] = sum over a token's choices, in order, of their rows times their weights. Rows may be those of some parts, from
-/// `first_part` on: the others add nothing.
+/// y[.., T, C] = sum over a token's choices, in order, of their rows times their weights. Rows may be those of some parts only,
+/// from `first_part` on: the others add nothing.
 void from_experts(const View& rows, const View& weights, const View& slots, const View& y, int64_t first_part = 0);
-/// out[.., T, K] = row · y of its token, 0 for what was dropped, or is of other parts.
+/// out[.., T, K] = row · y of its token; 0 for choices that were dropped or are in absent parts.
 void choice_dots(const View& rows, const View& y, const View& slots, const View& out, int64_t first_part = 0);
 
-/// y[Q, .., R, O] = x[Q, .., R, I] weight[E, O, I]ᵀ + bias[E, O] of each row's expert, whose rows
-/// counts[E, ..] tells (as far as parts have rows), weights of any strides; without a bias, View{}. What
-/// lies behind the rows in use is skipped, and zero in y.
+/// y[Q, .., R, O] = x[Q, .., R, I] weight[E, O, I]ᵀ + bias[E, O] with each row's expert, given by counts[E, ..] (as
+/// far as parts have rows). Weights may have any strides; View{} for no bias. Rows after those in use are skipped,
+/// and zero in y.
 size_t expert_linear_workspace(const View& x, const View& weight, const View& bias, const View& counts,
                                const View& y, const ExpertProduct& how = {});
 void expert_linear(const View& x, const View& weight, const View& bias, const View& counts, const View& y,
@@ -116,9 +116,9 @@ void expert_bias_gradient(const View& dy, const View& counts, const View& dbias)
 
 }  // namespace cpu
 
-/// The same on a GPU. A choice that is no expert is dropped. Where each part is one expert, and not mostly
-/// empty, products are of all rows: nothing tells the host how many are in use. Rows that are not must be
-/// zero in dy and finite in x then, and are what they are of in y. Else blocks of a kernel find out which
+/// The same on a GPU. A choice that is not an expert is dropped. Where each part is one expert and not mostly
+/// empty, products cover all rows: nothing tells the host how many are in use. Rows not in use must then be zero in
+/// dy and finite in x, and are computed like any other in y. Otherwise the blocks of a kernel find out which
 /// expert's rows they have (expert_products.h).
 namespace cuda {
 

@@ -1,14 +1,13 @@
-// FP8: rows as numbers of 8 bits (E4M3: a sign, four bits of exponent, three of mantissa, the
-// largest 448), each with a scale of its own. What products round their operands to, the rows of
-// the first and the columns of the second, to be multiplied at twice the rate of bf16.
+// FP8: rows as numbers of 8 bits (E4M3: a sign, four bits of exponent, three of mantissa, the largest 448), each
+// row with a scale of its own. Products round their operands to it, the rows of the first and the columns of the
+// second, to multiply at twice the rate of bf16.
 //
-// [Note: FP8 by rows] A row's scale is the least power of two by which its largest magnitude
-// becomes 448 or less. It follows from the row alone, and so does what the row is rounded to: how a
-// batch or the outputs of a layer are cut among ranks changes it as little as in any other dtype.
-// Where what is added up is cut, each part of a row has a scale of its own, a finer one. A scale
-// that is a power of two rounds nothing by itself, and what a row is rounded to are numbers of bf16
-// again: a CPU, or a GPU without such products, multiplies those, and its sums differ from those of
-// codes by how they are added up alone.
+// [Note: FP8 by rows] A row's scale is the least power of two for which its largest magnitude divided by the scale
+// is at most 448. It depends only on the row, and so do the rounded values: how a batch or the outputs of a layer
+// are cut among ranks changes them as little as in any other dtype. Where the summed dimension is cut, each part of
+// a row has its own, finer scale. A power of two as scale causes no rounding, and the rounded values are exact in
+// bf16: a CPU, or a GPU without such products, multiplies those, and its sums differ from those of codes only by
+// the order of addition.
 #pragma once
 
 #include <bit>
@@ -22,8 +21,8 @@
 
 namespace sheaf::kernels {
 
-/// What rounds to FP8 refuses: anything but f32, bf16 and f16 of the same shape, `to` dense, or dense
-/// with its last two dimensions exchanged.
+/// Checks operands of rounding to FP8: f32, bf16 or f16 of the same shape, `to` dense, or dense with its last two
+/// dimensions exchanged.
 inline void check_fp8(const View& from, const View& to) {
   check<DTypeError>(from.dtype == to.dtype && is_floating(from.dtype) && from.dtype != kF64,
                     "[fp8] rounds f32, bf16 and f16, not ", from.dtype, " to ", to.dtype);
@@ -33,15 +32,13 @@ inline void check_fp8(const View& from, const View& to) {
 }
 
 /// The biased exponent of an f32 that is the scale of a row whose largest magnitude has these bits:
-/// values are codes times it. At least 2^-100, so that nothing on the way is less than a normal
-/// number.
+/// values are codes times it. At least 2^-100, so that no intermediate value is subnormal.
 SHEAF_HOST_DEVICE inline uint32_t fp8_scale_exponent(uint32_t largest) {
   constexpr uint32_t kOf448 = 8, kMantissa = 0x600000;  // 448 = 1.75 * 2^8
   const uint32_t exponent = (largest >> 23) + ((largest & 0x7fffff) > kMantissa ? 1 : 0);
   return exponent < 27 + kOf448 ? 27 : exponent - kOf448;
 }
-/// The bits of the scale, and of 1 / scale; of NaN where a value of the row is not finite, which
-/// makes all of it NaN.
+/// The bits of the scale, and of 1 / scale; NaN if a value of the row is not finite, which makes the whole row NaN.
 SHEAF_HOST_DEVICE inline uint32_t fp8_scale_bits(uint32_t largest) {
   return largest >= 0x7f800000u ? 0x7fc00000u : fp8_scale_exponent(largest) << 23;
 }
@@ -49,26 +46,26 @@ SHEAF_HOST_DEVICE inline uint32_t fp8_inverse_bits(uint32_t largest) {
   return largest >= 0x7f800000u ? 0x7fc00000u : (254 - fp8_scale_exponent(largest)) << 23;
 }
 
-/// The bits of a number that has so many ulps of a code to add: x + it - it is x, |x| <= 448,
-/// rounded to the nearest code, of two the even one.
+/// The bits of a number whose ulp is a code's step at x: x + it - it is x, |x| <= 448, rounded to the nearest code,
+/// ties to even.
 SHEAF_HOST_DEVICE inline uint32_t fp8_rounding_bits(uint32_t bits) {
   constexpr uint32_t kLeast = 127 - 6;  // below 2^-6 codes are evenly spaced
   const uint32_t exponent = bits >> 23 & 255;
   return ((exponent > kLeast ? exponent : kLeast) + 20) << 23 | 0x400000;
 }
 
-/// The code of a value with these bits that is rounded to one; 0x7f for NaN.
+/// The code of an already rounded value with these bits; 0x7f for NaN.
 SHEAF_HOST_DEVICE inline uint8_t fp8_code(uint32_t bits) {
   const uint32_t sign = bits >> 24 & 0x80, size = bits & 0x7fffffff;
   if (size >= 0x7f800000u) return 0x7f;
   if (size >= (127u - 6) << 23)
     return static_cast<uint8_t>(sign | ((size >> 20) - ((127 - 7) << 3)));
-  // A multiple of 2^-9, less than eight of them: the mantissa with its leading 1, moved there.
+  // A multiple of 2^-9, less than eight of them: the mantissa with its leading 1, shifted into place.
   const uint32_t shift = 127 - 9 + 23 - (size >> 23);
   const uint32_t code = shift > 23 ? 0 : ((size & 0x7fffff) | 0x800000) >> shift;
   return static_cast<uint8_t>(sign | code);
 }
-/// Its value.
+/// The value of a code.
 inline float fp8_value(uint8_t code) {
   const uint32_t exponent = code >> 3 & 15, mantissa = code & 7;
   if ((code & 0x7f) == 0x7f) return std::bit_cast<float>(0x7fc00000u);
@@ -79,9 +76,8 @@ inline float fp8_value(uint8_t code) {
 
 namespace cpu {
 
-/// to[.., K] = from[.., K], each row rounded to what FP8 has of it, whether rows or columns are dense
-/// in `to`. `from` has any strides, and may be `to`. Next to the largest number of a dtype rounding may
-/// overflow.
+/// to[.., K] = from[.., K], each row rounded to FP8, whether rows or columns are dense in `to`. `from` has any
+/// strides, and may be `to`. Near a dtype's largest number rounding may overflow.
 void round_to_fp8(const View& from, const View& to);
 
 }  // namespace cpu

@@ -3,7 +3,7 @@
 namespace sheaf::kernels {
 
 FusedSlots::FusedSlots(const FusedCode& code) {
-  int last_use[FusedCode::kMaxValues] = {};  // the step that reads a value last; kMaxSteps: it is an output
+  int last_use[FusedCode::kMaxValues] = {};  // the last step that reads a value; kMaxSteps: it is an output
   for (int s = 0; s < code.num_steps; ++s)
     for (int i = 0; i < code.steps[s].num_operands; ++i) last_use[code.steps[s].operands[i]] = s;
   for (int o = 0; o < code.num_outputs; ++o) last_use[code.outputs[o]] = FusedCode::kMaxSteps;
@@ -17,7 +17,7 @@ FusedSlots::FusedSlots(const FusedCode& code) {
   };
   for (int i = 0; i < code.num_inputs; ++i) take(i);
   for (int s = 0; s < code.num_steps; ++s) {
-    // A value may take the place of an operand that nobody reads again: elements are read before they are written.
+    // A value may take the place of an operand that is not read again: elements are read before they are written.
     for (int i = 0; i < code.steps[s].num_operands; ++i) {
       const int v = code.steps[s].operands[i];
       const bool constant = v >= FusedCode::kFirstConstant && v < FusedCode::kFirstStep;

@@ -1,4 +1,4 @@
-// A matrix product as the kernels of every device are asked for it, and its operands as matrices.
+// A matrix product as the kernels of every device take it, and its operands as matrices.
 #pragma once
 
 #include "sheaf/core/view.h"
@@ -12,25 +12,24 @@ struct Gemm {
   View a, b, c;
   View bias;
   bool accumulate = false;
-  bool fp8 = false;  ///< of a's rows and b's columns, rounded (fp8.h); not of f64
+  bool fp8 = false;  ///< a's rows and b's columns are rounded first (fp8.h); not for f64
 };
 
 /// y = x Wᵀ + bias, of linear layers. x and y may be vectors.
 Gemm linear_product(const View& x, const View& weight, const View& bias, const View& y, bool fp8);
-/// dx = dy W, before it is multiplied with gelu's derivative.
+/// dx = dy W, before it is multiplied by gelu's derivative.
 Gemm gelu_linear_gradient_product(const View& dy, const View& weight, const View& dx, bool fp8);
 
-/// Memory for the elements of a view, densely: in rows, or in columns if those are dense in it.
+/// A dense view of `v`'s shape at `data`: in rows, or in columns if those are dense in `v`.
 View dense_as_it_lies(void* data, const View& v);
 
-/// `g` of operands that are rounded to FP8 already, to the values that they have then: dense
-/// matrices of each distinct one of a batch, in `memory` (nullptr to ask for sizes), a's first. With
-/// `keep_columns` what lies in columns does so there, too.
+/// `g` with operands rounded to FP8, as the values they then have: dense, each distinct matrix of a batch once, in
+/// `memory` (nullptr to ask for sizes), a's first. With `keep_columns`, operands stored in columns stay so.
 struct RoundedOperands {
   RoundedOperands(const Gemm& g, bool keep_columns);
-  /// So many bytes, each operand at a multiple of 128.
+  /// Bytes needed, with each operand at a multiple of 128.
   size_t bytes() const { return a_bytes + b_bytes; }
-  /// Where rows are rounded to: [.., M, K] and [.., N, K]; and what they are rounded from.
+  /// Where rounded rows are stored, [.., M, K] and [.., N, K], and what they are rounded from.
   View a, b, from_a, from_b;
   size_t a_bytes, b_bytes;
   void place(void* memory);

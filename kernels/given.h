@@ -1,4 +1,4 @@
-// Operands that need not be there: View{} stands for one that is not.
+// Optional operands: View{} stands for an absent one.
 #pragma once
 
 #include "sheaf/core/view.h"

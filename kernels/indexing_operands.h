@@ -1,4 +1,4 @@
-// What the kernels of both devices ask of the operands of indexing.
+// What the kernels of both devices require of the operands of indexing.
 #pragma once
 
 #include "sheaf/core/error.h"
@@ -6,7 +6,7 @@
 
 namespace sheaf::kernels {
 
-/// The view without dimension `dim`: its lines.
+/// The view without dimension `dim`: one element per line along it.
 inline View without(View v, int dim) {
   v.shape.erase(dim);
   v.strides.erase(dim);

@@ -1,4 +1,4 @@
-// The linear layer y = x Wᵀ + b and the gradients of W and b (that of x is a matmul). Leading
+// The linear layer y = x Wᵀ + b and the gradients of W and b (x's is a matmul). Leading
 // dimensions of x and y are rows.
 #pragma once
 
@@ -8,20 +8,20 @@
 namespace sheaf::kernels {
 namespace cpu {
 
-/// y[.., O] = x[.., I] · weight[O, I]ᵀ + bias[O]; without a bias, pass View{} (null shape). All of
-/// one floating dtype.
+/// y[.., O] = x[.., I] · weight[O, I]ᵀ + bias[O]; without a bias, pass View{} (null shape). All have one floating
+/// dtype.
 size_t linear_workspace(const View& x, const View& weight, const View& bias, const View& y,
                         bool fp8 = false);
 void linear(const View& x, const View& weight, const View& bias, const View& y,
             Workspace workspace, bool fp8 = false);
 
-/// before = linear(x, weight, bias), value = gelu(before) in its tanh form; both as y.
+/// before = linear(x, weight, bias), value = gelu(before) in its tanh form; both have y's shape and dtype.
 size_t linear_gelu_workspace(const View& x, const View& weight, const View& bias,
                              const View& before, const View& value, bool fp8 = false);
 void linear_gelu(const View& x, const View& weight, const View& bias, const View& before,
                  const View& value, Workspace workspace, bool fp8 = false);
 
-/// The gradient of what gelu was applied to, through linear(gelu(before[.., I]), weight[O, I]):
+/// The gradient of gelu's input, through linear(gelu(before[.., I]), weight[O, I]):
 /// dbefore = gelu'(before) * (dy[.., O] · weight).
 size_t gelu_linear_backward_workspace(const View& dy, const View& weight, const View& before,
                                       const View& dbefore, bool fp8 = false);
@@ -38,7 +38,7 @@ void linear_weight_gradient(const View& dy, const View& x, const View& dweight,
 /// blocks in order.
 void linear_bias_gradient(const View& dy, const View& dbias);
 
-/// Both of them.
+/// Both gradients.
 size_t linear_gradients_workspace(const View& dy, const View& x, const View& dweight,
                                   const View& dbias, bool fp8 = false);
 void linear_gradients(const View& dy, const View& x, const View& dweight, const View& dbias,
@@ -54,8 +54,8 @@ size_t linear_workspace(const View& x, const View& weight, const View& bias, con
 void linear(const Stream& stream, const View& x, const View& weight, const View& bias,
             const View& y, Workspace workspace, bool fp8 = false);
 
-/// These two by one product for bf16 and f16, where cuBLASLt knows it: gelu is then that of the f32
-/// sums, before they are rounded into `before`. Else by a product and a kernel of ours.
+/// One product for both results in bf16 and f16, where cuBLASLt has it: gelu then takes the f32 sums, before they
+/// are rounded into `before`. Else a product and a kernel of ours.
 size_t linear_gelu_workspace(const View& x, const View& weight, const View& bias,
                              const View& before, const View& value, bool fp8 = false);
 void linear_gelu(const Stream& stream, const View& x, const View& weight, const View& bias,
@@ -76,9 +76,8 @@ size_t linear_bias_gradient_workspace(const View& dy, const View& dbias);
 void linear_bias_gradient(const Stream& stream, const View& dy, const View& dbias,
                           Workspace workspace);
 
-/// One product that adds up dy's rows on its way, where cuBLASLt knows it and the gradients are of
-/// one dtype; the order of the bias's sum, and so its bits, are then cuBLASLt's, the same at every
-/// run. Else the two above.
+/// One product that also adds up dy's rows, where cuBLASLt has it and the gradients have one dtype; the order of
+/// the bias's sum, and so its bits, are then cuBLASLt's, the same at every run. Else the two above.
 size_t linear_gradients_workspace(const View& dy, const View& x, const View& dweight,
                                   const View& dbias, bool fp8 = false);
 void linear_gradients(const Stream& stream, const View& dy, const View& x, const View& dweight,

@@ -1,5 +1,4 @@
-// The language-model head and its loss as one kernel: logits = x Wᵀ exist for a chunk of rows at a
-// time only.
+// The language-model head and its loss as one kernel: logits = x Wᵀ exist only for a chunk of rows at a time.
 #pragma once
 
 #include "sheaf/core/device.h"
@@ -8,68 +7,68 @@
 
 namespace sheaf::kernels {
 
-/// Which rows count, how their logits are held, and what is added to their losses.
+/// Which rows count, how their logits are capped, and what is added to their losses.
 struct HeadRules {
-  int64_t ignore_index;  ///< rows with this target count 0
-  double softcap;        ///< logits l become softcap tanh(l / softcap) (Gemma 2, https://arxiv.org/abs/2408.00118); 0: they stay
-  double z_loss;         ///< times lse², which is added to each row's loss (PaLM, https://arxiv.org/abs/2204.02311, section 5)
+  int64_t ignore_index;  ///< rows with this target add 0
+  double softcap;        ///< logits l become softcap tanh(l / softcap) (Gemma 2, https://arxiv.org/abs/2408.00118); 0: no cap
+  double z_loss;         ///< z_loss lse² is added to each row's loss (PaLM, https://arxiv.org/abs/2204.02311, section 5)
   HeadRules(int64_t ignored, double cap = 0, double z = 0) : ignore_index(ignored), softcap(cap), z_loss(z) {}  // NOLINT: implicit by design
 };
 
-/// One walk over the rows serves all of the functions below: what a row gives it and takes from it.
-/// Null: not wanted, or not there.
+/// One walk over the rows serves all of the functions below; these are its inputs and results per row. Null: not
+/// wanted, or not given.
 struct RowValues {
-  const View *loss = nullptr, *target_logits = nullptr;  ///< of all rows added up; of each
-  const View* lse = nullptr;                             ///< each row's: made, or given
+  const View *loss = nullptr, *target_logits = nullptr;  ///< summed over all rows; of each row
+  const View* lse = nullptr;                             ///< of each row: a result, or given
   bool compute_lse = true;
-  const View* dloss = nullptr;                     ///< gradients of the loss; null: `constant`
+  const View* dloss = nullptr;                     ///< gradient of the loss; null: `constant`
   double constant = 1;
-  const View *dlse = nullptr, *dtarget = nullptr;  ///< of each row's, where the weight is a part
+  const View *dlse = nullptr, *dtarget = nullptr;  ///< gradients of each row's values, where the weight is a part of the vocabulary
   TablePart part;
 };
 
 namespace cpu {
 
-/// Rows whose logits exist at the same time: about 64 MB of them, 64 to 2,048 rows. A function of
-/// the vocabulary alone.
+/// Rows whose logits exist at the same time: about 64 MB of logits, 64 to 2,048 rows. A function of the vocabulary
+/// alone.
 int64_t linear_cross_entropy_chunk(int64_t vocabulary);
 
-/// loss[] = the sum over rows of cross-entropy(x[.., C] · weight[V, C]ᵀ, targets[..]); rows whose
-/// target is rules.ignore_index count 0; another target outside [0, V) is a DataError. Row losses in f32
-/// are summed in row order in f64. lse[..] is kept for the backward pass. x, weight: one floating
-/// dtype; targets: any index type; loss and lse: f32 (f64 for f64), lse stored dense.
+/// loss[] = the sum over rows of cross-entropy(x[.., C] · weight[V, C]ᵀ, targets[..]); rows whose target is
+/// rules.ignore_index add 0; another target outside [0, V) is a DataError. Row losses in f32
+/// are summed in row order in f64. lse[..] is for the backward pass. x, weight: one floating dtype; targets: any
+/// index type; loss and lse: f32 (f64 for f64), lse stored dense.
 size_t linear_cross_entropy_workspace(const View& x, const View& weight);
 void linear_cross_entropy(const View& x, const View& weight, const View& targets,
                           HeadRules rules, const View& loss, const View& lse,
                           Workspace workspace);
 
-/// dx[.., C] and dweight[V, C] of `dloss[]` times the loss, stored; View{} for one that is not
-/// wanted. Computes the logits again. dweight may be f32 where weight is narrower.
+/// dx[.., C] and dweight[V, C] of `dloss[]` times the loss, stored; View{} for one that is not wanted. Recomputes
+/// the logits. dweight may be f32 where weight is narrower.
 size_t linear_cross_entropy_backward_workspace(const View& x, const View& weight, const View& dx,
                                                const View& dweight);
 void linear_cross_entropy_backward(const View& x, const View& weight, const View& targets,
                                    HeadRules rules, const View& lse, const View& dloss,
                                    const View& dx, const View& dweight, Workspace workspace);
 
-/// Loss and gradients for a constant dloss in one pass: three products instead of four. The bits of
-/// the two calls above.
+/// Loss and gradients for a constant dloss in one pass: three products instead of four, with the bits of the two
+/// calls above.
 size_t linear_cross_entropy_fused_workspace(const View& x, const View& weight, const View& dx,
                                             const View& dweight);
 void linear_cross_entropy_fused(const View& x, const View& weight, const View& targets,
                                 HeadRules rules, const View& loss, const View& dx,
                                 const View& dweight, Workspace workspace, double dloss = 1);
 
-/// What a rank with part of the vocabulary, weight[n, C], knows of it: lse[..] = log(sum(exp(x ·
-/// weightᵀ))) and target_logits[..] = x · weight[targets], 0 for targets of other parts. A row
-/// whose target is rules.ignore_index counts 0: its target logit is 0, and so is its lse in the part that
-/// begins the vocabulary, -inf in others. Other types as above; lse and target_logits dense.
+/// For a rank with part of the vocabulary, weight[n, C]: lse[..] = log(sum(exp(x ·
+/// weightᵀ))) and target_logits[..] = x · weight[targets], 0 for targets of other parts. A row whose target is
+/// rules.ignore_index adds 0: its target logit is 0, and its lse is 0 in the first part of the vocabulary, -inf in
+/// the others. Other types as above; lse and target_logits dense.
 size_t linear_lse_workspace(const View& x, const View& weight);
 void linear_lse(const View& x, const View& weight, TablePart part, const View& targets,
                 HeadRules rules, const View& lse, const View& target_logits,
                 Workspace workspace);
 
-/// dx[.., C] and dweight[n, C] of gradients that a logit takes from its row's dlse, times
-/// exp(logit - lse), and from dtarget, if it is the target's; as in linear_cross_entropy_backward.
+/// dx[.., C] and dweight[n, C]; a logit's gradient is its row's dlse times exp(logit - lse), plus dtarget for the
+/// target's logit; as in linear_cross_entropy_backward.
 size_t linear_lse_backward_workspace(const View& x, const View& weight, const View& dx,
                                      const View& dweight);
 void linear_lse_backward(const View& x, const View& weight, TablePart part, const View& targets,
@@ -85,7 +84,7 @@ void linear_lse_backward(const View& x, const View& weight, TablePart part, cons
 /// the gradients it is part of. lse is dense, rows of dx are evenly spaced.
 namespace cuda {
 
-/// At most 512 MiB of logits in f32, 8,192 rows, and always one.
+/// At most 512 MiB of logits in f32 and 8,192 rows, but at least one row.
 int64_t linear_cross_entropy_chunk(int64_t vocabulary);
 
 size_t linear_cross_entropy_workspace(const View& x, const View& weight);
@@ -107,7 +106,7 @@ void linear_cross_entropy_fused(const Stream& stream, const View& x, const View&
                                 const View& dx, const View& dweight, Workspace workspace,
                                 double dloss = 1);
 
-/// A target outside of all parts makes its row's target logit NaN.
+/// A target outside all parts makes its row's target logit NaN.
 size_t linear_lse_workspace(const View& x, const View& weight);
 void linear_lse(const Stream& stream, const View& x, const View& weight, TablePart part,
                 const View& targets, HeadRules rules, const View& lse,

@@ -1,4 +1,4 @@
-// The linear layer of a weight in blocks, without the values of the weight in memory where rows are few.
+// The linear layer of a weight in blocks; for few rows the weight's values are never in memory.
 #pragma once
 
 #include "sheaf/core/block_format.h"
@@ -8,10 +8,9 @@
 namespace sheaf::kernels {
 namespace cpu {
 
-/// y[.., O] = x[.., I] · Wᵀ + bias[O], without a bias View{}; `blocks` [O, I / 64 · block_bytes]
-/// u8, dense, are W. The bits of dequantize() and linear(). In f32 the values of up to 4 rows, as
-/// where a token is generated, are never in memory, those of up to 32 in the cache alone; else
-/// values of W are made in the workspace.
+/// y[.., O] = x[.., I] · Wᵀ + bias[O], View{} for no bias; `blocks` [O, I / 64 · block_bytes] u8, dense, are W. The
+/// bits of dequantize() and linear(). In f32, W's values are never in memory for up to 4 rows of x, as when
+/// generating a token, and only in the cache for up to 32; else they are made in the workspace.
 size_t linear_of_blocks_workspace(const View& x, const View& blocks, BlockFormat format,
                                   const View& bias, const View& y);
 void linear_of_blocks(const View& x, const View& blocks, BlockFormat format, const View& bias,
@@ -19,7 +18,7 @@ void linear_of_blocks(const View& x, const View& blocks, BlockFormat format, con
 
 }  // namespace cpu
 
-/// The same on a GPU, enqueued on `stream`: values of W are made in the workspace.
+/// The same on a GPU, enqueued on `stream`: W's values are made in the workspace.
 namespace cuda {
 
 size_t linear_of_blocks_workspace(const View& x, const View& blocks, BlockFormat format,

@@ -8,7 +8,7 @@
 
 namespace sheaf::kernels {
 
-/// The weight [O, I] of x's dtype that `blocks` stand for, dense at `data`; refuses what does not fit.
+/// The weight [O, I] of x's dtype that `blocks` stand for, dense at `data`; refuses operands that do not fit.
 inline View weight_of_blocks(const View& x, const View& blocks, BlockFormat format,
                              const View& bias, const View& y, void* data) {
   check<DTypeError>(blocks.dtype == kU8, "[linear_of_blocks] blocks are u8, not ", blocks.dtype);
@@ -24,12 +24,12 @@ inline View weight_of_blocks(const View& x, const View& blocks, BlockFormat form
   return weight;
 }
 
-/// Bytes that it takes, so that what lies behind it is aligned.
+/// Bytes that it takes, rounded up so that what follows is aligned.
 inline size_t weight_bytes(const View& weight) {
   return (static_cast<size_t>(weight.bytes()) + 255) / 256 * 256;
 }
 
-/// What of a workspace lies behind the first `used` bytes.
+/// The rest of a workspace after its first `used` bytes.
 inline Workspace behind(const Workspace& w, size_t used) {
   check<ShapeError>(w.bytes >= used, "[linear_of_blocks] workspace too small: ", w.bytes, " bytes");
   return {static_cast<char*>(w.data) + used, w.bytes - used};

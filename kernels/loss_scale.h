@@ -1,5 +1,5 @@
-// The factor that a loss is multiplied with so that gradients in f16 do not vanish: it grows while
-// nothing overflows and backs off where something does.
+// The factor by which a loss is multiplied so that gradients in f16 do not vanish: it grows while nothing overflows
+// and backs off when something does.
 #pragma once
 
 #include <cstdint>
@@ -19,9 +19,9 @@ struct LossScaleRule {
 
 /// What is counted, in this order.
 enum LossScaleCount : int {
-  kGoodSteps,    ///< without overflow since the scale moved or a step was skipped
-  kLostSteps,    ///< skipped one after another although the scale was the smallest already
-  kSkippedSteps, ///< in all
+  kGoodSteps,    ///< steps without overflow since the scale moved or a step was skipped
+  kLostSteps,    ///< consecutive steps skipped although the scale was already the smallest
+  kSkippedSteps, ///< all skipped steps
   kLossScaleCounts
 };
 
@@ -54,7 +54,7 @@ void update_loss_scale(const Stream& stream, const View& found_inf, const LossSc
                        const View& scale, const View& counts);
 }
 
-/// Throws ShapeError in the name of both.
+/// Shared by both devices; throws ShapeError.
 inline void check_loss_scale(const View& found_inf, const View& scale, const View& counts) {
   check<ShapeError>(found_inf.numel() == 1 && found_inf.dtype == kI32 && scale.numel() == 1 &&
                         scale.dtype == kF32 && counts.numel() == kLossScaleCounts &&

@@ -1,4 +1,4 @@
-// What the normalisation kernels of all devices ask of their operands.
+// What the normalisation kernels of all devices require of their operands.
 #pragma once
 
 #include "sheaf/core/view.h"
@@ -6,7 +6,7 @@
 
 namespace sheaf::kernels {
 
-/// One of y, dy, dx: as x.
+/// Checks one of y, dy, dx: it must be like x.
 inline void check_like(const char* who, const View& x, const View& v) {
   check<ShapeError>(x.rank() >= 1 && v.shape == x.shape, "[", who, "] shapes ", x.shape, " and ",
                     v.shape);
@@ -28,7 +28,7 @@ inline void check_statistic(const char* who, const View& x, const View& v, bool 
                     v.dtype);
 }
 
-/// `mean` belongs to layer normalisation; r and sum are there where the input is a sum.
+/// `mean` is layer normalisation's; r and sum are given if the input is a sum.
 inline void check_forward(const char* who, const View& x, const View& weight, const View& bias,
                           const View& y, const View* mean, const View& rstd, const View* r = {},
                           const View* sum = {}) {

@@ -7,13 +7,12 @@
 
 namespace sheaf::kernels {
 
-// [Note: rounding by chance] State that rests in bf16 is rounded to the bf16 below or above with
-// the probabilities that make its mean exact (stochastic rounding: Gupta et al. 2015,
-// https://arxiv.org/abs/1502.02551). To the nearest it would stand still: a second moment changes
-// by a 1000th in a step, which is less than half of what two neighbours are apart. The noise is a
-// hash of what the element has at that moment, its parameter, first state and clipped gradient, and
-// of the step: so it needs to know neither where the element lies nor who holds it, and any cut of
-// a model, number of threads, instruction set and device draws the same bits.
+// [Note: rounding by chance] State stored in bf16 is rounded to the bf16 below or above with the probabilities that
+// make its mean exact (stochastic rounding: Gupta et al. 2015, https://arxiv.org/abs/1502.02551). Rounded to the
+// nearest it would not change: a second moment moves by a 1000th in a step, less than half the distance between two
+// neighbours. The noise is a hash of the element's current parameter, first state and clipped gradient, and of the
+// step: it does not depend on where the element is or who holds it, so any cut of a model, number of threads,
+// instruction set and device draws the same bits.
 
 SHEAF_HOST_DEVICE inline uint32_t noise_mix(uint32_t x) {  // Wellons' lowbias32
   x = (x ^ (x >> 16)) * 0x7feb352du;
@@ -23,9 +22,8 @@ SHEAF_HOST_DEVICE inline uint32_t noise_mix(uint32_t x) {  // Wellons' lowbias32
 SHEAF_HOST_DEVICE inline uint32_t noise_key(float step) {
   return noise_mix(static_cast<uint32_t>(step) + 0x9e3779b9u);
 }
-/// 32 random bits of an element: the first state takes the lower half, the second the upper one.
-/// `param`, `state` (the first) and `grad` (clipped): the bits of f32, before the step, whose
-/// noise_key is `key`.
+/// 32 random bits of an element: the first state uses the lower half, the second the upper one. `param`, `state`
+/// (the first) and `grad` (clipped) are bits of f32, before the step; `key` is the step's noise_key.
 SHEAF_HOST_DEVICE inline uint32_t noise_of(uint32_t param, uint32_t state, uint32_t grad,
                                            uint32_t key) {
   return noise_mix(((param ^ key) + grad) ^ state);
@@ -37,8 +35,8 @@ SHEAF_HOST_DEVICE inline uint16_t rounded_by_chance(uint32_t bits, uint32_t nois
   return static_cast<uint16_t>((bits + (noise & 0xffffu)) >> 16);
 }
 
-/// A row of a table of segments: elements [begin, end) of a shard, which are exact as f64, and what
-/// learning rate and weight decay are multiplied by there.
+/// A row of a table of segments: elements [begin, end) of a shard (exact as f64), and the factors of learning rate
+/// and weight decay there.
 struct Segment {
   double begin = 0, end = 0, lr = 1, weight_decay = 0;
   static constexpr int64_t kColumns = 4;
@@ -46,8 +44,8 @@ struct Segment {
 
 namespace cpu {
 
-/// What changes, or may change, from step to step: a dense f64 or f32 vector of this many values,
-/// in this order. Each is rounded to the parameters' dtype once.
+/// What changes, or may change, from step to step: a dense f64 or f32 vector of these values, in this order. Each
+/// is rounded to the parameters' dtype once.
 enum AdamWScalar {
   kLearningRate,
   kBeta1,
@@ -72,22 +70,21 @@ enum AdamWScalar {
 ///
 /// where learning rate and weight decay are the scalars times the segment's factors.
 /// Every operation is rounded by itself, in this order, as the CUDA kernel does. bias_correction =
-/// 1 - beta^t. param: dense [n], f32 or f64; m, v: dense [n], of the same type or, beside f32, both
-/// bf16, which are rounded by chance where they are stored; grad: dense [n], any floating type;
-/// segments: f64 [k, 4] of (begin, end, factor of the learning rate, factor of the weight decay),
-/// dense (Segment). Elements outside all segments (padding) keep their values.
+/// 1 - beta^t. param: dense [n], f32 or f64; m, v: dense [n], of the same type or, with f32, both bf16, which are
+/// rounded stochastically when stored; grad: dense [n], any floating type; segments: f64 [k, 4] of (begin, end,
+/// factor of the learning rate, factor of the weight decay), dense (Segment). Elements outside all segments
+/// (padding) keep their values.
 ///
-/// `clip_scale`, if given, is a floating scalar that takes the place of kClipScale: clipping leaves
-/// it where it was computed. `found_inf`, if given, is an i32 scalar: where it is not 0 nothing is
-/// done.
+/// `clip_scale`, if given, is a floating scalar that replaces kClipScale: clipping leaves it where it was computed.
+/// `found_inf`, if given, is an i32 scalar: if it is not 0 nothing is done.
 void adamw(const View& param, const View& grad, const View& m, const View& v, const View& segments,
            const View& scalars, const View& clip_scale = {}, const View& found_inf = {});
 
-/// For steps that may be skipped, whose count the host does not know: `applied`, i64 [], counts
-/// one more unless `found_inf` (View{}: 0) is set; out: `scalars`, f64 [n] with those of AdamW
-/// first, but the bias corrections are those of this count.
+/// For steps that may be skipped, so that the host does not know their count: increments `applied`, i64 [], unless
+/// `found_inf` (View{}: 0) is set; out is `scalars`, f64 [n] with AdamW's first, with the bias corrections of this
+/// count.
 void count_adamw(const View& scalars, const View& found_inf, const View& applied, const View& out);
-/// x^n by squaring: IEEE products only, so that every machine has the same bits.
+/// x^n by squaring: only IEEE products, so that every machine has the same bits.
 SHEAF_HOST_DEVICE inline double power(double x, int64_t n) {
   double out = 1.0;
   for (; n > 0; n >>= 1, x *= x)
@@ -106,18 +103,18 @@ enum SgdScalar {
 
 /// One step of SGD with momentum (Sutskever et al. 2013, in PyTorch's form without dampening):
 ///
-///   g = clip_scale * grad + weight_decay * p         (the sum unless the weight decay is 0)
+///   g = clip_scale * grad + weight_decay * p         (no sum if the weight decay is 0)
 ///   b = momentum * b + g;   g = nesterov ? g + momentum * b : b      (only with a buffer)
 ///   p = p - learning_rate * g
 ///
 /// where learning rate and weight decay are the scalars times the segment's factors.
-/// `momentum_buffer` is View{} for plain SGD, may be bf16 beside f32 parameters, as m above;
+/// `momentum_buffer` is View{} for plain SGD, and may be bf16 with f32 parameters, as m above;
 /// `clip_scale` and `found_inf` as above.
 void sgd(const View& param, const View& grad, const View& momentum_buffer, const View& segments,
          const View& scalars, bool nesterov, const View& clip_scale = {},
          const View& found_inf = {});
 
-/// param = param - rate * sign(grad), elementwise; nothing for NaN. Both dense, of one type, f32 or
+/// param = param - rate * sign(grad), elementwise; no change where grad is NaN. Both dense, of one type, f32 or
 /// f64; `found_inf` as above.
 void sign_step(const View& param, const View& grad, double rate, const View& found_inf = {});
 
@@ -125,9 +122,9 @@ void sign_step(const View& param, const View& grad, double rate, const View& fou
 
 /// The same on a GPU, with the same order of scalars: one launch, and the same bits (in f64, where
 /// the CPU flushes subnormal numbers, up to those). `segments`, `scalars`, `clip_scale` and
-/// `found_inf` lie in device memory, so that a recorded step can be replayed and a gradient norm
-/// never visits the host. Segments must be sorted and not overlap: of a table in another order some
-/// part is applied. What lies beyond the shard is cut off.
+/// `found_inf` are in device memory, so that a recorded step can be replayed and a gradient norm never visits the
+/// host. Segments must be sorted and not overlap: otherwise only part of the table is applied. What lies beyond the
+/// shard is cut off.
 namespace cuda {
 
 void adamw(const Stream& stream, const View& param, const View& grad, const View& m, const View& v,

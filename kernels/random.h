@@ -9,7 +9,7 @@
 
 namespace sheaf::kernels {
 
-/// Where a local view lies: a rectangular block of a global tensor that starts at `start`. A flat
+/// Where a local view is: a rectangular block of a global tensor that starts at `start`. A flat
 /// shard is a 1-D view with the global number of elements and its first flat index.
 struct GlobalIndex {
   Shape global_shape;
@@ -18,16 +18,15 @@ struct GlobalIndex {
   static GlobalIndex whole(const Shape& shape) { return {shape, Shape::filled(shape.rank(), 0)}; }
 };
 
-/// What a kernel draws from: a key as it is, or one that is derived where and when the kernel runs,
-/// from a training step's state in memory of the kernel's device. Work that runs again draws anew
-/// when the state has changed.
+/// What a kernel draws from: a given key, or one derived where and when the kernel runs, from a training step's
+/// state in memory of the kernel's device. Replayed work draws anew when the state has changed.
 struct DrawKey {
   DrawKey(Key as_it_is) : key(as_it_is) {}  // NOLINT(google-explicit-constructor)
   DrawKey(Key path, uint64_t call_in, const int64_t* state_in, int64_t sample_numel_in)
       : key(path), call(call_in), state(state_in), sample_numel(sample_numel_in) {}
 
-  Key key;                         ///< as it is, or of a module path
-  uint64_t call = 0;               ///< which one on that path
+  Key key;                         ///< the key itself, or that of a module path
+  uint64_t call = 0;               ///< number of the call on that path
   const int64_t* state = nullptr;  ///< i64[3]: seed, step, first sample; null: `key` is the key
   int64_t sample_numel = 0;        ///< elements of one sample
 
@@ -36,7 +35,7 @@ struct DrawKey {
     return fold_in(fold_in(fold_in(key, static_cast<uint64_t>(state[0])), call),
                    static_cast<uint64_t>(state[1]));
   }
-  /// What is added to all indices: samples are counted from the step's first one.
+  /// Added to all indices: samples are counted from the step's first one.
   SHEAF_HOST_DEVICE uint64_t first_index() const {
     return state ? static_cast<uint64_t>(state[2] * sample_numel) : 0;
   }
@@ -50,8 +49,8 @@ void uniform(const View& out, DrawKey key, const GlobalIndex& where, double lo, 
 /// mean + std * z computed in f64, rounded to f32, then to out's dtype; z from 52 random bits by
 /// the normal quantile function.
 void normal(const View& out, DrawKey key, const GlobalIndex& where, double mean, double std);
-/// out = x / (1 - p) where kept, 0 where dropped (probability p in [0, 1)); the same call on a
-/// gradient is the adjoint.
+/// out = x / (1 - p) where kept, 0 where dropped (with probability p in [0, 1)); the same call on a gradient is the
+/// adjoint.
 void dropout(const View& x, double p, DrawKey key, const GlobalIndex& where, const View& out);
 
 }  // namespace cpu

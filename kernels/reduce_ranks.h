@@ -1,4 +1,4 @@
-// The sum, maximum or minimum of what several ranks have, on a GPU that can read it all: the arithmetic of a reduction
+// The sum, maximum or minimum of several ranks' values, on a GPU that can read them all: the arithmetic of a reduction
 // between ranks, as distributed/reduce.h has it for the CPU.
 #pragma once
 
@@ -9,12 +9,13 @@
 
 namespace sheaf::kernels::cuda {
 
-/// Most ranks of one call: their pointers travel as a kernel's argument.
+/// Most ranks in one call: their pointers are passed as a kernel's argument.
 inline constexpr int kMostSources = 256;
 
 /// out[i] = ((s0[i] ∘ s1[i]) ∘ s2[i]) ∘ ... for i in [0, count), all in device memory; ∘ is +, max or min. f32, bf16 and
-/// f16 are summed in f32 and rounded once, f64 in f64, integers wrap, bool is or / or / and; max and min pass on NaN.
-/// `out` may be one of the sources. The bits of the CPU's reduce_in_order. Throws CommError for more than kMostSources.
+/// f16 are summed in f32 and rounded once, f64 in f64, integers wrap, bool is or / or / and; max and min propagate NaN.
+/// `out` may be one of the sources. The bits are those of the CPU's reduce_in_order. Throws CommError for more than
+/// kMostSources.
 void reduce_in_order(const Stream& stream, void* out, std::span<const void* const> sources, int64_t count, DType dtype,
                      Reduction reduction);
 

@@ -8,15 +8,15 @@
 
 namespace sheaf::kernels {
 
-/// What of x[B, T, H, D] is rotated: of the first `heads` heads the last `width` elements. The rest
-/// is copied.
+/// The part of x[B, T, H, D] that is rotated: the last `width` elements of the first `heads` heads. The rest is
+/// copied.
 struct RotaryPart {
   int64_t heads, width;     ///< width is even, and at most D
   bool neighbours = false;  ///< pairs are elements 2i and 2i + 1 of these, not i and i + width / 2
 };
 
-/// Where the tokens stand: token t at `first` + t or, where rows begin at other places than 0, at
-/// `first` + t - begins[b, t], which is not negative.
+/// The tokens' positions: `first` + t for token t or, where rows begin at other places than 0, `first` + t -
+/// begins[b, t], which must not be negative.
 struct RotaryPositions {
   int64_t first;
   View begins;  ///< i32[B, T], the last dimension dense; without a shape: all rows begin at 0
@@ -41,9 +41,9 @@ namespace cpu {
 /// elements of its pair i are rotated by the angle position * RotaryFrequencies(theta, part.width / 2,
 /// scaling)(i) and multiplied by the scaling's amplitude. Halves are
 /// the pairs of Llama's Hugging Face checkpoints, neighbours those of the paper and of DeepSeek's.
-/// `inverse` rotates back, multiplying once more, which is the gradient. y has x's shape and dtype,
-/// and may be the same memory; their last dimensions are dense. A position has its bits wherever the
-/// token lies. Throws DataError for a negative one.
+/// `inverse` rotates back, multiplying once more, which is the gradient. y has x's shape and dtype, and may be the
+/// same memory; their last dimensions are dense. The bits depend on the position, not on where the token is. Throws
+/// DataError for a negative position.
 size_t rotary_workspace(const View& x, const RotaryPart& part, const RotaryPositions& positions = 0);
 void rotary(const View& x, double theta, const RotaryScaling& scaling, const RotaryPositions& positions,
             const RotaryPart& part, bool inverse, const View& y, Workspace workspace);
@@ -51,7 +51,7 @@ void rotary(const View& x, double theta, const RotaryScaling& scaling, const Rot
 }  // namespace cpu
 
 /// The same on a GPU, enqueued on `stream`. Angles are computed where they are used, in f64; no
-/// workspace is needed. Begins are trusted.
+/// workspace is needed. Begins are not checked.
 namespace cuda {
 
 size_t rotary_workspace(const View& x, const RotaryPart& part, const RotaryPositions& positions = 0);

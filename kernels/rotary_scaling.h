@@ -1,4 +1,4 @@
-// How rotary frequencies are lowered for sequences longer than those of a model's first training.
+// How rotary frequencies are lowered for sequences longer than in a model's original training.
 #pragma once
 
 #include <algorithm>
@@ -10,9 +10,9 @@
 
 namespace sheaf {
 
-/// Scaled rotary positions. A frequency f, radians per position, makes n = f original_context / 2π
-/// turns within the context of the first training. From high_freq_factor turns on it stays as it
-/// is, up to low_freq_factor turns it is divided by `factor`, and in between it is a blend:
+/// Scaled rotary positions. A frequency f, radians per position, makes n = f original_context / 2π turns within the
+/// original training's context. From high_freq_factor turns on it is unchanged, up to low_freq_factor turns it is
+/// divided by `factor`, and in between it is a blend:
 ///
 ///   f (s + (1 - s) / factor),   s = (n - low_freq_factor) / (high_freq_factor - low_freq_factor)
 ///
@@ -21,14 +21,14 @@ namespace sheaf {
 /// Without an original context s is 0 and every frequency is divided: positions are interpolated
 /// (Chen et al., https://arxiv.org/abs/2306.15595; "linear" there). A factor of 1 changes no bit.
 ///
-/// YaRN (Peng et al., https://arxiv.org/abs/2309.00071; "yarn" there) has the same bounds by other
-/// names, beta_slow and beta_fast, but s falls linearly with the index of the frequency, between
-/// those at the bounds; RotaryFrequencies knows them. What is rotated grows by `amplitude`, too.
+/// YaRN (Peng et al., https://arxiv.org/abs/2309.00071; "yarn" there) has the same bounds by other names, beta_slow
+/// and beta_fast, but s falls linearly with the index of the frequency, between the indices at the bounds, which
+/// RotaryFrequencies computes. Rotated elements are also multiplied by `amplitude`.
 struct RotaryScaling {
   enum class Blend : int8_t {
     by_turns,
     by_index,        ///< YaRN
-    by_whole_index,  ///< of which the bounds are rounded outwards
+    by_whole_index,  ///< YaRN with its bounds rounded outwards to whole indices
   };
   double factor = 1.0;            ///< what slow frequencies are divided by, at least 1
   double low_freq_factor = 1.0;   ///< turns, above 0
@@ -49,13 +49,13 @@ struct RotaryScaling {
     const Blend blend = truncate ? Blend::by_whole_index : Blend::by_index;
     return {factor, beta_slow, beta_fast, original_context, blend, yarn_amplitude(factor)};
   }
-  /// YaRN's, which it recommends; of a factor up to 1 it is 1.
+  /// The amplitude that YaRN recommends; 1 for a factor up to 1.
   static double yarn_amplitude(double factor, double scale = 1.0) {
     return factor <= 1.0 ? 1.0 : 0.1 * scale * std::log(factor) + 1.0;
   }
   bool operator==(const RotaryScaling&) const = default;
 
-  /// Only IEEE operations, none of which contract: the same bits everywhere.
+  /// Only IEEE operations without contraction: the same bits everywhere.
   SHEAF_HOST_DEVICE double scaled(double frequency) const {
     constexpr double kTwoPi = 6.283185307179586;
     const double turns = frequency * static_cast<double>(original_context) / kTwoPi;
@@ -66,7 +66,7 @@ struct RotaryScaling {
     return frequency * (s + (1.0 - s) / factor);
   }
 
-  /// What cannot be, by the field's name; "" if all can.
+  /// What is wrong with the first invalid field, by its name; "" if all are valid.
   std::string problem() const {
     if (!(factor >= 1.0 && factor <= kLargest))
       return str("factor is ", factor, ": expected a number from 1 to ", kLargest);
@@ -98,7 +98,7 @@ class RotaryFrequencies {
     if (!scaling.is_yarn()) return;
     check<ConfigError>(theta > 1, "[rotary] theta ", theta, ": yarn needs a number above 1");
     const double width = 2 * static_cast<double>(half);
-    // The index of the frequency that makes so many turns in the original context: a real number.
+    // The index, a real number, of the frequency that makes `turns` turns in the original context.
     const auto index = [&](double turns) {
       constexpr double kTwoPi = 6.283185307179586;
       const double context = static_cast<double>(scaling.original_context);

@@ -1,6 +1,6 @@
 // Softmax and log-softmax over the last dimension, which must be dense; leading dimensions have any
-// strides. A row's value depends on that row alone. Reference: row maximum first, then exp, so that
-// nothing overflows.
+// strides. A row's value depends only on that row. The row maximum is taken first, then exp, so that nothing
+// overflows.
 #pragma once
 
 #include "sheaf/core/device.h"

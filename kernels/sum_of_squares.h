@@ -14,8 +14,8 @@ namespace cpu {
 
 /// The fixed-point number: limb i < 23 weighs 2^(32 i - 384) and holds 32 bits and carries, so that
 /// limbs of 2^31 blocks, from different ranks too, may be added as integers. The last limb counts
-/// block sums that are infinite or above 2^320 (in its low 32 bits) or NaN (in its high ones). Any
-/// sum of f32 squares is represented exactly; f64 block sums lose what lies below 2^-384.
+/// block sums that are infinite or above 2^320 (in its low 32 bits) or NaN (in its high ones). Any sum of f32
+/// squares is represented exactly; f64 block sums lose what is below 2^-384.
 inline constexpr int64_t kSquareLimbs = 24;
 
 /// limbs: i64 [24], stored. x: any floating dtype, dense; its first element begins a block.
@@ -24,18 +24,18 @@ void sum_of_squares(const View& x, const View& limbs, Workspace workspace);
 
 /// out: f64 [], the limbs' value to nearest even; infinity or NaN if the last limb says so.
 void sum_of_squares_finish(const View& limbs, const View& out);
-/// What gradient clipping makes of it: norm is the value's square root, scale is
+/// What gradient clipping needs: norm is the value's square root, scale is
 /// min(max_norm / (norm + 1e-6), 1), or NaN if the norm is; both f64 [].
 ///
-/// Of gradients of a loss that was multiplied with `loss_scale`, f32 [], it is the norm divided by
-/// that, and so is the scale. `found_inf`, i32 [], is 1 where the norm is not finite, else 0.
+/// If the loss was multiplied by `loss_scale`, f32 [], both are divided by it. `found_inf`, i32 [], is 1 if the
+/// norm is not finite, else 0.
 void clip_scale(const View& limbs, double max_norm, const View& norm, const View& scale,
                 const View& loss_scale = {}, const View& found_inf = {});
 
 }  // namespace cpu
 
-/// The same on a GPU, enqueued on `stream`: the same bits in every limb, and in the end. Nothing
-/// visits the host. Needs no workspace.
+/// The same on a GPU, enqueued on `stream`: the same bits in every limb, and in the end. Nothing visits the host,
+/// and no workspace is needed.
 namespace cuda {
 
 size_t sum_of_squares_workspace(const View& x);

@@ -5,7 +5,7 @@
 
 namespace sheaf::kernels {
 
-/// Rows [first, first + n) of `all`, where n is what the rank's view has.
+/// Rows [first, first + n) of `all`, where n is the number of rows in the rank's view.
 struct TablePart {
   int64_t first = 0, all = 0;
 };
