@@ -19,7 +19,7 @@ class Scope {
       uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     } config;
-    // g++ 12 knows of the first eight bytes only that this reads them, and may drop the others.
+    // g++ 12 knows only that this reads the first eight bytes, and may drop the others.
     __asm__ volatile("" : : "r"(&config) : "memory");
     _tile_loadconfig(&config);
   }
@@ -36,7 +36,7 @@ inline void product(int64_t m, int64_t n, int64_t k, const void* a, int64_t a_st
                     float* c, int64_t c_stride) {
   const char *A = static_cast<const char*>(a), *B = static_cast<const char*>(b);
   char* C = reinterpret_cast<char*>(c);
-  // g++ 12 does not know that a tile's load reads memory: what was written before must be there.
+  // g++ 12 does not know that a tile load reads memory: earlier writes must have happened.
   __asm__ volatile("" ::: "memory");
   for (int64_t i = 0; i < m; i += 32)
     for (int64_t j = 0; j < n; j += 32) {

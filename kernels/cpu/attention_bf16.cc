@@ -1,4 +1,4 @@
-// Compiled twice, for either kind of instructions: namespace SHEAF_BF16_NAMESPACE is amx or dot.
+// Compiled twice, once for each kind of instructions: namespace SHEAF_BF16_NAMESPACE is amx or dot.
 //
 // Two packs (bf16_pairs.h) give every operand of a product C[m, n] += A[m, k] B[k, n], A in rows and B in pairs, from rows r
 // of bf16 x[r, d]:
@@ -23,7 +23,7 @@ namespace sheaf::kernels::cpu::SHEAF_BF16_NAMESPACE {
 namespace {
 
 constexpr int64_t kB = kQueryBlock;  // queries, and keys, of a block
-static_assert(kKeyBlock == kB && kB == 64);  // a row's scores of a block are the bits of a word
+static_assert(kKeyBlock == kB && kB == 64);  // one bit of a word for each score of a row in a block
 using L = Lanes<float>;
 
 /// `rows` rows from `begin` on of one head of a [B, T, H, width] view.
@@ -58,11 +58,11 @@ struct Sizes : DocumentShape {
     const int64_t last = visible(std::min((i + 1) * kB, queries) - 1, causal);
     return (last + kB - 1) / kB;
   }
-  /// In front of them, those that none of its queries sees.
+  /// The blocks before them, which none of its queries sees.
   int64_t unseen_blocks(int64_t i, int64_t window) const { return first_visible(i * kB, window) / kB; }
 };
 
-/// Of 64 bits, the first n.
+/// The first n of 64 bits.
 uint64_t first_bits(int64_t n) { return n <= 0 ? 0 : n >= kB ? ~uint64_t{0} : (uint64_t{1} << n) - 1; }
 
 size_t elements(int64_t n, size_t size) { return line_align(static_cast<size_t>(n) * size); }
@@ -94,7 +94,7 @@ struct Forward {
     p = carver.take<bf16>(kB * kB), scores = carver.take<float>(kB * kB), result = carver.take<float>(s.value_block());
   }
 
-  /// Those of a document, whose queries run() takes from here on.
+  /// Loads the keys of a document; from here on run() takes its queries.
   void load_keys(int64_t b, int64_t g, const Document& document) {
     s.take(document);
     const Head kh = s.of_keys(k, b, g), vh = s.of_keys(v, b, g);
@@ -106,8 +106,8 @@ struct Forward {
     }
   }
 
-  /// Softmax of one row of scores, of which those count whose bits are set, into p, on top of what the earlier blocks left. Returns
-  /// the factor that those must be scaled by.
+  /// Softmax of one row's scores (those whose bits in `counts` are set) into `to`, continuing from the earlier blocks. Returns the
+  /// factor by which their results must be scaled.
   float softmax_row(float* row, uint64_t counts, bf16* to, float& most, float& total) const {
     const L low(-std::numeric_limits<float>::infinity());
     if (cap != 0) softcap(row, kB, scale, cap);
@@ -132,7 +132,7 @@ struct Forward {
 
   void run(int64_t b, int64_t h, int64_t i) {
     const int64_t first = i * kB, here = std::min(kB, s.queries - first), d = s.width, e = s.value_width;
-    const int64_t rows = (here + kProductRows - 1) / kProductRows * kProductRows;  // of a token that is decoded, few
+    const int64_t rows = (here + kProductRows - 1) / kProductRows * kProductRows;  // few, when one token is decoded
     copy_block(s.of_queries(q, b, h), first, queries, rows);
     float most[kB], total[kB];
     std::fill_n(most, kB, -std::numeric_limits<float>::infinity()), std::fill_n(total, kB, 0.0f);
@@ -232,7 +232,7 @@ struct Backward {
     transpose_words(rows, kB, e / 2, g_words), pair_rows(rows, kB, e, g_pairs);
     const float* lse_row = s.lse_row(lse, b, h, first);
     for (int64_t r = 0; r < kB; ++r) {
-      // Rows that are not there, and queries that see nothing, have probability 0 everywhere.
+      // Rows past the end, and queries that see nothing, have probability 0 everywhere.
       const bool sees = r < here && lse_row[r] > -std::numeric_limits<float>::infinity();
       lse_of[r] = sees ? lse_row[r] : std::numeric_limits<float>::infinity();
       delta[r] = 0.0f;
@@ -264,8 +264,8 @@ struct Backward {
       }
   }
 
-  /// scores and dp, [key][query] -> p = exp(scale scores - lse), ds = p (dp - delta), and ds in pairs of keys. Of scores that are capped ds
-  /// is that of what they are made of.
+  /// scores and dp, [key][query] -> p = exp(scale scores - lse), ds = p (dp - delta), and ds in pairs of keys. With a cap, ds is the
+  /// gradient of the scores before it.
   template <bool kCapped>
   void probabilities(int64_t first_query, int64_t first_key) {
     if (kCapped) softcap(scores, kB * kB, scale, cap);
@@ -297,7 +297,7 @@ struct Backward {
   __mmask16 seen(int64_t first_query, int64_t key) const {
     if (key >= s.keys) return 0;
     if (!causal) return 0xffff;
-    // The query at the key's position sees it first, the last of a window's as many behind it last.
+    // The first query that sees a key is the one at its position; with a window, the last one is window - 1 later.
     const int64_t itself = key - (s.keys - s.queries) - first_query, unseen = std::clamp<int64_t>(itself, 0, 16);
     const auto from = static_cast<__mmask16>(0xffffu << unseen);
     return window ? static_cast<__mmask16>(from & first_bits(itself + window)) : from;

@@ -1,5 +1,5 @@
-// Attention of bf16 by the instructions that newer x86 machines have for it; attention.cc chooses it
-// where it can be used: heads of a multiple of 32, up to 256, and dot::available().
+// Attention of bf16 by the instructions that newer x86 machines have for it; attention.cc uses it where it can: for
+// head widths that are multiples of 32, up to 256, and with dot::available().
 #pragma once
 
 #include "sheaf/core/device.h"

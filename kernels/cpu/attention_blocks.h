@@ -1,5 +1,5 @@
-// Sizes of attention's blocks and of the scratch memory that one slot needs, and which rows are a
-// document; shared by dispatcher and kernels.
+// Sizes of attention's blocks and of the scratch memory that one slot needs, and which rows form a document; shared
+// by dispatcher and kernels.
 #pragma once
 
 #include "sheaf/kernels/attention.h"
@@ -34,38 +34,37 @@ struct AttentionShape {
   int64_t visible(int64_t t, bool causal) const {
     return causal ? std::max<int64_t>(0, std::min(keys, t + 1 + keys - queries)) : keys;
   }
-  /// The first of them, if there are any, with a window of so many keys; 0: without one.
+  /// The first of them, if there are any, with a window of `window` keys; 0: without one.
   int64_t first_visible(int64_t t, int64_t window) const {
     return window ? std::max<int64_t>(0, t + 1 + keys - queries - std::min(window, keys)) : 0;
   }
 
-  /// Where the blocks of keys begin that queries from `first` on see.
+  /// The begin of the first block of keys that queries from `first` on see.
   int64_t first_block(int64_t first, int64_t window) const { return first_visible(first, window) / kKeyBlock * kKeyBlock; }
 
   int64_t forward_items() const { return batch * heads * query_blocks(); }
   int64_t forward_slots() const { return slot_count(forward_items(), 1); }
-  /// Transposed keys and values of a head, then blocks of queries, scores and results, and two
-  /// numbers a row.
+  /// Transposed keys and values of a head, then blocks of queries, scores and results, and two numbers per row.
   int64_t forward_cells() const {
     return (padded_keys() + kQueryBlock) * (padded_width() + padded_value_width()) +
            kQueryBlock * (kKeyBlock + 2);
   }
   int64_t backward_items() const { return batch * key_heads; }
   int64_t backward_slots() const { return slot_count(backward_items(), 1); }
-  /// Keys, transposed keys and values, both gradients of a key head; blocks of queries, their
-  /// gradient and the output's, two of scores, and a number a row.
+  /// Keys, transposed keys and values, both gradients of a key head; blocks of queries, their gradient and the
+  /// output's, two blocks of scores, and a number per row.
   int64_t backward_cells() const {
     return padded_keys() * (3 * padded_width() + 2 * padded_value_width()) +
            kQueryBlock * (2 * padded_width() + padded_value_width() + 2 * kKeyBlock + 1);
   }
 };
 
-/// Rows that attend to each other: of a sequence all, or those of a document.
+/// Rows that attend to each other: all of a sequence, or those of a document.
 struct Document {
   int64_t first_query, queries, first_key, keys;
 };
 
-/// Sizes of one document at a time, and where it begins.
+/// The sizes for one document at a time, and where it begins.
 struct DocumentShape : AttentionShape {
   int64_t first_query = 0, first_key = 0;
   using AttentionShape::AttentionShape;
@@ -74,14 +73,14 @@ struct DocumentShape : AttentionShape {
   }
 };
 
-/// The documents of each sequence: one, or those that a mask says.
+/// The documents of each sequence: one, or those that a mask gives.
 class Documents {
  public:
   Documents(const AttentionMask& mask, const AttentionShape& s)
       : begins_(mask.has_documents() && s.queries > 0 ? &mask.begins : nullptr), whole_{0, s.queries, 0, s.keys} {}
-  Documents(AttentionMask&&, const AttentionShape&) = delete;  // it keeps where the mask's begins are
+  Documents(AttentionMask&&, const AttentionShape&) = delete;  // it keeps a pointer to the mask's begins
 
-  /// Calls f(document) for all of sequence b, in order. Keys before the first are one without queries.
+  /// Calls f(document) for all of sequence b, in order. Keys before the first document form one without queries.
   template <class F>
   void for_each(int64_t b, F&& f) const {
     if (!begins_) return f(whole_);
@@ -108,7 +107,7 @@ class Documents {
   }
 
  private:
-  /// Of query t.
+  /// The document of query t.
   SHEAF_INLINE Document at(int64_t b, int64_t t) const {
     const int32_t* row = begins_->as<int32_t>() + b * begins_->strides[0];
     const int32_t begin = row[t];

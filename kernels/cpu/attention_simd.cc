@@ -15,8 +15,8 @@ namespace {
 
 using namespace sheaf::kernels::cpu;
 
-/// Of the scores of query t with the keys of the block from `key` on, those before its window become -inf, whose exponential is 0.
-/// Returns where those that count end, which none may.
+/// In the scores of query t with the block of keys from `key` on, those before its window become -inf, whose exponential is 0.
+/// Returns the end of the scores that count; 0 if none do.
 template <class C>
 SHEAF_INLINE int64_t hide(C* scores, const DocumentShape& s, int64_t t, int64_t key, bool causal, int64_t window) {
   const auto in_block = [&](int64_t n) { return std::clamp<int64_t>(n - key, 0, kKeyBlock); };
@@ -73,12 +73,12 @@ class Forward {
     total_ = most_ + kQueryBlock;
   }
 
-  /// Those of a document, whose queries run() takes from here on.
+  /// Loads the keys of a document; from here on run() takes its queries.
   void load_keys(int64_t b, int64_t g, const Document& document) {
     s_.take(document);
     const HeadRows<const T> k(k_, b, s_.first_key, g), v(v_, b, s_.first_key, g);
     for (int64_t first = s_.first_block(0, window_); first < s_.keys; first += kKeyBlock) {
-      // The queries' place serves as a buffer before they come.
+      // The queries' memory serves as a buffer before they are loaded.
       static_assert(kKeyBlock <= kQueryBlock);
       pack<T, C>(k, first, s_.keys - first, kKeyBlock, C(1), query_);
       transpose(query_, kKeyBlock, padded_, keys_ + first * padded_);
@@ -188,7 +188,7 @@ class Backward {
       const int64_t at = first * padded_;
       pack<T, C>(k, first, s_.keys - first, kKeyBlock, C(1), keys_ + at);
       transpose(keys_ + at, kKeyBlock, padded_, keys_t_ + at);
-      // Their gradient's place serves as a buffer before it comes.
+      // Their gradient's memory serves as a buffer before it is computed.
       pack<T, C>(v, first, s_.keys - first, kKeyBlock, C(1), dvalues_);
       transpose(dvalues_, kKeyBlock, padded_value_, values_t_ + first * padded_value_);
     }
@@ -204,7 +204,7 @@ class Backward {
   void query_block(int64_t b, int64_t h, int64_t first) {
     const int64_t rows = std::min(kQueryBlock, s_.queries - first);
     const HeadRows<const T> out(out_, b, s_.first_query, h);
-    // Scaled queries give the forward pass's scores, and dk its factor.
+    // Scaled queries give the forward pass's scores, and give dk its factor.
     pack<T, C>(HeadRows<const T>(q_, b, s_.first_query, h), first, rows, rows, scale_, query_);
     pack<T, C>(HeadRows<const T>(dout_, b, s_.first_query, h), first, rows, rows, C(1), dout_block_);
     std::fill_n(dquery_, rows * padded_, C(0));

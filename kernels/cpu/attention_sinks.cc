@@ -8,7 +8,7 @@
 namespace sheaf::kernels::cpu {
 namespace {
 
-/// f(row, b, h, t) of each row of out[B, T, H, E], in parallel.
+/// f(row, b, h, t) for each row of out[B, T, H, E], in parallel.
 template <class F>
 void for_rows(const View& out, F&& f) {
   const int64_t T = out.shape[1], H = out.shape[2];
@@ -17,7 +17,7 @@ void for_rows(const View& out, F&& f) {
   });
 }
 
-/// Of statistics [B, H, T].
+/// An element of statistics [B, H, T].
 template <class C>
 C& at(const View& x, int64_t b, int64_t h, int64_t t) {
   return x.as<C>()[b * x.strides[0] + h * x.strides[1] + t * x.strides[2]];
@@ -35,7 +35,7 @@ void attention_sinks(const View& sinks, const View& out, const View& lse) {
     for_rows(out, [&](int64_t row, int64_t b, int64_t h, int64_t t) {
       C& a = at<C>(lse, b, h, t);
       const C sink = sinks.as<const C>()[h * sinks.strides[0]];
-      const bool below = a < sink;  // false for NaN, which so stays
+      const bool below = a < sink;  // false for NaN, which therefore stays
       const C most = below ? sink : a, other = below ? a : sink;
       if (most == -INFINITY) return;  // neither keys nor a sink
       const C all = most + std::log1p(std::exp(other - most));

@@ -6,7 +6,7 @@
 
 #include "sheaf/kernels/cpu/simd.h"
 
-// This file is built for every machine; what needs these instructions is called behind it alone.
+// This file is built for every machine; code with these instructions is called only after its checks.
 namespace sheaf::kernels::cpu {
 
 bool dot::available() {

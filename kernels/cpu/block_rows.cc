@@ -17,7 +17,8 @@ using namespace sheaf::kernels::cpu;
 using L = Lanes<float>;
 
 
-/// Sixteen bytes of each of sixteen rows, as a vector of bytes of all rows for each place: four perfect shuffles.
+/// Sixteen bytes of each of sixteen rows become, for each of the sixteen places, a vector of all rows' bytes: four
+/// perfect shuffles.
 SHEAF_INLINE void transpose_bytes(const uint8_t* const* rows, int64_t at, uint8_t* to) {
   __m128i a[kLanes], b[kLanes];
   for (int i = 0; i < kLanes; ++i) a[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i] + at));
@@ -37,7 +38,7 @@ SHEAF_INLINE L int8_lanes(const uint8_t* codes) { return _mm512_cvtepi32_ps(_mm5
 struct Levels {
   __m512 all = _mm512_loadu_ps(kNf4Levels.data());
   template <int kShift>
-  SHEAF_INLINE L lanes(const uint8_t* codes) const {  // four bits of each byte; of more the permutation reads no more
+  SHEAF_INLINE L lanes(const uint8_t* codes) const {  // four bits of each byte; the permutation ignores the others
     return _mm512_permutexvar_ps(_mm512_srli_epi32(_mm512_cvtepu8_epi32(sixteen(codes)), kShift), all);
   }
 };
@@ -62,7 +63,8 @@ struct Levels {
 };
 #endif
 
-/// Sixteen outputs of the weight: where their rows are, and what of a block of each is in the first-level cache.
+/// Sixteen outputs of the weight: where their rows are, and the codes and scales of their current blocks, in the
+/// first-level cache.
 template <BlockFormat kFormat>
 struct OutputLanes {
   static constexpr int kCodes = static_cast<int>(block_bytes(kFormat)) - 2;
@@ -81,14 +83,15 @@ struct OutputLanes {
     for (int at = 0; at < kCodes; at += 16) transpose_bytes(rows, 2 + at, codes + at * kLanes);
     for (const uint8_t*& row : rows) row += block_bytes(kFormat);
     scale = L::load(scales);
-    // Pieces of so many rows are no stream that a machine would see: of the next outputs' as many
-    // bytes are fetched meanwhile.
+    // Hardware does not recognise pieces of this many rows as streams: meanwhile as many bytes of the next outputs
+    // are prefetched.
     for (int i = 0; i < kLanes * block_bytes(kFormat); i += 64) __builtin_prefetch(ahead + i);
     ahead += kLanes * block_bytes(kFormat);
   }
 };
 
-// A sum is one chain of additions: of one row two vectors of outputs go side by side, so that one waits less for itself.
+// A sum is one chain of additions: for one row, two vectors of outputs are computed side by side, so that each chain
+// waits less.
 template <int kRows, int kVectors, BlockFormat kFormat>
 void multiply(const BlockRows& p, int64_t first) {
   constexpr int kHalf = static_cast<int>(kBlockSize / 2);

@@ -19,8 +19,8 @@ struct BlockRows {
   float* y;
 };
 
-/// Outputs [first, first + 32) of at most kMostRows rows, as far as there are so many. Blocks are
-/// read once, and their values are in registers alone.
+/// Outputs [first, first + 32) of at most kMostRows rows, as far as there are that many. Blocks are read once, and
+/// their values are only in registers.
 void multiply_blocks(const BlockRows& p, int64_t first);
 
 }  // namespace sheaf::kernels::cpu

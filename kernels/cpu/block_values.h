@@ -23,7 +23,7 @@ SHEAF_INLINE void int8_values(const uint8_t* block, float* out) {
   for (int i = 0; i < kBlockSize; ++i) out[i] = static_cast<float>(codes[i]) * scale;
 }
 
-// Of sixteen products, which are looked up eight at a time.
+// Looks up sixteen products, eight at a time.
 SHEAF_INLINE void nf4_values(const uint8_t* block, float* out) {
   using Levels = float __attribute__((vector_size(32)));
   using Codes = int32_t __attribute__((vector_size(32)));

@@ -1,9 +1,9 @@
-// Blocks: how elementwise kernels meet strides and element types. Every operand is brought, kBlock
+// Blocks: how elementwise kernels handle strides and element types. Every operand is brought, kBlock
 // elements at a time in row-major order, into an array of a compute type (f32 for f32, bf16 and
-// f16; f64; i64 for integers and bool); the kernel's loop sees contiguous arrays only. So an
+// f16; f64; i64 for integers and bool); the kernel's loop sees only contiguous arrays. So an
 // element's value cannot depend on strides, cuts or alignment, and the number of loops to compile
-// is ops x 3 instead of ops x types x layouts. Operands that are contiguous and already of the
-// compute type are used where they lie.
+// is ops x 3 instead of ops x types x layouts. Operands that are contiguous and already of the compute type are
+// used in place.
 #pragma once
 
 #include <algorithm>
@@ -145,7 +145,7 @@ class BlockInput {
         constant_(cursor_.stride() == 0 && Runs(view).shape.rank() == 1) {
     if (constant_) load_run(view.dtype, view.data, 0, kBlock, buffer_);
   }
-  /// The block size, at most n, that lets a long run be used where it lies.
+  /// The block size, at most n, that lets a long run be used in place.
   int64_t limit(int64_t n) const {
     return direct_ && cursor_.run_left() >= kBlock / 8 ? std::min(n, cursor_.run_left()) : n;
   }
@@ -166,8 +166,7 @@ class BlockInput {
   C buffer_[kBlock];
 };
 
-/// An output of map_blocks: `next` gives the place for the next n elements, `done` brings them
-/// home.
+/// An output of map_blocks: `next` gives the place for the next n elements, `done` stores them.
 template <class C>
 class BlockOutput {
  public:
@@ -194,7 +193,7 @@ class BlockOutput {
   C buffer_[kBlock];
 };
 
-/// Checks that all views have the shape of the first; kernels do not broadcast by themselves.
+/// Checks that all views have the shape of the first; kernels do not broadcast.
 template <class... Views>
 void check_shapes(const char* who, const View& first, const Views&... rest) {
   (check<ShapeError>(rest.shape == first.shape, "[", who, "] kernel operands have shapes ",

@@ -1,5 +1,5 @@
 // Short convolutions along the tokens, compiled twice ([Note: two builds of one kernel] in simd.h): memory-bound, in squares of few enough
-// channels that what W taps read again is in the nearest cache. Sizes are named in causal_conv.h.
+// channels that what the W taps reread is in the nearest cache. Sizes are named in causal_conv.h.
 #include <algorithm>
 #include <vector>
 
@@ -34,7 +34,7 @@ class Conv {
 
   /// The row that tap j of token t reads.
   const T* row(int64_t b, int64_t t, int64_t j) const { return x_ + b * sequence_ + (t - taps + 1 + j) * token_; }
-  /// The first tap of token t that reads its document.
+  /// The first tap of token t that reads inside its document.
   int64_t first_tap(int64_t b, int64_t t) const { return std::max<int64_t>(0, taps - 1 - t + begin(b, t)); }
   int64_t begin(int64_t b, int64_t t) const { return begins_ ? std::max(begins_[b * begins_of_sequence_ + t], 0) : 0; }
   Lanes<C> tap(int64_t j, int64_t c) const { return Lanes<C>::load(weight_.data() + j * padded_ + c); }
@@ -87,7 +87,7 @@ void slopes(const Conv<T>& conv, const View& dy, const ConvSquare& s, int64_t en
   }
 }
 
-/// dx of a square, of the slopes of its tokens and of those behind them that read some of them.
+/// dx of a square, from the slopes of its tokens and of later ones that read some of them.
 template <class T, class C>
 void store_dx(const Conv<T>& conv, const ConvSquare& s, int64_t end, const C* g, const View& dx) {
   for (int64_t t = s.first; t < s.end; ++t, g += kConvChannels) {

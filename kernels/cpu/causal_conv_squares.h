@@ -10,12 +10,12 @@ namespace sheaf::kernels::cpu {
 
 inline constexpr int64_t kConvTokens = 64, kConvChannels = 128;
 
-/// Tokens [first, end) of a sequence, which are block `block` of all, and some of their channels.
+/// Tokens [first, end) of a sequence, block number `block` of all, and some of their channels.
 struct ConvSquare {
   int64_t sequence, block, first, end, first_channel, channels;
 };
 
-/// The squares of one call; channels of one block of tokens after another.
+/// The squares of one call: all channels of a block of tokens, then of the next.
 struct ConvSquares {
   int64_t batch, tokens, channels;
   explicit ConvSquares(const CausalConvOperands& x) : batch(x.x.shape[0]), tokens(x.x.shape[1]), channels(x.x.shape[2]) {}
@@ -32,7 +32,7 @@ struct ConvSquares {
   int64_t padded_channels() const { return padded(channels); }
   int64_t grain() const { return row_grain(kConvTokens * kConvChannels); }
   int64_t slots() const { return slot_count(count(), grain()); }
-  /// Of a slot: gradients of a square's tokens, and of those behind it that read some of them.
+  /// Scratch of a slot: gradients of a square's tokens, and of later ones that read some of them.
   int64_t slope_cells(int64_t taps) const { return (kConvTokens + taps - 1) * kConvChannels; }
   /// What each block of tokens adds to the gradient of the weight.
   int64_t part_cells(int64_t taps) const { return blocks() * taps * padded_channels(); }

@@ -9,8 +9,8 @@
 
 namespace sheaf::kernels::cpu {
 
-/// DataError if begins[B, T] are none: a token's document begins at it, or where that of the one before it does. The first token stands
-/// at position `past`, and its document may have begun from `earliest` on; a recurrent layer knows no bound.
+/// DataError if begins[B, T] are invalid: a token's document must begin at it, or where its predecessor's does. The first token is at
+/// position `past`, and its document may have begun at `earliest` or later; recurrent layers have no bound.
 inline void check_documents(const char* who, const View& begins, int64_t past = 0, int64_t earliest = INT32_MIN) {
   if (!given(begins)) return;
   for (int64_t b = 0; b < begins.shape[0]; ++b) {

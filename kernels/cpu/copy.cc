@@ -68,8 +68,8 @@ void copy_bits(const View& src, const View& dst) {
       std::memcpy(to + begin, from + begin, static_cast<size_t>(end - begin) * sizeof(T));
     });
   }
-  // A transpose: src runs densely along an outer dimension. Tiles of the two keep both sides within
-  // the cache.
+  // A transpose: src runs densely along an outer dimension. Tiles of the two dimensions keep both sides within the
+  // cache.
   int dense = -1;
   for (int i = 0; i < last; ++i)
     if (plan.src[i] == 1 && plan.shape[i] >= 8) dense = i;
@@ -114,7 +114,8 @@ void copy(const View& src, const View& dst) {
   if (src.dtype != dst.dtype) {
     return visit_compute(compute_type(src.dtype), [&]<class C>() {
       parallel_for(dst.numel(), kGrain, [&](int64_t begin, int64_t end) {
-        // Blocks are read to where dst holds what is computed in, else written from where src does.
+        // If dst has the compute type, blocks are read directly into it, else they are written from where src has
+        // them.
         if (dst.dtype == dtype_of<C>) {
           Cursor from(src, begin);
           BlockOutput<C> to(dst, begin);

@@ -15,14 +15,14 @@ inline ComputeType<T> log_sum_exp(const T* x, int64_t n) {
   return most + std::log(sum_of_exp(x, n, most));
 }
 
-/// out = exp(x - lse) * scale, but at_target(exp(x - lse)) at `target`, if the row has it; out may
-/// be x. Of logits that are capped by 1 / inverse_cap, what that is of those before.
+/// out = exp(x - lse) * scale, but at_target(exp(x - lse)) at `target`, if the row has it; out may be x. For logits
+/// capped by 1 / inverse_cap, the gradient of those before the cap.
 template <class T, class Out, class AtTarget, class C = ComputeType<T>>
 inline void logit_row_backward(const T* x, int64_t n, int64_t target, C lse, C scale,
                                AtTarget&& at_target, Out* out, C inverse_cap = 0) {
   using L = Lanes<C>;
   const bool here = target >= 0 && target < n;
-  // The target's element is computed apart, from x before it is overwritten.
+  // The target's element is computed separately, from x before it is overwritten.
   const C shifted = here ? static_cast<C>(x[target]) - lse : C(0);
   const C slope = here ? softcap_slope(static_cast<C>(x[target]), inverse_cap) : C(1);
   if (inverse_cap == 0) {

@@ -1,10 +1,10 @@
-// Gradients of the gated delta rule, compiled twice. With G the gradient of a chunk's results, dS that of the state behind it, X that of
-// beta (v - γ Sᵀ k), the right hand side that what tokens write is solved from, and Y = beta X:
+// Gradients of the gated delta rule, compiled twice. With G the gradient of a chunk's results, dS that of the state after it, X that of
+// beta (v - γ Sᵀ k), the right-hand side from which u is solved, and Y = beta X:
 //
 //   dU = Pᵀ G + Λ_last K dS      (1 + A)ᵀ X = dU      dP = G Uᵀ (j <= i)      dN = Y Uᵀ (j < i), N = -A / beta
 //   dv = Y      dbeta_i = X_i·u_i / beta_i      dS before = γ_last dS + scale Qᵀ γ G - Kᵀ γ Y
 //
-// and the rest by products. Nothing is divided by beta: what u is beta times of is kept from the first pass, which computes the states.
+// and the rest by products. Nothing is divided by beta: u / beta is kept from the first pass, which computes the states.
 #include "sheaf/kernels/cpu/delta_rule_chunk.h"
 
 namespace sheaf::kernels::SHEAF_SIMD_NAMESPACE {
@@ -66,8 +66,8 @@ class Backward : DeltaRuleChunk<T, C> {
       Base::ratios_, Base::lower_, Base::gamma_, Base::beta_, Base::scale_, Base::scores_, Base::written_, Base::gate, Base::differences_,
       Base::last_gamma, Base::last_ratios, Base::key_factors_, Base::query_factors_, Base::eps_;
 
-  /// The state before the chunk, nullptr if it is zero. Those within a document have a slot: no other chunk that is not its document's
-  /// first begins among the same kDeltaChunk tokens.
+  /// The state before the chunk, nullptr if it is zero. Every chunk but its document's first has a slot of its own: no other such
+  /// chunk begins among the same kDeltaChunk tokens.
   C* state_before(int64_t j) const {
     if (!chunk_.begins) return state_slot(chunk_.first, j);
     return chunk_.first == 0 && given(x_.initial) ? initial_ + j * s_.state_cells() : nullptr;
@@ -75,7 +75,7 @@ class Backward : DeltaRuleChunk<T, C> {
   C* state_slot(int64_t t, int64_t j) const { return states_ + (t / kDeltaChunk * s_.group() + j) * s_.state_cells(); }
   C* differences_of(int64_t j) const { return all_differences_ + (j * s_.tokens + chunk_.first) * s_.value_columns(); }
 
-  /// Keeps what the gradients of head h, the j-th of its key head, need.
+  /// Saves what the gradients of head h, the j-th of its key head, need.
   void keep(int64_t h, int64_t j) {
     this->load_gates(h);
     this->write(h, state_before(j));
@@ -83,7 +83,7 @@ class Backward : DeltaRuleChunk<T, C> {
     if (!chunk_.ends) this->advance(state_before(j), state_slot(chunk_.first + n_, j));
   }
 
-  /// Gradients of what head h alone reads, and those of keys, queries and their products in sums.
+  /// Stores the gradients of what only head h reads, and adds to those of keys, queries and their products.
   void head(int64_t h, int64_t j) {
     const C* state = state_before(j);
     C* const dstate = dstates_ + j * s_.state_cells();
@@ -95,7 +95,7 @@ class Backward : DeltaRuleChunk<T, C> {
     for (int64_t i = 0; i < n_; ++i) scale_row(beta_[i], differences + i * columns, columns, written_ + i * columns);
     pack<T, C>(this->rows(dout_, h), 0, n_, n_, C(1), dresult_);
 
-    // dU, X and the gradients that are rows of X.
+    // dU, X and the gradients that follow from rows of X.
     lower_transposed_product(n_, columns, scores_, dresult_, dwritten_, false);
     C last_dots[kDeltaChunk] = {};  // Λ_last,j ∂/∂Λ_last,j
     if (has_dstate) {
@@ -113,7 +113,7 @@ class Backward : DeltaRuleChunk<T, C> {
     unpack(dvalues, C(1), HeadRows<T>(d_.v, b_, chunk_.first, h), 0, n_);
     for (int64_t i = 0; i < n_; ++i) gate(d_.beta, i, h) = dot(dwritten_ + i * columns, differences + i * columns, columns);
 
-    // dP and dN. Their columns behind the last token, of rows that hold anything, nobody reads.
+    // dP and dN. Their columns after the last token, which may hold anything, are never read.
     transpose(written_, kDeltaChunk, columns, written_t_);
     product_to_lower(n_, s_.value_width, dresult_, columns, written_t_, dscores_);
     product_to_lower(n_, s_.value_width, dvalues, columns, written_t_, dlower_);
@@ -124,7 +124,7 @@ class Backward : DeltaRuleChunk<T, C> {
         const L dscores = L::load(dscores_ + e), dlower = L::load(dlower_ + e), ratios = L::load(ratios_ + e);
         fma(L(scale_) * ratios, dscores, L::load(dqk_ + e)).store(dqk_ + e);
         fma(L(C(-1)) * ratios, dlower, L::load(dkk_ + e)).store(dkk_ + e);
-        // Of Λ, times Λ.
+        // The gradient of Λ, times Λ.
         fma(dscores, L::load(scores_ + e), dlower * L::load(lower_ + e)).store(dscores_ + e);
       }
     }
@@ -156,7 +156,7 @@ class Backward : DeltaRuleChunk<T, C> {
     store_decays(h, dratios);
   }
 
-  /// dx += dy Sᵀ, and what that gives γ, times γ.
+  /// dx += dy Sᵀ, and the gradient of γ from it, times γ.
   void answer(const C* dy, const C* x, C* dx) {
     const int64_t columns = s_.columns();
     tile_gemm<C>(n_, columns, s_.value_width, dy, s_.value_columns(), 1, state_t_, columns, answers_, columns, false);
@@ -167,8 +167,8 @@ class Backward : DeltaRuleChunk<T, C> {
     }
   }
 
-  /// A decay is in all Λ_ij with j before it and i not, and in the γ_i with i not before it. Running sums from the last token on: no
-  /// differences of sums, which would lose what is small among what is large.
+  /// A decay enters all Λ_ij with j before it and i not, and the γ_i with i not before it. Running sums from the last token
+  /// backwards: no differences of sums, which would lose small values among large ones.
   void store_decays(int64_t h, const C* dratios) {
     C since[kDeltaChunk] = {}, sum = 0;
     for (int64_t i = n_; i-- > 0;) {
@@ -188,7 +188,7 @@ class Backward : DeltaRuleChunk<T, C> {
     store_normalised(dqueries_, queries_, query_factors_, d_.q, g);
     store_normalised(dkeys_, keys_, key_factors_, d_.k, g);
   }
-  /// Of y = factor x, factor = 1 / |x|: dx = factor (dy - y (y·dy)).
+  /// The gradient of y = factor x, factor = 1 / |x|: dx = factor (dy - y (y·dy)).
   void store_normalised(C* dy, const C* y, const C* factors, const View& to, int64_t g) {
     const int64_t columns = s_.columns();
     for (int64_t i = 0; i < n_ && eps_ != 0; ++i) {

@@ -29,7 +29,7 @@ inline View rows_of(View state) {
   return state;
 }
 
-/// T: storage type, C: the type of all that is computed.
+/// T: storage type, C: compute type.
 template <class T, class C>
 class DeltaRuleChunk {
  public:
@@ -51,7 +51,7 @@ class DeltaRuleChunk {
     return v.as<C>()[b_ * v.strides[0] + (chunk_.first + i) * v.strides[1] + h * v.strides[2]];
   }
 
-  /// Keys of the chunk and their products. What follows is of this chunk, too.
+  /// Loads keys of the chunk and their products. The functions below are about this chunk, too.
   void load_keys(int64_t b, int64_t g, const Chunk& chunk) {
     b_ = b, chunk_ = chunk, n_ = chunk.count;
     load_normalised(x_.k, g, keys_, key_factors_);
@@ -63,9 +63,9 @@ class DeltaRuleChunk {
     product_to_lower(n_, s_.width, queries_, s_.columns(), keys_t_, qk_);
   }
 
-  /// beta, γ, Λ of head h, and N, which is -A / beta below the diagonal. On it nobody reads.
+  /// beta, γ, Λ of head h, and N, which is -A / beta below the diagonal. The diagonal is never read.
   void load_gates(int64_t h) {
-    C sums[kDeltaChunk] = {}, sum = 0, since[kDeltaChunk];  // since[j]: the sum behind token j, up to the one at hand
+    C sums[kDeltaChunk] = {}, sum = 0, since[kDeltaChunk];  // since[j]: the sum after token j, up to the current one
     std::fill_n(since, kDeltaChunk, -std::numeric_limits<C>::infinity());
     for (int64_t i = 0; i < n_; ++i) {
       const C decay = gate(x_.decay, i, h);
@@ -93,7 +93,8 @@ class DeltaRuleChunk {
   const C* last_ratios() const { return ratios_ + (n_ - 1) * kDeltaChunk; }
   C last_gamma() const { return gamma_[n_ - 1]; }
 
-  /// What each token writes, u, and by what its value differs from what the state answers, u / beta. A state of nullptr is zero.
+  /// Computes u, what each token writes, and u / beta, by which its value differs from the state's answer. A state of nullptr is
+  /// zero.
   void write(int64_t h, const C* state) {
     const int64_t columns = s_.value_columns();
     pack<T, C>(rows(x_.v, h), 0, n_, n_, C(1), differences_);
@@ -108,7 +109,7 @@ class DeltaRuleChunk {
     solve_lower(n_, columns, lower_, beta_, differences_, written_);
   }
 
-  /// The state behind the chunk, from the one before it. What was written is scaled.
+  /// The state after the chunk, from the one before it. Scales u in place.
   void advance(const C* from, C* to) {
     const int64_t columns = s_.value_columns();
     for (int64_t i = 0; i < n_; ++i) scale_row(last_ratios()[i], written_ + i * columns, columns, written_ + i * columns);

@@ -1,4 +1,5 @@
-// How the delta rule is cut: sizes, the scratch memory that one slot needs, and which tokens are a chunk; shared by dispatcher and kernels.
+// How the delta rule is cut: sizes, the scratch memory that one slot needs, and which tokens form a chunk; shared by dispatcher and
+// kernels.
 #pragma once
 
 #include "sheaf/kernels/cpu/head_rows.h"
@@ -27,13 +28,13 @@ struct DeltaRuleShape {
   int64_t slots() const { return slot_count(items(), 1); }
 
   static constexpr int64_t kSquare = kDeltaChunk * kDeltaChunk;
-  /// Of a chunk: keys, as they are and transposed, queries and their factors; what they give among one another, and with the gates of a
-  /// head; three blocks of values; four numbers a token.
+  /// For a chunk: keys, plain and transposed, queries and their factors; their products, and those with the gates of a head; three
+  /// blocks of values; four numbers per token.
   int64_t chunk_cells() const { return kDeltaChunk * (3 * columns() + 3 * value_columns() + 4) + 5 * kSquare; }
-  /// A state of each value head besides.
+  /// In addition a state for each value head.
   int64_t forward_cells() const { return chunk_cells() + group() * state_cells(); }
-  /// Of each value head two states besides, of which one is a gradient, and the differences of all tokens and the states before chunks;
-  /// four more squares and blocks of values, three of keys, a transposed state, and a number a token.
+  /// In addition, for each value head, two states (one a gradient), the differences of all tokens and the states before chunks; four
+  /// more squares and blocks of values, three of keys, a transposed state, and a number per token.
   int64_t backward_cells() const {
     const int64_t chunks = (tokens + kDeltaChunk - 1) / kDeltaChunk;
     return chunk_cells() + group() * ((2 + chunks) * state_cells() + tokens * value_columns()) + 4 * kSquare +
@@ -41,7 +42,7 @@ struct DeltaRuleShape {
   }
 };
 
-/// Tokens that are computed together: of one document, of which they are the first or the last, or not.
+/// Tokens of one document that are computed together, and whether they are its first or last.
 struct Chunk {
   int64_t first, count;
   bool begins, ends;
@@ -60,7 +61,7 @@ class Chunks {
     while (end < tokens_ && end - t < kDeltaChunk && begin_of(end) == begin) ++end;
     return {t, end - t, t == begin, end == tokens_ || begin_of(end) != begin};
   }
-  /// The one that ends in front of token t.
+  /// The one that ends before token t.
   Chunk before(int64_t t) const { return from(t - 1 - (t - 1 - begin_of(t - 1)) % kDeltaChunk); }
 
  private:

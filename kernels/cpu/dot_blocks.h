@@ -11,7 +11,7 @@
 
 namespace sheaf::kernels::cpu::dot {
 
-/// What a thread needs while it multiplies: nothing, other than for tiles.
+/// What a thread needs while it multiplies: nothing, unlike for tiles.
 struct Scope {
   Scope() {}
 };

@@ -13,7 +13,7 @@ namespace {
 using namespace sheaf::kernels::cpu;
 
 // The loops that g++ vectorises. ivdep: an output is disjoint from an input, or the same element
-// for element. F has no members: a loop is known by its type.
+// for element. F has no members: its type determines the loop.
 template <class C, class Out, class F>
 void loop1(Out* to, const C* x, int64_t n) {
 #pragma GCC ivdep
@@ -98,7 +98,7 @@ Loop1<C, Out> unary_loop(UnaryOp op) {
           return use([](C v) { return static_cast<C>(std::sin(static_cast<double>(v))); });
         case UnaryOp::cos:
           return use([](C v) { return static_cast<C>(std::cos(static_cast<double>(v))); });
-        // log(1 + e) from the 1 + e that there is (Kahan).
+        // log(1 + e), corrected for the rounding of 1 + e (Kahan).
         case UnaryOp::softplus:
           return use([](C v) {
             const C e = vm::exp(-std::abs(v)), u = C(1) + e, tail = u == C(1) ? e : vm::log(u) * (e / (u - C(1)));
@@ -167,7 +167,7 @@ void swiglu_loop(C* to, const C* gate, const C* up, int64_t n) {
   loop2<C, C, decltype(f)>(to, gate, up, n);
 }
 
-// Out of line: in copies of it g++ could order factors differently, and of two NaN the first gives the sign.
+// Out of line: in inlined copies g++ could order factors differently, and of two NaN the first determines the sign.
 template <class C>
 [[gnu::noinline]] void shifted_swiglu_loop(C* to, const C* gate, const C* up, C alpha, int64_t n) {
 #pragma GCC ivdep
@@ -276,7 +276,7 @@ void clamped_swiglu(const View& gate, const View& up, double alpha, double limit
   if (compute == kI64) fail<DTypeError>("[clamped_swiglu] is not defined for ", out.dtype);
   auto run = [&]<class C>() {
     const C slope = static_cast<C>(alpha), most = static_cast<C>(limit);
-    // The loops of the steps that it is when it is fused.
+    // The loops of the same steps as when it is fused.
     const auto loop = [=](C* to, const C* g, const C* u, int64_t n) {
       C held[kBlock];  // `to` may be `u`
       clamp_loop(held, u, -most, most, n);

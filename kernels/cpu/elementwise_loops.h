@@ -1,5 +1,5 @@
-// The loops of elementwise functions, over contiguous arrays of a compute type: what kernels of one op (elementwise.cc) and
-// of several (fused.cc) run, so that both give the same bits.
+// The loops of elementwise functions, over contiguous arrays of a compute type: shared by kernels of one op
+// (elementwise.cc) and of several (fused.cc), so that both give the same bits.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ template <class C, class Out>
 Loop1<C, Out> unary_loop(UnaryOp op);
 template <class C, class Out>
 Loop2<C, Out> binary_loop(BinaryOp op);
-/// From what was kept and the gradient of the output. C is float or double.
+/// From the kept value and the gradient of the output. C is float or double.
 template <class C>
 Loop2<C> backward_loop(BackwardOp op);
 /// From gate and up. C is float or double.

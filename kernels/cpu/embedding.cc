@@ -27,7 +27,7 @@ void check_dtypes(const View& rows, const View& table, bool wide) {
       "[embedding] rows of ", rows.dtype, " and a table of ", table.dtype);
 }
 
-/// Adds rows to the table, whose first is `first_row`, one by one, in row order. Threads share
+/// Adds rows to the table, whose first row is `first_row`, one by one, in row order. Threads share
 /// columns, never rows.
 template <class From, class T>
 void scatter(const Indices& token, int64_t first_row, const Rows<From>& from, const Rows<T>& to,

@@ -1,5 +1,5 @@
-// Products with the matrix of each expert, of the rows that are in use: they are brought together, so that an expert with few
-// rows of each of many groups has products of many.
+// Products of the rows in use with the matrix of each expert. Rows are brought together, so that an expert with few rows in
+// each of many groups has products of many rows.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -15,25 +15,25 @@ namespace sheaf::kernels::cpu {
 namespace {
 
 // Rows are multiplied in pieces of whole units: a piece has one of a few sizes, so that the
-// workspace for the largest is found without the counts. What a unit has besides is zero.
+// workspace for the largest is found without the counts. The rest of a unit is zero.
 constexpr int64_t kPiece = 512, kUnit = 32;
 constexpr const char *kLinear = "expert_linear", *kGradient = "expert_weight_gradient";
 
 constexpr int64_t in_units(int64_t rows) { return (rows + kUnit - 1) / kUnit * kUnit; }
 
-/// So many rows in use, from row `first` of a group on.
+/// Rows in use, from row `first` of a group on.
 struct Piece {
   int64_t group, first, rows;
 };
 
-/// The groups of experts, [E, ..] as counts has them, and where their rows lie in rows[Q, .., R, C].
+/// The groups of experts, [E, ..] as counts has them, and where their rows are in rows[Q, .., R, C].
 class Groups {
  public:
   Groups(const char* who, const View& counts, const View& rows)
       : parts_{counts.shape[0], rows.shape[0]}, room_(rows.shape.dim(-2)) {
     const Elements<int32_t> taken(who, counts);
     count_ = taken.count(), each_ = parts_.experts ? count_ / parts_.experts : 0;
-    if (!counts.data) return;  // sizes are asked for
+    if (!counts.data) return;  // only sizes are asked for
     rows_.resize(static_cast<size_t>(count_));
     for (int64_t q = 0; q < parts_.parts; ++q)
       for (int64_t j = 0; j < each_; ++j)
@@ -46,7 +46,7 @@ class Groups {
   int64_t experts() const { return parts_.experts; }
   int64_t count() const { return count_; }
   int64_t used(int64_t group) const { return rows_[static_cast<size_t>(group)].count; }
-  /// Among those of all parts, [Q, ..], and the first of its rows there.
+  /// A group's index among those of all parts, [Q, ..], and the first of its rows there.
   int64_t group_of_part(int64_t group) const { return parts_.part_of(group / each_) * each_ + group % each_; }
   int64_t begin(int64_t group) const { return rows_[static_cast<size_t>(group)].begin; }
 
@@ -91,7 +91,7 @@ class Groups {
       at += rows;
     }
   }
-  /// f(group of a part, its first row behind those in use), in parallel.
+  /// f(group of a part, its first row after those in use), in parallel.
   template <class F>
   void rests(F&& f) const {
     parallel_for(parts_.parts * each_, 1, [&](int64_t begin, int64_t end) {
@@ -135,7 +135,7 @@ class Source {
   /// Bytes of a piece of `rows`, and the piece as a matrix.
   size_t piece_bytes(int64_t rows) const { return line_align(static_cast<size_t>(rows) * row_bytes()); }
   View matrix(void* piece, int64_t rows) const { return View::dense(piece, rows_.dtype, {rows, cols()}); }
-  /// Brings rows together in `memory`, zeros behind them.
+  /// Brings rows together in `memory`, followed by zeros.
   void gather(const Groups& groups, const Piece& piece, char* memory) const {
     copy(groups, piece, memory, true);
     std::memset(memory + static_cast<size_t>(piece.rows) * row_bytes(), 0,
@@ -144,7 +144,7 @@ class Source {
   void scatter(const Groups& groups, const Piece& piece, char* memory) const {
     copy(groups, piece, memory, false);
   }
-  /// Zeros behind the rows in use.
+  /// Zeros the rows after those in use.
   void clear_rests(const Groups& groups) const {
     groups.rests([&](int64_t group, int64_t row) {
       for (; row < rows_.shape.dim(-2); ++row) std::memset(at(group, row), 0, row_bytes());
@@ -176,12 +176,12 @@ View weight_of(View v, int64_t expert) {
 
 View bias_of(const View& all, int64_t expert) { return all.rank() ? weight_of(all, expert) : View{}; }
 
-/// Each expert's matrix [O, I] as it is multiplied: with fp8 rounded, once for all of its pieces.
+/// Each expert's matrix [O, I] as it is multiplied: rounded for fp8, once for all of its pieces.
 class Rounded {
  public:
   Rounded(const View& weight, bool fp8) : weight_(weight), fp8_(fp8) {}
   size_t bytes() const { return fp8_ ? line_align(static_cast<size_t>(weight_of(weight_, 0).bytes())) : 0; }
-  /// In `memory`, if it is rounded, and is there (nullptr to ask for sizes).
+  /// In `memory` if it is rounded (nullptr to ask for sizes).
   View matrix(int64_t expert, void* memory) const {
     const View from = weight_of(weight_, expert);
     if (!fp8_) return from;
@@ -195,7 +195,7 @@ class Rounded {
   bool fp8_;
 };
 
-/// Products that add up are made in the type of computation.
+/// Products that are added up are computed in the compute type.
 struct Gradient {
   View dweight, sum;  // of one expert
   bool copies;

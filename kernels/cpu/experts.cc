@@ -10,7 +10,7 @@
 namespace sheaf::kernels::cpu {
 namespace {
 
-/// f(weights, in the type in which rows are computed) for the storage type of rows and `other`.
+/// f(weights, in the rows' compute type) for the storage type of rows and `other`.
 template <class F>
 void visit_rows(const char* who, const View& rows, const View& other, const View& weights, F&& f) {
   check<DTypeError>(rows.dtype == other.dtype, "[", who, "] dtypes ", rows.dtype, " and ",

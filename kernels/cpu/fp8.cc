@@ -29,7 +29,7 @@ SHEAF_INLINE float rounded(float value, float scale, float inverse) {
 
 template <class T>
 void round_row(const T* from, T* to, int64_t n) {
-  uint32_t largest = 0;  // the order of magnitudes is that of their bits, NaN last
+  uint32_t largest = 0;  // magnitudes are ordered as their bits, NaN last
   for_chunks(from, n, [&](const float* chunk, int64_t size, int64_t) {
     for (int64_t i = 0; i < size; ++i) largest = std::max(largest, std::bit_cast<uint32_t>(chunk[i]) & 0x7fffffffu);
   });
@@ -40,7 +40,7 @@ void round_row(const T* from, T* to, int64_t n) {
   });
 }
 
-/// So many rows next to each other, in lines of `depth`: as round_row() each.
+/// `rows` rows next to each other, in lines of `depth`; each is rounded as by round_row().
 template <class T>
 void round_lines(const Rows<const T>& from, const Rows<T>& to, int64_t line, int64_t depth, int64_t first, int64_t rows) {
   uint32_t largest[kChunk] = {};

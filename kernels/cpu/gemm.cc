@@ -70,7 +70,7 @@ struct Problem {
                           (g.c.dtype == g.a.dtype || (g.c.dtype == kF32 && g.a.dtype != kF64)),
                       "[", g.who, "] no product of ", g.a.dtype, " and ", g.b.dtype, " into ",
                       g.c.dtype);
-    // Batches that share b and lie behind one another are more rows.
+    // Consecutive batches that share b are just more rows.
     while (!batch.empty()) {
       const int last = batch.rank() - 1;
       const bool joins =
@@ -120,8 +120,8 @@ struct Cut {
   int64_t rows = 1, cols = 1;
 };
 
-/// A product as parts for the threads. Whole batches go to a thread each if there are enough of them; else every one
-/// is cut into a grid. Where a part cannot write c as it lies, it writes a dense copy of its own.
+/// A product as parts for the threads. Each thread gets whole batches if there are enough of them; else every batch
+/// is cut into a grid. Where a part cannot write c in place, it writes a dense copy of its own.
 class Plan {
  public:
   explicit Plan(const Problem& problem) : p_(problem) {
@@ -148,11 +148,11 @@ class Plan {
   }
 
  private:
-  // Cuts fall between whole tiles, but for the strips of 6 rows of machines without AVX-512.
+  // Cuts fall between whole tiles, except for the strips of 6 rows on machines without AVX-512.
   static constexpr int64_t kRowUnit = 32, kColUnit = 96;
 
-  /// The cut into `parts` with the least work on the largest part. A thread packs its columns of b, and its rows of a if
-  /// they do not lie in rows, itself: that costs about as much as multiplying 16 rows.
+  /// The cut into `parts` with the least work on the largest part. Each thread itself packs its columns of b, and its
+  /// rows of a unless these are dense: that costs about as much as multiplying 16 rows.
   Cut best_cut(int64_t parts) const {
     Cut best;
     double least = std::numeric_limits<double>::infinity();

@@ -1,5 +1,5 @@
-// The product behind matmul, linear and linear_cross_entropy: f32 and f64 by vectors, bf16 by the instructions that the
-// machine has for it (AMX, AVX512_BF16); f16, and bf16 elsewhere, are multiplied as f32.
+// The product used by matmul, linear and linear_cross_entropy: f32 and f64 by vectors, bf16 by the instructions that
+// the machine has for it (AMX, AVX512_BF16); f16, and bf16 elsewhere, are multiplied as f32.
 #pragma once
 
 #include "sheaf/core/device.h"
@@ -7,7 +7,7 @@
 
 namespace sheaf::kernels::cpu {
 
-/// Workspace that gemm() wants for `g`, and the product.
+/// The workspace that gemm() needs for `g`, and the product.
 size_t gemm_workspace(const Gemm& g);
 void gemm(const Gemm& g, Workspace workspace);
 

@@ -8,7 +8,7 @@ namespace {
 using squares::kStepBytes;
 using squares::Square;
 
-/// A square is four blocks of 8 rows, of which those with rows that count are multiplied.
+/// A square is four blocks of 8 rows; only blocks with rows that count are multiplied.
 struct Dots {
   using Scope = dot::Scope;
   static constexpr int64_t kBlockSteps = 8;  // a side is 16 KiB

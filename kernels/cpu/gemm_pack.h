@@ -20,7 +20,7 @@ struct Sides {
 
 inline __mmask32 first_of_32(int64_t n) { return n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1; }
 
-/// 32 words of row `row` of a block of which `rows` rows of `width` words are there; zeros elsewhere.
+/// 32 words of row `row` of a block that has `rows` rows of `width` words; zeros elsewhere.
 inline __m512i edge(const uint16_t* from, int64_t stride, int64_t row, int64_t rows, __mmask32 width) {
   return row < rows ? _mm512_maskz_loadu_epi16(width, from + row * stride) : _mm512_setzero_si512();
 }

@@ -14,7 +14,7 @@
 
 namespace sheaf::kernels::cpu {
 
-/// Element (i, j) lies at data + i * row_stride + j * col_stride, counted in elements.
+/// Element (i, j) is at data + i * row_stride + j * col_stride, counted in elements.
 struct MatrixOperand {
   char* data;
   DType dtype;
@@ -22,7 +22,7 @@ struct MatrixOperand {
 };
 
 /// c[rows, cols] = a[rows, depth] b[depth, cols] + bias[cols], or c += a b if `accumulate` (then without bias). a and b
-/// have one dtype, whatever strides; c has the dtype of computation and dense rows. No size is zero.
+/// have one dtype and any strides; c has the compute dtype and dense rows. No size is zero.
 struct GemmPart {
   int64_t rows, cols, depth;
   MatrixOperand a, b, c;
@@ -30,7 +30,7 @@ struct GemmPart {
   bool accumulate;
 };
 
-/// Of products by vectors: how long a chain is.
+/// The length of a chain in products by vectors.
 inline constexpr int64_t kDepthBlock = 384;
 
 /// Bytes of scratch memory that gemm_part needs, aligned to 128. Bounded, whatever the sizes.

@@ -1,8 +1,8 @@
 // The matrix product by vectors, compiled twice ([Note: two builds of one kernel] in simd.h).
 //
 // K. Goto and R. van de Geijn, "Anatomy of high-performance matrix multiplication" (2008), with the inner loops
-// exchanged: a block of b is packed in panels into the second-level cache; a strip of a, which is read where it lies if its
-// rows are dense, stays in the first-level one while the panels come by, and c is written along its rows.
+// exchanged: a block of b is packed in panels into the second-level cache; a strip of a, which is read in place if its rows
+// are dense, stays in the first-level one while the panels pass by, and c is written along its rows.
 #include "sheaf/kernels/cpu/gemm_part.h"
 
 #include <algorithm>
@@ -33,18 +33,18 @@ template <class C>
 inline constexpr int kPanel = 1;
 #endif
 
-// b's packed block is 1.2 MB of floats, a's 0.4 MB: both stay in a second-level cache of 2 MiB. Of a smaller one, half is
-// for b. The width of its blocks changes no bit.
+// b's packed block is 1.2 MB of floats, a's 0.4 MB: both stay in a second-level cache of 2 MiB. With a smaller one, b's
+// block is half as wide. The width of its blocks changes no bit.
 constexpr int64_t kRowBlock = 240;
 int64_t col_block() {
   static const int64_t width = sysconf(_SC_LEVEL2_CACHE_SIZE) >= (2 << 20) ? 768 : 384;
   return width;
 }
-// With few rows, packing b is much of the work, most of it waiting for memory. Then its blocks are
-// narrow, so that the next one fits in the cache beside the packed one, and is fetched while tiles
-// are multiplied; with yet fewer they are a panel wide. More read a too often. If b's rows are
-// dense, a narrow block is of short pieces that may share few sets of the cache: measured, it pays
-// less, and of few rows nothing.
+// With few rows, packing b is much of the work, most of it waiting for memory. Then its blocks are narrow, so that
+// the next one fits in the cache next to the packed one, and is fetched while tiles are multiplied; with even fewer
+// rows they are a panel wide. With many rows, narrow blocks would read a too often. If b's rows are dense, a narrow
+// block consists of short pieces that may share few sets of the cache: by measurement it pays less, and not at all
+// with few rows.
 constexpr int64_t kNarrowLeastRows = 48, kNarrowMostRows = 384, kNarrowBlock = 96;
 constexpr int64_t kNarrowMostRowsByRows = 256, kNarrowBlockByRows = 192;
 
@@ -58,7 +58,7 @@ struct Output {
   int64_t addend_stride;
 };
 
-/// The next block of b on its way to the cache, a little at a time.
+/// Fetches the next block of b into the cache, a little at a time.
 class Fetch {
  public:
   Fetch() = default;
@@ -97,10 +97,10 @@ SHEAF_INLINE void add_product(Lanes<float>& sum, Lanes<float> x, Lanes<float> y)
 SHEAF_INLINE void add_product(Lanes<double>& sum, const Lanes<double>& x, const Lanes<double>& y) { sum = fma(x, y, sum); }
 
 constexpr int kTogether = 16;        // steps of the depth between two prefetches
-constexpr int64_t kAhead = 12 * 16;  // and how far ahead a single strip fetches b, which is all of its time
+constexpr int64_t kAhead = 12 * 16;  // and how far ahead a single strip, whose time is all spent on reading b, fetches it
 
-/// One tile: sums over `depth` of a's kRows times the panel's kVectors. `last` is the width of the last vector. Packed, a
-/// strip lies column by column; else its rows are a_stride apart.
+/// One tile: sums over `depth` of a's kRows times the panel's kVectors. `last` is the width of the last vector. A packed
+/// strip is stored column by column; else its rows are a_stride apart.
 template <class C, bool kPacked, int kRows, int kVectors>
 void tile(int64_t depth, const C* a, int64_t a_stride, const C* b, const Output<C>& out, int last,
           Fetch& fetch) {
@@ -123,9 +123,9 @@ void tile(int64_t depth, const C* a, int64_t a_stride, const C* b, const Output<
       for (int n = 0; n < kVectors; ++n) add_product(sums[m][n], x, row[n]);
     }
   };
-  // The third-level cache is some 130 ns away. So while this tile is multiplied, what comes next is
-  // fetched, a line at a time: the place of the next tile of c, the rows of a that lie apart, and
-  // some of the next block of b.
+  // The third-level cache is some 130 ns away. So while this tile is multiplied, what is needed next is fetched, a
+  // line at a time: the place of the next tile of c, the rows of a if they are apart, and some of the next block of
+  // b.
   const C* next = out.c + kWidth;
   int64_t k = 0;
   for (int column = 0; k + kTogether <= depth; k += kTogether) {
@@ -183,8 +183,8 @@ C widened(S x) {
 SHEAF_INLINE int lanes_left(int64_t left) { return static_cast<int>(std::clamp<int64_t>(left, 0, kLanes)); }
 
 /// to[panel][depth][kPanel vectors] = b[k ..][n .. n + width]; the last panel has as many vectors as it needs, zeros past
-/// `width`. Writes whole sixteens of rows. Of a single panel of dense columns, what is packed a little later is fetched, up to the
-/// beginning of the `next` one, if that is given.
+/// `width`. Writes rows in multiples of sixteen. For a single panel of dense columns it fetches what is packed a little later, up
+/// to the beginning of the `next` panel, if given.
 template <class S, class C>
 void pack_panels(const MatrixOperand& b, int64_t k, int64_t depth, int64_t n, int64_t width, C* to, const S* next = nullptr) {
   constexpr int64_t kWidth = kPanel<C> * kLanes;
@@ -228,8 +228,8 @@ void pack_panels(const MatrixOperand& b, int64_t k, int64_t depth, int64_t n, in
   }
 }
 
-/// From one packed strip of a to the next: a line more than it holds, or the strips of a usual depth would all begin in the
-/// same sets of the first-level cache, and drive each other out while rows are dealt out to them.
+/// The distance between packed strips of a: a line more than a strip holds, or the strips of a usual depth would all begin
+/// in the same sets of the first-level cache and evict each other while rows are distributed to them.
 template <class C>
 int64_t strip_stride(int64_t depth) {
   return kStrip<C> * depth + kLanes;
@@ -272,7 +272,8 @@ struct Blocks {
   explicit Blocks(const GemmPart& p)
       : depth(std::min(kDepthBlock, round_up(p.depth, kLanes))),
         rows(packs_a<C>(p) ? std::min(kRowBlock, round_up(p.rows, kStrip<C>)) : 0) {
-    // Blocks of equal width. For a few strips, whose time is that of reading b, one panel: it comes back from nearby.
+    // Blocks of equal width. For a few strips, whose time is spent on reading b, one panel: it is reread from a near
+    // cache.
     const int64_t most = !narrow_blocks<C>(p)  ? col_block()
                          : p.b.col_stride == 1 ? kNarrowBlockByRows
                                                : kNarrowBlock;

@@ -3,18 +3,18 @@
 //   kBlockSteps, kRoom, kSquares   how much is packed at once, by the caches of its machines, see Cut
 //   multiply(steps, rows, a, b, from, to, between)   to = from (zero if nullptr) + a b, a square
 //       over some steps of the depth, with one call of between() for each step, the first before
-//       anything is stored; only so many rows count, the others may have any values
+//       anything is stored; only the first `rows` rows count, the others may have any values
 //
-// [Note: products by squares] Each square is computed over a block of the depth that lets both its sides lie in L1. One
-// operand is "resident": a block of it waits packed in L2. The other, the "stream", comes in panels of some sides over a
-// block of the depth; a panel multiplies all of the resident block. Meanwhile the next panel is packed and the one after it
-// fetched, a little at every step: tile instructions leave nearly all of the core idle, so there transposing costs little,
-// and so does memory.
+// [Note: products by squares] Each square is computed over a block of the depth small enough that both its sides fit in L1.
+// One operand is "resident": a packed block of it stays in L2. The other, the "stream", arrives in panels of some sides
+// over a block of the depth; a panel multiplies all of the resident block. Meanwhile the next panel is packed and the one
+// after it fetched, a little at every step: tile instructions leave nearly all of the core idle, so transposing and memory
+// accesses cost little there.
 //
-// Panels have four sides, because memory is fast only where 256 bytes or more lie together; rows of a that are dense do.
+// Panels have four sides, because memory is fast only where 256 or more bytes are contiguous; in dense rows of a they are.
 //
-// An engine adds its products to c one after the other. A square that goes to memory and comes back continues where it was,
-// so an element is one chain along the depth however the blocks are cut: blocks follow the caches alone.
+// An engine adds its products to c one after the other. A square that was stored to memory and reloaded continues where it
+// was, so an element is one chain along the depth however the blocks are cut: blocks depend only on the caches.
 #pragma once
 
 #include <algorithm>
@@ -42,20 +42,21 @@ struct Cut {
     const auto words = [](const MatrixOperand& m) { return reinterpret_cast<const uint16_t*>(m.data); };
     const Sides a{words(p.a), p.rows, p.depth, p.a.row_stride, p.a.col_stride, false};
     const Sides b{words(p.b), p.cols, p.depth, p.b.col_stride, p.b.row_stride, true};
-    // An a that has to be transposed is most work to pack, so let that be done in between. Else measured: many rows
-    // stream, because then c is written along its rows; few rows stay, because b is then all of the traffic.
+    // An a that must be transposed is the most work to pack, so that is done in between. Otherwise by measurement:
+    // many rows stream, because then c is written along its rows; few rows are resident, because b is then all of
+    // the traffic.
     a_streams = (a.depth_stride != 1 && a.depth > 1) || p.rows > 512;
     panel_sides = a_streams && a.depth_stride == 1 ? 1 : 4;
     resident = a_streams ? b : a, stream = a_streams ? a : b;
     steps = ceil_div(p.depth, kSide);
     resident_sides = ceil_div(resident.lanes, kSide), stream_sides = ceil_div(stream.lanes, kSide);
 
-    // Of the second-level cache: kRoom steps of sides, or fewer beside kSquares squares.
+    // In the second-level cache: kRoom steps of sides, or fewer together with kSquares squares.
     constexpr int64_t kRoom = Engine::kRoom, kMost = 24, kLeast = 8, kDeepRoom = kRoom * 3 / 4, kSquares = kRoom / 2;
     block_steps = ceil_div(steps, ceil_div(steps, Engine::kBlockSteps));
     chunk_steps = steps, group_sides = panel_sides;
     block_sides = std::min({resident_sides, kMost, kRoom / steps});
-    if (block_sides < std::min(resident_sides, kLeast)) {  // too deep: squares wait while the depth comes in chunks
+    if (block_sides < std::min(resident_sides, kLeast)) {  // too deep: squares wait while the depth is processed in chunks
       block_sides = resident_sides <= kLeast * 3 / 2 ? resident_sides : kLeast;
       chunk_steps = kDeepRoom / block_sides / block_steps * block_steps;
       group_sides = kSquares / block_sides / panel_sides * panel_sides;
@@ -92,7 +93,7 @@ struct Stage {
   }
 };
 
-/// What is done in between for the panels to come.
+/// The work done in between for the coming panels.
 template <class Cut>
 class Errands {
  public:
@@ -152,7 +153,7 @@ class Errands {
   int64_t fetch_stride_ = 0, fetch_rows_ = 0, fetch_lines_ = 0, fetch_row_ = 0, fetch_line_ = 0;
 };
 
-/// Where a square of c lies.
+/// Where a square of c is stored.
 struct Square {
   char* data;
   int64_t stride;  ///< bytes
@@ -224,7 +225,7 @@ class Part {
       }
   }
 
-  /// a and b: sides `i` and `j`. `memory` keeps the square until the depth is through.
+  /// a and b: sides `i` and `j`. `memory` keeps the square until the depth is done.
   void multiply_square(const Stage& t, int64_t i, int64_t j, const char* a, const char* b, char* memory) {
     const int64_t row = i * kSide, col = j * kSide;
     const Square here{memory, 128};
@@ -258,7 +259,7 @@ class Part {
     }
   }
 
-  /// Brings home the square that was finished last: one later, so that nothing waits for what was just stored.
+  /// Writes the previously finished square to c: one square late, so that nothing waits for what was just stored.
   void deliver() {
     if (!waiting_.from.data) return;
     const auto [from, row, col] = waiting_;

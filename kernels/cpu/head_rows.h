@@ -1,4 +1,4 @@
-// Rows of one head, packed: as the compute type, in whole lanes, as small products (tile_gemm.h) want them.
+// Rows of one head, packed: in the compute type, in whole lanes, as small products (tile_gemm.h) need them.
 #pragma once
 
 #include <algorithm>
@@ -41,7 +41,7 @@ void pack(HeadRows<const T> from, int64_t first, int64_t available, int64_t coun
 template <class T, class C>
 void unpack(const C* from, C factor, HeadRows<T> to, int64_t first, int64_t count) {
   const int64_t columns = padded(to.width);
-  // Adding +0 gives every zero one sign, whatever -0 was or was not added on the way.
+  // Adding +0 gives every zero one sign, whether or not a -0 was added on the way.
   const Lanes<C> scale(factor), zero(C(0));
   for (int64_t r = 0; r < count; ++r, from += columns)
     for_lanes(to.width, [&](int64_t i, auto n) { store_lanes(to[first + r] + i, Lanes<C>::load(from + i) * scale + zero, n); });

@@ -67,7 +67,7 @@ void gather(const View& x, int dim, const View& index, const View& out) {
   check<DTypeError>(x.dtype == out.dtype, "[gather] dtypes ", x.dtype, " and ", out.dtype,
                     " differ");
   check_indices("gather", index, x.shape[dim]);
-  View lines = x;  // x seen along out's shape, but for the indexed dimension
+  View lines = x;  // x in out's shape, except for the indexed dimension
   lines.shape = out.shape;
   lines.strides[dim] = 0;
   visit_bits(x.dtype, [&]<class T>() {

@@ -1,4 +1,5 @@
 #pragma once
 
-/// For what stands inside loops: g++ calls functions of some size, and a loop with a call in it is not vectorised.
+/// For functions used inside loops: g++ does not inline larger functions by itself, and a loop with a call in it is
+/// not vectorised.
 #define SHEAF_INLINE __attribute__((always_inline)) inline

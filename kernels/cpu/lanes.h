@@ -54,7 +54,7 @@ struct Lanes<float> {
     return _mm512_fmadd_ps(a.v, b.v, c.v);
   }
   friend SHEAF_INLINE Lanes sqrt(Lanes a) { return _mm512_sqrt_ps(a.v); }
-  /// Where either is NaN, b.
+  /// b where either is NaN.
   friend SHEAF_INLINE Lanes max(Lanes a, Lanes b) { return _mm512_max_ps(a.v, b.v); }
   friend SHEAF_INLINE Lanes min(Lanes a, Lanes b) { return _mm512_min_ps(a.v, b.v); }
   /// 0 where a < b, else y (also where either is NaN).
@@ -113,7 +113,7 @@ struct Lanes<float> {
     return {_mm256_fmadd_ps(a.l, b.l, c.l), _mm256_fmadd_ps(a.h, b.h, c.h)};
   }
   friend SHEAF_INLINE Lanes sqrt(Lanes a) { return {_mm256_sqrt_ps(a.l), _mm256_sqrt_ps(a.h)}; }
-  /// Where either is NaN, b.
+  /// b where either is NaN.
   friend SHEAF_INLINE Lanes max(Lanes a, Lanes b) {
     return {_mm256_max_ps(a.l, b.l), _mm256_max_ps(a.h, b.h)};
   }

@@ -19,7 +19,7 @@ Gemm forward(const View& x, const View& weight, const View& bias, const View& y,
   return product;
 }
 
-/// dW = dyᵀ x over all rows. Rows that are not evenly spaced are made so first, in the workspace.
+/// dW = dyᵀ x over all rows. Rows that are not evenly spaced are first copied to the workspace.
 struct WeightGradient {
   View dy, x, dweight;
   bool copy_dy, copy_x, fp8;
@@ -57,8 +57,8 @@ SHEAF_INLINE void add_rows(int64_t width, C* sums, const S*... from) {
 
 constexpr int64_t kStrip = 1024;
 
-/// out[width] = the sums of so many columns from `column` on, width <= kStrip. Memory is read along
-/// its rows, a few at a time, so that the sums in the cache are not most of the work.
+/// out[width] = the sums of `width` columns from `column` on, width <= kStrip. Memory is read along its rows, a few
+/// at a time, so that updating the sums in the cache is not most of the work.
 template <class T, class Out>
 void sum_columns(const Rows<T>& rows, int64_t column, int64_t width, Out* out) {
   using C = ComputeType<T>;

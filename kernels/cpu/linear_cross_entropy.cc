@@ -10,7 +10,7 @@
 namespace sheaf::kernels::cpu {
 namespace {
 
-/// Operands and the walk over chunks. Which parts run depends on which views are given.
+/// Operands, and the walk over chunks. The given views determine which parts run.
 struct Head {
   const char* who;
   View x, weight, dx, dweight;
@@ -128,7 +128,7 @@ struct Head {
     const View none{nullptr, row_dtype, {}, {}};
     const Elements<C> lse_of(who, v.lse && !v.compute_lse ? *v.lse : none),
         dlse_of(who, v.dlse ? *v.dlse : none), dtarget_of(who, v.dtarget ? *v.dtarget : none);
-    // Of an ignored row: over all parts of the vocabulary it comes to 0.
+    // For an ignored row: over all parts of the vocabulary it combines to 0.
     const C nothing =
         v.part.first == 0 && vocabulary > 0 ? C(0) : -std::numeric_limits<C>::infinity();
     const size_t product = product_bytes();

@@ -34,7 +34,7 @@ int64_t slots_for(int64_t items, int64_t multiply_adds) {
   return std::clamp<int64_t>(multiply_adds / kGrain, 1, std::min<int64_t>(items, num_threads()));
 }
 
-/// Of so few rows that values are multiplied as they are made.
+/// For so few rows that values are multiplied as they are made.
 void in_registers(const View& x, const View& blocks, BlockFormat format, const View& bias,
                   const View& y) {
   const BlockRows p{.x = x.as<const float>(),
@@ -53,9 +53,9 @@ void in_registers(const View& x, const View& blocks, BlockFormat format, const V
   });
 }
 
-/// A product as pieces of so many outputs, for the threads.
+/// A product as pieces of kOutputs outputs, for the threads.
 struct Pieces {
-  const View &x, &weight, &bias, &y;  // of weight the shape alone
+  const View &x, &weight, &bias, &y;  // only the shape of weight
   int64_t rows, outputs, inputs, items, slots;
 
   Pieces(const View& x_in, const View& weight_in, const View& bias_in, const View& y_in)
@@ -65,7 +65,7 @@ struct Pieces {
     slots = slots_for(items, rows * outputs * inputs);
   }
 
-  /// y[:, first ..] of inputs [k ..], whose values of W lie at `values` by rows of kDepth.
+  /// y[:, first ..] from inputs [k ..], whose values of W are at `values` in rows of kDepth.
   GemmPart part(int64_t first, int64_t k, float* values) const {
     const int64_t count = std::min(kOutputs, outputs - first);
     const auto at = [](const View& v, int64_t i) { return reinterpret_cast<char*>(v.as<float>() + i); };

@@ -1,5 +1,5 @@
-// Products with lower triangular matrices of a chunk, in blocks of kLanes rows: what is above the diagonal is neither read nor written, but
-// for blocks on the diagonal, where factors must hold zeros.
+// Products with lower triangular matrices of a chunk, in blocks of kLanes rows: what is above the diagonal is neither read nor written,
+// except in blocks on the diagonal, where factors must hold zeros.
 //
 //   L, N: [n, n], rows kDeltaChunk apart   B, C, D, U, X, Y: [n, columns], dense, columns a multiple of kLanes
 #pragma once
@@ -34,7 +34,7 @@ void product_to_lower(int64_t n, int64_t depth, const T* a, int64_t a_row, const
                  false);
 }
 
-/// D = D + N U with U = beta D, N strictly lower triangular: row by row in a block, by products between blocks.
+/// D = D + N U with U = beta D, N strictly lower triangular: row by row within a block, by products between blocks.
 template <class T>
 void solve_lower(int64_t n, int64_t columns, const T* l, const T* beta, T* d, T* u) {
   for (int64_t first = 0; first < n; first += kLanes) {

@@ -40,8 +40,7 @@ void add_partials(const char* who, const C* partials, int64_t blocks, int64_t bl
   });
 }
 
-/// Forward of both norms, of x or, if kAdds, of the rounded sum of x and r; mean is stored where
-/// one is taken.
+/// Forward of both norms, of x or, if kAdds, of the rounded sum of x and r; the mean is stored if the norm has one.
 template <bool kCentred, bool kAdds>
 void norm(const char* who, const View& x, const View& r, const View& weight, const View& bias,
           double eps, const View& sum, const View& y, const View& mean, const View& rstd) {
@@ -58,7 +57,7 @@ void norm(const char* who, const View& x, const View& r, const View& weight, con
       for (int64_t row = begin; row < end; ++row) {
         const T *first = in[row], *second = addends[row], *from = kAdds ? sums[row] : first;
         T *total = sums[row], *to = out[row];
-        // The first pass over the row makes the sum, later ones find it in the cache.
+        // The first pass over the row computes the sum, later ones find it in the cache.
         const auto made = [&](int64_t i, auto n) {
           if constexpr (kAdds)
             store_lanes(total + i, load_lanes(first + i, n) + load_lanes(second + i, n), n);
@@ -121,7 +120,7 @@ void norm_backward(const char* who, const View& dy, const View& x, const View& w
     const int64_t rows = x_rows.count(), width = x_rows.cols(), blocks = block_count(x);
     const T* w = given(weight) ? weight.as<T>() : nullptr;
     const bool sums = given(dweight) || given(dbias), has_dx = given(dx);
-    constexpr int kSums = kCentred ? 2 : 1;  // of dweight, and of dbias behind them
+    constexpr int kSums = kCentred ? 2 : 1;  // of dweight, followed by dbias
     C* partials = sums ? Carver(who, workspace).take<C>(blocks * kSums * width) : nullptr;
     parallel_for(
         blocks, std::max<int64_t>(1, row_grain(width) / kBlockRows),

@@ -26,7 +26,7 @@ void read_scalars(const char* who, const View& scalars, C* out, int count) {
   });
 }
 
-/// All scalars; `clip_scale`, if given, in the place of element `clip`.
+/// All scalars; `clip_scale`, if given, replaces element `clip`.
 template <class C>
 void read_scalars(const char* who, const View& scalars, C* out, int count, const View& clip_scale,
                   int clip) {
@@ -34,7 +34,7 @@ void read_scalars(const char* who, const View& scalars, C* out, int count, const
   if (clip_scale.data) read_scalars(who, clip_scale, out + clip, 1);
 }
 
-/// Of an i32 scalar, or View{}.
+/// Whether an i32 scalar is set; not if it is View{}.
 bool is_set(const char* who, const View& found_inf) {
   if (!found_inf.data) return false;
   check<ShapeError>(found_inf.numel() == 1 && found_inf.dtype == kI32, "[", who,
@@ -83,7 +83,7 @@ SHEAF_INLINE Lanes<C> load_gradient(const G* grad, int64_t i, N n) {
   }
 }
 
-/// By the dtype of state beside parameters of type C.
+/// Dispatches on the dtype of state for parameters of type C.
 template <class C, class F>
 void visit_state(DType d, F&& f) {
   if constexpr (std::is_same_v<C, float>)
@@ -105,15 +105,15 @@ SHEAF_INLINE __m256i noise_of(__m256 param, __m256 state, __m256 grad, __m256i k
                                        _mm256_castps_si256(grad));
   return noise_mix(_mm256_xor_si256(sum, _mm256_castps_si256(state)));
 }
-/// The bits of bf16 in 32-bit lanes; `noise` has no other bits than its lower 16. What arithmetic
-/// makes NaN is quiet, so its upper half is NaN, too.
+/// The bits of bf16 in 32-bit lanes; `noise` has only its lower 16 bits. NaN from arithmetic is quiet, so its upper
+/// half is NaN, too.
 SHEAF_INLINE __m256i rounded_by_chance(__m256 x, __m256i noise) {
   const __m256i exponent = _mm256_set1_epi32(0x7f800000), bits = _mm256_castps_si256(x);
   const __m256i special = _mm256_cmpeq_epi32(_mm256_and_si256(bits, exponent), exponent);
   return _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_andnot_si256(special, noise)), 16);
 }
 
-/// Noise of sixteen elements; of none where state rests as it is computed.
+/// Noise for sixteen elements; none if state is stored in its compute type.
 template <class S>
 struct Noise {
   template <class C>

@@ -19,7 +19,7 @@ constexpr int64_t kGrain = 512;  // blocks that make another thread worth waking
 
 // The largest magnitude; infinite or NaN if one of the values is.
 float magnitude(const float* values) {
-  uint32_t bits = 0;  // the order of magnitudes is that of their bits, NaN last
+  uint32_t bits = 0;  // magnitudes are ordered as their bits, NaN last
   for (int i = 0; i < kSize; ++i) bits = std::max(bits, std::bit_cast<uint32_t>(values[i]) & 0x7fffffffu);
   return std::bit_cast<float>(bits);
 }
@@ -29,7 +29,7 @@ void quantize_int8(const float* values, float largest, uint8_t* block) {
   const float scale = static_cast<float>(rounded);
   std::memcpy(block, &rounded, 2);
   for (int i = 0; i < kSize; ++i) {
-    // A scale next to the smallest there are has few bits: the largest value may divide to more than 127.
+    // A scale near the smallest possible has few bits: the largest value may divide to more than 127.
     const float code = scale > 0 ? std::nearbyint(std::clamp(values[i] / scale, -127.0f, 127.0f)) : 0.0f;
     block[2 + i] = static_cast<uint8_t>(static_cast<int8_t>(code));
   }
@@ -37,7 +37,7 @@ void quantize_int8(const float* values, float largest, uint8_t* block) {
 
 void quantize_nf4(const float* values, float largest, uint8_t* block) {
   bf16 rounded(largest);
-  if (rounded.bits == 0x7f80) rounded.bits = 0x7f7f;  // to the largest that is finite
+  if (rounded.bits == 0x7f80) rounded.bits = 0x7f7f;  // to the largest finite value
   const float scale = static_cast<float>(rounded);
   std::memcpy(block, &rounded, 2);
   int32_t codes[kSize];
@@ -79,7 +79,7 @@ void to_int8_block(const float* values, uint32_t key, uint8_t* block) {
   const float inverse = 1 / scale;
   uint32_t all = 0;
   for (int i = 0; kByChance && i < kSize; ++i) all += bits_for_noise(std::bit_cast<uint32_t>(values[i]));
-  for (int i = 0; i < kSize; ++i) {  // 128 more, so that what is cut off makes it smaller
+  for (int i = 0; i < kSize; ++i) {  // plus 128, so that truncation always rounds down
     const uint32_t noise =
         kByChance ? noise_by_chance(bits_for_noise(std::bit_cast<uint32_t>(values[i])), static_cast<uint32_t>(i), all, key) : 0x8000;
     const float code = std::fma(values[i], inverse, 128 + static_cast<float>(static_cast<int32_t>(noise)) * 0x1p-16f);

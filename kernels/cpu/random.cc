@@ -7,13 +7,13 @@ namespace {
 
 using namespace sheaf::kernels::cpu;
 
-/// Words of this size in a block of Philox's 128 bits, and what words() needs room for.
+/// Words of this size in a block of Philox's 128 bits, and the room that words() needs.
 template <class Word>
 constexpr int64_t kWords = 16 / sizeof(Word);
 template <class Word>
 constexpr int64_t kRoom = kBlock + kWords<Word>;
 
-/// Word i of a block; the last argument says of which size.
+/// Word i of a block; the type of the last argument gives its size.
 uint32_t word_of(const philox::Block& block, int i, uint32_t) { return block.word[i]; }
 uint64_t word_of(const philox::Block& block, int i, uint64_t) {
   return uint64_t{block.word[2 * i + 1]} << 32 | block.word[2 * i];
@@ -41,7 +41,7 @@ const Word* words(Key key, uint64_t index, int64_t n, Word* room) {
 template <class F>
 void for_global_runs(const Shape& local, const GlobalIndex& where, int64_t begin, int64_t end,
                      F&& f) {
-  // The last dimensions that are held whole form one run with the dimension before them.
+  // Trailing dimensions that are held whole form one run with the dimension before them.
   int64_t run = 1;
   int d = local.rank() - 1;
   for (; d >= 0; --d) {
@@ -71,8 +71,8 @@ void check_where(const char* who, const View& v, const GlobalIndex& where) {
                     " does not lie in ", where.global_shape);
 }
 
-/// values[n] = mean + std * normal_from(bits): the middle of the distribution for all, in vectors,
-/// then what lies outside.
+/// values[n] = mean + std * normal_from(bits): first as if all were in the middle of the distribution, in vectors,
+/// then the elements outside it.
 void normals(int64_t n, const uint64_t* bits, double mean, double std, double* values) {
   double p[kBlock];
   for (int64_t k = 0; k < n; ++k) {
@@ -100,8 +100,8 @@ void generate(const View& out, const DrawKey& from, const GlobalIndex& where, F 
   });
 }
 
-/// to[n] = from[n] * scale, or 0 where bits are below the threshold. What is multiplied for nothing
-/// costs less than a branch.
+/// to[n] = from[n] * scale, or 0 where bits are below the threshold. A useless multiplication costs less than a
+/// branch.
 template <class C>
 void drop(int64_t n, const uint32_t* bits, uint32_t threshold, C scale, const C* from, C* to) {
 #pragma GCC ivdep

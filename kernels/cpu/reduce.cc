@@ -14,7 +14,7 @@ constexpr int kGroups = 64;
 constexpr int kColumns =
     64;  // outputs reduced side by side when neighbours in memory belong to different outputs
 
-/// What block totals are added in.
+/// The type in which block totals are added.
 template <class C>
 using Total = std::conditional_t<std::is_same_v<C, int64_t>, int64_t, double>;
 
@@ -65,7 +65,7 @@ C reduce_block(const C* x, int64_t n, Op op, F f) {
   return lane[0];
 }
 
-/// The input's dimensions, told apart: those kept (in the output's order) and those reduced.
+/// The input's dimensions, split into those kept (in the output's order) and those reduced.
 struct Split {
   Split(const char* who, const View& x, const View& out) {
     check<ShapeError>(x.rank() == out.rank(), "[", who, "] shapes ", x.shape, " and ", out.shape,
@@ -138,7 +138,7 @@ void reduce_columns(char* data, DType dtype, int64_t step, int width, const Runs
   }
 }
 
-/// Drives either of the two: finish(index of the first output, totals, how many), neighbours along
+/// Runs either of the two: finish(index of the first output, totals, how many), neighbours along
 /// the last kept dimension. Work items are tiles of outputs; where these are too few for the
 /// threads, the groups of one tile are spread instead.
 template <class C, class Op, class F, class Finish>
@@ -206,7 +206,7 @@ void put(const View& out, int64_t index, T value) {
   store_run(out.dtype, element(out, offset_of(out, index)), 1, 1, &value);
 }
 
-/// The same of n of them, neighbours along the last dimension that has more than one.
+/// The same for n elements, neighbours along the last dimension that has more than one.
 template <class T>
 void put(const View& out, int64_t index, const T* values, int64_t n) {
   int last = out.rank() - 1;
@@ -290,7 +290,7 @@ void var(const View& x, double correction, const View& out) {
           return reduce_row<C>(row, x.dtype, runs, split.count, 0, blocks, Add(), f);
         };
         // The corrected two-pass algorithm (Chan, Golub, LeVeque 1983): the centre is the mean up
-        // to rounding, and the sum of the distances to it says by how much it is off.
+        // to rounding, and the sum of the distances to it tells how far it is off.
         const C centre = static_cast<C>(total(kIdentity) / n);
         const double squares = total([centre](C v) { return (v - centre) * (v - centre); });
         const double off = total([centre](C v) { return v - centre; });

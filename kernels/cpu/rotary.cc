@@ -8,13 +8,13 @@
 namespace sheaf::kernels::cpu {
 namespace {
 
-/// Positions whose angles are sums of one coarse and one fine angle: of T tokens sine and cosine are
-/// computed for T/64 + 64 positions, and combined in f64. Of fewer tokens than that they are computed
-/// one by one, as the same sums.
+/// Positions whose angles are sums of one coarse and one fine angle: for T tokens, sine and cosine are computed at
+/// T/64 + 64 positions and combined in f64. For fewer tokens than that they are computed one by one, as the same
+/// sums.
 constexpr int64_t kFine = 64;
 
 struct Tables {
-  int64_t rows, half;  ///< of all tokens, or of those of one sequence that stands for all
+  int64_t rows, half;  ///< of all tokens, or of one sequence that represents all
   size_t bytes_per_value;
   Tables(const View& x, const RotaryPart& part, const RotaryPositions& positions)
       : rows(given(positions.begins) ? x.shape[0] * x.shape[1] : x.shape[1]),
@@ -66,7 +66,7 @@ void fill_tables(const Tables& t, const RotaryFrequencies& frequency, const Rota
   // Without fine angles each element costs two sines and cosines, about forty times as much as a product.
   const int64_t grain = (t.has_fine() ? 8192 : 256) / std::max<int64_t>(t.half, 1);
   parallel_for(t.rows, std::max<int64_t>(1, grain), [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end;) {  // rows whose positions have one coarse angle
+    for (int64_t row = begin; row < end;) {  // rows whose positions share a coarse angle
       const int64_t q = position_of(positions, tokens, row) / kFine;
       int64_t after = row + 1;
       while (after < end && position_of(positions, tokens, after) / kFine == q) ++after;

@@ -1,4 +1,4 @@
-// Sums and maxima of one row, sixteen lanes at a time: the order depends on the row's length alone.
+// Sums and maxima of one row, sixteen lanes at a time: the order depends only on the row's length.
 #pragma once
 
 #include <limits>

@@ -63,8 +63,8 @@ class Elements {
   Rows<const T> rows_;
 };
 
-/// The elements of a view of an index type, as i64. One class for all five types: reading one costs
-/// little beside the row that it stands for, and kernels need not be compiled five times.
+/// The elements of a view of an index type, as i64. One class for all five types: reading one costs little compared
+/// to the row that it selects, and kernels need not be compiled five times.
 class Indices {
  public:
   Indices(const char* who, const View& v)

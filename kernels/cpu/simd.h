@@ -18,8 +18,7 @@ inline bool has_v4() {
 
 }  // namespace sheaf::kernels
 
-/// Declares v3:: and v4:: versions of a function of namespace cpu. Stands in namespace
-/// sheaf::kernels.
+/// Declares v3:: and v4:: versions of a function of namespace cpu. Used in namespace sheaf::kernels.
 #define SHEAF_SIMD_DECLARE(function) \
   namespace v3 {                     \
   decltype(cpu::function) function;  \

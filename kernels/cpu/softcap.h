@@ -1,4 +1,4 @@
-// Numbers that are held within a cap, softly: cap tanh(x / cap), as Gemma 2 holds scores and logits (https://arxiv.org/abs/2408.00118).
+// Soft caps of numbers, cap tanh(x / cap), as Gemma 2 has for scores and logits (https://arxiv.org/abs/2408.00118).
 #pragma once
 
 #include "sheaf/kernels/cpu/vector_math.h"
@@ -12,7 +12,7 @@ SHEAF_INLINE void softcap(C* x, int64_t n, C factor, C cap) {
   for (int64_t i = 0; i < n; ++i) x[i] = cap * vm::tanh(x[i] * inner);
 }
 
-/// The derivative, of numbers y that are capped, or lanes of them: 1 - (y / cap)². By the inverse of the cap; by 0 it is 1.
+/// The derivative at capped numbers y, or lanes of them: 1 - (y / cap)². Takes the inverse of the cap; with 0 it is 1.
 template <class C>
 SHEAF_INLINE C softcap_slope(C y, C inverse_cap) {
   const C t = y * inverse_cap;

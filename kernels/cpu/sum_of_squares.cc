@@ -122,8 +122,7 @@ void sum_of_squares_finish(const View& limbs, const View& out) {
                                   : std::numeric_limits<double>::infinity();
     return;
   }
-  // Carries go up; the topmost limb has room to spare. One more limb takes what it holds beyond 32
-  // bits.
+  // Carries propagate up; the topmost limb has room to spare. One more limb takes what it holds beyond 32 bits.
   uint64_t digit[kSquareLimbs] = {};
   uint64_t carry = 0;
   for (int i = 0; i < kFlag; ++i) {
@@ -133,8 +132,7 @@ void sum_of_squares_finish(const View& limbs, const View& out) {
   digit[kFlag] = carry;
   int top = kFlag;
   while (top > 0 && digit[top] == 0) --top;
-  // The leading 96 bits or more hold all that decides rounding, but for whether anything below is
-  // not zero.
+  // The leading 96 bits or more decide the rounding, together with whether anything below is not zero.
   unsigned __int128 head = 0;
   for (int i = top; i > top - 3; --i) head = (head << 32) | (i >= 0 ? digit[i] : 0);
   bool sticky = false;

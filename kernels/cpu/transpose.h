@@ -1,4 +1,4 @@
-// The transpose of 16 x 16 values, for whatever packs a matrix against its grain.
+// The transpose of 16 x 16 values, for code that packs a matrix across its dense dimension.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +15,15 @@ namespace sheaf::kernels::cpu {
 SHEAF_INLINE void transpose_words_16x16(const void* from, int64_t from_stride, void* to, int64_t to_stride) {
   const char* f = static_cast<const char*>(from);
   char* t = static_cast<char*>(to);
-  // Rows so far apart lie in one or two sets of the first-level cache, which have no room for 16 of them: each is read once.
+  // Rows that far apart fall into one or two sets of the first-level cache, which have no room for 16 of them: each is read
+  // once.
   alignas(64) char rows[16 * 64];
   if (from_stride % 2048 == 0) {
     for (int64_t i = 0; i < 16; ++i) _mm512_store_si512(rows + i * 64, _mm512_loadu_si512(f + i * from_stride));
     f = rows, from_stride = 64;
   }
   for (int64_t part = 0; part < 4; ++part, f += 16) {
-    // Half of the work is done by loads, which other ports take than shuffles: 128 bits of rows n, 4 + n, 8 + n, 12 + n.
+    // Half of the work is done by loads, which use other ports than shuffles: 128 bits of rows n, 4 + n, 8 + n, 12 + n.
     __m512i r[4];
     for (int64_t n = 0; n < 4; ++n) {
       const auto row = [&](int64_t i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(f + i * from_stride)); };
@@ -63,7 +64,7 @@ SHEAF_INLINE void transpose_words_16x16(const void* from, int64_t from_stride, v
 }
 #endif
 
-/// The same of either compute type; strides in elements.
+/// The same for either compute type; strides in elements.
 SHEAF_INLINE void transpose_16x16(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
   transpose_words_16x16(from, from_stride * 4, to, to_stride * 4);
 }

@@ -21,7 +21,7 @@ SHEAF_INLINE float exp(float x) {
   // Beyond these bounds the result is 0 or infinite anyway; NaN passes both comparisons unchanged.
   float c = x > 89.0f ? 89.0f : x;
   c = c < -88.0f ? -88.0f : c;
-  // Adding 1.5 * 2^23 rounds to an integer, which then stands in the low bits.
+  // Adding 1.5 * 2^23 rounds to an integer, which is then in the low bits.
   const float shifted = std::fma(c, 1.44269504088896341f, 0x1.8p23f);
   const float n = shifted - 0x1.8p23f;
   float r = std::fma(n, -0.693359375f, c);
