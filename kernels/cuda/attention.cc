@@ -1,5 +1,5 @@
-// Who computes attention on a GPU: cuDNN where it takes the operands, else our own kernels, of which
-// one is for few queries. The only place that chooses.
+// Chooses what computes attention on a GPU: cuDNN where it accepts the operands, else our own kernels, one of which
+// is for few queries.
 #include "sheaf/kernels/attention.h"
 
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace {
 
 using cudnn::Attention;
 
-/// SHEAF_CUDNN_ATTENTION=0 leaves all to our own kernels, to compare.
+/// SHEAF_CUDNN_ATTENTION=0 leaves everything to our own kernels, for comparison.
 bool wanted() {
   const char* const value = std::getenv("SHEAF_CUDNN_ATTENTION");
   return !value || std::string_view(value) != "0";
@@ -27,12 +27,12 @@ bool wanted() {
 
 bool by_cudnn(const Attention& a) { return wanted() && cudnn::accepts(a); }
 
-/// Enough for both: memory may turn out to be unaligned when the call comes.
+/// Enough for both: memory may turn out to be unaligned at the call.
 size_t workspace_of(const Attention& a, size_t ours) {
   return by_cudnn(a) ? std::max(ours, cudnn::attention_workspace(a)) : ours;
 }
 
-/// False, and nothing has happened, where our own kernels are to run.
+/// False, with nothing done, if our own kernels are to run.
 bool run_cudnn(const Stream& stream, const Attention& a, Workspace workspace) {
   if (!wanted()) return false;
   if (const std::string why = cudnn::refusal(a); !why.empty()) {
@@ -86,7 +86,7 @@ Attention backward(const View& q, const View& k, const View& v, const View& out,
 
 size_t attention_workspace(const View& q, const View& k, const View& v, const AttentionMask& mask,
                            const View& out, const View& lse) {
-  // As few as cuDNN never takes.
+  // So few queries that cuDNN never accepts them.
   if (decode::takes(q, v)) return decode::attention_workspace(q, k, v, mask);
   return workspace_of(forward(q, k, v, mask, 1, out, lse), 0);
 }

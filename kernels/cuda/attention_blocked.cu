@@ -7,18 +7,18 @@ using namespace attention_tiles;
 
 namespace {
 
-// A block takes kTile queries of a head and goes over the keys that the last of them sees, a tile
-// at a time (FlashAttention-2's loop order), by segments (attention_softmax.h). Keys past what a
-// query sees have probability zero, so that its result does not depend on the other queries of the
-// block; so do those before a window, and tiles of such keys alone are left out. Where there are
-// documents it takes their tiles that begin where its kTile queries lie, one after the other.
+// A block takes kTile queries of a head and goes over the keys that the last of them sees, a tile at a time
+// (FlashAttention-2's loop order), by segments (attention_softmax.h). Keys past those that a query sees have
+// probability zero, so its result does not depend on the other queries of the block; so have those before a window,
+// and tiles of only such keys are skipped. With documents it takes those of their tiles that begin within its kTile
+// queries, one after the other.
 template <class S, class V, Hides kHides>
 __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
     attention_forward(Problem p, Heads q, Heads k, Heads v, Heads out,
                       PerQuery<typename S::C> lse, int64_t query_blocks, Begins begins) {
   using C = typename S::C;
   C* q_tile = dynamic_shared<C>();
-  C* tile = q_tile + S::kBytes / sizeof(C);  // of keys, then of values, which take no more
+  C* tile = q_tile + S::kBytes / sizeof(C);  // of keys, then of values, which need no more
   C* weights = tile + S::kBytes / sizeof(C);
 
   const auto [pair, b, h, g, at] = query_block<S::kTile>(p, query_blocks);

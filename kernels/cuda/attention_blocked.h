@@ -1,10 +1,10 @@
-// Attention by our own blocked kernels, for what cuDNN does not take: any floating type, strides
-// and numbers of tokens, with or without a causal mask, documents or a window, heads up to 256
-// wide, those of values as wide or not. Products of bf16 and f16 are made by tensor cores
-// (attention_fragments.h), which take probabilities, and in the backward gradients of scores before
-// their scale, rounded to the operands' type; those of f32 and f64 by multiply-adds. Keys are added in the order that
-// attention_softmax.h names; dk and dv sum over a key head's query heads in order, and for each over
-// blocks of queries in order. Operands as kernels/attention.h has them, checked by the caller.
+// Attention by our own blocked kernels, for what cuDNN does not accept: any floating type, strides
+// and numbers of tokens, with or without a causal mask, documents or a window, heads up to 256 wide, those of values
+// of any width up to that. Products of bf16 and f16 run on tensor cores (attention_fragments.h), which take
+// probabilities, and in the backward the gradients of scores before their scale, rounded to the operands' type; those
+// of f32 and f64 by multiply-adds. Keys are added in the order that attention_softmax.h describes; dk and dv sum over
+// a key head's query heads in order, and for each over blocks of queries in order. Operands as kernels/attention.h
+// has them, checked by the caller.
 #pragma once
 
 #include "sheaf/core/device.h"
@@ -23,7 +23,7 @@ void attention_backward(const Stream& stream, const View& q, const View& k, cons
                         double scale, const View& dq, const View& dk, const View& dv,
                         Workspace workspace);
 
-/// Those of bf16 and f16, which the above call.
+/// The versions for bf16 and f16, which the functions above call.
 namespace fragments {
 
 void attention(const Stream& stream, const View& q, const View& k, const View& v, const AttentionMask& mask,

@@ -11,8 +11,8 @@ namespace {
 // With p = exp(scale q·k - lse): ds = p (dout·v - dot) scale, where dot = dout·out of the query;
 // dq = sum of ds k, dk = sum of ds q, dv = sum of p dout.
 
-// A block takes kTile queries of a head and goes over the keys that the last of them sees. With
-// documents or a window, here and below: see attention_forward.
+// A block takes kTile queries of a head and goes over the keys that the last of them sees. Documents and windows,
+// here and below, are handled as in attention_forward.
 template <class S, class V, Hides kHides>
 __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
     attention_dq(Problem p, Heads q, Heads k, Heads v, Heads dout, Heads dq,
@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
   using C = typename S::C;
   C* q_tile = dynamic_shared<C>();
   C* dout_tile = q_tile + S::kBytes / sizeof(C);
-  C* tile = dout_tile + V::kBytes / sizeof(C);  // of values, then of keys, which take no less
+  C* tile = dout_tile + V::kBytes / sizeof(C);  // of values, then of keys, which need no less
   C* weights = tile + S::kBytes / sizeof(C);
 
   const auto [pair, b, h, g, at] = query_block<S::kTile>(p, query_blocks);
@@ -73,8 +73,8 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
   });
 }
 
-/// Queries and the output's gradient lie beside each other where shared memory allows it; else they
-/// take turns in one tile.
+/// Queries and the output's gradient are next to each other where shared memory allows it; else they alternate in
+/// one tile.
 template <class S, class V>
 constexpr bool kTakeTurns = 2 * (S::kBytes + V::kBytes) + S::kScoreBytes > kMostSharedBytes;
 
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kThreads)
                 g = pair % p.key_heads, group = p.heads / p.key_heads;
   const int64_t at = blockIdx.x / (p.batch * p.key_heads) * S::kTile;
   for_each_tile<S::kTile, kHides, TilesOf::keys>(p, begins, b, at, [&](const Document& d, int64_t key) {
-    int64_t first = 0;  // query that sees one of the keys
+    int64_t first = 0;  // first query that sees one of the keys
     if (p.causal && key > p.past()) first = key - p.past();
     if (kHides == Hides::nothing) first = first / S::kTile * S::kTile;
     int64_t behind = d.queries;
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kThreads)
       if (s < d.keys) store_row<S>(dk_sums, i, C(1), dk, b, s, g);
     }
 #pragma unroll
-    for (int i = 0; i < S::kPer; ++i) {  // behind those of dk: with both together, registers are spilled
+    for (int i = 0; i < S::kPer; ++i) {  // after those of dk: with both in one loop, registers are spilled
       const int64_t s = key + ty() + kSide * i;
       if (s < d.keys) store_row<V>(dv_sums, i, C(1), dv, b, s, g);
     }

@@ -14,27 +14,27 @@ using namespace attention_tiles;
 namespace {
 
 constexpr int kRows = kSegmentRows;
-constexpr int kTile = 64;  // keys, as many as attention_blocked.cu takes of f32
+constexpr int kTile = 64;  // keys, as many as in a tile of attention_blocked.cu with f32
 constexpr int kScores = kTile / kSide;
-constexpr int kColumns = 4;  // of a result's row, a thread
+constexpr int kColumns = 4;  // of a result's row, per thread
 
-/// What stands in shared memory: queries, keys and then values, scores and then weights.
+/// The contents of shared memory: queries, keys and later values, scores and later weights.
 template <int kWidth_, int kValueWidth_>
 struct Sizes {
   static constexpr int kWidth = kWidth_, kValueWidth = kValueWidth_;
   static constexpr int kVec = Pack<float>::kSize;
-  // 16 bytes more than a row, so that those of a warp meet all banks.
+  // 16 bytes more than a row, so that the rows of a warp fall into all banks.
   static constexpr int kStride = kWidth + kVec, kScoreStride = kTile + kVec;
   static constexpr size_t kBytes =
       (size_t{kTile} * kStride + size_t{kRows} * (kStride + kScoreStride + 1)) * sizeof(float);
   static_assert(kValueWidth <= kWidth);
-  // On a multiprocessor, as registers allow: while one waits for memory, others compute.
+  // Blocks on a multiprocessor, as registers allow: while one waits for memory, others compute.
   static constexpr int kBlocks = kWidth <= 64 ? 3 : kWidth <= 128 ? 2 : 1;
 };
 
-/// A thread's part of a tile, on its way from global to shared memory: it is asked for before the
-/// product with what lies there, and placed behind it. Rows that are not made of whole packs come
-/// element by element when they are placed.
+/// A thread's part of a tile on its way from global to shared memory: it is requested before the product with the
+/// previous tile, and placed after it. Rows that do not consist of whole packs are read element by element when
+/// they are placed.
 template <class S, int kWidth>
 struct Fetched {
   static constexpr int kAcross = std::bit_ceil(unsigned{kWidth / S::kVec}),
@@ -44,7 +44,7 @@ struct Fetched {
   __device__ static int column() { return static_cast<int>(threadIdx.x) % kAcross * S::kVec; }
   __device__ static int row() { return static_cast<int>(threadIdx.x) / kAcross; }
 
-  /// Rows [first, first + kTile) of a head, of which `count` are there; zeros past them.
+  /// Rows [first, first + kTile) of a head that has `count`; zeros past them.
   template <bool kWhole>
   __device__ void fetch(const Heads& from, const float* first, int count) {
     if constexpr (kWhole) {
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kThreads, S::kBlocks)
     const int low = part.low, high = part.high, there = part.there;
     const float* at_k = static_cast<const float*>(k.data) + k.offset(block.b, part.first, block.g);
     const float* at_v = static_cast<const float*>(v.data) + v.offset(block.b, part.first, block.g);
-    const SeenKeys sees = part.seen_by(p, block, ty());  // of which this thread has scores
+    const SeenKeys sees = part.seen_by(p, block, ty());  // the row for which this thread has scores
 
     Results<S> results;
     Softmax<float> segment;
@@ -209,8 +209,8 @@ __global__ void __launch_bounds__(kThreads, S::kBlocks)
 
 constexpr int kCombining = 128;  // threads; each has up to two columns
 
-// A block puts the segments of one query of a head together. What each counts depends on the
-// largest scores before it alone, so it is known for many at once; sums are made one by one.
+// A block combines the segments of one query of a head. The weight of each depends only on the largest scores
+// before it, so many are computed at once; sums are added one by one.
 __global__ void __launch_bounds__(kCombining)
     attention_of_rows(Problem p, Segments from, DType dtype, Heads out, PerQuery<float> lse, Begins begins) {
   __shared__ float most[kCombining], total[kCombining];
@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(kCombining)
   if (thread == 0) lse.at(b, h, t) = ending.lse;
 }
 
-/// Without memory.
+/// Sizes only, without memory.
 Segments segments_of(const Problem& p, const View& v) {
   return {nullptr, nullptr, static_cast<int>(slots_of(p)),
           static_cast<int>(blocks_for(v.shape[3], kColumns)) * kColumns};

@@ -15,12 +15,12 @@ struct Sizes {
   static constexpr size_t kQueryBytes = Tile<T, kWidth>::bytes(kSegmentRows), kKeyBytes = Tile<T, kWidth>::bytes(kKeys),
                           kValueBytes = Tile<T, kValueWidth>::bytes(kKeys);
   static constexpr size_t kBytes = kQueryBytes + kKeyBytes + kValueBytes + size_t{kSegmentRows} * kKeys * sizeof(float);
-  static constexpr int kBlocks = kWidth <= 128 ? 4 : 2;  // of a multiprocessor
+  static constexpr int kBlocks = kWidth <= 128 ? 4 : 2;  // per multiprocessor
 };
 
-// A block takes the 16 rows of a SegmentBlock. Of a tile's scores a warp computes those with a part of the keys, of results a part of the
-// columns; between the two each warp has all scores and makes the same weights of them as attention_fragments.cu. Values arrive while
-// scores are computed, the next keys while values are added.
+// A block takes the 16 rows of a SegmentBlock. A warp computes a tile's scores for a part of the keys, and a part of the results'
+// columns; between the two each warp has all scores and computes the same weights from them as attention_fragments.cu. Values arrive
+// while scores are computed, the next keys while values are added.
 template <class T, int kWidth, int kValueWidth>
 __global__ void __launch_bounds__(kThreads, Sizes<T, kWidth, kValueWidth>::kBlocks)
     segments_kernel(Problem p, Operand q, Operand k, Operand v, Segments to, Begins begins, int64_t tiles) {
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kThreads, Sizes<T, kWidth, kValueWidth>::kBloc
   char* const memory = dynamic_shared<char>();
   const Tile<T, kWidth> queries{reinterpret_cast<T*>(memory)}, keys{reinterpret_cast<T*>(memory + S::kQueryBytes)};
   const Tile<T, kValueWidth> values{reinterpret_cast<T*>(memory + S::kQueryBytes + S::kKeyBytes)};
-  // Those of all warps, each as the lanes have them.
+  // The scores of all warps, each laid out as its lanes have them.
   auto* const all_scores = reinterpret_cast<float4*>(memory + S::kQueryBytes + S::kKeyBytes + S::kValueBytes) + lane_of_thread();
   const int warp = warp_of_thread(), first_column = warp * kOwnColumns * 8;
   const Scale<Hides::something> scale(p);
@@ -44,14 +44,14 @@ __global__ void __launch_bounds__(kThreads, Sizes<T, kWidth, kValueWidth>::kBloc
     const int own[2] = {lane_of_thread() / 4, lane_of_thread() / 4 + 8};
     const SeenKeys sees[2] = {part.seen_by(p, block, own[0]), part.seen_by(p, block, own[1])};
     const int64_t there = part.first + part.there;
-    __syncthreads();  // until the tiles of the part before have been read
+    __syncthreads();  // until the previous part's tiles have been read
     keys.template load<kKeys>(k, block.b, block.g, part.first, there);
     end_round();
     Sums<kOwnColumns> sums = {};
     Softmax<float> segment[2];
     for (int key = 0; key < part.count; key += kKeys) {
       arrived<0>();
-      __syncthreads();  // for the keys, and until the values and scores before them have been read
+      __syncthreads();  // for the keys, and until the previous values and scores have been read
       values.template load<kKeys>(v, block.b, block.g, part.first + key, there);
       end_round();
       Sums<kOwnScores> of_warp;

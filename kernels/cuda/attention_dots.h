@@ -1,4 +1,4 @@
-// For each query what its gradients need beside its operands: how attention's kernels begin to go backwards.
+// What each query's gradients need besides its operands: the first step of attention's backward kernels.
 #pragma once
 
 #include "sheaf/kernels/cuda/attention_rows.h"
@@ -15,7 +15,7 @@ struct Statistics {
 
 constexpr int kRowsABlock = 8;
 
-/// A warp a query.
+/// One warp per query.
 template <class T>
 __global__ void __launch_bounds__(kRowsABlock* kWarp)
     output_dots(Problem p, Heads out, Heads dout, Compute<T>* dots) {

@@ -8,16 +8,16 @@ using namespace attention_tiles::fragments;
 
 namespace {
 
-// A block takes kRows queries of a head, a warp 16 of them, and goes over the keys that they see as attention_blocked.cu's does.
-// Values arrive while scores and weights are computed, the next keys besides. Sums of the segments so far lie in shared memory, each
-// thread's for itself: with those of the segment, registers have no room for them.
+// A block takes kRows queries of a head, a warp 16 of them, and goes over the keys that they see as in attention_blocked.cu. Values
+// and the next keys arrive while scores and weights are computed. Sums of the segments so far are in shared memory, each thread's
+// its own: registers have no room for them in addition to those of the current segment.
 template <class T, int kWidth, int kValueWidth>
 struct Forward {
   static constexpr int kColumns = kValueWidth / 8;
   static constexpr size_t kQueryBytes = Tile<T, kWidth>::bytes(kRows), kKeyBytes = Tile<T, kWidth>::bytes(kKeys),
                           kValueBytes = Tile<T, kValueWidth>::bytes(kKeys);
   static constexpr size_t kBytes = kQueryBytes + 2 * kKeyBytes + kValueBytes + size_t{kRows} * kValueWidth * sizeof(float);
-  static constexpr int kBlocks = kWidth <= 64 ? 3 : kWidth <= 128 ? 2 : 1;  // of a multiprocessor
+  static constexpr int kBlocks = kWidth <= 64 ? 3 : kWidth <= 128 ? 2 : 1;  // per multiprocessor
 };
 
 template <class T, int kWidth, int kValueWidth, Hides kHides>
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads, Forward<T, kWidth, kValueWidth>::kBl
   for_each_tile<kRows, kHides, TilesOf::queries>(p, begins, b, at, [&, b = b, h = h, g = g](const Document& d, int64_t first) {
     const int64_t behind = keys_seen<kRows>(p, d, first);
     int64_t key = first_key_seen<kKeys, kHides>(p, d, first);
-    __syncthreads();  // until queries of the document before have been read
+    __syncthreads();  // until the previous document's queries have been read
     queries.template load<kRows>(q, b, h, first, d.queries);
     if (key < behind) keys_in(0).template load<kKeys>(k, b, g, key, d.keys);
     end_round();
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads, Forward<T, kWidth, kValueWidth>::kBl
       Softmax<float> segment[2];
       for (; key < end; key += kKeys, turn ^= 1) {
         arrived<0>();
-        __syncthreads();  // for the keys, and until those before them and their values have been read
+        __syncthreads();  // for the keys, and until the previous keys and values have been read
         values.template load<kKeys>(v, b, g, key, d.keys);
         end_round();
         if (key + kKeys < behind) keys_in(turn ^ 1).template load<kKeys>(k, b, g, key + kKeys, d.keys);

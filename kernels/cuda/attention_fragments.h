@@ -1,8 +1,8 @@
-// Products of attention on tensor cores, in bf16 and f16, sums in f32: a warp makes them for 16 rows, whose elements its lanes share as
-// tensor_cores.h says. Four lanes, neighbours, have a row, and a lane has two rows, `row` and `row` + 8.
+// Products of attention on tensor cores, in bf16 and f16, sums in f32: a warp computes them for 16 rows, whose elements its lanes share
+// as tensor_cores.h says. Four neighbouring lanes share a row, and a lane has parts of two rows, `row` and `row` + 8.
 //
-// What one product leaves is an operand of the next as it lies: probabilities go from scores to the product with values in registers
-// (FlashAttention-2: Dao, https://arxiv.org/abs/2307.08691), rounded to T on the way.
+// The result of one product is an operand of the next without being moved: probabilities stay in registers between the scores and the
+// product with values (FlashAttention-2: Dao, https://arxiv.org/abs/2307.08691), rounded to T on the way.
 #pragma once
 
 #include <cmath>
@@ -16,12 +16,12 @@ namespace sheaf::kernels::cuda::attention_tiles::fragments {
 inline constexpr int kWarps = 4, kThreads = kWarps * kWarp;
 inline constexpr int kRows = 16 * kWarps;  ///< of a block's tile
 inline constexpr int kKeys = 64;           ///< of a tile
-inline constexpr int kSharers = 4;         ///< lanes that have a row
-inline constexpr int kPadding = 64;        ///< columns are multiplied so many at a time
+inline constexpr int kSharers = 4;         ///< lanes that share a row
+inline constexpr int kPadding = 64;        ///< columns are multiplied in groups of this many
 
 inline constexpr float kLog2E = 1.44269504f;
 
-/// 2^x as exact as 16 bits need it; 0 where that is less than 2^-126.
+/// 2^x as accurate as 16 bits need; 0 where that is less than 2^-126.
 __device__ inline float power_of_2(float x) {
 #ifdef __CUDA_ARCH__
   float out;
@@ -33,7 +33,7 @@ __device__ inline float power_of_2(float x) {
 #endif
 }
 
-/// tanh to about 1e-7, as exact as scores within a cap need it.
+/// tanh to about 1e-7, as accurate as capped scores need.
 __device__ inline float tangent(float x) {
   const float below = power_of_2(x * (2 * kLog2E)) + 1.0f;  // (1 - 2 / below)
 #ifdef __CUDA_ARCH__
@@ -43,12 +43,12 @@ __device__ inline float tangent(float x) {
 #endif
 }
 
-/// What scores, products of queries and keys, are multiplied by.
+/// The factors of scores, which are products of queries and keys.
 template <Hides kHides>
 struct Scale {
-  float natural, binary;  ///< > 0; binary: of exponents of 2
-  float before;           ///< 1, or where it is not positive all of it: the largest product would not be the largest score
-  float cap;              ///< 0, or that of scores, whose tangent's argument then has all of the scale
+  float natural, binary;  ///< > 0; binary: for exponents of 2
+  float before;           ///< 1, or the whole scale if that is not positive: the largest product would not be the largest score
+  float cap;              ///< 0, or the softcap of scores; the whole scale is then in the argument of tanh
 
   __device__ explicit Scale(const Problem& p) : cap(kHides == Hides::nothing ? 0.0f : static_cast<float>(p.softcap)) {
     const auto scale = static_cast<float>(p.scale);
@@ -69,13 +69,14 @@ struct Scale {
   }
 };
 
-/// An operand, and whether its rows are made of whole packs of 16 bytes at multiples of these.
+/// An operand, and whether its rows consist of whole packs of 16 bytes at multiples of 16.
 struct Operand : Heads {
   bool packed;
   explicit Operand(const View& v) : Heads(v), packed(in_whole_packs(v)) {}
 };
 
-/// Rows of a head in shared memory. 16 bytes more than a row lie between them, so that eight rows meet all banks.
+/// Rows of a head in shared memory, 16 bytes further apart than their length, so that eight rows fall into all
+/// banks.
 template <class T, int kWidth>
 struct Tile {
   static constexpr int kPitch = kWidth + 8;
@@ -84,8 +85,8 @@ struct Tile {
 
   __device__ SharedMatrix<T> matrix() const { return {data, kPitch}; }
 
-  /// Starts to copy kCount rows of `width` elements, without the end of a round: row r from where at(r) says, zeros where it says
-  /// nullptr, and behind the width up to the next multiple of kPadding.
+  /// Starts to copy kCount rows of `width` elements, without ending a round: row r from at(r), zeros where that is nullptr, and
+  /// past the width up to the next multiple of kPadding.
   template <int kCount, class At>
   __device__ void load_rows(int width, bool packed, At at) const {
     constexpr int kPacks = kWidth / 8;
@@ -100,7 +101,7 @@ struct Tile {
       else store_pack(to, there ? load_chunk(from, column, width) : Pack<T>{});
     }
   }
-  /// Rows [first, first + kCount) of a head's `count`. Where they are packed, a thread's step from row to row.
+  /// Rows [first, first + kCount) of a head's `count`. If they are packed, a thread steps from row to row.
   template <int kCount>
   __device__ void load(const Operand& from, int64_t b, int64_t h, int64_t first, int64_t count) const {
     constexpr int kPacks = kPadding / 8, kStep = kThreads / kPacks;
@@ -130,11 +131,11 @@ struct Tile {
 template <int kColumns>
 using Sums = float[kColumns][4];
 
-/// The row of a block's tile that this thread has, of two, and the column of n-th eight, of two.
+/// The i-th of this thread's two rows of a block's tile, and the first of its two columns in the n-th eight.
 __device__ inline int row_of(int i) { return warp_of_thread() * 16 + lane_of_thread() / 4 + i * 8; }
 __device__ inline int column_of(int n, int e) { return n * 8 + lane_of_thread() % 4 * 2 + e; }
 
-/// 16 rows of a matrix of `width` columns, an operand of many products: kept in registers where these have room.
+/// 16 rows of a matrix of `width` columns, an operand of many products: kept in registers if they have room.
 template <class T, int kWidth, bool kKept>
 class SixteenRows {
  public:
@@ -206,7 +207,7 @@ __device__ void accumulate(const Sums<kInner>& weights, const SharedMatrix<T>& b
   }
 }
 
-/// Hides scores with keys that row i of a thread's two does not see.
+/// Hides scores of keys that row i of a thread's two does not see.
 template <int kColumns>
 __device__ void hide(Sums<kColumns>& scores, int i, const SeenKeys& sees) {
 #pragma unroll

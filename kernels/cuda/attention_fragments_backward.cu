@@ -12,16 +12,16 @@ namespace {
 // As attention_blocked_backward.cu: with p = exp(scale q·k - lse) and ds = p (dout·v - dot) scale, dq = sum of ds k, dk = sum of ds q,
 // dv = sum of p dout. p and ds are rounded to T where they are factors.
 
-/// Of a score and the product of its value with the output's gradient, p and ds without its scale, by which sums of ds are multiplied: in
-/// f16 less of it is too small, and it is too large from 65,504 on.
+/// From a score and the product of its value with the output's gradient: p, and ds without the scale, which is applied to sums of ds
+/// instead: in f16 less of ds underflows, but it overflows from 65,504 on.
 struct Weight {
   float p, ds;
 };
-/// What products of queries and keys become, as exponents of 2. With a softcap ds is that of the products, too.
+/// Turns products of queries and keys into exponents of 2. With a softcap, ds too is the gradient of the products.
 template <Hides kHides>
 struct ScoreScale {
   float binary;  ///< of products or, with a softcap, of tangents
-  float inner;   ///< 0, or what products are multiplied by for those
+  float inner;   ///< 0, or the factor of products in the argument of tanh
   __device__ explicit ScoreScale(const Problem& p) {
     const auto scale = static_cast<float>(p.scale), cap = static_cast<float>(p.softcap);
     const bool caps = kHides != Hides::nothing && cap != 0;
@@ -43,8 +43,8 @@ struct QueryGradient {
   static constexpr int kBlocks = kWidth <= 128 ? 2 : 1;
 };
 
-// A block takes kRows queries of a head, a warp 16, and goes over the keys that they see: those of one tile arrive while those before
-// are multiplied.
+// A block takes kRows queries of a head, a warp 16, and goes over the keys that they see: one tile arrives while the previous one is
+// multiplied.
 template <class T, int kWidth, int kValueWidth, Hides kHides>
 __global__ void __launch_bounds__(kThreads, QueryGradient<T, kWidth, kValueWidth>::kBlocks)
     attention_dq(Problem p, Operand q, Operand k, Operand v, Operand dout, Heads dq, Statistics<float> statistics, int64_t query_blocks,
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, QueryGradient<T, kWidth, kValueWidth
       }
       end_round();
     };
-    __syncthreads();  // until the tiles of the document before have been read
+    __syncthreads();  // until the previous document's tiles have been read
     queries.template load<kRows>(q, b, h, first, d.queries);
     douts.template load<kRows>(dout, b, h, first, d.queries);
     load(key, 0);
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kThreads, QueryGradient<T, kWidth, kValueWidth
 
 enum class Of { keys_and_values, keys, values };
 
-/// Of wide heads registers have room for one of both gradients: the scores are computed twice.
+/// With wide heads registers have room for only one of both gradients: the scores are computed twice.
 template <int kWidth>
 inline constexpr bool kApart = kWidth > 192;
 
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kThreads, KeyGradient<T, kWidth, kValueWidth>:
       }
       end_round();
     };
-    __syncthreads();  // until the tiles of the document before have been read
+    __syncthreads();  // until the previous document's tiles have been read
     keys.template load<kRows>(k, b, g, key, d.keys);
     if (kOfKeys) values.template load<kRows>(v, b, g, key, d.keys);
     int64_t h = g * group, t = first;

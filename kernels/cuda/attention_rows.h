@@ -1,5 +1,5 @@
-// What attention's kernels share, whatever their products are made of: sizes and operands of a call, which rows a block takes, and
-// which keys a query sees.
+// What all of attention's kernels share, however they compute products: sizes and operands of a call, which rows a block takes,
+// and which keys a query sees.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ struct Problem {
 
   /// Keys before the first query's own; less than 0 if some queries see none.
   __host__ __device__ int64_t past() const { return keys - queries; }
-  /// Keys that query t sees: the first so many.
+  /// The number of keys, from the first on, that query t sees.
   __host__ __device__ int64_t visible(int64_t t) const {
     if (!causal) return keys;
     const int64_t seen = t + 1 + past();
@@ -44,7 +44,7 @@ struct Heads {
   }
 };
 
-/// A number of each query, [B, H, T], the last dimension dense.
+/// A number per query, [B, H, T], the last dimension dense.
 template <class C>
 struct PerQuery {
   C* data;
@@ -53,11 +53,11 @@ struct PerQuery {
   __device__ C& at(int64_t b, int64_t h, int64_t t) const { return data[b * batch + h * head + t]; }
 };
 
-/// What there is beside the causal mask: nothing, or any of documents, a window and a softcap. Kernels are compiled for each, and not
-/// for documents and windows apart: those differ around the products, not in them.
+/// What there is besides the causal mask: nothing, or any of documents, a window and a softcap. Kernels are compiled for these two
+/// cases, not separately for documents and windows, which change the code around the products, not in them.
 enum class Hides { nothing, something };
 
-/// A score, within the softcap if there is one.
+/// A score, after the softcap if there is one.
 template <Hides kHides, class C>
 __device__ inline C capped(const Problem& p, C score) {
   if (kHides == Hides::nothing || p.softcap == 0) return score;
@@ -65,7 +65,7 @@ __device__ inline C capped(const Problem& p, C score) {
   if constexpr (std::is_same_v<C, float>) return cap * tanhf(score / cap);
   else return cap * ::tanh(score / cap);
 }
-/// The derivative of that, by what it gives.
+/// Its derivative, in terms of the result.
 template <Hides kHides, class C>
 __device__ inline C slope_of_capped(const Problem& p, C score) {
   if (kHides == Hides::nothing || p.softcap == 0) return C(1);
@@ -73,7 +73,7 @@ __device__ inline C slope_of_capped(const Problem& p, C score) {
   return C(1) - t * t;
 }
 
-/// Calls f.operator()<hides>() with what `mask` asks for.
+/// Calls f.operator()<hides>() with what `mask` needs.
 template <class F>
 void visit_hides(const AttentionMask& mask, F&& f) {
   if (mask.window || mask.has_documents() || mask.softcap != 0) f.template operator()<Hides::something>();
@@ -92,7 +92,7 @@ struct Document {
   int64_t first_query, queries, first_key, keys;
 };
 
-/// Where the document of each query begins, i32[B, T] dense in T; null where sequences are one.
+/// Where the document of each query begins, i32[B, T] dense in T; null if a sequence is one document.
 struct Begins {
   const int32_t* data = nullptr;
   int64_t batch = 0;  ///< stride
@@ -100,11 +100,11 @@ struct Begins {
     if (mask.has_documents() && mask.begins.numel() > 0)
       data = mask.begins.as<const int32_t>(), batch = mask.begins.strides[0];
   }
-  /// The document of query t. Whatever lies there, t is in it.
+  /// The document of query t. Whatever values are there, t is in it.
   __device__ Document of_query(const Problem& p, int64_t b, int64_t t) const {
     const int32_t* row = data + b * batch;
     const int64_t begin = row[t];
-    int64_t low = t + 1, high = p.queries;  // the first behind it is in [low, high]
+    int64_t low = t + 1, high = p.queries;  // the first query after it is in [low, high]
     while (low < high) {
       const int64_t middle = (low + high) / 2;
       if (row[middle] > begin) high = middle;
@@ -113,7 +113,7 @@ struct Begins {
     const int64_t itself = t + p.past(), key = begin < 0 ? 0 : begin < itself ? begin : itself;
     return {key < p.past() ? 0 : key - p.past(), low, key, low + p.past()};
   }
-  /// That of key s. Those before the first query's document are one without queries.
+  /// The document of key s. Keys before the first query's document form one without queries.
   __device__ Document of_key(const Problem& p, int64_t b, int64_t s) const {
     if (s >= p.past()) return of_query(p, b, s - p.past());
     const Document first = of_query(p, b, 0);
@@ -134,8 +134,8 @@ __device__ inline QueryBlock query_block(const Problem& p, int64_t blocks) {
 
 enum class TilesOf { queries, keys };
 
-/// Calls f(document, n) for the tile of rows from n on of the sequence; where there are documents, for the tiles of those of
-/// sequence b that begin in it, which together are all tiles of all documents.
+/// Calls f(document, n) for the tile of rows from n on of the sequence; with documents, for the tiles of sequence b's
+/// documents that begin in it, which together are all tiles of all documents.
 template <int kTile, Hides kHides, TilesOf kOf, class F>
 __device__ inline void for_each_tile(const Problem& p, const Begins& begins, int64_t b, int64_t first, F&& f) {
   constexpr bool kKeys = kOf == TilesOf::keys;
@@ -158,13 +158,14 @@ __device__ inline void for_each_tile(const Problem& p, const Begins& begins, int
   }
 }
 
-/// Keys that some query of the tile from `first` on sees are those up to here.
+/// The end of the keys that some query of the tile from `first` on sees.
 template <int kTile>
 __device__ inline int64_t keys_seen(const Problem& p, const Document& d, int64_t first) {
   return p.visible((first + kTile < d.queries ? first + kTile : d.queries) - 1);
 }
 
-/// Keys before a window, of those that the query sees to which the first `seen` are visible; 0 or less if there are none.
+/// The number of keys before the window of a query to which the first `seen` keys are visible; 0 or less if there are
+/// none.
 template <Hides kHides>
 __device__ inline int64_t keys_hidden(const Problem& p, int64_t seen) {
   return kHides != Hides::nothing && p.window ? seen - p.window : 0;
@@ -177,14 +178,14 @@ __device__ inline bool all_see_all(const Problem& p, const Document& d, int64_t 
   return keys_hidden<kHides>(p, p.visible(first + kQueries - 1)) <= key;
 }
 
-/// Where the first tile of keys begins that some of them sees: they begin where they do without a window.
+/// Where the first tile of keys begins that some of them sees: tiles begin where they do without a window.
 template <int kTile, Hides kHides>
 __device__ inline int64_t first_key_seen(const Problem& p, const Document& d, int64_t first) {
   const int64_t hidden = keys_hidden<kHides>(p, p.visible(first)) - d.first_key;
   return hidden > 0 ? d.first_key + hidden / kTile * kTile : d.first_key;
 }
 
-/// Where the segment of keys behind that of this key begins.
+/// Where the segment after that of this key begins.
 __device__ inline int64_t segment_behind(const Document& d, int64_t key) {
   return d.first_key + ((key - d.first_key) / kSegment + 1) * kSegment;
 }
@@ -197,7 +198,7 @@ struct SeenKeys {
   }
 };
 
-/// Those of the tile from `key` on, of the query to which the first `seen` keys are visible (Problem).
+/// Those of the tile from `key` on, for a query to which the first `seen` keys are visible (Problem).
 template <int kTile, Hides kHides>
 __device__ inline SeenKeys seen_keys(const Problem& p, int64_t key, int64_t seen) {
   const auto in_tile = [&](int64_t n) {
@@ -206,7 +207,7 @@ __device__ inline SeenKeys seen_keys(const Problem& p, int64_t key, int64_t seen
   return {in_tile(keys_hidden<kHides>(p, seen)), in_tile(seen)};
 }
 
-/// Rows that begin at 16 bytes and end there.
+/// Rows that begin and end at multiples of 16 bytes.
 inline bool in_whole_packs(const View& v) {
   const auto size = static_cast<int64_t>(size_of(v.dtype));
   bool out = aligned16(v.data) && v.shape[3] * size % 16 == 0;
@@ -214,13 +215,14 @@ inline bool in_whole_packs(const View& v) {
   return out;
 }
 
-/// No kernel of ours takes wider heads.
+/// None of our kernels takes wider heads.
 inline void check_widths(const char* who, const View& q, const View& v) {
   const int64_t larger = std::max(q.shape[3], v.shape[3]);
   check<ShapeError>(larger <= 256, '[', who, "] heads of more than 256 elements: ", larger);
 }
 
-/// Calls f.operator()<W, E>() with widths that a call's queries and keys, and its values, fit in; E is at most W.
+/// Calls f.operator()<W, E>() with widths into which a call's queries and keys, and its values, fit; E is at most
+/// W.
 template <class F>
 void visit_widths(const char* who, const View& q, const View& v, F&& f) {
   check_widths(who, q, v);

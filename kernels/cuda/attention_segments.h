@@ -1,15 +1,16 @@
-// Attention of few queries to many keys: what its kernels of one segment each (attention_decode.cu, attention_decode_fragments.cu) share.
+// Attention of few queries to many keys: what the kernels that take one segment per block (attention_decode.cu,
+// attention_decode_fragments.cu) share.
 #pragma once
 
 #include "sheaf/kernels/cuda/attention_rows.h"
 
 namespace sheaf::kernels::cuda::attention_tiles {
 
-/// Of a block: queries of the heads that share a key head.
+/// Rows of a block: queries of the heads that share a key head.
 inline constexpr int kSegmentRows = 16;
 
 /// What a block takes: up to kSegmentRows of a key head's T H / G rows (query t of its head n is row t H / G + n), and one segment of
-/// their keys, which lies in `slot`. Heads' rows are cut to `tiles`.
+/// their keys, which is stored in `slot`. A key head's rows are cut into `tiles`.
 struct SegmentBlock {
   int64_t slot, b, g;
   int group, first_row, rows;
@@ -25,11 +26,11 @@ struct SegmentBlock {
   __device__ int64_t head(int row) const { return g * group + (first_row + row) % group; }
 };
 
-/// Of each query's segments: segment c lies in slot c % slots.
+/// The results of each query's segments: segment c is in slot c % slots.
 struct Segments {
   float* sums;           ///< [B, H, T, slots, width]
   Softmax<float>* rows;  ///< [B, H, T, slots]
-  int slots, width;      ///< that of values, rounded up to 4
+  int slots, width;      ///< width: that of values, rounded up to a multiple of 4
 
   __device__ int64_t first_slot(const Problem& p, int64_t b, int64_t h, int64_t t) const {
     return ((b * p.heads + h) * p.queries + t) * slots;
@@ -39,7 +40,7 @@ struct Segments {
   }
 };
 
-/// Segments of which the queries of a block may see something: at most so many, one behind another.
+/// The most consecutive segments of which the queries of a block may see something.
 inline int64_t slots_of(const Problem& p) {
   const int64_t all = std::max<int64_t>(blocks_for(p.keys, kSegment), 1);
   if (p.window == 0) return all;
@@ -47,7 +48,7 @@ inline int64_t slots_of(const Problem& p) {
   return std::min(all, blocks_for(p.window + queries - 1, kSegment) + 1);
 }
 
-/// The first segment of a document that a query sees, and the one behind its last.
+/// The first segment of a document that a query sees, and the end of those it sees.
 struct SeenSegments {
   int64_t first, behind;
 };
@@ -60,13 +61,13 @@ __device__ inline Document document_of(const Problem& p, const Begins& begins, i
   return begins.data ? begins.of_query(p, b, t) : Document{0, p.queries, 0, p.keys};
 }
 
-/// Keys of a segment that rows [low, high) of a block, those of one document, see: some of the `count` from key `first` on, from which on
-/// `there` are of the document.
+/// Keys of a segment that rows [low, high) of a block, those of one document, see: some of the `count` from key `first` on; `there` keys
+/// from `first` on are of the document.
 struct SegmentPart {
   int64_t first;
   int low, high, count, there;
 
-  /// Those that a row sees, counted from `first`; none if it is of another document: it has no scores.
+  /// The keys that a row sees, counted from `first`; none if it is of another document.
   __device__ SeenKeys seen_by(const Problem& p, const SegmentBlock& block, int row) const {
     const int64_t visible = row >= low && row < high ? p.visible(block.query(row)) : 0;
     const auto from_first = [&](int64_t key) { return static_cast<int>(std::clamp<int64_t>(key - first, 0, kSegment)); };
@@ -82,7 +83,7 @@ __device__ void for_each_part(const Problem& p, const Begins& begins, const Segm
   for (int64_t t = block.query(0), behind = t; t < queries_behind; t = behind) {
     const Document d = document_of(p, begins, block.b, t);
     behind = std::min(d.queries, queries_behind);
-    // This block's among the segments that they see, which begin with number `seen`.
+    // This block's segment among those that they see, which begin with number `seen`.
     const int64_t seen = segments_seen(p, d, t).first, c = seen + (block.slot - seen % slots + slots) % slots,
                   begin = d.first_key + c * kSegment, end = std::min(begin + kSegment, p.visible(behind - 1));
     if (begin >= end) continue;
@@ -97,7 +98,7 @@ __device__ void for_each_part(const Problem& p, const Begins& begins, const Segm
 
 namespace sheaf::kernels::cuda::decode::fragments {
 
-/// Segments of bf16 and f16, by tensor cores. `blocks` in all, of which each key head has `tiles` for each slot.
+/// Segments of bf16 and f16, by tensor cores. `blocks` in total; each key head has `tiles` of them for each slot.
 void attention_of_segments(const Stream& stream, const View& q, const View& k, const View& v, const AttentionMask& mask, double scale,
                            const attention_tiles::Segments& to, int64_t blocks, int64_t tiles);
 

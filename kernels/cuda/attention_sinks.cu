@@ -1,8 +1,8 @@
 #include "sheaf/kernels/attention_sinks.h"
 #include "sheaf/kernels/cuda/rows.h"
 
-// A team of lanes of one warp takes a row [E], 16 bytes at a time, so many as a row has, up to a warp. Of its log-sum-exp its
-// first lane tells the others, which so need no barrier before it is written.
+// A team of lanes of one warp takes a row [E]: one lane for each 16 bytes of it, up to a warp. Its first lane passes the
+// log-sum-exp to the others, so no barrier is needed before it is written.
 namespace sheaf::kernels::cuda {
 namespace {
 
@@ -13,7 +13,7 @@ __device__ double exp_of(double x) { return ::exp(x); }
 __device__ float log1p_of(float x) { return log1pf(x); }
 __device__ double log1p_of(double x) { return ::log1p(x); }
 
-/// Rows of [B, T, H, E] in the order of b, t, h, and where their statistics lie.
+/// Rows of [B, T, H, E] in the order of b, t, h, and where their statistics are.
 template <class T>
 struct SinkRows {
   using C = Compute<std::remove_const_t<T>>;
@@ -23,7 +23,7 @@ struct SinkRows {
   int64_t queries, heads;
   int team;
 
-  /// Of [B, H, T].
+  /// The place of a row's statistics in [B, H, T].
   __device__ int64_t at(int64_t row, int64_t of_b, int64_t of_h, int64_t of_t) const {
     return row / (heads * queries) * of_b + row % heads * of_h + row / heads % queries * of_t;
   }
@@ -40,7 +40,7 @@ Statistics<T> statistics_of(const View& v) {
   return {v.as<Compute<T>>(), v.strides[0], v.strides[1], v.strides[2]};
 }
 
-/// What the first lane of a team has, to all of it.
+/// Passes the first lane's value to the whole team.
 template <class C>
 __device__ C from_first(C x, int team) {
   return __shfl_sync(kFullWarp, x, static_cast<int>(threadIdx.x) % kWarp / team * team);
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads) add_sinks(SinkRows<T> r, Statistics<
   const bool exists = row < r.rows.count;
   C* const statistic = lse.data + (exists ? r.at(row, lse.b, lse.h, lse.t) : 0);
   const C a = from_first(exists && lane == 0 ? *statistic : C(0), r.team), s = exists ? r.sink(row) : C(0);
-  const bool below = a < s;  // false for NaN, which so stays
+  const bool below = a < s;  // false for NaN, which therefore stays
   const C most = below ? s : a, other = below ? a : s;
   if (!exists || most == -INFINITY) return;  // neither keys nor a sink
   const C all = most + log1p_of(exp_of(other - most)), share = exp_of(a - all);

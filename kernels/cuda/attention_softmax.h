@@ -1,9 +1,8 @@
-// A row of attention, from its scores and values in one order, which our kernels share so that
-// they give it the same bits: keys are taken kSegment at a time, counted from the first of the
-// row's document; those of a segment a tile at a time, against the largest score so far (online
-// softmax); then segments are put together in their order. Keys that the row does not see change
-// nothing, and neither does a tile or a segment of such keys that is left out. Which block computes
-// what is a kernel's own affair: one of attention_blocked.cu takes all of a row, one of
+// A row of attention is computed from its scores and values in one order, which our kernels share so that they give
+// the same bits: keys are taken kSegment at a time, counted from the first of the row's document; those of a
+// segment a tile at a time, against the largest score so far (online softmax); then segments are combined in their
+// order. Keys that the row does not see change nothing, and neither does skipping a tile or a segment of only such
+// keys. Each kernel decides which block computes what: a block of attention_blocked.cu takes all of a row, one of
 // attention_decode.cu a segment. Kernels of tensor cores have an order of their own within a tile,
 // and their own exponentials.
 #pragma once
@@ -14,13 +13,13 @@
 
 namespace sheaf::kernels::cuda::attention_tiles {
 
-/// Threads that share a row's scores in kernels without tensor cores, neighbours in a warp: thread n
-/// has keys n, n + 16, ... of a tile.
+/// Threads that share a row's scores in kernels without tensor cores; neighbours in a warp: thread n has keys n, n
+/// + 16, ... of a tile.
 inline constexpr int kSide = 16;
 
-/// Keys, a multiple of every tile. With fewer, more blocks share a short context, and more is
-/// written and read again: the f32 sums of a segment are 1/256 of its keys and values of 16 bits if
-/// a key head has one row, and 1/16 if it has 16.
+/// Keys of a segment, a multiple of every tile. With fewer, more blocks share a short context, and more is written
+/// and reread: the f32 sums of a segment are 1/256 of its keys and values of 16 bits if a key head has one row, and
+/// 1/16 if it has 16.
 inline constexpr int kSegment = 256;
 
 template <class C>
@@ -34,15 +33,15 @@ __device__ inline C exponential(C x) {
     return ::exp(x);
 }
 
-/// Of some keys: the largest score, and the sum of all exp(score - largest).
+/// For some keys: the largest score, and the sum of all exp(score - largest).
 template <class C>
 struct Softmax {
   C most = kHidden<C>, total = C(0);
 };
 
-/// Takes a thread's scores of the next tile, kHidden where the row does not see, which become their
-/// weights. Returns what the row's sums shrink by before these are added. `total` is the thread's
-/// own until close_segment.
+/// Takes a thread's scores of the next tile, kHidden for keys that the row does not see, and turns them into
+/// weights. Returns the factor of the row's sums before these are added. `total` is only the thread's part until
+/// close_segment.
 template <int kScores, class C>
 __device__ inline C add_tile(Softmax<C>& row, C (&scores)[kScores]) {
   C largest = row.most;
@@ -62,14 +61,14 @@ __device__ inline C add_tile(Softmax<C>& row, C (&scores)[kScores]) {
   return shrink;
 }
 
-/// kSharers threads, neighbours, have the row.
+/// kSharers neighbouring threads share the row.
 template <int kSharers, class C>
 __device__ inline void close_segment(Softmax<C>& row) {
   for (int step = kSharers / 2; step > 0; step /= 2)
     row.total += __shfl_xor_sync(kFullWarp, row.total, step);
 }
 
-/// By what the sums of the keys before a segment, and its own, are multiplied to be added.
+/// The factors by which the sums of the keys before a segment, and the segment's own, are multiplied to be added.
 template <class C>
 struct Shares {
   C before, segment;
@@ -78,7 +77,7 @@ struct Shares {
   }
 };
 
-/// From the largest scores of both.
+/// Computes them from the largest scores of both.
 template <class C>
 __device__ inline Shares<C> shares_of(C before, C segment) {
   const C larger = segment > before ? segment : before, base = larger == kHidden<C> ? C(0) : larger;
@@ -93,7 +92,7 @@ __device__ inline Shares<C> add_segment(Softmax<C>& row, const Softmax<C>& segme
   return shares;
 }
 
-/// What is left to do with a row's sums, and its lse. Of one that sees no key, 0 and -inf.
+/// The final factor of a row's sums, and its lse. For a row that sees no key, 0 and -inf.
 template <class C>
 struct Ending {
   C scale, lse;

@@ -17,9 +17,9 @@ struct Tiles {
   using C = C_;
   static constexpr int kWidth = kWidth_, kTile = kTile_;
   static constexpr int kVec = Pack<C>::kSize;
-  static constexpr int kPer = kTile / kSide;               // rows, and scores of a row, a thread
-  static constexpr int kChunks = kWidth / (kSide * kVec);  // 16 bytes of a result's row, a thread
-  static constexpr int kStride = kWidth + kVec;            // the rows of a warp meet all banks
+  static constexpr int kPer = kTile / kSide;               // rows, and scores of a row, per thread
+  static constexpr int kChunks = kWidth / (kSide * kVec);  // 16-byte pieces of a result's row per thread
+  static constexpr int kStride = kWidth + kVec;            // the rows of a warp fall into all banks
   static constexpr int kScoreStride = kTile + kVec;
   static constexpr size_t kBytes = size_t{kTile} * kStride * sizeof(C);
   static constexpr size_t kScoreBytes = size_t{kTile} * kScoreStride * sizeof(C);
@@ -30,8 +30,8 @@ struct Tiles {
 __device__ inline int tx() { return static_cast<int>(threadIdx.x) % kSide; }
 __device__ inline int ty() { return static_cast<int>(threadIdx.x) / kSide; }
 
-/// Rows [first, first + kTile) of a head's `count`; zeros past the last, and up to the next
-/// multiple of kVec behind the width.
+/// Rows [first, first + kTile) of a head's `count`; zeros past the last, and past the width up to the next multiple
+/// of kVec.
 template <class S>
 __device__ void load_tile(const Heads& from, int64_t b, int64_t h, int64_t first, int64_t count,
                           typename S::C* tile) {
@@ -71,7 +71,7 @@ __device__ void multiply_rows(const typename S::C* a, const typename S::C* b, in
   }
 }
 
-/// The scores of this thread to where accumulate_rows reads them.
+/// Stores this thread's scores where accumulate_rows reads them.
 template <class S>
 __device__ void store_scores(const typename S::Scores& scores, typename S::C* to) {
 #pragma unroll
@@ -81,7 +81,7 @@ __device__ void store_scores(const typename S::Scores& scores, typename S::C* to
       to[(ty() + kSide * i) * S::kScoreStride + tx() + kSide * j] = scores[i][j];
 }
 
-/// Columns of results at which this thread's 16 bytes number c begin.
+/// The column of results at which this thread's c-th 16 bytes begin.
 template <class S>
 __device__ inline int column(int c) {
   return (tx() + kSide * c) * S::kVec;

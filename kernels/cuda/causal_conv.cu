@@ -4,13 +4,13 @@
 #include "sheaf/kernels/cuda/workspace.h"
 
 // A thread has 16 bytes of channels and walks a run of tokens. With up to kFew taps it keeps the tokens that they reach in registers, so
-// that each is read once, but for those around the run; with more, tokens and weights come again from caches.
+// that each is read once, except for those around the run; with more, tokens and weights are reread from caches.
 namespace sheaf::kernels::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kFew = 4;           ///< taps: fewer count as so many, of which the first have weights of zero
-constexpr int kForwardRun = 16;   ///< tokens: with longer runs too few threads have one
+constexpr int kFew = 4;           ///< taps: fewer count as this many, the first ones with weights of zero
+constexpr int kForwardRun = 16;   ///< tokens: with longer runs there are too few threads
 constexpr int kBackwardRun = 64;  ///< tokens: the blocks of dweight's sums
 
 __device__ float exp_of(float x) { return expf(x); }
@@ -41,14 +41,14 @@ struct Conv {
         x(o.x), weight(o.weight.as<const T>()), weight_pitch(o.weight.strides[0]),
         begins(given(o.begins) ? o.begins.as<const int32_t>() : nullptr), begins_batch(given(o.begins) ? o.begins.strides[0] : 0) {}
 
-  /// The first token that those of token t may be.
+  /// The first token that taps of token t may read.
   __device__ int64_t begin(int64_t b, int64_t t) const {
     const int64_t at = begins ? begins[b * begins_batch + t] : 0;
     return at < 0 ? 0 : at;
   }
 };
 
-/// A value of each channel of a thread.
+/// One value for each channel of a thread.
 template <class T>
 struct Values {
   using C = Compute<T>;
@@ -81,7 +81,7 @@ struct Values {
 #pragma unroll
     for (int k = 0; k < kSize; ++k) v[k] = v[k] / (C(1) + exp_of(-v[k]));
   }
-  /// Times the derivative of silu where it was applied to x.
+  /// Multiplies by the derivative of silu at x.
   __device__ void scale_by_slope(const Values& x) {
 #pragma unroll
     for (int k = 0; k < kSize; ++k) {
@@ -95,7 +95,7 @@ struct Values {
 template <class T>
 struct Window {
   Values<T> weight[kFew], x[kFew];
-  int absent;  ///< so many of the first are no taps
+  int absent;  ///< this many of the first are not taps
 
   __device__ Window(const Conv<T>& p, int64_t b, int64_t first, int64_t channel) : absent(kFew - p.taps) {
 #pragma unroll
@@ -105,13 +105,13 @@ struct Window {
       if (j > 0 && first + j >= kFew) x[j] = Values<T>(p.x.row(b, first - kFew + j), channel, p.channels);
     }
   }
-  /// On to token t, the next.
+  /// Moves on to token t, the next.
   __device__ void advance(const Conv<T>& p, int64_t b, int64_t t, int64_t channel) {
 #pragma unroll
     for (int j = 0; j + 1 < kFew; ++j) x[j] = x[j + 1];
     x[kFew - 1] = Values<T>(p.x.row(b, t), channel, p.channels);
   }
-  /// True if there is a tap j, and it finds at token t one of its document.
+  /// True if there is a tap j, and at token t it reads one of the same document.
   __device__ bool reaches(int64_t t, int j, int64_t begin) const { return j >= absent && t - (kFew - 1) + j >= begin; }
   __device__ Values<T> sum(int64_t t, int64_t begin) const {
     Values<T> out;
@@ -178,7 +178,7 @@ template <class T>
 struct Gradients {
   Channels<const T> dy;
   Channels<T> dx;
-  Compute<T>* partials;  ///< of dweight, [W, C] of each run; null: it is not wanted
+  Compute<T>* partials;  ///< of dweight, [W, C] for each run; null: not wanted
 
   __device__ Compute<T>* partial(const Conv<T>& p, const Run<T>& r, int tap) const {
     const int64_t run = r.b * blocks_for(p.tokens, kBackwardRun) + r.first / kBackwardRun;
@@ -192,7 +192,8 @@ __device__ void store_partial(const Values<T>& sum, Compute<T>* row, int64_t cha
     if (channel + k < channels) row[channel + k] = sum.v[k];
 }
 
-// The gradient of a token is complete when the last that reaches it has been passed: behind the run there are kFew - 1 more.
+// The gradient of a token is complete after the last token that reaches it: so the walk continues for kFew - 1 tokens after
+// the run.
 template <class T>
 __global__ void __launch_bounds__(kThreads) convolve_backward(Conv<T> p, Gradients<T> d) {
   const Run<T> r(p, kBackwardRun);
@@ -205,7 +206,7 @@ __global__ void __launch_bounds__(kThreads) convolve_backward(Conv<T> p, Gradien
   for (int64_t t = r.first; t < r.behind + kFew - 1; ++t) {
 #pragma unroll
     for (int i = 0; i + 1 < kFew; ++i) dsum[i] = dsum[i + 1], begins[i] = begins[i + 1];
-    dsum[kFew - 1] = {}, begins[kFew - 1] = p.tokens;  // a token that is none reaches no other
+    dsum[kFew - 1] = {}, begins[kFew - 1] = p.tokens;  // a token past the end reaches no other
     if (t < p.tokens) {
       window.advance(p, r.b, t, r.channel);
       begins[kFew - 1] = p.begin(r.b, t);
@@ -230,7 +231,7 @@ __global__ void __launch_bounds__(kThreads) convolve_backward(Conv<T> p, Gradien
     if (const int tap = j - (kFew - p.taps); tap >= 0) store_partial(dweight[j], d.partial(p, r, tap), r.channel, p.channels);
 }
 
-/// The gradient of the sum at token t, which is computed again.
+/// The gradient of the sum at token t, which is recomputed.
 template <class T>
 __device__ Values<T> dsum_of_many(const Conv<T>& p, const Gradients<T>& d, int64_t b, int64_t t, int64_t channel) {
   Values<T> out(d.dy.row(b, t), channel, p.channels);

@@ -1,13 +1,12 @@
-// CUDA loads a kernel's code when it is first launched, and loading may wait for all that runs on
-// the device: where that is a collective which waits for this rank in turn, for ever. Whoever may
-// need a kernel later loads it while nothing of that kind runs.
+// CUDA loads a kernel's code when it is first launched, and loading may wait for everything that runs on the
+// device: forever, if that is a collective which waits for this rank in turn. Code that may need a kernel later
+// loads it while nothing of that kind runs.
 #pragma once
 
 namespace sheaf::kernels::cuda {
 
-/// While one lives, launch() of this thread launches nothing, but loads the kernel's code. For
-/// functions that do nothing else than launch kernels: copies and the libraries' work are enqueued
-/// as ever.
+/// While one lives, launch() of this thread launches nothing, but loads the kernel's code. For functions that only
+/// launch kernels: copies and the libraries' work are enqueued as usual.
 class CodeLoading {
  public:
   CodeLoading() { ++depth_; }

@@ -9,7 +9,7 @@ namespace sheaf::kernels::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kUnroll = 4;  // loads in flight of a thread
+constexpr int kUnroll = 4;  // loads in flight per thread
 
 // Operand 0 is dst, operand 1 src.
 constexpr unsigned kBoth = 3;
@@ -48,7 +48,7 @@ struct Transpose {
 
 template <class T>
 __global__ void transpose_tiles(const T* src, T* dst, Transpose t) {
-  // Neighbours in a column of the tile lie in neighbouring banks.
+  // Neighbours in a column of the tile are in neighbouring banks.
   constexpr int kPitch = kTile + (sizeof(T) < 4 ? 4 / static_cast<int>(sizeof(T)) : 1);
   __shared__ T tile[kTile * kPitch];
   const unsigned place = blockIdx.x / static_cast<unsigned>(t.tiles),
@@ -251,7 +251,7 @@ void copy(const Stream& stream, const View& src, const View& dst) {
 
 void fill(const Stream& stream, const View& dst, double value) {
   if (dst.numel() == 0) return;
-  // The CPU's kernel converts one element; here go its bits.
+  // The CPU's kernel converts one element; its bits are copied here.
   const auto size = static_cast<int64_t>(size_of(dst.dtype));
   alignas(16) unsigned char pattern[16];
   cpu::fill(View{pattern, dst.dtype, {}, {}}, value);

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kLogSumExpThreads, 2)
 }
 
 // Blocks take rows from the last to the first: a forward before left the last ones in the cache.
-// Pieces lie at 16 bytes of dlogits; where dlogits is logits, a thread writes what it has read.
+// Pieces are aligned to 16 bytes of dlogits; if dlogits is logits, a thread writes only what it has read.
 template <class T>
 __global__ void __launch_bounds__(kMostThreads)
     cross_entropy_backward_row(Rows<const T> logits, Indices targets, int64_t ignore_index,

@@ -1,4 +1,4 @@
-// What cuBLASLt is told of a product: its operation and the layouts of its matrices.
+// What cuBLASLt is told about a product: its operation and the layouts of its matrices.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace sheaf::kernels::cuda {
 
-// Scales by rows came with 12.9: neither older headers nor older libraries know them.
+// Scales by rows are new in 12.9: neither older headers nor older libraries have them.
 #if CUBLAS_VERSION >= 120900
 inline constexpr bool kKnowsFp8 = true;
 inline constexpr auto kScaleModeA = CUBLASLT_MATMUL_DESC_A_SCALE_MODE,
@@ -26,18 +26,18 @@ inline constexpr int32_t kByRows = 0;
 #endif
 inline constexpr size_t kFirstWithFp8 = 120900;
 
-inline constexpr size_t kMatrixAlignment = 16;  // of an epilogue's
+inline constexpr size_t kMatrixAlignment = 16;  // also for an epilogue's
 
 inline void check_status(cublasStatus_t status, const Product& product, const char* call) {
   if (status != CUBLAS_STATUS_SUCCESS)
     fail<CudaError>(product, ": ", call, ": ", cublasLtGetStatusName(status), ", ",
                     cublasLtGetStatusString(status));
 }
-/// An algorithm that was offered is refused as it runs: nothing is enqueued, another may do.
+/// An offered algorithm is refused when run: nothing is enqueued, and another may work.
 inline bool refused(cublasStatus_t status) {
   return status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE;
 }
-/// Those are passed over, too, where others are tried anyway.
+/// These are skipped, too, where others are tried anyway.
 inline bool passed_over(cublasStatus_t status) {
   return refused(status) || status == CUBLAS_STATUS_ARCH_MISMATCH ||
          status == CUBLAS_STATUS_INTERNAL_ERROR;
@@ -108,9 +108,9 @@ inline Operation make_operation(const Product& p) {
   set(out, CUBLASLT_MATMUL_DESC_TRANSB, s.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, p);
   if (s.epilogue != Epilogue::none)
     set(out, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(s.epilogue), p);
-  // Who chooses an algorithm reads the alignment of the epilogue's memory off its address, and is
-  // given what holds for the shape, not where the first call's memory happens to lie: that is
-  // try_run()'s to set.
+  // The choice of an algorithm takes the alignment of the epilogue's memory from its address, so it is given an
+  // address with the alignment guaranteed for the shape, not that of the first call's memory; try_run() sets the
+  // real one.
   const auto at = [](size_t alignment) { return reinterpret_cast<void*>(alignment); };
   if (has_vector(s.epilogue)) {
     set(out, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, static_cast<int32_t>(type_of(s.out)), p);

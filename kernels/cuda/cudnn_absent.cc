@@ -1,4 +1,4 @@
-// A CUDA toolkit without cuDNN: everything is refused.
+// For a CUDA toolkit without cuDNN: refuses everything.
 #if !__has_include(<cudnn_backend.h>)
 
 #include "sheaf/core/error.h"

@@ -16,8 +16,8 @@
 #include "sheaf/kernels/cuda/cudnn_graph.h"
 #include "sheaf/kernels/cuda/runtime.h"
 
-// Patterns that cuDNN 9 recognises as attention: it fuses all operations between memory and memory
-// into one kernel. Its own single operation for attention has no causal mask before 9.21.
+// Patterns that cuDNN 9 recognises as attention: it fuses all operations between inputs and outputs in memory into
+// one kernel. Its own single operation for attention has no causal mask before 9.21.
 namespace sheaf::kernels::cuda::cudnn {
 namespace {
 
@@ -46,7 +46,7 @@ constexpr size_t align_part(int64_t bytes) {
   return (static_cast<size_t>(bytes) + 255) / 256 * 256;
 }
 
-/// Sizes and the two ways to see a [B, T, heads, D] view: as [B, heads, T, D] and, transposed, as
+/// Sizes and the two ways to view [B, T, heads, D]: as [B, heads, T, D] and, transposed, as
 /// [B, heads, D, T].
 struct Sizes {
   int64_t batch, queries, keys, heads, groups, width, value_width;
@@ -63,7 +63,7 @@ struct Sizes {
         type(a.q.dtype == kBF16 ? CUDNN_DATA_BFLOAT16 : CUDNN_DATA_HALF) {}
   Dims rows() const { return {batch, heads, queries, width}; }
   Dims value_rows() const { return {batch, heads, queries, value_width}; }
-  /// Gradients of keys and values, of each query head.
+  /// Gradients of keys and values, one for each query head.
   Dims key_rows(int64_t of_width) const { return {batch, heads, keys, of_width}; }
   Dims scores() const { return {batch, heads, queries, keys}; }
   Dims statistics() const { return {batch, heads, queries, 1}; }
@@ -87,9 +87,9 @@ bool has_documents(const Attention& a) { return a.begins.rank() > 0; }
 
 int64_t past(const Attention& a) { return a.k.shape[1] - a.q.shape[1]; }
 
-/// scores where the key does not come after the query, nor before its document or its window, else kMasked. Each is a choice of
-/// its own, whose order is free: of two conditions joined, cuDNN 9.19 makes no attention. A query's position is its index and
-/// kPast. NVIDIA's own graphs move the same diagonals by one such sum.
+/// scores where the key is not after the query, nor before its document or its window, else kMasked. Each condition is a select
+/// of its own, in any order: cuDNN 9.19 does not recognise attention if two are combined. A query's position is its index plus
+/// kPast. NVIDIA's own graphs shift the same diagonals by such a sum.
 Handle mask(Graph& g, const Attention& a, Handle scores) {
   const Sizes s(a);
   const Handle query = g.index(2, scores, g.between(CUDNN_DATA_INT32, s.scores()));
@@ -146,7 +146,7 @@ Graph backward_graph(const Attention& a) {
                 {s.heads * s.queries * s.value_width, s.queries * s.value_width,
                  s.heads * s.value_width, 1}));
   const Handle sums = g.reduce(CUDNN_REDUCE_TENSOR_ADD, outputs, g.between(kFloat, s.statistics()));
-  // Times 1, here and below: the pattern has places there for what dropout would do.
+  // Times 1, here and below: the pattern requires these places, which are dropout's.
   const Handle one = g.scalar(kOne);
   const Handle row_sums =
       g.pointwise(CUDNN_POINTWISE_MUL, sums, one, g.between(kFloat, s.statistics()));
@@ -154,7 +154,7 @@ Graph backward_graph(const Attention& a) {
   const Handle products = g.matmul(q, k, scores());
   const Handle scaled = g.pointwise(CUDNN_POINTWISE_MUL, products, scale, scores());
   const Handle shifted = g.pointwise(CUDNN_POINTWISE_SUB, scaled, lse, scores());
-  const Handle masked = mask(g, a, shifted);  // in the place where NVIDIA's own graphs have it
+  const Handle masked = mask(g, a, shifted);  // where NVIDIA's own graphs have it
   const Handle probabilities = g.pointwise(CUDNN_POINTWISE_EXP, masked, nullptr, scores());
 
   // A product with the transposed scores, summed over the query heads that share a key head.
@@ -207,7 +207,7 @@ struct DeviceAttention {
   cudnnHandle_t handle = nullptr;
   std::map<std::vector<int64_t>, Answer> answers;
 
-  /// About one of the parts, with the mutex held.
+  /// Asks about one of the parts, with the mutex held.
   const Answer& ask(const Attention& a) {
     const std::vector<int64_t> key = plan_key(a);
     if (const auto known = answers.find(key); known != answers.end()) return known->second;
@@ -252,7 +252,7 @@ size_t dq_bytes(const Attention& a) {
 size_t workspace_of(const Attention& a, const Plan& plan) {
   return align_part(plan.workspace()) + dq_bytes(a);
 }
-/// In front of that of the parts, for all of them: where lse is not packed as it should be, it is copied.
+/// Before the workspace of the parts, and shared by them: an lse that is not packed as required is copied there.
 size_t lse_bytes(const Attention& a) {
   return is_backward(a) && !a.lse.contiguous()
              ? align_part(a.lse.numel() * static_cast<int64_t>(sizeof(float)))

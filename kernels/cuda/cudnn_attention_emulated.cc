@@ -1,5 +1,4 @@
-// What cuDNN computes where kernels run on a CPU: the CPU's attention, on the emulated GPU's
-// memory.
+// Stands in for cuDNN where kernels run on a CPU: the CPU's attention, on the emulated GPU's memory.
 #include <atomic>
 #include <cstring>
 #include <mutex>
@@ -20,7 +19,7 @@ struct alignas(128) Line {
   char bytes[128];
 };
 
-/// There are none here, but they must be asked for at the times when cuDNN makes them.
+/// There are no plans here, but they must be requested when cuDNN would make them.
 void plan(const Attention& a) {
   static std::mutex mutex;
   static std::set<std::vector<int64_t>> known;

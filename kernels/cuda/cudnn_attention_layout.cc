@@ -27,7 +27,7 @@ View part_of(View v, int dim, int64_t parts, int64_t i) {
   return v;
 }
 
-/// Heads are dimension 2, of lse dimension 1.
+/// Heads are dimension 2, dimension 1 for lse.
 void cut(const Attention& a, int dim, int64_t parts, std::vector<Attention>& out) {
   for (int64_t i = 0; i < parts; ++i) {
     Attention& part = out.emplace_back(a);
@@ -46,7 +46,7 @@ std::vector<Attention> parts_of(const Attention& a) {
   const int64_t batch = a.q.shape[0], tokens = a.q.shape[1], heads = a.q.shape[2],
                 groups = a.k.shape[2], keys = (a.k.shape[1] + kTile - 1) / kTile * kTile,
                 sequence = heads * tokens * keys * static_cast<int64_t>(size_of(a.q.dtype));
-  const auto fewest = [&](int64_t size, int64_t bytes) {  // equal parts of `size`, `bytes` in all
+  const auto fewest = [&](int64_t size, int64_t bytes) {  // equal parts of `size`, `bytes` in total
     int64_t parts = 1;
     while (parts < size && (size % parts != 0 || bytes / parts > a.most_workspace)) ++parts;
     return parts;
@@ -85,13 +85,13 @@ std::string layout_refusal(const Attention& a) {
   if (q.numel() == 0 || v.numel() == 0) return "nothing to compute";
   for (const int64_t tokens : {q[1], k[1]})
     if (tokens % 64 != 0) return str("tried for whole blocks of 64 tokens only, not for ", tokens);
-  // NVIDIA's own frontend hides what lies beyond the last key by a mask for lengths. Ours has none, and
-  // before 9.26 the kernel for Hopper takes a half block for scores of 0, whose weights overflow where
-  // all others of a row are far below (https://github.com/NVIDIA/cudnn-frontend/pull/628).
+  // NVIDIA's own frontend hides what is beyond the last key with a mask for lengths. We have none, and before 9.26
+  // the kernel for Hopper fills a half block with scores of 0, whose weights overflow where all other scores of a
+  // row are far below (https://github.com/NVIDIA/cudnn-frontend/pull/628).
   if (backward && k[1] % 128 != 0)
     return str("backward for whole blocks of 128 keys only, not for ", k[1]);
-  // cuDNN plans others of up to 256 elements, too. But for DeepSeek's, NVIDIA's own Transformer
-  // Engine refuses the backward pass where both are 128 or more and differ: a bug from 9.11 on.
+  // cuDNN plans others of up to 256 elements, too. Except for DeepSeek's, NVIDIA's own Transformer Engine refuses
+  // the backward pass where both are 128 or more and differ: a bug since 9.11.
   const bool narrow = q[3] % 8 == 0 && q[3] <= 128 && v[3] % 8 == 0 && v[3] <= 128;
   if (!narrow && !(q[3] == 192 && v[3] == 128))
     return str("heads of 8, 16, .., 128 elements, or of 192 with values of 128, not of ", q[3],
@@ -132,9 +132,8 @@ Attention with_packed_lse(const Attention& a) {
 }
 
 float masked_score(int64_t version) {
-  // Where a query sees nothing of a block of keys, -inf less the largest score is NaN, unless a
-  // kernel looks. NVIDIA's own frontend gives the lowest number to kernels before 9.10 and -inf to
-  // later ones.
+  // Where a query sees nothing of a block of keys, -inf minus the largest score is NaN, unless a kernel checks.
+  // NVIDIA's own frontend gives the lowest number to kernels before 9.10 and -inf to later ones.
   return version < 91000 ? std::numeric_limits<float>::lowest()
                          : -std::numeric_limits<float>::infinity();
 }

@@ -26,7 +26,7 @@ SHEAF_FORWARD_FUNCTIONS(kCudnn, SHEAF_CUDNN)
 namespace sheaf::kernels::cuda::cudnn {
 namespace {
 
-/// Attributes that are arrays: of engines' notes, here.
+/// Attributes that are arrays, such as engines' notes.
 template <class T>
 std::vector<T> notes_of(Handle engine, cudnnBackendAttributeName_t name,
                         cudnnBackendAttributeType_t type) {
@@ -52,7 +52,7 @@ bool deterministic(Handle config) {
          notes.end();
 }
 
-/// The codes of one kind share their thousand.
+/// Codes of one kind share their thousands.
 bool refuses(cudnnStatus_t status) {
   switch (static_cast<int>(status)) {
     case CUDNN_STATUS_NOT_INITIALIZED:

@@ -1,5 +1,5 @@
 // cuDNN's graph API (cudnn_backend.h) without its boilerplate: a Graph of operations on tensors of
-// four dimensions, and the Plan that cuDNN makes of it for a device.
+// four dimensions, and the Plan that cuDNN makes from it for a device.
 #pragma once
 
 #include <array>
@@ -12,21 +12,20 @@
 
 namespace sheaf::kernels::cuda::cudnn {
 
-/// cuDNN does not take what was asked for, now or later, or is not here; what() has the call and
-/// cuDNN's own words.
+/// cuDNN does not accept what was asked for, now or later, or is not installed; what() has the call and cuDNN's own
+/// words.
 class Refusal : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-/// Comes before all else: loads cuDNN. Throws Refusal if it is not here.
+/// Loads cuDNN; call this first. Throws Refusal if it is not installed.
 void load();
-/// Of the library that load() found: 91900 for 9.19.0.
+/// The version of the library that load() found: 91900 for 9.19.0.
 int64_t version();
 
-/// Throws unless `status` is success: Refusal where cuDNN does not know what it was asked for, or
-/// parts of it or the device are absent; CudaError for what failed, as a lack of memory does, and
-/// may go well another time.
+/// Throws unless `status` is success: Refusal if cuDNN does not support the request, or parts of it or the device
+/// are absent; CudaError for failures that may not recur, such as a lack of memory.
 void check_status(cudnnStatus_t status, const char* call);
 
 using Handle = cudnnBackendDescriptor_t;
@@ -49,7 +48,7 @@ class Descriptor {
   Descriptor& set(cudnnBackendAttributeName_t name, cudnnDataType_t value) {
     return set(name, CUDNN_TYPE_DATA_TYPE, 1, &value);
   }
-  /// `what` stands in the error.
+  /// `what` is named in the error.
   Descriptor& finalize(const char* what);
 
   Handle handle() const { return handle_.get(); }
@@ -76,7 +75,7 @@ class Graph {
  public:
   /// A tensor in memory, known by `id` when the plan runs; 16-byte aligned.
   Handle tensor(int64_t id, cudnnDataType_t type, const Dims& dims, const Dims& strides);
-  /// One f32 that is given by value when the plan runs.
+  /// One f32 that is passed by value when the plan runs.
   Handle scalar(int64_t id, cudnnDataType_t type = CUDNN_DATA_FLOAT);
   /// A tensor that only operations see, dense or with strides.
   Handle between(cudnnDataType_t type, const Dims& dims) {
@@ -89,13 +88,13 @@ class Graph {
   Handle pointwise(cudnnPointwiseMode_t mode, Handle x, Handle b, Handle to);
   /// The index of each element along `axis`.
   Handle index(int64_t axis, Handle like, Handle to);
-  /// x + b, of integers.
+  /// x + b, for integers.
   Handle plus(Handle x, Handle b, Handle to);
   /// x >= b as booleans.
   Handle at_least(Handle x, Handle b, Handle to);
   /// mask ? x : b
   Handle select(Handle mask, Handle x, Handle b, Handle to);
-  /// Over the dimensions that have size 1 in `to`.
+  /// Reduces over the dimensions that have size 1 in `to`.
   Handle reduce(cudnnReduceTensorOp_t op, Handle x, Handle to);
   Handle reshape(Handle x, Handle to);
 
@@ -113,13 +112,13 @@ class Graph {
   Descriptor& add(cudnnBackendDescriptorType_t type) { return parts_.emplace_back(type); }
   Handle operation(Descriptor& d, Handle to);
 
-  std::vector<Descriptor> parts_;  // what operations refer to lives as long as they
+  std::vector<Descriptor> parts_;  // keeps alive what operations refer to
   std::vector<Handle> operations_;
   int64_t next_between_ = 1000;
 };
 
-/// What cuDNN compiled for a graph: the first of its suggestions that it can build and that it does
-/// not note as nondeterministic.
+/// What cuDNN compiled for a graph: the first of its suggestions that it can build and does not mark as
+/// nondeterministic.
 class Plan {
  public:
   Plan(Graph graph, const Target& target);  ///< throws as check_status()

@@ -1,7 +1,7 @@
 #include "sheaf/kernels/cuda/delta_rule_chunks.h"
 
-// What depends neither on the state nor on values, (1 + A)⁻¹ and P, is computed for all chunks at once. Then a block takes 64 columns of
-// a value head's state, which do not depend on each other, and walks the chunks in order: it does nothing but products.
+// (1 + A)⁻¹ and P, which depend neither on the state nor on values, are computed for all chunks at once. Then a block takes 64 columns
+// of a value head's state, which are independent, and walks the chunks in order, with nothing but products.
 namespace sheaf::kernels::cuda {
 namespace delta {
 namespace {
@@ -21,8 +21,8 @@ __global__ void __launch_bounds__(kThreads) inverse_norms(Rows<const T> q, Rows<
   if (threadIdx.x % kWarp == 0) (blockIdx.y == 0 ? q_norms : k_norms)[row] = C(1) / sqrt(sum + static_cast<C>(eps));
 }
 
-/// The inverse of 1 + a, whose first `count` rows matter, a strictly lower triangular: row by row of the result, four neighbours sharing
-/// a column's sums. What lies above a warp's first column is zero.
+/// The inverse of 1 + a, with a strictly lower triangular, of which the first `count` rows matter: row by row of the result, four
+/// neighbours sharing a column's sums. What is above a warp's first column is zero.
 template <class C>
 __device__ void invert(const Tile<C>& a, Tile<C>& inverse, int count) {
   const int column = static_cast<int>(threadIdx.x) / 4, part = static_cast<int>(threadIdx.x) % 4, first = column / 8 * 8;
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) prepare_chunks(Ru
   using C = Compute<T>;
   auto* const factors = dynamic_shared<Factor<T>>();
   Factor<T>&x = factors[0], &y = factors[1];
-  Tile<C>&a = reinterpret_cast<Tile<C>&>(x), &inverse = reinterpret_cast<Tile<C>&>(y);  // where keys and queries were
+  Tile<C>&a = reinterpret_cast<Tile<C>&>(x), &inverse = reinterpret_cast<Tile<C>&>(y);  // in the memory of keys and queries
   __shared__ Gates<C> gates;
   const int64_t places = blocks_for(p.tokens, kTile), pair = blockIdx.x / places, b = pair / p.key_heads, g = pair % p.key_heads;
   const int64_t place = blockIdx.x % places * kTile, end = place + kTile < p.tokens ? place + kTile : p.tokens;
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) prepare_chunks(Ru
   }
 }
 
-/// A walk's arrays; null what is not wanted.
+/// A walk's arrays; null if not wanted.
 template <class T>
 struct Walk {
   using C = Compute<T>;
@@ -85,7 +85,7 @@ struct Walk {
   C *writes, *states;
 };
 
-// Columns [e, e + kTile) of the state of value head h lie in the first tiles.
+// Columns [e, e + kTile) of the state of value head h are in the first tiles.
 template <class T>
 __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) walk_chunks(Rule<T> p, Walk<T> w) {
   using C = Compute<T>;
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) walk_chunks(Rule<
     if (!p.chunks.goes_on(b, t)) state.load(p, nullptr, e);
     else if (t > 0 && w.states) state.store(p, w.states + p.slot(b, h, t), e);
 
-    // u = (1 + A)⁻¹ beta (v - γ Sᵀk), and out = scale γ Sᵀq + P u; count is 0 of what is not wanted.
+    // u = (1 + A)⁻¹ beta (v - γ Sᵀk), and out = scale γ Sᵀq + P u; the count is 0 if not wanted.
     const int wanted = w.out.data ? count : 0;
     Sums<T> answers, written, out;
     for (int d = 0; d < p.key_tiles(); ++d) {

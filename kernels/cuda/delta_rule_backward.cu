@@ -1,28 +1,28 @@
 #include "sheaf/kernels/cuda/delta_rule_chunks.h"
 
-// Of a chunk, with S the state before it, dS' the gradient of that behind it, and (1 + A) u = r = beta (v - γ Sᵀk):
+// For a chunk, with S the state before it, dS' the gradient of the state after it, and (1 + A) u = r = beta (v - γ Sᵀk):
 //
 //   du = Pᵀ dout + Λ_last dS'ᵀk      dr = (1 + A)⁻ᵀ du      dv = beta dr      dP = dout uᵀ (j <= i)      dA = -dr uᵀ (j < i)
 //   dS = γ_last dS' + Σ scale γ_i q_i dout_iᵀ - Σ beta_i γ_i k_i dr_iᵀ
 //   dq = scale γ S dout + Σ_j scale Λ_ij dP_ij k_j
 //   dk = beta (-γ S dr + Σ_j Λ_ij dA_ij k_j) + (Λ_last dS' u + Σ_i scale Λ_ij dP_ij q_i + Σ_i Λ_ij dA_ij beta_i k_i)
 //
-// du, dr and dS are a walk from the last chunk to the first, of 64 columns by a block, which leaves them in the workspace. All else then
-// follows for all chunks at once, from all columns. In γ_i and Λ_ij the sum of decays up to i stands, in Λ_ji and Λ_last,i its negative:
-// its gradient is q·dq, and k times the first part of dk less k times the second. That of the last token also has what Λ_last and γ_last
-// give. A decay has the sum of these from its token on.
+// du, dr and dS are computed in a walk from the last chunk to the first, 64 columns per block, and left in the workspace. Everything
+// else then follows for all chunks at once, from all columns. γ_i and Λ_ij contain the sum of decays up to i, Λ_ji and Λ_last,i its
+// negative: so its gradient is q·dq plus k times the first part of dk minus k times the second. For the last token, Λ_last and γ_last
+// contribute, too. A decay's gradient is the sum of these from its token on.
 namespace sheaf::kernels::cuda {
 namespace delta {
 namespace {
 
-/// Gradients, and arrays of the workspace; null what is not there.
+/// Gradients, and arrays of the workspace; null if absent.
 template <class T>
 struct Gradients {
   using C = Compute<T>;
   const C *inverses, *shares, *writes, *states;  // Kept
   Heads<const T> dout;
   States<const C> dlast;  ///< of the last state
-  C *dvalues, *dstates;  ///< dr, [B, H, T, E]; those of S, as `states`
+  C *dvalues, *dstates;  ///< dr, [B, H, T, E]; dS, laid out as `states`
   Heads<T> dv;
   States<C> dinitial;
   Heads<C> ddecay, dbeta;
@@ -111,13 +111,13 @@ __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) chunk_gradients(R
     const auto count = static_cast<int>(behind - t);
     for (int64_t h = g * p.group(); h < (g + 1) * p.group(); ++h) {
       gates.load(p, b, t, h, count);
-      const C *state = nullptr, *dstate = nullptr;  // before the chunk; of that behind it
+      const C *state = nullptr, *dstate = nullptr;  // before the chunk; gradient of the state after it
       if (t == 0) state = p.initial.at(b, h);
       else if (p.chunks.goes_on(b, t)) state = w.states + p.slot(b, h, t);
       if (behind == p.tokens) dstate = w.dlast.at(b, h);
       else if (p.chunks.goes_on(b, behind)) dstate = w.dstates + p.slot(b, h, behind);
       const C *writes = w.writes + p.row(b, h, t) * p.of_values, *dvalues = w.dvalues + p.row(b, h, t) * p.of_values;
-      // This thread's shares of its rows' gradients, of beta and of the sum of decays, and of what the last token has besides.
+      // This thread's shares of its rows' gradients of beta and of the sum of decays, and of the last token's extra part.
       C dbeta[4] = {}, dsum[4] = {}, last = C(0);
 
       Sums<T> dshares, dkeys;
@@ -212,17 +212,17 @@ __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) chunk_gradients(R
         C sum = last;
         for (int n = count - 1; n >= i; --n) sum += by_token[n];
         const bool decays = !gates.is_cut(i) && (state || i > 0);
-        *w.ddecay.at(b, t + i, h) = decays ? sum : C(0);  // not what rounding leaves of a sum that is zero
+        *w.ddecay.at(b, t + i, h) = decays ? sum : C(0);  // not rounding errors of a sum that is zero
       }
     }
   }
 }
 
-/// Of queries or keys: the gradient behind their normalisation, and where it goes.
+/// For queries or keys: the gradient after their normalisation, and where the result is stored.
 template <class T>
 struct Normalised {
   Rows<const T> x;
-  const Compute<T>* norms;  ///< null: there is none
+  const Compute<T>* norms;  ///< null: no normalisation
   const Compute<T>* dy;
   Rows<T> dx;
 };

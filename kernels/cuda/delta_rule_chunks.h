@@ -10,7 +10,7 @@ namespace sheaf::kernels::cuda::delta {
 
 static_assert(kTile == kDeltaChunk);
 
-/// Blocks whose registers a multiprocessor must hold.
+/// The number of blocks whose registers a multiprocessor must hold.
 template <class C>
 inline constexpr int kHeld = sizeof(C) == 4 ? 2 : 1;
 
@@ -34,7 +34,7 @@ struct Heads {
   __device__ T* at(int64_t b, int64_t t, int64_t h) const { return data + b * batch + t * time + h * head; }
 };
 
-/// Where chunks begin: at each document's first token, and kTile tokens behind another that the document goes on for.
+/// Where chunks begin: at each document's first token, and every kTile tokens from there within the document.
 struct Chunks {
   const int32_t* begins = nullptr;  ///< null: there is one document
   int64_t batch = 0;                ///< stride
@@ -43,14 +43,14 @@ struct Chunks {
   explicit Chunks(const DeltaRuleOperands& x) : tokens(x.q.shape[1]) {
     if (given(x.begins) && x.begins.numel() > 0) begins = x.begins.as<const int32_t>(), batch = x.begins.strides[0];
   }
-  /// The first token of t's document that is here. Whatever lies there, it is not behind t.
+  /// The first token of t's document that is here. Whatever values `begins` has, it is not after t.
   __device__ int64_t document(int64_t b, int64_t t) const {
     const int64_t at = begins ? begins[b * batch + t] : 0;
     return at < 0 ? 0 : at < t ? at : t;
   }
   /// The first token of t's chunk.
   __device__ int64_t begin(int64_t b, int64_t t) const { return t - (t - document(b, t)) % kTile; }
-  /// The first behind t, which may be -1, that begins a chunk; `tokens` if there is none. By a whole warp.
+  /// The first token after t (t may be -1) that begins a chunk; `tokens` if there is none. Called by a whole warp.
   __device__ int64_t next(int64_t b, int64_t t) const {
     const int64_t most = t + kTile < tokens ? t + kTile : tokens;
     if (!begins) return (t + kTile) / kTile * kTile < tokens ? (t + kTile) / kTile * kTile : tokens;
@@ -61,18 +61,18 @@ struct Chunks {
     }
     return most;
   }
-  /// True if a state comes into the chunk that begins at t. No two such chunks have the same t / kTile.
+  /// True if the chunk that begins at t continues from a state. No two such chunks have the same t / kTile.
   __device__ bool goes_on(int64_t b, int64_t t) const { return t == 0 || document(b, t) < t; }
 };
 
 /// What the forward leaves in the workspace, all of the compute type.
 struct Kept {
-  void *q_norms, *k_norms;  ///< what queries and keys are multiplied by, [B, T, G]; not touched if norm_eps is 0
-  void *inverses, *shares;  ///< of each chunk and value head (1 + A)⁻¹ and P: a row for each token, [B, H, T, kTile]
+  void *q_norms, *k_norms;  ///< the factors of queries and keys, [B, T, G]; not touched if norm_eps is 0
+  void *inverses, *shares;  ///< (1 + A)⁻¹ and P of each chunk and value head: a row for each token, [B, H, T, kTile]
   void *writes, *states;    ///< u, [B, H, T, E], and S before chunks, [B, H, slots, D, E] (Rule::slot); null: not wanted
 };
 
-/// States [B, H, D, E], of which each is dense; there may be none.
+/// States [B, H, D, E], each dense; there may be none.
 template <class C>
 struct States {
   C* data;
@@ -94,7 +94,7 @@ struct Rule {
   Heads<const T> q, k, v;
   Heads<const C> decay, beta;
   States<const C> initial;     ///< none: zero
-  const C *q_norms, *k_norms;  ///< null: they are taken as they are
+  const C *q_norms, *k_norms;  ///< null: not normalised
 
   Rule(const DeltaRuleOperands& x, const DeltaRuleOptions& options, const Kept& kept)
       : chunks(x), batch(x.q.shape[0]), tokens(x.q.shape[1]), key_heads(x.q.shape[2]), heads(x.v.shape[2]),
@@ -106,9 +106,9 @@ struct Rule {
   __host__ __device__ int64_t group() const { return heads / key_heads; }
   __host__ __device__ int key_tiles() const { return static_cast<int>(blocks_for(width, kTile)); }
   __host__ __device__ int value_tiles() const { return static_cast<int>(blocks_for(of_values, kTile)); }
-  /// Where a row of token t and value head h lies in arrays [B, H, T, ..] of the workspace.
+  /// The row of token t and value head h in arrays [B, H, T, ..] of the workspace.
   __device__ int64_t row(int64_t b, int64_t h, int64_t t) const { return (b * heads + h) * tokens + t; }
-  /// Where the state before the chunk that begins at t lies in [B, H, slots, D, E].
+  /// The place of the state before the chunk that begins at t, in [B, H, slots, D, E].
   __device__ int64_t slot(int64_t b, int64_t h, int64_t t) const {
     return ((b * heads + h) * blocks_for(tokens, kTile) + t / kTile) * width * of_values;
   }
@@ -121,10 +121,11 @@ __device__ inline double exp_of(double x) { return ::exp(x); }
 template <class C>
 inline constexpr C kCut = std::is_same_v<C, double> ? C(-746) : C(-104);
 
-/// A chunk's gates in shared memory. Past its end decays and betas are 0, so that what holds for its last token holds for the tile's last.
+/// A chunk's gates in shared memory. Past its end decays and betas are 0, so that values for the tile's last token are those for the
+/// chunk's last.
 template <class C>
 struct Gates {
-  C sum[kTile], beta[kTile];    ///< sum: of the decays up to a token, but for those that cut, so that differences are numbers
+  C sum[kTile], beta[kTile];    ///< sum: of the decays up to a token, without those that cut, so that differences are numbers
   C gamma[kTile], left[kTile];  ///< γ_i, and Λ_last,i
   int cuts[kTile];              ///< how many decays up to a token cut
 
@@ -133,7 +134,7 @@ struct Gates {
   __device__ C gamma_of_chunk() const { return gamma[kTile - 1]; }
   __device__ bool is_cut(int i) const { return cuts[i] != (i > 0 ? cuts[i - 1] : 0); }
 
-  /// Those of `count` tokens from t on, with a barrier before and behind.
+  /// Loads the gates of `count` tokens from t on, with a barrier before and after.
   template <class T>
   __device__ void load(const Rule<T>& p, int64_t b, int64_t t, int64_t h, int count) {
     __syncthreads();
@@ -190,7 +191,7 @@ __device__ Arriving<Compute<T>, T> queries(const Rule<T>& p, int64_t b, int64_t 
   return head(p.q, b, t, g, count, d, p.width, [&](int i) { return norms ? norms[i * p.key_heads] * factor(i) : factor(i); });
 }
 
-/// Parts and what they leave of f32, 8 bits, which are a third.
+/// Parts, and a third one for the 8 bits of f32 that they leave.
 struct AllParts : Parts {
   unsigned rest[kTile][kPitch / 2];
 
@@ -219,7 +220,7 @@ struct State {
 
   __device__ State(void* memory, int key_tiles) : tiles(static_cast<StateTile<T>*>(memory)), count(key_tiles) {}
   __device__ const Factor<T>& operator[](int d) const { return tiles[d]; }
-  /// Where there is room behind it.
+  /// The memory after its tiles.
   __device__ Factor<T>* end() const { return reinterpret_cast<Factor<T>*>(tiles + count); }
 
   /// From memory; null: zeros.
@@ -234,13 +235,13 @@ struct State {
       if (c < width) to[d * p.of_values + e + c] = tiles[d / kTile].get(d % kTile, c);
     }
   }
-  /// Tile d becomes `decay` times what it is, and `added`.
+  /// Tile d becomes `decay` times itself plus `added`.
   __device__ void add(int d, C decay, Sums<T>& added) const {
     added.put(tiles[d], [&](int, int i, int c, C sum) { return fused_sum(decay, tiles[d].get(i, c), sum); });
   }
 };
 
-/// Takes arrays of `size` bytes an element from a workspace, or adds up what they take.
+/// Takes arrays of `size` bytes per element from a workspace, or adds up their sizes.
 struct Carve {
   Carver carver;
   size_t size;
@@ -254,7 +255,7 @@ struct Measure {
   }
 };
 
-/// Elements of the states before chunks.
+/// Number of elements in the states before chunks.
 inline int64_t states_of(const DeltaRuleOperands& x) {
   return x.q.shape[0] * x.v.shape[2] * blocks_for(x.q.shape[1], kTile) * x.q.shape[3] * x.v.shape[3];
 }

@@ -1,8 +1,8 @@
-// Products of 64 x 64 tiles in shared memory, by a block of 256 threads: all matrices of the delta rule are cut to such tiles, with zeros
-// past their ends.
+// Products of 64 x 64 tiles in shared memory, by a block of 256 threads: all matrices of the delta rule are cut into such tiles, with
+// zeros past their ends.
 //
-// In f32 and f64 products are made by multiply-adds. For bf16 and f16 tensor cores make them of each factor's two bf16 parts, which
-// together have 16 of its bits: three products for one, whose sums are f32.
+// In f32 and f64 products are computed by multiply-adds. For bf16 and f16, tensor cores compute them from each factor's two bf16
+// parts, which together have 16 of its bits: three products for one, with f32 sums.
 #pragma once
 
 #include "sheaf/kernels/cuda/rows.h"
@@ -12,7 +12,7 @@ namespace sheaf::kernels::cuda::delta {
 
 inline constexpr int kThreads = 256, kTile = 64;
 
-/// In f32 rows begin in different banks. In f64 there is no room for that, where states are largest.
+/// In f32 rows begin in different banks. In f64 there is no room for that with the largest states.
 template <class C>
 struct Tile {
   static constexpr int kPitch = sizeof(C) == 4 ? kTile + 4 : kTile;
@@ -32,7 +32,7 @@ struct Tile {
   }
 };
 
-/// A tile of bf16 parts, in pairs of neighbours: each element as bf16, and what that leaves of it.
+/// A tile of bf16 parts, in pairs of neighbours: each element as bf16, and the remainder, as bf16 too.
 struct Parts {
   static constexpr int kPitch = kTile + 8;  ///< elements
   alignas(16) unsigned high[kTile][kPitch / 2], low[kTile][kPitch / 2];
@@ -56,17 +56,17 @@ struct Parts {
   }
 };
 
-/// What products are made of. Where one has been read, a tile of numbers may lie.
+/// A factor of products. Once it has been read, its memory may hold a tile of numbers.
 template <class T>
 using Factor = std::conditional_t<kIsNarrow<T>, Parts, Tile<Compute<T>>>;
 static_assert(sizeof(Parts) >= sizeof(Tile<float>));
 
-/// A thread's elements of a tile that are on their way from memory: all are asked for before the first is waited for, and a product can be
-/// made meanwhile.
+/// A thread's elements of a tile on their way from memory: all are requested before the first is awaited, and a product can be computed
+/// meanwhile.
 template <class C, class T>
 class Arriving {
  public:
-  /// Rows [0, count) of a matrix, of each the first `width` elements: `row(r)` is where one begins, which is multiplied by `factor(r)`.
+  /// The first `width` elements of rows [0, count) of a matrix: row r begins at `row(r)` and is multiplied by `factor(r)`.
   template <class Row, class By>
   __device__ Arriving(int64_t count, int64_t width, Row row, By factor) {
 #pragma unroll
@@ -102,7 +102,7 @@ __device__ Arriving<C, C> rows(const C* from, int64_t pitch, int64_t count, int6
   return {count, width, [&](int r) { return from + r * pitch; }, [](int) { return C(1); }};
 }
 
-/// A thread's elements of a product of tiles, 4 x 4: with tensor cores those that mma.m16n8 gives it, of warps that stand 2 x 4; else
+/// A thread's elements of a product of tiles, 4 x 4: with tensor cores those that mma.m16n8 gives it, with warps arranged 2 x 4; else
 /// neighbours.
 template <class T>
 struct Sums {
@@ -124,7 +124,7 @@ struct Sums {
     const int thread = static_cast<int>(threadIdx.x);
     return kTensorCores ? thread / kWarp % 4 * 4 + thread % 4 : thread % 16;
   }
-  /// f(i, row, column, sum), of each, to a tile.
+  /// Stores f(i, row, column, sum) of each element to a tile.
   template <class To, class F>
   __device__ void put(To& to, F f) {
 #pragma unroll
@@ -150,7 +150,7 @@ template <bool kRowsInner, bool kColumnsInner, class T>
 __device__ void multiply_by_parts(Sums<T>& sums, const Parts& a, const Parts& b) {
   const int lane = lane_of_thread(), row = Sums<T>::row(0) - lane / 4, column = Sums<T>::column(0) - lane % 4 * 2;
   const SharedMatrix<bf16> high = a.matrix_of_high(), low = a.matrix_of_low(), b_high = b.matrix_of_high(), b_low = b.matrix_of_low();
-#pragma unroll 2  // of more, sums are spilled
+#pragma unroll 2  // with more, sums are spilled
   for (int k = 0; k < kTile; k += 16) {
     unsigned of_high[2][4], of_low[2][4], of_b_high[4], of_b_low[4];
 #pragma unroll

@@ -27,17 +27,16 @@ struct Free {
   }
 };
 
-/// [Note: memory of graphs] A graph runs with the addresses that its capture was given. What a
-/// capture takes is the graph's, until the graph goes: blocks freed meanwhile are
-/// handed out again within the same capture, and to nobody else, so that whatever comes to live
-/// beside the graph lies elsewhere. It counts as alive with the most that was alive in the capture:
-/// a replay's peak is that of the same work done without a graph.
+/// [Note: memory of graphs] A graph runs with the addresses that its capture was given. Memory taken during a
+/// capture belongs to the graph until the graph is destroyed: blocks freed meanwhile are handed out again only
+/// within the same capture, so later blocks never overlap the graph's. It counts as alive with the largest size
+/// that was alive in the capture: a replay's peak is that of the same work without a graph.
 struct GraphMemory {
   std::map<size_t, size_t> taken;                // offset, size
-  Free free;                                     // of these
+  Free free;                                     // blocks of these
   std::vector<std::pair<size_t, size_t>> older;  // blocks from before the capture, freed in it: the
                                                  // graph may read them
-  int64_t older_bytes = 0;                       // as they were asked for
+  int64_t older_bytes = 0;                       // as requested
   int64_t live = 0, peak = 0;                    // requested bytes of blocks within
 
   bool holds(size_t offset) const {
@@ -118,7 +117,7 @@ class GrowingAllocator : public DeviceAllocator,
   }
   bool holds(const void* address) const override {
     std::lock_guard lock(mutex_);
-    // The end belongs to it: an empty view of its last block lies there.
+    // The end counts as inside: an empty view of its last block may point there.
     return (address >= range_.base && address <= range_.base + range_.mapped && range_.base) ||
            pool_.holds(address);
   }
@@ -138,7 +137,7 @@ class GrowingAllocator : public DeviceAllocator,
     const std::vector<MemoryPiece>& all = pool_.pieces();
     return {all.begin() + static_cast<std::ptrdiff_t>(std::min(known, all.size())), all.end()};
   }
-  void add_wire(SharedRange) override {}  // of the host
+  void add_wire(SharedRange) override {}  // that would be the host's
 
  private:
   static size_t rounded(size_t bytes) { return std::max(kAlign, round_up(bytes, kAlign)); }
@@ -165,7 +164,7 @@ class GrowingAllocator : public DeviceAllocator,
     return offset;
   }
 
-  // What still lives in a graph's memory goes back when it dies, as any block.
+  // Blocks still alive in a graph's memory are returned when they are freed, like any block.
   void give_back(const std::shared_ptr<GraphMemory>& graph) {
     std::lock_guard lock(mutex_);
     std::erase(graphs_, graph);
@@ -174,8 +173,7 @@ class GrowingAllocator : public DeviceAllocator,
     count(graph->live - graph->peak - graph->older_bytes);
   }
 
-  // Makes a free block of `size` at the end of the range, which may begin with a free one that is
-  // there.
+  // Makes a free block of `size` at the end of the range, extending a free one that is there.
   void grow(size_t bytes, size_t size) {
     if (!range_.base) {
       use_device(device_);
@@ -210,7 +208,7 @@ class GrowingAllocator : public DeviceAllocator,
   WirePool pool_;
   Free free_;
   std::vector<std::shared_ptr<GraphMemory>> graphs_;
-  std::shared_ptr<GraphMemory> open_;  // of the capture that goes on
+  std::shared_ptr<GraphMemory> open_;  // of the current capture
   MemoryStats stats_;
 };
 

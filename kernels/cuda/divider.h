@@ -1,6 +1,6 @@
-// Divisions by a number that the host knows, on the device: a multiplication and a shift. The
-// device has no instruction for a division; of 64 bits it is a call of some hundred instructions,
-// whose registers every kernel with one must keep free.
+// Divisions on the device by a number that the host knows: a multiplication and a shift. The device has no
+// instruction for division; a 64-bit one is a call of some hundred instructions, for whose registers every kernel
+// with one must have room.
 #pragma once
 
 #include "sheaf/kernels/cuda/launch.h"

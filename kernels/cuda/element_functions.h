@@ -1,4 +1,4 @@
-// Functions of elements, chosen inside of a kernel by what it was told: for kernels of one op (elementwise.cu) and of several
+// Functions of elements, chosen inside a kernel by its arguments: for kernels of one op (elementwise.cu) and of several
 // (fused.cu). Compiled without contraction, -fmad=false: then both give the same bits.
 #pragma once
 
@@ -133,7 +133,7 @@ __device__ void choose_binary(BinaryOp op, Use use) {
   }
 }
 
-/// use(f) with the function of what was kept and the output's gradient that `op` names.
+/// use(f) with the function of the kept value and the output's gradient that `op` names.
 template <class C, class Use>
 __device__ void choose_backward(BackwardOp op, Use use) {
   switch (op) {

@@ -1,8 +1,8 @@
 // Elementwise kernels over any strides and element types: map_elements(name, stream, f, outputs,
-// inputs) calls f(in, out) for each element, in the compute type of all operands together. Dense
-// operands of one floating dtype, in whatever order of dimensions they share, are read and written
-// 16 bytes at a time, and so are broadcast ones for functors that ask for it; everything else goes
-// element by element, in the order of the first output.
+// inputs) calls f(in, out) for each element, in the compute type of all operands together. Dense operands of one
+// floating dtype, with any common order of dimensions, are read and written 16 bytes at a time, and so are
+// broadcast ones for functors that ask for it; everything else is processed element by element, in the order of the
+// first output.
 #pragma once
 
 #include <array>
@@ -12,7 +12,7 @@
 
 namespace sheaf::kernels::cuda {
 
-/// The operands of an elementwise kernel, outputs first, and where their elements lie.
+/// The operands of an elementwise kernel, outputs first, and where their elements are.
 template <int N>
 struct Walk : Layout<N> {
   void* data[N];
@@ -52,7 +52,7 @@ inline DType compute_type_of(std::initializer_list<View> views) {
 
 namespace detail {
 
-/// g(f), or g(what f chooses) if that depends on more than its type.
+/// g(f), or g(the functor that f chooses) if the function depends on more than f's type.
 template <class C, class F, class G>
 __device__ void choose(const F& f, G g) {
   if constexpr (requires { f.template choose<C>(g); })
@@ -100,8 +100,7 @@ __global__ void map_packs(F f, Walk<M + N> w) {
   }
 }
 
-/// Counts in packs of T. Operands whose bit in `wide` is not set have one element for all of a
-/// pack, of any dtype.
+/// Works in packs of T. Operands whose bit in `wide` is not set have one element, of any dtype, for a whole pack.
 template <class T, int M, int N, class F>
 __global__ void map_broadcast(F f, Walk<M + N> w, unsigned wide) {
   using C = Compute<T>;
@@ -152,8 +151,8 @@ __global__ void map_strided(F f, Walk<M + N> w) {
   }
 }
 
-/// True if map_broadcast could take the operands, and has: outputs of T, inputs of T or constant
-/// along the last dimension.
+/// Runs map_broadcast and returns true if it can take the operands: outputs of T, inputs of T or constant along the
+/// last dimension.
 template <class T, int M, int N, class F>
 bool map_by_broadcast(const char* name, const Stream& stream, const F& f, Walk<M + N> w,
                       int threads) {
@@ -173,10 +172,10 @@ bool map_by_broadcast(const char* name, const Stream& stream, const F& f, Walk<M
 }  // namespace detail
 
 /// f: a functor with `template <class C> __device__ void operator()(const C* in, C* out) const`, or
-/// with `template <class C, class G> __device__ void choose(G g) const`, which calls g(such a
-/// functor) once for all elements of a thread; with `static constexpr bool kBroadcasts = true` if
-/// it often meets operands that are broadcast. Operands compute in `compute` (f64, f32 or i64). An
-/// output may be the same memory as an input, element for element.
+/// with `template <class C, class G> __device__ void choose(G g) const`, which calls g(such a functor) once for all
+/// elements of a thread; with `static constexpr bool kBroadcasts = true` if it often meets operands that are
+/// broadcast. Operands compute in `compute` (f64, f32 or i64). An output may be the same memory as an input,
+/// element for element.
 template <int M, int N, class F>
 void map_elements(const char* name, const Stream& stream, DType compute, F f,
                   const std::array<View, M>& outputs, const std::array<View, N>& inputs) {

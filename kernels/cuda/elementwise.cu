@@ -3,8 +3,8 @@
 namespace sheaf::kernels::cuda {
 namespace {
 
-// Which op it is, is decided inside the kernel, once for all elements of a thread: one kernel a
-// type compiles faster than one an op.
+// The op is selected inside the kernel, once for all elements of a thread: one kernel per type compiles faster than
+// one per op.
 
 struct Unary {
   UnaryOp op;
@@ -69,7 +69,7 @@ struct WhereScalar {
   }
 };
 
-// Bounds by compute type: what clamp() makes of them on the host.
+// Bounds for each compute type, prepared by clamp() on the host.
 struct Clamp {
   double lo, hi;
   int64_t lo_whole, hi_whole;

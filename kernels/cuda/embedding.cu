@@ -10,8 +10,8 @@ namespace sheaf::kernels::cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
-// Rows of a token that one warp adds up. Tokens with more are cut into pieces of so many, each a
-// sum of its own: a common token may have a tenth of all rows.
+// Rows of a token that one warp adds up. Tokens with more are cut into pieces of this many, each summed separately:
+// a common token may have a tenth of all rows.
 constexpr int64_t kPiece = 128;
 
 void check_views(const char* name, const View& tokens, const View& table, const View& rows,
@@ -84,7 +84,7 @@ __device__ void add_rows(const T* columns, const Layout<1>& at, const uint32_t* 
 /// The work of a warp: 32 groups of kWidth columns of one of `rows` rows.
 struct Work {
   int64_t row, column;
-  bool first, inside;  // columns of the row; within them
+  bool first, inside;  // first columns of the row; inside the row
   template <int kWidth>
   __device__ static Work of_this(int64_t cols) {
     const int64_t chunks = blocks_for(cols, kWidth * kWarp);
@@ -128,7 +128,7 @@ __global__ void sum_tokens(Operands in, Heavy heavy) {
     if (!work.first) return;
     const auto n = static_cast<uint32_t>(blocks_for(end - begin, kPiece));
     const uint32_t lane = threadIdx.x % kWarp;
-    // Who comes first decides where the pieces lie, not what they hold.
+    // The order of arrival decides where the pieces are, not what they hold.
     uint32_t first = 0;
     if (lane == 0) {
       first = atomicAdd(&heavy.counts[1], n);

@@ -1,6 +1,6 @@
-// What is asked of each access to memory in a kernel: that it is aligned and, with --config=races,
-// that no other thread's comes at the same time. The compiler puts the questions there
-// (-fsanitize=alignment, -fsanitize=thread); what it calls is here, in its own runtime's place.
+// Checks each access to memory in a kernel: it must be aligned and, with --config=races, not concurrent with
+// another thread's. The compiler inserts the checks (-fsanitize=alignment, -fsanitize=thread); the functions they
+// call are here, instead of in the compiler's runtime.
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -25,12 +25,12 @@ struct Access {
 bool ordered(const Access& before, const Moment& now, bool shared) {
   const Moment& then = before.at;
   if (before.kind == Kind::none || then.launch != now.launch) return true;
-  if (then.block != now.block) return shared;  // it is each block's own
+  if (then.block != now.block) return shared;  // shared memory belongs to its block
   return then.thread == now.thread || then.barriers != now.barriers ||
          (then.thread / 32 == now.thread / 32 && then.syncs != now.syncs);
 }
 
-// Of a byte. Of its readers since, the last two threads.
+// The last write of a byte, and the last two threads that read it since.
 struct Cell {
   Access write, read, other_read;
   bool shared = false;  // what kernels have written outside device memory
@@ -38,7 +38,7 @@ struct Cell {
 
 Cell& cell_of(uintptr_t address) {
   constexpr uintptr_t kPage = 4096;
-  constexpr size_t kMostPages = 2048;  // beyond, all is forgotten: half a gigabyte
+  constexpr size_t kMostPages = 2048;  // beyond half a gigabyte, all is forgotten
   thread_local std::unordered_map<uintptr_t, std::unique_ptr<Cell[]>> pages;
   thread_local uintptr_t last_number = 0;
   thread_local Cell* last = nullptr;
@@ -115,7 +115,7 @@ SHEAF_WATCH(16)
 void __tsan_read_range(void* p, size_t bytes) { watch(p, bytes, Kind::read); }
 void __tsan_write_range(void* p, size_t bytes) { watch(p, bytes, Kind::write); }
 
-// Of host code that stands beside kernels.
+// For host code in the same files as kernels.
 uint8_t __tsan_atomic8_load(const volatile uint8_t* p, int) {
   return __atomic_load_n(p, __ATOMIC_SEQ_CST);
 }

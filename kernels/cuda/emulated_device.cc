@@ -42,7 +42,7 @@ class DeviceMemory {
     const Range range{static_cast<char*>(base), open, open + kPage};
     if (users_) mprotect(range.base, range.open, PROT_READ | PROT_WRITE);
     char* memory =
-        range.base + (open - (bytes + 255) / 256 * 256);  // its end lies at the guard page
+        range.base + (open - (bytes + 255) / 256 * 256);  // its end is at the guard page
     ranges_[memory] = range;
     return memory;
   }
@@ -228,7 +228,7 @@ void record(EventHandle event, const Stream& stream) {
 void wait(const Stream& stream, EventHandle event) { Streams::get().wait(stream, event_of(event)); }
 void synchronize(EventHandle event) { Streams::get().synchronize(event_of(event)); }
 bool reached(EventHandle event) {
-  synchronize(event);  // or a host that asks again and again would ask for ever
+  synchronize(event);  // or a host that polls would poll forever
   return true;
 }
 
@@ -251,7 +251,7 @@ void destroy_graph(GraphHandle graph) { delete static_cast<GraphBox*>(graph); }
 
 void copy_bytes(const Stream& stream, void* to, const void* from, size_t bytes, Copy kind) {
   if (bytes == 0) return;
-  // The host may change its memory at once; but a graph reads it when it runs.
+  // The host may change its memory at once, but a graph reads it when it runs.
   if (kind == Copy::to_device && !is_pinned(from) && !capturing(stream)) {
     const auto* source = static_cast<const char*>(from);
     emulation::enqueue(stream, [to, copy = std::vector<char>(source, source + bytes)] {

@@ -8,7 +8,7 @@
 namespace sheaf::kernels::cuda::emulation {
 namespace {
 
-// What is not allowed while a capture goes on ends it, too: it cannot become a graph any more.
+// A call that is not allowed during a capture also ends it: it can no longer become a graph.
 [[noreturn]] void break_capture(Capture& capture, const std::string& why) {
   if (capture.broken.empty()) capture.broken = why;
   fail<CudaError>(why, " (emulated GPU)");
@@ -21,7 +21,7 @@ namespace {
 void Capture::run() const {
   std::vector<size_t> waits(nodes.size());  // for how many
   std::vector<std::vector<size_t>> followers(nodes.size());
-  std::priority_queue<std::pair<bool, size_t>> ready;  // what has no work hides no order
+  std::priority_queue<std::pair<bool, size_t>> ready;  // nodes without work first: they must not hide a missing order
   const auto add = [&](size_t n) { ready.emplace(nodes[n].work == nullptr, n); };
   for (size_t n = 0; n < nodes.size(); ++n) {
     waits[n] = nodes[n].behind.size();
@@ -40,7 +40,7 @@ void Capture::run() const {
 std::vector<bool> Capture::before(const std::vector<size_t>& last) const {
   std::vector<bool> out(nodes.size(), false);
   for (size_t n : last) out[n] = true;
-  for (size_t n = nodes.size(); n-- > 0;)  // what a node comes behind was recorded before it
+  for (size_t n = nodes.size(); n-- > 0;)  // a node's predecessors were recorded before it
     if (out[n])
       for (size_t b : nodes[n].behind) out[b] = true;
   return out;
@@ -91,7 +91,7 @@ void Streams::record(EmulatedStream& s, Work work) {
   s.last = {s.capture->nodes.size() - 1};
 }
 
-// Under the lock, which work itself never takes.
+// With the lock held, which work itself never takes.
 void Streams::run(EmulatedStream& s, uint64_t ticket) {
   if (s.done >= ticket) return;
   const OpenMemory open;

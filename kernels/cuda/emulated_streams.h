@@ -1,6 +1,5 @@
-// The emulated GPU's streams, events, captures and graphs. Streams run as late as they may; what a
-// capture records does not run at all until its graph is launched, and then in an order that only
-// the recorded dependencies bind.
+// The emulated GPU's streams, events, captures and graphs. Streams run as late as they may; recorded work does not
+// run until its graph is launched, and then in an order constrained only by the recorded dependencies.
 #pragma once
 
 #include <cstdint>
@@ -25,20 +24,20 @@ struct Capture {
   };
   std::vector<Node> nodes;
   const void* origin = nullptr;  // the stream where it began, and must end
-  std::string broken;            // by what; empty: it is whole
+  std::string broken;            // why; empty: it is not
   bool over = false;
 
-  /// Runs all nodes, the latest recorded of those that may run first.
+  /// Runs all nodes; of those that may run, the latest recorded one first.
   void run() const;
-  /// Nodes that `nodes` come behind, themselves included.
+  /// Nodes that precede the nodes `last`, themselves included.
   std::vector<bool> before(const std::vector<size_t>& last) const;
 };
 
 struct EmulatedStream {
   std::deque<Work> work;
   uint64_t enqueued = 0, done = 0;
-  std::shared_ptr<Capture> capture;  // null: it runs what it is given
-  std::vector<size_t> last;          // nodes that the next one comes behind
+  std::shared_ptr<Capture> capture;  // null: work is run, not recorded
+  std::vector<size_t> last;          // nodes that the next one depends on
 };
 
 /// Where a stream was when the event was recorded: at a ticket, or at nodes of a capture.
@@ -50,7 +49,8 @@ struct EmulatedEvent {
   std::shared_ptr<double> seconds = {};  ///< of a timed event: when the stream got there
 };
 
-/// While one exists, the device's memory is open to all threads; else who touches it dies. Opening and closing it is slow.
+/// While one exists, the device's memory is open to all threads; otherwise touching it is fatal. Opening and closing it is
+/// slow.
 class OpenMemory {
  public:
   OpenMemory();
@@ -59,7 +59,7 @@ class OpenMemory {
   OpenMemory& operator=(const OpenMemory&) = delete;
 };
 
-/// All streams of the device. Thread-safe. Errors are those of CUDA, by its words.
+/// All streams of the device. Thread-safe. Errors have CUDA's names and texts.
 class Streams {
  public:
   static Streams& get();

@@ -1,4 +1,4 @@
-// The instructions of tensor_cores.h on the emulated GPU, in the place of those of the same names there.
+// The instructions of tensor_cores.h on the emulated GPU, in place of those of the same names there.
 #pragma once
 
 #include <cmath>
@@ -8,7 +8,7 @@
 namespace sheaf::kernels::cuda {
 namespace emulation {
 
-/// To f32 as tensor cores round their sums, which is towards zero (Fasi, Higham, Mikaitis and Pranesh, Numerical behavior of NVIDIA tensor
+/// Rounds to f32 towards zero, as tensor cores round their sums (Fasi, Higham, Mikaitis and Pranesh, Numerical behavior of NVIDIA tensor
 /// cores, https://doi.org/10.7717/peerj-cs.330).
 inline float towards_zero(double x) {
   const auto nearest = static_cast<float>(x);
@@ -67,7 +67,7 @@ void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b
   }
 }
 
-// What lies in shared memory while a copy is on its way nobody can count on: it is no number.
+// The contents of shared memory are undefined while a copy is on its way: here NaN.
 inline void copy_beside(void* to, const void* from, bool there) {
   *static_cast<uint4*>(to) = {~0u, ~0u, ~0u, ~0u};
   emulation::add_copy({to, from, there});

@@ -15,8 +15,7 @@ namespace emulation {
 
 namespace {
 
-// Saves what the calling convention asks a function to keep, and goes on where `to` was left: by a jump, as a return would be
-// predicted to go to its caller, and never does.
+// Saves the callee-saved registers and continues where `to` was left: by a jump, since a return would always be mispredicted.
 extern "C" void sheaf_switch_fiber(void** from, void* to);
 asm(R"(
 .text
@@ -44,8 +43,8 @@ sheaf_switch_fiber:
 )");
 
 constexpr size_t kStack = 128 << 10;
-// Stacks begin at places that differ in the caches, too: at multiples of a page they would push each other out of the same few
-// lines with every switch.
+// Stacks begin at places that differ in the caches, too: at multiples of a page they would evict each other from the same few
+// lines at every switch.
 constexpr size_t kStagger = 17 * 64, kStaggers = 61, kMostStagger = kStagger * kStaggers;
 constexpr size_t kMostShared = 227 << 10;  // launch() asks for less
 
@@ -58,15 +57,15 @@ struct CopyOfRound {
 
 struct Fiber {
   std::unique_ptr<char[]> stack;
-  void* pointer = nullptr;  // of the stack, where it was left
+  void* pointer = nullptr;  // stack pointer where it was left
   State state = State::done;
-  std::deque<CopyOfRound> copies;  // on their way
+  std::deque<CopyOfRound> copies;  // pending
   int rounds = 0;                  // of copies that have ended
 };
 
 struct Warp {
   char slots[2][32][kSlot];
-  unsigned arrived = 0, syncs = 0;  // syncs: __syncwarp alone, as only it orders memory
+  unsigned arrived = 0, syncs = 0;  // syncs: only __syncwarp, as only it orders memory
   int turn = 0;
 };
 
@@ -85,7 +84,7 @@ class Block {
     for (unsigned i = 0; i < threads; ++i) prepare(fibers_[i], i);
   }
 
-  // Goes round until all are done; `first` is where each round begins, `step` (odd times) its
+  // Cycles through the fibers until all are done; `first` is where each round begins, `step` (odd times) its
   // stride.
   void run(unsigned first, bool backwards) {
     current = this;
@@ -167,7 +166,7 @@ class Block {
     if (!fiber.stack) fiber.stack.reset(new char[kStack + kMostStagger]);
     char* const end = fiber.stack.get() + kStack + i % kStaggers * kStagger;
     void** top = reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(end) & ~uintptr_t{15});
-    *--top = nullptr;  // as if called: the stack is 16 bytes aligned before the return address
+    *--top = nullptr;  // as if called: the stack is 16-byte aligned before the return address
     *--top = reinterpret_cast<void*>(&body_of_fiber);
     top -= 6;  // the registers
     std::memset(top, 0, 6 * sizeof *top);
@@ -176,7 +175,7 @@ class Block {
     fiber.copies.clear(), fiber.rounds = 0;
   }
 
-  // What the next thread will read first.
+  // Prefetches what the next thread will read first.
   void fetch(unsigned i) const {
     const char* top = static_cast<const char*>(fibers_[i].pointer);
     for (const int line : {0, 64, 128}) __builtin_prefetch(top + line);
@@ -269,8 +268,7 @@ void run(const char* name, dim3 grid, unsigned threads, size_t shared_bytes,
          const std::function<void()>& body) {
   if (!worker) worker = std::make_unique<Block>();
   const uint64_t blocks = uint64_t{grid.x} * grid.y * grid.z;
-  // A walk through all blocks in another order than theirs: steps of a prime that does not divide
-  // their number.
+  // Visits all blocks in another order than theirs: in steps of a prime that does not divide their number.
   uint64_t stride = 1;
   for (uint64_t prime : {7919, 104729, 1299709})
     if (blocks % prime != 0) {

@@ -1,22 +1,20 @@
 // CUDA's device language on a CPU, so that the kernels of this folder are tested where there is no
 // GPU: the same .cu files, compiled by the host's compiler with --config=emulated.
 //
-// A block's threads are fibers of one host thread. They switch at __syncthreads and at warp
-// operations only, in an order that changes from block to block, and blocks run in a shuffled
-// order: code that relies on an order without asking for it gives other results than it should.
-// Misuse ends in a CudaError: threads of a block that wait at different barriers, a warp operation
-// that not all lanes of a full warp reach, a misaligned access; with --config=races, accesses of
-// two threads to the same memory that no barrier puts in order. Device memory may be touched by
-// kernels and copies alone; the host's access is a segmentation fault, and so is an access past its
-// end.
+// A block's threads are fibers of one host thread. They switch only at __syncthreads and at warp operations, in an
+// order that changes from block to block, and blocks run in a shuffled order: code that relies on an order without
+// synchronisation gives wrong results. Misuse ends in a CudaError: threads of a block that wait at different
+// barriers, a warp operation that not all lanes of a full warp reach, a misaligned access; with --config=races,
+// accesses of two threads to the same memory that no barrier orders. Only kernels and copies may touch device
+// memory; an access by the host is a segmentation fault, and so is one past its end.
 //
-// Streams run as late as they may: what is enqueued waits until the host synchronises with it, or a
-// stream that does runs behind it. So work that was not put behind an event finds its inputs
-// missing, and memory that goes back too early is overwritten. An error in a kernel appears where
-// the host synchronises, as on a GPU. A graph runs the work that its capture has recorded, with the
-// arguments it had then, in an order that only the recorded dependencies bind.
+// Streams run as late as they may: enqueued work waits until the host synchronises with it, or with a stream that
+// is ordered after it. So work that was not ordered after an event finds its inputs missing, and memory that is
+// freed too early is overwritten. An error in a kernel appears where the host synchronises, as on a GPU. A graph
+// runs the work that its capture has recorded, with the arguments it had then, in an order constrained only by the
+// recorded dependencies.
 //
-// Tensor cores, and copies to shared memory beside what is computed, are in tensor_cores.h.
+// Tensor cores, and asynchronous copies to shared memory, are in tensor_cores.h.
 //
 // What it cannot show: occupancy, speed.
 #pragma once
@@ -39,8 +37,7 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __align__(n) alignas(n)
-// One per block: a host thread runs one block at a time, and its fibers share what is local to the
-// thread.
+// One per block: a host thread runs one block at a time, and its fibers share thread-local variables.
 #define __shared__ static thread_local
 
 struct uint3 {
@@ -78,26 +75,26 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 
 namespace sheaf::kernels::cuda::emulation {
 
-struct Place {  // of the fiber that runs now
+struct Place {  // of the running fiber
   uint3 thread{}, block{};
   dim3 block_size, grid;
 };
 inline thread_local Place place;
 
-/// Runs `body` as every thread of every block; part of what is enqueued.
+/// Runs `body` as every thread of every block; called by enqueued work.
 void run(const char* name, dim3 grid, unsigned threads, size_t shared_bytes,
          const std::function<void()>& body);
 void* dynamic_shared();
 void block_barrier();
 inline constexpr size_t kSlot = 32;
 /// Gives `bytes` (at most kSlot) of this lane to its warp and waits for all lanes; returns the slots
-/// of all 32, kSlot bytes apart, valid until this lane's second next warp operation.
+/// of all 32, kSlot bytes apart, valid until the warp operation after this lane's next.
 const void* exchange(const void* value, size_t bytes, unsigned mask);
 void warp_barrier(unsigned mask);
 
-/// Where the running thread stands; of accesses to memory.
+/// Where the running thread is at an access to memory.
 struct Moment {
-  unsigned launch = 0;  ///< of this host thread's, from 1
+  unsigned launch = 0;  ///< number among this host thread's launches, from 1
   unsigned block = 0, thread = 0;
   unsigned barriers = 0, syncs = 0;  ///< that its block and its warp have passed
 };
@@ -111,23 +108,22 @@ bool on_device(uintptr_t address);
 /// Before an atomic operation.
 void note_atomic(const void* address, size_t bytes);
 
-/// Work on device memory that is no kernel, in the order of `stream`: what stands in for NVIDIA's
-/// libraries.
+/// Enqueues work on device memory that is not a kernel, such as replacements of NVIDIA's libraries.
 void enqueue(const Stream& stream, std::function<void()> work);
 
-/// 16 bytes on their way to shared memory.
+/// A pending copy of 16 bytes to shared memory.
 struct Copy {
   void* to;
   const void* from;
   bool there;  ///< else they become zeros
 };
-/// Of the running thread. One that ends with copies on their way is an error.
+/// Adds a copy of the running thread. It is an error if the thread ends with copies pending.
 void add_copy(const Copy& copy);
 void end_round();
-/// Takes the next that is due where all but those of the newest `rounds_left` rounds are; false if there is none.
+/// Takes the next due copy; all but those of the newest `rounds_left` rounds are due. False if there is none.
 bool take_copy(int rounds_left, Copy& copy);
 
-/// What the lanes of a warp have given.
+/// The values that the lanes of a warp have given.
 template <class T>
 class Lanes {
  public:
@@ -268,7 +264,7 @@ inline int __popc(unsigned x) { return std::popcount(x); }
 inline int __clz(int x) { return std::countl_zero(static_cast<unsigned>(x)); }
 inline int __clzll(long long x) { return std::countl_zero(static_cast<unsigned long long>(x)); }
 inline int __ffs(int x) { return x ? std::countr_zero(static_cast<unsigned>(x)) + 1 : 0; }
-// Operations that are never made one with others; kernels are compiled so that these may be.
+// Operations that are never contracted; kernels are compiled with contraction allowed.
 template <class T>
 T emulated_rounding(T x) {
   asm("" : "+x"(x));
@@ -282,7 +278,7 @@ inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline double rsqrt(double x) { return 1.0 / std::sqrt(x); }
-inline float __expf(float x) { return std::exp2(x * 1.44269504f); }  // as exact as the GPU's
+inline float __expf(float x) { return std::exp2(x * 1.44269504f); }  // as accurate as the GPU's
 inline float __logf(float x) { return std::log(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __frcp_rn(float x) { return 1.0f / x; }

@@ -12,10 +12,10 @@ namespace {
 
 constexpr const char *kLinear = "expert_linear", *kGradient = "expert_weight_gradient";
 
-/// Whether the library makes the product, of as many rows of each expert.
+/// Whether the library computes the product, which takes equally many rows of each expert.
 bool by_library(const View& rows, const View& counts, bool mostly_empty) { return rows.shape[0] == counts.shape[0] && !mostly_empty; }
 
-/// Operands as our own kernel takes them: rows dense, and with fp8 rounded, as values; copies where they are something else.
+/// Operands as our own kernel takes them: dense rows and, with fp8, rounded values; otherwise copies are made.
 class OwnOperands {
  public:
   View rows, other;  ///< other: a weight, of any strides, or rows, too
@@ -53,15 +53,14 @@ class OwnOperands {
   bool fp8_, copies_[2];
 };
 
-/// weight[E, O, I] beside rows[E, .., R, I]: the groups of an expert share its matrix.
+/// For weight[E, O, I] and rows[E, .., R, I]: the groups of an expert share its matrix.
 Gemm product(const View& x, const View& weight, const View& y, bool fp8) {
   View shared = weight;
   for (int d = 3; d < x.rank(); ++d) shared.shape.insert(1, 1), shared.strides.insert(1, 0);
   return {.who = kLinear, .a = x, .b = transposed(shared), .c = y, .bias = {}, .fp8 = fp8};
 }
 
-/// dyᵀ x over all rows of an expert. Rows that are not evenly spaced are made so first, in the
-/// workspace.
+/// dyᵀ x over all rows of an expert. Rows that are not evenly spaced are first copied to the workspace.
 class Gradient {
  public:
   Gradient(const View& dy, const View& x, const View& dweight)
@@ -91,7 +90,7 @@ class Gradient {
 
  private:
   Gemm gemm() const { return {kGradient, transposed(even_[0]), even_[1], dweight_, {}}; }
-  /// Rows[E, .., C] as [E, R, C], or rank 0 where no stride says that.
+  /// Rows[E, .., C] as [E, R, C], or rank 0 if no stride describes that.
   static View by_expert(const View& v) {
     View out{v.data, v.dtype, {v.shape[0], 1, v.shape.back()}, {v.strides[0], 0, v.strides.back()}};
     for (int d = v.rank() - 2; d > 0; --d) {

@@ -8,7 +8,7 @@ namespace {
 
 using namespace part_products;
 
-/// A warp takes a group of a part, and adds its experts' counts up, 32 at a time. What is more than the part has does not count.
+/// A warp takes a group of a part, and adds up its experts' counts, 32 at a time. Rows beyond those of the part do not count.
 __global__ void find_begins(PartRows r) {
   const int64_t item = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
   if (item >= r.parts.parts * r.groups) return;
@@ -62,7 +62,7 @@ struct LinearProduct {
   int64_t bias_pitch;
 };
 
-/// Shared memory of a product's pieces, and what a thread copies of each.
+/// Shared memory of a product's pieces, and a thread's share of copying each.
 template <class T, bool kWeightInner>
 struct LinearPieces {
   using S = Tiling<T>;
@@ -74,7 +74,7 @@ struct LinearPieces {
   int64_t row[S::kRows];  // of x and y; -1: there is none
 };
 
-// kWeightInner: rows of the weight, in its memory, go along O, as for gradients of x; else along I.
+// kWeightInner: the weight is dense along O, as for gradients of x; else along I.
 template <class T, bool kPacked, bool kWeightInner>
 __global__ void __launch_bounds__(kThreads, 2) multiply_parts(LinearProduct<T> p) {
   using S = Tiling<T>;
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kThreads, 2) multiply_rows(GradientProduct<T, 
   });
 }
 
-/// A warp takes a row of [Q, J, R]: behind those in use it becomes zeros.
+/// A warp takes a row of [Q, J, R]; rows after those in use become zeros.
 template <class T>
 __global__ void clear_rests(PartRows r, T* y, int64_t cols) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
@@ -192,7 +192,7 @@ __global__ void clear_rests(PartRows r, T* y, int64_t cols) {
   for (int64_t i = lane_of_thread(); i < cols; i += kWarp) y[row * cols + i] = element<T>(Compute<T>(0));
 }
 
-/// A warp takes a row of an expert that is a part of its own.
+/// A warp takes a row of an expert; each expert is a part of its own.
 template <class T>
 __global__ void add_bias_to_rows(Rows<T> y, Rows<const int32_t> counts, int64_t room, int64_t rows_of_expert, const T* bias, int64_t pitch) {
   using C = Compute<T>;
@@ -203,7 +203,8 @@ __global__ void add_bias_to_rows(Rows<T> y, Rows<const int32_t> counts, int64_t 
   for (int64_t i = lane_of_thread(); i < y.cols; i += kWarp) to[i] = element<T>(convert_to<C>(to[i]) + convert_to<C>(from[i]));
 }
 
-/// A block takes 32 columns of the sums of an expert; a warp each eighth of its rows, in order, and then the warps' sums are added in theirs.
+/// A block takes 32 columns of the sums of an expert; warp w takes its rows w, w + 8, .. in order; then the warps' sums are added
+/// in order.
 template <class T, class D>
 __global__ void __launch_bounds__(kThreads) sum_rows(PartRows r, const T* dy, int64_t cols, D* dbias) {
   using C = Compute<T>;

@@ -20,7 +20,7 @@ template <class C>
 struct Candidate {
   C value;
   int64_t at;
-  /// NaN before numbers, larger ones before smaller ones, of equals the first.
+  /// NaN before numbers, larger before smaller, the first of equals.
   __device__ bool before(const Candidate& o) const {
     if (at < 0 || o.at < 0) return at >= 0;
     const bool nan = value != value, other_nan = o.value != o.value;
@@ -62,7 +62,8 @@ struct ChoicesOfExpert {
         group(item % r.groups),
         first((sequence * r.tokens + r.first_of(group)) * r.choices),
         last((sequence * r.tokens + r.first_of(group + 1)) * r.choices) {}
-  /// f(place in `choices`, choice, whether it is the expert's, of these so many before it), in all lanes; returns how many there are.
+  /// f(place in `choices`, choice, whether it is the expert's, number of the expert's before it), in all lanes; returns the number of
+  /// the expert's.
   template <class F>
   __device__ int64_t each(const int64_t* choices, F f) const {
     const int lane = lane_of_thread();
@@ -86,7 +87,7 @@ __global__ void count_choices(Routing r, int64_t experts, int64_t places, const 
   if (lane_of_thread() == 0) counts[item] = static_cast<int32_t>(count < places ? count : places);
 }
 
-/// As many of them as parts have rows: a thread for each group of a part.
+/// Limits the counts to the rows that parts have: a thread for each group of a part.
 __global__ void fit_counts(Routing r, ExpertParts p, int32_t* counts) {
   const int64_t groups = r.sequences * r.groups, item = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (item >= r.parts * groups) return;
@@ -116,7 +117,7 @@ __global__ void fill_rows(Routing r, ExpertParts p, const int64_t* choices, int3
     sources[r.row(part, own.sequence, own.group, row)] = -1;
 }
 
-/// An integer or a weight for each of many.
+/// An array of integers or weights.
 template <class T>
 using Each = Rows<const T>;
 template <class T>
@@ -189,7 +190,7 @@ __global__ void dot_choices(Routing r, Rows<const T> rows, Rows<const T> y, Each
   if (lane_of_thread() == 0) out[choice] = total;
 }
 
-/// f(storage type): of rows and y; weights are of its compute type.
+/// f(storage type of rows and y); weights have its compute type.
 template <class F>
 void visit_rows(const char* who, const View& rows, const View& y, const View& weights, F&& f) {
   check<DTypeError>(rows.dtype == y.dtype, '[', who, "] dtypes ", rows.dtype, " and ", y.dtype);

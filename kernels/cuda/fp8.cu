@@ -10,7 +10,7 @@ namespace {
 constexpr const char* kName = "fp8";
 constexpr int kThreads = 256;
 
-/// The magnitude of a value, in the order of magnitudes, NaN last.
+/// The magnitude of a value as an integer in the same order, NaN last.
 template <class T>
 __device__ inline unsigned size_of_value(T x) {
   return __float_as_uint(convert_to<float>(x)) & 0x7fffffffu;
@@ -28,14 +28,14 @@ struct Rounding {
     const float round = __uint_as_float(fp8_rounding_bits(__float_as_uint(part)));
     return rounded_sum(rounded_sum(part, round), -round);
   }
-  /// Of two neighbours, to codes for Out = uint8_t, else to their values.
+  /// Rounds two neighbours, to codes if Out is uint8_t, else to their values.
   template <class Out>
   __device__ void two(float x, float y, Out* out) const {
     if constexpr (!std::is_same_v<Out, uint8_t>) {
       out[0] = element<Out>(rounded(x) * scale), out[1] = element<Out>(rounded(y) * scale);
     } else {
 #ifdef __CUDA_ARCH__
-      unsigned short codes;  // what comes second is the low byte
+      unsigned short codes;  // the second operand is the low byte
       asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
           : "=h"(codes)
           : "f"(y * inverse), "f"(x * inverse));
@@ -48,7 +48,7 @@ struct Rounding {
   }
 };
 
-// A block rounds a row, which may be where the result goes: it has been read before.
+// A block rounds a row, in place if wanted: it has been read before the result is written.
 template <class T, class Out>
 __global__ void __launch_bounds__(kThreads)
     round_rows(Rows<const T> rows, Out* out, int64_t pitch, float* scales) {
@@ -84,8 +84,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// What lies in columns: from[.., R, K] with rows next to each other. Tiles go through shared memory
-// so that both sides are read and written along their own lines.
+// For operands stored in columns: from[.., R, K] with rows next to each other. Tiles go through shared memory so
+// that both sides are accessed along their own lines.
 constexpr int kTile = 64, kWarps = kThreads / kWarp;
 constexpr int64_t kMostParts = 32;  // that a column is cut into to find its largest magnitude
 
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kThreads) largest_of_parts(Columns<T> c, unsig
 template <class T, class Out>
 __global__ void __launch_bounds__(kThreads)
     round_columns(Columns<T> c, const unsigned* largest, Out* out, int64_t pitch, float* scales) {
-  // Rows of whole words, an odd number of them: neighbours in a column lie in different banks.
+  // A row is an odd number of whole words: neighbours in a column are in different banks.
   constexpr int kPitch = kTile + (sizeof(Out) < 4 ? 4 / static_cast<int>(sizeof(Out)) : 1);
   constexpr int kEach = kTile / kWarps;
   __shared__ uint32_t words[kTile * kPitch * sizeof(Out) / 4];
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   __syncthreads();
-  // Codes go four at a time: a row of them is of whole 16 bytes.
+  // Codes are written four at a time: their rows are multiples of 16 bytes.
   using Unit = std::conditional_t<std::is_same_v<Out, uint8_t>, uint32_t, Out>;
   constexpr int kWidth = sizeof(Unit) / sizeof(Out), kUnits = kTile / kWidth;
   for (int i = threadIdx.x; i < kTile * kUnits; i += kThreads) {

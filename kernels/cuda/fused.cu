@@ -5,10 +5,10 @@
 namespace sheaf::kernels::cuda {
 namespace {
 
-// A thread has K neighbouring elements of each value, in its own part of shared memory: which value is read where is known at
-// run time only, and registers have no addresses. The code is the same for all threads, so that no warp parts.
+// A thread has K neighbouring elements of each value, in its own part of shared memory: which value is read where is known
+// only at run time, and registers have no addresses. The code is the same for all threads, so that no warp diverges.
 
-// Parameters that are indexed at run time are read where they lie, not from a copy of each thread's.
+// Parameters that are indexed at run time are read in place, not from a copy in each thread.
 #if SHEAF_CUDA_EMULATED
 #define SHEAF_GRID_CONSTANT const
 #else
@@ -21,10 +21,10 @@ constexpr int kOperands = FusedCode::kMaxInputs + FusedCode::kMaxOutputs;
 struct Operands : Layout<kOperands> {
   void* data[kOperands];
   DType dtype[kOperands];
-  unsigned wide;  // of which a thread has K elements; the others have one for all of them
+  unsigned wide;  // operands of which a thread has K elements; the others have one for all K
 };
 
-/// K elements of one thread, at most 16 bytes apart from those of its neighbours: no two threads meet in a bank.
+/// K elements of one thread, at most 16 bytes apart from those of its neighbours: no bank conflicts.
 template <class C, int K>
 struct Slots {
   static constexpr int kUnit = 16 / sizeof(C) < K ? 16 / sizeof(C) : K;
@@ -141,7 +141,7 @@ __global__ void run_code(SHEAF_GRID_CONSTANT FusedCode code, SHEAF_GRID_CONSTANT
     const int64_t of = at.offset(operand, i);
     return at.wide >> operand & 1 ? of * K : of;
   };
-  constexpr int kAtOnce = 4;  // loads that are on their way together
+  constexpr int kAtOnce = 4;  // loads in flight together
   for (int first = 0; first < code.num_inputs; first += kAtOnce) {
     C x[kAtOnce][K];
 #pragma unroll

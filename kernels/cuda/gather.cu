@@ -6,13 +6,13 @@ namespace sheaf::kernels::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kUnroll = 4;  // elements in flight of a thread
+constexpr int kUnroll = 4;  // elements in flight per thread
 
 struct Source {
-  int64_t begin, end, all, step;  // of the indexed dimension: which indices it has, of how many
+  int64_t begin, end, all, step;  // of the indexed dimension: indices [begin, end) of `all`
   const void* index;
   DType index_type;
-  int missing;  // every byte of what stands for an index outside
+  int missing;  // every byte of the result for an index outside
 };
 
 // Operands: out, x, index.

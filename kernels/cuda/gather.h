@@ -9,8 +9,8 @@ namespace sheaf::kernels::cuda {
 /// Throws DTypeError unless `index` has an index type.
 void check_index_type(const char* name, const View& index);
 
-/// The indexed dimension: its length, and how far its elements lie apart. It may be part of a
-/// longer one, of length `all`, and begin there at `first`.
+/// The indexed dimension: its length, and the distance between its elements. It may be part of a longer one, of
+/// length `all`, where it begins at `first`.
 struct Picked {
   int64_t size, step, first = 0, all = size;
 };

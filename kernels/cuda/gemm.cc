@@ -55,8 +55,7 @@ struct Side : MatrixBatch {
   char* at(int64_t offset) const { return data + offset * static_cast<int64_t>(size_of(dtype)); }
 };
 
-/// SHEAF_FUSED_PRODUCTS=0 leaves what products could do on their way to kernels of ours, to
-/// compare.
+/// SHEAF_FUSED_PRODUCTS=0 leaves work that products could include to separate kernels of ours, for comparison.
 bool fusing_wanted() {
   const char* const value = std::getenv("SHEAF_FUSED_PRODUCTS");
   return !value || std::string_view(value) != "0";
@@ -119,10 +118,10 @@ class Plan {
     if (empty() || !batch_.empty() || a_.cols == 0 || other.dtype != c_.dtype ||
         !other.contiguous() || !at_16_bytes(other) || g_.fp8 || !fusing_wanted())
       return false;
-    if (sums)  // the product's B is a, unless they changed places
+    if (sums)  // the product's B is a, unless they were swapped
       return run(stream, workspace, swapped_ ? Epilogue::sums_of_a : Epilogue::sums_of_b,
                  other.data, nullptr);
-    // How exact cuBLASLt's tanh is it does not say: the rounding of narrow types hides that.
+    // cuBLASLt does not document the accuracy of its tanh: the rounding of narrow types hides that.
     if (c_.dtype != kBF16 && c_.dtype != kF16) return false;
     // cuBLASLt's rule for columns of `other`, which are rows here.
     if (swapped_ || !g_.c.contiguous() || c_.cols % 8 != 0) return false;
@@ -135,7 +134,7 @@ class Plan {
  private:
   bool run(const Stream& stream, Workspace workspace, Epilogue epilogue, void* sums,
            void* matrix) const {
-    // The library's own comes first, where the workspace's alignment is.
+    // The library's own part comes first, for the workspace's alignment.
     Carver carver(g_.who, workspace);
     const size_t bytes = a_.cols > 0 ? kProductWorkspace : 0;
     const Workspace scratch{carver.take<char>(static_cast<int64_t>(bytes)), bytes};
@@ -151,8 +150,7 @@ class Plan {
     return done;
   }
 
-  /// cuBLASLt cannot be told where the vector of an epilogue lies, and its kernels read and write
-  /// 16 bytes at a time.
+  /// cuBLASLt cannot be told the alignment of an epilogue's vector, and its kernels access 16 bytes at a time.
   static bool at_16_bytes(const View& v) { return reinterpret_cast<uintptr_t>(v.data) % 16 == 0; }
   void* bias(const Stream& stream, Carver& carver) const {
     if (at_16_bytes(g_.bias)) return g_.bias.data;
@@ -169,7 +167,7 @@ class Plan {
     out.data = carver.take<char>(static_cast<int64_t>(out.packed_bytes(batch_)));
     return out;
   }
-  /// The operand as it lies, or a copy that cuBLASLt can read.
+  /// The operand in place, or a copy that cuBLASLt can read.
   Side input(const Stream& stream, const Side& s, Carver& carver) const {
     if (fits(s)) return s;
     const Side out = place(s, carver);
@@ -177,8 +175,8 @@ class Plan {
     return out;
   }
 
-  /// Row-major c[M, N] is column-major D[N, M]: A of cuBLASLt is b, B is a, and what lies in rows
-  /// is transposed already. False if the library does not know the epilogue.
+  /// Row-major c[M, N] is column-major D[N, M]: cuBLASLt's A is b, its B is a, and row-major operands are already
+  /// transposed. False if the library does not have the epilogue.
   bool multiply(const Stream& stream, const Side& a, const Side& b, const Side& c,
                 Epilogue epilogue, void* vector, void* matrix, Workspace workspace) const {
     // cuBLASLt steps through one dimension of the batch; we through the others.
@@ -240,7 +238,7 @@ class Plan {
   void merge() {
     for (int d = batch_.rank() - 1; d >= 0; --d)
       if (batch_[d] == 1) erase_batch(d);
-    // Batches that share b and lie behind one another are more rows.
+    // Consecutive batches that share b are just more rows.
     while (!batch_.empty()) {
       const int last = batch_.rank() - 1;
       if (b_.batch_strides[last] != 0 || a_.batch_strides[last] != a_.rows * a_.row_stride ||
@@ -249,7 +247,7 @@ class Plan {
       a_.rows *= batch_[last], c_.rows *= batch_[last];
       erase_batch(last);
     }
-    // Two dimensions that all operands step through evenly are one.
+    // Two dimensions that all operands step through evenly are merged.
     for (int d = batch_.rank() - 2; d >= 0; --d) {
       bool even = true;
       for (const Side* s : {&a_, &b_, &c_})

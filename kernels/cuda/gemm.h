@@ -1,4 +1,4 @@
-// The product behind matmul, linear and linear_cross_entropy on a GPU: views of any strides as
+// The product used by matmul, linear and linear_cross_entropy on a GPU: views of any strides as
 // products of cuBLASLt (product.h).
 #pragma once
 
@@ -7,19 +7,18 @@
 
 namespace sheaf::kernels::cuda {
 
-/// Operands that have no unit stride in the last two dimensions are copied into the workspace
-/// first. f32 is multiplied as f32 (no TF32); bf16 and f16 with f32 accumulation.
+/// Operands without a unit stride in the last two dimensions are first copied to the workspace. f32 is multiplied
+/// as f32 (no TF32); bf16 and f16 with f32 accumulation.
 size_t gemm_workspace(const Gemm& g);
 void gemm(const Stream& stream, const Gemm& g, Workspace workspace);
-/// What a product may do on its way, with `other`.
+/// What a product may compute in addition, with `other`.
 enum class Fused : uint8_t {
   row_sums,       ///< stores other[M] = the sum of each row of a; without bias
   gelu,           ///< other = the result; c = its gelu, tanh form. `other` as c, bf16 or f16
   gelu_gradient,  ///< c = the result * gelu'(other); without bias. `other` as c, bf16 or f16
 };
-/// gemm() of two matrices, storing, and that, in one kernel of cuBLASLt. False if it has none for
-/// these dtypes, sizes and strides (`other` is dense, of c's dtype, and so is c for gelu): then
-/// nothing is stored.
+/// gemm() of two matrices, storing, together with `fused`, in one kernel of cuBLASLt. False, with nothing stored,
+/// if it has none for these dtypes, sizes and strides (`other` is dense, of c's dtype, and so is c for gelu).
 bool gemm_with(const Stream& stream, const Gemm& g, Fused fused, const View& other,
                Workspace workspace);
 

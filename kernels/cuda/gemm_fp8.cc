@@ -21,9 +21,8 @@ size_t scale_bytes(const View& v) {
 }
 bool at_16_bytes(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
-/// A workspace is asked for before anybody knows whether cuBLASLt takes the product: for both ways,
-/// and values take more than codes. What the library needs comes first, where the workspace's
-/// alignment is.
+/// The workspace is requested before it is known whether cuBLASLt accepts the product, so it suffices for both
+/// ways; values need more than codes. The library's part comes first, for the workspace's alignment.
 class Fp8Product {
  public:
   explicit Fp8Product(const Gemm& g) : g_(g), rounded_(g, /*keep_columns=*/false), values_(rounded_.product(g)) {}
@@ -50,7 +49,7 @@ class Fp8Product {
     };
     if (of_codes(stream, carver, library, rounding)) {
       if (!TuneProducts::active()) return;
-      const CodeLoading loading;  // another rank's choice, taken over later, may be that of values
+      const CodeLoading loading;  // another rank's choice, adopted later, may use values
       return to_values();
     }
     tell_of_values();
@@ -70,8 +69,8 @@ class Fp8Product {
     return bytes;
   }
 
-  /// How many products of codes it is: one, or one for each matrix of b along the first dimension
-  /// of a batch. None if cuBLASLt would not take those.
+  /// The number of products of codes: one, or one for each matrix of b along the first dimension of a batch; 0 if
+  /// cuBLASLt would not accept those.
   int64_t products() const {
     const View& b = rounded_.from_b;
     int64_t count = 1;
@@ -89,7 +88,7 @@ class Fp8Product {
                        c.strides[0] >= columns && c.strides[0] * size % 16 == 0 &&
                        (count == 1 || (g_.c.strides[0] * size % 16 == 0 && c.shape[0] % 4 == 0)) &&
                        at_16_bytes(c.data);
-    // Its biases are of 16 bits.
+    // cuBLASLt's biases have 16 bits.
     const bool bias = g_.bias.rank() == 0 ||
                       ((g_.c.dtype == kBF16 || g_.c.dtype == kF16) && g_.bias.dtype == g_.c.dtype &&
                        g_.bias.strides[0] == 1 && at_16_bytes(g_.bias.data));
@@ -129,7 +128,7 @@ class Fp8Product {
                   b_rows = rows_in(b) / count;
     for (int64_t i = 0; i < count; ++i) {
       const View c = matrix_of_c(i, count);
-      // Row-major c[M, N] is column-major D[N, M], and what lies in rows is transposed already.
+      // Row-major c[M, N] is column-major D[N, M], and row-major operands are already transposed.
       Product p{.who = g_.who,
                 .shape = {.in = kU8,
                           .out = c.dtype,

@@ -14,9 +14,8 @@
 namespace sheaf::kernels::cuda {
 namespace {
 
-/// An event of a stream's device, which is chosen before each call: for threads that never chose
-/// one CUDA's calls would make a context on device 0, and an event there cannot be recorded on
-/// another's stream.
+/// An event of a stream's device, which is chosen before each call: in threads that never chose one, CUDA's calls
+/// would create a context on device 0, and an event there cannot be recorded on another device's stream.
 class OwnedEvent {
  public:
   OwnedEvent(const Stream& stream, EventHandle (*make)()) : device_(stream.device.index) {
@@ -81,7 +80,7 @@ class CudaGraph : public GpuGraph {
     } catch (const CudaError&) {
     }  // reported where it happened
     try {
-      destroy_graph(handle_);  // whatever has happened: who aborts NCCL's communicator waits for it
+      destroy_graph(handle_);  // whatever has happened: aborting NCCL's communicator waits for it
     } catch (const CudaError&) {
     }
   }
@@ -98,7 +97,7 @@ class CudaGraph : public GpuGraph {
     for (const auto& [caller, f] : replayed_) {
       try {
         f(begun, done);
-      } catch (...) {  // the others hear of this replay, too
+      } catch (...) {  // the others are still called
         failure = std::current_exception();
       }
     }
@@ -117,7 +116,7 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
   explicit CudaGpu(int index)
       : device_(Device::cuda(index)),
         compute_(make_stream(index)),
-        copies_(make_stream(index, Priority::low)),  // kernels wait for the bus there
+        copies_(make_stream(index, Priority::low)),  // its kernels mostly wait for the bus
         leaving_(make_stream(index, Priority::low)),
         blocks_(make_device_allocator(index)),
         host_blocks_(make_pinned_allocator(index)) {}
@@ -216,7 +215,7 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
       end_ownership();
       destroy_graph(cuda::end_capture(compute_));
     } catch (const CudaError&) {
-    }  // of a capture that had failed
+    }  // of a capture that has failed
   }
   bool capturing() const override { return capturing_; }
   void at_replays(const void* caller, Replayed f) override {
@@ -225,11 +224,11 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
   }
 
  private:
-  // A step brings what it needs from the host in one or few copies: the host is some steps ahead
-  // before it waits for a slot.
+  // A step gets what it needs from the host in one or few copies: the host can be some steps ahead before it waits
+  // for a slot.
   static constexpr size_t kSlot = size_t{1} << 20, kSlots = 8;
 
-  /// Of all that the capture has allocated, until the result goes.
+  /// The graph owns all that the capture has allocated while the result lives.
   std::shared_ptr<void> end_ownership() {
     return std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(
         blocks_->end_capture(), host_blocks_->end_capture());
@@ -246,11 +245,11 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
   const std::shared_ptr<GraphAllocator> host_blocks_;
   const std::shared_ptr<Allocator> host_memory_ = host_blocks_;
   std::atomic<bool> capturing_ = false;
-  std::mutex mutex_;         // guards what follows
+  std::mutex mutex_;         // guards the members below
   char* staging_ = nullptr;  // slots, used in turn
   size_t turn_ = 0;
   std::shared_ptr<Point> used_[kSlots];
-  CudaGraph::Replayed replayed_;  // of the capture that goes on
+  CudaGraph::Replayed replayed_;  // of the current capture
 };
 
 }  // namespace

@@ -12,7 +12,7 @@ void sleep_for(int64_t nanoseconds) {
   std::this_thread::sleep_for(std::chrono::nanoseconds(nanoseconds));
 }
 #else
-// Nanoseconds since some moment: the same clock for all of the device, unlike its cycle counters.
+// Nanoseconds since some moment, by one clock for the whole device, unlike its cycle counters.
 __device__ int64_t device_time() {
   int64_t t;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));

@@ -1,5 +1,4 @@
-// A stream that does nothing for a while, so that a link between ranks can look slower than memory
-// is.
+// Makes a stream idle for a while, to simulate a link between ranks that is slower than memory.
 #pragma once
 
 #include <chrono>
@@ -8,8 +7,8 @@
 
 namespace sheaf::kernels::cuda {
 
-/// What is enqueued on `stream` from now on starts `duration` later, by the device's clock (about a
-/// microsecond fine). One warp waits; the rest of the device is free meanwhile.
+/// What is enqueued on `stream` from now on starts `duration` later, by the device's clock (to about a
+/// microsecond). One warp waits; the rest of the device is free meanwhile.
 void idle(const Stream& stream, std::chrono::nanoseconds duration);
 
 }  // namespace sheaf::kernels::cuda

@@ -22,7 +22,7 @@ struct Adds {
   int64_t size, count;  // of out and of src along the dimension
   int64_t out_step, src_step, index_step;
 
-  /// The index at `at`, -1 where there is none or it lies outside.
+  /// The index at `at`, -1 if there is none or it is outside.
   __device__ int64_t target(int64_t line, int64_t at) const {
     if (at >= count) return -1;
     const int64_t j = load_index(index_type, index, line + at * index_step);
@@ -37,7 +37,7 @@ struct Adds {
 
 constexpr int kAhead = 4;  // indices read at once
 
-/// A thread a line: where there are many.
+/// One thread per line, if there are many.
 template <class C>
 __global__ void add_lines(Adds in) {
   const int64_t line = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -133,7 +133,7 @@ void add_by_index(const char* name, const Stream& stream, const View& out, int d
 
 // --- running sums ---
 
-/// A warp a line, 32 elements after the other.
+/// One warp per line, 32 elements at a time.
 template <class C>
 __global__ void cumsum_lines(Layout<2> lines, DType out_type, void* out, int64_t out_step,
                              DType x_type, const void* x, int64_t x_step, int64_t count) {
@@ -163,7 +163,7 @@ __global__ void cumsum_lines(Layout<2> lines, DType out_type, void* out, int64_t
 
 // --- documents ---
 
-/// A warp a sequence, 32 tokens after the other: the largest place so far that is behind an end of text.
+/// One warp per sequence, 32 tokens at a time: the largest place so far that follows an end of text.
 __global__ void find_begins(Layout<2> lines, int32_t* out, DType type, const void* tokens, int64_t step, int64_t count,
                             int64_t end_of_text) {
   const int64_t line = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
@@ -193,7 +193,7 @@ void gather(const Stream& stream, const View& x, int dim, const View& index, con
   check_lines("gather", x, dim, out);
   check<DTypeError>(x.dtype == out.dtype, "[gather] dtypes ", x.dtype, " and ", out.dtype,
                     " differ");
-  View lines = x;  // x seen along out's shape, but for the indexed dimension
+  View lines = x;  // x in out's shape, except for the indexed dimension
   lines.shape = out.shape;
   lines.strides[dim] = 0;
   pick("gather", stream, lines, {.size = x.shape[dim], .step = x.strides[dim]}, index, out);
@@ -237,8 +237,8 @@ void cumsum(const Stream& stream, const View& x, int dim, bool reverse, const Vi
 }
 
 void pad(const Stream& stream, const View& x, const Shape& before, double value, const View& out) {
-  // What lies before and behind in one dimension after the other, within the inside of the earlier
-  // ones: every element is written once.
+  // Fills before and after x in one dimension after the other, each inside the earlier ones' interior: every
+  // element is written once.
   View inside = out;
   const auto part = [&](int d, int64_t start, int64_t size) {
     View v = inside;

@@ -1,5 +1,5 @@
 // What every .cu file includes: CUDA's device language, from nvcc or from the emulation, and
-// launch(). code_loading.h says when launch() loads code alone.
+// launch(). code_loading.h says when launch() only loads code.
 //
 // Kernels are written in the part of CUDA that emulation.h implements: thread and block indices,
 // __shared__ (and dynamic_shared), __syncthreads, full-warp shuffles and votes, integer atomics,
@@ -32,7 +32,7 @@ inline constexpr unsigned kFullWarp = 0xffffffffu;
 /// ceil(n / d) for n >= 0.
 __host__ __device__ constexpr int64_t blocks_for(int64_t n, int64_t d) { return (n + d - 1) / d; }
 
-/// Dynamic shared memory of a block: of Hopper's 227 KiB, the last is left to __shared__ arrays.
+/// Dynamic shared memory of a block: one of Hopper's 227 KiB is left for __shared__ arrays.
 inline constexpr size_t kMostSharedBytes = 226 << 10;
 
 struct LaunchShape {
@@ -40,9 +40,9 @@ struct LaunchShape {
   int threads = 256;        ///< block.x, a multiple of a warp, at most 1,024
   int64_t blocks_y = 1;     ///< grid.y, at most 65,535
   int64_t blocks_z = 1;     ///< grid.z, at most 65,535
-  size_t shared_bytes = 0;  ///< of dynamic_shared(), at most kMostSharedBytes
+  size_t shared_bytes = 0;  ///< for dynamic_shared(), at most kMostSharedBytes
 
-  /// False if there are no blocks, which is no error here but one in CUDA. Throws ConfigError if a
+  /// False if there are no blocks, which is an error in CUDA but not here. Throws ConfigError if a
   /// GPU would refuse the launch; `name` is the op.
   bool check(const char* name) const {
     sheaf::check<ConfigError>(
@@ -63,12 +63,12 @@ __device__ T* dynamic_shared() {
   return reinterpret_cast<T*>(sheaf_dynamic_shared);
 }
 
-/// What a block may have without asking, its __shared__ arrays included. They take at most 16 KiB
-/// in kernels that have dynamic shared memory, too.
+/// What a block may have without asking, its __shared__ arrays included. These take at most 16 KiB in kernels that
+/// also have dynamic shared memory.
 inline constexpr size_t kSharedUnasked = 48 << 10, kMostArrays = 16 << 10;
 
-/// Lets blocks of a kernel have `bytes` of dynamic shared memory. The limit is the kernel's,
-/// whoever launches it, and so it is never lowered: other threads and graphs count on theirs.
+/// Lets blocks of a kernel have `bytes` of dynamic shared memory. The limit belongs to the kernel, whoever launches
+/// it, so it is never lowered: other threads and graphs rely on it.
 inline cudaError_t allow_shared(const void* kernel, size_t bytes) {
   static std::mutex mutex;
   std::lock_guard lock(mutex);
@@ -80,15 +80,14 @@ inline cudaError_t allow_shared(const void* kernel, size_t bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, wanted);
 }
 
-/// Asking for a kernel's attributes loads its code, where that has been put off until it is needed.
+/// Asking for a kernel's attributes loads its code, if loading is lazy.
 inline void load_code(const char* name, const void* kernel) {
   cudaFuncAttributes attributes;
   const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
   check<CudaError>(error == cudaSuccess, '[', name, "] load: ", cudaGetErrorString(error));
 }
 
-/// Enqueues kernel(args...) on `stream`; `name` is the op in errors. Nothing to do if there are no
-/// blocks.
+/// Enqueues kernel(args...) on `stream`; `name` is the op in errors. Does nothing if there are no blocks.
 template <class... Parameters, class... Args>
 void launch(const char* name, const Stream& stream, const LaunchShape& shape,
             void (*kernel)(Parameters...), Args... args) {
@@ -103,7 +102,7 @@ void launch(const char* name, const Stream& stream, const LaunchShape& shape,
   cudaError_t error = cudaSuccess;
   if (shape.shared_bytes > kSharedUnasked - kMostArrays)
     error = allow_shared(reinterpret_cast<const void*>(kernel), shape.shared_bytes);
-  // Not <<<>>>, whose errors are the thread's last one: of whatever call was refused before.
+  // Not <<<>>>, which reports the thread's last error, perhaps that of an earlier call.
   if (error == cudaSuccess)
     error = cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(args)...);
   check<CudaError>(error == cudaSuccess, '[', name, "] launch of ", shape.blocks, " x ",

@@ -13,7 +13,7 @@ namespace sheaf::kernels::cuda {
 
 enum class Order : bool {
   memory,    ///< dimensions from operand 0's largest stride to its smallest
-  row_major  ///< as they stand: flat indices count elements in row-major order
+  row_major  ///< as given: flat indices count elements in row-major order
 };
 
 /// N operands of one shape, dimensions of size 1 dropped and neighbours merged where all operands
@@ -24,7 +24,7 @@ struct Layout {
   int64_t numel = 1;
   int64_t shape[kMaxDims] = {};
   int64_t strides[N][kMaxDims] = {};
-  Divider by[kMaxDims];  // of `shape`, but for the first, which nothing is divided by
+  Divider by[kMaxDims];  // by `shape`, except the first size, by which nothing is divided
 
   Layout() = default;
   Layout(const Shape& sizes, const std::array<Shape, N>& steps, Order in = Order::memory)
@@ -46,8 +46,8 @@ struct Layout {
     set_dividers();
   }
 
-  /// True if runs of `width` elements can be taken as one: operands of the bit set `dense` are
-  /// dense along the last dimension, the others do not change there.
+  /// True if runs of `width` elements can be taken as one: operands in the bit set `dense` are dense along the last
+  /// dimension, the others are constant there.
   bool folds(int64_t width, unsigned dense) const {
     if (shape[rank - 1] % width != 0) return false;
     for (int m = 0; m < N; ++m) {
@@ -84,7 +84,7 @@ struct Layout {
   bool is_run(int operand) const {
     return rank == 1 && (shape[0] <= 1 || strides[operand][0] == 1);
   }
-  /// Of a single run: cuts it to whole units and returns the rest.
+  /// For a single run: cuts it to whole units and returns the number of elements left over.
   int64_t cut_tail(int64_t width) {
     const int64_t tail = shape[0] % width;
     shape[0] -= tail, numel -= tail;

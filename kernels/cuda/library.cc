@@ -20,7 +20,7 @@ std::string variable(const char* name) {
   return value ? value : "";
 }
 
-/// Of a list that colons separate.
+/// The folders in an environment variable, separated by colons.
 std::vector<std::string> folders_of(const char* name) {
   const std::string text = variable(name);
   std::vector<std::string> out;
@@ -46,7 +46,7 @@ struct Loaded {
   std::string looked;  ///< where, and what the loader said
 };
 
-// RTLD_GLOBAL: some of NVIDIA's libraries look for each other's functions among all that is loaded.
+// RTLD_GLOBAL: some of NVIDIA's libraries look up each other's functions among all loaded ones.
 void* open(const std::string& path) { return dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL); }
 
 Loaded find(const std::string& soname) {
@@ -72,7 +72,7 @@ Loaded find(const std::string& soname) {
   return out;
 }
 
-/// Fills in all functions, or none: then the name of the first that is missing, else null.
+/// Fills in all functions and returns null, or none and returns the name of the first missing one.
 const char* fill_in(void* handle, std::span<const ForwardedFunction> functions) {
   std::vector<void*> found;
   for (const ForwardedFunction& function : functions) {
@@ -91,7 +91,7 @@ std::string path_of(void* handle) {
 void load_nvrtc(const std::string& soname) {
   const Loaded nvrtc = find(soname);
   if (!nvrtc.handle) return;
-  // It has no path of its own to its second half, whose name has its full version.
+  // NVRTC does not find its second half by itself; the name of that contains the full version.
   const std::filesystem::path folder = std::filesystem::path(path_of(nvrtc.handle)).parent_path();
   for (const std::string& part : matches((folder / "libnvrtc-builtins.so.*").string())) open(part);
 }
@@ -113,7 +113,7 @@ LibraryFolders library_folders() {
   std::vector<std::string> environments;
   if (const std::string venv = variable("VIRTUAL_ENV"); !venv.empty()) environments.push_back(venv);
   for (const std::string& bin : folders_of("PATH")) {
-    // That of the link, too, if python3 is one to another environment's.
+    // The link's environment, too, if python3 is a link into another one.
     std::filesystem::path python = bin + "/python3";
     std::error_code absent;
     for (int links = 0; links < 8 && std::filesystem::exists(python, absent); ++links) {

@@ -1,5 +1,5 @@
-// NVIDIA's libraries, loaded when the first function of one is needed: a program that runs no
-// product on a GPU neither needs cuBLASLt nor waits for its hundreds of megabytes.
+// NVIDIA's libraries, each loaded when its first function is needed: a program that runs no product on a GPU
+// neither needs cuBLASLt nor waits for its hundreds of megabytes.
 //
 // A library's functions keep NVIDIA's names and headers. One source file lists those we call:
 //
@@ -8,8 +8,8 @@
 //   ...
 //   load_library(SHEAF_SONAME("libnccl.so.", NCCL_MAJOR), kNccl);
 //
-// Each becomes a jump to what load_library() found. A call before that crashes, so whatever may
-// come first loads.
+// Each becomes a jump to the function that load_library() found. A call before that crashes, so code that may come
+// first calls load_library().
 #pragma once
 
 #include <span>
@@ -18,22 +18,21 @@
 
 namespace sheaf::kernels::cuda {
 
-/// A function of a library, and where its address goes.
+/// A function of a library, and where its address is stored.
 struct ForwardedFunction {
   const char* name;
   void** address;
 };
 
 /// Loads `soname` ("libcudnn.so.9") for the rest of the process and fills in its functions; nothing
-/// if that was done before. Throws ConfigError that lists the places where it looked; the next call
-/// looks again.
-/// `nvrtc` ("libnvrtc.so.13") is loaded first, for a library that asks for this compiler by its
-/// name alone. It is fine if there is none: the library will say so.
+/// if that was done before. Throws a ConfigError that lists the places where it looked; the next call looks again.
+/// `nvrtc` ("libnvrtc.so.13") is loaded first, for a library that loads this compiler by its name alone. It may be
+/// missing: the library will then say so.
 void load_library(const std::string& soname, std::span<const ForwardedFunction> functions,
                   const std::string& nvrtc = "");
 
-/// The same, after that, for functions that older versions of the library have not: fills in all of
-/// them, or where one is missing none, and returns false; then none may be called.
+/// The same, after load_library(), for functions that older versions lack: fills in all of them, or, if one is
+/// missing, none and returns false; then none may be called.
 bool load_newer_functions(const std::string& soname, std::span<const ForwardedFunction> functions);
 
 /// Where libraries are looked for, besides the loader's own places:
@@ -48,8 +47,7 @@ LibraryFolders library_folders();
 
 }  // namespace sheaf::kernels::cuda
 
-// Hidden: in the program's table of symbols they would also take the calls that NVIDIA's libraries
-// make to each other.
+// Hidden: in the program's symbol table they would also intercept calls between NVIDIA's libraries.
 #define SHEAF_FORWARD_FUNCTION(name)                                                             \
   extern "C" {                                                                                   \
   [[gnu::visibility("hidden")]] void* sheaf_address_of_##name;                                   \
@@ -65,5 +63,5 @@ LibraryFolders library_folders();
   LIST(SHEAF_FORWARD_FUNCTION)               \
   static const sheaf::kernels::cuda::ForwardedFunction table[] = {LIST(SHEAF_FORWARDED_ENTRY)};
 #define SHEAF_TEXT_OF(x) #x
-/// SHEAF_SONAME("libcudnn.so.", CUDNN_MAJOR): the version that the headers are of.
+/// SHEAF_SONAME("libcudnn.so.", CUDNN_MAJOR): the version of the headers.
 #define SHEAF_SONAME(stem, major) stem SHEAF_TEXT_OF(major)

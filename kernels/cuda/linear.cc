@@ -12,9 +12,9 @@
 namespace sheaf::kernels::cuda {
 namespace {
 
-/// Behind a product that has done on its way what `kernels` would do: while products are timed, the
-/// code of these is loaded. This rank has timed by itself, and another's choice, which it will have
-/// to take over, may leave their work to them.
+/// After a product that included the work of `kernels`: while products are timed, loads the code of these kernels.
+/// This rank has only timed for itself, and another rank's choice, which it will adopt, may leave that work to
+/// them.
 template <class F>
 void load_kernels(F&& kernels) {
   if (!TuneProducts::active()) return;
@@ -22,7 +22,7 @@ void load_kernels(F&& kernels) {
   kernels();
 }
 
-/// dW = dyᵀ x over all rows. Rows that are not evenly spaced are made so first, in the workspace.
+/// dW = dyᵀ x over all rows. Rows that are not evenly spaced are first copied to the workspace.
 struct WeightGradient {
   View dy_in, x_in, dy, x, dweight;
   bool copy_dy, copy_x, fp8;
@@ -46,7 +46,7 @@ struct WeightGradient {
     return (copy_dy ? line_align(static_cast<size_t>(dy.bytes())) : 0) +
            (copy_x ? line_align(static_cast<size_t>(x.bytes())) : 0) + gemm_workspace(gemm());
   }
-  /// Enqueues the copies; returns what of the workspace is for gemm().
+  /// Enqueues the copies; returns the part of the workspace for gemm().
   Workspace prepare(const Stream& stream, Workspace workspace) {
     Carver carver(kName, workspace);
     const size_t bytes = gemm_workspace(gemm());

@@ -3,8 +3,8 @@
 #include "sheaf/kernels/linear.h"
 
 // The sum of the rows of dy in the order of the CPU's kernel: blocks of 64 rows, each in row order,
-// then the blocks in order. The first kernel sums blocks, a column or a pack of columns to a
-// thread, the second the blocks' sums.
+// then the blocks in order. The first kernel sums each block, a column or a pack of columns per thread, the second
+// the blocks' sums.
 namespace sheaf::kernels::cuda {
 namespace {
 

@@ -15,7 +15,7 @@ using namespace head;
 
 bool given(const View& v) { return v.rank() != 0; }
 
-/// Operands and the walk over chunks. Which parts run depends on which views are given.
+/// Operands, and the walk over chunks. The given views determine which parts run.
 class Head {
  public:
   Head(const char* who, const View& x_in, const View& weight, const View& dx_in,
@@ -174,7 +174,7 @@ class Head {
     row_dtype_ == kF64 ? of(double()) : of(float());
   }
 
-  /// Of losses whose gradient is dloss, which is 1 but for f16.
+  /// Losses and their gradients for dloss, which is 1 except for f16.
   void lose_and_differentiate(const Stream& stream, int64_t count, void* cells, const View& targets,
                               HeadRules rules, double dloss, const View& losses,
                               void* gradients) const {
@@ -244,7 +244,7 @@ class Head {
   int64_t rows_, vocabulary_, chunk_, pitch_;
   DType row_dtype_;  // of lse, losses, and a chunk's logits
   bool copy_x_;      // its rows are not evenly spaced
-  bool narrow_;      // gradients of logits need a place of their own
+  bool narrow_;      // gradients of logits need separate memory
   bool sum_apart_;   // dweight is too narrow to sum chunks in
 };
 

@@ -1,5 +1,5 @@
-// The log-sum-exp of a row in one reading, as every kernel that needs it takes it: in the same
-// order, operation for operation, so that the bits do not depend on which kernel it was.
+// The log-sum-exp of a row in one reading, shared by all kernels that need it: with the same order of operations,
+// so that the bits do not depend on the kernel.
 #pragma once
 
 #include <limits>
@@ -17,7 +17,7 @@ int log_sum_exp_threads(int64_t n) {
   return threads_for(blocks_for(n, Pack<T>::kSize * kLogSumExpBatch), kLogSumExpThreads);
 }
 
-/// exp of what is at most about 0. Narrow logits have too few digits for the exact one to matter.
+/// exp of arguments up to about 0. Narrow logits have too few digits for an accurate one to matter.
 template <class T>
 __device__ Compute<T> exponential(Compute<T> x) {
   if constexpr (kIsNarrow<T>)
@@ -34,16 +34,16 @@ __device__ C base_of(C most) {
   return most == -std::numeric_limits<C>::infinity() ? C(0) : most;
 }
 
-/// The elements of a row that a thread has met: the largest, and the sum of the exponentials
-/// relative to it, which changes to a new largest one.
+/// A thread's elements of a row so far: the largest, and the sum of exponentials relative to it, rescaled for each
+/// new largest one.
 template <class T>
 class LogSumExp {
  public:
   using C = Compute<T>;
   C most = -std::numeric_limits<C>::infinity(), sum = C(0);
 
-  /// Takes packs that are `step` columns apart; the row ends `left` columns behind the first one's
-  /// beginning, and what lies past that does not count.
+  /// Takes packs that are `step` columns apart; the row ends `left` columns after the first one's beginning, and
+  /// what is past that does not count.
   __device__ void add(const Pack<T> (&packs)[kLogSumExpBatch], int step, int left) {
     const bool whole = (kLogSumExpBatch - 1) * step + Pack<T>::kSize <= left;
     if (whole)
@@ -64,7 +64,7 @@ class LogSumExp {
       add(packs, step, static_cast<int>(std::min<int64_t>(n - first, INT32_MAX)));
     }
   }
-  /// The row's, to all threads of the block. `scratch` as of block_sum.
+  /// The row's log-sum-exp, in all threads of the block. `scratch` as for block_sum.
   __device__ C over_block(C (&scratch)[2][kWarp]) const {
     const C base = base_of(block_max(most, scratch[0]));
     const C total = block_sum(rounded_product(sum, exponential<T>(most - base)), scratch[1]);

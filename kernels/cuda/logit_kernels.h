@@ -13,11 +13,11 @@ inline constexpr int64_t kMostColumns = 1 << 30;  // of losses_and_gradients
 inline constexpr int kGradientThreads = 256, kLossThreads = 1024;
 inline constexpr int64_t kPadding = 8;  // elements: rows of logits begin at 16 bytes in any type
 
-// What of a row waits in shared memory for its log-sum-exp: two blocks share a multiprocessor where
-// that holds the better part of a row, else one has it alone.
+// Shared memory for a row that waits for its log-sum-exp: two blocks share a multiprocessor if its half holds most
+// of a row, else one block has it alone.
 inline constexpr int64_t kShare = 108 << 10, kAlone = 2 * kShare;
 
-/// Of losses_and_gradients.
+/// For losses_and_gradients.
 template <class G>
 inline constexpr bool takes_dloss = std::is_same_v<G, f16>;
 
@@ -27,7 +27,7 @@ __device__ C probability(C logit, C lse) {
   return std::is_same_v<C, float> ? C(expf(static_cast<float>(x))) : C(::exp(x));
 }
 
-/// A row to a block: logits of a chunk within a cap.
+/// Caps the logits of a chunk: one block per row.
 template <class C>
 __global__ void __launch_bounds__(kGradientThreads) cap_logits(C* logits, int64_t pitch, int64_t n, C cap) {
   C* const row = logits + static_cast<int64_t>(blockIdx.x) * pitch;
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kGradientThreads) cap_logits(C* logits, int64_
     row[at] = cap * (std::is_same_v<C, float> ? C(tanhf(static_cast<float>(row[at] / cap))) : C(::tanh(row[at] / cap)));
 }
 
-/// What a logit's gradient becomes of the one before the cap; inverse_cap of 0: there is none.
+/// The gradient of a logit before the cap, from that after it; inverse_cap 0: no cap.
 template <class C>
 __device__ C before_cap(C gradient, C logit, C inverse_cap) {
   const C t = logit * inverse_cap;
@@ -52,10 +52,10 @@ __device__ C z_slope(C z_loss, C lse) {
   return z_loss == 0 ? C(1) : rounded_sum(C(1), rounded_product(C(2) * z_loss, lse));
 }
 
-/// cross_entropy and logit_gradients in one, bit for bit: a row to a block, from the last one,
-/// which the cache still has, to the first. The first `held_batches` rounds of the block are read
-/// once; what lies behind, and did not fit, is read again, from the cache if it has it. Rows are
-/// padded as there. Gradients are those of `dloss` times the loss; but for f16 that is 1.
+/// cross_entropy and logit_gradients in one, bit for bit: one block per row, from the last row, which is still in
+/// the cache, to the first. The first `held_batches` rounds of the block are read once; the rest, which did not
+/// fit, is reread, from the cache if it is there. Rows are padded as there. Gradients are those of `dloss` times
+/// the loss; except for f16 that is 1.
 template <class C, class G>
 __global__ void __launch_bounds__(kLogSumExpThreads, 2)
     losses_and_gradients(const C* logits, int64_t pitch, int n, int held_batches,
@@ -134,8 +134,7 @@ __global__ void __launch_bounds__(kLogSumExpThreads, 2)
   }
 }
 
-/// lse and the target's logit of a row of part of the vocabulary: a row to a block. Rows are padded
-/// as below.
+/// lse and the target's logit of a row of part of the vocabulary: one block per row. Rows are padded as below.
 template <class C>
 __global__ void __launch_bounds__(kLogSumExpThreads, 2)
     part_values(const C* logits, int64_t pitch, int64_t n, TablePart part, const int64_t* targets,
@@ -159,8 +158,7 @@ __global__ void __launch_bounds__(kLogSumExpThreads, 2)
                                                         : std::numeric_limits<C>::quiet_NaN();
 }
 
-/// What a logit's gradient takes from its row: of a loss, (p - onehot(target)) * dloss for a
-/// probability p, times (1 + 2 z_loss lse).
+/// A logit's gradient: for a loss, (p - onehot(target)) * dloss for a probability p, times (1 + 2 z_loss lse).
 template <class C>
 struct OfLoss {
   const C* dloss;  ///< null: `constant`
@@ -175,7 +173,7 @@ struct OfLoss {
     return {bad ? std::numeric_limits<C>::quiet_NaN() : dloss ? *dloss : constant, z_slope(z_loss, lse)};
   }
 };
-/// Of values of part of the vocabulary: p * dlse + onehot(target) * dtarget.
+/// For values of part of the vocabulary: p * dlse + onehot(target) * dtarget.
 template <class C>
 struct OfPart {
   Rows<const C> dlse, dtarget;
@@ -192,9 +190,9 @@ struct OfPart {
   }
 };
 
-/// Gradients of logits, as `From` says, in the products' type G: a row to a block, from the last
-/// one, which the cache still has, to the first. out may be the memory of logits. Rows are padded
-/// to whole packs, which may be read and written beyond n.
+/// Gradients of logits, as `From` says, in the products' type G: one block per row, from the last row, which is
+/// still in the cache, to the first. out may be the memory of logits. Rows are padded to whole packs, which may be
+/// read and written beyond n.
 template <class C, class G, class From>
 __global__ void __launch_bounds__(kGradientThreads)
     logit_gradients(const C* logits, int64_t pitch, int64_t n, TablePart part,

@@ -9,7 +9,7 @@ constexpr int64_t kMostKept = 200 << 10;  // bytes of a row in shared memory
 constexpr int kBatch = 4;                 // loads in flight for each thread
 constexpr int kMostThreads = 512;         // of a block, for registers
 
-/// What a forward reads and writes; layer normalisation if `mean` is there, of x + r if that is.
+/// What a forward reads and writes; layer normalisation if `mean` is given, of x + r if r is given.
 template <class T>
 struct Forward {
   Rows<const T> x, r;
@@ -22,9 +22,9 @@ struct Forward {
   bool kept;        ///< the row is read once and kept in shared memory
 };
 
-// `row_threads` threads take a row, 16 bytes each at a time. A thread finds in shared memory what
-// it put there itself, so that only the sums need barriers; so it does in global memory, where
-// x + r is the row and too long to be kept.
+// `row_threads` threads take a row, 16 bytes each at a time. A thread reads from shared memory only what it wrote
+// itself, so only the sums need barriers; the same holds for global memory, if the row is x + r and too long to be
+// kept.
 template <class T, bool kAdds>
 __global__ void __launch_bounds__(kMostThreads, 2) norm_forward(Forward<T> f) {
   using C = Compute<T>;
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) norm_forward(Forward<T> f) {
     return f.kept ? kept[c] : load_chunk(kAdds ? total : in, c * kSize, width);
   };
 
-  C sum = C(0);  // of x, or of its squares where no mean is taken
+  C sum = C(0);  // of x, or of its squares if there is no mean
   constexpr int kAtOnce = kAdds ? kBatch / 2 : kBatch;
   for (int64_t first = thread; first < chunks; first += kAtOnce * f.row_threads) {
     Pack<T> packs[kAtOnce], addends[kAtOnce];

@@ -8,9 +8,8 @@ namespace {
 constexpr int kRowThreads = 256;  // of a block at most, for registers
 
 // y = xhat * weight (+ bias), xhat = (x - mean) * rstd, mean = 0 for rms_norm: dx = rstd * (g -
-// mean(g) - xhat * mean(g * xhat)) with g = dy * weight; rms_norm has no mean(g). Where dsum is
-// given, it is added to dx before that is rounded: to the rounded product, so that wide elements
-// have the bits of adding it afterwards.
+// mean(g) - xhat * mean(g * xhat)) with g = dy * weight; rms_norm has no mean(g). If dsum is given, it is added to
+// dx before that is rounded to T, but after the product is: so wide elements have the bits of adding it afterwards.
 template <class T>
 struct Backward {
   Rows<const T> dy, x, dsum;
@@ -20,7 +19,7 @@ struct Backward {
   bool has_mean, has_dx;
   Compute<T>* partials;  ///< a set of dweight's and dbias's sums for each of `sets` row takers
   int64_t sets;
-  int row_threads;  ///< of one that takes rows set, set + sets, ...: a warp, or the block
+  int row_threads;  ///< of a taker of rows set, set + sets, ...: a warp, or the block
 };
 
 /// A pair of sums over the threads of a row. `turn` alternates, so that one barrier is enough.
@@ -36,11 +35,11 @@ __device__ void row_sums(C& a, C& b, int row_threads, C (*scratch)[kRowThreads /
   for (int w = 1; w < warps; ++w) a += scratch[0][w], b += scratch[1][w];
 }
 
-/// Blocks whose registers a multiprocessor must hold: with more, variables would lie in memory.
+/// Blocks whose registers a multiprocessor must hold: with more, variables would be in memory.
 constexpr int blocks_at_once(int packs) { return packs == 1 ? 3 : packs == 2 ? 2 : 1; }
 
 // A thread owns the same columns in all of its rows: kPacks pieces of 16 bytes, their sums in
-// registers. Where there are enough of these, the next row is on its way while one is summed up.
+// registers. If there are enough registers, the next row is loaded while one is summed up.
 template <class T, int kPacks, bool kAdds>
 __global__ void __launch_bounds__(kRowThreads, blocks_at_once(kPacks))
     norm_backward(Backward<T> b) {
@@ -54,7 +53,7 @@ __global__ void __launch_bounds__(kRowThreads, blocks_at_once(kPacks))
   if (set >= b.sets) return;  // whole warps, of blocks that have no barrier
   const int width = static_cast<int>(b.x.cols);
   // As raw words: elements of 2 bytes would take a register each.
-  uint4 weight[kPacks], dy[kPacks], x[kPacks], dsum[kPacks];  // dsum with kAdds alone
+  uint4 weight[kPacks], dy[kPacks], x[kPacks], dsum[kPacks];  // dsum only with kAdds
   uint4 next_dy[kPacks], next_x[kPacks], next_dsum[kPacks];
   C dweight[kPacks][kSize] = {}, dbias[kPacks][kSize] = {};
   const auto column = [&](int p) { return (p * b.row_threads + thread) * kSize; };
@@ -160,7 +159,7 @@ __global__ void __launch_bounds__(kRowThreads) norm_backward_wide(Backward<T> b)
 
 constexpr int kSumRows = 32;  // threads that share a column
 
-/// Sums of one of the vectors, or nowhere.
+/// Where the sums of one of the vectors are stored, if anywhere.
 struct Sums {
   void* data;
   DType dtype;
@@ -186,7 +185,7 @@ __global__ void __launch_bounds__(kSumRows* kWarp)
   store_any<C>(out.dtype, out.data, column, sum);
 }
 
-/// How a backward is spread over threads; follows from shape and dtype.
+/// How a backward is distributed over threads; depends only on shape and dtype.
 struct Plan {
   int packs, row_threads, takers;  // takers of rows in a block
   int64_t sets;
@@ -198,8 +197,8 @@ struct Plan {
                                         : 0;
     row_threads = threads_for(packs ? blocks_for(chunks, packs) : chunks, kRowThreads);
     takers = row_threads == kWarp ? 4 : 1;
-    // As many blocks as the 132 multiprocessors of an H100 or H200 hold at once: with more, the
-    // last would leave most of them idle, and the partial sums would be large beside the rows.
+    // As many blocks as the 132 multiprocessors of an H100 or H200 hold at once: with more, the last would leave
+    // most of them idle, and the partial sums would be large compared to the rows.
     const int64_t rows = x.shape.back() == 0 ? 0 : x.numel() / x.shape.back();
     const int held = packs ? blocks_at_once(packs) * kRowThreads : 1024;
     const int64_t most = int64_t{132} * (held / (row_threads * takers) * takers);

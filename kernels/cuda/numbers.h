@@ -9,7 +9,7 @@
 
 namespace sheaf::kernels::cuda {
 
-/// The sum of what the lanes up to this one, number `lane`, have, in all lanes of a warp.
+/// The sum of x over the lanes up to this one, number `lane`; for all lanes of a warp.
 template <class C>
 __device__ C scan_warp(C x, int lane) {
   for (int by = 1; by < kWarp; by *= 2) {
@@ -98,7 +98,7 @@ __device__ inline T element(C x) {
   }
 }
 
-/// a * b and a + b, each rounded by itself: never one operation with what stands before or behind.
+/// a * b and a + b, each rounded by itself: never contracted with neighbouring operations.
 __device__ inline float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 __device__ inline double rounded_product(double a, double b) { return __dmul_rn(a, b); }
 __device__ inline float rounded_sum(float a, float b) { return __fadd_rn(a, b); }
@@ -126,7 +126,7 @@ __device__ inline void store_pack(T* to, const Pack<T>& pack) {
   memcpy(&raw, &pack, sizeof raw);
   *reinterpret_cast<uint4*>(to) = raw;
 }
-/// To global memory, in one piece: behind a choice of whole packs and parts of them nvcc would store each pack in four.
+/// Stores to global memory in one piece: after a branch on whole or partial packs nvcc would store each pack in four.
 template <class T>
 __device__ inline void store_global_pack(T* to, const Pack<T>& pack) {
 #ifdef __CUDA_ARCH__
@@ -147,7 +147,7 @@ struct alignas(sizeof(T) * kWidth < 16 ? sizeof(T) * kWidth : 16) Group {
   T v[kWidth];
 };
 
-/// Elements by a dtype that is known at run time only: element `i` of an array.
+/// Element `i` of an array whose dtype is known only at run time.
 template <class C>
 __device__ inline C load_any(DType dtype, const void* data, int64_t i) {
   switch (dtype) {

@@ -9,7 +9,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kVectors = 2;  // of each array in flight per thread; one search serves them all
 
-/// Floating numbers that work before the kernel has left in device memory.
+/// Floating numbers that earlier work has left in device memory.
 struct Scalars {
   const void* data;
   bool f64;  // else f32
@@ -20,7 +20,7 @@ __device__ C scalar_at(const Scalars& s, int i) {
                : static_cast<C>(static_cast<const float*>(s.data)[i]);
 }
 
-/// A parameter's optimizer state is kStates arrays beside it.
+/// A parameter's optimizer state is kStates arrays.
 template <int kStates>
 struct Shard {
   void* param;
@@ -30,8 +30,8 @@ struct Shard {
   const Segment* segments;
   int64_t count;
   Scalars scalars;
-  Scalars clip_scale;  // takes the place of one of them; null: none does
-  const int32_t* found_inf;  // set: no step; null: it is not
+  Scalars clip_scale;  // replaces one of them, unless null
+  const int32_t* found_inf;  // if set, no step; null: not set
   bool vectors;        // all arrays are aligned for whole vectors
 };
 
@@ -82,7 +82,7 @@ struct Sgd {
   }
 };
 
-/// Elements that are adjacent and go together: 16 bytes of a parameter.
+/// Adjacent elements that are processed together: 16 bytes of a parameter.
 template <class T, int kSize>
 struct alignas(sizeof(T) * kSize < 16 ? sizeof(T) * kSize : 16) Vector {
   T v[kSize];
@@ -120,7 +120,7 @@ __device__ int64_t find_segment(const Segment* segments, int64_t low, int64_t hi
   return low;
 }
 
-/// Where state S rests in bf16 beside C it is rounded by chance.
+/// If state S is stored in bf16 rather than C, it is rounded stochastically.
 template <class S, class C>
 inline constexpr bool kRounds = !std::is_same_v<S, C>;
 template <class S, class C>
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kThreads) step(Rule rule, Shard<Rule::kStates>
   C* const param = static_cast<C*>(shard.param);
   const G* const grad = static_cast<const G*>(shard.grad);
 
-  // The arrays are on their way while the segments are searched for.
+  // The arrays are loaded while the segments are searched for.
   Vector<C, kSize> p[kVectors];
   Vector<S, kSize> state[kVectors][kStates > 0 ? kStates : 1];
   Vector<G, kSize> g[kVectors];

@@ -1,4 +1,4 @@
-// Where the rows of experts that stand in parts (kernels/experts.h) lie, as kernels find it out on the GPU.
+// How kernels on the GPU find the rows of experts in parts (kernels/experts.h).
 #pragma once
 
 #include "sheaf/kernels/cuda/rows.h"
@@ -7,7 +7,7 @@
 
 namespace sheaf::kernels::cuda::part_products {
 
-/// Where rows of experts lie: of [Q, J, R], J groups. find_rows() has to be enqueued before they are asked for.
+/// Where experts' rows are in [Q, J, R], J groups. find_rows() must be enqueued before this is used.
 struct PartRows {
   ExpertParts parts;
   int64_t groups, room;
@@ -29,14 +29,14 @@ struct PartRows {
     begins = carver.take<int32_t>(parts.experts * groups), counts = carver.take<int32_t>(parts.experts * groups);
   }
   __device__ int64_t count(int64_t expert, int64_t group) const { return counts[expert * groups + group]; }
-  /// Among the rows of all parts.
+  /// The expert's first row in a group, among the rows of all parts.
   __device__ int64_t first_row(int64_t expert, int64_t group) const {
     return (parts.part_of(expert) * groups + group) * room + begins[expert * groups + group];
   }
 };
 
-/// For each tile of so many rows of one expert, those of all its groups one behind another, the expert and the first of them; -1 for
-/// tiles that are none.
+/// For each tile of rows of one expert, counted over all its groups one after another: the expert and the first row; -1 for unused
+/// tiles.
 struct RowTiles {
   int32_t *experts, *firsts;
   int64_t count;
@@ -48,7 +48,7 @@ struct RowTiles {
   }
 };
 
-/// Goes through the rows of an expert: those of its groups one behind another.
+/// Iterates over the rows of an expert: those of its groups, one group after another.
 struct RowCursor {
   int64_t group = 0, offset = 0;  ///< in the group
 
@@ -56,7 +56,7 @@ struct RowCursor {
     offset += rows;
     while (group < r.groups && offset >= r.count(expert, group)) offset -= r.count(expert, group), ++group;
   }
-  /// Among the rows of all parts; -1 behind the last.
+  /// The row among those of all parts; -1 after the last.
   __device__ int64_t row(const PartRows& r, int64_t expert) const { return group < r.groups ? r.first_row(expert, group) + offset : -1; }
 };
 

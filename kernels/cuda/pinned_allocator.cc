@@ -23,12 +23,12 @@ void* take(Blocks& from, size_t size) {
 /// [Note: memory of graphs], device_allocator.cc.
 struct GraphMemory {
   std::set<void*> taken;
-  Blocks free;   // of these
+  Blocks free;   // blocks of these
   Blocks older;  // from before the capture, freed in it
 };
 
-// Locking pages is slow: what was locked is kept. Blocks are the driver's own and are not split: a
-// model asks for the same few sizes again.
+// Locking pages is slow, so locked memory is kept. Blocks are the driver's own and are not split: a model asks for
+// the same few sizes again.
 class PinnedAllocator : public GraphAllocator,
                         public std::enable_shared_from_this<PinnedAllocator> {
  public:
@@ -91,7 +91,7 @@ class PinnedAllocator : public GraphAllocator,
   void add_wire(SharedRange) override {}
 
  private:
-  // What is still in use goes back when it is freed, as any block.
+  // Blocks still in use are returned when they are freed, like any block.
   void give_back(const std::shared_ptr<GraphMemory>& graph) {
     std::lock_guard lock(mutex_);
     std::erase(graphs_, graph);
@@ -107,7 +107,7 @@ class PinnedAllocator : public GraphAllocator,
   mutable std::mutex mutex_;
   Blocks free_;
   std::vector<std::shared_ptr<GraphMemory>> graphs_;
-  std::shared_ptr<GraphMemory> open_;  // of the capture that goes on
+  std::shared_ptr<GraphMemory> open_;  // of the current capture
   MemoryStats stats_;
 };
 

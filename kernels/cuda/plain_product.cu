@@ -4,7 +4,7 @@
 namespace sheaf::kernels::cuda {
 namespace {
 
-/// Where the elements of a product lie: (i, j) at i * row + j * col.
+/// Where the elements of a product are: (i, j) at i * row + j * col.
 struct Steps {
   DType dtype;
   int64_t row, col, batch;
@@ -12,8 +12,8 @@ struct Steps {
 
 constexpr int kTile = 32, kThreads = 256, kPerThread = kTile * kTile / kThreads;
 
-/// A block makes tiles of 32 x 32 of D, for its batches. Neighbouring threads make elements of one
-/// column, which lie side by side.
+/// A block computes tiles of 32 x 32 of D, for its batches. Neighbouring threads compute elements of one column,
+/// which are adjacent.
 template <class C>
 __global__ void multiply_plain(ProductShape s, Steps a, Steps b, Steps d, const void* a_data,
                                const void* b_data, void* d_data, const void* bias) {
@@ -24,7 +24,7 @@ __global__ void multiply_plain(ProductShape s, Steps a, Steps b, Steps d, const 
   for (int64_t batch = blockIdx.y; batch < s.batches; batch += gridDim.y) {
     C sum[kPerThread] = {};
     for (int64_t first_k = 0; first_k < s.k; first_k += kTile) {
-      __syncthreads();  // the tiles of the round before are read
+      __syncthreads();  // until the previous round's tiles have been read
       for (int p = 0; p < kPerThread; ++p) {
         const int line = y + p * (kTile / kPerThread);
         const int64_t i = first_i + x, k = first_k + line;

@@ -1,11 +1,10 @@
-// One matrix product as cuBLASLt states it: column-major, strided batches, and what it does on the
-// way (an epilogue). gemm.h says the same in views.
+// One matrix product as cuBLASLt states it: column-major, strided batches, and what it computes in addition (an
+// epilogue). gemm.h says the same in views.
 //
-// cuBLASLt knows several algorithms for a product. Which one runs is chosen once for every
-// ProductShape and device, by cuBLASLt's heuristics or, under TuneProducts, by timing, and stays:
-// the same process computes the same bits at every call. An estimate that turns out to be refused
-// at the first call gives way to the next. Algorithms whose results depend on the order in which
-// blocks finish are never chosen.
+// cuBLASLt has several algorithms for a product. The choice is made once for every ProductShape and device, by
+// cuBLASLt's heuristics or, under TuneProducts, by timing, and stays: the same process computes the same bits at
+// every call. An algorithm chosen by estimate that is refused at the first call is replaced by the next. Algorithms
+// whose results depend on the order in which blocks finish are never chosen.
 #pragma once
 
 #include <array>
@@ -20,8 +19,8 @@
 
 namespace sheaf::kernels::cuda {
 
-/// What a product does on its way with a vector or a matrix of D's dtype. A matrix lies as D does,
-/// in columns of a multiple of 8 elements, 16-byte aligned.
+/// What a product does in addition, with a vector or a matrix of D's dtype. A matrix is stored as D is, in columns
+/// of a multiple of 8 elements, 16-byte aligned.
 enum class Epilogue : uint8_t {
   none,
   bias,           ///< adds vector[m] to each column of D
@@ -31,7 +30,7 @@ enum class Epilogue : uint8_t {
   bias_gelu,      ///< the same with vector[m] added first
   gelu_gradient,  ///< D = the product * gelu'(matrix)
 };
-/// Those that run_plain_product knows; the others are of one batch.
+/// The epilogues of run_plain_product; the others take only one batch.
 constexpr bool plain(Epilogue e) { return e == Epilogue::none || e == Epilogue::bias; }
 constexpr bool sums_rows(Epilogue e) {
   return e == Epilogue::sums_of_a || e == Epilogue::sums_of_b;
@@ -40,19 +39,19 @@ constexpr bool has_vector(Epilogue e) {
   return e == Epilogue::bias || e == Epilogue::bias_gelu || sums_rows(e);
 }
 constexpr bool has_matrix(Epilogue e) { return e >= Epilogue::gelu; }
-/// What is left for the product where kernels of ours do the rest.
+/// The product's epilogue when kernels of ours do the rest.
 constexpr Epilogue without_kernels(Epilogue e) {
   return e == Epilogue::bias_gelu ? Epilogue::bias : plain(e) ? e : Epilogue::none;
 }
 
-/// What an algorithm is chosen for: D[m, n] = op(A)[m, k] op(B)[k, n] (+ bias[m]) (+ D), once for
+/// An algorithm is chosen for each of these: D[m, n] = op(A)[m, k] op(B)[k, n] (+ bias[m]) (+ D), once for
 /// each of `batches` (see Epilogue). Strides in elements.
 struct ProductShape {
   DType in = kF32, out = kF32;  ///< in: u8 for E4M3 codes, of A transposed and B not
   bool transpose_a = false, transpose_b = false, accumulate = false;
   Epilogue epilogue = Epilogue::none;
-  /// Of A, B, D and the vector, in bytes: a power of two, at most 16. More would not help, and
-  /// would make the choice depend on where memory happens to lie.
+  /// Alignment of A, B, D and the vector, in bytes: a power of two, at most 16. More would not help, and would make
+  /// the choice depend on the addresses of memory.
   std::array<uint8_t, 4> alignment{16, 16, 16, 16};
   int64_t m = 0, n = 0, k = 0, batches = 1;
   int64_t ld_a = 0, ld_b = 0, ld_d = 0, stride_a = 0, stride_b = 0, stride_d = 0;
@@ -84,26 +83,25 @@ struct Product {
   std::string to_string() const;
 };
 
-/// Bytes of scratch memory that run_product wants: NVIDIA's advice for Hopper.
+/// Bytes of scratch memory that run_product needs: NVIDIA's advice for Hopper.
 constexpr size_t kProductWorkspace = size_t{32} << 20;
-/// And where it has to begin: at a multiple of so many bytes.
+/// And its alignment in bytes.
 constexpr size_t kProductWorkspaceAlignment = 256;
-/// True if run_product() is known to return false for it: what would have been prepared for it need
-/// not be.
+/// True if run_product() is known to return false for it, so that nothing need be prepared.
 bool is_refused(const Stream& stream, const ProductShape& shape);
-/// Enqueues the product. False if the library has no algorithm for it with this epilogue, or none
-/// that took less time than one without and a kernel for the rest; then D may hold anything. Where
-/// a large product of bf16 or f16 is left to run_plain_product, a line on stderr says so.
+/// Enqueues the product. False if the library has no algorithm for it with this epilogue, or none faster than a
+/// product without it plus a kernel for the rest; then D may hold anything. Where a large product of bf16 or f16 is
+/// left to run_plain_product, a line on stderr says so.
 bool run_product(const Stream& stream, const Product& product, Workspace workspace);
 /// The same, for plain() epilogues, by a kernel of ours: any strides, alignment and depth, and
 /// slow. Terms are added in the order of k.
 void run_plain_product(const Stream& stream, const Product& product);
 
-/// While one lives, products of this thread whose algorithm was not yet chosen by timing are timed
-/// with the first few candidates when they run: a training step under it tunes its products, and
-/// whether they take an epilogue or leave its work to a kernel behind them. The
-/// host waits for the GPU; not while a graph is captured. Products that add to their result
-/// allocate memory for the trials; where there is none left they keep cuBLASLt's first candidate.
+/// While one lives, products of this thread whose algorithm was not yet chosen by timing are timed with the first
+/// few candidates when they run: a training step under it tunes its products, and whether they use an epilogue or
+/// leave its work to a kernel after them. The host waits for the GPU; not allowed while a graph is captured.
+/// Products that add to their result allocate memory for the trials; if there is none left they keep cuBLASLt's
+/// first candidate.
 class TuneProducts {
  public:
   TuneProducts() { ++depth_; }
@@ -116,22 +114,21 @@ class TuneProducts {
   static inline thread_local int depth_ = 0;
 };
 
-/// Throws ShapeError unless it is what run_product wants: cuBLASLt does not look where it begins.
+/// Throws ShapeError unless it is what run_product needs: cuBLASLt does not check its alignment.
 void check_workspace(const Product& product, Workspace workspace);
 
-/// Bytes that a kernel reads and writes which does an epilogue's work behind the product.
+/// Bytes that a kernel which does an epilogue's work after the product reads and writes.
 int64_t bytes_of_epilogue(const ProductShape& shape);
 
 /// Throws CudaError while `stream` is captured.
 void check_can_be_timed(const Stream& stream, const Product& product);
 
 /// The choices made so far for a device, as text, so that all ranks and a resumed run compute with
-/// the same algorithms. First line: "sheaf products 1 <library, its version, device>". Then a line
-/// a choice, sorted: the words of ProductShape::to_string, ":" and 128 hexadecimal digits,
-/// cuBLASLt's own description, or "plain" for a product that it has no algorithm for, or a slow
-/// one.
+/// the same algorithms. First line: "sheaf products 1 <library, its version, device>". Then one line per choice,
+/// sorted: the words of ProductShape::to_string, ":" and 128 hexadecimal digits, cuBLASLt's own description, or
+/// "plain" for a product that it has no algorithm for, or a slow one.
 std::string export_product_choices(int device);
-/// Takes over choices, which count as timed. Returns how many: 0 for text of another library,
+/// Adopts choices, which then count as timed. Returns how many: 0 for text of another library,
 /// version or kind of device, whose choices would mean something else. Throws DataError for text
 /// that is damaged. Choices the library then refuses are a CudaError when they are used.
 int64_t import_product_choices(int device, std::string_view text);
@@ -145,7 +142,7 @@ class ProductChoices {
     bool timed = false;
   };
   std::optional<Choice> find(const ProductShape& shape) const;
-  /// What is_refused() says of it: known as not supported, and not to be timed now.
+  /// Whether is_refused(): known to be unsupported, and not to be timed now.
   bool refuses(const ProductShape& shape) const;
   void set(const ProductShape& shape, const Choice& choice);
   std::string text(const std::string& library) const;

@@ -42,8 +42,8 @@ namespace sheaf::kernels::cuda {
 namespace {
 
 constexpr int kCandidates = 8, kTimedRuns = 3;
-// Of products that take less than this, so many runs are timed together, enqueued while the device
-// idles: else what is timed is the host.
+// For products that take less than this, several runs are timed together, enqueued while the device idles: else the
+// host would be timed.
 constexpr float kShortMilliseconds = 0.1f;
 constexpr int kShortRuns = 10;
 constexpr std::chrono::microseconds kHeadStart{50};
@@ -61,7 +61,7 @@ class Prepared {
                : make_layout(p, p.shape.in, p.shape.k, p.shape.n, p.shape.ld_b, p.shape.stride_b)),
         d_(make_layout(p, p.shape.out, p.shape.m, p.shape.n, p.shape.ld_d, p.shape.stride_d)) {}
 
-  /// The best first by cuBLASLt's estimate; none if it does not know the product.
+  /// The best first by cuBLASLt's estimate; none if it does not support the product.
   std::vector<cublasLtMatmulAlgo_t> candidates(cublasLtHandle_t handle, const Product& p) const {
     cublasLtMatmulPreference_t raw = nullptr;
     check_status(cublasLtMatmulPreferenceCreate(&raw), p, "cublasLtMatmulPreferenceCreate");
@@ -85,11 +85,11 @@ class Prepared {
         cublasLtMatmulAlgoGetHeuristic(handle, operation_.get(), a_.get(), b_.get(), d_.get(),
                                        d_.get(), raw, kCandidates, found, &count);
     if (status == CUBLAS_STATUS_NOT_SUPPORTED) return {};
-    // Types that an epilogue does not know are invalid values to it.
+    // Types that an epilogue does not support are invalid values to it.
     if (status == CUBLAS_STATUS_INVALID_VALUE && p.shape.epilogue != Epilogue::none) return {};
-    // So may batches of more matrices than a grid's dimension has blocks be, to some versions.
+    // So, in some versions, are batches of more matrices than a grid's dimension has blocks.
     if (status == CUBLAS_STATUS_INVALID_VALUE && p.shape.batches > 65535) return {};
-    // And FP8 is to a GPU that has none, or none with scales by rows.
+    // So is FP8 on a GPU without it, or without scales by rows.
     if (p.shape.in == kU8 && passed_over(status)) return {};
     check_status(status, p, "cublasLtMatmulAlgoGetHeuristic");
     std::vector<cublasLtMatmulAlgo_t> out;
@@ -139,7 +139,7 @@ class Prepared {
   cublasLtMatmulAlgo_t algorithm{};
   bool supported = true, timed = false;
   std::vector<cublasLtMatmulAlgo_t> others;  // to try in this order, if it turns out to be refused
-  /// Once it has run it stays: no other may take its place, whose bits would be others.
+  /// Once it has run it stays: another one would give other bits.
   std::atomic<bool> stays = true;
 
  private:
@@ -226,7 +226,7 @@ class DeviceProducts {
     return known = made;
   }
 
-  /// The algorithm was refused as it ran: the next takes its place, or, behind the last, none.
+  /// The algorithm was refused when run: replaces it by the next, or, after the last, by none.
   void go_on_after(const Product& p, const std::shared_ptr<Prepared>& refused) {
     std::lock_guard lock(mutex_);
     std::shared_ptr<Prepared>& known = prepared_[p.shape];
@@ -264,9 +264,8 @@ class DeviceProducts {
     return {candidates.front(), 0};
   }
 
-  /// True if a product without the epilogue and a kernel of ours would take less: an epilogue
-  /// leaves few algorithms, and those that take sums may not divide a sum over a long k among
-  /// blocks.
+  /// True if a product without the epilogue and a kernel of ours would take less: few algorithms support an
+  /// epilogue, and those that take sums may not divide a sum over a long k among blocks.
   bool faster_apart(const Stream& stream, const Product& p, float milliseconds,
                     Workspace workspace) {
     if (plain(p.shape.epilogue)) return false;
@@ -280,8 +279,8 @@ class DeviceProducts {
     return best && best->milliseconds > 0 &&
            best->milliseconds + kernel_milliseconds(stream, p) < milliseconds;
   }
-  /// What a kernel of ours that does the epilogue's work takes, about: its launch, and its bytes at
-  /// two thirds of what the memory could give.
+  /// The approximate time of a kernel of ours that does the epilogue's work: its launch, and its bytes at two
+  /// thirds of the memory's bandwidth.
   static float kernel_milliseconds(const Stream& stream, const Product& p) {
     constexpr float kLaunch = 0.004f, kShare = 2.0f / 3;
     int kilohertz = 0, bits = 0;
@@ -295,7 +294,7 @@ class DeviceProducts {
     return kLaunch + static_cast<float>(bytes_of_epilogue(p.shape)) / bytes_per_millisecond;
   }
 
-  /// None if all are refused when they run: what the estimate offers is not always taken.
+  /// None if all are refused when run: offered algorithms do not always work.
   std::optional<Timed> fastest(const Stream& stream, const Product& p, Prepared& prepared,
                                const std::vector<cublasLtMatmulAlgo_t>& candidates,
                                Workspace workspace) {

@@ -21,9 +21,9 @@ ProductChoices& choices() {
   return choices;
 }
 
-/// A refusal, so that what calls us meets one: cuBLASLt itself may refuse misaligned operands.
+/// Refuses some products, so that callers meet a refusal: cuBLASLt itself may refuse misaligned operands.
 bool supports(const ProductShape& s) {
-  if (s.in == kU8 && s.k == 48) return false;  // nobody says which of FP8 it knows
+  if (s.in == kU8 && s.k == 48) return false;  // it is not documented which FP8 products it has
   return s.alignment[0] == 16 && s.alignment[1] == 16 && s.alignment[2] == 16;
 }
 
@@ -78,7 +78,7 @@ void sum_rows(const View& x, void* sums, DType dtype) {
   multiply({"sums", x, ones, View::dense(sums, dtype, {1, rows, 1}), {}});
 }
 
-/// What E4M3 codes [rows, k] with a scale a row stand for, as f32.
+/// The values of E4M3 codes [rows, k] with a scale per row, as f32.
 View values_of(const void* codes, const float* scales, int64_t rows, int64_t k, int64_t ld,
                std::vector<float>& memory) {
   memory.resize(static_cast<size_t>(rows * k));

@@ -21,8 +21,8 @@ __device__ inline void store_two_bytes(uint8_t* at, unsigned both) {
   }
 }
 
-// A thread makes 16 bytes of `out` of the codes of one block. Blocks are read by two bytes, to which
-// all of them are aligned if the first one is.
+// A thread computes 16 bytes of `out` from codes of one block. Blocks are read two bytes at a time, to which all of
+// them are aligned if the first one is.
 template <class T, BlockFormat kFormat, bool kEven>
 __global__ void __launch_bounds__(kThreads) unpack(const uint8_t* blocks, T* out, int64_t packs) {
   constexpr int kSize = Pack<T>::kSize, kPacks = kBlockSize / kSize, kHalf = kBlockSize / 2;
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads) unpack(const uint8_t* blocks, T* out
   store_chunk(out, i * kSize, packs * kSize, pack);
 }
 
-// Four neighbouring elements, which are one access where they lie on their own size.
+// Four neighbouring elements, read in one access if aligned to their size.
 template <class T>
 struct alignas(sizeof(T) * 4 < 16 ? sizeof(T) * 4 : 16) Four {
   T v[4];
@@ -78,7 +78,7 @@ __device__ inline void store_four(T* to, const Four<T>& x) {
 
 constexpr int kOfBlock = kBlockSize / 4;  // threads that share one
 
-// A warp packs two blocks. All its lanes take part in the shuffles, also those behind the last one.
+// A warp packs two blocks. All its lanes take part in the shuffles, also those past the last block.
 template <class T, bool kEven, bool kByChance>
 __global__ void __launch_bounds__(kThreads)
     pack(const T* values, uint32_t key, uint8_t* blocks, int64_t fours) {
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads)
   Four<T> x{};
   if (here) x = load_four(values + i * 4);
   float v[4];
-  unsigned largest = 0, all = 0;  // the order of magnitudes is that of their bits, NaN last
+  unsigned largest = 0, all = 0;  // magnitudes are ordered as their bits, NaN last
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     v[k] = convert_to<float>(x.v[k]);

@@ -49,7 +49,7 @@ class Words {
   philox::Block block_{};
 };
 
-/// What the kernels compute in: f64, but dropout in its operands' compute type.
+/// The type in which kernels compute: f64, but dropout in its operands' compute type.
 template <Kind kKind, class C>
 using Value = std::conditional_t<kKind == Kind::dropout, C, double>;
 
@@ -98,7 +98,7 @@ __global__ void draw_packs(Draw draw, T* out, const T* x, int64_t step, int64_t 
       if (k < count) out[first + k] = result.v[k];
 }
 
-/// Anything else: 4 elements a thread, which may share a block.
+/// Anything else: 4 elements per thread, which may share a block.
 template <Kind kKind, class C>
 __global__ void draw_elements(Draw draw, DType out_type, void* out, DType x_type, const void* x,
                               Layout<3> at) {

@@ -4,9 +4,9 @@
 // as 16 bytes hold: run r goes to lane r mod 32. A lane adds its elements in turn, lanes are added
 // as a tree, chunks are joined in f64: in turn within each of up to 2048 groups of neighbouring
 // chunks, and groups by a warp, group g in lane g mod 32. (Outputs of fewer than 17 runs leave
-// lanes out, which adds nothing.) Two kernels follow this order: one whose lanes are those of a
-// warp, for elements that are neighbours in memory, and one for outputs that are, whose lanes are
-// rows of a block's threads.
+// lanes out, which adds nothing.) Two kernels follow this order: one whose lanes are those of a warp, for an
+// output's elements that are neighbours in memory, and one for neighbouring outputs, whose lanes are rows of a
+// block's threads.
 #pragma once
 
 #include "sheaf/kernels/cuda/elements.h"
@@ -176,8 +176,8 @@ struct AnySource {
   }
 };
 
-/// Outputs that lie side by side, as many as 16 bytes hold for each thread of a row; the rows of
-/// threads are the lanes. `inner`: how many lie side by side.
+/// Adjacent outputs, as many as 16 bytes hold for each thread of a row; the rows of threads are the lanes. `inner`:
+/// how many are adjacent.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     reduce_columns(Plan plan, int64_t inner, int64_t tiles, Part<Total<Compute<T>>>* parts) {

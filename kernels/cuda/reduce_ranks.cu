@@ -12,8 +12,8 @@ struct Sources {
   int count;
 };
 
-// In which T is combined: narrow floats in f32; integers that are summed wrap as unsigned ones, what is compared keeps
-// its sign.
+// The type in which T is combined: narrow floats in f32; summed integers wrap as unsigned ones, compared ones keep
+// their sign.
 template <class T, bool kSum>
 struct Accumulator {
   using type = T;

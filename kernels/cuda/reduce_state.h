@@ -1,5 +1,5 @@
-// What a reduction knows of a part of the elements of an output, how two parts are joined, and how
-// a part is made from one chunk.
+// The state of a reduction for a part of an output's elements, how two parts are joined, and how a part is made
+// from one chunk.
 #pragma once
 
 #include "sheaf/kernels/cuda/numbers.h"
@@ -8,7 +8,7 @@ namespace sheaf::kernels::cuda::reduction {
 
 enum class Kind : uint8_t { sum, max, min, logsumexp, var, argmax };
 
-/// What chunks are joined in: f64, i64 for integers.
+/// The type in which chunks are joined: f64, i64 for integers.
 template <class C>
 using Total = std::conditional_t<std::is_same_v<C, int64_t>, int64_t, double>;
 
@@ -55,7 +55,7 @@ struct State {
   W a, b;
   int64_t n;
 };
-/// As it lies in the workspace.
+/// As stored in the workspace.
 template <class W>
 struct alignas(16) Part {
   W a, b;
@@ -116,7 +116,7 @@ __device__ W result(Kind kind, const State<W>& s, double number) {
   return s.a;
 }
 
-/// e^x beside elements of type T: the fast form's error is far below the rounding of a narrow one.
+/// e^x for elements of type T: the fast form's error is far below the rounding of a narrow one.
 template <class T>
 __device__ Compute<T> exp_beside(Compute<T> x) {
   if constexpr (std::is_same_v<T, double>)
@@ -127,7 +127,7 @@ __device__ Compute<T> exp_beside(Compute<T> x) {
     return __expf(x);
 }
 
-/// What one pass over a chunk's elements x makes of them; c is what the passes before it found.
+/// What one pass over a chunk's elements x computes; c is the result of the earlier passes.
 enum class Step : uint8_t { add, max, min, add_exp, add_off, add_squares };
 
 template <class C>
@@ -177,8 +177,7 @@ struct Passes {
     return kind == Kind::var ? first / static_cast<C>(n) : first;
   }
   /// The chunk's state from c and the results of all passes. Variance: the corrected two-pass
-  /// algorithm; the centre is the mean up to rounding, and the sum of the distances to it says by
-  /// how much it is off.
+  /// algorithm; the centre is the mean up to rounding, and the sum of the distances to it tells how far it is off.
   __device__ State<Total<C>> state(const C* found, C c, int64_t n) const {
     using W = Total<C>;
     if (kind == Kind::var) {

@@ -38,8 +38,7 @@ __device__ void fill_tables(const Rotation<T>& r, int64_t b, int64_t first, int 
 // A block takes `tile` tokens, computes their sines and cosines, once for all sequences that begin at
 // the same place, and uses them for all
 // heads of sequences blockIdx.y, blockIdx.y + gridDim.y, ... A thread owns both elements of the
-// pairs that it rotates, 2 x 16 bytes at a time. What is not rotated is copied, or in place not
-// touched.
+// pairs that it rotates, 2 x 16 bytes at a time. Other elements are copied, or, in place, not touched.
 template <class T, bool kNeighbours>
 __global__ void __launch_bounds__(kThreads) rotate(Rotation<T> r) {
   using C = Compute<T>;

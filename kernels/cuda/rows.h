@@ -1,5 +1,5 @@
-// Kernels over rows: where a row lies whatever the strides before the last dimension, pieces of 16
-// bytes of one, and sums and maxima over a warp or a block.
+// Kernels over rows: the place of a row for any strides before the last dimension, its pieces of 16 bytes, and sums
+// and maxima over a warp or a block.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,7 @@ Rows<T> rows_of(const char* who, const View& v) {
   return {v.as<T>(), at.numel, v.shape.back(), at};
 }
 
-/// The elements of a view, as rows of one.
+/// The elements of a view, as rows of one element.
 template <class T>
 Rows<T> elements_of(const char* who, View v) {
   check<ShapeError>(v.rank() < kMaxDims, '[', who, "] more than 7 dimensions: ", v.shape);
@@ -63,8 +63,8 @@ __device__ inline Pack<T> load_chunk(const T* row, int64_t at, int64_t n) {
   return out;
 }
 
-/// The same for rows that may begin anywhere: inside the row, the two pieces at 16 bytes around the
-/// one wanted are read and shifted.
+/// The same for rows that may begin anywhere: inside the row, the two aligned pieces around the wanted one are read
+/// and shifted.
 template <class T>
 __device__ inline Pack<T> load_shifted_chunk(const T* row, int64_t at, int64_t n) {
   constexpr int kSize = Pack<T>::kSize;
@@ -102,7 +102,7 @@ __device__ inline T element_of(const uint4& raw, int k) {
   return pack.v[k];
 }
 
-/// Stores what of the pack lies before the row's end.
+/// Stores the part of the pack that is before the row's end.
 template <class T>
 __device__ inline void store_chunk(T* row, int64_t at, int64_t n, const Pack<T>& pack) {
   constexpr int kSize = Pack<T>::kSize;
@@ -113,12 +113,12 @@ __device__ inline void store_chunk(T* row, int64_t at, int64_t n, const Pack<T>&
     if (at + k < n) to[k] = pack.v[k];
 }
 
-/// Threads of a block in which each takes one of `items`, as far as `most` reach: whole warps.
+/// Threads of a block in which each takes one of `items`, at most `most`: whole warps.
 inline int threads_for(int64_t items, int most) {
   return static_cast<int>(std::clamp<int64_t>(blocks_for(items, kWarp), 1, most / kWarp)) * kWarp;
 }
 
-/// To all lanes, the same bits in each.
+/// The result in all lanes, with the same bits.
 template <class C>
 __device__ inline C warp_sum(C x) {
   for (int step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(kFullWarp, x, step);

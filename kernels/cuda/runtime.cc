@@ -14,8 +14,8 @@ void check_call(cudaError_t error, const char* call) {
   if (error != cudaSuccess) fail<CudaError>('[', call, "] ", cudaGetErrorString(error));
 }
 
-// Of what gives something back. That happens while an error is on its way, too, and after a fault
-// of the device every call fails with it: whoever waited for the work tells of it.
+// Checks calls that free something. These also run during the handling of an error, and after a fault of the device
+// every call fails with that: whoever waited for the work reports it.
 void check_given_back(cudaError_t error, const char* call) {
   if (error == cudaErrorInvalidValue || error == cudaErrorInvalidResourceHandle)
     check_call(error, call);
@@ -79,10 +79,10 @@ void use_device(int device) { SHEAF_CUDA_CALL(cudaSetDevice, device); }
 
 void* allocate(size_t bytes) {
   void* memory = nullptr;
-  if (bytes == 0) return memory;  // CUDA does not say what it makes of that
+  if (bytes == 0) return memory;  // CUDA does not say what 0 bytes give
   const cudaError_t error = cudaMalloc(&memory, bytes);
   if (error == cudaErrorMemoryAllocation) {
-    cudaGetLastError();  // who asks for less may go on
+    cudaGetLastError();  // a smaller request may succeed
     size_t free_bytes = 0, total = 0;
     SHEAF_CUDA_CALL(cudaMemGetInfo, &free_bytes, &total);
     fail<OutOfMemory>("[cudaMalloc] ", bytes, " bytes asked, ", free_bytes, " free of ", total,
@@ -217,7 +217,7 @@ Stream make_stream(int device, Priority priority) {
 
 void destroy_stream(const Stream& stream) {
   use_device(stream.device.index);  // a thread that never chose one would get a context on GPU 0
-  // CUDA's own would let work go on whose memory is given back next.
+  // CUDA's own would let work continue whose memory is freed next.
   const cudaError_t work = cudaStreamSynchronize(handle_of(stream));
   SHEAF_CUDA_CALL(cudaStreamDestroy, handle_of(stream));
   check_call(work, "cudaStreamSynchronize");
@@ -291,7 +291,7 @@ void destroy_graph(GraphHandle graph) {
 }
 
 void copy_bytes(const Stream& stream, void* to, const void* from, size_t bytes, Copy) {
-  // By the addresses: what is a GPU's for us may lie in the host's memory (MemoryKind::host).
+  // By the addresses: memory that counts as a GPU's here may be in the host (MemoryKind::host).
   if (bytes)
     SHEAF_CUDA_CALL(cudaMemcpyAsync, to, from, bytes, cudaMemcpyDefault, handle_of(stream));
 }

@@ -1,10 +1,10 @@
-// What Sheaf asks of a GPU besides kernels: memory, streams, events, copies. Implemented by
+// What Sheaf needs from a GPU besides kernels: memory, streams, events, copies. Implemented by
 // runtime.cc over the CUDA runtime, and by emulation.cc, which runs the very same kernel sources on
 // a CPU (see emulation.h).
 //
-// All functions throw CudaError naming the call, or OutOfMemory; those that free memory or destroy
-// an event only for what is none, not for what work before them has done, so that they may stand in
-// destructors. None is called from a build without either (config.h, kHasCuda).
+// All functions throw CudaError naming the call, or OutOfMemory; those that free memory or destroy an event throw
+// only for invalid arguments, not for failures of earlier work, so that they may be used in destructors. None is
+// called from a build without either (config.h, kHasCuda).
 #pragma once
 
 #include <cstddef>
@@ -34,9 +34,8 @@ void use_device(int device);
 void* allocate(size_t bytes);
 void free(void* memory);
 
-/// A range of device addresses that grows: `reserve` takes addresses alone, `map` puts memory
-/// behind the next `bytes` of them (a multiple of map_granularity()); false if the device has no
-/// more. The range goes with release().
+/// A range of device addresses that grows: `reserve` takes only addresses, `map` backs the next `bytes` of them
+/// with memory (a multiple of map_granularity()); false if the device has no more. release() frees the range.
 struct DeviceRange {
   char* base = nullptr;
   size_t reserved = 0, mapped = 0;
@@ -45,17 +44,17 @@ size_t map_granularity(int device);
 DeviceRange reserve(int device, size_t bytes);
 bool map(int device, DeviceRange& range, size_t bytes);
 void release(DeviceRange& range);
-/// Bytes of the current device: free and in all.
+/// Bytes of the current device: free and total.
 struct DeviceMemoryInfo {
   size_t free, total;
 };
 DeviceMemoryInfo memory_info();
 
-/// Page-locked host memory, which copies can run beside the host from and to.
+/// Page-locked host memory, for copies that run concurrently with the host.
 void* allocate_pinned(size_t bytes);
 void free_pinned(void* memory);
 
-/// Whose blocks go first where several have some to run.
+/// Which stream's blocks go first when several have some to run.
 enum class Priority : uint8_t { low, normal, high };
 /// A stream of the current device that never waits for the default stream.
 Stream make_stream(int device, Priority priority = Priority::normal);
@@ -75,20 +74,20 @@ void record(EventHandle event, const Stream& stream);
 void wait(const Stream& stream, EventHandle event);
 void synchronize(EventHandle event);
 bool reached(EventHandle event);
-/// Between two timed events that were reached, by the device's clock (half a microsecond fine).
+/// Between two timed events that were reached, by the device's clock (to half a microsecond).
 double seconds_between(EventHandle begin, EventHandle end);
 
 /// From now on what is enqueued on `stream` is recorded and does not run; so is what is enqueued on
 /// a stream that waits for an event of a recording one. Nobody may wait for such a stream or event.
 ///
-/// CUDA's relaxed mode: ranks and their communication threads capture and enqueue beside one
-/// another, memory may be mapped and code loaded meanwhile, and nothing here uses the default
-/// stream, of which the stricter modes would guard us.
+/// CUDA's relaxed mode: ranks and their communication threads capture and enqueue concurrently, memory may be
+/// mapped and code loaded meanwhile, and nothing here uses the default stream, against which the stricter modes
+/// would guard.
 void begin_capture(const Stream& stream);
 using GraphHandle = void*;
 /// What was recorded since, ready to be launched; the recording ends on all its streams. Throws if
-/// something was done that cannot be recorded, or if a stream that joined was not put before
-/// `stream` again by an event.
+/// something was done that cannot be recorded, or if `stream` was not ordered by an event after a stream that had
+/// joined.
 GraphHandle end_capture(const Stream& stream);
 bool capturing(const Stream& stream);
 /// Enqueues all of a graph.

@@ -1,4 +1,4 @@
-// A word to the user where one of our own kernels does what NVIDIA's libraries should have done.
+// Tells the user that one of our own kernels does what NVIDIA's libraries should have done.
 #pragma once
 
 #include <cstdint>
@@ -6,12 +6,12 @@
 
 namespace sheaf::kernels::cuda {
 
-/// Scores of an attention, or products of numbers in a matrix product, from which on it matters who
+/// Scores of an attention, or products of numbers in a matrix product, from which on it matters which kernel
 /// computes them.
 inline constexpr int64_t kWorthANotice = int64_t{1} << 24;
 
-/// One line on stderr: "sheaf: " and `text`. The first time in this process that this is the text;
-/// after kMostNotices texts no more. Nothing where the GPU is emulated: its time tells nothing.
+/// One line on stderr: "sheaf: " and `text`. Each text once per process; nothing after kMostNotices texts, nor if
+/// the GPU is emulated: its time is meaningless.
 void slow_notice(std::string_view text);
 inline constexpr int kMostNotices = 16;
 

@@ -35,7 +35,7 @@ struct Add {
     return a + b;
   }
 };
-/// Of numbers: where one is NaN, the other.
+/// The larger number; if one is NaN, the other.
 struct Max {
   template <class C>
   __device__ C operator()(C a, C b) const {
@@ -58,7 +58,7 @@ __device__ C reduce_team(C x, int team, C none, C* parts, Op op) {
   return x;
 }
 
-/// Where a thread stands: its row, and its place in the team.
+/// A thread's row, and its place in the team.
 template <int N>
 struct Place {
   __device__ Place(const Walk<N>& walk, int team)

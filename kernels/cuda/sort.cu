@@ -26,7 +26,7 @@ struct Digit {
   __host__ __device__ int radix() const { return 1 << bits; }
 };
 
-/// How the sort is made of passes.
+/// How the sort is divided into passes.
 struct Passes {
   int count, bits;
   explicit Passes(int64_t size) {
@@ -69,8 +69,8 @@ __global__ void count_digits(Input in, Digit digit, uint32_t* counts) {
     counts[static_cast<int64_t>(d) * gridDim.x + blockIdx.x] = found[d];
 }
 
-/// Sums of all before, in place. One block is enough: a round of its loop takes the counts of
-/// 32,768 keys (of 8 bits), whose rows are tens of megabytes to whoever sorted them.
+/// Exclusive prefix sums, in place. One block is enough: a round of its loop takes the counts of 32,768 keys (of 8
+/// bits), whose rows are tens of megabytes for the caller of the sort.
 __global__ void scan_counts(uint32_t* counts, int64_t n) {
   __shared__ uint32_t totals[kScanThreads / kWarp];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;

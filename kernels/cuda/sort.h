@@ -1,4 +1,4 @@
-// Positions sorted by index: what a scatter in fixed order starts from.
+// Positions sorted by index: the input of a scatter in fixed order.
 #pragma once
 
 #include "sheaf/core/device.h"
@@ -7,7 +7,7 @@
 namespace sheaf::kernels::cuda {
 
 /// Positions of an index view (flat, row-major), by index and then by position. Keys are indices
-/// counted from `first`; positions whose key would lie outside [0, size) come last, with the key
+/// counted from `first`; positions whose key would be outside [0, size) come last, with the key
 /// `size`.
 struct Sorted {
   const uint32_t* keys;

@@ -69,8 +69,8 @@ __device__ Digits digits_of(double block) {
   return out;
 }
 
-/// Four neighbouring limbs in each lane's registers: enough for most block sums of a tensor, which
-/// are of like size. `base` is one for the warp.
+/// Four neighbouring limbs in each lane's registers: enough for most block sums of a tensor, which have similar
+/// sizes. `base` is the same in the whole warp.
 struct Window {
   int base = -2;  // no limb yet
   Limb sum[4] = {};

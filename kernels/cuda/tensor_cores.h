@@ -1,5 +1,5 @@
-// What a warp asks of tensor cores, and copies to shared memory that go on beside what is computed: the PTX instructions for which CUDA
-// C++ has no functions (https://docs.nvidia.com/cuda/parallel-thread-execution). Emulated, they are functions that do what the
+// A warp's use of tensor cores, and copies to shared memory that run while it computes: the PTX instructions for which CUDA C++ has no
+// functions (https://docs.nvidia.com/cuda/parallel-thread-execution). Emulated, they are functions that do what the
 // instructions do, lane by lane (emulated_tensor_cores.h).
 //
 // Every lane of a warp calls load_matrices() and multiply_add() together; copies are a thread's own. How a matrix lies among lanes: of 8 x 8 elements, lane n has the two at row n / 4 from column
@@ -28,8 +28,8 @@ __device__ unsigned pair_of(float x, float y) {
   return out;
 }
 
-/// Four 8 x 8 matrices of 2-byte elements in shared memory, whose rows begin where lanes 0 to 7, 8 to 15, .. say, each at a multiple of
-/// 16 bytes; transposed, if kTransposed.
+/// Loads four 8 x 8 matrices of 2-byte elements from shared memory; lanes 0 to 7, 8 to 15, .. give where their rows begin, each at a
+/// multiple of 16 bytes; transposed, if kTransposed.
 template <bool kTransposed>
 __device__ void load_matrices(unsigned (&to)[4], const void* row) {
   const auto at = static_cast<unsigned>(__cvta_generic_to_shared(row));
@@ -53,7 +53,8 @@ __device__ void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0,
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/// 16 bytes of global memory, or zeros, to shared memory; on their way until arrived(). Both lie at multiples of 16 bytes.
+/// Copies 16 bytes of global memory, or zeros, to shared memory; in flight until arrived(). Both addresses are multiples
+/// of 16 bytes.
 __device__ inline void copy_beside(void* to, const void* from, bool there) {
   const auto at = static_cast<unsigned>(__cvta_generic_to_shared(to));
   const int bytes = there ? 16 : 0;  // the others become zeros
@@ -61,7 +62,8 @@ __device__ inline void copy_beside(void* to, const void* from, bool there) {
 }
 /// A round of a thread's copies is complete.
 __device__ inline void end_round() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-/// All of this thread's copies but those of its newest kLeft rounds have arrived. For others' a barrier is due.
+/// Waits for all of this thread's copies except those of its newest kLeft rounds. Those of other threads need a
+/// barrier.
 template <int kLeft>
 __device__ void arrived() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
@@ -70,7 +72,7 @@ __device__ void arrived() {
 #endif
 
 /// A matrix of 2-byte elements in shared memory, `pitch` elements from row to row, as an operand of multiply_add: 16 x 16 elements of it,
-/// from (row, column) on. Where rows are of the sum's direction, they are transposed.
+/// from (row, column) on. If its rows run along the summed dimension, they are transposed.
 template <class T>
 struct SharedMatrix {
   const T* data;

@@ -1,5 +1,5 @@
-// A tile of a product of matrices, made by a block of 256 threads: pieces of the operands go to shared memory, one while others are
-// multiplied, in bf16 and f16 by tensor cores. Whose operands they are the caller says, who copies them.
+// A tile of a matrix product, computed by a block of 256 threads: pieces of the operands go to shared memory, one while others are
+// multiplied, in bf16 and f16 by tensor cores. The caller copies the operands' pieces.
 #pragma once
 
 #include "sheaf/kernels/cuda/tensor_cores.h"
@@ -8,14 +8,14 @@ namespace sheaf::kernels::cuda::part_products {
 
 inline constexpr int kThreads = 256, kWarps = kThreads / kWarp;
 
-/// How a product is cut: a block makes kRows x kColumns of the result, kInner of the sums at a time.
+/// How a product is cut: a block computes kRows x kColumns of the result, kInner terms of the sums at a time.
 template <class T>
 struct Tiling {
   static constexpr bool kTensorCores = kIsNarrow<T>;
   static constexpr int kRows = kTensorCores ? 128 : 64, kColumns = kTensorCores ? 128 : 64, kInner = kTensorCores ? 64 : 16;
 };
 
-/// An operand's piece in shared memory: kLines lines along the sum's direction or across, 16 bytes more between them than needed, so
+/// An operand's piece in shared memory: kLines lines along the summed dimension or across it, 16 bytes further apart than needed, so
 /// that lines begin in different banks.
 template <class T, int kLines, int kLength>
 struct Piece {
@@ -23,7 +23,8 @@ struct Piece {
   T v[kLines][kPitch];
 };
 
-/// Sums of a block's threads: warps stand 2 x 4, and thread `lane` of one has, of its rows and columns, those that mma.m16n8 gives it.
+/// Sums of a block's threads: warps are arranged 2 x 4, and thread `lane` of one has those of its rows and columns that mma.m16n8
+/// gives it.
 template <class T>
 struct Sums {
   using C = Compute<T>;
@@ -98,8 +99,8 @@ __device__ void multiply(Sums<T>& sums, const A& a, const B& b) {
         }
 }
 
-/// 16 bytes of a piece: `count` elements, or as many of them as these have room for, that lie side by side at `from`, or `step` apart, zeros
-/// behind them. kPacked: they begin at a multiple of 16 bytes, and all or none are there; they are on their way until arrived().
+/// 16 bytes of a piece: `count` elements, or as many of them as fit, at `from`, adjacent or `step` apart, then zeros. kPacked: they begin
+/// at a multiple of 16 bytes, and all or none exist; they are in flight until arrived().
 template <class T, bool kPacked>
 __device__ void copy_pack(T* to, const T* from, int64_t count, int64_t step) {
   constexpr int kSize = Pack<T>::kSize;

@@ -1,6 +1,6 @@
-// WirePool: memory for what ranks send each other over NCCL, in pieces.
+// WirePool: memory for data that ranks send each other over NCCL, in pieces.
 //
-// What it costs: memory that serves nothing else. Planned for GPT-2 of 124M to 1.5B parameters in
+// Its cost: memory that serves nothing else. Planned for GPT-2 of 124M to 1.5B parameters in
 // bf16, sharded over 2 and 8 ranks: the whole is 1.04 to 1.07 times the most that is alive at once;
 // without the pool it is 1.00 to 1.02 times that.
 #pragma once
@@ -14,16 +14,15 @@
 
 namespace sheaf::kernels::cuda {
 
-/// [Note: pieces] NCCL registers single allocations, so a block lies inside one piece. Blocks have
-/// offsets, as in a range of addresses, but each piece begins at a multiple of kSpan and is
-/// shorter: free blocks of two pieces never become one. Offsets tell nothing of addresses. So
-/// ranks that allocate and free in the same order have the same pieces, and their blocks at the
-/// same places in them, which is what NVLink SHARP wants.
+/// [Note: pieces] NCCL registers single allocations, so a block is inside one piece. Blocks have offsets, as in a
+/// range of addresses, but each piece begins at a multiple of kSpan and is shorter than that, so free blocks of two
+/// pieces never merge. Offsets do not depend on addresses. So ranks that allocate and free in the same order have
+/// the same pieces, and their blocks at the same places in them, as NVLink SHARP requires.
 class WirePool {
  public:
   static constexpr size_t kSpan = size_t{1} << 40;
-  /// A piece is for as many blocks of the size that was asked for as kPiece bytes hold, at least
-  /// for one: then less than a granule is lost at its end, whatever the sizes are.
+  /// A piece has room for as many blocks of the requested size as kPiece bytes hold, at least for one: so less than
+  /// a granule is lost at its end, whatever the sizes are.
   static constexpr size_t kPiece = size_t{32} << 20, kGranule = size_t{2} << 20;
 
   explicit WirePool(int device) : device_(device) {}
@@ -58,7 +57,7 @@ class WirePool {
   char* address(size_t offset) const {
     return static_cast<char*>(pieces_[offset / kSpan - 1].base) + offset % kSpan;
   }
-  /// Of a block.
+  /// The offset of a block.
   std::optional<size_t> offset(const void* block) const {
     const auto* const at = static_cast<const char*>(block);
     for (size_t i = 0; i < pieces_.size(); ++i) {
@@ -68,7 +67,7 @@ class WirePool {
     }
     return {};
   }
-  /// True for the ends of pieces, too: an empty view of a last block lies there.
+  /// True for the ends of pieces, too: an empty view of a last block may point there.
   bool holds(const void* address) const {
     const auto* const at = static_cast<const char*>(address);
     return std::any_of(pieces_.begin(), pieces_.end(), [&](const MemoryPiece& piece) {
