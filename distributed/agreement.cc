@@ -13,7 +13,7 @@ constexpr const char* kPath = "agreement";
 constexpr size_t kDigest = 32;  // bytes: XXH3-128 in hex
 
 [[noreturn]] void refuse(Communicator& lane, const std::string& message) {
-  // Who throws ends the others' calls. All are here once one is through, and they know what to say.
+  // A rank that throws ends the others' calls: after the barrier all are here and know what to report.
   try {
     lane.barrier(kPath).sync();
   } catch (const CommError&) {

@@ -1,4 +1,4 @@
-// Agreement: all ranks of a job were given the same, or they say at once where not.
+// Agreement: all ranks of a job were given the same values, or they report at once which differ.
 #pragma once
 
 #include <string>
@@ -16,10 +16,10 @@ struct Fact {
 };
 
 /// Collective. Every rank gives the same names in the same order. ConfigError on every rank if a value differs: it names
-/// the first such fact, what it is on rank 0 and on the first rank that differs. `what` heads the message. A rank that
-/// fails before it comes here ends the others' wait, as in any collective.
+/// the first such fact, and its values on rank 0 and on the first rank that differs. `what` heads the message. A rank
+/// that fails before this call ends the others' wait, as in any collective.
 void require_agreement(World& world, const std::string& what, const std::vector<Fact>& facts);
-/// The same among the ranks of one communicator, of which messages have the numbers there.
+/// The same among the ranks of one communicator; messages use their numbers in it.
 void require_agreement(Communicator& lane, const std::string& what, const std::vector<Fact>& facts);
 
 }  // namespace sheaf

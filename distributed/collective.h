@@ -21,13 +21,13 @@ struct Collective {
   DType dtype = DType::u8;
   Reduction reduction = Reduction::sum;
   int root = 0;
-  std::vector<int64_t> counts = {};       ///< per rank; all_to_all: what goes to each; else the one count
-  std::vector<int64_t> recv_counts = {};  ///< all_to_all only: what comes from each
+  std::vector<int64_t> counts = {};       ///< per rank (all_to_all: sent to each), or the one count
+  std::vector<int64_t> recv_counts = {};  ///< all_to_all only: received from each
   const void* in = nullptr;
   void* out = nullptr;
   std::string path = {};
-  std::string of = {};          ///< the values, where who calls says which
-  bool on_gpu = false;          ///< the buffers lie on the rank's GPU
+  std::string of = {};          ///< the values, if the caller names them
+  bool on_gpu = false;          ///< the buffers are on the rank's GPU
   bool waited_for = false;      ///< the rank's thread does nothing until it is done
   bool captured = false;        ///< the call becomes part of a graph of the rank's GPU
   Event buffers_ready = {};     ///< on_gpu: what the rank's stream had to do before the call
@@ -45,7 +45,7 @@ uint64_t hash_call(const Collective& call);
 /// Next running fingerprint.
 uint64_t chain(uint64_t fingerprint, uint64_t call_hash);
 
-/// Where segments of `counts` elements that lie one after another begin, and where the last one ends; in bytes, if `element` is
+/// Where consecutive segments of `counts` elements begin, and where the last one ends; in bytes, if `element` is
 /// the size of one.
 std::vector<int64_t> cuts_of(const std::vector<int64_t>& counts, int64_t element = 1);
 

@@ -11,7 +11,7 @@
 namespace sheaf {
 namespace {
 
-/// Where both are reached.
+/// The point at which both are reached.
 class BothPoints final : public DevicePoint {
  public:
   BothPoints(Event a, Event b) : a_(std::move(a)), b_(std::move(b)) {}
@@ -124,8 +124,8 @@ Event CommunicatorBase::submit(Collective call) {
     if (flight_.size() > kFlightEntries) flight_.pop_front();
   }
   Event event = dispatch(shared);
-  // [Note: one thread captures] CUDA's graphs may not be worked at by two threads at once, not even if each captures a
-  // stream of its own. While the lane records its call, and NCCL's thread behind it, this one does nothing.
+  // [Note: one thread captures] Two threads must not work on one of CUDA's graphs at once, not even if each captures a
+  // stream of its own. While the lane, and NCCL's thread after it, record the call, this one does nothing.
   if (shared->captured) event.point();
   else if (shared->on_gpu && CollectivesInTurn::active()) event.sync();
   return event;

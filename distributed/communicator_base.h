@@ -1,6 +1,6 @@
 // CommunicatorBase: what all communicators share. Checks arguments, numbers and fingerprints the calls, counts bytes,
-// keeps a flight recorder, words the errors, and runs the calls in order on a lane of their own, or on the rank's thread
-// if it waits.
+// keeps a flight recorder, formats the errors, and runs the calls in order on a lane of their own, or on the rank's
+// thread if that waits.
 #pragma once
 
 #include <deque>
@@ -16,7 +16,7 @@
 
 namespace sheaf {
 
-/// Who takes part in one communicator.
+/// The members of one communicator.
 struct CommunicatorGroup {
   std::string name;          ///< equal on all members, unlike that of any other group: "(data=4)/data/0/gather"
   std::vector<int> members;  ///< world ranks, in the group's order
@@ -68,16 +68,16 @@ class CommunicatorBase : public Communicator {
   CommunicatorBase(CommunicatorGroup group, std::shared_ptr<FailureBoard> board)
       : group_(std::move(group)), board_(std::move(board)) {}
 
-  /// Does the work of one call, on the lane's thread or that of a rank that waits for it; called for groups of two and more only.
+  /// Does the work of one call, on the lane's thread or that of a rank that waits for it; called only for groups of two or more.
   virtual void run(const Collective& call) = 0;
   /// The same for buffers on the rank's GPU: enqueues the work there and returns the point where it is done.
   virtual std::shared_ptr<const DevicePoint> run_on_gpu(const Collective&) { return nullptr; }
-  /// False if only buffers of the host will do; else there is a run_on_gpu().
+  /// False if only host buffers can be moved; else there is a run_on_gpu().
   virtual bool moves_gpu_memory() const { return false; }
   /// Enqueues a checked and numbered call. The default hands it to the lane, or does it at once in a group of one and where the
   /// rank waits for it.
   virtual Event dispatch(std::shared_ptr<Collective> call);
-  /// The lane of calls on GPUs, if another one than that of calls on the host.
+  /// The lane of calls on GPUs, if it is not that of calls on the host.
   virtual LaneThread* gpu_lane() { return nullptr; }
   /// Finishes what is queued and ends the lane; derived destructors call it first, since run() is theirs.
   void finish_lane() { lane_.reset(); }
@@ -90,7 +90,7 @@ class CommunicatorBase : public Communicator {
   CommError error(const Collective& call, ExitCode code, const std::string& what) const;
   /// Poisons the job with this rank as the one that failed, and throws.
   [[noreturn]] void raise(const Collective& call, ExitCode code, const std::string& what) const;
-  /// Throws what poisons the job, worded for this call.
+  /// Throws the failure that poisons the job, formatted for this call.
   [[noreturn]] void throw_failure(const Collective& call, const JobFailure& failure) const;
   void throw_if_failed(const Collective& call) const;
   [[noreturn]] void raise_timeout(const Collective& call, double seconds, const std::vector<int>& missing) const;
@@ -104,12 +104,12 @@ class CommunicatorBase : public Communicator {
   void check_counts(const char* op, std::span<const int64_t> counts) const;
   std::shared_ptr<const DevicePoint> execute(const Collective& call);
 
-  mutable std::mutex mutex_;  // guards what follows: issued by the rank's thread, looked at by others
+  mutable std::mutex mutex_;  // guards the members below: written by the rank's thread, read by others
   uint64_t sequence_ = 0;
   uint64_t fingerprint_ = 0;
   int64_t bytes_received_ = 0;
   std::deque<FlightEntry> flight_;
-  std::vector<Event> behind_;         // that the next call comes behind; of the rank's thread alone, as the next one is
+  std::vector<Event> behind_;         // that the next call comes after; only for the rank's thread, as is the next member
   bool waited_for_ = false;           // so is the next call
   std::string of_;                    // what it is of
   std::unique_ptr<LaneThread> lane_;  // made by the first call that needs it

@@ -23,17 +23,17 @@ struct GpusHere {
 struct DeviceChoice {
   Device device;
   bool asked = false;    ///< by SHEAF_DEVICE=cuda
-  std::string why = {};  ///< why not on the GPU that is there; empty otherwise
+  std::string why = {};  ///< why an available GPU is not used; empty otherwise
 };
 
-/// By SHEAF_DEVICE: "cpu"; "cuda": the GPU with the number of this rank on its host, or the only one that its launcher lets it
-/// see, or a ConfigError that says what is missing; "auto", the default: the same where it is possible, else the CPU.
+/// By SHEAF_DEVICE: "cpu"; "cuda": the GPU with this rank's number on its host, or the only one that its launcher lets it see,
+/// else a ConfigError that says what is missing; "auto", the default: the same where possible, else the CPU.
 DeviceChoice choose_device(const Rendezvous& rendezvous, const Environment& environment, const GpusHere& gpus = GpusHere::look());
 
-/// What a rank tells the others of its choice: "cpu" and why, or "gpu" and which of all there are.
+/// What a rank tells the others about its choice: "cpu" and why, or "gpu" and which one.
 std::string choice_for_others(const DeviceChoice& choice);
-/// A job computes on GPUs alone, each rank on one of its own, or on CPUs alone: what becomes of the choice of `rank`, by what all
-/// have told. ConfigError, if a GPU was asked for and that cannot be.
+/// A job computes only on GPUs, each rank on its own, or only on CPUs: the final choice of `rank`, from what all ranks told.
+/// ConfigError if a GPU was asked for and is impossible.
 DeviceChoice agreed_device(const DeviceChoice& choice, int rank, const std::vector<std::string>& told);
 
 /// Makes `device` the one that `context` computes on by default, with a stream and memory of its own if it is a GPU.

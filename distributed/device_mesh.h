@@ -1,4 +1,4 @@
-// DeviceMesh: the communication behind a MeshSpec for one rank. Mesh is the handle that users hold.
+// DeviceMesh: one rank's communication for a MeshSpec. Mesh is the handle that users hold.
 #pragma once
 
 #include <memory>
@@ -19,10 +19,9 @@ struct Mesh {
   int coordinate(const std::string& axis) const { return runtime->coordinate(spec->axis(axis)); }
 };
 
-/// Ranks lie in row-major order over the axes: on (data=2, model=3), rank 4 has coordinates data=1, model=1. Per axis
-/// there are two communicators over the ranks that share all other coordinates, and along a chain two between neighbours, of which
-/// the last rank of a ring has the first.
-/// Collective over the whole mesh.
+/// Ranks are in row-major order over the axes: on (data=2, model=3), rank 4 has coordinates data=1, model=1. Per axis
+/// there are two communicators over the ranks that share all other coordinates, and along a chain two between neighbours; in a
+/// ring, the last rank and the first are neighbours, too. Collective over the whole mesh.
 class DeviceMesh final : public MeshRuntime {
  public:
   DeviceMesh(const MeshSpec* spec, int rank, Transport& transport);
@@ -34,7 +33,7 @@ class DeviceMesh final : public MeshRuntime {
   Communicator& link(int axis, int from, Toward to) override;
 
  private:
-  /// Of this rank and its neighbours along a chain: what comes from the one before, and so on.
+  /// This rank's links to its neighbours along a chain: from the previous rank, and so on.
   struct Links {
     Communicator *from_before = nullptr, *to_before = nullptr, *to_next = nullptr, *from_next = nullptr;
   };
@@ -45,7 +44,7 @@ class DeviceMesh final : public MeshRuntime {
   std::vector<std::unique_ptr<Communicator>> all_links_;  // in the order of all ranks
 };
 
-/// What is left of a mesh for the ranks that share this one's coordinate on one of its axes: the other axes, with their
+/// The rest of a mesh for the ranks that share this one's coordinate on one axis: the other axes, with their
 /// communicators.
 class MeshSlice final : public MeshRuntime {
  public:

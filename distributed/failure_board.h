@@ -1,4 +1,4 @@
-// FailureBoard: the first failure of a job, as far as this process knows. All communicators of the job look at it, so
+// FailureBoard: the first failure of a job, as far as this process knows. All communicators of the job check it, so
 // that one failure poisons them all and every later message names the same culprit.
 #pragma once
 
@@ -26,8 +26,8 @@ class FailureBoard {
   std::optional<JobFailure> failure() const;
   bool failed() const;
 
-  /// `callback` runs on the thread that raises, and at once if there is a failure already (so it must bear a second
-  /// call). It must not touch the board's subscriptions. After unsubscribe() returns it runs no more.
+  /// `callback` runs on the thread that raises, and at once if there already is a failure (so it must tolerate a
+  /// second call). It must not touch the board's subscriptions. After unsubscribe() returns it runs no more.
   int subscribe(std::function<void(const JobFailure&)> callback);
   void unsubscribe(int id);
 

@@ -18,7 +18,7 @@ void GatherSchedule::remove(Unit* unit) {
   following_ = false;
 }
 
-// A norm between two blocks shall not keep the next one back.
+// A norm between two blocks must not delay the next one.
 static int64_t with_small_ones(int64_t bytes) { return bytes + bytes / 8; }
 
 int64_t GatherSchedule::budget() const {
@@ -42,8 +42,8 @@ int64_t GatherSchedule::usual_bytes() const {
   return 0;
 }
 
-// A pass is one forward and the backward that follows it: it ends where the next outermost scope begins. Of a model that is used
-// in the backward of another alone (a direction), the uses of a recording are one.
+// A pass is one forward and the backward that follows it: it ends where the next outermost scope begins. For a model that is
+// used only in another's backward (a direction), all uses in a recording form one pass.
 void GatherSchedule::begin_pass() {
   const Recording* r = Recording::current();
   if (r && r->in_backward() && r->serial() == recording_) return;
@@ -136,7 +136,7 @@ void GatherSchedule::use(Unit& unit) {
   end_use();
   if (unit.state_ == State::in_flight && (is_foreseen || (!in_flight_.empty() && in_flight_.front() == &unit))) {
     std::erase(in_flight_, &unit);
-  } else if (!pending && !is_foreseen && !unit.kept()) {  // a foreseen one may have been open when those behind it were gathered ahead
+  } else if (!pending && !is_foreseen && !unit.kept()) {  // a foreseen one may have been open when later ones were gathered ahead
     for (Unit* wrong : in_flight_) {
       ++mispredicted_;
       wrong->discard_gathered();
@@ -160,7 +160,8 @@ void GatherSchedule::use(Unit& unit) {
   begin_use(unit, next);
 }
 
-// The next units are gathered where this one's layer sends nothing for longest, as it did the last time.
+// The next units are gathered at the longest stretch in which this one's layer sends nothing, as observed the last
+// time.
 void GatherSchedule::begin_use(const Unit& unit, std::vector<Unit*> next) {
   const Recording* const r = Recording::current();
   int& behind = current_.back().behind;
@@ -186,14 +187,14 @@ void GatherSchedule::look() {
 }
 
 void GatherSchedule::end_use() {
-  put_off_.clear();  // the next use is here, and gathers by itself; who ends a pass, by an exception or not, gathers nothing
+  put_off_.clear();  // the next use is here, and gathers by itself; ending a pass, by an exception or not, gathers nothing
   look();
   if (counts_ && !current_.empty() && current_.back().behind < 0) current_.back().behind = stretch_.longest();
   counts_ = false;
 }
 
-// Units that are used behind `now`, in that order, and may be gathered already. What is pending is not discarded to be gathered
-// again: it counts as gathered ahead, and stays in any case if nothing is gathered before its use.
+// Units that are used after `now`, in that order, and may be gathered already. Pending units are not discarded to be gathered
+// again: they count as gathered ahead, and always stay if nothing is gathered before their use.
 std::vector<Unit*> GatherSchedule::comes_next(const Unit* now, bool gathers) const {
   std::vector<Unit*> next;
   if (!following_) return next;

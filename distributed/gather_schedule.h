@@ -1,12 +1,13 @@
-// GatherSchedule: which unit is gathered when. Gathers follow the order of the same pass of the previous recording, or of the
-// pass before: when one is used, the next ones of that order are issued as far as a byte budget allows, so that they travel while this one's
-// layer computes; in a forward, behind activations on the same lane (see [Note: quiet stretches]). The decision is a pure function of the
-// order, the tape and the budget: all ranks make the same.
+// GatherSchedule: when each unit is gathered. Gathers follow the order of the same pass of the previous recording, or of the previous pass:
+// when a unit is used, the next ones in that order are issued as far as a byte budget allows, so that they travel while this one's layer
+// computes; in a forward, after activations on the same lane (see [Note: quiet stretches]). The decision is a pure function of the
+// order, the tape and the budget: all ranks make the same one.
 //
 // [Note: gathered bytes] At any time the gathered bytes are at most those of the open units, pending ones included,
-// plus the prefetch budget. A unit whose discard is pending is discarded when another unit is gathered or a backward begins, unless it
-// comes so soon that it would be gathered ahead again. Copies along a secondary axis are held for a step and not counted; of those that nobody has taken yet
-// there is one budget more. What is gathered in blocks counts as what they are unpacked to; while that is done, they are there, too.
+// plus the prefetch budget. A unit whose discard is pending is discarded when another unit is gathered or a backward begins, unless it is
+// used so soon that it would be gathered ahead again. Copies along a secondary axis are held for a step and not counted; copies not yet
+// used have a second budget of the same size. A unit gathered in blocks counts with its unpacked size; during the unpacking its blocks are
+// held, too.
 #pragma once
 
 #include <cstdint>
@@ -21,11 +22,12 @@ namespace sheaf {
 
 class Unit;
 
-/// Shared by the units of one model on one rank; used from its compute thread only.
+/// Shared by the units of one model on one rank; used only from its compute thread.
 class GatherSchedule {
  public:
-  /// Bytes that may be gathered ahead of use; −1: one unit, be it the largest but the root, or so many as are hardly more bytes
-  /// together than the largest of those that have half of the model (of a model with large tables at its ends, than a block).
+  /// Bytes that may be gathered ahead of use; −1: one unit, even the largest other than the root, or several that together have
+  /// hardly more bytes than the usual unit, the largest of the smallest ones that make up half of the model (a block, even if
+  /// the model has large tables at its ends).
   explicit GatherSchedule(int64_t prefetch_budget = -1) : budget_(prefetch_budget) {}
 
   void add(Unit* unit) { units_.push_back(unit); }
@@ -33,32 +35,33 @@ class GatherSchedule {
 
   /// Makes `unit` open: takes its prefetched gather or issues one, discards what is pending, prefetches.
   void use(Unit& unit);
-  /// Scopes of modules, to know where a pass begins and what was opened out of its scope.
+  /// Scopes of modules, to know where a pass begins and what was opened outside its scope.
   void enter_scope();
   void leave_scope();
   int depth() const { return static_cast<int>(scopes_.size()); }
-  /// What has been computed since is looked at, before something reads a parameter and when a module is done: the next units may be due.
+  /// Examines what has been computed since, before something reads a parameter and when a module is done: the next units may be due.
   void look();
-  /// Of the model whose scope is innermost on this thread, if any.
+  /// look() for the model whose scope is innermost on this thread, if any.
   static void look_at_current();
-  /// A backward begins: what is pending and does not come next is discarded.
+  /// A backward begins: discards pending units that are not used next.
   void backward_begins();
-  /// Closes `unit` when the scope that is innermost now ends. Whether there is none: it is pending now.
+  /// Closes `unit` when the currently innermost scope ends. True if there is none: the unit is then pending.
   bool close_with_scope(Unit& unit);
-  /// Closes what is pending, in flight or, outside a recording, open without having been gathered, and frees copies that
-  /// nobody took: where passes and recordings end.
+  /// Called where passes and recordings end: closes units that are pending, in flight or, outside a recording, open
+  /// without having been gathered, and frees unused copies.
   void flush();
   void advance_reductions();
 
-  /// Between these two, what is opened outside of recordings stays open, cast values too, until masters change or a recording opens it.
+  /// Between these two, units opened outside recordings stay open, and so do cast values, until masters change or a recording opens
+  /// them.
   void hold() { ++holds_; }
   void release();
-  /// What is opened now is to stay so.
+  /// Whether what is opened now is to stay open.
   bool holds() const;
 
-  /// At most so many bytes are gathered ahead.
+  /// The most bytes that are gathered ahead.
   int64_t budget() const;
-  /// Gathers that were issued ahead and turned out wrong.
+  /// The number of gathers issued ahead that turned out wrong.
   int64_t mispredicted() const { return mispredicted_; }
   int64_t gathered_bytes() const;      ///< now
   int64_t peak_gathered_bytes() const { return peak_gathered_; }
@@ -66,7 +69,7 @@ class GatherSchedule {
   void note_gathered();
 
  private:
-  /// Of a unit, and behind how many exchanges those that come next are gathered; -1: not known.
+  /// A use of a unit, and after how many exchanges the next units are gathered; -1: not known.
   struct Use {
     Unit* unit;
     int behind;
@@ -96,7 +99,7 @@ class GatherSchedule {
   std::deque<Unit*> in_flight_;
   QuietStretch stretch_;                      // of the use under way,
   bool counts_ = false;                       // if it is looked at
-  std::vector<Unit*> put_off_;                // are gathered behind so many exchanges
+  std::vector<Unit*> put_off_;                // are gathered after this many exchanges
   int behind_ = 0;
   int holds_ = 0;
   int64_t budget_;

@@ -1,4 +1,4 @@
-// Text of every rank, for what is said once: options, choices. Not for what a step does.
+// Collects a text from every rank, for one-time exchanges such as options and choices. Not for use in a step.
 #pragma once
 
 #include <string>

@@ -51,7 +51,7 @@ class BlockSigpipe {
   sigset_t previous_;
 };
 
-/// Our store, as Gloo asks for it.
+/// Our store with Gloo's interface.
 class GlooStore final : public gloo::rendezvous::Store {
  public:
   GlooStore(StoreClient& store, std::string prefix, Deadline deadline)

@@ -1,9 +1,9 @@
-// GlooCommunicator: ranks that are processes, over TCP. Gloo carries bytes from rank to rank; which ones, and all sums,
-// are ours.
+// GlooCommunicator: ranks that are processes, over TCP. Gloo only carries bytes from rank to rank; the algorithms and
+// all sums are ours.
 //
-// A message's tag is the running fingerprint of the collective it belongs to. Ranks that disagree thus never take each
-// other's bytes: they get stuck, say so to each other over the monitor, and find both sides of the disagreement there.
-// The same goes for a peer's death or failure, which the monitor learns of first. So nothing is paid per call.
+// A message's tag is the running fingerprint of the collective it belongs to. So ranks that disagree never take each
+// other's bytes: they get stuck, tell each other over the monitor, and find both sides of the disagreement there. The
+// monitor is also the first to learn of a peer's death or failure. So these checks cost nothing per call.
 #pragma once
 
 #include <chrono>
@@ -37,7 +37,7 @@ class GlooCommunicator final : public CommunicatorBase {
   int64_t staging_bytes() const override { return staging_bytes_; }
 
  private:
-  class Transfers;  // the messages of a collective that are under way
+  class Transfers;  // the messages in flight of a collective
   friend class Transfers;
   struct InFlight {
     gloo::transport::UnboundBuffer* buffer;
@@ -66,7 +66,7 @@ class GlooCommunicator final : public CommunicatorBase {
   std::shared_ptr<gloo::Context> context_;
   std::vector<char> barrier_bytes_;
 
-  // What the lane's thread is in, for those who interrupt it or compare notes.
+  // The call that the lane's thread is in, for threads that interrupt it or compare notes.
   std::mutex mutex_;
   std::vector<InFlight> in_flight_;
   const Collective* running_ = nullptr;

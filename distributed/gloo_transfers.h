@@ -1,4 +1,4 @@
-// The messages of a collective over Gloo: who waits for which, and why one does not come.
+// The messages of a collective over Gloo: who waits for which, and why one does not arrive.
 #pragma once
 
 #include <chrono>
@@ -12,7 +12,7 @@
 
 namespace sheaf {
 
-/// The messages of one collective that are under way. One buffer object each, so that a completion names its peer. Used
+/// The messages in flight of one collective. One buffer object each, so that a completion names its peer. Used
 /// from the lane's thread; interrupt() of the communicator ends its waits.
 class GlooCommunicator::Transfers {
  public:
@@ -27,7 +27,7 @@ class GlooCommunicator::Transfers {
   }
   void receive(int peer, void* data, int64_t bytes, uint64_t step) { post(false, peer, data, bytes, step); }
 
-  /// Sleeps until the messages of `step` are through, receives before sends.
+  /// Sleeps until the messages of `step` are complete, receives before sends.
   void finish(uint64_t step);
 
  private:
@@ -45,7 +45,7 @@ class GlooCommunicator::Transfers {
   void wait_for(Message& m);
   /// A message to or from `peer` did not get through: finds out why and throws it.
   [[noreturn]] void explain(int peer, const std::string& reason);
-  /// Members whose messages have not come through and who have not said that they wait here too.
+  /// Members whose messages have not arrived and that have not said that they wait here too.
   std::vector<int> missing();
 
   GlooCommunicator& comm_;

@@ -1,4 +1,4 @@
-// Hosts: which ranks of a job share memory, and so what the ranks of one communicator talk through.
+// Hosts: which ranks of a job share memory, and therefore how the ranks of one communicator communicate.
 #pragma once
 
 #include <string_view>
@@ -6,16 +6,16 @@
 
 namespace sheaf {
 
-/// By rank of the job: the lowest of the ranks that it shares memory with, itself included. The same on all ranks.
+/// For each rank of the job, the lowest rank with which it shares memory, itself included. The same on all ranks.
 using Hosts = std::vector<int>;
 
 /// True if all of `members`, ranks of the job, share memory.
 bool on_one_host(const Hosts& hosts, const std::vector<int>& members);
 
-/// What the job talks through: "shm" where all ranks share memory, "gloo" where none do, else "shm+gloo": groups on one
+/// How the job communicates: "shm" where all ranks share memory, "gloo" where none do, else "shm+gloo": groups on one
 /// host talk through shared memory, those across hosts over Gloo.
 std::string_view kind_on(const Hosts& hosts);
-/// What a group of a job of this kind talks through: Communicator::kind().
+/// How a group in a job of this kind communicates: Communicator::kind().
 std::string_view kind_of_group(std::string_view kind, const Hosts& hosts, const std::vector<int>& members);
 
 }  // namespace sheaf

@@ -1,4 +1,4 @@
-// HostsTransport: a job over several hosts. Groups that lie on one host talk through its memory, the others over the
+// HostsTransport: a job over several hosts. Groups on one host communicate through its memory, the others over the
 // network.
 #pragma once
 
@@ -9,10 +9,10 @@
 
 namespace sheaf {
 
-/// All members of a group choose alike, as `hosts` is the same on all ranks.
+/// All members of a group make the same choice, as `hosts` is the same on all ranks.
 class HostsTransport final : public Transport {
  public:
-  /// `within` connects this rank with those of its host, null where it is alone there; `across` connects all.
+  /// `within` connects this rank with those of its host, null if it is alone there; `across` connects all.
   HostsTransport(Hosts hosts, std::shared_ptr<Transport> within, std::shared_ptr<Transport> across)
       : hosts_(std::move(hosts)), within_(std::move(within)), across_(std::move(across)) {}
   std::string_view kind() const override { return kind_on(hosts_); }

@@ -30,7 +30,7 @@ std::shared_ptr<Transport> connect_hosts(const Rendezvous& r, const std::shared_
 
 const char* variable(const char* name) { return std::getenv(name); }
 
-// Who has a GPU and does not get it should hear of it.
+// Tells users that have a GPU when it is not used.
 void tell(const DeviceChoice& choice) {
   if (choice.device.is_cpu() && !choice.why.empty()) std::fprintf(stderr, "sheaf: computes on the CPU: %s\n", choice.why.c_str());
 }
@@ -61,7 +61,7 @@ World init_from_env() {
       use_device(choice.device, context);
       transport = connect_hosts(r, job, context.hosts);
       if (choice.device.is_cuda()) transport = nccl_transport(job, transport);
-    } catch (const ConfigError&) {  // of what ranks have told each other: all find it
+    } catch (const ConfigError&) {  // from what ranks have told each other: all throw it
       throw;
     } catch (const std::exception& e) {  // there is no World yet to tell the others
       job->board->raise({r.rank, ExitCode::kPeerLost, e.what()});

@@ -6,8 +6,8 @@
 namespace sheaf::distributed {
 
 /// Joins the job that the environment describes (see rendezvous.h for the variables), or is a world of one without a
-/// launcher. Groups of ranks on one host talk through shared memory, those across hosts over Gloo (TCP); SHEAF_COMM=shm or
-/// gloo asks for one of them for all, and for shm where that is impossible it is a ConfigError on all ranks. The
+/// launcher. Groups of ranks on one host communicate through shared memory, those across hosts over Gloo (TCP);
+/// SHEAF_COMM=shm or gloo selects one of them for all; shm where it is impossible is a ConfigError on all ranks. The
 /// World's device is a GPU where there is one, or what SHEAF_DEVICE asks for (device_choice.h). Returns when all ranks
 /// are connected. The World uses the calling thread's RankContext and sets its threads and GPU. ConfigError for wrong
 /// or missing variables, CommError for a time-out (kTimeout) or a peer that died meanwhile.

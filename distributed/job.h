@@ -19,15 +19,15 @@ struct Job {
   std::unique_ptr<StoreServer> server;  ///< on rank 0
   std::unique_ptr<StoreClient> store;
   std::unique_ptr<Monitor> monitor;
-  int subscription = -1;  ///< to the board: when the job fails, nobody waits for the store any more
+  int subscription = -1;  ///< to the board: when the job fails, waits for the store end
 
   Job() = default;
   ~Job();
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
 
-  /// Collective: what every rank says to the question `key`, by rank. Asked once each. When it returns on rank 0, who
-  /// serves the store, all have heard it.
+  /// Collective: every rank's answer to the question `key`, by rank. Each key is used once. When it returns on rank
+  /// 0, which serves the store, all ranks have received it.
   std::vector<std::string> agree(const std::string& key, const std::string& answer);
 
   int rank() const { return rendezvous.rank; }

@@ -32,7 +32,8 @@ std::vector<Regather> choose(const Program& plain, const std::vector<Regather>& 
   }
 }
 
-// Collectives have to stay alike: what all chose of those ranks that issue the same ones, as the ranks of one stage do.
+// Ranks that issue the same collectives, such as those of one stage, must keep issuing the same ones: keeps what all of
+// them chose.
 std::vector<uint8_t> agree(std::vector<uint8_t> mine, uint64_t collectives, Communicator& all) {
   const auto ranks = static_cast<size_t>(all.size());
   const int64_t header[] = {static_cast<int64_t>(collectives), std::ssize(mine)};

@@ -1,4 +1,4 @@
-// How much of a step's program stays gathered: as much as every rank has memory for.
+// Keeps as much of a step's program gathered as every rank has memory for.
 #pragma once
 
 #include <functional>
@@ -9,8 +9,8 @@
 namespace sheaf {
 
 /// For CompileOptions::rewrite. Collective over `world`. Units stay gathered instead of being gathered again
-/// (autograd/passes/keep_gathered.h), as many as each rank has room for within `bytes` bytes of its `device`, what is in use
-/// when the program is made included. A program that takes more than that anyway keeps what makes it no larger.
+/// (autograd/passes/keep_gathered.h), as many as each rank has room for within `bytes` bytes of its `device`, including what
+/// is in use when the program is made. A program that needs more than that anyway keeps only units that make it no larger.
 std::function<Program(const Program& plain)> keep_within(int64_t bytes, World& world, Device device);
 
 }  // namespace sheaf

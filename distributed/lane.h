@@ -1,4 +1,4 @@
-// LaneThread: a thread that runs tasks in the order they were given, beside the thread that computes.
+// LaneThread: a thread that runs tasks in the order they were given, concurrently with the compute thread.
 #pragma once
 
 #include <condition_variable>
@@ -17,18 +17,18 @@ namespace sheaf {
 class LaneThread {
  public:
   LaneThread();
-  /// Runs what is queued, then joins. Tasks that could block for ever must be made to fail first.
+  /// Runs what is queued, then joins. Tasks that could block forever must be made to fail first.
   ~LaneThread();
   LaneThread(const LaneThread&) = delete;
   LaneThread& operator=(const LaneThread&) = delete;
 
-  /// Enqueues `task`; the event completes after it, at the point of a GPU's stream that it returns (null: what it did is
+  /// Enqueues `task`; the event completes after it, at the point of a GPU's stream that it returns (null: its work is
   /// done), or with the exception that it threw.
   using Task = std::function<std::shared_ptr<const DevicePoint>()>;
   Event submit(Task task);
-  /// Nothing runs, and nothing waits to.
+  /// True if nothing runs or is queued.
   bool idle() const;
-  /// On a lane's thread: how many tasks wait behind the one that it runs.
+  /// On a lane's thread: how many tasks are queued after the running one.
   static int64_t waiting();
 
  private:

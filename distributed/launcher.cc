@@ -29,12 +29,13 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::seconds;
 
-// Peers of a dead rank say what they saw and leave by themselves.
+// Peers of a dead rank report what they saw and exit by themselves.
 constexpr auto kOwnExitTime = seconds(2);
 constexpr auto kTerminateTime = seconds(3);
 // After a signal from outside a program may want to save something.
 constexpr auto kForwardedTime = seconds(30);
-// What comes sooner is the same request: `timeout` and batch systems signal a whole group, and each member.
+// A signal that arrives sooner is the same request: `timeout` and batch systems signal a whole group, and each
+// member.
 constexpr auto kSameRequest = seconds(1);
 
 constexpr int kMostRestarts = 1'000'000;
@@ -65,7 +66,7 @@ struct Failure {
   std::string reason = {};  // in its own words; may be empty
 
   int exit_code() const { return WIFSIGNALED(status) ? static_cast<int>(ExitCode::kPeerLost) : WEXITSTATUS(status); }
-  /// That killed it, or after which it ended by itself, as `sheaf train` does; 0 if none.
+  /// The signal that killed it, or after which it exited by itself, as `sheaf train` does; 0 if none.
   int signal() const {
     if (WIFSIGNALED(status)) return WTERMSIG(status);
     return exit_code() > 128 ? exit_code() - 128 : 0;
@@ -120,7 +121,7 @@ std::vector<char*> pointers(const std::vector<std::string>& strings) {
   return out;
 }
 
-/// What a launcher hears of its ranks and from outside: blocked while this lives, and taken when there is time for it.
+/// Signals about the launcher's ranks and from outside: blocked while this lives, and taken when there is time.
 class Signals {
  public:
   Signals() {
@@ -146,7 +147,7 @@ class Signals {
     if (sigtimedwait(&set_, &info, &time) <= 0) info.si_signo = 0;
     return info;
   }
-  /// Sleeps so long; returns 0, or at once the signal that asks the launcher to end.
+  /// Sleeps for `time` and returns 0, or returns at once the signal that asks the launcher to end.
   int pause(std::chrono::milliseconds time) const {
     for (const auto until = Clock::now() + time; Clock::now() < until;)
       if (const int signal = next(until).si_signo; signal != 0 && signal != SIGCHLD) return signal;
@@ -180,8 +181,8 @@ class Job {
   void start() {
     const int n = options_.nproc;
     const int threads = options_.threads_per_rank > 0 ? options_.threads_per_rank : threads_per_rank(n);
-    // Shares of all CPUs that are to be had, an empty one: not pinned. Where a quota leaves a rank fewer threads than its
-    // share has CPUs, the kernel finds them the idle ones.
+    // Shares of all available CPUs; an empty one means not pinned. Where a quota leaves a rank fewer threads than its
+    // share has CPUs, the kernel finds idle ones for them.
     std::vector<std::vector<int>> shares(static_cast<size_t>(n));
     if (options_.pin)
       if (auto all = core_shares(available_cpus(), n); !all.empty()) shares = std::move(all);
@@ -323,7 +324,7 @@ class Job {
     return {killed_ ? 128 + SIGKILL : code_after_signal_ != 0 ? code_after_signal_ : asked};
   }
 
-  /// Words behind the line of a failure, where somebody asked for more than one try.
+  /// Text after a failure's line, if more than one try was asked for.
   std::string what_next(const Failure& failure, bool another_try) const {
     const int tries = options_.max_restarts + 1;
     if (another_try)

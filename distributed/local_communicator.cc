@@ -75,7 +75,7 @@ LocalGroup::Outcome LocalGroup::gather(int index, const Collective& call, Clock:
   --me.meetings;
   me.gave_up = meeting;
   if (failed) return Outcome::failed;
-  // Who came, and timed out a moment before this one, is not missing.
+  // A member that came, and timed out a moment before this one, is not missing.
   const auto missing = [&](const Member& m) { return !here(m) && m.gave_up < meeting; };
   for (int i = 0; i < static_cast<int>(members_.size()); ++i)
     if (i != index && (woken ? gone(members_[i]) : missing(members_[i]))) absent.push_back(i);
@@ -204,7 +204,7 @@ std::shared_ptr<const DevicePoint> LocalCommunicator::run_on_gpu(const Collectiv
   } catch (...) {
     failure = std::current_exception();
   }
-  // The buffers go back behind everybody's reading.
+  // The buffers return to their owners after everybody has read.
   for (const Event& e : meeting_->meet(rank(), reached)) e.order(stream);
   if (failure) std::rethrow_exception(failure);
   return gpu_lane_->record().point();

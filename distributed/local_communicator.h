@@ -18,8 +18,8 @@ namespace sheaf {
 struct LocalOptions {
   std::chrono::milliseconds delay{0};         ///< added to every collective, to study overlap
   double bytes_per_second = 0;                ///< at which a rank receives, as over a link; 0: no limit
-  int ranks_per_host = 0;                     ///< neighbours, as if on hosts of so many; 0: all on one
-  double bytes_per_second_between_hosts = 0;  ///< at which a rank receives from others' hosts; 0: no limit
+  int ranks_per_host = 0;                     ///< simulates hosts of this many neighbouring ranks; 0: one host
+  double bytes_per_second_between_hosts = 0;  ///< at which a rank receives from other hosts; 0: no limit
   std::chrono::milliseconds timeout{0};       ///< of one collective, from the moment it starts on its lane; 0: collective_timeout()
   int threads_per_rank = 0;                   ///< 0: default_threads(ranks)
   Device device = {};                         ///< a GPU: all ranks share it, each with a stream and an allocator of its own
@@ -32,13 +32,13 @@ class LocalGroup {
 
   enum class Outcome { all_here, failed, left, timed_out };
   /// Announces member `index` with its call and sleeps until all members have announced theirs. On any outcome but
-  /// all_here the announcement is withdrawn, so that either all members go on or none does; `absent` receives those
-  /// that are missing (timed_out) or gone (left).
+  /// all_here the announcement is withdrawn, so that either all members continue or none does; `absent` receives
+  /// those that are missing (timed_out) or gone (left).
   Outcome gather(int index, const Collective& call, std::chrono::steady_clock::time_point deadline,
                  const FailureBoard& board, std::vector<int>& absent);
-  /// Sleeps until all members are here again. Nothing cuts it short: peers that went on together only copy and add
-  /// until they meet again, and buffers must not go back to their owners before. On a GPU they have only enqueued that:
-  /// `reached` is where this member's part is done; returns everybody's.
+  /// Sleeps until all members are here again. Nothing interrupts it: peers that continued together only copy and add
+  /// until they meet again, and buffers must not return to their owners before. On a GPU they have only enqueued that
+  /// work: `reached` is where this member's part is done; returns everybody's.
   std::vector<Event> meet(int index, const Event& reached = {});
   /// The call that a member announced. Valid from gather() until the last meet() of the call.
   const Collective& call_of(int index) const { return *members_[index].call; }

@@ -43,8 +43,8 @@ Group group_along(const MeshSpec& mesh, int axis, int stages, int rank, int rank
 
 double steps(int ranks) { return std::bit_width(static_cast<unsigned>(ranks - 1)); }
 
-// A collective that gives this rank `bytes`. Across hosts all ranks of a host bring in together what its others have, each
-// through its own link, and pass it on (as NCCL's rings with a rail per GPU); of an all_to_all each brings in its own.
+// A collective that gives this rank `bytes`. Across hosts, all ranks of a host together receive the data from other hosts,
+// each through its own link, and pass it on (as NCCL's rings with a rail per GPU); in an all_to_all each receives its own.
 double seconds_of(const Machine& m, const std::string& name, const Group& g, double bytes) {
   const double n = g.ranks, h = g.hosts, own = g.on_host;
   const double outside = name == "all_to_all" ? bytes * (n - own) / (n - 1) : bytes * n / (n - 1) * (h - 1) / h / own;
@@ -61,10 +61,11 @@ double seconds_of(const Machine& m, const std::string& name, const Group& g, dou
 
 double seconds_of(const Machine& m, const Work& w) {
   const double slower = w.fp8 && m.fp8 > 1 ? 1 / m.fp8 : w.dtype == kF64 ? m.f64 : w.dtype == kF32 ? m.f32 : 1;
-  // Smaller heads leave less to each byte that is moved between a processor's parts.
+  // Smaller heads mean less work for each byte that is moved inside a processor.
   const double narrow = w.head > 0 ? std::max(1.0, std::sqrt(128 / w.head)) : 1;
-  // Wider ones than cuDNN takes (DeepSeek's have 192), and those with a softcap, are a kernel of ours, which is taken to need twice as long:
-  // FlashAttention-2's tensor core instructions, which it has, too, reach half of what Hopper's own do (FlashAttention-3's paper).
+  // Heads wider than cuDNN accepts (it does accept DeepSeek's 192), and those with a softcap, use a kernel of ours, which is assumed to
+  // take twice as long: FlashAttention-2's tensor core instructions, which it has, too, reach half of what Hopper's own do
+  // (FlashAttention-3's paper).
   const double refused = w.softcap || (w.head > 128 && w.head != 192) ? 2 : 1;
   const double attention = w.attention_forward / m.attention_forward.at(w.keys) + w.attention_backward / m.attention_backward.at(w.keys);
   const double operations = w.products / m.products.at(w.smallest) + narrow * refused * attention;
@@ -74,7 +75,7 @@ double seconds_of(const Machine& m, const Work& w) {
 
 double bytes_of(const Type& t) { return static_cast<double>(t.local_shape().numel()) * static_cast<double>(size_of(t.dtype)); }
 
-/// Which values lie in the host's memory, by what the lane of copies takes from there and brings there.
+/// Which values are in the host's memory, according to what the lane of copies moves from and to it.
 class OnHost {
  public:
   explicit OnHost(const Tape& tape) : tape_(tape), roots_(static_cast<size_t>(tape.num_values())) {
@@ -85,7 +86,7 @@ class OnHost {
       roots_[static_cast<size_t>(tape_.whole_of(v))] = true;
     }
   }
-  /// What a node reads there. Of several that update parts of one buffer the first counts for all.
+  /// What a node reads there. If several nodes update parts of one buffer, the first counts for all.
   double bytes_read(const Node& n) {
     double bytes = 0;
     for (const ValueId v : tape_.inputs(n)) {
@@ -102,7 +103,7 @@ class OnHost {
   std::unordered_set<size_t> updated_;
 };
 
-// Bytes of what a step updates in place beside its parameters, each read and written.
+// Bytes of state that a step updates in place besides its parameters, each read and written.
 double state_bytes(const Tape& tape, const Node& n) {
   double bytes = 0;
   for (int o = 1; o < n.num_outputs; ++o) {

@@ -1,5 +1,5 @@
-// Machine: how fast the ranks of a job compute and how fast they talk, in a dozen numbers, and with them how long the nodes of
-// a tape take (autograd/clock.h). Nothing here is measured on a step; the numbers are rates that large operations reach.
+// Machine: how fast the ranks of a job compute and communicate, in a dozen numbers, and the resulting times of a tape's nodes
+// (autograd/clock.h). Nothing here is measured on a step; the numbers are rates that large operations reach.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace sheaf {
 
-/// Operations per second of something large; of something small fewer: half of them where its size is `half`.
+/// Operations per second for large sizes; fewer for small ones, half of them at size `half`.
 struct Rate {
   double limit = 0, half = 0;
   double at(double size) const { return size > 0 ? limit * size / (size + half) : limit; }
@@ -20,17 +20,17 @@ struct Rate {
 struct Link {
   double bytes_per_second = 0;
   double seconds = 0;      ///< of each step of a collective, which takes log2 of its ranks
-  double hop_seconds = 0;  ///< of all_gather and reduce_scatter, which go round a ring of all ranks
+  double hop_seconds = 0;  ///< of each hop of all_gather and reduce_scatter, which go round a ring of all ranks
 };
 
 struct Machine {
   std::string name;
   Rate products;                     ///< of matrices in bf16 and f16, by the smallest of their three dimensions
   double f32 = 1, f64 = 1;           ///< how many times slower products and attention are in these
-  double fp8 = 1;                    ///< how many times faster products are in that; 1: it has none
+  double fp8 = 1;                    ///< how many times faster products are in FP8; 1: no FP8
   Rate attention_forward, attention_backward;  ///< in bf16, causal, with heads of 128, by the number of keys
   double bytes_per_second = 0;       ///< of memory, read and written together
-  double least_seconds = 0;          ///< of whatever computes, however little
+  double least_seconds = 0;          ///< the least time of any op that computes
   double issue_seconds = 0;          ///< of the host, for each node
   double host_bytes_per_second = 0;  ///< between a GPU and its host's memory, in each direction
   int64_t memory = 0;                ///< bytes that a rank may take
@@ -42,18 +42,18 @@ struct Machine {
 /// "h200", "h100" or "a100", eight to a host. ConfigError for others.
 Machine machine_named(std::string_view name);
 
-/// Whose tape it is.
+/// The job and rank that a tape belongs to.
 struct TapeOf {
   int rank = 0;
   bool offloads_state = false;  ///< an update reads and writes its state in the host's memory
-  /// If it was recorded in a shorter pipeline: the stages of the one that `rank` is in, and how many more there are before it.
-  /// Neighbours are neighbours there.
+  /// If the tape was recorded in a shorter pipeline: the number of stages of `rank`'s pipeline, and how many more of them
+  /// precede it. Neighbours on the tape are neighbours there.
   int stages = 0, stages_before = 0;
-  const RankTimes* like = nullptr;  ///< of the same tape, for another rank: what computes takes as long as there
+  const RankTimes* like = nullptr;  ///< times of the same tape for another rank, from which compute times are taken
 };
 
-/// How long each node of a rank's tape takes on such machines; this rank must have joined the tape's meshes. Ranks are hosts'
-/// one after another.
+/// How long each node of a rank's tape takes on such machines; this rank must have joined the tape's meshes. Consecutive
+/// ranks share a host.
 RankTimes times_on(const Machine& machine, const Tape& tape, const TapeOf& of);
 
 }  // namespace sheaf

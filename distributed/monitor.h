@@ -1,5 +1,5 @@
-// Monitor: the side channel of a job of processes. Every rank keeps a plain TCP connection to every other; what goes
-// over it is who failed and why, who is stuck in which collective, and who has left.
+// Monitor: the side channel of a job of processes. Every rank keeps a plain TCP connection to every other; it
+// carries who failed and why, who is stuck in which collective, and who has left.
 #pragma once
 
 #include <atomic>
@@ -25,15 +25,15 @@ struct StuckNote {
   uint64_t fingerprint = 0;
   std::string what;          ///< Collective::to_string()
   std::vector<int64_t> send_counts;  ///< all_to_all only
-  std::chrono::steady_clock::time_point received = {};  ///< set by who gets it
+  std::chrono::steady_clock::time_point received = {};  ///< set by the receiver
 };
 
 /// A peer's connection that ends without a farewell means that it died. Failures of this rank, and those that it learns
-/// of, go to everybody; so all ranks know of a dead or throwing peer within milliseconds, whatever they wait for.
+/// of, are sent to everybody, so all ranks know of a dead or throwing peer within milliseconds, whatever they wait for.
 class Monitor {
  public:
   static constexpr std::chrono::milliseconds kTick{100};
-  /// Who is stuck says so again every kNotePeriod.
+  /// A stuck rank repeats its note every kNotePeriod.
   static constexpr std::chrono::milliseconds kNotePeriod{500}, kNoteLife{3000};
   /// A rank may have waited a while before it stopped: is_waiting() says something only after a wait of `time`.
   static constexpr bool knows_who_waits(std::chrono::milliseconds time) { return time > kNoteLife + kNotePeriod; }
@@ -47,13 +47,13 @@ class Monitor {
   /// Where higher ranks connect to.
   int port() const { return local_port(listener_); }
   void connect(int peer, const std::string& host, int port, Deadline deadline);
-  /// Waits for the higher ranks, then starts watching. CommError(kTimeout) names those that did not come.
+  /// Waits for the higher ranks, then starts watching. CommError(kTimeout) names those that did not connect.
   void start(Deadline deadline);
 
   void post(const StuckNote& note);
   /// The last note of `peer` about `group`.
   std::optional<StuckNote> note(uint64_t group, int peer) const;
-  /// True if `peer` has said within kNoteLife that it waits in some collective, of whichever group.
+  /// True if `peer` has said within kNoteLife that it waits in some collective of any group.
   bool is_waiting(int peer) const;
   /// True once `peer` has said farewell.
   bool has_left(int peer) const { return peers_[peer].left; }

@@ -1,4 +1,4 @@
-// NCCL, as NcclCommunicator asks for it: one communicator of NCCL's and the stream that its work
+// NCCL, as NcclCommunicator needs it: one communicator of NCCL's and the stream that its work
 // runs on. Implemented by nccl.cc over libnccl, and in tests by ranks that are threads.
 #pragma once
 
@@ -11,19 +11,19 @@
 
 namespace sheaf {
 
-/// Nothing here waits for a peer: what takes time goes on behind the call, and state() is busy
-/// until it is through. Then comes the next call. abort() alone takes its time. Functions throw CommError with NCCL's words.
-/// abort() and state() are for any thread, the others for one at a time.
+/// Nothing here waits for a peer: long operations continue after the call, and state() is busy until they are done; only
+/// then make the next call. Only abort() may block. Functions throw CommError with NCCL's words. abort() and state() may be
+/// called from any thread, the others from one at a time.
 class NcclComm {
  public:
   /// Destroys what was finalized, aborts what was not.
   virtual ~NcclComm() = default;
 
   virtual const Stream& stream() const = 0;
-  /// All that was enqueued by now.
+  /// An event for all that was enqueued by now.
   virtual Event record() = 0;
 
-  /// Enqueues what `calls` calls of those below as one; every rank makes the same.
+  /// Enqueues the functions below that `calls` calls as one group; every rank makes the same calls.
   virtual void group(const std::function<void()>& calls) = 0;
   virtual void all_gather(const void* in, void* out, int64_t bytes_each) = 0;
   virtual void broadcast(const void* in, void* out, int64_t bytes, int root) = 0;
@@ -36,10 +36,10 @@ class NcclComm {
   virtual void send(const void* data, int64_t bytes, int peer) = 0;
   virtual void receive(void* data, int64_t bytes, int peer) = 0;
 
-  /// Tells NCCL of memory that calls will move: a piece of NcclLibrary::memory(), whole. Waits for
-  /// nobody; state() must be ready. The result is for deregister_memory(), and may be null.
+  /// Tells NCCL of memory that calls will move: a whole piece of NcclLibrary::memory(). Does not wait for peers;
+  /// state() must be ready. The result is for deregister_memory(), and may be null.
   virtual void* register_memory(void* base, int64_t bytes) = 0;
-  /// No call that is under way moves the piece.
+  /// No pending call may move the piece.
   virtual void deregister_memory(void* registration) = 0;
 
   enum class State : uint8_t { ready, busy, failed };
@@ -48,15 +48,15 @@ class NcclComm {
   /// Flushes what is enqueued; nothing may follow but the destructor.
   virtual void finalize() = 0;
   /// Ends kernels that wait for peers: what they were to write is undefined. From then on state() is
-  /// failed, and nothing else works. Comes back when the graphs that hold calls are gone; the first
-  /// call alone does anything.
+  /// failed, and nothing else works. Returns when the graphs that hold calls are gone; only the first call does
+  /// anything.
   virtual void abort() = 0;
 };
 
 class NcclLibrary {
  public:
   virtual ~NcclLibrary() = default;
-  /// By which the members of one communicator find each other: from one of them to all.
+  /// The id by which the members of one communicator find each other: made by one of them, sent to all.
   virtual std::string unique_id() = 0;
   /// Member `rank` of `size`, on the GPU of the current rank; no two members on one GPU. `name` is
   /// for NCCL's logs.
@@ -66,8 +66,8 @@ class NcclLibrary {
   virtual std::shared_ptr<PieceSource> memory() = 0;
 };
 
-/// libnccl, loaded by the first call. ConfigError where it is missing, or the build has none, as
-/// emulated ones; only in builds with kHasCuda.
+/// libnccl, loaded by the first call. ConfigError if it is missing, or the build has none, such as emulated builds;
+/// only in builds with kHasCuda.
 NcclLibrary& nccl_library();
 
 }  // namespace sheaf

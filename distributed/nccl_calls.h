@@ -1,4 +1,4 @@
-// What a collective is in NCCL's functions.
+// Collectives as calls of NCCL's functions.
 #pragma once
 
 #include "sheaf/distributed/collective.h"

@@ -9,12 +9,11 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// How often calls under way are looked at; failures of the job are heard of at once.
+// How often pending calls are checked; failures of the job are noticed at once.
 constexpr milliseconds kTick{20};
 // NCCL may hear of a dead peer a moment before the monitor tells who it was.
 constexpr auto kExplanationTime = std::chrono::seconds(1);
-// At the end this rank's calls are done, and what it sends is on its way: peers that come later
-// need nothing of it.
+// At the end this rank's calls are done, and what it sends is in flight: peers that end later need nothing from it.
 constexpr auto kFarewell = std::chrono::seconds(1);
 // How long the end waits for an abort, whose graphs are gone by then unless the device has failed.
 constexpr auto kAbortTime = std::chrono::seconds(3);
@@ -33,8 +32,8 @@ std::future<void> apart(std::function<void()> f) {
 
 }  // namespace
 
-/// Why a communicator was aborted, for all who hold its events. Settled before NCCL's kernels are
-/// ended, so that nobody takes what they leave for a result.
+/// Why a communicator was aborted, for all holders of its events. Set before NCCL's kernels are ended, so that
+/// nobody mistakes what they leave for a result.
 class NcclCommunicator::Fate {
  public:
   void settle(std::exception_ptr why) {
@@ -90,7 +89,7 @@ NcclCommunicator::NcclCommunicator(CommunicatorGroup group, std::shared_ptr<Job>
 
 NcclCommunicator::~NcclCommunicator() {
   finish_lane();
-  issuer_->submit([]() -> std::shared_ptr<const DevicePoint> { return nullptr; }).sync();  // behind its last call
+  issuer_->submit([]() -> std::shared_ptr<const DevicePoint> { return nullptr; }).sync();  // after its last call
   {
     std::unique_lock lock(mutex_);
     condition_.wait(lock, [&] { return pending_.empty(); });
@@ -227,7 +226,7 @@ void NcclCommunicator::watch_replays(const Collective& call) {
       });
 }
 
-/// Words what CUDA and NCCL throw for this call.
+/// Rewords for this call what CUDA and NCCL throw.
 void NcclCommunicator::issue(const Collective& call, const std::function<void()>& work) {
   try {
     work();
@@ -237,7 +236,7 @@ void NcclCommunicator::issue(const Collective& call, const std::function<void()>
   }
 }
 
-/// Until NCCL has enqueued what it was given: at first calls it connects to peers before.
+/// Waits until NCCL has enqueued what it was given: at first calls it connects to peers before.
 void NcclCommunicator::settle(const Collective& call) {
   constexpr int kSpins = 1000;
   Wait wait{.started = Clock::now()};
@@ -306,7 +305,7 @@ bool NcclCommunicator::finished(Pending& pending) {
   return false;
 }
 
-/// Throws, worded for this call, when it will not come to its end.
+/// Throws, worded for this call, if it will not complete.
 void NcclCommunicator::check_progress(const Collective& call, Wait& wait) {
   throw_if_failed(call);
   std::string why;

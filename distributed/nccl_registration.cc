@@ -10,7 +10,7 @@
 namespace sheaf {
 namespace {
 
-/// Asked for: the pool costs memory, and it has not been measured yet what it gains.
+/// Off by default: the pool costs memory, and its gain has not been measured yet.
 bool wanted() {
   const char* const value = std::getenv("SHEAF_NCCL_REGISTER");
   return value && std::string_view(value) == "1";

@@ -53,7 +53,7 @@ StageCut::StageCut(int64_t blocks, int stages, int64_t runs, double head) : stag
   if (stages < 1 || runs < 1 || blocks < count || !(head >= 0))
     fail<ConfigError>("[pipeline] ", blocks, " blocks, and ", head, " for the head, in ", stages, " stages of ", runs, " runs");
   const int64_t others = count - 1;
-  const auto longest = [&](int64_t last) {  // with so many blocks before the head
+  const auto longest = [&](int64_t last) {  // with `last` blocks before the head
     const int64_t most = others == 0 ? 0 : (blocks - last + others - 1) / others;
     return std::max(static_cast<double>(most), static_cast<double>(last) + head);
   };

@@ -176,7 +176,7 @@ Rendezvous read_rendezvous(const Environment& environment) {
     slurm_step = !names.local_world || read.number("SLURM_STEP_NUM_TASKS", 1, kMaxRanks) == r.world;
     if (slurm_step && !local_world) local_world = slurm_tasks_here(read, r.world);
     if (slurm_step && !local_rank) local_rank = read.number("SLURM_LOCALID", 0, r.world - 1);
-    // Who says nothing of hosts and gives no address has one.
+    // A launcher that says nothing about hosts and gives no address uses one host.
     const bool one_host = !local_world && !read.text("MASTER_ADDR") && !read.text("SLURM_JOB_NODELIST");
     r.local_world = local_world.value_or(one_host ? r.world : 1);
     r.local_rank = local_rank.value_or(one_host ? r.rank : 0);

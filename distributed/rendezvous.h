@@ -15,7 +15,7 @@ struct Rendezvous {
   int local_world = 1;          ///< ranks on this host
   std::string host = "127.0.0.1";  ///< where rank 0 serves the store
   int port = 29500;
-  std::string token;            ///< SHEAF_TOKEN and what the launcher calls the job, so that ranks of two jobs never meet
+  std::string token;            ///< SHEAF_TOKEN and the launcher's name of the job, so that ranks of two jobs never meet
   int listen_fd = -1;           ///< SHEAF_LISTEN_FD: a socket that listens on `port`, inherited from the launcher
   int restarts = 0;             ///< TORCHELASTIC_RESTART_COUNT: how often torchrun or `sheaf launch` started this job again
   int threads = 1;              ///< per rank: threads_per_rank(local_world)
@@ -30,8 +30,8 @@ using Environment = std::function<const char*(const char*)>;
 /// Reads torchrun's variables (RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT), else Open MPI's,
 /// PMI's, Slurm's. The store is at MASTER_ADDR:MASTER_PORT, or SHEAF_PORT if set; under torchrun, whose agent holds
 /// MASTER_PORT (TORCHELASTIC_USE_AGENT_STORE=True), at SHEAF_PORT, by default MASTER_PORT + 1. Without any of them the port
-/// follows from the id that the launcher gives the job, and is 29500 where it gives none. If all ranks are on this host
-/// the store stays on loopback; if it does not, SHEAF_TOKEN is required. ConfigError names what is missing or wrong.
+/// is derived from the launcher's id of the job, and is 29500 if there is none. If all ranks are on this host the store
+/// stays on loopback; otherwise SHEAF_TOKEN is required. ConfigError names what is missing or wrong.
 Rendezvous read_rendezvous(const Environment& environment);
 Rendezvous read_rendezvous();  ///< of this process
 
@@ -40,7 +40,7 @@ Rendezvous read_rendezvous();  ///< of this process
 int threads_per_rank(int ranks, const Environment& environment);
 int threads_per_rank(int ranks);  ///< of this process
 
-/// How long one collective may take: SHEAF_TIMEOUT, else 300 s. ConfigError for what is no positive number of seconds.
+/// How long one collective may take: SHEAF_TIMEOUT, else 300 s. ConfigError unless it is a positive number of seconds.
 std::chrono::milliseconds collective_timeout(const Environment& environment);
 std::chrono::milliseconds collective_timeout();  ///< of this process
 

@@ -16,7 +16,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-// Who leaves because it has failed says so on the monitor's connection, which may be slower than shared memory.
+// A rank that leaves because it has failed says so on the monitor's connection, which may be slower than shared
+// memory.
 constexpr auto kExplanationTime = std::chrono::seconds(1);
 
 bool is_small_all_reduce(const Collective& call) {
@@ -127,15 +128,15 @@ void ShmCommunicator::raise_left(const Collective& call, int culprit) {
   throw_failure(call, *board_->failure());
 }
 
-// Who waits for this rank, or for who waits for it, over the network cannot see that it waits here.
+// Ranks that wait over the network for this rank, or for one that waits for it, cannot see that it waits here.
 void ShmCommunicator::tell_other_hosts() {
   if (!spans_hosts_ || Clock::now() < next_note_) return;
   notes_.post(*running_);
   next_note_ = Clock::now() + Monitor::kNotePeriod;
 }
 
-// Who waits in another group's collective, on this host or across hosts, is held up itself: it is named only if nobody
-// else is left to blame.
+// A member that waits in another group's collective, on this host or across hosts, is held up itself: it is named only
+// if nobody else is left to blame.
 std::vector<int> ShmCommunicator::missing(const std::vector<int>& absent) const {
   const bool knows_elsewhere = Monitor::knows_who_waits(job_->rendezvous.timeout);
   std::vector<int> silent;
@@ -213,7 +214,7 @@ void ShmCommunicator::stream(const Collective& call, bool same_for_all, PieceOf&
   } while (window.begin < end);
 }
 
-// Of outputs up to this size, about half a second-level cache, much is still there when they are used.
+// Outputs up to this size, about half a second-level cache, are still mostly cached when they are used.
 constexpr int64_t kCachedBytes = int64_t{1} << 20;
 
 /// Copies what every member has for this one to its place in call.out; places.back() is where that ends.

@@ -1,15 +1,15 @@
 // ShmCommunicator: ranks that are processes of one host, through memory that all of them map.
 //
-// [Note: how bytes travel] Everybody pulls. What a rank gives lies in its wire memory (see MemoryKind), and peers copy
-// or sum it from there: one copy. What lies elsewhere goes through the rank's staging, window by window. A call is
-// meetings with reading in between: at the first one everybody has announced its call and where its input lies; at the
-// last one everybody has read, and the inputs go back to their owners.
+// [Note: how bytes travel] Everybody pulls. A rank's input is in its wire memory (see MemoryKind), and peers copy or
+// sum it from there: one copy. Input elsewhere goes through the rank's staging, window by window. A call consists of
+// meetings with reading in between: at the first one every rank has announced its call and the place of its input; at
+// the last one everybody has read, and the inputs return to their owners.
 //
 //   wire:    announce · meet · read everything · meet
 //   staged:  announce, fill half 0 · meet · read half 0, fill half 1 · meet · read half 1, fill half 0 · ... · meet
 //
-// Two halves and one meeting per window are enough: who fills a half for the second time has come from a meeting that
-// its readers came to after they had read it.
+// Two halves and one meeting per window are enough: a rank that fills a half for the second time has passed a meeting
+// at which its readers arrived after reading it.
 #pragma once
 
 #include <chrono>
@@ -75,7 +75,7 @@ class ShmCommunicator final : public CommunicatorBase {
   std::unique_ptr<ShmMeeting> meeting_;
   int subscription_;
 
-  // Of the call that runs.
+  // State of the running call.
   const Collective* running_ = nullptr;
   std::chrono::steady_clock::time_point deadline_, next_note_;
   bool announced_ = false;

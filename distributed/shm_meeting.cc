@@ -13,7 +13,7 @@ namespace {
 
 using std::chrono::nanoseconds;
 
-// About two microseconds: peers that are as good as there. Beyond that the core belongs to whoever computes.
+// About two microseconds, for peers that are about to arrive. Beyond that the core belongs to threads that compute.
 constexpr int kSpins = 50;
 // No wake-up is lost by design; this bounds what a rank that died between two instructions can cost.
 constexpr auto kNap = std::chrono::milliseconds(100);

@@ -12,13 +12,13 @@
 namespace sheaf {
 
 /// One rank's words in one communicator, in its segment's control memory, zeroed at first. Only the owner writes to
-/// them, except for the bell, of which the first member's serves all.
+/// them, except for the bell; the first member's bell serves all.
 struct ShmControl {
   static constexpr size_t kWhatBytes = 512;
 
-  alignas(64) std::atomic<uint64_t> meetings;  ///< that the owner has come to
-  std::atomic<uint32_t> left;                  ///< 1: it comes to no more
-  int64_t staging;                             ///< where its staging lies in its wire memory
+  alignas(64) std::atomic<uint64_t> meetings;  ///< at which the owner has arrived
+  std::atomic<uint32_t> left;                  ///< 1: it will attend no more
+  int64_t staging;                             ///< offset of its staging in its wire memory
 
   alignas(64) std::atomic<uint32_t> bell;  ///< changes when sleepers should look around
   std::atomic<uint32_t> sleepers;
@@ -26,7 +26,7 @@ struct ShmControl {
   // The call that the owner is in. It changes between the last meeting of one call and the first of the next.
   alignas(64) uint64_t sequence;
   uint64_t fingerprint;
-  int64_t source;          ///< where its input lies in its wire memory; negative: it is staged
+  int64_t source;          ///< offset of its input in its wire memory; negative: it is staged
   char what[kWhatBytes];   ///< Collective::to_string(), cut off
   int64_t counts[];        ///< all_to_all: what it sends to each, then what it expects from each
 
@@ -44,15 +44,15 @@ class ShmMeeting {
  public:
   using Clock = std::chrono::steady_clock;
 
-  /// `ranks` and `controls` are those of the members, in the group's order. meet() calls `on_nap` before each nap of its
-  /// sleep, which is a tenth of a second at most.
+  /// `ranks` and `controls` are those of the members, in the group's order. meet() sleeps in naps of at most a tenth of
+  /// a second and calls `on_nap` before each.
   ShmMeeting(std::vector<ShmControl*> controls, std::vector<ShmRank*> ranks, int index, std::function<void()> on_nap)
       : controls_(std::move(controls)), ranks_(std::move(ranks)), index_(index), on_nap_(std::move(on_nap)) {}
 
   enum class Outcome { all_here, failed, left, timed_out };
-  /// Says that this member is here and sleeps until all are. What a member wrote before it came, all can read after.
-  /// `absent` receives those that are missing (timed_out) or gone (left). Whoever gets another outcome than all_here
-  /// never comes to the next meeting: so no member passes that one, whatever it has read meanwhile.
+  /// Announces this member and sleeps until all are here. Afterwards all can read what members wrote before they
+  /// arrived. `absent` receives those that are missing (timed_out) or gone (left). A member whose outcome is not
+  /// all_here never attends the next meeting: so no member passes that one, whatever it has read meanwhile.
   Outcome meet(Clock::time_point deadline, const FailureBoard& board, std::vector<int>& absent);
 
   /// True if some lane of this member was waiting for others a moment ago.
@@ -61,7 +61,7 @@ class ShmMeeting {
   ShmControl& own() { return *controls_[index_]; }
 
   void leave();
-  /// Makes all sleepers look around: after the board has changed.
+  /// Wakes all sleepers to check again: call it after the board has changed.
   void wake();
 
  private:

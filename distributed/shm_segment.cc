@@ -55,7 +55,7 @@ void wait_readable(const Socket& s, const FailureBoard& board, Deadline deadline
   fail<IoError>("[shm] time-out: ", late);
 }
 
-/// A byte, and room for a descriptor beside it.
+/// A byte, and room for a descriptor with it.
 struct DescriptorMessage {
   char payload = 'm';
   iovec data{&payload, 1};
@@ -159,8 +159,8 @@ ShmExchange::ShmExchange() {
               listen(listener_.fd(), 1024) == 0, "cannot listen on a Unix socket");
 }
 
-// Connecting needs nobody who accepts, and sending nobody who receives: so all connect, then all serve, then all
-// receive, and none waits in a circle.
+// Connecting does not need a peer that accepts, nor sending one that receives: so all connect, then all serve, then
+// all receive, without circular waits.
 std::vector<std::shared_ptr<ShmSegment>> ShmExchange::swap(int rank, const std::vector<std::string>& names,
                                                            const std::shared_ptr<ShmSegment>& own,
                                                            const FailureBoard& board, Deadline deadline) {

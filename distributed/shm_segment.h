@@ -13,28 +13,28 @@
 
 namespace sheaf {
 
-/// [control words | wire memory]. Everybody may write to the control words; the wire memory only its owner may.
+/// [control words | wire memory]. Everybody may write to the control words, only the owner to the wire memory.
 class ShmSegment {
  public:
-  /// Address space for control words, of which only what is used takes memory.
+  /// Address space for control words; only the used part takes memory.
   static constexpr size_t kControlBytes = size_t{64} << 20;
 
   /// A new segment of this rank with `wire_bytes` (address space, not memory) of wire memory. IoError if the system
   /// gives none.
   static std::shared_ptr<ShmSegment> create(int rank, size_t wire_bytes);
-  /// A peer's segment, from what it sent. IoError if that is no segment.
+  /// A peer's segment, from what it sent. IoError if that is not a segment.
   static std::shared_ptr<ShmSegment> map(Socket memory);
   ~ShmSegment();
   ShmSegment(const ShmSegment&) = delete;
   ShmSegment& operator=(const ShmSegment&) = delete;
 
   char* control(size_t offset) const { return control_ + offset; }
-  /// Takes control words, zeroed, for good: peers may look at them long after their communicator is gone. Returns their
+  /// Takes zeroed control words permanently: peers may read them long after their communicator is gone. Returns their
   /// offset; CommError when kControlBytes are used up.
   size_t take_control(size_t bytes);
 
   const char* wire(int64_t offset) const { return wire_ + offset; }
-  /// Where in the wire memory `block` lies; negative if it lies elsewhere.
+  /// The offset of `block` in the wire memory; negative if it is elsewhere.
   int64_t wire_offset(const void* block) const;
   /// The wire memory for an allocator; own segment only.
   static SharedRange wire_range(const std::shared_ptr<ShmSegment>& own);
@@ -61,8 +61,8 @@ class ShmExchange {
   /// What peers connect to.
   const std::string& name() const { return name_; }
   /// Sends `own` to the other ranks of this host and receives theirs; `names` are their name(), by rank of the job, empty
-  /// for ranks elsewhere. Entry `rank` of the result is `own`, those of ranks elsewhere are null. IoError if a peer
-  /// does not answer until `deadline`, is another user's, or the job fails meanwhile.
+  /// for ranks elsewhere. Entry `rank` of the result is `own`, those of ranks elsewhere are null. IoError if a peer does
+  /// not answer by `deadline`, is another user's, or the job fails meanwhile.
   std::vector<std::shared_ptr<ShmSegment>> swap(int rank, const std::vector<std::string>& names,
                                                 const std::shared_ptr<ShmSegment>& own, const FailureBoard& board,
                                                 Deadline deadline);

@@ -26,12 +26,12 @@ class ShmTransport final : public Transport {
 
 struct ShmOffer {
   Hosts hosts;                           ///< the ranks that have mapped each other's memory
-  std::shared_ptr<Transport> transport;  ///< between those of this rank's host; null if it is alone there
+  std::shared_ptr<Transport> transport;  ///< between the ranks of this host; null if this rank is alone there
   std::string why_not;                   ///< why not all ranks share memory, the same on all of them; empty: they do
 };
 
-/// Collective over the job: shared memory between ranks that can, which is tried, not guessed. Where one of a host cannot,
-/// none of that host do. Gives the current rank's allocator its wire memory.
+/// Collective over the job: shared memory between ranks that can, which is tried, not guessed. If one rank of a host
+/// cannot, none of that host do. Gives the current rank's allocator its wire memory.
 ShmOffer offer_shm(const std::shared_ptr<Job>& job);
 
 }  // namespace sheaf

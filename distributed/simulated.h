@@ -1,4 +1,4 @@
-// A job that is not there: any world size, seen from any rank, without data. Counts bytes and calls, for dry runs.
+// A simulated job: any world size, seen from any rank, without data. Counts bytes and calls, for dry runs.
 #pragma once
 
 #include <string>
@@ -13,13 +13,14 @@ struct SimulationOptions {
   /// RankContext::meta is charged with what communicators of this kind would hold (World::kind()).
   std::string comm = "shm";
   std::vector<int> hosts = {};  ///< "shm+gloo" only: which ranks share memory (hosts.h)
-  /// What meta stands for: workspaces are those of its kernels. ConfigError for a GPU in a build without CUDA; none need
-  /// be here.
+  /// What meta stands for: workspaces are those of this device's kernels. ConfigError for a GPU in a build without CUDA;
+  /// no GPU need be present.
   Device device = {};
 };
 
 /// Rank `rank` of `size`, on the meta device, in a RankContext of its own that is current on this thread while the
-/// world lives (so worlds go in reverse order of their making). Its collectives complete at once and touch nothing.
+/// world lives (so worlds must be destroyed in reverse order of construction). Its collectives complete at once and
+/// touch nothing.
 World simulated_world(int rank, int size, SimulationOptions options = {});
 
 }  // namespace sheaf::distributed

@@ -1,5 +1,5 @@
-// What each kind of communicator holds besides the caller's buffers. Apart from the communicators themselves, so that a
-// simulation can charge the same bytes.
+// What each kind of communicator holds besides the caller's buffers. Separate from the communicators themselves, so
+// that a simulation can charge the same bytes.
 #pragma once
 
 #include <algorithm>
@@ -16,12 +16,12 @@ constexpr int64_t gloo_chunk_bytes(int world) {
   const int64_t peers = std::max(1, world - 1);
   return std::clamp<int64_t>((int64_t{8} << 20) / peers / 128 * 128, kSmallAllReduceBytes, int64_t{512} << 10);
 }
-/// Two chunks a peer, one filling while one is summed.
+/// Two chunks per peer: one fills while the other is summed.
 constexpr int64_t gloo_staging_bytes(int world) { return world <= 1 ? 0 : 2 * (world - 1) * gloo_chunk_bytes(world); }
 
-/// Shared memory: what peers are to read and does not lie in wire memory goes through one of two halves, one being
-/// filled while peers read the other. A half fits a core's second-level cache and is small beside the smallest models:
-/// what is sharded lies in wire memory. Reductions divide it by the ranks, and every window costs a meeting.
+/// Shared memory: data for peers that is not in wire memory goes through two halves, one being filled while peers read
+/// the other. A half fits a core's second-level cache and is small compared to the smallest models: sharded data is in
+/// wire memory. Reductions divide it by the ranks, and every window costs a meeting.
 constexpr int64_t shm_half_bytes(int world) {
   return std::clamp<int64_t>(world * (int64_t{16} << 10), int64_t{128} << 10, int64_t{512} << 10);
 }

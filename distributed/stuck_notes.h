@@ -1,5 +1,4 @@
-// StuckNotes: how the members of a group that wait in a collective find out over the monitor why
-// they do.
+// StuckNotes: how members of a group that wait in a collective find out why, over the monitor.
 #pragma once
 
 #include <functional>
@@ -18,12 +17,12 @@ class StuckNotes {
 
   /// Tells everybody that this rank waits in `call`.
   void post(const Collective& call);
-  /// The call of a waiting peer that does not fit ours, beside ours; empty if all fit. `ours`: what
-  /// this rank's call of a sequence number was, if it is still known.
+  /// A waiting peer's call that does not match ours, next to ours; empty if all match. `ours` gives this rank's
+  /// call with a sequence number, if still known.
   std::string disagreement(const Collective& call,
                            const std::function<std::optional<FlightEntry>(uint64_t)>& ours) const;
-  /// Of `absent` members those to blame. Who waits here too is not; who waits in another group's
-  /// collective is held up itself, and named only if nobody else is left. `knows_elsewhere`:
+  /// The members of `absent` to blame. Members that wait here too are not; those that wait in another group's
+  /// collective are held up themselves, and are named only if nobody else is left. `knows_elsewhere`:
   /// whether the wait was long enough to tell.
   std::vector<int> missing(const Collective& call, const std::vector<int>& absent,
                            bool knows_elsewhere) const;

@@ -72,7 +72,7 @@ class StoreServer::Impl {
       if (poll(polled.data(), polled.size(), strangers ? 200 : -1) < 0 && errno != EINTR) return;
       if (polled[0].revents) return;
       size_t i = 2;
-      for (Client& c : clients_)  // new ones come behind, so the order is that of `polled`
+      for (Client& c : clients_)  // new ones are appended, so the order is that of `polled`
         if (polled[i++].revents) read(c);
       for (auto it = clients_.begin(); it != clients_.end();) {
         if (it->rank < 0 && Clock::now() > it->greet_by) it->close = true;

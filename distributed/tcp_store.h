@@ -12,7 +12,7 @@ namespace sheaf {
 
 /// Serves on a thread of its own until it is destroyed. A client must first show the job's token and name its rank; a
 /// rank that shows up twice, out of range or with another world size is refused with the reason, and when a rank's
-/// connection breaks, everybody who asks for a key learns that it died.
+/// connection breaks, all clients that ask for a key learn that it died.
 class StoreServer {
  public:
   /// Takes a socket that listens already.
@@ -26,7 +26,7 @@ class StoreServer {
   std::unique_ptr<Impl> impl_;
 };
 
-/// One rank's connection; for one thread at a time, but for interrupt().
+/// One rank's connection; for one thread at a time, except interrupt().
 class StoreClient {
  public:
   /// ConfigError if refused, CommError on time-out.
@@ -40,7 +40,7 @@ class StoreClient {
   /// The ranks that have not greeted the server: "2, 3".
   std::string missing_ranks();
 
-  /// From any thread: whoever waits in a call, or makes one later, gets CommError(kPeerLost) with this reason.
+  /// From any thread: current and later calls throw CommError(kPeerLost) with this reason.
   void interrupt(const std::string& reason);
 
   /// This machine's address as the server's machine sees it: where peers can reach us.
@@ -52,7 +52,7 @@ class StoreClient {
 
   const int rank_, world_;
   Socket socket_;
-  const Socket wake_;  // an eventfd: the connection stays whole, so that the server does not take us for dead
+  const Socket wake_;  // an eventfd: the connection stays intact, so that the server does not consider us dead
   std::mutex mutex_;
   std::string interrupted_;  // why; empty: it was not
 };

@@ -88,7 +88,7 @@ Tensor Unit::value(int index) {
 }
 
 // Outside of all scopes `a.weight - b.weight` converts both before the op has either: the gather of one must not discard the other. So
-// a unit that was opened there is held by whoever has its values, as in any expression of C++.
+// a unit that was opened there stays open while anybody holds its values, as in any expression of C++.
 void Unit::note_holders() {
   if (!holders_.empty()) return;
   for (const Tensor& t : values_) holders_.push_back(t.holders());
@@ -102,8 +102,8 @@ bool Unit::is_held() const {
 
 std::vector<Tensor> Unit::to_gather() {
   if (secondary()) return take_copies();
-  // Casts that are no gather's input stay for the next micro-batch: its forward would hold all of them again before memory
-  // is at its peak.
+  // Casts that are not a gather's input stay for the next micro-batch: its forward would hold all of them again before
+  // memory peaks.
   const bool casts = std::ranges::any_of(buffers_, [](const FlatBuffer& b) { return b.compute != b.dtype; });
   return casts && !gathers() && Recording::current() ? take_copies() : masters_for_compute();
 }
@@ -202,7 +202,7 @@ void Unit::issue_gather(bool prefetched) {
   if (r) bind();
 }
 
-// What was cast for the gather comes back where the unit is opened, by a node, and not when the lane happens to be done.
+// What was cast for the gather is returned by a node where the unit is opened, not when the lane happens to be done.
 void Unit::take_back_lent() {
   complete_gather();
   unpack();
@@ -260,7 +260,8 @@ void Unit::close_for_change() {
 void Unit::backward_ended() {
   complete_reduction();
   close_ungathered();  // the next micro-batch opens the unit anew
-  // Those that a gather starts from went where the unit's backward ended; another gather may be under way by now.
+  // Copies that a gather starts from were dropped where the unit's backward ended; another gather may be pending by
+  // now.
   if (const Recording* r = Recording::current(); !gathers() && r && r->is_last_micro_batch_of(this)) drop_copies();
 }
 
@@ -280,7 +281,7 @@ void Unit::recording_ended() {
   reduction_.values.clear();  // waits for its lane: only then may the slots go
   reduction_.lent.clear();
   for (const Tensor& gradient : leaving_.gradients) {  // before what it is made from goes
-    try { gradient.storage()->settle(); } catch (const std::exception&) {}  // whoever reads it hears of it
+    try { gradient.storage()->settle(); } catch (const std::exception&) {}  // whoever reads it gets the error
   }
   leaving_ = {};
 }

@@ -1,30 +1,30 @@
 // Unit: parameters that share one flat buffer, cut by rank. This is where FSDP happens, as nodes of the tape:
 //
 //   forward    all_gather    one, with an output per parameter, when the unit's module is entered
-//              discard       when it is left; pending until another unit is gathered, and longer if it would come back soon
+//              discard       when it is left; pending until another unit is gathered, and longer if it is needed again soon
 //   backward   all_gather    the mirror of the discard, only if some saved recipe needs it
 //              reduce_scatter one per unit and backward, after every use, from the slots that the kernels wrote into
 //              discard
 //
-// zero1 keeps what is gathered, and the slots, from one micro-batch to the next: one all_gather and one reduce_scatter a
-// step. On a mesh with further axes (hybrid sharding) the model is replicated along those: at rest Invariant, and the
-// slice that the step's last reduce_scatter leaves is all_reduced along each of them, while the next unit's backward runs.
+// zero1 keeps the gathered values and the slots from one micro-batch to the next: one all_gather and one reduce_scatter per step.
+// On a mesh with further axes (hybrid sharding) the model is replicated along those: Invariant at rest, and the slice that the
+// step's last reduce_scatter leaves is all_reduced along each of them, while the next unit's backward runs.
 // Along a secondary axis the masters are cut, too: a buffer is [ranks of the unit's axis, elements of a slice], Shard(0) on
 // that axis and Shard(1) on the secondary one. Its ranks gather their slices once a step, for all micro-batches (copies),
-// and the unit's own gathers start from there; the slice that is left of a gradient is reduce_scattered.
-// On a GPU masters and gradients may rest in the host's memory (offload). What a gather starts from is then brought to the GPU
-// first, and the reduced gradient leaves, both by the lane of copies, beside what is computed; one rank alone gathers so, too.
-// Along a stage axis a unit is on one rank, the stage that computes with it; to others it is nothing. What is in no stage is
-// replicated along that axis like along others.
-// Along a tensor axis parameters that it does not cut are replicated. Of the others a rank has its block, which is never
-// gathered along that axis nor reduced: one more dimension before the others, Shard(0) there.
+// and the unit's own gathers start from there; a gradient's remaining slice is reduce_scattered.
+// On a GPU masters and gradients may rest in the host's memory (offload). A gather's input is then first brought to the GPU, and
+// the reduced gradient leaves it, both on the lane of copies, concurrently with compute; a single rank gathers in this way, too.
+// Along a stage axis a unit is on one rank, the stage that computes with it; other ranks have nothing. Units in no stage are
+// replicated along that axis as along others. Along a tensor axis parameters that it does not cut are replicated. Of the others a
+// rank has its block, which is neither gathered nor reduced along that axis: one more dimension before the others, Shard(0)
+// there.
 //
-// What ranks send each other may be in int8 blocks (unit_blocks.cc): weights are unpacked where the unit is opened, and gradients
-// added up where they have arrived.
+// Ranks may send int8 blocks (unit_blocks.cc): weights are unpacked where the unit is opened, and gradients are added up after
+// they have arrived.
 //
-// The buffer is the wire layout: parameters are views into the gather's output, gradients are written by their kernels
-// into the reduce-scatter's input, or into that of its cast where they travel in another dtype. Every parameter starts on
-// 128 bytes, every rank's slice too; padding stays zero.
+// The buffer is the wire layout: parameters are views into the gather's output, kernels write gradients into the reduce-scatter's
+// input, or into that of its cast if they travel in another dtype. Every parameter and every rank's slice starts on 128 bytes;
+// padding stays zero.
 #pragma once
 
 #include <algorithm>
@@ -50,7 +50,7 @@ enum class Strategy : uint8_t {
   full_shard,     ///< ZeRO-3: Shard at rest, discarded after forward and gathered again
 };
 std::string_view name(Strategy s);
-/// By the name that name() gives it; throws ConfigError that lists the known ones, or says what to write instead.
+/// The strategy with this name(); throws a ConfigError that lists the known ones, or says what to write instead.
 Strategy strategy_from(std::string_view name);
 
 struct LeafSpec {
@@ -59,20 +59,20 @@ struct LeafSpec {
   DType dtype = kF32;
   bool trainable = true;
   std::optional<OwnershipMap> cut = std::nullopt;  ///< along the unit's tensor axis; absent: it is whole there
-  bool exact = false;      ///< computed with in its dtype, whatever the unit's other leaves are
+  bool exact = false;      ///< compute uses its own dtype, whatever that of the unit's other leaves
   bool bias = false;       ///< nn::Parameter::bias()
-  double steered = 0;      ///< what a step moves it by against its gradient's sign (nn::Parameter::steer); 0: an optimizer says
-  std::optional<BlockFormat> blocks = std::nullopt;  ///< it is the bytes (u8, frozen) of values that rest in blocks
+  double steered = 0;      ///< a step moves it by this against its gradient's sign (nn::Parameter::steer); 0: an optimizer decides
+  std::optional<BlockFormat> blocks = std::nullopt;  ///< it is the bytes (u8, frozen) of values stored in blocks
 };
 
-/// Where each parameter lies in its flat buffer: a pure function of the shapes and the number of ranks, so any rank can
+/// Where each parameter is in its flat buffer: a pure function of the shapes and the number of ranks, so any rank can
 /// compute any other's intervals without asking.
 struct FlatLayout {
   std::vector<int64_t> offsets;  ///< elements, multiples of `align`
   int64_t total = 0;             ///< elements, a multiple of ranks · parts · align
   int64_t chunk = 0;             ///< total / ranks
   static constexpr int64_t kAlign = 32;  // elements: 128 bytes of f32, and the block of the gradient norm
-  /// Each rank's slice can be cut in so many equal parts again.
+  /// Each rank's slice can be cut again into `parts` equal parts.
   static FlatLayout of(const std::vector<Shape>& shapes, int ranks, int64_t align = kAlign, int64_t parts = 1);
 };
 
@@ -82,12 +82,12 @@ struct FlatBuffer {
   std::string name;
   DType dtype = kF32;       ///< of the master values and of gradients
   DType compute = kF32;     ///< of the values that are gathered for compute
-  DType reduce = kF32;      ///< of what ranks send each other of gradients
-  bool gather_int8 = false;  ///< its values are gathered in int8 blocks, where there is somebody to send them to
-  bool reduce_int8 = false;  ///< its gradients are sent so
+  DType reduce = kF32;      ///< of gradients when sent between ranks
+  bool gather_int8 = false;  ///< its values are gathered in int8 blocks, if there are other ranks to send them to
+  bool reduce_int8 = false;  ///< its gradients are sent in int8 blocks
   bool trainable = true;
-  bool cut = false;         ///< its leaves are, along the unit's tensor axis
-  bool exact = false;       ///< its leaves are: neither values nor gradients are cast
+  bool cut = false;         ///< its leaves are cut along the unit's tensor axis
+  bool exact = false;       ///< its leaves are exact: neither values nor gradients are cast
   double steered = 0;       ///< the rate of its leaves, whose gradients are measurements; 0: slopes
   std::vector<int> leaves;  ///< indices into the unit's leaves, in buffer order
   FlatLayout layout;
@@ -97,33 +97,33 @@ struct FlatBuffer {
   Tensor grad;              ///< of the same type; undefined until it was reduced, see reduce_waiting()
   Tensor grad_scale;        ///< scalar that the optimizer multiplies grad with (clipping); undefined: 1
   Tensor found_inf;         ///< i32 scalar: not 0 if the optimizer's step is to be skipped (loss scaling); undefined: 0
-  /// Whether an optimizer's rule is for it, and the norm of gradients about it.
+  /// Whether the optimizer's rule and the norm of gradients include it.
   bool has_slope() const { return trainable && steered == 0; }
 };
 
-/// Elements of a parameter that this rank holds, side by side. Of a parameter it may hold several such pieces, or none.
+/// Elements of a parameter that this rank holds contiguously. It may hold several such pieces of a parameter, or none.
 struct LocalPiece {
   int leaf;
   Runs runs;             ///< of the parameter's row-major flat index
   int64_t shard_offset;  ///< elements, inside the rank's slice of the buffer
 };
 
-/// How a unit lies on a mesh.
+/// How a unit is placed on a mesh.
 struct UnitOptions {
   const MeshSpec* mesh = nullptr;  ///< null: one rank holds everything
-  int axis = 0;                    ///< that `strategy` is about; along others masters are replicated, but for the next two
+  int axis = 0;                    ///< that `strategy` is about; along others, except the tensor and secondary axes, masters are replicated
   Strategy strategy = Strategy::none;
   std::optional<DType> compute = std::nullopt;  ///< what masters are cast to before they are gathered; gradients stay in the
                                                 ///< masters' dtype
   std::optional<DType> reduce = std::nullopt;   ///< what gradients are cast to before each reduction, and back from after it
-  bool gather_int8 = false;        ///< matrices, and what has more dimensions but biases, are gathered in int8 blocks
-  bool reduce_int8 = false;        ///< gradients are sent in them, in place of `reduce`
-  bool whole_blocks = false;       ///< parameters begin on whole blocks, without either
-  int tensor_axis = -1;            ///< cuts leaves that say how; -1: none
-  int secondary_axis = -1;         ///< cuts the masters that `axis` has cut once more; -1: none. The strategy shards
+  bool gather_int8 = false;        ///< parameters of two or more dimensions, except biases, are gathered in int8 blocks
+  bool reduce_int8 = false;        ///< gradients are sent in int8 blocks instead of in `reduce`
+  bool whole_blocks = false;       ///< parameters begin on whole blocks even without either
+  int tensor_axis = -1;            ///< cuts leaves that have a `cut`; -1: none
+  int secondary_axis = -1;         ///< cuts the masters once more after `axis`; -1: none. Needs a strategy that shards
   int stage_axis = -1;             ///< the unit is on one rank of it; -1: on all
   int stage = 0;                   ///< which
-  bool offload = false;            ///< on a GPU masters and gradients rest in the host's memory. The strategy shards
+  bool offload = false;            ///< on a GPU, masters and gradients are kept in the host's memory. Needs a strategy that shards
 };
 
 /// One rank's share of a unit. Not thread-safe: belongs to its rank's compute thread.
@@ -154,21 +154,21 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   void backward_begins() override { schedule_->backward_begins(); }
   void backward_ended() override;
   void recording_ended() override;
-  /// What was gathered or cast from the masters closes, though its scope may still be open.
+  /// Closes what was gathered or cast from the masters, even if its scope is still open.
   void close_for_change() override;
   bool holds_gradients() const override;
 
   // --- at rest ---
-  /// Gives memory: zeros. The values are then written through pieces().
+  /// Allocates zeroed memory. The values are then written through pieces().
   void allocate(Device device);
   std::vector<FlatBuffer>& buffers() { return buffers_; }
   const std::vector<LeafSpec>& leaves() const { return leaves_; }
   std::vector<LocalPiece> pieces(const FlatBuffer& buffer) const { return pieces(buffer, {0, buffer.layout.total}); }
-  /// The same of elements [begin, end) of what this rank has of the buffer: offsets count from `begin`.
+  /// The same for elements [begin, end) of this rank's slice of the buffer; offsets count from `begin`.
   std::vector<LocalPiece> pieces(const FlatBuffer& buffer, Interval part) const;
   void zero_grad();
-  /// Issues the reduction of gradients that wait for it (zero1, replicas, what all stages have); complete_reduction() ends it.
-  /// LifetimeError if there are gradients that backward_weights() has not computed.
+  /// Issues the reduction of gradients that wait for it (zero1, replicas, units that all stages share); complete_reduction()
+  /// ends it. LifetimeError if there are gradients that backward_weights() has not computed.
   void reduce_waiting();
   const std::string& name() const { return name_; }
   Strategy strategy() const { return strategy_; }
@@ -176,21 +176,21 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   int axis() const { return axis_; }
   /// The mesh axis that cuts this leaf, or -1.
   int cut_axis(int index) const { return is_cut(index) ? tensor_axis_ : -1; }
-  /// The mesh axis of which the unit is on one rank, or -1, and that rank's coordinate.
+  /// The mesh axis on which the unit is on only one rank, or -1, and that rank's coordinate.
   int stage_axis() const { return stage_axis_; }
   int stage() const { return stage_; }
-  /// This rank has a part in it.
+  /// Whether this rank has a part of it.
   bool is_here() const { return stage_axis_ < 0 || RankContext::current().coordinate(mesh_, stage_axis_) == stage_; }
-  /// The type of the leaf's value in compute: Replicate but where it is cut.
+  /// The type of the leaf's value in compute: Replicate except where it is cut.
   Type value_type(int index, DType dtype) const { return {dtype, leaves_[index].shape, value_layout(index)}; }
   const std::shared_ptr<GatherSchedule>& schedule() const { return schedule_; }
 
   // --- for the schedule ---
   int64_t gathered_bytes() const;
   void issue_gather(bool prefetched);
-  void take_back_lent();  ///< and unpacks what was gathered in blocks
+  void take_back_lent();  ///< also unpacks what was gathered in blocks
   void discard_gathered();
-  /// Values that were never gathered (one rank, replicated masters) may be casts: of the masters as they were.
+  /// Values that were never gathered (one rank, replicated masters) may be casts of old masters.
   void close_ungathered();
   /// Bytes of the copy that a group holds for a step, along a secondary axis; 0 without one.
   int64_t copied_bytes() const;
@@ -198,10 +198,10 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   bool has_copies() const;
   bool copies_under_way() const { return copies_.under_way; }
   void drop_copies();
-  /// Gathered for an earlier micro-batch, and no value of this one yet.
+  /// Gathered for an earlier micro-batch, and not yet opened in this one.
   bool kept() const { return state_ == State::closed && !gathered_.empty(); }
   void reopen();
-  /// Waits for the collective under way, if any, and issues the one that follows it; after the last, the gradient rests.
+  /// Waits for the pending collective, if any, and issues the next one; after the last, the gradient is stored.
   void advance_reduction();
   void complete_reduction();
 
@@ -216,40 +216,40 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
 
   bool opened_outside_recordings() const { return recording_ == 0; }
   bool shards() const { return strategy_ >= Strategy::zero1; }
-  /// Values are there between a gather and a discard; one rank alone gathers from the host's memory.
+  /// Values exist only between a gather and a discard; a single rank gathers only from the host's memory.
   bool gathers() const { return shards() && (!alone(axis_) || (offloads_ && !secondary())); }
-  /// Nobody to talk to along this axis.
+  /// There are no other ranks along this axis.
   bool alone(int axis) const { return !mesh_ || mesh_->size(axis) == 1; }
   bool keeps() const { return gathers() && strategy_ == Strategy::zero1; }
   /// A group's copy of the masters has to be gathered from the other groups.
   bool secondary() const { return secondary_axis_ >= 0 && !alone(secondary_axis_); }
-  /// Of a reduction along this axis every rank keeps a slice.
+  /// Every rank keeps a slice of a reduction along this axis.
   bool scatters(int axis) const { return !alone(axis) && (axis == axis_ ? shards() : axis == secondary_axis_); }
   bool is_cut(int leaf) const { return tensor_axis_ >= 0 && leaves_[leaf].cut; }
   /// The shape of the block of a leaf that `rank` of the tensor axis has.
   Shape block_shape(int leaf, int rank) const;
   /// The largest of them; ConfigError if a rank has none.
   Shape largest_block(int leaf) const;
-  /// On every axis as given, but for the stage axis.
+  /// Placed as given on every axis except the stage axis.
   Layout placed(Placement everywhere) const;
-  /// Of masters: cut as the strategy says on the unit's axis, Invariant on others.
+  /// The layout of masters: cut as the strategy says on the unit's axis, Invariant on others.
   Layout resting(const FlatBuffer& b) const;
-  /// Of what enters compute: Replicate on every axis, but where leaves are cut.
+  /// The layout of what enters compute: Replicate on every axis, except where leaves are cut.
   Layout whole(const FlatBuffer& b) const;
   Layout value_layout(int leaf) const;
   Type buffer_type(const FlatBuffer& b, DType dtype, const Layout& layout) const;
   Type slots_type(const FlatBuffer& b) const;
   Type slot_type(int leaf) const;
-  /// What is gathered is not the masters themselves, but made of them, or what came from the host.
+  /// Gathers do not read the masters themselves, but something made from them or brought from the host.
   bool is_made_for_gather(const FlatBuffer& b) const { return offloads_ || b.compute != b.dtype || sends_blocks(b); }
   bool sends_blocks(const FlatBuffer& b) const { return b.gather_int8 && gathers() && !alone(axis_); }
-  /// What is gathered is not what is computed with.
+  /// What is gathered must be unpacked before it is used.
   bool is_packed() const { return std::ranges::any_of(buffers_, [this](const FlatBuffer& b) { return sends_blocks(b); }); }
-  /// What is gathered: masters in the dtype of compute, or the group's copies of them.
+  /// The input of the gather: masters in the compute dtype, or the group's copies of them.
   std::vector<Tensor> to_gather();
   std::vector<Tensor> masters_for_compute() const;
   std::vector<Tensor> take_copies();
-  /// The types of buffers that values lie in, and of these.
+  /// The types of the buffers that hold values, and of the values.
   std::vector<OutputSpec> opened_specs() const;
   /// The type in which a buffer placed so is sent.
   Type sent_type(const FlatBuffer& b, const Layout& layout) const;
@@ -287,20 +287,21 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   int axis_, tensor_axis_, secondary_axis_, stage_axis_, stage_;
   Strategy strategy_;
   std::shared_ptr<GatherSchedule> schedule_;
-  bool offload_;           // where there is a GPU,
+  bool offload_;           // if there is a GPU,
   bool offloads_ = false;  // and there is
   bool allocated_ = false;
 
   State state_ = State::closed;
   int depth_ = 0;                  // scopes of its module that are open
-  bool opened_in_reverse_ = false; // for vjps alone: no scope closes it
-  // Opened where no scope is: how many held each value then. While more do, somebody still uses it, and it is not discarded.
+  bool opened_in_reverse_ = false; // only for vjps: no scope closes it
+  // For a unit opened outside all scopes: how many held each value then. While more do, it is still in use and not
+  // discarded.
   std::vector<int64_t> holders_;
   void note_holders();
   bool is_held() const;
-  uint64_t recording_ = 0;         // that knows the gathered values; 0 for none
+  uint64_t recording_ = 0;         // the recording that knows the gathered values; 0 for none
   bool mirror_next_ = false;       // discarded in this recording's forward: the next gather mirrors that
-  std::vector<Tensor> lent_;       // casts of the masters, or what came of them from the host, which the gather reads until the unit is opened
+  std::vector<Tensor> lent_;       // casts of the masters, or their copies from the host, which the gather reads until the unit is opened
   std::vector<Tensor> gathered_;   // one per buffer; goes first and waits for its lane
   struct Copies {                  // of the masters, for all micro-batches of a recording: casts, where nothing is gathered,
     std::vector<Tensor> lent;      // or (buffers) what is gathered along the secondary axis, from casts while it is under way
@@ -312,12 +313,12 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   std::vector<Tensor> values_;     // one per leaf
   std::vector<Tensor> slot_buffers_, slots_;
   uint64_t slots_of_ = 0;          // the recording that they were made in
-  int64_t unfinished_ = 0;         // backwards that have passed it, and whose gradients come later
+  int64_t unfinished_ = 0;         // backwards that have passed it, but whose gradients come later
   std::vector<Tensor> waiting_;    // sums over micro-batches: zero1's slots, else what is not summed over replicas yet
   struct Reduction {               // `values` goes first and waits for its lane
-    std::vector<Tensor> lent;      // what a reduction to slices reads: the slots, a slice along a secondary axis, or casts of them
-    std::vector<Tensor> values;    // one per trainable buffer; empty: nothing is under way
-    int along = -1;                // the axis whose collective is under way
+    std::vector<Tensor> lent;      // inputs of a reduction to slices: the slots, a slice along a secondary axis, or casts of them
+    std::vector<Tensor> values;    // one per trainable buffer; empty: nothing is pending
+    int along = -1;                // the axis of the pending collective
     bool to_the_end = false;       // or replicas are left to a later micro-batch
   };
   Reduction reduction_;

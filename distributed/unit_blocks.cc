@@ -1,16 +1,16 @@
-// What ranks send each other in int8 blocks (kernels/quantize.h, [Note: int8 by chance]): weights, and addends of gradients, as
-// ZeRO++ has it (https://arxiv.org/abs/2306.10209), typed as everything else.
+// Weights and addends of gradients sent in int8 blocks (kernels/quantize.h, [Note: int8 by chance]), as in ZeRO++
+// (https://arxiv.org/abs/2306.10209), typed like everything else.
 //
 // [Note: addends in blocks] Blocks cannot be added up, so they are not Partial. The addends of n ranks are the rows of a tensor
-// with one more dimension, Shard on it, and their sum is that over this dimension. An all_to_all cuts what a reduce_scatter would
-// have cut in place of the rows, and each rank adds up all rows of its part:
+// with one more dimension, Shard on it, and the result is the sum over this dimension. An all_to_all changes the cut from the
+// rows to what a reduce_scatter would have cut, and each rank adds up all rows of its part:
 //
 //   quantize_gradient  f32 [N] Partial@data     → u8 [n, N·66/64] Shard(0)@data
 //   all_to_all                                  → u8 [n, N·66/64] Shard(1)@data
 //   sum_of_blocks                               → f32 [N] Shard(flat)@data
 //
-// What has to be whole on all ranks is rounded once more: their parts' blocks are gathered, and all of them take the values of
-// these. Along other axes on which gradients are addends still, blocks have a dimension each as well.
+// Gradients that must be whole on all ranks are rounded once more: the blocks of all parts are gathered, and every rank uses
+// their values. Blocks also have one more dimension for each other axis on which gradients are still addends.
 #include <algorithm>
 
 #include "sheaf/autograd/ops.h"
@@ -23,7 +23,7 @@ namespace {
 
 constexpr int64_t kBytes = block_bytes(BlockFormat::int8);
 
-/// The type of a value's blocks. Its rows are no longer than whole blocks, and cuts are between these.
+/// The type of a value's blocks. Its rows are whole blocks, and cuts are between blocks.
 Type in_blocks(const Type& values) {
   Type out{kU8, {}, values.layout};
   const MeshSpec* mesh = values.layout.mesh();
@@ -50,7 +50,7 @@ Type in_blocks(const Type& values) {
   return out;
 }
 
-/// Equal parts of what other axes leave of a dimension, of whole blocks: what each rank of a reduction adds up.
+/// What each rank of a reduction adds up: equal parts, in whole blocks, of what other axes leave of a dimension.
 OwnershipMap parts_of(int dim, int64_t block) { return OwnershipMap::even(dim, block).inner(); }
 
 }  // namespace
@@ -59,7 +59,8 @@ Type Unit::sent_type(const FlatBuffer& b, const Layout& layout) const {
   return sends_blocks(b) ? in_blocks(buffer_type(b, b.dtype, layout)) : buffer_type(b, b.compute, layout);
 }
 
-// The landing buffers go as soon as what is computed with is there: other than casts, blocks take a part of its memory.
+// The landing buffers are discarded as soon as the unpacked values exist: unlike casts, blocks need memory besides
+// theirs, a fraction of it.
 void Unit::unpack() {
   if (!is_packed() || values_[0]) return;  // kept from another micro-batch, values are there already
   const PathScope path(name_);
@@ -100,7 +101,7 @@ void Unit::exchange_blocks(int axis, std::span<const Reduced> which) {
   for (size_t i = 0; i < which.size(); ++i) reduction_.values[which[i].second] = arrived[i];
 }
 
-/// What blocks that have come of a reduction of `b` along `axis` add up to.
+/// The type of the sum of blocks received in a reduction of `b` along `axis`.
 Type Unit::sum_type(const FlatBuffer& b, const Type& blocks) const {
   Type sum = b.shard.type();
   const int rows = blocks.shape.rank() - sum.shape.rank();
@@ -110,7 +111,7 @@ Type Unit::sum_type(const FlatBuffer& b, const Type& blocks) const {
   return sum;
 }
 
-// Adds up what has arrived. Of what has to be whole on all ranks the sums' blocks are on their way then: true.
+// Adds up what has arrived. True if the sums' blocks are then sent on, because they must be whole on all ranks.
 bool Unit::add_blocks() {
   const int axis = reduction_.along;
   std::vector<Tensor> from;

@@ -70,7 +70,7 @@ void Unit::pass_constant() {
   const PathScope path(name_);
   mirror_next_ = false;
   if (state_ == State::in_flight) {
-    // Gathered ahead for a backward behind this one, which opened it for its scope alone.
+    // Gathered ahead for a backward after this one, which opened it only for its scope.
   } else if (keeps()) {
     std::fill(values_.begin(), values_.end(), Tensor());
     state_ = State::closed;  // but kept, for the next micro-batch
@@ -93,8 +93,8 @@ void Unit::finish(const std::vector<bool>& contributed) {
                         "that zero_grad() has given up since");
   --unfinished_;
   zero_missing(contributed);
-  // What all stages have they sum where the step asks for it (reduce_waiting): each would wait for the last one here, with work of
-  // its own to do, and they come here in turns of their own.
+  // Units that all stages share are summed where the step asks for it (reduce_waiting): here each stage would wait for the last
+  // one although it has work to do, and they get here in different turns.
   const bool last = !is_summed_over_stages() && Recording::current()->is_last_micro_batch_of(this);
   if (slot_buffers_.empty()) return;  // all frozen
   std::vector<Tensor> slots = std::exchange(slot_buffers_, {});
@@ -119,7 +119,7 @@ void Unit::add_to_waiting(std::vector<Tensor> gradients) {
   for (size_t k = 0; k < gradients.size(); ++k) add_gradient(waiting_[k], gradients[k]);
 }
 
-// What another recording left is a leaf of this one.
+// Gradients that another recording left become leaves of this one.
 void Unit::leaf_waiting() {
   Recording* r = Recording::current();
   size_t k = 0;
@@ -146,11 +146,11 @@ void Unit::reduce_waiting_along(int axis) {
 
 // [Note: reduction] First along the unit's own axis, from the slots, then what is left (a slice, if the unit is sharded)
 // along each other axis of the mesh, in place, or along a secondary axis as a reduce_scatter again. Each is issued where
-// the next unit's reduction begins, so that nobody waits for it; by then the one before has had a unit's backward to end
-// in. Of several micro-batches the slices are added up, and only the last one's backward, or who asks first, takes them
-// along the other axes: these cross hosts. Where they travel in another dtype (FlatBuffer::reduce) each collective
-// stands between two casts: ranks add up what they have sent, and the memory of a cast goes when that of the collective does.
-// In int8 blocks other collectives take its place: [Note: addends in blocks].
+// the next unit's reduction begins, so that nobody waits for it: by then the previous one has had a unit's backward to
+// complete in. With several micro-batches the slices are added up, and only the last one's backward, or the first caller that
+// asks, reduces them along the other axes: these cross hosts. If they travel in another dtype (FlatBuffer::reduce) each
+// collective is between two casts: ranks add up what they have sent, and a cast's memory is freed with the collective's. With
+// int8 blocks other collectives take its place: [Note: addends in blocks].
 void Unit::reduce_along(int axis) {
   if (axis == axis_) reduction_.values = reduction_.lent;
   else if (scatters(axis)) reduction_.lent = reduction_.values;
@@ -258,7 +258,7 @@ void Unit::keep_gradient() {
   }
 }
 
-// Nobody waits: what leaves is held until the next unit's gradient does, or the backward ends.
+// Nobody waits: what leaves is held until the next unit's gradient leaves, or the backward ends.
 void Unit::offload_gradient(FlatBuffer& b, const Tensor& gradient) {
   const Tensor inputs[] = {gradient, b.grad};
   const OutputSpec spec{.type = gradient.type(), .into = b.grad};

@@ -1,4 +1,4 @@
-// Where the parameters of a unit lie: flat buffers, a rank's blocks of what a tensor axis cuts, and the pieces it has of each.
+// Where the parameters of a unit are: flat buffers, a rank's blocks of what a tensor axis cuts, and the pieces it has of each.
 #include <algorithm>
 #include <numeric>
 
@@ -57,7 +57,7 @@ Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const UnitOptions& o,
   for (FlatBuffer& b : buffers_) {
     std::vector<Shape> shapes;
     for (int i : b.leaves) shapes.push_back(b.cut ? largest_block(i) : leaves_[i].shape);
-    // What replicas of a slice reduce, each adds up an equal part of.
+    // Replicas of a slice each add up an equal part of it when they reduce.
     int64_t parts = 1;
     for (int a = 0; b.reduce_int8 && mesh_ && a < mesh_->num_axes(); ++a)
       if (a != axis_ && a != secondary_axis_ && sums_along(b, a)) parts = std::lcm(parts, int64_t{mesh_->size(a)});

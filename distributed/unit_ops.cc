@@ -101,9 +101,9 @@ struct QuantizeShard {
   static void execute(const Attrs&, Execute& c) { to_blocks(c.stream(), c, std::nullopt); }
 };
 
-// Equal values of two ranks are to err apart: each rounds by a key of its own, its place on the axis along which they are added up,
-// as ranks that hold the same along others are to send the same. Which rank has a block of a sum depends on how the unit lies, and
-// the key is 0.
+// Equal values of two ranks must have independent errors: each rank rounds with a key of its own, its place on the axis along which
+// they are added up, since ranks that hold the same along other axes must send the same. For sums, whose blocks are on ranks that
+// depend on the unit's layout, the key is 0.
 struct QuantizeGradient {
   static constexpr const char* kName = "quantize_gradient";
   static constexpr bool kOfUnits = true;
@@ -125,7 +125,7 @@ struct SumOfBlocks {
   static void execute(const Attrs& a, Execute& c) { SHEAF_ON_DEVICE(c.stream(), sum_of_blocks, c.input(0), a.count, c.output(0)); }
 };
 
-// It stands where values come to be, as what opens a unit does.
+// It is placed where values come into being, as are ops that open a unit.
 struct Unpack {
   static constexpr const char* kName = "unpack";
   static constexpr OpKind kKind = OpKind::redistribute;
@@ -151,7 +151,7 @@ struct Unpack {
   }
 };
 
-// What is cast is read over the bus by the kernel that casts it.
+// A kernel that casts reads its input over the bus.
 template <MemoryKind kind>
 struct OnloadShard {
   static constexpr const char* kName = "onload_shard";

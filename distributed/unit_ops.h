@@ -11,15 +11,15 @@ struct UnitOps {
     int32_t buffers;  ///< inputs that are buffers; the outputs begin with as many
   };
   static const OpDef& resting();         ///< → a shard at rest, in wire memory, filled with zeros
-  static const OpDef& resting_alone();   ///< the same in memory that nobody gathers from
+  static const OpDef& resting_alone();   ///< the same in memory from which nothing is gathered
   static const OpDef& resting_on_host();  ///< the same in the host's memory, for a GPU
   static const OpDef& quantize_shard();  ///< a shard → int8 blocks of it, in wire memory: what is gathered
-  static const OpDef& unpack();          ///< gathered buffers, some of them in blocks → what is computed with, then the parameters inside
+  static const OpDef& unpack();          ///< gathered buffers, some in blocks → buffers for compute, then the parameters inside
   static const OpDef& cast_shard();      ///< a shard → the same in another dtype, in wire memory: what is gathered
   static const OpDef& onload_shard();    ///< a shard in the host's memory → the same in the GPU's, in whatever dtype, by the lane of copies
-  static const OpDef& onload_values();   ///< the same for one rank alone, who sends it to nobody
+  static const OpDef& onload_values();   ///< the same for a single rank, which sends it to nobody
   static const OpDef& all_gather();      ///< shards → landing buffers, then the parameters inside them
-  static const OpDef& gather_copies();   ///< the same of shards alone, into wire memory: they are gathered again from there
+  static const OpDef& gather_copies();   ///< the same without parameters, into wire memory: the buffers are gathered again from there
   static const OpDef& open();            ///< the same without communication: the shards are the buffers
   static const OpDef& discard();         ///< buffers →
   static const OpDef& grad_slots();      ///< → buffers in wire memory, then the slots inside them; padding is zeroed
@@ -28,7 +28,7 @@ struct UnitOps {
   static const OpDef& zero();            ///< → the slot of a parameter that was not used
   static const OpDef& cast_gradient();   ///< slot buffers, or a slice → the same in another dtype, in wire memory: what is reduced
   static const OpDef& cast_reduced();    ///< and back: the sum → the gradient
-  static const OpDef& quantize_gradient();  ///< addends along an axis, or a sum (axis −1) → int8 blocks, rounded by chance, in wire memory
+  static const OpDef& quantize_gradient();  ///< addends along an axis, or a sum (−1) → stochastically rounded int8 blocks, in wire memory
   static const OpDef& exchange();        ///< blocks of all ranks' addends, a row from each → all rows, of this rank's part
   static const OpDef& sum_of_blocks();   ///< rows of blocks → their sum
   static const OpDef& gather_blocks();   ///< blocks of sums → those of all ranks, by the lane of reductions
@@ -40,9 +40,9 @@ struct UnitOps {
   struct Rows {
     int64_t count;
   };
-  /// What one of the casts makes of a buffer.
+  /// The result of one of the casts of a buffer.
   static Tensor cast_by(const OpDef& cast, const Tensor& buffer, DType dtype);
-  /// What an op with one input and one output makes.
+  /// The result of an op with one input and one output.
   static Tensor made_by(const OpDef& op, const void* attrs, const Tensor& from, const Type& type);
   /// Discards buffers, on the tape of `recording`, which knows them, if it lives.
   static void discard_buffers(int axis, std::span<const Tensor> buffers, uint64_t recording);

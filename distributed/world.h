@@ -15,8 +15,8 @@
 namespace sheaf {
 
 /// Lives on the thread that made it, like the RankContext that is current there. While it lives, that context holds the
-/// job's ranks, threads and meshes. When it goes it waits for queued collectives and takes its meshes down; if an
-/// exception is what ends it, the other ranks are told at once. Made by run_local, distributed::init_from_env or
+/// job's ranks, threads and meshes. Its destructor waits for queued collectives and takes its meshes down; if an
+/// exception destroys it, the other ranks are told at once. Made by run_local, distributed::init_from_env or
 /// distributed::simulated_world.
 class World {
  public:
@@ -38,12 +38,12 @@ class World {
   /// the same axes again give the same mesh. ConfigError unless the sizes multiply to size().
   Mesh mesh(std::vector<MeshSpec::Axis> axes);
 
-  /// `mesh` without this axis: of the ranks that share this one's coordinate there. Its communicators are those of `mesh`. Of each
-  /// of these groups a model may be another: to all of them together what a group has is a row of a tensor that `axis` cuts
-  /// (optim::DiLoCo). ConfigError for the only axis, and where another slice of this world has the same axes.
+  /// `mesh` without this axis: the ranks that share this one's coordinate there. Its communicators are those of `mesh`. Each such
+  /// group may have a model of its own: seen over the whole mesh, a group's value is a row of a tensor that `axis` cuts
+  /// (optim::DiLoCo). ConfigError for the only axis, and if another slice of this world has the same axes.
   Mesh slice(const Mesh& mesh, const std::string& axis);
 
-  /// Of all ranks, for what is on no tape: the gather lane of the mesh (data=size()).
+  /// A communicator of all ranks for calls outside tapes: the gather lane of the mesh (data=size()).
   Communicator& communicator() { return mesh({{"data", size()}}).runtime->gather_lane(0); }
 
   /// Writes one line to standard output, on rank 0 only.
@@ -54,11 +54,11 @@ class World {
 
   /// Tells every rank that this one has failed; all communicators of the job fail from here on.
   void abort(const std::string& reason, ExitCode code = ExitCode::kPeerLost);
-  /// Runs `body`; if it throws, the other ranks learn what was thrown before it goes on. (Without it they learn only
-  /// that this rank was ended by an exception.)
+  /// Runs `body`; if it throws, the other ranks learn what was thrown before the exception propagates. (Without it
+  /// they learn only that this rank was ended by an exception.)
   void guard(const std::function<void()>& body);
 
-  /// Something to keep for as long as the world: for those who make worlds.
+  /// Keeps an object alive as long as the world: for functions that make worlds.
   void keep(std::shared_ptr<void> object) { kept_.push_back(std::move(object)); }
 
  private:
