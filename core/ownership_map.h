@@ -79,7 +79,7 @@ class OwnershipMap {
   Interval owned(int rank, int ranks, const Shape& global) const;
   /// The same for any map: one interval, or one for each part, or as many as it owns.
   std::vector<Interval> owned_intervals(int rank, int ranks, const Shape& global) const;
-  /// The number of elements in them.
+  /// The number of positions in them.
   int64_t owned_size(int rank, int ranks, const Shape& global) const;
 
   bool operator==(const OwnershipMap&) const = default;
