@@ -82,7 +82,7 @@ class ReversePass {
   bool is_part_of_leaf(ValueId v) const;
   ValueId value_with_gradient_of(ValueId v) const;
   void expect_reducible(NodeId node, ValueId parameter, const Layout& gradient) const;
-  // saved_values.cc, recompute.cc, beside_travel.cc, ops/offload.cc: what derivatives read
+  // saved_values.cc, recompute.cc, overlap.cc, ops/offload.cc: what derivatives read
   Tensor resolve(ValueId v);
   void rematerialize(ValueId v);
   void recompute(Region& region);
@@ -92,11 +92,11 @@ class ReversePass {
   void release_regions(NodeId node, NodeId end);
   void onload(Region& region);
   void onload_last_before(NodeId end);
-  // beside_travel.cc
+  // overlap.cc
   bool gradient_is_communicated(ValueId v) const;
   void compute_overlapped(size_t left = 0);
   void compute_deferred(recorded::DeferredGradient& deferred);
-  // weights_later.cc
+  // deferred_weights.cc
   void mark_deferring_groups();
   void finish_deferring(GroupState& group);
   // derivative_along.cc

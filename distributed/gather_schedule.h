@@ -38,7 +38,6 @@ class GatherSchedule {
   /// Scopes of modules, to know where a pass begins and what was opened outside its scope.
   void enter_scope();
   void leave_scope();
-  int depth() const { return static_cast<int>(scopes_.size()); }
   /// Examines what has been computed since, before something reads a parameter and when a module is done: the next units may be due.
   void look();
   /// look() for the model whose scope is innermost on this thread, if any.
