@@ -136,7 +136,7 @@ void GatherSchedule::use(Unit& unit) {
   end_use();
   if (unit.state_ == State::in_flight && (is_foreseen || (!in_flight_.empty() && in_flight_.front() == &unit))) {
     std::erase(in_flight_, &unit);
-  } else if (!pending && !is_foreseen && !unit.kept()) {  // a foreseen one may have been open when later ones were gathered ahead
+  } else if (!pending && !is_foreseen && !unit.is_cached()) {  // a foreseen one may have been open when later ones were gathered ahead
     for (Unit* wrong : in_flight_) {
       ++mispredicted_;
       wrong->discard_gathered();
@@ -148,9 +148,9 @@ void GatherSchedule::use(Unit& unit) {
   const std::vector<Unit*> next = comes_next(&unit, /*gathers=*/!pending);
   if (!pending) {
     discard_pending(&unit, next);
-    if (unit.kept()) unit.reopen();
+    if (unit.is_cached()) unit.open_cached();
     if (unit.state_ == State::closed) unit.issue_gather(/*prefetched=*/false);
-    unit.take_back_lent();
+    unit.settle_and_unpack();
     unit.state_ = State::open;
     note_gathered();
     if (Recording* r = Recording::current()) r->use_group(&unit);
@@ -203,7 +203,7 @@ std::vector<Unit*> GatherSchedule::comes_next(const Unit* now, bool gathers) con
   int64_t ahead = 0;
   for (size_t i = current_.size(); i < order.size(); ++i) {
     Unit* const unit = order[i].unit;
-    if (unit == now || unit->state_ == Unit::State::open || unit->kept() || std::ranges::find(next, unit) != next.end()) continue;
+    if (unit == now || unit->state_ == Unit::State::open || unit->is_cached() || std::ranges::find(next, unit) != next.end()) continue;
     gathers = gathers || unit->state_ != Unit::State::pending;
     const int64_t bytes = unit->gathered_bytes();
     if (gathers && ahead + bytes > (ahead == 0 ? most : several)) break;
@@ -254,7 +254,7 @@ void GatherSchedule::flush() {
       u->drop_copies();
     }
   for (Unit* u : units_)
-    if (holds_ == 0 && u->opened_outside_recordings()) u->close_ungathered();
+    if (holds_ == 0 && u->opened_outside_recordings()) u->close_views();
 }
 
 void GatherSchedule::advance_reductions() {

@@ -33,9 +33,9 @@ Strategy strategy_from(std::string_view text) {
 void Unit::enter() {
   schedule_->enter_scope();
   ++depth_;
-  opened_in_reverse_ = false;
+  opened_by_vjp_ = false;
   try {
-    open();
+    ensure_open();
   } catch (...) {  // the scope was never entered
     --depth_;
     schedule_->leave_scope();
@@ -53,12 +53,12 @@ void Unit::leave() {
   schedule_->leave_scope();
 }
 
-void Unit::open() {
+void Unit::ensure_open() {
   if (!allocated_)
     fail<LifetimeError>("[unit] '", path_label(name_), "' has no memory yet: call materialize(model, device) first");
   Recording* r = Recording::current();
   const uint64_t serial = Recording::current_serial();
-  if ((state_ != State::closed || kept()) && recording_ != serial) {
+  if ((state_ != State::closed || is_cached()) && recording_ != serial) {
     if (depth_ > 1)
       fail<LifetimeError>("[unit] '", path_label(name_), "' was gathered outside this recording: start a recording ",
                           "before entering the module");
@@ -66,7 +66,7 @@ void Unit::open() {
     else if (gathers()) discard_gathered();
   }
   if (gathers()) schedule_->use(*this);
-  else if (recording_ != serial || !values_[0]) views_of_masters();
+  else if (recording_ != serial || !values_[0]) open_masters();
   else if (r) r->use_group(this);  // of a micro-batch that no backward has come to, it is open still
 }
 
@@ -75,11 +75,11 @@ Tensor Unit::value(int index) {
   schedule_->look();
   const bool usable = state_ == State::open && recording_ == Recording::current_serial();
   if (!usable || !values_[index]) {
-    open();
+    ensure_open();
     // Used outside its scope: stays open until the scope around the use ends. A reverse pass closes units itself.
-    if (gathers() && depth_ == 0 && !(keeps() && r) && !schedule_->holds()) {
-      opened_in_reverse_ = r && r->in_backward();
-      if (!opened_in_reverse_ && schedule_->close_with_scope(*this)) note_holders();
+    if (gathers() && depth_ == 0 && !(caches_gathered() && r) && !schedule_->holds()) {
+      opened_by_vjp_ = r && r->in_backward();
+      if (!opened_by_vjp_ && schedule_->close_with_scope(*this)) note_holders();
     }
   } else if (depth_ == 0 && r) {
     r->use_group(this);  // no scope told it: another micro-batch may have opened the unit
@@ -100,7 +100,7 @@ bool Unit::is_held() const {
   return false;
 }
 
-std::vector<Tensor> Unit::to_gather() {
+std::vector<Tensor> Unit::gather_sources() {
   if (secondary()) return take_copies();
   // Casts that are not a gather's input stay for the next micro-batch: its forward would hold all of them again before
   // memory peaks.
@@ -135,7 +135,7 @@ std::vector<Tensor> Unit::masters_for_compute() const {
   return out;
 }
 
-std::vector<OutputSpec> Unit::opened_specs() const {
+std::vector<OutputSpec> Unit::gathered_specs() const {
   std::vector<OutputSpec> specs;
   for (const FlatBuffer& b : buffers_) specs.push_back({.type = buffer_type(b, b.compute, whole(b))});
   for (int i = 0; i < num_leaves(); ++i) {
@@ -148,20 +148,20 @@ std::vector<OutputSpec> Unit::opened_specs() const {
 }
 
 // Without communication the masters are the values: I → R and S → R on one rank move nothing.
-void Unit::views_of_masters() {
+void Unit::open_masters() {
   const PathScope path(name_);
-  open_in(to_gather());
+  bind_views_into(gather_sources());
   if (Recording* r = Recording::current()) r->use_group(this);
 }
 
-void Unit::reopen() {
+void Unit::open_cached() {
   const PathScope path(name_);
-  open_in(gathered_);
+  bind_views_into(gathered_);
 }
 
 // The values lie in buffers that are there already.
-void Unit::open_in(std::span<const Tensor> buffers) {
-  std::vector<OutputSpec> specs = opened_specs();
+void Unit::bind_views_into(std::span<const Tensor> buffers) {
+  std::vector<OutputSpec> specs = gathered_specs();
   for (size_t b = 0; b < buffers_.size(); ++b) specs[b].into = buffers[b];
   const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffers_.size())};
   Tensors outputs = apply_typed(UnitOps::open(), &attrs, buffers, specs);
@@ -181,21 +181,21 @@ void Unit::bind() {
 void Unit::issue_gather(bool prefetched) {
   const PathScope path(name_);
   Recording* r = Recording::current();
-  const std::vector<Tensor> shards = to_gather();
+  const std::vector<Tensor> shards = gather_sources();
   if (r) {
     const bool mirror = mirror_next_ && (prefetched || r->in_backward());
     r->flag_next((prefetched ? Node::kPrefetched : 0) | (mirror ? Node::kMirror : 0));
   }
   const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffers_.size())};
   std::vector<OutputSpec> specs;
-  if (!is_packed()) specs = opened_specs();
+  if (!is_packed()) specs = gathered_specs();
   else for (const FlatBuffer& b : buffers_) specs.push_back({.type = sent_type(b, whole(b))});
   for (size_t b = 0; b < buffers_.size() && alone(axis_); ++b) specs[b].into = shards[b];  // the host's, brought here, are all
   Tensors outputs = apply_typed(alone(axis_) ? UnitOps::open() : UnitOps::all_gather(), &attrs, shards, specs);
   const auto split = outputs.begin() + buffers_.size();
   gathered_.assign(outputs.begin(), split);
   for (size_t b = 0; b < buffers_.size() && !alone(axis_) && !secondary(); ++b)
-    if (is_made_for_gather(buffers_[b])) lent_.push_back(shards[b]);
+    if (is_made_for_gather(buffers_[b])) gather_inputs_.push_back(shards[b]);
   std::move(split, outputs.end(), values_.begin());
   recording_ = Recording::current_serial();
   state_ = State::in_flight;
@@ -203,24 +203,24 @@ void Unit::issue_gather(bool prefetched) {
 }
 
 // What was cast for the gather is returned by a node where the unit is opened, not when the lane happens to be done.
-void Unit::take_back_lent() {
+void Unit::settle_and_unpack() {
   complete_gather();
   unpack();
 }
 
 void Unit::complete_gather() {
-  const bool last_use = keeps() && recording_ != 0 && !copies_.buffers.empty();  // what is kept is not gathered again
-  if (lent_.empty() && !last_use) return;
+  const bool last_use = caches_gathered() && recording_ != 0 && !copies_.buffers.empty();  // what is kept is not gathered again
+  if (gather_inputs_.empty() && !last_use) return;
   const PathScope path(name_);
   std::vector<Tensor> lent = gathered_;
-  lent.insert(lent.end(), lent_.begin(), lent_.end());
+  lent.insert(lent.end(), gather_inputs_.begin(), gather_inputs_.end());
   if (last_use) lent.insert(lent.end(), copies_.buffers.begin(), copies_.buffers.end());
   const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(gathered_.size())};
   if (const Recording* r = Recording::current(); r && r->serial() == recording_)
     apply_typed(UnitOps::complete(), &attrs, lent, {});
   else
     execute_node(UnitOps::complete(), &attrs, lent, {});
-  lent_.clear();
+  gather_inputs_.clear();
   if (last_use) drop_copies();
 }
 
@@ -231,35 +231,35 @@ void Unit::discard_gathered() {
   if (const Recording* r = Recording::living(recording_)) mirror_next_ = r->phase() == Phase::forward;
   UnitOps::discard_buffers(axis_, gathered_, recording_);
   gathered_.clear();
-  lent_.clear();
+  gather_inputs_.clear();
   holders_.clear();
   std::fill(values_.begin(), values_.end(), Tensor());
   state_ = State::closed;
-  opened_in_reverse_ = false;
+  opened_by_vjp_ = false;
 }
 
 // --- where passes and recordings end ---
 
-void Unit::close_ungathered() {
+void Unit::close_views() {
   if (gathers()) return;
   std::fill(values_.begin(), values_.end(), Tensor());
   state_ = State::closed;
 }
 
 void Unit::gradient_passed() {
-  if (opened_in_reverse_ && depth_ == 0 && state_ == State::open) state_ = State::pending;
+  if (opened_by_vjp_ && depth_ == 0 && state_ == State::open) state_ = State::pending;
 }
 
 void Unit::close_for_change() {
   schedule_->flush();
   if (gathers()) discard_gathered();
-  close_ungathered();
+  close_views();
   drop_copies();
 }
 
 void Unit::backward_ended() {
   complete_reduction();
-  close_ungathered();  // the next micro-batch opens the unit anew
+  close_views();  // the next micro-batch opens the unit anew
   // Copies that a gather starts from were dropped where the unit's backward ended; another gather may be pending by
   // now.
   if (const Recording* r = Recording::current(); !gathers() && r && r->is_last_micro_batch_of(this)) drop_copies();
@@ -273,17 +273,17 @@ void Unit::drop_slots() {
 void Unit::recording_ended() {
   if (gathers() || secondary()) schedule_->flush();
   if (gathers()) discard_gathered();
-  close_ungathered();
+  close_views();
   drop_copies();
   recording_ = 0;
   mirror_next_ = false;
   drop_slots();
   reduction_.values.clear();  // waits for its lane: only then may the slots go
-  reduction_.lent.clear();
-  for (const Tensor& gradient : leaving_.gradients) {  // before what it is made from goes
+  reduction_.inputs.clear();
+  for (const Tensor& gradient : offload_in_flight_.gradients) {  // before what it is made from goes
     try { gradient.storage()->settle(); } catch (const std::exception&) {}  // whoever reads it gets the error
   }
-  leaving_ = {};
+  offload_in_flight_ = {};
 }
 
 }  // namespace sheaf

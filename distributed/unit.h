@@ -188,10 +188,10 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   // --- for the schedule ---
   int64_t gathered_bytes() const;
   void issue_gather(bool prefetched);
-  void take_back_lent();  ///< also unpacks what was gathered in blocks
+  void settle_and_unpack();  ///< also unpacks what was gathered in blocks
   void discard_gathered();
   /// Values that were never gathered (one rank, replicated masters) may be casts of old masters.
-  void close_ungathered();
+  void close_views();
   /// Bytes of the copy that a group holds for a step, along a secondary axis; 0 without one.
   int64_t copied_bytes() const;
   void issue_copies(bool prefetched);
@@ -199,8 +199,8 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   bool copies_under_way() const { return copies_.under_way; }
   void drop_copies();
   /// Gathered for an earlier micro-batch, and not yet opened in this one.
-  bool kept() const { return state_ == State::closed && !gathered_.empty(); }
-  void reopen();
+  bool is_cached() const { return state_ == State::closed && !gathered_.empty(); }
+  void open_cached();
   /// Waits for the pending collective, if any, and issues the next one; after the last, the gradient is stored.
   void advance_reduction();
   void complete_reduction();
@@ -220,7 +220,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   bool gathers() const { return shards() && (!alone(axis_) || (offloads_ && !secondary())); }
   /// There are no other ranks along this axis.
   bool alone(int axis) const { return !mesh_ || mesh_->size(axis) == 1; }
-  bool keeps() const { return gathers() && strategy_ == Strategy::zero1; }
+  bool caches_gathered() const { return gathers() && strategy_ == Strategy::zero1; }
   /// A group's copy of the masters has to be gathered from the other groups.
   bool secondary() const { return secondary_axis_ >= 0 && !alone(secondary_axis_); }
   /// Every rank keeps a slice of a reduction along this axis.
@@ -246,19 +246,19 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   /// What is gathered must be unpacked before it is used.
   bool is_packed() const { return std::ranges::any_of(buffers_, [this](const FlatBuffer& b) { return sends_blocks(b); }); }
   /// The input of the gather: masters in the compute dtype, or the group's copies of them.
-  std::vector<Tensor> to_gather();
+  std::vector<Tensor> gather_sources();
   std::vector<Tensor> masters_for_compute() const;
   std::vector<Tensor> take_copies();
   /// The types of the buffers that hold values, and of the values.
-  std::vector<OutputSpec> opened_specs() const;
+  std::vector<OutputSpec> gathered_specs() const;
   /// The type in which a buffer placed so is sent.
   Type sent_type(const FlatBuffer& b, const Layout& layout) const;
   void complete_gather();
   void unpack();
-  void open();
+  void ensure_open();
   void bind();
-  void views_of_masters();
-  void open_in(std::span<const Tensor> buffers);
+  void open_masters();
+  void bind_views_into(std::span<const Tensor> buffers);
   void zero_missing(const std::vector<bool>& contributed);
   bool is_summed_over_stages() const;
   /// Whether gradients of these leaves are sums over ranks of this axis: not where each has its own block.
@@ -293,7 +293,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
 
   State state_ = State::closed;
   int depth_ = 0;                  // scopes of its module that are open
-  bool opened_in_reverse_ = false; // only for vjps: no scope closes it
+  bool opened_by_vjp_ = false;     // only for vjps: no scope closes it
   // For a unit opened outside all scopes: how many held each value then. While more do, it is still in use and not
   // discarded.
   std::vector<int64_t> holders_;
@@ -301,11 +301,11 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   bool is_held() const;
   uint64_t recording_ = 0;         // the recording that knows the gathered values; 0 for none
   bool mirror_next_ = false;       // discarded in this recording's forward: the next gather mirrors that
-  std::vector<Tensor> lent_;       // casts of the masters, or their copies from the host, which the gather reads until the unit is opened
-  std::vector<Tensor> gathered_;   // one per buffer; goes first and waits for its lane
+  std::vector<Tensor> gather_inputs_;  // casts of the masters, or their copies from the host, which the gather reads until the unit is opened
+  std::vector<Tensor> gathered_;       // one per buffer; destroyed before its inputs, and waits for its lane
   struct Copies {                  // of the masters, for all micro-batches of a recording: casts, where nothing is gathered,
-    std::vector<Tensor> lent;      // or (buffers) what is gathered along the secondary axis, from casts while it is under way
-    std::vector<Tensor> buffers;   // goes first and waits for its lane
+    std::vector<Tensor> inputs;    // or (buffers) what is gathered along the secondary axis, from casts while it is under way
+    std::vector<Tensor> buffers;   // declared last, so destroyed first: its destructor waits for the lane
     uint64_t recording = 0, version = 0;
     bool under_way = false;
   };
@@ -313,19 +313,19 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   std::vector<Tensor> values_;     // one per leaf
   std::vector<Tensor> slot_buffers_, slots_;
   uint64_t slots_of_ = 0;          // the recording that they were made in
-  int64_t unfinished_ = 0;         // backwards that have passed it, but whose gradients come later
-  std::vector<Tensor> waiting_;    // sums over micro-batches: zero1's slots, else what is not summed over replicas yet
-  struct Reduction {               // `values` goes first and waits for its lane
-    std::vector<Tensor> lent;      // inputs of a reduction to slices: the slots, a slice along a secondary axis, or casts of them
+  int64_t pending_finishes_ = 0;   // backwards that have passed it, but whose gradients come later
+  std::vector<Tensor> unreduced_;  // sums over micro-batches: zero1's slots, else what is not summed over replicas yet
+  struct Reduction {               // `values` is declared last, so destroyed first: its destructor waits for the lane
+    std::vector<Tensor> inputs;    // of a reduction to slices: the slots, a slice along a secondary axis, or casts of them
     std::vector<Tensor> values;    // one per trainable buffer; empty: nothing is pending
     int along = -1;                // the axis of the pending collective
     bool to_the_end = false;       // or replicas are left to a later micro-batch
   };
   Reduction reduction_;
-  struct Leaving {                 // for the host's memory, by the lane of copies
+  struct Offload {                 // for the host's memory, by the lane of copies
     std::vector<Tensor> gradients, from;
   };
-  Leaving leaving_;
+  Offload offload_in_flight_;
 };
 
 }  // namespace sheaf

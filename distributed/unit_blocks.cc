@@ -66,7 +66,7 @@ void Unit::unpack() {
   const PathScope path(name_);
   const std::vector<Tensor> landed = gathered_;
   const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(landed.size())};
-  const Tensors outputs = apply_typed(UnitOps::unpack(), &attrs, landed, opened_specs());
+  const Tensors outputs = apply_typed(UnitOps::unpack(), &attrs, landed, gathered_specs());
   gathered_.assign(outputs.begin(), outputs.begin() + landed.size());
   std::copy(outputs.begin() + landed.size(), outputs.end(), values_.begin());
   if (Recording::current()) bind();
@@ -82,8 +82,8 @@ void Unit::exchange_blocks(int axis, std::span<const Reduced> which) {
     Tensor& t = reduction_.values[value];
     const UnitOps::Attrs of_addends{axis, 1};
     t = UnitOps::made_by(UnitOps::quantize_gradient(), &of_addends, t, in_blocks(t.type()));
-    if (value < reduction_.lent.size()) reduction_.lent[value] = t;  // what it was made from goes before more is
-    else reduction_.lent.push_back(t);
+    if (value < reduction_.inputs.size()) reduction_.inputs[value] = t;  // what it was made from goes before more is
+    else reduction_.inputs.push_back(t);
     Type type = t.type();
     const int last = type.shape.rank() - 1, rows = type.shape.rank() - b.shard.shape().rank();
     OwnershipMap part = parts_of(last, kBytes);
@@ -135,7 +135,7 @@ bool Unit::add_blocks() {
     if (!parts) continue;
     const UnitOps::Attrs of_sums{-1, 1};
     const Tensor blocks = UnitOps::made_by(UnitOps::quantize_gradient(), &of_sums, t, in_blocks(sum));
-    reduction_.lent.push_back(blocks);
+    reduction_.inputs.push_back(blocks);
     from.push_back(blocks);
     Type whole = blocks.type();
     whole.layout[axis] = Placement::invariant();

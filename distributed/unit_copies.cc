@@ -18,7 +18,7 @@ void Unit::issue_copies(bool prefetched) {
     std::vector<OutputSpec> specs;
     for (const FlatBuffer& b : buffers_) {
       specs.push_back({.type = sent_type(b, whole(b).with(axis_, b.shard.layout()[axis_]))});
-      if (is_made_for_gather(b)) copies_.lent.push_back(masters[specs.size() - 1]);
+      if (is_made_for_gather(b)) copies_.inputs.push_back(masters[specs.size() - 1]);
     }
     if (r && prefetched) r->flag_next(Node::kPrefetched);
     const UnitOps::Attrs attrs{secondary_axis_, static_cast<int32_t>(buffers_.size())};
@@ -36,8 +36,8 @@ std::vector<Tensor> Unit::take_copies() {
   if (!has_copies()) issue_copies(/*prefetched=*/false);
   if (copies_.under_way) {
     const PathScope path(name_);
-    UnitOps::complete_results(secondary_axis_, copies_.buffers, copies_.lent);
-    copies_.lent.clear();
+    UnitOps::complete_results(secondary_axis_, copies_.buffers, copies_.inputs);
+    copies_.inputs.clear();
     copies_.under_way = false;
   }
   return copies_.buffers;

@@ -62,7 +62,7 @@ Tensor Unit::memory_like_slot(int index) {
 }
 
 void Unit::pass() {
-  ++unfinished_;
+  ++pending_finishes_;
   pass_constant();
 }
 
@@ -71,7 +71,7 @@ void Unit::pass_constant() {
   mirror_next_ = false;
   if (state_ == State::in_flight) {
     // Gathered ahead for a backward after this one, which opened it only for its scope.
-  } else if (keeps()) {
+  } else if (caches_gathered()) {
     std::fill(values_.begin(), values_.end(), Tensor());
     state_ = State::closed;  // but kept, for the next micro-batch
   } else if (gathers()) {
@@ -88,10 +88,10 @@ bool Unit::is_summed_over_stages() const {
 
 void Unit::finish(const std::vector<bool>& contributed) {
   const PathScope path(name_);
-  if (unfinished_ == 0)
+  if (pending_finishes_ == 0)
     fail<LifetimeError>("[unit] '", path_label(name_), "': the gradients of its weights were put off in a backward with defer_weights ",
                         "that zero_grad() has given up since");
-  --unfinished_;
+  --pending_finishes_;
   zero_missing(contributed);
   // Units that all stages share are summed where the step asks for it (reduce_waiting): here each stage would wait for the last
   // one although it has work to do, and they get here in different turns.
@@ -99,24 +99,24 @@ void Unit::finish(const std::vector<bool>& contributed) {
   if (slot_buffers_.empty()) return;  // all frozen
   std::vector<Tensor> slots = std::exchange(slot_buffers_, {});
   std::fill(slots_.begin(), slots_.end(), Tensor());
-  if (keeps()) {
+  if (caches_gathered()) {
     add_to_waiting(std::move(slots));
     if (!last) return;
-    slots = std::exchange(waiting_, {});
+    slots = std::exchange(unreduced_, {});
   }
   schedule_->advance_reductions();    // at most one unit's slots are in flight
-  reduction_.lent = std::move(slots);
+  reduction_.inputs = std::move(slots);
   reduction_.to_the_end = last;
   reduce_along(axis_);
 }
 
 void Unit::add_to_waiting(std::vector<Tensor> gradients) {
-  if (waiting_.empty()) {
-    waiting_ = std::move(gradients);
+  if (unreduced_.empty()) {
+    unreduced_ = std::move(gradients);
     return;
   }
   leaf_waiting();
-  for (size_t k = 0; k < gradients.size(); ++k) add_gradient(waiting_[k], gradients[k]);
+  for (size_t k = 0; k < gradients.size(); ++k) add_gradient(unreduced_[k], gradients[k]);
 }
 
 // Gradients that another recording left become leaves of this one.
@@ -124,23 +124,23 @@ void Unit::leaf_waiting() {
   Recording* r = Recording::current();
   size_t k = 0;
   for (const FlatBuffer& b : buffers_)
-    if (r && b.trainable) r->leaf(waiting_[k++], "waiting gradient of " + b.name);
+    if (r && b.trainable) r->leaf(unreduced_[k++], "waiting gradient of " + b.name);
 }
 
 void Unit::reduce_waiting() {
-  if (unfinished_ > 0)
-    fail<LifetimeError>("[unit] '", path_label(name_), "': the gradients of its weights were put off in ", unfinished_,
-                        unfinished_ == 1 ? " backward" : " backwards", " with defer_weights, and recording.backward_weights() was not ",
+  if (pending_finishes_ > 0)
+    fail<LifetimeError>("[unit] '", path_label(name_), "': the gradients of its weights were put off in ", pending_finishes_,
+                        pending_finishes_ == 1 ? " backward" : " backwards", " with defer_weights, and recording.backward_weights() was not ",
                         "called as often; zero_grad() gives up all gradients of this step");
-  if (waiting_.empty()) return;
+  if (unreduced_.empty()) return;
   const PathScope path(name_);
   leaf_waiting();
   reduction_.to_the_end = true;
-  reduce_waiting_along(keeps() ? axis_ : axis_after(axis_));
+  reduce_waiting_along(caches_gathered() ? axis_ : axis_after(axis_));
 }
 
 void Unit::reduce_waiting_along(int axis) {
-  (axis == axis_ ? reduction_.lent : reduction_.values) = std::exchange(waiting_, {});
+  (axis == axis_ ? reduction_.inputs : reduction_.values) = std::exchange(unreduced_, {});
   reduce_along(axis);
 }
 
@@ -152,8 +152,8 @@ void Unit::reduce_waiting_along(int axis) {
 // collective is between two casts: ranks add up what they have sent, and a cast's memory is freed with the collective's. With
 // int8 blocks other collectives take its place: [Note: addends in blocks].
 void Unit::reduce_along(int axis) {
-  if (axis == axis_) reduction_.values = reduction_.lent;
-  else if (scatters(axis)) reduction_.lent = reduction_.values;
+  if (axis == axis_) reduction_.values = reduction_.inputs;
+  else if (scatters(axis)) reduction_.inputs = reduction_.values;
   std::vector<Tensor> from;
   std::vector<OutputSpec> specs;
   std::vector<size_t> which;  // of the values; what the tensor axis cuts is no sum along it
@@ -169,7 +169,7 @@ void Unit::reduce_along(int axis) {
     }
     if (b.reduce != b.dtype && !alone(axis)) {  // what is cast goes before more is
       t = UnitOps::cast_by(UnitOps::cast_gradient(), t, b.reduce);
-      if (!reduction_.lent.empty()) reduction_.lent[k - 1] = t;
+      if (!reduction_.inputs.empty()) reduction_.inputs[k - 1] = t;
     }
     Type type = t.type();
     if (mesh_) type.layout[axis] = b.shard.layout()[axis];
@@ -194,10 +194,10 @@ void Unit::advance_reduction() {
   const int along = reduction_.along;
   const PathScope path(name_);
   if (!alone(along)) {
-    UnitOps::complete_results(along, reduction_.values, reduction_.lent);
+    UnitOps::complete_results(along, reduction_.values, reduction_.inputs);
   }
   for (Tensor& t : reduction_.values) t.storage()->settle();
-  reduction_.lent.clear();
+  reduction_.inputs.clear();
   if (add_blocks()) return;
   cast_reduced();
   const int next = axis_after(along);
@@ -234,7 +234,7 @@ bool Unit::sums_further() const {
 }
 
 bool Unit::holds_gradients() const {
-  return unfinished_ > 0 || !waiting_.empty() || std::ranges::any_of(buffers_, [](const FlatBuffer& b) { return b.grad.defined(); });
+  return pending_finishes_ > 0 || !unreduced_.empty() || std::ranges::any_of(buffers_, [](const FlatBuffer& b) { return b.grad.defined(); });
 }
 
 void Unit::complete_reduction() {
@@ -244,7 +244,7 @@ void Unit::complete_reduction() {
 
 void Unit::keep_gradient() {
   const std::vector<Tensor> reduced = std::exchange(reduction_.values, {});
-  if (offloads_) leaving_.from = reduced;
+  if (offloads_) offload_in_flight_.from = reduced;
   size_t k = 0;
   for (FlatBuffer& b : buffers_) {
     if (!b.trainable) continue;
@@ -265,13 +265,13 @@ void Unit::offload_gradient(FlatBuffer& b, const Tensor& gradient) {
   const Tensors there = apply_typed(UnitOps::offload_gradient(), nullptr, std::span(inputs, b.grad ? 2 : 1), std::span(&spec, 1));
   if (b.grad) b.grad.storage()->changed();
   else b.grad = there[0];
-  leaving_.gradients.push_back(b.grad);
+  offload_in_flight_.gradients.push_back(b.grad);
 }
 
 void Unit::complete_offload() {
-  if (leaving_.from.empty()) return;
+  if (offload_in_flight_.from.empty()) return;
   const PathScope path(name_);
-  const Leaving left = std::exchange(leaving_, {});
+  const Offload left = std::exchange(offload_in_flight_, {});
   UnitOps::complete_results(axis_, left.gradients, left.from);
 }
 

@@ -198,10 +198,10 @@ uint64_t Unit::version() const {
 
 void Unit::zero_grad() {
   for (FlatBuffer& b : buffers_) b.grad = b.grad_scale = b.found_inf = Tensor();
-  waiting_.clear();
-  unfinished_ = 0;
+  unreduced_.clear();
+  pending_finishes_ = 0;
   reduction_.values.clear();  // of a backward that failed; waits for its lane
-  reduction_.lent.clear();
+  reduction_.inputs.clear();
 }
 
 int64_t Unit::gathered_bytes() const {

@@ -14,12 +14,12 @@ void for_each_model_field(F&& f, Model&... m) {
   f("heads", m.heads...);
   f("kv_heads", m.kv_heads...);
   f("width", m.width...);
-  f("head_dim", m.head_dim...);
   f("kv_lora_rank", m.kv_lora_rank...);
   f("q_lora_rank", m.q_lora_rank...);
   f("qk_nope_head_dim", m.qk_nope_head_dim...);
   f("qk_rope_head_dim", m.qk_rope_head_dim...);
   f("v_head_dim", m.v_head_dim...);
+  f("head_dim", m.head_dim...);
   f("linear_key_heads", m.linear_key_heads...);
   f("linear_value_heads", m.linear_value_heads...);
   f("linear_key_head_dim", m.linear_key_head_dim...);

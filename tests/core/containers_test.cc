@@ -87,7 +87,7 @@ TEST(Recycled, BlocksAreOneOwnersAtATime) {
       for (size_t i = 0; i < mine.size(); i += 2) mine[i].reset();  // more than a thread keeps
     }).join();
     for (size_t i = 1; i < mine.size(); i += 2) {
-      ASSERT_EQ(mine[i]->value, mine[i]->rematerialize);
+      ASSERT_EQ(mine[i]->value, mine[i]->again);
       ASSERT_EQ(mine[i]->value, 10000 * (round - 1) + static_cast<int64_t>(i));
     }
     mine = std::move(theirs);
