@@ -12,11 +12,12 @@
 
 namespace sheaf::nn {
 
-/// Bytes are cut among ranks wherever it may be, also inside of blocks: a rank makes the whole blocks around its own, of values in
-/// f32, and keeps its bytes of them. So a block is the same wherever it is cut.
+/// Bytes are cut among ranks anywhere, even inside of blocks: a rank quantizes the whole blocks around its bytes, from values in
+/// f32, and keeps only its own bytes. So a block is the same wherever it is cut.
 class BlockPiece {
  public:
-  /// `bytes`: which of the parameter's bytes, of its row-major flat index; runs begin at the same place of their blocks.
+  /// `bytes`: which of the parameter's bytes, as runs of its row-major flat index; all runs begin at the same place in
+  /// their blocks.
   BlockPiece(std::string name, BlockFormat format, const Runs& bytes);
 
   /// Elements of the values, side by side in values(): the whole blocks that hold the bytes.
@@ -24,7 +25,8 @@ class BlockPiece {
   std::span<float> values() { return values_; }
   /// read(begin, out) gives values [begin, begin + out.size()) of the flat index.
   void fill(const std::function<void(int64_t begin, std::span<float> out)>& read);
-  /// Quantizes the values and puts the bytes to `to` on `device`. NonFiniteError that names the parameter.
+  /// Quantizes the values and writes the bytes to `to` on `device`. NonFiniteError, naming the parameter, for a value
+  /// that is not finite.
   void store(Device device, void* to);
 
  private:

@@ -28,7 +28,7 @@ struct ClipScale {
   static void describe(const Attrs& a, std::string& out) { out += str("max_norm ", a.max_norm); }
 };
 
-// Norm and scale of the gradients of `units`; with the factor that they have in them, also whether infinity was found.
+// Norm and scale of the gradients of `units`; given the factor that these contain, also whether infinity was found.
 Tensors norm_and_scale(const char* who, std::span<const std::shared_ptr<Unit>> units, double max_norm,
                        const Tensor& loss_factor = {}) {
   std::vector<Tensor> limbs = nn::square_sums(units, nn::FlatValues::gradients);

@@ -9,7 +9,7 @@
 namespace sheaf {
 
 /// Limits the 2-norm of the gradients of all these parameters, together, to `max_norm`. Returns the norm before clipping
-/// (f64 scalar, whole on every rank) and leaves scale = min(1, max_norm / (norm + 1e-6)) as a scalar tensor beside each
+/// (f64 scalar, whole on every rank) and leaves scale = min(1, max_norm / (norm + 1e-6)) as a scalar tensor next to each
 /// gradient, for the optimizer's step to multiply with: the gradients themselves stay as they are. The last call counts.
 ///
 /// The sum of squares is exact to the last rounding: f64 sums of 32-element blocks, added in fixed point, as integers
@@ -17,9 +17,9 @@ namespace sheaf {
 /// are sharded; recorded as part of the update if a recording lives. Pascanu, Mikolov and Bengio 2013,
 /// https://arxiv.org/abs/1211.5063.
 Tensor clip_grad_norm(std::span<const nn::Parameter> parameters, double max_norm);
-/// The same where the gradients are those of scaler.scale(loss): norm and scale are divided by the scaler's factor, so that
-/// they are those of the loss, and where the norm is not finite the optimizer's step is skipped, and the scaler told. With an
-/// infinite `max_norm` that is all.
+/// The same for gradients of scaler.scale(loss): norm and scale are divided by the scaler's factor, so they are those of the
+/// loss itself; where the norm is not finite, the optimizer's step is skipped and the scaler is told. With an infinite
+/// `max_norm` that is all it does.
 Tensor clip_grad_norm(std::span<const nn::Parameter> parameters, double max_norm, optim::LossScaler& scaler);
 /// The norm alone; nothing is clipped.
 Tensor grad_norm(std::span<const nn::Parameter> parameters);

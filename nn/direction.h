@@ -15,13 +15,15 @@
 
 namespace sheaf {
 
-/// Recording::derivative_along() of `loss`, a value of the current recording, along the parameters of `direction`, of which the n-th
-/// belongs to the n-th of `model`. Frozen and steered ones have no part in it. ShapeError, by name, if the two are not alike.
+/// Recording::derivative_along() of `loss`, a value of the current recording, along the parameters of `direction`, the n-th of which
+/// belongs to the n-th of `model`. Frozen and steered ones have no part in it. ShapeError, naming the parameter, if the two do not
+/// match.
 Tensor derivative_along(const Tensor& loss, nn::Module& model, nn::Module& direction);
 
-/// The inner product of the model's gradients with the parameters of `direction`: f64 scalar, whole on every rank. What has no gradient
-/// counts 0. Collective where parameters are sharded. Gradients are taken as they are, not clipped, nor a loss's scale taken out; of
-/// the direction the masters, where derivative_along() reads values, which may be rounded (compute_dtype, gather_int8).
+/// The inner product of the model's gradients with the parameters of `direction`: f64 scalar, whole on every rank. Parameters without a
+/// gradient count 0. Collective where parameters are sharded. Gradients are taken as they are: not clipped, a loss's scale still in
+/// them. Of the direction it reads the masters, whereas derivative_along() reads values, which may be rounded (compute_dtype,
+/// gather_int8).
 Tensor gradient_along(nn::Module& model, nn::Module& direction);
 
 /// The parameters of `direction` become the model's gradients, as gradient_along() takes them, times `scale`. Outside of recordings.

@@ -9,10 +9,10 @@
 
 namespace sheaf::nn {
 
-/// Lets linear layers and experts round the operands of their products (sheaf::Fp8): all whose widths are multiples of 16, which
-/// is what GPUs multiply, and that `picks` says yes to, by their paths; but for tables (Parameter::set_table: routers). Masters,
-/// gradients, activations and what ranks send each other stay what they are. Returns how many layers. Before shard() and
-/// materialize(): along a tensor axis hidden units of MLPs are cut in 16s then.
+/// Makes linear layers and experts round the operands of their products (sheaf::Fp8): all whose widths are multiples of 16, as
+/// GPUs require, and whose path `picks` accepts, except tables (Parameter::set_table: routers). Masters, gradients, activations
+/// and what ranks send each other keep their dtypes. Returns how many layers. Before shard() and materialize(): it makes a
+/// tensor axis cut hidden units of MLPs in 16s.
 int64_t use_fp8(Module& model, Fp8 products, const std::function<bool(const std::string& path)>& picks = {});
 
 }  // namespace sheaf::nn

@@ -103,8 +103,8 @@ std::string described(const Parameter& p) {
   return str(p.name(), ' ', p.dtype(), p.shape(), p.trainable() ? "" : " frozen");
 }
 
-// Ranks that make other models of one code, or other values of one model, would compute on what does not fit, and often without any
-// collective that tells: what each unit is made of is compared, once, along every axis of its mesh.
+// Ranks that make different models from one code, or different values of one model, would compute on what does not fit, often
+// without any collective that notices: what each unit is made of is compared, once, along every axis of its mesh.
 void expect_agreement(const std::vector<UnitNode>& nodes, uint64_t seed) {
   std::vector<std::pair<const MeshSpec*, std::vector<Fact>>> meshes;
   for (const UnitNode& node : nodes) {
@@ -128,7 +128,7 @@ void make_unit(UnitNode& node, const std::shared_ptr<GatherSchedule>& schedule, 
   if (mark) options = *mark;
   std::vector<LeafSpec> specs;
   for (const Parameter& p : node.leaves) {
-    // Nothing is ever added to it: it rests as it is computed with.
+    // Nothing is ever added to it: it rests in the dtype of compute.
     if (p.state().constant && !p.exact() && options.compute && size_of(*options.compute) < size_of(p.dtype()))
       p.state().dtype = *options.compute;
     if (p.blocks()) {

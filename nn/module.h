@@ -66,10 +66,11 @@ class Visitor {
   std::string path_;
 };
 
-/// Where the tensors of a module's call are along an axis of the mesh, said from outside of it: Module::parallelize().
+/// Where the tensors of a module's call are along an axis of the mesh, declared from outside of it:
+/// Module::parallelize().
 struct CallPlacements {
   std::string axis;  ///< tensors on a mesh without it, or on none, stay as they are
-  /// Of what the module is called with, and of what it returns: tensors of any dtype, and those of structs that show theirs
+  /// Of the call's arguments, and of its result: tensors of any dtype, and those of structs that show theirs
   /// (for_each_tensor), which join() first. Absent: they stay as they are.
   std::optional<Placement> inputs = std::nullopt, outputs = std::nullopt;
 };
@@ -85,10 +86,10 @@ class ModuleScope {
   /// The innermost module whose scope is open on this thread, or null.
   static Module* current();
 
-  /// An argument of the module's call, where the module is: a Tensor, or a struct that shows its own (for_each_tensor), that
-  /// is on another stage of a pipeline is moved to the module's (ShardOptions::stage_axis), and placed as parallelize() says. A
-  /// struct that can join() its tensors does so on its way, and where what the module computes is computed again: one is sent, or
-  /// kept. Others pass.
+  /// Brings an argument of the module's call to the module: a Tensor, or a struct that shows its own (for_each_tensor), is moved
+  /// from another stage of a pipeline to the module's (ShardOptions::stage_axis), and placed as parallelize() says. A struct that
+  /// can join() its tensors does so before it is moved, and where the module is recomputed: then one is sent, or kept. Others
+  /// pass.
   template <class T>
   decltype(auto) arrive(T&& argument) {
     constexpr bool has_tensors = requires(std::remove_cvref_t<T>& v) { v.for_each_tensor([](Tensor&) {}); };
@@ -159,7 +160,7 @@ class ModuleScope {
   void open_region();
   void leave();
   bool is_recomputed() const { return recompute_ && recompute_->is_region(); }
-  /// What is not computed again with the module; called before anything is.
+  /// Runs `f`, which is not to be computed again with the module; called before anything that is.
   template <class F>
   void before_region(F&& f) {
     recompute_.reset();
@@ -183,7 +184,7 @@ class Module {
 
   /// From SHEAF_FIELDS.
   virtual void visit(Visitor& visitor) = 0;
-  /// What was set in `source`, a module of the same type, after it was made, beside parameters: clone() asks for it.
+  /// Copies what was set in `source`, a module of the same type, after it was made, except parameters: for clone().
   virtual void take_settings(const Module& /*source*/) {}
 
   /// Every leaf once, in visiting order; names those that are not materialized yet.
@@ -198,18 +199,18 @@ class Module {
   bool training() const { return training_; }
 
   /// What this module computes is not kept for the backward but computed again there: activation checkpointing, for a
-  /// module whose inputs are small beside what it computes from them. See RecomputeScope.
+  /// module whose inputs are small compared with what it computes from them. See RecomputeScope.
   void recompute(bool on = true) { on ? recompute(RecomputeOptions{}) : recompute_.reset(); }
   void recompute(const RecomputeOptions& options) { recompute_ = options; }
 
-  /// Shares it between ranks without a word in its code: operator() redistributes its inputs and results along an axis to these
-  /// placements, by nodes that the tape has under the module's path. Once for each axis. What is gathered on the way in is not kept
-  /// for gradients but gathered again.
+  /// Shares it between ranks without a change to its code: operator() redistributes its inputs and results along an axis to these
+  /// placements, in nodes that the tape has under the module's path. Call it once for each axis. What is gathered on the way in is
+  /// not kept for gradients but gathered again.
   void parallelize(const CallPlacements& placements) { call_placements_.push_back(placements); }
 
   /// Opens this module's scope: for methods other than forward, `auto scope = enter();`. operator() does it by itself.
   [[nodiscard]] ModuleScope enter() { return ModuleScope(*this); }
-  /// The same for what uses modules below, and no parameter of this one's own unit: that is not gathered.
+  /// The same for methods that use modules below, but no parameter of this one's own unit: that is not gathered.
   [[nodiscard]] ModuleScope enter_without_unit() { return ModuleScope(*this, /*opens_unit=*/false); }
 
   /// Where it stands in the model that was sharded or materialized.
@@ -305,8 +306,8 @@ M clone(M& source, Args&&... args) {
 }  // namespace sheaf
 
 /// Names the fields of a module (parameters, buffers, modules and containers of them; a base's too) and gives it
-/// operator(), which opens the module's scope and calls `forward`, whatever its signature, if there is one. Stands in the
-/// public part of the struct; methods that call (*this)(...) stand below it.
+/// operator(), which opens the module's scope and calls `forward`, whatever its signature, if there is one. Put it into the
+/// public part of the struct; methods that call (*this)(...) must be below it.
 #define SHEAF_FIELDS(...)                                                               \
   void visit(::sheaf::nn::Visitor& sheaf_visitor) override {                            \
     ::sheaf::nn::detail::visit_fields(sheaf_visitor, #__VA_ARGS__ __VA_OPT__(, ) __VA_ARGS__); \

@@ -61,23 +61,23 @@ class Parameter : public TensorOperand {
   bool trainable() const { return state().trainable; }
   /// Takes it out of training: no gradient, no optimizer state. Before materialize() (its unit is laid out there).
   void freeze();
-  /// The same, and nothing else changes it either once it is loaded: it rests in the dtype that its unit computes with
+  /// The same, and nothing else changes it either once it is loaded: it rests in its unit's compute dtype
   /// (ShardOptions::compute_dtype), if that is narrower.
   void freeze_for_good();
-  /// It is computed with in its own dtype, whatever ShardOptions::compute_dtype and ::reduce_dtype say. Before materialize().
+  /// Computation uses it in its own dtype, whatever ShardOptions::compute_dtype and ::reduce_dtype say. Before materialize().
   void keep_exact();
   bool exact() const { return state().exact; }
-  /// It rests, is gathered and is saved in blocks of 64 neighbouring values (core/block_format.h), and value() makes values of them,
-  /// in the dtype that its unit computes with, each time it is asked for: as many as there are, for as long as they are used. Of a
-  /// parameter that is frozen for good, before materialize(); ConfigError for another, ShapeError if rows are no multiples of 64.
+  /// It rests, is gathered and is saved in blocks of 64 neighbouring values (core/block_format.h), and each value() makes all its
+  /// values from them, in its unit's compute dtype, for as long as they are used. For a parameter that is frozen for good, before
+  /// materialize(); ConfigError for another, ShapeError if rows are not multiples of 64.
   void quantize(BlockFormat format);
   const std::optional<BlockFormat>& blocks() const { return state().blocks; }
-  /// What value() is made of: the bytes, as its unit holds them ready.
+  /// What value() is made from: the bytes, as its unit holds them ready.
   Tensor in_blocks() const;
-  /// What the derivative of its uses gives is no slope but a measurement (MixtureOfExperts: how much more than others an expert
-  /// had to do). It is summed over ranks and micro-batches as every gradient is, and kept exact. Each optimizer step moves every element by `rate` against its sign (signSGD; Bernstein et al.,
-  /// https://arxiv.org/abs/1802.04434), whatever the optimizer and its learning rate; it is in no norm, and has no state. Before
-  /// materialize(); ConfigError for a rate that is not above 0.
+  /// Its gradient is not a slope but a measurement (MixtureOfExperts: an expert's load above the mean). It is summed over ranks and
+  /// micro-batches as every gradient is, and kept exact. Each optimizer step moves every element by `rate` against the gradient's sign
+  /// (signSGD; Bernstein et al., https://arxiv.org/abs/1802.04434), whatever the optimizer and its learning rate; it is in no norm, and has
+  /// no state. Before materialize(); ConfigError for a rate that is not above 0.
   void steer(double rate);
   /// That rate; 0: its gradient is a slope.
   double steered() const { return state().steered; }
@@ -89,13 +89,13 @@ class Parameter : public TensorOperand {
   void set_table() { state().table = true; }
   bool table() const { return state().table; }
 
-  /// It is added, side by side for several: the biases of experts [E, O]. Whatever its rank, optimizers take it for vectors: it does not
-  /// decay (optim::decays_matrices), and optim::Muon leaves it out.
+  /// It holds biases, perhaps those of several layers side by side: the biases of experts [E, O]. Whatever its rank, optimizers treat it
+  /// as vectors: it does not decay (optim::decays_matrices), and optim::Muon leaves it out.
   void set_bias() { state().bias = true; }
   bool bias() const { return state().bias; }
 
   /// How the ranks of a tensor axis (ShardOptions::tensor_axis) share it: each computes with what `map` gives it and never
-  /// has the rest. Without such an axis it says nothing. Before materialize(); PlacementError for a flat or uneven map, or
+  /// has the rest. Without such an axis it has no effect. Before materialize(); PlacementError for a flat or uneven map, or
   /// one that does not fit the shape.
   void set_cut(const OwnershipMap& map);
   const std::optional<OwnershipMap>& cut() const { return state().cut; }
@@ -166,7 +166,7 @@ std::vector<std::shared_ptr<Unit>> distinct_units(std::span<const Parameter> par
 /// The whole value on every rank, dense and without a layout. Collective if the parameter is sharded; outside of any
 /// recording. For tests and export.
 Tensor full_parameter(const nn::Parameter& p);
-/// The same of its gradient; undefined if there is none. Collective.
+/// The same for its gradient; undefined if there is none. Collective.
 Tensor full_gradient(const nn::Parameter& p);
 /// Gives a parameter the values of a whole tensor (no layout, same shape and dtype): each rank copies its own piece,
 /// without communication. Outside of any recording, whose backward may read what was there before.

@@ -10,11 +10,11 @@
 namespace sheaf {
 
 /// The 2-norms of these parameters' gradients, in their order, f64 [n], whole on every rank; 0 for one that is frozen, steered
-/// (nn::Parameter::steer) or has none. Before clipping, whose scale stands beside gradients. One pass over gradients and, where parameters
+/// (nn::Parameter::steer) or has none. Before clipping, whose scale is next to gradients. One pass over gradients and, where parameters
 /// are sharded, one all_reduce for all of them; sums are exact as clip_grad_norm's are. Recorded as part of the update if a recording
 /// lives.
 Tensor grad_norms(std::span<const nn::Parameter> parameters);
-/// Of gradients that have the scaler's factor in them: without it.
+/// For gradients that have the scaler's factor in them: norms without it.
 Tensor grad_norms(std::span<const nn::Parameter> parameters, const optim::LossScaler& scaler);
 /// The same of the parameters themselves (their masters).
 Tensor parameter_norms(std::span<const nn::Parameter> parameters);

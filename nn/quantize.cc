@@ -5,7 +5,7 @@
 namespace sheaf::nn {
 namespace {
 
-// In whole blocks of what `down` reads.
+// Cuts in whole blocks of what `down` reads.
 template <class Mlp>
 void cut_in_blocks(Module* module) {
   auto* const mlp = dynamic_cast<Mlp*>(module);

@@ -119,7 +119,7 @@ struct AttentionToCut : Visitor {
 
 namespace {
 
-/// What experts are sharded over where the rest of the model is over their own axis.
+/// What experts are sharded over if the rest of the model is sharded over the experts' own axis.
 int axis_of_experts(const MeshSpec& mesh, int experts, int context, const std::vector<int>& taken) {
   if (context >= 0) return context;
   for (int a = 0; a < mesh.num_axes(); ++a)
@@ -274,7 +274,7 @@ nn::Module::UnitMark mark_of(const MeshSpec* mesh, const Axes& axes, const Shard
   return mark;
 }
 
-/// What a rank has of the experts is sharded over another axis than they are.
+/// A rank's experts are sharded over another axis than the one that cuts them.
 nn::Module::UnitMark mark_of_experts(nn::Module::UnitMark mark, const Axes& axes, const ShardOptions& options) {
   mark.tensor_axis = axes.experts;
   if (mark.axis == axes.experts) mark.axis = axis_of_experts(*mark.mesh, axes.experts, axes.context, {axes.replicas, axes.tensor, axes.stages});

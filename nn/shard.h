@@ -62,7 +62,7 @@ inline UnitPolicy units_where(UnitPolicy::Predicate predicate) { return UnitPoli
 
 }  // namespace nn
 
-/// A strategy, or its name ("full_shard"); a name that is unknown or not there yet is a ConfigError.
+/// A strategy, or its name ("full_shard"); an unknown name is a ConfigError.
 struct StrategyChoice {
   Strategy value;
   StrategyChoice(Strategy s) : value(s) {}                                     // NOLINT
@@ -72,36 +72,37 @@ struct StrategyChoice {
 };
 
 struct ShardOptions {
-  std::string axis = "data";            ///< of the mesh, that cuts parameters and the batch
-  /// Of the mesh, that cuts the batch too, but along which the model is replicated (hybrid sharding, HSDP): the strategy
-  /// holds within a group of ranks along `axis`, and gradients are summed over the groups besides. "": no such axis.
+  std::string axis = "data";            ///< the mesh axis that cuts parameters and the batch
+  /// The mesh axis that cuts the batch, too, but along which the model is replicated (hybrid sharding, HSDP): the
+  /// strategy holds within a group of ranks along `axis`, and gradients are also summed over the groups. "": no such
+  /// axis.
   std::string replica_axis = "";
   /// The groups' copies are secondary shards (hpZ; Megatron's HFSDP): masters, gradients and optimizer states are cut over
   /// `replica_axis`, too (without one, over `context_axis`, or `expert_axis`), and each group gathers its copy, in the dtype of compute, once a
   /// step.
   bool secondary = false;
-  /// Of the mesh, that cuts parameters which say how (nn::Parameter::set_cut: heads of attention, hidden units of MLPs, the
+  /// The mesh axis that cuts parameters which say how (nn::Parameter::set_cut: heads of attention, hidden units of MLPs, the
   /// vocabulary), the tensors computed from them, and in between each sequence of the batch: tensor and sequence
   /// parallelism. What a rank has of a cut parameter is sharded further over `axis`; gradients of the others are summed
   /// over both. "": none.
   std::string tensor_axis = "";
-  /// Of the mesh, that cuts each sequence of the batch (context parallelism). The model is replicated along it as along replica_axis,
-  /// unless it is `axis` itself. It stands before the tensor axis, which cuts a rank's tokens further. "": none.
+  /// The mesh axis that cuts each sequence of the batch (context parallelism). The model is replicated along it as along replica_axis,
+  /// unless it is `axis` itself. It comes before the tensor axis, which cuts a rank's tokens further. "": none.
   std::string context_axis = "";
   /// What its ranks send each other in attention. For all_gather, tokens are best cut by OwnershipMap::from_both_ends.
   nn::ContextComm context_comm = nn::ContextComm::all_to_all;
-  /// Of the mesh, that cuts the batch and the experts of mixtures (nn::Experts; expert parallelism). An expert lies on one of
+  /// The mesh axis that cuts the batch and the experts of mixtures (nn::Experts; expert parallelism). An expert is on one of
   /// its ranks, sharded further over `axis`; along it the rest of the model is replicated as along replica_axis, unless it is
   /// `axis` itself. Experts are then sharded over another axis, along which gradients are sums: the context axis, or one that
   /// is not named otherwise, of size 1 if need be. "": none.
   std::string expert_axis = "";
   /// A chain of the mesh (MeshSpec::Axis::chain) along which units lie one after another, as stages of a pipeline; what is in no
-  /// stage is replicated there. A unit's module moves what it is called with to its stage. "": none.
+  /// stage is replicated there. A unit's module moves its arguments to its stage. "": none.
   std::string stage_axis = "";
-  /// The stage of a unit's module, or -1 for none. Absent: the units in their order, StageCut's.
+  /// The stage of a unit's module, or -1 for none. Absent: StageCut assigns the units in their order.
   std::function<int(const nn::Module& module, const std::string& path)> stage_of = {};
-  /// Runs of units in each stage (interleaved pipelines): in their order they go round the stages so often. The
-  /// axis is a ring (MeshSpec::Axis::ring). Not beside stage_of, which says itself what goes round.
+  /// Runs of units in each stage (interleaved pipelines): the units, in their order, go round the stages this often.
+  /// The axis is a ring (MeshSpec::Axis::ring). Not together with stage_of, which itself says what goes round.
   int64_t stage_runs = 1;
   nn::UnitPolicy units = {};            ///< which modules below become units of their own
   StrategyChoice strategy = Strategy::full_shard;
@@ -111,23 +112,23 @@ struct ShardOptions {
   /// parameters' own dtype (f32). Absent: no cast.
   std::optional<DType> compute_dtype = std::nullopt;
   /// Ranks send each other their gradients in it, to be added up: bf16 halves what they receive (f16 ends at 65,504, as above).
-  /// In each reduction, of which zero1 has one a step and other strategies one a micro-batch, a rank's share is rounded to it
-  /// once, and so is the sum, which is taken in f32, but by NCCL. Gradients rest in the parameters' own. Absent: no cast.
+  /// In each reduction (one a step with zero1, one a micro-batch with other strategies) a rank's share is rounded to it once,
+  /// and so is the sum, which is taken in f32, except by NCCL. Gradients rest in the parameters' own dtype. Absent: no cast.
   std::optional<DType> reduce_dtype = std::nullopt;
-  /// Matrices, and what has more dimensions but Parameter::bias(), are gathered in blocks of 64 int8 codes with a scale, 8.25 bits an element, and
-  /// computed with as these say (ZeRO++'s qwZ, https://arxiv.org/abs/2306.10209). Masters stay as they are. Where `axis` has one
-  /// rank, nothing is sent in blocks, nor are copies along a secondary axis.
+  /// Parameters of two or more dimensions, except biases (Parameter::bias()), are gathered in blocks of 64 int8 codes with a scale, 8.25
+  /// bits an element, and the decoded values are computed with (ZeRO++'s qwZ, https://arxiv.org/abs/2306.10209). Masters stay as they are.
+  /// Nothing is sent in blocks where `axis` has one rank, nor are copies along a secondary axis.
   bool gather_int8 = false;
-  /// Ranks send each other their gradients in such blocks (after ZeRO++'s qgZ), rounded by chance, so that the expected value is
+  /// Ranks send each other their gradients in such blocks (after ZeRO++'s qgZ), rounded stochastically, so that the expected value is
   /// exact, and added up in f32. Each axis along which gradients are added up rounds them once, and once more where the sum has to
-  /// be whole on all its ranks (replicate, replicas). Not beside reduce_dtype.
+  /// be whole on all its ranks (replicate, replicas). Not together with reduce_dtype.
   bool reduce_int8 = false;
-  /// Parameters begin on whole blocks of 64 elements in a unit's buffers, which optim::DiLoCo's moves in int8 are made of.
+  /// Parameters begin on whole blocks of 64 elements in a unit's buffers, as optim::DiLoCo's moves in int8 need it.
   bool whole_blocks = false;
-  /// On a GPU masters and gradients rest in the host's memory (FSDP2's CPUOffloadPolicy, DeepSpeed's offload_param). A rank's part
-  /// of a unit is brought to the GPU before it is gathered, beside what is computed, and goes with what was gathered; so does what
-  /// one rank alone has. What a gradient's reduction leaves goes to the host, and is added to there; where it is summed over further axes, behind
-  /// the last micro-batch. The strategy shards; on CPUs nothing changes.
+  /// On a GPU masters and gradients rest in the host's memory (FSDP2's CPUOffloadPolicy, DeepSpeed's offload_param). A rank's part of a
+  /// unit is copied to the GPU before it is gathered, concurrently with compute, and is freed with what was gathered; so is what one rank
+  /// alone has. Reduced gradients are sent to the host, and accumulate there; sums over further axes follow the last micro-batch. The
+  /// strategy must shard; on CPUs nothing changes.
   bool offload = false;
 };
 

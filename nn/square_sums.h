@@ -21,11 +21,11 @@ struct SquareRows {
 };
 
 /// The squares of what is trained in these units (and not steered: nn::Parameter::steer), as limbs i64 [24]
-/// (kernels/sum_of_squares.h), or in rows [rows, 24]; of gradients those that are there. One for each kind of placement, whole on every
+/// (kernels/sum_of_squares.h), or in rows [rows, 24]; only gradients that exist. One for each kind of placement, whole on every
 /// rank: they are to be added up, as integers. None where there is nothing. Collective; gradients that wait are reduced first.
 std::vector<Tensor> square_sums(std::span<const std::shared_ptr<Unit>> units, FlatValues of, const SquareRows& rows = {});
 
-/// In an op whose first `count` inputs these are: their sum, in `scratch` of the bytes of one, which is not touched if there is but one.
+/// In an op whose first `count` inputs these are: their sum, in `scratch`, as large as one of them, untouched if there is only one.
 View sum_of_limbs(const Execute& c, int64_t count, void* scratch);
 
 }  // namespace sheaf::nn

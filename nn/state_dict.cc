@@ -79,7 +79,7 @@ std::vector<StatePiece> state_pieces(Module& module, const std::vector<optim::Op
     out.push_back(std::move(p));
   };
   for (StatePiece& p : state_pieces(module)) {
-    if (!trained.contains(p.name)) {  // the same on all of them
+    if (!trained.contains(p.name)) {  // the same on all islands
       p.owner &= outer.island() == 0;
       out.push_back(std::move(p));
     } else if (!optimizers.empty()) {

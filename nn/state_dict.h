@@ -21,7 +21,7 @@ struct StatePiece {
   Runs runs;           ///< of the row-major flat index; empty where the rank holds nothing
   Device device = {};
   void* data = nullptr;  ///< on `device`
-  bool owner = true;   ///< this rank saves it: of what several ranks hold whole, the first
+  bool owner = true;   ///< this rank saves it: if several ranks hold it whole, the first does
   std::optional<BlockFormat> blocks = std::nullopt;  ///< it is bytes of values that rest in blocks (Parameter::quantize, BlockPiece)
 };
 
@@ -30,8 +30,8 @@ struct StatePiece {
 std::vector<StatePiece> state_pieces(Module& module);
 /// The optimizer's tensors. Its step count is Optimizer::steps().
 std::vector<StatePiece> state_pieces(optim::Optimizer& optimizer);
-/// The same of a model that islands train: under their names the parameters after the last outer step. With optimizers also
-/// "optimizer.outer.momentum.<name>" and what each island has of its own, as a row of a tensor [islands, ...]: its parameters,
+/// The same for a model that islands train: under their names the parameters after the last outer step. With optimizers also
+/// "optimizer.outer.momentum.<name>" and each island's own values, as a row of a tensor [islands, ...]: its parameters,
 /// "optimizer.inner.<name>", and its optimizers' state.
 std::vector<StatePiece> state_pieces(Module& module, const std::vector<optim::Optimizer*>& optimizers, const optim::DiLoCo& outer);
 

@@ -14,7 +14,7 @@ namespace sheaf::nn {
 /// unit has trainable parameters that are not among them; LifetimeError before materialize().
 std::vector<std::shared_ptr<Unit>> trainable_units(std::string_view who, std::span<const Parameter> parameters);
 
-/// Reduces the gradients of these that wait for it (strategy zero1, replicas); collective.
+/// Reduces those gradients of these units that still wait for it (strategy zero1, replicas); collective.
 void reduce_waiting(std::span<const std::shared_ptr<Unit>> units);
 
 }  // namespace sheaf::nn

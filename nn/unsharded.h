@@ -11,8 +11,8 @@ namespace sheaf::nn {
 ///   const nn::Unsharded whole(model);
 ///   for (...) model.next_logits(tokens, cache);
 ///
-/// A recording gathers for itself, as ever; behind a step of an optimizer, or whatever else changes masters, units are gathered anew. Not
-/// to outlive the model. Of copies that replicas' secondary shards make, and of values in blocks, as of all.
+/// A recording gathers for itself, as usual; after an optimizer's step, or whatever else changes masters, units are gathered anew. Must
+/// not outlive the model. All this holds for copies made of replicas' secondary shards and for values in blocks, too.
 class Unsharded {
  public:
   /// Throws LifetimeError for a model without memory.

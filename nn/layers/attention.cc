@@ -100,7 +100,7 @@ Tensor CausalSelfAttention::normed_over_heads(const Tensor& qkv_BTE) const {
   return concat_as({normed[0], normed[1], parts[2]}, 2, qkv_BTE.type());
 }
 
-// Of units that are parts of key heads each rank has its queries, and too little of their keys: these and values, few elements a
+// Where units are parts of key heads, each rank has its queries but too little of their keys: keys and values, few elements a
 // token, are put together on all ranks, and each takes the heads that its queries read.
 Tensor CausalSelfAttention::with_whole_keys(const Tensor& qkv_BTE, int64_t units) const {
   const auto parts = split(qkv_BTE, {heads * head_dim, 2 * kv_heads * head_dim}, 2);
@@ -117,7 +117,7 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
   int64_t keys = qkv.weight.cut_axis() < 0 ? kv_heads : qkv.weight.cut()->granule();
   const bool gathers = context_comm == ContextComm::all_gather;
   ContextRegion context;
-  const auto enter = [&](const Type& made) {  // in pieces, if nothing is between
+  const auto enter = [&](const Type& made) {  // in pieces, if nothing comes in between
     if (gathers || region || qk_norm_all_heads || ContextRegion::copies(made, keys, heads / keys) > 1) return made.layout;
     return context.onward(head_cut(2, heads, keys, head_dim, keys))(made);
   };
@@ -152,7 +152,8 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
   return dropout(projection(mixed_BTC, region.onward()));
 }
 
-// Queries of these tokens, keys and values of more. What these are gathered from is kept for the backward, not they.
+// Queries are those of these tokens, keys and values of more. The backward keeps what these are gathered from, not
+// the gathered ones.
 template <class WholeKeys>
 Tensor CausalSelfAttention::attend(const Tensor& qkv_BTE, int64_t keys, const Tensor& begins_BT, WholeKeys&& whole_keys) const {
   const int64_t b = qkv_BTE.size(0), t = qkv_BTE.size(1), both = 2 * keys;

@@ -20,35 +20,36 @@ struct AttentionConfig {
   bool bias = true;         ///< in both linear layers
   bool qkv_bias = false;    ///< in the first of them, if not in both
   bool out_bias = false;    ///< in the second
-  bool gate = false;        ///< what heads give is multiplied by the sigmoid of a linear layer of x (https://arxiv.org/abs/2505.06708)
+  bool gate = false;        ///< the heads' output is multiplied by the sigmoid of a linear layer of x (https://arxiv.org/abs/2505.06708)
   bool sinks = false;       ///< each head has a sink (AttentionOptions::sinks)
   bool qk_norm = false;     ///< each query and key is normalised, before it is rotated
-  bool qk_norm_all_heads = false;  ///< not each by itself: those of all of a token's heads are one row
-  double norm_eps = 1e-5;   ///< there
+  bool qk_norm_all_heads = false;  ///< all heads of a token are normalised as one row, not each by itself
+  double norm_eps = 1e-5;   ///< of these norms
   double dropout = 0.0;     ///< of the output (not of the attention weights, which never exist)
-  double scale = 1.0;       ///< of scores, beside 1 / sqrt(head_dim)
+  double scale = 1.0;       ///< of scores, in addition to 1 / sqrt(head_dim)
   double softcap = 0.0;     ///< scores are held within it (AttentionOptions::softcap); 0: none
   int64_t window = 0;       ///< keys that a token sees, itself and those before it (sliding-window attention); 0: all
   double rope_theta = 0.0;  ///< base of rotary positions; 0: none
-  int64_t rotary_dim = 0;  ///< of each head the last so many elements are rotated; 0: all
+  int64_t rotary_dim = 0;  ///< how many of each head's last elements are rotated; 0: all
   RotaryScaling rope_scaling = {};  ///< of their frequencies
   Init init = Init::normal(0.02);             ///< of the input projections
   Init projection_init = Init::normal(0.02);  ///< of the output projection
 };
 
-/// The units in which `ranks` of a tensor axis share heads, each whole with the queries that read it: key heads or, for more ranks,
-/// the fewest copies of each that leave no rank without, of a number that divides heads / kv_heads (so many read one) and
-/// head_dim (so many parts are put together). If none is enough, the most that can be.
+/// The number of units in which `ranks` of a tensor axis share heads, a unit being a key head with the queries that read it: as
+/// many as key heads or, for more ranks, the fewest copies of each that leave no rank without. The number of copies divides heads /
+/// kv_heads (queries of a key head) and head_dim (a key head is put together from that many parts). If none is enough, the most
+/// that can be.
 int64_t head_units(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t ranks);
 
-/// sheaf::document_begins for CausalSelfAttention: as tokens[B, T], but whole on every rank of axes that cut sequences, as
-/// attention has these there. Four bytes a token are gathered.
+/// sheaf::document_begins for CausalSelfAttention: placed as tokens[B, T], but whole on every rank of axes that cut
+/// sequences, because attention sees whole sequences there. Gathers four bytes a token.
 Tensor document_begins(const Tensor& tokens_BT, int64_t end_of_text);
 
-/// Multi-head attention of each token to itself and those before it (Vaswani et al., https://arxiv.org/abs/1706.03762):
-/// [B, T, C] → [B, T, C]. With a cache, the T tokens come after those that it has read, and are appended to it. With `begins`
-/// (document_begins), a token attends to those of its own document alone; not with a cache, whose tokens are one. With a window it
-/// attends to itself and the window - 1 before it, those in the cache included.
+/// Multi-head attention of each token to itself and those before it (Vaswani et al., https://arxiv.org/abs/1706.03762): [B, T, C]
+/// → [B, T, C]. With a cache, the T tokens follow those that it has read, and are appended to it. With `begins` (document_begins),
+/// a token attends only to its own document; not with a cache, whose tokens are one document. With a window it attends to itself
+/// and the window - 1 tokens before it, including those in the cache.
 struct CausalSelfAttention : Module {
   int64_t heads, kv_heads, head_dim, window;
   double scale;  ///< of scores, all of it
@@ -68,8 +69,8 @@ struct CausalSelfAttention : Module {
   explicit CausalSelfAttention(const AttentionConfig& config);
   void take_settings(const Module& source) override { context_comm = static_cast<const CausalSelfAttention&>(source).context_comm; }
   Tensor forward(const Tensor& x_BTC, KeyValueCache* cache = nullptr, const Tensor& begins_BT = {});
-  /// Before materialize(): a tensor axis will cut the heads in so many head_units() (shard() says it). Where these are more than the
-  /// key heads, key heads are cut, too: ranks compute parts of them, which all put together, and take those that their queries read.
+  /// Before materialize(), by shard(): a tensor axis will cut the heads in this many head_units(). Where these are more than the key
+  /// heads, key heads are cut, too: ranks compute parts of them, gather all parts, and take the heads that their queries read.
   void cut_heads(int64_t units);
   SHEAF_FIELDS(qkv, gate, projection, sinks, query_norm, key_norm, dropout);
 

@@ -65,7 +65,7 @@ int64_t ContextRegion::copies(const std::string& path, int64_t units, int64_t mo
   };
   for (const int a : before) cut_by(a);
   for (const int a : axes) ranks *= mesh.size(a);
-  if (have == 0 && !before.empty()) return most;  // those have ranks without any, and say so themselves
+  if (have == 0 && !before.empty()) return most;  // these axes leave ranks without any, and report it themselves
   for (int64_t times = 1; times <= most; ++times)
     if (most % times == 0 && have * times >= ranks) return times;
   have *= most;

@@ -56,7 +56,7 @@ GatedDeltaNet::GatedDeltaNet(const DeltaNetConfig& c)
   for (Parameter* p : {&taps, &rates.weight}) p->set_table();  // each row by itself, as a router's: not for Muon, adapters, FP8 and blocks
 }
 
-// Of tokens from the one on before which `options.initial` is the state.
+// Reads tokens from the one on before which the state is `options.initial`.
 DeltaRuleResult GatedDeltaNet::read(const Tensor& qkv_BTF, const Tensor& rates_BTR, GatedDeltaRuleOptions options) const {
   const DeltaNetConfig& c = config;
   options.heads = c.value_heads, options.key_heads = c.key_heads, options.key_width = c.key_width;
@@ -78,7 +78,7 @@ Tensor GatedDeltaNet::forward(const Tensor& x_BTC, KeyValueCache* cache, const T
     qkv_BTF = context.enter(qkv_BTF), rates_BTR = of_rates.enter(rates_BTR);
   }
   Tensor y_BTF;
-  // Padding is all zeros: it leaves the state, which is zero, as it is, and the convolution nothing.
+  // Padding is all zeros: the state, which is zero, stays so, and the convolution adds nothing.
   if (cache && qkv_BTF.size(1) > 1 && cache->begins(qkv_BTF.size(1))) qkv_BTF = where(unsqueeze(cache->is_read(qkv_BTF.size(1)), {2}), qkv_BTF, 0.0);
   if (cache) y_BTF = read_on(qkv_BTF, rates_BTR, *cache);
   else y_BTF = read(causal_conv(qkv_BTF, taps, {.silu = true, .begins = begins_BT}), rates_BTR, {.begins = begins_BT}).out;
@@ -89,8 +89,8 @@ Tensor GatedDeltaNet::forward(const Tensor& x_BTC, KeyValueCache* cache, const T
   return dropout(projection(gated_BTF, region.onward()));
 }
 
-// Chunks begin at multiples of kDeltaChunk, with a cache, too: so a token has the bits that it has in one pass. What is read before one
-// is kept as a state, and the tokens since then are read again.
+// Chunks begin at multiples of kDeltaChunk, with a cache, too: so a token has the bits that it has in one pass. The state before a
+// chunk is kept, and the tokens since then are read again.
 Tensor GatedDeltaNet::read_on(const Tensor& qkv_BTF, const Tensor& rates_BTR, KeyValueCache& cache) const {
   constexpr int64_t kChunk = kernels::kDeltaChunk;
   RecurrentTail& tail = cache.tail(path());

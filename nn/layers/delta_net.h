@@ -15,21 +15,21 @@ namespace sheaf::nn {
 struct DeltaNetConfig {
   int64_t width = 0;
   int64_t key_heads = 0;    ///< of queries and of keys
-  int64_t value_heads = 0;  ///< a multiple of key_heads: so many read each
+  int64_t value_heads = 0;  ///< a multiple of key_heads: value_heads / key_heads read each
   int64_t key_width = 0;    ///< of a key head
   int64_t value_width = 0;  ///< of a value head
-  int64_t taps = 4;         ///< tokens of which the convolution before it takes each channel
-  double norm_eps = 1e-6;   ///< of the norm behind it
+  int64_t taps = 4;         ///< width of the convolution before it, which takes each channel by itself
+  double norm_eps = 1e-6;   ///< of the norm after it
   double dropout = 0.0;     ///< of the output
   Init init = Init::normal(0.02);             ///< of the input projections
   Init projection_init = Init::normal(0.02);  ///< of the output projection
 };
 
-/// [B, T, C] → [B, T, C]. Queries, keys and values are projected, each channel convolved with its W - 1 tokens before, silu, and read
-/// into the states of the value heads by gated_delta_rule(); what these answer is normalised, head by head, multiplied by silu of a gate,
-/// and projected. Of a token and a head, beta is sigmoid(b), and the log decay -exp(log_decay) softplus(a + decay_bias), for b and a that
-/// `rates` gives. With a cache, the T tokens come after those that it has read. With `begins` (document_begins), documents are kept apart;
-/// not with a cache. Ranks of a tensor axis share key heads with the value heads that read them, as do those of a context axis, whatever
+/// [B, T, C] → [B, T, C]. Queries, keys and values are projected, each channel is convolved over its last W tokens, goes through silu, and
+/// is read into the states of the value heads by gated_delta_rule(). The result is normalised, head by head, multiplied by silu of a gate,
+/// and projected. For each token and head, beta is sigmoid(b), and the log decay -exp(log_decay) softplus(a + decay_bias), where `rates`
+/// gives b and a. With a cache, the T tokens follow those that it has read. With `begins` (document_begins), documents are kept apart; not
+/// with a cache. Ranks of a tensor axis share key heads with the value heads that read them, as do those of a context axis, whatever
 /// attention does there: a state needs all tokens.
 struct GatedDeltaNet : Module {
   DeltaNetConfig config;

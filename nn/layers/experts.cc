@@ -42,7 +42,7 @@ MixtureConfig checked(const MixtureConfig& c) {
   return c;
 }
 
-/// The layout of x[B, T, ..] with a rank's tokens one behind another, where they stand in several places of a sequence: experts take
+/// The layout of x[B, T, ..] with a rank's tokens one after another, where they are in several places of a sequence: experts take
 /// tokens one by one, in any order.
 Layout in_order_of_ranks(const Tensor& x) {
   Layout l = x.layout();
@@ -57,7 +57,8 @@ Layout in_order_of_ranks(const Tensor& x) {
   return l;
 }
 
-/// Of what these places in a sequence begin and end at multiples, on any rank; 0 if there is one for each rank.
+/// The unit of which these places in a sequence begin and end at multiples, on any rank; 0 if there is one place for
+/// each rank.
 int64_t unit_of_places(const Tensor& x) {
   const Layout& l = x.layout();
   int64_t unit = 0;
@@ -95,8 +96,8 @@ Tensor loads(const Tensor& choices_BTK, int64_t experts, DType dtype) {
   return sum(scatter_add(none, 2, choices_BTK, one), {0, 1});
 }
 
-/// The weights as they are. The gradient of the bias is the E-fold of each expert's choices less all of them: whole numbers,
-/// whose sums are exact in any order (in f32 up to 2^24, 65,536 choices of one of 256 experts; beyond, to 24 bits).
+/// Returns the weights as they are. The gradient of the bias is E times each expert's choices, less all choices: whole
+/// numbers, whose sums are exact in any order (in f32 up to 2^24, 65,536 choices of one of 256 experts; beyond, to 24 bits).
 Tensor measuring(const Tensor& weights_BTK, const Tensor& bias_E, const Tensor& choices_BTK) {
   const auto vjp = [](Vjp& c) {
     c.set(0, c.grad());
@@ -109,7 +110,7 @@ Tensor measuring(const Tensor& weights_BTK, const Tensor& bias_E, const Tensor& 
                     weights_BTK, bias_E, choices_BTK);
 }
 
-/// x in a type that takes more memory, in which it is not kept for the backward.
+/// x in a wider type, in which it is not kept for the backward.
 Tensor wider(const Tensor& x, DType dtype) {
   if (x.dtype() == dtype) return x;
   const RecomputeScope again(RecomputeOptions{.results = true});
@@ -137,7 +138,7 @@ bool Experts::gathers(const Tensor& x, int64_t tokens, int64_t choices, int64_t 
   const int axis = gate.cut_axis();
   const Layout& l = x.layout();
   if (axis < 0 || !l.mesh() || !l[axis].is_shard() || !can_travel(l, l.with(axis, Placement::replicate()))) return false;
-  constexpr int64_t kAlone = 2;  // half of the rows, and more, travel beside products; nothing is beside tokens
+  constexpr int64_t kAlone = 2;  // half of the rows, and more, travel while products are computed; tokens travel alone
   return parts * rows_of_part(tokens, choices, gate.shape()[0], places, parts) > kAlone * tokens * l.mesh()->size(axis);
 }
 
@@ -152,7 +153,7 @@ Experts::Rows Experts::rows_of(const Tensor& x, int64_t tokens, int64_t choices,
 }
 
 Tensor Experts::forward(const Tensor& rows_QBNRC, const Tensor& counts_EBN, double fill) {
-  const Tensor counts = redistribute(counts_EBN, inside(counts_EBN));  // before the rows: these need not be waited for
+  const Tensor counts = redistribute(counts_EBN, inside(counts_EBN));  // before the rows, which then need not be waited for
   const Layout to = inside(rows_QBNRC);
   const Tensor x = fp8 == Fp8::none ? redistribute_in_pieces(rows_QBNRC, to, expert_products(rows_QBNRC, counts_EBN, fill)) : redistribute(rows_QBNRC, to);
   return of_own(x, counts, rows_QBNRC.layout(), fill);
@@ -300,7 +301,7 @@ Tensor MixtureOfExperts::of_exchanged(const Tensor& x_BTC, const Tensor& choices
   return shared ? chosen + beside : chosen;
 }
 
-// By placements alone: what is Replicate goes to parts of the experts without moving, and comes back Partial.
+// By placements alone: what is Replicate is sent to parts of the experts without moving, and comes back Partial.
 Tensor MixtureOfExperts::of_gathered(const Tensor& x_BTC, const Travelling& all, const Tensor& choices_BTK, const Tensor& weights_BTK, const Plan& plan) {
   const Layout& whole = all.value.layout();
   const Tensor beside = shared ? shared_of(x_BTC) : Tensor();
@@ -308,7 +309,8 @@ Tensor MixtureOfExperts::of_gathered(const Tensor& x_BTC, const Travelling& all,
   routes.sources = redistribute(routes.sources, experts.inside(routes.sources));
   routes.counts = redistribute(routes.counts, experts.inside(routes.counts));
   const Tensor rows = experts(to_experts(arrived(all), routes), routes.counts, plan.fill);
-  // Behind them, so that in the backward this gradient does not stand behind that of the tokens, which travels beside what follows.
+  // After these, so that in the backward this gradient is not queued after that of the tokens, which travels while the rest is
+  // computed.
   const Tensor weights = redistribute(weights_BTK, whole);
   const Tensor chosen = redistribute(from_experts(rows, routes, weights), x_BTC.layout());
   return shared ? chosen + beside : chosen;

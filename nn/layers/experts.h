@@ -12,7 +12,8 @@
 
 namespace sheaf::nn {
 
-/// How much a router is for an expert, of its logits: probabilities among all, or each by itself (DeepSeek-V3).
+/// How an expert's affinity follows from the router's logits: probabilities among all, or each by itself
+/// (DeepSeek-V3).
 enum class Affinity : uint8_t { softmax, sigmoid };
 
 struct MixtureConfig {
@@ -24,17 +25,17 @@ struct MixtureConfig {
   bool normalize = true;   ///< a token's weights add up to `scale` (Mixtral, Qwen3), or are affinities times it (Switch)
   double scale = 1.0;      ///< of a token's weights
   bool choice_bias = false;   ///< each expert has a bias, which is added to affinities where experts are chosen, and only there
-  double balance_rate = 1e-3; ///< what a step moves the bias by, against the sign of how much more than others an expert has
-                              ///< to do (Wang et al., https://arxiv.org/abs/2408.15664); 0: it stays
-  /// Experts stand in so many equal parts, and a token chooses among those of `allowed_parts` parts alone, the ones whose two
+  double balance_rate = 1e-3; ///< how far a step moves the bias, against the sign of an expert's load above
+                              ///< the mean (Wang et al., https://arxiv.org/abs/2408.15664); 0: it stays
+  /// Experts form this many equal parts, and a token chooses only among those of `allowed_parts` parts, the ones whose two
   /// largest affinities, bias added, have the largest sum (DeepSeek-V3; https://arxiv.org/abs/2412.19437).
   int64_t parts = 1, allowed_parts = 1;
-  int64_t shared_hidden = 0;  ///< hidden width of an MLP beside the experts, through which every token goes; 0: there is none
-  bool shared_gate = false;   ///< what it gives is multiplied by the sigmoid of a linear layer of x, one number a token (Qwen2-MoE)
-  /// Places of an expert for a group of G tokens are ceil(capacity_factor · choices · G / experts), at most G; later choices
-  /// find none, and what they would have added is dropped. 0: G places, so that nothing is.
+  int64_t shared_hidden = 0;  ///< hidden width of an MLP next to the experts, through which every token goes; 0: there is none
+  bool shared_gate = false;   ///< its output is multiplied by the sigmoid of a linear layer of x, one number a token (Qwen2-MoE)
+  /// An expert has ceil(capacity_factor · choices · G / experts) places, at most G, for a group of G tokens; later choices
+  /// find none, and what they would have added is dropped. 0: G places, so that nothing is dropped.
   double capacity_factor = 0.0;
-  int64_t groups = 1;      ///< parts of a sequence whose places are counted apart; all the same where nothing is dropped
+  int64_t groups = 1;      ///< parts of a sequence whose places are counted apart; irrelevant where nothing is dropped
   bool balances = false;   ///< training measures how uneven the load is
   bool measures_logits = false;  ///< and how large the router's logits are
   bool linear_bias = false;    ///< the router and the linear layers of experts have biases (gpt-oss)
@@ -46,35 +47,36 @@ struct MixtureConfig {
 };
 
 /// down(silu(gate(x)) * up(x)), or with gpt-oss's gate, with matrices and perhaps biases for each expert, on rows that expert_routes()
-/// sends. An axis that cuts the experts (ShardOptions::expert_axis, or a tensor axis where that is not named) has each on one of its ranks, to which the
-/// rows go: one all_to_all there and one back, and two in the backward. The matrices never travel along it. The output is placed as
-/// the rows are.
+/// sends. An axis that cuts the experts (ShardOptions::expert_axis, or a tensor axis where that is not named) has each on one of its ranks,
+/// to which its rows are sent: one all_to_all there and one back, and two in the backward. The matrices never travel along it. The output
+/// is placed as the rows are.
 struct Experts : Module {
   Parameter gate, up;  ///< [E, H, C]
   Parameter down;      ///< [E, C, H]
   Parameter gate_bias, up_bias;  ///< [E, H]
   Parameter down_bias;           ///< [E, C]
   double gate_limit, gate_alpha;
-  Fp8 fp8 = Fp8::none; ///< their products round their operands, but for the gradients of matrices; use_fp8() sets it
+  Fp8 fp8 = Fp8::none; ///< their products round their operands, except for the matrices' gradients; use_fp8() sets it
 
   explicit Experts(const MixtureConfig& config);
   void take_settings(const Module& source) override { fp8 = static_cast<const Experts&>(source).fp8; }
-  /// Rows [Q, B, N, R, C] and how many of them each expert has, [E, B, N]; the share of them in use, about.
+  /// Takes rows [Q, B, N, R, C], how many of them each expert has, [E, B, N], and about what share of them is in use.
   Tensor forward(const Tensor& rows_QBNRC, const Tensor& counts_EBN, double fill = 1.0);
-  /// The same of rows that are on their way to where they are inside().
+  /// The same for rows that are still travelling to their layout inside().
   Tensor forward(const Travelling& rows_QBNRC, const Tensor& counts_EBN, double fill = 1.0);
 
   struct Rows {
-    int64_t parts;  ///< in which experts should stand (expert_routes)
+    int64_t parts;  ///< in which experts should be grouped (expert_routes)
     double fill;
   };
-  /// Of x, in groups of at most so many tokens: a part for each rank that has experts of its own if that leaves fewer rows empty than one for
-  /// each expert, and, on a GPU, if its own kernel, which skips these, is taken to be no slower than the library (kernels::own_cost).
+  /// For x in groups of at most `tokens`: one part for each rank that has experts of its own, if that leaves fewer rows empty than one part
+  /// for each expert and, on a GPU, if its own kernel, which skips empty rows, is taken to be no slower than the library
+  /// (kernels::own_cost).
   Rows rows_of(const Tensor& x, int64_t tokens, int64_t choices, int64_t places) const;
-  /// Whether ranks that share experts gather their tokens, and add up what each made of them, as that is less than the rows which travel
-  /// otherwise: without a capacity all of a token's choices may be of one rank, and nobody knows how many are before they arrive.
+  /// Whether ranks that share experts gather their tokens, and add up what each made of them, because that is less than the rows that
+  /// would travel: without a capacity all of a token's choices may be on one rank, and how many are is unknown before they arrive.
   bool gathers(const Tensor& x, int64_t tokens, int64_t choices, int64_t places, int64_t parts) const;
-  /// Rows, or counts, each with its expert.
+  /// The layout of rows, or counts, where each is with its expert.
   Layout inside(const Tensor& of_rows) const;
   SHEAF_FIELDS(gate, up, down, gate_bias, up_bias, down_bias);
 
@@ -82,16 +84,16 @@ struct Experts : Module {
   Tensor of_own(const Tensor& x, const Tensor& counts, const Layout& outside, double fill);
 };
 
-/// The sum over a token's choices, the K largest of the affinities of router(x) in f32, of their weights times what the experts
-/// make of it, and what the shared MLP does: [B, T, C] → [B, T, C]. Every choice is of the tokens up to it, in order: what is
-/// computed for one depends on no later one, dropped or not.
+/// [B, T, C] → [B, T, C]: the weighted sum of what a token's chosen experts make of it (the K largest affinities of router(x),
+/// in f32), plus the shared MLP's result. Tokens choose in order: what is computed for one depends on no later one, whether
+/// choices are dropped or not.
 ///
-/// Where experts are shared by ranks, rows go to them and come back, in pieces beside the products of others; or, where all tokens are fewer
-/// (Experts::gathers), each rank gathers them, sends rows to its own experts, and what all made is added up. The shared MLP is computed while
-/// they travel, and in the backward while their gradients do.
+/// Where ranks share experts, rows are sent to them and back, in pieces, while other pieces are computed; or, where all tokens are fewer
+/// (Experts::gathers), each rank gathers them, sends rows to its own experts, and the results are added up. The shared MLP is computed
+/// while they travel, and in the backward while their gradients do.
 ///
-/// The bias is a parameter whose gradient is a measurement (nn::Parameter::steer): for expert e the E-fold of its choices less
-/// all choices of the step. Gradients are summed over ranks and micro-batches anyhow, so nothing else moves for it.
+/// The bias is a parameter whose gradient is a measurement (nn::Parameter::steer): E times the choices of expert e, less all
+/// choices of the step. Gradients are summed over ranks and micro-batches anyway, so nothing else is sent for it.
 struct MixtureOfExperts : Module {
   MixtureConfig config;
   Linear router;
@@ -109,7 +111,8 @@ struct MixtureOfExperts : Module {
   Tensor router_z;
 
   explicit MixtureOfExperts(const MixtureConfig& config);
-  /// ConfigError for ranks that share sequences and cannot have whole groups. `drops`: or every choice finds a place.
+  /// ConfigError where ranks that share sequences cannot have whole groups. `drops` false: every choice finds a
+  /// place.
   Tensor forward(const Tensor& x_BTC, bool drops = true);
   SHEAF_FIELDS(router, choice_bias, experts, shared, shared_gate, dropout);
 

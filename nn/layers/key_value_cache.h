@@ -14,20 +14,21 @@
 
 namespace sheaf::nn {
 
-/// What a layer keeps that reads tokens into a state: states at some positions, and what it is given for the tokens since then. A
-/// state cannot be taken back, so those behind a position to which the cache was shortened are forgotten, and tokens read again.
+/// What a recurrent layer keeps: states at some positions, and its inputs for the tokens since then. A state cannot be taken
+/// back, so those after a position to which the cache was shortened are forgotten, and tokens are read again.
 class RecurrentTail {
  public:
-  /// The last position up to `position`, which is where the next token stands, that has a state; 0 has one, which is undefined. Forgets
-  /// all that came of tokens from `position` on. Throws LifetimeError if what lies before is forgotten.
+  /// The last position with a state, up to `position`, that of the next token, and that state; at 0 it is undefined. Forgets all that
+  /// came of tokens from `position` on. Throws LifetimeError if what is needed was forgotten.
   std::pair<int64_t, Tensor> state_at(const std::string& name, int64_t position);
-  /// What is kept of the i-th thing, from token first() on, and behind it x[B, T, ..], of the tokens that are read now.
+  /// What is kept of the i-th input, from token first() on, followed by x[B, T, ..], that of the tokens that are read
+  /// now.
   Tensor rows_and(size_t i, const Tensor& x_BTE) const;
   int64_t first() const { return first_; }
   void keep_state(int64_t position, const Tensor& state) { states_[position] = state; }
-  /// Keeps the last two states and, of what rows_and() has given, rows from `margin` before the first of these on.
+  /// Keeps the last two states and, of what rows_and() returned, the rows from `margin` before the first of these on.
   void keep_rows(const std::vector<Tensor>& all, int64_t margin);
-  /// `f` of all that is kept.
+  /// Calls `f` for every kept tensor.
   void for_each_kept(const std::function<void(Tensor&)>& f);
 
  private:
@@ -40,10 +41,10 @@ class RecurrentTail {
 /// T more tokens each layer calls append() once for what it keeps under one name; then the model calls advance(T). What is kept never changes, so
 /// a row of attention is what it would be in one pass over all tokens. On one thread.
 ///
-/// Sequences of a batch that are not equally long end together: set_begins() says where each one begins, and what is read of it before
-/// is padding. A token stands at its position less that, and has the bits that it has where its sequence is alone (on CPUs, but for linear attention, whose
-/// chunks begin where they do for all). Where a sequence is done, whoever goes on with the others lets it begin anew with each token: so it
-/// costs little and never is too long.
+/// Sequences of different lengths in a batch end together: set_begins() says where each one begins, and what is read before that is
+/// padding. A token's position counts from there, and its bits are those that it has where its sequence is alone (on CPUs, except in linear
+/// attention, whose chunks begin at the same places for all). A caller that goes on after a sequence is done lets it begin anew with each
+/// token: so it costs little and never is too long.
 class KeyValueCache {
  public:
   /// Room for `capacity` tokens; memory is taken where a name first appends.
@@ -51,20 +52,21 @@ class KeyValueCache {
 
   /// Tokens read in all passes so far: the position of the next one.
   int64_t length() const { return length_; }
-  /// Where sequences begin from now on, i32[B], placed as the batch: none behind the last token of the next pass, in which what is
-  /// before is padding. Undefined: all at 0.
+  /// Where sequences begin from now on, i32[B], placed as the batch: none after the last token of the next pass, whose tokens
+  /// before that are padding. Undefined: all at 0.
   void set_begins(const Tensor& begins_B) { begins_ = begins_B, shown_ = {}; }
-  /// The same of each of T tokens that are read now, i32[B, T], padding at 0; undefined if it is 0 for all.
+  /// The same for each of T tokens that are read now, i32[B, T], 0 for padding; undefined if set_begins() was not
+  /// called.
   Tensor begins(int64_t tokens);
-  /// Which of those are no padding, bool [B, T].
+  /// Which of those are not padding, bool [B, T].
   Tensor is_read(int64_t tokens);
-  /// Of what each rank has of the batch only these sequences are read further, as many on all ranks.
+  /// Keeps only these of each rank's sequences for what is read further, equally many on all ranks.
   void keep_sequences(const std::vector<int64_t>& which);
-  /// Stores what T tokens have of keys or values, [B, T, G, D], behind that of the tokens before; returns all, [B, S, G, D], a
-  /// view. `name` begins with the path of the layer that asks. Throws ShapeError where there is no room or B, G, D, the dtype or the
-  /// layout is another than before, LifetimeError in a recording: it works in place.
+  /// Stores the keys or values of T tokens, [B, T, G, D], after those of the tokens before; returns all, [B, S, G, D], a view.
+  /// `name` begins with the path of the calling layer. Throws ShapeError where there is no room or where B, G, D, the dtype or the
+  /// layout differs from before, LifetimeError in a recording: it works in place.
   Tensor append(const std::string& name, const Tensor& kv_BTGD);
-  /// What the layer `name` keeps beside that, or in place of it, if it is recurrent. LifetimeError in a recording.
+  /// What the recurrent layer `name` keeps besides that, or instead. LifetimeError in a recording.
   RecurrentTail& tail(const std::string& name);
   /// Ends a pass over this many tokens.
   void advance(int64_t tokens) { length_ += tokens, shown_ = {}; }

@@ -74,7 +74,7 @@ Tensor LatentAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const
     const auto narrow = split(of_keys_BTL, {c.kv_lora_rank, c.qk_rope_head_dim}, 2);
     up_BTE = keys_values(latent_norm(narrow[0]), whole_keys), shared_BTR = narrow[1];
   };
-  if (gathers) {  // latents, which are narrow: of them each rank makes all keys and values, in the backward once more
+  if (gathers) {  // latents, which are narrow: each rank makes all keys and values from them, in the backward once more
     const RecomputeScope again({.results = true});
     make_keys(whole_sequences(parts[1]));
     shared_BTR = rotated(shared_BTR, 1, cache);

@@ -17,24 +17,24 @@ namespace sheaf::nn {
 struct LatentAttentionConfig {
   int64_t width = 0;
   int64_t heads = 0;
-  int64_t q_lora_rank = 0;       ///< width of the queries' latent; 0: they are made of x
+  int64_t q_lora_rank = 0;       ///< width of the queries' latent; 0: they are made from x
   int64_t kv_lora_rank = 0;      ///< width of the latent of keys and values
   int64_t qk_nope_head_dim = 0;  ///< N: elements of a query and a key that are not rotated
-  int64_t qk_rope_head_dim = 0;  ///< R: those behind them that are; a token's key has the same in all heads
+  int64_t qk_rope_head_dim = 0;  ///< R: those after them that are; a token's key has the same in all heads
   int64_t v_head_dim = 0;        ///< E
   double norm_eps = 1e-6;        ///< of the latents' norms
   double dropout = 0.0;          ///< of the output
   int64_t window = 0;            ///< as in AttentionConfig
   double rope_theta = 10000.0;   ///< base of rotary positions
   RotaryScaling rope_scaling = {};  ///< of their frequencies
-  double scale = 1.0;            ///< of scores, beside 1 / sqrt(N + R)
+  double scale = 1.0;            ///< of scores, in addition to 1 / sqrt(N + R)
   Init init = Init::normal(0.02);             ///< of all but the output projection
   Init projection_init = Init::normal(0.02);  ///< of the output projection
 };
 
-/// Causal self-attention as CausalSelfAttention's: [B, T, C] → [B, T, C], with a cache, documents and a window as there. A cache keeps
-/// whole keys and values. Ranks of a tensor axis share heads; of one that cuts tokens the latents are gathered, which are narrower than
-/// x. So they are along a context axis by ContextComm::all_gather; by all_to_all its ranks share heads, too. Rotary positions turn
+/// Causal self-attention like CausalSelfAttention: [B, T, C] → [B, T, C], with a cache, documents and a window as there. A cache keeps
+/// whole keys and values. Ranks of a tensor axis share heads; where it cuts tokens, the latents are gathered, which are narrower than
+/// x. A context axis gathers them, too, with ContextComm::all_gather; with all_to_all its ranks share heads. Rotary positions turn
 /// neighbours, as in DeepSeek's checkpoints.
 struct LatentAttention : Module {
   LatentAttentionConfig config;

@@ -18,7 +18,7 @@ struct LinearOptions {
   std::optional<OwnershipMap> cut = std::nullopt;
 };
 
-/// y[.., out] = x[.., in] weight[out, in]ᵀ + bias[out]. The bias starts at 0. The result may go `onward` at once: see apply_onward().
+/// y[.., out] = x[.., in] weight[out, in]ᵀ + bias[out]. The bias starts at 0. The result may be sent `onward` at once: see apply_onward().
 struct Linear : Module {
   Parameter weight, bias;
   std::optional<Lora> lora;  ///< of fine-tuning: add_lora() makes it
@@ -30,7 +30,7 @@ struct Linear : Module {
     if (options.cut) set_cut(*options.cut);
   }
   void take_settings(const Module& source) override { fp8 = static_cast<const Linear&>(source).fp8; }
-  /// LinearOptions::cut of a layer that is there, with its adapter: before materialize().
+  /// Sets LinearOptions::cut of an existing layer and of its adapter: before materialize().
   void set_cut(const OwnershipMap& cut) {
     weight.set_cut(cut);
     if (bias && cut.dim() == 0) bias.set_cut(cut);
@@ -46,7 +46,7 @@ struct Linear : Module {
     const Tensor y = forward(x);
     return {sheaf::gelu(y, GeluKind::tanh), y};
   }
-  /// y of a gelu.
+  /// y, given the gelu of another layer.
   Tensor of_gelu(const GeluOfLinear& x, const Onward& onward = {}) {
     const auto scope = enter();
     if (!lora && !multiplies_blocks()) return gelu_linear(x, weight, bias, fp8, onward);
@@ -55,7 +55,8 @@ struct Linear : Module {
   SHEAF_FIELDS(weight, bias, lora);
 
  private:
-  /// Nothing will be differentiated: of a weight in blocks no values are made but where they are multiplied, as they are.
+  /// Where nothing will be differentiated, a weight in blocks is multiplied as it is: no values are made of it outside of
+  /// the product.
   bool multiplies_blocks() const { return weight.blocks() && !Recording::current() && fp8 == Fp8::none; }
   Tensor product(const Tensor& x, const Onward& onward = {}) const {
     check<DTypeError>(!weight.blocks() || x.dtype() == weight.dtype(), "[linear] '", weight.name(), "' is computed with in ",

@@ -19,7 +19,7 @@ struct Lora : Module {
   Parameter a, b;
   double scale;
 
-  /// Of a weight [out, in]; where a tensor axis cuts that, it cuts the same side here. ConfigError if the rank is below 1.
+  /// For a weight [out, in]; where a tensor axis cuts that, it cuts the same side here. ConfigError if the rank is below 1.
   Lora(const Parameter& weight, const LoraOptions& options);
   Tensor forward(const Tensor& x) { return linear(linear(x, a) * scale, b); }
   SHEAF_FIELDS(a, b);

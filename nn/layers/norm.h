@@ -6,12 +6,12 @@
 
 namespace sheaf::nn {
 
-/// The residual stream as pre-norm blocks hand it on: x, and what the last layer adds to it, which the next norm does on
-/// its way. Moved into the norm, it is freed there.
+/// The residual stream as pre-norm blocks hand it on: x, and the last layer's addend, which the next norm adds in
+/// passing. Moved into the norm, it is freed there.
 struct Residual {
   Tensor x;
   Tensor branch = {};  ///< undefined at the start of the stream
-  Tensor begins = {};  ///< i32 [B, T], where the document of each token begins; undefined where sequences are one
+  Tensor begins = {};  ///< i32 [B, T], where the document of each token begins; undefined where each sequence is one document
   template <class F>
   void for_each_tensor(F&& f) {
     f(x);
@@ -61,8 +61,8 @@ struct RMSNorm : Module {
   SHEAF_FIELDS(weight);
 };
 
-/// The same of rows xs[i][.., width] that ranks share, as those of a tensor axis share a token's heads, with weights cut as they are: of
-/// each row a sum of squares travels, one number, all at once. Rows that nobody shares are rms_norm's.
+/// RMSNorm of rows xs[i][.., width] that ranks share, as those of a tensor axis share a token's heads, with weights cut as they are: one
+/// number per row is sent, its sum of squares, all at once. Rows that are not shared take rms_norm().
 std::vector<Tensor> rms_norms_of_shared_rows(const std::vector<Tensor>& xs, const std::vector<const RMSNorm*>& norms);
 
 }  // namespace sheaf::nn

@@ -15,7 +15,7 @@ struct AdamWOptions {
   StateOptions state = {};     ///< of both moments
 };
 
-/// AdamW (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101, algorithm 2); the formula and its roundings stand in
+/// AdamW (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101, algorithm 2); the formula and its roundings are in
 /// kernels/optimizer.h. One pass over each unit's flat shard; two state tensors beside it.
 class AdamW final : public Optimizer {
  public:

@@ -28,7 +28,7 @@ bool is_without(const MeshSpec* mesh, const MeshSpec& all, int axis) {
 OwnershipMap parts_along(int dim, int64_t block) { return OwnershipMap::even(dim, block); }
 constexpr int64_t kBytes = block_bytes(BlockFormat::int8);
 
-// Of values [R, n] the layout once a dimension of islands is before R.
+// The layout of values [R, n] once a dimension of islands is before R.
 Layout behind_islands(Layout layout) {
   for (int a = 0; a < layout.num_axes(); ++a)
     if (layout[a].is_shard(0)) layout[a] = Placement::shard(1);
@@ -67,7 +67,7 @@ DiLoCo::DiLoCo(nn::Module& module, const Mesh& mesh, const std::string& axis, co
 
 int DiLoCo::island() const { return RankContext::current().coordinate(mesh_, axis_); }
 
-// Of a value [R, n] that each island has, or has a part of.
+// The layout of a value [R, n] that each island has, or has a part of.
 Layout DiLoCo::layout_of(const OuterShard& shard, Placement islands) const {
   Layout layout(mesh_, Placement::invariant());
   const Layout& resting = shard.flat().shard.layout();
@@ -181,7 +181,7 @@ void DiLoCo::step_whole(OuterShard& shard) const {
   store_into(shard.rows, as_rows(whole(shard)));
 }
 
-// Noise is that of a rank along `axis`, of which each has addends of its own, or the same for all (-1).
+// The noise differs by rank along `axis`, whose ranks each have addends of their own, or is the same for all (-1).
 Tensor DiLoCo::in_fewer_bits(const Tensor& x, int axis) const {
   if (options_.moves == Moves::bf16) return cast(x, kBF16);
   Type type{kU8, x.shape(), x.layout()};
@@ -192,7 +192,7 @@ Tensor DiLoCo::in_fewer_bits(const Tensor& x, int axis) const {
   return UnitOps::made_by(UnitOps::quantize_gradient(), &attrs, x, type);
 }
 
-// As values of this type; of rows of it their mean.
+// x as values of this type; rows of it become their mean.
 Tensor DiLoCo::in_values(const Tensor& x, const Type& type) const {
   const bool of_rows = x.rank() > type.shape.rank();
   if (x.dtype() != kU8) return of_rows ? mean(cast(x, type.dtype), 0) : cast(x, type.dtype);

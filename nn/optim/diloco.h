@@ -6,15 +6,15 @@
 //   optim::AdamW inner(model);
 //   optim::DiLoCo outer(model, all, "island");
 //   ...
-//   if (step % 100 == 0) outer.step();   // behind inner.step()
+//   if (step % 100 == 0) outer.step();   // after inner.step()
 //
-// [Note: islands] Between two outer steps what is called a parameter is a value for each island, so to all ranks together it
-// is a tensor with a dimension more, a row for each: Shard(0) along the axis of the islands. An outer step is then a mean
-// over that dimension between redistributions like any other, of each unit:
+// [Note: islands] Between two outer steps a parameter has a value on each island, so for all ranks together it is a tensor
+// with one more dimension, a row for each island: Shard(0) along the axis of the islands. An outer step is then a mean over
+// that dimension between redistributions like any other, for each unit:
 //
 //   rows        [islands, R, n]  Shard(0)@island     the masters: R ranks of an island that hold different elements
 //   all_to_all                   Shard(2)@island     each island has all rows of a part
-//   mean        [R, n]           Shard(1)@island     in the order of the islands, whatever sends: a reduce_scatter would send no less
+//   mean        [R, n]           Shard(1)@island     in the order of the islands, however it is sent: a reduce_scatter would send no less
 //   step        parameters       the same            SGD with what they have moved by as its gradient
 //   all_gather                   Replicate@island    and back into each row
 //
@@ -22,15 +22,16 @@
 // outer step and their momentum, are cut over all ranks: each takes the bytes of masters / islands. Every `inner` steps an island
 // receives the bytes of its masters twice.
 //
-// [Note: moves in fewer bits] Parameters may not be rounded, but what they have moved by, and are to move by, may: in bf16, or in
-// int8 blocks (kernels/quantize.h):
+// [Note: moves in fewer bits] Parameters must not be rounded, but what they have moved by, and are to move by, may be: in bf16,
+// or in int8 blocks (kernels/quantize.h):
 //
 //   moves       [islands, R, n]  Shard(0)@island     rows less the parameters of the last outer step, in fewer bits
 //   all_to_all                   Shard(2)@island
 //   mean        [R, n]           Shard(1)@island     in the masters' dtype; then the step, which gives a move, in fewer bits
 //   all_gather                   Replicate@island    added to the parameters of the last outer step, which are the rows then
 //
-// All islands add the same bits to the same. For that each has the parameters of the last outer step whole, cut over its own ranks.
+// All islands add the same bits to the same values. For that each has all parameters of the last outer step, cut over its own
+// ranks.
 #pragma once
 
 #include "sheaf/distributed/device_mesh.h"
@@ -42,7 +43,7 @@ namespace sheaf::optim {
 enum class Moves : uint8_t {
   whole,  ///< parameters, in the masters' dtype
   bf16,   ///< what they have moved by: half of the bytes
-  int8,   ///< in blocks of 64 with a scale, rounded by chance: a quarter; of units with ShardOptions::whole_blocks
+  int8,   ///< in blocks of 64 with a scale, rounded stochastically: a quarter; of units with ShardOptions::whole_blocks
 };
 /// By its name, "f32" for whole; ConfigError for others.
 Moves moves_from(std::string_view name);
@@ -54,7 +55,7 @@ struct DiLoCoOptions {
   bool offload = false;   ///< on a GPU the momentum lies in the host's memory
 };
 
-/// A tensor of the outer optimizer's, and what this rank has in it of which parameter.
+/// A tensor of the outer optimizer, and which parts of which parameters this rank has in it.
 struct OuterState {
   Tensor tensor;
   std::vector<StatePart> parts;
@@ -66,7 +67,7 @@ struct OuterShard {
   size_t buffer;         ///< index into unit->buffers()
   Tensor rows;           ///< its masters, by island
   OuterState values;     ///< parameters after the last outer step
-  OuterState momentum;   ///< undefined without any, and of what no optimizer moves (nn::Parameter::steer)
+  OuterState momentum;   ///< undefined without any, and for parameters that no optimizer moves (nn::Parameter::steer)
   Tensor segments;       ///< f64 [1, 4]: all of a rank's elements of the momentum, none decayed; [0, 4] where it has none
   FlatBuffer& flat() const { return unit->buffers()[buffer]; }
 };
@@ -76,14 +77,14 @@ struct OuterShard {
 ///
 ///   g = q - mean(p_i),   b = momentum b + g,   q = q - lr (g + momentum b),   p_i = q
 ///
-/// Whatever steers itself becomes its mean. The inner optimizer's state is each island's own and stays. Masters are f32 or f64.
+/// Steered parameters become their mean. The inner optimizer's state is each island's own and stays. Masters are f32 or f64.
 class DiLoCo {
  public:
   /// Of a materialized model that is sharded over `mesh` without `axis` (World::slice). Begins with begin(). ConfigError where
   /// it is sharded otherwise, and for options out of range.
   DiLoCo(nn::Module& module, const Mesh& mesh, const std::string& axis, const DiLoCoOptions& options = {});
 
-  /// Takes the parameters as they are, which must be the same on all islands, for those of the last outer step; without momentum.
+  /// Takes the current parameters, which must be the same on all islands, as those of the last outer step; without momentum.
   void begin();
   /// Parameters become those of the last outer step again; what islands have learned since is lost. Collective over all of them.
   void go_back();
@@ -95,15 +96,15 @@ class DiLoCo {
   const MeshSpec* mesh() const { return mesh_; }
   std::vector<OuterShard>& shards() { return shards_; }
   const std::vector<OuterShard>& shards() const { return shards_; }
-  int64_t state_bytes() const;  ///< of this rank, beside masters and the inner optimizer's
+  int64_t state_bytes() const;  ///< of this rank, besides masters and the inner optimizer's
 
  private:
   void add_shard(const std::shared_ptr<Unit>& unit, size_t buffer);
   Layout layout_of(const OuterShard& shard, Placement islands) const;
   OuterState state(const OuterShard& shard, std::optional<OwnershipMap> cut, bool offload) const;
-  /// A value [R, n] as it is for each island, a view.
+  /// A value [R, n] as the row of each island, a view.
   Tensor as_rows(const Tensor& whole) const;
-  /// Islands' parts of what a rank has are multiples of it.
+  /// The islands' parts of what a rank has are multiples of this.
   int64_t part_size() const { return options_.moves == Moves::int8 ? kBlockSize : FlatLayout::kAlign; }
   bool rounds(const FlatBuffer& b) const { return options_.moves != Moves::whole && b.has_slope(); }
   /// `to` less what a step makes of this gradient.

@@ -14,8 +14,8 @@ struct LossScalerOptions {
   double maximum = 0x1p64;         ///< nor higher: 1 / factor has to be a number of f32
 };
 
-/// Multiplies the loss with a factor that it finds out: it grows by and by, and where a gradient comes out infinite or NaN
-/// that step changes nothing and the next factor is smaller (Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740).
+/// Multiplies the loss by a factor that it adapts: it grows gradually, and where a gradient comes out infinite or NaN that
+/// step changes nothing and the next factor is smaller (Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740).
 ///
 ///   optim::LossScaler scaler(world.device());
 ///   ...
@@ -26,9 +26,9 @@ struct LossScalerOptions {
 ///   optimizer.zero_grad();
 ///
 /// All that changes is state on the device: a recorded step may run again as it is, as a program or as a graph, and nothing
-/// is read back to the host unless state() asks. Gradients, until the optimizer reads them, have the factor in them
-/// (full_gradient()). Of several optimizers each steps or is skipped by the norm of the clip_grad_norm() over its parameters;
-/// the factor follows all of them.
+/// is read back to the host unless state() asks. Gradients contain the factor until the optimizer reads them
+/// (full_gradient()). With several optimizers, each steps or is skipped by the norm of the clip_grad_norm() over its
+/// parameters; the factor follows all of them.
 class LossScaler {
  public:
   /// ConfigError for options out of range.

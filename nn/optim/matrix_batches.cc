@@ -41,7 +41,7 @@ int secondary_axis(const Unit& unit, const Layout& masters, int tensor_axis) {
   return -1;
 }
 
-// Whole on every rank; of what is in a stage, on its ranks.
+// Whole on every rank; for a stage, on the stage's ranks.
 Layout whole_in(const MeshSpec* mesh, const Stage& stage) {
   Layout layout(mesh, Placement::invariant());
   if (stage.axis >= 0) layout[stage.axis] = Placement::on(stage.index);
@@ -158,7 +158,7 @@ Bundle make_bundle(const ShardState& all, std::vector<Matrix> matrices, ShardSta
   return out;
 }
 
-// Of equals in their order.
+// Equally costly matrices keep their order.
 void choose_owners(std::span<Bundle> bundles) {
   std::vector<std::pair<Matrix*, const Bundle*>> all;
   for (Bundle& bundle : bundles)

@@ -11,11 +11,11 @@
 //   stacked   [k, M, N]   Shard(0 uneven)@axis          each rank's own, one after another: a copy, nothing is sent
 //   shared    [k, M, N]   and Shard(0 inner)@others     those that replicas share out, too: a slice, and all_gathered after
 //
-// With a secondary axis a rank has a part of what its group would have: [ranks, n], Shard(0)@axis Shard(1)@secondary, of
-// which n is the largest part; it is gathered along that axis first and joined, [n]. Of matrices that a tensor axis cuts a
-// rank has blocks, [ranks, n] with Shard(0)@tensor throughout, and stacks [ranks, k, room]: what shares out k then puts the
-// blocks of a matrix on one rank (an all_to_all, from Shard(0) to Shard(1 inner)), where they are put together. Of a pipeline each
-// stage does all that with its own: everywhere, Shard(on it)@stages.
+// With a secondary axis a rank has a part of what its group would have: [ranks, n], Shard(0)@axis Shard(1)@secondary, where n is
+// the size of the largest part; it is gathered along that axis first and joined, [n]. Where a tensor axis cuts matrices, a rank
+// has blocks, [ranks, n] with Shard(0)@tensor throughout, and stacks [ranks, k, room]: what shares out k then puts the blocks of a
+// matrix on one rank (an all_to_all, from Shard(0) to Shard(1 inner)), where they are put together. In a pipeline each stage does
+// all that with its own matrices: everywhere, Shard(on it)@stages.
 #pragma once
 
 #include <optional>
@@ -33,7 +33,7 @@ using Table = const std::vector<int64_t>*;
 struct MatrixPart {
   int64_t rows, cols;
   OwnershipMap cut;                 ///< by the tensor axis, if one cuts the parameter
-  int64_t begin, stride;            ///< of this rank's block inside of the parameter's: its first element, from row to row
+  int64_t begin, stride;            ///< of this rank's block inside of the parameter's: its first element, and the distance from row to row
 };
 
 /// A parameter. All of it is sent to one rank.
@@ -42,11 +42,11 @@ struct Matrix {
   std::vector<MatrixPart> parts;
   int64_t room;                     ///< elements: of the largest block that a rank of the tensor axis has
   int owner = 0;                    ///< the rank, of the axis that shares the work
-  /// Multiplications of an iteration, the same for all but a factor.
+  /// Multiplications of an iteration, up to a factor common to all.
   int64_t cost() const;
 };
 
-/// Of a pipeline: its ranks alone have these matrices, and orthogonalise them.
+/// A stage of a pipeline: only its ranks have these matrices, and orthogonalise them.
 struct Stage {
   int axis = -1;  ///< of the mesh; -1: they are in none
   int index = 0;
@@ -55,7 +55,7 @@ struct Stage {
 
 /// Some parameters of a flat buffer, one after another: all that are matrices, or all others.
 struct Bundle {
-  std::vector<Matrix> matrices;     ///< empty of others
+  std::vector<Matrix> matrices;     ///< empty for others
   int axis = -1;                    ///< of the mesh, that shares the work; -1 without a mesh
   int tensor_axis = -1;             ///< that cuts these
   Stage stage = {};
@@ -69,7 +69,7 @@ struct Bundle {
 /// The bundle of these leaves of a shard; fills in `shard.parts`, counted in what is at rest.
 Bundle make_bundle(const ShardState& all, std::vector<Matrix> matrices, ShardState& shard);
 
-/// The matrix, or matrices, that a parameter of `unit` is. ConfigError if it has not two dimensions.
+/// The matrix, or matrices, that a parameter of `unit` is. ConfigError if it does not have two dimensions.
 Matrix matrix_of(const nn::Parameter& p);
 
 /// Gives each matrix an owner, and each bundle its type `owned`. Owners follow from shapes alone: each matrix, the costliest
@@ -86,8 +86,8 @@ struct Batch {
   Table own = nullptr;              ///< this rank's, in order: which of `bundles`, first element, rows, columns, row stride
 };
 
-/// All matrices of these bundles, which are indices, in batches. What a rank computes of a batch is bounded (kBatch), so
-/// that memory is.
+/// All matrices of these bundles, which are indices into `all`, in batches. A rank's work on a batch is bounded
+/// (kBatch), and so is its memory.
 std::vector<Batch> batches_of(std::span<const Bundle> all, const std::vector<int>& bundles);
 
 }  // namespace sheaf::optim

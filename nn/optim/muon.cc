@@ -127,7 +127,7 @@ void Muon::update_all(std::span<ShardState* const> work, const Tensor& scalars) 
   }
 }
 
-// As the shard has it, or, beside a secondary axis, as its group has.
+// As the shard has it, or, with a secondary axis, as its group has.
 Tensor Muon::direction(ShardState& shard, const Bundle& bundle, const Tensor& scalars) const {
   const FlatBuffer& b = shard.flat();
   const Tensor& momentum = shard.state[0];

@@ -13,8 +13,8 @@
 //   step         parameters                            elementwise
 //
 // On one rank both redistributions are nothing; of parameters that each rank holds (strategy replicate) the first is a slice
-// and the second an all_gather, so that ranks share the work. All units are sent before the first matrix is computed, and
-// back after the last, so that what counts is a rank's sum. Replicas (ShardOptions::replica_axis) share a batch out further
+// and the second an all_gather, so that ranks share the work. All units are sent before the first matrix is computed,
+// and back after the last, so that only a rank's total work counts. Replicas (ShardOptions::replica_axis) share a batch out further
 // and all_gather what comes of it, ranks of a tensor axis put the blocks of a matrix together on one of them.
 #pragma once
 
@@ -24,7 +24,7 @@
 
 namespace sheaf::optim {
 
-/// What an orthogonal [M, N] is multiplied with.
+/// What an orthogonal [M, N] is multiplied by.
 enum class MuonScale : uint8_t {
   match_rms,  ///< 0.2 sqrt(max(M, N)): the size of AdamW's updates (Liu et al., https://arxiv.org/abs/2502.16982), so that its
               ///< learning rates and weight decays serve here, too
@@ -33,8 +33,8 @@ enum class MuonScale : uint8_t {
 
 /// Chooses the matrices that are orthogonalised.
 using MatrixRule = std::function<bool(const nn::Parameter&)>;
-/// The default: parameters of two dimensions that are no tables: nn::Embedding's are, and heads that say so
-/// (nn::Parameter::set_table), as those of Gpt and Llama do.
+/// The default: parameters of two dimensions that are not tables. nn::Embedding's are tables, and so are heads that
+/// say so (nn::Parameter::set_table), as those of Gpt and Llama do.
 bool hidden_matrices(const nn::Parameter& p);
 
 struct MuonOptions {
@@ -44,7 +44,8 @@ struct MuonOptions {
   double weight_decay = 0.1;   ///< of the matrices: decoupled, times the learning rate. Of the others: adamw.weight_decay
   MuonScale scale = MuonScale::match_rms;
   OrthogonalizeOptions orthogonalize = {};
-  /// What is sent and orthogonalised in: bf16 halves the bytes and is the original's choice. Absent: the masters' dtype.
+  /// The dtype that is sent and orthogonalised: bf16 halves the bytes and is the original's choice. Absent: the masters'
+  /// dtype.
   std::optional<DType> compute_dtype = std::nullopt;
   MatrixRule matrices = hidden_matrices;
   Factors factors = {};        ///< of the matrices; of the others: adamw.factors
@@ -59,11 +60,11 @@ struct MuonOptions {
 ///   p = p - lr (scale orthogonalize(d) + weight_decay p)
 ///
 /// A matrix whose cut names parts (nn::Parameter::set_cut: queries, keys and values of one projection) is orthogonalised
-/// part by part, as the separate projections that it stands for would be: that they are one parameter is how it is laid
-/// out, no mathematics. Of the state, matrices have one tensor and the others two; none of it depends on how ranks cut it.
+/// part by part, as the separate projections that it stands for would be: that they are one parameter is storage, not
+/// mathematics. Matrices have one state tensor and the others two; neither depends on how ranks cut them.
 ///
-/// What it computes depends, up to rounding, neither on how masters are cut nor over which axes. ConfigError for a parameter
-/// that `matrices` chooses and that has not two dimensions, and for options out of range.
+/// Up to rounding, results depend neither on how masters are cut nor over which axes. ConfigError for a parameter that
+/// `matrices` chooses and that does not have two dimensions, and for options out of range.
 class Muon final : public Optimizer {
  public:
   explicit Muon(std::span<const nn::Parameter> parameters, const MuonOptions& options = {});

@@ -13,7 +13,7 @@ struct MuonOps {
   struct Parts {
     Table parts;
     int64_t nesterov = 0;
-    int64_t before = 0;  ///< of Muon's step: elements in front of those that the state has
+    int64_t before = 0;  ///< of Muon's step: elements before those that the state has
   };
   /// gradient, momentum, segments, scalars [, clip scale [, found_inf]] → direction (0 where infinity was found), and momentum
   /// in place

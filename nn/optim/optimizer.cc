@@ -99,7 +99,7 @@ void Optimizer::steer() const {
   }
 }
 
-// One for all: it is one step.
+// One for all shards: it is one step.
 Tensor Optimizer::found_inf() const {
   const ShardState* first = nullptr;
   for (const ShardState& shard : shards_) {
@@ -114,7 +114,7 @@ Tensor Optimizer::found_inf() const {
   return first ? first->flat().found_inf : Tensor();
 }
 
-// The corrections that the host has made are those of a run that skips nothing.
+// The host's corrections are those of a run that skips nothing.
 Tensor Optimizer::count_applied(const Tensor& scalars, const Tensor& found_inf) {
   if (Recording* r = Recording::current()) r->leaf(applied_, name_ + ".applied_steps");
   const Tensor inputs[] = {applied_, scalars, found_inf};

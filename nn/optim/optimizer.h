@@ -26,7 +26,7 @@
 
 namespace sheaf::optim {
 
-/// What a step may be told.
+/// What step() can be given.
 struct StepOptions {
   std::optional<double> lr = std::nullopt;  ///< learning rate of this step; the optimizer's own if absent
   Tensor scalars = {};  ///< next_scalars(), where the parameters live; undefined: step() takes them there
@@ -34,19 +34,19 @@ struct StepOptions {
 
 /// How an optimizer's state rests.
 struct StateOptions {
-  /// bf16, beside f32 masters: half of the bytes. It is computed with in f32 and rounded by chance where it is stored, the
-  /// same for any mesh (kernels/optimizer.h). Absent: the masters' own.
+  /// bf16, with f32 masters: half of the bytes. Computed in f32 and rounded stochastically where it is stored, the same
+  /// for any mesh (kernels/optimizer.h). Absent: the masters' own.
   std::optional<DType> dtype = std::nullopt;
-  bool offload = false;  ///< on a GPU it lies in the host's memory
+  bool offload = false;  ///< on a GPU it is kept in the host's memory
 };
 
 /// A number for each parameter.
 using FactorRule = std::function<double(const nn::Parameter&)>;
-/// Whether it has two dimensions and more, so that it is neither a bias nor a norm's.
+/// Whether it has two dimensions or more, so that it is neither a bias nor a norm's.
 bool decays_matrices(const nn::Parameter& p);
 
-/// What the numbers that hold for all of an optimizer's parameters are multiplied by, for each of them: finite, at least 0. A
-/// parameter whose learning rate is 0 stays as it is.
+/// What an optimizer's learning rate and weight decay are multiplied by for each parameter: finite, at least 0. A parameter
+/// whose learning rate is 0 stays as it is.
 struct Factors {
   FactorRule lr = {};  ///< of the learning rate, the decay's included; absent: 1
   FactorRule weight_decay = decays_matrices;
@@ -80,16 +80,16 @@ class Optimizer {
   /// have no gradient stay as they are. Recorded as part of the update if a recording lives. Where clip_grad_norm has found
   /// infinity for a LossScaler nothing changes, and no step is applied.
   void step(const StepOptions& options = {});
-  /// What the next step reads: the values that change from step to step, for a caller who brings them to the device
-  /// with other things, or again and again for a step that is a graph.
+  /// The values that change from step to step, as the next step reads them: for a caller that brings them to the
+  /// device together with other things, or for each replay of a step that is a graph.
   std::vector<double> next_scalars(const StepOptions& options = {}) const { return scalars(options, steps_ + 1); }
   /// Frees the gradients.
   void zero_grad();
-  /// Steps taken so far, skipped ones included: with state() and, beside a LossScaler, applied_steps() all that resuming
-  /// needs.
+  /// Steps taken so far, skipped ones included: with shards()' state and, where there is a LossScaler, applied_steps()
+  /// all that resuming needs.
   int64_t steps() const { return steps_; }
   void set_steps(int64_t steps);
-  /// Those that were not skipped, which the device counts; nothing if the optimizer has met no LossScaler, or has no use for
+  /// Steps that were not skipped, which the device counts; nothing if the optimizer has met no LossScaler, or has no use for
   /// it. Waits for the device.
   std::optional<int64_t> applied_steps() const;
   void set_applied_steps(int64_t steps);  ///< after set_steps()
@@ -100,10 +100,10 @@ class Optimizer {
  protected:
   /// Works on whole flat shards, with zero_state() for each of `states` beside them. `name` is for the tape and messages.
   /// Parameters that are steered (nn::Parameter::steer) are not among them: step() moves those itself.
-  /// ConfigError for factors that are none.
+  /// ConfigError for invalid factors.
   Optimizer(std::string name, std::span<const nn::Parameter> parameters, const Factors& factors,
             const std::vector<std::string>& states, const StateOptions& options);
-  /// Whoever derives fills shards(), with flat_shards() of these parameters.
+  /// The derived class fills shards(), with flat_shards() of these parameters.
   Optimizer(std::string name, std::span<const nn::Parameter> parameters);
   /// Values that change from step to step, as one f64 vector; `step` counts from 1.
   virtual std::vector<double> scalars(const StepOptions& options, int64_t step) const = 0;
@@ -113,7 +113,7 @@ class Optimizer {
   virtual void update(ShardState& shard, const Tensor& scalars, const Tensor& clip_scale) = 0;
   /// Updates all that have a gradient, by default one after another.
   virtual void update_all(std::span<ShardState* const> shards, const Tensor& scalars);
-  /// Names for the tape, of what this recording has not met.
+  /// Names for the tape those tensors that this recording has not met.
   void name_leaves(const ShardState& shard) const;
 
  private:
@@ -139,16 +139,16 @@ Tensor zero_state(const Type& type, Device device, const StateOptions& options);
 /// By index: learning rate and weight decay of the unit's leaves among these parameters, as factors of segments without elements.
 std::vector<kernels::Segment> factors_of(const std::string& who, const Unit& unit, std::span<const nn::Parameter> parameters,
                                          const Factors& factors);
-/// Elements of a leaf, with its factors.
+/// A segment of a leaf's elements, with its factors.
 kernels::Segment segment_of(const kernels::Segment& leaf, int64_t begin, int64_t count);
 }  // namespace detail
 
-/// What update() of an optimizer of one's own calls: runs its step op (OpKind::step), whose inputs are the shard's parameters [n], their
-/// gradient [n], each state [n], segments f64 [k, 4] (kernels::Segment), scalars f64 (Optimizer::scalars) [, clip scale, one f32 or f64 [,
+/// For update() of an optimizer of one's own: runs its step op (OpKind::step), whose inputs are the shard's parameters [n], their gradient
+/// [n], each state [n], segments f64 [k, 4] (kernels::Segment), scalars f64 (Optimizer::scalars) [, clip scale, one f32 or f64 [,
 /// found_inf, one i32]], and whose outputs are the parameters and each state, in their memory: examples/lion.h.
 void apply_step(const OpDef& op, const void* attrs, ShardState& shard, const Tensor& scalars, const Tensor& clip_scale);
-/// Input `index` of such an op, or View{} where the step has none: the clip scale, which is 1 then, and found_inf, where a number other
-/// than 0 says that nothing may change.
+/// Input `index` of such an op, or View{} where the step has none: the clip scale, which is then 1, and found_inf, a number that
+/// forbids any change unless it is 0.
 View optional_input(const Execute& c, int index);
 
 }  // namespace sheaf::optim

@@ -9,7 +9,7 @@ struct ScheduleOptions {
   double peak = 1e-3;       ///< learning rate after warm-up
   double minimum = 0.0;     ///< where decay ends, and after it
   int64_t warmup = 0;       ///< steps, rising from peak / (warmup + 1) in equal parts
-  int64_t decay_start = 0;  ///< step at which decay starts, if it is after the warm-up: until then there is peak
+  int64_t decay_start = 0;  ///< step at which decay starts, if it is after the warm-up: until then the rate is peak
   int64_t total = 0;        ///< step at which decay ends, warm-up included; nanoGPT's lr_decay_iters
 };
 

@@ -14,7 +14,7 @@ struct SgdOptions {
   StateOptions state = {};    ///< of the momentum
 };
 
-/// SGD with momentum (Sutskever et al. 2013, in PyTorch's form without dampening); the formula stands in
+/// SGD with momentum (Sutskever et al. 2013, in PyTorch's form without dampening); the formula is in
 /// kernels/optimizer.h. One pass over each unit's flat shard.
 class SGD final : public Optimizer {
  public:
@@ -30,8 +30,8 @@ class SGD final : public Optimizer {
 };
 
 namespace detail {
-/// One step of it with Nesterov's momentum, in place, of tensors of one type, whatever they are parts of; `scalars` in the order of
-/// kernels::cpu::sgd.
+/// One step of SGD with Nesterov's momentum, in place, on tensors of one type, whatever they are parts of; `scalars` in the order
+/// of kernels::cpu::sgd.
 void nesterov_step(const Tensor& param, const Tensor& grad, const Tensor& momentum, const Tensor& segments, const Tensor& scalars);
 }  // namespace detail
 
