@@ -4,8 +4,8 @@
 #include <ranges>
 #include <utility>
 
-#include "sheaf/autograd/replay_node.h"
 #include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/replay_node.h"
 #include "sheaf/autograd/reverse_pass.h"
 
 namespace sheaf {
@@ -40,11 +40,15 @@ void Recording::backward(const Tensor& loss, const BackwardOptions& options) {
 
 // After a derivative has thrown: what is computed next begins anew, with values and slots that nobody has used.
 void Recording::give_up_used_groups() {
-  const auto is_used = [](const GroupState& g) { return g.first_use >= 0; };
   for (const GroupState& g : groups_)
-    if (is_used(g)) g.group->close_for_change(), g.group->drop_slots();
-  std::erase_if(groups_, is_used);
+    if (g.first_use >= 0) g.group->close_for_change(), g.group->drop_slots();
   gradients_.clear();
+  forget_used_groups();
+}
+
+// Where a backward ends; other groups are gathered ahead.
+void Recording::forget_used_groups() {
+  std::erase_if(groups_, [](const GroupState& g) { return g.first_use >= 0; });
   segment_begin_ = tape_.num_nodes();
   derivative_order_ = 0, is_derivative_ = false;
 }
@@ -165,9 +169,7 @@ void ReversePass::run(const Tensor& y) {
   gradients_.clear();
   for (size_t i = 0; i < recording_.groups_.size(); ++i) recording_.groups_[i].group->backward_ended();
   if (last_micro_batch_ && !defers_weights_ && !parts_.leaves_some()) recording_.complete_sends();
-  std::erase_if(recording_.groups_, [](const GroupState& g) { return g.first_use >= 0; });  // others are gathered ahead
-  recording_.segment_begin_ = tape_.num_nodes();
-  recording_.derivative_order_ = 0, recording_.is_derivative_ = false;
+  recording_.forget_used_groups();
 }
 
 void ReversePass::reverse_through(NodeId begin, NodeId end) {

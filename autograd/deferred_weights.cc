@@ -17,7 +17,7 @@ void ReversePass::mark_deferring_groups() {
   for (const recorded::Segment& s : parts_.segments)
     for (NodeId id = s.begin; id < s.end; ++id) {
       const Node& n = tape_.node(id);
-      if (!n.op || !n.op->defer_weights) continue;
+      if (!n.op || !n.op->defers_weights) continue;
       for (const ValueId v : tape_.inputs(n))
         if (const ValueState& leaf = recording_.state(v); leaf.group && leaf.needs_grad)
           for (GroupState& g : recording_.groups_) g.defers_weights = g.defers_weights || g.group.get() == leaf.group;

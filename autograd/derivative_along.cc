@@ -58,7 +58,7 @@ void ReversePass::add_directional(NodeId node) {
     for (const recorded::Segment& s : recording_.pending_segments_) {
       const auto own = std::ranges::find_if(s.groups, is_groups);
       if (own == s.groups.end()) continue;
-      if (s.begin <= part.from && part.from < s.end) return own->first_use > node;
+      if (s.contains(part.from)) return own->first_use > node;
       first = std::min(first, own->first_use);
     }
     return first > node;

@@ -17,9 +17,9 @@
 //     static const PartDims* row_parts(const Shape& x);       // see OpDef::row_parts; optional
 //     static double products(const Attrs&, InputTypes);       // see OpDef::products; optional
 //     static constexpr PartDims kHeads = {..};                // see OpDef::heads; optional
-//     static constexpr bool kDefersWeights = true;          // vjp gives derivatives to Vjp::weight_gradients(); optional
-//     static constexpr int kRematerializable = 0;                     // an output that takes little to compute from what vjp reads: then
-//     static Tensor rematerialize(const Attrs&, Vjp&);             // this does, in public ops, with the same bits; optional
+//     static constexpr bool kDefersWeights = true;         // vjp gives derivatives to Vjp::weight_gradients(); optional
+//     static constexpr int kRematerializable = 0;          // an output that takes little to compute from what vjp reads: then
+//     static Tensor rematerialize(const Attrs&, Vjp&);     // this does, in public ops, with the same bits; optional
 //   };
 //
 // [Note: what happens in apply] (1) infer: the outputs' types, as of one rank. (2) place: the inputs' placements choose the
@@ -87,7 +87,7 @@ struct OpDef {
   bool stops_gradient;  ///< outputs are constants, whatever the inputs are
   bool recipe;   ///< cheap to repeat: a view or a cast, replayed in backward on gathered parameters instead of saved
   bool can_add;
-  bool defer_weights;  ///< its vjp calls weights()
+  bool defers_weights;  ///< its vjp calls weight_gradients()
   MemoryKind memory;  ///< where fresh outputs lie: see MemoryKind
   HeldFor held_for;   ///< what the memory of fresh outputs is held for; other: as the phase is, see held_for() of a node
   uint64_t stores_wide;  ///< outputs that are stored in f32, if given f32 memory, where infer says bf16 or f16
@@ -164,7 +164,7 @@ constexpr OpDef make_op_def() {
   if constexpr (requires { Op::kStopsGradient; }) d.stops_gradient = Op::kStopsGradient;
   if constexpr (requires { Op::kRecipe; }) d.recipe = Op::kRecipe;
   if constexpr (requires { Op::kCanAdd; }) d.can_add = Op::kCanAdd;
-  if constexpr (requires { Op::kDefersWeights; }) d.defer_weights = Op::kDefersWeights;
+  if constexpr (requires { Op::kDefersWeights; }) d.defers_weights = Op::kDefersWeights;
   if constexpr (requires { Op::kMemory; }) d.memory = Op::kMemory;
   if constexpr (requires { Op::kHeldFor; }) d.held_for = Op::kHeldFor;
   if constexpr (requires { Op::kStoresWide; }) d.stores_wide = Op::kStoresWide;

@@ -33,11 +33,11 @@ NodeId ReversePass::single_collective_of(const Region& region) const {
 void ReversePass::start_regather(ValueId v) {
   const NodeId producer = tape_.value(v).producer;
   for (Region& region : recording_.regions_) {
-    if (producer < region.begin || producer >= region.end || single_collective_of(region) != producer) continue;
+    if (!region.contains(producer) || single_collective_of(region) != producer) continue;
     const Node n = tape_.node(producer);
     const PathScope path(tape_.path(n));
     expect_unchanged(region);
-    const Tensor dense = contiguous(region.entering.at(tape_.inputs(n)[0]));
+    const Tensor dense = contiguous(region.entering.at(tape_.inputs(n)[0]).value);
     recording_.flag_next(Node::kRecomputed);
     region.travelling = start_redistribute(dense, tape_.type(v).layout);
     region.entering.clear();
@@ -69,7 +69,7 @@ void ReversePass::compute_deferred(recorded::DeferredGradient& deferred) {
     if (const auto there = storage.lock(); there && there->version() != version)
       fail<LifetimeError>("[backward_weights] ", path_label(PathScope::current()), ": what ", tape_.node(deferred.node).op->name, " read was changed ",
                           "in place since the backward, and the gradient of its weight reads it: change a copy");
-  Vjp vjp(*this, deferred.node, deferred.needs, /*late=*/true);
+  Vjp vjp(*this, deferred.node, deferred.needs, /*deferred=*/true);
   std::exchange(deferred.derivative, nullptr)(vjp);
   accumulate(deferred.node, deferred.needs, vjp);
 }

@@ -9,8 +9,8 @@
 #include <algorithm>
 #include <unordered_set>
 
-#include "sheaf/autograd/replay_node.h"
 #include "sheaf/autograd/ops/redistribute.h"
+#include "sheaf/autograd/replay_node.h"
 #include "sheaf/autograd/reverse_pass.h"
 
 namespace sheaf {
@@ -46,8 +46,7 @@ bool Recording::made_in_region(ValueId v) const {
 
 void Recording::note_entering(std::span<const ValueId> ids, std::span<const Tensor> inputs) {
   for (size_t i = 0; i < ids.size(); ++i)
-    if (Region& region = regions_.back(); !states_[ids[i]].recipe && !made_in_region(ids[i]) && region.entering.try_emplace(ids[i], inputs[i]).second)
-      region.versions[ids[i]] = inputs[i].storage()->version();
+    if (!states_[ids[i]].recipe && !made_in_region(ids[i])) regions_.back().entering.try_emplace(ids[i], inputs[i]);
 }
 
 void Recording::note_made(std::span<const Tensor> outputs) {
@@ -79,10 +78,10 @@ void Recording::end_region() {
   std::erase_if(region.entering, [&](const auto& entry) { return !read.contains(entry.first); });
 }
 
-void Recording::set_recomputed(const Region& region, bool repeated) {
+void Recording::set_recomputed(const Region& region, bool recomputed) {
   for (NodeId id = region.begin; id < region.end; ++id)
     for (int o = 0; o < tape_.node(id).num_outputs; ++o)
-      states_[tape_.output(tape_.node(id), o)].recomputed = repeated && tape_.node(id).op;
+      states_[tape_.output(tape_.node(id), o)].recomputed = recomputed && tape_.node(id).op;
 }
 
 // The reverse pass frees what it leaves behind, of the nodes up to `end`; what is saved after that is kept.
@@ -117,8 +116,8 @@ std::vector<NodeId> Recording::nodes_to_recompute(const Region& region) const {
 }
 
 void ReversePass::expect_unchanged(const Region& region) const {
-  for (const auto& [v, t] : region.entering)
-    if (t.storage()->version() != region.versions.at(v))
+  for (const auto& [v, kept] : region.entering)
+    if (kept.is_changed())
       fail<LifetimeError>("[backward] value %", v, " ", tape_.type(v), " was changed in place between forward and backward, and what a ",
                           "RecomputeScope computed from it is computed again: change a copy");
 }
@@ -139,7 +138,8 @@ void ReversePass::recompute(Region& region) {
   for (NodeId id : nodes)
     for (ValueId v : tape_.inputs(tape_.node(id))) last_read[v] = id;
   expect_unchanged(region);
-  std::unordered_map<ValueId, Tensor> values = std::move(region.entering);
+  std::unordered_map<ValueId, Tensor> values;
+  for (auto& [v, kept] : region.entering) values.emplace(v, std::move(kept.value));
   region.entering.clear();
   if (region.results) recording_.set_recomputed(region, false);  // what entered it is released: later saves of its values keep the tensors
   const auto keep = [&](NodeId id, std::span<const Tensor> outputs) {

@@ -57,17 +57,25 @@ struct GroupState {
   std::vector<Tensor> slots;
 };
 
+/// A value that is read later, and the version of its memory when it was kept.
+struct Kept {
+  Tensor value;
+  uint64_t version;
+  Kept(const Tensor& t) : value(t), version(t.storage()->version()) {}  // NOLINT: implicit by design
+  bool is_changed() const { return value.storage()->version() != version; }
+};
+
 /// What a RecomputeScope recorded: nodes [begin, end), of whose values the backward gets copies.
 struct Region {
   NodeId begin, end;
-  std::unordered_map<ValueId, Tensor> entering = {};    // what the nodes that will be recomputed read from outside
-  std::unordered_map<ValueId, uint64_t> versions = {};  // of its storages, when it entered
+  std::unordered_map<ValueId, Kept> entering = {};      // what the nodes that will be recomputed read from outside
   bool results = false;                                 // see RecomputeOptions
   Travelling travelling = {};                           // its one result, on the way: see [Note: overlap]
   std::vector<std::weak_ptr<Storage>> made = {};        // by a region that keeps no results: where these are
   bool offloads = false, offloaded = false;             // see [Note: offload]
   std::vector<ValueId> on_host = {};                    // entering values that are in the host's memory
   std::vector<Tensor> from_host = {};                   // and those that are being copied back
+  bool contains(NodeId node) const { return begin <= node && node < end; }
 };
 
 /// Nodes [begin, end) that no backward has come to, and the groups they use: see [Note: micro-batches].

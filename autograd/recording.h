@@ -181,12 +181,13 @@ class Recording {
   void note_made(std::span<const Tensor> outputs);
   void drop_unread_regions();
   void end_region();
-  void set_recomputed(const Region& region, bool repeated);
+  void set_recomputed(const Region& region, bool recomputed);
   bool made_in_region(ValueId v) const;
   std::vector<NodeId> nodes_to_recompute(const Region& region) const;
   void offload_last_region();
   void complete_offloads();
   void give_up_used_groups();
+  void forget_used_groups();
   void end_segment();
   void begin_derivative();
   void begin_part(int64_t first_sample, const Tensor& random_state);

@@ -110,11 +110,11 @@ class ReversePass {
   std::vector<bool> wanted_;                             // values whose gradients lead somewhere
   std::vector<bool> asked_;                              // of gradient(): the xs
   std::unordered_map<ValueId, ValueId> same_value_;      // of gradient(): gathers of one parameter, or copies, to the first
-  recorded::Parts parts_;                               // of backward(): what it differentiates
+  recorded::Parts parts_;                                // of backward(): what it differentiates
   bool last_micro_batch_ = false;
-  bool defers_weights_ = false;                           // weights' gradients are put off
-  bool in_backward_weights_ = false;                              // they are those that were put off
-  std::vector<recorded::DeferredGradient> overlapped_;       // see [Note: overlap]
+  bool defers_weights_ = false;                          // weights' gradients are put off
+  bool in_backward_weights_ = false;                     // they are those that were put off
+  std::vector<recorded::DeferredGradient> overlapped_;   // see [Note: overlap]
   DirectionalSum* direction_ = nullptr;
 };
 

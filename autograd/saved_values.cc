@@ -29,7 +29,7 @@ Tensor ReversePass::resolve(ValueId v) {
   if (const ValueState& now = recording_.state(v); now.rematerialized && !now.saved && now.saves > 0) rematerialize(v);
   if (!recording_.state(v).saved && tape_.node(producer).op)
     for (Region& region : recording_.regions_)
-      if (region.begin <= producer && producer < region.end) {
+      if (region.contains(producer)) {
         recompute(region);
         break;
       }

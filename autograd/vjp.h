@@ -63,7 +63,7 @@ class Vjp {
   /// a sum that was made in f32 is rounded no earlier than it must be. Ignored unless needs(i).
   void set(int i, Tensor gradient);
 
-  Vjp(ReversePass& pass, int32_t node, uint64_t needs, bool late = false) : pass_(pass), node_(node), needs_(needs), deferred_(late) {}
+  Vjp(ReversePass& pass, int32_t node, uint64_t needs, bool deferred = false) : pass_(pass), node_(node), needs_(needs), deferred_(deferred) {}
   SmallVector<std::pair<int, Tensor>, 4> gradients;
 
  private:
@@ -79,7 +79,7 @@ class Vjp {
   ReversePass& pass_;
   int32_t node_;
   uint64_t needs_;
-  bool deferred_;  // for what was given to weights()
+  bool deferred_;  // for what was given to weight_gradients()
 };
 
 }  // namespace sheaf

@@ -64,7 +64,7 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& targets,
   const Tensor rows = dense_rows(options.softcap != 0 ? softcap(logits, options.softcap) : logits);
   Tensor losses = apply_all<CrossEntropy>({options.ignore_index}, {rows, targets})[0];
   if (options.z_loss != 0) {
-    const Tensor lse = logsumexp(in_statistics_dtype(rows), {-1}), z = mul(mul(lse, lse), options.z_loss);
+    const Tensor z = z_losses(logsumexp(in_statistics_dtype(rows), {-1}), options.z_loss);
     losses = add(losses, where(eq(targets, static_cast<double>(options.ignore_index)), 0.0, z));
   }
   return options.per_target ? losses : averaged(sum(losses), targets, options);

@@ -26,8 +26,9 @@ inline void check_targets(const char* op, const Infer& c, int i, int64_t vocabul
     fail<ShapeError>("[", op, "] targets ", c.input(i), " of no classes");
 }
 
-/// lse + z_loss lse² of each row's log-sum-exp.
-inline Tensor with_z_loss(const Tensor& lse, double z_loss) { return z_loss == 0 ? lse : add(lse, mul(mul(lse, lse), z_loss)); }
+/// z_loss lse² of each row's log-sum-exp, and that with lse added.
+inline Tensor z_losses(const Tensor& lse, double z_loss) { return mul(square(lse), z_loss); }
+inline Tensor with_z_loss(const Tensor& lse, double z_loss) { return z_loss == 0 ? lse : add(lse, z_losses(lse, z_loss)); }
 
 /// The sum of the losses over the number of targets, or what the options say.
 inline Tensor averaged(const Tensor& loss_sum, const Tensor& targets, const CrossEntropyOptions& o) {

@@ -53,17 +53,17 @@ void Recording::offload_last_region() {
   for (NodeId id = region.begin; id < region.end; ++id)
     for (int i = 0; i < tape_.node(id).num_inputs; ++i)
       if (i < 64 && node_saves_[id].first & bit(i)) ++saves[tape_.inputs(tape_.node(id))[i]];
-  for (const auto& [v, t] : region.entering) {
+  for (const auto& [v, kept] : region.entering) {
+    const Tensor& t = kept.value;
     const ValueState& s = states_[v];
     if (s.needs_grad && s.saves == saves[v] && kernels::is_for_gpu(t.device()) && t.is_contiguous() && t.local_bytes() > 0)
       region.on_host.push_back(v);
   }
   std::ranges::sort(region.on_host);
   for (const ValueId v : region.on_host) {
-    Tensor& here = region.entering.at(v);
-    const Tensor there = apply<Offload>({}, here);
-    pending_offloads_.emplace_back(there, std::exchange(here, there));
-    region.versions[v] = there.storage()->version();
+    recorded::Kept& kept = region.entering.at(v);
+    const Tensor there = apply<Offload>({}, kept.value);
+    pending_offloads_.emplace_back(there, std::exchange(kept, there).value);
     state(v).saved = Tensor();
     state(v).on_host = true;
   }
@@ -80,10 +80,10 @@ void ReversePass::onload(Region& region) {
   if (region.on_host.empty()) return;
   const PathScope path(tape_.path(tape_.node(region.begin)));
   for (const ValueId v : std::exchange(region.on_host, {})) {
-    Tensor& value = region.entering.at(v);
-    region.from_host.push_back(value);
-    value = apply<Onload>({}, value);
-    region.versions[v] = value.storage()->version();
+    recorded::Kept& kept = region.entering.at(v);
+    region.from_host.push_back(kept.value);
+    const Tensor value = apply<Onload>({}, kept.value);
+    kept = value;
     recording_.state(recording_.value_of(value)).original = v;
     ValueState& s = recording_.state(v);
     if (s.saves > 0) s.saved = value;

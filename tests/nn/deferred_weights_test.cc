@@ -334,7 +334,7 @@ TEST(WeightsLater, AnOpHoldsWhatItReads) {
   Recording recording;
   recording.backward(sum(layer(Tensor::from<float>({1, 2, 3}, {3}))), {.defer_weights = true});
   EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { recording.backward_weights(); }),
-              HasSubstr("[careless] root: grad() in what its derivative gave to weights(), which holds what it reads"));
+              HasSubstr("[careless] root: grad() in what its derivative gave to weight_gradients(), which holds what it reads"));
 }
 
 TEST(WeightsLater, WhatTheyReadMayNotChangeBefore) {
