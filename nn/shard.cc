@@ -195,6 +195,8 @@ struct Axes {
       if (a == axis) return true;
     return false;
   }
+  /// The first axis along which the parameters are replicated beside their own; -1: none.
+  int replicating() const { return replicating_beside(parameters, {replicas, context, experts}); }
   /// The first of `axes` along which what is sharded over `axis` is replicated; -1: none.
   int replicating_beside(int axis, std::initializer_list<int> axes) const {
     for (const int a : axes)
@@ -250,7 +252,7 @@ void check_options(const MeshSpec* mesh, const Axes& axes, const ShardOptions& o
   if (options.offload && strategy <= Strategy::replicate)
     fail<ConfigError>("[shard] offload is for strategies that shard over a mesh, which may be of one rank, not for '", name(strategy), "'");
   if (!options.secondary || !mesh) return;
-  if (axes.replicating_beside(axes.parameters, {axes.replicas, axes.context, axes.experts}) < 0)
+  if (axes.replicating() < 0)
     fail<ConfigError>("[shard] secondary shards are those of replicas: neither ShardOptions::replica_axis nor, beside axis '",
                       options.axis, "', ShardOptions::context_axis or expert_axis names any");
   if (strategy <= Strategy::replicate)
@@ -262,7 +264,7 @@ nn::Module::UnitMark mark_of(const MeshSpec* mesh, const Axes& axes, const Shard
   mark.mesh = mesh;
   mark.axis = axes.parameters;
   mark.tensor_axis = axes.tensor;
-  mark.secondary_axis = options.secondary ? axes.replicating_beside(axes.parameters, {axes.replicas, axes.context, axes.experts}) : -1;
+  mark.secondary_axis = options.secondary ? axes.replicating() : -1;
   mark.strategy = mesh ? options.strategy.value : Strategy::none;
   mark.prefetch_bytes = options.prefetch_bytes;
   mark.compute = options.compute_dtype;

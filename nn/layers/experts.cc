@@ -248,7 +248,7 @@ Tensor MixtureOfExperts::imbalance_of(const Tensor& affinities_BTE, const Tensor
 
 Tensor MixtureOfExperts::z_of(const Tensor& logits_BTE) {
   const Tensor lse_BT = logsumexp(logits_BTE, {2});
-  return sum(mul(lse_BT, lse_BT)) * (1.0 / static_cast<double>(std::max<int64_t>(1, lse_BT.numel())));
+  return sum(square(lse_BT)) * (1.0 / static_cast<double>(std::max<int64_t>(1, lse_BT.numel())));
 }
 
 Tensor MixtureOfExperts::shared_of(const Tensor& x_BTC) {

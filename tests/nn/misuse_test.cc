@@ -173,14 +173,7 @@ TEST(Units, MeetOutsideOfScopes) {
     }
 }
 
-struct Deep : nn::Module {
-  std::vector<Two> blocks = std::vector<Two>(2);
-  Tensor forward(Tensor x) {
-    for (Two& block : blocks) x = block(x);
-    return x;
-  }
-  SHEAF_FIELDS(blocks);
-};
+using Deep = testing::Chain<Two, 2>;
 
 // Whatever op an error is of, and whatever it is about, it says in which module, and on which of several ranks.
 TEST(Errors, SayWhere) {

@@ -23,6 +23,17 @@ struct TinyBlock : nn::Module {
   SHEAF_FIELDS(norm, up, down);
 };
 
+/// Blocks one after another.
+template <class Block, int kCount>
+struct Chain : nn::Module {
+  std::vector<Block> blocks = std::vector<Block>(kCount);
+  Tensor forward(Tensor x) {
+    for (Block& block : blocks) x = block(x);
+    return x;
+  }
+  SHEAF_FIELDS(blocks);
+};
+
 /// Odd sizes everywhere, a table tied to the head, blocks in a vector.
 struct TinyModel : nn::Module {
   nn::Embedding table;
@@ -43,7 +54,6 @@ struct TinyModel : nn::Module {
     return cross_entropy((*this)(tokens), targets, options);
   }
 };
-
 
 /// Rows of tokens that depend on the global row alone: [rows, length] below `vocab`, cut along rows over `mesh` if it is
 /// given.

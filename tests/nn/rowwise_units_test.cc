@@ -25,19 +25,10 @@ struct Block : nn::Module {
   SHEAF_FIELDS(layer);
 };
 
-struct Net : nn::Module {
-  std::vector<Block> blocks = std::vector<Block>(4);
-  Tensor forward(Tensor x) {
-    for (Block& b : blocks) x = b(x);
-    return x;
-  }
-  SHEAF_FIELDS(blocks);
-};
-
 TEST(RowwiseUnits, AreGatheredInOneOrderOnAllRanks) {
   run_local(2, [&](World& w) {
     const Mesh mesh = w.mesh({{"data", 2}});
-    Net net;
+    Chain<Block, 4> net;
     shard(net, mesh, {.units = nn::units_of<Block>()});
     materialize(net, Device::cpu(), {.seed = 3});
     for (int step = 0; step < 3; ++step) {

@@ -283,19 +283,12 @@ struct Halved : nn::Module {
   Tensor forward(const Tensor& x) { return tanh(layer(x * 0.5)); }
   SHEAF_FIELDS(layer);
 };
-struct HalvedNet : nn::Module {
-  std::vector<Halved> blocks = std::vector<Halved>(3);
-  Tensor forward(Tensor x) {
-    for (Halved& b : blocks) x = b(x);
-    return x;
-  }
-  SHEAF_FIELDS(blocks);
-};
+
 TEST(Stages, ProgramsOfStagesAlone) {
   for (const char* strategy : {"replicate", "full_shard"})
     run_local(3, [&](World& w) {
       const Mesh mesh = w.mesh({{"stage", 3, true}, {"data", 1}});
-      HalvedNet net;
+      Chain<Halved, 3> net;
       shard(net, mesh, {.stage_axis = "stage", .units = nn::units_of<Halved>(), .strategy = strategy});
       materialize(net, Device::cpu(), {.seed = 3});
       auto step = compile([&](const Tensor& x) {

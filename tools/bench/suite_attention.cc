@@ -74,33 +74,25 @@ void measure_hidden(Session& session, DType dtype, const AttentionSize& full, co
   }
 }
 
-// By our own kernels, which take what cuDNN refuses, against whoever is chosen.
-void measure_ours(Session& session, DType dtype, const AttentionSize& full) {
-  for (bool backward : {false, true}) {
-    const std::string name =
-        str("our-own-", backward ? "backward-" : "forward-", dtype, "-B", full.b, "-T", full.t, "-H", full.h, "-G", full.g, "-D", full.d);
-    if (!session.wants("attention", name)) continue;
-    AttentionSize s = full;
-    if (session.options().quick) s.b = 1, s.t = 64, s.h = s.g = 2;
-    compare_calls(
-        session, name, "as chosen", backward,
-        [&] { return std::make_unique<const AttentionCall>(dtype, s, session.device(), 0, 0, /*ours=*/true); },
-        [&] { return std::make_unique<const AttentionCall>(dtype, s, session.device()); });
-  }
-}
+/// A shape by our own kernels, with or without a softcap, against another way of computing it.
+struct OurOwn {
+  const char *name, *peer;
+  double softcap;
+  bool peer_is_ours;     ///< else whoever is chosen
+  int64_t quick_tokens;
+};
 
-// Scores within a softcap, as Gemma 2's, against those that are not, by the same kernels.
-void measure_softcap(Session& session, DType dtype, const AttentionSize& full) {
+void measure_ours(Session& session, DType dtype, const AttentionSize& full, const OurOwn& ours) {
   for (bool backward : {false, true}) {
     const std::string name =
-        str("softcap-", backward ? "backward-" : "forward-", dtype, "-B", full.b, "-T", full.t, "-H", full.h, "-G", full.g, "-D", full.d);
+        str(ours.name, backward ? "backward-" : "forward-", dtype, "-B", full.b, "-T", full.t, "-H", full.h, "-G", full.g, "-D", full.d);
     if (!session.wants("attention", name)) continue;
     AttentionSize s = full;
-    if (session.options().quick) s.b = 1, s.t = session.on_gpu() ? 32 : full.t / 4, s.h = s.g = 2;
+    if (session.options().quick) s.b = 1, s.t = ours.quick_tokens, s.h = s.g = 2;
     compare_calls(
-        session, name, "no softcap", backward,
-        [&] { return std::make_unique<const AttentionCall>(dtype, s, session.device(), 0, 0, /*ours=*/true, /*softcap=*/50.0); },
-        [&] { return std::make_unique<const AttentionCall>(dtype, s, session.device(), 0, 0, /*ours=*/true); });
+        session, name, ours.peer, backward,
+        [&] { return std::make_unique<const AttentionCall>(dtype, s, session.device(), 0, 0, /*ours=*/true, ours.softcap); },
+        [&] { return std::make_unique<const AttentionCall>(dtype, s, session.device(), 0, 0, ours.peer_is_ours); });
   }
 }
 
@@ -125,6 +117,8 @@ void measure_narrow_values(Session& session, DType dtype, const AttentionSize& f
 }  // namespace
 
 void attention_suite(Session& session) {
+  const OurOwn cudnn_too{"our-own-", "as chosen", 0, /*peer_is_ours=*/false, 64};
+  const OurOwn softcap{"softcap-", "no softcap", 50, /*peer_is_ours=*/true, session.on_gpu() ? 32 : 256};  // as Gemma 2's scores
   if (!session.on_gpu()) {
     for (DType dtype : {kF32, kBF16})
       for (const int64_t tokens : {500, 100}) measure_hidden(session, dtype, {1, 1024, 12, 12, 64}, documents(tokens));
@@ -132,7 +126,7 @@ void attention_suite(Session& session) {
       for (const int64_t tokens : {1024, 4096})
         for (const int64_t keys : {128, 256}) measure_hidden(session, dtype, {1, tokens, 12, 12, 64}, window(keys));
     for (DType dtype : {kF32, kBF16}) measure_narrow_values(session, dtype, {1, 1024, 8, 8, 192, 128});
-    for (DType dtype : {kF32, kBF16}) measure_softcap(session, dtype, {1, 1024, 8, 4, 128});
+    for (DType dtype : {kF32, kBF16}) measure_ours(session, dtype, {1, 1024, 8, 4, 128}, softcap);
     for (DType dtype : {kF32, kBF16})
       for (const AttentionSize& s :
            {AttentionSize{4, 64, 12, 12, 64}, {1, 1024, 12, 12, 64}, {16, 256, 6, 6, 64}})
@@ -149,10 +143,10 @@ void attention_suite(Session& session) {
   measure(session, kF32, {16, 1024, 12, 12, 64});
   // Gemma's heads, which cuDNN refuses, then what it takes.
   measure(session, kBF16, {2, 4096, 8, 4, 256});
-  for (const AttentionSize& s : {AttentionSize{16, 1024, 12, 12, 64}, {2, 4096, 32, 8, 128}}) measure_ours(session, kBF16, s);
+  for (const AttentionSize& s : {AttentionSize{16, 1024, 12, 12, 64}, {2, 4096, 32, 8, 128}}) measure_ours(session, kBF16, s, cudnn_too);
   for (const int64_t tokens : {1000, 250}) measure_hidden(session, kBF16, {2, 4096, 12, 12, 64}, documents(tokens));
   measure_narrow_values(session, kBF16, {1, 4096, 32, 32, 192, 128});
-  measure_softcap(session, kBF16, {2, 4096, 8, 4, 256});
+  measure_ours(session, kBF16, {2, 4096, 8, 4, 256}, softcap);
   for (const int64_t keys : {256, 1024}) measure_hidden(session, kBF16, {2, 4096, 12, 12, 64}, window(keys));
 }
 
