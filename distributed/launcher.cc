@@ -45,6 +45,7 @@ constexpr const char* kErrorFd = "SHEAF_ERROR_FD";
 struct Child {
   pid_t pid = -1;
   bool running = true;
+  int status = 0;      ///< as waitpid gave it
   int reason_fd = -1;  ///< end of a pipe, on which the rank says why it fails
 
   /// What it has said so far, on one line; does not wait for more.
@@ -293,7 +294,7 @@ class Job {
       int status = 0;
       if (!c.running || waitpid(c.pid, &status, WNOHANG) != c.pid) continue;
       c.running = false;
-      if (status != 0) all_done_ = false;
+      c.status = status;
       if (status == 0 || stopping_) continue;
       const Failure failure{r, c.pid, status, c.reason()};
       if (signal_ != 0) {  // it was asked to end, which may fail: what it could not save, say
@@ -319,7 +320,8 @@ class Job {
       std::fprintf(stderr, "sheaf launch: %s%s\n", first->to_string().c_str(), what_next(*first, another_try).c_str());
       return {first->exit_code(), another_try};
     }
-    if (signal_ == 0 || all_done_) return {};  // a signal may come when all is done
+    const bool all_done = std::ranges::all_of(children_, [](const Child& c) { return c.status == 0; });
+    if (signal_ == 0 || all_done) return {};  // a signal may come when all is done
     const int asked = stopped_by(signal_);
     return {killed_ ? 128 + SIGKILL : code_after_signal_ != 0 ? code_after_signal_ : asked};
   }
@@ -341,7 +343,6 @@ class Job {
   std::optional<Clock::time_point> stop_at_, kill_at_;
   bool stopping_ = false;
   bool killed_ = false;         // ranks did not end by themselves
-  bool all_done_ = true;        // ranks that have ended by themselves had nothing to complain of
   int signal_ = 0;              // that we were sent first
   int code_after_signal_ = 0;   // of the first rank that ended otherwise than by that
   Clock::time_point asked_at_;

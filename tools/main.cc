@@ -241,11 +241,12 @@ Words with_values(const Words& words) {
   return out;
 }
 
-Words words_for(std::string_view command, Words words) {
-  if (command == "tokenize" || command == "train-tokenizer") return with_paths(std::move(words));
-  for (const std::string_view configured : {"train", "generate", "evaluate", "tape", "plan"})
-    if (command == configured) return with_values(words);
-  return words;
+// The words of a command line, as the parser should see those of a subcommand with these arguments.
+template <class Arguments>
+Words words_for(const Words& words) {
+  if constexpr (requires(Arguments a) { a.overrides; }) return with_values(words);
+  else if constexpr (requires(Arguments a) { a.files; }) return with_paths(words);
+  else return words;
 }
 
 int run(int argc, char** argv) {
@@ -256,15 +257,19 @@ int run(int argc, char** argv) {
                                                                                  : ", CUDA)"));
   app.require_subcommand(1);
   // A subcommand's options are read into its arguments, with which it runs then.
-  std::map<CLI::App*, std::function<int(const Words& rest)>> runs;
+  struct Subcommand {
+    Words (*words)(const Words&);
+    std::function<int(const Words& rest)> run;
+  };
+  std::map<CLI::App*, Subcommand> subcommands;
   const auto add = [&]<class Arguments>(const char* name, const char* summary, int (*command)(const Arguments&)) {
     CLI::App* const parser = app.add_subcommand(name, summary);
     const auto arguments = std::make_shared<Arguments>();
     add_options(*parser, *arguments);
-    runs[parser] = [=](const Words& rest) {
+    subcommands[parser] = {words_for<Arguments>, [=](const Words& rest) {
       take_rest(*arguments, rest);
       return command(*arguments);
-    };
+    }};
   };
   add("train", "train a model; under `sheaf launch`, on several ranks", train_command);
   add("generate", "continue a prompt with a trained or published model, or many of them; these under `sheaf launch`, on several ranks", generate_command);
@@ -282,13 +287,15 @@ int run(int argc, char** argv) {
   add("bench-rank", "", sheaf::bench::bench_rank_command);
 
   const std::string_view word = argc > 1 ? argv[1] : "";
-  if (!word.starts_with('-') && std::ranges::none_of(runs, [&](auto& r) { return r.first->get_name() == word; }))
+  const auto named = std::ranges::find_if(subcommands, [&](const auto& s) { return s.first->get_name() == word; });
+  if (!word.starts_with('-') && named == subcommands.end())
     sheaf::fail<sheaf::ConfigError>("[sheaf] ", argc > 1 ? sheaf::str("unknown command '", word, "'") : "a subcommand is missing",
                                     "; known: train, launch, generate, evaluate, export, tape, plan, tokenize, train-tokenizer, bench");
   // What follows "--" is the launched command's own, and not for the parser.
   char** const end = word == "launch" ? std::find(argv, argv + argc, std::string_view("--")) : argv + argc;
   try {
-    Words words = words_for(word, Words(argv + 1, end));
+    Words words(argv + 1, end);
+    if (named != subcommands.end()) words = named->second.words(words);
     std::ranges::reverse(words);  // as the parser wants them
     app.parse(std::move(words));
   } catch (const CLI::ParseError& e) {
@@ -300,7 +307,7 @@ int run(int argc, char** argv) {
   CLI::App* const command = app.get_subcommands().at(0);
   Words rest = command->remaining();
   rest.insert(rest.end(), end, argv + argc);
-  return runs.at(command)(rest);
+  return subcommands.at(command).run(rest);
 }
 
 }  // namespace
