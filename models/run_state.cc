@@ -42,12 +42,13 @@ void for_each_train_option(Train&& t, F&& f) {
   if (t.dtype == "f16") f("train.loss_scale_interval", t.loss_scale_interval);
 }
 
-// What all checkpoints have; others lack options that came later, and mean their defaults.
+// What all checkpoints have, of options that belong to others all that have these; others came later, and mean their defaults.
 bool is_in_all(std::string_view key) {
   constexpr std::string_view kKeys[] = {
       "model.type", "model.layers", "model.heads", "model.kv_heads", "model.width", "model.mlp_width", "model.context", "model.bias",
       "model.tie_embeddings", "model.dropout", "model.rope_theta", "model.norm_eps", "train.steps", "train.batch", "train.seed", "train.lr",
-      "train.min_lr", "train.warmup", "train.schedule", "train.weight_decay", "train.beta1", "train.beta2", "train.eps", "train.clip"};
+      "train.min_lr", "train.warmup", "train.schedule", "train.weight_decay", "train.beta1", "train.beta2", "train.eps", "train.clip",
+      "train.inner_steps", "train.outer_lr", "train.outer_momentum", "train.outer_dtype", "train.loss_scale_interval"};
   return std::ranges::find(kKeys, key) != std::end(kKeys);
 }
 

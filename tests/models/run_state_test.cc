@@ -97,6 +97,11 @@ TEST(RunState, OfIslandsTheOuterStepIsCompared) {
   RunState saved = a_run();
   saved.train.islands = 2;
   saved.train.inner_steps = 5;
+  for (const char* own : {"train.inner_steps", "train.outer_lr", "train.outer_momentum", "train.outer_dtype"}) {
+    Json json = saved.to_json();
+    json.set("options", without(json.at("options"), own));
+    EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData, [&] { RunState::from_json(json); }), HasSubstr(own));
+  }
   saved = RunState::from_json(saved.to_json());
   RunState now = a_run();
   now.train.islands = 2;
