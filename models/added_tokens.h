@@ -12,16 +12,16 @@
 
 namespace sheaf::models {
 
-/// Immutable. Of several that begin at one place the longest counts. A special one is passed over, with all of its text,
-/// and stays text: `encode_special_tokens` of Hugging Face's tokenizers.
+/// Immutable. Of several that begin at one place the longest counts. A special one is skipped with its whole text, which
+/// stays text: `encode_special_tokens` of Hugging Face's tokenizers.
 class AddedTokens {
  public:
   /// `content` must not be empty; only a token that is not special can ever be found.
   void add(const std::string& content, int32_t id, bool special);
 
-  /// None of the tokens can be found.
+  /// Whether none of the tokens can be found.
   bool empty() const { return !any_; }
-  /// One that can be found, by its text.
+  /// The one with this text that can be found.
   std::optional<int32_t> find(std::string_view content) const;
   /// Whether one of these characters is in a token, so that a text must not be cut there.
   bool contain_any(std::string_view characters) const;

@@ -7,7 +7,7 @@
 //   ...
 //   saver.finish();                                    // committed
 //
-// The writing says nothing to other ranks: each rank's part lies in the pending folder when it is done, and rank 0 commits
+// The writing sends nothing to other ranks: each rank's part is in the pending folder when it is done, and rank 0 commits
 // when it sees all of them. So no collective of a step ever meets one of a save.
 #pragma once
 
@@ -22,16 +22,16 @@
 
 namespace sheaf::models {
 
-/// One save at a time. Holds a copy of what its rank saves, in memory of the host, from the first save on. Not
-/// thread-safe. Its end waits for this rank's part of a save under way, and gives the save up if others lack theirs then: a
-/// program that goes on to its end calls finish() before.
+/// One save at a time. Holds a copy of what its rank saves, in memory of the host, from the first save on. Not thread-safe.
+/// Its destructor waits for this rank's part of a save under way, and gives the save up if others lack theirs then: a
+/// program that runs to its end calls finish() before.
 class AsyncSaver {
  public:
   explicit AsyncSaver(World& world) : world_(world) {}
   ~AsyncSaver();
   AsyncSaver(const AsyncSaver&) = delete;
 
-  /// As save_checkpoint(), but for when it returns. Waits for the save before it, if that is not over. Collective.
+  /// As save_checkpoint(), except for when it returns. Waits for the previous save, if that is not over. Collective.
   void save(const std::string& folder, int64_t step, nn::Module& module, const Optimizers& optimizers,
             const SaveOptions& options = {});
   /// Throws the IoError or CheckpointError of this rank's part of a save under way, as soon as there is one.

@@ -14,15 +14,15 @@ namespace sheaf::models {
 /// them a sample of all.
 class SequentialWindows {
  public:
-  /// At most `max_targets` targets, all of them if 0; of examples, as many whole windows, but one at least. Throws DataError if
-  /// `tokens` holds fewer than two, or examples without anything to learn.
+  /// At most `max_targets` targets, all of them if 0; for examples, as many whole windows, but at least one. Throws DataError
+  /// if `tokens` holds fewer than two, or examples without anything to learn.
   SequentialWindows(Tokens tokens, int64_t context, int64_t max_targets = 0);
 
   int64_t context() const { return context_; }
   int64_t num_windows() const { return num_windows_; }
   /// Targets that count, in all windows together: what a mean loss is divided by.
   int64_t num_targets() const { return num_targets_; }
-  /// Null if these are no examples.
+  /// Null if these are not examples.
   const PackedExamples* examples() const { return examples_ ? &*examples_ : nullptr; }
   /// Writes windows [first, first + count): inputs and targets, each [count, context], row-major. Returns how many of
   /// the targets count.

@@ -17,18 +17,19 @@ namespace sheaf::models {
 /// join, the pair of the best rank does, the leftmost one of several, until none may.
 class Bpe {
  public:
-  /// GPT-2's form: `merges` are the pairs that may join, the best first; their bytes together are a token, too. What no
-  /// merge makes and is no single byte is never made from text: special tokens. Throws DataError naming what is wrong.
+  /// GPT-2's form: `merges` are the pairs that may join, the best first; their bytes together must be a token, too.
+  /// Tokens that no merge makes and that are not single bytes are never made from text: special tokens. Throws
+  /// DataError naming what is wrong.
   static Bpe of_merges(std::vector<std::string> tokens, const std::vector<BpePair>& merges);
-  /// tiktoken's form: any two tokens may join that together are a token, whose id is its rank, and a word that is a token
-  /// is that token. The tokens from `ordinary` on are special. Throws DataError.
+  /// tiktoken's form: any two tokens may join whose bytes together are a token, whose id is its rank, and a word that is
+  /// a token is that token. The tokens from `ordinary` on are special. Throws DataError.
   static Bpe of_ranks(std::vector<std::string> tokens, int64_t ordinary);
 
-  /// Hugging Face's form of GPT-2's: some ids may be no token of the vocabulary, "" here, and with `whole_words` a word that
-  /// is a token is that token, whatever merges say.
+  /// Hugging Face's form of GPT-2's: some ids may have no token in the vocabulary, "" here, and with `whole_words` a word
+  /// that is a token is that token, whatever merges say.
   static Bpe of_bytes(std::vector<std::string> tokens, const std::vector<BpePair>& merges, bool whole_words);
-  /// SentencePiece's: words begin as characters, and what is none of the vocabulary, or no character, as the tokens of its
-  /// bytes, whose ids are `bytes`.
+  /// SentencePiece's: words begin as characters; what is not in the vocabulary, or is no character, begins as the tokens
+  /// of its bytes, whose ids are `bytes`.
   static Bpe of_characters(std::vector<std::string> tokens, const std::vector<BpePair>& merges,
                            const std::array<int32_t, 256>& bytes);
 
@@ -40,7 +41,7 @@ class Bpe {
 
   /// Memory that encode() uses again, of one thread.
   struct Scratch;
-  /// Appends the tokens of `word` in time n log n, whatever it is. Throws DataError for a word of 2 GiB.
+  /// Appends the tokens of `word` in time n log n for any word. Throws DataError for a word of 2 GiB.
   void encode(std::string_view word, Scratch& scratch, std::vector<int32_t>& out) const;
 
   /// A token longer than this is refused.
@@ -61,7 +62,7 @@ class Bpe {
   /// False if the pair has a rank already.
   bool add_join(BpePair pair, uint32_t rank, int32_t id);
   const Join& find_join(int32_t left, int32_t right) const;
-  /// Makes the first parts of `word`; returns how many they are.
+  /// Makes the first parts of `word`; returns how many there are.
   int32_t take_apart(std::string_view word, Scratch& scratch) const;
   /// Appends what joins make of `word`; returns the last pair that was joined.
   BpePair join(std::string_view word, Scratch& scratch, std::vector<int32_t>& out) const;

@@ -14,7 +14,7 @@ namespace sheaf::models {
 struct MergeOptions {
   int64_t tokens = 0;         ///< to stop at, the 256 bytes included
   int64_t min_frequency = 1;  ///< of a pair that joins
-  /// Whether such a token may be; what would make another one never joins.
+  /// Whether such a token is allowed; pairs that would make another one never join.
   std::function<bool(const std::string& bytes)> may_be = [](const std::string&) { return true; };
   /// Asked before each merge; true ends the work.
   std::function<bool()> stop = [] { return false; };
@@ -22,15 +22,15 @@ struct MergeOptions {
 
 struct LearnedMerges {
   std::vector<std::string> tokens;  ///< bytes, by id; the single ones first, in the order of GPT-2's alphabet
-  std::vector<BpePair> merges;      ///< the best first; each makes a token: those behind the bytes, in this order
+  std::vector<BpePair> merges;      ///< the best first; each makes a token: those after the bytes, in this order
 };
 
-/// All words are cut into bytes; then, again and again, the two neighbours that stand side by side most often become one
-/// token wherever they do, from the left. Of several pairs as frequent, the one of the smaller left id goes first, then that
-/// of the smaller right one. In "aaa" the pair "aa" stands twice.
+/// All words are cut into bytes; then, again and again, the two neighbours that occur side by side most often become one
+/// token wherever they do, from the left. Of several equally frequent pairs, the one with the smaller left id is first, then
+/// the one with the smaller right id. In "aaa" the pair "aa" occurs twice.
 ///
-/// Deterministic, whatever order the words come in. Time goes with the places that are joined, memory with the bytes of
-/// the distinct words: some 24 for each. Throws DataError for 4 GiB of them.
+/// Deterministic, whatever order the words come in. Time is proportional to the places that are joined, memory to the
+/// bytes of the distinct words: some 24 for each. Throws DataError for 4 GiB of them.
 LearnedMerges learn_merges(const WordCounts& words, const MergeOptions& options);
 
 }  // namespace sheaf::models

@@ -15,12 +15,12 @@ namespace sheaf::models {
 /// and merges.txt. Any vocabulary in that form will do, if its ids leave no hole. Throws DataError naming file and place.
 std::shared_ptr<const Tokenizer> load_gpt2_tokenizer(const std::string& folder);
 /// Llama 3's, from a folder with tokenizer.model: a line for each token, its bytes in base64, a space and its rank. The
-/// ids behind these are 256 special tokens. Throws DataError naming the line.
+/// ids after these are 256 special tokens. Throws DataError naming the line.
 std::shared_ptr<const Tokenizer> load_llama3_tokenizer(const std::string& folder);
 
 /// Ids of two tokens that may join.
 using BpePair = std::pair<int32_t, int32_t>;
-/// GPT-2's words; `tokens` are bytes, by id, and `merges` who joins, the best first. Every single byte must be a token.
+/// GPT-2's words; `tokens` are bytes, by id, and `merges` the pairs that join, the best first. Every single byte must be a token.
 /// Tokens that no merge makes are special: never made from text; "<|endoftext|>" is the one between documents. Throws
 /// DataError.
 std::shared_ptr<const Tokenizer> make_gpt2_tokenizer(std::vector<std::string> tokens, std::vector<BpePair> merges);

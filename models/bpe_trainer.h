@@ -31,9 +31,9 @@ class BpeTrainer {
   /// Distinct words so far, without those of one byte.
   int64_t words() const { return counts_.size(); }
 
-  /// The tokenizer.json of what was learned, of which make_huggingface_tokenizer() makes a tokenizer: ids and merges of
-  /// Hugging Face's BpeTrainer with ByteLevel's alphabet. Null if `stop` has asked to end. Throws DataError if the texts
-  /// have too few words for such a vocabulary.
+  /// The tokenizer.json of what was learned, from which make_huggingface_tokenizer() makes a tokenizer: ids and merges
+  /// of Hugging Face's BpeTrainer with ByteLevel's alphabet. Null if `stop` has asked to end. Throws DataError if the
+  /// texts have too few words for such a vocabulary.
   Json train(const std::function<bool()>& stop = [] { return false; }) const;
 
  private:

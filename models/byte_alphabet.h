@@ -9,7 +9,7 @@
 namespace sheaf::models {
 
 std::string bytes_to_alphabet(std::string_view bytes);
-/// Throws DataError naming the character that is not of the alphabet.
+/// Throws DataError naming the character that is not in the alphabet.
 std::string alphabet_to_bytes(std::string_view text);
 /// All bytes, in the order of their characters: that of the first 256 ids of GPT-2's vocabulary.
 const std::array<unsigned char, 256>& bytes_in_alphabet();

@@ -15,10 +15,11 @@ namespace sheaf::models {
 struct Message {
   std::string role, content;
 };
-/// Those of a list of {"role": "...", "content": "..."}. Throws DataError that names the message, also for what has tool calls.
+/// The messages in a list of {"role": "...", "content": "..."}. Throws DataError naming the message, also for messages with
+/// tool calls.
 std::vector<Message> messages_of(const Json& list, std::string_view origin, std::string_view field);
 
-/// How messages stand one behind another. A frame's special tokens are read as such; what somebody has said never makes one.
+/// How messages follow each other. A frame's special tokens are read as such; the content of messages never makes one.
 class ChatFormat {
  public:
   /// "chatml" (Qwen's, SmolLM's and others'), "llama3" (Llama 3's, which trims what is said) or "gemma" (Gemma's, which trims it, too, calls an
@@ -26,9 +27,9 @@ class ChatFormat {
   /// tokenizer lacks one of the frame's special tokens, DataError if one takes away blanks beside it. `tokenizer` must outlive it.
   ChatFormat(std::string_view name, const Tokenizer& tokenizer);
 
-  /// The tokens of a conversation. Learned is what the role "assistant" says, with the token that ends a turn; it is encoded on its own,
-  /// as it is generated, all else with the frame around it. Throws DataError for a role that the frame does not know; `origin` names the
-  /// conversation in it.
+  /// The tokens of a conversation. Learned is what the role "assistant" says, with the token that ends a turn; it is encoded by itself,
+  /// as it is generated, and all else together with the frame around it. Throws DataError, naming the conversation as `origin`, for a
+  /// role that the frame does not know.
   std::vector<MarkedToken> encode(std::span<const Message> messages, std::string_view origin = "the conversation") const;
   /// The same up to where an assistant's turn begins, as a prompt.
   std::vector<int32_t> encode_prompt(std::span<const Message> messages, std::string_view origin = "the conversation") const;
@@ -39,7 +40,7 @@ class ChatFormat {
   // Texts between special tokens.
   struct Frame {
     std::string_view begin;                     // a special token before all, or none
-    std::string_view before_role, behind_role;  // special tokens; there may be none behind it
+    std::string_view before_role, behind_role;  // special tokens; there may be none after it
     std::string_view before_content, end_of_turn, behind_turn;
     bool trims;
     std::string_view assistant = "assistant";

@@ -1,4 +1,4 @@
-// What the manifest of a checkpoint says of tensors: which parts of them lie in which file. It is read as what a stranger
+// What the manifest of a checkpoint says of tensors: which parts of them are in which file. It is read as what a stranger
 // wrote: whatever numbers it has, they are checked in time and memory that its length bounds.
 #pragma once
 
@@ -26,7 +26,7 @@ Checkpoint::Part part_of(const Json& json, const std::string& name, int64_t file
 Json json_of(const Shape& shape);
 /// Throws CheckpointError for sizes whose product could overflow anything.
 Shape shape_of(const Json& json);
-/// By the name that name() gives it; throws CheckpointError.
+/// By its name(); throws CheckpointError.
 DType dtype_of_name(const std::string& text);
 
 /// Adds a part to a tensor that may be known from other parts. One without elements makes the tensor known. Throws
@@ -38,7 +38,7 @@ void check_coverage(Checkpoint::Tensors& tensors);
 
 /// The member "tensors" of a manifest.
 Json json_of(const Checkpoint::Tensors& tensors);
-/// All that is in it is checked, also that the parts are in one of `files` files. Throws DataError, CheckpointError.
+/// Everything in it is checked, also that the parts are in one of `files` files. Throws DataError, CheckpointError.
 Checkpoint::Tensors tensors_of(const Json& json, int64_t files);
 
 }  // namespace sheaf::models

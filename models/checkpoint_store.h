@@ -27,8 +27,8 @@
 namespace sheaf::models {
 
 /// A part of a tensor that this rank writes; of one tensor it may write several. Over all ranks they must cover it exactly
-/// once: what several ranks hold whole, one of them passes on. All that are no intervals lie in the same rows: they have one
-/// stride, and none of their runs goes over its end.
+/// once: of what several ranks hold whole, one passes it on. Parts that are not intervals all use the same rows: they have
+/// one stride, and none of their runs goes past the end of its row.
 struct CheckpointPiece {
   std::string name;            ///< of the tensor, such as "blocks.0.mlp.up.weight"
   DType dtype = DType::f32;
@@ -53,8 +53,9 @@ struct CheckpointGroup {
 void save_checkpoint(const std::string& folder, int64_t step, const std::vector<CheckpointPiece>& pieces,
                      const Json& state, int64_t keep = 2, const CheckpointGroup& group = {});
 
-/// A checkpoint that is being written, of which nothing is visible yet. save_checkpoint() in parts, for those who write
-/// while they do something else: only the beginning is collective, and nothing later says anything to another rank.
+/// A checkpoint that is being written, of which nothing is visible yet. It is save_checkpoint() in parts, for callers
+/// that write while they do something else: only the beginning is collective, and nothing after it communicates with
+/// another rank.
 struct PendingCheckpoint {
   std::string folder;
   int64_t step = 0;
@@ -67,7 +68,7 @@ struct PendingCheckpoint {
   void write(const std::vector<CheckpointPiece>& pieces) const;
   /// The first rank, from this one on, whose part is not there yet; `world` if all are.
   int first_missing(int from) const;
-  /// By rank 0, when they are: makes it visible, and removes those that are not to be kept.
+  /// On rank 0, when all are there: makes it visible, and removes those that are not to be kept.
   void commit(const Json& state, int64_t keep) const;
   std::string target() const;  ///< where it will be
 
@@ -81,7 +82,7 @@ void warn_on_stderr(const std::string& warning);
 /// An open checkpoint. Moves; one thread at a time.
 class Checkpoint {
  public:
-  /// Elements of a tensor that lie side by side in one of the files.
+  /// Elements of a tensor that are side by side in one of the files.
   struct Part {
     int file = 0;
     Runs runs;          ///< an interval, or elements a row apart
@@ -90,7 +91,7 @@ class Checkpoint {
   struct TensorInfo {
     DType dtype = DType::f32;
     Shape shape;              ///< global
-    int64_t row = 0;          ///< the stride of all parts that are no intervals; 0 if there are none
+    int64_t row = 0;          ///< the stride of all parts that are not intervals; 0 if there are none
     std::vector<Part> parts;  ///< by their first element; each element of the tensor is in one of them
   };
   using Tensors = std::map<std::string, TensorInfo, std::less<>>;
@@ -116,7 +117,7 @@ class Checkpoint {
   /// Copies elements of the flat index of a tensor, in their order, from whichever files hold them. Reads those bytes, and
   /// short gaps between them. Throws CheckpointError, IoError.
   void read(std::string_view name, const Runs& runs, void* dst);
-  /// The same of elements [begin, end).
+  /// The same for elements [begin, end).
   void read(std::string_view name, int64_t begin, int64_t end, void* dst) { read(name, Runs::of({begin, end}), dst); }
   /// The bytes of a whole tensor, laid end to end, in maps of the files; valid while this object lives. Where columns were
   /// cut, that is a span for each part of each row.

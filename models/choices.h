@@ -1,4 +1,4 @@
-// ChoiceQuestions: prompts with several continuations, of which one is right, as tests of what a language model knows have them.
+// ChoiceQuestions: prompts with several continuations, of which one is right, as in tests of what a language model knows.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace sheaf::models {
 struct ChoiceRow {
   std::vector<int32_t> tokens;
   int64_t begin = 0;       ///< of the continuation in them, at least 1
-  int64_t characters = 0;  ///< of the continuation's text, but for a blank that joins them
+  int64_t characters = 0;  ///< of the continuation's text, except a blank that joins them
 };
 
 /// How many of the questions a model answers right: it chooses the continuation of the largest likelihood.
@@ -29,8 +29,8 @@ std::string accuracy_line(const std::string& name, const ChoiceAccuracy& of);
 /// Read from JSON lines, each {"prompt": "...", "choices": ["...", ..], "answer": 0}, where the answer counts from 0; or HellaSwag's
 /// own (Zellers et al., https://arxiv.org/abs/1905.07830) with "ctx", "endings" and "label", a number or its text.
 ///
-/// A prompt is encoded as a text, without the blanks at its end, and a continuation as one that goes on, with them: behind one blank,
-/// unless there are some, or it begins with one. Of what is longer than the context and its last target the beginning is left out.
+/// A prompt is encoded as a text, without the blanks at its end, and a continuation as one that goes on, with them: after one blank,
+/// unless there are some, or it begins with one. What is longer than the context and its last target loses its beginning.
 class ChoiceQuestions {
  public:
   struct Question {
@@ -39,10 +39,10 @@ class ChoiceQuestions {
     int64_t line = 0;              ///< of the file, from 1
   };
   struct Options {
-    std::vector<int32_t> before = {};  ///< tokens that stand before each prompt
+    std::vector<int32_t> before = {};  ///< tokens that precede each prompt
     int64_t context = 1024;            ///< tokens that a model reads
     int64_t vocab = 0;                 ///< that it knows; 0: all of the tokenizer's
-    int64_t most = 0;                  ///< the first so many questions; 0: all
+    int64_t most = 0;                  ///< only this many questions, from the first; 0: all
   };
 
   /// Reads `path`, or standard input if it is "-". On the rank's threads. Throws DataError that names the line for what is malformed,
@@ -56,7 +56,7 @@ class ChoiceQuestions {
   /// XXH3-128 of all rows and answers.
   std::string digest() const;
 
-  /// Of one log-likelihood for each row. Throws NonFiniteError where one is NaN.
+  /// From one log-likelihood for each row. Throws NonFiniteError where one is NaN.
   ChoiceAccuracy accuracy(std::span<const double> log_likelihoods) const;
 
  private:
@@ -75,7 +75,7 @@ struct AnsweredQuestions {
 /// Sets by the names in `text`, "hellaswag=hellaswag_val.jsonl arc=arc.jsonl", or one without a name ("").
 std::vector<AnsweredQuestions> open_questions(const std::string& text, const Tokenizer& tokenizer,
                                               const ChoiceQuestions::Options& options);
-/// What is the same on all ranks if their sets are.
+/// A text that is the same on all ranks if their sets are.
 std::string digest_of(const std::vector<AnsweredQuestions>& sets);
 /// "1000 questions of hellaswag; 3 of their 4000 choices do not fit into a window, and lose their beginnings".
 std::string questions_line(const ChoiceQuestions& questions);

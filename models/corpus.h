@@ -22,9 +22,9 @@ struct Corpus {
   std::vector<Tokens> sequences() const;
 };
 
-/// Reads a text file and tokenizes it: "char" makes the vocabulary of the whole text, others are those of
-/// open_tokenizer(). The first ⌊n·(1 − val_fraction)⌋ tokens are for training, the tail for validation.
-/// Throws DataError if the file is missing, empty, too short to leave two tokens on both sides, or, for "char", not UTF-8.
+/// Reads a text file and tokenizes it: "char" makes the vocabulary of the whole text, other names are open_tokenizer()'s.
+/// The first ⌊n·(1 − val_fraction)⌋ tokens are for training, the tail for validation. Throws DataError if the file is
+/// missing, empty, too short to leave two tokens on both sides, or, for "char", not UTF-8.
 Corpus load_text_corpus(const std::string& path, const std::string& tokenizer, double val_fraction,
                         const std::string& tokenizer_folder = "");
 /// The same with a tokenizer at hand.

@@ -1,4 +1,4 @@
-// By which token documents in a sequence are kept apart.
+// The token that keeps documents in a sequence apart.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace sheaf::models {
 
-/// That token; -1 if they are not kept apart (data.separate_documents). Examples always are, for they have nothing to do with those
-/// beside them: by one token, which then ends documents, too. Throws ConfigError where it is not known, or none of model.vocab's.
+/// That token; -1 if they are not kept apart (data.separate_documents). Examples always are, for they have nothing to do with their
+/// neighbours: by one token, which then ends documents, too. Throws ConfigError where it is not known, or not in model.vocab.
 int64_t separator_of(const TrainConfig& config, const Corpus& corpus);
 
 }  // namespace sheaf::models

@@ -18,7 +18,7 @@ namespace sheaf::models {
 /// encode(part, is_first, cache, scratch, out) appends the tokens of a part, which may be its text's first.
 template <class Text, class Cut, class Encode>
 std::vector<int32_t> encode_in_parts(std::span<const Text> texts, std::optional<int32_t> end_of_text, Cut&& cut, Encode&& encode) {
-  constexpr size_t kPart = size_t{1} << 20;  // about, and of one thread: of a large text, or of many small ones
+  constexpr size_t kPart = size_t{1} << 20;  // about, for one thread: of one large text, or of many small ones
   struct Piece {
     std::string_view text;
     bool is_first, is_last;

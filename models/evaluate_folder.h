@@ -1,4 +1,4 @@
-// Evaluating a model that is there: its loss on tokens, and how many questions it answers right.
+// Evaluating an existing model: its loss on tokens, and how many questions it answers right.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace sheaf::models {
 
 struct EvaluateOptions {
   int64_t context = 0;      ///< tokens of a window; 0: the model's context, but at most 4096
-  bool whole_text = false;  ///< of data.corpus, and not its tail (data.val_fraction)
+  bool whole_text = false;  ///< of data.corpus, instead of its tail (data.val_fraction)
 };
 
 struct EvaluationReport {
@@ -25,11 +25,11 @@ struct EvaluationReport {
   std::vector<AnsweredQuestions> questions = {};
 };
 
-/// Evaluates the newest whole checkpoint of a run's output folder, or published weights in a folder, on what [data] of `config` says:
-/// val_file or corpus, if there is one, and choices. So do batch, micro_batches, dtype, eval_tokens and eval_questions of [train], and
-/// [sharding], by which the model, whose weights rest in the dtype of compute, is cut over the ranks of `world`. Collective, the same
-/// on every rank. Throws ConfigError, also where there is nothing to evaluate on or ranks found other things, CheckpointError,
-/// DataError, NonFiniteError.
+/// Evaluates the newest whole checkpoint of a run's output folder, or published weights in a folder, on what [data] of `config` names:
+/// val_file or corpus, if there is one, and choices. It uses batch, micro_batches, dtype, eval_tokens and eval_questions of [train],
+/// and [sharding], by which the model, whose weights rest in the dtype of compute, is cut over the ranks of `world`. Collective, the
+/// same on every rank. Throws ConfigError, also where there is nothing to evaluate on or ranks found different things,
+/// CheckpointError, DataError, NonFiniteError.
 EvaluationReport evaluate_folder(const std::string& folder, TrainConfig config, World& world, Device device,
                                  const EvaluateOptions& options = {});
 

@@ -12,11 +12,12 @@
 namespace sheaf::models {
 
 /// A file of records, each an Event of TensorFlow's event.proto: scalars by name and step. A record is its length (u64, little
-/// endian), the masked CRC-32C of those 8 bytes, the bytes, and theirs (TensorFlow's record_writer.h). Used by rank 0 only.
+/// endian), the masked CRC-32C of those 8 bytes, the event's bytes, and their CRC (TensorFlow's record_writer.h). Used by rank
+/// 0 only.
 class EventFile {
  public:
-  /// Begins a new file in `folder`. What earlier ones there have of steps from `first_step` on, which a run that was stopped had not
-  /// saved, TensorBoard no longer shows. Throws IoError.
+  /// Begins a new file in `folder`. TensorBoard no longer shows what earlier files there have of steps from `first_step` on, which a
+  /// stopped run had not saved. Throws IoError.
   EventFile(const std::string& folder, int64_t first_step);
 
   /// One event, by one system call; doubles become f32. Throws IoError.

@@ -21,7 +21,7 @@ struct ExampleOptions {
 
 /// Each line an object: {"prompt": "...", "completion": "..."}, or {"messages": [{"role": "...", "content": "..."}, ...]}.
 ///
-/// Learned are answers, and that they end there; of conversations what the assistant says (ChatFormat), but not the end behind it all,
+/// Learned are answers and their ends; in conversations what the assistant says (ChatFormat), but not the token that ends the example,
 /// which only keeps it apart from the next; and never an example's first token. A prompt is encoded as a text, an answer as one that
 /// goes on.
 class ExampleLines {
@@ -34,7 +34,7 @@ class ExampleLines {
   /// next part. On the rank's threads. Throws DataError that names the line, of `name`.
   void read(std::string_view block, const std::string& name, int64_t& lines, std::vector<MarkedToken>& examples);
   int64_t num_examples() const { return count_; }  ///< that have been read
-  int64_t num_learned() const { return learned_; }  ///< tokens of theirs
+  int64_t num_learned() const { return learned_; }  ///< tokens in them that are learned
   int64_t num_in_vain() const { return in_vain_; }  ///< examples of which nothing is learned
 
  private:

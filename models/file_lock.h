@@ -5,8 +5,8 @@
 
 namespace sheaf::models {
 
-/// flock(2) on a file, which is made where it is missing and stays behind. Released when this goes, or when the process
-/// ends, however it ends.
+/// flock(2) on a file, which is created if missing and stays afterwards. Released by the destructor, or when the
+/// process ends, however it ends.
 class FileLock {
  public:
   enum class State {

@@ -13,26 +13,27 @@
 
 namespace sheaf::models {
 
-/// The tokens of config.prompt, in a chat with what frames it. The default prompt, a new line, is token 0 where the vocabulary has
+/// The tokens of config.prompt, in a chat with its frame. The default prompt, a new line, is token 0 where the vocabulary has
 /// none. Throws ConfigError if it is empty, or for a chat without the special tokens of its format, DataError naming the first
 /// character that is not in the vocabulary.
 std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateConfig& config);
-/// The same of what is `said`, at a place that messages name: a text or, in a chat, also a list of messages, as a file has them. DataError
-/// where it is neither, or empty.
+/// The same for `said`, which messages call `origin`: a text or, in a chat, also a list of messages, as a file has them. DataError where
+/// it is neither, or empty.
 std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateConfig& config, const Json& said, const std::string& origin);
 
-/// Continues `prompt` by config.tokens tokens below `vocab` (a model may have room for more than the tokenizer knows), at most
-/// `context` of them in view at a time, or until one of `ends` is drawn; returns the new ones, the end left out. Collective where
-/// the model is sharded: every rank computes the same tokens. `emit` gets each token as it comes. Each token is read once, until
-/// there are more than `context`: then the window slides, all positions in it change, and each new token costs a pass over
-/// `context` tokens. Until then MTP layers draft (config.drafts): a pass reads their tokens, too, and those that it chooses itself need
-/// no pass of their own. The tokens are those without drafts, but for the bits of logits, which on GPUs depend on how many are read. Throws NonFiniteError that names the position where logits are NaN or +inf, or all -inf.
+/// Continues `prompt` by config.tokens tokens below `vocab` (a model may have room for more than the tokenizer knows), at most `context` of
+/// them in view at a time, or until one of `ends` is drawn; returns the new ones without the end. Collective where the model is sharded:
+/// every rank computes the same tokens. `emit` gets each token as it comes. Each token is read once, until there are more than `context`:
+/// then the window slides, all positions in it change, and each new token costs a pass over `context` tokens. Until then MTP layers draft
+/// (config.drafts): a pass reads their tokens, too, and drafts that the model would have chosen need no pass of their own. The tokens are
+/// the same as without drafts, except for the bits of logits, which on GPUs depend on how many are read. Throws NonFiniteError naming the
+/// position where logits are NaN or +inf, or all -inf.
 std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt, int64_t context, int64_t vocab,
                               const GenerateConfig& config, const std::function<void(int32_t)>& emit = {},
                               std::span<const int32_t> ends = {});
-/// The tokens at which what is generated ends: config.end_token, the tokenizer's end of text, if it has one, the `further` ones,
-/// such as that which ended documents or examples in training, and in a chat the end of a turn; with
-/// config.ignore_end_of_text the first alone. Throws ConfigError for a special token that the tokenizer lacks.
+/// The tokens at which generation ends: config.end_token, the tokenizer's end of text, if it has one, the `further` ones, such
+/// as the one that ended documents or examples in training, and in a chat the end of a turn; with config.ignore_end_of_text only
+/// the first. Throws ConfigError for a special token that the tokenizer lacks.
 std::vector<int32_t> ends_of(const Tokenizer& tokenizer, const GenerateConfig& config, std::span<const int32_t> further = {});
 
 /// Samples from the newest whole checkpoint of a run's output folder, whatever the number of ranks that wrote it, or from published

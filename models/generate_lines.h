@@ -1,4 +1,4 @@
-// Prompts in JSON lines, and what a model writes behind them: another file of JSON lines.
+// Prompts in JSON lines, and what a model writes after them: another file of JSON lines.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,10 @@ struct GenerateLinesOptions {
   std::string prompts;                ///< file of JSON lines, an object each
   std::string prompt_field = "prompt";  ///< the member that is a prompt: a text or, in a chat, also a list of messages
   std::string output;                 ///< file to write: the same lines, in their order, with what follows each prompt
-  std::string field = "completion";   ///< the member of those that says it
-  int64_t samples = 1;                ///< continuations of each prompt, in lines one behind another
+  std::string field = "completion";   ///< the member of these lines that holds it
+  int64_t samples = 1;                ///< continuations of each prompt, in consecutive lines
   int64_t at_once = 32;               ///< sequences that each rank reads together
-  bool resume = false;                ///< go on behind the lines that are there
+  bool resume = false;                ///< go on after the lines that are there
 };
 
 struct GenerateLinesProgress {
@@ -25,13 +25,14 @@ struct GenerateLinesProgress {
   int64_t tokens = 0, ended = 0;      ///< of those that were made now: tokens, and continuations that ended before they had to
 };
 
-/// Continues each prompt as config.generate says, by the newest whole checkpoint of a run's output folder or by published weights, and appends lines
-/// as they come, whole ones even if the process is killed: each with the members of its prompt's line, `field`, "ended", whether it ended before it was
-/// as long as it may be, and with several samples "sample", its number. What a line says depends on its prompt, its number and the seed, not on the number of
-/// ranks nor on at_once (see generate_many.h). The ranks of `world` share the lines; with config.sharding also the weights, which rest in generate.dtype.
-/// Collective. `progress` is called on every rank, when all is read and then after every few batches. With `resume` the last line that is there, and what
-/// a kill has left behind it, must be of the prompts that have their places; which model and seed made them is not known. Throws ConfigError, also where the
-/// output is there and `resume` is not asked for, DataError naming the line, CheckpointError, IoError, NonFiniteError naming the prompt.
+/// Continues each prompt as config.generate says, by the newest whole checkpoint of a run's output folder or by published weights, and
+/// appends lines as they come, whole ones even if the process is killed: each with the members of its prompt's line, `field`, "ended"
+/// (whether it ended before reaching its largest length) and, with several samples, "sample", its number. A line depends on its prompt, its
+/// number and the seed, not on the number of ranks nor on at_once (see generate_many.h). The ranks of `world` share the lines; with
+/// config.sharding also the weights, which rest in generate.dtype. Collective. `progress` is called on every rank, when all is read and
+/// then after every few batches. With `resume` the last line that is there, and what a kill left after it, must belong to the prompts at
+/// their places; which model and seed made them is not known. Throws ConfigError, also where the output exists and `resume` is not asked
+/// for, DataError naming the line, CheckpointError, IoError, NonFiniteError naming the prompt.
 GenerateLinesProgress generate_lines(const std::string& folder, TrainConfig config, World& world, Device device, const GenerateLinesOptions& options,
                                      const std::function<void(const GenerateLinesProgress&)>& progress = {});
 

@@ -33,7 +33,7 @@ struct GptConfig {
 
   /// The published sizes by name, "gpt2-124m", smallest first.
   static std::vector<std::pair<std::string, GptConfig>> published();
-  /// One of them; throws ConfigError that lists them.
+  /// One of them; throws ConfigError that lists them all.
   static GptConfig preset(const std::string& name);
 };
 
@@ -44,13 +44,13 @@ struct Block : DecoderBlock {
   nn::LayerNorm ln2;
   nn::MLP mlp;
 
-  explicit Block(const GptConfig& config, int64_t index = 0);  ///< among the model's, from 0: which keys it sees
+  explicit Block(const GptConfig& config, int64_t index = 0);  ///< its number in the model, from 0, decides which keys it sees
   nn::Residual forward(nn::Residual stream, nn::KeyValueCache* cache = nullptr) override;
   SHEAF_FIELDS(ln1, attention, ln2, mlp);
 };
 
 struct Gpt : Decoder {
-  GptConfig config;  ///< what it was made of
+  GptConfig config;  ///< what it was made from
   nn::Embedding wte, wpe;
   nn::Dropout dropout;
   std::vector<Block> blocks;

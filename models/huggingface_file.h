@@ -1,4 +1,4 @@
-// tokenizer.json: what Hugging Face's `tokenizers` writes of a tokenizer, read as what Sheaf can do of it. Whatever else it
+// tokenizer.json, which Hugging Face's `tokenizers` writes for a tokenizer: the parts that Sheaf supports. Whatever else it
 // asks for is refused by its key, for it would give other tokens.
 #pragma once
 
@@ -19,11 +19,11 @@ struct HuggingFaceFile {
   struct Added {
     int32_t id;
     std::string content;
-    bool special;     ///< made from a text only by who may write special tokens
+    bool special;     ///< made only from texts that may contain special tokens
     bool normalized;  ///< found in the normalized text
-    bool bare;        ///< found wherever it stands, and nothing beside it is taken
+    bool bare;        ///< found wherever it is, and nothing next to it is taken
   };
-  /// Whether a space is put before a text, and before each piece behind an added token.
+  /// Whether a space is put before a text, and before each piece that follows an added token.
   enum class Prefix {
     none,
     text,             ///< before the text, if it does not begin with one
@@ -43,7 +43,7 @@ struct HuggingFaceFile {
   std::array<int32_t, 256> bytes{};  ///< of characters: the tokens of bytes
   Prefix prefix = Prefix::none;
   bool each_space = false;           ///< each space begins a word, not only the first of several
-  bool strips_prefix = false;        ///< what is decoded lacks the space that it begins with
+  bool strips_prefix = false;        ///< decoding drops the space at the beginning
 
   /// Throws DataError: what is wrong, with `where` and the key.
   static HuggingFaceFile parse(const Json& json, const std::string& where);
@@ -53,7 +53,7 @@ inline constexpr std::string_view kSpaceMark = "\u2581";  ///< what SentencePiec
 /// A text with spaces for these marks.
 std::string with_spaces(std::string_view text);
 
-/// Of a tokenizer.json what parse() reads.
+/// The members of a tokenizer.json that parse() reads.
 Json reduced_huggingface_file(const Json& json);
 
 }  // namespace sheaf::models

@@ -1,5 +1,5 @@
 // Tokenizers from Hugging Face's tokenizer.json: byte pairs of bytes (GPT-2's, Llama 3's, Qwen's, Mistral Nemo's, ...), or of
-// characters with bytes to fall back on (Llama 2's, Mistral 7B's). huggingface_file.h says what of it is known.
+// characters with bytes to fall back on (Llama 2's, Mistral 7B's). huggingface_file.h says which parts are known.
 #pragma once
 
 #include <memory>
@@ -10,9 +10,10 @@
 namespace sheaf::models {
 
 /// From a folder with tokenizer.json. The ids of a text are those of `tokenizers` with encode_special_tokens, so that no
-/// text makes a special token; other added ones are found in it. Tokens of a text alone: none before it or behind it. Of
-/// a text that is not UTF-8, the tokens of the bytes that belong to no character. The token between documents is
-/// "<|endoftext|>", "<|end_of_text|>" or "</s>", if one is there as a special token. Throws DataError naming file and key.
+/// text makes a special token; other added ones are found in it. Only the text's own tokens: none before or after it.
+/// Where a text is not UTF-8, the bytes that belong to no character become their own tokens. The token between documents
+/// is "<|endoftext|>", "<|end_of_text|>" or "</s>", if one is there as a special token. Throws DataError naming file and
+/// key.
 std::shared_ptr<const Tokenizer> load_huggingface_tokenizer(const std::string& folder);
 /// From the file's content, which `where` names. {"kind": "huggingface", "file": {...}} is the form of to_json().
 std::shared_ptr<const Tokenizer> make_huggingface_tokenizer(const Json& json, const std::string& where);

@@ -10,8 +10,8 @@
 
 namespace sheaf::models {
 
-/// Builds the model that `config` describes, without memory. `vocab` replaces config.vocab where that is 0. Of a `frozen` one nothing
-/// is trained, adapters included. Throws ConfigError.
+/// Builds the model that `config` describes, without memory. `vocab` replaces config.vocab where that is 0. In a `frozen` model
+/// nothing is trained, adapters included. Throws ConfigError.
 std::unique_ptr<Decoder> make_language_model(const ModelConfig& config, int64_t vocab, bool frozen = false);
 
 /// ShardOptions::compute_dtype by the option `section`.dtype: none for "f32", bf16 or f16. ConfigError for others.

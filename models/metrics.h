@@ -23,12 +23,12 @@ struct Metric {
 };
 
 /// Appends to metrics.jsonl, one object per line: {"step":10,"loss":2.25,...}; docs/output.md has the fields. Doubles are
-/// written with the fewest digits that read back to the same bits; NaN and infinities as null beside a flag:
+/// written with the fewest digits that read back to the same bits; NaN and infinities as null with a flag:
 /// {"loss":null,"loss_nonfinite":"nan"}. Used by rank 0 only; not thread-safe.
 class MetricsWriter {
  public:
   /// Starts the file, or goes on with it: lines of steps after `last_step` (of a run that was killed after its last
-  /// checkpoint) and unreadable lines (cut off by a kill) are dropped, by one rename, so that every step stands once.
+  /// checkpoint) and unreadable lines (cut off by a kill) are dropped, by one rename, so that every step is there once.
   /// The default drops all. Throws IoError.
   explicit MetricsWriter(const std::string& path, int64_t last_step = -1);
 
@@ -49,12 +49,12 @@ struct Progress {
   double tokens_per_second = 0;  ///< of all ranks
   double seconds_left = -1;      ///< negative: not known yet
   double loss_scale = 0;         ///< of the next step; 0: the loss is not scaled
-  int64_t skipped = 0;           ///< of the `steps_since` the line before, those that were skipped
+  int64_t skipped = 0;           ///< how many of the `steps_since` the previous line were skipped
   int64_t steps_since = 1;
 };
 
 /// "step  120/2000  loss 2.1234  lr 1.00e-03  norm 0.87  12,345 tok/s  left 3m12s": no colour, no cursor movement, so
-/// it reads the same in a terminal and in a log. Where a step was skipped it goes on with "  skipped, loss scale 32768", of
+/// it reads the same in a terminal and in a log. Where a step was skipped it goes on with "  skipped, loss scale 32768", for
 /// several with "  2 of 10 skipped, loss scale 16384".
 std::string progress_line(const Progress& progress);
 

@@ -27,11 +27,11 @@ struct SaveOptions {
   Json state = {};   ///< rank 0's: whatever else a program needs to go on, such as its options; it comes back on loading
   int64_t keep = 2;  ///< newest checkpoints that stay in the folder; 0 keeps all
   const optim::LossScaler* scaler = nullptr;  ///< saved, too
-  const optim::DiLoCo* outer = nullptr;       ///< of a model that islands train: saved, too, and what each has of its own
+  const optim::DiLoCo* outer = nullptr;       ///< for a model that islands train: saved, too, with each island's own state
 };
 
-/// Saves parameters, buffers, the optimizers' state and their step counts, and that of a loss scaler, as checkpoint `step` of `folder`, collectively
-/// and outside of any recording; all ranks must see the same file system. When it returns, the checkpoint is committed; an
+/// Saves parameters, buffers, the optimizers' state and step counts, and the state of a loss scaler, as checkpoint `step` of `folder`,
+/// collectively and outside of any recording; all ranks must see the same file system. When it returns, the checkpoint is committed; an
 /// older one of the same step is replaced. Throws IoError where the disk fails; then what was there before is untouched.
 void save_checkpoint(const std::string& folder, int64_t step, nn::Module& module, const Optimizers& optimizers,
                      World& world, const SaveOptions& options = {});
@@ -41,7 +41,7 @@ struct LoadOptions {
   std::function<void(const std::string&)> warn = {};
   optim::LossScaler* scaler = nullptr;  ///< filled, too: what was saved with one is loaded with one
   const optim::DiLoCo* outer = nullptr;  ///< the same, with as many islands
-  std::string_view passes_over = {};     ///< tensors whose names begin so, where the module has none; "": none
+  std::string_view passes_over = {};     ///< tensors whose names begin with this, where the module has none; "": none
 };
 
 struct LoadedCheckpoint {
@@ -50,11 +50,12 @@ struct LoadedCheckpoint {
   Json state;        ///< as it was given to save_checkpoint()
 };
 
-/// Fills a materialized module and its optimizers from the newest whole checkpoint of `folder`, collectively. Nothing if
-/// there is no checkpoint. Without optimizers, what is saved of them is passed over: to evaluate or to go on from weights
-/// alone; adapters (nn::add_lora) that were not there yet then stay as they are. Throws CheckpointError if there are
-/// checkpoints but none is whole, or naming the first tensor that is missing, left over, or of another shape or dtype; of
-/// frozen parameters, which may rest in any, f32, bf16 and f16 become each other, and the latter become f32 that is trained.
+/// Fills a materialized module and its optimizers from the newest whole checkpoint of `folder`, collectively. Returns
+/// nothing if there is no checkpoint. Without optimizers, what is saved of them is passed over: to evaluate or to go on from
+/// weights alone; adapters (nn::add_lora) that were not there yet then stay as they are. Throws CheckpointError if there are
+/// checkpoints but none is whole, or naming the first tensor that is missing, left over, or of another shape or dtype.
+/// Frozen parameters may rest in any of f32, bf16 and f16, which are converted to each other; bf16 and f16 also become f32
+/// that is trained.
 std::optional<LoadedCheckpoint> load_checkpoint(const std::string& folder, nn::Module& module,
                                                 const Optimizers& optimizers, World& world,
                                                 const LoadOptions& options = {});
@@ -64,12 +65,12 @@ std::optional<LoadedCheckpoint> load_checkpoint(const std::string& folder, nn::M
 /// Throws LifetimeError, in the name of `who`, inside a recording, whose values a save would discard.
 void check_outside(const char* who);
 
-/// All ranks, as the store wants them.
+/// All ranks, as the checkpoint store takes them.
 CheckpointGroup checkpoint_group(World& world);
-/// The same of the ranks that share `module`. ConfigError if the world has several and nothing cuts the
-/// module over them.
+/// The same for the ranks that share `module`. ConfigError if the world has several and nothing cuts the module over
+/// them.
 CheckpointGroup checkpoint_group(nn::Module& module, World& world, const optim::DiLoCo* outer = nullptr);
-/// Memory of the host in which a copy of what is saved lies, time and again: it grows to what it is asked for.
+/// Memory of the host for copies of what is saved, used again and again: it grows to what it is asked for.
 class HostCopy {
  public:
   char* reserve(size_t bytes);

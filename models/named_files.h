@@ -7,12 +7,12 @@
 namespace sheaf::models {
 
 struct NamedFile {
-  std::string name;  ///< "" of what has none
+  std::string name;  ///< "" for files without one
   std::string path;
 };
 
-/// One without a name or, if no file has the name `text`, names and paths apart by blanks. Throws ConfigError for a name twice, or one
-/// that is not made of letters, digits, - and _; `what` they are says so.
+/// One file without a name or, if no file has the name `text`, names and paths separated by blanks. Throws ConfigError, in which
+/// `what` says what they are, for a name twice, or one that is not made of letters, digits, - and _.
 std::vector<NamedFile> named_files(const std::string& text, const char* what);
 
 }  // namespace sheaf::models

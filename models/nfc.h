@@ -8,8 +8,8 @@ namespace sheaf::models {
 
 /// False only of a text that nfc() would not change: no character of it is above U+02FF.
 bool may_change_in_nfc(std::string_view text);
-/// The normal form C of a valid UTF-8 text. Where a space or what follows a line break begins, a text may be cut: the
-/// form of the whole is those of its parts.
+/// The normal form C of a valid UTF-8 text. A text may be cut before a space or after a line break: its form is then
+/// that of its parts.
 std::string nfc(std::string_view text);
 
 }  // namespace sheaf::models

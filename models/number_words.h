@@ -16,7 +16,7 @@ inline std::vector<std::string> words_of(const std::string& text) {
   return words;
 }
 
-/// Whether all of the word is a number, which goes to `value`.
+/// Whether the whole word is a number, which is stored in `value`.
 inline bool is_number(const std::string& word, double& value) {
   const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);
   return error == std::errc() && end == word.data() + word.size();

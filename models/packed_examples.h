@@ -8,15 +8,16 @@
 
 namespace sheaf::models {
 
-/// Puts examples, whole, into windows of `context` inputs and a last target: the longest first, each where it leaves the least room
-/// (best fit decreasing; Ding et al., https://arxiv.org/abs/2404.10830, on why none is cut). In a window they stand in the order of
-/// the sequence; what is left of it is filled with tokens that end an example and count nothing. The first token of an example is
-/// never a target: it would be predicted from another one.
+/// Puts whole examples into windows of `context` inputs and a last target: the longest first, each where it leaves the least room
+/// (best fit decreasing; Ding et al., https://arxiv.org/abs/2404.10830, on why none is cut). In a window they are in the order of
+/// the sequence; the rest of it is filled with tokens that end an example and do not count. The first token of an example is never
+/// a target: it would be predicted from another one.
 ///
 /// An example that is longer than a window loses its end; one in which nothing is learned is left out.
 class PackedExamples {
  public:
-  /// Reads all tokens once. Throws DataError if these are no examples, or nothing in them is learned; ConfigError for a context below 1.
+  /// Reads all tokens once. Throws DataError if these are not examples, or nothing in them is learned; ConfigError for a context below
+  /// 1.
   PackedExamples(Tokens tokens, int64_t context);
 
   int64_t num_windows() const { return static_cast<int64_t>(targets_.size()); }
@@ -29,12 +30,12 @@ class PackedExamples {
   int64_t num_examples() const { return static_cast<int64_t>(examples_.size()); }  ///< that are in a window
   int64_t num_tokens() const { return num_tokens_; }                               ///< of theirs in windows
   int64_t num_shortened() const { return shortened_; }                             ///< of them, that were too long
-  int64_t num_left_out() const { return left_out_; }                               ///< beside them
+  int64_t num_left_out() const { return left_out_; }                               ///< besides them
 
  private:
   struct Example {
     int64_t begin;
-    int32_t length;   // tokens of it in its window, as inputs and, behind the last input, as a target
+    int32_t length;   // tokens of it in its window, as inputs and, after the last input, as a target
     int32_t targets;  // of these, that count
   };
   std::vector<Example> find_examples();

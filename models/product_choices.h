@@ -14,7 +14,7 @@ namespace sheaf::models {
 
 /// The choices made so far for a GPU, as kernels::cuda::export_product_choices writes them; empty for other devices.
 std::string product_choices(Device device);
-/// Takes over such a text. Returns how many choices: 0 if they are of another library or kind of device. Throws
+/// Takes over such a text. Returns how many choices: 0 if they belong to another library or kind of device. Throws
 /// DataError for damaged text.
 int64_t take_product_choices(Device device, std::string_view text);
 

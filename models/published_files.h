@@ -23,8 +23,8 @@ class PublishedFiles {
   /// Where each tensor is.
   const std::map<std::string, const SafetensorsFile*, std::less<>>& tensors() const { return tensors_; }
 
-  /// XXH3-128 of all names, dtypes, shapes and the first 4 KiB of each tensor: of other weights, other revisions and other
-  /// models it differs, whatever the files are cut into, and it reads next to nothing.
+  /// XXH3-128 of all names, dtypes, shapes and the first 4 KiB of each tensor: it differs for other weights, other
+  /// revisions and other models, but not with how they are cut into files, and it reads next to nothing.
   std::string digest() const;
 
  private:

@@ -10,16 +10,16 @@
 
 namespace sheaf::models {
 
-/// How rotary positions are scaled, and their base: of all layers, or, as Gemma 3 has them (by_layer), of those that see all tokens, and
-/// of those with a window, whose base goes to `window_theta`. The part of a head that is rotated goes to `part`, where a model may
-/// rotate less than all.
+/// How rotary positions are scaled, and their base: of all layers or, as Gemma 3 has them (by_layer), of those that see all tokens and
+/// of those with a window, whose base is written to `window_theta`. The part of a head that is rotated is written to `part`, where a
+/// model may rotate less than all.
 void read_rotary(const ConfigReader& r, ModelConfig& m, bool by_layer, double& window_theta, double* part);
 
 /// m.rotary_dim, of this part of a head; m.head_dim is known.
 void read_rotated_part(const ConfigReader& r, double part, ModelConfig& m);
 
-/// Which layers see `window` keys alone, as the file lists them or, if it does not, by `slides(i)`, goes to m.window and
-/// m.full_attention_every; `derived` is the key that says it then.
+/// Writes which layers see only `window` keys, as the file lists them or, if it does not, by `slides(i)`, to m.window
+/// and m.full_attention_every; `derived` is the key that says it in the latter case.
 void read_windows(const ConfigReader& r, int64_t window, const char* derived, const std::function<bool(int64_t)>& slides, ModelConfig& m);
 
 /// DeepSeek's latent attention.
@@ -28,10 +28,10 @@ void read_latents(const ConfigReader& r, ModelConfig& m);
 /// The linear attention of Qwen3-Next and Qwen3.5, and in which layers it is.
 void read_linear_attention(const ConfigReader& r, ModelConfig& m);
 
-/// Which layers of SmolLM3's have no rotary positions, to m.nope_every: as the file lists them or, if it does not, each so many-th.
+/// Writes which layers of SmolLM3 have no rotary positions to m.nope_every: as the file lists them or, if it does not, every n-th.
 void read_nope(const ConfigReader& r, ModelConfig& m);
 
-/// The experts of DeepSeek-V3, which are dots.llm1's and GLM-4.5's, too, and those of DeepSeek-V2; a file may say that no layer has any.
+/// The experts of DeepSeek-V3, which dots.llm1 and GLM-4.5 share, and those of DeepSeek-V2; a file may say that no layer has any.
 void read_deepseek_experts(const ConfigReader& r, const std::string& type, ModelConfig& m);
 
 /// Mixtral's experts.

@@ -12,22 +12,22 @@
 
 namespace sheaf::models {
 
-/// A published tensor: some rows of one of ours, or all of them. Or a part of one: where it holds several of ours, or their rows apart,
-/// several of these follow each other, with its name and shape.
+/// A published tensor: some or all rows of one of ours. Or a part of one: where it holds several of ours, or their rows with gaps,
+/// several of these entries follow each other, with its name and shape.
 struct PublishedTensor {
-  std::string name;         ///< "transformer.h.0.attn.c_attn.weight"; in MXFP4 what "_blocks" and "_scales" are added to
+  std::string name;         ///< "transformer.h.0.attn.c_attn.weight"; in MXFP4 the prefix of "_blocks" and "_scales"
   Shape shape;              ///< as published
   std::string own;          ///< "blocks.0.attention.qkv.weight"
   int64_t first_row = 0;    ///< of ours
   bool transposed = false;  ///< [in, out]: ours is [out, in]
   bool more_rows = false;   ///< it may have more rows than we use: positions
   bool above_one = false;   ///< ours is one more: factors of Gemma's and Qwen3-Next's norms, which are published as what they are above 1
-  int64_t mtp_layer = -1;   ///< number of the MTP layer that it is of
+  int64_t mtp_layer = -1;   ///< number of the MTP layer that it belongs to
   bool repeats = false;     ///< another tensor says the same: each MTP layer has the table and the head
-  Shape part = {};          ///< of a part: the shape of what it holds of ours, as published
-  int64_t first = 0;        ///< and where in the tensor its first element is; of the others
-  int64_t run = 1;          ///< so many are side by side,
-  int64_t step = 1;         ///< and so many times as far it is from there to the next ones
+  Shape part = {};          ///< for a part: the published shape of what it holds of ours
+  int64_t first = 0;        ///< and where in the tensor its first element is; of the others,
+  int64_t run = 1;          ///< this many are side by side,
+  int64_t step = 1;         ///< and the next ones begin `step` times as far on
   bool mxfp4 = false;       ///< its values are in MXFP4 (PublishedSource); `shape` is theirs
 
   int64_t rows() const { return held()[transposed ? 1 : 0]; }                              ///< of ours
@@ -40,13 +40,13 @@ struct PublishedTensor {
 /// What the shape of a model leaves open of its tensors.
 struct PublishedForm {
   bool mxfp4 = false;           ///< gpt-oss's experts are in MXFP4, as OpenAI publishes them
-  bool joined_experts = false;  ///< those of others are two tensors of all experts, as published Qwen3.5's; else three of each
-  bool fused = false;           ///< queries, keys and values are one tensor, gates and what they are multiplied with another, as Phi-3's
+  bool joined_experts = false;  ///< others' are two tensors for all experts, as published Qwen3.5's; else three for each
+  bool fused = false;           ///< queries, keys and values are one tensor, gates and what they multiply another, as Phi-3's
   bool linear_apart = false;    ///< linear attention's queries, keys and values, gates and rates have tensors of their own, as Qwen3.5's
 
-  /// That of files with these names.
+  /// The form of files with these names.
   static PublishedForm of(const std::map<std::string, const SafetensorsFile*, std::less<>>& tensors);
-  /// The one in which such a model is written (published_architecture()).
+  /// The form in which such a model is written (published_architecture()).
   static PublishedForm to_write(const ModelConfig& model, const std::string& like);
 };
 
@@ -59,14 +59,14 @@ struct PublishedForm {
 /// publishes_mtp(), whose last layers they are.
 std::vector<PublishedTensor> published_tensors(const ModelConfig& model, const PublishedForm& form = {});
 
-/// The tensor that an MTP layer has and no other layer, which is number `layer` of all of them.
+/// The tensor that only an MTP layer has, number `layer` of all layers.
 std::string mtp_mark(int64_t layer);
 
 /// What names begin with: "transformer." or "model."; files of the model without its head lack it.
 std::string_view published_prefix(const ModelConfig& model);
 
-/// Whether a tensor of this name (with prefix) is none of the model's: masks, frequencies, a head that is tied and written all the
-/// same, Qwen3-Next's and Qwen3.5's layers for further tokens.
+/// Whether a tensor of this name (with prefix) is not the model's: masks, frequencies, a head that is tied but written anyway,
+/// Qwen3-Next's and Qwen3.5's layers for further tokens.
 bool is_redundant(const ModelConfig& model, std::string_view name);
 
 }  // namespace sheaf::models

@@ -10,7 +10,7 @@
 
 namespace sheaf::models {
 
-/// A config.json, where null means the same as nothing. What it says otherwise than expected is refused by name, CheckpointError.
+/// A config.json, where null means the same as absence. Values other than expected are refused by name, CheckpointError.
 class ConfigReader {
  public:
   static constexpr int64_t kLargest = 1'000'000'000;  ///< of any size; products of two fit 64 bits
@@ -25,7 +25,7 @@ class ConfigReader {
     if (!json_.is_object()) fail<CheckpointError>("[weights] ", file, " is not a JSON object");
   }
 
-  /// An object inside, whose keys are named with its own.
+  /// An object inside, whose keys are reported with its own.
   ConfigReader object(const char* key) const {
     const Json* inside = find(key);
     if (!inside || !inside->is_object()) refuse(key, "expected an object");
@@ -65,7 +65,7 @@ class ConfigReader {
     return get(key, std::string(otherwise), &Json::as_string);
   }
 
-  /// Refuses a key that is there and says anything but `harmless`.
+  /// Refuses a key that is present with any value but `harmless`.
   void only(const char* key, const Json& harmless, const char* reason) const {
     if (const Json* value = find(key); value && !(*value == harmless)) refuse(key, reason);
   }

@@ -12,22 +12,22 @@
 
 namespace sheaf::models {
 
-/// MXFP4 (OCP Microscaling Formats 1.0), as gpt-oss is published in: 32 neighbouring values of a row are 16 bytes of "_blocks", of which
-/// each has two numbers of four bits (E2M1), the first in its low half, and a byte of "_scales", the exponent of 2 that all of them are
-/// multiplied with, plus 127.
+/// MXFP4 (OCP Microscaling Formats 1.0), as gpt-oss is published in: 32 neighbouring values of a row are 16 bytes of "_blocks", each of
+/// which has two numbers of four bits (E2M1), the first in its low half, and a byte of "_scales", the exponent of 2 that all of them are
+/// multiplied by, plus 127.
 inline constexpr int64_t kMxfp4Block = 32;
 
 /// Where a tensor of the table, or a part of one, is.
 struct PublishedSource {
   PublishedTensor tensor;
   const SafetensorsFile* file = nullptr;
-  std::string name;     ///< there; in MXFP4 that of the blocks
-  DType dtype = kF32;   ///< of values as they are read; f32 of those in MXFP4, whose values it holds, and in FP8
+  std::string name;     ///< in the file; in MXFP4 that of the blocks
+  DType dtype = kF32;   ///< of values as they are read; f32 for MXFP4, whose values it holds, and for FP8
   const SafetensorsFile* scales_file = nullptr;  ///< in MXFP4 and FP8
   std::string scales = {};
-  Fp8Block fp8 = {};    ///< there
+  Fp8Block fp8 = {};    ///< in FP8
 
-  /// Elements [begin, end) of what it holds of ours, in the order in which they are there, with the values that ours have.
+  /// Elements [begin, end) of what it holds of ours, in their order there, with the values that ours have.
   template <class T>
   void read(int64_t begin, int64_t end, T* out) const {
     const PublishedTensor& t = tensor;
@@ -43,7 +43,7 @@ struct PublishedSource {
     for (T* x = out; x != out + (end - begin); ++x) *x = as<T>(as_computed(*x) + 1);
   }
 
-  /// The bytes that so many elements take in the files, in FP8 without the scales, which are few.
+  /// The bytes that this many elements take in the files, in FP8 without the scales, which are few.
   int64_t bytes(int64_t elements) const {
     if (tensor.mxfp4) return elements * (kMxfp4Block / 2 + 1) / kMxfp4Block;
     return is_fp8() ? elements : elements * static_cast<int64_t>(size_of(dtype));

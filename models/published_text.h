@@ -1,4 +1,4 @@
-// What lies beside published weights about text: how it becomes tokens, what stands before it, where it ends.
+// What comes with published weights about text: how it becomes tokens, what precedes it, where it ends.
 #pragma once
 
 #include <cstdint>
@@ -12,14 +12,14 @@ namespace sheaf::models {
 
 struct PublishedText {
   std::shared_ptr<const Tokenizer> tokenizer = nullptr;
-  std::vector<int32_t> before = {};  ///< ids that stand before each text, such as Llama's <|begin_of_text|>
+  std::vector<int32_t> before = {};  ///< ids that precede each text, such as Llama's <|begin_of_text|>
   std::vector<int32_t> ends = {};    ///< ids with which the model ends what it writes
 };
 
 /// Whether there is a tokenizer in `folder`.
 bool has_published_text(const std::string& folder);
 
-/// From a folder with tokenizer.json, whose post-processor says what stands before a text, or with GPT-2's vocab.json and
+/// From a folder with tokenizer.json, whose post-processor says what precedes a text, or with GPT-2's vocab.json and
 /// merges.txt; ends are eos_token_id of generation_config.json, else of config.json. Throws ConfigError where there is no
 /// tokenizer, DataError naming the file that is malformed.
 PublishedText read_published_text(const std::string& folder);

@@ -11,7 +11,7 @@ namespace sheaf::models {
 using FillBatch = std::function<void(int64_t first, int64_t count, int32_t* inputs, int32_t* targets)>;
 
 /// Writes this rank's block of the batch that begins with sample `first` into tokens and targets, i32 [batch, context] of one
-/// type, dense on the host; of a pipeline, tokens may be on one stage and targets on another.
+/// type, dense on the host; in a pipeline, tokens may be on one stage and targets on another.
 void fill_block(int64_t first, const FillBatch& fill, const Tensor& tokens, const Tensor& targets);
 
 }  // namespace sheaf::models

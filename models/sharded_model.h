@@ -27,22 +27,22 @@ struct ShardedModel {
   /// Adds up `values` of all islands, in place, and waits. Collective.
   void sum_over_islands(std::span<double> values) const;
 
-  /// The block at which run number `run` of this rank's stage ends, which goes through the blocks in so many of them.
+  /// The block at which run number `run` of `of` runs of this rank's stage ends.
   int64_t end_of_run(int64_t run, int64_t of) const;
   /// model.loss() of each micro-batch, in their order; on a ring of stages as many at once as it has room for. Outside of any recording.
   std::vector<Tensor> losses(const StepInputs& inputs, const CrossEntropyOptions& options) const;
 };
 
-/// The ranks of one of the islands (train.islands) of `world`: ConfigError of `context` where they would not be equal.
+/// The ranks of one of the islands (train.islands) of `world`: ConfigError, in the name of `context`, where they would not be equal.
 int ranks_of_island(const char* context, const TrainConfig& config, int world);
 
 struct ShardedModelOptions {
-  std::vector<int64_t> blocks = {};  ///< of each run of each stage, in place of stage_cut()
+  std::vector<int64_t> blocks = {};  ///< of each run of each stage, instead of stage_cut()'s
   bool frozen = false;               ///< it is not trained any more: weights rest in the dtype of compute
 };
 
-/// By model and [sharding] of `config`, and train.dtype, which are checked: ConfigError for what does not fit together or the ranks.
-/// `vocab` replaces a model.vocab of 0. Collective.
+/// By model and [sharding] of `config`, and train.dtype, which are checked: ConfigError for options that fit neither each other nor
+/// the ranks. `vocab` replaces a model.vocab of 0. Collective.
 ShardedModel sharded_model(const TrainConfig& config, int64_t vocab, World& world, const ShardedModelOptions& options = {});
 
 }  // namespace sheaf::models

@@ -1,6 +1,6 @@
 // StepInputs: what changes from step to step (samples, the state that keys random numbers, the optimizer's scalars),
-// side by side in one block of memory. One copy takes it to a GPU, to the same place every time: there a step that was
-// captured finds the next one's.
+// side by side in one block of memory. One copy brings it to a GPU, to the same place every time: there a captured
+// step finds the inputs of the next one.
 #pragma once
 
 #include <vector>
@@ -20,18 +20,18 @@ class StepInputs {
   };
 
   /// Memory on `device` for a step of `config`, whose optimizer reads `scalars` numbers. All axes of the mesh cut the rows,
-  /// but for "context" and "model", which cut the sequences, and "stage": tokens are on its first rank, targets on its last.
+  /// except "context" and "model", which cut the sequences, and "stage": tokens are on its first rank, targets on its last.
   StepInputs(const TrainConfig& config, const Mesh& mesh, Device device, int64_t scalars);
 
   /// Samples [first, first + batch) of the run, by micro-batch.
   void set_samples(int64_t first, const FillBatch& fill);
-  /// All of step `step`, whose first sample is `first`; `targets` of its targets count, on all ranks.
+  /// Everything for step `step`, whose first sample is `first`; `targets` of its targets count, on all ranks.
   void set_step(int64_t step, int64_t first, const FillBatch& fill, const std::vector<double>& scalars, double targets);
 
   int64_t num_micro_batches() const { return static_cast<int64_t>(samples_.size()); }
   int64_t num_rows() const;  ///< of all micro-batches, on all ranks
   const MicroBatch& micro_batch(int64_t i) const { return there_.micro_batches[i]; }
-  /// What one micro-batch takes of the memory that all of them lie in.
+  /// What one micro-batch takes of the memory that holds all of them.
   int64_t bytes_of_micro_batch(int64_t i) const;
   const Tensor& scalars() const { return there_.scalars; }
   /// f64: targets of the step that count.

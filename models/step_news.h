@@ -9,14 +9,15 @@
 
 namespace sheaf::models {
 
-/// It travels while they go on, so that nobody waits for it in a step that is not logged.
+/// It is sent while they go on, so that nobody waits for it in a step that is not logged.
 class StepNews {
  public:
   /// `lane`: null where there is one rank.
   StepNews(Communicator* lane, int rank, int world)
       : lane_(lane), rank_(static_cast<size_t>(rank)), values_(2 * static_cast<size_t>(world)) {}
   StepNews(const StepNews&) = delete;
-  // Until it is over a lane uses what is ours. Every rank that ran the step takes part, whatever happens here.
+  // A lane uses our memory until its transfer is over. Every rank that ran the step takes part, whatever happens
+  // here.
   ~StepNews() {
     try {
       sent_.sync();

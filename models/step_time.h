@@ -12,11 +12,11 @@
 
 namespace sheaf::models {
 
-/// Seconds are of the slowest of the planned ranks: one of each stage of a pipeline, the last of its ranks, which has the largest
-/// parts. All other ranks are taken to be where these are.
+/// Seconds are those of the slowest of the planned ranks: one of each stage of a pipeline, the last of its ranks, which has the
+/// largest parts. All other ranks are assumed to be as far as these are.
 struct StepTime {
   double seconds = 0;
-  double computing = 0;      ///< of these the compute lane is at work
+  double computing = 0;      ///< of these, seconds in which the compute lane is at work
   int64_t peak_bytes = 0;    ///< of the planned ranks
   int64_t host_bytes = 0;    ///< of the host's memory, of a rank
   int64_t received = 0;      ///< bytes, of the rank that receives most
@@ -25,16 +25,17 @@ struct StepTime {
 };
 
 enum class Planning {
-  /// Of equal micro-batches each kind of turn once (the first, one between two others, the last, ...) and of equal stages one; the
-  /// rest repeats. What repeats is compared as far as it was planned; where it is not the same, all turns are planned.
+  /// Of equal micro-batches each kind of turn once (the first, one between two others, the last, ...), and of equal stages one;
+  /// the rest repeats. Repetition is verified as far as it was planned; where it does not hold, all turns are planned.
   shorter,
   whole,  ///< every turn of every stage
 };
 
-/// Of a GPU step; of islands an outer step's share of each with it. Throws what plan_step() throws. Both plannings give the same.
+/// For a GPU step; with islands an outer step's share is added to each. Throws what plan_step() throws. Both plannings give the
+/// same.
 StepTime time_step(const TrainConfig& config, int64_t vocab, int world, const Machine& machine,
                    Planning planning = Planning::shorter);
-/// As peak_bytes, but of the first rank of each stage: it may hold what is on one rank alone.
+/// As peak_bytes, but for the first rank of each stage, which may hold what is on one rank alone.
 int64_t peak_of_first_ranks(const TrainConfig& config, int64_t vocab, int world, const Machine& machine,
                             Planning planning = Planning::shorter);
 /// The same as a trace (to_trace) of the planned ranks, planned whole.

@@ -14,19 +14,19 @@ namespace sheaf::models {
 /// A text that may be larger than memory.
 class TextReader {
  public:
-  /// Where a text may be cut, from a place on; its end if nowhere (Tokenizer::cut).
+  /// The first place at or after `at` where a text may be cut; its end if there is none (Tokenizer::cut).
   using Cut = std::function<size_t(std::string_view text, size_t at)>;
 
-  /// `path` names a regular file, or is "-", standard input, where nobody is waited for any longer once `stop` says so: the text
-  /// then ends there. Throws DataError if it cannot be opened.
+  /// `path` names a regular file, or is "-", standard input, which is no longer waited for once `stop` says so: the text then
+  /// ends there. Throws DataError if it cannot be opened.
   TextReader(const std::string& path, size_t block, std::function<bool()> stop = [] { return false; });
 
-  /// The next part of the text, of about `block` bytes up to a place where it may be cut, more where it may be cut nowhere;
-  /// empty at its end. Valid until the next call. Throws IoError, DataError for what is compressed.
+  /// The next part of the text, about `block` bytes up to a place where it may be cut, or more if there is none; empty at
+  /// its end. Valid until the next call. Throws IoError, DataError for compressed data.
   std::string_view next(const Cut& cut);
-  /// Bytes before what next() gave last.
+  /// Bytes before the part that next() returned last.
   int64_t offset() const { return offset_; }
-  /// Bytes that next() has given.
+  /// Bytes that next() has returned so far.
   int64_t bytes() const { return offset_ + static_cast<int64_t>(given_); }
   /// The path in quotes, or what stands for it.
   const std::string& name() const { return name_; }
@@ -51,16 +51,16 @@ struct NumberedLine {
   std::string_view text;
   int64_t number;
 };
-/// Those of `block` that are not blank; `lines` counts all of a text, of which `block` is the next part.
+/// The lines of `block` that are not blank; `lines` counts all lines of a text, of which `block` is the next part.
 std::vector<NumberedLine> numbered_lines(std::string_view block, int64_t& lines);
 
-/// Documents one behind another, each a JSON object in a line, of which one member is the text: what `datasets` writes and
+/// Documents one after another, each a JSON object in a line, of which one member is the text: what `datasets` writes and
 /// Megatron, Dolma and others read (https://jsonlines.org).
 class JsonLines {
  public:
   explicit JsonLines(std::string field) : field_(std::move(field)) {}
 
-  /// A text of lines may be cut behind each.
+  /// A text of lines may be cut after each.
   static size_t cut(std::string_view text, size_t at);
   /// Appends the texts in the lines of `block`, which follow those of earlier calls; empty ones and empty lines are left out.
   /// On the rank's threads. Throws DataError that names the line, of `name`, for what is no object or has no such string.

@@ -17,8 +17,7 @@ namespace sheaf::models {
 /// Target of a position that does not count.
 inline constexpr int32_t kIgnoreIndex = -1;
 
-/// A token of an example: an id, and in the top bit that it is read without anything being learned from having to predict it, as a
-/// prompt is.
+/// A token of an example: an id and, in the top bit, that it is only read, as a prompt is, and not learned as a target.
 using MarkedToken = uint32_t;
 inline constexpr MarkedToken kReadOnly = 0x80000000;
 
@@ -31,7 +30,7 @@ class Tokens {
   Tokens() = default;
 
   /// Maps a token file, or all files that match a pattern of the shell's (`*`, `?`, `[...]`), one after the other in the
-  /// order of their names, byte by byte. A path that exists is no pattern. The sequence is that of one file with the
+  /// order of their names, byte by byte. A path that exists is not a pattern. The sequence is that of one file with the
   /// tokens of all: what is read may begin in one and end in the next. Formats, all little-endian, which may differ from
   /// file to file:
   ///   llm.c      256 int32 header {20240520, 1, number of tokens, 0...}, then uint16
@@ -40,7 +39,7 @@ class Tokens {
   ///   examples   256 int32 header {20261124, 1, number of tokens, example_end(), 0...}, then MarkedTokens, which end with one
   /// `vocab` bounds the ids: an id beyond it is a DataError naming file and position when it is read. Throws DataError
   /// if nothing matches, a file is missing, empty, of odd size, or shorter or longer than its header says, or only some hold
-  /// examples, or their examples do not end alike.
+  /// examples, or their examples end in different tokens.
   static Tokens open(const std::string& path, int64_t vocab);
   /// Takes ids from memory; every one must be below `vocab`. `name` is for messages.
   static Tokens from_ids(std::span<const int32_t> ids, int64_t vocab, std::string name);
@@ -51,13 +50,13 @@ class Tokens {
   int64_t vocab() const { return vocab_; }
   /// The path or pattern it was opened by.
   const std::string& name() const { return name_; }
-  /// The token that ends an example; none if these are no examples.
+  /// The token that ends an example; none if these are not examples.
   std::optional<int32_t> example_end() const { return example_end_; }
   /// Files that were opened; what came from memory counts as one.
   int64_t num_files() const;
   /// Copies tokens [begin, begin + count) to `dst`; throws DataError for an id outside the vocabulary.
   void copy(int64_t begin, int64_t count, int32_t* dst) const;
-  /// The same as targets: kIgnoreIndex for what is read only.
+  /// The same as targets: kIgnoreIndex for tokens that are only read.
   void copy_targets(int64_t begin, int64_t count, int32_t* dst) const;
   /// Reads all tokens once and returns XXH3-128 of the ids as int32, however and in however many files they are stored;
   /// of examples, of MarkedTokens and example_end(). Throws DataError at the first one outside the vocabulary. Gives the pages back as it goes.
@@ -81,17 +80,18 @@ class Tokens {
   std::optional<int32_t> example_end_;
 };
 
-/// What ends an example of those that hold some; none if none does. Throws ConfigError if they differ.
+/// The token that ends examples in those that hold some; none if none does. Throws ConfigError if they differ.
 std::optional<int32_t> common_example_end(std::span<const Tokens> all);
 
-/// Whether a file begins as llm.c's do, or as one of examples.
+/// Whether a file begins like llm.c's, or like one of examples.
 bool is_token_file(const std::string& path);
 
-/// Writes a token file piece by piece: in the llm.c form, uint16 if `vocab` is at most 65,536, else uint32; or one of examples, if
-/// these have an end. It appears at finish(), by a rename, or not at all; what a process that was killed has left of it goes. Everything here throws IoError.
+/// Writes a token file piece by piece: in the llm.c form, uint16 if `vocab` is at most 65,536, else uint32; or a file of examples, if these
+/// have an end. It appears at finish(), by a rename, or not at all; leftovers of a process that was killed are removed. Everything here
+/// throws IoError.
 class TokenFileWriter {
  public:
-  /// Throws DataError for a vocabulary that is none.
+  /// Throws DataError for an invalid vocabulary.
   TokenFileWriter(const std::string& path, int64_t vocab, std::optional<int32_t> example_end = std::nullopt);
   ~TokenFileWriter();
   TokenFileWriter(const TokenFileWriter&) = delete;
@@ -99,7 +99,7 @@ class TokenFileWriter {
 
   /// Throws DataError for an id outside the vocabulary.
   void write(std::span<const int32_t> ids);
-  /// Of a file of examples: some whole ones.
+  /// For a file of examples: writes some whole ones.
   void write_examples(std::span<const MarkedToken> tokens);
   void finish();
   int64_t size() const { return size_; }

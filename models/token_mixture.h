@@ -11,8 +11,8 @@
 namespace sheaf::models {
 
 /// One sequence of tokens, or several with weights. Which of them a sample comes from is a pure function of the sample's
-/// number: nothing has a position that could be lost. Any run of consecutive samples has of each source its share to
-/// within a few samples, so every batch is mixed alike.
+/// number: nothing has a position that could be lost. Any run of consecutive samples has each source's share to within a
+/// few samples, so every batch is mixed alike.
 class TokenMixture {
  public:
   struct Source {
@@ -30,7 +30,7 @@ class TokenMixture {
   /// Throws ConfigError for no sources, or a weight that is not a finite number above 0.
   explicit TokenMixture(std::vector<Source> sources);
 
-  /// What Tokens::open takes or, if no file has that name, weights and such patterns in turn, apart by blanks:
+  /// What Tokens::open takes or, if no file has that name, weights and such patterns in turn, separated by blanks:
   /// "0.7 web_*.bin 0.3 code_*.bin". Throws DataError as Tokens::open, ConfigError for weights without a pattern.
   static TokenMixture open(const std::string& text, int64_t vocab);
 
@@ -40,14 +40,15 @@ class TokenMixture {
   /// Which source sample number `sample` of a run comes from.
   Place place(int64_t sample) const;
 
-  /// What ends an example of those sources that hold some; none if none does. Throws ConfigError if they differ.
+  /// The token that ends examples in those sources that hold some; none if none does. Throws ConfigError if they
+  /// differ.
   std::optional<int32_t> example_end() const;
   /// Tokens of all sources.
   int64_t size() const;
   int64_t num_files() const;
   /// As it was opened.
   const std::string& name() const { return name_; }
-  /// Tokens::check_all of one sequence; of several, XXH3-128 over the weights and those.
+  /// Tokens::check_all of one sequence; for several, XXH3-128 over the weights and the sequences'.
   std::string check_all() const;
 
  private:

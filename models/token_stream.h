@@ -10,7 +10,7 @@
 namespace sheaf::models {
 
 struct TokenStreamOptions {
-  int64_t batch_per_rank = 32;  ///< sequences; of ranks that share sequences, all together
+  int64_t batch_per_rank = 32;  ///< sequences; ranks that share sequences count as one
   int64_t context = 1024;       ///< tokens per sequence
   uint64_t seed = 0;            ///< of the order of samples
   WindowOrder order = WindowOrder::shuffled;  ///< in epochs, or at random places
@@ -18,7 +18,7 @@ struct TokenStreamOptions {
   std::string replica_axis = "";  ///< that cuts it too, under hybrid sharding; "": none
   std::string expert_axis = "";    ///< that cuts it too: the expert axis of ShardOptions; "": none
   std::string context_axis = "";   ///< that cuts each sequence: the context axis of ShardOptions; "": none
-  bool from_both_ends = false;     ///< how that one does: its ranks have tokens of both halves, for ContextComm::all_gather
+  bool from_both_ends = false;     ///< how it does: its ranks have tokens of both halves, for ContextComm::all_gather
   std::string stage_axis = "";     ///< whose first rank has the tokens and whose last the targets: that of ShardOptions; "": none
   std::string sequence_axis = "";  ///< that cuts each sequence, too: the tensor axis of ShardOptions; "": none
 };
@@ -36,8 +36,8 @@ class TokenStream {
   /// Throws DataError for fewer than context + 1 tokens of a source, ConfigError for an unknown axis or an empty batch.
   TokenStream(TokenMixture tokens, const TokenStreamOptions& options, const Mesh& mesh);
   TokenBatch batch(int64_t step) const;
-  /// Targets of that batch, on all ranks, that count: what its mean loss is divided by (CrossEntropyOptions::divisor, as a tensor, or
-  /// divide_by). All of them, but of examples, which a model has to keep apart by their Tokens::example_end().
+  /// How many targets of that batch count, on all ranks: what its mean loss is divided by (CrossEntropyOptions::divisor, as a tensor,
+  /// or divide_by). All of them, except for examples, which a model has to keep apart by their Tokens::example_end().
   int64_t num_targets(int64_t step) const;
 
  private:

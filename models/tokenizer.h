@@ -1,4 +1,4 @@
-// Tokenizers: text to token ids and back, exactly: decode(encode(text)) == text, but for what a tokenizer.json normalizes.
+// Tokenizers: text to token ids and back, exactly: decode(encode(text)) == text, except for what a tokenizer.json normalizes.
 #pragma once
 
 #include <cstdint>
@@ -19,11 +19,11 @@ class Tokenizer {
   virtual ~Tokenizer() = default;
   virtual std::string_view kind() const = 0;  ///< "char", "byte", "gpt2", "llama3", "huggingface"
   virtual int64_t vocab_size() const = 0;
-  /// What a model has to have: without special tokens behind all others, which models may lack that know no images (Gemma 3's smallest).
+  /// The vocabulary a model must have: without the last special tokens, which models without images may lack (Gemma 3's smallest).
   virtual int64_t least_vocab() const { return vocab_size(); }
   /// Throws DataError naming what cannot be encoded and its byte offset; `origin` names the text in it.
   virtual std::vector<int32_t> encode(std::string_view text, std::string_view origin = "text") const = 0;
-  /// The same of a text that goes on where another one was cut.
+  /// The same for a text that goes on where another one was cut.
   virtual std::vector<int32_t> encode_more(std::string_view text, std::string_view origin = "text") const {
     return encode(text, origin);
   }
@@ -32,24 +32,24 @@ class Tokenizer {
   virtual std::vector<int32_t> encode_special(std::string_view text, bool first, std::string_view origin = "text") const {
     return first ? encode(text, origin) : encode_more(text, origin);
   }
-  /// encode() of a text that stands behind a special token.
+  /// encode() of a text that follows a special token.
   virtual std::vector<int32_t> encode_behind_special(std::string_view text, std::string_view origin = "text") const {
     return encode_more(text, origin);
   }
   /// The special token of that name, which encode_special() finds.
   virtual std::optional<int32_t> special_token(std::string_view /*name*/) const { return std::nullopt; }
-  /// The tokens of one text behind another, each followed by end_of_text() where there is one.
+  /// The tokens of one text after another, each followed by end_of_text() where there is one.
   virtual std::vector<int32_t> encode_documents(std::span<const std::string> texts, std::string_view origin = "text") const;
   /// Throws DataError for an id outside the vocabulary.
   virtual std::string decode(std::span<const int32_t> tokens) const = 0;
-  /// The same of tokens that follow others.
+  /// The same for tokens that follow others.
   virtual std::string decode_more(std::span<const int32_t> tokens) const { return decode(tokens); }
   /// The token that stands between documents, which no text contains.
   virtual std::optional<int32_t> end_of_text() const { return std::nullopt; }
   /// The first place from `at` on where a text may be cut: its tokens are those of encode() of the first part and
   /// encode_more() of the second. By default its end.
   virtual size_t cut(std::string_view text, size_t /*at*/) const { return text.size(); }
-  /// What tokenizer_from_json() makes an equal tokenizer of.
+  /// From this tokenizer_from_json() makes an equal tokenizer.
   virtual Json to_json() const = 0;
 };
 

@@ -21,14 +21,14 @@ namespace sheaf::models {
 
 struct TrainOptions {
   bool resume = false;  ///< continue from the newest whole checkpoint, from the start where there is none
-  /// Called with each line for people about how it goes, on rank 0.
+  /// Called with each progress line for people, on rank 0.
   std::function<void(const std::string&)> print = [](const std::string&) {};
-  /// Called with each line of warning, on the rank that knows what is wrong.
+  /// Called with each line of warning, on the rank that notices what is wrong.
   std::function<void(const std::string&)> warn = [](const std::string&) {};
 };
 
 struct TrainReport {
-  int64_t steps = 0;             ///< that the run has
+  int64_t steps = 0;             ///< of the whole run
   int64_t done = 0;              ///< of them, here and before a resumption
   int64_t steps_here = 0;        ///< that ran in this process: those before are a resumed run's
   int stopped_by = 0;            ///< signal that ended it after step `done`, which is saved; the same on all ranks; 0: none
@@ -55,15 +55,15 @@ class Trainer {
   /// IoError, OutOfMemory where a step cannot fit.
   Trainer(const TrainConfig& config, World& world, Device device, const TrainOptions& options = {});
 
-  /// Trains to the end, or until `signal`, asked after every step, gives on some rank the number of a signal that wants the
-  /// run to end: then all ranks stop after the same step and save it. Collective. Throws NonFiniteError when the loss or the
-  /// gradient is not finite in a step that is logged or saved: no checkpoint ever holds the result of such a step. In f16 such
-  /// a step is skipped, and only many of them, one after another at the smallest loss scale, are an error.
+  /// Trains to the end, or until `signal`, asked after every step, returns on some rank the number of a signal to end the run:
+  /// then all ranks stop after the same step and save it. Collective. Throws NonFiniteError when the loss or the gradient is
+  /// not finite in a step that is logged or saved: no checkpoint ever holds the result of such a step. In f16 such a step is
+  /// skipped, and only many of them, one after another at the smallest loss scale, are an error.
   TrainReport run(const std::function<int()>& signal = [] { return 0; });
 
   TrainingStep& step() { return *step_; }
   const Corpus& corpus() const { return corpus_; }
-  /// What it was given, with what the data say: the vocabulary, and the token that keeps documents apart.
+  /// The given configuration, completed by the data: the vocabulary, and the token that keeps documents apart.
   const TrainConfig& config() const { return config_; }
   const TrainingWindows& windows() const { return windows_; }
   const std::vector<Validation>& validation() const { return validation_; }
@@ -94,7 +94,7 @@ class Trainer {
   Corpus corpus_;
   SplitState train_data_, val_data_;
   std::optional<PublishedFiles> files_;  ///< that config.model.weights names, until they are read
-  PublishedText files_text_;             ///< beside them, until it is asked for
+  PublishedText files_text_;             ///< next to them, until it is asked for
   std::string files_text_error_;         ///< why it could not be read
   std::optional<WeightsState> weights_;  ///< that the run started from
   TrainingWindows windows_;

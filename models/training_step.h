@@ -4,17 +4,17 @@
 // [Note: a step as a graph] With train.cuda_graph, on a GPU, the third step is captured while it is recorded, and from
 // then on replayed: one copy of its inputs, one launch. The two before it run as usual, so that memory, the order of
 // gathers and the libraries' choices have settled. What the host counts (steps, samples) goes on by itself; all that a
-// step reads besides lies in StepInputs. Whatever else runs between replays has memory of its own.
+// step reads besides is in StepInputs. Whatever else runs between replays has memory of its own.
 //
 // [Note: a step as a program] With train.compile the third step's tape is made ready to run again (autograd/program.h), and
 // from then on runs from one arena: no op is called, placed or recorded anew. Within sharding.memory_budget units stay gathered
 // there. A graph captures such a run.
 //
-// [Note: steps of islands] With train.islands a step is one of this rank's island, on its part of the batch: nothing in it, neither
-// its tape nor a program nor a graph, knows of the others. Behind each train.inner_steps, and behind the last, comes an outer step
-// (nn/optim/diloco.h).
+// [Note: steps of islands] With train.islands a step belongs to this rank's island, on its part of the batch: nothing in it,
+// neither its tape nor a program nor a graph, knows of the others. After every train.inner_steps, and after the last step, comes an
+// outer step (nn/optim/diloco.h).
 //
-// On GPUs the collectives of the first step, and of the first evaluation, run one after another, with nothing beside them
+// On GPUs the collectives of the first step, and of the first evaluation, run one after another, with nothing running concurrently
 // (distributed/in_turn.h).
 //
 // [Note: products are timed once] With train.tune_products, on a GPU, the first step times the algorithms of its
@@ -47,7 +47,7 @@ struct RecordedStep {
   std::unordered_map<ValueId, Tensor> memory;    ///< the leaves themselves, as long as this lives
   ValueId loss = -1, grad_norm = -1, mtp = -1, grad_norms = -1;
   std::vector<std::function<void()>> reruns;     ///< see Recording::on_rerun()
-  std::vector<NodeId> turns;                     ///< the first node of each turn, and of what is behind the last
+  std::vector<NodeId> turns;                     ///< the first node of each turn, and of what follows the last
 };
 
 /// A shorter step that a plan records in place of a rank's: an estimate repeats its parts (step_time.h).
@@ -60,7 +60,8 @@ struct TrainingStepOptions {
   DType masters = kF32;  ///< f64 to compare ways of training: train.dtype f32 then computes in it, too
   StandIn stand_in = {};
   bool overlap = true;  ///< false to compare: RecordingOptions::overlap
-  /// Of samples [first, first + count), how many targets count, a number above 0; null: all do. It matters with data.examples.
+  /// How many of the targets of samples [first, first + count) count, a number above 0; null: all do. It matters with
+  /// data.examples.
   std::function<int64_t(int64_t first, int64_t count)> num_targets = {};
 };
 
@@ -74,20 +75,20 @@ class TrainingStep {
     Tensor loss;       ///< mean over the step's targets that count, of this rank's island, f32, whole on every rank of it
     Tensor grad_norm;  ///< of its gradient, before clipping; in f16 not finite where the step was skipped
     double lr = 0;
-    Tensor mtp = {};   ///< of the model's MTP layers, if it has some: the mean of their losses, which `loss` has times model.mtp_loss
+    Tensor mtp = {};   ///< of the model's MTP layers, if it has some: the mean of their losses, which is in `loss` times model.mtp_loss
     Tensor grad_norms = {};  ///< of each of trained() (sheaf::grad_norms), with train.log_norms
   };
   /// One optimizer step: forward and backward of every micro-batch, clipping, update. If `recorded` is given, the
   /// step is left there; with leaves to capture it does not run as a graph. A graph's next run overwrites the tensors
-  /// of the result. Of islands an outer step follows where one is due.
+  /// of the result. With islands an outer step follows where one is due.
   Result run(int64_t step, const FillBatch& fill, RecordedStep* recorded = nullptr);
-  /// The outer step of islands, beside nothing of a program's.
+  /// The outer step of islands, while nothing of a program's is in memory.
   void outer_step();
   /// Means over islands of some of these, in place.
   void mean_over_islands(std::span<double> values) const;
   /// Mean loss over all windows, in nats per target; collective, the same on every rank.
   double evaluate(const SequentialWindows& windows);
-  /// Of each row, as evaluation.h has it; collective, the same on every rank.
+  /// For each row, as in evaluation.h; collective, the same on every rank.
   std::vector<double> log_likelihoods(const ChoiceQuestions& questions);
 
   /// What runs the steps, once there is one (train.compile).
@@ -113,7 +114,7 @@ class TrainingStep {
   double learning_rate(int64_t step) const;
 
  private:
-  /// Of this rank's island, whose batches stand between those of the others.
+  /// Of this rank's island, whose batches alternate with those of the others.
   int64_t first_sample(int64_t step) const;
   Result record(int64_t step, double lr, RecordedStep* recorded);
   void run_turns(Recording& recording, Result& result, RecordedStep* recorded);
@@ -142,7 +143,7 @@ class TrainingStep {
   int64_t runs_ = 0;
   bool first_evaluation_ = true, first_questions_ = true, first_outer_step_ = true;
   std::unique_ptr<Program> program_;
-  RecordedStep compiled_;  // of which program_ is: what is wanted of it, for the rest lies there
+  RecordedStep compiled_;  // of which program_ is: the parts still needed; the rest is in it
   Result captured_;  // what every replay fills
   RecordedStep captured_step_;
   std::unique_ptr<GpuGraph> graph_;

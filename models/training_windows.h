@@ -31,10 +31,10 @@ class WindowStarts {
  public:
   /// `tokens` is more than `context`.
   WindowStarts(int64_t tokens, int64_t context, uint64_t seed, WindowOrder order);
-  /// Of windows that are there already, from 0 on: which of them comes.
+  /// For windows that exist already, from 0 on: which of them comes next.
   static WindowStarts of_windows(int64_t count, uint64_t seed, WindowOrder order) { return {count + 1, 1, seed, order}; }
-  /// Of the sequence's window number `index`, from 0: a window's inputs are the `context` tokens from there on, its targets
-  /// those one further.
+  /// The start of the sequence's window number `index`, from 0: a window's inputs are the `context` tokens from there on,
+  /// its targets those one further.
   int64_t operator()(int64_t index) const;
   int64_t windows_per_epoch() const { return windows_; }
 
@@ -55,13 +55,14 @@ class TrainingWindows {
   int64_t windows_per_epoch(int s) const { return sources_[static_cast<size_t>(s)].starts.windows_per_epoch(); }
   /// How often `samples` samples read the windows of source s.
   double epochs(int s, int64_t samples) const;
-  /// The first so many samples read the windows of source s so often; a part of an epoch is rounded up to whole windows.
+  /// How many first samples of a run read the windows of source s `epochs` times; a part of an epoch is rounded up to
+  /// whole windows.
   int64_t samples_of(int s, double epochs) const;
-  /// Where sample `index` starts in its source; of examples, which of their windows it is.
+  /// Where sample `index` starts in its source; for examples, which of their windows it is.
   int64_t start(int64_t index) const;
   /// Writes samples [first, first + count): inputs and targets, each [count, context], row-major.
   void fill(int64_t first, int64_t count, int32_t* inputs, int32_t* targets) const;
-  /// Targets of samples [first, first + count) that count: all but of examples.
+  /// How many targets of samples [first, first + count) count: all, except for examples.
   int64_t num_targets(int64_t first, int64_t count) const;
   /// Of source s; null if it holds no examples.
   const PackedExamples* examples(int s) const;

@@ -40,8 +40,8 @@ inline void append_utf8(std::string& out, uint32_t point) {
 /// Bytes of the longest valid text that `text` begins with.
 size_t valid_utf8_prefix(std::string_view text);
 
-/// Makes text for people of bytes that come in pieces: a character that a piece breaks off waits for the next one, and
-/// each byte that belongs to none is shown as U+FFFD.
+/// Makes displayable text from bytes that come in pieces: a character cut off at the end of a piece waits for the next
+/// one, and each byte that belongs to no character is shown as U+FFFD.
 class Utf8Assembler {
  public:
   /// What can be shown now.

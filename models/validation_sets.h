@@ -1,4 +1,4 @@
-// ValidationSets: the sequences that a model is validated on, each for itself.
+// ValidationSets: the sequences that a model is validated on, each by itself.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ class ValidationSets {
   ValidationSets() = default;
   ValidationSets(Tokens tokens) : name_(tokens.name()), sets_{{"", std::move(tokens)}} {}  // NOLINT: one is a case of several
 
-  /// What Tokens::open takes or, if no file has that name, names and such patterns, apart by blanks: "web=web_*.bin chat=chat.bin".
+  /// What Tokens::open takes or, if no file has that name, names and such patterns, separated by blanks: "web=web_*.bin chat=chat.bin".
   /// Throws DataError as Tokens::open, ConfigError for a name twice, or one that is not made of letters, digits, - and _.
   static ValidationSets open(const std::string& text, int64_t vocab);
 
@@ -30,9 +30,9 @@ class ValidationSets {
   const std::string& name() const { return name_; }
   /// Tokens of all.
   int64_t size() const;
-  /// Tokens::check_all of one sequence; of several, XXH3-128 over names and those.
+  /// Tokens::check_all of one sequence; for several, XXH3-128 over names and the sequences'.
   std::string check_all() const;
-  /// What ends an example of those that hold some; none if none does. Throws ConfigError if they differ.
+  /// The token that ends examples in those sets that hold some; none if none does. Throws ConfigError if they differ.
   std::optional<int32_t> example_end() const;
 
  private:
@@ -46,9 +46,9 @@ struct Validation {
   SequentialWindows windows;
   double loss = 0;  ///< mean over its targets that count
 };
-/// Of each set at most `max_targets` targets (SequentialWindows).
+/// At most `max_targets` targets of each set (SequentialWindows).
 std::vector<Validation> validations(const ValidationSets& sets, int64_t context, int64_t max_targets);
-/// The mean over the targets of all.
+/// The mean over the targets of all sets.
 double mean_loss(const std::vector<Validation>& all);
 
 }  // namespace sheaf::models

@@ -24,7 +24,7 @@ struct Choice {
   auto operator<=>(const Choice&) const = default;
 };
 
-// A field of a choice as an option: its key, where it is in a configuration, and what it is by default ("" of what is always said).
+// A field of a choice as an option: its key, where it is in a configuration, and its default ("" if it is always stated).
 template <class T>
 struct Option {
   const char* key;
@@ -75,7 +75,7 @@ inline TrainConfig with(TrainConfig c, const Choice& x) {
   return c;
 }
 
-// What leads from `before` to x, and what is no default: it tells ways apart.
+// The options that lead from `before` to x and are not defaults: they tell ways apart.
 inline std::string options_of(const Choice& x, const Choice& before) {
   std::string out;
   for_each_option([&](const auto& option) {

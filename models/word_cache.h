@@ -1,4 +1,4 @@
-// WordCache: the tokens of short words that have come lately, which are most words of a text.
+// WordCache: the tokens of recent short words, which are most words of a text.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace sheaf::models {
 
-/// Of one thread. A word has one line where it can stand.
+/// For one thread. Each word has one line where it can be.
 class WordCache {
  public:
   explicit WordCache(size_t text_bytes) : lines_(std::bit_ceil(std::clamp<size_t>(text_bytes / 16, 16, 1 << 14))) {}

@@ -1,4 +1,4 @@
-// WordCounts: how often each word of many texts stands in them.
+// WordCounts: how often each word occurs in many texts.
 #pragma once
 
 #include <cstdint>
@@ -48,7 +48,7 @@ class WordCounts {
  public:
   explicit WordCounts(const WordPattern& pattern) : pattern_(pattern), shards_(kShards) {}
 
-  /// Counts the words of a text on the rank's threads. Bytes that are not UTF-8 end a word and are none.
+  /// Counts the words of a text on the rank's threads. Bytes that are not UTF-8 end a word and belong to none.
   void add(std::string_view text);
   /// Distinct words.
   int64_t size() const;

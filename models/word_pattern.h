@@ -57,8 +57,9 @@ class WordPattern {
   bool jit_ = false;
 };
 
-/// The first place from `at` on where a word of all patterns ends whatever follows: the words of a text are those of
-/// its two parts. text.size() if there is none. It lies between a character and a space, or after a line break.
+/// The first place from `at` on where a word of all patterns ends, whatever follows: the words of a text are then
+/// those of its two parts. text.size() if there is none. It is between a character and a space, or after a line
+/// break.
 size_t safe_cut(std::string_view text, size_t at);
 
 }  // namespace sheaf::models
