@@ -132,8 +132,9 @@ Bpe Bpe::of_ranks(std::vector<std::string> tokens, int64_t ordinary) {
     for (const auto& [pair, id] : pairs) bpe.add_join(pair, static_cast<uint32_t>(id), id);
   };
   join_all(found);
-  // Until a token is whole, what is joined within its bytes does not depend on what stands around them. So of the pairs
-  // that make it, only one ever comes up, and the others would make the table slow. If none does, it is made of words alone.
+  // Until a token is whole, what is joined within its bytes does not depend on what surrounds them. So of the pairs that
+  // make it, only one ever comes up, and the others would only slow the table down. If none does, it is made from whole
+  // words alone.
   std::vector<std::pair<BpePair, int32_t>> last;
   Scratch scratch;
   std::vector<int32_t> parts;

@@ -10,13 +10,13 @@
 namespace sheaf::models {
 namespace {
 
-// `first` in `folder`, or the same under its other name.
+// `first` in `folder`, or the same file under its other name.
 std::string file_in(const std::string& folder, const char* first, const char* second) {
   const std::string path = folder + "/" + second;
   return path_exists(path) ? path : folder + "/" + first;
 }
 
-// What f throws, with `where` before it.
+// Calls f; what it throws gets `where` before it.
 template <class F>
 auto at_place(const std::string& where, F&& f) {
   try {

@@ -1,11 +1,11 @@
 // [Note: the words as an array] Each byte of each word has a place in one array, and between two words there is one more. A
-// token's id stands at its first place and at its last, so that both neighbours of a token are found in one step. No place
-// ever moves: what a pair needs to know is where its left tokens begin. A place is stale once the tokens there are others;
-// they only grow, so it never becomes valid again.
+// token's id is at its first place and at its last, so that both neighbours of a token are found in one step. No place ever
+// moves: a pair only needs to know where its left tokens begin. A place is stale once the tokens there are others; they
+// only grow, so it never becomes valid again.
 //
 // [Note: one pair a token] Until a token is whole, nothing joins across the ends of its bytes; so what joins within them is
-// the same wherever they stand, and all of its places become it in one pass, of one pair. Hence a pair that is new with a
-// token has all of its places at once: from there on its count only falls, which is what the queue relies on.
+// the same wherever they occur, and all of its places become the token in one pass, from one pair. Hence a pair that is new
+// with a token has all of its places at once: from then on its count only falls, which the queue relies on.
 #include "sheaf/models/bpe_merges.h"
 
 #include <algorithm>
@@ -46,9 +46,9 @@ class Words {
   int32_t beginning_at(uint32_t place) const { return places_[place].token; }
   int32_t ending_before(uint32_t place) const { return places_[place - 1].token; }
   uint32_t size() const { return static_cast<uint32_t>(places_.size()); }
-  /// How often the word of this place stands in the texts.
+  /// How often the word of this place occurs in the texts.
   int64_t count_at(uint32_t place) const { return counts_[places_[place].word]; }
-  /// Says that a place will soon be looked at.
+  /// Prefetches a place that will soon be looked at.
   void fetch(uint32_t place) const { __builtin_prefetch(&places_[place]); }
   /// Makes one token of the two that meet at `middle`.
   void join(uint32_t begin, uint32_t middle, uint32_t end, int32_t token) {
@@ -73,7 +73,7 @@ struct Pair {
   Places places;  // ascending; some are stale
 };
 
-/// A pair in the queue, with the count that it had when it came there.
+/// A pair in the queue, with its count at the time it was put there.
 struct Candidate {
   int64_t count;
   BpePair tokens;
@@ -85,7 +85,7 @@ struct Candidate {
 class Neighbours {
  public:
   struct Found {
-    int64_t lost = 0, won = 0;  // of the pair that stood there before, and of the one with the new token
+    int64_t lost = 0, won = 0;  // of the pair that was there before, and of the one with the new token
     bool any = false;
     Places places;              // of the new one
   };
@@ -189,7 +189,7 @@ class Learner {
     });
   }
 
-  /// Joins the two wherever they stand; notes what stood beside them and what does now.
+  /// Joins the two wherever they occur; notes what was next to them and what is now.
   void join_places(int32_t left, int32_t right, int32_t token, const Places& places) {
     const uint32_t to_middle = length(left), to_end = length(token);
     uint32_t last_end = 0;
@@ -202,7 +202,7 @@ class Learner {
       const int64_t count = words_.count_at(begin);
       const int32_t before = words_.ending_before(begin), after = words_.beginning_at(end);
       words_.join(begin, middle, end, token);
-      if (begin == last_end) {  // behind one that was made just now: what that one had on its right is gone again
+      if (begin == last_end) {  // after one that was made just now: what that one had on its right is gone again
         right_.of(left).won -= count;
         Neighbours::Found& found = left_.of(token);
         found.won += count;

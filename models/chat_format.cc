@@ -47,7 +47,7 @@ std::vector<Message> messages_of(const Json& list, std::string_view origin, std:
   return messages;
 }
 
-// Puts special tokens and texts one behind another; neighbouring texts are encoded as one, if both are learned or neither is.
+// Puts special tokens and texts one after another; neighbouring texts are encoded as one, if both are learned or neither is.
 class ChatFormat::Writer {
  public:
   Writer(const Tokenizer& tokenizer, std::string_view origin) : tokenizer_(tokenizer), origin_(origin) {}
@@ -111,7 +111,7 @@ void ChatFormat::open_turn(const std::string& role, Writer& out) const {
 }
 
 void ChatFormat::check_turns(std::span<const Message> messages, std::string_view origin) const {
-  // Those that published templates know: a misspelt one would be read, and never learned.
+  // The roles that published templates know: a misspelt one would be read but never learned.
   constexpr std::string_view kRoles[] = {"system", "user", "assistant", "tool", "developer", "ipython"};
   for (const auto& [role, content] : messages)
     check<DataError>(std::ranges::find(kRoles, role) != std::end(kRoles), "[chat] ", origin, ": the role ", json_string(role),

@@ -12,7 +12,7 @@ constexpr int64_t kMaxElements = int64_t{1} << 56;
 
 bool is_whole(const Shape& shape, const Runs& runs) { return runs == Runs::of({0, shape.numel()}); }
 
-// Whether a tensor of so many elements has these; computes nothing that could overflow.
+// Whether a tensor of `elements` elements has these; computes nothing that could overflow.
 bool is_inside(const Runs& runs, int64_t elements) {
   const auto [begin, size, count, stride] = runs;
   if (begin < 0 || size < 0 || begin > elements || size > elements) return false;

@@ -1,4 +1,4 @@
-// Reading the tensors of an open checkpoint: what one cut has written, as any other cut wants it.
+// Reading the tensors of an open checkpoint: what was written in one cut, read in any other.
 #include <algorithm>
 #include <cstring>
 #include <queue>
@@ -10,10 +10,10 @@
 namespace sheaf::models {
 namespace {
 
-constexpr int64_t kGap = 1 << 13;     // bytes: what lies between two rows costs less to read than to pass over
+constexpr int64_t kGap = 1 << 13;     // bytes: a gap between two rows that costs less to read than to skip
 constexpr int64_t kBuffer = 1 << 18;  // bytes
 
-// Rows of equal length, in elements: where the first lies and how far apart they are.
+// Rows of equal length, in elements: where the first is and how far apart they are.
 struct Rows {
   int64_t at, stride;
 };
@@ -66,13 +66,13 @@ void Checkpoint::read(std::string_view name, const Runs& runs, void* dst) {
   check<CheckpointError>(0 <= runs.begin && 0 <= runs.size && last <= elements, "[checkpoint] '", path_, "': elements ",
                          runs.begin, " to ", last, " of ", name, " ", info.shape, " asked for");
   if (runs.numel() == 0) return;
-  // As blocks of a matrix, in which what is asked for and the parts are a few each.
+  // As blocks of a matrix: what is asked for and each part are then a few blocks.
   const int64_t row_size = info.row ? info.row : runs.is_interval() ? elements : runs.stride;
   const auto element = static_cast<int64_t>(size_of(info.dtype));
   for (const MatrixBlock& wanted : blocks_of(runs, row_size)) {
     const int64_t begin = wanted.row * row_size + wanted.column;
     const int64_t end = begin + (wanted.rows - 1) * row_size + wanted.columns;
-    // Of the parts those from the first that ends after `begin`; an earlier end may follow it.
+    // The parts from the first that ends after `begin`; an earlier end may follow it.
     for (auto part = std::ranges::partition_point(info.parts, [&](const Part& p) { return p.reach <= begin; });
          part != info.parts.end() && part->runs.begin < end; ++part) {
       SafetensorsFile* file = nullptr;

@@ -105,7 +105,8 @@ void PendingCheckpoint::write(const std::vector<CheckpointPiece>& pieces) const 
   saving(target(), [&] {
     const std::string file = shard_name(rank, world);
     const FileDigest digest = write_shard(pending + "/" + file, pieces, *this);
-    // Whoever sees the note can read all of it, and may commit the folder, which is another one then: nothing comes after it.
+    // A rank that sees the note can read all of it, and may commit the folder, which is then another one: nothing comes after
+    // it.
     const std::string part = note(rank) + ".part";
     write_file(part, shard_note(pieces, rank, file, digest).dump());
     rename_path(part, note(rank));
@@ -201,7 +202,7 @@ std::optional<Checkpoint> Checkpoint::open_newest(const std::string& folder,
       reason = error.what();
     }
     if (group.all_true(candidate.has_value())) return candidate;
-    // One line is enough: rank 0's, or else that of the ranks that know the reason.
+    // One line is enough: rank 0's, or else one from the ranks that know the reason.
     const bool first_knows = !group.all_true(group.rank != 0 || reason.empty());
     if (!reason.empty() && (group.rank == 0 || !first_knows))
       warn(str("checkpoint '", path, "' is broken and is not used: ", reason));

@@ -89,7 +89,7 @@ std::vector<ChoiceRow> encoded(const Texts& texts, const Tokenizer& tokenizer, s
   return rows;
 }
 
-// Of what does not fit the last tokens stay. The first one is never predicted.
+// If it does not fit, the last tokens stay. The first one is never predicted.
 bool shorten(ChoiceRow& row, int64_t most) {
   const int64_t over = std::ssize(row.tokens) - most;
   if (over <= 0) return false;
@@ -151,7 +151,7 @@ ChoiceAccuracy ChoiceQuestions::accuracy(std::span<const double> log_likelihoods
                             "': the likelihood of choice ", row - q.first, " is nan");
   const auto right = [&](const Question& q, const auto& score) {
     const auto of = [&](int64_t choice) { return score(static_cast<size_t>(q.first + choice)); };
-    for (int64_t choice = 0; choice < q.count; ++choice)  // of equals the first one
+    for (int64_t choice = 0; choice < q.count; ++choice)  // the first of several equal ones
       if (choice != q.answer && (choice < q.answer ? of(choice) >= of(q.answer) : of(choice) > of(q.answer))) return false;
     return true;
   };

@@ -13,7 +13,8 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// Of logits with a NaN or +inf there is no softmax, nor a likeliest one. -inf may be, that is how a token is forbidden.
+// Logits with a NaN or +inf have neither a softmax nor a likeliest token. -inf is allowed: that is how a token is
+// forbidden.
 void require_numbers(std::span<const double> logits, int64_t position, size_t prompt) {
   const bool none = std::ranges::all_of(logits, [](double logit) { return logit == -kInfinity; });
   const auto wrong = std::ranges::find_if(logits, [](double logit) { return std::isnan(logit) || logit == kInfinity; });
@@ -23,8 +24,8 @@ void require_numbers(std::span<const double> logits, int64_t position, size_t pr
                             : str("the logit of token ", wrong - logits.begin(), " is ", std::isnan(*wrong) ? "nan" : "inf"));
 }
 
-// `u` is uniform in [0, 1). To sort a whole vocabulary may take longer than the model: the draw among all tokens goes by their ids, and
-// what is restricted is sorted as far as it must be.
+// `u` is uniform in [0, 1). Sorting a whole vocabulary may take longer than the model: a draw among all tokens goes through them by
+// their ids, and a restricted one sorts only as far as it must.
 int32_t choose(std::span<const double> logits, const GenerateConfig& config, double u) {
   const auto likeliest = [&] { return static_cast<int32_t>(std::ranges::max_element(logits) - logits.begin()); };
   if (config.temperature <= 0) return likeliest();
@@ -46,7 +47,7 @@ int32_t choose(std::span<const double> logits, const GenerateConfig& config, dou
     const double enough = config.top_p * total;
     size_t count = 0;
     for (total = 0; count < ids.size() && (count == 0 || total < enough); ++count) {
-      if (count == sorted) {  // mostly a few make up enough
+      if (count == sorted) {  // usually a few make up enough
         sorted = std::min(std::max(size_t{64}, 8 * sorted), ids.size());
         const auto begin = ids.begin() + static_cast<ptrdiff_t>(count), end = ids.begin() + static_cast<ptrdiff_t>(sorted);
         if (end != ids.end()) std::nth_element(begin, end, ids.end(), likelier);
@@ -56,7 +57,7 @@ int32_t choose(std::span<const double> logits, const GenerateConfig& config, dou
     }
     ids.resize(count);
   }
-  // The same sum as `total`, than which u * total is less: what has no weight is never drawn, not by rounding either.
+  // The same sum as `total`, and u * total is less than it: what has no weight is never drawn, not even by rounding.
   double sum = 0;
   for (size_t i = 0; i < ids.size(); ++i)
     if (u * total < (sum += weights[i])) return ids[i];

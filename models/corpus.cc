@@ -28,7 +28,7 @@ Tokens tokens_of(const std::string& text, const std::string& path, const Tokeniz
 
 Tokens load_text(const std::string& path, const Tokenizer& tokenizer) { return tokens_of(read_text(path), path, tokenizer); }
 
-// Without a tokenizer: that of the text's characters.
+// Without a tokenizer: one of the text's characters.
 Corpus load_text_corpus(const std::string& path, std::shared_ptr<const Tokenizer> tokenizer, double val_fraction) {
   const std::string origin = str("'", path, "'"), text = read_text(path);
   Corpus corpus;

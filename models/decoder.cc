@@ -15,10 +15,10 @@ namespace {
 
 constexpr double kInitStd = 0.02;
 
-// Of the table and of the head alike.
+// For the table and for the head.
 OwnershipMap vocabulary_cut() { return OwnershipMap::even(0); }
 
-// Integers x[B, T], of whole sequences, of the tokens that are `by` further; `fill` where there is none, also not in the same document.
+// Integers x[B, T], of whole sequences, shifted to those of the tokens `by` further; `fill` where there is none in the same document.
 Tensor shift_left(const Tensor& x_BT, int64_t by, int64_t fill, const Tensor& begins_BT = {}) {
   const auto shifted = [by = std::min(by, x_BT.size(1))](const Tensor& whole_BT, int64_t none) {
     return pad(slice(whole_BT, 1, by, whole_BT.size(1)), 1, 0, by, static_cast<double>(none));
@@ -64,7 +64,7 @@ int Decoder::stage_of(const nn::Module& module, const StageCut& cut) {
 nn::Residual Decoder::stream_of(const Tensor& tokens_BT, nn::KeyValueCache* cache, const Tensor& begins_BT) {
   check<ShapeError>(tokens_BT.rank() == 2, "[", sizes_.type, "] tokens must be [B, T], not ", tokens_BT.shape());
   const int64_t position = cache ? cache->length() : 0, tokens = tokens_BT.size(1), end = position + tokens;
-  const Tensor rows_BT = cache ? cache->begins(tokens) : Tensor();  // then rows may be shorter than `end`: whoever set them checks that
+  const Tensor rows_BT = cache ? cache->begins(tokens) : Tensor();  // then rows may be shorter than `end`: their setter checks that
   check<ShapeError>((rows_BT ? tokens : end) <= sizes_.context, "[", sizes_.type, "] ", end, " tokens are more than the context of ",
                     sizes_.context);
   return embedded(tokens_BT, position, rows_BT ? rows_BT : begins_BT);
@@ -116,7 +116,7 @@ Tensor Decoder::loss_of(const Tensor& x_BTC, const Tensor& targets_BT, const Cro
       linear_cross_entropy(region.enter(x_BTC, /*in_pieces=*/false), head_weight(), region.enter(targets_BT), capped));
 }
 
-// Tokens that fill up the end only influence later positions, which have no targets.
+// Tokens that fill up the end influence only later positions, which have no targets.
 Tensor Decoder::mtp_losses(nn::Residual stream, const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options) {
   check<ConfigError>(!options.per_target, "[", sizes_.type, "] what MTP layers add to the loss in training belongs to no target: ask for ",
                      "the mean, or call eval()");

@@ -14,8 +14,8 @@ Drafter::Drafter(Decoder& model, int64_t most, int64_t capacity, int64_t vocab)
       before_(caches_.size()) {}
 
 // At position i layer k reads what the layer before made there, and the token at i + k + 1. So where the model has read n tokens, and one
-// more is known, the last k positions of layer k, up to n - 1, are read with tokens that are drafts: it forgets them. What
-// the layer behind it needs of them next time is the one before, which came of none.
+// more is known, layer k reads its last k positions, up to n - 1, with tokens that are drafts: it forgets them. Of these the next layer
+// needs only the position before them next time, which was made without drafts.
 std::vector<int32_t> Drafter::draft(const Tensor& x_BTC, std::span<const int32_t> tokens, int64_t most) {
   const int64_t n = std::ssize(tokens) - 1;
   std::vector<int32_t> all(tokens.begin(), tokens.end());

@@ -19,7 +19,7 @@ namespace {
 
 constexpr int64_t kUsualContext = 4096;  // models that read more are seldom asked for it, and it takes long
 
-// The tokens to validate on alone.
+// Only the tokens to validate on.
 Corpus corpus_of(const DataConfig& data, const SavedModel& saved, bool whole_text) {
   Corpus corpus;
   corpus.tokenizer = saved.text.tokenizer;
@@ -50,7 +50,7 @@ void take_tokenizer(SavedModel& saved, const DataConfig& data) {
                      saved.text.tokenizer->least_vocab(), " tokens, the model ", saved.vocab);
 }
 
-// As a run was trained; where all that it is evaluated on are examples, these are; or as the options say.
+// As the run was trained; as examples are, if all that it is evaluated on are examples; or as the options say.
 void keep_documents_apart(TrainConfig& config, const Corpus& corpus) {
   DataConfig& data = config.data;
   const bool trained_so = config.model.end_of_text >= 0;
@@ -67,7 +67,7 @@ void keep_documents_apart(TrainConfig& config, const Corpus& corpus) {
 
 EvaluationReport evaluate_folder(const std::string& folder, TrainConfig config, World& world, Device device,
                                  const EvaluateOptions& options) {
-  // Before what only ranks of a run do together.
+  // Before anything that only ranks of one run do together.
   require_agreement(world, "model", {{"what is in the folder", has_published_weights(folder) ? "published weights" : "a run"}});
   SavedModel saved = open_saved_model("evaluate", folder, checkpoint_group(world));
   saved.model.mtp_layers = 0;  // nothing reads them
@@ -97,7 +97,7 @@ EvaluationReport evaluate_folder(const std::string& folder, TrainConfig config, 
   sharded.model->eval();
   for (const nn::Parameter& p : sharded.model->parameters()) report.parameters += p.shape().numel();
 
-  TrainConfig windows = config;  // of what goes through the model, which is made for its own context
+  TrainConfig windows = config;  // with the context of what goes through the model, which is made for its own
   windows.model.context = context;
   if (validates) {
     StepInputs inputs(windows, sharded.mesh, device, 0);

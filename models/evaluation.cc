@@ -23,7 +23,7 @@ int64_t window_of(const ChoiceRow& row, const ModelConfig& model) {
   return window;
 }
 
-// Inputs and targets, each [context], of a row; of no row nothing counts.
+// Inputs and targets, each [context], of a row; without a row nothing counts.
 void fill_window(const ChoiceRow* row, int64_t context, int32_t* inputs, int32_t* targets) {
   std::fill_n(inputs, context, 0);
   std::fill_n(targets, context, kIgnoreIndex);

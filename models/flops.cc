@@ -8,8 +8,8 @@ namespace sheaf::models {
 
 namespace {
 
-// Keys that a token sees in the mean of blocks [begin, end): all of them, or in the mean of all tokens what masks leave, a diagonal counted
-// half. Linear attention has none.
+// Keys that a token sees, in the mean over blocks [begin, end): all of them, or what masks leave in the mean over all tokens, a diagonal
+// counted half. Linear attention has none.
 double keys_seen(const ModelConfig& m, int64_t begin, int64_t end, CountAttention attention) {
   const auto context = static_cast<double>(m.context);
   double all = 0;
@@ -22,8 +22,8 @@ double keys_seen(const ModelConfig& m, int64_t begin, int64_t end, CountAttentio
   return all / static_cast<double>(end - begin);
 }
 
-// Of a block: the elements of its matrices, the rows and columns of all of them together, and the elements of queries and of values that
-// meet each key; of linear attention, what meets the states: a key, what it writes, and a query.
+// Of a block: the elements of its matrices, the sum of their rows and columns, and the elements of queries and of values that meet each
+// key; for linear attention, what meets the states: a key, what it writes, and a query.
 struct Attention {
   double weights = 0, sides = 0, of_a_key = 0, of_states = 0;
   void multiply(int64_t in, int64_t out) {
@@ -58,7 +58,7 @@ Attention linear_attention_of(const ModelConfig& m) {
   return a;
 }
 
-// In the mean of all blocks, of which `linear` is the share of those with linear attention.
+// The mean over all blocks, `linear` of which have linear attention.
 Attention mean_of(const Attention& full, const Attention& of_linear, double linear) {
   const auto mean = [linear](double a, double b) { return (1 - linear) * a + linear * b; };
   return {mean(full.weights, of_linear.weights), mean(full.sides, of_linear.sides), full.of_a_key, linear * of_linear.of_states};
@@ -74,7 +74,7 @@ FlopsOfParts flops_of_parts(const TrainConfig& config, CountAttention attention)
   double linear = 0;
   for (int64_t i = 0; i < m.layers; ++i) linear += is_linear_block(m, i) ? 1 / of(m.layers) : 0;
   const Attention full = attention_of(m), attention_of_a_block = mean_of(full, linear_attention_of(m), linear);
-  // Of a block's MLPs in the mean of blocks with so many mixtures: those that all tokens go through.
+  // Of a block's MLPs, in the mean over blocks of which `mixtures` have mixtures: those that all tokens go through.
   const auto mlp_of = [&](double mixtures) { return (1 - mixtures) * of(m.mlp_width) + mixtures * of(m.shared_experts * m.expert_hidden); };
   // Its matrices: up and down, and Llama's gate; of a mixture, the experts that a token goes through, and their router.
   const auto block_of = [&](double mixtures, const Attention& attention) {
@@ -93,7 +93,7 @@ FlopsOfParts flops_of_parts(const TrainConfig& config, CountAttention attention)
   const auto keys = [&](int64_t begin, int64_t end) { return 6 * keys_seen(m, begin, end, attention) * full.of_a_key; };
   const double block = weights * block_of(mixtures, attention_of_a_block) + 6 * (adapters + attention_of_a_block.of_states) + keys(0, m.layers);
   const double head = weights * of(m.vocab) * width;
-  // Of two inputs one is made; then it is a block as the last ones are.
+  // Two inputs become one; then it is a block like the last ones.
   const double mtp = m.mtp_layers ? weights * (2 * width * width + block_of(m.experts ? 1 : 0, full)) + keys(m.layers, m.layers + m.mtp_layers) : 0;
   return {tokens * block, tokens * head, tokens * of(m.mtp_layers) * mtp};
 }

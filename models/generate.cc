@@ -70,7 +70,7 @@ std::vector<int32_t> ends_of(const Tokenizer& tokenizer, const GenerateConfig& c
                         config.end_token);
     ends.push_back(*end);
   }
-  if (config.ignore_end_of_text) return ends;  // what is asked for by name is no end of a text
+  if (config.ignore_end_of_text) return ends;  // a token that is asked for by name is not an end of text
   if (const auto end = tokenizer.end_of_text()) ends.push_back(*end);
   ends.insert(ends.end(), further.begin(), further.end());
   if (!config.chat.empty()) ends.push_back(ChatFormat(config.chat, tokenizer).end_of_turn());
@@ -101,11 +101,11 @@ std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt
     std::vector<int32_t> next_tokens(tokens.end() - unread, tokens.end());
     next_tokens.insert(next_tokens.end(), drafts.begin(), drafts.end());
     const Tensor input = Tensor::from(next_tokens, {1, std::ssize(next_tokens)}).to(device);
-    Tensor x, logits;  // of all that is read, and behind the last token and the drafts
+    Tensor x, logits;  // of all that is read, and after the last token and the drafts
     if (may_draft) x = model.read(input, cache), logits = model.logits_behind(slice(x, 1, unread - 1, x.size(1)));
     else logits = model.next_logits(input, cache);
     const std::vector<double> rows = logits.to_vector<double>();
-    // A draft that is what the model itself chooses has been read already.
+    // A draft that the model itself chooses has been read already.
     int64_t right = 0;
     for (bool goes_on = true; goes_on;) {
       const auto row = rows.begin() + right * logits.size(-1);
@@ -119,7 +119,7 @@ std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt
     }
     cache.shorten(length + right);
     drafts.clear();
-    // All that is read has room in the context, and one token more is wanted than drafts.
+    // All that is read has room in the context, and more tokens are wanted than drafted.
     const int64_t room = std::min(context - std::ssize(tokens), config.tokens - made() - 1);
     if (x && room > 0) drafts = drafter.draft(slice(x, 1, 0, unread + right), tokens, room);
   }
@@ -158,7 +158,7 @@ void generate_from_folder(const std::string& folder, const GenerateConfig& confi
   saved.load(*model);
   Utf8Assembler text;
   emit(text.add(tokenizer.decode(prompt)));
-  // What is rendered has what stands before a text.
+  // What is rendered contains what precedes a text.
   if (config.chat.empty() && !config.special_tokens)
     prompt.insert(prompt.begin(), saved.text.before.begin(), saved.text.before.end());
   generate(*model, prompt, saved.model.context, tokenizer.vocab_size(), config,

@@ -51,7 +51,7 @@ Line read_line(const NumberedLine& one, const SavedModel& saved, const GenerateC
   const Json* said = line.members.find(o.prompt_field);
   check<DataError>(said != nullptr, "[generate] ", place, " has no member ", json_string(o.prompt_field));
   line.prompt = encode_prompt(*saved.text.tokenizer, config, *said, place);
-  if (config.chat.empty() && !config.special_tokens)  // what is rendered has what stands before a text
+  if (config.chat.empty() && !config.special_tokens)  // what is rendered contains what precedes a text
     line.prompt.insert(line.prompt.begin(), saved.text.before.begin(), saved.text.before.end());
   check<DataError>(std::ssize(line.prompt) <= saved.model.context, "[generate] ", place, ": the prompt has ", line.prompt.size(),
                    " tokens, the model's context ", saved.model.context);
@@ -81,7 +81,8 @@ struct There {
   int64_t lines = 0, bytes = 0;  ///< whole lines of the output, and theirs
 };
 
-// What is there already. What a kill has left of another line is not counted; of anything that does not follow from these prompts this is an error.
+// What is there already. The rest of a line that a kill cut off is not counted; anything else that does not follow from these prompts is an
+// error.
 There what_is_there(const std::vector<Line>& lines, const GenerateLinesOptions& o) {
   std::error_code none;
   check<ConfigError>(!std::filesystem::equivalent(o.output, o.prompts, none), "[generate] --output is the file of prompts");
@@ -112,7 +113,7 @@ There what_is_there(const std::vector<Line>& lines, const GenerateLinesOptions& 
   return {count, static_cast<int64_t>(whole)};
 }
 
-// What is behind those lines.
+// Removes what follows those lines.
 void cut_off(const There& there, const std::string& path) {
   std::error_code error;
   if (!path_exists(path) || std::filesystem::file_size(path, error) == static_cast<uintmax_t>(there.bytes)) return;
@@ -120,7 +121,7 @@ void cut_off(const There& there, const std::string& path) {
   check<IoError>(!error, "[generate] cannot write '", path, "': ", error.message());
 }
 
-// The ranks that have a share of the lines each: all, but for those that share layers.
+// The ranks that each have a share of the lines: all, except those that share layers.
 struct Shares {
   Layout rows;
   bool speaks = true;  ///< for the ranks that have the same share
@@ -143,7 +144,7 @@ struct Part {
   std::string lines = {};
 };
 
-// Of all ranks, in order.
+// The parts of all ranks, in order.
 Part put_together(World& world, const Shares& shares, const Part& mine) {
   if (world.size() == 1) return mine;
   const std::string sent = shares.speaks ? Json(Json::Array{mine.begin, mine.tokens, mine.ended, mine.lines}).dump() : "";
@@ -167,7 +168,7 @@ GenerateLinesProgress generate_lines(const std::string& folder, TrainConfig conf
   check_options(options);
   require_agreement(world, "model", {{"what is in the folder", has_published_weights(folder) ? "published weights" : "a run"}});
   SavedModel saved = open_saved_model("generate", folder, checkpoint_group(world));
-  saved.model.mtp_layers = 0;  // many are not drafted for
+  saved.model.mtp_layers = 0;  // batches are not drafted for
   saved.quantize("generate", config.generate.quantize);
   saved.expect_tokenizer("[generate] ");
   const Tokenizer& tokenizer = *saved.text.tokenizer;
@@ -176,7 +177,7 @@ GenerateLinesProgress generate_lines(const std::string& folder, TrainConfig conf
   const std::vector<int32_t> ends = ends_of(tokenizer, config.generate, saved.text.ends);
   require_agreement(world, "prompts", {{"the model", saved.digest, str("'", saved.origin, "' (XXH3 ", saved.digest, ")")},
                                        {"the prompts", digest_of_text(text).xxh3}});
-  // Rank 0 writes; the others go by what it has found.
+  // Rank 0 writes; the others use what it has found.
   There there;
   std::optional<AppendFile> out;
   if (world.rank() == 0) there = what_is_there(lines, options), cut_off(there, options.output), out.emplace("generate", options.output);

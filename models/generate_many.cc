@@ -16,7 +16,7 @@
 namespace sheaf::models {
 namespace {
 
-/// Rows of batches, as many on each rank.
+/// Rows of batches, equally many on each rank.
 class RowsOfRanks {
  public:
   RowsOfRanks(const Layout& rows, Device device) : rows_(rows), device_(device) {
@@ -54,7 +54,7 @@ struct Row {
   std::span<const int32_t> prompt;
   int64_t sample = 0;          ///< its number among all
   int64_t most = 0;            ///< tokens that it may have
-  Continuation* to = nullptr;  ///< null: it only makes ranks have as many
+  Continuation* to = nullptr;  ///< null: it only makes the numbers on all ranks equal
   bool done = true;
 };
 
@@ -82,7 +82,7 @@ class Wave {
   }
 
  private:
-  // Behind padding, so that all end together.
+  // After padding, so that all end together.
   std::vector<int32_t> prompts() {
     std::vector<int32_t> tokens(rows_.size() * static_cast<size_t>(longest_), 0);
     for (size_t i = 0; i < rows_.size(); ++i) {
@@ -141,7 +141,7 @@ class Wave {
     take_those(rows_), take_those(tokens), take_those(begins_);
   }
 
-  // What is done does so with each token: it costs little, and never is too long.
+  // Finished sequences do so with each token: then they cost little, and never get too long.
   void begin_anew() {
     if (std::ranges::none_of(rows_, &Row::done)) return;
     for (size_t i = 0; i < rows_.size(); ++i)

@@ -11,7 +11,7 @@
 namespace sheaf::models {
 namespace {
 
-// A value of the file and where it stands; null is the same as nothing.
+// A value of the file and where it is; null is the same as nothing.
 class Node {
  public:
   Node(const Json& json, std::string where, std::string key = "")
@@ -90,7 +90,7 @@ std::vector<Node> steps_of(const std::optional<Node>& node, const char* members)
   return out;
 }
 
-/// The byte of "<0x0A>", -1 of another name.
+/// The byte of "<0x0A>", -1 for another name.
 int byte_of(std::string_view token) {
   constexpr std::string_view kDigits = "0123456789ABCDEF";
   if (token.size() != 6 || !token.starts_with("<0x") || token[5] != '>') return -1;
@@ -103,7 +103,7 @@ class Reader {
   Reader(const Json& json, const std::string& where) : root_(json, where) {}
 
   HuggingFaceFile read() {
-    // What the last three say is nothing of a text's own tokens.
+    // The last three say nothing about a text's own tokens.
     root_.only({"version", "added_tokens", "normalizer", "pre_tokenizer", "decoder", "model", "post_processor", "truncation",
                 "padding"});
     read_model();
@@ -171,7 +171,7 @@ class Reader {
       if (name.empty() || name.size() > Bpe::kLongestToken) entry.refuse("a token has 1 to 4096 bytes");
       take(entry, ids_[name] = static_cast<int32_t>(std::clamp<int64_t>(entry.integer(), -1, INT32_MAX)), name);
     }
-    file_.tokens = names_;  // what is only added is none of words
+    file_.tokens = names_;  // a token that is only added does not occur in words
     for (size_t i = 0; i < added.size(); ++i) {
       const Node id = added[i].at("id");
       const auto found = ids_.find(file_.added[i].content);
@@ -298,7 +298,7 @@ class Reader {
       file_.shown[id] = byte >= 0 ? std::string(1, static_cast<char>(byte)) : token;
       if (is_added(id)) file_.shown[id] = with_spaces(names_[id]);
     }
-    // Gemma has a token of a tab in place of that of its byte. No other character has a byte that is one.
+    // Gemma has a token for a tab instead of that of its byte. No other character is the token of a byte.
     for (size_t byte = 0; byte < 128; ++byte)
       if (const auto found = ids_.find(std::string(1, static_cast<char>(byte))); file_.bytes[byte] < 0 && found != ids_.end())
         file_.bytes[byte] = found->second;
@@ -354,7 +354,7 @@ class Reader {
   Node root_;
   HuggingFaceFile file_;
   std::unordered_map<std::string, int32_t> ids_;  // of model.vocab
-  std::vector<std::string> names_;                // by id, as they stand there
+  std::vector<std::string> names_;                // by id, as they are there
   std::vector<bool> added_;
   bool byte_fallback_ = false;
 };

@@ -118,7 +118,7 @@ class HuggingFaceTokenizer : public Tokenizer {
     Bpe::Scratch& scratch;
     std::vector<int32_t>& out;
   };
-  // Where a piece of text stands.
+  // Where a piece of text is.
   enum class Place { first, behind_token, within };
 
   static std::string nfc_of(const std::string& content) {
@@ -196,7 +196,7 @@ class HuggingFaceTokenizer : public Tokenizer {
   bool cuttable_;
   int64_t least_vocab_;
   Added ordinary_, all_;  // without and with special ones
-  std::unordered_set<int32_t> taking_;  // blanks beside them
+  std::unordered_set<int32_t> taking_;  // blanks next to them
   std::optional<int32_t> end_of_text_;
 };
 

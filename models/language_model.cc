@@ -23,7 +23,7 @@ void add_adapters(Decoder& model, const ModelConfig& m) {
                      "mixtures of ", m.experts, " experts, of which only shared ones have adapters");
 }
 
-// As `peft` and `bitsandbytes` have it: not embeddings, nor the head.
+// As `peft` and `bitsandbytes` do: not embeddings, nor the head.
 void rest_in_blocks(Decoder& model, const ModelConfig& m) {
   const BlockFormat format = block_format_from("model", m.quantize);
   const auto is_matrix_of_block = [](const std::string& name) { return (name.starts_with("blocks.") || name.starts_with("mtp_layers.")) && !nn::is_lora(name); };

@@ -6,7 +6,7 @@
 namespace sheaf::models {
 namespace {
 
-// Of both kinds of attention.
+// For both kinds of attention.
 template <class Config>
 void set_window_and_rotary(Config& a, const LlamaConfig& c, int64_t block) {
   a.window = window_of_block(block, c.window, c.full_attention_every);
@@ -52,7 +52,7 @@ nn::LatentAttentionConfig latent_attention_config(const LlamaConfig& c, int64_t 
   a.kv_lora_rank = c.kv_lora_rank;
   a.qk_nope_head_dim = c.qk_nope_head_dim ? c.qk_nope_head_dim : c.width / c.heads;
   a.qk_rope_head_dim = c.qk_rope_head_dim ? c.qk_rope_head_dim : a.qk_nope_head_dim / 2;
-  a.v_head_dim = c.v_head_dim ? c.v_head_dim : a.qk_nope_head_dim;  // norm_eps stays: DeepSeek's latents have theirs, whatever others have
+  a.v_head_dim = c.v_head_dim ? c.v_head_dim : a.qk_nope_head_dim;  // norm_eps stays: DeepSeek's latents have their own
   set_window_and_rotary(a, c, block);
   a.dropout = c.dropout;
   a.scale = mscale * mscale;
@@ -61,7 +61,7 @@ nn::LatentAttentionConfig latent_attention_config(const LlamaConfig& c, int64_t 
   return a;
 }
 
-// Of attention's queries and keys, whichever of its kinds it is.
+// The width of attention's queries and keys, of either kind.
 int64_t head_dim_of(const LlamaConfig& c) {
   if (!c.kv_lora_rank) return c.head_dim ? c.head_dim : c.width / c.heads;
   const nn::LatentAttentionConfig a = latent_attention_config(c, 0);

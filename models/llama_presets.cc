@@ -18,7 +18,7 @@ LlamaConfig llama3(int64_t layers, int64_t heads, int64_t width, int64_t mlp_wid
   return c;
 }
 
-// Llama 3.1 was trained on for sequences 16 times as long.
+// Llama 3.1 was trained further, on sequences 16 times as long.
 LlamaConfig at_long_context(LlamaConfig c, double factor) {
   c.context = 131072;
   c.rope_scaling = RotaryScaling::llama3(factor);
@@ -183,7 +183,7 @@ LlamaConfig kimi_k2() {
   return c;
 }
 
-// GLM-4.5 and GLM-4.5-Air (https://arxiv.org/abs/2508.06471): DeepSeek-V3's mixtures beside attention of which half of each head is rotated.
+// GLM-4.5 and GLM-4.5-Air (https://arxiv.org/abs/2508.06471): DeepSeek-V3's mixtures, and attention with half of each head rotated.
 LlamaConfig glm4_5(int64_t layers, int64_t width, int64_t mlp_width, int64_t experts, int64_t expert_hidden, double scale, int64_t dense) {
   LlamaConfig c;
   c.layers = layers;
@@ -325,7 +325,7 @@ LlamaConfig gemma3(int64_t layers, int64_t width, int64_t mlp_width) {
   return c;
 }
 
-// Those of larger ones, which read images, too: here without.
+// Those of larger ones, which read images, too: here without that.
 LlamaConfig gemma3_of_images(int64_t layers, int64_t heads, int64_t head_dim, int64_t width, int64_t mlp_width) {
   LlamaConfig c = gemma3(layers, width, mlp_width);
   c.heads = heads;

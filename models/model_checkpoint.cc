@@ -86,7 +86,7 @@ CheckpointGroup checkpoint_group(World& world) {
 
 char* HostCopy::reserve(size_t bytes) {
   if (bytes > bytes_) {
-    data_.reset();  // before there are both
+    data_.reset();  // so that both never exist at once
     bytes_ = 0;
     data_ = std::make_unique_for_overwrite<char[]>(bytes);
     bytes_ = bytes;
@@ -142,14 +142,14 @@ std::vector<CheckpointPiece> checkpoint_pieces(nn::Module& module, const Optimiz
 
 namespace {
 
-// Parameters that are frozen for good are saved as they rest, which may be in the dtype of compute: other runs compute with them in
-// another, or train them in f32. Nothing that is trained is rounded.
+// Parameters that are frozen for good are saved as they rest, which may be in the dtype of compute: other runs may compute with
+// them in another, or train them in f32. Trained parameters are never rounded.
 bool converts(const nn::Parameter& p, DType saved, DType wanted) {
   const auto is_at_most_f32 = [](DType d) { return d == kF32 || d == kBF16 || d == kF16; };
   return is_at_most_f32(saved) && is_at_most_f32(wanted) && (wanted == kF32 || !p.trainable());
 }
 
-// What other runs saved as values may rest in blocks here.
+// Values that other runs saved may rest in blocks here.
 bool quantizes(const nn::StatePiece& p, DType saved, const Shape& shape) {
   return p.blocks && saved != kF64 && is_floating(saved) && shape == values_shape(p.shape, *p.blocks);
 }

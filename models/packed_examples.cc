@@ -46,7 +46,7 @@ std::vector<PackedExamples::Example> PackedExamples::find_examples() {
   return found;
 }
 
-// Windows by the room that is left in them: of those with the least that suffices, the one that came last.
+// Windows by the room that is left in them: among those with the least sufficient room, the one that was added last.
 void PackedExamples::pack(const std::vector<Example>& found) {
   const auto room = static_cast<size_t>(context_) + 1;
   std::vector<size_t> order(found.size()), window_of(found.size());

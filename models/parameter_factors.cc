@@ -18,7 +18,7 @@ struct NamedFactor {
   bool matches(const nn::Parameter& p) const { return fnmatch(pattern.c_str(), p.name().c_str(), 0) == 0; }
 };
 
-// The first and the last, so that a user sees how names look.
+// The first and the last names, as samples for a user.
 std::string some_names(const std::vector<nn::Parameter>& parameters) {
   if (parameters.empty()) return "none";
   return str("'", parameters.front().name(), "' to '", parameters.back().name(), "'");

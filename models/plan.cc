@@ -12,9 +12,10 @@
 
 namespace sheaf::models {
 
-// Of even cuts the last rank has the largest parts, on every axis; the first may have what is on one rank alone. Stages of a
-// pipeline hold different things, and are the first axis. Of a context axis that gathers keys the last rank's tokens stand together,
-// and those of the one before it in two places, which takes more in attention's backward. Of islands the last has the largest parts.
+// With even cuts the last rank has the largest parts, on every axis; the first may have what is on one rank alone. Stages of a
+// pipeline hold different things, and are the first axis. On a context axis that gathers keys the last rank's tokens are contiguous,
+// and those of the one before it are in two places, which takes more in attention's backward. Of islands the last has the largest
+// parts.
 std::vector<int> ranks_that_hold_most(const TrainConfig& config, int world) {
   std::vector<int> ranks;
   if (const int islands = static_cast<int>(config.train.islands); islands > 1) {
@@ -44,7 +45,7 @@ TrainConfig fit_recompute(const TrainConfig& config, int64_t vocab, int world, i
   check<ConfigError>(budget > 0, "[train] train.recompute fit: what to fit into is said by sharding.memory_budget");
   TrainConfig fitted = config;
   fitted.sharding.memory_budget = 0;
-  // A program's steps come behind eager ones.
+  // A program's steps follow eager ones.
   const auto peak = [&](int64_t blocks) {
     TrainConfig eager = fitted;
     set_fitted(eager, blocks);
@@ -143,12 +144,12 @@ std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int wo
 
 void check_memory(const TrainConfig& config, int64_t vocab, const World& world) {
   const int64_t limit = host_memory_limit();
-  const bool on_gpu = !world.device().is_cpu();  // whose allocator says what is there
+  const bool on_gpu = !world.device().is_cpu();  // whose allocator knows the memory there is
   const OptimizationConfig& t = config.train;
   if (on_gpu && !t.offload_optimizer && !t.offload_activations && !t.offload_parameters) return;
   int64_t peak = 0;  // of all ranks: the message is the same on all of them
   std::string held_for;
-  const bool copies = t.save_async;  // of what rank 0 has, who saves all of it
+  const bool copies = t.save_async;  // of what rank 0 has, which saves all of it
   for (const int rank : ranks_that_hold_most(config, world.size())) {
     const Plan plan = plan_step(config, vocab, rank, world.size(), num_threads(), on_gpu ? "nccl" : std::string(world.kind()), world.device());
     const MemoryLedger::Peak& of_plan = on_gpu ? plan.host_peak : plan.peak;

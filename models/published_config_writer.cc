@@ -144,7 +144,7 @@ Architecture smollm3(const ModelConfig& m) {
   fail<ConfigError>("[weights] model.nope_every is published with Llama's blocks alone (smollm3): this model cannot be written as one");
 }
 
-// Qwen3-Next, or Qwen3.5, dense or with mixtures. Of these, the two with mixtures differ in their files alone: the model is what it started from.
+// Qwen3-Next, or Qwen3.5, dense or with mixtures. The two with mixtures differ only in their files: the model is what it started from.
 Architecture qwen3_next(const ModelConfig& m, const std::string& like) {
   const bool shared = m.experts && m.shared_experts && m.shared_expert_gate, window = m.window != 0;
   const bool deepseeks = m.dense_layers || m.expert_affinity != "softmax" || m.expert_bias || m.expert_scale != 1 || m.expert_parts != 1;
@@ -180,7 +180,7 @@ bool publishes_mtp(const ModelConfig& m) {
 
 namespace {
 
-// ConfigError for what nobody has published.
+// ConfigError for a model that nobody has published.
 Architecture architecture_of(const ModelConfig& m, const std::string& like) {
   if (m.qk_norm_all_heads || !m.pre_norms) return olmo(m);
   if (m.nope_every) return smollm3(m);
@@ -226,7 +226,7 @@ void write_gpt2(const ModelConfig& m, Json& json) {
       .set("attn_pdrop", 0.0);
 }
 
-// Of DeepSeek's, dots.llm1's and GLM-4.5's; a model without any has only dense layers.
+// For DeepSeek, dots.llm1 and GLM-4.5; a model without experts has only dense layers.
 void write_deepseek_experts(const ModelConfig& m, const std::string& type, Json& json) {
   json.set("moe_intermediate_size", m.experts ? m.expert_hidden : m.mlp_width)
       .set("n_routed_experts", std::max<int64_t>(1, m.experts))
@@ -281,7 +281,7 @@ double rotated_part(const ModelConfig& m) {
   return part * width < rotated ? std::nextafter(part, 2.0) : part;
 }
 
-// Of Qwen3-Next's and Qwen3.5's attention, of both kinds.
+// Qwen3-Next's and Qwen3.5's attention, of both kinds.
 void write_linear_attention(const ModelConfig& m, Json& json) {
   Json::Array types;
   for (int64_t i = 0; i < m.layers; ++i) types.push_back(is_linear(i, m.full_attention_every) ? "linear_attention" : "full_attention");
@@ -337,7 +337,7 @@ void write_llama(const ModelConfig& m, const std::string& type, Json& json) {
   if (type.starts_with("olmo")) json.set("attention_bias", false);
   if (type == "phi3") json.set("original_max_position_embeddings", m.context).set("resid_pdrop", m.dropout).set("embd_pdrop", 0.0);
   if (type == "olmo3") {
-    // Since version 5 of transformers by the kind of layer; before, layers with a window have no scaling, and the same base.
+    // Since version 5 of transformers, by the kind of layer; before, layers with a window have no scaling and the same base.
     Json full = published_rope_scaling(m.rope_scaling), window;
     if (m.rope_scaling.rope_type == "default") full.set("rope_type", "default");
     full.set("rope_theta", m.rope_theta);

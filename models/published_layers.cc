@@ -9,8 +9,8 @@
 namespace sheaf::models {
 namespace {
 
-// How an object under `key` scales rotary positions. Their base goes to `theta`, if it is there too, and the part of a head that they turn
-// to `part`, where a model may turn less than all.
+// How an object under `key` scales rotary positions. Their base, if it is there too, is written to `theta`, and the part of a head that
+// they turn to `part`, where a model may turn less than all.
 RopeScalingConfig read_rope(const ConfigReader& r, const char* key, const Json* rope, double& theta, double* part) {
   if (!rope->is_object()) r.refuse(key, "expected an object");
   const auto number = [&](const char* name) {
@@ -34,7 +34,7 @@ RopeScalingConfig read_rope(const ConfigReader& r, const char* key, const Json* 
   if (s.rope_type == "llama3") {
     s.low_freq_factor = number("low_freq_factor"), s.high_freq_factor = number("high_freq_factor");
   } else if (s.rope_type == "yarn") {
-    // Where transformers takes null or 0 for nothing.
+    // Where transformers treats null or 0 as absent.
     const auto optional = [&](const char* name, double& value, bool zero_is_none = true) {
       const Json* given = rope->find(name);
       if (!given || given->is_null()) return;
@@ -63,7 +63,7 @@ RopeScalingConfig read_rope(const ConfigReader& r, const char* key, const Json* 
   return s;
 }
 
-// Which layers have full attention goes to m.full_attention_every: as the file lists them or, if it does not, each so many-th.
+// Writes which layers have full attention to m.full_attention_every: as the file lists them or, if it does not, every n-th.
 void read_linear_layers(const ConfigReader& r, ModelConfig& m) {
   const Json* types = r.find("layer_types");
   const char* key = types ? "layer_types" : "full_attention_interval";
@@ -205,7 +205,7 @@ void read_gpt_oss(const ConfigReader& r, ModelConfig& m) {
   m.expert_gate_alpha = r.number("swiglu_alpha", 1.702);
   if (!(m.expert_gate_limit > 0)) r.refuse("swiglu_limit", "expected a positive number");
   if (!(m.expert_gate_alpha > 0)) r.refuse("swiglu_alpha", "expected a positive number");
-  if (!r.find("rope_scaling") && !r.find("rope_parameters"))  // what transformers has then
+  if (!r.find("rope_scaling") && !r.find("rope_parameters"))  // transformers' default
     m.rope_scaling = {.rope_type = "yarn", .factor = 32.0, .original_max_position_embeddings = 4096, .truncate = false};
 }
 
@@ -241,7 +241,7 @@ void read_olmoe_experts(const ConfigReader& r, ModelConfig& m) {
 }
 
 void read_qwen_experts(const ConfigReader& r, const std::string& type, ModelConfig& m) {
-  const bool next = type == "qwen3_next", later = type == "qwen3_5_moe_text";  // which has no key for what all of them do
+  const bool next = type == "qwen3_next", later = type == "qwen3_5_moe_text";  // which has no key for what all such models do
   m.experts = r.positive(r.has("num_experts") ? "num_experts" : "num_local_experts");  // since version 5 of transformers
   m.experts_per_token = r.positive("num_experts_per_tok");
   m.expert_hidden = r.positive("moe_intermediate_size");

@@ -40,7 +40,7 @@ std::vector<PublishedTensor> gpt2_tensors(const ModelConfig& m) {
   return out;
 }
 
-// An RMS norm's, whose factors are published as what they are above 1 for Gemma and Qwen3-Next.
+// An RMS norm's, whose factors are published less 1 for Gemma and Qwen3-Next.
 PublishedTensor norm_of(const ModelConfig& m, const std::string& name, int64_t width, const std::string& own) {
   return {.name = name + ".weight", .shape = {width}, .own = own + ".weight", .above_one = m.scale_embedding || m.attention_gate};
 }
@@ -52,9 +52,9 @@ void push_mlp(std::vector<PublishedTensor>& out, const std::string& name, const 
   out.push_back({name + ".down_proj.weight", {width, hidden}, own + ".down.weight"});
 }
 
-// Mixtral's, or those of Qwen3's and dots.llm1's, where queries and keys have norms, and of DeepSeek's. The matrices of all experts are
-// one of ours, of which each is some rows; joined, each expert has its gate's rows before those that they are multiplied with. Shared ones
-// with a gate are Qwen3-Next's, which has one, as wide as all of them.
+// Mixtral's experts, those of Qwen3 and dots.llm1, where queries and keys have norms, and those of DeepSeek. Each matrix of ours has all
+// experts, some rows each; joined, each expert has its gate's rows before those that they multiply. Shared experts with a gate are
+// Qwen3-Next's, which has one, as wide as all of them.
 void push_mixture(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& layer, const std::string& own, bool joined) {
   const int64_t c = m.width, hidden = m.expert_hidden, n = m.experts;
   const bool mixtral = !m.qk_norm && !m.kv_lora_rank && !m.expert_bias;
@@ -79,7 +79,7 @@ void push_mixture(std::vector<PublishedTensor>& out, const ModelConfig& m, const
   }
 }
 
-// gpt-oss's: the matrices of all experts are one tensor, in which gates and what they are multiplied with take turns: by columns, as
+// gpt-oss's: the matrices of all experts are one tensor, in which gates alternate with what they multiply: by columns, as
 // `transformers` has them, [in, out], or by rows in MXFP4.
 void push_gpt_oss_mixture(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& layer, const std::string& own, bool mxfp4) {
   const int64_t n = m.experts, c = m.width, hidden = m.expert_hidden;
@@ -106,7 +106,7 @@ void push_gpt_oss_mixture(std::vector<PublishedTensor>& out, const ModelConfig& 
   out.push_back({down + "_bias", {n, c}, own + "experts.down_bias"});
 }
 
-// A part of a published tensor: from its row `first` on, so many rows are ours from `first_row` on.
+// A part of a published tensor: `rows` rows from its row `first` on, which are ours from `first_row` on.
 PublishedTensor rows_of(const PublishedTensor& whole, int64_t first, int64_t rows, const std::string& own, int64_t first_row) {
   PublishedTensor t = whole;
   const int64_t row_size = whole.shape.numel() / whole.shape[0];
@@ -114,7 +114,7 @@ PublishedTensor rows_of(const PublishedTensor& whole, int64_t first, int64_t row
   return t;
 }
 
-// Phi-3's MLP: gates before what they are multiplied with.
+// Phi-3's MLP: gates before what they multiply.
 void push_fused_mlp(std::vector<PublishedTensor>& out, const std::string& name, const std::string& own, int64_t width, int64_t hidden) {
   const PublishedTensor both = {.name = name + ".gate_up_proj.weight", .shape = {2 * hidden, width}, .own = ""};
   out.push_back(rows_of(both, 0, hidden, own + ".gate.weight", 0));
@@ -131,7 +131,7 @@ void push_head(std::vector<PublishedTensor>& out, const ModelConfig& m, const Pu
 }
 
 // Queries, keys and values are three tensors, and one of ours. Both rotate halves of heads. Where they rotate a part of each, or gates are
-// published, each head's behind its queries (Qwen3-Next's), heads change places one by one.
+// published, each head's after its queries (Qwen3-Next's), heads are reordered one by one.
 void push_attention(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& name, const std::string& own, bool fused) {
   const int64_t c = m.width, d = m.head_dim, q = m.heads * d, kv = m.kv_heads * d, of_head = m.attention_gate ? 2 * d : d;
   if (fused) {
@@ -168,8 +168,8 @@ void push_attention(std::vector<PublishedTensor>& out, const ModelConfig& m, con
   if (m.attention_sinks) out.push_back({name + ".sinks", {m.heads}, own + ".sinks"});
 }
 
-// Qwen3-Next's: what is of a key head, and of the value heads that read it, is side by side; ours are all queries, all keys, and so on, as
-// Qwen3.5's are, which are `apart` from gates and rates.
+// Qwen3-Next's: what belongs to a key head, and to the value heads that read it, is side by side; ours are all queries, all keys, and so
+// on, as are Qwen3.5's, which are `apart` from gates and rates.
 void push_linear_attention(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& name, const std::string& own, bool apart) {
   const int64_t c = m.width, heads = m.linear_key_heads, d = m.linear_key_head_dim, readers = m.linear_value_heads / heads;
   const int64_t e = readers * m.linear_value_head_dim, keys = heads * d, values = heads * e;
@@ -195,7 +195,7 @@ void push_linear_attention(std::vector<PublishedTensor>& out, const ModelConfig&
                  .part = {2 * keys + values, m.linear_conv_kernel}});
   out.push_back({name + ".A_log", {m.linear_value_heads}, own + ".log_decay"});
   out.push_back({name + ".dt_bias", {m.linear_value_heads}, own + ".decay_bias"});
-  out.push_back({name + ".norm.weight", {m.linear_value_head_dim}, own + ".norm.weight"});  // not what it is above 1
+  out.push_back({name + ".norm.weight", {m.linear_value_head_dim}, own + ".norm.weight"});  // not less 1
   out.push_back({name + ".out_proj.weight", {c, values}, own + ".projection.weight"});
 }
 
@@ -229,7 +229,7 @@ std::vector<PublishedTensor> llama_tensors(const ModelConfig& m, const Published
     if (m.kv_lora_rank) push_latent_attention(out, m, name + ".self_attn", own + ".latent_attention");
     else if (is_linear_block(m, i)) push_linear_attention(out, m, name + ".linear_attn", own + ".linear_attention", form.linear_apart);
     else push_attention(out, m, name + ".self_attn", own + ".attention", form.fused);
-    if (m.post_norms) {  // Gemma's and OLMo's name of the first is that of the others' second
+    if (m.post_norms) {  // Gemma and OLMo give the first the name that others give the second
       out.push_back(norm_of(m, name + ".post_attention_layernorm", c, own + ".attention_post_norm"));
       if (m.pre_norms) out.push_back(norm_of(m, name + ".pre_feedforward_layernorm", c, own + ".mlp_norm"));
       out.push_back(norm_of(m, name + ".post_feedforward_layernorm", c, own + ".mlp_post_norm"));
@@ -295,7 +295,7 @@ std::string_view published_prefix(const ModelConfig& model) { return model.type 
 
 bool is_redundant(const ModelConfig& model, std::string_view name) {
   if (name == "lm_head.weight") return model.tie_embeddings;
-  if (model.linear_key_heads && name.starts_with("mtp.")) return true;  // Qwen3-Next's and Qwen3.5's, which `transformers` passes over, too
+  if (model.linear_key_heads && name.starts_with("mtp.")) return true;  // Qwen3-Next's and Qwen3.5's, which `transformers` ignores, too
   if (model.type == "llama") return is_of_a_layer(name, "model.layers.", ".self_attn.rotary_emb.inv_freq");
   return is_of_a_layer(name, "transformer.h.", ".attn.bias") || is_of_a_layer(name, "transformer.h.", ".attn.masked_bias");
 }

@@ -26,7 +26,7 @@ struct Wanted {
   T* out;
 };
 
-/// Where a tensor lies as ours does: rows, or a part of each. Returns the elements read.
+/// For a tensor stored as ours is: rows, or a part of each. Returns the elements read.
 template <class T>
 int64_t read_rows(const PublishedSource& source, int64_t row_size, const std::vector<Wanted<T>>& wanted) {
   int64_t read = 0;
@@ -41,8 +41,8 @@ int64_t read_rows(const PublishedSource& source, int64_t row_size, const std::ve
   return read;
 }
 
-/// Blocks without a row between them, of a tensor whose rows are columns of ours, `height` elements each: of such a row the
-/// elements from the first to the last of what is wanted are read at once. Returns the elements read.
+/// For blocks without a row between them, of a tensor whose rows are columns of ours, `height` elements each: of each such
+/// row, the elements from the first to the last that are wanted are read at once. Returns the elements read.
 template <class T>
 int64_t read_transposed(const PublishedSource& source, int64_t height, std::span<const Wanted<T>> wanted) {
   int64_t read = 0, top = height, bottom = 0, left = INT64_MAX, right = 0;
@@ -94,12 +94,12 @@ int64_t read_blocks(const PublishedSource& source, std::vector<Wanted<T>> wanted
 
 using Tensors = std::map<std::string, const SafetensorsFile*, std::less<>>;
 
-/// What files call the tensors of the table. Those of a model without its head, as GPT-2's are, lack the table's prefix; those of a model
-/// of images, too, have a longer one for the model of text.
+/// The names that files give to the tensors of the table. Files of a model without its head, such as GPT-2's, lack the table's prefix;
+/// those of a model that also reads images have a longer one for the model of text.
 struct FileNames {
   std::string_view prefix;  ///< in the table
   std::string there, head;  ///< in the files, where the head may have one, too
-  bool among_others = false;  ///< of a model of images: what has another prefix is not of the text
+  bool among_others = false;  ///< in a model of images, what has another prefix does not belong to the text
 
   FileNames(const Tensors& tensors, const ModelConfig& model) : prefix(published_prefix(model)) {
     const auto begin_with = [&](std::string_view text) {
@@ -196,7 +196,7 @@ class Loader {
     return bytes;
   }
 
-  /// Elements of a parameter, and where they go, side by side.
+  /// Reads elements of a parameter to where they are stored, side by side.
   template <class T>
   struct Values {
     Runs runs;
@@ -267,7 +267,7 @@ class Loader {
     };
     return {t, bytes(name_blocks, {scales[0], scales[1], blocks, kMxfp4Block / 2}), name_blocks, kF32, bytes(name_scales, scales), name_scales};
   }
-  /// A tensor of this shape which is one that `takes` takes.
+  /// A tensor of this shape that `takes` accepts.
   std::pair<const SafetensorsFile*, const SafetensorsEntry*> find(const PublishedTensor& t, const std::string& name, const Shape& shape,
                                                                   bool (*takes)(const SafetensorsEntry&), const std::string& reason) const {
     const auto found = files_.tensors().find(name);
@@ -312,7 +312,7 @@ void check_weights(const PublishedFiles& files, const ModelConfig& model) {
 
 int64_t fill_weights(std::span<const nn::StatePiece> all, const PublishedFiles& files, const ModelConfig& model) {
   const Loader loader(files, model);
-  std::vector<nn::StatePiece> published;  // adapters stay as they were drawn, and MTP layers of which there are none
+  std::vector<nn::StatePiece> published;  // adapters, and MTP layers that the files lack, stay as they were drawn
   std::ranges::copy_if(all, std::back_inserter(published), [&](const nn::StatePiece& p) {
     return !nn::is_lora(p.name) && (loader.has(p.name) || !p.name.starts_with("mtp_layers."));
   });

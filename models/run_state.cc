@@ -163,7 +163,7 @@ void check_resumable(const RunState& saved, const RunState& now) {
   for_each_option(resolved(now.model), resolved(now.train), [&](const std::string& key, const auto& value) { options.set(key, Json(value)); });
   const OptimizationConfig was = resolved(saved.train);
   const auto compare = [&](std::string_view key, const auto& value) {
-    if (key == "train.steps") return;  // decides where the decay ends, if anything
+    if (key == "train.steps") return;  // decides at most where the decay ends
     if (key == "train.dtype" && saved.train.dtype.empty()) return;
     if (Json(value) == options.at(key)) return;
     if (key == "train.decay_end" && was.decay_start >= was.decay_end) return;  // it was all warm-up

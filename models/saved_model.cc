@@ -33,7 +33,7 @@ SavedModel from_run(const char* who, const std::string& folder, const Checkpoint
   out.digest = digest_of_file(checkpoint->path() + "/manifest.json").xxh3;
   const std::string config = state.weights ? published_config_file(state.weights->path) : "";
   if (!state.tokenizer && !config.empty() && has_published_text(parent_of(config))) {
-    // It read what was tokenized before: where it started from published weights, by their tokenizer.
+    // It reads text as it was tokenized for training: where it started from published weights, by their tokenizer.
     read_text(out, parent_of(config));
   } else if (!state.tokenizer) {
     out.no_tokenizer = str("the run was trained on token files, without data.tokenizer gpt2, llama3, huggingface or byte",

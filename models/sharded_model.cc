@@ -10,7 +10,7 @@
 namespace sheaf::models {
 namespace {
 
-/// Whether what is not cut by experts is sharded over their axis.
+/// Whether the rest of the model, which experts' axis does not cut, is sharded over that axis.
 bool is_over_experts(int data, int experts, int context) { return data == 1 && experts > 1 && experts >= context; }
 
 ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, Decoder& model, const StageCut& cut) {
@@ -45,7 +45,8 @@ ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, Decoder&
       fail<ConfigError>("[train] sharding.units ", config.sharding.units, ": the stages of sharding.pipeline ", stages, " are of blocks");
     options.stage_of = [&model, cut](const nn::Module& m, const std::string&) { return model.stage_of(m, cut); };
   }
-  // What a pipeline would have in one stage, also without one: tables are large, and each is used at one end of the step.
+  // What a pipeline would have in one stage, also without a pipeline: tables are large, and each is used at one end of
+  // the step.
   if (config.sharding.units == "block")
     options.units = nn::units_where([&model, cut](nn::Module& m, const std::string&) { return model.stage_of(m, cut) >= 0; });
   else if (config.sharding.units == "count")
@@ -60,10 +61,10 @@ Fp8 fp8_from(const std::string& name) {
   return Fp8::none;
 }
 
-// Ranks that share a layer are neighbours, then those that share a sequence, then those that share experts, then those that
-// share the model, then its stages: what moves most, and with nothing to hide behind, moves between GPUs of one host. The parameters are cut over
-// "data" or, where those are more ranks, over "context", or over "expert" where there is no other rank for "data"; along the
-// others the model is replicated.
+// Ranks that share a layer are neighbours, then those that share a sequence, then those that share experts, then those that share the
+// model, then its stages: the largest transfers, which nothing hides, are between GPUs of one host. The parameters are cut over "data" or,
+// where those are more ranks, over "context", or over "expert" where there is no other rank for "data"; along the others the model is
+// replicated.
 std::vector<MeshSpec::Axis> axes_for(const ShardingConfig& sharding, int ranks) {
   if (sharding.replicas > 1 && sharding.strategy == "replicate")
     fail<ConfigError>("[train] sharding.replicas ", sharding.replicas, ": strategy replicate has one on each rank already");
@@ -105,7 +106,7 @@ std::vector<MeshSpec::Axis> axes_for(const ShardingConfig& sharding, int ranks) 
   return axes;
 }
 
-// Islands, which talk least, are the ranks farthest from each other: the first axis.
+// Islands, which communicate least, are the ranks farthest from each other: the first axis.
 std::pair<Mesh, Mesh> meshes_for(const TrainConfig& config, World& world) {
   const int64_t islands = config.train.islands;
   if (islands == 1) return {world.mesh(axes_for(config.sharding, world.size())), {}};
@@ -154,7 +155,7 @@ void ShardedModel::sum_over_islands(std::span<double> values) const {
 
 std::vector<Tensor> ShardedModel::losses(const StepInputs& inputs, const CrossEntropyOptions& options) const {
   const int64_t micro_batches = inputs.num_micro_batches();
-  // Outside of a recording who sends waits until it is received, so one stage of a ring is free.
+  // Outside of a recording a sender waits until its data is received, so one stage of a ring stays free.
   const int64_t at_once = runs > 1 ? mesh.size("stage") - 1 : 1;
   std::vector<Tensor> out(static_cast<size_t>(micro_batches));
   for (int64_t begin = 0; begin < micro_batches; begin += at_once) {

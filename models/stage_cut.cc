@@ -10,7 +10,7 @@ double head_in_blocks(const TrainConfig& config, int64_t vocab) {
   TrainConfig c = config;
   if (c.model.vocab == 0) c.model.vocab = vocab;
   const auto [block, head, mtp] = flops_of_parts(c);
-  // A block's forward once more: two products for each parameter beside six.
+  // A block's forward once more: two products for each parameter in addition to six.
   const double again = c.train.recompute == "block" && c.train.recompute_blocks < 0 ? 8.0 / 6 : 1;
   return static_cast<double>(1 + c.model.mtp_layers) * head / (block * again) + mtp / block;
 }

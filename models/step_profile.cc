@@ -13,7 +13,7 @@ namespace sheaf::models {
 namespace {
 
 // By name, what the rank's thread, or its GPU's stream, did itself: an op without what it waited for. Spans come in the order in
-// which they ended, so those inside another stand before it.
+// which they ended, so those inside another precede it.
 std::map<std::string, double> own_seconds(const std::vector<Profile::Span>& spans) {
   std::map<std::string, double> own;
   std::vector<const Profile::Span*> inner;

@@ -15,13 +15,13 @@
 namespace sheaf::models {
 namespace {
 
-// What a turn is on a tape depends on those beside it: what one has gathered the next may still have, and prefetch looks ahead.
+// A turn's nodes depend on its neighbours: the next may still have what one has gathered, and prefetch looks ahead.
 struct Kind {
   int kind;
-  int earlier;        // turns of its kind, up to two: what these have sent the third one gets back
+  int earlier;        // turns of its kind, up to two: the third one gets back what these have sent
   bool first, last;   // of its kind and run
   int64_t run;
-  int before, behind; // kinds of its neighbours, and whether they are of another run; -1: none
+  int before, behind; // kinds of its neighbours, and whether they belong to another run; -1: none
   int before_of_run;  // kind of the last one of its run
   auto operator<=>(const Kind&) const = default;
 };
@@ -59,7 +59,7 @@ bool alike(const RankTimes& times, const LaneWaits& waits, Stretch a, Stretch b)
   }
 }
 
-// The turns of a planned rank, to be put together anew.
+// The turns of a planned rank, to be put together again.
 class Turns {
  public:
   Turns(const Plan& plan, const RankTimes& times, const std::vector<Turn>& turns)
@@ -76,7 +76,7 @@ class Turns {
     }
     other_block_ = {end_, end_};
     std::string_view last;
-    for (NodeId id = end_; id < nodes_; ++id) {  // the last one: what is added up begins with the first
+    for (NodeId id = end_; id < nodes_; ++id) {  // the last one: sums begin with the first
       const Node& n = plan.tape.node(id);
       const auto inputs = plan.tape.inputs(n);
       const std::string_view block = block_in(plan.tape.path(n));
@@ -86,8 +86,8 @@ class Turns {
     }
   }
 
-  // The stretches of the tape that make up one with the turns wanted, and with so many more blocks in other stages. Empty if it
-  // lacks one, or if turns that ought to be alike are not.
+  // The stretches of the tape that make up one with the wanted turns, and with `more_blocks` more blocks in other stages. Empty
+  // if one is missing, or if turns that ought to be alike are not.
   std::vector<Stretch> as(const std::vector<Turn>& wanted, int64_t more_blocks) const {
     if (wanted == turns_ && more_blocks == 0) return {{0, nodes_}};
     std::vector<Stretch> order = {{0, begin_}};
@@ -109,7 +109,7 @@ class Turns {
   }
 
  private:
-  // "blocks.3" of "blocks.3.moe.experts"; "" of what is in no block.
+  // "blocks.3" of "blocks.3.moe.experts"; "" for a path in no block.
   static std::string_view block_in(std::string_view path) {
     const size_t number = path.find_first_of("0123456789");
     return number == path.npos ? "" : path.substr(0, path.find('.', number));
@@ -119,12 +119,12 @@ class Turns {
   NodeId begin_ = 0, end_ = 0, nodes_;
   std::map<Kind, Stretch> known_;
   bool repeat_;
-  Stretch other_block_{0, 0};  // where the update goes through what other stages have: norms are of all gradients
+  Stretch other_block_{0, 0};  // where the update handles what other stages have: norms are of all gradients
 };
 
-// What is planned in place of a stage of a step: as many turns as it takes for all kinds of them, with as many micro-batches at
-// once as the stage holds, and of the other stages no more than it sees. On its tape are what it receives and sends, and of what is
-// before and behind it one block, whose turns are next to its own, and one that makes its own be gathered.
+// What is planned in place of a stage of a step: as many turns as it takes to have all kinds of them, with as many micro-batches at
+// once as the stage holds, and of the other stages only as much as it sees. Its tape has what it receives and sends and, before and
+// after it, one block whose turns are next to its own and one that makes its own be gathered.
 struct Shorter {
   TrainConfig config;
   int world, stage;  // of its own
@@ -137,7 +137,8 @@ class Stages {
   Stages(const TrainConfig& config, int world, const StageCut& cut, Planning planning)
       : config_(config), world_(world), stages_(static_cast<int>(config.sharding.pipeline)), ranks_(world / stages_),
         runs_(config.sharding.pipeline_runs), cut_(cut),
-        // A program takes its memory from one arena, whose blocks lie where there is room. What cannot be is refused as it is.
+        // A program takes its memory from one arena, whose blocks are placed where there is room. What cannot work is refused
+        // as it is.
         shorter_(planning == Planning::shorter && !config.train.compile && world % stages_ == 0 &&
                  (runs_ == 1 || config.train.micro_batches % stages_ == 0)) {}
 
@@ -145,7 +146,7 @@ class Stages {
   // Of each stage, neighbours.
   int ranks() const { return ranks_; }
   std::vector<Turn> turns(int stage) const { return turns(stage, config_.train.micro_batches); }
-  // Whether two stages have the same tape, but for their turns. Where gradients of weights wait, which of them holds most is not known.
+  // Whether two stages have the same tape, except for their turns. Where gradients of weights wait, which one holds most is not known.
   bool same(int a, int b) const {
     return a == b || (leaves_blocks_out() && role(a) == role(b) && config_.sharding.pipeline_schedule == "1f1b");
   }
@@ -177,8 +178,9 @@ class Stages {
   }
 
  private:
-  // A mixture's loss for balance goes from each block to the last stage. Blocks that see all keys are unlike those with a window or a state,
-  // those without positions unlike those with them, and blocks with an MLP unlike those with a mixture. In int8 each of the stages adds up a part of what all of them have.
+  // A mixture's loss for balance is passed from each block to the last stage. Blocks that see all keys differ from those with a window or a
+  // state, those without positions from those with them, and blocks with an MLP from those with a mixture. In int8 each of the stages adds
+  // up a part of what all of them have.
   bool leaves_blocks_out() const {
     if (config_.sharding.reduce_dtype == "int8") return false;
     if ((config_.model.window || config_.model.linear_key_heads) && config_.model.full_attention_every) return false;
@@ -213,8 +215,9 @@ class Stages {
         r.blocks.push_back(s == r.stage ? cut_.begin(run * stages_ + stage + 1) - cut_.begin(run * stages_ + stage) : kSeen);
     return r;
   }
-  // So many that there are turns of every kind. Of one run each is between the same two but in the beginning and in the end; with
-  // several, as many micro-batches as there are stages go round together, and what is around a turn comes again with the next so many.
+  // Enough to have turns of every kind. With one run, each turn is between the same two except at the beginning and the end; with
+  // several, as many micro-batches as there are stages go round together, and what surrounds a turn is repeated with the next group of
+  // them.
   int64_t enough_micro_batches(int stage) const {
     const int64_t ahead = config_.sharding.pipeline_schedule == "1f1b" ? stages_ - stage : stages_ + 2;
     return runs_ == 1 ? std::min<int64_t>(ahead, config_.train.micro_batches) + 3 : 3 * stages_;
@@ -235,11 +238,11 @@ struct Planned {
   std::vector<int> ranks;        // one of each stage
   std::vector<RankTimes> times;  // of these
   int64_t peak_bytes = 0, host_bytes = 0;
-  // Of outer steps, their share of each step: the slowest rank's.
+  // An outer step's share of each step: the slowest rank's.
   double outer_seconds = 0, outer_received = 0;
 };
 
-// The ranks at this place of each stage; of islands, which are alike, those of the last.
+// The ranks at this place of each stage; with islands, which are alike, those of the last.
 Planned plan_ranks(const TrainConfig& given, int64_t vocab, int all_ranks, const Machine& machine, Planning planning, bool first) {
   const TrainConfig config = island_of(given);
   const int islands = static_cast<int>(given.train.islands), world = ranks_of_island("plan", given, all_ranks);

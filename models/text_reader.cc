@@ -12,7 +12,7 @@
 namespace sheaf::models {
 namespace {
 
-// What a cut may depend on behind its place: some characters, or a token.
+// What a cut may depend on after its place: some characters, or a token.
 constexpr size_t kBehindCut = 64 << 10;
 
 }  // namespace
@@ -22,7 +22,7 @@ TextReader::TextReader(const std::string& path, size_t block, std::function<bool
   if (!is_input_) file_ = File::open<DataError>(path);
 }
 
-// Until the buffer has so many bytes, or all that there are.
+// Until the buffer has this many bytes, or all that there are.
 void TextReader::fill(size_t bytes) {
   size_t have = buffer_.size();
   buffer_.resize(std::max(have, bytes));

@@ -19,7 +19,7 @@ constexpr int64_t kHeaderBytes = 256 * 4;
 constexpr int32_t kMagic16 = 20240520, kVersion16 = 1;
 constexpr int32_t kMagic32 = 20240801, kVersion32 = 7;
 constexpr int32_t kMagicExamples = 20261124, kVersionExamples = 1;
-// Scans give back what they have read every so many tokens.
+// Scans give back what they have read each time they have read this many tokens.
 constexpr int64_t kScanBlock = int64_t{1} << 20;
 
 // Copies `count` tokens, as `value(token, id)` of each; returns the index of the first one whose id is not below `vocab`, or `count`.
@@ -38,7 +38,7 @@ int64_t copy_tokens(const std::byte* data, int64_t count, T mask, int64_t vocab,
 
 constexpr auto kId = [](auto, int32_t id) { return id; };
 
-// `name` says whose tokens they are, the first of them at position `first`.
+// `name` says whose tokens they are; the first is at position `first`.
 template <class T>
 void check_ids(std::span<const T> tokens, int64_t vocab, const std::string& name, int64_t first = 0) {
   for (size_t i = 0; i < tokens.size(); ++i) {
@@ -54,7 +54,7 @@ void check_vocab(int64_t vocab) {
   check<DataError>(vocab >= 1 && vocab <= INT32_MAX, "[tokens] a vocabulary of ", vocab);
 }
 
-// In an order that depends on nobody's locale.
+// In an order that does not depend on a locale.
 std::vector<std::string> paths_of(const std::string& pattern) {
   if (pattern.find_first_of("*?[") == std::string::npos || path_exists(pattern)) return {pattern};
   glob_t found{};
@@ -131,7 +131,7 @@ struct Tokens::Part {
                     vocab);
   }
 
-  // Examples that somebody cut off would go on in another part's.
+  // Examples that were cut off would go on in another part's.
   void check_end() const {
     if (!example_end) return;
     MarkedToken last = 0;
@@ -140,7 +140,7 @@ struct Tokens::Part {
                      "': its last example does not end with token ", *example_end);
   }
 
-  // Of parts of one sequence.
+  // Checks parts of one sequence.
   static void check_alike(const Part& a, const Part& b, int64_t vocab) {
     const auto described = [](const Part& p) {
       return str('\'', p.name, "' holds ", p.example_end ? str("examples that end with token ", *p.example_end) : "no examples");
@@ -292,7 +292,7 @@ namespace {
 
 constexpr std::string_view kPending = ".tmp-";  // and the process
 
-// Removes what processes that wrote `path` have left: those that live have a lock on it.
+// Removes what processes that wrote `path` left behind: those that live have a lock on it.
 void remove_leftovers(const std::string& path) {
   const std::filesystem::path target(path);
   const std::string prefix = target.filename().string() + std::string(kPending);

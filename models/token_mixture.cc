@@ -11,7 +11,7 @@
 namespace sheaf::models {
 namespace {
 
-// Of the first n samples, those that a source with this split takes: as many as its share of n, rounded.
+// How many of the first n samples a source with this split takes: its share of n, rounded.
 int64_t taken(uint64_t split, int64_t n) {
   const auto product = static_cast<unsigned __int128>(split) * static_cast<uint64_t>(n);
   return static_cast<int64_t>((product + (uint64_t{1} << 63)) >> 64);
@@ -66,7 +66,8 @@ double TokenMixture::share(int s) const {
   return sources_[static_cast<size_t>(s)].weight / all;
 }
 
-// The first source takes every so-manieth sample, evenly; of those that it leaves, the second does so; the last takes the rest.
+// The first source takes its share of the samples, evenly spaced; of those that it leaves, the second does so; the last takes
+// the rest.
 TokenMixture::Place TokenMixture::place(int64_t sample) const {
   const int last = static_cast<int>(sources_.size()) - 1;
   for (int s = 0; s < last; ++s) {

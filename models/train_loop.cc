@@ -1,4 +1,5 @@
-// The loop of a run: a step, what the ranks tell each other of it, and then a line, an evaluation, a checkpoint, as they are due.
+// The loop of a run: a step, what the ranks tell each other about it, and then a line, an evaluation, a checkpoint, as they are
+// due.
 #include <chrono>
 #include <cmath>
 
@@ -63,7 +64,7 @@ class Trainer::Loop {
   }
 
  private:
-  // What a run that has all of its steps does, and what makes it longer.
+  // What a run that has all of its steps reports, and what would make it longer.
   std::string nothing_to_train() const {
     const int64_t done = trainer_.first_step_;
     const bool of_epochs = train_.epochs > 0;
@@ -144,7 +145,7 @@ class Trainer::Loop {
                                          : "; a smaller train.lr or a train.clip above 0 may help");
   }
 
-  // In f16 the gradient may be infinite, which costs a step, unless it is so at any scale.
+  // In f16 the gradient may be infinite, which costs a step, but not at every scale.
   void check_lost_steps() {
     constexpr int64_t kMost = 20;
     const optim::LossScaler::State state = step_.scaler()->state();
@@ -221,7 +222,7 @@ class Trainer::Loop {
     leave_out(begin);
   }
 
-  // Speed is that of steps.
+  // Speed counts only steps.
   void leave_out(double begin) {
     const double seconds = now() - begin;
     beside_ += seconds;
@@ -258,7 +259,7 @@ void Trainer::evaluate(TrainReport& report) {
   }
   report.val_loss = mean_loss(validation_);
   report.accuracies.clear();
-  if (!std::isfinite(report.val_loss)) return;  // what a model answers then is of no interest
+  if (!std::isfinite(report.val_loss)) return;  // then a model's answers are of no interest
   for (AnsweredQuestions& set : questions_) {
     set.accuracy = set.questions.accuracy(step_->log_likelihoods(set.questions));
     report.accuracies.emplace_back(set.questions.name(), set.accuracy);
@@ -269,7 +270,7 @@ TrainReport Trainer::run(const std::function<int()>& signal) {
   try {
     return Loop(*this, signal).run();
   } catch (const std::exception& e) {
-    world_.abort(e.what());  // others hear of it now, not when what saver_ is writing has ended
+    world_.abort(e.what());  // others learn of it now, not when saver_ has finished writing
     throw;
   }
 }

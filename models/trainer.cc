@@ -16,7 +16,7 @@
 namespace sheaf::models {
 namespace {
 
-// Where a host keeps its copy of the data is its own affair; what stands there is not.
+// Each host may keep its copy of the data anywhere; the content must be the same.
 void require_same_data(World& world, const Corpus& corpus, const SplitState& train, const SplitState& val,
                        const std::vector<AnsweredQuestions>& questions, const std::optional<WeightsState>& weights) {
   const std::string value = str(train.tokens, " tokens to train on, ", val.tokens, " to validate on, XXH3 ", train.xxh3,
@@ -30,7 +30,7 @@ void require_same_data(World& world, const Corpus& corpus, const SplitState& tra
                                     {"model.weights", start, weights ? str("'", weights->path, "' (", start, ")") : start}});
 }
 
-// What lies beside weights, if it can be read: they can be trained without.
+// What is next to weights, if it can be read: training does not need it.
 PublishedText published_text(const std::string& weights, std::string& error) {
   const std::string config = published_config_file(weights);
   if (config.empty() || !has_published_text(parent_of(config))) return {};
@@ -42,7 +42,7 @@ PublishedText published_text(const std::string& weights, std::string& error) {
   }
 }
 
-// Published files may be gone when a run is continued: its checkpoints have what was in them.
+// Published files may be gone when a run is continued: its checkpoints contain what is needed of them.
 std::optional<RunState> saved_state(const TrainConfig& config) {
   const auto checkpoint = Checkpoint::open_newest(config.output.folder + "/checkpoints", [](const std::string&) {});
   return checkpoint ? std::optional(RunState::from_json(checkpoint->state())) : std::nullopt;
@@ -88,7 +88,7 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
   if (config_.train.recompute == "fit") {
     int64_t blocks = fitted.train.recompute_blocks;  // plans depend on the threads of a rank
     world_.communicator().all_reduce(&blocks, 1, kI64, Reduction::max, "recompute_blocks").sync();
-    fitted.train.offload_activations = config_.train.offload_activations;  // which a plan of nothing had dropped
+    fitted.train.offload_activations = config_.train.offload_activations;  // which a plan without recomputation had dropped
     set_fitted(fitted, blocks);
     if (world_.rank() == 0)
       options_.print(blocks == kNoRecompute ? std::string("train.recompute fit: nothing")
@@ -99,7 +99,7 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
   step_ = std::make_unique<TrainingStep>(fitted, config_.model.vocab, world_, device_, TrainingStepOptions{.num_targets = num_targets});
   restore();
   files_.reset();
-  // What would be found out only at the first save.
+  // So that this is not found out only at the first save.
   if (world_.rank() == 0) check_writable(config_.output.folder + "/checkpoints");
 }
 
@@ -132,7 +132,7 @@ void Trainer::lock_folder() {
   for (const std::string& parent : {folder, best_folder()}) remove_leftovers(parent + "/checkpoints");
 }
 
-// A run that has a checkpoint needs them no more: they may be gone.
+// A run that has a checkpoint no longer needs them: they may be gone.
 void Trainer::find_weights() {
   const std::string& path = config_.model.weights;
   if (path.empty() && config_.model.lora_rank > 0)
@@ -149,7 +149,7 @@ void Trainer::find_weights() {
   weights_ = {path, files_->digest(), files_text_.before};
 }
 
-// Texts become tokens as those that the model was or will be trained on.
+// Texts become tokens like those that the model was or will be trained on.
 void Trainer::open_questions() {
   const PublishedText beside = std::exchange(files_text_, {});
   if (config_.data.choices.empty()) return;
@@ -172,7 +172,7 @@ void Trainer::start() {
   if (world_.rank() == 0) options_.print(str("starts from the weights in ", files_->path()));
 }
 
-// Before anything may fail: a launcher's second try would take these checkpoints for those of the first.
+// Before anything can fail: a launcher's second try would mistake these checkpoints for those of the first.
 void Trainer::refuse_earlier_run() const {
   for (const std::string& folder : {config_.output.folder + "/checkpoints", best_folder() + "/checkpoints"})
     if (!options_.resume && !list_steps(folder).empty())
@@ -199,7 +199,7 @@ void Trainer::restore() {
   take_choices(state, checkpoint->path());
 }
 
-// Before the first step, which leaves alone what is known.
+// Before the first step, which does not time again what is known.
 void Trainer::take_choices(const RunState& state, const std::string& checkpoint) {
   if (state.product_choices.empty() || !device_.is_cuda()) return;
   try {
@@ -237,8 +237,9 @@ void Trainer::save(int64_t step) {
   else save_checkpoint(folder, step, step_->model(), {&step_->optimizer()}, world_, options);
 }
 
-// Of the lowest loss so far the weights alone, where whatever reads a run's folder finds them. A run that goes on from before the
-// last of them comes here again, with the same bits; were it another one, what is there of later steps would no longer be its own.
+// Saves only the weights of the lowest loss so far, where programs that read a run's folder find them. A run that is resumed from
+// before the last of them saves them again, with the same bits; in any other run the later steps found there would no longer be
+// its own.
 void Trainer::save_if_best(int64_t step, double val_loss) {
   if (!config_.output.keep_best || (best_ && val_loss >= best_->val_loss)) return;
   best_ = {step, val_loss};

@@ -50,8 +50,8 @@ optim::DiLoCoOptions outer_options(const OptimizationConfig& t) {
   return {.lr = t.outer_lr, .momentum = t.outer_momentum, .moves = optim::moves_from(t.outer_dtype), .offload = t.offload_optimizer};
 }
 
-// Which blocks are computed again in the backward: the first ones of each stage, as what later ones had kept is gone when the reverse
-// pass comes to them.
+// Which blocks are computed again in the backward: the first ones of each stage, because what later blocks had kept is gone when the
+// reverse pass reaches them.
 void recompute_blocks(const TrainConfig& config, ShardedModel& sharded, int stages) {
   const bool selective = config.train.recompute == "selective";
   if (!selective && config.train.recompute != "block") {
@@ -92,7 +92,7 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
     : config_(island_of(config)), world_(world), device_(device), overlap_(options.overlap), num_targets_(options.num_targets),
       sharded_(sharded_model(config, vocab, world, {.blocks = options.stand_in.blocks})), turns_(options.stand_in.turns) {
   check<ConfigError>(!config_.data.examples || num_targets_ || device_.is_meta(), "[train] data.examples: how many targets count is not known");
-  world_.communicator();  // joined here by a plan as by a run: what it holds counts
+  world_.communicator();  // joined here in a plan, too, as in a run: what it holds counts
   if (config_.train.cuda_graph) check_graph(device_, sharded_.mesh);
   if (config_.sharding.memory_budget != 0 && !config_.train.compile)
     fail<ConfigError>("[train] sharding.memory_budget ", config_.sharding.memory_budget, " is for train.recompute fit and for "
@@ -212,7 +212,7 @@ void TrainingStep::run_turns(Recording& recording, Result& result, RecordedStep*
   const OptimizationConfig& t = config_.train;
   CrossEntropyOptions mean{.divide_by = static_cast<double>(tokens_of_island()), .z_loss = t.z_loss};
   if (config_.data.examples) mean.divisor = inputs_->num_targets();
-  // Collectives that are through before their call returns leave no room for several micro-batches under way.
+  // Collectives that end before their call returns leave no room for several micro-batches under way.
   const bool in_turn = CollectivesInTurn::active() && device_.is_cuda();
   const int64_t runs = in_turn ? 1 : config_.sharding.pipeline_runs, first = recording.options().first_sample;
   std::vector<Tensor> losses(static_cast<size_t>(t.micro_batches)), scaled = losses;

@@ -28,8 +28,8 @@ int64_t below(uint64_t random, int64_t n) {
 }
 
 // Where number i of [0, n) goes in a permutation of [0, n) that `key` chooses. A network permutes as many numbers as its bits
-// say, fewer than 4 n or 256: those that it sends elsewhere go on until they are below n. (Of fewer than 8 bits, not every order
-// of neighbours would be as likely.)
+// allow, fewer than 4 n or 256: those that it sends elsewhere go on until they are below n. (With fewer than 8 bits, not every
+// order of neighbours would be equally likely.)
 int64_t permuted(int64_t i, int64_t n, uint64_t key) {
   constexpr int kRounds = 6;
   const int half = std::max(4, static_cast<int>(std::bit_width(static_cast<uint64_t>(n - 1)) + 1) / 2);
@@ -60,7 +60,7 @@ WindowStarts::WindowStarts(int64_t tokens, int64_t context, uint64_t seed, Windo
 int64_t WindowStarts::operator()(int64_t index) const {
   if (order_ == WindowOrder::random) return below(hash(seed_, index), tokens_ - context_);
   const int64_t epoch = index / windows_;
-  const int64_t free = tokens_ - 1 - windows_ * context_;  // tokens that no window has as inputs, behind the first offset
+  const int64_t free = tokens_ - 1 - windows_ * context_;  // tokens that no window has as inputs, after the first offset
   const uint64_t key = hash(seed_, epoch);
   return below(mix(key + kGolden), std::min(context_, free + 1)) + context_ * permuted(index % windows_, windows_, key);
 }

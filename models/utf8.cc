@@ -14,7 +14,7 @@ bool broken_off(std::string_view text, size_t at) {
   const auto lead = static_cast<unsigned char>(tail[0]);
   const size_t needed = lead >= 0xF0 ? 4 : lead >= 0xE0 ? 3 : 2;
   if (lead < 0xC2 || have >= needed) return false;
-  // The second byte decides between valid and overlong or too large; where it is missing, one of these is right.
+  // The second byte decides between valid and overlong or too large; if it is missing, one of these is right.
   for (char second : {'\x80', '\xA0'}) {
     std::string whole = tail;
     while (whole.size() < needed) whole += whole.size() == 1 ? second : '\x80';

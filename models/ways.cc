@@ -28,7 +28,7 @@ class Search {
   Ways run() {
     const std::vector<Choice> axes = choices_of_axes();
     for_all(axes, [&](const Choice& x) { plan(x); });
-    // Whatever makes it fit takes more time. Stages gain some by more micro-batches.
+    // Whatever makes it fit takes more time. More micro-batches save stages some.
     double fastest = std::numeric_limits<double>::max();
     for (const auto& [choice, time] : done_)
       if (time) fastest = std::min(fastest, time->seconds);
@@ -80,7 +80,7 @@ class Search {
   template <class T>
   bool keeps(T Choice::* field) const {
     const std::string key = key_of(field);
-    if (key == "train.recompute" && config_.train.offload_activations) return true;  // only blocks' leave
+    if (key == "train.recompute" && config_.train.offload_activations) return true;  // only blocks' are offloaded
     return options_.keep.contains(key);
   }
 
@@ -96,14 +96,14 @@ class Search {
     return out;
   }
 
-  // Stages wait for the run of blocks that takes longest: if blocks cannot be divided into nearly equal ones, too long. What the
-  // head adds is an estimate's to tell.
+  // Stages wait for the run of blocks that takes longest: too long if blocks cannot be divided into nearly equal ones. What the
+  // head adds is for an estimate to tell.
   bool divides_unevenly(int64_t stages, int64_t runs) const {
     return StageCut(config_.model.layers, static_cast<int>(stages), runs).imbalance() > 9.0 / 8;
   }
 
-  // Numbers of ranks that share sequences, which have `own` key heads together, each read by `group` query heads, and what they send: by
-  // all_to_all each gets as many key heads as others, or one copy. If there are more ranks than that suits, others gather keys.
+  // The numbers of ranks that may share sequences, which have `own` key heads together, each read by `group` query heads, and what they
+  // send: with all_to_all all get equally many key heads, or one copy. For more ranks than that allows, all_gather.
   std::vector<std::pair<int64_t, std::string>> contexts(int64_t ranks, int64_t own, int64_t group) const {
     const auto alike = [&](int64_t c) { return own % c == 0 || (c % own == 0 && group % (c / own) == 0); };
     const std::vector<int64_t> all = sizes(&Choice::context, ranks, std::max(own * group, config_.model.context));
@@ -122,7 +122,7 @@ class Search {
     return out;
   }
 
-  // Those of `choices` and, of those that share heads by all_to_all, the same by all_gather.
+  // The `choices` and, for those that share heads by all_to_all, the same with all_gather.
   std::vector<Choice> with_all_gather(std::vector<Choice> choices) const {
     if (keeps(&Choice::context_comm)) return choices;
     for (size_t i = 0, n = choices.size(); i < n; ++i) {
@@ -134,7 +134,7 @@ class Search {
     return choices;
   }
 
-  // Axes, and which groups of ranks hold the model; strategy, micro-batches and recomputing to begin with.
+  // Axes, and which groups of ranks hold the model; initial strategy, micro-batches and recomputation.
   std::vector<Choice> choices_of_axes() const {
     const ModelConfig model = resolved(config_.model);
     const int64_t key_heads = model.kv_heads, host = machine_.ranks_per_host;
@@ -191,15 +191,15 @@ class Search {
     return std::min(at_least, most);
   }
 
-  // How much memory a step takes that computes so much again, as its last two numbers of micro-batches tell: what belongs to a
-  // micro-batch shrinks with it, the rest does not.
+  // How much memory a step takes at this level of recomputation, estimated from its last two numbers of micro-batches: what
+  // belongs to a micro-batch shrinks with it, the rest does not.
   struct Level {
     std::string recompute;
     std::vector<std::pair<double, double>> too_large = {};  // micro-batches, bytes
 
     bool may_fit(double micro_batches, double memory) const {
       const size_t n = too_large.size();
-      if (n < 2 || too_large[n - 2].first < 2) return true;  // one micro-batch has no sums of gradients beside its own
+      if (n < 2 || too_large[n - 2].first < 2) return true;  // one micro-batch has no sums of gradients besides its own
       const auto [few, bytes_of_few] = too_large[n - 2];
       const auto [more, bytes_of_more] = too_large[n - 1];
       const double shrinks = (bytes_of_few - bytes_of_more) / (1 / few - 1 / more);
@@ -207,7 +207,7 @@ class Search {
     }
   };
 
-  // For one choice of axes: the fewest micro-batches with which a step fits, then more as long as less is computed again.
+  // For one choice of axes: the fewest micro-batches with which a step fits, then more as long as they reduce recomputation.
   void settle_memory(Choice x) {
     std::vector<Level> levels;
     for (const char* level : {"none", "selective", "block"})
@@ -232,7 +232,7 @@ class Search {
         const auto time = plan(x);
         if (time && time->peak_bytes <= machine_.memory) {
           if (i == 0) return;
-          levels.resize(i + 1);  // what computes more again is slower
+          levels.resize(i + 1);  // more recomputation is slower
         } else if (time) {
           levels[i].too_large.emplace_back(m, time->peak_bytes);
         }
@@ -241,7 +241,7 @@ class Search {
     }
   }
 
-  // x too.
+  // Includes x.
   std::set<Choice> neighbours(const Choice& x) const {
     std::set<Choice> out = {x};
     const auto vary = [&]<class T>(T Choice::* field, const std::vector<T>& values) {
@@ -284,7 +284,7 @@ class Search {
     for (Choice& x : choices) x.*field = value, to.push_back(std::move(x));
   }
 
-  // Of what has been planned, in order of time.
+  // What has been planned and fits, in order of time.
   std::vector<Choice> fitting() const {
     std::vector<std::pair<double, Choice>> found;
     for (const auto& [choice, time] : done_)

@@ -18,7 +18,7 @@ T load(const char* from) {
 
 }  // namespace
 
-// Of what is not a multiple of eight bytes the last part overlaps the one before it.
+// If the size is not a multiple of eight bytes, the last part overlaps the one before it.
 uint64_t WordTable::hash_of(std::string_view word) {
   const char *const begin = word.data(), *const end = begin + word.size();
   uint64_t hash = word.size();
@@ -75,7 +75,8 @@ void WordCounts::count(std::string_view text, Tables& tables) const {
   }
 }
 
-// Each thread counts the words of its part alone, in tables that its cache can hold; then each shard takes what is its own.
+// Each thread counts the words of its part alone, in tables that its cache can hold; then each shard collects its own
+// words.
 void WordCounts::add(std::string_view text) {
   constexpr size_t kSmallPart = size_t{64} << 10;
   const size_t part = std::max(text.size() / static_cast<size_t>(num_threads()) + 1, kSmallPart);

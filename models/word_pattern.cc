@@ -11,11 +11,11 @@
 namespace sheaf::models {
 namespace {
 
-// Unicode's White_Space, spelled out: PCRE2's \s also has U+180E, which is none.
+// Unicode's White_Space, spelled out: PCRE2's \s also has U+180E, which is not white space.
 #define SPACE R"(\t-\r\x{85}\p{Z})"
-// Of what is neither letter nor number nor space.
+// One that is neither letter nor number nor space.
 #define OTHER "[^" SPACE R"(\p{L}\p{N}])"
-// The last of several spaces belongs to the word behind it.
+// The last of several spaces belongs to the word after it.
 #define SPACES "[" SPACE "]+(?![^" SPACE "])|[" SPACE "]+"
 
 // The words of contractions, letters, numbers and others that the newer ones have; `more` may follow upon punctuation.
@@ -157,8 +157,8 @@ size_t WordPattern::Match::end(std::string_view text, size_t at) const {
   return pcre2_get_ovector_pointer(data)[1];
 }
 
-// A space can only be a word's first character, or stand among spaces. A single line break ends a word, its own or that
-// of what stands before it, which in two patterns may go on with slashes.
+// A space can only be a word's first character, or be among spaces. A single line break ends a word, its own or that of
+// what precedes it, which in two patterns may go on with slashes.
 size_t safe_cut(std::string_view text, size_t at) {
   for (size_t i = at < 2 ? 2 : at; i < text.size(); ++i) {
     if (text[i] == ' ' && solid_until(text, i)) return i;
