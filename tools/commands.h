@@ -46,11 +46,11 @@ int export_command(const ExportArguments& arguments);
 
 /// What the texts of a command are.
 struct TextArguments {
-  bool json_lines = false;             ///< JSON lines, all of them; else those named .jsonl are, and others are documents
-  std::string field;                   ///< their member that is a document; "": "text"
+  bool json_lines = false;             ///< JSON lines, all of them; else only those named .jsonl are, and others are documents
+  std::string field;                   ///< the member of a line that is the document; "": "text"
   bool in_json_lines(const std::string& path) const { return json_lines || models::is_json_lines(path); }
   models::JsonLines lines() const { return models::JsonLines(field.empty() ? "text" : field); }
-  /// Throws ConfigError for a field where no text has any.
+  /// Throws ConfigError for a field if no text has fields.
   void check(const std::vector<std::string>& texts) const;
 };
 
@@ -81,7 +81,7 @@ struct TapeArguments {
   int rank = 0;
   int threads_per_rank = 0;            ///< 0: cores / world, as if all ranks were on this machine
   std::string format = "text";         ///< "text", "json", "dot"
-  std::string device = "cpu";          ///< whose kernels: "cpu", "cuda"; it need not be here
+  std::string device = "cpu";          ///< whose kernels: "cpu", "cuda"; it need not exist here
 };
 int tape_command(const TapeArguments& arguments);
 
@@ -93,8 +93,8 @@ struct PlanArguments {
   int ranks_per_host = 0;              ///< 0: as the machine has
   int64_t memory = 0;                  ///< bytes that a rank may take; 0: as the machine has
   double network = 0;                  ///< bytes per second that a rank receives from other hosts; 0: as the machine has
-  bool all = false;                    ///< lines for all that fit, not only for those that no other beats in time and memory
-  std::string trace;                   ///< file for the time line of the first; "": none
+  bool all = false;                    ///< lines for all that fit, not only for those that no other beats in both time and memory
+  std::string trace;                   ///< file for the time line of the first way; "": none
 };
 int plan_command(const PlanArguments& arguments);
 

@@ -20,7 +20,7 @@ namespace {
 using models::DataConfig;
 using models::TrainConfig;
 
-// A file may hold all options (config.toml does), so there the default of one that is not used is no contradiction.
+// A file may hold all options (config.toml does), so an unused one at its default is no contradiction there.
 void refuse_unused(const TrainConfig& config, const std::vector<ConfigField>& fields,
                    const std::set<std::string>& flags) {
   TrainConfig defaults;
@@ -32,13 +32,13 @@ void refuse_unused(const TrainConfig& config, const std::vector<ConfigField>& fi
   }
 }
 
-// Whether published sizes and a config.json have a say in it: the others are of a run, not of the model's shape.
+// Whether published sizes and a config.json determine it: the others belong to a run, not to the model's shape.
 bool is_of_shape(const std::string& key) {
   return key.starts_with("model.") && key != "model.preset" && key != "model.weights" && key != "model.dropout" &&
          key != "model.quantize" && !key.starts_with("model.lora_");
 }
 
-// What the file says of the model's shape stands back behind a preset of the command line.
+// A preset on the command line overrides the file's values for the model's shape.
 void forget_shape(std::vector<ConfigField>& fields, std::set<std::string>& given, const std::set<std::string>& flags) {
   TrainConfig defaults;
   const auto usual = config_fields(defaults);
@@ -77,7 +77,7 @@ void apply_weights(TrainConfig& config, std::vector<ConfigField>& fields, const 
     fail<ConfigError>("[config] model.weights: there is no '", weights, "'");
   }
   const std::string file = models::published_config_file(weights);
-  if (file.empty()) {  // the options say the shape, of weights that are there
+  if (file.empty()) {  // the options say the shape of weights that exist
     if (std::filesystem::is_directory(weights)) models::PublishedFiles::open(weights);
     return;
   }
@@ -103,7 +103,7 @@ TrainConfig load_config(const std::string& path, std::span<const std::string> ov
   if (!path.empty()) read_file(path, fields, given);
   const std::string preset_of_file = config.model.preset;
   read_overrides(overrides, fields, flags);
-  // A run that goes on by its own config.toml has that preset already, with what was given beside it.
+  // A run that goes on by its own config.toml already has that preset, with what was given along with it.
   const bool again = resume && path == config.output.folder + "/config.toml" && config.model.preset == preset_of_file;
   if (flags.contains("model.preset") && !config.model.preset.empty() && !again) forget_shape(fields, given, flags);
   given.insert(flags.begin(), flags.end());

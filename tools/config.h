@@ -14,15 +14,15 @@
 
 namespace sheaf::tools {
 
-/// One option: where its value lives, and what it may be.
+/// One option: where its value is stored, and what it may be.
 struct ConfigField {
   std::string key;  ///< "section.name"
   std::variant<bool*, int64_t*, double*, std::string*> target;
   std::string doc;
   std::vector<std::string> choices = {};     ///< of a string; empty: any
   double min = -1e300, max = 1e300;          ///< of a number, inclusive
-  std::vector<std::string> later = {};       ///< choices that have a name, but are not there yet
-  std::string missing = {};                  ///< what these wait for, if that is worth saying
+  std::vector<std::string> later = {};       ///< choices that have a name but are not implemented yet
+  std::string missing = {};                  ///< what these wait for, if worth saying
 };
 
 /// The table of all options, pointing into `config`.
@@ -49,11 +49,11 @@ models::TrainConfig load_generate_lines_config(const std::string& path, std::spa
 /// What `sheaf evaluate` is asked for.
 struct EvaluateConfig {
   models::TrainConfig config;
-  bool whole_text = false;  ///< data.corpus was given without data.val_fraction: all of it counts
+  bool whole_text = false;  ///< data.corpus was given without data.val_fraction: all of it is evaluated
 };
-/// Of [data] and [train] of `path`, if there is such a file, what a run was validated on and how; then `overrides`, which may be
-/// options of that, of documents and the tokenizer, and of [sharding]. Where they say what to evaluate on, nothing of the file's is.
-/// Throws ConfigError as load_config().
+/// Takes from [data] and [train] of `path`, if there is such a file, what a run was validated on and how; then `overrides`, which
+/// may be options of these, of documents and the tokenizer, and of [sharding]. If they say what to evaluate on, nothing of that is
+/// taken from the file. Throws ConfigError as load_config().
 EvaluateConfig load_evaluate_config(const std::string& path, std::span<const std::string> overrides);
 /// config_help() of those options.
 std::string evaluate_config_help();
@@ -63,11 +63,11 @@ std::string print_config(const models::TrainConfig& config);
 /// A line per option whose key starts with `section`: key, default, choices, meaning.
 std::string config_help(std::string_view section = "");
 
-/// What the option needs to change anything: null if it has that.
+/// What the option needs to have any effect: null if it has that.
 const char* unused(const std::string& key, const models::TrainConfig& config);
 
-/// Checks what no single field shows: throws ConfigError naming the keys, each followed by what `origin` says of it.
-/// load_config() calls it.
+/// Checks what no single field shows: throws ConfigError naming the keys, each followed by what `origin` returns for
+/// it. load_config() calls it.
 void validate(
     const models::TrainConfig& config,
     const std::function<std::string(const char*)>& origin = [](const char*) { return std::string(); });

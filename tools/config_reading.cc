@@ -42,7 +42,7 @@ std::string join(const std::vector<std::string>& items) {
   int distance = 4;  // beyond three edits, a guess is worse than none
   const std::string name = key.substr(key.find('.') + 1);
   for (const auto& field : fields) {
-    // A right name in a wrong section, or a section's, is as near as one slip of the finger.
+    // A right name in a wrong section, or a section's name, counts as one typing error.
     const bool same_name = field.key.substr(field.key.find('.') + 1) == name || field.key.starts_with(key + ".");
     const int d = same_name ? 1 : edit_distance(key, field.key);
     if (d < distance) {

@@ -1,5 +1,5 @@
-// How options come into their fields: from a TOML file, then from the command line. All throw ConfigError with file and line, for what is no
-// option (naming the nearest one) and for values of the wrong type or out of range; `given` gets the keys that they set.
+// How options get into their fields: from a TOML file, then from the command line. All throw ConfigError, with file and line, for unknown
+// options (naming the nearest one) and for values of the wrong type or out of range; `given` gets the keys that they set.
 #pragma once
 
 #include <functional>
@@ -12,12 +12,12 @@
 
 namespace sheaf::tools {
 
-/// All options of the file, or the `wanted` ones alone.
+/// All options of the file, or only the `wanted` ones.
 void read_file(const std::string& path, std::vector<ConfigField>& fields, std::set<std::string>& given,
                const std::function<bool(const std::string&)>& wanted = {});
 /// "--section.key", "value" or "--section.key=value".
 void read_overrides(std::span<const std::string> overrides, std::vector<ConfigField>& fields, std::set<std::string>& given);
-/// The value of the same field of another configuration, which is found at `where`.
+/// Copies the value of the same field of another configuration, found at `where`.
 void set_value(const std::string& where, ConfigField& field, const ConfigField& from);
 /// As TOML has it.
 std::string value_text(const ConfigField& field);

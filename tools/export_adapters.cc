@@ -26,7 +26,7 @@ std::string kind_of(const models::PublishedTensor& t) {
   return layer.substr(layer.rfind('.', layer.rfind('.') - 1) + 1);
 }
 
-// Of models with adapters: whether `t` is the weight of a layer that has one.
+// For models with adapters: whether `t` is the weight of a layer that has one.
 bool has_adapter(const models::ModelConfig& model, const models::PublishedTensor& t) {
   return t.shape.rank() == 2 && models::takes_lora(t.own, model.lora_layers);
 }

@@ -1,4 +1,4 @@
-// What `sheaf export` makes of a run's adapters (nn::Lora): a part of the weights, or files of their own.
+// What `sheaf export` turns a run's adapters (nn::Lora) into: a part of the weights, or files of their own.
 #pragma once
 
 #include <cstddef>
@@ -15,18 +15,18 @@
 
 namespace sheaf::tools {
 
-/// Bytes that lie end to end, each run of them somewhere else.
+/// Bytes that follow each other, each run of them stored somewhere else.
 using Spans = std::vector<std::span<const std::byte>>;
 /// Bytes [begin, end) of these.
 Spans part_of(const Spans& whole, int64_t begin, int64_t end);
 
-/// a[rank, in] and as many rows of b[out, rank], f32, as a published tensor has of the weight that they belong to.
+/// a[rank, in] and those rows of b[out, rank], f32, that belong to the rows of the weight in a published tensor.
 struct Adapter {
   Spans a, b;
   int64_t rank;
   double scale;
 };
-/// Nothing if the layer has none.
+/// nullopt if the layer has none.
 std::optional<Adapter> adapter_of(models::Checkpoint& checkpoint, const models::ModelConfig& model, const models::PublishedTensor& t);
 
 /// The rows of a published tensor as a checkpoint has them: values of a dtype, or (u8) in blocks.
@@ -41,8 +41,8 @@ RestingWeight weight_of(models::Checkpoint& checkpoint, const models::ModelConfi
 /// The values, and what an adapter adds to them, in f32, rounded once to `dtype`.
 std::vector<std::byte> merged(const RestingWeight& weight, const std::optional<Adapter>& adapter, DType dtype);
 
-/// adapter_model.safetensors and adapter_config.json of Hugging Face's PEFT, for whom queries, keys and values have adapters of their
-/// own: with one a, and each its rows of b.
+/// adapter_model.safetensors and adapter_config.json of Hugging Face's PEFT, in which queries, keys and values have adapters of their
+/// own: with one a, and each with its rows of b.
 std::vector<SafetensorsInput> adapter_tensors(models::Checkpoint& checkpoint, const models::ModelConfig& model, const models::PublishedForm& form);
 Json adapter_config(const models::ModelConfig& model, const models::PublishedForm& form, const std::string& weights);
 

@@ -18,7 +18,7 @@
 namespace sheaf::tools {
 namespace {
 
-// What is there and was not written by this command stays: somebody's data, or the weights that a run started from.
+// Existing files that this command did not write stay: somebody's data, or the weights that a run started from.
 void check_is_ours(const std::string& to) {
   const auto there = std::filesystem::status(to).type();
   check<IoError>(there == std::filesystem::file_type::not_found || there == std::filesystem::file_type::regular, "[export] '", to,
@@ -34,16 +34,16 @@ void check_is_ours(const std::string& to) {
   check<ConfigError>(is_ours(), "[export] '", to, "' exists and was not written by sheaf export: remove it, or name another");
 }
 
-// Nor is a folder of somebody else's model written to, whose weights lie elsewhere: what lies beside weights is ours where they are.
+// Nor does it write into a folder with somebody else's model: files next to weights are ours only if the weights are.
 void check_nothing_lies_beside(const std::string& folder, const std::string& weights) {
-  if (path_exists(weights)) return;  // check_is_ours() says whose
+  if (path_exists(weights)) return;  // check_is_ours() finds out whose
   for (const char* name : {"config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
                            "special_tokens_map.json", "chat_template.jinja", "vocab.json", "merges.txt"})
     check<ConfigError>(!path_exists(folder + "/" + name), "[export] '", folder, "' has a ", name,
                        ", which was not written by sheaf export: remove it, or name another folder");
 }
 
-// `to`, made whole or not at all.
+// Writes `to` completely or not at all.
 FileDigest write_whole(const std::string& to, std::vector<SafetensorsInput> tensors, const std::map<std::string, std::string>& metadata) {
   const std::string pending = to + ".tmp";
   try {
@@ -84,7 +84,7 @@ std::vector<std::byte> transposed(const std::vector<std::byte>& whole, int64_t r
   return out;
 }
 
-// Factors of norms as what they are above 1.
+// Takes 1 off factors of norms.
 void take_one(std::vector<std::byte>& factors, DType dtype) {
   visit_floating("export", dtype, [&]<class T>() {
     T* const values = reinterpret_cast<T*>(factors.data());
@@ -92,7 +92,7 @@ void take_one(std::vector<std::byte>& factors, DType dtype) {
   });
 }
 
-// What a published tensor, or a part of one, holds of ours, and who has it.
+// What a published tensor, or a part of one, holds of ours, and where that is.
 struct Part {
   models::PublishedTensor t;
   RestingWeight weight;
@@ -108,7 +108,7 @@ struct Part {
   }
 };
 
-// A tensor of several parts.
+// Puts a tensor of several parts together.
 std::vector<std::byte> put_together(const std::vector<Part>& parts, DType dtype) {
   const size_t width = size_of(dtype);
   std::vector<std::byte> out(static_cast<size_t>(parts[0].t.shape.numel()) * width);
@@ -128,7 +128,7 @@ std::vector<SafetensorsInput> own_tensors(models::Checkpoint& checkpoint) {
   return tensors;
 }
 
-// What rests in blocks is written in `dtype`, everything else as it rests.
+// Weights in blocks are written in `dtype`, everything else as it rests.
 std::vector<SafetensorsInput> published_tensors(models::Checkpoint& checkpoint, models::ModelConfig model, const models::PublishedForm& form, DType dtype) {
   // GPT-2 has biases as published: where ours has none, they are zeros.
   const bool zeros = model.type == "gpt2" && !model.bias;
@@ -157,14 +157,14 @@ std::vector<SafetensorsInput> published_tensors(models::Checkpoint& checkpoint, 
   return tensors;
 }
 
-// Of what a run with weights in blocks computes with.
+// The dtype in which a run with weights in blocks computes.
 DType dtype_of(const models::RunState& state) {
   return state.model.quantize == "none" ? kF32 : models::compute_dtype_from("train", state.train.dtype).value_or(kF32);
 }
 
 }  // namespace
 
-// The model is not put together in memory: its parts go from maps of the shards to the file.
+// The model is not put together in memory: its parts are written to the file straight from maps of the shards.
 int export_command(const ExportArguments& arguments) {
   const std::string& format = arguments.format;
   if (format != "huggingface" && format != "peft" && format != "sheaf")
@@ -173,7 +173,7 @@ int export_command(const ExportArguments& arguments) {
   std::string file = arguments.file;
   std::map<std::string, std::string> metadata = {{"format", "pt"}, {"step", str(checkpoint.step())}};
   std::vector<SafetensorsInput> tensors;
-  std::function<std::string()> finish = [] { return ""; };  // writes what lies beside the weights, and says so
+  std::function<std::string()> finish = [] { return ""; };  // writes what belongs next to the weights, and reports it
   if (format != "sheaf") {
     const models::RunState state = models::RunState::from_json(checkpoint.state());
     models::ModelConfig model = state.model;
@@ -182,7 +182,7 @@ int export_command(const ExportArguments& arguments) {
       fail<ConfigError>("[export] --format peft is for adapters, and this run has none (model.lora_rank)");
     const bool adapters = format == "peft";
     const models::PublishedForm form = models::PublishedForm::to_write(model, published_like(state));
-    // Whoever reads a folder with both would add the adapters to weights that have them.
+    // A reader of a folder with both would add the adapters to weights that already contain them.
     const std::string other = arguments.file + (adapters ? "/config.json" : "/adapter_config.json");
     check<ConfigError>(!path_exists(other), "[export] there is '", other, "': ", adapters ? "adapters and a model" : "a model and adapters",
                        " want folders of their own");

@@ -26,8 +26,8 @@
 
 namespace {
 
-// One line on standard error that says where and what; the exit code tells the kind. Under `sheaf
-// launch` the line is the launcher's: it hears all ranks and knows which failure came first.
+// One line on standard error that says where and what; the exit code tells the kind. Under `sheaf launch` the
+// launcher prints the line: it hears all ranks and knows which failure came first.
 int report(std::string what, int code) {
   std::replace(what.begin(), what.end(), '\n', ' ');
   if (sheaf::distributed::tell_launcher(what)) return code;
@@ -39,8 +39,8 @@ int report(std::string what, int code) {
   return code;
 }
 
-// A file that is opened must not get the number of standard input, output or error, if those are closed: what is said there would
-// land in it. In their place stands what refuses to be read or written, as they do.
+// An opened file must not get the number of standard input, output or error if those are closed: output would be written into it.
+// Descriptors that refuse reading or writing, as closed ones do, take their place.
 void keep_standard_descriptors() {
   for (int fd = 0; fd <= 2; ++fd)
     if (fcntl(fd, F_GETFD) < 0) open("/dev/null", fd == 0 ? O_WRONLY : O_RDONLY);
@@ -208,12 +208,12 @@ void add_options(CLI::App& command, Words& words) {
   command.group("")->add_option("words", words);
 }
 
-// Words that are no options of the subcommand: those of the configuration, where it takes them.
+// Words that are not options of the subcommand: those of the configuration, where it takes them.
 void take_rest(auto& arguments, const Words& rest) {
   if constexpr (requires { arguments.overrides; }) arguments.overrides = rest;
 }
 
-// The command to launch, word for word, stands behind "--".
+// The command to launch follows "--", word for word.
 void take_rest(sheaf::distributed::LaunchOptions& launch, const Words& rest) {
   const auto dashes = std::ranges::find(rest, "--");
   if (dashes != rest.end()) launch.command.assign(dashes + 1, rest.end());
@@ -256,7 +256,7 @@ int run(int argc, char** argv) {
                                                : sheaf::kernels::emulated_cuda() ? ", CUDA emulated)"
                                                                                  : ", CUDA)"));
   app.require_subcommand(1);
-  // A subcommand's options are read into its arguments, with which it runs then.
+  // A subcommand's options are read into its arguments, with which it then runs.
   struct Subcommand {
     Words (*words)(const Words&);
     std::function<int(const Words& rest)> run;

@@ -1,4 +1,4 @@
-// Standard output, checked: what did not arrive, on a full disk for instance, is an error and not a success.
+// Standard output, checked: output that is lost, on a full disk for instance, is an error.
 #pragma once
 
 #include <cstdint>

@@ -25,7 +25,7 @@ constexpr const char* kOfAGpu =
     "\nThis is what Sheaf asks of its allocator, which rounds each block up to 256 bytes. Not in it: what the driver and "
     "NCCL hold for themselves, and workspaces that only a plan of cuDNN's on the GPU itself tells.";
 
-// Whether files to train on that are here hold examples: their steps count targets, and keep examples apart. They may not be here.
+// Whether the files to train on, as far as they exist here, hold examples: then steps count targets, and keep examples apart.
 void look_at_data(models::DataConfig& data) {
   const auto holds_examples = [](const auto& open, const std::string& files) {
     try {
@@ -38,7 +38,7 @@ void look_at_data(models::DataConfig& data) {
   data.separate_documents |= data.examples || holds_examples(models::ValidationSets::open, data.val_file);
 }
 
-// Which token ends a document changes nothing of a plan.
+// Which token ends a document does not matter to a plan.
 models::TrainConfig config_to_plan(const std::string& file, const std::vector<std::string>& overrides) {
   models::TrainConfig config = load_config(file, overrides);
   look_at_data(config.data);
@@ -121,7 +121,7 @@ int plan_command(const PlanArguments& arguments) {
   if (arguments.ranks_per_host > 0) machine.ranks_per_host = arguments.ranks_per_host;
   if (arguments.memory > 0) machine.memory = arguments.memory;
   if (arguments.network > 0) machine.between.bytes_per_second = arguments.network;
-  if (!arguments.trace.empty()) write_file(arguments.trace, "");  // whether it can be, before all the work
+  if (!arguments.trace.empty()) write_file(arguments.trace, "");  // whether it can be written, before all the work
   models::WaysOptions options;
   options.threads = available_cores();
   for (const std::string& word : arguments.overrides)

@@ -18,13 +18,13 @@ std::string tokens_line(const auto& data) {
   return str(data.size(), " training tokens", data.num_files() > 1 ? str(" in ", data.num_files(), " files") : "");
 }
 
-// ", 2.1 epochs", which the whole run reads of a source.
+// ", 2.1 epochs": how much of a source the whole run reads.
 std::string epochs_line(const models::Trainer& trainer, int source) {
   const models::OptimizationConfig& t = trainer.config().train;
   return str(", ", rounded(trainer.windows().epochs(source, t.steps * t.batch)), " epochs");
 }
 
-// Of examples, which are packed: how well, and what becomes of those that do not fit.
+// For examples, which are packed: how well, and what happens to those that do not fit.
 std::string examples_line(const std::string& what, const models::PackedExamples& e, int64_t context) {
   const auto tokens = static_cast<double>(e.num_tokens()), places = static_cast<double>(e.num_windows() * (context + 1));
   const auto note = [](int64_t count, const char* what) { return count == 0 ? str() : str("; ", count, what); };
@@ -85,7 +85,7 @@ void note_surprises(const models::TrainConfig& config, World& world, models::Tra
     lines.say(str("note: train.warmup ", t.warmup, " is more than the run's ", t.steps, " steps: the learning rate never reaches train.lr ", t.lr));
 }
 
-// The plan is that of a step in which prefetch knows the order of gathers, or of a program: the first ones of a process differ.
+// The plan is for a step in which prefetch knows the order of gathers, or for a program: the first steps of a process differ.
 void report_peaks(World& world, const models::Trainer& trainer, const models::TrainReport& result, int threads, RunLines& lines) {
   const models::TrainConfig& config = trainer.config();
   std::vector<MemoryLedger::Peak> planned;

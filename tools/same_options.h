@@ -8,8 +8,8 @@
 
 namespace sheaf::tools {
 
-/// Throws ConfigError on all ranks if the options differ, or the `further` facts. Threads may, and so may the places where hosts keep
-/// the data, which are compared by what stands there.
+/// Throws ConfigError on all ranks if the options differ, or the `further` facts. Threads may differ, and so may the places where
+/// hosts keep the data, which are compared by content.
 void require_same_options(World& world, const models::TrainConfig& config, std::vector<Fact> further = {});
 
 }  // namespace sheaf::tools

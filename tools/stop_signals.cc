@@ -11,7 +11,7 @@ namespace {
 constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP};
 constexpr int64_t kSameRequest = 1'000'000'000;  // ns
 
-// A handler has no other place to look.
+// A handler can reach only globals.
 std::atomic<int> first_signal{0};
 std::atomic<int64_t> first_at{0};
 struct sigaction previous[std::size(kSignals)];
@@ -29,7 +29,7 @@ void note(int signal) {
     first_signal = signal;
   } else if (now() - first_at >= kSameRequest) {
     std::signal(signal, SIG_DFL);
-    raise(signal);  // comes when this returns
+    raise(signal);  // delivered when this returns
   }
 }
 

@@ -4,8 +4,8 @@
 namespace sheaf::tools {
 
 /// While this lives, SIGINT, SIGTERM and SIGHUP do not end the process: the first is noted. Another one, a second later or
-/// more, ends it at once, as if this were not there. (What comes sooner is the same request: a launcher, a batch system
-/// and a terminal may all pass it on.) A signal that was ignored stays so. One at a time in a process.
+/// more, ends it at once, as if this did not exist. (An earlier one is the same request: a launcher, a batch system and a
+/// terminal may all pass it on.) A signal that was ignored stays so. One at a time in a process.
 class StopSignals {
  public:
   StopSignals();

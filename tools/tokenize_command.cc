@@ -18,10 +18,10 @@
 namespace sheaf::tools {
 namespace {
 
-// Text that is encoded at a time and thread: texts may be larger than memory.
+// Text that each thread encodes at a time: texts may be larger than memory.
 constexpr size_t kBlockPerThread = size_t{8} << 20;
 
-// A forgotten OUT would cost the last text its content.
+// If OUT is forgotten, the last text would be overwritten.
 void require_no_text(const std::string& path) {
   if (path_exists(path) && !models::is_token_file(path))
     fail<ConfigError>("[tokenize] '", path, "' exists and is no token file: name the file to write last");

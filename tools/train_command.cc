@@ -18,7 +18,7 @@
 namespace sheaf::tools {
 namespace {
 
-// A run that goes on need not be described again: its folder says what it was.
+// A run that goes on need not be described again: its folder has its configuration.
 models::TrainConfig read_config(const TrainArguments& arguments) {
   std::string file = arguments.config;
   if (arguments.resume && file.empty()) {
@@ -30,15 +30,15 @@ models::TrainConfig read_config(const TrainArguments& arguments) {
   return load_config(file, arguments.overrides, arguments.resume);
 }
 
-// A signal lets the step under way come to its end. Before and after there is nothing to save.
+// After a signal the step under way is completed. Before and after training there is nothing to save.
 models::TrainReport train(models::Trainer& trainer) {
   if (trainer.complete()) return trainer.run();
   const StopSignals signals;
   return trainer.run([&] { return signals.asked(); });
 }
 
-// A job whose launcher started it again goes on, whether it was told to or not. Of torchrun's agents on several hosts only
-// the one that saw the failure counts it.
+// A job that its launcher started again goes on, whether it was told to or not. With torchrun's agents on several hosts,
+// only the agent that saw the failure counts it.
 bool started_again(World& world) {
   int64_t restarts = read_rendezvous().restarts;
   world.communicator().all_reduce(&restarts, 1, kI64, Reduction::max, "restarts").sync();

@@ -22,16 +22,16 @@
 namespace sheaf::tools {
 namespace {
 
-// Text that is counted at a time and thread: texts may be larger than memory.
+// Text that each thread counts at a time: texts may be larger than memory.
 constexpr size_t kBlockPerThread = size_t{8} << 20;
 
-// Readers look for that name in a folder; a forgotten OUT would cost the last text its content.
+// Readers look for that name in a folder; if OUT is forgotten, the last text would be overwritten.
 void require_tokenizer_file(const std::string& path) {
   if (path.substr(path.rfind('/') + 1) != "tokenizer.json")
     fail<ConfigError>("[train-tokenizer] name the file to write last, FOLDER/tokenizer.json, not '", path, "'");
 }
 
-// What would fail when all is done.
+// Fails now rather than when all is done.
 void require_writable(const std::string& path) {
   const std::string folder = parent_of(path);
   make_folders(folder);
@@ -40,7 +40,7 @@ void require_writable(const std::string& path) {
     fail<IoError>("[train-tokenizer] cannot write in '", folder, "': ", std::generic_category().message(errno));
 }
 
-// As one text: between documents stands a byte that ends words and is none (WordCounts).
+// As one text: a byte between documents ends words and is not part of one (WordCounts).
 std::string joined(const std::vector<std::string>& documents) {
   std::string all;
   for (const std::string& document : documents) (all += document) += '\xFF';

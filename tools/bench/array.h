@@ -59,7 +59,7 @@ class Array {
     std::copy(values.begin(), values.end(), a.as<T>());
     return a;
   }
-  /// The same on `device`: on a GPU a copy, in memory of the calling rank's.
+  /// The same on `device`: on a GPU a copy, in the calling rank's memory.
   Array on(Device device) && {
     if (!device.is_cuda()) return std::move(*this);
     Array a(dtype_, shape_, device);

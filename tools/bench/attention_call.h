@@ -20,8 +20,9 @@ struct AttentionSize {
 
 class AttentionCall {
  public:
-  /// With `document` tokens in each document, of which the sequences consist; 0: each sequence is one. With a window of so many
-  /// keys; 0: none. `ours`: on a GPU by our own kernels, whoever else would compute it. With scores within a softcap; 0: none.
+  /// With `document` tokens in each document, of which the sequences consist; 0: each sequence is one. With a window of
+  /// `window` keys; 0: none. `ours`: on a GPU by our own kernels, whichever would be chosen. With scores within a softcap; 0:
+  /// none.
   AttentionCall(DType dtype, const AttentionSize& s, Device device, int64_t document = 0, int64_t window = 0, bool ours = false, double softcap = 0)
       : qkv_(Array(dtype, {s.b, s.t, s.h + 2 * s.g, s.d}).on(device)),
         dqkv_(Array(dtype, {s.b, s.t, s.h + 2 * s.g, s.d}).on(device)),

@@ -16,7 +16,7 @@ namespace {
 
 constexpr double kSound = 0.9;  // of the run's best probe
 
-// A line whose samples take long ends after about so many seconds, but with enough samples to tell
+// A line whose samples take long ends after about this many seconds, but with enough samples to tell
 // a median from its spread.
 constexpr double kPatience = 15;
 constexpr int kFewest = 7;
@@ -63,7 +63,7 @@ double quantile(std::vector<double> values, double q) {
 
 bool is_sound(const Line& line, const PeakReading& best) {
   if (!line.missing.empty()) return false;
-  if (line.unit == Unit::bytes) return true;  // whoever else computes
+  if (line.unit == Unit::bytes) return true;  // whatever else is running
   return line.worst.gflops >= kSound * best.gflops &&
          (!line.by_memory || line.worst.copy_gbs >= kSound * best.copy_gbs);
 }
@@ -79,8 +79,8 @@ void set_figures(Line& line, double amount) {
 Session::Session(const Options& options, Device device)
     : options_(options), device_(device), machine_(this_machine()) {
   constexpr size_t kMiB = size_t{1} << 20;
-  // Copies of more than the caches that a core has to itself, or than those of a GPU. A product of
-  // that size keeps all of a GPU's multiprocessors busy to its end.
+  // Copies of more than the caches that one core has to itself, or than those of a GPU. A product of that size keeps
+  // all of a GPU's multiprocessors busy to its end.
   probe_ = on_gpu() ? make_gpu_probe(options.quick ? 128 : 8192, (options.quick ? 1 : 512) * kMiB)
                     : make_cpu_probe(options.quick ? 5e-4 : 4e-3, (options.quick ? 8 : 128) * kMiB);
   probe_->read();
@@ -133,7 +133,7 @@ void Session::line(std::string_view suite, std::string_view line_name, Unit unit
     line.missing = e.what();
     line.samples_s.clear();
   }
-  // Said before the probe, which ends the run if a GPU has failed.
+  // Printed before the probe, which ends the run if a GPU has failed.
   std::string text = line.suite + "/" + line.name + ": ";
   if (!line.missing.empty()) {
     text += "not available: " + line.missing;
@@ -150,7 +150,7 @@ void Session::line(std::string_view suite, std::string_view line_name, Unit unit
 void Session::compare(std::string_view suite, const Comparison& c) {
   line(suite, c.name, c.unit, [&](Line& line) {
     if (c.prepare) c.prepare();
-    // The first sample finds out how many calls make one.
+    // The first sample determines how many calls make one.
     const auto time = on_gpu() && !c.on_host ? time_on_gpu : time_small;
     const auto sampler = [&](const std::function<void()>& call) -> Sample {
       return [this, time, call, iterations = int64_t{0}]() mutable {

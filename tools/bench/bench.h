@@ -1,5 +1,5 @@
-// The harness: what a run of `sheaf bench` was asked for, how a thing is timed against its peer,
-// and the lines that come of it.
+// The harness: what a run of `sheaf bench` was asked for, how a thing is timed against its peer, and the resulting
+// lines.
 //
 // [Note: A B A B] A figure and its peer are measured in turns, sample by sample, so that both meet
 // the same machine; what is printed is the median with the 10th and 90th percentile. Before and
@@ -76,7 +76,7 @@ struct Comparison {
   /// Called before anything else; may set `run`, `peer_run` and the amounts. What it throws makes
   /// the line "not available".
   std::function<void()> prepare = {};
-  std::vector<std::pair<std::string, double>> more = {};  ///< figures to print beside it
+  std::vector<std::pair<std::string, double>> more = {};  ///< figures to print next to it
 };
 
 class Session {
@@ -102,9 +102,9 @@ class Session {
   void compare(std::string_view suite, const Comparison& comparison);
   /// The same against the probe's arithmetic in c.arithmetic: sets the peer.
   void compare_with_peak(std::string_view suite, Comparison& c);
-  /// Longer things, and those that change state from call to call, time themselves: `measure` fills
-  /// samples_s and what else it knows. Figures are computed from samples_s (and `amount` per
-  /// sample) unless it has set `value`; a sheaf::Error makes the line "not available".
+  /// Longer measurements, and those that change state from call to call, time themselves: `measure` fills samples_s
+  /// and what else it knows. Figures are computed from samples_s (and `amount` per sample) unless it has set `value`;
+  /// a sheaf::Error makes the line "not available".
   void line(std::string_view suite, std::string_view name, Unit unit,
             const std::function<void(Line&)>& measure, double amount = 1);
 
@@ -114,14 +114,14 @@ class Session {
   std::pair<std::vector<double>, std::vector<double>> turns(const Sample& a, const Sample& b,
                                                             int most = 30) const;
 
-  /// Samples of a line that has time for `most`.
+  /// How many samples a line takes that has time for `most`.
   int samples(int most) const;
 
   const std::vector<Line>& lines() const { return lines_; }
-  /// Decides which lines are sound: to be called when all are there.
+  /// Decides which lines are sound: to be called when all have been added.
   void judge();
 
-  /// Lines about how it goes, on standard error.
+  /// Prints progress on standard error.
   void say(const std::string& text) const;
 
  private:

@@ -64,7 +64,7 @@ int bench_command(const Options& options) {
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", /*overwrite=*/0);
   const Device device = device_of(options);
   check_suites(options, device);
-  // Nothing is measured for a file that cannot be written in the end.
+  // Before anything is measured: files must be writable in the end.
   for (const std::string& file : {options.json, options.markdown})
     if (!file.empty() && !path_exists(parent_of(file)))
       fail<IoError>("[bench] no folder for '", file, "'");

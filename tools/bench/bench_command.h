@@ -5,11 +5,11 @@
 
 namespace sheaf::bench {
 
-/// "step, gemm, ...": what there is.
+/// "step, gemm, ...": all suites.
 std::string suite_names();
 
-/// Runs what `options` asks for and returns the exit code. Throws ConfigError for a suite that is
-/// not there and a filter that no line passes, IoError where a file cannot be written.
+/// Runs what `options` asks for and returns the exit code. Throws ConfigError for an unknown suite or a filter that
+/// no line passes, IoError where a file cannot be written.
 int bench_command(const Options& options);
 
 }  // namespace sheaf::bench

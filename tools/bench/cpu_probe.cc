@@ -14,8 +14,8 @@
 namespace sheaf::bench {
 namespace {
 
-// Enough independent sums to hide the latency of the additions: two units of four cycles want
-// eight; what is left of the registers does no harm.
+// Enough independent sums to hide the latency of the additions: two units of four cycles need eight; using more
+// registers does no harm.
 constexpr int kSums512 = 24, kSums256 = 12;
 
 [[gnu::target("avx512f"), gnu::noinline]] float fma512(int64_t rounds) {
@@ -209,7 +209,7 @@ class CpuProbe final : public Probe {
     }
   }
 
-  // For bf16 that of its own instructions, where there are any.
+  // For bf16 the peak of its own instructions, where there are any.
   double peak(DType dtype) override {
     if (dtype != kBF16 || bf16_rounds_ == 0) return best().gflops;
     bf16_gflops_ = std::max(bf16_gflops_, read_bf16());

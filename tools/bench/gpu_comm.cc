@@ -31,7 +31,7 @@ int repeats(int64_t bytes) {
   return static_cast<int>(std::clamp<int64_t>((int64_t{256} << 20) / bytes, 1, 64));
 }
 
-// Rank 0's seconds, of a collective and of copying the bytes that a rank gets from others.
+// Rank 0's seconds for a collective, and for copying the bytes that a rank gets from others.
 std::pair<std::vector<double>, std::vector<double>> local_turns(const Session& session, int ranks,
                                                                 bool gathers, int64_t bytes) {
   std::pair<std::vector<double>, std::vector<double>> seconds;
@@ -88,7 +88,7 @@ void local_line(Session& session, int ranks, bool gathers, int64_t bytes) {
       received);
 }
 
-// What a call of NCCL's began goes on behind it; the next one waits for that.
+// What an NCCL call began goes on after it returns; the next one waits for that.
 void settle(NcclComm& comm) {
   std::string why;
   for (NcclComm::State state; (state = comm.state(why)) != NcclComm::State::ready;) {

@@ -83,7 +83,7 @@ class GpuProbe final : public Probe {
   }
 
  private:
-  // After a pause the clock takes some milliseconds to rise: that long nothing counts.
+  // After a pause the clock takes some milliseconds to rise: until then nothing counts.
   PeakReading measure() override {
     for (int warm = 0; warm < 8; ++warm) run_flops(kBF16);
     const size_t bytes = 2 * static_cast<size_t>(from_.view().bytes());
@@ -98,8 +98,8 @@ class GpuProbe final : public Probe {
   const SquareProduct& product(DType dtype) {
     std::unique_ptr<SquareProduct>& p = products_[dtype];
     if (!p) {
-      // In the memory of the rank that the probe belongs to, whoever asks first: else the asker's
-      // could not go back to the GPU.
+      // In the memory of the rank that the probe belongs to, whichever rank asks first: else the asker's could not go
+      // back to the GPU.
       const RankScope own(context_);
       p = std::make_unique<SquareProduct>(dtype, side_, device_);
       Gpu& gpu = context_.gpu_of(device_);

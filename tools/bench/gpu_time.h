@@ -6,11 +6,11 @@
 
 namespace sheaf::bench {
 
-/// Seconds that the stream of this rank's GPU takes for what `enqueue` puts there, between two
-/// events; the host waits for the second. The stream is idle when it begins, so the host's lead
-/// over the device, some microseconds for the first launch, is in it.
+/// Seconds that the stream of this rank's GPU takes for what `enqueue` puts there, between two events; the host waits
+/// for the second. The stream is idle when it begins, so the host's lead over the device, some microseconds for the
+/// first launch, is included.
 double gpu_seconds(const std::function<void()>& enqueue);
-/// The same where this rank's device is a GPU, else what the host's clock says of the call.
+/// The same where this rank's device is a GPU, else by the host's clock.
 double device_seconds(const std::function<void()>& run);
 
 /// Seconds per call, as time_small gives them: `iterations` calls in a row; if 0, as many as take

@@ -33,7 +33,7 @@ double theoretical_peak(const models::TrainConfig& config, int ranks) {
 
   // What a block keeps per token for backward, in C: its input, the first norm's output, queries,
   // keys and values (3), attention's output, the sum, the second norm's output, the MLP before and
-  // after GELU (4 + 4); beside it a log-sum-exp per head and two norms' statistics.
+  // after GELU (4 + 4); also a log-sum-exp per head and two norms' statistics.
   const double of_block = rows * (16 * C + H + 4);
   // The last norm's input, output and statistics; the loss's gradient in its input.
   const double of_head = rows * (3 * C + 2);
@@ -45,9 +45,8 @@ double theoretical_peak(const models::TrainConfig& config, int ranks) {
   // Where backward enters the last block's MLP: all of the blocks' activations, the gradients of
   // its output and of its widest activation, the block's slots.
   const double at_mlp = L * of_block + rows * 5 * C + root + block;
-  // In the first block's backward, the last one to come: one block's activations and about half as
-  // much in gradients of them, this block's slots and, on the wire, those of the block before, and
-  // the gradients reduced so far.
+  // In the first block's backward, the last one to run: one block's activations and about half as much in gradients
+  // of them, this block's slots and, on the wire, those of the block before, and the gradients reduced so far.
   const double slots = ranks == 1 ? 0 : 2 * block;
   const double reduced = ranks == 1 ? L * block : (L - 1) * block * part;
   const double at_end = 1.5 * of_block + root + slots + reduced;

@@ -1,5 +1,5 @@
-// The peer of our products: oneDNN's matmul as a program would call it that keeps nothing but the
-// primitive. Plain row-major memory, oneDNN's own scratchpad, no packing, no choice of kernels.
+// The peer of our products: oneDNN's matmul as called by a program that keeps nothing but the primitive. Plain
+// row-major memory, oneDNN's own scratchpad, no packing, no choice of kernels.
 #pragma once
 
 #include <functional>

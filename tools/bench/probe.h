@@ -1,6 +1,6 @@
-// Probe: what this machine can do at most, asked of the machine itself and in the same run as what
-// is compared with it: arithmetic at its fastest, and copies past the caches. A reading well below
-// the run's best says that somebody else has the machine.
+// Probe: what this machine can do at most, measured on the machine itself in the same run as what is compared with
+// it: arithmetic at its fastest, and copies past the caches. A reading well below the run's best means that something
+// else is using the machine.
 #pragma once
 
 #include <algorithm>
@@ -32,7 +32,7 @@ struct Machine {
   bool avx512 = false;  ///< AVX-512F
   std::string bf16;     ///< what multiplies bf16: "AMX", "AVX512_BF16", or nothing of its own
   int threads = 1;      ///< compute threads of this rank
-  /// Best readings of the run; 0 where the run was on a GPU.
+  /// Best readings of the run; 0 if the run was on a GPU.
   double fma_gflops = 0, copy_gbs = 0, bf16_gflops = 0;
   std::optional<GpuMachine> gpu;  ///< which the run was on
 };
@@ -56,15 +56,15 @@ class Probe {
 
   /// What run_flops does: "FMA peak", "square product".
   virtual std::string_view arithmetic() const = 0;
-  /// One piece of arithmetic as fast as it goes: flops_per_piece() floating-point operations. On a
-  /// GPU, of that dtype; a CPU's are multiply-adds in f32, whatever is asked for.
+  /// One piece of arithmetic as fast as possible: flops_per_piece() floating-point operations. On a GPU, of that
+  /// dtype; a CPU's are multiply-adds in f32, whatever is asked for.
   virtual void run_flops(DType dtype) = 0;
   virtual double flops_per_piece(DType dtype) const = 0;
   /// Copies until `bytes` bytes were read or written.
   virtual void run_copy(size_t bytes) = 0;
-  /// The fastest that this machine multiplies `dtype` with, in GFLOP/s, by the readings so far.
+  /// The fastest rate at which this machine multiplies `dtype`, in GFLOP/s, by the readings so far.
   virtual double peak(DType dtype) = 0;
-  /// Writes the best readings there.
+  /// Writes the best readings to `machine`.
   virtual void describe(Machine& machine) = 0;
 
  private:
@@ -75,8 +75,8 @@ class Probe {
 /// All threads of the calling rank. `unit_seconds`: about how long one measured piece takes.
 /// `copy_bytes`: size of each of the two buffers copied between. Calibrates at once.
 std::unique_ptr<Probe> make_cpu_probe(double unit_seconds, size_t copy_bytes);
-/// The GPU of the calling rank, with memory from it. Arithmetic are products [side, side] x [side,
-/// side]. What run_* enqueue lies on the stream of the rank that calls.
+/// The GPU of the calling rank, with memory from it. The arithmetic is products [side, side] x [side, side]. What
+/// run_* enqueue is on the stream of the calling rank.
 std::unique_ptr<Probe> make_gpu_probe(int64_t side, size_t copy_bytes);
 
 /// The dense bf16 peak that the maker's data sheet gives a GPU of this name, in GFLOP/s; 0 for

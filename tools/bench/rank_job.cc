@@ -58,7 +58,7 @@ Json run_ranks(const Session& session, const RankJob& job) {
     code = distributed::launch(options);
     if (code == 0) return Json::parse(File::open<IoError>(answer).read_all(), answer);
   }
-  // The launcher keeps a signal to itself while ranks run; it was meant for all of us.
+  // The launcher keeps a signal to itself while ranks run, but it was meant for all of us.
   if (code > 128) std::raise(code - 128);
   fail<CommError>("[bench] ", job.ranks, " ranks of '", job.words.at(0), "' ended with code ",
                   code);

@@ -1,4 +1,4 @@
-// The peer of our communicators: Gloo's own collectives, called as its examples do.
+// The peer of our communicators: Gloo's own collectives, called as in its examples.
 #pragma once
 
 #include <functional>

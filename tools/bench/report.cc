@@ -57,7 +57,7 @@ std::vector<std::string> heading(const Machine& m) {
 double best_gflops(const Machine& m) { return m.gpu ? m.gpu->gflops_bf16 : m.fma_gflops; }
 double best_copy(const Machine& m) { return m.gpu ? m.gpu->copy_gbs : m.copy_gbs; }
 
-// What stands behind a line's columns.
+// What follows a line's columns.
 std::string remarks(const Line& l, const Machine& m) {
   std::string out;
   const auto add = [&](const std::string& what) { out += (out.empty() ? "" : "  ") + what; };

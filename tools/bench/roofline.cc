@@ -14,8 +14,8 @@ double elements_per_token(const models::ModelConfig& m) {
   // Forward: the stream and a branch are read, their sum and its norm written. Backward: the
   // gradient of the norm and the sum are read, the stream's gradient is read and written.
   const double norm = 4 * width + 4 * width;
-  // Gelu's product leaves its input behind, which the product behind it reads in the backward
-  // pass. Swiglu reads two and writes one; backward reads three and writes two.
+  // Gelu's product leaves its input behind, which the following product reads in the backward pass. Swiglu reads two
+  // and writes one; backward reads three and writes two.
   const double activation = llama ? 3 * hidden + 5 * hidden : hidden + hidden;
   const double rotary = llama ? 2 * (queries + keys) + 2 * (queries + keys) : 0;
   // Tokens, and GPT-2's positions; the same backward.

@@ -1,6 +1,5 @@
-// The roofline of a training step (Williams et al. 2009, https://doi.org/10.1145/1498765.1498785):
-// the seconds that its operations and the bytes that it cannot avoid take at rates the machine
-// reached.
+// The roofline of a training step (Williams et al. 2009, https://doi.org/10.1145/1498765.1498785): the seconds that
+// its operations and the bytes that it cannot avoid take at rates that the machine has reached.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +8,7 @@
 
 namespace sheaf::bench {
 
-/// What this machine reached, each by itself.
+/// Rates that this machine reached, each by itself.
 struct Rates {
   double products = 0;            ///< FLOP/s of the best large product
   double attention_forward = 0;   ///< FLOP/s, two products of B H T² D operations

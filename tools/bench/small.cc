@@ -1,5 +1,5 @@
-// The door to Google Benchmark: it counts how often a short call must run to be timed well, and
-// times that. What it prints and how it orders things we do ourselves (A B A B).
+// The interface to Google Benchmark: it counts how often a short call must run to be timed well, and times that.
+// Printing and ordering (A B A B) we do ourselves.
 #include <benchmark/benchmark.h>
 
 #include "sheaf/core/error.h"

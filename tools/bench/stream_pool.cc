@@ -29,7 +29,7 @@ StreamPool::StreamPool(int device) {
              "cudaMemPoolSetAttribute");
 }
 StreamPool::~StreamPool() {
-  cudaDeviceSynchronize();  // what was freed is freed in the order of its stream
+  cudaDeviceSynchronize();  // frees take effect in the order of their stream
   cudaMemPoolDestroy(pool_of(pool_));
 }
 

@@ -1,6 +1,6 @@
-// allocator: the calls of a real training step, in their order, again and again on an allocator of
-// its own. Nothing is touched, so this is bookkeeping alone (and what it costs to give pages back).
-// The peer is malloc with the same alignment; on a GPU, CUDA's own pool in the stream's order.
+// allocator: the calls of a real training step, in their order, again and again on an allocator of its own. No memory
+// is touched, so this is bookkeeping alone (and what it costs to give pages back). The peer is malloc with the same
+// alignment; on a GPU, CUDA's own pool in the stream's order.
 #include <cstdlib>
 #include <functional>
 #include <unordered_map>
@@ -18,7 +18,7 @@
 namespace sheaf::bench {
 namespace {
 
-// Blocks by number: `before` are there when the step begins.
+// Blocks by number: `before` exist when the step begins.
 struct Trace {
   struct Call {
     bool allocates;
@@ -26,10 +26,10 @@ struct Trace {
   };
   std::vector<size_t> sizes;  ///< of each block
   int before = 0;
-  std::vector<Call> calls;  ///< end with what makes the state as it was before
+  std::vector<Call> calls;  ///< end with those that restore the initial state
 };
 
-// Passes everything on, and writes it down from start() on. Blocks of meta, which has no memory,
+// Passes all calls on, and records them from start() on. Blocks of meta, which has no memory,
 // get addresses to tell them apart by.
 class TracingAllocator final : public Allocator {
  public:
@@ -126,7 +126,7 @@ Trace trace_on_cpu(const models::TrainConfig& config) {
   return trace_step(config, world, Device::cpu(), context.cpu);
 }
 
-// A step of a GPU calls as one on meta does that stands for it.
+// A GPU's step makes the same calls as one on meta that stands for it.
 Trace trace_on_gpu(const models::TrainConfig& config) {
   World world = distributed::simulated_world(0, 1, {.comm = "local", .device = Device::cuda()});
   return trace_step(config, world, Device::meta(), RankContext::current().meta);
@@ -183,7 +183,7 @@ void measure(Session& session, std::string_view name, MakeTrace make_trace, Make
     own = std::make_unique<Replay<decltype(allocate), decltype(free)>>(trace, allocate, free);
     others = std::make_unique<Replay<Allocate, Free>>(trace, peer_allocate, peer_free);
     c.amount = c.peer_amount = static_cast<double>(trace.calls.size());
-    // What is resident for each live byte where most are live.
+    // Resident bytes for each live byte where most are live.
     own->run([] {});
     MemoryStats peak;
     own->run([&] {

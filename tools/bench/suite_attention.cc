@@ -48,12 +48,12 @@ void compare_calls(Session& session, const std::string& name, const char* peer_n
   session.compare("attention", c);
 }
 
-// What a mask leaves of attention: documents of so many tokens, or a window of so many keys.
+// What a mask leaves of attention: documents of this many tokens, or a window of this many keys.
 struct Hidden {
   const char *name, *size, *peer;
   int64_t document, window;
 };
-// No document begins where a block of the kernels would.
+// No document begins where a block of the kernels would begin.
 Hidden documents(int64_t tokens) { return {"documents-", "-of-", "one document", tokens, 0}; }
 Hidden window(int64_t keys) { return {"window-", "-W", "all keys", 0, keys}; }
 
@@ -141,7 +141,7 @@ void attention_suite(Session& session) {
                                    {1, 8192, 32, 8, 128}})
       measure(session, dtype, s);
   measure(session, kF32, {16, 1024, 12, 12, 64});
-  // Gemma's heads, which cuDNN refuses, then what it takes.
+  // Gemma's heads, which cuDNN refuses, then sizes that it takes.
   measure(session, kBF16, {2, 4096, 8, 4, 256});
   for (const AttentionSize& s : {AttentionSize{16, 1024, 12, 12, 64}, {2, 4096, 32, 8, 128}}) measure_ours(session, kBF16, s, cudnn_too);
   for (const int64_t tokens : {1000, 250}) measure_hidden(session, kBF16, {2, 4096, 12, 12, 64}, documents(tokens));

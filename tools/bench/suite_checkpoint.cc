@@ -1,8 +1,7 @@
-// checkpoint: saving and loading a model with its optimizer's state, committed and verified as in
-// training, against writing (and syncing) or reading as many bytes; and what a step waits for a save
-// that goes on beside it, against one that does not. Before anything is read the
-// kernel is asked to drop the files' pages. The files lie in the system's temporary folder: TMPDIR
-// chooses the disk.
+// checkpoint: saving and loading a model with its optimizer's state, committed and verified as in training, against
+// writing (and syncing) or reading as many bytes; and how long a step waits for a save that runs concurrently with
+// it, against one that does not. Before anything is read the kernel is asked to drop the files' pages. The files are
+// in the system's temporary folder: TMPDIR chooses the disk.
 #include <filesystem>
 
 #include <fcntl.h>

@@ -48,7 +48,7 @@ Json answer_of(World& world, const Question& q) {
   const Mesh mesh = world.mesh({{"data", size}});
   Communicator& lane = q.gathers ? mesh.runtime->gather_lane(0) : mesh.runtime->reduce_lane(0);
   const std::vector<int64_t> counts(static_cast<size_t>(size), each);
-  // As a unit does it: what is given, a shard at rest or a gradient's slots, lies in wire memory,
+  // As in a unit: what is given, a shard at rest or a gradient's slots, is in wire memory,
   // what is taken does not.
   const Buffer given(q.gathers ? each : all, MemoryKind::wire),
       taken(q.gathers ? all : each, MemoryKind::normal), spare(all, MemoryKind::normal);

@@ -1,5 +1,6 @@
-// experts: gradients of a model whose MLPs are mixtures of experts, beside those of the one whose MLPs are as much work for a token,
-// in turns. What a mixture costs besides: choosing, sending and returning rows, products of fewer rows with more matrices.
+// experts: gradients of a model whose MLPs are mixtures of experts, against those of a model whose MLPs are as much work for a
+// token, in turns. What a mixture costs in addition: choosing, sending and returning rows, products of fewer rows with more
+// matrices.
 #include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/models/sample_block.h"
@@ -30,7 +31,7 @@ class Gradients {
       recording.backward(model_.model->loss(tokens_, targets_));
     });
   }
-  /// What a step needs beyond what lasts.
+  /// What a step needs in addition to lasting memory.
   double peak_mib(Allocator& memory) {
     zero_grad(*model_.model);
     const auto before = static_cast<double>(memory.stats().live);

@@ -1,12 +1,11 @@
-// fsdp: a step at 1, 2 and 4 ranks under every strategy, ranks as processes, against one rank with
-// all threads; the same model, the same tokens in a step over all ranks together. On a GPU ranks
-// are threads that share it and receive no faster than over a link of a given speed, against the
-// same ranks without a limit: what communication costs that computing does not hide.
+// fsdp: a step at 1, 2 and 4 ranks under every strategy, ranks as processes, against one rank with all threads; the
+// same model, the same number of tokens in a step over all ranks together. On a GPU ranks are threads that share it
+// and receive no faster than over a link of a given speed, against the same ranks without a limit: the cost of
+// communication that computing does not hide.
 //
-// memory: the peak of a rank in such a step against what a formula says it must hold, and against
-// what the plan said before anything was allocated. Staging of communicators, which is of a fixed
-// size whatever the model, is in the peak but not in the formula. On a GPU ranks are threads that
-// share it, and the peak stands beside the plan's.
+// memory: the peak of a rank in such a step against what a formula says it must hold, and against what the plan said
+// before anything was allocated. The communicators' staging, whose size does not depend on the model, is in the peak
+// but not in the formula. On a GPU ranks are threads that share it, and the peak is compared with the plan's.
 #include <algorithm>
 
 #include "sheaf/core/rank_context.h"

@@ -1,4 +1,4 @@
-// fuse: elementwise ops in a row as one kernel (autograd/passes/fuse_elementwise.h), beside the same ops one after the other, in
+// fuse: elementwise ops in a row as one kernel (autograd/passes/fuse_elementwise.h), against the same ops one after another, in
 // turns: an activation that is written by hand, forward and backward; a bias, a gate and a residual.
 #include "sheaf/autograd/compile.h"
 #include "sheaf/autograd/ops.h"
@@ -18,7 +18,7 @@ std::vector<Tensor> gelu_by_hand(const Tensor& x, const Tensor& dy, const Tensor
   return {loss, sum(recording.gradient(loss, std::vector{x})[0])};
 }
 
-// A bias, a gate and a residual: what stands between two products.
+// A bias, a gate and a residual: what is between two products.
 std::vector<Tensor> gated(const Tensor& x, const Tensor& y, const Tensor& bias) {
   return {sum(add(mul(sigmoid(add(x, bias)), y), mul(x, 0.5)))};
 }

@@ -1,7 +1,7 @@
-// gemm: the three products of a linear layer, of many tokens and the first of few, the head with its
-// loss, and one row of a weight in blocks; beside it the fraction of the machine's peak. On a CPU at the shapes of GPT-2 124M against oneDNN's plain matmul, and the
-// peak is that of f32 multiply-adds, or of the tiles for bf16. On a GPU at those of GPT-2 and
-// Llama 3 8B against a large square product of the same dtype, which is also the peak.
+// gemm: the three products of a linear layer, with many tokens and the first also with few, the head with its loss, and one row of a weight
+// in blocks; next to it the fraction of the machine's peak. On a CPU at the shapes of GPT-2 124M against oneDNN's plain matmul, where the
+// peak is that of f32 multiply-adds, or of the tiles for bf16. On a GPU at those of GPT-2 and Llama 3 8B against a large square product of
+// the same dtype, which is also the peak.
 #include "sheaf/kernels/cuda/product.h"
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/linear.h"
@@ -83,7 +83,7 @@ Calls input_gradient(const Size& s, Place& at) {
   return calls;
 }
 
-// dW[O, I] = dy[M, O]ᵀ x[M, I], in f32 always: that is what a reduction over ranks takes.
+// dW[O, I] = dy[M, O]ᵀ x[M, I], always in f32, which a reduction over ranks takes.
 Calls weight_gradient(const Size& s, Place& at) {
   const Array &dy = at.array(at.dtype, {s.m, s.o}), &x = at.array(at.dtype, {s.m, s.i}),
               &dw = at.array(kF32, {s.o, s.i});
@@ -131,7 +131,7 @@ void layer_line(Session& session, const Product& product, DType dtype, const Siz
     session.compare("gemm", c);
 }
 
-// The same in FP8, rounding included, beside that in bf16.
+// The same in FP8, rounding included, against that in bf16.
 void fp8_line(Session& session, const Product& product, const Size& full) {
   const std::string name = str(product.name, "-fp8-", full.m, "x", full.i, "x", full.o);
   if (!session.wants("gemm", name)) return;
@@ -148,7 +148,8 @@ void fp8_line(Session& session, const Product& product, const Size& full) {
   session.compare("gemm", c);
 }
 
-// One token through a layer, as where texts are generated: time goes by the bytes of the weight. In blocks beside f32.
+// One token through a layer, as in generating text: time is proportional to the bytes of the weight. In blocks against
+// f32.
 void block_line(Session& session, BlockFormat format, const Size& full) {
   const std::string name = str("one-row-", sheaf::name(format), "-", full.i, "x", full.o);
   if (!session.wants("gemm", name)) return;
@@ -210,7 +211,7 @@ void gemm_suite(Session& session) {
   for (const BlockFormat format : {BlockFormat::int8, BlockFormat::nf4})
     for (const auto& [i, o] : {std::pair(4096, 4096), {4096, 14336}, {14336, 4096}}) block_line(session, format, {1, i, o});
   if (!session.on_gpu()) {
-    // Of few tokens, as where texts are generated: time goes by the bytes of the weight, then by its packing.
+    // With few tokens, as in generating text: time is determined by the bytes of the weight, then by its packing.
     for (DType dtype : {kF32, kBF16})
       for (int64_t m : {1, 8, 32})
         for (const auto& [i, o] : {std::pair(768, 50257), {4096, 4096}, {4096, 14336}}) layer_line(session, kProducts[0], dtype, {m, i, o});
@@ -225,8 +226,8 @@ void gemm_suite(Session& session) {
       {1600, 4800}, {1600, 1600}, {1600, 6400}, {6400, 1600}};
   constexpr std::pair<int64_t, int64_t> kLlama8B[] = {
       {4096, 6144}, {4096, 4096}, {4096, 14336}, {14336, 4096}};
-  // GPT-2's vocabulary is an odd number, which may leave cuBLASLt fewer kernels: beside it one that
-  // is padded to whole tiles.
+  // GPT-2's vocabulary is an odd number, which may leave cuBLASLt fewer kernels: also one that is padded to whole
+  // tiles.
   constexpr Size kHeads[] = {
       {16384, 768, 50257}, {16384, 768, 50304}, {16384, 1600, 50257}, {8192, 4096, 128256}};
   for (DType dtype : {kBF16, kF16, kF32}) {

@@ -1,5 +1,5 @@
-// generate: many prompts continued together (models/generate_many.h), beside the same one by one, in
-// turns; and one, beside copies of as many bytes as its weights have.
+// generate: many prompts continued together (models/generate_many.h), against the same one by one, in turns; and one,
+// against copies of as many bytes as its weights have.
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/models/generate_many.h"
 #include "sheaf/models/sharded_model.h"
@@ -15,7 +15,7 @@ struct Size {
   int64_t rows, prompt, tokens;  ///< sequences, and the tokens of each: those that are read, and those that are made
 };
 
-// Weights as they are drawn: what comes out is any token, and no text ends.
+// Weights as they are drawn: any token may come out, and no text ends.
 void measure(Session& session, DType dtype, Size size, World& world, Line& line) {
   std::vector<std::string> overrides = {str("--train.dtype=", name(dtype))};
   if (session.options().quick) {

@@ -1,5 +1,5 @@
-// hessian: products of a loss's Hessian with a direction (nn/direction.h), beside gradients of the
-// same loss, in turns.
+// hessian: products of a loss's Hessian with a direction (nn/direction.h), against gradients of the same loss, in
+// turns.
 #include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/models/sample_block.h"

@@ -1,10 +1,9 @@
-// hosts: a step with accumulation by four ranks on two hosts, under the strategies that spare the
-// link between these, with gradients that travel in bf16 or, as weights may, in int8, with units
-// that a program keeps gathered, with a stage of the model on each host, and with layers that the
-// ranks of a host share, and with a model of its own on each host, of which they take the mean now
-// and then, against full_shard over all four. Ranks are threads of this process that
-// receive from the other host no faster than over such a link; what they compute is the same, and
-// so are the cores that they share, whatever the strategy.
+// hosts: a step with accumulation by four ranks on two hosts, against full_shard over all four: under the strategies
+// that spare the link between the hosts, with gradients that are sent in bf16 or, as weights may be, in int8, with
+// units that a program keeps gathered, with a stage of the model on each host, with layers that the ranks of a host
+// share, and with a model on each host, of which they take the mean now and then. Ranks are threads of this process
+// that receive from the other host no faster than over such a link; what they compute is the same whatever the
+// strategy, and so are the cores that they share.
 #include <algorithm>
 
 #include "sheaf/distributed/run_local.h"
@@ -42,11 +41,11 @@ const Choice kChoices[] = {
 };
 
 struct Steps {
-  std::vector<double> seconds;  // by rank 0's clock; of islands, of as many as lead to an agreement
+  std::vector<double> seconds;  // by rank 0's clock; with islands, those of all steps up to an agreement
   double megabytes = 0;         // that rank 0 received from the other host in each
 };
 
-// The axis that leads to the other host is the first; if it is the only one, a peer is on this one.
+// The axis that leads to the other host is the first; if it is the only one, a peer is on this host.
 double bytes_from_elsewhere(const Mesh& mesh) {
   int64_t bytes = mesh.runtime->gather_lane(0).bytes_received() + mesh.runtime->reduce_lane(0).bytes_received();
   if (mesh.spec->is_chain(0))

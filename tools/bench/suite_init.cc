@@ -53,7 +53,7 @@ Start run_starts(const Session& session, const std::string& name) {
 
 }  // namespace
 
-// words: case, when the launcher was called. The first step counts from there; the model's making
+// words: case, when the launcher was called. The first step counts from there; the making of the model
 // from the beginning of what this function does.
 Json init_rank(const std::vector<std::string>& words) {
   const double begin = now();

@@ -1,6 +1,6 @@
-// kernels: those that wait for memory. Each is charged the bytes that it cannot avoid, every
-// operand read once and every result written once, and stands beside a copy of as many bytes. On a
-// GPU operands are larger than its caches.
+// kernels: those that wait for memory. Each is charged the bytes that it cannot avoid, every operand read once and
+// every result written once, and is compared with a copy of as many bytes. On a GPU operands are larger than its
+// caches.
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/cross_entropy.h"
 #include "sheaf/kernels/dispatch.h"
@@ -24,7 +24,7 @@ namespace cpu = kernels::cpu;
 using kernels::BinaryOp;
 using kernels::UnaryOp;
 
-// Rows of activations and their width, and the sizes of what has no rows.
+// Rows of activations and their width, and the sizes of operands without rows.
 struct Sizes {
   int64_t rows, width;
   int64_t parameters;          // elements
@@ -43,7 +43,7 @@ class Kernels {
 
   /// Everything of one dtype on activations [rows, width].
   void activations(DType dtype);
-  /// What handles parameters, tokens and logits.
+  /// Kernels that handle parameters, tokens and logits.
   void parameters();
 
  private:

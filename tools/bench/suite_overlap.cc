@@ -1,6 +1,6 @@
-// overlap: a step of layers, of sequences or of experts that two ranks share, whose activations and their gradients go over a link of a given
-// rate, with products computed while rows of theirs, and other gradients, travel, against the same step that waits for all that
-// travels. The bits are the same. Ranks are threads of this process, with a thread each.
+// overlap: a step with layers, sequences or experts that two ranks share, whose activations and their gradients are sent over a link of a
+// given rate, with products computed while their rows, and other gradients, are in transit, against the same step that waits for every
+// transfer. The bits are the same. Ranks are threads of this process, with a thread each.
 #include <algorithm>
 #include <utility>
 

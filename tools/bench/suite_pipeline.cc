@@ -1,7 +1,7 @@
-// pipeline: a step through stages of several runs of blocks, which micro-batches go round, against the same stages of one run, one
-// whose gradients of weights come later (zero_bubble), against 1F1B, and one whose head counts among the last stage's blocks, against
-// stages of as many blocks: how much less they wait for each other.
-// Ranks are threads of this process, one for each stage, with a thread each.
+// pipeline: a step through stages of several runs of blocks, which micro-batches go round, against the same stages of one run; one
+// whose gradients of weights come later (zero_bubble), against 1F1B; and one whose head counts among the last stage's blocks, against
+// stages of as many blocks: how much less the stages wait for each other. Ranks are threads of this process, one for each stage, with
+// a thread each.
 #include <algorithm>
 #include <cmath>
 
@@ -65,9 +65,9 @@ void measure(Session& session, const Pipeline& p, const Pipeline& peer, Line& li
   for (int round = 0; round < rounds; ++round) add(line.samples_s, p), add(peers, peer);
   line.peer = p.head ? "as many blocks in each stage" : p.later ? "1F1B" : "one run of blocks in each stage";
   line.peer_value = quantile(peers, 0.5);
-  // Of turns of a forward and a backward of all of a stage's blocks; the embedding, the head and the update are not in it.
-  // In blocks, of the longest stage and of others, of which a step waits for each once. A forward and the gradients of inputs and of
-  // weights are taken to be as long as each other.
+  // For turns of a forward and a backward of all of a stage's blocks, without the embedding, the head and the update. In blocks, of
+  // the longest stage and of others, each of which a step waits for once. A forward, the gradients of inputs and those of weights
+  // are assumed to take equally long.
   const auto turns = [](const Pipeline& of) {
     const bool waits = of.head && !of.counts;
     return of.micro_batches * (waits ? 5.0 : 4.0) + (of.stages - 1) * (waits ? 3.0 : 4.0) * (of.later ? 1.0 / 3 : 1.0) / of.runs;

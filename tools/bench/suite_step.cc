@@ -1,7 +1,7 @@
-// step: whole steps of training, forward, backward, clipping and AdamW. Other programs run the same
-// cases by these names. On a GPU the roofline stands beside them, at the rates that this run
-// measures. Steps that run as a program, and on a GPU one so small that launches count, as a graph,
-// stand beside the same steps without.
+// step: whole steps of training, forward, backward, clipping and AdamW. Other programs run the same cases by these
+// names. On a GPU they are compared with the roofline at the rates that this run measures. Steps that run as a
+// program, and on a GPU, with a step so small that launches count, as a graph, are compared with the same steps
+// without.
 #include <algorithm>
 
 #include "sheaf/core/gpu.h"
@@ -18,8 +18,8 @@
 namespace sheaf::bench {
 namespace {
 
-// Steps and the machine's arithmetic in turns. The peer is the step that did nothing but its
-// operations, as fast as the machine goes.
+// Steps and the machine's arithmetic in turns. The peer is a step that does nothing but its
+// operations, as fast as the machine can.
 void measure_turns(Session& session, const models::TrainConfig& config, const Session::Sample& step,
                    const Session::Sample& peak, Line& line) {
   auto [steps, peaks] = session.turns(step, peak);
@@ -50,7 +50,7 @@ void measure_turns(Session& session, const models::TrainConfig& config, const Se
   percent("MFU % of the data sheet with full attention", full, sheet);
 }
 
-// Where the time of a step goes: of one more, for it is a little slower.
+// Where the time of a step is spent: of one more, as it is a little slower.
 void trace(const Session& session, World& world, std::string_view name,
            const Session::Sample& step) {
   if (session.options().traces.empty()) return;
@@ -93,7 +93,7 @@ std::string described(const Fitted& fitted) {
   return text;
 }
 
-// Bytes of the GPU that nobody has.
+// Free bytes of the GPU.
 int64_t free_memory() {
   if constexpr (kernels::kHasCuda) return static_cast<int64_t>(kernels::cuda::memory_info().free);
   return 0;
@@ -124,7 +124,7 @@ Rates attention_rates(Session& session, const models::TrainConfig& config) {
   return rates;
 }
 
-// The step beside the roofline at the rates of this run.
+// The step against the roofline at the rates of this run.
 void compare_with_roofline(Session& session, const models::TrainConfig& config, int64_t parameters,
                            Rates rates, Line& line) {
   const double seconds = quantile(line.samples_s, 0.5);

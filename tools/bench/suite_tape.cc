@@ -1,4 +1,4 @@
-// tape: what a node costs besides its kernel. Chains of scalar multiplications (which save nothing
+// tape: what a node costs in addition to its kernel. Chains of scalar multiplications (which save nothing
 // for backward) and of hyperbolic tangents (which save their output), on the meta device, where
 // there are no kernels and no memory, and on CPU tensors of one element, where both are as small as
 // they can be.

@@ -1,5 +1,4 @@
-// The suites of `sheaf bench`, a file each. A suite adds its lines to the session, those that are
-// asked for.
+// The suites of `sheaf bench`, a file each. A suite adds those of its lines to the session that are asked for.
 #pragma once
 
 #include <string_view>
@@ -31,7 +30,7 @@ void checkpoint_suite(Session& session);
 struct Suite {
   std::string_view name;
   void (*run)(Session&);
-  bool on_gpu;  ///< has something to say about a GPU
+  bool on_gpu;  ///< has lines for a GPU
 };
 inline constexpr Suite kSuites[] = {
     {"step", step_suite, true},

@@ -13,7 +13,7 @@ namespace {
 
 const std::vector<std::string> kGpt2 = {"--model.preset=gpt2-124m"};
 // nanoGPT's configuration for CPUs, and the one for characters. Tokens in the 124M cases are fewer
-// than the published context: positions that are not there are not trained.
+// than the published context: positions that do not occur are not trained.
 const std::vector<std::string> kNano = {"--model.layers=4", "--model.width=128", "--model.heads=4",
                                         "--model.vocab=65", "--model.bias=false"};
 const std::vector<std::string> kChar = {"--model.layers=6", "--model.width=384", "--model.heads=6",
@@ -57,7 +57,7 @@ std::vector<TrainingCase> training_cases(Device device) {
         gpt2_on_gpu("gpt2-774m-bf16-512x1024", "gpt2-774m"),
         gpt2_on_gpu("gpt2-1558m-bf16-512x1024", "gpt2-1558m"),
         make("llama3-8b-bf16-4x8192", {"--model.preset=llama3-8b"}, "bf16", 4, 8192),
-        // As many layers as leave another program room for as many.
+        // As many layers as leave room for another program with as many.
         make("llama3-8b-8layers-bf16-4x8192", {"--model.preset=llama3-8b", "--model.layers=8"},
              "bf16", 4, 8192),
         make("llama3-8b-8layers-fp8-4x8192",
@@ -99,9 +99,9 @@ std::vector<std::string> tiny_model() {
 }
 
 Fitted fit_to_gpu(models::TrainConfig config, int64_t bytes) {
-  constexpr int64_t kMostTokens = 65536;  // more fill no GPU better
+  constexpr int64_t kMostTokens = 65536;  // more do not fill a GPU any better
   const int64_t batch = config.train.batch, layers = config.model.layers;
-  // Every micro-batch after the first takes the same, so two tell.
+  // Every micro-batch after the first takes the same memory, so two are enough.
   const auto peak = [&](int64_t sequences) {
     models::TrainConfig c = config;
     c.train.batch = std::min(batch, 2 * sequences);
@@ -127,7 +127,7 @@ Fitted fit_to_gpu(models::TrainConfig config, int64_t bytes) {
 models::FillBatch random_tokens(const models::TrainConfig& config) {
   const auto context = config.model.context;
   const auto vocab = static_cast<uint64_t>(config.model.vocab);
-  // Scaled, not divided: the host does this while a GPU waits, and the clock runs.
+  // Scaled, not divided: the host does this on the clock while a GPU waits.
   const auto token = [vocab](uint64_t place) {
     return static_cast<int32_t>(scramble(place) * vocab >> 32);
   };

@@ -11,7 +11,7 @@
 
 namespace sheaf::bench {
 
-/// "gpt2-124m-f32-4x64" and its like: model, dtype, sequences x tokens of a step.
+/// Named like "gpt2-124m-f32-4x64": model, dtype, sequences x tokens of a step.
 struct TrainingCase {
   std::string_view name;
   std::vector<std::string> overrides;  ///< as on the command line of `sheaf train`
@@ -28,8 +28,8 @@ models::TrainConfig training_config(std::string_view name,
 /// Overrides that make any case tiny, for quick runs where a GPU may be emulated.
 std::vector<std::string> tiny_model();
 
-/// A configuration that fits a GPU: as many sequences in a micro-batch, up to 65,536 tokens, as the
-/// plan says that `bytes` hold; if one is too many, as many layers.
+/// A configuration that fits a GPU: as many sequences in a micro-batch, up to 65,536 tokens, as by the plan fit into
+/// `bytes`; if not even one does, as many layers.
 struct Fitted {
   models::TrainConfig config;
   int64_t layers = 0;        ///< of the model before

@@ -1,4 +1,4 @@
-// What sources include most, which is read once for all of them (tools/bazel/precompiled.bzl).
+// The most included headers, parsed once for all sources (tools/bazel/precompiled.bzl).
 #ifndef SHEAF_TOOLS_HEADERS_HEADERS_H_
 #define SHEAF_TOOLS_HEADERS_HEADERS_H_  // g++ has a warning for #pragma once in what it precompiles
 
