@@ -1,6 +1,6 @@
-// Tells two spirals apart, with a layer and an op of its own (snake.h), fully sharded over ranks
-// that are threads here, on the GPU where there is one. With a FOLDER it saves there, and goes on
-// from what is there, with any number of ranks.
+// Tells two spirals apart, with a layer and an op of its own (snake.h), fully sharded over ranks that are threads
+// here, on the GPU where there is one. With a FOLDER it saves there, and goes on from what was saved there, with any
+// number of ranks.
 //
 //   bazel run //examples:classifier -- [RANKS [FOLDER [STEPS]]]
 #include <cmath>

@@ -1,5 +1,5 @@
 // Learning from rewards (GRPO: Shao et al., https://arxiv.org/abs/2402.03300, section 4.1): of several answers that a model draws to the
-// same prompt, those that are better than the others are made more likely. The model answers, and learns, where it is sharded.
+// same prompt, those that are better than the others are made more likely. The model answers, and learns, while it is sharded.
 //
 //   G answers to a prompt   B of all prompts, Shard(0)   T tokens of the context
 #pragma once
@@ -24,7 +24,7 @@ struct GrpoOptions {
   models::GenerateConfig draw;  ///< temperature 1: else the model that answers is not the one that learns
 };
 
-/// Of an answer's tokens, its end included if it has one.
+/// The reward of an answer's tokens, its end included if it has one.
 using Reward = std::function<double(std::span<const int32_t> prompt, std::span<const int32_t> answer)>;
 
 /// Answers as a batch to learn from: what follows the prompt are targets, the rest has -1.
@@ -43,7 +43,7 @@ inline double sum_of_ranks(double mine, const Layout& rows) {
   return redistribute(Tensor::from_local<double>({mine}, {kF64, {1}, addends}), Layout(rows.mesh(), Placement::invariant())).to_vector<double>()[0];
 }
 
-/// `prompts` are this rank's, as many on each rank, and number `first` of all the first of them.
+/// `prompts` are this rank's, equally many on each rank; the first of them is number `first` of all.
 inline Answers answer(models::Decoder& model, std::span<const std::vector<int32_t>> prompts, int64_t first, const Reward& reward,
                       int32_t end, int64_t context, int64_t vocab, const Layout& rows, const GrpoOptions& o) {
   std::vector<std::vector<int32_t>> each;
@@ -87,9 +87,9 @@ inline Answers answer(models::Decoder& model, std::span<const std::vector<int32_
           .num_targets = sum_of_ranks(learned, rows)};
 }
 
-/// Of losses of each target, -log p, those of the model that answered, and of the reference (undefined without one): the mean over all targets of
-/// -min(r A, clip(r) A) + kl (exp(d) - d - 1), r = p / p_old, d = log(p_ref / p) (the paper's equations 3 and 4, with one mean over all
-/// answers' tokens as DAPO has it). Partial.
+/// From each target's losses, -log p, those of the model that answered, and those of the reference (undefined without one): the mean over
+/// all targets of -min(r A, clip(r) A) + kl (exp(d) - d - 1), r = p / p_old, d = log(p_ref / p) (the paper's equations 3 and 4, with one
+/// mean over all answers' tokens as in DAPO). Partial.
 inline Tensor grpo_loss(const Tensor& losses_BT, const Tensor& old_BT, const Tensor& reference_BT, const Answers& answers, const GrpoOptions& o) {
   const Tensor ratio_BT = exp(old_BT - losses_BT), advantages_B1 = cast(answers.advantages_B1, losses_BT.dtype());
   Tensor each_BT = -1.0 * minimum(ratio_BT * advantages_B1, clamp(ratio_BT, 1 - o.clip_low, 1 + o.clip_high) * advantages_B1);
@@ -100,7 +100,7 @@ inline Tensor grpo_loss(const Tensor& losses_BT, const Tensor& old_BT, const Ten
   return sum(where(ge(answers.targets_BT, 0.0), each_BT, 0.0)) / answers.num_targets;
 }
 
-/// Learns from one set of answers; with kl, beside `reference`, which may be null. Returns the loss before the last update.
+/// Learns from one set of answers; with kl, kept near `reference`, which may be null. Returns the loss before the last update.
 inline double learn(models::Decoder& model, models::Decoder* reference, optim::Optimizer& optimizer, const Answers& answers, int64_t step,
                     const GrpoOptions& o) {
   const auto losses_of = [&](models::Decoder& m) { return m.loss(answers.tokens_BT, answers.targets_BT, {.per_target = true}); };

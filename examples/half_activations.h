@@ -1,4 +1,4 @@
-// A pass over a tape: what the forward keeps for the backward lies in memory in bf16.
+// A pass over a tape: what the forward keeps for the backward is stored in bf16.
 #pragma once
 
 #include <map>
@@ -7,7 +7,7 @@
 
 namespace examples {
 
-/// The program with each f32 activation of at least `bytes` on this rank rounded to bf16 behind its last use in the forward, and widened
+/// The program with each f32 activation of at least `bytes` on this rank rounded to bf16 after its last use in the forward, and widened
 /// again before its first in the backward. Gradients are those of rounded activations (compare ActNN, https://arxiv.org/abs/2104.14129,
 /// which rounds further). Statistics, which have no row of numbers for each token, stay as they are.
 inline sheaf::Program with_half_activations(const sheaf::Program& plain, int64_t bytes = 4096) {

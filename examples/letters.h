@@ -1,5 +1,5 @@
 // A task whose answers are easy to check: put letters in order. "dbca=" is answered by "abcd" and the end. Demonstrations are
-// right half of the time, so whoever imitates them is, too.
+// right half of the time, so a model that imitates them is, too.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace examples {
 
 struct Letters {
   static constexpr int64_t kLetters = 4, kVocab = 10, kContext = 2 * kLetters + 1;
-  static constexpr int32_t kAsk = 8, kEnd = 9;  // behind the letters 0 to 7
+  static constexpr int32_t kAsk = 8, kEnd = 9;  // after the letters 0 to 7
 
   /// `count` different letters in any order, the same ones for the same number.
   static std::vector<int32_t> shuffled(std::vector<int32_t> letters, sheaf::Key key, int64_t number) {

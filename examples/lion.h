@@ -5,7 +5,7 @@
 
 namespace examples {
 
-/// The op: one pass over a rank's flat shard, whatever parameters lie in it.
+/// The op: one pass over a rank's flat shard, whatever parameters are in it.
 struct LionStep {
   static constexpr const char* kName = "lion";
   static constexpr sheaf::OpKind kKind = sheaf::OpKind::step;
@@ -60,8 +60,8 @@ struct LionOptions {
 };
 
 /// Lion (Chen et al. 2023, https://arxiv.org/abs/2302.06675, algorithm 2): steps by the sign of an average of gradients. It works on
-/// shards, so it knows nothing of ranks; clip_grad_norm, loss scalers, checkpoints and programs take it as they take AdamW. Its
-/// kernel is for CPUs.
+/// shards, so it knows nothing of ranks; clip_grad_norm, loss scalers, checkpoints and programs treat it like AdamW. Its kernel is
+/// for CPUs.
 struct Lion final : sheaf::optim::Optimizer {
   LionOptions options;
 

@@ -26,7 +26,7 @@ using Values = std::vector<std::vector<double>>;
 
 double lr_factor(const nn::Parameter& p) { return p.name() == "down.weight" ? 3 : 1; }
 
-/// Parameters after some steps; their gradients on the way go to `seen`.
+/// Parameters after some steps; the gradients of each step are appended to `seen`.
 Values train(int ranks, const std::string& strategy, int steps, double norm, std::vector<Values>* seen = nullptr) {
   Values out;
   run_local(ranks, [&](World& world) {

@@ -1,6 +1,6 @@
 // Training on preferences (DPO: Rafailov et al., https://arxiv.org/abs/2305.18290): of two continuations of a prompt the model is to
-// find the better one more likely than a reference does, here itself before the first step. A loss of one's own, made of the losses of
-// each target; where ranks have pairs, or share the layers, its types say so, and the tape sends what has to be sent.
+// find the better one more likely than a reference does, here itself before the first step. A custom loss, made from the losses of
+// each target; where ranks have pairs, or share the layers, its types say so, and the tape sends what must be sent.
 //
 //   P pairs   2 the better and the other one   T tokens
 #include <gtest/gtest.h>
@@ -14,7 +14,7 @@ namespace {
 
 using namespace sheaf;
 
-/// Of each row, how likely the model finds the targets that count: [P, 2].
+/// For each row, how likely the model finds the targets that count: [P, 2].
 Tensor log_likelihoods(models::Decoder& model, const Tensor& tokens_P2T, const Tensor& targets_P2T) {
   const int64_t pairs = tokens_P2T.size(0), length = tokens_P2T.size(2);
   const Shape rows{2 * pairs, length};
@@ -34,7 +34,7 @@ Tensor preference_loss(const Tensor& likely_P2, const Tensor& reference_P2, doub
 
 constexpr int64_t kPairs = 6, kLength = 7, kVocab = 13, kPrompt = 3;
 
-/// Pairs with a prompt in common, whose tokens are no targets.
+/// Pairs with a prompt in common, whose tokens are not targets.
 struct Pairs {
   Tensor tokens, targets;
 };
@@ -57,7 +57,7 @@ std::vector<double> train(int data, int model_ranks) {
     shard(model, mesh, {.tensor_axis = "model", .units = nn::units_of<models::Block>()});
     materialize(model, world.device(), {.seed = 3, .dtype = kF64});
     optim::AdamW optimizer(model, {.lr = 3e-3});
-    // A rank has whole pairs, and ranks that share layers have the rows' tokens between them.
+    // A rank has whole pairs, and ranks that share layers share the rows' tokens.
     const Layout cut = Layout(mesh.spec, Placement::shard(0)).with(mesh.spec->axis("model"), Placement::shard(2));
     const auto all = pairs();
     const Tensor tokens = redistribute(all.tokens, cut), targets = redistribute(all.targets, cut);

@@ -19,8 +19,8 @@ struct Batch {
   Tensor x, label;  // f32[n, kFeatures] and i64[n], cut along n
 };
 
-// Samples [first, first + n) of a data set that is a formula here and would be a file elsewhere.
-// Each rank makes its own rows alone.
+// Samples [first, first + n) of a data set that is a formula here and would be a file elsewhere. Each rank makes only
+// its own rows.
 Batch batch_of(World& world, const Mesh& mesh, int64_t first, int64_t n) {
   const Layout rows(mesh.spec, Placement::shard(0));
   const Type x_type{kF32, {n, kFeatures}, rows}, label_type{kI64, {n}, rows};
@@ -64,7 +64,7 @@ Gradients gradients(nn::Module& model) {
   return out;
 }
 
-// The first rank's first ones are what others have to be.
+// The first rank's first gradients are what all others must be.
 void expect_gradients(nn::Module& model, Gradients& expected, int rank, const std::string& where) {
   const Gradients got = gradients(model);
   if (rank != 0) return;
@@ -266,7 +266,7 @@ struct SharedAttention : nn::Module {
   static constexpr int64_t kHeads = 5, kWidth = 10;
   nn::Linear read{kWidth, 3 * kWidth}, write{kWidth, kWidth};
   Tensor forward(const Tensor& x_BTC) {
-    nn::ContextRegion region;  // behind read: of all tokens, this rank's heads
+    nn::ContextRegion region;  // after `read`: all tokens, this rank's heads
     const Tensor qkv = read(x_BTC, region.onward(OwnershipMap::parts(2, {kWidth, kWidth, kWidth}, kHeads)));
     const Tensor mixed = packed_attention(qkv, kHeads, kHeads);
     return x_BTC + write(region.leave(mixed));
@@ -306,7 +306,7 @@ struct Center : nn::Module {
     if (training()) seen = sheaf::mean(x, 0);
     return x - mean;
   }
-  // Between recordings. Of a cut batch `seen` is each rank's addend; summed, it is one on all.
+  // Between recordings. With a cut batch `seen` is each rank's addend; summed, it is the same on all.
   void update(double momentum) {
     const Tensor whole = redistribute(seen, "data", Placement::invariant());
     assign(mean, momentum * mean + (1 - momentum) * whole);
@@ -452,7 +452,7 @@ TEST(FineTuning, TrainsAdaptersOfASavedModel) {
     shard(model, mesh);
     materialize(model, world.device(), {.seed = 1});
     models::load_checkpoint(folder, model, {}, world);  // of the model without adapters, which add nothing yet
-    optim::AdamW optimizer(model, {.lr = 1e-3});        // has state for adapters alone
+    optim::AdamW optimizer(model, {.lr = 1e-3});        // has state only for adapters
 
     const double first = loss_of(saved, of_saved, 0);
     EXPECT_EQ(loss_of(model, optimizer, 0), first);

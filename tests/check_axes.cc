@@ -1,6 +1,6 @@
-// Placement rules on meshes of two and three axes: rules are matched per axis, so every rule must hold on one axis beside
-// every other rule on the other one, both axes cutting one dimension included. On some meshes all pairs, on the others some of
-// them, drawn.
+// Placement rules on meshes of two and three axes: rules are matched per axis, so every rule must hold on one axis together
+// with every other rule on the other one, also where both axes cut one dimension. On some meshes all pairs, on the others some
+// of them, drawn.
 #include <algorithm>
 #include <set>
 

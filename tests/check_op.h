@@ -33,8 +33,8 @@ std::string check_slots(const OpSample& sample);
 /// second derivatives are those of the unsharded run, and nothing communicates, or a PlacementError names op, axis and
 /// accepted rules. All cuts even, then uneven, then of parts.
 std::string check_placements(const OpSample& sample, int ranks);
-/// The same on meshes of two and three axes, even and uneven: every rule on one axis beside every rule on the other, drawn
-/// pairs of what else one axis accepts, and operands without a mesh beside them.
+/// The same on meshes of two and three axes, even and uneven: every rule on one axis together with every rule on the
+/// other, drawn pairs of what else one axis accepts, and operands without a mesh next to them.
 std::string check_axes(const OpSample& sample);
 
 /// All of the above, placements at worlds 1 to 5.

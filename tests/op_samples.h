@@ -53,7 +53,7 @@ inline In away_from(const Shape& shape, std::vector<double> kinks, double low = 
   in.avoid = std::move(kinks);
   return in;
 }
-/// No two values alike.
+/// No two values are equal.
 inline In distinct(const Shape& shape, double low = -1, double high = 1) {
   In in = uniform(shape, low, high);
   in.distinct = true;
@@ -90,12 +90,12 @@ struct OpSample {
   /// Placement rules that must be accepted on one mesh axis, as "S0 R -> S0": R, P, S<dim>, F (flat) per input, then per
   /// output. Others that are accepted are tested as well.
   std::vector<std::string> rules = {};
-  /// Inputs whose rows f takes cut over ranks as one run each: S0, if that is no cut of parts.
+  /// Inputs whose rows f takes cut over ranks as one run each: S0, if that is not a cut of parts.
   std::vector<int> tables = {};
   bool cuts_a_table(const std::vector<std::string>& placements) const {
     return std::ranges::any_of(tables, [&](int i) { return placements[static_cast<size_t>(i)] == "S0"; });
   }
-  /// Where the first of them is cut so, f communicates, by redistributions of its own.
+  /// If the first of them is cut so, f communicates, by redistributions of its own.
   bool redistributes = false;
   /// False for functions that only make sense unsharded.
   bool placements = true;

@@ -43,7 +43,8 @@ struct PlacementResult {
 /// gradients and second derivatives of the unsharded run, without communication, on a tape that passes the checks T and D.
 PlacementResult run_assignments(const OpSample& sample, const PlacementRun& run);
 
-/// The map of a token S<dim>|<size>,<size>../<units>, of one size an even cut in so many units, and whether one is that.
+/// The map of a token S<dim>|<size>,<size>../<units> (one size: an even cut in <units> units), and whether a token is
+/// one.
 OwnershipMap parts_of(const std::string& token);
 inline bool is_parts(const std::string& token) { return token.find('|') != token.npos; }
 

@@ -1,4 +1,4 @@
-// Memory that is seen to be used before it is written.
+// Memory whose use before it is written shows.
 #pragma once
 
 #include <memory>

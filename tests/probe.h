@@ -14,8 +14,8 @@ struct ProbeOptions {
 };
 
 /// f64[], Σ_i <outputs[i], weights[i]>: Partial on every mesh axis (Invariant where an output is). weights[i] has the
-/// dtype and shape of outputs[i] and, per axis, its placement, but Replicate where the output is Partial. Where an output
-/// is Replicate, the axis' rank 0 contributes it. Differentiable any number of times, with respect to both.
+/// dtype and shape of outputs[i] and, per axis, its placement, except Replicate where the output is Partial. Where an
+/// output is Replicate, the axis' rank 0 contributes it. Differentiable any number of times, with respect to both.
 Tensor probe(std::span<const Tensor> outputs, std::span<const Tensor> weights, const ProbeOptions& options = {});
 
 /// The layout that probe() wants of the weight of a tensor in `layout`.
@@ -38,9 +38,9 @@ class Generator {
 
 /// A tensor of `dtype` from values, rounded to nearest.
 Tensor make_tensor(const Values& values, const Shape& shape, DType dtype);
-/// A cut of a dimension of so many rows that is two or three parts, of several units if the number is no prime.
+/// A cut of a dimension of `rows` rows that is two or three parts, of several units if the number is not a prime.
 OwnershipMap parts_of(int dim, int64_t rows);
-/// A cut of a dimension of so many rows in intervals whose owners come in another order than ranks do; rank 1 of three and
+/// A cut of a dimension of `rows` rows in intervals whose owners come in another order than ranks do; rank 1 of three and
 /// more owns none.
 OwnershipMap owned_of(int dim, int64_t rows, int ranks);
 /// The part of a whole value that this rank holds under `layout`. For Partial axes: addends that sum to the value, drawn

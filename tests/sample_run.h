@@ -39,8 +39,8 @@ struct Result {
 Result evaluate(const OpSample& sample, const std::vector<Tensor>& inputs, const ProbeOptions& options = {},
                 bool second = false);
 
-/// Compares outputs and gradients; "" if all scaled errors are within `bound`, those of second derivatives, if it is given, within
-/// `of_seconds`.
+/// Compares outputs and gradients; "" if all scaled errors are within `bound`, and those of second derivatives within
+/// `of_seconds`, if that is given.
 std::string compare(const Result& got, const Result& want, double bound, double of_seconds = -1);
 
 }  // namespace sheaf::testing

@@ -1,4 +1,5 @@
-// Places in one block of memory: what lives at once lies apart, in little more than what lives at once.
+// Places in one block of memory: what lives at the same time does not overlap, in little more memory than what lives
+// at once.
 #include <gtest/gtest.h>
 
 #include <random>

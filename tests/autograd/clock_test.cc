@@ -1,4 +1,4 @@
-// The clock on tapes made by hand, with times by hand.
+// The clock on tapes made by hand, with times given by hand.
 #include "sheaf/autograd/clock.h"
 
 #include <gmock/gmock.h>

@@ -1,5 +1,5 @@
-// What becomes of operands whose placements do not fit: what moves no byte happens by itself, everything else is refused
-// with the line to write. And which losses are refused, on one rank as on several.
+// What happens to operands whose placements do not fit: what moves no byte is done implicitly, everything else is
+// refused with the line to write. And which losses are refused, on one rank as on several.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

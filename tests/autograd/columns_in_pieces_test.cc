@@ -1,5 +1,5 @@
-// What is exchanged in pieces between a cut of rows and one of columns, as around attention: sent while a product makes it, received by
-// one that reads it; the bits of products of the whole.
+// Exchanges in pieces between a cut of rows and one of columns, as around attention: sent while a product makes them, received by one
+// that reads them; with the bits of products of the whole.
 #include <gtest/gtest.h>
 
 #include "sheaf/autograd/compile.h"

@@ -1,5 +1,5 @@
-// Rows of experts in pieces: from one rank after another where each has a part of the experts, some experts after others where each
-// expert is a part. Products have the bits of the whole, forward and backward.
+// Rows of experts in pieces: from one rank after another where each has a part of the experts, or some experts after others where
+// each expert is a part. Products have the bits of the whole, forward and backward.
 #include <gtest/gtest.h>
 
 #include "sheaf/autograd/compile.h"

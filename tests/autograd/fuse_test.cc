@@ -1,5 +1,5 @@
-// Elementwise ops fused by the pass: the bits of one op after the other, whatever they are, in whatever dtypes, shapes and strides,
-// on the CPU and on a GPU; and nothing that others need, or change, meanwhile.
+// Elementwise ops fused by the pass: the bits of one op after another, whatever the ops, dtypes, shapes and strides, on the CPU and
+// on a GPU; and nothing is fused that others need, or change, in between.
 #include "sheaf/autograd/passes/fuse_elementwise.h"
 
 #include <random>

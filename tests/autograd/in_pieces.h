@@ -33,7 +33,7 @@ inline Tensor value(const std::string& name, DType dtype, const Shape& shape, co
   return make_local(drawn(shape, name), {dtype, shape, layout}, addends);
 }
 
-/// What ops of these tests that double their rows share; each notes which it is executed for. They need workspace of their own.
+/// An op that doubles its rows, shared by these tests; it notes which rows it is executed for, and needs workspace of its own.
 struct DoublesRows {
   static constexpr const char* kName = "noted";
   static void infer(const auto&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
@@ -49,7 +49,8 @@ inline int64_t nodes_in_pieces(const Tape& tape) {
   return n;
 }
 
-/// What compute(recording, overlap) gives has the bits of that which waits for all, and receives as many bytes as its tape says.
+/// The result of compute(recording, overlap) has the bits of a run that waits for all, and receives as many bytes as its tape
+/// says.
 inline void expect_bits_of_the_whole(const Mesh& mesh, const std::string& what,
                                      const std::function<std::vector<Tensor>(Recording&, bool overlap)>& compute) {
   const auto run = [&](bool overlap) {
@@ -68,7 +69,7 @@ inline void expect_bits_of_the_whole(const Mesh& mesh, const std::string& what,
   for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(identical(pieces[i], expected[i])) << "result " << i << " of " << what;
 }
 
-/// How long a step with this tape takes if each redistribution travels so long and computes so long, and each op computes so long.
+/// The time of a step with this tape if redistributions travel for `travels` and compute for `packs`, and ops for `computes`.
 inline Timeline timeline(const Tape& tape, double travels, double computes, double packs = 0) {
   RankTimes times{.tape = &tape, .nodes = std::vector<NodeTime>(static_cast<size_t>(tape.num_nodes())), .order = {}, .lanes = {"lane"}};
   for (NodeId id = 0; id < tape.num_nodes(); ++id) {

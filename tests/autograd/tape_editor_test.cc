@@ -1,4 +1,4 @@
-// Tapes that are edited, run again.
+// Tapes that are edited and run again.
 #include "sheaf/autograd/tape_editor.h"
 
 #include <gmock/gmock.h>

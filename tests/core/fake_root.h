@@ -1,4 +1,4 @@
-// A "/" that says of the machine what a test wants.
+// A "/" that describes the machine as a test wants it.
 #pragma once
 
 #include <fstream>

@@ -22,7 +22,8 @@ inline uint64_t scramble(uint64_t x) {
   return x ^ (x >> 33);
 }
 
-/// Element i of rank r's input: floats whose sums round differently in every order. Without a division: there are a hundred million.
+/// Element i of rank r's input: floats whose sums round differently in every order. Without a division: it is called a hundred
+/// million times.
 template <class T>
 T sample(int rank, int64_t i, int salt) {
   const uint64_t h = scramble(static_cast<uint64_t>(i) * 1315423911u + static_cast<uint64_t>(rank) * 2654435761u +
@@ -32,7 +33,7 @@ T sample(int rank, int64_t i, int salt) {
   else return static_cast<T>(static_cast<float>(static_cast<int>(h & 0x3ffff) - 0x20000) * (h >> 62 ? 1.0e-2f : 1.0e-5f));
 }
 
-/// Of term(0), ..., term(n - 1).
+/// The sum of term(0), ..., term(n - 1).
 template <class T, class Term>
 T reduce_reference(int n, Reduction reduction, Term&& term) {
   if constexpr (std::is_same_v<T, bool>) {
@@ -57,11 +58,11 @@ T reduce_reference(int n, Reduction reduction, Term&& term) {
   }
 }
 
-/// Which memory buffers lie in; mixed: some here, some there, others on other ranks.
+/// Which memory buffers are in; mixed: some in one, some in the other, differently on other ranks.
 enum class BufferMemory { normal, wire, mixed };
 
-/// Whose results are checked: sums in rank order, bit by bit; or in an order of the transport's own, which has no
-/// reductions of u16 either (NCCL).
+/// Whose results are checked: sums in rank order, bit by bit; or in the transport's own order, which then has no
+/// reductions of u16 (NCCL).
 enum class SumOrder { of_ranks, any };
 
 template <class T>
@@ -147,7 +148,7 @@ class Battery {
     broadcast<T>(scale);
   }
 
-  /// What is done piece by piece when it is large.
+  /// What is done piece by piece if it is large.
   template <class T>
   void large_ops(int64_t scale) {
     gather<T>(uneven(scale));

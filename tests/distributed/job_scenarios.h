@@ -1,4 +1,4 @@
-// What the ranks of a job of processes do in tests, whatever carries their bytes; and what is expected of them.
+// What the ranks of a job of processes do in tests, whatever transports their bytes; and what is expected of them.
 #pragma once
 
 #include <string>
@@ -31,7 +31,7 @@ void expect_said(const ProcessResult& result, const std::string& part);
 std::string last_line(std::string text);
 /// At worlds 1 to kLargestWorld every rank reports what ranks that are threads report.
 void expect_bits_of_local(const std::string& scenario);
-/// All ranks but `culprit` end with `code` within `seconds` and say `parts`.
+/// All ranks except `culprit` end with `code` within `seconds` and say `parts`.
 std::vector<ProcessResult> expect_fallout(const ProcessJob& job, int culprit, int culprit_code, int code,
                                           double seconds, const std::vector<std::string>& parts);
 

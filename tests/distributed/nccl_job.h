@@ -100,7 +100,7 @@ inline Event add(Communicator& comm, const Tensor& x, std::string_view path) {
   return comm.all_reduce(x.view().data, x.numel(), kF32, Reduction::sum, path);
 }
 
-/// Waits until `comm` has enqueued, or ended, what it was given.
+/// Waits until `comm` has enqueued, or finished, what it was given.
 inline void settle(NcclComm& comm) {
   std::string why;
   NcclComm::State state;

@@ -1,5 +1,5 @@
-// NcclRules: what NCCL demands of memory that is registered with it, and of who calls, checked where stand-ins for it are
-// called. What breaks a rule fails the test that runs.
+// NcclRules: what NCCL demands of memory that is registered with it, and of its callers, checked in calls of its
+// stand-ins. Breaking a rule fails the running test.
 #pragma once
 
 #include <map>
@@ -16,7 +16,7 @@ namespace sheaf::testing {
 
 class NcclRules : public std::enable_shared_from_this<NcclRules> {
  public:
-  /// Where a buffer lies in its rank's registered memory.
+  /// Where a buffer is in its rank's registered memory.
   struct Place {
     size_t piece, offset;
     bool operator==(const Place&) const = default;
@@ -45,7 +45,7 @@ class NcclRules : public std::enable_shared_from_this<NcclRules> {
   void compare(const std::vector<std::optional<Place>>& places);
 
   // --- of a rank: its GPU ---
-  /// A communicator is there from now on, or no longer.
+  /// A communicator exists from now on, or no longer.
   void joined(const Gpu* gpu);
   void left(const Gpu* gpu);
   /// Calls of all communicators of a GPU come from one thread, as long as there are any.
@@ -53,7 +53,7 @@ class NcclRules : public std::enable_shared_from_this<NcclRules> {
 
   Moved moved(const std::string& kind) const;
   int64_t registrations() const;         ///< so far
-  int64_t at_unequal_offsets() const;    ///< calls so far whose buffers lie elsewhere on other ranks
+  int64_t at_unequal_offsets() const;    ///< calls so far whose buffers are elsewhere on other ranks
 
  private:
   class Memory;

@@ -1,5 +1,5 @@
-// Gathers ahead of use go where a layer's activations leave their lane alone for longest: in front of the exchanges, between them, or
-// behind, as the layer's work lies; on all ranks alike.
+// Gathers ahead of use are issued where a layer's activations leave their lane alone for longest: before the exchanges, between them,
+// or after them, depending on where the layer's work is; on all ranks alike.
 #include <gtest/gtest.h>
 
 #include "sheaf/autograd/ops.h"

@@ -1,6 +1,6 @@
-// ThreadNccl: what NCCL does, between ranks that are threads and share a GPU. Groups of calls that
-// fit each other are done when the last member has made them; such that do not fit, or that
-// somebody never makes, never are.
+// ThreadNccl: NCCL's behaviour between ranks that are threads and share a GPU. Groups of calls that match each other
+// are done when the last member has made them; groups that do not match, or that a member never makes, are never
+// done.
 #pragma once
 
 #include <map>

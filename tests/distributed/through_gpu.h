@@ -14,8 +14,8 @@
 
 namespace sheaf::testing {
 
-/// A communicator for host buffers over one for those of the GPU: copies there, calls, and copies
-/// back, all in the order of the rank's stream, so that the host waits nowhere before the end.
+/// A communicator for host buffers over one for those of the GPU: copies to it, calls, and copies back, all in the
+/// order of the rank's stream, so that the host waits only at the end.
 class ThroughGpu final : public Communicator {
  public:
   explicit ThroughGpu(Communicator& inner, MemoryKind memory = MemoryKind::normal)

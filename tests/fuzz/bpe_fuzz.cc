@@ -1,5 +1,5 @@
-// libFuzzer target: the first bytes choose a vocabulary, the others are a text. Nothing of it is lost, but for what is
-// normalized, and where it may be cut changes nothing.
+// libFuzzer target: the first bytes choose a vocabulary, the others are a text. Nothing of it is lost, except by
+// normalization, and where it may be cut changes nothing.
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>

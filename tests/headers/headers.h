@@ -1,4 +1,4 @@
-// What tests include most, which is read once for all of them (tools/bazel/precompiled.bzl).
+// The headers that tests include most, parsed once for all of them (tools/bazel/precompiled.bzl).
 #ifndef SHEAF_TESTS_HEADERS_HEADERS_H_
 #define SHEAF_TESTS_HEADERS_HEADERS_H_  // g++ has a warning for #pragma once in what it precompiles
 

@@ -1,4 +1,4 @@
-// What tests of tensors, modules and ranks include most, beside headers.h.
+// What tests of tensors, modules and ranks include most, besides headers.h.
 #ifndef SHEAF_TESTS_HEADERS_TENSORS_H_
 #define SHEAF_TESTS_HEADERS_TENSORS_H_
 

@@ -40,7 +40,7 @@ inline std::vector<Kernels> kernels(DType d, int64_t width, int64_t value_width)
   return out;
 }
 
-/// Calls f(workspace), which must write nothing behind it.
+/// Calls f(workspace), which must write nothing past its end.
 template <class F>
 void with_workspace(size_t bytes, F&& f) {
   constexpr size_t kBehind = 4096;

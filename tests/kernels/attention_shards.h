@@ -1,6 +1,6 @@
-// Attention of a context in parts: queries of an interval [begin, end) of every sequence, and all
-// keys [0, end). What each row becomes, and its query's gradient, has the bits that it has in the
-// whole; the gradients of keys add up to those of the whole.
+// Attention over a context in parts: queries of an interval [begin, end) of every sequence, and all keys [0, end).
+// Each row, and its query's gradient, has the bits that it has in the whole; the gradients of keys add up to those of
+// the whole.
 #pragma once
 
 #include "sheaf/kernels/attention.h"
@@ -89,7 +89,7 @@ void expect_parts_are_the_whole(const ContextCase& c, const std::vector<int64_t>
   std::vector<double> dk_sum(static_cast<size_t>(keys.view().numel())), dv_sum(static_cast<size_t>(values_of.view().numel()));
   for (size_t n = 1; n < borders.size(); ++n) {
     const int64_t begin = borders[n - 1], end = borders[n];
-    // What lies before the documents of a part is not touched.
+    // What precedes the documents of a part is not touched.
     const auto hidden = [&](Array x) {
       x = x.clone();
       const int64_t row = x.view().strides[1];
@@ -118,7 +118,7 @@ void expect_parts_are_the_whole(const ContextCase& c, const std::vector<int64_t>
     for (const auto& [a, b, dim] : {std::tuple{&parts.out, &whole.out, 1}, {&parts.lse, &whole.lse, 2}, {&parts.dq, &whole.dq, 1}})
       EXPECT_TRUE(same_bits(rows_of(a->back(), dim, begin, end), rows_of(b->back(), dim, begin, end))) << where << end;
   }
-  // Queries of a part write into no other.
+  // Queries of a part write into no other part.
   EXPECT_TRUE(same_bits(parts.out.back(), whole.out.back()) && same_bits(parts.lse.back(), whole.lse.back()) &&
               same_bits(parts.dq.back(), whole.dq.back())) << where << "all";
   const double bound = d == kF64 ? 1e-12 : 16 * epsilon(d);

@@ -28,7 +28,7 @@ struct Operands {
   }
 };
 
-/// Strides are those of q and k, and of v and the result; keys are of length 1, or so if they are normalised.
+/// Strides are those of q and k, and of v and the result; keys are of length 1, or about that if they are normalised.
 inline Operands random(DType d, const Sizes& s, double norm_eps = 1e-6, Shape of_q = {}, Shape of_v = {}, Shape of_gates = {}) {
   const DType exact = statistics_of(d);
   const double length = norm_eps ? 1.5 : 1 / std::sqrt(static_cast<double>(s.width));
@@ -143,7 +143,7 @@ inline void expect_the_first_document_may_have_begun_earlier(Compute compute) {
   each(compute(earlier), compute(o), [&](const char* what, const Array& a, const Array& b) { EXPECT_TRUE(same_bits(a, b)) << what; });
 }
 
-/// Forward from the state that the part before left, backward from the gradient that the part behind gave.
+/// Forward from the state that the previous part left, backward from the gradient that the next part gave.
 inline void expect_parts_are_the_whole(Compute compute) {
   for (DType d : {kF32, kBF16}) {
     const Operands o = with_states(random(d, {1, 150, 1, 2, 20, 12}));

@@ -8,7 +8,7 @@
 
 namespace sheaf::testing {
 
-/// Dense f64 arrays; those without memory are not there. begins holds i32.
+/// Dense f64 arrays; those without memory are absent. begins holds i32.
 struct DeltaRuleReference {
   Array q, k, v, decay, beta, initial, begins;
   double scale, norm_eps;

@@ -1,4 +1,4 @@
-// Saving while training goes on: what is saved is the state when save() was called, and a disk that fails is heard of.
+// Saving while training goes on: what is saved is the state when save() was called, and a failing disk is reported.
 #include "sheaf/models/async_saver.h"
 
 #include <gmock/gmock.h>

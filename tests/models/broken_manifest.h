@@ -1,4 +1,4 @@
-// A checkpoint whose manifest has been changed by somebody who knows the format.
+// A checkpoint whose manifest was changed by somebody who knows the format.
 #pragma once
 
 #include <string>
@@ -11,11 +11,11 @@ namespace sheaf::testing {
 
 class BrokenManifest {
  public:
-  /// Of a step folder that is whole.
+  /// From a step folder that is whole.
   explicit BrokenManifest(const std::string& step_folder)
       : folder_(step_folder), path_(step_folder + "/manifest.json"), good_(File::open(path_).read_all()) {}
 
-  /// The manifest as it was, but for its first `from`, which becomes `to`, and with the right checksum. False if it has none.
+  /// The original manifest with its first `from` replaced by `to`, and with the right checksum. False if it has none.
   bool replace(const std::string& from, const std::string& to) const {
     std::string text = good_;
     const size_t at = text.find(from);

@@ -1,4 +1,4 @@
-// Context parallelism: a mesh axis that cuts sequences, and attention's heads in their stead, beside replicas, sharding and a
+// Context parallelism: a mesh axis that cuts sequences, or attention's heads instead, together with replicas, sharding and a
 // tensor axis. Gradients in f64; the bits of every strategy on the same mesh; what travels along which axis, and the bytes.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -46,7 +46,7 @@ struct Cut {
   }
 };
 
-/// Of worlds of 1 to 5 ranks.
+/// For worlds of 1 to 5 ranks.
 inline const std::vector<Cut>& cuts() {
   static const auto* list = [] {
     auto* out = new std::vector<Cut>;

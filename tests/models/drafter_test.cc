@@ -1,4 +1,4 @@
-// Drafts of MTP layers: what a pass over all tokens would draft, and texts that drafting changes in nothing but their passes.
+// Drafts of MTP layers: what a pass over all tokens would draft, and texts in which drafting changes nothing but the passes.
 #include "sheaf/models/drafter.h"
 
 #include <gmock/gmock.h>

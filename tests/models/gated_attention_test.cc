@@ -1,5 +1,5 @@
-// What Qwen3-Next's blocks have beside linear attention, in blocks without it: gates of what heads give, heads of which a part is rotated,
-// and shared experts with a gate. Each by its formula; gradients on every mesh, the bits of every strategy, one rank's steps, the bytes of
+// What Qwen3-Next's blocks have besides linear attention, in blocks without it: gates for the heads' output, heads rotated in part, and
+// shared experts with a gate. Each by its formula; gradients on every mesh, the bits of every strategy, one rank's steps, the bytes of
 // plans, and the same tokens with a cache as without.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

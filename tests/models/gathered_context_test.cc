@@ -1,5 +1,5 @@
-// Context parallelism where ranks send each other keys and values (ContextComm::all_gather): more ranks than heads, beside every other
-// axis. Gradients in f64; the bits of every strategy on the same mesh; what travels and what is kept.
+// Context parallelism where ranks send each other keys and values (ContextComm::all_gather): more ranks than heads, together with
+// every other axis. Gradients in f64; the bits of every strategy on the same mesh; what travels and what is kept.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-// Many prompts at once against each of them alone, and whatever lies beside it.
+// Many prompts at once against each of them alone, whatever is next to it.
 #include "sheaf/models/generate_many.h"
 
 #include <gmock/gmock.h>

@@ -1,5 +1,5 @@
 // Products of a loss's Hessian with a direction: against differences of gradients, on every mesh, with the bits that strategies promise,
-// and what travels and lies in memory for them.
+// and what travels and is in memory for them.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-// Blocks with linear attention (Gated DeltaNet) beside blocks with attention, alone and as Qwen3-Next has them: a layer against its
+// Blocks with linear attention (Gated DeltaNet) next to blocks with attention, alone and as Qwen3-Next has them: a layer against its
 // definition, token by token; gradients on every mesh, the bits of every strategy, one rank's steps, the bytes of plans, and the same
 // tokens with a cache as without.
 #include <gmock/gmock.h>

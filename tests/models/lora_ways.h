@@ -27,7 +27,7 @@ inline const Way kLoraWays[] = {
 };
 
 /// EXPECTs that three ranks train `c`, with dropout and in this dtype, to the same bits whatever they hold of it from the forward to the
-/// backward: by strategies, recomputing and programs.
+/// backward: with different strategies, recomputing and programs.
 inline void expect_bits_of_all_holdings(models::TrainConfig c, const char* dtype, int steps) {
   c.train.dtype = dtype;
   c.model.dropout = 0.1;

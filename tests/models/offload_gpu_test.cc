@@ -1,4 +1,4 @@
-// What is offloaded lies in the host's memory, and nothing else about it is different.
+// What is offloaded is kept in the host's memory, and nothing else about it differs.
 #include <gtest/gtest.h>
 
 #include <cmath>

@@ -1,5 +1,5 @@
 // Masters and gradients that rest in the host's memory: the numbers are those of masters on the GPU, to the bit, on every mesh;
-// what a GPU holds between steps is nothing, and in a step what plans say.
+// a GPU holds nothing between steps, and in a step what plans say.
 #include <gtest/gtest.h>
 
 #include "sheaf/autograd/checks.h"

@@ -32,7 +32,7 @@ class GpuMemory {
   Allocator &device_, &host_;
 };
 
-/// Of each rank, once steps have settled.
+/// Peaks on each rank, once steps have settled.
 inline std::vector<Peak> measured(const models::TrainConfig& config, int world) {
   std::vector<Peak> peaks(static_cast<size_t>(world));
   run_local(world, [&](World& w) {

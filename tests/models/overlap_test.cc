@@ -1,5 +1,5 @@
-// Gradients of weights that are computed while other gradients travel: the bits of a run that waits for all, and what stands between
-// a departure and an arrival on the tape.
+// Gradients of weights that are computed while other gradients travel: the bits of a run that waits for all, and what is between a
+// departure and an arrival on the tape.
 #include <gtest/gtest.h>
 
 #include "sheaf/autograd/ops/redistribute.h"

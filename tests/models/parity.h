@@ -73,9 +73,9 @@ models::TrainConfig tiny_rank_config(const std::string& strategy);
 
 /// Deterministic batches for tiny_config().
 void fill_tiny(int64_t first, int64_t count, int32_t* inputs, int32_t* targets);
-/// The same, or with data.examples those of which not all targets count, of some rows none.
+/// The same, or with data.examples batches in which not all targets count, in some rows none.
 models::FillBatch tiny_data(const models::TrainConfig& config);
-/// For a step that reads them.
+/// Options for a step that reads them.
 models::TrainingStepOptions tiny_options(const models::TrainConfig& config, DType masters = kF32);
 
 struct TrainedRun {
@@ -89,49 +89,49 @@ TrainedRun train_tiny(const models::TrainConfig& config, int world, int steps,
 Values parameters_f64(const models::TrainConfig& config, int world, int steps);
 /// EXPECTs the same losses, norms and parameters, bit for bit.
 void expect_same_bits(const TrainedRun& a, const TrainedRun& b);
-/// Trains `config`, of strategy full_shard, `steps` steps on `world` local ranks: EXPECTs a loss that falls, and the same bits with the other
-/// strategies, with blocks or what is cheap computed again in one unit, and as a program.
+/// Trains `config`, of strategy full_shard, `steps` steps on `world` local ranks: EXPECTs a loss that falls, and the same bits with the
+/// other strategies, with blocks, or what is cheap, computed again in one unit, and as a program.
 void expect_ways_change_no_bit(const models::TrainConfig& config, int world, int steps);
-/// Trains `config`, which has no stages, on one rank and in `stages`, four steps each: EXPECTs the same losses and parameters, but
-/// for rounding.
+/// Trains `config`, which has no stages, on one rank and in `stages`, four steps each: EXPECTs the same losses and parameters, up
+/// to rounding.
 void expect_stages_of_one_rank(models::TrainConfig config, int64_t stages);
-/// tiny_config()'s model (or another of its context and vocabulary) in f64 on the CPU or a GPU, sharded over `mesh` (whose
-/// axis "replica", if it has one, replicates it, or "secondary" with secondary shards, whose axis "context" cuts sequences, or
-/// "gathered" by ContextComm::all_gather, and parameters if there is no axis "data", whose axis "expert" cuts experts, and the other parameters if "data" is one rank, and
-/// whose axis "model" cuts layers, and whose chain "stage" has blocks one after another) with a unit for each block. `prepare`
-/// gets it, and how it will be, before it is sharded.
+/// tiny_config()'s model (or another with its context and vocabulary) in f64 on the CPU or a GPU, with a unit for each block, sharded over
+/// `mesh`. Its axis "replica", if it has one, replicates the model ("secondary": with secondary shards); "context" cuts sequences
+/// ("gathered": by ContextComm::all_gather), and parameters if there is no axis "data"; "expert" cuts experts, and the other parameters if
+/// "data" is one rank; "model" cuts layers; and the chain "stage" has blocks one after another. `prepare` gets the model and how it will be
+/// sharded, before it is.
 std::unique_ptr<models::Decoder> tiny_model_f64(const Mesh& mesh, ShardOptions options, Device device = {}, uint64_t seed = 5,
                                                 const models::ModelConfig& config = tiny_config().model,
                                                 const std::function<void(models::Decoder&, const ShardOptions&)>& prepare = {});
 /// Samples [first, first + rows) of fill_tiny, cut over all axes of `mesh`: sequences over "context" or "gathered" and "model", rows over
-/// the others; of stages, tokens on the first and targets on the last.
+/// the others; with stages, tokens are on the first and targets on the last.
 struct TinyBatch { Tensor tokens, targets; };
 TinyBatch tiny_batch(const Mesh& mesh, int64_t first, int64_t rows, Device device = {});
 
-/// Its model as a "gpt2", "llama" or "untied llama" (which has a head of its own) of two blocks, with heads of width 4 and
-/// hidden widths that ranks share unevenly. Key heads are Llama's. A "latent" is an untied one with latent attention, a "latent without
-/// queries" one that has no latent for them.
+/// The model of tiny_config() as a "gpt2", "llama" or "untied llama" (which has a head of its own) of two blocks, with heads of width 4
+/// and hidden widths that ranks share unevenly. Key heads are Llama's. A "latent" is an untied one with latent attention, a "latent
+/// without queries" one that has no latent for them.
 models::ModelConfig tiny_model(const std::string& type, int64_t heads, int64_t key_heads);
 
-/// The last of them with mixtures of five experts, of which three are for each token: ranks share them unevenly.
+/// The last of them with mixtures of five experts, three for each token: ranks share them unevenly.
 models::ModelConfig tiny_mixture(double capacity_factor = 0, double aux_loss = 0.1);
 
-/// As DeepSeek-V3's: six experts in three parts, of which two are for a token, chosen by sigmoids and a bias that a step moves by
-/// 0.02, and a shared one; the first block has an MLP.
+/// Like DeepSeek-V3's: six experts in three parts, two of which are for a token, chosen by sigmoids and a bias that a step moves
+/// by 0.02, and a shared one; the first block has an MLP.
 models::ModelConfig tiny_biased_mixture(double capacity_factor = 0);
 
-/// As gpt-oss's: attention with sinks, a window in each second block and biases everywhere; seven experts, of which two are for a token, so
-/// that one rank has them in a part, and two have a part each; gates are often beyond their limit.
+/// Like gpt-oss's: attention with sinks, a window in each second block and biases everywhere; seven experts, two for a token, so that one
+/// rank has them in a part, and two have a part each; gates are often beyond their limit.
 models::ModelConfig tiny_gpt_oss(int64_t heads = 6, int64_t key_heads = 3);
 
-/// An untied Llama of three blocks, of which the first two have linear attention, two value heads for each of so many key heads.
+/// An untied Llama of three blocks, of which the first two have linear attention, two value heads for each of the key heads.
 models::ModelConfig tiny_linear_attention(int64_t key_heads = 6);
 
-/// The same as Qwen3-Next's: attention is gated and rotates a part of each head, and there are five experts, of which two are for a token,
-/// beside a gated shared one.
+/// The same like Qwen3-Next's: attention is gated and rotates a part of each head, and there are five experts, two for a token, besides a
+/// gated shared one.
 models::ModelConfig tiny_qwen3_next(int64_t key_heads = 6);
 
-/// Five blocks with dropout in four micro-batches, on a pipeline of so many stages, which share them unevenly.
+/// Five blocks with dropout in four micro-batches, on a pipeline of `stages` stages, which share them unevenly.
 models::TrainConfig tiny_pipeline(int64_t stages, const std::string& type = "untied llama", const std::string& strategy = "full_shard");
 
 using Axes = std::vector<MeshSpec::Axis>;
@@ -156,9 +156,9 @@ inline Values gradients_f64(int world, const std::string& strategy, int64_t rows
 void expect_gradients_of_one_rank(const Axes& axes, const std::string& strategy, int64_t rows,
                                   const models::ModelConfig& config = tiny_config().model);
 
-/// Of a tiny_model_f64(): first values of a direction, also of its norms and biases.
+/// For a tiny_model_f64(): draws the first values of a direction, also of its norms and biases.
 void draw_all_parameters(models::Decoder& model, const ShardOptions& options);
-/// The product of the Hessian of that loss with a direction, drawn as another seed says; also the direction, and their inner product;
+/// The product of the Hessian of that loss with a direction, drawn with another seed; also the direction, and their inner product;
 /// and the loss's derivative along it, by derivative_along() and by the gradient.
 struct HessianProducts {
   Values product, direction;
@@ -167,12 +167,12 @@ struct HessianProducts {
 HessianProducts hessian_f64(const Axes& axes, const std::string& strategy, int64_t rows, const models::ModelConfig& config = tiny_config().model,
                             Device device = {});
 
-/// What collectives of a step's tape, the update left out, move: by name and axis, "all_gather data".
+/// What collectives of a step's tape, without the update, move: by name and axis, "all_gather data".
 struct Traffic { int64_t count = 0, bytes = 0; };
 std::map<std::string, Traffic> traffic(const Tape& tape);
 
-/// EXPECTs that the third step of `config` (with train.compile the fourth) takes the bytes of its plan on each of `world` local ranks, and that their tapes
-/// pass all checks (of a pipeline all but the collectives'). On every rank `inspect`, if given, gets its tape.
+/// EXPECTs that the third step of `config` (with train.compile the fourth) takes the bytes of its plan on each of `world` local ranks, and
+/// that their tapes pass all checks (in a pipeline all except the collectives'). On every rank `inspect`, if given, gets its tape.
 void expect_planned_tapes(const models::TrainConfig& config, int world,
                           const std::function<void(World&, const Tape&)>& inspect = {});
 
@@ -181,7 +181,7 @@ void expect_planned_tapes(const models::TrainConfig& config, int world,
 void expect_checkpoint_moves(const std::string& folder, const Axes& from, const std::vector<Axes>& to,
                              const models::ModelConfig& config = tiny_config().model, bool muon = false);
 
-/// EXPECTs that what a model of 13 tokens gives after a prompt and then token by token, by a cache, is bit for bit in f64 what it gives of
+/// EXPECTs that the results of a model of 13 tokens for a prompt and then token by token, with a cache, are bit for bit in f64 those for
 /// all tokens at once.
 void expect_cached_logits(const models::ModelConfig& config);
 

@@ -1,5 +1,5 @@
-// Pipelines by hand: any order of forwards and backwards has the gradients of one after the other, and what a user may get
-// wrong is told.
+// Pipelines by hand: any order of forwards and backwards has the gradients of one after another, and a user's mistakes are
+// reported.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -26,12 +26,12 @@ inline void write_text(const std::string& path, const std::string& text) { std::
 /// A folder's config.json.
 inline models::ModelConfig config_of(const std::string& folder) { return models::read_published_config(folder + "/config.json"); }
 
-/// They have the same shape, and as long a context.
+/// EXPECTs that they have the same shape, and an equally long context.
 inline void expect_same(const models::ModelConfig& a, const models::ModelConfig& b) {
   models::check_published_shape(a, b, "config.json");
   models::check_published_shape(b, a, "config.json");
 }
-/// What config.json says of `model` is read as the same.
+/// EXPECTs that a config.json for `model` is read as the same.
 inline void expect_read_again(const models::ModelConfig& model, const Json& json) {
   const ScratchFolder scratch;
   write_text(scratch / "config.json", json.dump());
@@ -97,7 +97,7 @@ struct Copy : ScratchFolder {
 
 using Changes = std::vector<std::pair<const char*, Json>>;
 
-/// A folder's config.json with these keys changed and those gone.
+/// A folder's config.json with these keys changed and those in `without` removed.
 inline models::ModelConfig config_with(const std::string& folder, const Changes& changes, const std::set<std::string>& without = {}) {
   const Copy copy(folder);
   Json::Object members = Json::parse(text_of(copy / "config.json"), "config.json").as_object();

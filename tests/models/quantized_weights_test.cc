@@ -1,5 +1,5 @@
-// Fine-tuning beside weights that rest in blocks (QLoRA): the model is that of the values which the blocks stand for, whichever way it
-// is cut, and blocks are what rests, travels and is saved.
+// Fine-tuning with weights that rest in blocks (QLoRA): the model is that of the values which the blocks stand for, however it is cut,
+// and blocks are what rests, travels and is saved.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

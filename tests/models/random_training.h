@@ -13,35 +13,35 @@ namespace sheaf::testing {
 
 constexpr int kRandomSteps = 5;
 
-/// On one rank, as it is described: micro-batches are a part of it only where the loss depends on them.
+/// On one rank, as described above: micro-batches are a part of it only where the loss depends on them.
 models::TrainConfig drawn_task(Draw& draw);
-/// Makes widths multiples of `unit`, also of what ranks share.
+/// Makes widths multiples of `unit`, also on each of the ranks that share them.
 void draw_widths(models::ModelConfig& model, int64_t unit, Draw& draw);
 
 struct Way {
   int world = 1, threads = 1;   // of each rank
-  double bytes_per_second = 0;  // of links, beside which ranks compute while rows travel in pieces; 0: they copy themselves
+  double bytes_per_second = 0;  // of links, while ranks compute and rows travel in pieces; 0: they copy themselves
   models::TrainConfig config;
 };
-/// Another way to do the same; one in a few is refused. It keeps to micro-batches on which the loss depends.
+/// Another way to do the same; a few of them are refused. It keeps to micro-batches on which the loss depends.
 Way drawn_way(const models::TrainConfig& task, Draw& draw);
 /// Another one on the same mesh, with the same sums: the bits of f32 are the same.
 Way drawn_twin(const Way& way, Draw& draw);
 
-/// In what ranks send each other weights and gradients.
+/// Draws in what dtype ranks send each other weights and gradients.
 void draw_sent(models::ShardingConfig& sharding, Draw& draw);
-/// Whether its numbers are others than those of f32 but for the order of sums.
+/// Whether its numbers differ from those of f32 by more than the order of sums.
 bool rounds(const models::TrainConfig& config);
 
 /// The flags with which `sheaf train` does it, without its data.
 std::string to_string(const Way& way);
 
-/// The cases of a test: SHEAF_SEEDS of them, or so many as usual, from SHEAF_SEED on, or 0.
+/// The cases of a test: SHEAF_SEEDS of them, or `usual`, from SHEAF_SEED on, or 0.
 std::vector<int> random_seeds(int usual);
 
-/// Tokens of sample `first` and so many more, in which documents end now and then; with data.examples not all targets count.
+/// Tokens of `count` samples from `first` on, in which documents end now and then; with data.examples not all targets count.
 void fill_random(const models::TrainConfig& config, int64_t first, int64_t count, int32_t* inputs, int32_t* targets);
-/// For a step that reads them; `config` must outlive it.
+/// Options for a step that reads them; `config` must outlive it.
 models::TrainingStepOptions options_for(const models::TrainConfig& config, DType masters);
 
 }  // namespace sheaf::testing

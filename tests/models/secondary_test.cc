@@ -1,6 +1,6 @@
-// Secondary shards: replicas of which each rank's masters, gradients and optimizer state are a slice of what its group's
-// would be. The bits of whole replicas; how often a group gathers its copy, and what it takes. Gradients in f64 are in
-// hybrid_test.cc, but for those beside a tensor axis.
+// Secondary shards: replicas, of which each rank's masters, gradients and optimizer state are a slice of what its
+// group's would be. The bits of whole replicas; how often a group gathers its copy, and what it takes. Gradients in f64
+// are in hybrid_test.cc, except those with a tensor axis.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

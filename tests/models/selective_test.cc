@@ -1,4 +1,5 @@
-// train.recompute selective: what ops can cheaply compute again from what their derivatives read is not kept, and no bit changes.
+// train.recompute selective: what ops can cheaply recompute from what their derivatives read anyway is not kept, and no bit
+// changes.
 #include <gtest/gtest.h>
 
 #include <cmath>

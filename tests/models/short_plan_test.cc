@@ -1,4 +1,4 @@
-// A step's estimate from the shortest plan that tells it, beside that from a plan of all turns of all stages.
+// A step's estimate from the shortest sufficient plan, against that from a plan of all turns of all stages.
 #include <ctime>
 
 #include <gtest/gtest.h>

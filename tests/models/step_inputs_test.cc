@@ -1,4 +1,4 @@
-// The inputs of a step lie side by side, in the same place for every step, and are what the recording and the sampler
+// The inputs of a step are side by side, in the same place for every step, and are what the recording and the sampler
 // would have given.
 #include "sheaf/models/step_inputs.h"
 

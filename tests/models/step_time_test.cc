@@ -1,4 +1,4 @@
-// What a step is estimated to take: from operations that are the model's, by times that can be told otherwise.
+// What a step is estimated to take: from operations that are the model's, by times that are derived independently.
 #include "sheaf/models/step_time.h"
 
 #include <gtest/gtest.h>

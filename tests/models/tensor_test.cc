@@ -1,4 +1,4 @@
-// Tensor and sequence parallelism beside sharding: a mesh (data, model) whose second axis cuts heads, hidden units, the
+// Tensor and sequence parallelism with sharding: a mesh (data, model) whose second axis cuts heads, hidden units, the
 // vocabulary and sequences. Gradients in f64; the bits of every strategy on the same mesh; what travels along which axis, and
 // the bytes.
 #include <gmock/gmock.h>

@@ -1,4 +1,4 @@
-// Check E: what is left of a step's tape without its redistributions is the step of one rank, node by node.
+// Check E: a step's tape without its redistributions is the step of one rank, node by node.
 #include <gtest/gtest.h>
 
 #include "sheaf/autograd/passes/without_sharding.h"

@@ -1,5 +1,5 @@
-// What a backward promises of parameters in unusual places: twice in one node, frozen behind a view, on a mesh with
-// another axis, gathered ahead, and of a second backward in one recording.
+// What a backward promises for parameters in unusual places: twice in one node, frozen behind a view, on a mesh with
+// another axis, gathered ahead; and for a second backward in one recording.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
-// A head's gradient lies in its slot from the forward on; whoever wants the slots of its unit before its turn moves it. The gradients
-// are those of a head that computes its logits again, whatever happens in between.
+// A head's gradient is in its slot from the forward on; a user of its unit's slots before its turn moves it. The gradients are those
+// of a head that computes its logits again, whatever happens in between.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

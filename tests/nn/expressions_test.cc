@@ -1,4 +1,5 @@
-// Parameters and buffers in expressions of a program that says nothing of namespace sheaf: no using-directive stands here.
+// Parameters and buffers in expressions of a program that does not mention namespace sheaf: there is no using-directive
+// here.
 #include <gtest/gtest.h>
 
 #include "sheaf/autograd/ops.h"

@@ -1,6 +1,6 @@
-// What would compute wrong numbers without a word, or fail without saying where: changes of memory that derivatives go through,
-// values watched too late, ranks that make different things of one program, errors deep inside a model; and expressions that look like
-// misuse and are none.
+// What would silently compute wrong numbers, or fail without saying where: changes of memory that derivatives read, values watched too
+// late, ranks that make different things of one program, errors deep inside a model; and expressions that look like misuse but are
+// not.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

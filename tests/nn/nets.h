@@ -68,8 +68,8 @@ inline Tensor token_rows(const Mesh& mesh, int64_t rows, int64_t length, int64_t
   return Tensor::from_local(local, type);
 }
 
-/// Rows of micro-batch `part` that depend on the global row alone: [rows, width], cut along rows over `mesh`; of this rank the same,
-/// `alone` on no mesh.
+/// Rows of micro-batch `part` that depend on the global row alone: [rows, width], cut along rows over `mesh`; `alone`: this rank's
+/// rows, on no mesh.
 inline Tensor dense_rows(const Mesh& mesh, int64_t rows, int64_t width, int part, bool alone = false) {
   const Type type{kF32, {rows, width}, Layout(mesh.spec, Placement::shard(0))};
   const int64_t first = type.layout.local_start(type.shape)[0] + part * rows;

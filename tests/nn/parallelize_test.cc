@@ -1,4 +1,4 @@
-// Modules shared by ranks without a word in their code: Module::parallelize().
+// Modules shared by ranks without a change to their code: Module::parallelize().
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -1,4 +1,5 @@
-// Parameters that rest in blocks: bytes of them are what a rank makes of its share of the values, wherever it is cut.
+// Parameters that rest in blocks: a rank makes its bytes of them from its share of the values, wherever these are
+// cut.
 #include "sheaf/nn/quantize.h"
 
 #include <gmock/gmock.h>

@@ -1,4 +1,4 @@
-// The grammar of random programs (random_programs_test.cc): what they are made of and how that is drawn.
+// The grammar of random programs (random_programs_test.cc): what they consist of and how that is drawn.
 //
 //   model    = a tree of modules, each with some parameters: odd sizes, one element, frozen, tied to another module's
 //   segment  = enter root, { enter module | leave | value = op(operands) }, loss, [gradients], [leave], backward
@@ -40,13 +40,13 @@ inline Tensor everywhere(const Tensor& x, const Placement& to) {
   return mesh ? redistribute(x, Layout(mesh, to)) : x;
 }
 
-/// Without a mesh a copy, so that values are as many with one as without.
+/// Without a mesh a copy, so that there are as many values with one as without.
 inline Tensor moved(const Tensor& x, const Placement& to) {
   const Tensor y = everywhere(x, to);
   return y.id() == x.id() ? x * 1.0 : y;
 }
 
-/// Of the last dimension; a scalar has none, and the op says so.
+/// The size of the last dimension; a scalar has none, and the op says so.
 inline int64_t last(const Tensor& x) { return x.rank() > 0 ? x.size(-1) : 0; }
 
 inline const std::vector<Op>& ops() {

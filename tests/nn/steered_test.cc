@@ -1,5 +1,5 @@
 // Parameters that are steered: their gradients are measurements, summed exactly over ranks and micro-batches; a step moves them by
-// a rate against the sign, whatever optimizer it is of.
+// a rate against the sign, whatever the optimizer.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-// Zero-bubble schedules: the order of turns, what stages wait and what they hold.
+// Zero-bubble schedules: the order of turns, how long stages wait and what they hold.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -19,7 +19,7 @@ using Values = std::map<std::string, std::vector<double>>;
 
 inline const LocalOptions kLocal{.threads_per_rank = 1};
 
-/// The matrices of muon/make_golden, two of them in an inner module, and what is none.
+/// The matrices of muon/make_golden, two of them in an inner module, and a parameter that is none.
 struct Inner : nn::Module {
   nn::Parameter packed{{16, 6}, nn::Init::zeros()}, beside{{5, 12}, nn::Init::zeros()};
   Inner() {

@@ -1,5 +1,5 @@
-// `sheaf bench --quick` on a GPU: every suite that has something to say about one measures, and
-// says what it measured. What the figures are is not for a test to say.
+// `sheaf bench --quick` on a GPU: every suite that has lines for one measures, and says what it measured. The figures
+// themselves are not tested.
 #include <filesystem>
 
 #include <gmock/gmock.h>

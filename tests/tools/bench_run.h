@@ -1,4 +1,4 @@
-// A quick run of `sheaf bench`, checked for what all lines promise.
+// A quick run of `sheaf bench`, checked for what holds for all lines.
 #pragma once
 
 #include <map>
@@ -18,7 +18,7 @@ struct BenchRun {
 BenchRun run_bench(const std::string& suite, const std::string& filter,
                    const std::vector<std::string>& more = {});
 
-/// What a rate (GB/s, GFLOP/s, TFLOP/s) says was done in the median sample.
+/// How much work, by a rate (GB/s, GFLOP/s, TFLOP/s), was done in the median sample.
 double work(const Json& line);
 
 }  // namespace sheaf::testing

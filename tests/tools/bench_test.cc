@@ -1,5 +1,5 @@
-// `sheaf bench --quick`: every suite measures something, and says it in a table and in JSON that
-// agree. What the figures are is not for a test to say.
+// `sheaf bench --quick`: every suite measures something, and says it in a table and in JSON that agree. The figures
+// themselves are not tested.
 #include "sheaf/tools/bench/bench.h"
 
 #include <cmath>

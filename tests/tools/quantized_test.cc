@@ -1,4 +1,4 @@
-// Weights in blocks as a user meets them: adapters trained beside them, evaluation and generation from them.
+// Weights in blocks as a user meets them: adapters trained with them, evaluation and generation from them.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -11,7 +11,7 @@
 
 namespace sheaf::testing {
 
-/// Of a command line; + puts one behind another.
+/// Words of a command line; + concatenates them.
 using Words = std::vector<std::string>;
 inline Words operator+(Words a, const Words& b) {
   a.insert(a.end(), b.begin(), b.end());
@@ -28,9 +28,8 @@ struct Outcome {
 /// One running `sheaf`. Its working folder is the caller's. Destroying it kills it and its ranks.
 class SheafProcess {
  public:
-  /// `environment` ("NAME=value") comes on top of the test's own, without a launcher's variables.
-  /// It computes on the CPU, unless SHEAF_DEVICE is among them.
-  /// Standard output goes to `out`, a device or pipe that exists, if it is given.
+  /// `environment` ("NAME=value") is added to the test's own, without a launcher's variables. It computes on the CPU,
+  /// unless SHEAF_DEVICE is in it. Standard output is written to `out`, an existing device or pipe, if it is given.
   explicit SheafProcess(const std::vector<std::string>& arguments,
                         const std::vector<std::string>& environment = {},
                         const std::string& out = "");
@@ -59,9 +58,9 @@ class SheafProcess {
 
 Outcome run_sheaf(const std::vector<std::string>& arguments,
                   const std::vector<std::string>& environment = {}, const std::string& out = "");
-/// It ended well; else what it said is part of the failure.
+/// EXPECTs a good end; else what it said is part of the failure.
 void expect_ok(const Outcome& outcome);
-/// The number behind the last `before` in what a command said.
+/// The number after the last `before` in what a command said.
 double last_number(const std::string& text, const std::string& before);
 /// The same command on `world` ranks: under `sheaf launch` from two on, with one thread a rank.
 std::vector<std::string> on_ranks(int world, const std::vector<std::string>& arguments);
@@ -78,7 +77,7 @@ inline void expect_refused(const Outcome& outcome, int code, const std::string& 
 }
 
 /// metrics.jsonl as text: for every step, the fields of its lines with their values word for word.
-/// A step that stands twice is a failure of the test.
+/// A step that is there twice fails the test.
 using Metrics = std::map<int64_t, std::map<std::string, std::string>>;
 Metrics read_metrics(const std::string& path);
 /// Compares loss, lr, grad_norm and val_loss of every step, to the letter.

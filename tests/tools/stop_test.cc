@@ -1,4 +1,5 @@
-// A run that a signal stops saves what it has, and --resume makes of it what it would have been without.
+// A run that a signal stops saves what it has, and with --resume it becomes what it would have been without the
+// signal.
 #include <chrono>
 #include <csignal>
 #include <filesystem>

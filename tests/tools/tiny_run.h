@@ -1,4 +1,4 @@
-// What tests of the command train: little, on a corpus in a folder of their own.
+// What tests of the command train: a little, on a corpus in a folder of their own.
 #pragma once
 
 #include <fstream>
@@ -14,7 +14,7 @@ namespace sheaf::testing {
 /// With 3,000 bytes of text in corpus.txt.
 struct CorpusFolder : ScratchFolder {
   CorpusFolder() { std::ofstream(*this / "corpus.txt") << sample_text(3000); }
-  /// The data, and where the output goes.
+  /// The options for the data and the output folder.
   Words data(const std::string& out) const {
     return {"--data.corpus", *this / "corpus.txt", "--output.folder", *this / out, "--generate.tokens", "2"};
   }

@@ -15,8 +15,8 @@ struct Line : sheaf::nn::Module {
   SHEAF_FIELDS(slope, offset);
 };
 
-/// Fits a line through y = 3x - 1 by gradient descent in `steps` steps, its parameters sharded over
-/// all ranks: {slope, offset}. With a folder, it goes on from what was saved there, and saves there.
+/// Fits a line through y = 3x - 1 by gradient descent in `steps` steps, its parameters sharded over all ranks:
+/// {slope, offset}. With a folder, it goes on from the checkpoint there, if any, and saves there.
 std::vector<float> fit(sheaf::World& world, const std::string& folder = "", int64_t steps = 100);
 
 }  // namespace my_project

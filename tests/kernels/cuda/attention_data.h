@@ -1,4 +1,5 @@
-// Causal attention as a packed projection [B, T, (H + G) D + G E] gives it, and what it is in f64 on the CPU.
+// Causal attention on what a packed projection [B, T, (H + G) D + G E] gives, and the expected results in f64 on the
+// CPU.
 #pragma once
 
 #include "sheaf/kernels/attention.h"
@@ -20,8 +21,8 @@ struct AttentionCase {
   Shape statistics() const { return {batch, heads, tokens}; }
 };
 
-/// On the host: operands filled, results blank; with a window of so many keys, if any. With `documents`, sequence b begins with
-/// documents of these lengths from the b-th on, and ends with one of what is left.
+/// On the host: operands filled, results blank; with a window of this many keys, if any. With `documents`, sequence b begins
+/// with documents of these lengths from the b-th on, and ends with one of the remaining tokens.
 struct AttentionData {
   AttentionCase sizes;
   Array qkv, out, lse, dout, dqkv, begins;

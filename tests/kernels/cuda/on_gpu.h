@@ -1,5 +1,5 @@
-// Running a CUDA kernel on test data: arrays of the host go to the GPU with their strides, gaps and
-// poison, and come back. With --config=emulated the GPU is kernels/cuda/emulation.h; without one
+// Running a CUDA kernel on test data: arrays are copied to the GPU with their strides, gaps and
+// poison, and back. With --config=emulated the GPU is kernels/cuda/emulation.h; without one
 // the tests skip and say so.
 #pragma once
 

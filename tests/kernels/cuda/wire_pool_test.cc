@@ -1,4 +1,4 @@
-// Blocks that NCCL moves: in pieces of a source, beside the range that other blocks come from.
+// Blocks that NCCL moves: in pieces of a source, apart from the range that other blocks come from.
 #include <map>
 
 #include "sheaf/core/tensor.h"
