@@ -273,7 +273,7 @@ std::vector<Finding> check_memory(const Tape& tape) {
   }
   for (ValueId v = 0; v < tape.num_values(); ++v)
     if (lent[static_cast<size_t>(v)])
-      report(out, sent[static_cast<size_t>(v)], "%", v, " goes with reduce_scatter and does not come back: no complete behind it");
+      report(out, sent[static_cast<size_t>(v)], "%", v, " goes with reduce_scatter and does not come back: no complete after it");
   return out;
 }
 

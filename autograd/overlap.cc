@@ -79,7 +79,7 @@ void Vjp::will_read(int i) {
   pass_.start_regather(value_of_input(i));
 }
 
-// The reverse pass goes on behind the node: what is made of a parameter, and has a derivative of its own, cannot be put aside.
+// The reverse pass goes on after the node: what is made of a parameter, and has a derivative of its own, cannot be put aside.
 bool Vjp::input_gradient_is_communicated(int first) const {
   if (pass_.keeps() || !pass_.to_slots() || deferred_ || !needs(0) || !recording().options().overlap) return false;
   for (int i = first; i < num_inputs(); ++i)

@@ -62,7 +62,7 @@ class CpuAllocator : public Allocator {
     void* block = wire && !wires_.empty() ? wires_.back()->allocate(size) : nullptr;
     if (!block) block = normal_.allocate(size);
     if (!block)
-      fail<OutOfMemory>("[allocator] cannot allocate ", bytes, " bytes beside the ", counter_.stats_.live,
+      fail<OutOfMemory>("[allocator] cannot allocate ", bytes, " bytes in addition to the ", counter_.stats_.live,
                         " that are in use: the address space is too small (ulimit -v), or the size is a mistake");
     counter_.add(bytes);
     return block;

@@ -20,10 +20,10 @@ Strategy strategy_from(std::string_view text) {
     fail<ConfigError>("[shard] strategy 'hybrid' is full_shard (or another that shards) on one axis of a mesh and replicas on ",
                       "another: ShardOptions::replica_axis, --sharding.replicas");
   if (text == "tensor_parallel")
-    fail<ConfigError>("[shard] strategy '", text, "' is a tensor axis of the mesh beside one of the strategies full_shard, "
+    fail<ConfigError>("[shard] strategy '", text, "' is a tensor axis of the mesh together with one of the strategies full_shard, "
                       "shard_grad_op, zero1 and replicate: ShardOptions::tensor_axis, --sharding.tensor");
   if (text == "secondary_shard")
-    fail<ConfigError>("[shard] strategy '", text, "' is a replica axis along which masters are cut as well, beside one of the "
+    fail<ConfigError>("[shard] strategy '", text, "' is a replica axis along which masters are cut as well, together with one of the "
                       "strategies full_shard, shard_grad_op and zero1: ShardOptions::secondary, --sharding.secondary");
   fail<ConfigError>("[shard] unknown strategy '", text, "'; known: full_shard, shard_grad_op, zero1, replicate");
 }

@@ -25,7 +25,7 @@ inline void check_causal_conv_backward(const char* who, const CausalConvOperands
   if (given(dx)) check_causal_conv(who, o, dx);
   if (!given(dweight)) return;
   check<ShapeError>(dweight.shape == o.weight.shape, "[", who, "] gradient ", dweight.shape, " of a weight ", o.weight.shape);
-  check<DTypeError>(dweight.dtype == (o.x.dtype == kF64 ? kF64 : kF32), "[", who, "] a weight's gradient in ", dweight.dtype, " beside ",
+  check<DTypeError>(dweight.dtype == (o.x.dtype == kF64 ? kF64 : kF32), "[", who, "] a weight's gradient in ", dweight.dtype, " for ",
                     o.x.dtype);
   check<ShapeError>(dweight.strides.back() == 1 || dweight.shape.back() <= 1, "[", who, "] the last dimension must be dense, strides are ",
                     dweight.strides);

@@ -37,7 +37,7 @@ inline void check_delta_rule(const char* who, const DeltaRuleOperands& x, const 
     const bool dense = s->numel() == 0 || ((s->strides[3] == 1 || of_states[3] == 1) && (s->strides[2] == of_states[3] || of_states[2] == 1));
     check<ShapeError>(s->shape == of_states && dense, "[", who, "] a state of ", s->shape, ", strides ", s->strides, ", want [B,H,D,E] ",
                       of_states, ", dense in the last two dimensions");
-    check<DTypeError>(s->dtype == exact, "[", who, "] a state of ", s->dtype, " beside ", q.dtype);
+    check<DTypeError>(s->dtype == exact, "[", who, "] a state of ", s->dtype, " for ", q.dtype);
   }
   for (const View* s : {&q, &k, &x.v, &v})
     check<ShapeError>(s->strides.back() == 1 || s->shape.back() <= 1 || s->numel() == 0, "[", who,

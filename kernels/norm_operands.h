@@ -19,7 +19,7 @@ inline void check_vector(const char* who, const View& x, const View& v, bool any
       who, "] a weight or bias of shape ", v.shape, " for input ", x.shape,
       " must be a dense vector");
   check<DTypeError>(v.dtype == x.dtype || (any_dtype && v.dtype == kF32 && x.dtype != kF64), "[",
-                    who, "] ", v.dtype, " beside input ", x.dtype);
+                    who, "] ", v.dtype, " for input ", x.dtype);
 }
 inline void check_statistic(const char* who, const View& x, const View& v, bool stored) {
   check<ShapeError>((!stored || v.contiguous()) && v.numel() * x.shape.back() == x.numel(), "[",

@@ -120,7 +120,7 @@ void ChatFormat::check_turns(std::span<const Message> messages, std::string_view
   const size_t first = !messages.empty() && messages[0].role == "system";
   for (size_t i = first; i < messages.size(); ++i)
     check<DataError>(messages[i].role == ((i - first) % 2 == 0 ? "user" : "assistant"), "[chat] ", origin, ": in this format a user and an ",
-                     "assistant take turns, behind a system, perhaps; message ", i + 1, " is of the role ", json_string(messages[i].role));
+                     "assistant take turns, after a system message, perhaps; message ", i + 1, " is of the role ", json_string(messages[i].role));
   check<DataError>(first < messages.size() || first == 0, "[chat] ", origin, ": what the system says stands before what a user says, and none does");
 }
 

@@ -24,7 +24,7 @@ class ChatFormat {
  public:
   /// "chatml" (Qwen's, SmolLM's and others'), "llama3" (Llama 3's, which trims what is said) or "gemma" (Gemma's, which trims it, too, calls an
   /// assistant model, and puts what a system says before what the user says first; both take turns). Throws ConfigError for another, or if the
-  /// tokenizer lacks one of the frame's special tokens, DataError if one takes away blanks beside it. `tokenizer` must outlive it.
+  /// tokenizer lacks one of the frame's special tokens, DataError if one takes away blanks next to it. `tokenizer` must outlive it.
   ChatFormat(std::string_view name, const Tokenizer& tokenizer);
 
   /// The tokens of a conversation. Learned is what the role "assistant" says, with the token that ends a turn; it is encoded by itself,

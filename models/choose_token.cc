@@ -19,7 +19,7 @@ void require_numbers(std::span<const double> logits, int64_t position, size_t pr
   const bool none = std::ranges::all_of(logits, [](double logit) { return logit == -kInfinity; });
   const auto wrong = std::ranges::find_if(logits, [](double logit) { return std::isnan(logit) || logit == kInfinity; });
   if (!none && wrong == logits.end()) return;
-  fail<NonFiniteError>("[generate] position ", position, ", behind a prompt of ", prompt, " tokens: ",
+  fail<NonFiniteError>("[generate] position ", position, ", after a prompt of ", prompt, " tokens: ",
                        none ? "the logits of all tokens are -inf"
                             : str("the logit of token ", wrong - logits.begin(), " is ", std::isnan(*wrong) ? "nan" : "inf"));
 }

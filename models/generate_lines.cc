@@ -12,6 +12,7 @@
 #include "sheaf/core/parallel.h"
 #include "sheaf/distributed/agreement.h"
 #include "sheaf/distributed/gather_texts.h"
+#include "sheaf/models/file_lock.h"
 #include "sheaf/models/generate.h"
 #include "sheaf/models/generate_many.h"
 #include "sheaf/models/model_checkpoint.h"
@@ -84,12 +85,9 @@ struct There {
 // What is there already. The rest of a line that a kill cut off is not counted; anything else that does not follow from these prompts is an
 // error.
 There what_is_there(const std::vector<Line>& lines, const GenerateLinesOptions& o) {
-  std::error_code none;
-  check<ConfigError>(!std::filesystem::equivalent(o.output, o.prompts, none), "[generate] --output is the file of prompts");
-  if (!path_exists(o.output)) return {};
   const std::string text = File::open(o.output).read_all();
   if (text.empty()) return {};
-  check<ConfigError>(o.resume, "[generate] '", o.output, "' is there: give --resume to go on behind its lines, or another --output");
+  check<ConfigError>(o.resume, "[generate] '", o.output, "' is there: give --resume to go on after its lines, or another --output");
   const int64_t count = std::ranges::count(text, '\n'), all = std::ssize(lines) * o.samples;
   check<DataError>(count <= all, "[generate] '", o.output, "' has ", count, " lines, and there are only ", all, " to write");
   const size_t whole = count > 0 ? text.rfind('\n') + 1 : 0;
@@ -116,7 +114,7 @@ There what_is_there(const std::vector<Line>& lines, const GenerateLinesOptions& 
 // Removes what follows those lines.
 void cut_off(const There& there, const std::string& path) {
   std::error_code error;
-  if (!path_exists(path) || std::filesystem::file_size(path, error) == static_cast<uintmax_t>(there.bytes)) return;
+  if (std::filesystem::file_size(path, error) == static_cast<uintmax_t>(there.bytes)) return;
   std::filesystem::resize_file(path, static_cast<uintmax_t>(there.bytes), error);
   check<IoError>(!error, "[generate] cannot write '", path, "': ", error.message());
 }
@@ -179,8 +177,15 @@ GenerateLinesProgress generate_lines(const std::string& folder, TrainConfig conf
                                        {"the prompts", digest_of_text(text).xxh3}});
   // Rank 0 writes; the others use what it has found.
   There there;
+  std::optional<FileLock> lock;
   std::optional<AppendFile> out;
-  if (world.rank() == 0) there = what_is_there(lines, options), cut_off(there, options.output), out.emplace("generate", options.output);
+  if (world.rank() == 0) {
+    std::error_code none;
+    check<ConfigError>(!std::filesystem::equivalent(options.output, options.prompts, none), "[generate] --output is the file of prompts");
+    if (lock.emplace(options.output).state() == FileLock::State::elsewhere)
+      fail<ConfigError>("[generate] another `sheaf generate` is writing to '", options.output, "': wait until it has ended");
+    there = what_is_there(lines, options), cut_off(there, options.output), out.emplace("generate", options.output);
+  }
   if (world.size() > 1) there.lines = std::stoll(gather_texts(world.communicator(), str(there.lines), "generate")[0]);
   GenerateLinesProgress now{.done = there.lines, .all = std::ssize(lines) * options.samples};
   if (now.done == now.all) {

@@ -75,7 +75,7 @@ class HuggingFaceTokenizer : public Tokenizer {
     std::vector<int32_t> tokens = encode_whole(text, first ? Place::first : Place::within, all_);
     for (const int32_t id : tokens)
       if (taking_.contains(id))
-        fail<DataError>("[tokenizer] ", origin, ": ", json_string(file_.shown[static_cast<size_t>(id)]), " takes away blanks beside it ",
+        fail<DataError>("[tokenizer] ", origin, ": ", json_string(file_.shown[static_cast<size_t>(id)]), " takes away blanks next to it ",
                         "(single_word, lstrip or rstrip in tokenizer.json), which Sheaf does not do");
     return tokens;
   }

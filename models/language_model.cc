@@ -16,7 +16,7 @@ std::unique_ptr<Decoder> without_adapters(ModelConfig m, int64_t vocab) {
 }
 
 void add_adapters(Decoder& model, const ModelConfig& m) {
-  check<ConfigError>(m.mtp_layers == 0, "[model] model.mtp_layers ", m.mtp_layers, ": beside adapters (model.lora_rank) only these are trained");
+  check<ConfigError>(m.mtp_layers == 0, "[model] model.mtp_layers ", m.mtp_layers, ": with adapters (model.lora_rank) only these are trained");
   const nn::LoraOptions options{.rank = m.lora_rank, .alpha = m.lora_alpha};
   const int64_t adapters = nn::add_lora(model, options, [&](const std::string& path) { return takes_lora(path, m.lora_layers); });
   check<ConfigError>(adapters > 0, "[model] lora_layers '", m.lora_layers, "': this ", m.type, " has no such linear layers; its MLPs are ",
@@ -28,7 +28,7 @@ void rest_in_blocks(Decoder& model, const ModelConfig& m) {
   const BlockFormat format = block_format_from("model", m.quantize);
   const auto is_matrix_of_block = [](const std::string& name) { return (name.starts_with("blocks.") || name.starts_with("mtp_layers.")) && !nn::is_lora(name); };
   check<ConfigError>(nn::quantize(model, format, is_matrix_of_block) > 0, "[model] quantize ", m.quantize,
-                     ": all weights are trained; only those beside adapters (model.lora_rank) rest in blocks");
+                     ": all weights are trained; only those with adapters (model.lora_rank) rest in blocks");
 }
 
 }  // namespace

@@ -107,15 +107,15 @@ nn::MixtureConfig mixture_config(const LlamaConfig& c) {
   e.scale = c.expert_scale;
   e.choice_bias = c.expert_bias;
   e.balance_rate = c.expert_balance_rate;
-  e.parts = c.expert_parts;
-  e.allowed_parts = c.expert_parts_per_token;
+  e.routing_groups = c.routing_groups;
+  e.routing_groups_per_token = c.routing_groups_per_token;
   e.shared_hidden = c.shared_experts * e.hidden;
   e.shared_gate = c.shared_expert_gate;
   e.linear_bias = c.expert_linear_bias;
   e.gate_limit = c.expert_gate_limit;
   e.gate_alpha = c.expert_gate_alpha;
   e.capacity_factor = c.capacity_factor;
-  e.groups = c.expert_groups;
+  e.capacity_groups = c.capacity_groups;
   e.balances = c.aux_loss != 0;
   e.measures_logits = c.router_z_loss != 0;
   e.dropout = c.dropout;

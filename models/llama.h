@@ -49,7 +49,7 @@ struct LlamaConfig {
   int64_t experts_per_token = 2;
   int64_t expert_hidden = 0;      ///< hidden width of an expert; 0: that of the MLP
   double capacity_factor = 0.0;   ///< of places for an expert's tokens (MixtureConfig::capacity_factor); 0: there is one for each
-  int64_t expert_groups = 1;      ///< of tokens, in which places are counted apart (MixtureConfig::groups)
+  int64_t capacity_groups = 1;    ///< of tokens, in which places are counted separately
   bool normalize_experts = true;  ///< a token's experts have weights that add up to 1
   nn::Affinity expert_affinity = nn::Affinity::softmax;  ///< how experts are chosen and weighed
   bool expert_bias = false;         ///< experts have biases where they are chosen (MixtureConfig::choice_bias)
@@ -58,7 +58,7 @@ struct LlamaConfig {
   bool expert_linear_bias = false;  ///< routers and the layers of experts have biases, as gpt-oss's
   double expert_gate_limit = 0.0;   ///< gates are gpt-oss's, held to this; 0: SwiGLU's
   double expert_gate_alpha = 1.702;  ///< factor within their sigmoid
-  int64_t expert_parts = 1, expert_parts_per_token = 1;  ///< equal parts of the experts, and among how many of them a token chooses
+  int64_t routing_groups = 1, routing_groups_per_token = 1;  ///< equal groups of experts, and among how many of them a token chooses
   int64_t shared_experts = 0;       ///< MLPs of expert_hidden, side by side, through which every token goes
   bool shared_expert_gate = false;  ///< their output is multiplied by one number a token, as Qwen2-MoE's (MixtureConfig::shared_gate)
   int64_t dense_layers = 0;         ///< this many first blocks have an MLP, not a mixture

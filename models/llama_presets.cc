@@ -155,8 +155,8 @@ LlamaConfig deepseek_v3() {
   c.rope_scaling = RotaryScaling::yarn(40, 4096, 1, 32);
   c.rope_scaling.amplitude = 1;
   c.mscale_all_dim = 1;
-  c.expert_parts = 8;
-  c.expert_parts_per_token = 4;
+  c.routing_groups = 8;
+  c.routing_groups_per_token = 4;
   return c;
 }
 

@@ -50,7 +50,7 @@ void for_each_model_field(F&& f, Model&... m) {
   f("experts_per_token", m.experts_per_token...);
   f("expert_hidden", m.expert_hidden...);
   f("capacity_factor", m.capacity_factor...);
-  f("expert_groups", m.expert_groups...);
+  f("capacity_groups", m.capacity_groups...);
   f("normalize_experts", m.normalize_experts...);
   f("expert_affinity", m.expert_affinity...);
   f("expert_bias", m.expert_bias...);
@@ -59,8 +59,8 @@ void for_each_model_field(F&& f, Model&... m) {
   f("expert_linear_bias", m.expert_linear_bias...);
   f("expert_gate_limit", m.expert_gate_limit...);
   f("expert_gate_alpha", m.expert_gate_alpha...);
-  f("expert_parts", m.expert_parts...);
-  f("expert_parts_per_token", m.expert_parts_per_token...);
+  f("routing_groups", m.routing_groups...);
+  f("routing_groups_per_token", m.routing_groups_per_token...);
   f("shared_experts", m.shared_experts...);
   f("shared_expert_gate", m.shared_expert_gate...);
   f("dense_layers", m.dense_layers...);

@@ -63,7 +63,7 @@ void for_each_llama_option(Model& c, Options& m, F&& f) {
   f(c.experts_per_token, m.experts_per_token);
   f(c.expert_hidden, m.expert_hidden);
   f(c.capacity_factor, m.capacity_factor);
-  f(c.expert_groups, m.expert_groups);
+  f(c.capacity_groups, m.capacity_groups);
   f(c.normalize_experts, m.normalize_experts);
   f(c.expert_bias, m.expert_bias);
   f(c.expert_balance_rate, m.expert_balance_rate);
@@ -71,8 +71,8 @@ void for_each_llama_option(Model& c, Options& m, F&& f) {
   f(c.expert_linear_bias, m.expert_linear_bias);
   f(c.expert_gate_limit, m.expert_gate_limit);
   f(c.expert_gate_alpha, m.expert_gate_alpha);
-  f(c.expert_parts, m.expert_parts);
-  f(c.expert_parts_per_token, m.expert_parts_per_token);
+  f(c.routing_groups, m.routing_groups);
+  f(c.routing_groups_per_token, m.routing_groups_per_token);
   f(c.shared_experts, m.shared_experts);
   f(c.shared_expert_gate, m.shared_expert_gate);
   f(c.dense_layers, m.dense_layers);

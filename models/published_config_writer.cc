@@ -12,7 +12,7 @@ namespace {
 
 // Whether config.json says it of such a model: what is only of training, or is a choice of the run, it does not.
 bool is_published(std::string_view key, const ModelConfig& m) {
-  for (const std::string_view own : {"context", "dropout", "capacity_factor", "expert_groups", "expert_balance_rate", "aux_loss", "router_z_loss",
+  for (const std::string_view own : {"context", "dropout", "capacity_factor", "capacity_groups", "expert_balance_rate", "aux_loss", "router_z_loss",
                                      "mtp_layers", "mtp_loss", "lora_rank", "lora_alpha", "lora_layers", "quantize", "end_of_text",
                                      "rope_scaling.mscale", "rope_scaling.attention_factor"})
     if (key == own) return false;
@@ -74,7 +74,7 @@ struct Architecture {
 };
 
 bool has_deepseek_experts(const ModelConfig& m) {
-  return m.experts != 0 && (m.expert_affinity == "sigmoid" || m.expert_bias || m.expert_scale != 1 || m.expert_parts > 1 ||
+  return m.experts != 0 && (m.expert_affinity == "sigmoid" || m.expert_bias || m.expert_scale != 1 || m.routing_groups > 1 ||
                             m.shared_experts > 0 || m.dense_layers > 0);
 }
 
@@ -82,11 +82,11 @@ Architecture deepseek(const ModelConfig& m) {
   check<ConfigError>(m.window == 0, "[weights] model.window ", m.window, ": no published architecture has that with latent attention");
   if (m.experts == 0 || (m.expert_affinity == "sigmoid" && m.expert_bias && m.shared_experts > 0))
     return {"deepseek_v3", "DeepseekV3ForCausalLM"};
-  if (m.expert_affinity == "softmax" && !m.expert_bias && !m.normalize_experts && m.expert_parts == 1 && m.shared_experts > 0)
+  if (m.expert_affinity == "softmax" && !m.expert_bias && !m.normalize_experts && m.routing_groups == 1 && m.shared_experts > 0)
     return {"deepseek_v2", "DeepseekV2ForCausalLM"};
   fail<ConfigError>("[weights] with latent attention mixtures are published with sigmoid, model.expert_bias and shared experts "
                     "(deepseek_v3), or with softmax and shared experts, and without model.normalize_experts, .expert_bias and "
-                    ".expert_parts (deepseek_v2): this model cannot be written as one");
+                    ".routing_groups (deepseek_v2): this model cannot be written as one");
 }
 
 bool has_softcaps(const ModelConfig& m) { return m.attn_logit_softcapping != 0 || m.final_logit_softcapping != 0; }
@@ -119,7 +119,7 @@ Architecture olmo(const ModelConfig& m) {
     return {"olmoe", "OlmoeForCausalLM"};
   fail<ConfigError>("[weights] model.qk_norm_all_heads is published with model.post_norms in place of .pre_norms and without mixtures (olmo2; with a "
                     "model.window, whose blocks have model.window_rope_theta, olmo3), or with mixtures, Llama's norms and heads that are together as wide as the model (olmoe), and "
-                    "nothing that other models have beside: this model cannot be written as one");
+                    "nothing that other models have in addition: this model cannot be written as one");
 }
 
 bool has_any_of_qwen3_next(const ModelConfig& m) { return m.linear_key_heads || m.attention_gate || (m.experts && m.shared_expert_gate); }
@@ -147,7 +147,7 @@ Architecture smollm3(const ModelConfig& m) {
 // Qwen3-Next, or Qwen3.5, dense or with mixtures. The two with mixtures differ only in their files: the model is what it started from.
 Architecture qwen3_next(const ModelConfig& m, const std::string& like) {
   const bool shared = m.experts && m.shared_experts && m.shared_expert_gate, window = m.window != 0;
-  const bool deepseeks = m.dense_layers || m.expert_affinity != "softmax" || m.expert_bias || m.expert_scale != 1 || m.expert_parts != 1;
+  const bool deepseeks = m.dense_layers || m.expert_affinity != "softmax" || m.expert_bias || m.expert_scale != 1 || m.routing_groups != 1;
   if (m.linear_key_heads && m.attention_gate && m.qk_norm && (m.experts == 0 || (shared && !deepseeks)) && !m.qkv_bias && !window &&
       !m.kv_lora_rank && !has_any_of_gemma(m) && !has_any_of_gpt_oss(m)) {
     if (m.experts == 0) return {"qwen3_5_text", "Qwen3_5ForCausalLM"};
@@ -156,7 +156,7 @@ Architecture qwen3_next(const ModelConfig& m, const std::string& like) {
   }
   fail<ConfigError>("[weights] model.linear_key_heads, .attention_gate and .shared_expert_gate are published together, with model.qk_norm, the "
                     "last with mixtures in all layers (qwen3_next), or without mixtures (qwen3_5_text), and without model.qkv_bias, .window, "
-                    "latent attention and what is DeepSeek's beside shared experts, Gemma's or gpt-oss's: this model cannot be written as one");
+                    "latent attention and what is DeepSeek's with shared experts, Gemma's or gpt-oss's: this model cannot be written as one");
 }
 
 // GLM-4.5's and dots.llm1's mixtures are DeepSeek-V3's. dots.llm1's attention is Qwen3's; GLM-4.5's rotates a part of each head, may have
@@ -166,7 +166,7 @@ Architecture dots1_or_glm(const ModelConfig& m) {
   const bool experts = m.expert_affinity == "sigmoid" && m.expert_bias && m.shared_experts > 0;
   if (experts && is_dots1(m)) return {"dots1", "Dots1ForCausalLM"};
   if (experts && !m.window) return {"glm4_moe", "Glm4MoeForCausalLM"};
-  fail<ConfigError>("[weights] mixtures with any of model.expert_affinity sigmoid, .expert_bias, .expert_scale, .expert_parts, "
+  fail<ConfigError>("[weights] mixtures with any of model.expert_affinity sigmoid, .expert_bias, .expert_scale, .routing_groups, "
                     ".shared_experts and .dense_layers are published with sigmoid, model.expert_bias and shared experts, and, with a "
                     "model.window, with model.qk_norm and without model.qkv_bias and .rotary_dim (dots1, glm4_moe; or with "
                     "model.kv_lora_rank): this model cannot be written as one");
@@ -234,8 +234,8 @@ void write_deepseek_experts(const ModelConfig& m, const std::string& type, Json&
       .set("num_experts_per_tok", m.experts ? m.experts_per_token : 1)
       .set("norm_topk_prob", m.normalize_experts)
       .set("routed_scaling_factor", m.expert_scale)
-      .set("n_group", m.expert_parts)
-      .set("topk_group", m.expert_parts_per_token)
+      .set("n_group", m.routing_groups)
+      .set("topk_group", m.routing_groups_per_token)
       .set("first_k_dense_replace", m.experts ? m.dense_layers : m.layers)
       .set("attention_bias", m.qkv_bias);
   if (type == "deepseek_v3" || type == "glm4_moe") json.set("num_nextn_predict_layers", publishes_mtp(m) ? m.mtp_layers : 0);

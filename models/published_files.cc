@@ -62,7 +62,7 @@ void PublishedFiles::read_index(const std::string& index) {
   for (const std::string& name : names) {
     // It may name files next to itself, and nothing else on this machine.
     if (name.empty() || name.find('/') != std::string::npos || !name.ends_with(".safetensors"))
-      refuse(json_string(name), " is not the name of a safetensors file beside it");
+      refuse(json_string(name), " is not the name of a safetensors file next to it");
     const std::string file = parent_of(index) + "/" + name;
     if (!path_exists(file)) refuse("names ", json_string(name), ", which is missing");
     add(file);

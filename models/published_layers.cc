@@ -157,7 +157,7 @@ void read_deepseek_experts(const ConfigReader& r, const std::string& type, Model
   m.expert_scale = r.number("routed_scaling_factor", v3 ? 2.5 : 1.0);
   m.shared_experts = r.positive("n_shared_experts");
   m.normalize_experts = r.flag("norm_topk_prob", v3 || type == "glm4_moe");
-  r.only("moe_layer_freq", 1, "behind the first ones all of Sheaf's layers have experts");
+  r.only("moe_layer_freq", 1, "after the first ones all of Sheaf's layers have experts");
   if (v2) {
     r.only("scoring_func", "softmax", "deepseek_v2 has softmax");
     r.only("topk_method", "greedy", "of deepseek_v2 Sheaf has greedy");
@@ -169,8 +169,8 @@ void read_deepseek_experts(const ConfigReader& r, const std::string& type, Model
   m.expert_affinity = "sigmoid";
   m.expert_bias = true;
   m.expert_balance_rate = 0;
-  m.expert_parts = latents ? r.positive("n_group") : r.positive("n_group", 1);
-  m.expert_parts_per_token = latents ? r.positive("topk_group") : r.positive("topk_group", 1);
+  m.routing_groups = latents ? r.positive("n_group") : r.positive("n_group", 1);
+  m.routing_groups_per_token = latents ? r.positive("topk_group") : r.positive("topk_group", 1);
 }
 
 void read_latents(const ConfigReader& r, ModelConfig& m) {

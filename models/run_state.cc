@@ -59,10 +59,37 @@ void for_each_option(Model&& model, Train&& train, F&& f) {
   for_each_train_option(train, f);
 }
 
+// The name that an option had in older checkpoints.
+std::string_view earlier_name(std::string_view key) {
+  constexpr std::pair<std::string_view, std::string_view> kNames[] = {{"model.capacity_groups", "model.expert_groups"},
+                                                                      {"model.routing_groups", "model.expert_parts"},
+                                                                      {"model.routing_groups_per_token", "model.expert_parts_per_token"},
+                                                                      {"model.linear_key_head_dim", "model.linear_key_width"},
+                                                                      {"model.linear_value_head_dim", "model.linear_value_width"},
+                                                                      {"model.linear_conv_kernel", "model.linear_taps"},
+                                                                      {"model.rotary_dim", "model.rotary_width"}};
+  for (const auto& [now, before] : kNames)
+    if (now == key) return before;
+  return key;
+}
+
 void get(const Json& j, bool& out) { out = j.as_bool(); }
 void get(const Json& j, int64_t& out) { out = j.as_int(); }
 void get(const Json& j, double& out) { out = j.as_double(); }
 void get(const Json& j, std::string& out) { out = j.as_string(); }
+
+// An option that is not known here is an error: the model or the training would silently be another one.
+void read_options(const Json& options, RunState& s) {
+  std::vector<std::string_view> unknown;
+  for (const auto& [name, value] : options.as_object()) unknown.push_back(name);
+  for_each_option(s.model, s.train, [&](const std::string& key, auto& value) {
+    const std::string_view name = options.find(key) ? std::string_view(key) : earlier_name(key);
+    if (!is_in_all(key) && !options.find(name)) return;
+    get(options.at(name), value);
+    std::erase(unknown, name);
+  });
+  if (!unknown.empty()) fail<DataError>("this version of Sheaf does not know its option '", unknown[0], "'");
+}
 
 Json to_json(const SplitState& s) { return Json::Object{{"tokens", s.tokens}, {"xxh3", s.xxh3}}; }
 SplitState split_of(const Json& json) { return {json.at("tokens").as_int(), json.at("xxh3").as_string()}; }
@@ -96,11 +123,8 @@ RunState RunState::from_json(const Json& json) {
   try {
     s.step = json.at("step").as_int();
     s.vocab = json.at("vocab").as_int();
-    const Json& options = json.at("options");
     s.train.dtype.clear();
-    for_each_option(s.model, s.train, [&](const std::string& key, auto& value) {
-      if (is_in_all(key) || options.find(key)) get(options.at(key), value);
-    });
+    read_options(json.at("options"), s);
     if (const Json& t = json.at("tokenizer"); !t.is_null()) s.tokenizer = tokenizer_from_json(t);
     if (const Json* data = json.find("data")) {
       s.val_fraction = data->at("val_fraction").as_double();

@@ -28,7 +28,7 @@ class Tokenizer {
     return encode(text, origin);
   }
   /// The tokens of a text whose author may write special tokens by their names, as a chat's frame does; `first`: nothing is before it.
-  /// Throws DataError also for a special token that takes away blanks beside it (lstrip, rstrip in a tokenizer.json).
+  /// Throws DataError also for a special token that takes away blanks next to it (lstrip, rstrip in a tokenizer.json).
   virtual std::vector<int32_t> encode_special(std::string_view text, bool first, std::string_view origin = "text") const {
     return first ? encode(text, origin) : encode_more(text, origin);
   }

@@ -253,7 +253,7 @@ void check_options(const MeshSpec* mesh, const Axes& axes, const ShardOptions& o
     fail<ConfigError>("[shard] offload is for strategies that shard over a mesh, which may be of one rank, not for '", name(strategy), "'");
   if (!options.secondary || !mesh) return;
   if (axes.replicating() < 0)
-    fail<ConfigError>("[shard] secondary shards are those of replicas: neither ShardOptions::replica_axis nor, beside axis '",
+    fail<ConfigError>("[shard] secondary shards are those of replicas: neither ShardOptions::replica_axis nor, besides axis '",
                       options.axis, "', ShardOptions::context_axis or expert_axis names any");
   if (strategy <= Strategy::replicate)
     fail<ConfigError>("[shard] secondary shards are for strategies that shard, not '", name(strategy), "'");

@@ -72,7 +72,7 @@ struct StrategyChoice {
 };
 
 struct ShardOptions {
-  std::string axis = "data";            ///< the mesh axis that cuts parameters and the batch
+  std::string axis = "data";            ///< the mesh axis over which the strategy shards, and which cuts the batch
   /// The mesh axis that cuts the batch, too, but along which the model is replicated (hybrid sharding, HSDP): the
   /// strategy holds within a group of ranks along `axis`, and gradients are also summed over the groups. "": no such
   /// axis.

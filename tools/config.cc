@@ -150,7 +150,7 @@ TrainConfig load_generate_lines_config(const std::string& path, std::span<const 
   TrainConfig config;
   config.sharding.strategy = "replicate";
   return generate_config(path, overrides, std::move(config), [](const std::string& key) {
-    check<ConfigError>(key != "generate.prompt" && key != "generate.drafts", "[generate] --", key, " would change nothing beside --prompts");
+    check<ConfigError>(key != "generate.prompt" && key != "generate.drafts", "[generate] --", key, " would change nothing with --prompts");
     bool known = key.starts_with("generate.");
     for (const char* cut : {"sharding.strategy", "sharding.units", "sharding.min_parameters", "sharding.prefetch_bytes", "sharding.tensor",
                             "sharding.experts"})

@@ -66,7 +66,7 @@ std::string export_tokenizer(const models::RunState& state, const std::string& f
       copied.push_back(name);
     }
   }
-  if (!copied.empty() && (!state.tokenizer || state.tokenizer->kind() != "huggingface")) return ", and what lay beside the published weights";
+  if (!copied.empty() && (!state.tokenizer || state.tokenizer->kind() != "huggingface")) return ", and what was next to the published weights";
   if (!state.tokenizer) return "";
   if (state.tokenizer->kind() != "huggingface") return str(", without a tokenizer (the run's, ", state.tokenizer->kind(), ", is no tokenizer.json)");
   replace_file(folder + "/tokenizer.json", state.tokenizer->to_json().at("file").dump() + "\n");
@@ -75,7 +75,7 @@ std::string export_tokenizer(const models::RunState& state, const std::string& f
     if (const auto end = state.tokenizer->end_of_text()) config.set("eos_token", Json(state.tokenizer->decode({&*end, 1})));
     replace_file(folder + "/tokenizer_config.json", config.dump() + "\n");
   }
-  return str(", and its tokenizer.json", copied.empty() ? "" : ", with what lay beside the published weights");
+  return str(", and its tokenizer.json", copied.empty() ? "" : ", with what was next to the published weights");
 }
 
 }  // namespace sheaf::tools

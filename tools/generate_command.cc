@@ -54,7 +54,7 @@ int generate_many_lines(const GenerateArguments& arguments) {
       if (before < 0) {
         before = now.done, began = std::chrono::steady_clock::now();
         if (now.done > 0 && world.rank() == 0)
-          say(now.done < now.all ? str("goes on behind ", now.done, " lines of ", o.output) : str(o.output, " has all ", now.all, " lines"));
+          say(now.done < now.all ? str("goes on after ", now.done, " lines of ", o.output) : str(o.output, " has all ", now.all, " lines"));
         return;
       }
       const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - began;

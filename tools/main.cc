@@ -73,7 +73,7 @@ void add_options(CLI::App& command, GenerateArguments& generate) {
   command.add_option("--field", lines.field, "the member for what follows (completion)");
   command.add_option("--samples", lines.samples, "continuations of each prompt (1)")->check(CLI::Range(int64_t{1}, int64_t{1'000'000}));
   command.add_option("--at-once", lines.at_once, "sequences that a rank reads together (32)")->check(CLI::Range(int64_t{1}, int64_t{1'000'000}));
-  command.add_flag("--resume", lines.resume, "go on behind the lines that the output has");
+  command.add_flag("--resume", lines.resume, "go on after the lines that the output has");
   command.add_option("--threads-per-rank", generate.threads_per_rank, "compute threads of each rank")->check(kThreads);
   command.allow_extras();
   command.footer("Options, by default those of the run's config.toml:\n" + config_help("generate.") +

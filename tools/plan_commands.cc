@@ -3,6 +3,7 @@
 #include <cstdio>
 
 #include "sheaf/autograd/tape_dump.h"
+#include "sheaf/core/append_file.h"
 #include "sheaf/core/cores.h"
 #include "sheaf/core/file.h"
 #include "sheaf/distributed/init.h"
@@ -89,7 +90,7 @@ int tape_command(const TapeArguments& arguments) {
   const std::string wanted = wanted_comm(), comm = gpu ? "nccl" : wanted == "auto" ? "shm" : wanted;
   const models::Plan plan = models::plan_step(config, vocab, arguments.rank, arguments.world, threads, comm,
                                               gpu ? Device::cuda() : Device::cpu());
-  const std::string outer = config.train.islands == 1 ? "" : str("\nan outer step, behind each ", config.train.inner_steps, " of these\n",
+  const std::string outer = config.train.islands == 1 ? "" : str("\nan outer step, after each ", config.train.inner_steps, " of these\n",
       to_text(plan.outer), "\ncollectives\n", collective_summary(plan.outer));
   if (arguments.format == "json") say(to_json(plan.tape));
   else if (arguments.format == "dot") say(to_dot(plan.tape));
@@ -121,7 +122,7 @@ int plan_command(const PlanArguments& arguments) {
   if (arguments.ranks_per_host > 0) machine.ranks_per_host = arguments.ranks_per_host;
   if (arguments.memory > 0) machine.memory = arguments.memory;
   if (arguments.network > 0) machine.between.bytes_per_second = arguments.network;
-  if (!arguments.trace.empty()) write_file(arguments.trace, "");  // whether it can be written, before all the work
+  if (!arguments.trace.empty()) AppendFile("plan", arguments.trace);  // whether it can be written, before all the work
   models::WaysOptions options;
   options.threads = available_cores();
   for (const std::string& word : arguments.overrides)

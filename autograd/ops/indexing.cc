@@ -29,7 +29,7 @@ void require_elements(const char* op, const Type& x, int dim, const Type& index)
 void require_lines(const char* op, const Type& a, const Type& b, int dim) {
   Shape x = a.shape, y = b.shape;
   if (x.rank() == y.rank()) x[dim] = y[dim];
-  if (!(x == y)) fail<ShapeError>("[", op, "] ", a, " and ", b, " differ beside dimension ", dim);
+  if (!(x == y)) fail<ShapeError>("[", op, "] ", a, " and ", b, " differ in other dimensions than ", dim);
 }
 
 /// The cut of a dimension other than `dim`, if there is one.

@@ -185,7 +185,7 @@ struct PackedNorm {  // x[B, T, H + 2 G, D], weight of queries, of keys -> y, rs
 
 Tensor packed_rms_norm(const Tensor& x, int64_t heads, const Tensor& query_weight, const Tensor& key_weight, double eps) {
   const int64_t others = x.rank() == 4 ? x.size(2) - heads : 0;
-  check<ShapeError>(others % 2 == 0, "[packed_rms_norm] ", x.type(), ": beside ", heads, " query heads there must be as many ",
+  check<ShapeError>(others % 2 == 0, "[packed_rms_norm] ", x.type(), ": with ", heads, " query heads there must be as many ",
                     "keys as values");
   const PackedNorm::Attrs attrs{{heads, others / 2}, eps};
   return apply_all<PackedNorm>(attrs, {dense_rows(x), dense_rows(query_weight), dense_rows(key_weight)})[0];

@@ -159,7 +159,7 @@ struct Concat {
       Shape other = c.shape(i);
       if (other.rank() == out.rank()) other[dim] = out[dim];
       if (!(other == out))
-        fail<ShapeError>("[concat] ", c.input(0), " and ", c.input(i), " differ beside dimension ",
+        fail<ShapeError>("[concat] ", c.input(0), " and ", c.input(i), " differ in other dimensions than ",
                          dim);
       out[dim] += c.shape(i)[dim];
     }

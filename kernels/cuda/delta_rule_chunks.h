@@ -17,7 +17,7 @@ inline constexpr int kHeld = sizeof(C) == 4 ? 2 : 1;
 inline void check_operands(const char* who, const DeltaRuleOperands& x, const View& v, const View& state) {
   check_delta_rule(who, x, v, state);
   const int64_t width = x.q.shape[3], of_values = x.v.shape[3];
-  check<ShapeError>(x.v.shape[2] > 0 || x.q.shape[2] == 0, "[", who, "] no value heads beside ", x.q.shape[2], " key heads");
+  check<ShapeError>(x.v.shape[2] > 0 || x.q.shape[2] == 0, "[", who, "] no value heads with ", x.q.shape[2], " key heads");
   check<ShapeError>(std::min(width, of_values) >= 1 && std::max(width, of_values) <= 256, "[", who, "] keys of ", width, " and values of ",
                     of_values, " elements; wants 1 to 256");
 }

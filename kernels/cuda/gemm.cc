@@ -114,7 +114,7 @@ class Plan {
     check<ShapeError>(!g_.accumulate && (!has_bias_ || fused == Fused::gelu) &&
                           (sums ? other.rank() == 1 && g_.c.rank() == 2 && other.shape[0] == rows
                                 : other.numel() == g_.c.numel()),
-                      "[", g_.who, "] ", other.shape, " beside the product ", g_.c.shape);
+                      "[", g_.who, "] ", other.shape, " with the product ", g_.c.shape);
     if (empty() || !batch_.empty() || a_.cols == 0 || other.dtype != c_.dtype ||
         !other.contiguous() || !at_16_bytes(other) || g_.fp8 || !fusing_wanted())
       return false;

@@ -29,11 +29,13 @@ Parameter biases(bool has, const Shape& shape) {
 MixtureConfig checked(const MixtureConfig& c) {
   check<ConfigError>(c.experts > 0 && c.choices > 0 && c.choices <= c.experts && c.hidden > 0, "[experts] ", c.choices,
                      " choices among ", c.experts, " experts of hidden width ", c.hidden);
-  check<ConfigError>(c.capacity_factor >= 0 && c.groups > 0, "[experts] capacity factor ", c.capacity_factor, " for ", c.groups,
+  check<ConfigError>(c.capacity_factor >= 0 && c.capacity_groups > 0, "[experts] capacity factor ", c.capacity_factor, " for ", c.capacity_groups,
                      " groups of each sequence");
-  check<ConfigError>(c.parts > 0 && c.experts % c.parts == 0 && c.allowed_parts > 0 && c.allowed_parts <= c.parts &&
-                         c.choices <= c.allowed_parts * (c.experts / c.parts), "[experts] ", c.choices, " choices among ",
-                     c.allowed_parts, " of ", c.parts, " equal parts of ", c.experts, " experts");
+  check<ConfigError>(c.routing_groups > 0 && c.experts % c.routing_groups == 0 && c.routing_groups_per_token > 0 &&
+                         c.routing_groups_per_token <= c.routing_groups &&
+                         c.choices <= c.routing_groups_per_token * (c.experts / c.routing_groups),
+                     "[experts] ", c.choices, " choices among ", c.routing_groups_per_token, " of ", c.routing_groups, " equal groups of ",
+                     c.experts, " experts");
   check<ConfigError>(!c.shared_gate || c.shared_hidden > 0, "[experts] shared_gate without shared experts (shared_hidden 0)");
   check<ConfigError>(c.gate_limit >= 0 && !std::isnan(c.gate_limit) && c.gate_alpha > 0 && std::isfinite(c.gate_alpha), "[experts] gates held to ",
                      c.gate_limit, ", alpha ", c.gate_alpha);
@@ -198,13 +200,14 @@ int64_t MixtureOfExperts::groups_of(const Tensor& x_BTC, const Layout& l, bool d
   }
   if (!drops || config.capacity_factor == 0) return ranks;
   const int64_t tokens = x_BTC.size(1), unit = unit_of_places(x_BTC);
-  const bool whole = config.groups % ranks == 0 && tokens % config.groups == 0 && (tokens == 0 || unit % (tokens / config.groups) == 0);
+  const int64_t groups = config.capacity_groups;
+  const bool whole = groups % ranks == 0 && tokens % groups == 0 && (tokens == 0 || unit % (tokens / groups) == 0);
   if (ranks > 1 && !whole)
-    fail<ConfigError>("[experts] '", path(), "': places for the tokens of a sequence are counted in ", config.groups,
-                      config.groups == 1 ? " group" : " groups", ", and the ", ranks, " ranks of ", axes, " share its ",
+    fail<ConfigError>("[experts] '", path(), "': places for the tokens of a sequence are counted in ", groups,
+                      groups == 1 ? " group" : " groups", ", and the ", ranks, " ranks of ", axes, " share its ",
                       tokens, unit ? str(" in pieces of multiples of ", unit) : "", ": with a capacity, groups must be a multiple of these "
                       "ranks and divide the tokens", unit ? " of each piece" : "");
-  return config.groups;
+  return groups;
 }
 
 Tensor MixtureOfExperts::router_logits(const Tensor& x_BTC) {
@@ -216,15 +219,15 @@ Tensor MixtureOfExperts::router_logits(const Tensor& x_BTC) {
 Tensor MixtureOfExperts::choose(const Tensor& affinities_BTE) const {
   Tensor preferred = stop_gradient(affinities_BTE);
   if (choice_bias) preferred = preferred + stop_gradient(choice_bias);
-  if (config.allowed_parts < config.parts) {
-    const int64_t size = config.experts / config.parts;
+  if (config.routing_groups_per_token < config.routing_groups) {
+    const int64_t size = config.experts / config.routing_groups;
     const Shape whole = preferred.shape();
-    const Tensor by_part = reshape(preferred, {whole[0], whole[1], config.parts, size});
-    const Tensor best_two = gather(by_part, 3, top_k(by_part, std::min<int64_t>(2, size)));
-    const Tensor allowed = top_k(sum(best_two, {3}), config.allowed_parts);
+    const Tensor by_group = reshape(preferred, {whole[0], whole[1], config.routing_groups, size});
+    const Tensor best_two = gather(by_group, 3, top_k(by_group, std::min<int64_t>(2, size)));
+    const Tensor allowed = top_k(sum(best_two, {3}), config.routing_groups_per_token);
     const Tensor one = full_of({kI32, allowed.shape(), allowed.layout()}, 1);
-    const Tensor is_allowed = scatter_add(full_of({kI32, {whole[0], whole[1], config.parts}, allowed.layout()}, 0), 2, allowed, one);
-    preferred = reshape(where(unsqueeze(is_allowed, {3}), by_part, -std::numeric_limits<double>::infinity()), whole);
+    const Tensor is_allowed = scatter_add(full_of({kI32, {whole[0], whole[1], config.routing_groups}, allowed.layout()}, 0), 2, allowed, one);
+    preferred = reshape(where(unsqueeze(is_allowed, {3}), by_group, -std::numeric_limits<double>::infinity()), whole);
   }
   return top_k(preferred, config.choices);
 }

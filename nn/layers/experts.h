@@ -2,7 +2,7 @@
 // https://arxiv.org/abs/1701.06538; Fedus et al., https://arxiv.org/abs/2101.03961).
 //
 //   B batch   T tokens   C width   E experts   K choices of a token   H hidden width of an expert
-//   N groups of a sequence's tokens   Q parts of the experts   R rows that a part has for a group   S parts of which tokens choose some
+//   N groups of a sequence's tokens   Q parts of the experts   R rows that a part has for a group   S routing groups
 #pragma once
 
 #include "sheaf/autograd/ops/travel.h"
@@ -27,15 +27,15 @@ struct MixtureConfig {
   bool choice_bias = false;   ///< each expert has a bias, which is added to affinities where experts are chosen, and only there
   double balance_rate = 1e-3; ///< how far a step moves the bias, against the sign of an expert's load above
                               ///< the mean (Wang et al., https://arxiv.org/abs/2408.15664); 0: it stays
-  /// Experts form this many equal parts, and a token chooses only among those of `allowed_parts` parts, the ones whose two
-  /// largest affinities, bias added, have the largest sum (DeepSeek-V3; https://arxiv.org/abs/2412.19437).
-  int64_t parts = 1, allowed_parts = 1;
+  /// Experts form this many equal groups, and a token chooses only among those of `routing_groups_per_token` groups, the ones whose
+  /// two largest affinities, bias added, have the largest sum (DeepSeek-V3; https://arxiv.org/abs/2412.19437).
+  int64_t routing_groups = 1, routing_groups_per_token = 1;
   int64_t shared_hidden = 0;  ///< hidden width of an MLP next to the experts, through which every token goes; 0: there is none
   bool shared_gate = false;   ///< its output is multiplied by the sigmoid of a linear layer of x, one number a token (Qwen2-MoE)
   /// An expert has ceil(capacity_factor · choices · G / experts) places, at most G, for a group of G tokens; later choices
   /// find none, and what they would have added is dropped. 0: G places, so that nothing is dropped.
   double capacity_factor = 0.0;
-  int64_t groups = 1;      ///< parts of a sequence whose places are counted apart; irrelevant where nothing is dropped
+  int64_t capacity_groups = 1;  ///< parts of a sequence whose places are counted separately; irrelevant where nothing is dropped
   bool balances = false;   ///< training measures how uneven the load is
   bool measures_logits = false;  ///< and how large the router's logits are
   bool linear_bias = false;    ///< the router and the linear layers of experts have biases (gpt-oss)

@@ -26,7 +26,8 @@ class RecurrentTail {
   Tensor rows_and(size_t i, const Tensor& x_BTE) const;
   int64_t first() const { return first_; }
   void keep_state(int64_t position, const Tensor& state) { states_[position] = state; }
-  /// Keeps the last two states and, of what rows_and() returned, the rows from `margin` before the first of these on.
+  /// Keeps the last two states and, of what rows_and() returned, the rows from `margin` before the first of these on: all rows,
+  /// as long as there are fewer than two states.
   void keep_rows(const std::vector<Tensor>& all, int64_t margin);
   /// Calls `f` for every kept tensor.
   void for_each_kept(const std::function<void(Tensor&)>& f);
@@ -58,9 +59,9 @@ class KeyValueCache {
   /// The same for each of T tokens that are read now, i32[B, T], 0 for padding; undefined if set_begins() was not
   /// called.
   Tensor begins(int64_t tokens);
-  /// Which of those are not padding, bool [B, T].
+  /// Which of those are not padding, bool [B, T]; only after set_begins().
   Tensor is_read(int64_t tokens);
-  /// Keeps only these of each rank's sequences for what is read further, equally many on all ranks.
+  /// From now on there are only these of each rank's sequences, equally many on all ranks.
   void keep_sequences(const std::vector<int64_t>& which);
   /// Stores the keys or values of T tokens, [B, T, G, D], after those of the tokens before; returns all, [B, S, G, D], a view.
   /// `name` begins with the path of the calling layer. Throws ShapeError where there is no room or where B, G, D, the dtype or the

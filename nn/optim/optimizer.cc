@@ -198,7 +198,7 @@ Tensor zero_state(const Type& type, Device device, const StateOptions& options) 
   Type at_rest = type;
   at_rest.dtype = options.dtype.value_or(type.dtype);
   if (at_rest.dtype != type.dtype && !(at_rest.dtype == kBF16 && type.dtype == kF32))
-    fail<DTypeError>("[optimizer] state in ", at_rest.dtype, " for masters in ", type.dtype, ": it has their dtype, or is bf16 beside f32");
+    fail<DTypeError>("[optimizer] state in ", at_rest.dtype, " for masters in ", type.dtype, ": it has their dtype, or is bf16 for f32");
   const MemoryUse use(HeldFor::optimizer_state, "", "");
   const Tensor state = Tensor::empty(at_rest, device, options.offload ? MemoryKind::host : MemoryKind::normal);
   if (device.is_meta()) return state;

@@ -200,7 +200,7 @@ TEST(BiasedExperts, CheckpointsMoveBetweenMeshes) {
 TEST(BiasedExperts, TheLoadEvensOut) {
   const auto excess = [](double rate) {  // of the most loaded expert over an even share, before and after
     models::TrainConfig c = biased(2);
-    c.model.expert_parts = c.model.expert_parts_per_token = 1;
+    c.model.routing_groups = c.model.routing_groups_per_token = 1;
     c.model.expert_balance_rate = rate;
     c.train.steps = 80;
     std::pair<double, double> out;
@@ -243,8 +243,8 @@ TEST(BiasedExperts, WhatCannotBeIsRefused) {
   c.model.expert_affinity = "tanh";
   EXPECT_THAT(refusal(2, c), HasSubstr("unknown expert_affinity 'tanh'; known: softmax, sigmoid"));
   c = biased();
-  c.model.expert_parts_per_token = 1;
-  EXPECT_THAT(refusal(2, c), HasSubstr("3 choices among 1 of 3 equal parts of 6 experts"));
+  c.model.routing_groups_per_token = 1;
+  EXPECT_THAT(refusal(2, c), HasSubstr("3 choices among 1 of 3 equal groups of 6 experts"));
 }
 
 }  // namespace

@@ -130,7 +130,7 @@ TEST(Evaluation, ACapacityIsThatOfTheContext) {
   const models::ChoiceQuestions q = questions();
   models::TrainConfig c = config_of();
   c.model.experts = 4, c.model.experts_per_token = 2, c.model.capacity_factor = 0.5;
-  c.model.expert_groups = 128;  // which windows of 64 tokens do not have
+  c.model.capacity_groups = 128;  // which windows of 64 tokens do not have
   const std::vector<double> want = likelihoods(c, 1, q);
   for (const int64_t batch : {1, 7}) {
     c.train.batch = batch;
@@ -138,7 +138,7 @@ TEST(Evaluation, ACapacityIsThatOfTheContext) {
   }
   c.sharding.context = 2;
   EXPECT_LT(largest_difference(likelihoods(c, 2, q), want), 1e-10);
-  c.model.capacity_factor = 0, c.model.expert_groups = 1, c.sharding.context = 1;
+  c.model.capacity_factor = 0, c.model.capacity_groups = 1, c.sharding.context = 1;
   EXPECT_GT(largest_difference(likelihoods(c, 1, q), want), 1e-3) << "nothing is dropped";
 }
 

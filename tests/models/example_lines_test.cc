@@ -147,7 +147,7 @@ TEST(ExampleLines, OfGemmasConversations) {
   EXPECT_EQ(tokenizer->end_of_text(), tokenizer->special_token("<eos>"));
   EXPECT_EQ(tokenizer->least_vocab(), *tokenizer->special_token("<start_of_turn>")) << "what stands behind all others a model may lack";
   const auto refused = [&](std::vector<Message> said) { return error_of<DataError>([&] { format.encode(said); }); };
-  EXPECT_THAT(refused({{"user", "Hi"}, {"user", "Hi"}}), HasSubstr("a user and an assistant take turns, behind a system, perhaps; message 2 is of the role \"user\""));
+  EXPECT_THAT(refused({{"user", "Hi"}, {"user", "Hi"}}), HasSubstr("a user and an assistant take turns, after a system message, perhaps; message 2 is of the role \"user\""));
   EXPECT_THAT(refused({{"assistant", "Hi"}}), HasSubstr("message 1 is of the role \"assistant\""));
   EXPECT_THAT(refused({{"user", "Hi"}, {"system", "Hi"}}), HasSubstr("message 2"));
   EXPECT_THAT(refused({{"system", "Hi"}}), HasSubstr("and none does"));
@@ -271,7 +271,7 @@ TEST(ExampleLines, OptionsThatContradictEachOther) {
   json.set("added_tokens", added);
   const auto taking = make_huggingface_tokenizer(json, "qwen3");
   EXPECT_THAT(error_of<DataError>([&] { ExampleLines(*taking, {.chat_format = "chatml"}); }),
-              HasSubstr("[tokenizer] format chatml: \"<|im_end|>\" takes away blanks beside it"));
+              HasSubstr("[tokenizer] format chatml: \"<|im_end|>\" takes away blanks next to it"));
   ExampleLines(*taking, {.prompt_field = "p", .end = "<|im_end|>"});
   EXPECT_THAT(of(make_byte_tokenizer(), {.prompt_field = "p"}), HasSubstr("the tokenizer (byte) has no special token for the end of a text"));
 }

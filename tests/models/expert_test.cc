@@ -23,7 +23,7 @@ models::TrainConfig experts(int64_t ranks, const char* strategy = "full_shard", 
                             int64_t context = 1) {
   models::TrainConfig c = tiny_config();
   c.model = tiny_mixture(capacity_factor);
-  c.model.expert_groups = tensor * context == 1 ? 1 : 3;
+  c.model.capacity_groups = tensor * context == 1 ? 1 : 3;
   c.sharding.strategy = strategy;
   c.sharding.experts = ranks;
   c.sharding.tensor = tensor;

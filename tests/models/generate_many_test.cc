@@ -193,7 +193,7 @@ TEST(GenerateMany, SaysWhatIsWrong) {
   EXPECT_EQ(message({}, {.context = kContext, .vocab = kVocab}), "");
   EXPECT_EQ(message({{1}}, {.context = kContext + 1, .vocab = kVocab}), "[generate_many] context 151: the model's is 150");
   assign(model.wte.weight, full({kVocab, 64}, std::nan("")));
-  EXPECT_THAT(message({{1, 2}}, {.context = kContext, .vocab = kVocab, .first = 41}), HasSubstr("[generate_many] prompt 41: [generate] position 2, behind"));
+  EXPECT_THAT(message({{1, 2}}, {.context = kContext, .vocab = kVocab, .first = 41}), HasSubstr("[generate_many] prompt 41: [generate] position 2, after"));
 }
 
 // A cache forgets where rows began.

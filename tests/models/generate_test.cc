@@ -340,7 +340,7 @@ TEST(Generate, WhatIsNoNumberIsNoText) {
           ADD_FAILURE() << what;
         } catch (const NonFiniteError& e) {
           EXPECT_EQ(e.exit_code(), static_cast<int>(ExitCode::kNonFinite));
-          EXPECT_EQ(e.what(), str("[generate] position 6, behind a prompt of 4 tokens: ", what));
+          EXPECT_EQ(e.what(), str("[generate] position 6, after a prompt of 4 tokens: ", what));
         }
         EXPECT_EQ(emitted, 2);
       }

@@ -85,7 +85,7 @@ TEST(HuggingFace, SpecialTokensByTheirNames) {
   }
 }
 
-// What goes on behind a text has no space put before it.
+// What goes on after a text has no space put before it.
 TEST(HuggingFace, SpecialTokensInTextsThatGoOn) {
   for (const std::string& name : all_names()) {
     const auto tokenizer = tokenizer_of(name);
@@ -102,7 +102,7 @@ TEST(HuggingFace, SpecialTokensThatTakeBlanks) {
   const auto tokenizer = make_huggingface_tokenizer(json, "here");
   EXPECT_EQ(tokenizer->encode("<|endoftext|> a"), tokenizer_of("gpt2")->encode("<|endoftext|> a"));
   EXPECT_THAT([&] { tokenizer->encode_special("<|endoftext|> a", true, "line 3"); },
-              ::testing::ThrowsMessage<DataError>(::testing::HasSubstr("line 3: \"<|endoftext|>\" takes away blanks beside it")));
+              ::testing::ThrowsMessage<DataError>(::testing::HasSubstr("line 3: \"<|endoftext|>\" takes away blanks next to it")));
 }
 
 // What a tokenizer does not normalize comes back, whatever bytes it is.

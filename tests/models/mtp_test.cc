@@ -304,7 +304,7 @@ TEST(Mtp, WhatCannotBeIsRefused) {
   EXPECT_THAT(refused(with_mtp(tiny_model("llama", 4, 2), 9)), HasSubstr("[llama] mtp_layers 9: in a context of 9 tokens"));
   models::ModelConfig adapted = model_of("llama");
   adapted.lora_rank = 2;
-  EXPECT_THAT(refused(adapted), HasSubstr("model.mtp_layers 2: beside adapters"));
+  EXPECT_THAT(refused(adapted), HasSubstr("model.mtp_layers 2: with adapters"));
   const auto model = models::make_language_model(model_of("llama"), 13);
   materialize(*model);
   const Batch batch(1);

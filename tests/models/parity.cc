@@ -245,8 +245,8 @@ models::ModelConfig tiny_biased_mixture(double capacity_factor) {
   m.expert_bias = true;
   m.expert_balance_rate = 0.02;
   m.expert_scale = 1.5;
-  m.expert_parts = 3;
-  m.expert_parts_per_token = 2;
+  m.routing_groups = 3;
+  m.routing_groups_per_token = 2;
   m.shared_experts = 1;
   m.layers = 3;
   m.dense_layers = 1;

@@ -128,7 +128,7 @@ TEST(PublishedFiles, IndicesThatLie) {
   const Copy missing(kGpt2);
   missing.remove("model-00002-of-00004.safetensors");
   EXPECT_THAT(missing.refused(), HasSubstr("index.json': names \"model-00002-of-00004.safetensors\", which is missing"));
-  EXPECT_THAT(refused(first, "../" + first), HasSubstr("\"../" + first + "\" is not the name of a safetensors file beside it"));
+  EXPECT_THAT(refused(first, "../" + first), HasSubstr("\"../" + first + "\" is not the name of a safetensors file next to it"));
   EXPECT_THAT(refused(first, "/etc/passwd"), HasSubstr("is not the name of a safetensors file"));
   EXPECT_THAT(refused("\"weight_map\"", "\"weights\""), HasSubstr("lacks the field 'weight_map'"));
   EXPECT_THAT(refused("\"weight_map\": {", "\"weight_map\": {,"), HasSubstr("not valid JSON"));
@@ -195,7 +195,7 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(refused(kQwen3Moe, "moe_intermediate_size", Json()), HasSubstr("moe_intermediate_size is null"));
   EXPECT_THAT(refused(kDots1, "n_shared_experts", Json()), HasSubstr("n_shared_experts is null"));
   EXPECT_THAT(refused(kDots1, "first_k_dense_replace", 3), HasSubstr("first_k_dense_replace is 3: of 3 layers none has experts"));
-  EXPECT_THAT(refused(kDots1, "moe_layer_freq", 2), HasSubstr("moe_layer_freq is 2: behind the first ones"));
+  EXPECT_THAT(refused(kDots1, "moe_layer_freq", 2), HasSubstr("moe_layer_freq is 2: after the first ones"));
   EXPECT_THAT(refused(kGemma, "hidden_act", "silu"), HasSubstr("hidden_act is \"silu\": Gemma's is gelu_pytorch_tanh"));
   EXPECT_THAT(refused(kGemma, "sliding_window", 4), HasSubstr("attention of gemma sees all tokens before"));
   EXPECT_THAT(refused(kGemma3, "hidden_activation", "gelu"), HasSubstr("hidden_activation is \"gelu\": Gemma's is gelu_pytorch_tanh"));

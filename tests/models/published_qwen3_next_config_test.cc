@@ -165,7 +165,7 @@ TEST(PublishedQwen3NextConfig, WhatNobodyHasPublishedIsNotWritten) {
                               +[](ModelConfig& m) { m.shared_experts = 0; },
                               +[](ModelConfig& m) { m.dense_layers = 1; }, +[](ModelConfig& m) { m.expert_bias = true; },
                               +[](ModelConfig& m) { m.expert_affinity = "sigmoid"; }, +[](ModelConfig& m) { m.expert_scale = 2; },
-                              +[](ModelConfig& m) { m.expert_parts = 5; }, +[](ModelConfig& m) { m.qkv_bias = true; },
+                              +[](ModelConfig& m) { m.routing_groups = 5; }, +[](ModelConfig& m) { m.qkv_bias = true; },
                               +[](ModelConfig& m) { m.out_bias = true; }, +[](ModelConfig& m) { m.attention_sinks = true; },
                               +[](ModelConfig& m) { m.gelu_gate = true; }, +[](ModelConfig& m) { m.post_norms = true; },
                               +[](ModelConfig& m) { m.window = 5; }})

@@ -334,8 +334,8 @@ TEST(PublishedWeights, MustBeThoseOfTheModel) {
   EXPECT_THAT(dots([](Config& c) { c.expert_affinity = "softmax"; }), HasSubstr("model.expert_affinity is softmax, but sigmoid in"));
   EXPECT_THAT(dots([](Config& c) { c.expert_bias = false; }), HasSubstr("model.expert_bias is false, but true in"));
   EXPECT_THAT(dots([](Config& c) { c.expert_scale = 1; }), HasSubstr("model.expert_scale is 1, but 2.5 in"));
-  EXPECT_THAT(dots([](Config& c) { c.expert_parts = 2; }), HasSubstr("model.expert_parts is 2, but 3 in"));
-  EXPECT_THAT(dots([](Config& c) { c.expert_parts_per_token = 3; }), HasSubstr("model.expert_parts_per_token is 3, but 2 in"));
+  EXPECT_THAT(dots([](Config& c) { c.routing_groups = 2; }), HasSubstr("model.routing_groups is 2, but 3 in"));
+  EXPECT_THAT(dots([](Config& c) { c.routing_groups_per_token = 3; }), HasSubstr("model.routing_groups_per_token is 3, but 2 in"));
   EXPECT_THAT(dots([](Config& c) { c.shared_experts = 1; }), HasSubstr("model.shared_experts is 1, but 2 in"));
   EXPECT_THAT(dots([](Config& c) { c.dense_layers = 0; }), HasSubstr("model.dense_layers is 0, but 1 in"));
   EXPECT_THAT(dots([](Config& c) { c.mlp_width = 8; }), HasSubstr("model.mlp_width is 8, but 24 in"));

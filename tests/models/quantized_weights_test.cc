@@ -216,7 +216,7 @@ TEST(Quantized, ClonesAndCachesHaveThemToo) {
 TEST(Quantized, WhatCannotBeIsRefused) {
   models::TrainConfig c = quantized("untied llama");
   c.model.lora_rank = 0;
-  EXPECT_THAT(refusal(1, c), HasSubstr("[model] quantize nf4: all weights are trained; only those beside adapters (model.lora_rank)"));
+  EXPECT_THAT(refusal(1, c), HasSubstr("[model] quantize nf4: all weights are trained; only those with adapters (model.lora_rank)"));
   c = quantized("untied llama", "fp4");
   EXPECT_THAT(refusal(1, c), HasSubstr("[model] unknown block format 'fp4'; known: int8, nf4"));
   const auto error_of = [](const models::TrainConfig& config) -> std::string {

@@ -16,7 +16,7 @@ void draw_experts(models::ModelConfig& m, Draw& draw) {
   m.experts_per_token = 1 + draw.below(static_cast<size_t>(std::min<int64_t>(m.experts, 3)));
   m.expert_hidden = draw.one_in(2) ? 0 : 3 + draw.below(10);
   m.capacity_factor = draw.of<double>({0, 0, 0.6, 1.0, 1.25, 2.0});
-  if (m.capacity_factor > 0) m.expert_groups = draw.of<int64_t>({1, 1, 2, 3});
+  if (m.capacity_factor > 0) m.capacity_groups = draw.of<int64_t>({1, 1, 2, 3});
   m.aux_loss = draw.of<double>({0, 0.1});
   m.router_z_loss = draw.of<double>({0, 0, 0.02});
   m.normalize_experts = draw.one_in(2);
@@ -30,8 +30,8 @@ void draw_experts(models::ModelConfig& m, Draw& draw) {
   m.expert_linear_bias = draw.one_in(3);
   if (draw.one_in(3)) m.expert_gate_limit = draw.of<double>({0.2, 1, 7});
   if (draw.one_in(3) && m.experts % 2 == 0) {
-    m.expert_parts = draw.one_in(2) ? 2 : m.experts;
-    m.expert_parts_per_token = m.expert_parts == 2 ? (m.experts_per_token <= m.experts / 2 ? 1 : 2) : m.experts_per_token;
+    m.routing_groups = draw.one_in(2) ? 2 : m.experts;
+    m.routing_groups_per_token = m.routing_groups == 2 ? (m.experts_per_token <= m.experts / 2 ? 1 : 2) : m.experts_per_token;
   }
 }
 

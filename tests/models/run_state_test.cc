@@ -115,6 +115,24 @@ TEST(RunState, OfIslandsTheOuterStepIsCompared) {
   check_resumable(a_run(), now);
 }
 
+TEST(RunState, ReadsEarlierNamesAndNoUnknownOptions) {
+  RunState run = a_run();
+  run.model.routing_groups = 8, run.model.routing_groups_per_token = 4, run.model.rotary_dim = 16;
+  std::string older = run.to_json().dump();
+  for (const auto& [now, before] : {std::pair("model.routing_groups_per_token", "model.expert_parts_per_token"),
+                                    {"model.routing_groups", "model.expert_parts"},
+                                    {"model.capacity_groups", "model.expert_groups"},
+                                    {"model.rotary_dim", "model.rotary_width"}}) {
+    const std::string quoted = str('"', now, '"');
+    older.replace(older.find(quoted), quoted.size(), str('"', before, '"'));
+  }
+  EXPECT_EQ(RunState::from_json(Json::parse(older, "state")).to_json(), run.to_json());
+  Json newer = run.to_json(), options = newer.at("options");
+  newer.set("options", options.set("model.of_tomorrow", 1));
+  EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData, [&] { RunState::from_json(newer); }),
+              HasSubstr("this version of Sheaf does not know its option 'model.of_tomorrow'"));
+}
+
 TEST(RunState, RemembersTheWeightsItStartedFrom) {
   RunState saved = a_run(), now = a_run();
   saved.weights = now.weights = {"gpt2", "00dd"};

@@ -29,7 +29,7 @@ nn::MixtureConfig config(double capacity_factor = 0, int64_t groups = 1) {
   c.experts = 4;
   c.choices = 2;
   c.capacity_factor = capacity_factor;
-  c.groups = groups;
+  c.capacity_groups = groups;
   c.balances = c.measures_logits = true;
   c.init = c.projection_init = nn::Init::normal(1.0);
   return c;
@@ -42,11 +42,11 @@ struct Expected {
   std::vector<double> excess = {};  // of an expert's choices: E times those, less all
 };
 
-// Those in the parts whose two largest affinities, bias added, have the largest sums.
+// Those in the groups whose two largest affinities, bias added, have the largest sums.
 std::vector<bool> allowed_experts(const nn::MixtureConfig& c, const std::vector<double>& p, const std::vector<double>& bias) {
-  const int64_t size = c.experts / c.parts;
+  const int64_t size = c.experts / c.routing_groups;
   std::vector<std::pair<double, int64_t>> parts;
-  for (int64_t s = 0; s < c.parts; ++s) {
+  for (int64_t s = 0; s < c.routing_groups; ++s) {
     std::vector<double> in;
     for (int64_t e = s * size; e < (s + 1) * size; ++e) in.push_back(p[e] + bias[e]);
     std::ranges::sort(in, std::greater());
@@ -54,7 +54,7 @@ std::vector<bool> allowed_experts(const nn::MixtureConfig& c, const std::vector<
   }
   std::ranges::stable_sort(parts, [](const auto& a, const auto& b) { return a.first > b.first; });
   std::vector<bool> out(c.experts);
-  for (int64_t i = 0; i < c.allowed_parts; ++i)
+  for (int64_t i = 0; i < c.routing_groups_per_token; ++i)
     for (int64_t e = 0; e < size; ++e) out[parts[i].second * size + e] = true;
   return out;
 }
@@ -69,7 +69,7 @@ Expected plain(nn::MixtureOfExperts& m, const std::vector<double>& x, bool drops
   const auto router_bias = biases(m.router.bias, c.experts), gate_bias = biases(m.experts.gate_bias, c.experts * c.hidden),
              up_bias = biases(m.experts.up_bias, c.experts * c.hidden), down_bias = biases(m.experts.down_bias, c.experts * kWidth);
   Expected out{std::vector<double>(x.size(), 0.0)};
-  const int64_t group_tokens = (kTokens + c.groups - 1) / c.groups;
+  const int64_t group_tokens = (kTokens + c.capacity_groups - 1) / c.capacity_groups;
   const auto places = c.capacity_factor == 0 || !drops
                           ? kTokens
                           : std::min<int64_t>(group_tokens, std::ceil(c.capacity_factor * c.choices * group_tokens / c.experts));
@@ -77,7 +77,7 @@ Expected plain(nn::MixtureOfExperts& m, const std::vector<double>& x, bool drops
   for (int64_t b = 0; b < kBatch; ++b) {
     std::vector<int64_t> taken(c.experts);
     for (int64_t t = 0, group = 0; t < kTokens; ++t) {
-      while (group + 1 < c.groups && t >= kTokens * (group + 1) / c.groups) ++group, std::ranges::fill(taken, 0);
+      while (group + 1 < c.capacity_groups && t >= kTokens * (group + 1) / c.capacity_groups) ++group, std::ranges::fill(taken, 0);
       const double* row = x.data() + (b * kTokens + t) * kWidth;
       std::vector<double> p(c.experts);
       double total = 0, all = 0;
@@ -175,7 +175,7 @@ TEST(MixtureOfExperts, ChoosesByBiasAmongAllowedParts) {
           for (const bool normalize : {true, false}) {
             SCOPED_TRACE(str(parts, " ", allowed, " ", capacity, biased, normalize));
             nn::MixtureConfig c = config(capacity);
-            c.affinity = affinity, c.parts = parts, c.allowed_parts = allowed, c.normalize = normalize, c.choice_bias = biased;
+            c.affinity = affinity, c.routing_groups = parts, c.routing_groups_per_token = allowed, c.normalize = normalize, c.choice_bias = biased;
             c.scale = 2.5;
             nn::MixtureOfExperts m(c);
             if (biased) m.choice_bias.set_init(nn::Init::normal(0.3));
@@ -311,7 +311,7 @@ TEST(MixtureOfExperts, LaterTokensChangeNothing) {
 
 // With a capacity ranks that share sequences want groups of their own.
 bool mesh_refuses(const nn::MixtureConfig& c, const std::vector<MeshSpec::Axis>& axes) {
-  return c.capacity_factor > 0 && std::ranges::any_of(axes, [&](const MeshSpec::Axis& a) { return a.name == "context" && c.groups % a.size != 0; });
+  return c.capacity_factor > 0 && std::ranges::any_of(axes, [&](const MeshSpec::Axis& a) { return a.name == "context" && c.capacity_groups % a.size != 0; });
 }
 
 // Cut anyhow, values and imbalance are those of the whole batch.
@@ -381,14 +381,14 @@ TEST(MixtureOfExperts, WhatCannotBeIsRefused) {
   c.choices = 5;
   EXPECT_THAT([&] { nn::MixtureOfExperts m(c); }, ThrowsMessage<ConfigError>(HasSubstr("5 choices among 4 experts")));
   c = config();
-  c.groups = 0;
+  c.capacity_groups = 0;
   EXPECT_THROW(nn::MixtureOfExperts m(c), ConfigError);
   c = config();
-  c.parts = 3;
-  EXPECT_THAT([&] { nn::MixtureOfExperts m(c); }, ThrowsMessage<ConfigError>(HasSubstr("2 choices among 1 of 3 equal parts of 4 experts")));
-  c.parts = 4;
-  EXPECT_THAT([&] { nn::MixtureOfExperts m(c); }, ThrowsMessage<ConfigError>(HasSubstr("2 choices among 1 of 4 equal parts of 4 experts")));
-  c.parts = 1;
+  c.routing_groups = 3;
+  EXPECT_THAT([&] { nn::MixtureOfExperts m(c); }, ThrowsMessage<ConfigError>(HasSubstr("2 choices among 1 of 3 equal groups of 4 experts")));
+  c.routing_groups = 4;
+  EXPECT_THAT([&] { nn::MixtureOfExperts m(c); }, ThrowsMessage<ConfigError>(HasSubstr("2 choices among 1 of 4 equal groups of 4 experts")));
+  c.routing_groups = 1;
   c.gate_limit = -1;
   EXPECT_THAT([&] { nn::MixtureOfExperts m(c); }, ThrowsMessage<ConfigError>(HasSubstr("gates held to -1")));
   c.gate_limit = 0;

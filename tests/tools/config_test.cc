@@ -173,7 +173,7 @@ TEST_F(Config, WhatWouldChangeNothingIsRefused) {
   EXPECT_THAT(error("", {"--model.rope_theta", "10000"}), HasSubstr("only model.type llama has rotary embeddings"));
   EXPECT_THAT(error("", {"--model.experts", "8"}), HasSubstr("only model.type llama has mixtures of experts"));
   EXPECT_THAT(error("", {"--model.type", "llama", "--model.aux_loss", "0.1"}), HasSubstr("only mixtures of experts (model.experts)"));
-  EXPECT_THAT(error("", {"--model.preset", "mixtral-8x7b", "--model.expert_groups", "4"}),
+  EXPECT_THAT(error("", {"--model.preset", "mixtral-8x7b", "--model.capacity_groups", "4"}),
               HasSubstr("without model.capacity_factor nothing is counted"));
   EXPECT_EQ(load("", {"--model.preset", "mixtral-8x7b", "--model.capacity_factor", "1.25"}).model.experts, 8);
   for (const char* key : {"--model.attention_sinks", "--model.out_bias"})

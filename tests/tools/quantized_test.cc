@@ -110,7 +110,7 @@ TEST(Quantized, WhatCannotBeIsRefused) {
     EXPECT_THAT(r.err, HasSubstr(why));
   };
   const std::string base = folder.base("llama");
-  refused(folder.train("run", {"--model.weights", base, "--model.quantize", "nf4"}), "quantize nf4: all weights are trained; only those beside adapters");
+  refused(folder.train("run", {"--model.weights", base, "--model.quantize", "nf4"}), "quantize nf4: all weights are trained; only those with adapters");
   refused(folder.train("run", {"--model.weights", base, "--model.lora_rank", "3", "--model.quantize", "int4"}), "model.quantize");
   refused({"evaluate", "tests/models/published/llama_bf16_shards", "--data.val_file", folder / "tokens.bin", "--model.quantize", "nf4"},
           "[32,16]: rows in blocks (nf4) are multiples of 64 elements");

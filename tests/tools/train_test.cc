@@ -150,7 +150,7 @@ TEST(Train, TheBestWeightsAreKept) {
   EXPECT_NEAR(std::stod(evaluated.out.substr(evaluated.out.find("\nloss ") + 6)), loss, 1e-5);
   EXPECT_EQ(run_sheaf({"generate", folder / "run/best", "--generate.tokens", "3"}).code, 0);
   EXPECT_EQ(run_sheaf({"export", folder / "run/best", folder / "best.safetensors"}).code, 0);
-  // A run that goes on behind it, on other ranks, knows what was best.
+  // A run that goes on after it, on other ranks, knows what was best.
   ASSERT_LT(step, 7);
   ASSERT_EQ(train("parts", {"--train.steps", std::to_string(step + 1)}).code, 0);
   const Outcome parts = train("parts", {"--train.steps", "8", "--resume"}, 2);
