@@ -60,7 +60,8 @@ void KeyValueCache::keep_sequences(const std::vector<int64_t>& which) {
   // Ranks choose independently among what they have.
   const auto chosen_of = [&](const Tensor& x) {
     const Tensor index = Tensor::from(which, {kept}).to(x.device());
-    if (!x.layout().mesh() || x.local_shape()[0] == 0) return take(x, index);
+    if (!x.layout().mesh()) return take(x, index);
+    if (x.local_shape()[0] == 0) return x;
     Type type = x.type();
     type.shape[0] = type.shape[0] / x.local_shape()[0] * kept;
     return local_map([&](const Tensor& mine) { return take(mine, index); }, type, x);

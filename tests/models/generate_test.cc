@@ -133,6 +133,17 @@ TEST(KeyValueCache, GivesThemForOtherHeadsThreadsAndBatchesToo) {
     }, {.threads_per_rank = threads});
 }
 
+TEST(KeyValueCache, RanksWithoutSequencesKeepNone) {
+  run_local(2, [](World& world) {
+    nn::KeyValueCache cache(4);
+    const Mesh mesh = world.mesh({{"data", 2}});
+    cache.append("a", Tensor::empty({kF32, {0, 3, 2, 5}, Layout(mesh.spec, Placement::shard(0))}));
+    cache.advance(3);
+    cache.keep_sequences({});
+    EXPECT_EQ(cache.append("a", Tensor::empty({kF32, {0, 1, 2, 5}, Layout(mesh.spec, Placement::shard(0))})).shape(), (Shape{0, 4, 2, 5}));
+  });
+}
+
 TEST(KeyValueCache, SaysWhatItCannotDo) {
   Gpt model(gpt());
   materialize(model, Device::cpu(), {.seed = 3});

@@ -7,6 +7,7 @@
 
 #include "sheaf/core/file.h"
 #include "sheaf/core/json.h"
+#include "sheaf/models/file_lock.h"
 #include "sheaf/tests/tools/tiny_run.h"
 
 namespace sheaf::testing {
@@ -86,6 +87,11 @@ TEST(GenerateLines, GoesOnBehindWhatIsThere) {
       EXPECT_THAT(r.out, HasSubstr(bytes == want.size() ? "out.jsonl has all 14 lines" : "14 of 14 continuations"));
       EXPECT_EQ(f.text("out.jsonl"), want) << bytes << " bytes, " << world << " ranks";
     }
+  {
+    const models::FileLock theirs(f / "out.jsonl");
+    expect_refused(f.generate("out.jsonl", {"--samples", "2", "--resume"}), 64, "another `sheaf generate` is writing to");
+    EXPECT_EQ(f.text("out.jsonl"), want);
+  }
   // Other prompts, and what is no output at all.
   write_file(f / "prompts.jsonl", "{\"prompt\": \"another\"}\n");
   expect_refused(f.generate("out.jsonl", {"--resume"}), 65, "has 14 lines, and there are only 1 to write");

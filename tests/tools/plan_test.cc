@@ -128,6 +128,10 @@ TEST_F(Plan, SaysWhatIsWrong) {
   refused({"--world", "3", "--sharding.pipeline", "2"}, 64, "3 ranks");
   refused({"--sharding.tensr", "2"}, 64, "sharding.tensor");
   refused({"--trace", "/no/such/folder/trace.json"}, 74, "/no/such/folder");
+  ScratchFolder folder;
+  write_file(folder / "trace.json", "of another plan");
+  refused({"--memory", "1000", "--trace", folder / "trace.json"}, 73, "1000 bytes");
+  EXPECT_EQ(File::open(folder / "trace.json").read_all(), "of another plan");
 }
 
 }  // namespace

@@ -50,7 +50,9 @@ struct Folder : ScratchFolder {
   Outcome tokenize(const Words& files, const std::string& tokenizer = "gpt2", const Words& more = {}) const {
     Words words = {"tokenize"};
     for (const std::string& file : files) words.push_back(*this / file);
-    return run_sheaf(words + Words{"--tokenizer", tokenizer, "--tokenizer-folder", *this / "bpe"} + more);
+    words = words + Words{"--tokenizer", tokenizer};
+    if (tokenizer != "byte") words = words + Words{"--tokenizer-folder", *this / "bpe"};
+    return run_sheaf(words + more);
   }
   Words train(const Words& data) const {
     const Words small = {"--model.layers", "1", "--model.heads", "2", "--model.width", "16", "--model.context", "16",
@@ -88,6 +90,7 @@ TEST(Tokenize, WritesDocumentsWithTheirEnds) {
   }
   ASSERT_EQ(f.tokenize({"a.txt", "out.bin"}, "byte").code, 0);
   EXPECT_EQ(read(f / "out.bin", 256).size(), 20000u);
+  expect_refused(f.tokenize({"a.txt", "out.bin"}, "byte", {"--tokenizer-folder", f / "bpe"}), 64, "--tokenizer byte has no files");
   for (const auto& entry : std::filesystem::directory_iterator(f.path()))
     EXPECT_THAT(entry.path().string(), ::testing::Not(HasSubstr(".tmp")));
 }
