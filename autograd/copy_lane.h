@@ -6,6 +6,7 @@
 #include "sheaf/core/gpu.h"
 #include "sheaf/core/profile.h"
 #include "sheaf/core/rank_context.h"
+#include "sheaf/kernels/cuda/few_blocks.h"
 
 namespace sheaf {
 
@@ -21,6 +22,7 @@ void by_copies(Execute& c, const Stream& (Gpu::*of)() const, Work&& work) {
   // In a program what leaves may be given the memory that copies() are the last to read.
   if (of == &Gpu::leaving) gpu.record(gpu.copies()).order(stream);
   {
+    const kernels::cuda::FewBlocks few;  // such kernels wait for the bus
     const ProfileSpan span(of == &Gpu::leaving ? "leaving" : "copies", c.op_name(), PathScope::current(), &stream);
     work(gpu, stream);
   }

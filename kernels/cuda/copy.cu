@@ -2,6 +2,7 @@
 
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/cuda/elements.h"
+#include "sheaf/kernels/cuda/few_blocks.h"
 #include "sheaf/kernels/cuda/layout.h"
 #include "sheaf/kernels/cuda/runtime.h"
 
@@ -129,31 +130,33 @@ void copy_bits(const Stream& stream, const View& src, const View& dst, Layout<2>
 /// the wide one. `tail` more elements follow a dense run.
 template <class From, class To, bool kAdd, int kWidth>
 __global__ void cast_units(const From* src, To* dst, Layout<2> at, int tail) {
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * (kThreads * kUnroll) + threadIdx.x;
-  Group<From, kWidth> in[kUnroll] = {};
-  Group<To, kWidth> out[kUnroll] = {};
-  int64_t to[kUnroll] = {};
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * (kThreads * kUnroll) + threadIdx.x;
   const auto cast = [](From x, To before) {
     const float sum = (kAdd ? convert_to<float>(before) : 0.0f) + convert_to<float>(x);
     return element<To>(kAdd ? sum : convert_to<float>(x));
   };
+  for (int64_t first = begin; first < at.numel; first += static_cast<int64_t>(gridDim.x) * (kThreads * kUnroll)) {
+    Group<From, kWidth> in[kUnroll] = {};
+    Group<To, kWidth> out[kUnroll] = {};
+    int64_t to[kUnroll] = {};
 #pragma unroll
-  for (int k = 0; k < kUnroll; ++k) {
-    const int64_t i = first + k * kThreads;
-    if (i >= at.numel) continue;
-    int64_t offset[2];
-    at.offsets(i, offset);
-    in[k] = reinterpret_cast<const Group<From, kWidth>*>(src)[offset[1]], to[k] = offset[0];
-    if (kAdd) out[k] = reinterpret_cast<const Group<To, kWidth>*>(dst)[offset[0]];
-  }
+    for (int k = 0; k < kUnroll; ++k) {
+      const int64_t i = first + k * kThreads;
+      if (i >= at.numel) continue;
+      int64_t offset[2];
+      at.offsets(i, offset);
+      in[k] = reinterpret_cast<const Group<From, kWidth>*>(src)[offset[1]], to[k] = offset[0];
+      if (kAdd) out[k] = reinterpret_cast<const Group<To, kWidth>*>(dst)[offset[0]];
+    }
 #pragma unroll
-  for (int k = 0; k < kUnroll; ++k) {
-    if (first + k * kThreads >= at.numel) continue;
-    for (int j = 0; j < kWidth; ++j) out[k].v[j] = cast(in[k].v[j], out[k].v[j]);
-    reinterpret_cast<Group<To, kWidth>*>(dst)[to[k]] = out[k];
+    for (int k = 0; k < kUnroll; ++k) {
+      if (first + k * kThreads >= at.numel) continue;
+      for (int j = 0; j < kWidth; ++j) out[k].v[j] = cast(in[k].v[j], out[k].v[j]);
+      reinterpret_cast<Group<To, kWidth>*>(dst)[to[k]] = out[k];
+    }
   }
-  if (first < tail) {
-    const int64_t i = at.numel * kWidth + first;
+  if (begin < tail) {
+    const int64_t i = at.numel * kWidth + begin;
     dst[i] = cast(src[i], kAdd ? dst[i] : To{});
   }
 }
@@ -163,14 +166,19 @@ void cast(const char* name, const Stream& stream, const View& src, const View& d
   constexpr int kWidth = 4;
   const bool aligned = reinterpret_cast<uintptr_t>(src.data) % (kWidth * sizeof(From)) == 0 &&
                        reinterpret_cast<uintptr_t>(dst.data) % (kWidth * sizeof(To)) == 0;
+  const auto shape_of_round = [&] {
+    LaunchShape shape = shape_for(at.numel);
+    shape.blocks = FewBlocks::of(shape.blocks);
+    return shape;
+  };
   int64_t tail = 0;
   if (aligned && at.is_run(0) && at.is_run(1) && at.numel >= kWidth) tail = at.cut_tail(kWidth);
   if (aligned && at.folds(kWidth, kBoth)) {
     at.fold(kWidth, kBoth);
-    launch(name, stream, shape_for(at.numel), cast_units<From, To, kAdd, kWidth>,
+    launch(name, stream, shape_of_round(), cast_units<From, To, kAdd, kWidth>,
            src.as<const From>(), dst.as<To>(), at, tail);
   } else {
-    launch(name, stream, shape_for(at.numel), cast_units<From, To, kAdd, 1>, src.as<const From>(),
+    launch(name, stream, shape_of_round(), cast_units<From, To, kAdd, 1>, src.as<const From>(),
            dst.as<To>(), at, 0);
   }
 }

@@ -261,7 +261,7 @@ size_t lse_bytes(const Attention& a) {
 
 void run(const Stream& stream, cudnnHandle_t handle, const Plan& plan, const Attention& a,
          Workspace workspace) {
-  float scale = static_cast<float>(a.scale), one = 1, masked = masked_score(version());
+  float scale = static_cast<float>(a.scale), one = 1, masked = masked_score(version(), a);
   std::vector<int64_t> ids{kQ, kK, kV, kOut, kLse, kScale, kMasked};
   std::vector<void*> pointers{a.q.data,   a.k.data, a.v.data, a.out.data,
                               a.lse.data, &scale,   &masked};

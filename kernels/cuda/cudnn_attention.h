@@ -57,7 +57,7 @@ std::string layout_refusal(const Attention& a);
 /// The part that depends only on cuDNN's version (91900 for 9.19.0), which the text names.
 std::string version_refusal(int64_t version, const Attention& a);
 /// The value of hidden scores for this version of cuDNN.
-float masked_score(int64_t version);
+float masked_score(int64_t version, const Attention& a);
 /// For the backward: with a packed lse, in memory still to be chosen if it was not packed: kernels of cuDNN before
 /// 9.26 treat it as packed whatever they are told (https://github.com/NVIDIA/cudnn-frontend/pull/304).
 Attention with_packed_lse(const Attention& a);

@@ -131,8 +131,11 @@ Attention with_packed_lse(const Attention& a) {
   return out;
 }
 
-float masked_score(int64_t version) {
-  // Where a query sees nothing of a block of keys, -inf minus the largest score is NaN, unless a kernel checks.
+float masked_score(int64_t version, const Attention& a) {
+  // Where a query sees nothing of a block of keys, -inf minus the largest score is NaN, unless a kernel checks. That happens
+  // where documents or windows hide the first blocks; this score, too, has no weight next to any other, and its products with
+  // log2(e) are finite.
+  if (a.begins.rank() > 0 || a.window) return -1e30f;
   // NVIDIA's own frontend gives the lowest number to kernels before 9.10 and -inf to later ones.
   return version < 91000 ? std::numeric_limits<float>::lowest()
                          : -std::numeric_limits<float>::infinity();

@@ -7,6 +7,7 @@
 
 #include <array>
 
+#include "sheaf/kernels/cuda/few_blocks.h"
 #include "sheaf/kernels/cuda/layout.h"
 #include "sheaf/kernels/cuda/numbers.h"
 
@@ -65,38 +66,40 @@ template <class T, int M, int N, class F>
 __global__ void map_packs(F f, Walk<M + N> w) {
   using C = Compute<T>;
   constexpr int kSize = Pack<T>::kSize;
-  const int64_t at = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kSize;
-  if (at >= w.numel) return;
-  const int count = w.numel - at < kSize ? static_cast<int>(w.numel - at) : kSize;
-  Pack<T> in[N > 0 ? N : 1], out[M];
-  for (int n = 0; n < N; ++n) {
-    const T* from = static_cast<const T*>(w.data[M + n]) + at;
-    if (count == kSize)
-      in[n] = load_pack(from);
-    else
+  const int64_t round = static_cast<int64_t>(gridDim.x) * blockDim.x * kSize;
+  int64_t at = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kSize;
+  for (; at < w.numel; at += round) {
+    const int count = w.numel - at < kSize ? static_cast<int>(w.numel - at) : kSize;
+    Pack<T> in[N > 0 ? N : 1], out[M];
+    for (int n = 0; n < N; ++n) {
+      const T* from = static_cast<const T*>(w.data[M + n]) + at;
+      if (count == kSize)
+        in[n] = load_pack(from);
+      else
 #pragma unroll
-      for (int k = 0; k < kSize; ++k)  // not to `count`: run-time indices mean local memory
-        if (k < count) in[n].v[k] = from[k];
-  }
-  choose<C>(f, [&](const auto& one) {
-#pragma unroll
-    for (int k = 0; k < kSize; ++k) {
-      if (k < count) {
-        C x[N > 0 ? N : 1], y[M];
-        for (int n = 0; n < N; ++n) x[n] = convert_to<C>(in[n].v[k]);
-        one(x, y);
-        for (int m = 0; m < M; ++m) out[m].v[k] = element<T>(y[m]);
-      }
+        for (int k = 0; k < kSize; ++k)  // not to `count`: run-time indices mean local memory
+          if (k < count) in[n].v[k] = from[k];
     }
-  });
-  for (int m = 0; m < M; ++m) {
-    T* to = static_cast<T*>(w.data[m]) + at;
-    if (count == kSize)
-      store_pack(to, out[m]);
-    else
+    choose<C>(f, [&](const auto& one) {
 #pragma unroll
-      for (int k = 0; k < kSize; ++k)
-        if (k < count) to[k] = out[m].v[k];
+      for (int k = 0; k < kSize; ++k) {
+        if (k < count) {
+          C x[N > 0 ? N : 1], y[M];
+          for (int n = 0; n < N; ++n) x[n] = convert_to<C>(in[n].v[k]);
+          one(x, y);
+          for (int m = 0; m < M; ++m) out[m].v[k] = element<T>(y[m]);
+        }
+      }
+    });
+    for (int m = 0; m < M; ++m) {
+      T* to = static_cast<T*>(w.data[m]) + at;
+      if (count == kSize)
+        store_pack(to, out[m]);
+      else
+#pragma unroll
+        for (int k = 0; k < kSize; ++k)
+          if (k < count) to[k] = out[m].v[k];
+    }
   }
 }
 
@@ -190,7 +193,7 @@ void map_elements(const char* name, const Stream& stream, DType compute, F f,
   if (packs) {
     visit_floating(name, w.dtype[0], [&]<class T>() {
       launch(name, stream,
-             {.blocks = blocks_for(w.numel, kThreads * Pack<T>::kSize), .threads = kThreads},
+             {.blocks = FewBlocks::of(blocks_for(w.numel, kThreads * Pack<T>::kSize)), .threads = kThreads},
              detail::map_packs<T, M, N, F>, f, w);
     });
     return;

@@ -116,7 +116,7 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
   explicit CudaGpu(int index)
       : device_(Device::cuda(index)),
         compute_(make_stream(index)),
-        copies_(make_stream(index, Priority::low)),  // its kernels mostly wait for the bus
+        copies_(make_stream(index, Priority::low)),  // its kernels take few blocks (few_blocks.h)
         leaving_(make_stream(index, Priority::low)),
         blocks_(make_device_allocator(index)),
         host_blocks_(make_pinned_allocator(index)) {}

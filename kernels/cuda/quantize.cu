@@ -78,11 +78,9 @@ __device__ inline void store_four(T* to, const Four<T>& x) {
 
 constexpr int kOfBlock = kBlockSize / 4;  // threads that share one
 
-// A warp packs two blocks. All its lanes take part in the shuffles, also those past the last block.
+// Four elements of each lane: a warp packs two blocks. All its lanes take part in the shuffles, also those past the last block.
 template <class T, bool kEven, bool kByChance>
-__global__ void __launch_bounds__(kThreads)
-    pack(const T* values, uint32_t key, uint8_t* blocks, int64_t fours) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+__device__ inline void pack_four(const T* values, uint32_t key, uint8_t* blocks, int64_t fours, int64_t i) {
   const bool here = i < fours;
   Four<T> x{};
   if (here) x = load_four(values + i * 4);
@@ -124,6 +122,14 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int k = 0; k < 4; k += 2)
     store_two_bytes<kEven>(block + 2 + at + k, (codes[k] & 255) | (codes[k + 1] & 255) << 8);
+}
+
+template <class T, bool kEven, bool kByChance>
+__global__ void __launch_bounds__(kThreads)
+    pack(const T* values, uint32_t key, uint8_t* blocks, int64_t fours) {
+  const int64_t round = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads; first < fours; first += round)
+    pack_four<T, kEven, kByChance>(values, key, blocks, fours, first + threadIdx.x);
 }
 
 template <class T, bool kEven>
@@ -180,7 +186,7 @@ void to_int8_blocks(const Stream& stream, const View& values, std::optional<uint
   if (values.numel() == 0) return;
   visit_floating(who, values.dtype, [&]<class T>() {
     const int64_t fours = values.numel() / 4;
-    launch(who, stream, {.blocks = blocks_for(fours, kThreads), .threads = kThreads},
+    launch(who, stream, {.blocks = FewBlocks::of(blocks_for(fours, kThreads)), .threads = kThreads},
            is_even(blocks) ? (key ? pack<T, true, true> : pack<T, true, false>)
                            : (key ? pack<T, false, true> : pack<T, false, false>),
            values.as<const T>(), key.value_or(0), blocks.as<uint8_t>(), fours);

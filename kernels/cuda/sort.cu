@@ -71,7 +71,7 @@ __global__ void count_digits(Input in, Digit digit, uint32_t* counts) {
 
 /// Exclusive prefix sums, in place. One block is enough: a round of its loop takes the counts of 32,768 keys (of 8
 /// bits), whose rows are tens of megabytes for the caller of the sort.
-__global__ void scan_counts(uint32_t* counts, int64_t n) {
+__global__ void __launch_bounds__(kScanThreads) scan_counts(uint32_t* counts, int64_t n) {
   __shared__ uint32_t totals[kScanThreads / kWarp];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   uint32_t before = 0;

@@ -1,5 +1,6 @@
 #include "sheaf/kernels/copy.h"
 
+#include "sheaf/kernels/cuda/few_blocks.h"
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
 
 // Against the CPU's kernels, bit for bit.
@@ -181,6 +182,22 @@ TEST(CudaCopy, AddInto) {
 
 // On threads that flush subnormal numbers, as all threads of a rank do: they do so where they
 // compute, and between f32 and f64, and keep them where a narrow type is made or widened.
+TEST(CudaCopy, FewBlocksGoRound) {
+  SHEAF_NEEDS_GPU();
+  const cuda::FewBlocks few;
+  for (const int64_t n : {3, 131071, 300007}) {
+    const Array wide = values_for(kF32, {n}), narrow = values_for(kBF16, {n}, {}, 2);
+    for (const auto& [src, dst] : {std::pair(&wide, &narrow), {&narrow, &wide}, {&wide, &wide}}) {
+      const Array copied = dst->clone(), added = dst->clone();
+      const OnGpu from(*src), to(*dst), sum(*dst);
+      cpu::copy(*src, copied), cuda::copy(OnGpu::stream(), from, to);
+      EXPECT_TRUE(same_bits(to.back(), copied)) << n << " " << name(src->view().dtype) << " to " << name(dst->view().dtype);
+      cpu::add_into(added, *src), cuda::add_into(OnGpu::stream(), sum, from);
+      EXPECT_TRUE(same_bits(sum.back(), added)) << n << " " << name(src->view().dtype) << " into " << name(dst->view().dtype);
+    }
+  }
+}
+
 TEST(CudaCopy, SubnormalNumbersBecomeWhatTheyBecomeOnTheCpu) {
   SHEAF_NEEDS_GPU();
   with_threads(1, [] {

@@ -95,8 +95,11 @@ TEST(CudnnAttention, VersionsWithBugsAreRefused) {
                 "cuDNN 9.5.0: windows over as many keys as queries only; 9.6 and later take others");
       EXPECT_EQ(why(90600, 256, backward, 128, 50), "");
     }
-    EXPECT_EQ(cuda::cudnn::masked_score(90900), std::numeric_limits<float>::lowest());
-    EXPECT_EQ(cuda::cudnn::masked_score(91002), -std::numeric_limits<float>::infinity());
+    Attention a;
+    EXPECT_EQ(cuda::cudnn::masked_score(90900, a), std::numeric_limits<float>::lowest());
+    EXPECT_EQ(cuda::cudnn::masked_score(91002, a), -std::numeric_limits<float>::infinity());
+    a.window = 128;
+    EXPECT_EQ(cuda::cudnn::masked_score(91002, a), -1e30f);
   }
 }
 

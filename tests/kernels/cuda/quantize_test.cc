@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 
+#include "sheaf/kernels/cuda/few_blocks.h"
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
 
 namespace sheaf::kernels {
@@ -64,6 +65,10 @@ TEST(CudaToInt8Blocks, HasTheBitsOfTheCpu) {
         const OnGpu got{Array(kU8, {blocks * 66})};
         cuda::to_int8_blocks(OnGpu::stream(), OnGpu(values), key, got);
         EXPECT_TRUE(same_bits(got.back(), want)) << name(dtype) << " " << blocks << (key ? " by chance" : "");
+        const OnGpu in_rounds{Array(kU8, {blocks * 66})};
+        const cuda::FewBlocks few;
+        cuda::to_int8_blocks(OnGpu::stream(), OnGpu(values), key, in_rounds);
+        EXPECT_TRUE(same_bits(in_rounds.back(), want)) << name(dtype) << " " << blocks << (key ? " by chance" : "");
       }
       for (const int64_t parts : {1, 3}) {
         const Array all(kU8, {parts * blocks * 66});
