@@ -1,4 +1,4 @@
-// Where values lie in one block of memory, when it is known beforehand from when to when each of them lives.
+// Where values are placed in one block of memory, when their lifetimes are known beforehand.
 #pragma once
 
 #include <cstdint>
@@ -19,14 +19,13 @@ struct Arrangement {
   static constexpr int64_t kAlign = 256;  ///< as of a GPU's allocator: NVIDIA's libraries want workspaces there
 };
 
-/// An arrangement with a small total; the least there is would be an NP-hard problem (dynamic storage allocation). Each
-/// lifetime takes the tightest gap that is free all along: the largest first (Pisarchyk and Lee 2020,
-/// https://arxiv.org/abs/2001.03288, "greedy by size"), or those with the most bytes times moments, or in the order in which
-/// they begin, as an allocator has to that cannot look ahead; whichever gives the least. The same for the same lifetimes, on
-/// every machine.
+/// An arrangement with a small total; the smallest possible one is an NP-hard problem (dynamic storage allocation). Each lifetime
+/// takes the tightest gap that is free throughout: in order of decreasing size (Pisarchyk and Lee 2020,
+/// https://arxiv.org/abs/2001.03288, "greedy by size"), of decreasing bytes times moments, or of their beginnings, as an allocator
+/// without lookahead has to; the best of the three is returned. Deterministic, on every machine.
 Arrangement arrange(std::span<const Lifetime> lifetimes);
 
-/// Most bytes, in multiples of Arrangement::kAlign, that live at one moment: no arrangement has a smaller total.
+/// The most bytes alive at one moment, in multiples of Arrangement::kAlign: a lower bound on the total of any arrangement.
 int64_t most_alive(std::span<const Lifetime> lifetimes);
 
 }  // namespace sheaf

@@ -1,7 +1,7 @@
-// Clock: when each node of a step starts and ends on each rank, if it is known how long each of them takes. A step is a
-// max-plus system: what computes does so in the tape's order, what travels does so in the order of its lane, a lane's call
-// begins behind what computed before it was issued, whoever reads waits, and a collective waits for its last rank. So the
-// time of a step, and what of its communication is not hidden behind computing, follow from one pass over the tapes.
+// Clock: when each node of a step starts and ends on each rank, given how long each takes. A step is a max-plus system: compute runs
+// in the tape's order, the calls of a lane run in that lane's order, a lane's call starts after the compute issued before it, a node
+// that reads a call's result waits for it, and a collective waits for its last rank. So the step time, and the communication that
+// compute does not hide, follow from one pass over the tapes.
 #pragma once
 
 #include <cstdint>
@@ -13,14 +13,14 @@
 
 namespace sheaf {
 
-/// How long a node takes.
+/// The duration of a node.
 struct NodeTime {
-  double computes = 0;   ///< seconds of the compute lane; of what communicates those before it: copies, packing
-  double travels = 0;    ///< seconds of a lane beside it
-  int32_t lane = -1;     ///< which of RankTimes::lanes; -1: it computes only
-  uint32_t links = 0;    ///< bits: links of this rank that carry it, one transfer after another
-  bool runs = true;      ///< false: on other ranks of an axis only
-  int64_t receives = 0;  ///< bytes, from other ranks
+  double computes = 0;   ///< seconds on the compute lane; for a communicating node those before its call: copies, packing
+  double travels = 0;    ///< seconds on a communication lane, concurrently with compute
+  int32_t lane = -1;     ///< which of RankTimes::lanes; -1: compute only
+  uint32_t links = 0;    ///< bit mask of this rank's links that carry it, one transfer at a time
+  bool runs = true;      ///< false: runs only on other ranks of an axis
+  int64_t receives = 0;  ///< bytes received from other ranks
   bool operator==(const NodeTime&) const = default;
 };
 
@@ -33,22 +33,22 @@ struct Stretch {
 struct RankTimes {
   const Tape* tape = nullptr;
   std::vector<NodeTime> nodes;
-  /// Stretches of the tape, one after another, some perhaps more than once and others never; empty: all of it once. What a node
-  /// waits for is as many calls of a lane ago as it is on the tape.
+  /// Stretches of the tape in the order in which they run; some may repeat and others be skipped; empty: the whole tape once. The
+  /// lane call that a node waits for is as many calls back as it is on the tape.
   std::vector<Stretch> order;
-  /// Names of lanes. Ranks with lanes of the same name meet there: each one's first call is the others' first call, and so
-  /// on. A name that no other rank has is a lane whose other ranks come at the same moment as this one.
+  /// Names of lanes. Lanes of the same name on several ranks are one communicator: the n-th call of one rank is the n-th call of the
+  /// others. For a name that no other rank has, the other ranks are assumed to arrive together with this one.
   std::vector<std::string> lanes;
-  double issue_seconds = 0;  ///< of the host for each node that does something: what computes cannot start before
+  double issue_seconds = 0;  ///< host time to issue a node; its compute cannot start earlier
 };
 
 struct Timeline {
-  std::vector<double> start, end;  ///< of each node, in seconds since the step began: on its lane, where it has one; the last
-                                   ///< time that it runs
+  std::vector<double> start, end;  ///< of each node, in seconds since the step began: on its lane, if it has one; of the last run, if it
+                                   ///< repeats
   double seconds = 0;              ///< until all lanes are done
-  double computing = 0;            ///< of them the compute lane was at work
+  double computing = 0;            ///< how long of that the compute lane was busy
   int64_t received = 0;            ///< bytes
-  /// The compute lane stood still so long for what a node made.
+  /// How long the compute lane was idle waiting for a node's result.
   struct Wait {
     NodeId of;
     double seconds;
@@ -56,17 +56,17 @@ struct Timeline {
   std::vector<Wait> waits;
 };
 
-/// A node waits for the last call of a lane that its rank has made (back 1), or the one before it (2), and so on.
+/// A node waits for its rank's last call on a lane (back 1), the one before it (2), and so on.
 struct LaneWait {
   int32_t lane, back;
-  bool of_call;  ///< the node's own call comes behind, and what computes does not wait
-  int32_t pieces = 0;  ///< it computes with each as it comes, in their order ([Note: in pieces]); 0: it waits for all
-  double own = 0;      ///< this part of what it computes it begins with, and need not wait for
+  bool of_call;  ///< only the node's own call has to wait, compute does not
+  int32_t pieces = 0;  ///< it computes with each piece as it arrives, in order ([Note: in pieces]); 0: it waits for all
+  double own = 0;      ///< the fraction of its compute that comes first and need not wait
   bool operator==(const LaneWait&) const = default;
 };
 
-/// For which calls the nodes of a tape wait. Those of one lane end in their order, so only what nothing before has waited for
-/// counts: what repeats on a tape repeats here.
+/// The calls that each node of a tape waits for. Calls of one lane end in order, so only those count that nothing earlier has waited
+/// for: a stretch that repeats on the tape has the same waits each time.
 class LaneWaits {
  public:
   explicit LaneWaits(const RankTimes& rank);
@@ -74,7 +74,7 @@ class LaneWaits {
     const auto i = static_cast<size_t>(node);
     return {waits_.data() + first_[i], waits_.data() + first_[i + 1]};
   }
-  /// False of leaves, views and discards, and of what is elsewhere.
+  /// False for leaves, views and discards, and for nodes of other ranks.
   bool takes_time(NodeId node) const { return takes_time_[static_cast<size_t>(node)]; }
 
  private:
@@ -83,11 +83,11 @@ class LaneWaits {
   std::vector<bool> takes_time_;
 };
 
-/// All ranks begin at 0. CommError if ranks wait for each other for ever: the message has where each of them stands.
+/// All ranks begin at 0. CommError for a deadlock: the message says where each rank is blocked.
 std::vector<Timeline> clock(std::span<const RankTimes> ranks);
 
-/// Chrome's trace format, which Perfetto (https://ui.perfetto.dev) shows: a process per rank, a row per lane. `ranks` are
-/// those that clock() was given, `names` what to call them.
+/// Chrome's trace format, which Perfetto (https://ui.perfetto.dev) shows: a process per rank, a row per lane. `ranks` are those given
+/// to clock(), `names` their labels.
 std::string to_trace(std::span<const RankTimes> ranks, std::span<const Timeline> lines, std::span<const std::string> names);
 
 }  // namespace sheaf

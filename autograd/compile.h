@@ -1,5 +1,5 @@
-// compile(): a training step's code as a program. What stays the same from step to step (which ops run on which memory, what
-// is gathered when) is found out once; then its tape runs again and again, with nothing placed, inferred or allocated anew.
+// compile(): turns a training step's code into a program. What stays the same from step to step (which ops run on which memory, what
+// is gathered when) is determined once; then its tape runs repeatedly, without placement, inference or allocation.
 //
 //   auto train = compile([&](const Tensor& tokens, const Tensor& targets, const Tensor& scalars) {
 //     const Tensor loss = model.loss(tokens, targets);
@@ -14,11 +14,11 @@
 //     const Tensor loss = train({.step = step, .first_sample = first_sample}, tokens, targets, scalars for this step);
 //   }
 //
-// [Note: what a program knows] The first calls run the code, inside a recording. The tapes of the second and the third are
-// compared: they must agree node by node, and their leaves in memory or, if they were made anew, in bits. What differs would
-// silently keep the value it had, so it is an error that names it: it has to come in as an input. What changes only later is
-// not found out. What the code does besides (printing, counting, looking at values and deciding, train() or eval()) happens in
-// these calls alone, except for what Recording::on_rerun() was told, such as the optimizer's count of steps.
+// [Note: what a program knows] The first calls run the code, inside a recording. The tapes of the second and the third are compared:
+// they must agree node by node, and their leaves in memory or, if they were newly created, in bits. A leaf that differs would
+// silently keep its old value, so it is an error that names it: it must be passed as an input. What changes only in later steps is
+// not detected. Side effects of the code (printing, counting, branching on values, train() or eval()) happen in these calls alone,
+// except for those registered with Recording::on_rerun(), such as the optimizer's step count.
 #pragma once
 
 #include <functional>
@@ -36,21 +36,21 @@
 namespace sheaf {
 
 struct CompileOptions {
-  /// Elementwise ops in a row run as one (passes/fuse_elementwise.h), with the same bits; before `rewrite`.
+  /// Consecutive elementwise ops are fused (passes/fuse_elementwise.h), with the same bits; before `rewrite`.
   bool fuse = true;
-  /// What is run instead of the program, `plain`, as it was recorded and fused: plain.with_tape(what a pass made of its tape). On
-  /// all ranks collectives must stay alike. See keep_within() (distributed/keep_within.h).
+  /// Returns the program to run in place of `plain`, the recorded and fused one: plain.with_tape(a rewritten tape). Collectives must
+  /// stay congruent on all ranks. See keep_within() (distributed/keep_within.h).
   std::function<Program(const Program& plain)> rewrite = {};
 };
 
-/// What compile() gives, without types. Belongs to its rank's thread; what the code refers to must stay where it is.
+/// The result of compile(), untyped. Belongs to its rank's thread; objects that the code refers to must not move.
 class CompiledStep {
  public:
   explicit CompiledStep(CompileOptions options) : options_(std::move(options)) {}
 
-  /// Runs one step: its code in the first calls, which is the same in all of them. Inputs have the types of the first call's
-  /// (ShapeError), and are copied; results are the caller's. Collective as the code is. Throws ConfigError once two steps can
-  /// be compared, if they differ, or leave gradients behind.
+  /// Runs one step: the first calls run `code`, which must be the same in all of them. Inputs have the types of the first call's
+  /// (ShapeError), and are copied; results belong to the caller. Collective if the code is. Throws ConfigError once two steps can be
+  /// compared, if they differ or leave gradients unconsumed.
   std::vector<Tensor> run(const RecordingOptions& options, std::span<const Tensor> inputs, const TensorFunction& code);
 
   /// Null in the calls that run the code.
@@ -72,14 +72,14 @@ class CompiledStep {
   CompileOptions options_;
   std::vector<Tensor> inputs_;
   RecordingOptions now_;                    // of the step under way
-  std::map<int64_t, Tensor> random_states_;  // by where in a step's samples they begin
+  std::map<int64_t, Tensor> random_states_;  // by the offset of their first sample within the step
   int64_t recorded_ = 0;
   std::optional<Recorded> last_;
   std::vector<std::function<void()>> reruns_;
   std::unique_ptr<Program> program_;
 };
 
-/// A step whose code takes so many Tensors, and returns a Tensor or a vector of them.
+/// A step whose code takes this many Tensors and returns a Tensor or a vector of Tensors.
 template <class F>
 class Compiled {
  public:

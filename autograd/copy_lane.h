@@ -1,4 +1,4 @@
-// The lane of copies (Lane::copy): between a GPU's memory and its host's, beside what the GPU computes.
+// The copy lane (Lane::copy): copies between a GPU's memory and its host's, concurrently with the GPU's compute.
 #pragma once
 
 #include "sheaf/autograd/op.h"
@@ -10,26 +10,26 @@
 
 namespace sheaf {
 
-/// Enqueues work(gpu, stream) of an op's execute() on a stream of the lane, behind what makes the inputs and what used the outputs'
-/// memory before. Whoever reads an output comes behind it (Storage::settle); until somebody does, the inputs have to stay.
+/// Enqueues work(gpu, stream) of an op's execute() on one of the lane's streams, after the producers of the inputs and after earlier
+/// uses of the outputs' memory. Readers of an output wait for it (Storage::settle); until one does, the inputs must stay alive.
 template <class Work>
 void by_copies(Execute& c, const Stream& (Gpu::*of)() const, Work&& work) {
   Gpu& gpu = RankContext::current().gpu_of(c.device());
   const Stream& stream = (gpu.*of)();
   c.stream();
-  for (int i = 0; i < c.num_inputs(); ++i) c.input(i);  // another lane may be filling it: compute() goes behind that
+  for (int i = 0; i < c.num_inputs(); ++i) c.input(i);  // another lane may still be filling it: compute() is ordered after that
   gpu.record(gpu.compute()).order(stream);
-  // In a program what leaves may be given the memory that copies() are the last to read.
+  // In a program, an outgoing copy may be assigned memory whose last reader is copies().
   if (of == &Gpu::leaving) gpu.record(gpu.copies()).order(stream);
   {
-    const kernels::cuda::FewBlocks few;  // such kernels wait for the bus
+    const kernels::cuda::FewBlocks few;  // these kernels are limited by the bus
     const ProfileSpan span(of == &Gpu::leaving ? "leaving" : "copies", c.op_name(), PathScope::current(), &stream);
     work(gpu, stream);
   }
   c.completes_with(gpu.record(stream));
 }
 
-/// Input 0 becomes output 0, of the same bytes.
+/// Copies input 0 to output 0, byte for byte.
 inline void copy_by_copies(Execute& c, const Stream& (Gpu::*of)() const = &Gpu::copies) {
   by_copies(c, of, [&](Gpu& gpu, const Stream& stream) {
     const View from = c.input(0), to = c.output(0);

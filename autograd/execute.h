@@ -1,5 +1,4 @@
-// What runs a node, whether it is recorded at once, replayed, or made ready to run many times: the device it runs on and
-// the places of its outputs.
+// How a node runs, whether recorded, replayed, or prepared to run many times: its device, and where its outputs are placed.
 #pragma once
 
 #include <algorithm>
@@ -10,14 +9,14 @@
 
 namespace sheaf::detail {
 
-/// Coerces `inputs` where no byte moves, and fills in the layouts of `outputs` by the op's placement rule (place.cc).
+/// Coerces `inputs` where that moves no data, and fills in the layouts of `outputs` by the op's placement rule (place.cc).
 void place(const OpDef& op, const void* attrs, std::span<const Tensor>& inputs, std::vector<Tensor>& coerced, std::span<OutputSpec> outputs);
 
-/// That of the inputs, where constants on the CPU go with meta ones; without inputs, of the memory given for output 0, else
-/// the default. ConfigError for inputs on several.
+/// The device of the inputs (constants on the CPU may be combined with meta inputs); without inputs, that of the memory given for
+/// output 0, else the default. ConfigError for inputs on several devices.
 Device device_of(const OpDef& op, std::span<const Tensor> inputs, std::span<const OutputSpec> specs);
 
-/// Whether this rank has a part in a node: not in what is computed on other ranks of an axis, nor in what these exchange.
+/// Whether this rank takes part in a node: not if it is computed, or communicated, only among other ranks of an axis.
 inline bool runs_here(const OpDef& op, std::span<const Tensor> inputs, std::span<const OutputSpec> specs) {
   const auto here = [](const Type& type) { return !type.layout.is_elsewhere(); };
   if (specs.empty()) return true;
@@ -41,52 +40,55 @@ struct Inferred {
   std::vector<Tensor> coerced_;
 };
 
-/// [Note: in pieces] What comes over a lane in pieces (Storage::filled_in_pieces) need not be there before a product of its rows
-/// begins: an op with row_inputs() is executed for the rows of each piece once that is there. So a rank multiplies rows that it has
-/// while others travel (Wang et al. 2023, Overlap Communication with Dependent Computation via Decomposition,
-/// https://doi.org/10.1145/3567955.3567959). Who needs all of it waits for all. And where what such an op gives goes on to a
-/// reduce_scatter, or to an all_to_all from rows to columns, the two nodes are executed as one: rows are sent on while the next are
-/// computed (onward.cc). The tape has the same nodes, and a CPU's products the same bits. Those of a GPU depend on how many rows are
-/// multiplied at once, which is the same for a row on all ranks, so they agree. Of gathered keys and values some heads come after others
-/// (redistribute_in_heads()): attention, forward and backward, is executed for those that are there (OpDef::heads). Rows of experts come
-/// from one rank after another, and go back so: of them whole sequences, or whole experts, are multiplied (OpDef::row_parts).
+/// [Note: in pieces] A value that a lane delivers in pieces (Storage::filled_in_pieces) need not be complete before a product of its
+/// rows begins: an op with row_inputs() is executed for the rows of each piece as it arrives. So a rank multiplies rows that it has
+/// while others are in flight (Wang et al. 2023, Overlap Communication with Dependent Computation via Decomposition,
+/// https://doi.org/10.1145/3567955.3567959). Consumers that need the whole value wait for all of it. And where the result of such an
+/// op is passed to a reduce_scatter, or to an all_to_all from rows to columns, the two nodes are executed as one: rows are sent while
+/// the next are computed (onward.cc). The tape has the same nodes, and products on CPUs have the same bits. On GPUs bits depend on
+/// how many rows are multiplied at once, which for a given row is the same on all ranks, so they agree. Gathered keys and values
+/// arrive a few heads at a time (redistribute_in_heads()): attention, forward and backward, is executed for the heads that have
+/// arrived (OpDef::heads). Rows of experts arrive from one rank after another, and return the same way: whole sequences, or whole
+/// experts, of them are multiplied (OpDef::row_parts).
 
 /// OpDef::row_inputs(); 0 where it is null.
 uint64_t row_inputs_of(const OpDef& op, const void* attrs, std::span<const Tensor> inputs);
 uint64_t row_inputs_of(const Tape& tape, const Node& n);
-/// The same of an op here, whose outputs have so many rows on this rank; 0, too, if they or its inputs are not dense.
+/// The same for an op executed here, whose outputs have `rows` rows on this rank; also 0 if they or its inputs are not dense.
 uint64_t row_inputs_of(const OpDef& op, const void* attrs, const Execute& run, int64_t rows);
-/// Execute::take_rows() of these inputs, as OpDef::row_parts wants rows, of an op that can_take() them.
+/// Execute::take_rows() of these inputs, in the form OpDef::row_parts requires, for an op that can_take() them.
 void take_rows(const OpDef& op, Execute& run, uint64_t inputs, const RowBlock& block, void* to = nullptr);
 bool can_take(const OpDef& op, const Execute& run, const RowBlock& block);
-/// Whether indices of dimension `dim` of input 0 are whole parts as OpDef::row_parts has them: on all ranks of an axis that cuts it alike.
+/// Whether indices of dimension `dim` of input 0 are whole parts in the sense of OpDef::row_parts: the same on all ranks of an axis
+/// that cuts it.
 bool are_parts(const OpDef& op, Shape local_shape, int dim);
-/// How many rows a piece has at least if each of so many products that share them is to have RecordingOptions::piece_rows; 0: nothing
-/// travels in pieces.
+/// The minimum rows of a piece so that each of the `products` products that share it gets RecordingOptions::piece_rows; 0: nothing is
+/// communicated in pieces.
 inline int64_t least_rows(int64_t piece_rows, double products) {
   constexpr double kNever = 1e15;
   return piece_rows ? std::max<int64_t>(1, static_cast<int64_t>(std::min(kNever, std::ceil(static_cast<double>(piece_rows) * products)))) : 0;
 }
-/// The same for the products that an op is; 0 where it has no row_inputs(), too.
+/// The same for the products that an op consists of; also 0 if it has no row_inputs().
 int64_t least_rows_of(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, int64_t piece_rows);
 int64_t least_rows_of(const Tape& tape, const Node& n, int64_t piece_rows);
-/// Bytes of its workspace, whether the pieces are waited for or not.
+/// Bytes of its workspace, whether or not it waits for all pieces first.
 int64_t workspace_of(const OpDef& op, const void* attrs, Execute& run);
 void execute(const OpDef& op, const void* attrs, Execute& run);
 
-/// With the redistribution of its output to `sent` behind it, in so many parts.
+/// Followed by the redistribution of its output to `sent`, in `parts` parts.
 int64_t workspace_onward(const OpDef& op, const void* attrs, Execute& run, const Tensor& sent, int64_t parts);
 void execute_onward(const OpDef& op, const void* attrs, Execute& run, const Tensor& sent, int64_t parts);
-/// Places the outputs of both nodes, executes them and records them, with these flags. The output of the first is in the order of the
-/// wire, if it is to be added up.
+/// Places the outputs of both nodes, executes and records them, with these flags. If the output of the first is to be reduced, its
+/// rows are in the order in which they are sent.
 std::pair<Tensor, Tensor> apply_typed_onward(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, const OutputSpec& product,
                           const void* onward, const Type& sent, uint8_t flags);
 
-/// Of an op with alias(): the input that output o views. Of several inputs these are the last ones; of one, all outputs are parts.
+/// For an op with alias(): the input that output o views. With several inputs, outputs view the last ones; with one, all outputs are
+/// parts of it.
 inline size_t viewed_input(size_t inputs, size_t outputs, size_t o) { return inputs == 1 ? 0 : inputs - outputs + o; }
 
-/// The outputs of a node, each in its place: a view of an input (then `views` is set, and there is nothing to execute),
-/// memory that its spec names, or what fresh(type, device, MemoryKind) gives.
+/// The outputs of a node, placed: a view of an input (then `views` is set, and there is nothing to execute), the memory that its spec
+/// names, or what fresh(type, device, MemoryKind) returns.
 template <class Fresh>
 Tensors place_outputs(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, std::span<const OutputSpec> specs,
                       Device device, bool& views, Fresh&& fresh) {

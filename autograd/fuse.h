@@ -1,5 +1,5 @@
-// How elementwise ops become steps of one kernel (kernels/fused.h): each says in `fuse(const Attrs&, Fuse&)` what it computes of
-// an element.
+// How elementwise ops become steps of one kernel (kernels/fused.h): each op defines in `fuse(const Attrs&, Fuse&)` what it computes
+// per element.
 //
 //   static void fuse(const Attrs& a, Fuse& f) { f.yields(f.binary(kernels::BinaryOp::mul, f.input(0), f.constant(a.scalar))); }
 #pragma once
@@ -14,8 +14,8 @@
 
 namespace sheaf {
 
-/// Code that grows by one node after the other. What a node yields must have the bits of its kernel: steps compute in f32 (f64 for
-/// f64), by the functions of kernels/elementwise.h, and what is yielded is rounded to the dtype of the node's output.
+/// Code that grows one node at a time. A node's value must have the bits of its own kernel: steps compute in f32 (f64 for f64), by
+/// the functions of kernels/elementwise.h, and a node's value is rounded to the dtype of its output.
 class Fuse {
  public:
   using Value = int;
@@ -41,8 +41,8 @@ class Fuse {
   void yields(Value v) { yield_ = v; }  ///< a step of this op
 
   // --- for passes ---
-  /// Adds a node with one output; false if there is no room for it, or its types have no place in one code with the others. Then
-  /// nothing more may be asked of this object.
+  /// Adds a node with one output; false if there is no room for it, or if its types cannot be combined with the others'. Then this
+  /// object must not be used any more.
   bool add(const Tape& tape, const Node& n);
   /// Makes the value of an added node an output; false if there is no room.
   bool add_output(ValueId v);
@@ -57,16 +57,16 @@ class Fuse {
   std::vector<ValueId> inputs_;
   std::unordered_map<ValueId, Value> values_;
   const Tape* tape_ = nullptr;
-  const Node* node_ = nullptr;  // under way
+  const Node* node_ = nullptr;  // being added
   Value yield_ = -1;
   bool settled_ = false;  // the compute type
   bool full_ = false;
 };
 
-/// Whether a node has such a form at all: an elementwise op with one output in memory of its own, without a placement that is
-/// Partial, in floating types or truth values.
+/// Whether a node can be fused at all: an elementwise op with one output in its own memory, without Partial placements, in floating
+/// types or bool.
 bool can_fuse(const Tape& tape, const Node& n);
-/// What runs a code. Attributes are the code; inputs are broadcast to the outputs' common shape.
+/// The op that runs fused code. Its attributes are the code; inputs are broadcast to the outputs' common shape.
 const OpDef& fused_op();
 
 }  // namespace sheaf

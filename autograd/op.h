@@ -22,11 +22,11 @@
 //     static Tensor rematerialize(const Attrs&, Vjp&);     // this does, in public ops, with the same bits; optional
 //   };
 //
-// [Note: what happens in apply] (1) infer: the outputs' types, as of one rank. (2) place: the inputs' placements choose the
-// rule, per mesh axis; a Replicate operand that a rule wants sharded is sliced, one that it wants Partial is kept on one rank,
-// which moves no byte and is a node of its own; anything that would communicate is a PlacementError. (3) outputs are allocated,
-// or placed into given memory, or alias the input. (4) execute, unless the values are on meta. (5) if a recording lives on this
-// thread, the node is recorded.
+// [Note: what happens in apply] (1) infer: the outputs' types, as on one rank. (2) place: the inputs' placements select the rule, per
+// mesh axis; a Replicate operand that a rule wants sharded is sliced, one that it wants Partial is kept on one rank, which moves no
+// data and is a separate node; anything that would communicate is a PlacementError. (3) outputs are allocated, or placed into given
+// memory, or alias the input. (4) execute, unless the values are on meta. (5) if this thread has a live recording, the node is
+// recorded.
 #pragma once
 
 #include <concepts>
@@ -47,11 +47,11 @@ namespace sheaf {
 enum class OpKind : uint8_t { leaf, op, redistribute, discard, step };
 enum class Lane : uint8_t { compute, gather, reduce, copy };
 
-/// An output whose type and place are given.
+/// An output whose type and memory are given.
 struct OutputSpec {
   Type type;
-  Tensor into = {};         ///< defined: the output lies at the start of this tensor's memory (an update in place)
-  int within = -1;          ///< >= 0: it lies inside that earlier output of the same node, at `byte_offset`
+  Tensor into = {};         ///< defined: the output is placed at the start of this tensor's memory (an update in place)
+  int within = -1;          ///< >= 0: it is placed inside that earlier output of the same node, at `byte_offset`
   int64_t byte_offset = 0;
 };
 
@@ -83,13 +83,13 @@ struct OpDef {
   const char* name;
   OpKind kind;
   Lane lane;
-  bool of_units;        ///< deals with buffers of units, which are no values of the model
+  bool of_units;        ///< works on units' buffers, which are not values of the model
   bool stops_gradient;  ///< outputs are constants, whatever the inputs are
   bool recipe;   ///< cheap to repeat: a view or a cast, replayed in backward on gathered parameters instead of saved
   bool can_add;
   bool defers_weights;  ///< its vjp calls weight_gradients()
   MemoryKind memory;  ///< where fresh outputs lie: see MemoryKind
-  HeldFor held_for;   ///< what the memory of fresh outputs is held for; other: as the phase is, see held_for() of a node
+  HeldFor held_for;   ///< what the memory of fresh outputs is held for; other: it follows from the phase, see held_for() of a node
   uint64_t stores_wide;  ///< outputs that are stored in f32, if given f32 memory, where infer says bf16 or f16
   uint32_t attrs_size;
   uint64_t saved_inputs, saved_outputs;
@@ -98,31 +98,31 @@ struct OpDef {
   int64_t (*workspace)(const void*, const Execute&);
   bool (*alias)(const void*, int output, const View&, View&);
   void (*execute)(const void*, Execute&);
-  /// Inputs, bit by bit, 0 among them, of which row i makes row i of every output, with the other inputs whole: execute() can then
-  /// be called for some rows after others. 0: not on these inputs. Null: never.
+  /// Bit mask of inputs, including input 0, such that row i of every output depends on row i of these and on the other inputs whole:
+  /// execute() can then be called for subsets of rows. 0: not for these inputs. Null: never.
   uint64_t (*row_inputs)(const void*, InputTypes);
-  /// Then execute() is called for whole parts of a dimension, the first of input 0 that has several indices: told that input's local
-  /// shape, which dimension that is of all operands; null where it has none. Null: for any rows.
+  /// If set, execute() must be called for whole parts of a dimension, the first of input 0 that has several indices: given that
+  /// input's local shape, which dimension that is in each operand; null if there is none. Null: any rows.
   const PartDims* (*row_parts)(const Shape&);
-  /// Among how many products these rows are shared out, about, on any rank. Null: they are one.
+  /// Over roughly how many products these rows are distributed, on any rank. Null: one.
   double (*products)(const void*, InputTypes);
-  const PartDims* heads;         ///< execute() can be called for some heads of keys and values, inputs 1 and 2, after others; null: it can not
+  const PartDims* heads;         ///< execute() can be called for a few heads of keys and values (inputs 1 and 2) at a time; null: it cannot
   void (*vjp)(const void*, Vjp&);
   int rematerializable;          ///< the output that rematerialize() computes, cheaply, from what the derivative reads; -1: none
-  uint64_t rematerialize_reads;  ///< inputs that only this reads
+  uint64_t rematerialize_reads;  ///< inputs that are read by rematerialize() only
   Tensor (*rematerialize)(const void*, Vjp&);
   /// Narrows what is saved to what the wanted gradients need: needs, saved inputs, saved outputs.
   void (*saves)(const void*, uint64_t, uint64_t&, uint64_t&);
   void (*work)(const void*, WorkOf&);
   void (*fuse)(const void*, Fuse&);
   void (*describe)(const void*, std::string&);
-  bool marked;                   ///< the tape's text has the description, too
-  void (*drop_layouts)(void*);   ///< of attributes: as they would be without sharding; null if they have no layouts
+  bool marked;                   ///< the tape's text includes the description
+  void (*drop_layouts)(void*);   ///< of attributes: as they would be without sharding; null if they contain no layouts
   bool (*same_attrs)(const void*, const void*);
 };
 
 namespace detail {
-/// Attributes without members have no bytes on the tape, and no address there.
+/// Attributes without members occupy no bytes on the tape, and have no address there.
 template <class Attrs>
 const Attrs& attrs_of(const void* attrs) {
   if constexpr (std::is_empty_v<Attrs>) {
@@ -133,8 +133,8 @@ const Attrs& attrs_of(const void* attrs) {
   }
 }
 
-/// By ==, where attributes have it: those with a Shape or a Layout need it, as not all of their bytes mean something. Else
-/// byte by byte, without padding.
+/// By ==, if the attributes define it: those with a Shape or a Layout need it, as not all of their bytes are significant. Otherwise
+/// byte by byte; there must be no padding.
 template <class Attrs>
 bool same_attrs(Attrs a, Attrs b) {
   if constexpr (std::is_empty_v<Attrs>) {
@@ -225,18 +225,18 @@ const OpDef& op_def() { return detail::op_def_of<Op>; }
 /// Runs an op whose types follow from its own rules; `into`: where its first outputs go. Throws ShapeError, DTypeError,
 /// PlacementError, LifetimeError.
 Tensors apply(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, std::span<const Into> into = {});
-/// Where a result goes, told its type; null, or the layout that it has: it stays.
+/// The layout that a result is redistributed to, given its type; null, or its own layout: it is not.
 using Onward = std::function<Layout(const Type&)>;
-/// So on one mesh axis.
+/// Such a redistribution along one mesh axis.
 Onward along(int axis, const Placement& to);
-/// redistribute(y, onward(y's type)) of the one output y of an op. Where that is a reduce_scatter of rows, or an all_to_all from rows to
-/// columns or back from experts, of enough of them (RecordingOptions::piece_rows), and the op has row_inputs(), and no derivative that
-/// reads y, they travel in pieces, each while the next is computed: what is added up then lies in the order of the wire on the tape. See
-/// [Note: in pieces].
+/// redistribute(y, onward(y's type)) for the one output y of an op. If that is a reduce_scatter of rows, or an all_to_all from rows
+/// to columns or back from experts, with enough rows (RecordingOptions::piece_rows), and the op has row_inputs() and no derivative
+/// that reads y, it is sent in pieces, each while the next is computed: on the tape, a y that is to be reduced then has its rows in
+/// the order in which they are sent. See [Note: in pieces].
 Tensor apply_onward(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, const Onward& onward);
-/// The same of a y that is there.
+/// The same for a y that was computed before.
 Tensor send_onward(const Tensor& y, const Onward& onward);
-/// Runs an op with given outputs (ops of units and optimizers, whose types come from elsewhere).
+/// Runs an op with given output types (ops of units and optimizers, whose types are not inferred).
 Tensors apply_typed(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,
                     std::span<const OutputSpec> outputs);
 /// Executes without recording: allocates or places the outputs and runs the kernel. What apply and replay share.
@@ -255,7 +255,7 @@ template <class Op>
 Tensor apply(const typename Op::Attrs& attrs, std::initializer_list<Tensor> inputs, const Into& into = {}) {
   return std::move(apply_all<Op>(attrs, inputs, {into})[0]);
 }
-/// The same for ops with one input, too, which is not copied into a list.
+/// The same for ops with one input, which is then not copied into a list.
 template <class Op>
 Tensor apply(const typename Op::Attrs& attrs, const Tensor& input, const Into& into = {}) {
   return std::move(apply(op_def<Op>(), &attrs, std::span(&input, 1), std::span(&into, 1))[0]);

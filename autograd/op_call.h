@@ -8,19 +8,20 @@
 
 namespace sheaf {
 
-/// Of an op that does the same for each part of its operands apart, heads of attention or sequences of experts' rows: which dimension of
-/// an operand parts are; -1: it has none. Where there are more of an operand, as of queries' heads, they are a multiple, in the same order.
+/// For an op that processes parts of its operands independently, such as heads of attention or sequences of experts' rows: the
+/// dimension of each operand that indexes parts; -1: none. An operand with more indices, such as query heads, has a multiple of them,
+/// in the same order.
 struct PartDims {
   int8_t inputs[8], outputs[4];
 };
 
-/// Rows of a value as [rows, last dimension]: so many from `begin` on, and as many again every `stride` rows, in `groups`.
+/// Rows of a value as [rows, last dimension]: `rows` of them from `begin` on, repeated every `stride` rows, `groups` times.
 struct RowBlock {
   int64_t begin, rows, groups = 1, stride = 0;
   int64_t all() const { return rows * groups; }
 };
 
-/// What a kernel call gets: local views, workspace, stream. On meta it is used for workspace() only; data are null.
+/// What a kernel call gets: local views, workspace, stream. On meta it is used for workspace() only; data pointers are null.
 class Execute {
  public:
   Execute(std::span<const Tensor> inputs, std::span<const Tensor> outputs) : inputs_(inputs), outputs_(outputs) {}
@@ -42,8 +43,8 @@ class Execute {
   const Tensor& output_tensor(int i) const { return outputs_[i]; }
   const Tensor& input_tensor(int i) const { return inputs_[i]; }
   std::span<const Tensor> input_tensors() const { return inputs_; }
-  /// Of the rank, on a GPU. An execute() asks for it before it takes a view there: one that does not can only mean the
-  /// CPU's memory, and fails with a ConfigError on a GPU.
+  /// The rank's stream, on a GPU. An execute() asks for it before it takes a view there: one that does not must be for CPU memory
+  /// only, and fails with a ConfigError on a GPU.
   Stream stream() const {
     unasked_ = false;
     return device().is_cuda() ? gpu_stream() : Stream{device()};
@@ -54,18 +55,18 @@ class Execute {
   Workspace workspace;
   /// Output 0 adds to what its memory holds instead of storing (asked for by the caller, for ops with kCanAdd).
   bool add = false;
-  /// What the op enqueues or does from now on comes behind `event`: on a GPU its stream is held back, else the host.
+  /// What the op enqueues or does from now on waits for `event`: on a GPU its stream does, else the host.
   void join(const Event& event) const;
-  /// Another lane fills the outputs; whoever reads them waits for `event`.
+  /// Another lane fills the outputs; their readers wait for `event`.
   void completes_with(const Event& event);
-  /// From now on these inputs and all outputs are such rows of what they are, which is dense. Output 0 is put to `to` instead, if that is
-  /// given. Rows that come (RowsToCome) are not waited for.
+  /// From now on these inputs and all outputs are the rows of `block` of their tensors, which are dense. Output 0 is stored at `to`
+  /// instead, if that is given. Rows still to arrive (RowsToCome) are not waited for.
   void take_rows(uint64_t inputs, const RowBlock& block, void* to = nullptr) { row_inputs_ = inputs, block_ = block, to_ = to; }
   /// The same of parts [block.begin, block.begin + block.rows) of `all`, of every operand that has them.
   void take_parts(const PartDims* dims, const RowBlock& block, int64_t all) { parts_ = dims, block_ = block, all_parts_ = all; }
-  /// Inputs and outputs are whole again.
+  /// Inputs and outputs are the whole tensors again.
   void take_all() { row_inputs_ = 0, parts_ = nullptr, to_ = nullptr; }
-  /// Or nobody is waited for: workspace() looks at shapes.
+  /// With `alone`, nothing is waited for: workspace() looks at shapes only.
   void take_types_alone(bool alone) { types_alone_ = alone; }
 
  private:
@@ -78,7 +79,7 @@ class Execute {
   const char* op_ = "";
   mutable bool unasked_ = false;  // on a GPU, until the op has asked for the stream
   bool types_alone_ = false;
-  uint64_t row_inputs_ = 0;  // not 0: rows are taken
+  uint64_t row_inputs_ = 0;  // nonzero: a subset of rows is selected
   const PartDims* parts_ = nullptr;
   int64_t all_parts_ = 0;
   RowBlock block_ = {0, 0};

@@ -11,7 +11,7 @@
 
 namespace sheaf {
 
-/// Where ops without tensor inputs (zeros, arange, ...) place their result: the device of the rank, or of the innermost
+/// The device on which ops without tensor inputs (zeros, arange, ...) create their result: that of the rank, or of the innermost
 /// DeviceScope, such as meta in a dry run.
 Device default_device();
 class DeviceScope {
@@ -50,9 +50,10 @@ Tensor full_of(const Type& type, double value);
 Tensor copy_of(const Tensor& x);
 /// x itself where it is dense; else a dense copy.
 Tensor contiguous(const Tensor& x);
-/// Stores x into `to`'s memory, or adds it to what is there: averages of weights, caches, slots of gradients. `to` may be a view, but not
-/// an expanded one (ShapeError); x has its shape (ShapeError), dtype (DTypeError) and layout (PlacementError). A change has no derivative: memory of what gradients are asked
-/// for cannot be changed, nor what a derivative reads, and no gradient passes through memory to what was stored there (LifetimeError).
+/// Stores x into `to`'s memory, or adds it to the contents: averages of weights, caches, slots of gradients. `to` may be a view, but
+/// not an expanded one (ShapeError); x has its shape (ShapeError), dtype (DTypeError) and layout (PlacementError). In-place changes
+/// are not differentiable: it is an error (LifetimeError) to change memory whose gradients are asked for or that a derivative reads,
+/// and to ask through that memory for a gradient of what was stored into it.
 void store_into(const Tensor& to, const Tensor& x);
 void add_into(const Tensor& to, const Tensor& x);
 
@@ -82,7 +83,7 @@ Tensor sub(const Tensor& a, const Tensor& b);
 Tensor mul(const Tensor& a, const Tensor& b);
 Tensor div(const Tensor& a, const Tensor& b);
 Tensor pow(const Tensor& a, const Tensor& b);
-/// NaN if either is NaN. Of two equal operands the first takes the gradient.
+/// NaN if either is NaN. If the operands are equal, the first gets the gradient.
 Tensor minimum(const Tensor& a, const Tensor& b);
 Tensor maximum(const Tensor& a, const Tensor& b);
 /// Comparisons and logic: bool results, no gradients; for logic, "not zero" is true.
@@ -96,7 +97,7 @@ Tensor logical_and(const Tensor& a, const Tensor& b);
 Tensor logical_or(const Tensor& a, const Tensor& b);
 Tensor logical_not(const Tensor& x);
 Tensor isfinite(const Tensor& x);
-// With a weak scalar: the result keeps x's dtype. Integers take no fractional scalar.
+// With a weak scalar: the result keeps x's dtype. Integer tensors do not accept a fractional scalar.
 Tensor add(const Tensor& x, double scalar);
 Tensor sub(const Tensor& x, double scalar);
 Tensor sub(double scalar, const Tensor& x);
@@ -126,11 +127,12 @@ Tensor sin(const Tensor& x);
 Tensor cos(const Tensor& x);
 /// Conversion; floats to integers truncate and saturate, anything to bool is "not zero".
 Tensor cast(const Tensor& x, DType dtype);
-/// linear() of a weight that rests in blocks [O, I / 64 · block_bytes(format)], with its bits, without its values in memory but where
-/// they are multiplied (a GPU's: in the workspace). For what is not trained: it has no derivative. x and bias are of one dtype.
+/// linear() of a weight stored in blocks [O, I / 64 · block_bytes(format)], with the bits of linear() of its values, which never
+/// exist in memory except where they are multiplied (on a GPU: in the workspace). For frozen weights: it has no derivative. x and
+/// bias are of one dtype.
 Tensor linear_of_blocks(const Tensor& x, const Tensor& blocks, BlockFormat format, const Tensor& bias = {});
 /// The values of blocks[.., n · block_bytes(format)], u8, as [.., n · 64] of a floating dtype: products of codes and scales, rounded
-/// once. Blocks are constants: they take no gradient. A backward that reads the values of gathered blocks makes them again.
+/// once. Blocks are constants: they get no gradient. A backward that reads the values of gathered blocks dequantizes them again.
 Tensor dequantize(const Tensor& blocks, BlockFormat format, DType dtype);
 /// min(max(x, lo), hi); the gradient passes within the closed interval. ConfigError if lo > hi.
 Tensor clamp(const Tensor& x, double lo, double hi);
@@ -165,15 +167,17 @@ Tensor gelu(const Tensor& x, GeluKind kind = GeluKind::exact);
 /// silu(gate) * up, of equal shapes (Shazeer 2020, https://arxiv.org/abs/2002.05202).
 Tensor swiglu(const Tensor& gate, const Tensor& up);
 struct ClampedSwigluOptions { double alpha = 1.702, limit = 7.0; };  ///< positive, alpha finite
-/// The gate of gpt-oss's experts (OpenAI, https://arxiv.org/abs/2508.10925): with g = min(gate, limit) and u = up held to [-limit, limit],
-/// g sigmoid(alpha g) (u + 1). Of equal shapes; gradients pass where an operand is within, at the limit, too.
+/// The gate of gpt-oss's experts (OpenAI, https://arxiv.org/abs/2508.10925): with g = min(gate, limit) and u = up clamped to
+/// [-limit, limit], g sigmoid(alpha g) (u + 1). Of equal shapes; gradients pass where an operand is within the limits, bounds
+/// included.
 Tensor clamped_swiglu(const Tensor& gate, const Tensor& up, const ClampedSwigluOptions& options = {});
-/// gelu(gate) * up, of equal shapes, with the tanh approximation (Shazeer 2020). Neither is kept but these two: a backward makes it again.
+/// gelu(gate) * up, of equal shapes, with the tanh approximation (Shazeer 2020). Only the two operands are kept: the backward
+/// recomputes gelu(gate).
 Tensor geglu(const Tensor& gate, const Tensor& up);
 
-// Reductions over `dims` (none: all); with keepdim, reduced dimensions stay with size 1. sum of integers and bool is i64.
-// sum and mean of a sharded dimension are Partial, and means divide by the global count; the others need their dimensions
-// whole. mean, var and logsumexp are for floating dtypes (DTypeError). ShapeError for a dimension given twice.
+// Reductions over `dims` (none: all); with keepdim, reduced dimensions stay with size 1. sum of integers and bool is i64. sum and
+// mean of a sharded dimension are Partial, and means divide by the global count; the others require whole dimensions. mean, var and
+// logsumexp are for floating dtypes (DTypeError). ShapeError for a dimension given twice.
 Tensor sum(const Tensor& x, const Dims& dims = {}, bool keepdim = false);
 Tensor mean(const Tensor& x, const Dims& dims = {}, bool keepdim = false);
 /// sum((x - mean)^2) / (n - correction)
@@ -184,23 +188,23 @@ Tensor min(const Tensor& x, const Dims& dims = {}, bool keepdim = false);
 Tensor logsumexp(const Tensor& x, const Dims& dims = {}, bool keepdim = false);
 /// i64 position of the first largest element; no gradient. ShapeError for an empty dimension.
 Tensor argmax(const Tensor& x, int dim = -1, bool keepdim = false);
-/// i64 positions of the k largest elements of the last dimension, the largest first, of equal ones the first first: [.., k].
-/// NaN is larger than all. x is floating (DTypeError) and 0 <= k <= its size (ShapeError); no gradient.
+/// i64 positions of the k largest elements of the last dimension, in descending order, ties by position: [.., k]. NaN is larger than
+/// all. x is floating (DTypeError) and 0 <= k <= its size (ShapeError); no gradient.
 Tensor top_k(const Tensor& x, int64_t k);
 
-/// x as a constant: no gradient flows back through it. A view, of any placement; a teacher's output, a target that is
-/// computed from parameters, a metric inside a step.
+/// x as a constant: no gradient flows back through it. A view, of any placement; for a teacher's output, a target computed from
+/// parameters, a metric inside a step.
 Tensor stop_gradient(const Tensor& x);
 
-// Shape. Results share x's memory where strides can say what is meant; only reshape may have to copy.
-/// One size may be -1; ShapeError if the numbers of elements differ. A cut of dimension d stays a cut if d is the first of the
-/// dimensions that merge or split.
+// Shape. Results share x's memory where strides can express them; only reshape may have to copy.
+/// One size may be -1; ShapeError if the numbers of elements differ. A cut of dimension d remains one if d is the first of the
+/// dimensions that are merged or split.
 Tensor reshape(const Tensor& x, const Shape& shape);
-/// With dimensions of size 1 at these places of the result; a cut keeps its dimension.
+/// Inserts dimensions of size 1 at these positions of the result; a cut keeps its dimension.
 Tensor unsqueeze(const Tensor& x, const Dims& dims);
-/// Without these dimensions, which have size 1; ShapeError if one has not.
+/// Removes these dimensions, which must have size 1 (ShapeError).
 Tensor squeeze(const Tensor& x, const Dims& dims);
-/// Two dimensions change places; a view.
+/// Swaps two dimensions; a view.
 Tensor transpose(const Tensor& x, int dim0, int dim1);
 /// Dimension i of the result is dimension order[i] of x; ShapeError unless `order` names each once.
 Tensor permute(const Tensor& x, const Dims& order);
@@ -208,23 +212,24 @@ Tensor permute(const Tensor& x, const Dims& order);
 Tensor expand(const Tensor& x, const Shape& shape);
 /// Positions [begin, end) of one dimension, negative ones from the end; a view. ShapeError unless 0 <= begin <= end <= its size.
 Tensor slice(const Tensor& x, int dim, int64_t begin, int64_t end);
-/// Views, one after another along `dim`: of these sizes, or `chunks` of equal size. ShapeError if they are not the dimension's.
+/// Views, one after another along `dim`: of these sizes, or `chunks` of equal size. ShapeError if the sizes do not add up to the
+/// dimension's.
 std::vector<Tensor> split(const Tensor& x, const std::vector<int64_t>& sizes, int dim = 0);
 std::vector<Tensor> chunk(const Tensor& x, int64_t chunks, int dim = 0);
-/// At most 64 tensors, alike but for dimension `dim`: ShapeError, DTypeError or PlacementError if they are not.
+/// At most 64 tensors that differ only in the size of dimension `dim`: ShapeError, DTypeError or PlacementError otherwise.
 Tensor concat(const std::vector<Tensor>& xs, int dim = 0);
-/// What split() made of a tensor of type `whole`, or others in their places, put together again: where an axis cuts `whole` in parts
-/// (OwnershipMap::parts), and so each of these evenly, it cuts the result as `whole`.
+/// The inverse of split() of a tensor of type `whole`, for its parts or others of their types: if an axis shards `whole` in parts
+/// (OwnershipMap::parts), and so each of these evenly, the result is sharded as `whole` is.
 Tensor concat_as(const std::vector<Tensor>& parts, int dim, const Type& whole);
 /// Tensors of one type along a new dimension; errors as concat's.
 Tensor stack(const std::vector<Tensor>& xs, int dim = 0);
 /// x with `before` and `after` positions of `value` around it along `dim`; ShapeError if one is negative.
 Tensor pad(const Tensor& x, int dim, int64_t before, int64_t after, double value = 0);
 
-// Indexing; indices i64, i32, u32, u16 or u8. An index outside the dimension throws DataError.
-/// out[.., i, ..] = x[.., index[.., i, ..], ..] along `dim`, in index's shape, which is x's but for `dim` (ShapeError).
+// Indexing; indices are i64, i32, u32, u16 or u8. An index outside the dimension throws DataError.
+/// out[.., i, ..] = x[.., index[.., i, ..], ..] along `dim`, in index's shape, which is x's except for `dim` (ShapeError).
 Tensor gather(const Tensor& x, int dim, const Tensor& index);
-/// x with src[.., i, ..] added at [.., index[.., i, ..], ..], in the order of i. index and src have one shape, x's but for `dim`
+/// x with src[.., i, ..] added at [.., index[.., i, ..], ..], in the order of i. index and src have one shape, x's except for `dim`
 /// (ShapeError), and x and src one dtype (DTypeError).
 Tensor scatter_add(const Tensor& x, int dim, const Tensor& index, const Tensor& src);
 /// x's entries along `dim` at the positions `index` (of any shape, which replaces the dimension).
@@ -242,15 +247,15 @@ Tensor ones(const Shape& shape, DType dtype = kF32);
 Tensor arange(int64_t n, DType dtype = kI64);
 /// start, start + step, ... below (for negative steps above) stop. ConfigError for a step of 0.
 Tensor arange(double start, double stop, double step, DType dtype = kI64);
-/// Normal and uniform values: pure functions of the key and each element's global index (see core/random.h). Without a
-/// key, of the recording's seed, step and first sample and of the module path and call. The dtype is floating (DTypeError), the layout has
-/// no Partial (PlacementError).
+/// Normal and uniform values: pure functions of the key and each element's global index (see core/random.h). Without a key they
+/// depend on the recording's seed, step and first sample, the module path and the call number. The dtype is floating (DTypeError),
+/// the layout has no Partial (PlacementError).
 Tensor randn(const Type& type, Key key, double mean = 0, double std = 1);
 Tensor randn(const Type& type, double mean = 0, double std = 1);
 Tensor uniform(const Type& type, Key key, double lo = 0, double hi = 1);
 Tensor uniform(const Type& type, double lo = 0, double hi = 1);
-/// Each element zeroed with probability p in [0, 1), the others divided by 1 - p; keyed as above. Dimension 0 counts
-/// samples, so that a batch cut over ranks or micro-batches drops what the whole batch would have dropped.
+/// Zeroes each element with probability p in [0, 1) and divides the others by 1 - p; keyed as above. Dimension 0 counts samples, so
+/// that a batch sharded over ranks or split into micro-batches drops the same elements as the whole batch.
 Tensor dropout(const Tensor& x, double p);
 Tensor dropout(const Tensor& x, double p, Key key);
 

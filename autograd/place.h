@@ -9,15 +9,15 @@
 
 namespace sheaf {
 
-/// The placement rule of an op on one mesh axis. `place()` offers the rules that hold for these inputs, best first; the
-/// first one that the inputs match is taken, else the first that they match after free slices of Replicate operands, else
-/// the first that they match when other Replicate operands are kept on one rank to be Partial.
+/// The placement rule of an op on one mesh axis. `place()` offers the rules that hold for these inputs, best first. The first one
+/// that the inputs match is taken; else the first that they match after free slices of Replicate operands; else the first that they
+/// match when other Replicate operands are kept on one rank to be Partial.
 ///
 ///   for (int d = 0; d < rank; ++d) if (d != dim) p.rule({Placement::shard(d)}, {Placement::shard(d)});
 ///   p.rule({R}, {R});
 ///
-/// Invariant goes with Invariant only, for every op, and needs no rule. Nor does what is on one rank of the axis: with all
-/// operands there, or Replicate, that rank alone executes any op, as if there were no axis, and has what comes of it.
+/// Invariant is compatible only with Invariant, for every op, and needs no rule. Nor do values on one rank of the axis: if all
+/// operands are there, or Replicate, that rank alone executes any op, as if there were no axis, and owns the results.
 class Place {
  public:
   Place(std::span<const Tensor> inputs, int axis);
@@ -25,7 +25,7 @@ class Place {
   int axis() const { return axis_; }
   const Type& type(int i) const { return inputs_[i].type(); }
   const Shape& shape(int i) const { return type(i).shape; }
-  /// What input i has on this axis (Replicate if it has no mesh).
+  /// The placement of input i on this axis (Replicate if it has no mesh).
   const Placement& in(int i) const { return have_[i]; }
   /// The ownership map of the first input that is sharded on this axis, or null.
   const OwnershipMap* sharded() const;
@@ -47,8 +47,8 @@ class Place {
 
 /// Ready-made rules.
 namespace rules {
-/// Elementwise, one output, NumPy broadcasting, not linear: all Replicate, or Shard(d) along any dimension of the
-/// output where operands broadcast along d are Replicate. Also ops with one operand.
+/// Elementwise, one output, NumPy broadcasting, not linear: all Replicate, or Shard(d) along any dimension d of the output, with
+/// operands broadcast along d Replicate. Also for ops with one operand.
 void pointwise_nonlinear(Place& p);
 /// Elementwise and linear in all operands together (add, sub, neg, cast): as above, and Partial with Partial.
 void pointwise_linear(Place& p);
@@ -56,7 +56,7 @@ void pointwise_linear(Place& p);
 void pointwise_multilinear(Place& p);
 /// Only Replicate operands, Replicate outputs (`outputs` of them).
 void replicate_only(Place& p, int outputs = 1);
-/// Independent along dimension 0 of every operand and of every output (`outputs` of them).
+/// Independent along dimension 0 of every operand and every output (`outputs` of them).
 void rows(Place& p, int outputs = 1);
 }  // namespace rules
 

@@ -1,6 +1,6 @@
-// Program: a tape made ready to run again and again, backward and optimizer included. What an eager step finds out anew
-// each time is settled once: which op reads and writes which bytes. Every value has its place in one arena, so that a run
-// allocates nothing, and what it takes is known before it runs.
+// Program: a tape prepared to run repeatedly, backward and optimizer included. What an eager step determines anew each time is fixed
+// once: which op reads and writes which bytes. Every value has its place in one arena, so that a run allocates nothing, and its
+// memory is known in advance.
 //
 //   Program program(tape, [&](ValueId v) { return memory of leaf v; }, wanted);
 //   for (...) { write the inputs' memory; const auto values = program.run(); }
@@ -21,9 +21,8 @@ namespace sheaf {
 /// Belongs to the thread of its rank. All ranks of a mesh run it together: its collectives are those of the tape.
 class Program {
  public:
-  /// `leaf(v)` gives the memory that leaf v has in every run, of the leaf's type: runs read it, and write what the step
-  /// updates. `wanted`: values that run() returns. Throws LifetimeError for a leaf without memory, PlacementError for one of
-  /// another type.
+  /// `leaf(v)` gives the memory that leaf v has in every run, of the leaf's type: runs read it, and write what the step updates.
+  /// `wanted`: values that run() returns. Throws LifetimeError for a leaf without memory, PlacementError for one of another type.
   Program(Tape tape, const std::function<Tensor(ValueId)>& leaf, std::span<const ValueId> wanted);
   ~Program();
   Program(Program&&) noexcept;
@@ -33,22 +32,22 @@ class Program {
   std::vector<Tensor> run();
 
   const Tape& tape() const { return tape_; }
-  /// One of another tape, with the same leaves and wanted values, and behind these `also`: of this one's after a pass (tape_editor.h).
-  /// Throws LifetimeError for the first finding of check_tape().
+  /// A program for another tape, such as this one's after a pass (tape_editor.h), with the same leaves and wanted values, followed by
+  /// `also`. Throws LifetimeError for the first finding of check_tape().
   Program with_tape(Tape tape, std::span<const ValueId> also = {}) const;
   /// Ids of what run() returns.
   std::span<const ValueId> wanted() const { return wanted_ids_; }
   /// Memory of the leaf, as it was given.
   const Tensor& leaf(ValueId v) const;
-  /// Bytes of the arena: what a run takes beside the leaves; of a GPU's own memory, what it offloads lies elsewhere.
+  /// Bytes of the arena: what a run takes in addition to the leaves; on a GPU without offloaded values, which are in host memory.
   int64_t arena_bytes() const { return arena_bytes_; }
-  /// The least that any arrangement of the same values would take: most bytes alive at once.
+  /// A lower bound for any arrangement of the same values: the most bytes alive at once.
   int64_t least_bytes() const { return least_bytes_; }
   /// Bytes of the arena alive at each node of the tape.
   std::vector<int64_t> alive_bytes() const;
-  /// Gives the arena's memory back until the next run,
+  /// Frees the arena's memory until the next run,
   void release();
-  /// and takes it again.
+  /// and allocates it again.
   void reserve();
 
  private:
@@ -60,15 +59,16 @@ class Program {
   void note_holders(MemoryLog& log) const;
 
   Tape tape_;
-  std::shared_ptr<Storage> host_arena_;  // of what a GPU has offloaded; else null
-  std::shared_ptr<Storage> arena_;  // before what lies in it: lanes end before the memory goes. Null while it is given back
+  std::shared_ptr<Storage> host_arena_;  // of values that a GPU has offloaded; else null
+  std::shared_ptr<Storage> arena_;  // declared before what is placed in it: lanes must finish before the memory is freed. Null while
+                                    // released
   std::vector<Block> blocks_;
   std::vector<Instruction> instructions_;
   std::vector<std::pair<ValueId, Tensor>> leaves_;
   std::vector<ValueId> wanted_ids_;
   std::vector<Tensor> wanted_;
   int64_t arena_bytes_ = 0, host_bytes_ = 0, least_bytes_ = 0;
-  bool wire_ = false;  // other ranks read some of it, and so may read all of it
+  bool wire_ = false;  // other ranks read parts of it directly, and so may read all of it
 };
 
 }  // namespace sheaf

@@ -1,5 +1,5 @@
-// What a recording keeps beside its tape: of each value, of the groups whose leaves are used, of regions that will be computed again,
-// and of what a backward has left to do.
+// What a recording keeps in addition to its tape: per value, for the groups whose leaves are used, for regions that will be
+// recomputed, and for work that a backward has deferred.
 #pragma once
 
 #include <algorithm>
@@ -21,22 +21,22 @@ namespace recorded {
 
 struct ValueState {
   Tensor saved;                // what the backward reads, while saves > 0
-  uint64_t version = 0;        // of its storage, when it was saved; of a group's leaf that of the group, when it was made
-  int32_t saves = 0;           // nodes that still want it
+  uint64_t version = 0;        // of its storage, when it was saved; for a group's leaf that of the group, when the value was created
+  int32_t saves = 0;           // nodes that still need it
   bool needs_grad = false;
-  bool recipe = false;         // comes from a group's leaf through views and casts only
-  bool recomputed = false;     // a result of a region that keeps none
-  bool rematerialized = false; // from what its op saves: see OpDef::rematerialize
-  bool on_host = false;        // of what entered a region: see [Note: offload]
-  NodeId changed = -1;         // memory into which this node was the first to put a value with a gradient
-  LeafGroup* group = nullptr;  // it is this leaf of a group
+  bool recipe = false;         // derived from a group's leaf through views and casts only
+  bool recomputed = false;     // a result of a region that keeps none of them
+  bool rematerialized = false; // recomputed from what its op saves: see OpDef::rematerialize
+  bool on_host = false;        // for values that entered a region: see [Note: offload]
+  NodeId changed = -1;         // the first node that stored a value with a gradient into this memory
+  LeafGroup* group = nullptr;  // the group that it is a leaf of
   int32_t leaf_index = -1;
-  ValueId original = -1;       // recomputed in the backward: the value of the forward
+  ValueId original = -1;       // recomputed in the backward: the forward's value
   void save(const Tensor& t) { saved = t, version = t.storage()->version(); }
 };
 
-/// What has an entry per node or value. A step's lists are as long as those of the step before, so a thread's next
-/// recording begins with their memory: a new one grows them by pages that the system has to clear first.
+/// Lists with an entry per node or value. A step's lists are as long as those of the step before, so a thread's next recording reuses
+/// their memory: new lists would grow by pages that the system has to zero first.
 struct Lists {
   Tape tape;
   std::vector<ValueState> states;
@@ -51,9 +51,9 @@ struct GroupState {
   bool finished = false;
   bool defers_weights = false;    // see [Note: deferred weights]
   bool last = false;              // is_last_micro_batch_of(), kept for backward_weights()
-  int derivative_order = 0;       // uses in derivatives have a state of their own for each order: see [Note: directions]
+  int derivative_order = 0;       // uses in derivatives have separate state for each order: see [Note: directions]
   bool constant = false;          // opened for a direction alone
-  std::vector<bool> contributed;  // by leaf: to the slots or, where weights are deferred, to what waits
+  std::vector<bool> contributed;  // by leaf: to the slots or, if weight gradients are deferred, to those deferred
   std::vector<Tensor> slots;
 };
 
@@ -65,37 +65,38 @@ struct Kept {
   bool is_changed() const { return value.storage()->version() != version; }
 };
 
-/// What a RecomputeScope recorded: nodes [begin, end), of whose values the backward gets copies.
+/// What a RecomputeScope recorded: nodes [begin, end), whose values are recomputed for the backward.
 struct Region {
   NodeId begin, end;
-  std::unordered_map<ValueId, Kept> entering = {};      // what the nodes that will be recomputed read from outside
+  std::unordered_map<ValueId, Kept> entering = {};      // values from outside that the recomputed nodes will read
   bool results = false;                                 // see RecomputeOptions
-  Travelling travelling = {};                           // its one result, on the way: see [Note: overlap]
-  std::vector<std::weak_ptr<Storage>> made = {};        // by a region that keeps no results: where these are
+  Travelling travelling = {};                           // its single result, in flight: see [Note: overlap]
+  std::vector<std::weak_ptr<Storage>> made = {};        // the results of a region that does not keep them
   bool offloads = false, offloaded = false;             // see [Note: offload]
-  std::vector<ValueId> on_host = {};                    // entering values that are in the host's memory
-  std::vector<Tensor> from_host = {};                   // and those that are being copied back
+  std::vector<ValueId> on_host = {};                    // entering values that are in host memory
+  std::vector<Tensor> from_host = {};                   // those being copied back
   bool contains(NodeId node) const { return begin <= node && node < end; }
 };
 
-/// Nodes [begin, end) that no backward has come to, and the groups they use: see [Note: micro-batches].
+/// Nodes [begin, end) that no backward has differentiated yet, and the groups they use: see [Note: micro-batches].
 struct Segment {
   NodeId begin, end;
   std::vector<GroupState> groups;
-  int64_t micro_batch = 0;     // by number
-  bool is_derivative = false;  // it begins with one of the segment before
+  int64_t micro_batch = 0;     // its number
+  bool is_derivative = false;  // it begins with a derivative of the segment before
   bool contains(NodeId node) const { return begin <= node && node < end; }
 };
 inline bool any_contains(const std::vector<Segment>& segments, NodeId node) {
   return std::ranges::any_of(segments, [node](const Segment& s) { return s.contains(node); });
 }
-/// Of a loss whose last parts are differentiated: those before, in order, and the gradients that they begin with.
+/// For a loss of which only the last parts have been differentiated: the parts before, in order, and the gradients that they start
+/// from.
 struct RemainingParts {
   std::vector<Segment> segments;
   std::vector<std::pair<ValueId, Tensor>> gradients;
   bool begun = false;
 };
-/// What a backward differentiates, and what it leaves.
+/// What a backward differentiates, and what it leaves for later.
 struct Parts {
   std::vector<Segment> segments;
   RemainingParts* remaining = nullptr;
@@ -103,37 +104,37 @@ struct Parts {
   bool contains(NodeId node) const { return any_contains(segments, node) || (remaining && any_contains(remaining->segments, node)); }
 };
 
-/// A derivative that was put off, or a gradient of a parameter that was computed together with others.
+/// A deferred derivative, or a parameter's gradient that was computed together with others.
 struct DeferredGradient {
   NodeId node;
   uint64_t needs = 0;
   std::function<void(Vjp&)> derivative = {};  // or
   ValueId leaf = -1;
   Tensor gradient = {};
-  /// Of what the derivative reads: where it lies, and in which version.
+  /// What the derivative reads: its storage and version.
   std::vector<std::pair<std::weak_ptr<Storage>, uint64_t>> reads = {};
 };
-/// What a backward has left for backward_weights(), in its order: see [Note: deferred weights].
+/// What a backward has deferred to backward_weights(), in order: see [Note: deferred weights].
 struct DeferredWeights {
   std::vector<DeferredGradient> parts;
   std::vector<GroupState> groups;
-  bool last = false;  // of the step's micro-batches, with no part before it
+  bool last = false;  // of the step's last micro-batch, with no part left before it
 };
-/// A gradient that the forward has put into a slot: see [Note: early gradients].
+/// A gradient that the forward has stored into a slot: see [Note: early gradients].
 struct EarlyGradient {
   LeafGroup* group;
   NodeId node;
   ValueId gradient;
 };
 
-/// From one rank of a chain to the next, or back to the one before.
+/// From one rank of a pipeline to the next, or back to the previous one.
 struct SendRoute {
   const MeshSpec* mesh;
   int axis, from;
   bool back;
   bool operator==(const SendRoute&) const = default;
 };
-/// What is being sent, from a micro-batch or backward: see [Note: sends].
+/// A value being sent, and the micro-batch or backward it is of: see [Note: sends].
 struct PendingSend {
   SendRoute route;
   uint64_t epoch;

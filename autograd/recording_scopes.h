@@ -1,4 +1,4 @@
-// Scopes that say something of what is recorded while they live: its phase, that the backward computes it again, its module path.
+// Scopes that annotate what is recorded while they live: its phase, that the backward recomputes it, its module path.
 #pragma once
 
 #include <cstdint>
@@ -22,29 +22,29 @@ class PhaseScope {
 };
 
 struct RecomputeOptions {
-  /// Only what ops can cheaply compute again from what their derivatives read anyway: normalised values, activation functions
-  /// (OpDef::rematerialize). The rest is kept, and the other options have no part. Not inside of another scope.
+  /// Only values that ops can cheaply recompute from what their derivatives read anyway: normalised values, activation functions
+  /// (OpDef::rematerialize). The rest is kept, and the other options do not apply. Not inside of another scope.
   bool selective = false;
-  /// What is used outside of the scope is not kept either but computed again where the backward reads it: for results that
-  /// take more memory than what they come from, such as gathered activations.
+  /// The scope's results are not kept either but recomputed where the backward reads them: for results that take more memory than
+  /// their inputs, such as gathered activations.
   bool results = false;
-  /// On a GPU, what came in from outside and has a gradient waits in the host's memory until the backward comes near. Not
-  /// beside `results`.
+  /// On a GPU, values from outside that have a gradient are offloaded to host memory until the backward approaches. Not together with
+  /// `results`.
   bool offload = false;
 };
 
-/// Activation checkpointing (Chen et al. 2016, https://arxiv.org/abs/1604.06174): of what the recording of this thread
-/// computes while the scope lives, the backward keeps only what came in from outside and what is used outside; the rest
-/// it computes again, when it comes to it, from the same values with the same bits. What is computed again is on the
-/// tape. An inner scope does nothing, but inside of a selective one; nor does one outside of a recording or in its
-/// backward. Values must not be stored into memory that was there before (LifetimeError).
+/// Activation checkpointing (Chen et al. 2016, https://arxiv.org/abs/1604.06174): of what this thread's recording computes while the
+/// scope lives, only inputs from outside and values used outside are kept for the backward; it recomputes the rest when it gets
+/// there, from the same values with the same bits. The recomputation is on the tape. An inner scope has no effect, unless it is
+/// inside of a selective one; nor has one outside of a recording or in its backward. Values must not be stored into memory that
+/// existed before (LifetimeError).
 class RecomputeScope {
  public:
   explicit RecomputeScope(const RecomputeOptions& options = {});
   ~RecomputeScope();
   RecomputeScope(const RecomputeScope&) = delete;
   RecomputeScope& operator=(const RecomputeScope&) = delete;
-  /// Whether all that is computed in it will be computed again.
+  /// Whether everything computed in it will be recomputed.
   bool is_region() const { return recording_ != 0 && !selective_; }
 
  private:
@@ -52,7 +52,8 @@ class RecomputeScope {
   bool selective_ = false;  // or which it made selective
 };
 
-/// What is recorded while it lives has shapes of each rank's own, as within rowwise() and local_map(): ranks must not decide by its work.
+/// What is recorded while it lives has shapes that may differ between ranks, as within rowwise() and local_map(): ranks must not make
+/// decisions based on its work.
 class PerRankScope {
  public:
   explicit PerRankScope(bool is = true) : previous_(now) { now = now || is; }
@@ -66,12 +67,12 @@ class PerRankScope {
   const bool previous_;
 };
 
-/// The module path of what this thread executes, for tapes and error messages. nn::Module opens these scopes. A path that somebody else has,
-/// which must outlive the scope, is not copied: every op has one.
+/// The module path of what this thread executes, for tapes and error messages. nn::Module opens these scopes. A path passed by
+/// reference, which must outlive the scope, is not copied: every op has one.
 class PathScope {
  public:
   explicit PathScope(const std::string& path);
-  explicit PathScope(std::string&& path);  ///< "probe", or what is put together for it: the scope keeps it
+  explicit PathScope(std::string&& path);  ///< for a literal or a temporary: the scope keeps it
   ~PathScope();
   PathScope(const PathScope&) = delete;
   PathScope& operator=(const PathScope&) = delete;

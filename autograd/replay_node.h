@@ -1,4 +1,4 @@
-// A node of a tape, applied once more.
+// Applies a node of a tape once more.
 #pragma once
 
 #include <cstring>
@@ -9,7 +9,7 @@
 
 namespace sheaf {
 
-/// A node's attributes where they stay while the tape grows.
+/// A copy of a node's attributes, whose address is stable while the tape grows.
 class AttrsCopy {
  public:
   AttrsCopy(const Tape& tape, const Node& n) : words_((n.op->attrs_size + 7) / 8) {
@@ -21,8 +21,8 @@ class AttrsCopy {
   SmallVector<uint64_t, 16> words_;  // attributes need no stricter alignment
 };
 
-/// The op of `n`, which must not lie in the tape (it may grow), on these inputs, with outputs of the types that the node's
-/// have, in memory of their own.
+/// The op of `n`, which must not be stored in the tape (it may grow), on these inputs, with outputs of the node's types, in fresh
+/// memory.
 inline Tensors replay_node(const Tape& tape, const Node& n, std::span<const Tensor> inputs) {
   std::vector<OutputSpec> specs(n.num_outputs);
   for (int o = 0; o < n.num_outputs; ++o) specs[o].type = tape.type(tape.output(n, o));
@@ -30,7 +30,7 @@ inline Tensors replay_node(const Tape& tape, const Node& n, std::span<const Tens
   return apply_typed(*n.op, attrs.data(), inputs, specs);
 }
 
-/// The same of a node and the one behind it, executed as one (detail::apply_typed_onward).
+/// The same for a node and the next one, executed as one (detail::apply_typed_onward).
 inline std::pair<Tensor, Tensor> replay_onward(const Tape& tape, const Node& n, const Node& scatter, std::span<const Tensor> inputs,
                                                     uint8_t flags) {
   const AttrsCopy attrs(tape, n), of_scatter(tape, scatter);

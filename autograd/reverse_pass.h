@@ -1,5 +1,5 @@
-// ReversePass: one differentiation of a recording, from a scalar back to what its gradients are asked of. It lives while that runs;
-// what lasts longer is the recording's.
+// ReversePass: one differentiation of a recording, from a scalar back to the values whose gradients are asked for. It lives as long
+// as that runs; state that outlives it belongs to the recording.
 #pragma once
 
 #include <unordered_map>
@@ -19,7 +19,7 @@ class ReversePass {
     direction,  ///< into the sum of derivative_along()
   };
 
-  /// With `keep` nothing that the pass reads is freed, and its own nodes can be differentiated.
+  /// With `keep`, nothing that the pass reads is freed, and its nodes can themselves be differentiated.
   ReversePass(Recording& recording, Leaves leaves, bool keep);
   ReversePass(const ReversePass&) = delete;
   ReversePass& operator=(const ReversePass&) = delete;
@@ -27,10 +27,10 @@ class ReversePass {
   bool keeps() const { return keep_; }
   bool to_slots() const { return leaves_ == Leaves::slots; }
   bool is_last_micro_batch_of(const LeafGroup* group) const;
-  /// A direction is being asked for: what is opened meanwhile is for its values alone.
+  /// A direction is being requested: what is opened meanwhile is opened for its values alone.
   bool asks_for_direction() const { return direction_ && direction_->asks; }
 
-  /// What derivative_along() adds up: of groups whose uses the pass has not left behind, the gradients.
+  /// What derivative_along() sums up: for groups whose uses the pass has passed, the gradients.
   struct DirectionalSum {
     const Direction& direction;
     DType dtype = kF32;
@@ -52,7 +52,7 @@ class ReversePass {
   using Region = recorded::Region;
   using ValueState = recorded::ValueState;
 
-  /// While it lives the recording has this pass under way, also until a derivative throws.
+  /// While it lives this pass is the recording's current one; also ends when a derivative throws.
   struct Running {
     explicit Running(ReversePass& pass);
     ~Running();
@@ -61,7 +61,7 @@ class ReversePass {
   };
 
   // backward.cc: what is asked for, before run()
-  void want_parameters();                  // and all that is computed from them
+  void want_parameters();                  // and all values computed from them
   void want(std::span<const ValueId> xs);  // the same
   void run(const Tensor& y);
   void run(recorded::DeferredWeights& weights);
@@ -107,13 +107,13 @@ class ReversePass {
   std::vector<Tensor>& gradients_;  // by value
   const Leaves leaves_;
   const bool keep_;
-  std::vector<bool> wanted_;                             // values whose gradients lead somewhere
+  std::vector<bool> wanted_;                             // values whose gradients are needed
   std::vector<bool> asked_;                              // of gradient(): the xs
-  std::unordered_map<ValueId, ValueId> same_value_;      // of gradient(): gathers of one parameter, or copies, to the first
+  std::unordered_map<ValueId, ValueId> same_value_;      // of gradient(): gathers of one parameter, or copies, mapped to the first
   recorded::Parts parts_;                                // of backward(): what it differentiates
   bool last_micro_batch_ = false;
-  bool defers_weights_ = false;                          // weights' gradients are put off
-  bool in_backward_weights_ = false;                     // they are those that were put off
+  bool defers_weights_ = false;                          // weight gradients are deferred
+  bool in_backward_weights_ = false;                     // it computes those that were deferred
   std::vector<recorded::DeferredGradient> overlapped_;   // see [Note: overlap]
   DirectionalSum* direction_ = nullptr;
 };

@@ -1,5 +1,5 @@
-// Tape: a training step as data. A straight-line program in execution order that can be printed, compared, checked and
-// replayed; it holds no closure and no value, so it outlives everything it was recorded from.
+// Tape: a training step as data. A straight-line program in execution order that can be printed, compared, checked and replayed; it
+// holds no closures and no values, so it outlives everything it was recorded from.
 #pragma once
 
 #include <cstdint>
@@ -33,19 +33,19 @@ struct Node {
   static constexpr uint8_t kMirror = 2;      ///< a gather that mirrors a discard of the forward
   static constexpr uint8_t kPrefetched = 4;  ///< issued ahead of its use
   static constexpr uint8_t kPerRank = 16;    ///< within rowwise() or local_map(), where shapes are a rank's own
-  static constexpr uint8_t kRecomputed = 8;  ///< repeats a node of the forward, whose values were not kept
+  static constexpr uint8_t kRecomputed = 8;  ///< repeats a node of the forward whose values were not kept
 };
 static_assert(sizeof(Node) <= 128 && std::is_trivially_destructible_v<Node>);
 
-/// What the memory of a node's fresh outputs is held for: what its op says, else by its phase and flags.
+/// What the memory of a node's fresh outputs is held for: as its op specifies, else by its phase and flags.
 HeldFor held_for(const OpDef& op, Phase phase, uint8_t flags);
 
 struct Value {
   uint32_t type;            ///< into the tape's types
   NodeId producer;
-  ValueId base = -1;        ///< >= 0: lies inside this value's memory (a slot, or an update in place)
-  ValueId view_of = -1;     ///< >= 0: an op's view on its input, which shares its memory
-  int64_t byte_offset = 0;  ///< where in base
+  ValueId base = -1;        ///< >= 0: placed inside this value's memory (a slot, or an update in place)
+  ValueId view_of = -1;     ///< >= 0: an op's view of its input, which shares its memory
+  int64_t byte_offset = 0;  ///< byte offset in base
   /// The value whose memory it shares, directly; -1: its own.
   ValueId lies_in() const { return base >= 0 ? base : view_of; }
 };
@@ -57,7 +57,7 @@ class Tape {
   const Node& node(NodeId i) const { return nodes_[i]; }
   const Value& value(ValueId v) const { return values_[v]; }
   const Type& type(ValueId v) const { return types_[values_[v].type]; }
-  /// The value in whose memory it lies, through views of views; itself, if that is its own.
+  /// The value that owns its memory, through views of views; itself, if it owns it.
   ValueId whole_of(ValueId v) const {
     while (value(v).lies_in() >= 0) v = value(v).lies_in();
     return v;
@@ -69,12 +69,12 @@ class Tape {
   /// The op's name; for a leaf "leaf", for a redistribution what it does ("all_gather", "slice", ...).
   std::string op_name(const Node& n) const;
   OpKind kind(const Node& n) const { return n.op ? n.op->kind : OpKind::leaf; }
-  /// Leaf values in the order they were met, with the names they were given.
+  /// Leaf values in the order of their first use, with their names.
   std::vector<ValueId> leaves() const;
   const std::string& leaf_name(ValueId v) const;
   /// Payload bytes this rank receives in node `n` (0 for anything local).
   int64_t wire_bytes(const Node& n) const;
-  /// Each gradient that a reverse pass met, with the value whose gradient, or contribution to it, it is.
+  /// Each gradient that a reverse pass produced, with the value that it is the gradient of, or a contribution to.
   const std::vector<std::pair<ValueId, ValueId>>& cotangents() const { return cotangents_; }
 
   // --- for Recording and TapeEditor ---
@@ -93,7 +93,7 @@ class Tape {
   void map_cotangents(F&& f) {
     for (auto& [gradient, primal] : cotangents_) gradient = f(gradient), primal = f(primal);
   }
-  /// The nodes that stay, in their new order; nothing uses outputs of the others. Values keep their ids.
+  /// Keeps these nodes, in this order; no kept node may use outputs of the others. Values keep their ids.
   void arrange_nodes(std::span<const NodeId> order);
 
  private:
@@ -113,9 +113,9 @@ class Tape {
   std::vector<std::pair<ValueId, ValueId>> cotangents_;
 };
 
-/// Runs a tape again, backward and optimizer included. `leaf(v)` gives the value that leaf v had before the step; leaves
-/// that the step updates are overwritten. Returns the values whose ids are in `wanted`. Bitwise equal to the recording
-/// on every rank when all ranks replay.
+/// Runs a tape again, backward and optimizer included. `leaf(v)` gives the value that leaf v had before the step; leaves that the
+/// step updates are overwritten. Returns the values whose ids are in `wanted`. Bitwise equal to the recording, on every rank, if all
+/// ranks replay.
 std::vector<Tensor> replay(const Tape& tape, const std::function<Tensor(ValueId)>& leaf,
                            std::span<const ValueId> wanted);
 

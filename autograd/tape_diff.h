@@ -1,4 +1,4 @@
-// Where two tapes part.
+// Where two tapes first differ.
 #pragma once
 
 #include <optional>
@@ -7,8 +7,8 @@
 
 namespace sheaf {
 
-/// The first node at which `a` and `b` differ: by op, attributes, module path, phase, inputs, types of outputs or where these
-/// lie; or the first that one of them has more. Empty if none does. Which memory their leaves have is not compared.
+/// The first node at which `a` and `b` differ: by op, attributes, module path, phase, inputs, types of outputs or their memory; or
+/// the first one that only one of them has. Empty if they are equal. The memory of leaves is not compared.
 std::optional<Finding> first_difference(const Tape& a, const Tape& b);
 
 }  // namespace sheaf

@@ -1,4 +1,4 @@
-// Tapes for people and programs: text, JSON, Graphviz, and what a step moves over the network.
+// Tapes in readable form: text, JSON, Graphviz, and what a step sends over the network.
 #pragma once
 
 #include <string>
@@ -11,13 +11,13 @@ namespace sheaf {
 /// One line per node, grouped by phase: ids, op, inputs, module path, types; for redistributions the placements, bytes
 /// received by this rank and lane; and marks (mirror, prefetched, stored into or added to a slot).
 ///
-/// All of these need this rank's coordinates for byte counts; for a mesh that it has not joined, or no longer, they are
-/// those of the mesh's first rank.
+/// All of these need this rank's coordinates for byte counts; for a mesh that it has not joined, or has left, they use those of the
+/// mesh's first rank.
 std::string to_text(const Tape& tape);
-/// An object {"nodes": [...], "values": [...], ...}; a node has id, kind, op, path, phase, lane, flags, attributes as
-/// text, inputs, outputs and bytes; a value its dtype, shape, layout and where it lies.
+/// An object {"nodes": [...], "values": [...], ...}; a node has id, kind, op, path, phase, lane, flags, attributes as text, inputs,
+/// outputs and bytes; a value its dtype, shape, layout and memory.
 std::string to_json(const Tape& tape);
-/// Graphviz: nodes coloured by the placement of what they yield, communicating edges labelled with bytes.
+/// Graphviz: nodes coloured by the placement of their outputs, communicating edges labelled with bytes.
 std::string to_dot(const Tape& tape);
 
 /// One value that a node sends over the network.
@@ -26,13 +26,13 @@ struct Transfer {
   int axis;          ///< of the mesh
   std::string name;  ///< "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"
 };
-/// What node `n` communicates: one for a redistribution, one per buffer for a unit's op; none for anything local,
-/// axes of size 1 included, nor for what is between other ranks.
+/// What node `n` communicates: one transfer for a redistribution, one per buffer for a unit's op; none for anything local, including
+/// axes of size 1, nor for transfers between other ranks.
 std::vector<Transfer> transfers(const Tape& tape, const Node& n);
-/// An all_gather of a unit's buffers, as opposed to one of an activation, or what opens those that one rank alone has brought
-/// from its host's memory.
+/// A unit's gather: an all_gather of its buffers, as opposed to one of an activation, or the opening of buffers that only one rank
+/// has loaded from its host memory.
 bool is_unit_gather(const Tape& tape, const Node& n);
-/// Tells cuts apart that print alike: kind, dimension, granule or chunk, offset. "" for what is not a Shard.
+/// Distinguishes shards that print alike: kind, dimension, granule or chunk, offset. "" for other placements.
 std::string cut_signature(const Placement& p);
 
 /// "12.3 KiB".

@@ -1,4 +1,4 @@
-// TensorFunction: a function of tensors that somebody else calls (rowwise, custom_vjp, compile).
+// TensorFunction: a function of tensors that is passed to other code (rowwise, custom_vjp, compile).
 #pragma once
 
 #include <array>
@@ -12,13 +12,13 @@
 
 namespace sheaf {
 
-/// Some tensors in, any number of tensors out.
+/// Takes some tensors, returns any number of tensors.
 using TensorFunction = std::function<std::vector<Tensor>(std::span<const Tensor>)>;
 
 namespace detail {
 
-/// Calls run(g, inputs), where g is f of a list and run gives f's results. f takes as many tensors as there are inputs and
-/// returns one, or a vector of them; so does this.
+/// Calls run(g, inputs), where g is f as a function of a list and run returns g's results. f takes as many tensors as there are
+/// inputs and returns one, or a vector of them; so does this.
 template <class F, class Run, class... Inputs>
 auto run_on_list(F& f, Run&& run, const Inputs&... inputs) {
   const std::array<Tensor, sizeof...(inputs)> all{inputs...};

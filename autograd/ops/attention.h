@@ -1,4 +1,4 @@
-// What the ops of attention share: which keys are seen, what that costs, rules beside documents.
+// What the ops of attention share: which keys are seen, what that costs, placement rules for documents and sinks.
 #pragma once
 
 #include <algorithm>
@@ -11,14 +11,15 @@
 
 namespace sheaf::ops {
 
-/// Keys that the queries at the first n positions see together, each up to `window`: a diagonal counts half.
+/// The number of pairs of a query at the first n positions and a key that it sees, each up to `window`: the diagonal counts half.
 inline double seen_by_first(int64_t n, int64_t window) {
   const auto all = static_cast<double>(std::max<int64_t>(0, n)), most = std::min(all, static_cast<double>(window));
   return most * (all - most / 2);
 }
 
-/// Operations of one product of all queries, [B, T, ..], with the keys that they see: of as many keys as queries half, if causal.
-/// Where queries are cut, a rank's see as many as others' do. Documents are taken for one: where they begin is not in types.
+/// Operations of one product of all queries, [B, T, ..], with the keys that they see: if causal, half of the keys among as many as
+/// there are queries. Sharded queries are assumed to see equally many keys on every rank. Documents are ignored: their boundaries are
+/// not part of types.
 inline double attention_product(WorkOf& w, const Shape& queries, int64_t keys, int64_t head, bool causal, int64_t window) {
   w.work.keys = static_cast<double>(window ? std::min(window, keys) : keys), w.work.head = static_cast<double>(head);
   const double of_a_key = 2 * static_cast<double>(queries.numel());
@@ -29,14 +30,15 @@ inline double attention_product(WorkOf& w, const Shape& queries, int64_t keys, i
   return causal && keys == all ? with_each / 2 : with_each;
 }
 
-/// Latent attention has none.
+/// Latent attention has no softcap.
 template <class Attrs>
 double softcap_of(const Attrs& a) {
   if constexpr (requires { a.softcap; }) return a.softcap;
   else return 0;
 }
 
-/// Of the forward pass two products, one with values; of the backward five, two of them, since the scores are computed again.
+/// Two products in the forward, one of them with values; five in the backward, two of them with values, since the scores are
+/// recomputed.
 template <class Attrs>
 double forward_operations(WorkOf& w, const Attrs& a, const Shape& queries, const Shape& results, int64_t keys, int64_t head) {
   w.work.softcap = softcap_of(a) != 0;
@@ -48,8 +50,8 @@ double backward_operations(WorkOf& w, const Attrs& a, const Shape& queries, cons
   return 3 * attention_product(w, queries, keys, head, a.causal, a.window) + 2 * attention_product(w, results, keys, head, a.causal, a.window);
 }
 
-/// The gradients of the first `operands` inputs by the op `Backward`, of these, the result, its gradient, the log-sum-exps, and what
-/// other inputs there are: sinks, begins. Those of sinks are sums of what it has last, [B, H, T].
+/// The gradients of the first `operands` inputs by the op `Backward` of these, the result, its gradient, the log-sum-exps, and the
+/// other inputs present: sinks, begins. Those of the sinks are sums of its last output, [B, H, T].
 template <class Backward, class Attrs>
 void set_gradients(const Attrs& a, Vjp& c, int operands, bool sinks) {
   std::vector<Tensor> in;
@@ -61,7 +63,7 @@ void set_gradients(const Attrs& a, Vjp& c, int operands, bool sinks) {
   if (sinks && c.needs(operands)) c.set(operands, sum(d[static_cast<size_t>(operands)], {0, 2}));
 }
 
-/// Where documents begin is the last of an op's inputs, if it has more than `others`.
+/// `begins` is the last of an op's inputs, if it has more than `others`.
 template <class Attrs>
 kernels::AttentionMask mask_of(const Attrs& a, const Execute& c, int others) {
   return {a.causal != 0, c.num_inputs() > others ? c.input(others) : View(), a.window, softcap_of(a)};
@@ -89,7 +91,7 @@ inline void check_sinks(const char* op, const Type& sinks, int64_t heads, DType 
     fail<ShapeError>("[", op, "] wants a sink of each of ", heads, " heads, ", statistics_dtype(d), "; got ", sinks);
 }
 
-/// What attention of operands of dtype `d` has beside them.
+/// Appends the optional inputs of attention with operands of dtype `d`: sinks, begins.
 inline void push_others(std::vector<Tensor>& inputs, const AttentionOptions& options, DType d) {
   if (options.sinks) {
     const DType exact = statistics_dtype(d);
@@ -98,15 +100,15 @@ inline void push_others(std::vector<Tensor>& inputs, const AttentionOptions& opt
   if (options.begins) inputs.push_back(dense_rows(options.begins));
 }
 
-/// A rule for what an op has without documents; where they begin, if there are some, is placed as `begins`.
+/// A rule for the inputs and outputs without documents; `begins`, if present, is placed as given.
 inline void rule_of(Place& p, std::initializer_list<Placement> inputs, std::initializer_list<Placement> outputs,
                     const Placement& begins = kR) {
   std::vector<Placement> in(inputs);
   if (static_cast<int>(in.size()) < p.num_inputs()) in.push_back(begins);
   p.rule(in, outputs);
 }
-/// The same for an op with sinks, if it has them: these are behind `inputs`, and what queries give them, [B, H, T], behind the `outputs`
-/// of a backward. Where documents begin is last.
+/// The same for an op with optional sinks: they follow `inputs`, and the queries' contributions to their gradient, [B, H, T], follow
+/// the `outputs` of a backward. `begins` is last.
 struct SinkRules {
   Place& p;
   bool sinks, backward;
@@ -126,12 +128,13 @@ struct SinkRules {
 /// The cut of the log-sum-exps [B, H, T] of queries [B, T, ..] that are cut along T.
 inline Placement lse_of(const Placement& queries) { return Placement::shard(queries.map().moved_to(2)); }
 
-/// A cut by `map`, which is that of another operand cut `like` this: of each rank's own part, if that is one.
+/// A shard by `map`, the map of another operand that is sharded `like` this; of each rank's own part, if `like` is.
 inline Placement shard_like(const Placement& like, const OwnershipMap& map) {
   return Placement::shard(like.map().is_inner() ? map.inner() : map);
 }
 
-/// The attributes of this rank's heads and key heads: of input 0, which packs them along dimension 2, it holds the same fraction of all.
+/// The attributes with this rank's numbers of heads and key heads: of input 0, which packs them along dimension 2, it holds the same
+/// fraction of each.
 template <class Attrs>
 Attrs local_heads(Attrs a, const Execute& c) {
   const int64_t local = c.input(0).shape[2], whole = c.input_type(0).shape[2];
@@ -140,13 +143,13 @@ Attrs local_heads(Attrs a, const Execute& c) {
   return a;
 }
 
-/// The units in which `size` rows are cut evenly along `dim`; 0 if they are not.
+/// The number of units in which `size` rows are evenly sharded along `dim`; 0 if they are not.
 inline int64_t even_units(const Placement& p, int dim, int64_t size) {
   const bool even = p.is_shard(dim) && p.map().kind() == OwnershipMap::Kind::dim;
   return even && size % p.map().granule() == 0 ? size / p.map().granule() : 0;
 }
 
-/// The units in which packed queries, keys and values are cut along dimension 2; 0 if they are not.
+/// The number of units in which packed queries, keys and values are sharded along dimension 2; 0 if they are not.
 inline int64_t packed_units(const Placement& p) { return p.is_shard(2) && p.map().is_parts() ? p.map().granule() : 0; }
 
 inline double scale_of(const AttentionOptions& options, int64_t width) {

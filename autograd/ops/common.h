@@ -35,8 +35,7 @@ inline Shape broadcast_inputs(const char* op, const Infer& c) {
   return out;
 }
 
-/// The view seen in a larger shape, dimensions aligned from the right, with stride 0 where it is
-/// repeated.
+/// The view in a larger shape, dimensions aligned from the right, with stride 0 where it is repeated.
 inline View expand_view(const View& v, const Shape& shape) {
   View out{v.data, v.dtype, shape, Shape::filled(shape.rank(), 0)};
   for (int i = 1; i <= v.rank() && i <= shape.rank(); ++i) {
@@ -54,21 +53,19 @@ inline View broadcast_input(const Execute& c, int i) {
   return expand_view(c.input(i), c.output(0).shape);
 }
 
-/// The gradient of an operand of this type that was broadcast: summed over the dimensions that
-/// repeated it.
+/// The gradient of a broadcast operand of this type: summed over the dimensions along which it was repeated.
 Tensor sum_to(const Tensor& gradient, const Type& operand);
 
-/// A gradient in the dual of its value's layout where only slices are missing (Replicate to Shard
-/// moves no byte).
+/// A gradient in the dual of its value's layout where only slices are missing (Replicate to Shard moves no data).
 Tensor sliced_to_dual(const Tensor& gradient, const Type& value);
 
-/// Of `rows` rows of a dimension, or of heads or the like, those that a rank has which has `local` of all `whole` of them. For
-/// cuts that give a rank the same fraction of each part.
+/// How many of `rows` rows of a dimension, or of heads or the like, belong to a rank that has `local` of the `whole` dimension. For
+/// shards that give a rank the same fraction of each part.
 inline int64_t local_share(int64_t rows, int64_t local, int64_t whole) {
   return local == whole ? rows : rows * local / whole;
 }
 
-/// Of scores or logits.
+/// For scores or logits.
 inline void check_softcap(const char* op, double softcap) {
   if (!(softcap >= 0)) fail<ShapeError>("[", op, "] a softcap of ", softcap, "; wants 0 for none, or a positive number");
 }
@@ -77,7 +74,7 @@ inline void check_z_loss(const char* op, double z_loss) {
   if (!(z_loss >= 0 && std::isfinite(z_loss))) fail<ShapeError>("[", op, "] a z_loss of ", z_loss, "; wants 0 for none, or a positive number");
 }
 
-/// Scalars are weak, but an integer tensor takes neither a fractional nor an unbounded one.
+/// Scalars are weak, but integer tensors accept neither fractional nor infinite ones.
 inline void check_scalar(const char* op, DType d, double scalar) {
   if (is_integral(d) && !(scalar == std::trunc(scalar) && std::abs(scalar) < 0x1p63))
     fail<DTypeError>("[", op, "] a ", d, " tensor cannot take the scalar ", scalar,

@@ -1,4 +1,4 @@
-// What losses of integer targets share: of logits, and of a linear head whose logits never exist whole.
+// What losses with integer targets share: of logits, and of a linear head whose logits never exist whole.
 #pragma once
 
 #include <algorithm>
@@ -26,11 +26,11 @@ inline void check_targets(const char* op, const Infer& c, int i, int64_t vocabul
     fail<ShapeError>("[", op, "] targets ", c.input(i), " of no classes");
 }
 
-/// z_loss lse² of each row's log-sum-exp, and that with lse added.
+/// z_loss lse² of each row's log-sum-exp, and lse plus that.
 inline Tensor z_losses(const Tensor& lse, double z_loss) { return mul(square(lse), z_loss); }
 inline Tensor with_z_loss(const Tensor& lse, double z_loss) { return z_loss == 0 ? lse : add(lse, z_losses(lse, z_loss)); }
 
-/// The sum of the losses over the number of targets, or what the options say.
+/// The sum of the losses divided by the number of targets, or as the options say.
 inline Tensor averaged(const Tensor& loss_sum, const Tensor& targets, const CrossEntropyOptions& o) {
   if (o.divisor) return div(loss_sum, cast(o.divisor, loss_sum.dtype()));
   const double count =
@@ -38,7 +38,7 @@ inline Tensor averaged(const Tensor& loss_sum, const Tensor& targets, const Cros
   return count == 1 ? loss_sum : div(loss_sum, count);
 }
 
-/// Of a head: x[.., C], weight[V, C], targets[..].
+/// Checks the operands of a head: x[.., C], weight[V, C], targets[..].
 inline void check_head(const char* op, const Infer& c) {
   require_floating(op, c.dtype(0));
   if (c.dtype(1) != c.dtype(0))
@@ -48,8 +48,8 @@ inline void check_head(const char* op, const Infer& c) {
     fail<ShapeError>("[", op, "] input ", c.input(0), " does not fit weight ", c.input(1));
   check_targets(op, c, 2, c.shape(1)[0]);
 }
-/// Of x[.., C] and weight[V, C], in so many products of all rows; and a pass over the logits between them, which reads
-/// statistics' dtype and writes gradients, if there are any.
+/// The work of a head of x[.., C] and weight[V, C]: `products` products over all rows, and between them a pass over the logits, which
+/// reads the dtype of statistics and, in a backward, writes gradients.
 inline void head(WorkOf& w, int products) {
   for (int i = 0; i < products; ++i) w.multiplies(w.input(0), w.input(1)[0]);
   const double logits = static_cast<double>(leading(w.input(0)).numel()) * static_cast<double>(w.input(1)[0]);
@@ -74,12 +74,12 @@ void describe_head(const Attrs& a, std::string& out) {
 struct HeadGradientsAttrs {
   int64_t ignore_index;
   double softcap;
-  int32_t dweight, dx;  ///< whether wanted
+  int32_t dweight, dx;  ///< whether they are needed
 };
 
 /// What the backwards of linear heads share: x, weight, targets, .. -> [dweight] [, dx]
 struct HeadGradients {
-  static constexpr uint64_t kStoresWide = 0b1;  // output 0 is dweight, unless only dx is wanted
+  static constexpr uint64_t kStoresWide = 0b1;  // output 0 is dweight, unless only dx is needed
   using Attrs = HeadGradientsAttrs;
   static void infer(const Attrs& a, Infer& c) {
     if (a.dweight) c.output(c.dtype(1), c.shape(1));
@@ -91,7 +91,7 @@ struct HeadGradients {
   static HeadBackwardOperands of_results(const Attrs& a, const Vjp& c) {
     return {grad_if(a.dx, c, a.dweight), grad_if(a.dweight, c, 0), {}, {}};
   }
-  /// Of the op on these inputs, set in the vjp of one whose first are x and weight.
+  /// Sets the gradients computed by Op from `inputs`, in the vjp of an op whose first inputs are x and weight.
   template <class Op>
   static void set(const HeadAttrs& a, std::initializer_list<Tensor> inputs, Vjp& c) {
     const Attrs attrs{a.ignore_index, a.softcap, c.needs(1), c.needs(0)};

@@ -5,10 +5,9 @@
 
 namespace sheaf::ops {
 
-/// dy gelu'(x), as one op with a derivative of its own.
+/// dy gelu'(x), as one op, itself differentiable.
 Tensor gelu_gradient(const Tensor& x, const Tensor& dy, GeluKind kind);
-/// gelu''(x). Exact: phi(x) (2 - x^2). Approximate: y = x s(w), w = k (x + c x^3); y'' = 2 s' + x
-/// s''.
+/// gelu''(x). Exact: phi(x) (2 - x^2). Approximate: y = x s(w), w = k (x + c x^3); y'' = 2 s' + x s''.
 Tensor gelu_second(const Tensor& x, GeluKind kind);
 
 }  // namespace sheaf::ops

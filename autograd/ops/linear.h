@@ -1,5 +1,5 @@
-// What the ops around a linear layer y = x weightᵀ + bias share. Its input is the op's input 0; the
-// weight stands anywhere behind it, the bias (optional) after the weight.
+// What the ops around a linear layer y = x weightᵀ + bias share. Its input is the op's input 0; the weight is any later input, the
+// bias (optional) follows the weight.
 #pragma once
 
 #include "sheaf/autograd/ops/rows.h"
@@ -19,7 +19,7 @@ inline void describe_rounds(const Rounds& a, std::string& out) { out += a.fp8 ? 
 inline void describe_layer_rounds(const LayerRounds& a, std::string& out) {
   out += a.fp8 == Fp8::all ? "fp8 all" : a.fp8 == Fp8::activations ? "fp8" : "";
 }
-/// What can be done of it: nothing is rounded that is Partial, since what is rounded does not add up.
+/// Partial operands are not rounded: rounded addends do not sum to the rounded value.
 inline bool can_round(const Tensor& x) {
   for (int a = 0; a < x.layout().num_axes(); ++a)
     if (x.layout()[a].is_partial()) return false;
@@ -31,18 +31,18 @@ inline LayerRounds rounds_of(Fp8 fp8, const Tensor& x, const Tensor& weight) {
 }
 /// DTypeError unless it is f32, bf16 or f16.
 void require_fp8(const char* op, bool fp8, DType dtype);
-/// The product is one of FP8, before which so many elements are rounded along their rows, or along columns.
+/// The product is one of FP8, before which `along_rows` elements are rounded by rows, `along_columns` by columns.
 void rounds(WorkOf& w, int64_t along_rows, int64_t along_columns);
 
 /// Declares y[.., O] of x[.., I], weight[O, I] [, bias[O]].
 void infer_linear(const char* op, Infer& c, int weight, bool fp8);
 /// Its work.
 void work_of_linear(WorkOf& w, int weight, bool fp8);
-/// The next one will read input 0, if the gradient of the weight is wanted.
+/// The derivative will read input 0 soon, if the gradient of the weight is needed.
 inline void will_read_input(Vjp& c, int weight) {
   if (c.needs(weight)) c.will_read(0);
 }
-/// Sets the gradients of weight and bias, if they are wanted, by dy[.., O]: one op for both, which may come later. Of ops with
+/// Sets the gradients of weight and bias that are needed, from dy[.., O]: one op for both, which may be deferred. For ops with
 /// kDefersWeights.
 void set_parameter_gradients(Vjp& c, const Tensor& dy, int weight, Fp8 fp8);
 /// x[.., O] weight[O, I]; a vector is a matrix of one row.

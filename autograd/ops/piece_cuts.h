@@ -1,4 +1,4 @@
-// What redistributions by rows, of ranks and by heads share: in how many pieces a value is cut, and calls of a lane that are under way.
+// What redistributions in pieces, by rows, ranks or heads, share: the number of pieces of a value, and lane calls in flight.
 #pragma once
 
 #include <algorithm>
@@ -12,16 +12,16 @@
 
 namespace sheaf::pieces {
 
-inline constexpr int64_t kMostPieces = 4;  // each has a call of the lane, and a product
+inline constexpr int64_t kMostPieces = 4;  // each costs a call of the lane, and a product
 
-// Calls under way. Whoever leaves by an exception waits for them: they read and write memory that is about to be freed.
+// Calls in flight. If an exception leaves the scope, waits for them: they read and write memory that is about to be freed.
 struct InFlight {
   std::vector<Event> events;
   ~InFlight() {
     for (const Event& event : events) {
       try {
         event.sync();
-      } catch (const std::exception&) {  // what goes on is the first
+      } catch (const std::exception&) {  // the first exception is the one that propagates
       }
     }
   }
@@ -33,7 +33,7 @@ inline Interval part(Interval i, int64_t p, int64_t parts) {
   return {i.begin + even_cut(i.size(), p, parts), i.begin + even_cut(i.size(), p + 1, parts)};
 }
 
-// Whether what a rank has before the move are rows; of an all_to_all, then columns behind it.
+// Whether the ranks' parts before the redistribution are rows; those after an all_to_all are then columns.
 inline bool from_rows(const Layout& from, const Layout& to, const Redistribution::Move& m) {
   return m.exchanges() ? from[m.axis].map().dim() < to[m.axis].map().dim() : m.from == Placement::Kind::shard;
 }
@@ -43,10 +43,10 @@ inline const Layout& cut_by_rows(const Layout& from, const Layout& to, const Red
 
 namespace sheaf {
 
-// A value's dimensions as [sequences, rows of all ranks, width], of which each rank has an interval of rows.
+// A value's dimensions as [sequences, rows of all ranks, width]; each rank has an interval of rows.
 struct RedistributionInPieces::Rows {
   int64_t sequences = 1, all, width = 1;
-  int64_t each = 1;  // rows of products, of the last dimension, that one of them is
+  int64_t each = 1;  // how many rows of a product, of the last dimension, one such row is
   std::vector<Interval> of;
 
   Rows(const Type& type, const Layout& cut_by, int axis) {
@@ -66,12 +66,12 @@ struct RedistributionInPieces::Rows {
     for (const Interval& i : of) n = std::min(n, i.size());
     return n;
   }
-  /// Parts of each rank's rows that are at least so many for a product.
+  /// Number of parts of each rank's rows, each at least `least_rows` rows of a product.
   int64_t parts_of_ranks(int64_t least_rows) const { return std::min(fewest(), fewest() * each / least_rows); }
   Interval some_sequences(int64_t p, int64_t parts) const { return pieces::part({0, sequences}, p, parts); }
-  /// Where one_row_each(): enough columns of each rank's.
+  /// If one_row_each(): whether each rank has enough columns.
   bool has_pieces_of_ranks(int64_t least_rows) const { return fewest() * each >= least_rows; }
-  /// There, of v, rank `me`'s columns of all rows, which is dense: those of the row that rank `r` has.
+  /// In that case, of v, rank `me`'s columns of all rows, which is dense: the columns of rank `r`'s row.
   View of_row(const View& v, int me, int r) const {
     const int64_t own = of_rank(me).size();
     return at(v, {r * own, (r + 1) * own});
@@ -80,8 +80,8 @@ struct RedistributionInPieces::Rows {
     const int64_t bytes = rows.begin * width * static_cast<int64_t>(size_of(v.dtype));
     return View::dense(v.data ? v.as<char>() + bytes : nullptr, v.dtype, {rows.size(), width});
   }
-  // Of an all_gather, in the order in which rank `me` gets them: of ranks, or of sequences. On a GPU, whose bits depend on it, a rank
-  // multiplies so many of its own rows at once as others of them.
+  // For an all_gather, in the order in which they arrive at rank `me`: by rank, or by sequence. On a GPU, where bits depend on it, a
+  // rank multiplies as many of its own rows at once as others do of them.
   std::vector<Interval> gathered(int me, int64_t parts, bool gpu) const {
     std::vector<Interval> out;
     if (sequences > 1) {
@@ -95,7 +95,7 @@ struct RedistributionInPieces::Rows {
     }
     return out;
   }
-  // Of an all_to_all: of the rows that rank `me` has.
+  // For an all_to_all: of the rows that rank `me` has.
   std::vector<Interval> exchanged(int me, int64_t parts) const {
     std::vector<Interval> out;
     const int64_t own = of_rank(me).size();
@@ -105,7 +105,7 @@ struct RedistributionInPieces::Rows {
     }
     return out;
   }
-  /// Of several sequences, where a product has the rows of all ranks.
+  /// For several sequences, where a product reads the rows of all ranks.
   int64_t parts_of_sequences(int64_t least_rows) const { return pieces::if_several(std::min(sequences, sequences * all * each / (4 * least_rows))); }
   int64_t parts_exchanged(int64_t least_rows) const {
     return pieces::if_several(sequences > 1 ? std::min(sequences, sequences * fewest() * each / least_rows) : parts_of_ranks(least_rows));

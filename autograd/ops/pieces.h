@@ -1,6 +1,6 @@
-// Redistributions in pieces, between products of rows: see [Note: in pieces] (execute.h). What a product reads comes in some, each for
-// rows that are multiplied as soon as they are there; what it gives goes in some, each while the next rows are multiplied. Keys and values
-// come some heads after others, for attention (pieces_of_heads.cc).
+// Redistributions in pieces, between products of rows: see [Note: in pieces] (execute.h). A product's input arrives in pieces, each
+// with rows that are multiplied on arrival; its result is sent in pieces, each while the next rows are multiplied. Keys and values
+// arrive a few heads at a time, for attention (pieces_of_heads.cc).
 #pragma once
 
 #include <functional>
@@ -11,53 +11,57 @@
 
 namespace sheaf {
 
-/// - An all_gather of rows comes. Of one sequence the ranks' rows go straight to where they belong: this rank's own first, then those of
-///   the next one, and so on, each rank's in so many parts. Of several sequences so many parts are gathered one after another.
-/// - A reduce_scatter of rows goes: of one sequence a part of each rank's rows at a time, of several some of them.
-/// - An all_to_all between a cut of rows and one of columns comes where ranks have rows behind it, and goes where they have rows before
-///   it: of one sequence a part of each rank's rows at a time, of several some of them.
-/// - Where each rank has one row, as of experts' rows [Q, B, ..] one part of the experts, it comes, and goes, straight from where it is to
-///   where it belongs, as an all_gather's rows do: what ranks have of the columns lies together, and is what products have rows of. This
-///   rank's own comes first and goes last.
+/// - An all_gather of rows is received in pieces. If there is one sequence, the ranks' rows are received directly in place: this
+///   rank's own first, then those of the next rank, and so on, each rank's in several parts. If there are several sequences, groups
+///   of sequences are gathered one after another.
+/// - A reduce_scatter of rows is sent in pieces: of one sequence a part of each rank's rows at a time, of several a group of
+///   sequences.
+/// - An all_to_all between shards of rows and of columns is received in pieces if it ends in rows, and sent in pieces if it starts
+///   from rows: of one sequence a part of each rank's rows at a time, of several a group of sequences.
+/// - If each rank has one row, such as one part of the experts in experts' rows [Q, B, ..], it is received and sent without packing,
+///   as an all_gather's rows are: a rank's columns are contiguous, and are the rows of products. This rank's own come first and are
+///   sent last.
 class RedistributionInPieces : public Redistribution {
  public:
   using Redistribution::Redistribution;
 
-  /// How a value comes, with pieces of at least so many rows. parts 0: whole.
+  /// How a value is received, in pieces of at least `least_rows` rows. parts 0: whole.
   struct Coming {
     int64_t parts = 0;
-    bool unpacks = false;  ///< what is received needs memory of its own, as large as the result
-    bool packs = false;    ///< so does what is sent
-    int32_t own = 1;       ///< where neither is so, what is copied of `from` is the part 1 / own
+    bool unpacks = false;  ///< the received pieces need a buffer, as large as the result
+    bool packs = false;    ///< so do the sent ones
+    int32_t own = 1;       ///< if neither, the fraction 1 / own of `from` is copied locally
   };
   static Coming coming(const Type& from, const Layout& to, int64_t least_rows);
-  /// Which rows come when.
+  /// Which rows arrive when.
   static std::vector<RowsToCome> rows_to_come(const Type& from, const Type& to, int64_t parts, Device device);
-  /// Starts all of them. `in` is dense; it is read until they have come, unless it packs. `received` and `sent` are null where not needed.
+  /// Starts all of them. `in` is dense; it is read until they have arrived, unless it is packed. `received` and `sent` are null where
+  /// not needed.
   std::vector<RowsToCome> start(const View& in, const View& out, void* received, void* sent, int64_t parts) const;
 
-  /// Keys and values [B, T, 2 G, D] of which each rank has all heads of its tokens, to be all tokens, some of the G heads after others:
-  /// in so many parts; 0: whole. So many query heads read each. It packs and unpacks. See redistribute_in_heads().
+  /// For keys and values [B, T, 2 G, D], of whose tokens each rank has a shard with all heads: the number of parts in which all
+  /// tokens are received, a few of the G heads at a time; 0: whole. `readers` query heads read each. It packs and unpacks. See
+  /// redistribute_in_heads().
   static int64_t coming_by_heads(const Type& from, const Layout& to, Device device, int64_t readers, int64_t least_rows);
   static std::vector<RowsToCome> heads_to_come(const Type& to, int64_t parts);
   std::vector<RowsToCome> start_by_heads(const View& in, const View& out, void* received, void* sent, int64_t parts) const;
 
-  /// How a product's result goes. parts 0: whole.
+  /// How a product's result is sent. parts 0: whole.
   struct Going {
     int64_t parts = 0;
-    bool packs = false;  ///< what is sent, and unpacks what comes
-    int dim = 0;         ///< pieces are some indices of this dimension each, of all that lie behind it, or several sequences
+    bool packs = false;  ///< packs what is sent, and unpacks what is received
+    int dim = 0;         ///< pieces are ranges of this dimension, across all later ones, or groups of sequences
   };
   static Going going(const Type& from, const Layout& to, int64_t least_rows);
   struct RowsToGo {
-    std::vector<RowBlock> blocks;  ///< of the whole, in the order in which they lie
-    std::vector<int64_t> rows;     ///< of a reduce_scatter: for each rank,
-    int64_t first = 0;             ///< and where in the result those of this one begin
+    std::vector<RowBlock> blocks;  ///< of the whole, in memory order
+    std::vector<int64_t> rows;     ///< for a reduce_scatter: rows per rank,
+    int64_t first = 0;             ///< and where in the result this rank's begin
   };
   static std::vector<RowsToGo> rows_to_go(const Type& from, const Type& to, int64_t parts);
-  /// Bytes that run() needs, of all pieces.
+  /// Bytes that run() needs, for all pieces.
   static int64_t workspace(const Type& from, const Type& to, const View& y, const View& out);
-  /// compute(block, at) is to put such rows of y densely to `at`, which is in y.
+  /// compute(block, at) must store these rows of y densely at `at`, which is in y.
   void run(const View& y, const View& out, int64_t parts, void* scratch, const std::function<void(const RowBlock&, void*)>& compute) const;
 
  private:

@@ -1,8 +1,9 @@
-// Attention of queries that a mesh axis cuts, and of those that none does.
+// Attention of queries, sharded by a mesh axis or not.
 //
-// [Note: runs of queries] Where an axis cuts the queries of sequences whose keys are whole (Shard(1) beside Replicate), a rank has
-// runs of queries, each of which stand together. Those at positions [e - t, e) are the last queries of the first e keys, which is
-// what kernels take where there are more keys than queries. What runs give keys and values are addends, and so is what ranks do.
+// [Note: runs of queries] If an axis shards the queries of sequences whose keys are whole (queries Shard(1), keys Replicate), a rank
+// has one or more runs of consecutive queries. Those at positions [e - t, e) are the last queries of the first e keys, which is what
+// kernels compute if there are more keys than queries. The contributions of runs to the gradients of keys and values are addends, and
+// so are those of ranks.
 #pragma once
 
 #include "sheaf/autograd/op.h"
@@ -10,14 +11,14 @@
 
 namespace sheaf::ops {
 
-/// Whether queries, input 0, may be cut as `queries` says while input 1, the keys, is whole: a causal mask then wants at least as
-/// many keys.
+/// Whether queries, input 0, may be sharded as `queries` while the keys, input 1, are whole: with a causal mask there must be at
+/// least as many keys.
 inline bool cuts_queries(const Place& p, const Placement& queries, bool causal) {
   return queries.is_shard(1) && (!causal || p.shape(1)[1] >= p.shape(0)[1]);
 }
 
-/// kernels::attention of this rank's queries, whose type is that of input 0 of `c`. Views are as kernels/attention.h has them, of
-/// what the rank has; `mask.begins` is whole, and holds for these queries.
+/// kernels::attention of this rank's queries, whose type is that of input 0 of `c`. Views are the rank's local ones, as in
+/// kernels/attention.h; `mask.begins` is whole, and refers to these queries.
 struct AttentionCall {
   View q, k, v, out, lse;
   kernels::AttentionMask mask;
@@ -27,7 +28,7 @@ struct AttentionCall {
   void run(const Execute& c, const Stream& stream, Workspace workspace) const;
 };
 
-/// The gradients of that, stored.
+/// Stores the gradients of that.
 struct AttentionBackwardCall {
   View q, k, v, out, lse, dout;
   kernels::AttentionMask mask;

@@ -1,4 +1,4 @@
-// Redistribution: the same value in another placement on one mesh axis. The only op that communicates besides units.
+// Redistribution: the same value in another placement on one mesh axis. The only op that communicates, except for those of units.
 #pragma once
 
 #include <string>
@@ -15,42 +15,42 @@ std::string redistribution_name(const Layout& from, const Layout& to);
 
 /// From one rank of a chain to its neighbour; see send.cc.
 const OpDef& send_op();
-/// Whether a value moves from one placement to the other between neighbours alone.
+/// Whether a value moves from one placement to the other by a transfer between two neighbours.
 bool is_send(const MeshSpec& mesh, int axis, const Placement& from, const Placement& to);
-/// x, which is on one rank of `axis`, on a neighbour of it, as `to` says. Adjoints go back where the ranks of a ring of two
-/// would be next to each other both ways.
+/// x, which is on one rank of `axis`, on the neighbour that `to` names. Adjoints go in the opposite direction, even in a ring of two
+/// ranks, where both directions lead to the same neighbour.
 Tensor send(const Tensor& x, const Layout& to, int axis);
-/// Whether a node sends to the rank before, not to the next.
+/// Whether a node sends to the previous rank, not to the next.
 bool sends_back(const Tape& tape, const Node& n);
 
-/// Whether gradients placed as `g` are addends of one placed as `want`: placed alike, or on one rank where `want` is Partial.
+/// Whether gradients placed as `g` are addends of one placed as `want`: placed the same, or on one rank where `want` is Partial.
 bool adds_up_to(const Layout& g, const Layout& want);
 
-/// redistribute_in_pieces() with pieces of at least so many rows; 0: whole.
+/// redistribute_in_pieces() with pieces of at least `least_rows` rows; 0: whole.
 Tensor come_in_pieces(const Tensor& x, const Layout& to, int64_t least_rows);
 /// Its op.
 const OpDef& in_pieces_op();
-/// Before such a node runs: its output is what will come so.
+/// Before such a node runs: marks its output as one that will arrive in pieces.
 void will_come_in_pieces(const void* attrs, const Tensor& input, std::span<const Tensor> outputs);
 
-/// Of such a node: how many calls of the lane, and which part of the rows was here before.
+/// For such a node: the number of calls of the lane, and the fraction of the rows that is local.
 struct PiecesToCome {
   int32_t calls = 0;
   double own = 0;
 };
 PiecesToCome pieces_to_come(const Tape& tape, const Node& n, bool by_heads);
-/// How often what travels goes round the ranks: once, or for each of the pieces.
+/// The number of rounds of a node's communication: one, or one per piece.
 int32_t rounds_of(const Tape& tape, NodeId n);
-/// A redistribution of what the node before made, which is executed with it: see apply_onward(). Its attributes:
+/// The redistribution of the previous node's result, which is executed with it: see apply_onward(). Its attributes:
 const OpDef& onward_in_pieces_op();
 struct OnwardInPieces {
   Layout to;
   int32_t parts;
-  bool packs;  ///< what is sent, and unpacks what comes
+  bool packs;  ///< packs what is sent, and unpacks what is received
   bool operator==(const OnwardInPieces&) const = default;
 };
 
-/// In how many pieces what node `n` makes is sent on by the next one, while it is made; 0: not so.
+/// The number of pieces in which node `n`'s result is sent by the next node while it is computed; 0: not in pieces.
 int32_t pieces_onward(const Tape& tape, NodeId n);
 
 namespace detail {

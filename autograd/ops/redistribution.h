@@ -1,5 +1,5 @@
 // Redistribution: how a rank moves its part of a value from one placement to another, on one mesh axis. What it sends is packed and
-// given to the lane of the axis, and what has come is unpacked: in one op (redistribute.cc), in two with others between them
+// passed to the axis' lane, and what it receives is unpacked: in one op (redistribute.cc), in two with others between them
 // (travel.cc), or in pieces between products (pieces.h).
 #pragma once
 
@@ -16,44 +16,44 @@ class Communicator;
 class Redistribution {
  public:
   struct Move {
-    int axis;  ///< -1: only the mesh is named
+    int axis;  ///< -1: only a mesh is added
     Placement::Kind from, to;
     int size;  ///< of the axis
 
-    /// No element goes anywhere.
+    /// No element moves.
     bool relabels() const { return axis < 0 || size == 1 || (is_whole(from) && is_whole(to)); }
-    /// Ranks talk.
+    /// Ranks communicate.
     bool communicates() const { return !relabels() && !is_whole(from) && !(from == Placement::Kind::shard && to == Placement::Kind::partial); }
-    /// Each two ranks: an all_to_all.
+    /// Between each two ranks: an all_to_all.
     bool exchanges() const { return from == Placement::Kind::shard && to == Placement::Kind::shard; }
     static bool is_whole(Placement::Kind k) { return k == Placement::Kind::replicate || k == Placement::Kind::invariant; }
   };
   /// From a layout to one that differs on one axis.
   static Move move(const Layout& from, const Layout& to);
 
-  /// Between local parts of values of these types, where c executes.
+  /// Between the local parts of values of these types, on c's device.
   Redistribution(const Execute& c, const Type& from, const Type& to);
 
-  /// All of it, with workspace() bytes at `scratch`.
+  /// The whole redistribution, with workspace() bytes at `scratch`.
   void run(View in, View out, void* scratch) const;
   static int64_t workspace(const Type& from, const Type& to, const View& in, const View& out);
 
-  /// Of one that communicates, the first half: `in` is dense where it is not packed, `received` has room for what comes, as many bytes as the result, and
-  /// `sent`, which matters where it packs(), for as many as `in`. Until the event both belong to the lane, and so does `in`. With
-  /// `waited_for` this rank does nothing before finish().
+  /// For one that communicates, the first half: `in` is dense if it is not packed; `received` has room for what is received, as many
+  /// bytes as the result; `sent`, used only if it packs(), has room for as many as `in`. Until the event all three belong to the
+  /// lane. With `waited_for` this rank does nothing else before finish().
   Event start(View in, void* sent, void* received, bool waited_for) const;
-  /// The second, behind the event. Nothing to do where it does not unpack() and `received` is where the result is to lie.
+  /// The second half, after the event. Nothing to do if it does not unpack() and `received` is the result's memory.
   void finish(void* received, View out) const;
-  /// What travels is copied by this rank's own cores.
+  /// The transfer is copied by this rank's own cores.
   bool takes_own_cores() const;
 
-  /// Not where they are elsewhere, nor where what goes to ranks, or comes from them, lies one behind another: the rows of experts, a part
-  /// of them on each rank, go straight from where they are to where they belong.
+  /// False for nodes of other ranks, and if each rank's share is contiguous in memory: the rows of experts, one part of them per
+  /// rank, are sent and received in place.
   static bool packs(const Type& from, const Type& to);
   static bool unpacks(const Type& from, const Type& to);
 
  protected:
-  // Of what comes in, and of what goes out.
+  // Of the input, and of the output.
   Cut cut_in() const { return cut_of(from_, m_.axis, from_.layout[m_.axis]); }
   Cut cut_out() const { return cut_of(to_, m_.axis, to_.layout[m_.axis]); }
   Communicator& lane() const;
@@ -62,14 +62,14 @@ class Redistribution {
 
   using RowsOfRanks = std::vector<std::vector<Interval>>;
   static std::vector<int64_t> elements_of(const View& v, int dim, const RowsOfRanks& rows);
-  /// What each rank gets, one after another. What there is of each.
+  /// Packs each rank's share, one after another, and returns their sizes.
   std::vector<int64_t> pack_for_ranks(const View& from, int dim, const RowsOfRanks& rows, void* to) const;
   static void unpack_of_ranks(const Stream& stream, void* from, const View& to, int dim, const RowsOfRanks& rows);
-  /// What each pair of ranks shares: rows of what either has.
+  /// The rows that each pair of ranks exchanges.
   struct Exchange {
     bool flat;
     int dim_in, dim_out;
-    RowsOfRanks mine, theirs;  // of what this rank has, by whom it goes to, and gets, by whom it is from
+    RowsOfRanks mine, theirs;  // this rank's input rows by destination, and its output rows by source
     View seen(const View& v) const { return flat ? flattened(v) : v; }
   };
   Exchange exchange() const;

@@ -1,5 +1,5 @@
-// What the ops over rows share: an input's last dimension made dense, rules for cuts of the leading
-// dimensions, and tables whose rows are cut.
+// What the ops over rows share: making an input's last dimension dense, rules for shards of the leading dimensions, and tables whose
+// rows are sharded.
 #pragma once
 
 #include "sheaf/autograd/ops/common.h"
@@ -12,9 +12,8 @@ inline Tensor dense_rows(const Tensor& x) {
   return x.rank() == 0 || x.local_strides().back() == 1 ? x : contiguous(x);
 }
 
-/// Rules for a cut of one of the leading dimensions of input `rows`: shared by the inputs and
-/// outputs whose bit is set; other inputs are Replicate, other outputs (their gradients) Partial. A
-/// dimension d of `rows` is dimension d of all.
+/// Rules for a shard of one of the leading dimensions of input `rows`: shared by the inputs and outputs whose bit is set; other
+/// inputs are Replicate, other outputs (gradients of those) Partial. Dimension d of `rows` is dimension d of all.
 inline void row_rules(Place& p, int rows, uint64_t inputs, uint64_t outputs, int num_outputs,
                       int last) {
   for (int i = 0; i < p.num_inputs(); ++i) {
@@ -29,7 +28,7 @@ inline void row_rules(Place& p, int rows, uint64_t inputs, uint64_t outputs, int
   }
 }
 
-/// Whether ranks have one run each of a table's rows, in the order of the mesh.
+/// Whether each rank has one contiguous run of a table's rows, in mesh order.
 inline bool cuts_table(const Placement& p) { return p.is_shard(0) && !p.map().is_scattered() && !p.map().is_inner(); }
 
 /// The rows of a table that this rank has.
@@ -38,7 +37,7 @@ inline kernels::TablePart part_of(const Type& table) {
   return {rows.empty() ? 0 : rows[0].begin, table.shape[0]};
 }
 
-/// In how many parts ranks cut it.
+/// The number of shards of a table.
 inline int64_t table_parts(const Layout& table) {
   int64_t parts = 1;
   for (int a = 0; a < table.num_axes(); ++a)
@@ -52,7 +51,7 @@ inline Shape leading(Shape s) {
   return s;
 }
 
-/// The type of statistics of values of type d.
+/// The dtype of statistics of values of dtype d.
 inline DType statistics_dtype(DType d) { return d == kF64 ? kF64 : kF32; }
 
 }  // namespace sheaf::ops

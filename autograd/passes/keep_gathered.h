@@ -13,7 +13,7 @@
 
 namespace sheaf {
 
-/// A unit that is discarded and gathered again, with no step in between: it would come back as it was.
+/// A unit that is discarded and gathered again, with no update in between: the gather would return the same values.
 struct Regather {
   NodeId discard, gather;
   int64_t bytes;  ///< of its buffers, on each rank
@@ -22,8 +22,8 @@ struct Regather {
 /// In the order of the gathers. The same on all ranks if their tapes are congruent (check_collectives).
 std::vector<Regather> regathers(const Tape& tape);
 
-/// As many as memory allows, those first that come back soonest. `alive[i]` are the bytes alive at node i if none is kept
-/// (Program::alive_bytes()); with what is chosen they are nowhere more than `limit`, but for where they were before.
+/// As many as memory allows, preferring those that are gathered again soonest. `alive[i]` are the bytes alive at node i if none is
+/// kept (Program::alive_bytes()); with the chosen ones kept they exceed `limit` nowhere where they did not before.
 std::vector<Regather> choose_kept(std::span<const Regather> all, std::vector<int64_t> alive, int64_t limit);
 
 /// Keeps these units of the tape gathered. Values keep their ids; nodes get new ones.
