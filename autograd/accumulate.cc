@@ -1,4 +1,4 @@
-// Where the reverse pass puts a gradient: to what others have given the value, or into a parameter's slot.
+// Where the reverse pass puts a gradient: it is added to the value's other contributions, or into a parameter's slot.
 #include <algorithm>
 #include <utility>
 
@@ -8,7 +8,7 @@
 
 namespace sheaf {
 
-// What a derivative has set, of the inputs that it was asked for.
+// The gradients that a derivative has set, for the inputs that need one.
 void ReversePass::accumulate(NodeId node, uint64_t needs, Vjp& vjp) {
   for (auto& [i, g] : vjp.gradients)
     if (needs & Recording::bit(i)) accumulate(node, tape_.inputs(tape_.node(node))[i], std::move(g));
@@ -29,15 +29,15 @@ void ReversePass::accumulate(NodeId node, ValueId v, Tensor g) {
   else add_to_slot(node, v, std::move(g));
 }
 
-// g, as a gradient of v: its dual or, on its way to a leaf, what adds up to that.
+// g as a gradient of v: in the dual of its layout or, for a leaf, in one whose values add up to that.
 Tensor ReversePass::as_dual(NodeId node, ValueId v, Tensor g, bool to_leaf) {
   const Type& primal = tape_.type(value_with_gradient_of(v));
-  // A wide gradient stays so on its way into a leaf's slot, also where this rank's part of the leaf was read; elsewhere values have one
-  // dtype.
+  // A wide (f32) gradient stays wide until it is in a leaf's slot, even through slices of the leaf; elsewhere it is cast to the
+  // value's dtype.
   const bool wide = is_wide_of(g.dtype(), primal.dtype);
   if (wide && !to_leaf && !(to_slots() && is_part_of_leaf(v))) g = cast(g, primal.dtype);
-  // A value without a mesh is Replicate on every mesh, so its gradient is Partial: beside Invariant operands, too, where
-  // each rank has all of it.
+  // A value without a mesh is Replicate on every mesh, so its gradient is Partial, even if the other operands are Invariant and each
+  // rank has the whole gradient.
   if (Layout l = g.layout(); !to_leaf && !primal.layout.mesh() && l.mesh()) {
     for (int a = 0; a < l.num_axes(); ++a)
       if (l[a].is_invariant()) l[a] = Placement::partial();
@@ -52,12 +52,12 @@ Tensor ReversePass::as_dual(NodeId node, ValueId v, Tensor g, bool to_leaf) {
   return g;
 }
 
-// What travels has the gradient of what it was.
+// A value in flight shares the gradient of the value that was redistributed.
 ValueId ReversePass::value_with_gradient_of(ValueId v) const {
   return tape_.node(tape_.value(v).producer).op == &start_op() ? departed(tape_, v) : v;
 }
 
-// What redistributions have made of a leaf of a group.
+// Whether v is a group's leaf after redistributions.
 bool ReversePass::is_part_of_leaf(ValueId v) const {
   for (;;) {
     const Node& producer = tape_.node(tape_.value(v).producer);
@@ -67,7 +67,7 @@ bool ReversePass::is_part_of_leaf(ValueId v) const {
   }
 }
 
-// --- to what others have given the value ---
+// --- added to the value's other contributions ---
 
 void ReversePass::add_to_value(NodeId node, ValueId v, Tensor g) {
   const NodeId producer = tape_.value(v).producer;
@@ -105,14 +105,14 @@ void ReversePass::add_to_slot(NodeId node, ValueId v, Tensor g) {
   }
   const Tensor& slot = slot_of(group, index, node);
   std::erase_if(recording_.early_gradients_, [&](const auto& a) { return a.group == owner && a.node == node; });
-  if (g.storage() != slot.storage() || g.byte_offset() != slot.byte_offset()) {  // else it was computed there
+  if (g.storage() != slot.storage() || g.byte_offset() != slot.byte_offset()) {  // else it was computed in place
     if (group.contributed[leaf]) add_gradient(slot, g);
     else store_gradient(slot, g);
   }
   group.contributed[leaf] = true;
 }
 
-// For what `node` puts there.
+// The slot that `node` is about to write.
 const Tensor& ReversePass::slot_of(GroupState& group, int leaf, NodeId node) {
   recording_.evict_early_gradients(group.group.get(), node);
   Tensor& slot = group.slots[static_cast<size_t>(leaf)];
@@ -120,7 +120,7 @@ const Tensor& ReversePass::slot_of(GroupState& group, int leaf, NodeId node) {
   return slot;
 }
 
-// Of several states that which is finished next: see finish_groups().
+// If a group has several states, the one that is finished next: see finish_groups().
 ReversePass::GroupState& ReversePass::group_state(LeafGroup* group) {
   const auto is_it = [&](const GroupState& g) { return g.group.get() == group; };
   auto next = recording_.groups_.end();
@@ -128,7 +128,7 @@ ReversePass::GroupState& ReversePass::group_state(LeafGroup* group) {
     if (is_it(*it) && (next == recording_.groups_.end() || std::pair(!it->finished, it->first_use) > std::pair(!next->finished, next->first_use)))
       next = it;
   if (next != recording_.groups_.end()) return *next;
-  if (!to_slots()) {  // gradient() goes through all micro-batches
+  if (!to_slots()) {  // gradient() covers all micro-batches
     const auto in = [&](std::vector<recorded::Segment>& segments) -> GroupState* {
       for (recorded::Segment& s : segments)
         if (const auto it = std::ranges::find_if(s.groups, is_it); it != s.groups.end()) return &*it;
@@ -142,7 +142,7 @@ ReversePass::GroupState& ReversePass::group_state(LeafGroup* group) {
                       group->group_name(), "' are closed");
 }
 
-// A unit reduces gradients over its own mesh: one of no mesh would take a rank's addend for the whole.
+// A unit reduces gradients over its own mesh: a gradient without a mesh would be reduced as one rank's addend.
 void ReversePass::expect_reducible(NodeId node, ValueId parameter, const Layout& gradient) const {
   const Type& type = tape_.type(parameter);
   if (type.layout.mesh() || gradient.all_invariant()) return;

@@ -12,7 +12,7 @@ int64_t rounded(int64_t bytes) {
   return std::max(kAlign, (bytes + kAlign - 1) / kAlign * kAlign);
 }
 
-// Lifetimes that may meet one, without a look at all others: by stretches of moments.
+// Finds the lifetimes that may overlap a given one without scanning all: they are indexed by intervals of time.
 class Stretches {
  public:
   explicit Stretches(std::span<const Lifetime> lifetimes) : lifetimes_(lifetimes), seen_(lifetimes.size(), -1) {
@@ -23,7 +23,7 @@ class Stretches {
   void add(int32_t i) {
     for (int32_t s = lifetimes_[i].first / kMoments; s <= lifetimes_[i].last / kMoments; ++s) within_[s].push_back(i);
   }
-  /// Those added that meet lifetime `i`, each once.
+  /// The added lifetimes that overlap lifetime `i`, each once.
   void meeting(int32_t i, std::vector<int32_t>& out) {
     out.clear();
     const Lifetime& own = lifetimes_[i];
@@ -39,7 +39,7 @@ class Stretches {
  private:
   static constexpr int32_t kMoments = 32;
   std::span<const Lifetime> lifetimes_;
-  std::vector<int32_t> seen_;  // by whom, last
+  std::vector<int32_t> seen_;  // by lifetime: the query that last returned it
   std::vector<std::vector<int32_t>> within_;
 };
 
@@ -84,12 +84,12 @@ Arrangement arrange(std::span<const Lifetime> lifetimes) {
 }
 
 int64_t most_alive(std::span<const Lifetime> lifetimes) {
-  std::vector<std::pair<int32_t, int64_t>> changes;  // at this moment by so many bytes
+  std::vector<std::pair<int32_t, int64_t>> changes;  // at this moment by this many bytes
   for (const Lifetime& l : lifetimes) {
     changes.emplace_back(l.first, rounded(l.bytes));
     changes.emplace_back(l.last + 1, -rounded(l.bytes));
   }
-  std::ranges::sort(changes);  // what ends comes before what begins
+  std::ranges::sort(changes);  // at equal moments, ends come before beginnings
   int64_t alive = 0, most = 0;
   for (const auto& [moment, bytes] : changes) most = std::max(most, alive += bytes);
   return most;

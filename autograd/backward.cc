@@ -1,4 +1,4 @@
-// The reverse pass of a recording: what is asked for, and what it does with each node.
+// The reverse pass of a recording: which gradients are needed, and how each node is differentiated.
 #include <algorithm>
 #include <functional>
 #include <ranges>
@@ -18,13 +18,13 @@ void Recording::backward(const Tensor& loss, const BackwardOptions& options) {
     fail<LifetimeError>("[backward] the loss ", loss.type(), " was computed before the last backward of this recording, ",
                         "which freed what its gradient needs: add the losses and call backward once");
   if (!state(v).needs_grad) fail<LifetimeError>("[backward] no trainable parameter leads to the loss ", loss.type());
-  expect_scalar(loss);  // while nothing is taken yet: another loss may be given
+  expect_scalar(loss);  // before anything is consumed: the caller may retry with another loss
   ReversePass pass(*this, ReversePass::Leaves::slots, /*keep=*/false);
   pass.want_parameters();
   pass.last_micro_batch_ = options.last_micro_batch;
   ++epoch_;
   pass.parts_ = take_parts(v, options.last_part_only);
-  for (GroupState& g : groups_) g.defers_weights = false;  // of one that failed
+  for (GroupState& g : groups_) g.defers_weights = false;  // left by one that failed
   for (const auto& group : all_groups_) group->backward_begins();
   if (options.defer_weights) pass.mark_deferring_groups();
   try {
@@ -38,7 +38,7 @@ void Recording::backward(const Tensor& loss, const BackwardOptions& options) {
   if (pass.parts_.remaining && !pass.parts_.leaves_some()) remaining_.erase(v);
 }
 
-// After a derivative has thrown: what is computed next begins anew, with values and slots that nobody has used.
+// After a derivative has thrown: later computations start afresh, with values and slots that nothing has used.
 void Recording::give_up_used_groups() {
   for (const GroupState& g : groups_)
     if (g.first_use >= 0) g.group->close_for_change(), g.group->drop_slots();
@@ -46,7 +46,7 @@ void Recording::give_up_used_groups() {
   forget_used_groups();
 }
 
-// Where a backward ends; other groups are gathered ahead.
+// At the end of a backward; groups not used yet are prefetched ones.
 void Recording::forget_used_groups() {
   std::erase_if(groups_, [](const GroupState& g) { return g.first_use >= 0; });
   segment_begin_ = tape_.num_nodes();
@@ -79,7 +79,7 @@ std::vector<Tensor> Recording::gradient(const Tensor& y, std::span<const Tensor>
 void Recording::expect_scalar(const Tensor& y) {
   if (y.numel() != 1) fail<ShapeError>("[backward] needs a scalar, not ", y.type());
   const Layout& l = y.layout();
-  // An axis of one rank is like any other: what one rank accepted, several would refuse.
+  // An axis of size 1 is treated like any other: what is valid on one rank must be valid on several.
   for (int a = 0; a < l.num_axes(); ++a) {
     if (!l[a].is_replicate() && !l[a].is_shard()) continue;
     const std::string& axis = l.mesh()->name(a);
@@ -93,7 +93,7 @@ void Recording::expect_scalar(const Tensor& y) {
   }
 }
 
-// --- what is asked for ---
+// --- which gradients are needed ---
 
 ReversePass::ReversePass(Recording& recording, Leaves leaves, bool keep)
     : recording_(recording), tape_(recording.tape_), gradients_(recording.gradients_), leaves_(leaves), keep_(keep) {}
@@ -109,8 +109,8 @@ void ReversePass::want(std::span<const ValueId> xs) {
   asked_.resize(tape_.num_values());
   for (const ValueId x : xs) {
     const auto [group, leaf] = std::pair(recording_.state(x).group, recording_.state(x).leaf_index);
-    // A parameter is a value for every gather of it. Their gradients add up in the first, in the order of the uses,
-    // however often it was gathered. So do those of a value that was computed again and of its copies.
+    // A parameter is one value per gather. Their gradients are summed in the first one, in the order of the uses, however often it
+    // was gathered. The same holds for a value that was recomputed and its copies.
     const auto is_same = [&](ValueId v) {
       const auto& s = recording_.state(v);
       return v == x || (group && s.group == group && s.leaf_index == leaf) || s.original == x;
@@ -199,12 +199,12 @@ void ReversePass::differentiate(NodeId id, const Node& n) {
     n.op->vjp(attrs.data(), vjp);
     accumulate(id, needs, vjp);
   }
-  for (const int o : outputs)  // freed while unwinding, but for what was asked for
+  for (const int o : outputs)  // freed during stack unwinding, too, except those asked for
     if (const ValueId v = tape_.output(n, o); to_slots() || !asked_[v]) gradients_[v] = Tensor();
 }
 
-// Groups whose uses all lie behind `node`, which is about to be differentiated, are finished, the last opened first. A unit is opened
-// when it is used, not when its gather was issued ahead: its reduction must not wait for that.
+// Finishes groups whose uses are all after `node`, which is about to be differentiated, the last opened first. A unit counts as
+// opened when it is used, not when its prefetch was issued, so that its reduction does not wait for that point.
 void ReversePass::finish_groups(NodeId node) {
   for (;;) {
     auto& groups = recording_.groups_;

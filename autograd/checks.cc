@@ -15,13 +15,13 @@ void report(std::vector<Finding>& out, NodeId node, const Parts&... parts) {
   out.push_back({node, str(parts...)});
 }
 
-// A tensor that has a type and nothing else; unlike Tensor::empty it asks for no rank of a mesh.
+// A tensor with a type and no memory; unlike Tensor::empty it does not need a rank of the mesh.
 Tensor typed(const Type& type, const std::shared_ptr<Storage>& none) {
   return Tensor::over(none, 0, type, type.shape, type.shape.contiguous_strides());
 }
 
-// Whether a value of layout `a` may lie in one of type `base`: placed alike, or, on an axis, as a rank's block of a cut
-// parameter in its row of the buffer of all ranks' blocks.
+// Whether a value of layout `a` may be placed inside one of type `base`: in the same layout or, on an axis, as a rank's block of a
+// sharded parameter in its row of the buffer of all ranks' blocks.
 bool lies_in(const Layout& a, const Type& base) {
   const Layout& b = base.layout;
   if (a.mesh() != b.mesh()) return false;
@@ -32,7 +32,7 @@ bool lies_in(const Layout& a, const Type& base) {
   return true;
 }
 
-// The placements of a node on one axis must be one of its op's rules, the free slices being nodes of their own.
+// A node's placements on one axis must match one of its op's rules; free slices are separate nodes.
 void check_rule(const Tape& tape, NodeId id, std::span<const Tensor> inputs, const MeshSpec* mesh, int axis,
                 std::vector<Finding>& out) {
   const Node& n = tape.node(id);
@@ -161,8 +161,9 @@ std::vector<Finding> check_cotangents(const Tape& tape) {
   for (const auto& [gradient, primal] : tape.cotangents()) {
     const Type& g = tape.type(gradient);
     const Type& p = tape.type(primal);
-    const bool both = p.layout.mesh() && g.layout.mesh();  // a constant of no mesh fits every layout
-    // A gradient of a narrow leaf may be f32: then its slot is, too. What one rank has of it is added to the slot as it is.
+    const bool both = p.layout.mesh() && g.layout.mesh();  // a constant without a mesh fits every layout
+    // The gradient of a bf16 or f16 leaf may be f32: then its slot is, too. A gradient on a single rank is added to the slot as it
+    // is.
     const bool wide = is_wide_of(g.dtype, p.dtype);
     if ((g.dtype != p.dtype && !wide) || !(g.shape == p.shape) || (both && !adds_up_to(g.layout, p.layout.dual())))
       report(out, tape.value(gradient).producer, "%", gradient, " ", g, " is a gradient of %", primal, " ", p,
@@ -184,10 +185,10 @@ std::vector<Finding> check_cotangents(const Tape& tape) {
 std::vector<Finding> check_gathers(const Tape& tape) {
   std::vector<Finding> out;
   struct Buffer {
-    NodeId gathered = -1;   // by this node, if it is a unit's
-    NodeId discarded = -1;  // by this node, the first time
+    NodeId gathered = -1;   // by this node, if it is a unit's leaf
+    NodeId discarded = -1;  // the first node that discards it
     bool used = false;
-    std::vector<ValueId> gathered_into = {};  // what unit gathers that read it write
+    std::vector<ValueId> gathered_into = {};  // outputs of the unit gathers that read it
   };
   std::vector<Buffer> buffers(static_cast<size_t>(tape.num_values()));
   std::vector<ValueId> root(static_cast<size_t>(tape.num_values()));
@@ -218,18 +219,18 @@ std::vector<Finding> check_gathers(const Tape& tape) {
       if (const Buffer& b = buffers[static_cast<size_t>(root[static_cast<size_t>(v)])]; b.discarded >= 0)
         report(out, id, "writes into ", named(v), ", which node ", b.discarded, " discarded");
     }
-    // What was gathered in blocks, in memory that is discarded, too.
+    // Blocks that were gathered, in memory that is discarded, too.
     const bool unpacks = tape.kind(n) == OpKind::redistribute && tape.op_name(n) == "unpack";
     if (unpacks || is_unit_gather(tape, n))
       for (int i = 0; i < n.num_inputs; ++i) {
         const ValueId from = root[static_cast<size_t>(tape.inputs(n)[static_cast<size_t>(i)])];
-        const ValueId to = root[static_cast<size_t>(tape.output(n, i))];  // one rank alone opens what it has brought
+        const ValueId to = root[static_cast<size_t>(tape.output(n, i))];  // buffers loaded by one rank alone
         if (from != to && !unpacks) buffers[static_cast<size_t>(from)].gathered_into.push_back(to);
         buffers[static_cast<size_t>(to)].gathered = id;
         buffers[static_cast<size_t>(to)].used = false;
       }
   }
-  // A node that gathers several buffers is used if one of them is.
+  // A node that gathers several buffers counts as used if one of them is.
   std::vector<std::pair<NodeId, bool>> gathers;
   for (size_t v = 0; v < buffers.size(); ++v) {
     const Buffer& b = buffers[v];
@@ -240,7 +241,7 @@ std::vector<Finding> check_gathers(const Tape& tape) {
       report(out, b.gathered, "%", static_cast<int64_t>(v), " of '", tape.path(tape.node(b.gathered)),
              "' is gathered and never discarded");
   }
-  // A forward gathers a unit because its module is entered; a backward because something is about to be read.
+  // The forward gathers a unit because its module is entered; the backward because something will be read.
   for (const auto& [id, used] : gathers)
     if (!used && tape.node(id).phase == Phase::backward && !(tape.node(id).flags & Node::kPrefetched))
       report(out, id, "'", tape.path(tape.node(id)), "' is gathered and never used");
@@ -250,8 +251,8 @@ std::vector<Finding> check_gathers(const Tape& tape) {
 std::vector<Finding> check_memory(const Tape& tape) {
   std::vector<Finding> out;
   std::vector<NodeId> made(static_cast<size_t>(tape.num_values()), -1);   // by this node
-  std::vector<NodeId> sent(static_cast<size_t>(tape.num_values()), -1);   // the reduce_scatter that reads it first
-  std::vector<bool> lent(static_cast<size_t>(tape.num_values()), false);  // and nothing has given it back yet
+  std::vector<NodeId> sent(static_cast<size_t>(tape.num_values()), -1);   // the first reduce_scatter that reads it
+  std::vector<bool> lent(static_cast<size_t>(tape.num_values()), false);  // and not released yet
   for (NodeId id = 0; id < tape.num_nodes(); ++id) {
     const Node& n = tape.node(id);
     if (!n.op) continue;
@@ -268,7 +269,7 @@ std::vector<Finding> check_memory(const Tape& tape) {
     for (const ValueId v : tape.inputs(n)) {
       const ValueId memory = tape.whole_of(v);
       if (sent[static_cast<size_t>(memory)] < 0) sent[static_cast<size_t>(memory)] = id;
-      if (made[static_cast<size_t>(memory)] >= 0) lent[static_cast<size_t>(memory)] = true;  // no leaf
+      if (made[static_cast<size_t>(memory)] >= 0) lent[static_cast<size_t>(memory)] = true;  // not a leaf
     }
   }
   for (ValueId v = 0; v < tape.num_values(); ++v)
@@ -313,7 +314,7 @@ uint64_t fnv(uint64_t hash, std::string_view text) {
 }  // namespace
 
 uint64_t collective_hash(const Tape& tape, std::string_view communicator) {
-  std::map<std::string, uint64_t> hashes;  // the lanes are not ordered among each other
+  std::map<std::string, uint64_t> hashes;  // lanes are not ordered relative to each other
   for (const PlannedCollective& c : collectives(tape)) {
     if (!communicator.empty() && c.communicator != communicator) continue;
     uint64_t& h = hashes.try_emplace(c.communicator, 14695981039346656037ull).first->second;
@@ -347,7 +348,7 @@ std::vector<Finding> check_collectives(std::span<const Tape* const> ranks) {
       };
       report(out, k < other.size() ? other[k].node : -1, "collective ", k, " on ", name, ": rank 0 issues ", said(first),
              ", rank ", r, " issues ", said(other));
-      break;  // one difference per communicator says where to look
+      break;  // one difference per communicator is enough
     }
   }
   return out;

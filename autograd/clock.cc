@@ -14,13 +14,13 @@ namespace {
 
 constexpr double kUnknown = -1;
 
-// One call of a lane on all ranks that have it here. Starts when the last of them has come, and has its lane and links.
+// One call of a lane on all of its ranks. It starts when the last of them has arrived and the lane and its links are free.
 struct Call {
   struct Part {
     int rank;
     NodeId node;
-    double ready;  // when it could start but for its lane and its links
-    double last = 0;  // when the last of its pieces could
+    double ready;  // when it could start if its lane and links were free
+    double last = 0;  // the same for the last of its pieces
   };
   std::vector<Part> parts;
   double start = kUnknown, end = kUnknown;
@@ -32,10 +32,10 @@ struct SharedLane {
   std::vector<Call> calls;
 };
 
-// What computes waits until such a call is through.
+// Whether compute waits until the node's own call has finished.
 bool joins_its_call(const Node& n) { return is_redistribute(n.op) && n.op != &send_op() && n.op != &start_op() && n.op != &in_pieces_op(); }
 
-// Of what moves nothing: the value in whose memory an output is; else -1.
+// For nodes that move nothing: the value whose memory an output shares; else -1.
 ValueId lies_in(const Tape& tape, const Node& n, int output) {
   const Value& v = tape.value(tape.output(n, output));
   if (v.view_of >= 0) return v.view_of;
@@ -93,20 +93,20 @@ class Clock {
     }
     bool move_on() { return ++next, leave_empty(), true; }
 
-    int joining = -1, joining_call = 0;  // of next, issued: the call that what computes waits for
+    int joining = -1, joining_call = 0;  // of next, issued: the call that compute waits for
     double host = 0, compute = 0;
-    std::vector<int> lanes;  // of RankTimes::lanes, among all
-    std::vector<int> calls;  // made so far, by lane
+    std::vector<int> lanes;  // maps RankTimes::lanes to lanes_
+    std::vector<int> calls;  // issued so far, by lane
     double link[32] = {};    // busy until
   };
 
-  // Whether what a call is behind of is known; then it starts.
+  // Computes the start and end of a call, if everything before it is known; returns whether they are known.
   bool settle(int lane, size_t index) {
     Call& call = lanes_[lane].calls[index];
     if (call.end != kUnknown) return true;
     if (call.parts.size() < lanes_[lane].members.size()) return false;
     if (index > 0 && !settle(lane, index - 1)) return false;
-    // One that waits for ranks does not keep others from its links until they come.
+    // A call that waits for other ranks does not block its links for other transfers meanwhile.
     const bool alone = call.parts.size() == 1;
     double start = index > 0 ? lanes_[lane].calls[index - 1].end : 0, seconds = 0;
     for (const Call::Part& part : call.parts) {
@@ -138,7 +138,7 @@ class Clock {
     p.compute = moment;
   }
 
-  // When what computes so long, piece by piece, is through.
+  // When a node that computes for this long, piece by piece, has finished.
   static double end_of_pieces(const Call& call, const LaneWait& pieces, double start, double computes) {
     double end = start + computes * pieces.own;
     for (int32_t i = 0; i < pieces.pieces; ++i) {
@@ -148,7 +148,7 @@ class Clock {
     return end;
   }
 
-  // One node, if what it needs is known.
+  // Advances by one node, if everything that it needs is known.
   bool step(int rank) {
     Position& p = at_[rank];
     if (p.done()) return false;
@@ -168,7 +168,7 @@ class Clock {
       for (const LaneWait& wait : waits_[rank].of(id)) {
         const auto [lane, back, of_call, count, own] = wait;
         const int among_all = p.lanes[lane], call = p.calls[lane] - back;
-        if (call < 0) continue;  // of a stretch that is not among those here
+        if (call < 0) continue;  // made in a stretch that is not simulated
         if (!settle(among_all, static_cast<size_t>(call))) return false;
         const Call& waited = lanes_[among_all].calls[call];
         const auto made_by = [&] { return std::ranges::find(waited.parts, rank, &Call::Part::rank)->node; };
@@ -192,18 +192,19 @@ class Clock {
         auto& calls = lanes_[lane].calls;
         if (std::ssize(calls) <= call) calls.resize(static_cast<size_t>(call) + 1);
         Call::Part part{rank, id, std::max({p.compute, p.host, behind})};
-        if (const int32_t parts = pieces_onward(*times.tape, id - 1); parts > 0) {  // the first was sent before, when it was packed
+        if (const int32_t parts = pieces_onward(*times.tape, id - 1); parts > 0) {  // the first pieces were sent earlier, as soon as they
+                                                                                    // were packed
           const double made = line.end[id] - line.start[id - 1];
           part.last = part.ready;
           part.ready -= made * (parts - 1) / parts;
           calls[call].pieces = parts;
         }
         calls[call].parts.push_back(part);
-        settle(lane, static_cast<size_t>(call));  // links serve those first that are issued first
+        settle(lane, static_cast<size_t>(call));  // links serve calls in the order of issue
         if (joins_its_call(times.tape->node(id))) p.joining = lane, p.joining_call = call;
       }
     }
-    if (p.joining >= 0) {  // what computes waits at once
+    if (p.joining >= 0) {  // compute waits at once
       if (!settle(p.joining, static_cast<size_t>(p.joining_call))) return false;
       wait_until(rank, lanes_[p.joining].calls[p.joining_call].end, id);
       p.joining = -1;
@@ -234,8 +235,9 @@ class Clock {
 
 LaneWaits::LaneWaits(const RankTimes& rank) {
   const Tape& tape = *rank.tape;
-  std::vector<std::pair<int32_t, int32_t>> filled(static_cast<size_t>(tape.num_values()), {-1, 0});  // by which call of which lane
-  std::vector<int32_t> calls(rank.lanes.size()), waited(rank.lanes.size(), -1);                      // made so far; the last one
+  std::vector<std::pair<int32_t, int32_t>> filled(static_cast<size_t>(tape.num_values()), {-1, 0});  // (lane, call) that fills the value
+  std::vector<int32_t> calls(rank.lanes.size()), waited(rank.lanes.size(), -1);                      // calls made so far; the last one
+                                                                                                     // waited for
   first_.reserve(static_cast<size_t>(tape.num_nodes()) + 1);
   for (NodeId id = 0; id < tape.num_nodes(); ++id) {
     first_.push_back(waits_.size());
@@ -245,7 +247,7 @@ LaneWaits::LaneWaits(const RankTimes& rank) {
     for (int o = 0; o < n.num_outputs; ++o) {
       const ValueId of = lies_in(tape, n, o);
       views = views || of >= 0;
-      if (of >= 0) filled[static_cast<size_t>(tape.output(n, o))] = filled[static_cast<size_t>(of)];  // there when that is
+      if (of >= 0) filled[static_cast<size_t>(tape.output(n, o))] = filled[static_cast<size_t>(of)];  // available when that is
     }
     takes_time_.push_back(!views && time.runs && n.op && tape.kind(n) != OpKind::discard);
     if (!takes_time_.back()) continue;

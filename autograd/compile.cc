@@ -8,7 +8,7 @@
 namespace sheaf {
 namespace {
 
-// Memory of a constant's own may differ from step to step, if its bits do not.
+// A constant's memory may differ from step to step, as long as its bits do not.
 bool stays(const Tensor& before, const Tensor& now) {
   if (before.storage() == now.storage() && before.byte_offset() == now.byte_offset()) return true;
   return before.device().is_meta() || identical(before, now);
@@ -55,7 +55,7 @@ void CompiledStep::set_random_state(int64_t after, const Tensor& state) const {
 }
 
 std::vector<Tensor> CompiledStep::record(const RecordingOptions& options, const TensorFunction& code) {
-  constexpr int64_t kUnsettled = 1;  // steps in which the order of gathers is not known
+  constexpr int64_t kUnsettled = 1;  // steps until the order of gathers is known
   RecordingOptions own = options;
   own.random_states = [this](int64_t after) { return random_state(after); };
   Recording recording(own);

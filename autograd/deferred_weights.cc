@@ -1,11 +1,11 @@
-// [Note: deferred weights] Of a linear layer's two gradients, other ranks wait for that of its input; that of its weight is needed at
-// the end of the step. A backward with defer_weights computes only the first, so a stage of a pipeline can send it on sooner (B and W
-// of zero-bubble schedules, Qi et al., https://arxiv.org/abs/2401.10241). backward_weights() computes the rest, one backward after
-// another, so that no sum is taken in another order.
+// [Note: deferred weights] Of a linear layer's two gradients, other ranks wait for that of its input; that of its weight is needed
+// only at the end of the step. A backward with defer_weights computes only the first, so a pipeline stage can send it sooner (B and W
+// of zero-bubble schedules, Qi et al., https://arxiv.org/abs/2401.10241). backward_weights() computes the rest, for one backward
+// after another, so that the order of every sum is unchanged.
 //
-// Deferred are the derivatives that ops give to Vjp::weight_gradients(), with the tensors that they read. Units that miss a gradient
-// because of this are reduced later, so their other gradients wait, too, in memory of their own. Gathered values are not read any
-// more, and are discarded where the backward has passed them.
+// The derivatives that ops pass to Vjp::weight_gradients() are deferred, with the tensors that they read. A unit with a deferred
+// gradient is reduced later, so its other gradients wait, too, in separate memory. Gathered values are not read any more, and are
+// discarded when the backward has passed their uses.
 #include <algorithm>
 #include <utility>
 
@@ -44,7 +44,7 @@ void Recording::backward_weights() {
 }
 
 void ReversePass::run(recorded::DeferredWeights& weights) {
-  struct Restored {  // if a derivative throws, too
+  struct Restored {  // even if a derivative throws
     std::vector<GroupState>& groups;
     std::vector<GroupState> before;
     ~Restored() { groups = std::move(before); }
@@ -62,8 +62,8 @@ void ReversePass::run(recorded::DeferredWeights& weights) {
   recording_.segment_begin_ = tape_.num_nodes();
 }
 
-// All of them that are wanted are of units whose gradients wait: what is a view of a parameter is not. Nor may the others be
-// parameters, whose memory goes.
+// Only if all inputs from `first` on that need gradients are leaves of units whose reduction is deferred (a view of a parameter is
+// not), and no earlier input is a parameter, whose gathered memory will be freed.
 bool Vjp::defers_weights_of(int first) const {
   if (!pass_.defers_weights_) return false;
   bool any = false;

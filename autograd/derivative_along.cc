@@ -1,15 +1,15 @@
-// [Note: directions] The derivative of a loss along a direction v in the space of parameters is Σ <g, v> over their gradients g, a
+// [Note: directions] The derivative of a loss along a direction v in parameter space is Σ <g, v> over the parameters' gradients g, a
 // number; its gradient is the product H v of the loss's Hessian with v. Since g is Partial where v is Replicate, <g, v> needs no
-// communication: g is never reduced, and no more of it is there at a time than a unit's. When the reverse pass has left a unit's uses
-// behind, the unit's part of v is asked for (gathered, where v is sharded as the parameters are), the addends are recorded, and
-// both g and that part may go.
+// communication: g is never reduced, and only one unit's gradients exist at a time. When the reverse pass has passed all uses of a
+// unit, the unit's part of v is requested (gathered, if v is sharded as the parameters are), the addends are recorded, and both g and
+// that part may be freed.
 //
-// The backward of the sum goes through the derivative's nodes, the last first, and then through the forward's. Both use each unit: it
-// is finished, and its gradients are reduced, twice, in turn, as those of two micro-batches are. So no more of H v is there at a
-// time, either. For that the uses of one order have states of their own (GroupState::order), in derivatives along a direction and in
-// gradients that are kept (GradientOptions::keep). A unit that was opened for v alone has no gradient.
+// The backward of the sum goes through the derivative's nodes, last first, and then through the forward's. Both use each unit: it is
+// finished, and its gradients are reduced, twice, one after the other, as with two micro-batches. So only one unit's part of H v
+// exists at a time, too. For that the uses of each order have separate states (GroupState::derivative_order), in derivatives along a
+// direction and in gradients that are kept (GradientOptions::keep). A unit that was opened for v alone has no gradient.
 //
-// Of a derivative of a derivative more is kept: what the backward of the inner one reads of v, for all units.
+// A derivative of a derivative keeps more: what the inner one's backward reads of v, for all units.
 #include <algorithm>
 #include <utility>
 
@@ -49,12 +49,12 @@ Tensor Recording::derivative_along(const Tensor& y, const Direction& direction) 
   return along.sum;
 }
 
-// Of gradients of groups whose uses the reverse pass, now before `node`, has left behind: in the segment that they are of, as others
-// may be of a higher order, or of another micro-batch.
+// For gradients of groups whose uses the reverse pass, now before `node`, has passed: within their segment, as others may be of a
+// higher order, or of another micro-batch.
 void ReversePass::add_directional(NodeId node) {
   const auto is_behind = [&](const DirectionalSum::Part& part) {
     const auto is_groups = [&](const GroupState& g) { return g.group.get() == part.group; };
-    NodeId first = tape_.num_nodes();  // use of any segment: it may be open since an earlier one
+    NodeId first = tape_.num_nodes();  // first use in any segment: the group may be open since an earlier one
     for (const recorded::Segment& s : recording_.pending_segments_) {
       const auto own = std::ranges::find_if(s.groups, is_groups);
       if (own == s.groups.end()) continue;

@@ -7,7 +7,7 @@
 namespace sheaf::detail {
 namespace {
 
-// Its rows are those of the pieces, which are of all that lies there.
+// Whether t is dense and has exactly the rows that the pieces cover.
 bool has_rows_of(const Tensor& t, int64_t rows) {
   const Shape& shape = t.local_shape();
   return shape.rank() >= 2 && shape.numel() == rows * shape.back() && t.is_contiguous();
@@ -39,10 +39,10 @@ int64_t least_rows_of(const OpDef& op, const void* attrs, const Types& inputs, i
   return least_rows(piece_rows, op.products ? op.products(attrs, inputs) : 1);
 }
 
-// What OpDef::row_parts says of input 0.
+// OpDef::row_parts applied to input 0.
 struct RowParts {
   const PartDims* dims;
-  int64_t each = 1, all = 1;  // rows of a part, and how many parts there are
+  int64_t each = 1, all = 1;  // rows of a part, and the number of parts
 
   RowParts(const OpDef& op, const Shape& x) : dims(op.row_parts(x)) {
     if (!dims) return;
@@ -52,7 +52,7 @@ struct RowParts {
   bool are(const RowBlock& block) const { return dims && each > 0 && block.groups == 1 && block.begin % each == 0 && block.rows % each == 0; }
 };
 
-// Of a rank whose part has no dimension with several indices.
+// For a rank whose local part has no dimension with several indices.
 bool is_all(const RowBlock& block, const Tensor& x) {
   return block.begin == 0 && block.groups == 1 && block.rows * x.local_shape().back() == x.local_shape().numel();
 }
@@ -84,7 +84,7 @@ int64_t least_rows_of(const Tape& tape, const Node& n, int64_t piece_rows) {
 
 bool are_parts(const OpDef& op, Shape local_shape, int dim) {
   if (!op.row_parts) return true;
-  local_shape[dim] = 2;  // several, as another rank may have where this one has not
+  local_shape[dim] = 2;  // several, as another rank may have even if this one does not
   const PartDims* const dims = op.row_parts(local_shape);
   return dims && dims->inputs[0] == dim;
 }
@@ -94,7 +94,7 @@ bool can_take(const OpDef& op, const Execute& run, const RowBlock& block) {
 }
 void take_rows(const OpDef& op, Execute& run, uint64_t inputs, const RowBlock& block, void* to) {
   if (!op.row_parts) return run.take_rows(inputs, block, to);
-  const RowParts parts(op, run.input_tensor(0).local_shape());  // what goes on goes from where it lies
+  const RowParts parts(op, run.input_tensor(0).local_shape());  // onward sends read the rows in place
   if (!parts.dims && is_all(block, run.input_tensor(0))) return run.take_all();
   if (!parts.are(block)) fail<ShapeError>("[", op.name, "] rows from ", block.begin, " on, ", block.rows, " of them, of ", run.input_type(0), " are no whole parts");
   run.take_parts(parts.dims, {block.begin / parts.each, block.rows / parts.each}, parts.all);
@@ -102,7 +102,7 @@ void take_rows(const OpDef& op, Execute& run, uint64_t inputs, const RowBlock& b
 
 namespace {
 
-// Of input 0, if this op can be executed piece by piece; else none.
+// The pieces of input 0, if this op can be executed piece by piece; else none.
 std::span<const RowsToCome> rows_to_come(const OpDef& op, const void* attrs, const Execute& run) {
   if (!op.row_inputs || run.num_inputs() == 0) return {};
   const Tensor& x = run.input_tensor(0);
@@ -115,7 +115,8 @@ std::span<const RowsToCome> rows_to_come(const OpDef& op, const void* attrs, con
   return pieces;
 }
 
-// The same of input 1, keys, and input 2, values, which lie side by side in what comes, [.., keys, values, D], and are all of it.
+// The same for inputs 1, keys, and 2, values, if they are adjacent halves of the received value, [.., keys, values, D], and all of
+// it.
 std::span<const RowsToCome> heads_to_come(const OpDef& op, const Execute& run) {
   if (!op.heads) return {};
   const Tensor &keys = run.input_tensor(1), &values = run.input_tensor(2);
@@ -129,7 +130,7 @@ std::span<const RowsToCome> heads_to_come(const OpDef& op, const Execute& run) {
   return as_they_come ? pieces : std::span<const RowsToCome>();
 }
 
-// What an op is executed for, one after another.
+// The pieces that an op is executed for, one after another.
 struct Pieces {
   std::span<const RowsToCome> come;
   bool of_heads = false;
@@ -138,7 +139,7 @@ struct Pieces {
     if (come.empty()) come = heads_to_come(op, run), of_heads = !come.empty();
   }
   bool empty() const { return come.empty(); }
-  int input() const { return of_heads ? 1 : 0; }  // whose memory it comes to
+  int input() const { return of_heads ? 1 : 0; }  // the input that they are pieces of
   template <class F>
   void each(const OpDef& op, const void* attrs, Execute& run, F&& f) const {
     const uint64_t rows = of_heads ? 0 : row_inputs_of(op, attrs, run.input_tensors());
@@ -168,7 +169,7 @@ int64_t workspace_of(const OpDef& op, const void* attrs, Execute& run) {
 
 void execute(const OpDef& op, const void* attrs, Execute& run) {
   const Pieces pieces(op, attrs, run);
-  // On the host there may be no more to wait for. On a GPU it must not matter who comes first: see [Note: in pieces].
+  // On the host all pieces may have arrived already. On a GPU the order of arrival must not matter: see [Note: in pieces].
   const bool all_here = !pieces.empty() && !run.device().is_cuda() && pieces.come.back().event.ready();
   if (pieces.empty() || all_here) return op.execute(attrs, run);
   Storage& storage = *run.input_tensor(pieces.input()).storage();

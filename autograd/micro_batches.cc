@@ -1,9 +1,8 @@
-// [Note: micro-batches] Several of them may be recorded before a backward differentiates one. The tape is then divided into
-// segments: where the next micro-batch begins, or one goes on that was begun before (a part of it), or a derivative that can be
-// differentiated (no part of its own). Each segment knows which
-// groups of leaves it used and how far back; a backward takes those that lead to its loss, and leaves the others for backwards of
-// their own. Of a loss whose parts are differentiated one by one, those before the last, and the gradients that have reached them,
-// wait as its rest.
+// [Note: micro-batches] Several of them may be recorded before a backward differentiates one. The tape is then divided into segments,
+// which begin where the next micro-batch begins, where an earlier one is resumed (a new part of it), or with a derivative that can be
+// differentiated (not a part). Each segment knows which groups of leaves it used and how far back; a backward takes the segments that
+// lead to its loss, and leaves the others for separate backwards. If a loss's parts are differentiated one by one, the parts before
+// the last, and the gradients that have reached them, are kept as its rest.
 #include <algorithm>
 
 #include "sheaf/autograd/reverse_pass.h"
@@ -29,13 +28,13 @@ void Recording::begin_part(int64_t first_sample, const Tensor& random_state) {
   random_state_ = random_state;
 }
 
-// A derivative that can be differentiated uses once more what is there: see [Note: directions].
+// A derivative that can be differentiated uses existing values once more: see [Note: directions].
 void Recording::begin_derivative() {
   if (std::ranges::any_of(groups_, [](const GroupState& g) { return g.first_use >= 0; })) end_segment(), is_derivative_ = true;
   ++derivative_order_;
 }
 
-// What was gathered ahead, and not used, is for what comes next.
+// Prefetched groups that were not used belong to the next segment.
 void Recording::end_segment() {
   const auto ahead = std::ranges::stable_partition(groups_, [](const GroupState& g) { return g.first_use >= 0; }).begin();
   std::vector<GroupState> next(std::make_move_iterator(ahead), std::make_move_iterator(groups_.end()));
@@ -44,7 +43,7 @@ void Recording::end_segment() {
   segment_begin_ = tape_.num_nodes();
 }
 
-// What a backward of this loss differentiates: all that leads to it, or the last part of that.
+// What a backward of this loss differentiates: everything that leads to it, or its last part.
 recorded::Parts Recording::take_parts(ValueId loss, bool last_part_only) {
   const auto begun = remaining_.find(loss);
   if (begun == remaining_.end() && pending_segments_.empty()) return {.segments = {{segment_begin_, tape_.num_nodes(), {}}}};
@@ -53,7 +52,7 @@ recorded::Parts Recording::take_parts(ValueId loss, bool last_part_only) {
   size_t first = last_part_only ? segments.size() : 0;
   const auto is_no_part = [](const Segment& s) { return s.groups.empty() || s.is_derivative; };
   while (first > 0 && std::all_of(segments.begin() + static_cast<std::ptrdiff_t>(first), segments.end(), is_no_part))
-    --first;  // what was computed of a loss alone is no part, nor is a derivative
+    --first;  // neither computations on losses alone nor derivatives are parts
   const auto split = segments.begin() + static_cast<std::ptrdiff_t>(first);
   recorded::Parts parts{.segments = {std::make_move_iterator(split), std::make_move_iterator(segments.end())}};
   segments.erase(split, segments.end());
@@ -68,7 +67,7 @@ recorded::Parts Recording::take_parts(ValueId loss, bool last_part_only) {
   return parts;
 }
 
-// One state for each group, whose uses begin with the first; and one for its uses in derivatives of each order.
+// One state per group, with the earliest of its first uses; and one per order of derivatives that use it.
 void Recording::take_groups(std::vector<GroupState>& groups) {
   for (GroupState& g : groups) {
     const auto own = std::ranges::find_if(groups_, [&](const GroupState& o) { return o.group == g.group && o.derivative_order == g.derivative_order; });
@@ -77,16 +76,16 @@ void Recording::take_groups(std::vector<GroupState>& groups) {
   }
 }
 
-// Those whose parameters lead to the loss wait no longer. Of others, where a loss of an earlier micro-batch was scaled or added
-// to another, only that is taken.
+// Takes whole segments whose parameters lead to the loss. Of other segments, such as one where an earlier micro-batch's loss was
+// scaled or added to another, only the nodes that lead to it.
 std::vector<recorded::Segment> Recording::take_segments_of(ValueId loss) {
   std::vector<bool> leads(static_cast<size_t>(tape_.num_values()));
   leads[static_cast<size_t>(loss)] = true;
-  std::vector<Segment> taken;  // the last first
-  std::vector<NodeId> ends;    // of those that are taken whole
+  std::vector<Segment> taken;  // in reverse order
+  std::vector<NodeId> ends;    // of segments that are taken whole
   for (size_t s = pending_segments_.size(); s-- > 0;) {
     const size_t before = taken.size();
-    bool used = false;  // parameters of this segment
+    bool used = false;  // whether parameters of this segment are
     for (NodeId id = pending_segments_[s].end - 1; id >= pending_segments_[s].begin; --id) {
       const Node& n = tape_.node(id);
       bool leading = false;
@@ -106,7 +105,7 @@ std::vector<recorded::Segment> Recording::take_segments_of(ValueId loss) {
     taken.push_back(std::move(pending_segments_[s]));
     pending_segments_.erase(pending_segments_.begin() + static_cast<std::ptrdiff_t>(s));
   }
-  // With a part of a micro-batch go those before it, though all that they use may be frozen.
+  // A part of a micro-batch takes the earlier ones with it, even if all of their parameters are frozen.
   for (size_t s = pending_segments_.size(); s-- > 0;) {
     const auto is_part_of = [&](const Segment& t) { return !t.groups.empty() && t.micro_batch == pending_segments_[s].micro_batch && t.begin > pending_segments_[s].begin; };
     if (pending_segments_[s].micro_batch == 0 || std::ranges::none_of(taken, is_part_of)) continue;
@@ -115,7 +114,7 @@ std::vector<recorded::Segment> Recording::take_segments_of(ValueId loss) {
     taken.push_back(std::move(pending_segments_[s]));
     pending_segments_.erase(pending_segments_.begin() + static_cast<std::ptrdiff_t>(s));
   }
-  // A derivative of one that nobody has used goes with it, to be freed.
+  // An unused derivative of a segment is taken with it, to be freed.
   for (size_t e = 0; e < ends.size(); ++e)
     for (size_t s = pending_segments_.size(); s-- > 0;) {
       if (!pending_segments_[s].is_derivative || pending_segments_[s].begin != ends[e]) continue;
@@ -140,7 +139,7 @@ bool ReversePass::is_last_micro_batch_of(const LeafGroup* group) const {
   return last_micro_batch_ && !(parts_.remaining && std::ranges::any_of(parts_.remaining->segments, uses_it));
 }
 
-// What reaches the parts before waits for their backward.
+// Gradients that have reached the remaining parts wait for their backward.
 void Recording::keep_gradients_for(recorded::RemainingParts& remaining) {
   remaining.begun = true;
   remaining.gradients.clear();

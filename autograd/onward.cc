@@ -1,4 +1,4 @@
-// An op and the redistribution of what it gives, executed as one. See [Note: in pieces] (execute.h).
+// An op and the redistribution of its result, executed as one. See [Note: in pieces] (execute.h).
 #include <algorithm>
 
 #include "sheaf/autograd/execute.h"
@@ -22,10 +22,10 @@ uint64_t row_inputs_of(const OpDef& op, const void* attrs, const Execute& run) {
   return detail::row_inputs_of(op, attrs, run, local_rows(run.output_tensor(0)));
 }
 
-// Of what travels while products of the next rows are made: theirs lies behind it.
+// Memory for pieces in flight while the products of the next rows run, whose workspace precedes it.
 int64_t bytes_in_flight(const Tensor& y, const Tensor& sent) {
   const int64_t bytes = RedistributionInPieces::workspace(y.type(), sent.type(), y.view_unsynced(), sent.view_unsynced());
-  constexpr int64_t kAlign = 256;  // as pieces of a GPU's memory are: cuBLASLt insists
+  constexpr int64_t kAlign = 256;  // the alignment of GPU allocations: cuBLASLt requires it
   return (bytes + kAlign - 1) / kAlign * kAlign;
 }
 
@@ -116,12 +116,13 @@ Tensor apply_onward(const OpDef& op, const void* attrs, std::span<const Tensor> 
   const Type& type = inferred.specs[0].type;
   const Type to{type.dtype, type.shape, onward ? onward(type) : type.layout};
   const uint64_t rows = inferred.specs.size() == 1 && !op.saved_outputs ? detail::row_inputs_of(op, attrs, inferred.inputs) : 0;
-  // Sums are of any rows.
+  // A reduce_scatter sends any rows.
   const bool fits = !(to == type) && (!op.row_parts || Redistribution::move(type.layout, to.layout).exchanges());
   if (fits && rows && r && r->options().overlap) {
     const auto [parts, packs, dim] =
         RedistributionInPieces::going(type, to.layout, detail::least_rows_of(op, attrs, inferred.inputs, r->options().piece_rows));
-    if (parts > 0 && detail::are_parts(op, inferred.inputs[0].local_shape(), dim)) {  // on all ranks alike: it may not depend on how a rank's inputs lie
+    if (parts > 0 && detail::are_parts(op, inferred.inputs[0].local_shape(), dim)) {  // the same on all ranks: it must not depend on the
+                                                                                      // strides of a rank's inputs
       std::vector<Tensor> inputs(inferred.inputs.begin(), inferred.inputs.end());
       for (size_t i = 0; i < inputs.size(); ++i)
         if (rows >> i & 1) inputs[i] = contiguous(inputs[i]);

@@ -1,4 +1,4 @@
-// What happens when an op is called: types are inferred, operands placed, memory is taken, a kernel runs, the call is recorded.
+// What happens when an op is called: types are inferred, operands placed, memory is allocated, a kernel runs, the call is recorded.
 #include "sheaf/autograd/op.h"
 
 #include "sheaf/autograd/execute.h"
@@ -49,7 +49,7 @@ void Execute::join(const Event& event) const {
 
 namespace {
 
-// What `f` gives, whose errors say in which module, and on which rank. Those of collectives know it better.
+// Runs `f`; adds the module and the rank to its errors. Those of collectives name them more precisely.
 template <class F>
 auto located(F&& f) {
   try {
@@ -90,7 +90,7 @@ DeviceScope::DeviceScope(Device device) : previous_(default_device_) { default_d
 DeviceScope::~DeviceScope() { default_device_ = previous_; }
 Device default_device() { return default_device_.value_or(RankContext::current().device); }
 
-// Apart, so that it costs those nothing who have no profile.
+// Out of line, so that it costs nothing without a profile.
 [[gnu::noinline]] static void execute_noted(const OpDef& op, const void* attrs, Execute& run) {
   const ProfileSpan span(Profile::kCompute, op.name, PathScope::current());
   detail::execute(op, attrs, run);
@@ -117,7 +117,7 @@ static Tensors execute_here(const OpDef& op, const void* attrs, std::span<const 
     run.will_execute(op.name);
     if (RankContext::current().profile) [[unlikely]] execute_noted(op, attrs, run);
     else detail::execute(op, attrs, run);
-  } else {  // of meta
+  } else {  // on meta
     for (const Tensor& t : inputs) t.storage()->settle();
   }
   if (op.kind == OpKind::step)
@@ -126,7 +126,7 @@ static Tensors execute_here(const OpDef& op, const void* attrs, std::span<const 
   return outputs;
 }
 
-// Whoever keeps a ledger of the memory is told what it is taken for.
+// Tells the memory ledger, if there is one, what the memory is for.
 Tensors execute_node(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, std::span<const OutputSpec> specs, bool add) {
   return located([&] {
     if (!RankContext::current().memory_log) [[likely]] return execute_here(op, attrs, inputs, specs, add);
@@ -160,7 +160,7 @@ Tensors apply(const OpDef& op, const void* attrs, std::span<const Tensor> given,
   bool add = false;
   for (size_t i = 0; i < into.size(); ++i) {
     if (!into[i].to) continue;
-    // Memory of a dtype that an op cannot fill is left to the caller, who converts what the op gives.
+    // Memory of a dtype that an op cannot fill is ignored: the caller converts the op's result.
     if (const DType to = into[i].to.dtype(), own = specs[i].type.dtype; to != own) {
       if (!is_wide_of(to, own) || !(op.stores_wide >> i & 1)) continue;
       specs[i].type.dtype = to;

@@ -1,4 +1,4 @@
-// [Note: overlap] Where a tensor axis cuts a layer, its input is gathered, once more in the backward, and the gradient of the input is
+// [Note: overlap] Where a tensor axis shards a layer, its input is gathered, again in the backward, and the gradient of the input is
 // scattered: collectives around two products that do not depend on each other. The layer's derivative orders them as Megatron-LM does
 // (Korthikanti et al., https://arxiv.org/abs/2205.05198):
 //
@@ -46,7 +46,7 @@ void ReversePass::start_regather(ValueId v) {
   }
 }
 
-// Whether the gradient of a value goes through a collective next.
+// Whether the gradient of a value is communicated next.
 bool ReversePass::gradient_is_communicated(ValueId v) const {
   const Node& n = tape_.node(tape_.value(v).producer);
   const ValueId from = n.op && is_redistribute(n.op) ? tape_.inputs(n)[0] : departed(tape_, v);
@@ -79,7 +79,8 @@ void Vjp::will_read(int i) {
   pass_.start_regather(value_of_input(i));
 }
 
-// The reverse pass goes on after the node: what is made of a parameter, and has a derivative of its own, cannot be put aside.
+// The reverse pass continues past this node: gradients of values computed from a parameter that have their own derivative cannot be
+// deferred.
 bool Vjp::input_gradient_is_communicated(int first) const {
   if (pass_.keeps() || !pass_.to_slots() || deferred_ || !needs(0) || !recording().options().overlap) return false;
   for (int i = first; i < num_inputs(); ++i)
@@ -96,7 +97,7 @@ Tensor Vjp::arrived_gradient() {
   auto& travelling = recording().travelling_;
   const ValueId v = recording().value_of(grad());
   const auto gradient = travelling.find(v);
-  if (gradient == travelling.end()) {  // it did not have to travel
+  if (gradient == travelling.end()) {  // it did not have to be communicated
     if (tape().node(tape().value(v).producer).op == &start_op())
       fail<LifetimeError>("[backward] ", path_label(PathScope::current()), ": gradient %", v, " is on its way, and nobody knows from where");
     return grad();

@@ -1,4 +1,4 @@
-// Placement rules: matching what the inputs have against what an op accepts, and the ready-made rules.
+// Placement rules: matching the inputs' placements against those an op accepts, and the ready-made rules.
 #include "sheaf/autograd/execute.h"
 #include "sheaf/autograd/ops/common.h"
 #include "sheaf/autograd/ops/route.h"
@@ -17,7 +17,7 @@ std::string describe(std::span<const Placement> placements) {
   return out;
 }
 
-// What an operand may be turned into by itself, because no byte moves, neither here nor in backward.
+// What an operand may be converted to implicitly, because that moves no data, neither here nor in the backward.
 enum class Coercion : uint8_t { none, slice, slice_or_keep };  // R → S; and R → P, kept on one rank
 
 bool becomes(const Place& p, int i, const Placement& want, int axis, Coercion allowed) {
@@ -33,7 +33,7 @@ bool matches(const Place& p, const Place::Rule& rule, int axis, Coercion allowed
   return true;
 }
 
-// As C++; empty for a cut that no short expression names.
+// As C++ code; empty for a shard that no short expression names.
 std::string code_of(const Placement& p) {
   if (p.is_partial()) return "Placement::partial()";
   if (p.is_replicate()) return "Placement::replicate()";
@@ -44,32 +44,32 @@ std::string code_of(const Placement& p) {
   return str("Placement::shard(OwnershipMap::even(", map.dim(), rows, map.is_inner() ? ").inner())" : "))");
 }
 
-// Whether an operand communicates on its way to `to`.
+// Whether redistributing an operand to `to` communicates.
 bool moves(const Place& p, int i, const Placement& to, int axis) {
   const Placement& have = p.in(i);
   if (have.is_partial() || (have.is_shard() && !to.is_partial())) return true;
   return !can_slice(p.type(i).layout, axis, have.is_shard() ? have : to);
 }
 
-// The line to write for an operand, with what it costs.
+// The code to write for an operand, with its cost.
 std::string redistribution(const Place& p, int i, const Placement& to, int axis, const MeshSpec* mesh) {
   return str("redistribute(x, \"", mesh->name(axis), "\", ", code_of(to), ") for x = input ", i,
              moves(p, i, to, axis) ? "" : " (moves no byte)");
 }
 
-// What to write so that `p` is accepted: of what leads to a rule, that which communicates least.
+// What to write so that `p` is accepted: among the changes that lead to a rule, the one that communicates least.
 std::string fix_for(const Place& p, int axis, const MeshSpec* mesh) {
   std::string best, other;
   int least = 0;
   for (int i = 0; i < p.num_inputs(); ++i) {
-    // Invariant is no operand of rank-varying compute; with the others it has to become one first.
+    // Invariant is not allowed in rank-varying compute; with other operands it has to be converted first.
     if (p.in(i).is_invariant())
       best += (best.empty() ? "" : " and ") + redistribution(p, i, kR, axis, mesh);
     else if (!p.in(i).is_replicate())
       other += (other.empty() ? "" : " and ") + redistribution(p, i, kR, axis, mesh);
   }
   if (!best.empty()) return best;
-  // A part of each rank moves no byte on its way to an addend, which is as large as the whole: that is for sums with what is one.
+  // Turning shards into addends moves no data but makes each as large as the whole: suggested only for sums with a Partial operand.
   bool sums = false;
   for (int i = 0; i < p.num_inputs(); ++i) sums = sums || p.in(i).is_partial();
   for (const Place::Rule& r : p.rules) {
@@ -99,7 +99,7 @@ std::string fix_for(const Place& p, int axis, const MeshSpec* mesh) {
   for (const Place::Rule& r : p.rules) {
     const std::string inputs_of_rule = describe(r.inputs);
     accepted += (accepted.empty() ? " " : ", ") + inputs_of_rule;
-    if (inputs_of_rule == have)  // cuts that print alike, and are not
+    if (inputs_of_rule == have)  // shards that print alike but differ
       for (int i = 0; i < p.num_inputs(); ++i)
         if (!(p.in(i) == r.inputs[i])) accepted += str(" (input ", i, ' ', cut_signature(r.inputs[i]), ", not ", cut_signature(p.in(i)), ')');
     accepted += " -> " + describe(r.outputs);
@@ -111,7 +111,7 @@ std::string fix_for(const Place& p, int axis, const MeshSpec* mesh) {
                        fix_for(p, axis, mesh));
 }
 
-// Operands of different ranks, or what ranks have parts of, beside what one rank has.
+// Error: operands on different ranks, or sharded or Partial operands combined with one on a single rank.
 [[noreturn]] void not_on_one(const OpDef& op, const Place& p, const MeshSpec* mesh, int axis, std::span<const Tensor> inputs) {
   std::string have, types;
   const Placement* last = nullptr;
@@ -175,7 +175,7 @@ void place(const OpDef& op, const void* attrs, std::span<const Tensor>& inputs, 
   bool coerces = false;
   for (int axis = 0; axis < mesh->num_axes(); ++axis) {
     Place p(inputs, axis);
-    if (const Placement* owner = p.single()) {  // what one rank has of all operands, it computes alone: the rule of every op
+    if (const Placement* owner = p.single()) {  // if one rank has all operands, it computes alone: a rule of every op
       for (int i = 0; i < p.num_inputs(); ++i) {
         if (p.in(i) == *owner) continue;
         if (!p.in(i).is_replicate()) not_on_one(op, p, mesh, axis, inputs);
@@ -229,7 +229,7 @@ void place(const OpDef& op, const void* attrs, std::span<const Tensor>& inputs, 
 namespace rules {
 namespace {
 
-// The rule that follows the first sharded operand along the output dimension it is cut in.
+// The rule that follows the first sharded operand along the output dimension in which it is sharded.
 void follow_shard(Place& p) {
   int rank = 0;
   Shape out;
@@ -241,7 +241,7 @@ void follow_shard(Place& p) {
     if (!p.in(s).is_shard()) continue;
     const OwnershipMap& map = p.in(s).map();
     std::vector<Placement> in;
-    if (map.is_flat()) {  // a flat cut has no dimensions along which to broadcast, but for single elements
+    if (map.is_flat()) {  // a flat shard cannot be broadcast, except single elements
       for (int i = 0; i < p.num_inputs(); ++i) {
         if (!(p.shape(i) == out) && p.shape(i).numel() != 1) return;
         in.push_back(p.shape(i) == out ? p.in(s) : kR);

@@ -14,11 +14,11 @@
 
 namespace sheaf {
 
-// Memory of a value and of all that lies in it, or of a node's workspace.
+// Memory of a value and of everything placed in it, or of a node's workspace.
 struct Program::Block {
   std::shared_ptr<Storage> storage;
   Lifetime life;
-  bool host = false;  // it lies in the host's memory, which a GPU uses
+  bool host = false;  // host memory that a GPU uses
   bool workspace = false;
   int64_t offset = 0;
 };
@@ -30,24 +30,24 @@ struct Program::Instruction {
   std::vector<Tensor> inputs;
   Tensors outputs;
   bool add;
-  bool updates;                   // outputs lie in memory that outlives the step
+  bool updates;                   // outputs are placed in memory that outlives the step
   Storage* workspace = nullptr;
-  Tensor sent = {};  // by the next node, which this one is executed with: see [Note: in pieces]
+  Tensor sent = {};  // by the next node, with which this one is executed: see [Note: in pieces]
   int64_t sent_parts = 0;
-  std::vector<Storage*> ended = {};  // filled by a lane; from here on the memory is another's
+  std::vector<Storage*> ended = {};  // filled by a lane; after this node the memory is reused
 };
 
 Program::~Program() = default;
 Program::Program(Program&&) noexcept = default;
 Program& Program::operator=(Program&&) noexcept = default;
 
-// Goes through the tape once.
+// One pass through the tape.
 struct Program::Builder {
   Program& program;
   const Tape& tape;
   std::vector<Tensor> values;
   std::unordered_map<const Storage*, size_t> block_of = {};
-  std::vector<size_t> filled_by_lanes = {};  // blocks
+  std::vector<size_t> filled_by_lanes = {};  // indices into blocks_
   std::vector<NodeId> executed = {};         // by instruction
 
   void take_leaf(ValueId v, const Tensor& memory) {
@@ -83,13 +83,13 @@ struct Program::Builder {
       if (const int64_t bytes = detail::workspace_of(*n.op, run.attrs, execute); bytes > 0)
         run.workspace = add_block(id, device, bytes, MemoryKind::normal, /*workspace=*/true).get();
     }
-    for (const Tensor& t : run.inputs) t.storage()->settle();  // from here on all of its pieces have come
+    for (const Tensor& t : run.inputs) t.storage()->settle();  // from here on all of its pieces have arrived
     if (n.op == &in_pieces_op()) will_come_in_pieces(run.attrs, run.inputs[0], run.outputs);
     executed.push_back(id);
     program.instructions_.push_back(std::move(run));
   }
 
-  // The node before made what this one scatters: then it is executed there.
+  // If the previous node's result is what this one scatters, it is executed there.
   bool send_onward(NodeId id, const Instruction& scatter) {
     if (executed.empty() || executed.back() != id - 1) return false;
     Instruction& product = program.instructions_.back();
@@ -100,13 +100,13 @@ struct Program::Builder {
     Execute run(product.inputs, product.outputs);
     const int64_t bytes = detail::workspace_onward(*product.op, product.attrs, run, product.sent, product.sent_parts);
     if (!product.workspace || product.workspace->bytes() < bytes) {
-      if (product.workspace) program.blocks_[block_of.at(product.workspace)].life.bytes = 0;  // another takes its place
+      if (product.workspace) program.blocks_[block_of.at(product.workspace)].life.bytes = 0;  // another one replaces it
       if (bytes > 0) product.workspace = add_block(id - 1, run.device(), bytes, MemoryKind::normal, /*workspace=*/true).get();
     }
     return true;
   }
 
-  // Where the tape says that outputs lie: in fresh memory, in that of an earlier output, or of an earlier value.
+  // Where the tape places outputs: in fresh memory, in that of an earlier output, or of an earlier value.
   std::vector<OutputSpec> specs_of(const Node& n) const {
     std::vector<OutputSpec> specs(n.num_outputs);
     for (int o = 0; o < n.num_outputs; ++o) {
@@ -151,7 +151,7 @@ struct Program::Builder {
     for (const size_t b : filled_by_lanes) {
       const Block& block = program.blocks_[b];
       const auto next = std::ranges::upper_bound(executed, block.life.last);
-      if (next == executed.begin()) continue;  // other ranks' alone
+      if (next == executed.begin()) continue;  // executed on other ranks only
       program.instructions_[next - executed.begin() - 1].ended.push_back(block.storage.get());
     }
   }
@@ -189,7 +189,7 @@ void Program::arrange_blocks() {
   }
 }
 
-// An arena is taken whole, and before a run: who has which part of it, and when, is noted at once.
+// An arena is allocated as a whole, before a run: which values will hold which part of it, and when, is logged at once.
 void Program::note_holders(MemoryLog& log) const {
   std::vector<std::vector<const Block*>> first(tape_.num_nodes() + 1), last(tape_.num_nodes() + 1);
   for (const Block& b : blocks_) first[b.life.first].push_back(&b), last[b.life.last].push_back(&b);
@@ -209,7 +209,7 @@ void Program::note_holders(MemoryLog& log) const {
 void Program::reserve() {
   if (arena_ || blocks_.empty()) return;
   const Device device = blocks_[0].storage->device();
-  RankContext::current().memory(device)->give_back();  // what eager ops held may be memory of another kind
+  RankContext::current().memory(device)->give_back();  // eager ops may hold memory of another kind
   const MemoryUse use(HeldFor::idle, "program", "");
   arena_ = Storage::allocate(device, arena_bytes_, wire_ ? MemoryKind::wire : MemoryKind::normal);
   if (host_bytes_) host_arena_ = Storage::allocate(device, host_bytes_, MemoryKind::host);

@@ -1,11 +1,11 @@
-// [Note: recompute] A RecomputeScope leaves a region of nodes. Its values are counted as saved like others, but their
-// tensors are not kept. When the scope ends, what the region's nodes would have to read from outside is known and is
-// kept. The first time that the reverse pass asks for a value of the region, the nodes that lead to saved values are
-// applied again, in order, and from then on the values are there as if they had been kept: freed as the reverse pass goes
-// back through the region. Gathered parameters and their views are no part of this: they are resolved as always, so the
-// unit is gathered again by the mirror of its discard, once, for both the repetition and the derivatives.
-// Where a region keeps no results either, all that entered it is kept, as what will be asked for is not known at its end:
-// while somebody has a result or saved one. That is looked at when the next region begins.
+// [Note: recompute] A RecomputeScope leaves a region of nodes. Its values are counted as saved like others, but their tensors are not
+// kept. When the scope ends, the outside values that the region's nodes would read are known and are kept. The first time that the
+// reverse pass asks for a value of the region, the nodes that lead to saved values are applied again, in order, and from then on the
+// values are available as if they had been kept: they are freed as the reverse pass goes back through the region. Gathered parameters
+// and their views are not part of this: they are resolved as always, so the unit is gathered again by the mirror of its discard,
+// once, for both the recomputation and the derivatives.
+// A region that does not keep its results either keeps everything that entered it, as what will be asked for is not known at its end:
+// as long as a result is referenced or saved. That is checked when the next region begins.
 #include <algorithm>
 #include <unordered_set>
 
@@ -32,13 +32,13 @@ RecomputeScope::RecomputeScope(const RecomputeOptions& options) {
 }
 
 RecomputeScope::~RecomputeScope() {
-  Recording* r = recording_ ? Recording::living(recording_) : nullptr;  // another may have begun inside, and live on
+  Recording* r = recording_ ? Recording::living(recording_) : nullptr;  // another recording may have begun inside, and still be alive
   if (!r) return;
   if (selective_) r->selective_ = false;
   else r->end_region();
 }
 
-// Made by an op of the region: leaves, and values of a group's leaves, are there anyway.
+// Computed by an op of the region: leaves, and values of a group's leaves, exist anyway.
 bool Recording::made_in_region(ValueId v) const {
   const NodeId producer = tape_.value(v).producer;
   return producer >= regions_.back().begin && tape_.node(producer).op;
@@ -54,7 +54,7 @@ void Recording::note_made(std::span<const Tensor> outputs) {
   for (const Tensor& t : outputs) regions_.back().made.push_back(t.storage());
 }
 
-// Of layers without a gradient nobody saves what they read.
+// For layers without a gradient nothing is saved.
 void Recording::drop_unread_regions() {
   const auto unread = [&](const Region& region) {
     if (!region.results || !std::ranges::all_of(region.made, [](const auto& s) { return s.expired(); })) return false;
@@ -70,7 +70,7 @@ void Recording::end_region() {
   in_region_ = false;
   Region& region = regions_.back();
   region.end = tape_.num_nodes();
-  if (region.results) return set_recomputed(region, true);  // who will save them comes later
+  if (region.results) return set_recomputed(region, true);  // their readers are recorded later
   std::unordered_set<ValueId> read;
   for (NodeId id : nodes_to_recompute(region))
     for (ValueId v : tape_.inputs(tape_.node(id))) read.insert(v);
@@ -84,7 +84,7 @@ void Recording::set_recomputed(const Region& region, bool recomputed) {
       states_[tape_.output(tape_.node(id), o)].recomputed = recomputed && tape_.node(id).op;
 }
 
-// The reverse pass frees what it leaves behind, of the nodes up to `end`; what is saved after that is kept.
+// Frees the regions that the reverse pass has passed, of the nodes up to `end`; values saved after that are kept.
 void ReversePass::release_regions(NodeId node, NodeId end) {
   auto after = recording_.regions_.end();
   while (after != recording_.regions_.begin() && std::prev(after)->begin >= end) --after;
@@ -94,7 +94,7 @@ void ReversePass::release_regions(NodeId node, NodeId end) {
   recording_.regions_.erase(first, after);
 }
 
-// Those whose values are saved for the backward but not kept, and those that these read, in order.
+// The nodes whose values are saved for the backward but not kept, and those whose values they read, in order.
 std::vector<NodeId> Recording::nodes_to_recompute(const Region& region) const {
   std::unordered_set<ValueId> needed;
   std::vector<NodeId> nodes;
@@ -141,7 +141,7 @@ void ReversePass::recompute(Region& region) {
   std::unordered_map<ValueId, Tensor> values;
   for (auto& [v, kept] : region.entering) values.emplace(v, std::move(kept.value));
   region.entering.clear();
-  if (region.results) recording_.set_recomputed(region, false);  // what entered it is released: later saves of its values keep the tensors
+  if (region.results) recording_.set_recomputed(region, false);  // its inputs are released: later saves of its values keep the tensors
   const auto keep = [&](NodeId id, std::span<const Tensor> outputs) {
     for (size_t o = 0; o < outputs.size(); ++o) {
       const ValueId v = tape_.output(tape_.node(id), static_cast<int>(o));
@@ -175,7 +175,7 @@ void ReversePass::recompute(Region& region) {
       if (last_read.at(v) == id) values.erase(v);
   }
   values.clear();
-  region.from_host.clear();  // behind those that waited for the copies
+  region.from_host.clear();  // after the readers that waited for the copies
 }
 
 }  // namespace sheaf

@@ -1,4 +1,4 @@
-// The tape is written: values get numbers, ops become nodes, and what their derivatives will read is kept.
+// Writing the tape: values get ids, ops become nodes, and what their derivatives will read is saved.
 #include "sheaf/autograd/recording.h"
 
 #include <algorithm>
@@ -57,7 +57,7 @@ Recording::~Recording() {
   spare_lists() = std::move(lists_);
 }
 
-// Recordings end in any order: `r = std::make_unique<Recording>()` in a loop makes the next before the last one ends.
+// Recordings may end in any order: `r = std::make_unique<Recording>()` in a loop creates the next before the last one ends.
 void Recording::end() {
   for (const auto& group : all_groups_) group->recording_ended();
   all_groups_.clear();
@@ -107,10 +107,11 @@ ValueId Recording::value_of(const Tensor& t) const {
   return it == leaves_.end() ? -1 : it->second.second;
 }
 
-// [Note: early gradients] A head's gradient is known in the forward, where the logits are, but for the factor that the loss has in
-// what is differentiated, and it is large. It is put where the backward wants it, into its slot, and scaled there. If anybody else
-// wants slots of its group before (another loss, whose backward comes first), it moves: of any leaf, as they are one storage, whose
-// version says whether what was saved is still there. A recording whose backward() is never called allocates a group's slots in vain.
+// [Note: early gradients] A head's gradient is large, and is known in the forward, where the logits are, up to the loss's factor in
+// the differentiated scalar. It is stored in its slot, where the backward will need it, and scaled there. If slots of its group are
+// needed before (another loss, whose backward comes first), it is moved, whichever leaf it belongs to, since the slots are one
+// storage, whose version tells whether a saved value is still valid. A recording whose backward() is never called allocates the
+// group's slots in vain.
 Tensor Recording::slot_for_early_gradient(const Tensor& leaf, const Type& gradient) {
   if (in_region_ || in_backward() || value_of(leaf) < 0) return {};
   const ValueState& s = state(value_of(leaf));
@@ -123,7 +124,7 @@ void Recording::note_early_gradient(const Tensor& gradient, const Tensor& leaf) 
   early_gradients_.push_back({state(value_of(leaf)).group, tape_.value(v).producer, v});
 }
 
-// For whatever `node` puts there.
+// Because `node` is about to write slots.
 void Recording::evict_early_gradients(LeafGroup* group, NodeId node) {
   for (size_t i = early_gradients_.size(); i-- > 0;) {
     if (early_gradients_[i].group != group || early_gradients_[i].node == node) continue;
@@ -222,8 +223,8 @@ NodeId Recording::record(const OpDef& op, const void* attrs, std::span<const Ten
         fail<LifetimeError>("[", op.name, "] ", path_label(PathScope::current()), ": its result is stored into memory ",
                             "that is there already; what is computed again in the backward cannot be");
       ValueId base = value_of(specs[o].into);
-      if (base < 0) {  // memory that this recording has not met: it is a leaf that the op updates
-        base = leaf(specs[o].into, "memory");  // the tape's values move
+      if (base < 0) {  // memory not seen by this recording: a leaf that the op updates
+        base = leaf(specs[o].into, "memory");  // reallocates the tape's values
         states_.resize(tape_.num_values());
       }
       tape_.mutable_value(v).base = base;
@@ -240,7 +241,7 @@ NodeId Recording::record(const OpDef& op, const void* attrs, std::span<const Ten
     if (s.needs_grad) needs |= bit(static_cast<int>(i));
     recipe = recipe && s.recipe;
   }
-  // Of frozen parameters, too: what lies in gathered bytes may be discarded before a backward reads it.
+  // Frozen parameters, too: views of gathered buffers may be discarded before a backward reads them.
   for (size_t o = 0; recipe && o < outputs.size(); ++o) states_[first + o].recipe = true;
   if (op.stops_gradient) return id;
   if (needs && op.vjp) {
@@ -250,7 +251,7 @@ NodeId Recording::record(const OpDef& op, const void* attrs, std::span<const Ten
     if (saves()) save_for_backward(id, inputs, outputs, needs);
   } else if (needs && op.kind == OpKind::op && std::any_of(types.begin(), types.end(), [](const Type* t) {
                return is_floating(t->dtype); })) {
-    // Not differentiable: whoever asks for a gradient through it is told which op lacks it.
+    // Not differentiable: asking for a gradient through it is an error that names the op.
     for (size_t o = 0; o < outputs.size(); ++o) states_[first + o].needs_grad = true;
   }
   return id;
@@ -268,7 +269,7 @@ void Recording::save_for_backward(NodeId node, std::span<const Tensor> inputs, s
   const auto save = [&](ValueId v, const Tensor& t) {
     ValueState& s = states_[v];
     ++s.saves;
-    // A recipe is resolved again: the gathered bytes may be discarded.
+    // A recipe is replayed: the gathered buffers may be discarded.
     if (s.recipe || s.recomputed || s.rematerialized || (in_region_ && made_in_region(v))) return;
     if (s.saved && s.saves > 1 && s.saved.storage() == t.storage() && s.version != t.storage()->version())
       fail<LifetimeError>("[", n.op->name, "] value %", v, " ", tape_.type(v), " was changed in place after an op had it, whose ",
@@ -283,7 +284,7 @@ void Recording::save_for_backward(NodeId node, std::span<const Tensor> inputs, s
 }
 
 void Recording::bind_group(const std::shared_ptr<LeafGroup>& group, std::span<const Tensor> tensors, std::span<const int> indices) {
-  // What is gathered after the backward under way has finished the group is for what will be computed next.
+  // If the current backward has finished the group already, the gather is for later computations.
   const auto it = std::find_if(groups_.begin(), groups_.end(),
                                [&](const GroupState& g) { return g.group == group && !g.finished; });
   if (it == groups_.end()) {
@@ -312,12 +313,13 @@ void Recording::use_group(const LeafGroup* group) {
     if (g.first_use < 0) g.first_use = tape_.num_nodes(), g.derivative_order = derivative_order_;
   }
   if (known || (in_backward() && !saves())) return;
-  // Open since a micro-batch before this one, or since what is being differentiated again.
+  // Open since an earlier micro-batch, or since what is being differentiated again.
   for (const auto& g : all_groups_)
     if (g.get() == group) new_group_state(g).first_use = tape_.num_nodes();
 }
 
-// Whether a direction is read through it now: it is asked for one, or was opened for one by a derivative that is being differentiated.
+// Whether its values are now read for a direction: one is being requested, or it was opened for one by a derivative that is being
+// differentiated.
 bool Recording::is_for_direction(const LeafGroup* group) const {
   if (pass_ && pass_->asks_for_direction()) return true;
   const auto is = [&](const GroupState& g) { return g.group.get() == group; };

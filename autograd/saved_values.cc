@@ -1,4 +1,4 @@
-// What derivatives read: a value that was kept, or that is gathered, computed or brought back from the host once more.
+// What derivatives read: a value that was kept, or is gathered, recomputed or copied back from the host.
 #include <algorithm>
 #include <utility>
 
@@ -10,7 +10,7 @@ namespace sheaf {
 Tensor ReversePass::resolve(ValueId v) {
   const ValueState& s = recording_.state(v);
   if (s.group) {
-    group_state(s.group);  // or it is closed
+    group_state(s.group);  // fails if it is closed
     if (s.group->version() != s.version)
       fail<LifetimeError>("[backward] the parameters of unit '", s.group->group_name(), "' were changed in place (by a ",
                           "step or an assignment) between forward and backward");
@@ -33,7 +33,7 @@ Tensor ReversePass::resolve(ValueId v) {
         recompute(region);
         break;
       }
-  if (const ValueState& now = recording_.state(v); now.saved) {  // the states may have moved
+  if (const ValueState& now = recording_.state(v); now.saved) {  // the states may have been reallocated
     if (now.saved.storage()->version() != now.version)
       fail<LifetimeError>("[backward] value %", v, " ", tape_.type(v), " was changed in place between forward and backward, which ",
                           "reads it: change a copy");
@@ -43,13 +43,13 @@ Tensor ReversePass::resolve(ValueId v) {
                       "differentiated before (ask for it with {.keep = true}), or its derivative reads what it does not save");
 }
 
-// Its op's derivative has not come yet, so what that reads is there.
+// Its op has not been differentiated yet, so its inputs are still available.
 void ReversePass::rematerialize(ValueId v) {
   const Node n = tape_.node(tape_.value(v).producer);
   const PathScope path(tape_.path(n));
   const AttrsCopy attrs(tape_, n);
   Vjp saved(*this, tape_.value(v).producer, 0);
-  struct Before {  // restored if it throws, too
+  struct Before {  // restored even if it throws
     bool& now;
     const bool then;
     ~Before() { now = then; }

@@ -14,7 +14,7 @@ std::string escaped(std::string_view s) {
   return out;
 }
 
-// By the first axis that is not of size 1: that is what one looks for in a picture of a sharded step.
+// By the first axis whose size is not 1: the relevant one in a picture of a sharded step.
 const char* colour(const Tape& tape, const Node& n) {
   if (n.num_outputs == 0) return "lightgrey";
   const Layout& l = tape.type(tape.output(n)).layout;
@@ -37,7 +37,7 @@ std::string to_dot(const Tape& tape) {
       "  // Replicate palegreen, Partial lightsalmon, Shard lightblue, Invariant khaki, no mesh white, no output lightgrey\n";
   out += "  // borders: forward black, backward firebrick, update navy; dashed edges: stores into memory, to who reads it next\n";
   std::vector<NodeId> maker(static_cast<size_t>(tape.num_values()), -1);
-  std::vector<std::vector<NodeId>> stored(static_cast<size_t>(tape.num_values()));  // into this memory, read by nobody yet
+  std::vector<std::vector<NodeId>> stored(static_cast<size_t>(tape.num_values()));  // not read by anything yet
   for (NodeId id = 0; id < tape.num_nodes(); ++id) {
     const Node& n = tape.node(id);
     const std::string what = n.op ? tape.op_name(n) : "leaf " + tape.leaf_name(tape.output(n));

@@ -22,7 +22,7 @@ int64_t local_elements(const Type& t, const std::vector<int>& at) {
   return t.layout.mesh() ? t.layout.local_shape(t.shape, at.data()).numel() : t.shape.numel();
 }
 
-// What two cuts of one value have in common on one rank, which therefore does not travel.
+// The elements that one rank has in both shards of a value, which are therefore not communicated.
 int64_t shared_elements(const Type& from, const Type& to, int axis, const std::vector<int>& at) {
   const Placement &p = from.layout[axis], &q = to.layout[axis];
   const int n = to.layout.mesh()->size(axis), me = at[static_cast<size_t>(axis)];
@@ -42,7 +42,8 @@ int64_t shared_elements(const Type& from, const Type& to, int axis, const std::v
   return d == e && d >= 0 ? shared * (whole.numel() / whole[d]) : shared;
 }
 
-// Whether this rank takes part: not in what others along an axis exchange. Who has not joined the mesh looks as its rank 0.
+// Whether this rank takes part: not in exchanges among other ranks of an axis. A rank that has not joined the mesh counts as its rank
+// 0.
 bool is_here(const Layout& from, const Layout& to) {
   const std::vector<int> at = coordinates_on(to.mesh());
   return !from.is_elsewhere(at.data()) || !to.is_elsewhere(at.data());
@@ -85,7 +86,7 @@ std::vector<Transfer> transfers(const Tape& tape, const Node& n) {
 
 bool is_unit_gather(const Tape& tape, const Node& n) {
   if (tape.kind(n) != OpKind::redistribute || is_redistribute(n.op)) return false;
-  if (tape.op_name(n) == "all_gather") return n.op->lane == Lane::gather;  // else of gradients
+  if (tape.op_name(n) == "all_gather") return n.op->lane == Lane::gather;  // else it gathers gradients
   if (tape.op_name(n) != "open") return false;
   const Node& made = tape.node(tape.value(tape.inputs(n)[0]).producer);
   return made.op && made.op->lane == Lane::copy;
@@ -119,7 +120,7 @@ std::string format_bytes(int64_t bytes) {
 
 std::string collective_summary(const Tape& tape) {
   struct Row { std::string path, name; int64_t count = 0, bytes = 0; };
-  std::vector<Row> rows, totals;  // of several axes one for each, for their links differ
+  std::vector<Row> rows, totals;  // one total for each of several axes, since their links differ
   std::map<std::pair<std::string, std::string>, size_t> known;
   const auto total_of = [&totals](const std::string& axis) -> Row& {
     const auto it = std::ranges::find(totals, axis, &Row::name);
@@ -137,7 +138,7 @@ std::string collective_summary(const Tape& tape) {
       for (Row* row : {&rows[at->second], &total_of(axis)}) ++row->count, row->bytes += bytes;
     }
   }
-  std::map<std::string, size_t> order;  // of the paths, by their first collective; a path's rows stand together
+  std::map<std::string, size_t> order;  // of the paths, by their first collective; rows of a path are adjacent
   for (const Row& r : rows) order.try_emplace(r.path, order.size());
   std::stable_sort(rows.begin(), rows.end(), [&](const Row& a, const Row& b) { return order[a.path] < order[b.path]; });
   if (totals.empty()) total_of("");

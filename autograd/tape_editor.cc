@@ -29,7 +29,7 @@ std::vector<ValueId> TapeEditor::insert(NodeId before, const TensorFunction& cod
   }();
   const Phase phase = before < given_ ? tape_.node(before).phase : given_ > 0 ? tape_.node(given_ - 1).phase : Phase::forward;
   const std::string path = inputs.empty() ? "" : tape_.path(tape_.node(tape_.value(inputs[0]).producer));
-  std::vector<ValueId> of(recorded.num_values(), -1);  // by value of what is recorded
+  std::vector<ValueId> of(recorded.num_values(), -1);  // by value of the recorded tape
   std::ranges::copy(inputs, of.begin());
   for (NodeId id = 0; id < recorded.num_nodes(); ++id) {
     const Node& n = recorded.node(id);
@@ -74,7 +74,7 @@ void TapeEditor::replace(ValueId value, ValueId by, NodeId from) {
   replaced_[value].push_back({from, by});
 }
 
-// What node `place` has in place of v: by the last replacement from there or before, and what replaces that.
+// What node `place` reads instead of v: the last replacement that applies there, and what replaces that in turn.
 ValueId TapeEditor::now(ValueId v, NodeId place) const {
   for (size_t steps = 0; steps <= replaced_.size(); ++steps) {
     const auto it = replaced_.find(v);

@@ -68,7 +68,7 @@ std::string to_json(const Tape& tape) {
   std::string out = "{\"nodes\":[";
   for (NodeId id = 0; id < tape.num_nodes(); ++id) out += (id ? ",\n" : "\n") + node_json(tape, id);
   out += "],\n\"values\":[";
-  for (ValueId v = 0, said = 0; v < tape.num_values(); ++v)  // what a pass took out has no producer
+  for (ValueId v = 0, said = 0; v < tape.num_values(); ++v)  // values that a pass removed have no producer
     if (tape.value(v).producer >= 0) out += (said++ ? ",\n" : "\n") + value_json(tape, v);
   out += "],\n\"cotangents\":" + array(tape.cotangents(), [](const auto& c) { return str('[', c.first, ',', c.second, ']'); });
   return out + "}\n";

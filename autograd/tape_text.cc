@@ -70,7 +70,7 @@ struct Row {
   const std::string& cell(size_t c) const { return c == 0 ? program : c == 1 ? path : type; }
 };
 
-// The columns of a phase, wherever it stands on the tape.
+// The columns of a phase, even if it is interrupted on the tape.
 struct Columns {
   size_t widths[std::size(kWidest)] = {}, bytes = 0;
 
@@ -79,7 +79,7 @@ struct Columns {
       if (const size_t w = width(r.cell(c)); w <= kWidest[c]) widths[c] = std::max(widths[c], w);
     bytes = std::max(bytes, r.bytes.size());
   }
-  // What stands behind a cell that is too long comes two spaces later, and what stands behind that is in its place again if it can.
+  // What follows an overlong cell begins two spaces after it, and later cells return to their columns if they can.
   std::string line(const Row& r) const {
     std::string out = "  ";
     size_t begin = width(out);

@@ -1,4 +1,4 @@
-// What a vjp sees of the reverse pass.
+// A vjp's view of the reverse pass.
 #include <utility>
 
 #include "sheaf/autograd/reverse_pass.h"
@@ -33,7 +33,7 @@ Tensor Vjp::output(int i) const {
 bool Vjp::has_place(int i) const {
   const auto& s = recording().state(value_of_input(i));
   if (!s.group || !pass_.to_slots() || !needs(i)) return false;
-  // A leaf that is several operands of the node gets a contribution from each: they cannot all be stored first.
+  // A leaf that is several operands of the node gets a contribution from each: only one can be stored, the others are added.
   for (int other = 0; other < num_inputs(); ++other) {
     const auto& o = recording().state(value_of_input(other));
     if (other != i && o.group == s.group && o.leaf_index == s.leaf_index) return false;

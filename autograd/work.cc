@@ -20,7 +20,7 @@ Shape local_shape(const Type& t) {
 
 template <class ShapeOf>
 Work work_with(const Tape& tape, const Node& n, const ShapeOf& shape_of) {
-  // Collectives of units, and sends: in their place.
+  // Collectives of units, and sends, work in place: they copy nothing locally.
   if (tape.kind(n) == OpKind::redistribute && !n.op->work && (!is_redistribute(n.op) || n.op == &send_op())) return {};
   SmallVector<Shape, 6> inputs, outputs;
   double bytes = 0;
@@ -37,7 +37,7 @@ Work work_with(const Tape& tape, const Node& n, const ShapeOf& shape_of) {
   WorkOf w(std::span(inputs.begin(), inputs.size()), std::span(outputs.begin(), outputs.size()),
            inputs.empty() ? none : tape.type(tape.inputs(n)[0]).shape);
   w.work.bytes = bytes;
-  // What products are of: of the operands, tokens and targets aside.
+  // The products' dtype is that of the operands, except tokens and targets.
   w.work.dtype = tape.type(tape.output(n)).dtype;
   for (const ValueId v : tape.inputs(n))
     if (is_floating(tape.type(v).dtype)) {
@@ -59,7 +59,7 @@ Work work_of(const Tape& tape, const Node& n) {
   return work_with(tape, n, [](const Type& t) { return is_elsewhere(t.layout) ? Shape{0} : local_shape(t); });
 }
 
-// Whether a view is dense, or is one, may differ by rank.
+// Whether a value is dense, or a view, may differ by rank.
 Work whole_work_of(const Tape& tape, const Node& n) {
   if (!n.op || n.num_outputs == 0 || n.op->alias || n.op->name == std::string_view("contiguous")) return {};
   return work_with(tape, n, [](const Type& t) { return t.shape; });

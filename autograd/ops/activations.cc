@@ -1,4 +1,4 @@
-// Activation functions with fused backwards, which are ops too and have derivatives of their own.
+// Activation functions with fused backwards, which are themselves differentiable ops.
 #include <limits>
 
 #include "sheaf/autograd/fuse.h"
@@ -176,10 +176,10 @@ void check_equal_shapes(const char* op, const Infer& c) {
     if (!(c.shape(i) == c.shape(0)))
       fail<ShapeError>("[", op, "] shapes ", c.shape(0), " and ", c.shape(i), " differ");
 }
-// A sum of which there may be no term yet.
+// Adds t to a sum that may still be undefined.
 void accumulate(Tensor& total, const Tensor& t) { total = total ? add(total, t) : t; }
 
-// Of backwards with inputs gate, up, dy and outputs dgate, dup.
+// For backwards with inputs gate, up, dy and outputs dgate, dup.
 void infer_of_gate(const char* op, Infer& c) {
   const DType d = common_dtype(op, c);
   check_equal_shapes(op, c);
@@ -252,8 +252,8 @@ struct Swiglu {
   }
 };
 
-// --- clamped_swiglu: h(g) (u + 1) of the operands held to the limits, g and u; h(g) = g sigmoid(alpha g) ---
-struct ClampedSwigluBackward {  // inputs gate, up, dy; outputs dgate = dy (u + 1) h'(g), dup = dy h(g), 0 where g, u were held
+// --- clamped_swiglu: h(g) (u + 1) of the clamped operands, g and u; h(g) = g sigmoid(alpha g) ---
+struct ClampedSwigluBackward {  // inputs gate, up, dy; outputs dgate = dy (u + 1) h'(g), dup = dy h(g), 0 where g, u were clamped
   static constexpr const char* kName = "clamped_swiglu_backward";
   using Attrs = ClampedSwigluOptions;
   static constexpr uint64_t kSavedInputs = 0b111;

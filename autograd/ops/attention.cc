@@ -19,8 +19,8 @@ struct AttentionAttrs {
   double softcap;
 };
 
-/// The cut of heads that queries share with keys: a key head goes with the query heads that read
-/// it. `of_queries` tells whose cut `map` is.
+/// The shard of heads that queries share with keys: a key head is on the rank of the query heads that read it. `of_queries` says
+/// whether `map` is the queries'.
 struct HeadCut {
   Placement queries, keys, lse, sinks;
 };
@@ -32,7 +32,8 @@ std::optional<HeadCut> head_cut(const Place& p, const OwnershipMap& map, bool of
   return HeadCut{Placement::shard(q), Placement::shard(k), Placement::shard(q.moved_to(1)), Placement::shard(q.moved_to(0))};
 }
 
-/// q, k, v, out, dout, lse, sinks[H] if kSinks, begins if there are documents -> dq, dk, dv, and if kSinks what queries give these, [B, H, T].
+/// q, k, v, out, dout, lse, sinks[H] if kSinks, begins if there are documents -> dq, dk, dv, and if kSinks the queries' contributions
+/// to dsinks, [B, H, T].
 template <bool kSinks>
 struct AttentionBackward {
   static constexpr const char* kName = kSinks ? "attention_with_sinks_backward" : "attention_backward";

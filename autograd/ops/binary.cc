@@ -27,7 +27,7 @@ struct Binary {
   static void fuse(const Attrs&, Fuse& f) { f.yields(f.binary(kKernel, f.input(0), f.input(1))); }
 };
 
-/// Keeps of two inputs what the gradient of the other one needs.
+/// Saves each of two inputs if the other one's gradient is needed.
 struct SavesTheOther {
   static constexpr uint64_t kSavedInputs = 0b11;
   static void saves(const auto&, uint64_t needs, uint64_t& in, uint64_t&) {
@@ -84,18 +84,18 @@ struct Pow : Binary<Pow, BinaryOp::pow> {
   }
   static void vjp(const Attrs&, Vjp& c) {
     const Tensor a = c.input(0), b = c.input(1);
-    if (c.needs(0)) {  // of x⁰ it is 0, where x is 0, too
+    if (c.needs(0)) {  // the gradient of x⁰ is 0, also at x = 0
       const Tensor slope = where(eq(b, 0.0), 0.0, mul(b, pow(a, sub(b, 1.0))));
       c.set(0, sum_to(mul(c.grad(), slope), c.input_type(0)));
     }
-    if (c.needs(1)) {  // and of 0ˣ for x >= 0
+    if (c.needs(1)) {  // and so is that of 0ˣ for x >= 0
       const Tensor slope = mul(c.output(0), log(a));
       c.set(1, sum_to(mul(c.grad(), where(eq(a, 0.0), where(ge(b, 0.0), 0.0, slope), slope)), c.input_type(1)));
     }
   }
 };
 
-/// minimum and maximum: the gradient goes to the operand that won; of two equal ones to the first.
+/// minimum and maximum: the selected operand gets the gradient; of two equal ones the first.
 template <class Op, BinaryOp kKernel>
 struct Extreme : Binary<Op, kKernel> {
   static constexpr uint64_t kSavedInputs = 0b11;
@@ -113,7 +113,7 @@ struct Maximum : Extreme<Maximum, BinaryOp::maximum> {
   static constexpr const char* kName = "maximum";
 };
 
-// Truth values: no gradients.
+// Bool results: no gradients.
 struct Eq : Binary<Eq, BinaryOp::eq> {
   static constexpr const char* kName = "eq";
 };
@@ -166,7 +166,7 @@ struct BinaryScalar {
   }
   static void fuse(const Attrs& a, Fuse& f) {
     const Fuse::Value x = f.input(0);
-    if (a.op == BinaryOp::pow && a.scalar == 2 && !a.left) return f.yields(f.unary(kernels::UnaryOp::square, x));  // as its kernel
+    if (a.op == BinaryOp::pow && a.scalar == 2 && !a.left) return f.yields(f.unary(kernels::UnaryOp::square, x));  // as its own kernel does
     const Fuse::Value scalar = f.constant(a.scalar);
     f.yields(a.left ? f.binary(a.op, scalar, x) : f.binary(a.op, x, scalar));
   }

@@ -13,7 +13,7 @@ struct ConvAttrs {
   int32_t silu, documents;
 };
 
-/// The cut of channels, of x along dimension 2 and of the weight along 0.
+/// The shard of channels, of x along dimension 2 and of the weight along 0.
 struct ChannelCut {
   Placement rows, weight;
 };
@@ -32,7 +32,7 @@ struct CausalConvBackward {
     c.output(c.dtype(1), c.shape(1));
     c.output(statistics_dtype(c.dtype(1)), c.shape(2));
   }
-  /// Ranks that have samples of their own have addends of the weight's gradient.
+  /// With sharded samples, the ranks' weight gradients are addends.
   static void place(const Attrs& a, Place& p) {
     for (int i = 0; i < 3; ++i) {
       if (!p.in(i).is_shard() || p.in(i).map().is_flat()) continue;
@@ -97,7 +97,7 @@ struct CausalConv {
 };
 
 // With m the convolution of x, g = dy f'(m) and * for a convolution, linear in both: the tangent is t = ux * weight + x * uw, so that
-// <u, (dx, dweight)> = <g, t>. Of that g and m are derivatives as of any product; t is linear.
+// <u, (dx, dweight)> = <g, t>. g and m are differentiated like any product; t is linear.
 void CausalConvBackward::vjp(const Attrs& a, Vjp& c) {
   const auto exact = [](const Tensor& t) { return t ? in_statistics_dtype(t) : t; };
   const Tensor dy = exact(c.input(0)), x = exact(c.input(1)), weight = exact(c.input(2)), begins = a.documents ? c.input(3) : Tensor();

@@ -9,10 +9,10 @@ namespace {
 // Inputs: those of the function, then its results, which the outputs view.
 struct CustomVjpNode {
   static constexpr const char* kName = "custom_vjp";
-  static constexpr bool kRecipe = true;  // of gathered parameters through views alone: it moves nothing
+  static constexpr bool kRecipe = true;  // if applied to gathered parameters through views alone: it moves no data
   static constexpr uint64_t kSavedInputs = ~uint64_t{0}, kSavedOutputs = ~uint64_t{0};
   struct Attrs {
-    int64_t derivative;  // of the recording
+    int64_t derivative;  // number in the recording
     CustomVjpOptions saved;
     int64_t inputs;
   };

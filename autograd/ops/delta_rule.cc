@@ -36,7 +36,7 @@ kernels::DeltaRuleOperands operands(const DeltaAttrs& a, const Execute& c) {
   return {in.q, in.k, in.v, c.input(1), c.input(2), a.initial ? c.input(3) : View{}, a.documents ? c.input(3 + a.initial) : View{}};
 }
 
-/// A cut of the heads in `units` of whole key heads, each with the value heads that read it.
+/// A shard of the heads in `units` of whole key heads, each with the value heads that read it.
 struct DeltaCut {
   Placement qkv, rates, states, out;
 };
@@ -48,7 +48,7 @@ std::optional<DeltaCut> delta_cut(const DeltaAttrs& a, int64_t units, const Plac
                   cut(OwnershipMap::even(1, heads)), cut(OwnershipMap::even(2, values / units))};
 }
 
-/// The cut of heads that one of the operands has, which are qkv, rates, a state [B, H, D, E] or results [B, T, H E].
+/// The shard of heads that one operand has: qkv, rates, a state [B, H, D, E] or results [B, T, H E].
 std::optional<DeltaCut> cut_of(const DeltaAttrs& a, Place& p, int i, bool is_result) {
   const Placement& x = p.in(i);
   if (i == 0) return delta_cut(a, packed_units(x), x);
@@ -131,8 +131,8 @@ struct DeltaRuleBackward {
     if (a.has_dstate && d.dstate) c.set(dout + 1, d.dstate);
   }
   static void work(const Attrs& a, WorkOf& w) { multiplies(a, w, /*forwards=*/3); }
-  /// Chunks of 64 tokens: products with the state (two, and one that changes it), of keys and queries with keys, and of both triangles
-  /// with what tokens write.
+  /// Per chunk of 64 tokens: products with the state (two, and one that updates it), of keys and queries with keys, and of both
+  /// triangles with the tokens' updates.
   static void multiplies(const Attrs& a, WorkOf& w, int forwards) {
     const Shape& qkv = w.input(0);
     const double tokens = static_cast<double>(qkv[0] * qkv[1]), chunk = static_cast<double>(kernels::kDeltaChunk);

@@ -1,6 +1,6 @@
-// Second derivatives of the gated delta rule. Its backward b(x, dout) is the gradient of <dout, f(x)>, so the gradient of <u, b> by x is the
-// derivative of b along u (a Hessian is symmetric), and that by dout the derivative of f: [Note: second derivatives]. Both follow from
-// f and b written once, of whole sequences in place of chunks, in numbers that have a tangent (forward over reverse).
+// Second derivatives of the gated delta rule. Its backward b(x, dout) is the gradient of <dout, f(x)>, so the gradient of <u, b> by x
+// is the derivative of b along u (a Hessian is symmetric), and that by dout is the derivative of f: [Note: second derivatives]. Both
+// follow from f and b written once, for whole sequences instead of chunks, in dual numbers (forward over reverse).
 #include <optional>
 
 #include "sheaf/autograd/ops/second.h"
@@ -29,7 +29,7 @@ Dual product(const Dual& a, const Dual& b) {
   return {matmul(a.value, b.value), sum_of_defined({a.tangent ? matmul(a.tangent, b.value) : Tensor(),
                                                     b.tangent ? matmul(a.value, b.tangent) : Tensor()})};
 }
-/// f of both, for an f that is linear.
+/// f of both, for a linear f.
 template <class F>
 Dual linearly(const Dual& a, F&& f) {
   return a ? Dual{f(a.value), a.tangent ? f(a.tangent) : Tensor()} : Dual();
@@ -55,7 +55,7 @@ Dual last_of(const Dual& a) {
   return linearly(a, [](const Tensor& t) { return slice(t, -1, t.shape().back() - 1, t.shape().back()); });
 }
 
-/// x / sqrt(sum(x²) + eps), and what that makes of a gradient.
+/// x / sqrt(sum(x²) + eps), and its vjp.
 struct Normed {
   Dual n, r;
   Normed(const Dual& x, double eps) : n(x) {
@@ -68,7 +68,7 @@ struct Normed {
   Dual backward(const Dual& g) const { return r ? (g - n * summed(g * n, {-1}, true)) * r : g; }
 };
 
-/// (1 + a)^-1 of a strictly lower triangular a of T rows: the product of 1 + m^(2^i), m = -a, whose powers end.
+/// (1 + a)^-1 of a strictly lower triangular a of T rows: the product of 1 + m^(2^i), m = -a, which is finite as m is nilpotent.
 Dual inverse_of_one_plus(const Dual& a, int64_t T, const Tensor& one) {
   Dual power = -a, out = power + Dual{one};
   for (int64_t reach = 2; reach < T; reach *= 2) {
@@ -78,7 +78,7 @@ Dual inverse_of_one_plus(const Dual& a, int64_t T, const Tensor& one) {
   return out;
 }
 
-/// Which tokens see each other, and which see the state before the first, or are seen by that behind the last.
+/// Which pairs of tokens see each other, which tokens see the initial state, and which affect the final state.
 struct Seen {
   Tensor pairs, earlier, initial, last, initial_by_last;
   Seen(const Tensor& begins_BT, int64_t T) {
@@ -94,7 +94,7 @@ struct Seen {
 
 }  // namespace
 
-// All of [B, G, H / G, T, ..], with 1 for H / G where queries and keys are; formulas are named in kernels/delta_rule.h.
+// All tensors are [B, G, H / G, T, ..], with 1 for H / G for queries and keys; formulas are named in kernels/delta_rule.h.
 DeltaRuleSecond delta_rule_second(const DeltaRuleTensors& x, const DeltaRuleTensors& u, const Tensor& dout, const Tensor& dstate,
                                   const Tensor& begins, double scale, double norm_eps) {
   const DeviceScope device(x.q.device());

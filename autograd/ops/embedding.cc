@@ -27,7 +27,7 @@ struct EmbeddingBackward {  // tokens[..], dout[.., C] -> [vocabulary, C]
     c.output(c.dtype(1), {a.vocabulary, c.shape(1).back()});
   }
   static void place(const Attrs& a, Place& p) {
-    // Each rank adds up the rows of its tokens.
+    // Each rank sums the rows of its tokens.
     if (a.table.mesh() && cuts_table(a.table[p.axis()]))
       return p.rule({kR, kR}, {a.table[p.axis()]});
     row_rules(p, 1, 0b11, 0, 1, 1);
@@ -78,7 +78,7 @@ struct Embedding {
     SHEAF_ON_DEVICE(c.stream(), embedding, c.input(0), c.input(1), part_of(c.input_type(1)),
                  c.output(0));
   }
-  static void work(const Attrs&, WorkOf& w) {  // reads the rows that it writes, not the table
+  static void work(const Attrs&, WorkOf& w) {  // reads the rows that it writes, not the whole table
     w.work.bytes = static_cast<double>(w.output(0).numel()) * 2 * static_cast<double>(size_of(w.work.dtype));
   }
   static void vjp(const Attrs&, Vjp& c) {

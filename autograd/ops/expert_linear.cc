@@ -1,4 +1,4 @@
-// Mixtures of experts: products of rows with the matrix of each one's expert, and their gradients.
+// Mixtures of experts: products of rows with their expert's matrix, and their gradients.
 #include <algorithm>
 
 #include "sheaf/autograd/ops/linear.h"
@@ -21,7 +21,7 @@ void check_rows(const char* op, const Infer& c, int rows, int counts) {
   if (!fits()) fail<ShapeError>("[", op, "] rows ", c.input(rows), " need i32 counts of experts' rows in their groups, not ", c.input(counts));
 }
 
-/// Whether ranks of this axis may have experts of their own, by this cut: their rows are, which stand in parts.
+/// Whether this axis may shard the experts by `cut`: their rows are then sharded by parts.
 bool cuts_experts(const Place& p, const OwnershipMap& cut, const Shape& rows, const Shape& counts) {
   if (rows[0] == counts[0]) return true;
   if (!(cut == OwnershipMap::even(0))) return false;
@@ -30,15 +30,15 @@ bool cuts_experts(const Place& p, const OwnershipMap& cut, const Shape& rows, co
   return false;
 }
 
-/// What ExpertLinear and its gradients of weights know of their rows.
+/// Attributes of ExpertLinear and its weight gradients: what is known of their rows.
 struct ExpertAttrs {
   bool fp8;
   double fill;  ///< ExpertLinearOptions's
 
   kernels::ExpertProduct how() const { return {fp8, fill * kernels::own_cost(fp8) <= 1}; }
-  /// Whether a GPU's own kernel makes the product: then of rows in use alone, and never in FP8.
+  /// Whether a GPU uses our own kernel for the product: then only for rows in use, and never in FP8.
   bool is_own(const Shape& rows, int64_t experts) const { return rows[0] != experts || how().mostly_empty; }
-  /// Of a product of all rows.
+  /// The work of a product over all rows.
   double work(double products, bool own) const { return own ? products * fill * kernels::own_cost(false) : products; }
 };
 
@@ -72,7 +72,7 @@ struct ExpertBiasGradient {  // dy[Q, .., R, O], counts[E, ..] -> the sums [E, O
     const Stream stream = c.stream();
     SHEAF_ON_DEVICE_SCRATCH(stream, c.workspace, expert_bias_gradient, c.input(0), c.input(1), c.output(0));
   }
-  static void vjp(const Attrs&, Vjp& c) {  // g[E, O] to each row in use: as a product with zeros adds it
+  static void vjp(const Attrs&, Vjp& c) {  // adds g[E, O] to each row in use: as a product with zeros does
     Type none = c.input_type(0);
     none.shape[none.shape.rank() - 1] = 1;
     const int last = none.shape.rank() - 1;
@@ -135,7 +135,7 @@ struct ExpertWeightGradient {  // dy[Q, .., R, O], x[Q, .., R, I], counts[E, ..]
 struct ExpertLinear {  // x[Q, .., R, I], weight[E, O, I], counts[E, ..] [, bias[E, O]] -> [Q, .., R, O]
   static constexpr const char* kName = "expert_linear";
   static constexpr bool kDefersWeights = true;
-  // Of one part some sequences, or groups of one, after others, with all experts; of parts that are one expert each some of these.
+  // If all experts are one part, some sequences at a time, or groups of one; if each expert is a part, some of the parts.
   static constexpr PartDims kParts = {{0, 0, 0, 0}, {0}}, kSequences = {{1, -1, 1, -1}, {1}}, kGroups = {{2, -1, 2, -1}, {2}};
   static const PartDims* row_parts(const Shape& x) {
     const int leading = x.rank() - 2;

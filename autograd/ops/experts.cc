@@ -1,8 +1,8 @@
-// Mixtures of experts: choosing experts, rows on their way to them and back.
+// Mixtures of experts: choosing experts, sending rows to them and returning the results.
 //
-// Sending, returning and weighting are the three contractions of one form: the sum over choices of weight · (row · y), y being
-// that of the choice's token. So they are each other's derivatives. Where ranks have tokens of all, and each a part of the experts
-// with their rows, sending moves nothing, and what returns are addends.
+// Sending, returning and weighting are the three contractions of one trilinear form: the sum over choices of weight · (row · y),
+// where y belongs to the choice's token. So they are each other's derivatives. If ranks have all tokens, and each a part of the
+// experts with their rows, sending moves nothing, and the returned values are addends.
 #include "sheaf/kernels/experts.h"
 
 #include <optional>
@@ -34,13 +34,13 @@ struct TopK {
   static void describe(const Attrs& a, std::string& out) { out += str("k ", a.k); }
 };
 
-/// A cut of sequences or of groups, as tokens have it (x, slots, weights) and as rows have it (rows, sources, counts).
+/// A shard of sequences or of groups, as it applies to tokens (x, slots, weights) and to rows (rows, sources, counts).
 struct GroupCut {
   Placement tokens, rows;
 };
 
-/// `groups` of a sequence's tokens fit a cut of the tokens if each rank has whole ones, and ranks agree where they begin: they
-/// are equal, or each rank has one.
+/// `groups` of a sequence's tokens fit a shard of the tokens if each rank has whole groups and ranks agree where they begin: they are
+/// equal, or each rank has one.
 bool fits_groups(const Layout& l, int dim, const OwnershipMap& map, int64_t tokens, int64_t groups) {
   if (!(map == OwnershipMap::even(dim))) return false;
   int64_t ranks = 1;
@@ -49,7 +49,7 @@ bool fits_groups(const Layout& l, int dim, const OwnershipMap& map, int64_t toke
   return groups % ranks == 0 && (tokens % groups == 0 || groups == ranks);
 }
 
-/// What the first sharded operand says of it; `rows`: a bit for each that has the dimensions of rows. `rank`: of slots.
+/// The shard that the first sharded operand implies; `rows`: a bit for each operand with the dimensions of rows. `rank`: of slots.
 std::optional<GroupCut> group_cut(const Place& p, uint64_t rows, int rank, int64_t tokens, int64_t groups) {
   for (int i = 0; i < p.num_inputs(); ++i) {
     if (!p.in(i).is_shard() || p.in(i).map().is_flat()) continue;
@@ -100,7 +100,7 @@ struct Routes {  // choices[.., T, K] -> slots[.., T, K], sources[Q, .., N, R], 
   }
 };
 
-/// Slots and sources are of the same routes, and weights, if there are any, of the type of computation.
+/// Slots and sources must be of the same routes, and weights, if there are any, of the compute dtype.
 void check_operands(const char* op, const Infer& c, const Shape& slots, const Shape& sources, int weights) {
   Shape want = leading(leading(slots));
   Shape have = sources;

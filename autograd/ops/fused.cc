@@ -1,5 +1,5 @@
-// Several elementwise nodes as one: what the pass fuse_elementwise puts in their place. It has no derivative, as it comes when a
-// step has its backward.
+// Several elementwise nodes as one: what the pass fuse_elementwise replaces them by. It has no derivative, as the pass runs after the
+// backward has been recorded.
 #include "sheaf/autograd/fuse.h"
 
 #include <algorithm>
@@ -110,11 +110,11 @@ bool Fuse::add(const Tape& tape, const Node& n) {
   if (!takes_types(tape, n)) return false;
   const int first = FusedCode::kFirstStep + code_.num_steps;
   n.op->fuse(tape.attrs(n), *this);
-  if (full_ || yield_ < first) return false;  // an operand as it is would be one value by two names
+  if (full_ || yield_ < first) return false;  // an unchanged operand would be one value under two names
   values_[tape.output(n)] = yield_;
   FusedStep& last = code_.steps[yield_ - FusedCode::kFirstStep];
   last.dtype = tape.type(tape.output(n)).dtype;
-  // Truth values are 0 and 1: of other steps they would have to be made first.
+  // Bools are 0 and 1: the results of other steps would have to be converted first.
   return last.dtype != kBool || gives_truth(last);
 }
 

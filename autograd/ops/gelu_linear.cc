@@ -1,5 +1,5 @@
-// Two linear layers with a gelu between them, whose gelu and its derivative are computed by the products before and behind
-// it: linear_gelu, gelu_linear.
+// Two linear layers with a gelu between them, where the adjacent products compute the gelu and its derivative: linear_gelu,
+// gelu_linear.
 #include "sheaf/autograd/ops/gelu.h"
 #include "sheaf/autograd/ops/linear.h"
 #include "sheaf/kernels/dispatch.h"
@@ -15,7 +15,7 @@ constexpr GeluKind kKind = GeluKind::tanh;
 Placement moved(const Placement& p, int dim) { return Placement::shard(p.map().moved_to(dim)); }
 bool is_cut(const Placement& p) { return p.is_shard() && !p.map().is_flat(); }
 
-/// A rule whose last placement is a bias's, and is left out where there is none.
+/// A rule whose last placement is the bias's, which is omitted if there is none.
 void rule_with_bias(Place& p, std::initializer_list<Placement> inputs, std::span<const Placement> outputs) {
   p.rule(std::span(inputs.begin(), static_cast<size_t>(p.num_inputs())), outputs);
 }
@@ -50,7 +50,7 @@ struct LinearGelu {  // x[.., I], weight[O, I] [, bias[O]] -> gelu(y), y = x wei
   static uint64_t row_inputs(const Attrs& a, InputTypes) { return a.forward() ? 0 : 0b1; }
   static void work(const Attrs& a, WorkOf& w) { work_of_linear(w, 1, a.forward()); }
   static constexpr int kRematerializable = 0;
-  static Tensor rematerialize(const Attrs&, Vjp& c) { return gelu(c.output(1), kKind); }  // of what was rounded
+  static Tensor rematerialize(const Attrs&, Vjp& c) { return gelu(c.output(1), kKind); }  // of the rounded value
   static void vjp(const Attrs& a, Vjp& c) {
     Tensor dy = c.has_grad(1) ? c.grad(1) : Tensor();
     if (c.has_grad(0)) {
@@ -152,7 +152,7 @@ struct GeluLinear {  // value = gelu(before), before[.., I], weight[O, I] [, bia
   }
   static uint64_t row_inputs(const Attrs& a, InputTypes) { return a.forward() ? 0 : 0b11; }
   static void work(const Attrs& a, WorkOf& w) { work_of_linear(w, 2, a.forward()); }
-  static void vjp(const Attrs& a, Vjp& c) {  // what `value` depends on gets its gradient through `before`
+  static void vjp(const Attrs& a, Vjp& c) {  // all gradients of `value` go through `before`
     const Tensor dy = dense_rows(c.grad());
     if (c.needs(1)) c.set(1, apply<GeluLinearBackward>(rounds_of(a.forward(), dy, c.input(2)), {dy, c.input(2), c.input(1)}));
     set_parameter_gradients(c, dy, 2, a.fp8);

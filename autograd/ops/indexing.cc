@@ -1,5 +1,4 @@
-// Selecting and accumulating elements by index, and running sums: all linear in their floating
-// operands. And where documents begin.
+// Selecting and accumulating elements by index, and running sums: all linear in their floating operands. And document_begins.
 #include "sheaf/kernels/indexing.h"
 
 #include "sheaf/autograd/ops/common.h"
@@ -21,7 +20,7 @@ void require_index(const char* op, const Type& t) {
   if (is_floating(t.dtype) || t.dtype == kBool || t.dtype == kI8)
     fail<DTypeError>("[", op, "] an index must be i64, i32, u32, u16 or u8, not ", t);
 }
-/// Whatever the index says, nothing can be taken from a dimension without elements.
+/// Whatever the indices, nothing can be taken from an empty dimension.
 void require_elements(const char* op, const Type& x, int dim, const Type& index) {
   if (x.shape[dim] == 0 && index.shape.numel() > 0)
     fail<ShapeError>("[", op, "] dimension ", dim, " of ", x, " has no elements to index");
@@ -32,7 +31,7 @@ void require_lines(const char* op, const Type& a, const Type& b, int dim) {
   if (!(x == y)) fail<ShapeError>("[", op, "] ", a, " and ", b, " differ in other dimensions than ", dim);
 }
 
-/// The cut of a dimension other than `dim`, if there is one.
+/// The shard of a dimension other than `dim`, if there is one.
 const OwnershipMap* cut_beside(const Place& p, int dim) {
   const OwnershipMap* map = p.sharded();
   return map && !map->is_flat() && map->dim() != dim ? map : nullptr;

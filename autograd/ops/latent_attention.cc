@@ -1,5 +1,5 @@
-// Attention whose keys and values come from a narrow latent (multi-head latent attention): of each head's key some elements are its
-// own, the rest all heads share. Whole keys are put together in scratch memory, in the backward once more.
+// Attention whose keys and values come from a narrow latent (multi-head latent attention): part of a key's elements are its head's
+// own, the rest are shared by all heads. Whole keys are assembled in scratch memory, again in the backward.
 //
 //   B batch   T tokens   H heads   D width of queries and keys   N of it each head's own   E width of values
 #include <optional>
@@ -24,13 +24,13 @@ struct LatentAttrs {
   int32_t heads, width, own, values;  ///< width: D; own: N; values: E
 };
 
-/// The attributes of this rank's heads, input 0 being q.
+/// The attributes for this rank's heads, input 0 being q.
 LatentAttrs local_heads(LatentAttrs a, const Execute& c) {
   a.heads = static_cast<int32_t>(local_share(a.heads, c.input(0).shape[2], c.input_type(0).shape[2]));
   return a;
 }
 
-/// A cut of the heads in equal units.
+/// A shard of the heads in equal units.
 struct LatentCut {
   Placement q, up, out, lse;
 };
@@ -40,7 +40,7 @@ std::optional<LatentCut> latent_cut(const LatentAttrs& a, const Shape& q, int64_
   return LatentCut{cut(2, q[2]), cut(2, int64_t{a.heads} * (a.own + a.values)), cut(2, int64_t{a.heads} * a.values), cut(1, a.heads)};
 }
 
-/// Views of operands by heads, [B, T, H, ..]. All of keys: a dense block, whose memory is scratch.
+/// Views of operands by heads, [B, T, H, ..]. Whole keys are a dense block in scratch memory.
 struct Heads {
   View q, own, v, shared, out;
   Heads(const LatentAttrs& a, const View& packed_q, const View& up, const View& shared_rows, const View& packed_out)
@@ -118,7 +118,7 @@ struct LatentAttentionBackward {  // q, up, shared, out, dout, lse, begins if th
   static void vjp(const Attrs& a, Vjp& c) {
     const int64_t B = c.input_type(0).shape[0], T = c.input_type(0).shape[1], rest = a.width - a.own;
     const auto by_heads = [&](const Tensor& x, int64_t width) { return reshape(x, {B, T, a.heads, width}); };
-    // Of up and what keys share: all of keys, and values.
+    // From up and the shared elements: whole keys, and values.
     const auto keys_values = [&](const Tensor& up, const Tensor& shared) {
       const auto parts = split(by_heads(up, a.own + a.values), {a.own, a.values}, 3);
       return std::pair(concat({parts[0], expand(unsqueeze(shared, {2}), {B, T, a.heads, rest})}, 3), parts[1]);

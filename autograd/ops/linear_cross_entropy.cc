@@ -96,14 +96,13 @@ struct FusedAttrs : HeadGradientsAttrs {
   double z_loss;
 };
 
-/// The loss and, in the same pass, its gradients: the logits are computed once instead of twice,
-/// and the backward only scales: dweight where it will be wanted, see [Note: early gradients].
+/// The loss and, in the same pass, its gradients: the logits are computed once instead of twice, and the backward only scales the
+/// gradients: dweight in its slot, see [Note: early gradients].
 ///
-/// They are rounded before anybody knows what the loss is multiplied with. In f16 a scaled loss
-/// would come too late for those that vanish, such as what rare tokens get from confident logits:
-/// there they are made larger by a constant. Of dx, at most twice that times a weight, enough of
-/// the range is left above.
-/// Gradients that nobody can ask for, such as a frozen head's, are not computed.
+/// The gradients are rounded before the loss's scale is known. In f16, loss scaling would come too late for small ones that vanish,
+/// such as those of rare tokens under confident logits: so in f16 they are computed times a constant. dx is at most twice that times
+/// a weight, which leaves enough of the range above.
+/// Gradients that nothing can ask for, such as a frozen head's, are not computed.
 struct LinearCrossEntropyFused {  // x[.., C], weight[V, C], targets[..] -> loss[] [, dweight] [, dx]
   static constexpr const char* kName = "linear_cross_entropy_fused";
   using Attrs = FusedAttrs;
@@ -152,7 +151,7 @@ struct LinearCrossEntropyFused {  // x[.., C], weight[V, C], targets[..] -> loss
   }
 };
 
-/// Of the gradient of `weight` that rows of x give; none where it is no addend of the whole.
+/// The type of the gradient of `weight` from the rows of x; none if it is not an addend of the whole.
 std::optional<Type> dweight_type(const Tensor& x, const Tensor& weight) {
   Layout layout = weight.layout();
   if (layout.mesh() != x.layout().mesh()) return {};
@@ -164,14 +163,14 @@ std::optional<Type> dweight_type(const Tensor& x, const Tensor& weight) {
   return Type{statistics_dtype(weight.dtype()), weight.shape(), layout};
 }
 
-/// Whether ranks have parts of a weight's rows.
+/// Whether the weight's rows are sharded.
 bool is_cut(const Layout& weight) {
   for (int a = 0; a < weight.num_axes(); ++a)
     if (cuts_table(weight[a])) return true;
   return false;
 }
 
-/// Of values [M, ..], all M on every rank.
+/// The layout of values [M, ..] with all M on every rank.
 Layout of_all_parts(Layout parts) {
   for (int a = 0; a < parts.num_axes(); ++a)
     if (parts[a].is_shard(0)) parts[a] = kR;
@@ -196,7 +195,7 @@ Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor&
   const bool ahead = wanted.dweight || wanted.dx;
   if (options.per_target || is_cut(weight.layout()) || (options.z_loss != 0 && !ahead)) {
     const LinearLse parts = linear_lse(x, weight, targets, options.ignore_index, options.softcap);
-    // All ranks then have the log-sum-exps: the difference keeps their sum on one of them.
+    // All ranks then have the log-sum-exps: the subtraction keeps their sum on one of them.
     const Tensor lse = with_z_loss(logsumexp(redistribute(parts.lse, of_all_parts(parts.lse.layout())), {0}, /*keepdim=*/!options.per_target),
                                    options.z_loss);
     if (options.per_target) return sub(lse, parts.target_logits);

@@ -1,4 +1,4 @@
-// What each part of a vocabulary knows of the loss of a linear head, where ranks have rows of its weight each.
+// Each vocabulary shard's contribution to the loss of a linear head whose weight's rows are sharded.
 #include "sheaf/autograd/ops/cross_entropy.h"
 #include "sheaf/autograd/ops/relabel.h"
 #include "sheaf/kernels/dispatch.h"
@@ -9,8 +9,8 @@ namespace {
 
 using namespace ops;
 
-/// Whether `rows` cuts leading dimensions of x[.., C]. Targets[..] and their values then have it, too,
-/// and values [M, ..] a dimension further on.
+/// Whether `rows` shards a leading dimension of x[.., C]. Targets[..] and their values are then sharded alike, and values [M, ..] one
+/// dimension further on.
 bool cuts_rows(const Place& p, const Placement& rows) {
   return rows.is_shard() && !rows.map().is_flat() && rows.map().dim() < p.shape(0).rank() - 1;
 }
@@ -18,8 +18,8 @@ Placement behind_parts(const Placement& rows) {
   return Placement::shard(rows.map().moved_to(rows.map().dim() + 1));
 }
 
-/// Axes on which ranks have parts of a table's rows. Where a part is as good as a whole table, the rank's own is taken for that: what
-/// such an axis cuts is Replicate there, of the size that is here, as in a local_map; on other axes all stays as it is.
+/// Axes on which ranks have parts of a table's rows. Where a part can be treated as a whole table, the rank's own is: on such an axis
+/// sharded values become Replicate, of their local size, as in a local_map; on other axes nothing changes.
 class TableParts {
  public:
   explicit TableParts(const Type& table) : table_(table.layout) {
@@ -30,19 +30,19 @@ class TableParts {
     if (!all.empty()) here_ = all[0];
   }
   Interval here() const { return here_; }
-  /// Of x that is cut on these axes along dimension 0: the `rows` that are here.
+  /// For x sharded on these axes along dimension 0: its local `rows`.
   Tensor enter(const Tensor& x, int64_t rows) const {
     Type here = x.type();
     here.shape[0] = rows;
     return relabelled(x, here, /*enters=*/true, [](int) { return kR; });
   }
-  /// Back to what is cut as `whole` is.
+  /// Back to a value sharded as `whole` is.
   Tensor leave(const Tensor& x, const Type& whole) const {
     Type all = x.type();
     all.shape[0] = whole.shape[0];
     return relabelled(x, all, /*enters=*/false, [&](int axis) { return whole.layout[axis]; });
   }
-  /// What each part adds to the whole.
+  /// Back, as each rank's addend of the whole.
   Tensor leave_addend(const Tensor& x) const {
     return relabelled(x, x.type(), /*enters=*/false, [](int) { return kP; });
   }

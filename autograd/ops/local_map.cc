@@ -9,7 +9,7 @@ namespace {
 
 std::string where() { return str(path_label(PathScope::current()), ": "); }
 
-// The mesh that all of them are on; null if they have none.
+// The mesh of all of these; null if none has one.
 const MeshSpec* common_mesh(std::span<const Type> outputs, std::span<const Tensor> inputs) {
   const MeshSpec* mesh = nullptr;
   const auto take = [&](const Layout& layout) {

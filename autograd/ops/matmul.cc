@@ -152,7 +152,7 @@ struct Matmul {
     for (int i = 0; i < 2; ++i) {
       if (!p.in(i).is_shard() || p.in(i).map().is_flat()) continue;
       const OwnershipMap& map = p.in(i).map();
-      const int d = map.dim() - rank[i] + out;  // counted as in the output
+      const int d = map.dim() - rank[i] + out;  // numbered as in the output
       const int contracted = i == 0 ? out - 1 : out - 2;
       const auto at = [&](int operand) {
         return Placement::shard(map.moved_to(d - out + rank[operand]));
@@ -164,8 +164,7 @@ struct Matmul {
         const Placement result = Placement::shard(map.moved_to(d));
         i == 0 ? p.rule({p.in(0), kR}, {result}) : p.rule({kR, p.in(1)}, {result});
       } else {
-        // A batch dimension: shared, or absent from (or of size 1 in) the operand that is
-        // broadcast.
+        // A batch dimension: present in both operands, or absent from (or of size 1 in) the operand that is broadcast.
         const auto size = [&](int operand) {
           const int j = d - out + rank[operand];
           return j < 0 ? 1 : p.shape(operand)[j];
@@ -198,7 +197,7 @@ struct Matmul {
   static void work(const Attrs& a, WorkOf& w) {
     const Shape& out = w.output(0);
     const int64_t matrix = out.dim(-2) * out.back(), matrices = matrix ? out.numel() / matrix : 0;
-    const bool shared = w.input(1).rank() == 2;  // by all of a batch: rows of one product
+    const bool shared = w.input(1).rank() == 2;  // one matrix for all of a batch: rows of one product
     w.multiplies(matrices * out.dim(-2), w.input(0).back(), out.back(), shared ? 1 : matrices);
     if (a.fp8) rounds(w, w.input(0).numel(), w.input(1).numel());
   }
@@ -219,7 +218,7 @@ struct Matmul {
     if (c.needs(0))
       c.set(0, sum_to(matmul(c.grad(), swap_last(c.input(1)), {a.each_alone, a.fp8}), c.input_type(0)));
     if (!c.needs(1)) return;
-    // A matrix that every batch shares gets one product over all rows instead of a sum of products.
+    // A matrix that the whole batch shares gets one product over all rows instead of a sum of products.
     if (c.input_type(1).shape.rank() == 2)
       c.set(1, apply<LinearWeightGradient>({.fp8 = false}, {c.input(0), c.grad()}, c.into(1)));
     else
@@ -270,7 +269,7 @@ struct Linear {  // x[.., I], weight[O, I] [, bias[O]]
   static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), linear, c.input(0), c.input(1), bias(c), c.output(0), c.workspace, a.forward());
   }
-  static uint64_t row_inputs(const Attrs& a, InputTypes) { return a.forward() ? 0 : 0b1; }  // else weights are rounded for each
+  static uint64_t row_inputs(const Attrs& a, InputTypes) { return a.forward() ? 0 : 0b1; }  // else weights would be rounded for each piece
   static void work(const Attrs& a, WorkOf& w) { work_of_linear(w, 1, a.forward()); }
   static void vjp(const Attrs& a, Vjp& c) {
     const Tensor dy = dense_rows(c.grad());
@@ -294,8 +293,8 @@ void ops::rounds(WorkOf& w, int64_t along_rows, int64_t along_columns) {
   const auto elements = static_cast<double>(along_rows + along_columns);
   const auto size = static_cast<double>(size_of(w.work.dtype));
   w.work.fp8 = true;
-  w.work.bytes -= elements * (size - 1);  // codes are multiplied
-  w.work.passes += elements * (size + 1) + static_cast<double>(along_columns) * size;  // which are read twice
+  w.work.bytes -= elements * (size - 1);  // products read FP8 codes
+  w.work.passes += elements * (size + 1) + static_cast<double>(along_columns) * size;  // rounding reads twice
 }
 
 Tensor ops::times(const Tensor& x, const Tensor& weight, bool fp8) {

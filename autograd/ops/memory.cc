@@ -13,7 +13,7 @@ struct Full {
   static constexpr const char* kName = "full";
   struct Attrs { double value; };
   static void execute(const Attrs& a, Execute& c) {
-    // A Partial value is held by rank 0 alone; the others hold zeros.
+    // A Partial value is held by rank 0; the others hold zeros.
     const Layout& l = c.output_type(0).layout;
     bool mine = true;
     for (int i = 0; i < l.num_axes(); ++i)
@@ -64,7 +64,7 @@ void add_to(const Tensor& to, const Tensor& x) {
   to.storage()->changed();
 }
 
-// What lies in memory already is changed: its values are of `x`'s type, each at an address of its own.
+// For an in-place change: values of `x`'s type, each at a distinct address.
 void check_change(const char* op, const Tensor& to, const Tensor& x) {
   if (!(x.shape() == to.shape())) fail<ShapeError>("[", op, "] a value ", x.type(), " into memory of ", to.type());
   if (x.dtype() != to.dtype()) fail<DTypeError>("[", op, "] a value ", x.type(), " into memory of ", to.type(), ": cast() it");

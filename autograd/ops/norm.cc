@@ -16,7 +16,7 @@ void check_vector(const char* op, const Infer& c, int i) {
     fail<ShapeError>("[", op, "] ", c.input(i), " does not fit the last dimension of ", c.input(0));
 }
 
-/// Which gradients are wanted, and what stands among the inputs.
+/// Which gradients are needed, and which optional inputs there are.
 struct NormBackwardAttrs {
   double eps;
   int32_t layer, has_weight, has_dsum, dx, dweight, dbias;
@@ -24,8 +24,7 @@ struct NormBackwardAttrs {
   int num_outputs() const { return dx + dweight + dbias; }
 };
 
-/// dy, x, rstd [, mean] [, weight] [, dsum] -> [dx] [, dweight] [, dbias], where dsum is another gradient of x that dx
-/// takes in.
+/// dy, x, rstd [, mean] [, weight] [, dsum] -> [dx] [, dweight] [, dbias], where dsum is another gradient of x that is added to dx.
 struct NormBackward {
   static constexpr const char* kName = "norm_backward";
   using Attrs = NormBackwardAttrs;
@@ -96,8 +95,8 @@ struct NormAttrs {
   int32_t has_weight, has_bias;
 };
 
-/// x [, r] [, weight] [, bias] -> [sum,] y [, mean], rstd: layer normalisation or, without a mean and bias, that by the
-/// root mean square; of x or, if kAdds, of the sum of x and r, which is then what the backward reads.
+/// x [, r] [, weight] [, bias] -> [sum,] y [, mean], rstd: layer normalisation or, without mean and bias, RMS normalisation; of x or,
+/// if kAdds, of the sum of x and r, which is then what the backward reads.
 template <bool kLayer, bool kAdds>
 struct Norm {
   static constexpr const char* kName = kAdds ? (kLayer ? "add_layer_norm" : "add_rms_norm")
@@ -149,7 +148,7 @@ struct Norm {
       if (kAdds && c.has_grad(0)) set_dx(c.grad(0));
       return;
     }
-    // A residual stream: x is used beside its norm, too.
+    // A residual stream: x has other uses besides its norm.
     Tensor dsum;
     if (!kAdds) dsum = c.take_sum(0);
     else if (dx && c.has_grad(0)) dsum = c.grad(0);

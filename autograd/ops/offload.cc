@@ -1,11 +1,11 @@
-// offload and onload: what a region is computed again from goes to the host's memory and comes back, beside what the GPU
-// computes. Both are the identity, of any placement.
+// offload and onload: the inputs from which a region is recomputed go to host memory and come back, concurrently with the GPU's
+// compute. Both are the identity, of any placement.
 //
-// [Note: offload] What entered a region that offloads (RecomputeOptions::offload), and has a gradient, is copied to the host when
-// the next region begins: the last one's stays, as the reverse pass begins with it. Nobody waits: what is copied is lent to the
-// lane of copies, and comes back at a node of the tape (offloaded), where one more region begins or the reverse pass does. That
-// one, when it computes a region again, first brings back what entered the region before. So of what blocks are computed again
-// from, a GPU holds two blocks' at a time, however many there are.
+// [Note: offload] Values that entered a region that offloads (RecomputeOptions::offload), and have a gradient, are copied to the host
+// when the next region begins: those of the last region stay, as the reverse pass begins with it. Nothing waits: the copied values
+// are lent to the copy lane, and are returned at a node of the tape (offloaded), where one more region or the reverse pass begins.
+// When the reverse pass recomputes a region, it first brings back what entered the region before. So a GPU holds the recompute inputs
+// of two blocks at a time, however many there are.
 #include <algorithm>
 
 #include "sheaf/autograd/copy_lane.h"
@@ -31,7 +31,7 @@ struct Move {
 using Offload = Move<MemoryKind::host>;
 using Onload = Move<MemoryKind::normal>;
 
-/// Inputs: a value on the host, and the one that was lent.
+/// Inputs: a value on the host, and the original that was lent.
 struct Offloaded {
   static constexpr const char* kName = "offloaded";
   using Attrs = NoAttrs;

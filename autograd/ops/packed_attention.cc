@@ -18,7 +18,7 @@ struct PackedAttrs {
   double softcap;
 };
 
-/// A cut of the packed heads in `units` of whole key heads, each with the query heads that read it.
+/// A shard of the packed heads in `units` of whole key heads, each with the query heads that read it.
 struct PackedCut {
   Placement qkv, out, lse, sinks;
 };
@@ -33,12 +33,13 @@ std::optional<PackedCut> packed_cut(const PackedAttrs& a, int64_t units, const P
 kernels::PackedHeads heads_of(const PackedAttrs& a, const View& qkv) {
   return {qkv, a.heads, a.key_heads, a.width};
 }
-/// A packed result [B, T, H D].
+/// A packed result [B, T, H D], by heads.
 View heads_of_queries(const PackedAttrs& a, const View& x) {
   return kernels::heads_of(x, 0, a.heads, a.width);
 }
 
-/// qkv, out, dout, lse, sinks[H] if kSinks, begins if there are documents -> dqkv, and if kSinks what queries give these, [B, H, T].
+/// qkv, out, dout, lse, sinks[H] if kSinks, begins if there are documents -> dqkv, and if kSinks the queries' contributions to
+/// dsinks, [B, H, T].
 template <bool kSinks>
 struct PackedAttentionBackward {
   static constexpr const char* kName = kSinks ? "packed_attention_with_sinks_backward" : "packed_attention_backward";

@@ -1,4 +1,4 @@
-// Root-mean-square normalisation of each query and key of a packed projection, whose values stay as they are.
+// RMS normalisation of each query and key of a packed projection, whose values are unchanged.
 #include <algorithm>
 #include <optional>
 
@@ -12,7 +12,7 @@ namespace {
 
 using namespace ops;
 
-/// Of all ranks' heads: queries, then keys, then as many values.
+/// Over all ranks: query heads, then key heads, then equally many value heads.
 struct Heads {
   int64_t queries, keys;
 };
@@ -32,7 +32,7 @@ View queries(const View& x, const Heads& h) { return part(x, 0, h.queries); }
 View keys(const View& x, const Heads& h) { return part(x, h.queries, h.keys); }
 View values(const View& x, const Heads& h) { return part(x, h.queries + h.keys, h.keys); }
 
-/// A cut of the heads in `units` units: of the packed ones, and of a statistic of each query or key.
+/// A shard of the heads in `units` units: of the packed ones, and of a statistic of each query or key.
 struct Cut {
   Placement packed, queries, keys;
 };
@@ -101,7 +101,7 @@ struct PackedNormBackward {  // dy, x, rstd of queries, of keys, their weights -
     if (a.dx) SHEAF_ON_DEVICE(stream, copy, values(dy, h), values(dx, h));
   }
   static constexpr uint64_t kSavedInputs = 0b110011;
-  /// As one normalisation of all heads, each with a weight of its own. That of values is thrown away: their part is the identity.
+  /// As one normalisation of all heads, each with its own weight. That of values is discarded: their part is the identity.
   static void vjp(const Attrs& a, Vjp& c) {
     const DeviceScope device(c.input(1).device());
     const Type& x = c.input_type(1);

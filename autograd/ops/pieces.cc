@@ -20,10 +20,10 @@ using Move = Redistribution::Move;
 
 }  // namespace
 
-// Of an all_to_all of some rows.
+// A piece of an all_to_all: some rows.
 struct RedistributionInPieces::Share {
-  View in, out;    // their rows, whole where the ranks' rows lie between those of others
-  Exchange ranks;  // what each pair of ranks shares of them
+  View in, out;    // their rows; whole if the ranks' rows are interleaved
+  Exchange ranks;  // the rows that each pair of ranks exchanges
   int64_t in_bytes() const { return bytes(in, ranks.dim_in, ranks.mine); }
   int64_t out_bytes() const { return bytes(out, ranks.dim_out, ranks.theirs); }
   static int64_t bytes(const View& v, int dim, const RowsOfRanks& rows) {
@@ -35,7 +35,8 @@ struct RedistributionInPieces::Share {
 
 namespace {
 
-// Whether a value of these types can move so: each rank has some rows, an interval, and of an all_to_all some columns behind them.
+// Whether a value of these types can be redistributed by rows: each rank has an interval of rows and, for an all_to_all, an interval
+// of columns in a later dimension.
 bool moves_rows(const Type& from, const Layout& to) {
   const Layout& have = from.layout;
   if (!is_floating(from.dtype) || !have.mesh() || have.mesh() != to.mesh() || have.is_elsewhere() || to.is_elsewhere()) return false;
@@ -55,13 +56,13 @@ bool moves_rows(const Type& from, const Layout& to) {
 
 }  // namespace
 
-// --- what comes ---
+// --- receiving ---
 
 RedistributionInPieces::Coming RedistributionInPieces::coming(const Type& from, const Layout& to, int64_t least_rows) {
   if (least_rows == 0 || !moves_rows(from, to)) return {};
   const Move m = move(from.layout, to);
   const Rows rows(from, to, m);
-  if (rows.sequences == 0) return {};  // another axis has left this rank none
+  if (rows.sequences == 0) return {};  // another axis has left this rank nothing
   if (m.exchanges()) {
     if (from_rows(from.layout, to, m)) return {};
     if (const auto columns = one_row_each(from, to, m)) return columns->has_pieces_of_ranks(least_rows) ? Coming{.parts = 1, .own = m.size} : Coming();
@@ -84,7 +85,7 @@ std::vector<RowsToCome> RedistributionInPieces::rows_to_come(const Type& from, c
 }
 
 std::vector<RowsToCome> RedistributionInPieces::start(const View& in, const View& out, void* received, void* sent, int64_t parts) const {
-  if (takes_own_cores()) {  // nothing would travel beside what they compute
+  if (takes_own_cores()) {  // nothing would overlap with their compute
     void* const at = received ? received : out.data;
     c_.join(Redistribution::start(in, sent, at, /*waited_for=*/true));
     if (received) finish(received, out);
@@ -139,7 +140,7 @@ std::vector<RowsToCome> RedistributionInPieces::start_exchange(const Rows& rows,
   return come;
 }
 
-// --- what goes ---
+// --- sending ---
 
 RedistributionInPieces::Going RedistributionInPieces::going(const Type& from, const Layout& to, int64_t least_rows) {
   if (least_rows == 0 || !moves_rows(from, to)) return {};
@@ -156,7 +157,7 @@ RedistributionInPieces::Going RedistributionInPieces::going(const Type& from, co
   return {rows.sequences > 1 ? rows.parts_of_sequences(least_rows) : if_several(rows.parts_of_ranks(least_rows)), false, to[m.axis].map().dim()};
 }
 
-// Where ranks have as many rows each, of one sequence, those of all are one product.
+// If all ranks have equally many rows of one sequence, one product computes them all.
 static void join_even(std::vector<RowBlock>& blocks) {
   const RowBlock first = blocks[0];
   const int64_t stride = blocks.size() > 1 ? blocks[1].begin - first.begin : 0;
@@ -207,7 +208,7 @@ void RedistributionInPieces::run(const View& y, const View& out, int64_t parts, 
   else run_scatter(y, out, parts, compute);
 }
 
-// What ranks add up is computed in the order of the wire: nothing is packed.
+// Values to be reduced are computed in the order in which they are sent: nothing is packed.
 void RedistributionInPieces::run_scatter(const View& y, const View& out, int64_t parts,
                                          const std::function<void(const RowBlock&, void*)>& compute) const {
   Communicator& lane = this->lane();
@@ -230,7 +231,7 @@ void RedistributionInPieces::run_scatter(const View& y, const View& out, int64_t
   sent.events.clear();
 }
 
-// Rows lie where they belong, and are packed: each has columns for all ranks. What has come is unpacked while the next travels.
+// Rows are computed in place, and packed: each has columns for all ranks. A received piece is unpacked while the next is in flight.
 void RedistributionInPieces::run_exchange(const View& y, const View& out, int64_t parts, char* sent,
                                           const std::function<void(const RowBlock&, void*)>& compute) const {
   const Rows rows(from_, to_.layout, m_);
@@ -269,7 +270,7 @@ RedistributionInPieces::Share RedistributionInPieces::share(const Rows& rows, co
     s.in = rows_of(in, 0, rows.some_sequences(p, parts)), s.out = rows_of(out, 0, rows.some_sequences(p, parts));
     return s;
   }
-  const bool goes = s.ranks.dim_in > s.ranks.dim_out;  // rows are cut in `in`
+  const bool goes = s.ranks.dim_in > s.ranks.dim_out;  // rows are sharded in `in`
   const int dim = std::min(s.ranks.dim_in, s.ranks.dim_out);
   for (auto& owned : goes ? s.ranks.theirs : s.ranks.mine) owned = {part(owned[0], p, parts)};
   View& own = goes ? s.in : s.out;

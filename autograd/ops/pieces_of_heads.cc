@@ -1,4 +1,4 @@
-// Keys and values that come some heads after others: see [Note: in pieces] (execute.h).
+// Keys and values that arrive a few heads at a time: see [Note: in pieces] (execute.h).
 #include <algorithm>
 
 #include "sheaf/autograd/ops/piece_cuts.h"
@@ -38,7 +38,7 @@ std::vector<RowsToCome> RedistributionInPieces::heads_to_come(const Type& to, in
   return out;
 }
 
-// Such heads of keys, and of values.
+// These heads of keys, and of values.
 static View heads_of_both(const View& x, const RowsToCome& heads) {
   const int64_t all = x.shape[2] / 2;
   View v{x.data, x.dtype, {x.shape[0], x.shape[1], 2, all, x.shape[3]}, {x.strides[0], x.strides[1], all * x.strides[2], x.strides[2], x.strides[3]}};
@@ -47,7 +47,7 @@ static View heads_of_both(const View& x, const RowsToCome& heads) {
 
 std::vector<RowsToCome> RedistributionInPieces::start_by_heads(const View& in, const View& out, void* received, void* sent, int64_t parts) const {
   std::vector<RowsToCome> come = heads_to_come(to_, parts);
-  if (takes_own_cores()) {  // nothing would travel beside what they compute
+  if (takes_own_cores()) {  // nothing would overlap with their compute
     const View dense = View::dense(sent, in.dtype, in.shape);
     copy(in, dense);
     c_.join(Redistribution::start(dense, nullptr, received, /*waited_for=*/true));

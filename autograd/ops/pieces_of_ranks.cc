@@ -1,5 +1,5 @@
-// Redistributions in pieces of which each is of one rank: a gather of rows, and an all_to_all where each rank has one row, as of experts.
-// See [Note: in pieces] (execute.h).
+// Redistributions in pieces, each from a single rank: a gather of rows, and an all_to_all in which each rank has one row, as of
+// experts. See [Note: in pieces] (execute.h).
 #include "sheaf/autograd/ops/piece_cuts.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/core/communicator.h"
@@ -8,7 +8,7 @@ namespace sheaf {
 
 using namespace pieces;
 
-// Where that is so, their columns: the next dimension with several indices, of which each rank has an interval, in the order of ranks.
+// In the latter case, the columns: the next dimension with several indices, of which each rank has an interval, in rank order.
 std::optional<RedistributionInPieces::Rows> RedistributionInPieces::one_row_each(const Type& from, const Layout& to, const Move& m) {
   if (!m.exchanges() || packs(from, {from.dtype, from.shape, to}) || unpacks(from, {from.dtype, from.shape, to})) return {};
   const Layout& by_rows = cut_by_rows(from.layout, to, m);
@@ -21,18 +21,18 @@ std::optional<RedistributionInPieces::Rows> RedistributionInPieces::one_row_each
   for (const auto& owned : columns.owned)
     if (owned.size() != 1) return {};
   Rows out({from.dtype, from.shape, by_columns}, by_columns, m.axis);
-  if (out.sequences == 0) return {};  // another axis has left this rank none
+  if (out.sequences == 0) return {};  // another axis has left this rank nothing
   out.sequences = 1;
   return out;
 }
 
-// In each call a rank sends to one, and gets from another.
+// In each call a rank sends to one rank, and receives from another.
 std::vector<RowsToCome> RedistributionInPieces::start_by_ranks(const Rows& rows, const View& in, const View& out, int64_t parts) const {
   Communicator& lane = this->lane();
   const Interval own = rows.of_rank(me_);
   const std::vector<Interval> pieces = rows.gathered(me_, parts, stream_.device.is_cuda());
   const size_t others = static_cast<size_t>(parts * (m_.size - 1)), owns = pieces.size() - others;
-  // What of `in` goes to a rank.
+  // The part of `in` that is sent to a rank.
   const auto for_rank = [&](int r, int64_t p) {
     return m_.exchanges() ? rows.of_row(in, me_, r) : rows.at(in, part({0, own.size()}, p, parts));
   };
@@ -48,7 +48,7 @@ std::vector<RowsToCome> RedistributionInPieces::start_by_ranks(const Rows& rows,
     next.event = exchange_with(lane, for_rank(there, call % parts), there, rows.at(out, pieces[i]), (me_ + step) % m_.size);
     calls.events.push_back(next.event);
   }
-  calls.events.clear();  // whoever has the pieces waits for them
+  calls.events.clear();  // the owner of the pieces waits for them
   return come;
 }
 
@@ -62,7 +62,7 @@ std::vector<RedistributionInPieces::RowsToGo> RedistributionInPieces::rows_to_go
   return out;
 }
 
-// First what others wait for. Nothing is packed.
+// Computes first what other ranks wait for. Nothing is packed.
 void RedistributionInPieces::run_by_ranks(const Rows& rows, const View& y, const View& out,
                                           const std::function<void(const RowBlock&, void*)>& compute) const {
   Communicator& lane = this->lane();

@@ -1,4 +1,4 @@
-// Values that rest in blocks.
+// Values stored in quantized blocks.
 #include "sheaf/autograd/ops/rows.h"
 #include "sheaf/autograd/work.h"
 #include "sheaf/kernels/dispatch.h"
@@ -10,7 +10,7 @@ namespace {
 
 using namespace ops;
 
-/// Blocks rest and travel; what is computed with is made of them where it is used, and again in the backward, as a cast is.
+/// Blocks are stored and communicated; they are dequantized where the values are used, and again in the backward, like a cast.
 struct Dequantize {
   static constexpr const char* kName = "dequantize";
   static constexpr bool kRecipe = true, kStopsGradient = true;

@@ -10,11 +10,11 @@
 namespace sheaf::ops {
 namespace {
 
-// Queries that stand together, and the keys that a causal mask leaves of theirs.
+// A run of consecutive queries, and the keys that a causal mask lets them see.
 struct QueryRun {
   Interval positions;  // in the sequence
-  Interval here;       // in what the rank has
-  int64_t keys;        // the first so many
+  Interval here;       // in the rank's local queries
+  int64_t keys;        // they see the first `keys` keys
 
   View queries(const View& x, int dim = 1) const { return rows_of(x, dim, here); }
   View first_keys(const View& x) const { return rows_of(x, 1, {0, keys}); }
@@ -24,7 +24,7 @@ struct QueryRun {
   }
 };
 
-// Those of this rank, that which sees the most keys first. Without a causal mask all queries are one.
+// This rank's runs, starting with the one that sees the most keys. Without a causal mask all queries are one run.
 SmallVector<QueryRun, 2> runs_of(const Execute& c, const View& q, int64_t keys, bool causal) {
   const Type& type = c.input_type(0);
   const int64_t here = q.shape[1], whole = type.shape[1];
@@ -74,7 +74,7 @@ int64_t AttentionBackwardCall::workspace(const Execute& c) const {
 }
 
 void AttentionBackwardCall::run(const Execute& c, const Stream& stream, Workspace workspace) const {
-  int64_t stored = 0;  // of the keys: their gradients
+  int64_t stored = 0;  // of the keys' gradients
   for (const QueryRun& r : runs_of(c, q, k.shape[1], mask.causal)) {
     Workspace rest = workspace;
     const View sum_k = r.first_keys(dk), sum_v = r.first_keys(dv);

@@ -1,12 +1,10 @@
-// Random values and dropout. Values depend on a key and on the element's global index, never on who
-// computes them.
+// Random values and dropout. Values depend on a key and on the element's global index, never on which rank computes them.
 //
-// [Note: random keys] Given a Key, an op uses it as it is. Otherwise the key is derived from the
-// recording: module path and number of the call on that path are attributes, seed, step and first
-// sample are the input `random_state`, so that a replayed step draws what its inputs say. The kernel
-// reads it (kernels/random.h, DrawKey): on a GPU it lies there, and a graph that is launched again
-// finds the next step's. Dimension 0 counts samples: the first sample's global index is added to it,
-// and inside of rowwise() that of the first local row.
+// [Note: random keys] Given a Key, an op uses it as it is. Otherwise the key is derived from the recording: module path and number of
+// the call on that path are attributes, seed, step and first sample are the input `random_state`, so that a replayed step draws what
+// its inputs say. The kernel reads it (kernels/random.h, DrawKey): on a GPU it is in device memory, and a relaunched graph finds the
+// next step's values. Dimension 0 counts samples: the first sample's global index is added to it, and inside of rowwise() that of the
+// first local row.
 #include "sheaf/kernels/random.h"
 
 #include "sheaf/autograd/ops/common.h"
@@ -45,7 +43,7 @@ KeySource recorded_source(const char* op, Recording*& recording) {
   return {key_of(str(path, "/", op), 0).value, recording->next_call(path)};
 }
 
-/// Where output 0's local part lies in the global tensor, if its first row is `first_row`.
+/// Where output 0's local part is in the global tensor, if its first row is `first_row`.
 kernels::GlobalIndex global_index(const Type& type, int64_t first_row) {
   bool flat = false;
   for (int i = 0; i < type.layout.num_axes(); ++i)
@@ -59,8 +57,8 @@ kernels::GlobalIndex global_index(const Type& type, int64_t first_row) {
   return where;
 }
 
-/// Calls f(where, part) for the blocks that output 0's local part consists of: one, but for
-/// scattered cuts; part(view) is a block of a local view.
+/// Calls f(where, part) for the blocks that output 0's local part consists of: one, except for scattered shards; part(view) is a
+/// block of a local view.
 template <class F>
 void for_each_block(const Type& type, int64_t first_row, F&& f) {
   bool scattered = false;
@@ -89,7 +87,7 @@ void for_each_block(const Type& type, int64_t first_row, F&& f) {
   const Shape zeros = Shape::filled(type.shape.rank(), 0);
   along(along, 0, zeros, zeros, zeros);
 }
-/// A scalar as a vector of one element, for kernels that want an index.
+/// A scalar as a vector of one element, for kernels that need an index.
 View at_least_1d(const View& v) { return v.rank() > 0 ? v : View::dense(v.data, v.dtype, {1}); }
 
 struct Random {  // input, if derived from the recording: random_state

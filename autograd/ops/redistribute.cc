@@ -22,7 +22,7 @@ struct RedistributeOp {
   static constexpr Lane kLane = Lane::gather;
   struct Attrs {
     Layout to;
-    int32_t axis;         // the one that changes; -1: only the mesh is named
+    int32_t axis;         // the one that changes; -1: only a mesh is added
     bool packs = false, unpacks = false;  // of an all_to_all
     bool operator==(const Attrs&) const = default;
   };
@@ -42,7 +42,7 @@ struct RedistributeOp {
   static void describe(const Attrs& a, std::string& out) { out += a.to.to_string(); }
 };
 
-// What whoever reads it waits for, as far as it reads. Outputs: what comes, and where it is received and sent from, if not there.
+// Its readers wait for the pieces that they read. Outputs: the received value and, if needed, buffers for receiving and sending.
 struct InPieces {
   static constexpr const char* kName = "redistribute";
   static constexpr OpKind kKind = OpKind::redistribute;
@@ -50,7 +50,7 @@ struct InPieces {
   struct Attrs {
     Layout to;
     int32_t parts;
-    int32_t own = 1;        // the part of what is sent that stays, 1 / own
+    int32_t own = 1;        // the part of what is sent that stays on this rank, 1 / own
     bool by_heads = false;  // of keys and values, not by rows
     bool operator==(const Attrs&) const = default;
   };
@@ -71,7 +71,7 @@ struct InPieces {
     for (const Tensor& t : outputs.subspan(1)) lent.push_back(t.storage());
     outputs[0].storage()->filled_in_pieces(std::move(pieces), std::move(lent));
   }
-  // Own rows, or all that is unpacked; and what is packed.
+  // Copies of the rank's own rows, or everything that is unpacked; and what is packed.
   static void work(const Attrs& a, WorkOf& w) {
     w.work.bytes = w.num_outputs() > 1 ? bytes_to_copy(w.output(0), w.work.dtype) : bytes_to_copy(w.input(0), w.work.dtype) / a.own;
     if (w.num_outputs() > 2) w.work.bytes += bytes_to_copy(w.input(0), w.work.dtype);
@@ -81,7 +81,7 @@ struct InPieces {
   static void describe(const Attrs& a, std::string& out) { out += a.by_heads ? "by heads" : "in pieces"; }
 };
 
-// By itself it is any redistribution. What is added up is not packed: products put it where it is sent from.
+// By itself it is any redistribution. Values to be reduced are not packed: products compute them in the order in which they are sent.
 struct SentInPieces : RedistributeOp {
   using Attrs = OnwardInPieces;
   static void work(const Attrs& a, WorkOf& w) {
@@ -91,7 +91,7 @@ struct SentInPieces : RedistributeOp {
   static void describe(const Attrs&, std::string& out) { out += "in pieces"; }
 };
 
-// The slice R → S as a view; its own op only in that it can alias (the table's communicating moves cannot).
+// The slice R → S as a view; a separate op only because it can alias (the table's communicating moves cannot).
 struct Slice : RedistributeOp {
   static constexpr bool kRecipe = true;
   static constexpr Lane kLane = Lane::compute;
@@ -101,7 +101,7 @@ struct Slice : RedistributeOp {
     if (in.shape == out.shape && in.rank() == out.rank()) return true;
     const Placement& p = a.to[a.axis];
     const int me = RankContext::current().coordinate(a.to.mesh(), a.axis), n = a.to.mesh()->size(a.axis);
-    if (n == 1) {  // one rank: only a flat cut changes the local shape
+    if (n == 1) {  // one rank: only a flat shard changes the local shape
       out.strides = out.shape.contiguous_strides();
       return in.contiguous();
     }
@@ -163,14 +163,14 @@ bool is_redistribute(const OpDef* op) {
 
 void detail::adjoint_of_redistribution(Vjp& c) {
   const Type& from = c.input_type(0);
-  if (!from.layout.mesh()) {  // a constant of no mesh is Replicate: its gradient is Partial
+  if (!from.layout.mesh()) {  // a constant without a mesh is Replicate: its gradient is Partial
     return c.set(0, redistribute(c.grad(), Layout(c.output_type(0).layout.mesh(), Placement::partial())));
   }
-  // What one rank adds to a parameter's gradient goes to its slot at once (store_into).
+  // A single rank's contribution to a parameter's gradient is stored into its slot directly (store_into).
   const bool to_slot = adds_up_to(c.grad().layout(), from.layout.dual()) && c.has_place(0);
   if (to_slot) return c.set(0, c.grad());
   if (!c.has_overlapped() || !can_travel(c.grad().layout(), from.layout.dual())) {
-    return c.set(0, come_in_pieces(c.grad(), from.layout.dual(), c.rows_of_pieces()));  // what a product made goes back into products
+    return c.set(0, come_in_pieces(c.grad(), from.layout.dual(), c.rows_of_pieces()));  // a product's result is needed in products
   }
   const Travelling gradient = start_redistribute(c.grad(), from.layout.dual());
   c.compute_overlapped(Redistribution::move(c.grad().layout(), from.layout.dual()).from == Kind::partial ? 1 : 0);
@@ -215,13 +215,13 @@ Tensor redistribute(const Tensor& x, const Layout& to) {
   if (x.layout().mesh() && x.layout().mesh() != to.mesh())
     fail<PlacementError>("[redistribute] ", x.type(), " is on mesh ", x.layout().mesh()->to_string(), ", not ",
                          to.mesh()->to_string());
-  for (int axis = 0; axis < to.num_axes(); ++axis) {  // of one rank, too, where nothing is cut
+  for (int axis = 0; axis < to.num_axes(); ++axis) {  // also axes of size 1, where nothing is cut
     const int dim = to[axis].map().dim();
     if (!to[axis].is_shard() || to[axis].map().is_flat() || to[axis].is_single() || (dim >= 0 && dim < x.rank())) continue;
     fail<PlacementError>("[redistribute] ", x.type(), " has no dimension ", dim, " to cut over mesh axis ", to.mesh()->name(axis),
                          ", rank ", RankContext::current().rank);
   }
-  to.local_shape(x.shape());  // throws, before anything is sent, if a cut does not fit
+  to.local_shape(x.shape());  // throws, before anything is sent, if a shard does not fit
   Tensor y = x;
   for (const Layout& next : route(x.layout(), to)) y = step_to(y, next);
   return y;

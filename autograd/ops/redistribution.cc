@@ -14,10 +14,11 @@ namespace {
 
 using Kind = Placement::Kind;
 
-// A flat index runs over dense elements only.
+// A flat index requires dense elements.
 bool is_flat(const Type& from, const Type& to, int axis) { return from.layout[axis].map().is_flat() || to.layout[axis].map().is_flat(); }
 
-// Whether in what a rank `has` of a value, on any rank, the rows that others want of another dimension lie in the order of the ranks.
+// Whether in the part of a value that any rank `has`, the rows of another dimension that other ranks want are contiguous and in rank
+// order.
 bool lie_in_order(const Cut& has, const Cut& wanted, const Shape& whole) {
   if (has.flat || wanted.flat || has.dim == wanted.dim) return false;
   for (int d = 0; d < wanted.dim; ++d) {
@@ -35,7 +36,7 @@ bool lie_in_order(const Cut& has, const Cut& wanted, const Shape& whole) {
   return true;
 }
 
-// The same of all_to_alls: what goes, and what comes.
+// The same for an all_to_all: of what is received (`comes`), or sent.
 bool lies_in_order(const Type& from, const Type& to, int axis, bool comes) {
   const Cut in = cut_of(from, axis, from.layout[axis]), out = cut_of(to, axis, to.layout[axis]);
   const Shape whole = to.layout.with(axis, Placement::replicate()).local_shape(to.shape);
@@ -190,16 +191,16 @@ Communicator& Redistribution::lane() const {
 
 bool Redistribution::takes_own_cores() const { return !stream_.device.is_cuda() && lane().takes_own_cores(); }
 
-// Where ranks are simulated, their lanes count what tensors without memory would send.
+// In simulations, the lanes of simulated ranks count what tensors without memory would send.
 bool Redistribution::talks(Communicator& lane) const {
   if (meta_ && lane.kind() != "simulated") return false;
   if (lane.takes_own_cores()) lane.is_waited_for();
   return true;
 }
 
-// --- without talking ---
+// --- without communication ---
 
-// Where no view shows it (Slice::alias).
+// Where no view can express it (Slice::alias).
 void Redistribution::slice(View in, const View& out, void* scratch) const {
   const Cut cut = cut_out();
   if (cut.flat) in = flattened(dense_at(scratch, in));
@@ -223,7 +224,7 @@ void Redistribution::zero_embed(const View& in, const View& out) const {
   }
 }
 
-// Nothing is copied of tensors without memory.
+// Tensors without memory are not copied.
 void Redistribution::copy(const View& x, const View& y) const {
   if (!meta_) SHEAF_ON_DEVICE(stream_, copy, x, y);
 }
@@ -237,7 +238,7 @@ void Redistribution::unpack(const View& packed, const View& to, int dim, const s
   if (!meta_) unpack_rows([this](const View& x, const View& y) { copy(x, y); }, packed, to, dim, rows);
 }
 
-// What comes in, without gaps.
+// The input, made dense.
 View Redistribution::dense_at(void* to, const View& in) const {
   const View out = View::dense(to, in.dtype, in.shape);
   copy(in, out);

@@ -58,8 +58,7 @@ View output_view(const ReduceAttrs& a, const Execute& c) {
                       c.input(0).rank() != c.input_type(0).shape.rank());
 }
 
-/// The rule of an op whose result over a cut of its reduced dimensions is (`sums`) or is not a sum
-/// of parts.
+/// The rule of an op whose result over a sharded reduced dimension is (`sums`) or is not a sum of parts.
 void place_reduction(const ReduceAttrs& a, Place& p, bool sums) {
   if (const OwnershipMap* map = p.sharded()) {
     const Placement in = Placement::shard(*map);
@@ -75,7 +74,7 @@ void place_reduction(const ReduceAttrs& a, Place& p, bool sums) {
   if (sums) p.rule({kP}, {kP});
 }
 
-/// A value of the output's shape with size 1 where the input of `rank` dimensions is reduced.
+/// y, of the output's shape, with size 1 inserted where the input of `rank` dimensions is reduced.
 Tensor kept(const ReduceAttrs& a, const Tensor& y, int rank) {
   Dims reduced;
   for (int d = 0; d < rank; ++d)

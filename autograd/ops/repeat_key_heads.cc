@@ -1,5 +1,5 @@
-// Each key and value head of a packed projection several times, so that more ranks can share them; its gradient is their sum.
-// And queries packed with keys and values that all ranks have, of which each takes those that its queries read.
+// Each key and value head of a packed projection repeated, so that more ranks can share them; its gradient is the sum of the copies'.
+// And queries packed with replicated keys and values, of which each rank takes those that its queries read.
 #include <algorithm>
 #include <optional>
 
@@ -14,15 +14,15 @@ namespace {
 
 using namespace ops;
 
-/// Of all ranks' heads: so many queries, then so many keys, then as many values, of `width` elements. Where keys are repeated
-/// there are `times` as many keys and values.
+/// Over all ranks: query heads, key heads, and equally many value heads, of `width` elements. Where keys are repeated there are
+/// `times` as many keys and values.
 struct RepeatAttrs {
   int32_t heads, key_heads, width, times;
   int64_t size(int64_t copies) const { return (int64_t{heads} + 2 * copies * key_heads) * width; }
 };
 
-/// A rank's part of a packed tensor [B, T, E], of `whole` features on all ranks: its queries [B, T, H, D], and its keys and values,
-/// each `copies` times, [B, T, 2 G, copies, D].
+/// A rank's part of a packed tensor [B, T, E], of `whole` features over all ranks: its queries [B, T, H, D], and its keys and values,
+/// `copies` of each, [B, T, 2 G, copies, D].
 struct Packed {
   View queries, others;
   Packed(const RepeatAttrs& a, const View& x, int64_t whole, int64_t copies) {
@@ -34,7 +34,7 @@ struct Packed {
   }
 };
 
-/// A cut of the packed heads, `copies` of each key, in units of whole key heads with the queries that read them.
+/// A shard of the packed heads, `copies` of each key, in units of whole key heads with the queries that read them.
 Placement cut_of(const RepeatAttrs& a, int64_t copies, int64_t units, bool inner) {
   const int64_t queries = int64_t{a.heads} * a.width, keys = copies * a.key_heads * a.width;
   const OwnershipMap map = OwnershipMap::parts(2, {queries, keys, keys}, units);
@@ -44,7 +44,7 @@ Placement cut_of(const RepeatAttrs& a, int64_t copies, const OwnershipMap& like)
   return cut_of(a, copies, like.granule(), like.is_inner());
 }
 
-/// From `have` copies of each key head to `give`: linear, and each token's alone.
+/// From `have` copies of each key head to `give`: linear, and independent for each token.
 void place_packed(const RepeatAttrs& a, Place& p, int64_t have, int64_t give) {
   const Placement& in = p.in(0);
   if (in.is_shard(0) || in.is_shard(1)) p.rule({in}, {in});
@@ -96,7 +96,7 @@ struct RepeatKeyHeads {  // x[B, T, (H + 2 G) D] -> [B, T, (H + 2 G times) D]
 
 void SumKeyHeads::vjp(const Attrs& a, Vjp& c) { c.set(0, apply<RepeatKeyHeads>(a, dense_rows(c.grad()))); }
 
-/// Queries cut evenly, with the cut of the packed heads that has as many units; keys and values are on every rank.
+/// Queries sharded evenly, with the shard of the packed heads that has as many units; keys and values are on every rank.
 struct PackCut {
   Placement queries, packed;
 };
@@ -164,7 +164,7 @@ struct UnpackHeads {  // the adjoint of PackHeads
     const Stream stream = c.stream();
     const View packed = c.input(0), kv = c.output(1);
     SHEAF_ON_DEVICE(stream, copy, queries_of(a, packed, a.size(a.times)), queries_of(a, c.output(0), int64_t{a.heads} * a.width));
-    SHEAF_ON_DEVICE(stream, fill, kv, 0.0);  // those that others have
+    SHEAF_ON_DEVICE(stream, fill, kv, 0.0);  // zero for heads that other ranks read
     for_each_key_head(a, c.input_type(0), [&](int64_t g, int64_t n, int64_t at) {
       for (const int64_t i : {0, 1})
         SHEAF_ON_DEVICE_SCRATCH(stream, c.workspace, sum, copies_of(a, packed, i, at, n), head_of(a, kv, i, g), 1.0);

@@ -17,7 +17,7 @@ struct Rotary {
   struct Attrs {
     double theta;
     int64_t first_position, heads, width;
-    int32_t neighbours, inverse, rows;  ///< rows: where they begin is the second input
+    int32_t neighbours, inverse, rows;  ///< rows: where rows begin is the second input
     RotaryScaling scaling;
   };
   static constexpr uint64_t kSavedInputs = 0b10;
@@ -32,7 +32,7 @@ struct Rotary {
       fail<ShapeError>("[", kName, "] of ", c.input(0), ": where rows begin is i32 [B, T], not ", c.input(1));
     c.output(c.dtype(0), c.shape(0));
   }
-  static void place(const Attrs& a, Place& p) {  // pairs must be whole
+  static void place(const Attrs& a, Place& p) {  // both elements of a pair must be on one rank
     const Placement& in = p.in(0);
     const auto rule = [&](const Placement& x, const Placement& begins) {
       if (a.rows) p.rule({x, begins}, {x});
@@ -50,7 +50,7 @@ struct Rotary {
     for (const int64_t size : map.sizes()) ends_one |= (end += size) == a.heads;
     return ends_one && end == heads;
   }
-  /// How many of this rank's heads are rotated: the same fraction of them as of all.
+  /// How many of this rank's heads are rotated: the same fraction as of all heads.
   static int64_t local_heads(const Attrs& a, const Execute& c) {
     const int64_t local = c.input(0).shape[2], whole = c.input_type(0).shape[2];
     return a.heads >= whole ? a.heads : local_share(a.heads, local, whole);
@@ -65,7 +65,7 @@ struct Rotary {
   static int64_t workspace(const Attrs& a, const Execute& c) {
     return SHEAF_WORKSPACE(c.device(), rotary, c.input(0), part(a, c), positions(a, c));
   }
-  /// Where tokens are cut, those that stand together begin where they do in the sequence.
+  /// If tokens are sharded, each contiguous run begins at its position in the sequence.
   static void execute(const Attrs& a, Execute& c) {
     const Stream stream = c.stream();
     const View x = c.input(0), y = c.output(0);

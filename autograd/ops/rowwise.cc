@@ -27,7 +27,7 @@ int64_t first_local_row() { return first_row; }
 
 std::vector<Tensor> rowwise(const RowFunction& f, std::span<const Tensor> inputs) {
   const auto where = [] { return PathScope::current().empty() ? std::string() : PathScope::current() + ": "; };
-  const Tensor* cut = nullptr;  // the input whose layout says how rows are cut
+  const Tensor* cut = nullptr;  // the input whose layout says how rows are sharded
   for (const Tensor& x : inputs) {
     if (x.rank() == 0 || x.size(0) != inputs[0].size(0))
       fail<ShapeError>("[rowwise] ", where(), "inputs have different numbers of rows: ", inputs[0].type(), " and ",

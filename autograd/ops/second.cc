@@ -19,7 +19,7 @@ Tensor by_heads(const Tensor& x) {
   return reshape(permute(x, {0, 3, 1, 2, 4}), {s[0], s[3], s[1] * s[2], s[4]});
 }
 
-// Which of S keys each of T queries sees: bool [T, S], or [B, 1, 1, T, S] of documents; undefined: all.
+// Which of S keys each of T queries sees: bool [T, S], or [B, 1, 1, T, S] for documents; undefined: all.
 Tensor mask_of(const VisibleKeys& visible, int64_t T, int64_t S) {
   if (!visible.causal) return {};
   const Tensor keys = unsqueeze(arange(S), {0}), queries = unsqueeze(arange(static_cast<double>(S - T), static_cast<double>(S), 1), {1});
@@ -36,7 +36,7 @@ Tensor sinks_by_groups(const Tensor& x, int64_t groups) {
   return reshape(x, {s[0], groups, s[1] / groups, s[2], 1});
 }
 
-// A last column beside what keys have, or zeros there; `keys` alone where there are no sinks.
+// Appends the sinks' column to the keys' columns, or zeros; returns `keys` if there are no sinks.
 Tensor with_sinks(const Tensor& keys, const Tensor& of_sinks, bool sinks) {
   if (!sinks) return keys;
   Shape one = keys.shape();
@@ -55,7 +55,7 @@ Tensor probabilities(const Tensor& scores, const Tensor& seen, const Tensor& sin
   return concat({where(seen, parts[0], 0.0), parts[1]}, -1);
 }
 
-// The derivative of softcap(), by what that gives.
+// The derivative of softcap(), given its result.
 Tensor slope_of_capped(const Tensor& y, double cap) { return add(mul(square(mul(y, 1 / cap)), -1.0), 1.0); }
 
 // Columns [first, first + V) of one-hot rows.
@@ -64,9 +64,9 @@ Tensor one_hot(const Tensor& targets, int64_t first, int64_t V, DType dtype) {
   return cast(eq(unsqueeze(cast(targets, kI64), {-1}), arange(begin, begin + static_cast<double>(V), 1)), dtype);
 }
 
-// What losses of rows of logits have, and what a gradient of the logits is made of.
+// What the losses of rows of logits, and the gradients of the logits, are computed from.
 struct Rows {
-  Tensor dlse, dtarget;        // of each row, [.., 1] or []; 0 where it is ignored
+  Tensor dlse, dtarget;        // of each row, [.., 1] or []; 0 where the target is ignored
   Tensor counts, p, is_target;
   Rows(const Tensor& logits, const Tensor& dlse_of, const Tensor& dtarget_of, const Tensor& targets, int64_t ignore_index,
        int64_t first_row)
@@ -99,9 +99,9 @@ Tensor sum_of_defined(std::initializer_list<Tensor> terms) {
 // With P = softmax(S), S = scale Q Kᵀ, out = P V, and a dot for tangents along u:
 //   dS = P(dP), the derivative of softmax, with dP = dout Vᵀ, dQ = scale dS K, dK = scale dSᵀ Q, dV = Pᵀ dout
 //   <u, (dQ, dK, dV)> = <dout, Ṗ V + P U_V>, Ṗ = P(Ṡ), Ṡ = scale (U_Q Kᵀ + Q U_Kᵀ)
-// With a softcap C, S = C tanh(R / C) of R = scale Q Kᵀ, and m = 1 - (S / C)² its derivative: dR = m dS in place of dS, and Ṡ = m Ṙ, so that R
-// has <dS m', Ṙ> beside, m' = -2 S / C² m.
-// A sink is a column more of S, which is given, and whose value is zero; its column of dS is what it gets, and that of Ṡ its U.
+// With a softcap C, S = C tanh(R / C) of R = scale Q Kᵀ, and m = 1 - (S / C)² its derivative: dR = m dS in place of dS, and Ṡ = m Ṙ,
+// so that R also gets <dS m', Ṙ>, m' = -2 S / C² m.
+// A sink is one more column of S, which is given, and whose value is zero; its column of dS is its gradient, and that of Ṡ its U.
 AttentionBackwardOperands attention_second(const AttentionBackwardOperands& x, const AttentionBackwardOperands& u,
                                            const VisibleKeys& visible, double scale) {
   const DeviceScope device(x.q.device());
@@ -119,7 +119,7 @@ AttentionBackwardOperands attention_second(const AttentionBackwardOperands& x, c
   const Tensor dp = with_sinks(matmul(dout, transposed(v)), {}, sinks), us = u.sinks ? sinks_by_groups(u.sinks, groups) : Tensor();
   Tensor tangent_s = sum_of_defined({uq ? mul(matmul(uq, transposed(k)), scale) : Tensor(),
                                      uk ? mul(matmul(q, transposed(uk)), scale) : Tensor()});
-  Tensor of_slope;  // what the slope's part in the tangent gives the products
+  Tensor of_slope;  // what the products get through the slope in the tangent
   if (slope && tangent_s) {
     of_slope = mul(mul(mul(keys(through_softmax(p, dp)), tangent_s), mul(scores, slope)), -2 / (cap * cap));
     tangent_s = of_products(tangent_s);
@@ -148,8 +148,8 @@ AttentionBackwardOperands attention_second(const AttentionBackwardOperands& x, c
   return {by_heads(gq), of_key_heads(gk), of_key_heads(gv), by_heads(gout), sinks ? reshape(of_sinks, x.sinks.shape()) : Tensor()};
 }
 
-// With n for what is normalised without its weight, r = 1 / sqrt(variance + eps), g = dy weight and J for the derivative of n, which
-// is symmetric: dx = J(g), dweight = Σ dy n, dbias = Σ dy, so that <u, ..> = <g, J(u_x)> + <dy, n u_w + u_b>.
+// With n for the normalised x before the weight, r = 1 / sqrt(variance + eps), g = dy weight and J for the derivative of n, which is
+// symmetric: dx = J(g), dweight = Σ dy n, dbias = Σ dy, so that <u, ..> = <g, J(u_x)> + <dy, n u_w + u_b>.
 NormBackwardOperands norm_second(const NormBackwardOperands& x, const NormGradients& u, bool layer, double eps) {
   const Tensor in = in_statistics_dtype(x.x), dy = in_statistics_dtype(x.dy);
   const Tensor centered = layer ? sub(in, mean(in, {-1}, true)) : in;
@@ -160,7 +160,7 @@ NormBackwardOperands norm_second(const NormBackwardOperands& x, const NormGradie
     return mul(sub(level, mul(n, along(g))), r);
   };
   NormBackwardOperands out;
-  Tensor of_n, of_r;  // gradients of n, and of r where J multiplies with it, brought to x
+  Tensor of_n, of_r;  // gradients of n, and of r where J multiplies by it, propagated to x
   if (u.dx) {
     const Tensor ux = in_statistics_dtype(u.dx), tangent = J(ux);
     const Tensor weight = x.weight ? in_statistics_dtype(x.weight) : Tensor(), g = weight ? mul(dy, weight) : dy;

@@ -1,10 +1,10 @@
-// send: a value that is on one rank of a chain goes to its neighbour, and in the backward its gradient comes back. The two
-// ranks alone take part, over a link of their own, so stages of a pipeline wait for nobody else.
+// send: a value on one rank of a chain goes to its neighbour, and in the backward its gradient comes back. Only the two ranks take
+// part, over their own link, so pipeline stages wait for nobody else.
 //
-// [Note: sends] Neither rank stops: what reads the value waits for it, and the sender goes on. What it sent is lent to the
-// lane and comes back at a node of the tape (sent), where the second micro-batch or backward after it needs the same way, so that
-// the neighbour may be a turn late, or where the last backward ends. Not where the same one sends a second value: the neighbour may be
-// sending two back, and each would wait.
+// [Note: sends] Neither rank blocks: readers of the value wait for it, and the sender continues. The sent memory is lent to the lane
+// and returned at a node of the tape (sent): where the second micro-batch or backward after it needs the same route, so that the
+// neighbour may be one turn late, or where the last backward ends. Not where the same micro-batch or backward sends a second value:
+// the neighbour may be sending two back, and both would deadlock.
 #include <algorithm>
 #include <cstdlib>
 
@@ -20,7 +20,7 @@ namespace {
 struct SendAttrs {
   Layout to;
   int32_t axis;
-  int32_t back;  // to the rank before, not to the next
+  int32_t back;  // to the previous rank, not to the next
   bool operator==(const SendAttrs&) const = default;
 };
 
@@ -38,12 +38,12 @@ struct Send {
     const int from = c.input_type(0).layout[a.axis].map().owner(), to = a.to[a.axis].map().owner();
     Communicator& link = runtime->link(a.axis, from, a.back ? Toward::before : Toward::next);
     if (c.device().is_meta() && link.kind() != "simulated") return;
-    c.stream();  // the lane's calls go behind it
+    c.stream();  // the lane's calls are ordered after it
     const bool sends = RankContext::current().coordinate(a.to.mesh(), a.axis) == from;
     const int64_t elements = (sends ? c.input(0) : c.output(0)).numel();
     int64_t send_counts[] = {0, 0}, recv_counts[] = {0, 0};
     (sends ? send_counts : recv_counts)[sends ? to > from : to < from] = elements;
-    // Who gets nothing has an address, too: it tells the lane whose memory the ranks exchange.
+    // A rank that receives nothing passes an address, too: it tells the lane in whose memory the ranks exchange.
     void* const here = sends ? c.input(0).data : c.output(0).data;
     c.completes_with(link.all_to_all(here, send_counts, here, recv_counts, c.output_type(0).dtype, PathScope::current()));
   }
@@ -54,7 +54,7 @@ struct Send {
   static void describe(const Attrs& a, std::string& out) { out += a.to.to_string(); }
 };
 
-/// Inputs: what a send left of the value here, and what it was lent.
+/// Inputs: the sender's placeholder for the sent value, and what was lent.
 struct Sent {
   static constexpr const char* kName = "sent";
   static constexpr bool kOfUnits = true;
@@ -65,8 +65,8 @@ struct Sent {
   }
 };
 
-// On the rank that sends: `sent` is what is left of `x`, which the lane may read until it comes back. Outside of a recording it is
-// waited for.
+// On the sending rank: `sent` is the placeholder left of `x`, which the lane may read until it is returned. Outside of a recording
+// this waits.
 void lend_until_sent(const Tensor& x, const Tensor& sent, int axis, bool back) {
   Recording* r = Recording::current();
   if (!r) return sent.storage()->settle();

@@ -1,4 +1,4 @@
-// Cutting tensors apart and putting them together along a dimension. Slices are views.
+// Splitting and concatenating tensors along a dimension. Slices are views.
 #include <optional>
 
 #include "sheaf/autograd/ops/common.h"
@@ -12,7 +12,7 @@ namespace {
 
 using namespace ops;
 
-/// Ops along one dimension, linear in their operands: any other dimension may be cut.
+/// Ops along one dimension, linear in their operands: any other dimension may be sharded.
 void place_beside(Place& p, int dim, bool linear = true, int outputs = 1) {
   if (const OwnershipMap* map = p.sharded(); map && !map->is_flat() && map->dim() != dim)
     rule_all(p, Placement::shard(*map), Placement::shard(*map), outputs);
@@ -20,8 +20,8 @@ void place_beside(Place& p, int dim, bool linear = true, int outputs = 1) {
   if (linear) rule_all(p, kP, kP, outputs);
 }
 
-/// What is left of a cut of parts when [begin, end) of its dimension is taken out: nothing unless
-/// these are whole parts. A rank has the same fraction of each, and so of what lies before them.
+/// The shard by parts of positions [begin, end) of its dimension: none unless these are whole parts. A rank has the same fraction of
+/// each part, and so of what precedes them.
 std::optional<OwnershipMap> parts_between(const OwnershipMap& map, int64_t begin, int64_t end) {
   std::vector<int64_t> sizes;
   int64_t at = 0;
@@ -37,7 +37,7 @@ std::optional<OwnershipMap> parts_between(const OwnershipMap& map, int64_t begin
   return map.is_inner() ? left.inner() : left;
 }
 
-/// The same of stretches of these sizes, one behind another; empty unless all are whole parts.
+/// The same for consecutive ranges of these sizes; empty unless all are whole parts.
 std::vector<Placement> whole_parts(const OwnershipMap& map, const std::vector<int64_t>& sizes) {
   std::vector<Placement> out;
   int64_t at = 0;
@@ -50,18 +50,18 @@ std::vector<Placement> whole_parts(const OwnershipMap& map, const std::vector<in
   return out;
 }
 
-/// A cut of parts, as OwnershipMap::parts has it, in attributes.
+/// A shard by parts, as OwnershipMap::parts defines it, in attributes.
 struct CutParts {
   const std::vector<int64_t>* sizes = nullptr;  ///< null: none
   int64_t units = 0;
   CutParts() = default;
-  /// That of an axis which cuts x so along `dim`.
+  /// The one by which an axis shards x along `dim`.
   CutParts(const Type& x, int dim) {
     for (int axis = 0; axis < x.layout.num_axes(); ++axis)
       if (const Placement& p = x.layout[axis]; p.is_shard(dim) && p.map().is_parts())
         sizes = &p.map().sizes(), units = p.map().granule();
   }
-  /// Made in the order in which `other` is, of the same dimension.
+  /// With the same inner or outer order as `other`, a shard of the same dimension.
   OwnershipMap like(const OwnershipMap& other) const {
     const OwnershipMap map = OwnershipMap::parts(other.dim(), *sizes, units);
     return other.is_inner() ? map.inner() : map;
@@ -105,7 +105,7 @@ struct Pad {
     int64_t before, after;
     int64_t dim;
     double value;
-    CutParts of_result = {};  ///< of which the input is whole ones
+    CutParts of_result = {};  ///< of which the input is whole parts
   };
   static void drop_layouts(Attrs& a) { a.of_result = {}; }
   static void infer(const Attrs& a, Infer& c) {
@@ -148,7 +148,7 @@ struct Concat {
   static constexpr const char* kName = "concat";
   struct Attrs {
     int64_t dim;
-    CutParts of_result = {};  ///< of which each input is whole ones
+    CutParts of_result = {};  ///< of which each input is whole parts
   };
   static void drop_layouts(Attrs& a) { a.of_result = {}; }
   static void infer(const Attrs& a, Infer& c) {
@@ -198,7 +198,7 @@ struct Concat {
   static void describe(const Attrs& a, std::string& out) { out += str("dim ", a.dim); }
 };
 
-/// x as parts of these sizes along a dimension, whose gradients are put together again.
+/// x in parts of these sizes along a dimension, whose gradients are concatenated.
 struct Split {
   static constexpr const char* kName = "split";
   static constexpr bool kRecipe = true;

@@ -74,7 +74,7 @@ struct LogSoftmax : OverRows<LogSoftmax> {
   }
 };
 
-/// Ops run over the last dimension; another one is brought there and back by views.
+/// Ops run over the last dimension; views move another one there and back.
 template <class Op>
 Tensor along(const Tensor& x, int dim) {
   const int d = wrap_dim(Op::kName, dim, x.rank());

@@ -11,21 +11,21 @@ namespace {
 
 double moved(const Shape& local, DType dtype) { return 2.0 * static_cast<double>(local.numel()) * static_cast<double>(size_of(dtype)); }
 
-/// Outputs: where what comes is received, and a packed copy of the input if that is what is sent.
+/// Outputs: the receive buffer, and a packed copy of the input if that is what is sent.
 struct Start {
   static constexpr const char* kName = "redistribute";
   static constexpr OpKind kKind = OpKind::redistribute;
   static constexpr Lane kLane = Lane::gather;
   struct Attrs {
     Layout to;
-    bool copies;  // what is sent, before that
+    bool copies;  // copies the input before it is sent
     bool operator==(const Attrs&) const = default;
   };
 
   static void execute(const Attrs&, Execute& c) {
     const Redistribution r(c, c.input_type(0), c.output_type(0));
     const View in = c.input(0);
-    // A rank that gets nothing has an address, too: it tells the lane whose memory the ranks exchange.
+    // A rank that receives nothing passes an address, too: it tells the lane in whose memory the ranks exchange.
     void* const sent = c.num_outputs() > 1 ? c.output(1).data : in.data;
     void* const received = c.output(0).data ? c.output(0).data : sent;
     c.completes_with(r.start(in, sent, received, /*waited_for=*/false));
@@ -35,11 +35,11 @@ struct Start {
   static void describe(const Attrs& a, std::string& out) { out += a.to.to_string(); }
 };
 
-/// Inputs: what travelled, and what was lent for it.
+/// Inputs: the value in flight, and what was lent for it.
 struct Arrived {
   static constexpr const char* kName = "arrived";
   static constexpr OpKind kKind = OpKind::redistribute;
-  static constexpr Lane kLane = Lane::gather;  // who gets nothing waits, too, for what it lent
+  static constexpr Lane kLane = Lane::gather;  // a rank that receives nothing waits, too, for what it lent
   struct Attrs {
     Layout from;
     bool unpacks;
@@ -52,7 +52,7 @@ struct Arrived {
     const View received = c.input(0), out = c.output(0);  // waits for the lane
     if (received.data != out.data) Redistribution(c, from, c.output_type(0)).finish(received.data, out);
   }
-  // Of what became Invariant it need not travel.
+  // If the value became Invariant, its gradient may need no communication.
   static void vjp(const Attrs& a, Vjp& c) {
     const Layout back = a.from.dual();
     if (!can_travel(c.grad().layout(), back)) return c.set(0, redistribute(c.grad(), back));

@@ -65,7 +65,7 @@ struct Abs : Unary<Abs, UnaryOp::abs, true> {
 };
 struct Sign : Unary<Sign, UnaryOp::sign, true> {
   static constexpr const char* kName = "sign";
-  static void vjp(const Attrs&, Vjp&) {}  // zero wherever it exists
+  static void vjp(const Attrs&, Vjp&) {}  // the derivative is zero wherever it exists
 };
 struct Sin : Unary<Sin, UnaryOp::sin> {
   static constexpr const char* kName = "sin";

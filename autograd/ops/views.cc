@@ -1,5 +1,4 @@
-// Ops that rename elements: their results share the operand's memory wherever strides can say what
-// is meant.
+// Ops that rename elements: their results share the operand's memory if strides can express them.
 #include "sheaf/autograd/ops/common.h"
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
@@ -14,8 +13,7 @@ using namespace ops;
 bool reshape_strides(const View& in, const Shape& shape, Shape& strides) {
   strides = shape.contiguous_strides();
   if (in.numel() == 0) return true;
-  // Runs of `in`'s dimensions that lie behind one another; each must cover whole dimensions of the
-  // new shape.
+  // Runs of `in`'s dimensions that are contiguous with each other; each must cover whole dimensions of the new shape.
   int from = in.rank() - 1, to = shape.rank() - 1;
   while (from >= 0) {
     int64_t run = in.shape[from];
@@ -72,7 +70,7 @@ struct Reshape {
     p.rule({kR}, {kR});
     p.rule({kP}, {kP});
   }
-  /// Where a cut of dimension d goes if the dimensions that come and go are known.
+  /// Where a cut of dimension d goes, if the inserted and removed dimensions are known.
   static bool shifted(const OwnershipMap& map, const Attrs& a, Placement& result) {
     if (a.removed >> map.dim() & 1) return false;
     const auto before = static_cast<uint32_t>((1u << map.dim()) - 1);
@@ -95,7 +93,7 @@ struct Reshape {
         else
           b *= out[j_end++];
       }
-      // Leading ones belong to whichever dimension follows them.
+      // Leading dimensions of size 1 belong to whichever dimension follows them.
       int first = i, target = j;
       while (first < i_end - 1 && in[first] == 1) ++first;
       while (target < j_end - 1 && out[target] == 1) ++target;
@@ -125,7 +123,7 @@ struct Reshape {
   static void describe(const Attrs& a, std::string& out) { out += a.shape.to_string(); }
 };
 
-/// Bit d of each dimension of `dims`, which count in a tensor of `rank` dimensions.
+/// Bit d for each dimension d in `dims`, numbered within `rank` dimensions.
 uint32_t mask_of(const char* op, const Dims& dims, int rank) {
   uint32_t mask = 0;
   for (const int dim : dims) {

@@ -12,11 +12,11 @@
 namespace sheaf {
 namespace {
 
-// [Note: who may be fused] Nodes of a group run where its last one stood. For the others that is later than they were: nothing
-// else may need what they give before, and what they read must still be there, as it was.
+// [Note: who may be fused] Nodes of a group run at the position of the last one. The others then run later than before: nothing else
+// may need their results earlier, and their operands must still exist, unchanged.
 class Fuser {
  public:
-  /// `same[v]`: the first of the leaves that lie in the memory of leaf v.
+  /// `same[v]`: the first of the leaves that share the memory of leaf v.
   Fuser(Tape tape, std::span<const ValueId> keep, std::vector<int64_t> alive, int64_t limit, std::map<ValueId, ValueId> same)
       : edit_(std::move(tape)), same_(std::move(same)), alive_(std::move(alive)), limit_(limit), kept_(tape_.num_values()),
         users_(tape_.num_values()), ends_(tape_.num_values()), last_use_(tape_.num_values(), -1), group_of_(tape_.num_nodes(), kNone) {
@@ -38,7 +38,7 @@ class Fuser {
     }
   }
 
-  /// How many ops run as parts of others.
+  /// Returns how many ops were merged into others.
   int run() {
     for (NodeId id = 0; id < tape_.num_nodes(); ++id)
       if (can_fuse(tape_, tape_.node(id)) && !kept_[tape_.output(tape_.node(id))]) place(id);
@@ -66,7 +66,7 @@ class Fuser {
     return m.phase == n.phase && m.flags == n.flags && s.shape == t.shape && s.layout == t.layout;
   }
 
-  // To as many of the groups that it could belong to as will have it, together.
+  // Joins it with as many of its candidate groups as accept it, merging them.
   void place(NodeId id) {
     std::set<int, std::greater<>> candidates;
     for (ValueId v : tape_.inputs(tape_.node(id))) {
@@ -113,11 +113,11 @@ class Fuser {
     }
     return fits(members);
   }
-  // A user's place: that of its group.
+  // The position at which a node runs: that of its group.
   NodeId moment_of(NodeId id) const { return group_of_[id] == kNone ? id : groups_[group_of_[id]].back(); }
 
-  // What is alive at nodes of the tape, with the members as one node at the place of the last: operands are there until then, results
-  // from then on, and what only members read never is.
+  // Updates the bytes alive per node, with the members as one node at the last one's position: operands are alive until then, results
+  // from then on, and values that only members read never are.
   void count_memory(const Members& members, int sign) {
     if (alive_.empty() || members.size() < 2) return;
     const NodeId last = members.back();
@@ -168,7 +168,7 @@ class Fuser {
     return code_of(members, fuse) && kernels::FusedSlots(fuse.code()).count <= kernels::FusedCode::kMaxSlots;
   }
 
-  // The modules that all of them are in.
+  // The innermost module path common to all of them.
   std::string path_of(const Members& members) const {
     std::string common = tape_.path(tape_.node(members[0]));
     for (NodeId m : members) {
@@ -202,12 +202,12 @@ class Fuser {
   TapeEditor edit_;
   const Tape& tape_ = edit_.tape();
   const std::map<ValueId, ValueId> same_;
-  std::vector<int64_t> alive_;  // at each node, with the groups that there are; empty: not asked
+  std::vector<int64_t> alive_;  // at each node, with the current groups; empty: not needed
   const int64_t limit_;
   std::vector<bool> kept_;
-  std::vector<std::vector<NodeId>> users_;  // by value: who reads it, or writes into it
-  std::vector<std::vector<NodeId>> ends_;   // by value with memory of its own: who writes or discards it
-  std::vector<NodeId> last_use_;            // the same
+  std::vector<std::vector<NodeId>> users_;  // by value: nodes that read it, or write into it
+  std::vector<std::vector<NodeId>> ends_;   // by value with its own memory: nodes that write or discard it
+  std::vector<NodeId> last_use_;            // by value with its own memory
   std::vector<int> group_of_;               // by node
   std::vector<Members> groups_;
 };
@@ -228,14 +228,14 @@ Program fuse_elementwise(Program plain) {
   const std::vector<int64_t> alive = plain.alive_bytes();
   int64_t limit = alive.empty() ? 0 : std::ranges::max(alive);
   for (int tries = 0; tries < 4; ++tries) {
-    // First all that can be: what is too much half way may be little in the end.
+    // First fuse everything possible: intermediate groups may exceed the limit when the final ones do not.
     const bool any = tries == 0;
     Fuser fuser(plain.tape(), plain.wanted(), any ? std::vector<int64_t>() : alive, limit, same);
     if (fuser.run() == 0) break;
     Program fused = plain.with_tape(fuser.take());
     const int64_t over = fused.arena_bytes() - plain.arena_bytes();
     if (over <= 0) return fused;
-    if (!any) limit -= over;  // an arrangement may take more than what is alive
+    if (!any) limit -= over;  // an arrangement may take more than the bytes alive
   }
   return plain;
 }

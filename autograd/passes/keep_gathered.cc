@@ -10,7 +10,7 @@
 namespace sheaf {
 namespace {
 
-// The memory that a value was made from, one buffer from one, by what only renames or casts it.
+// The memory that a value was derived from, through ops from one buffer to one buffer that only rename or cast.
 ValueId origin(const Tape& tape, ValueId v) {
   for (;;) {
     const Node& n = tape.node(tape.value(v).producer);
@@ -31,7 +31,7 @@ bool gather_alike(const Tape& tape, const Node& a, const Node& b) {
 
 int64_t buffer_bytes(const Tape& tape, const Node& gather) {
   int64_t bytes = 0;
-  for (int o = 0; o < gather.num_inputs; ++o) {  // the values lie in the buffers
+  for (int o = 0; o < gather.num_inputs; ++o) {  // the values are placed in the buffers
     const Type& type = tape.type(tape.output(gather, o));
     bytes += type.local_shape().numel() * static_cast<int64_t>(size_of(type.dtype));
   }
@@ -44,7 +44,7 @@ std::vector<Regather> regathers(const Tape& tape) {
   std::vector<Regather> out;
   struct Gathered {
     NodeId gather = -1, discard = -1;
-    bool used = false;  // one that was not, a prefetch that turned out wrong, may lack its completion
+    bool used = false;  // an unused one, a mispredicted prefetch, may lack its completion
   };
   std::map<std::string, Gathered> last;  // by the unit's path
   for (NodeId id = 0; id < tape.num_nodes(); ++id) {
@@ -84,7 +84,7 @@ void keep_gathered(Tape& tape, std::span<const Regather> which) {
   TapeEditor edit(std::move(tape));
   const Tape& before = edit.tape();
   std::vector<bool> regathered(before.num_values());
-  for (const Regather& r : which) {  // what was kept once is kept on
+  for (const Regather& r : which) {  // what is kept once stays kept
     const Node& gather = before.node(r.gather);
     const ValueId kept = before.inputs(before.node(r.discard))[0];
     for (int o = 0; o < gather.num_outputs; ++o) {
@@ -93,7 +93,7 @@ void keep_gathered(Tape& tape, std::span<const Regather> which) {
     }
     edit.erase(r.discard), edit.erase(r.gather);
   }
-  // A gather's completion goes with it, and then what was made for it alone.
+  // A gather's completion is removed with it, and then what was created for it alone.
   for (NodeId id = 0; id < before.num_nodes(); ++id) {
     const Node& n = before.node(id);
     if (n.op && n.num_outputs == 0 && before.kind(n) == OpKind::op && n.num_inputs > 0 && regathered[before.inputs(n)[0]]) edit.erase(id);

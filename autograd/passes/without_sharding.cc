@@ -32,8 +32,8 @@ class Eraser {
     return static_cast<int>(leaves_.size()) - 1;
   }
 
-  // An output for each input is the same value in another layout. What opens a unit has its values behind its buffers; what else a
-  // redistribution has there is memory.
+  // An output with a corresponding input is the same value in another layout. The further outputs of a unit's gather are its leaves'
+  // values; those of a redistribution are buffers.
   void pass_through(const Node& n) {
     for (int o = 0; o < (is_redistribute(n.op) ? 1 : n.num_outputs); ++o) {
       const ValueId v = from_.output(n, o);
@@ -48,7 +48,7 @@ class Eraser {
     }
   }
 
-  // Leaves come where they are read first, so that it does not matter how parameters are put together in units.
+  // Leaves are added where they are first read, so that the grouping of parameters into units does not matter.
   ValueId read(ValueId v, const Node& reader) {
     if (now_[v] != kUnread) return now_[v];
     if (source_[v] == kNone)
