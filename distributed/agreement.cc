@@ -13,7 +13,7 @@ constexpr const char* kPath = "agreement";
 constexpr size_t kDigest = 32;  // bytes: XXH3-128 in hex
 
 [[noreturn]] void refuse(Communicator& lane, const std::string& message) {
-  // A rank that throws ends the others' calls: after the barrier all are here and know what to report.
+  // A rank that throws ends the others' calls: after the barrier all are in this function and know what to report.
   try {
     lane.barrier(kPath).sync();
   } catch (const CommError&) {
@@ -29,7 +29,7 @@ void require_agreement(World& world, const std::string& what, const std::vector<
 
 void require_agreement(Communicator& lane, const std::string& what, const std::vector<Fact>& facts) {
   if (lane.size() == 1) return;
-  // In the usual case digests are all that travels.
+  // In the usual case only digests are sent.
   std::string digests;
   for (const Fact& fact : facts) digests += digest_of_text(fact.name + '\0' + fact.value).xxh3;
   const std::vector<std::string> all = gather_texts(lane, digests, kPath);

@@ -1,4 +1,4 @@
-// Collective: one call, as data. What was asked for, by whom, and the hashes by which ranks compare their calls.
+// Collective: one call, as data: its arguments, its caller, and the hashes by which ranks compare their calls.
 #pragma once
 
 #include <cstdint>
@@ -26,9 +26,9 @@ struct Collective {
   const void* in = nullptr;
   void* out = nullptr;
   std::string path = {};
-  std::string of = {};          ///< the values, if the caller names them
+  std::string of = {};          ///< names the values, if the caller does
   bool on_gpu = false;          ///< the buffers are on the rank's GPU
-  bool waited_for = false;      ///< the rank's thread does nothing until it is done
+  bool waited_for = false;      ///< the rank's thread blocks until it is done
   bool captured = false;        ///< the call becomes part of a graph of the rank's GPU
   Event buffers_ready = {};     ///< on_gpu: what the rank's stream had to do before the call
   uint64_t sequence = 0;     ///< 1 for a communicator's first call
@@ -40,7 +40,7 @@ struct Collective {
   std::string to_string() const;
 };
 
-/// Hash of what all ranks must agree on. The counts of an all_to_all differ from rank to rank and stay out.
+/// Hash of everything that all ranks must agree on. The counts of an all_to_all differ between ranks and are not included.
 uint64_t hash_call(const Collective& call);
 /// Next running fingerprint.
 uint64_t chain(uint64_t fingerprint, uint64_t call_hash);

@@ -124,8 +124,8 @@ Event CommunicatorBase::submit(Collective call) {
     if (flight_.size() > kFlightEntries) flight_.pop_front();
   }
   Event event = dispatch(shared);
-  // [Note: one thread captures] Two threads must not work on one of CUDA's graphs at once, not even if each captures a
-  // stream of its own. While the lane, and NCCL's thread after it, record the call, this one does nothing.
+  // [Note: one thread captures] Two threads must not work on one CUDA graph at once, not even if each captures its own stream. While
+  // the lane, and NCCL's thread after it, record the call, this one does nothing.
   if (shared->captured) event.point();
   else if (shared->on_gpu && CollectivesInTurn::active()) event.sync();
   return event;

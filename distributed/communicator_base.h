@@ -1,6 +1,5 @@
-// CommunicatorBase: what all communicators share. Checks arguments, numbers and fingerprints the calls, counts bytes,
-// keeps a flight recorder, formats the errors, and runs the calls in order on a lane of their own, or on the rank's
-// thread if that waits.
+// CommunicatorBase: what all communicators share. Checks arguments, numbers and fingerprints the calls, counts bytes, keeps a flight
+// recorder, formats the errors, and runs the calls in order on its own lane, or on the rank's thread if that waits.
 #pragma once
 
 #include <deque>
@@ -20,7 +19,7 @@ namespace sheaf {
 struct CommunicatorGroup {
   std::string name;          ///< equal on all members, unlike that of any other group: "(data=4)/data/0/gather"
   std::vector<int> members;  ///< world ranks, in the group's order
-  int index = 0;             ///< this rank's place among them
+  int index = 0;             ///< this rank's index among them
   int world = 1;             ///< ranks of the whole job
 
   int size() const { return static_cast<int>(members.size()); }
@@ -72,14 +71,14 @@ class CommunicatorBase : public Communicator {
   virtual void run(const Collective& call) = 0;
   /// The same for buffers on the rank's GPU: enqueues the work there and returns the point where it is done.
   virtual std::shared_ptr<const DevicePoint> run_on_gpu(const Collective&) { return nullptr; }
-  /// False if only host buffers can be moved; else there is a run_on_gpu().
+  /// False if only host buffers can be communicated; else run_on_gpu() is implemented.
   virtual bool moves_gpu_memory() const { return false; }
-  /// Enqueues a checked and numbered call. The default hands it to the lane, or does it at once in a group of one and where the
-  /// rank waits for it.
+  /// Enqueues a checked and numbered call. The default passes it to the lane, or runs it at once in a group of one or if the rank
+  /// waits for it.
   virtual Event dispatch(std::shared_ptr<Collective> call);
   /// The lane of calls on GPUs, if it is not that of calls on the host.
   virtual LaneThread* gpu_lane() { return nullptr; }
-  /// Finishes what is queued and ends the lane; derived destructors call it first, since run() is theirs.
+  /// Finishes queued calls and ends the lane; derived destructors call it first, since run() is theirs.
   void finish_lane() { lane_.reset(); }
 
   void set_state(uint64_t sequence, FlightEntry::State state);
@@ -109,13 +108,13 @@ class CommunicatorBase : public Communicator {
   uint64_t fingerprint_ = 0;
   int64_t bytes_received_ = 0;
   std::deque<FlightEntry> flight_;
-  std::vector<Event> behind_;         // that the next call comes after; only for the rank's thread, as is the next member
-  bool waited_for_ = false;           // so is the next call
-  std::string of_;                    // what it is of
+  std::vector<Event> behind_;         // events that the next call must follow; only for the rank's thread, as is the next member
+  bool waited_for_ = false;           // whether the rank's thread waits for the next call
+  std::string of_;                    // names the next call's values
   std::unique_ptr<LaneThread> lane_;  // made by the first call that needs it
 };
 
-/// What every call means in a group of one: a copy, or nothing. On a GPU, in the order of the rank's stream.
+/// What every call does in a group of one: a copy, or nothing. On a GPU, ordered by the rank's stream.
 void run_alone(const Collective& call);
 
 }  // namespace sheaf

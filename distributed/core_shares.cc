@@ -30,7 +30,7 @@ std::vector<Cpu> available_cpus() {
 std::vector<std::vector<int>> core_shares(std::vector<Cpu> cpus, int ranks) {
   if (static_cast<int>(cpus.size()) < ranks) return {};
   std::ranges::sort(cpus, {}, [](const Cpu& c) { return std::tuple(c.package, c.core, c.number); });
-  std::vector<size_t> begins;  // of what is dealt out: cores, or CPUs if those are too few
+  std::vector<size_t> begins;  // of the items distributed: cores, or CPUs if there are too few cores
   for (size_t i = 0; i < cpus.size(); ++i)
     if (i == 0 || !same_core(cpus[i], cpus[i - 1])) begins.push_back(i);
   if (static_cast<int>(begins.size()) < ranks) {

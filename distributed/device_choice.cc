@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kLeastCapability = 90;  // what the kernels are compiled for
 
-// Which GPU is for this rank. A launcher that binds one to each (srun --gpus-per-task 1) lets it see that one alone.
+// The index of this rank's GPU. A launcher that binds one to each rank (srun --gpus-per-task 1) makes only that one visible.
 int index_for(const Rendezvous& r, const GpusHere& gpus) { return gpus.capabilities.size() == 1 ? 0 : r.local_rank; }
 
 // Why this rank cannot have a GPU of its own; empty if it can.

@@ -10,12 +10,12 @@
 
 namespace sheaf {
 
-/// What a process finds on its host.
+/// The GPUs that a process finds on its host.
 struct GpusHere {
   std::vector<int> capabilities = {};  ///< of each GPU that it may use, 90 for 9.0
-  std::string why_none = {};           ///< the driver's words, if there is none
+  std::string why_none = {};           ///< the driver's message, if there is none
   bool driver = false;                 ///< NVIDIA's kernel driver is loaded
-  bool emulated = false;               ///< kernels run on the CPU: for tests, which ask for it
+  bool emulated = false;               ///< kernels run on the CPU: for tests, which request it
 
   static GpusHere look();
 };
@@ -36,7 +36,7 @@ std::string choice_for_others(const DeviceChoice& choice);
 /// ConfigError if a GPU was asked for and is impossible.
 DeviceChoice agreed_device(const DeviceChoice& choice, int rank, const std::vector<std::string>& told);
 
-/// Makes `device` the one that `context` computes on by default, with a stream and memory of its own if it is a GPU.
+/// Makes `device` the default device of `context`, with its own stream and allocator if it is a GPU.
 void use_device(Device device, RankContext& context);
 
 }  // namespace sheaf

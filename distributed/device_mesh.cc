@@ -10,7 +10,7 @@ DeviceMesh::DeviceMesh(const MeshSpec* spec, int rank, Transport& transport) : s
   for (int a = axes - 2; a >= 0; --a) stride[a] = stride[a + 1] * spec->size(a + 1);
   for (int a = 0; a < axes; ++a) coordinates_[a] = rank / stride[a] % spec->size(a);
 
-  std::string mesh = spec->to_string();  // meshes whose axes are linked in other ways are others
+  std::string mesh = spec->to_string();  // meshes that differ in their links are different meshes
   for (int a = 0; a < axes; ++a)
     if (spec->is_chain(a)) mesh += str(' ', spec->name(a), spec->is_ring(a) ? " ring" : " chain");
   links_.resize(static_cast<size_t>(axes));
@@ -40,7 +40,7 @@ DeviceMesh::DeviceMesh(const MeshSpec* spec, int rank, Transport& transport) : s
   }
 }
 
-// The end of a communicator may wait for its other ranks: round a ring they end in the order in which all have made them.
+// The end of a communicator may wait for its other ranks: in a ring they end in the order in which all ranks have created them.
 DeviceMesh::~DeviceMesh() {
   for (auto& link : all_links_) link.reset();
 }

@@ -10,7 +10,7 @@
 
 namespace sheaf {
 
-/// A cheap value: the mesh's axes and this rank's place in it.
+/// A cheap value: the mesh's axes and this rank's coordinates.
 struct Mesh {
   const MeshSpec* spec = nullptr;
   std::shared_ptr<MeshRuntime> runtime;
@@ -19,9 +19,9 @@ struct Mesh {
   int coordinate(const std::string& axis) const { return runtime->coordinate(spec->axis(axis)); }
 };
 
-/// Ranks are in row-major order over the axes: on (data=2, model=3), rank 4 has coordinates data=1, model=1. Per axis
-/// there are two communicators over the ranks that share all other coordinates, and along a chain two between neighbours; in a
-/// ring, the last rank and the first are neighbours, too. Collective over the whole mesh.
+/// Ranks are in row-major order over the axes: on (data=2, model=3), rank 4 has coordinates data=1, model=1. Per axis there are two
+/// communicators over the ranks that share all other coordinates, and along a chain two between neighbours; in a ring, the last rank
+/// and the first are neighbours, too. Collective over the whole mesh.
 class DeviceMesh final : public MeshRuntime {
  public:
   DeviceMesh(const MeshSpec* spec, int rank, Transport& transport);

@@ -1,5 +1,5 @@
-// FailureBoard: the first failure of a job, as far as this process knows. All communicators of the job check it, so
-// that one failure poisons them all and every later message names the same culprit.
+// FailureBoard: the first failure of a job, as far as this process knows. All communicators of the job check it, so that one failure
+// poisons them all and every later message names the same cause.
 #pragma once
 
 #include <functional>
@@ -13,7 +13,7 @@
 namespace sheaf {
 
 struct JobFailure {
-  int rank = 0;  ///< who failed, in the world
+  int rank = 0;  ///< the rank that failed, in the world
   ExitCode code = ExitCode::kPeerLost;
   std::string reason;
 };
@@ -26,8 +26,8 @@ class FailureBoard {
   std::optional<JobFailure> failure() const;
   bool failed() const;
 
-  /// `callback` runs on the thread that raises, and at once if there already is a failure (so it must tolerate a
-  /// second call). It must not touch the board's subscriptions. After unsubscribe() returns it runs no more.
+  /// `callback` runs on the thread that raises, and immediately if there already is a failure (so it must tolerate a second call). It
+  /// must not touch the board's subscriptions. After unsubscribe() returns it is not called any more.
   int subscribe(std::function<void(const JobFailure&)> callback);
   void unsubscribe(int id);
 

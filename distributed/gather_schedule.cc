@@ -42,13 +42,13 @@ int64_t GatherSchedule::usual_bytes() const {
   return 0;
 }
 
-// A pass is one forward and the backward that follows it: it ends where the next outermost scope begins. For a model that is
-// used only in another's backward (a direction), all uses in a recording form one pass.
+// A pass is one forward and the backward that follows it: it ends where the next outermost scope begins. For a model that is used
+// only in another's backward (a direction), all uses in a recording form one pass.
 void GatherSchedule::begin_pass() {
   const Recording* r = Recording::current();
   if (r && r->in_backward() && r->serial() == recording_) return;
   flush();
-  for (Unit* u : units_)  // of another recording, or of masters that have changed: nobody will take them, an evaluation's for one
+  for (Unit* u : units_)  // of another recording, e.g. an evaluation's, or of old masters: nothing will use them
     if (!u->has_copies()) u->drop_copies();
   if (!current_.empty() && recording_ == 0) {
     alone_ = std::move(current_);
@@ -94,7 +94,7 @@ void GatherSchedule::leave_scope() {
   if (scopes_.empty()) current = around_;
 }
 
-// The beginning of the backward is the peak of memory: units whose discard is pending, and which it does not use first, go before it.
+// Memory peaks when the backward begins: units whose discard is pending, and which it does not use first, are discarded before.
 void GatherSchedule::backward_begins() {
   if (!following_ || cleared_at_ == current_.size()) return;
   cleared_at_ = current_.size();
@@ -127,8 +127,8 @@ void GatherSchedule::use(Unit& unit) {
   if (const Recording* r = Recording::current(); scopes_.empty() && r && r->in_backward()) begin_pass();
   const Order& order = foreseen();
   const bool is_foreseen = following_ && current_.size() < order.size() && order[current_.size()].unit == &unit;
-  const bool pending = unit.state_ == State::pending;  // the pair of discard and gather vanishes
-  if (pending || unit.state_ == State::open) {         // for another micro-batch, it may be
+  const bool pending = unit.state_ == State::pending;  // the discard and the gather cancel out
+  if (pending || unit.state_ == State::open) {         // open, perhaps for another micro-batch
     unit.state_ = State::open;
     if (Recording* r = Recording::current(); r && r->serial() == unit.recording_) r->use_group(&unit);
     if (!pending) return;
@@ -136,7 +136,7 @@ void GatherSchedule::use(Unit& unit) {
   end_use();
   if (unit.state_ == State::in_flight && (is_foreseen || (!in_flight_.empty() && in_flight_.front() == &unit))) {
     std::erase(in_flight_, &unit);
-  } else if (!pending && !is_foreseen && !unit.is_cached()) {  // a foreseen one may have been open when later ones were gathered ahead
+  } else if (!pending && !is_foreseen && !unit.is_cached()) {  // a foreseen one may have been open when later ones were prefetched
     for (Unit* wrong : in_flight_) {
       ++mispredicted_;
       wrong->discard_gathered();
@@ -160,8 +160,7 @@ void GatherSchedule::use(Unit& unit) {
   begin_use(unit, next);
 }
 
-// The next units are gathered at the longest stretch in which this one's layer sends nothing, as observed the last
-// time.
+// The next units are gathered in the longest stretch of this one's layer without communication, as observed the last time.
 void GatherSchedule::begin_use(const Unit& unit, std::vector<Unit*> next) {
   const Recording* const r = Recording::current();
   int& behind = current_.back().behind;
@@ -170,7 +169,7 @@ void GatherSchedule::begin_use(const Unit& unit, std::vector<Unit*> next) {
     const size_t use = current_.size() - 1;
     behind = following_ && use < foreseen().size() ? foreseen()[use].behind : -1;
     stretch_.begin(r->tape(), unit.mesh(), unit.axis(), /*weighs=*/behind < 0);
-    counts_ = behind != 0;  // there is nothing to learn, nor to wait for
+    counts_ = behind != 0;  // there is nothing to learn or to wait for
   }
   if (!following_) return;
   if (behind > 0) put_off_ = std::move(next), behind_ = behind;
@@ -187,14 +186,14 @@ void GatherSchedule::look() {
 }
 
 void GatherSchedule::end_use() {
-  put_off_.clear();  // the next use is here, and gathers by itself; ending a pass, by an exception or not, gathers nothing
+  put_off_.clear();  // the next use issues gathers itself; the end of a pass, by an exception or not, issues none
   look();
   if (counts_ && !current_.empty() && current_.back().behind < 0) current_.back().behind = stretch_.longest();
   counts_ = false;
 }
 
-// Units that are used after `now`, in that order, and may be gathered already. Pending units are not discarded to be gathered
-// again: they count as gathered ahead, and always stay if nothing is gathered before their use.
+// The units to be used after `now`, in order, that may be gathered already. Pending units are not discarded to be gathered again:
+// they count as prefetched, and always stay if nothing is gathered before their use.
 std::vector<Unit*> GatherSchedule::comes_next(const Unit* now, bool gathers) const {
   std::vector<Unit*> next;
   if (!following_) return next;
@@ -214,19 +213,19 @@ std::vector<Unit*> GatherSchedule::comes_next(const Unit* now, bool gathers) con
 }
 
 void GatherSchedule::prefetch(std::span<Unit* const> next) {
-  int64_t ahead = 0;  // what is in flight may be others: of units that come before those, and were open when they were gathered
+  int64_t ahead = 0;  // other units may be in flight: gathered while units used before them were open
   for (const Unit* u : in_flight_) ahead += u->gathered_bytes();
   for (Unit* unit : next) {
     if (unit->state_ != Unit::State::closed) continue;
     if ((ahead += unit->gathered_bytes()) > budget()) return;
-    if (unit->copied_bytes() > 0 && !unit->has_copies()) return;  // it would have to wait for them
+    if (unit->copied_bytes() > 0 && !unit->has_copies()) return;  // its gather would have to wait for them
     unit->issue_gather(/*prefetched=*/true);
     in_flight_.push_back(unit);
     note_gathered();
   }
 }
 
-// They cross slower links, once a step: issued a use or more before the unit's own gather, which then need not wait long.
+// Copies cross slower links, once a step: issued one or more uses before the unit's own gather, which then hardly waits.
 void GatherSchedule::prefetch_copies() {
   const Order& order = foreseen();
   int64_t ahead = 0;

@@ -1,13 +1,13 @@
-// GatherSchedule: when each unit is gathered. Gathers follow the order of the same pass of the previous recording, or of the previous pass:
-// when a unit is used, the next ones in that order are issued as far as a byte budget allows, so that they travel while this one's layer
-// computes; in a forward, after activations on the same lane (see [Note: quiet stretches]). The decision is a pure function of the
-// order, the tape and the budget: all ranks make the same one.
+// GatherSchedule: when each unit is gathered. Gathers follow the order of the same pass of the previous recording, or of the previous
+// pass: when a unit is used, the next ones in that order are issued as far as a byte budget allows, so that they overlap with this
+// one's layer's compute; in a forward, after activations on the same lane (see [Note: quiet stretches]). The decision is a pure
+// function of the order, the tape and the budget: all ranks make the same one.
 //
-// [Note: gathered bytes] At any time the gathered bytes are at most those of the open units, pending ones included,
-// plus the prefetch budget. A unit whose discard is pending is discarded when another unit is gathered or a backward begins, unless it is
-// used so soon that it would be gathered ahead again. Copies along a secondary axis are held for a step and not counted; copies not yet
-// used have a second budget of the same size. A unit gathered in blocks counts with its unpacked size; during the unpacking its blocks are
-// held, too.
+// [Note: gathered bytes] At any time the gathered bytes are at most those of the open units, pending ones included, plus the prefetch
+// budget. A unit whose discard is pending is discarded when another unit is gathered or a backward begins, unless it is used so soon
+// that it would be prefetched again. Copies along a secondary axis are held for a step and not counted; copies not yet used have a
+// second budget of the same size. A unit gathered in blocks counts with its unpacked size; while it is unpacked, its blocks are held,
+// too.
 #pragma once
 
 #include <cstdint>
@@ -25,9 +25,9 @@ class Unit;
 /// Shared by the units of one model on one rank; used only from its compute thread.
 class GatherSchedule {
  public:
-  /// Bytes that may be gathered ahead of use; −1: one unit, even the largest other than the root, or several that together have
-  /// hardly more bytes than the usual unit, the largest of the smallest ones that make up half of the model (a block, even if
-  /// the model has large tables at its ends).
+  /// Bytes that may be prefetched; −1: one unit, even the largest other than the root, or several that together are hardly larger
+  /// than the usual unit, the largest of the smallest ones that make up half of the model (a block, even if the model has large
+  /// tables at its ends).
   explicit GatherSchedule(int64_t prefetch_budget = -1) : budget_(prefetch_budget) {}
 
   void add(Unit* unit) { units_.push_back(unit); }
@@ -35,10 +35,10 @@ class GatherSchedule {
 
   /// Makes `unit` open: takes its prefetched gather or issues one, discards what is pending, prefetches.
   void use(Unit& unit);
-  /// Scopes of modules, to know where a pass begins and what was opened outside its scope.
+  /// Scopes of modules: they determine where a pass begins and what was opened outside its scope.
   void enter_scope();
   void leave_scope();
-  /// Examines what has been computed since, before something reads a parameter and when a module is done: the next units may be due.
+  /// Examines what has been computed since, before a parameter is read and when a module is done: the next gathers may be due.
   void look();
   /// look() for the model whose scope is innermost on this thread, if any.
   static void look_at_current();
@@ -55,12 +55,12 @@ class GatherSchedule {
   /// them.
   void hold() { ++holds_; }
   void release();
-  /// Whether what is opened now is to stay open.
+  /// Whether what is opened now stays open.
   bool holds() const;
 
-  /// The most bytes that are gathered ahead.
+  /// The most bytes that are prefetched.
   int64_t budget() const;
-  /// The number of gathers issued ahead that turned out wrong.
+  /// The number of mispredicted prefetches.
   int64_t mispredicted() const { return mispredicted_; }
   int64_t gathered_bytes() const;      ///< now
   int64_t peak_gathered_bytes() const { return peak_gathered_; }
@@ -68,7 +68,7 @@ class GatherSchedule {
   void note_gathered();
 
  private:
-  /// A use of a unit, and after how many exchanges the next units are gathered; -1: not known.
+  /// A use of a unit, and the number of exchanges after which the next units are gathered; -1: not known.
   struct Use {
     Unit* unit;
     int behind;
@@ -87,18 +87,18 @@ class GatherSchedule {
 
   std::vector<Unit*> units_;
   std::vector<std::vector<Unit*>> scopes_;
-  GatherSchedule* around_ = nullptr;         // of the scope around the outermost
-  Order alone_;                              // of the last whole pass outside recordings
-  std::vector<Order> orders_;                // of the last recordings' passes, by their place: a stage of a pipeline does not do
-  size_t last_ = 0, pass_ = 0;               // the same in each. The last whole one, and the one under way
-  uint64_t recording_ = 0;                   // it is of; 0: of none
+  GatherSchedule* around_ = nullptr;         // the schedule that is current outside of the outermost scope
+  Order alone_;                              // of the last complete pass outside recordings
+  std::vector<Order> orders_;                // of the last recordings' passes, by index: those of a pipeline stage differ
+  size_t last_ = 0, pass_ = 0;               // indices of the last complete pass and of the current one
+  uint64_t recording_ = 0;                   // the recording of current_; 0: none
   Order current_;
-  size_t cleared_at_ = 0;                    // uses of the pass before the backward that began last
+  size_t cleared_at_ = 0;                    // number of uses in the pass when the last backward began
   bool following_ = false;                   // current_ agrees with foreseen() so far
   std::deque<Unit*> in_flight_;
-  QuietStretch stretch_;                      // of the use under way,
-  bool counts_ = false;                       // if it is looked at
-  std::vector<Unit*> put_off_;                // are gathered after this many exchanges
+  QuietStretch stretch_;                      // of the current use,
+  bool counts_ = false;                       // if it is observed
+  std::vector<Unit*> put_off_;                // units to gather after behind_ exchanges
   int behind_ = 0;
   int holds_ = 0;
   int64_t budget_;

@@ -8,7 +8,7 @@
 
 namespace sheaf {
 
-/// Collective: what each rank gave as `mine`, by rank. `path` names the call in messages.
+/// Collective: every rank's `mine`, by rank. `path` names the call in messages.
 std::vector<std::string> gather_texts(Communicator& lane, const std::string& mine, const std::string& path);
 
 }  // namespace sheaf

@@ -21,10 +21,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Where an all_gather's messages differ from those of a reduce_scatter in the same call.
+// Distinguishes an all_gather's messages from those of a reduce_scatter in the same call.
 constexpr uint64_t kGatherStep = uint64_t{1} << 32;
 
-/// Gloo writes to sockets in the caller's thread without MSG_NOSIGNAL: a dead peer would kill us by SIGPIPE. Threads
+/// Gloo writes to sockets in the caller's thread without MSG_NOSIGNAL: a dead peer would kill us by SIGPIPE. Threads created in this
+/// scope inherit the mask.
 /// made in this scope inherit the mask.
 class BlockSigpipe {
  public:
@@ -188,7 +189,7 @@ void GlooCommunicator::all_gather(const Collective& call, const std::byte* in, s
   const int64_t element = call.element_size();
   const std::vector<int64_t> cuts = cuts_of(counts, element);
   Transfers transfers(*this, call);
-  for (int i = 1; i < size(); ++i) {  // everybody starts with another peer
+  for (int i = 1; i < size(); ++i) {  // each rank starts with a different peer
     const int to = (rank() + i) % size(), from = (rank() + size() - i) % size();
     transfers.receive(from, out + cuts[from], counts[from] * element, kGatherStep);
     transfers.send(to, in, counts[rank()] * element, kGatherStep);
@@ -204,7 +205,7 @@ void GlooCommunicator::reduce_scatter(const Collective& call, const std::byte* i
   const std::vector<int64_t> cuts = cuts_of(counts, element);
   const int64_t steps = (largest(counts) + chunk - 1) / chunk;
   Transfers transfers(*this, call);
-  // Elements of rank r's slice that go in one step.
+  // Elements of rank r's slice that are sent in one step.
   const auto length = [&](int r, int64_t step) { return std::clamp(counts[r] - step * chunk, int64_t{0}, chunk); };
   const auto post = [&](int64_t step) {
     for (int i = 1; i < size(); ++i) {

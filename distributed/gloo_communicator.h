@@ -1,9 +1,8 @@
-// GlooCommunicator: ranks that are processes, over TCP. Gloo only carries bytes from rank to rank; the algorithms and
-// all sums are ours.
+// GlooCommunicator: ranks that are processes, over TCP. Gloo only moves bytes between ranks; the algorithms and all sums are ours.
 //
-// A message's tag is the running fingerprint of the collective it belongs to. So ranks that disagree never take each
-// other's bytes: they get stuck, tell each other over the monitor, and find both sides of the disagreement there. The
-// monitor is also the first to learn of a peer's death or failure. So these checks cost nothing per call.
+// A message's tag is the running fingerprint of its collective. So ranks that disagree never receive each other's bytes: they block,
+// tell each other over the monitor, and find both sides of the disagreement there. The monitor is also the first to learn of a peer's
+// death or failure. So these checks cost nothing per call.
 #pragma once
 
 #include <chrono>
@@ -37,7 +36,7 @@ class GlooCommunicator final : public CommunicatorBase {
   int64_t staging_bytes() const override { return staging_bytes_; }
 
  private:
-  class Transfers;  // the messages in flight of a collective
+  class Transfers;  // the messages of a collective in flight
   friend class Transfers;
   struct InFlight {
     gloo::transport::UnboundBuffer* buffer;
@@ -66,7 +65,7 @@ class GlooCommunicator final : public CommunicatorBase {
   std::shared_ptr<gloo::Context> context_;
   std::vector<char> barrier_bytes_;
 
-  // The call that the lane's thread is in, for threads that interrupt it or compare notes.
+  // The call that the lane's thread is executing, for threads that interrupt it or compare notes.
   std::mutex mutex_;
   std::vector<InFlight> in_flight_;
   const Collective* running_ = nullptr;

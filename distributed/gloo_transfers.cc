@@ -7,8 +7,8 @@
 #include <gloo/context.h>
 
 #ifdef SHEAF_TSAN
-// When a collective fails, buffers that nobody waited for are destroyed. Their destructor waits until Gloo's thread has
-// let go of them, through an atomic in a library that is not instrumented: the sanitizer cannot see it.
+// When a collective fails, buffers that were not waited for are destroyed. Their destructor waits until Gloo's thread has released
+// them, through an atomic in a library that is not instrumented: the sanitizer cannot see it.
 extern "C" const char* __tsan_default_suppressions() {
   return "race:gloo::transport::tcp::UnboundBuffer::~UnboundBuffer\n"
          "race:std::default_delete<gloo::transport::UnboundBuffer>\n";
@@ -21,7 +21,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-// A peer's connection can break a moment before the monitor tells why.
+// A peer's connection can break a moment before the monitor reports why.
 constexpr auto kExplanationTime = std::chrono::seconds(1);
 
 }  // namespace
@@ -115,7 +115,7 @@ std::vector<int> GlooCommunicator::Transfers::missing() {
   for (Message& m : messages_) {
     try {
       if (completed(m, milliseconds(0))) continue;
-    } catch (const std::exception&) {  // Gloo throws for what is not complete
+    } catch (const std::exception&) {  // Gloo throws for incomplete operations
     }
     absent.push_back(m.peer);
   }

@@ -1,4 +1,4 @@
-// The messages of a collective over Gloo: who waits for which, and why one does not arrive.
+// The messages of a collective over Gloo: which are awaited, and why one does not arrive.
 #pragma once
 
 #include <chrono>
@@ -12,8 +12,8 @@
 
 namespace sheaf {
 
-/// The messages in flight of one collective. One buffer object each, so that a completion names its peer. Used
-/// from the lane's thread; interrupt() of the communicator ends its waits.
+/// The messages of one collective in flight. One buffer object each, so that a completion names its peer. Used from the lane's
+/// thread; the communicator's interrupt() ends its waits.
 class GlooCommunicator::Transfers {
  public:
   Transfers(GlooCommunicator& comm, const Collective& call) : comm_(comm), call_(call) {}
@@ -21,7 +21,7 @@ class GlooCommunicator::Transfers {
   Transfers(const Transfers&) = delete;
   Transfers& operator=(const Transfers&) = delete;
 
-  /// Posts a message of `step`. Throws what ended the job, if something has.
+  /// Posts a message of `step`. Throws the job's failure, if there is one.
   void send(int peer, const void* data, int64_t bytes, uint64_t step) {
     post(true, peer, const_cast<void*>(data), bytes, step);
   }
@@ -45,7 +45,7 @@ class GlooCommunicator::Transfers {
   void wait_for(Message& m);
   /// A message to or from `peer` did not get through: finds out why and throws it.
   [[noreturn]] void explain(int peer, const std::string& reason);
-  /// Members whose messages have not arrived and that have not said that they wait here too.
+  /// Members whose messages have not arrived and that have not reported waiting in the same call.
   std::vector<int> missing();
 
   GlooCommunicator& comm_;

@@ -5,12 +5,11 @@ namespace sheaf {
 
 /// Applies to calls that the thread makes while this object lives.
 ///
-/// [Note: code is loaded at first use] Before CUDA loads a kernel's code, at its first launch, it waits until the GPU has
-/// run all that it was given, and launches of other threads wait for that. A collective's kernel spins for its peers
-/// meanwhile. If one rank has begun a gather and another one a reduction, while both load code, then each waits for a
-/// kernel that the other cannot launch. So in a job's first step, which launches most kernels for the first time and also
-/// times products, no collective is in progress while a rank continues; nor in its first evaluation, which has kernels of
-/// its own.
+/// [Note: code is loaded at first use] Before CUDA loads a kernel's code, at its first launch, it waits until the GPU has finished
+/// all earlier work, and launches of other threads wait for that. A collective's kernel spins for its peers meanwhile. If one rank
+/// has begun a gather and another one a reduction, while both load code, then each waits for a kernel that the other cannot launch.
+/// So in a job's first step, which launches most kernels for the first time and also times products, no collective is in progress
+/// while a rank continues; nor in its first evaluation, which has additional kernels.
 class CollectivesInTurn {
  public:
   CollectivesInTurn() : before_(active_) { active_ = true; }

@@ -14,7 +14,7 @@
 namespace sheaf::distributed {
 namespace {
 
-// Between the memories of ranks on CPUs. `hosts` receives which of them are shared, where that was asked.
+// The transport between ranks on CPUs. If memory sharing was negotiated, `hosts` receives which ranks share it.
 std::shared_ptr<Transport> connect_hosts(const Rendezvous& r, const std::shared_ptr<Job>& job, Hosts& hosts) {
   const std::vector<std::string> wishes = job->agree("comm", r.comm);
   for (int rank = 1; rank < r.world; ++rank)
@@ -46,7 +46,7 @@ Device init_device() {
 
 World init_from_env() {
   const Rendezvous r = read_rendezvous();
-  // Before CUDA begins: so that no stream waits for another one's kernel (nccl_communicator.h).
+  // Before CUDA is initialized: so that no stream waits for another one's kernel (nccl_communicator.h).
   if (r.world > 1) setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", /*overwrite=*/0);
   RankContext& context = RankContext::current();
   DeviceChoice choice = choose_device(r, variable);
@@ -61,7 +61,7 @@ World init_from_env() {
       use_device(choice.device, context);
       transport = connect_hosts(r, job, context.hosts);
       if (choice.device.is_cuda()) transport = nccl_transport(job, transport);
-    } catch (const ConfigError&) {  // from what ranks have told each other: all throw it
+    } catch (const ConfigError&) {  // thrown on all ranks alike
       throw;
     } catch (const std::exception& e) {  // there is no World yet to tell the others
       job->board->raise({r.rank, ExitCode::kPeerLost, e.what()});
@@ -70,7 +70,7 @@ World init_from_env() {
   }
   if (r.rank == 0) tell(choice);
   context.threads = r.threads;
-  auto scope = std::make_shared<RankScope>(context);  // this thread's compute threads
+  auto scope = std::make_shared<RankScope>(context);  // the compute threads of this thread
   World world(std::move(transport), context, r.rank, r.world, r.local_rank, r.local_world, choice.device);
   world.keep(std::move(scope));
   return world;

@@ -24,7 +24,7 @@ std::shared_ptr<Job> join_job(const Rendezvous& r) {
   job->rendezvous = r;
   if (r.rank == 0) {
     Socket listener(r.listen_fd);
-    // The launcher's socket, unless somebody on the way closed it or its port is not the one that was agreed on.
+    // The launcher's socket, unless another process closed it or its port is not the agreed one.
     if (!listener || local_port(listener) != r.port) {
       listener.release();
       listener = listen_on(r.host, r.port);
@@ -67,7 +67,7 @@ std::vector<std::string> Job::agree(const std::string& key, const std::string& a
   const Deadline deadline = std::chrono::steady_clock::now() + rendezvous.init_timeout;
   const auto of = [&](const char* what, int r) { return str(key, '/', what, '/', r); };
   std::vector<std::string> answers(world());
-  if (rank() == 0) {  // collects for all: the store sees each rank three times, not each pair of ranks
+  if (rank() == 0) {  // collects for all: the store serves each rank three times, not each pair of ranks
     FrameWriter all;
     answers[0] = answer;
     for (int r = 1; r < world(); ++r) answers[r] = store->get(of("answer", r), deadline);

@@ -1,4 +1,4 @@
-// Job: what connects the processes of one job before any communicator does.
+// Job: connects the processes of one job, before there are communicators.
 #pragma once
 
 #include <memory>
@@ -19,7 +19,7 @@ struct Job {
   std::unique_ptr<StoreServer> server;  ///< on rank 0
   std::unique_ptr<StoreClient> store;
   std::unique_ptr<Monitor> monitor;
-  int subscription = -1;  ///< to the board: when the job fails, waits for the store end
+  int subscription = -1;  ///< to the board: when the job fails, waits for the store are ended
 
   Job() = default;
   ~Job();

@@ -18,11 +18,11 @@ Program keeping(const Program& plain, std::span<const Regather> kept) {
   return plain.with_tape(std::move(tape));
 }
 
-// What fits on this rank.
+// The units that fit on this rank.
 std::vector<Regather> choose(const Program& plain, const std::vector<Regather>& all, int64_t room) {
   const std::vector<int64_t> alive = plain.alive_bytes();
   std::vector<Regather> chosen = choose_kept(all, alive, room);
-  for (int64_t limit = room;;) {  // an arrangement may take more than what is alive
+  for (int64_t limit = room;;) {  // an arrangement may take more than the bytes alive
     const int64_t over = keeping(plain, chosen).arena_bytes() - std::max(room, plain.arena_bytes());
     if (over <= 0) return chosen;
     limit -= over;

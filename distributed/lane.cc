@@ -62,7 +62,7 @@ void LaneThread::loop(RankContext& context) {
     } catch (...) {
       failure = std::current_exception();
     }
-    entry.first = nullptr;  // what the task holds is released before anybody hears of its end
+    entry.first = nullptr;  // what the task owns is released before its completion is visible
     {
       std::lock_guard lock(mutex_);
       busy_ = false;

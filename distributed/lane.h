@@ -12,18 +12,18 @@
 
 namespace sheaf {
 
-/// The thread belongs to the rank that makes it: it inherits RankContext::current(), which must outlive the lane, and
-/// with it flush-to-zero arithmetic. Sleeps while there is nothing to do.
+/// The thread belongs to the rank that creates it: it inherits RankContext::current(), which must outlive the lane, and with it
+/// flush-to-zero arithmetic. Sleeps while idle.
 class LaneThread {
  public:
   LaneThread();
-  /// Runs what is queued, then joins. Tasks that could block forever must be made to fail first.
+  /// Runs all queued tasks, then joins. Tasks that could block forever must be made to fail first.
   ~LaneThread();
   LaneThread(const LaneThread&) = delete;
   LaneThread& operator=(const LaneThread&) = delete;
 
-  /// Enqueues `task`; the event completes after it, at the point of a GPU's stream that it returns (null: its work is
-  /// done), or with the exception that it threw.
+  /// Enqueues `task`; the event completes after it, at the point of a GPU's stream that it returns (null: its work is done), or with
+  /// the exception that it threw.
   using Task = std::function<std::shared_ptr<const DevicePoint>()>;
   Event submit(Task task);
   /// True if nothing runs or is queued.

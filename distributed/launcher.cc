@@ -29,7 +29,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::seconds;
 
-// Peers of a dead rank report what they saw and exit by themselves.
+// Peers of a dead rank report what they observed and exit by themselves.
 constexpr auto kOwnExitTime = seconds(2);
 constexpr auto kTerminateTime = seconds(3);
 // After a signal from outside a program may want to save something.
@@ -45,10 +45,10 @@ constexpr const char* kErrorFd = "SHEAF_ERROR_FD";
 struct Child {
   pid_t pid = -1;
   bool running = true;
-  int status = 0;      ///< as waitpid gave it
-  int reason_fd = -1;  ///< end of a pipe, on which the rank says why it fails
+  int status = 0;      ///< as waitpid returned it
+  int reason_fd = -1;  ///< read end of a pipe to which the rank writes why it fails
 
-  /// What it has said so far, on one line; does not wait for more.
+  /// What it has written so far, as one line; does not wait for more.
   std::string reason() const {
     std::string text;
     char chunk[4096];
@@ -63,8 +63,8 @@ struct Child {
 struct Failure {
   int rank;
   pid_t pid;
-  int status;  // as waitpid gives it
-  std::string reason = {};  // in its own words; may be empty
+  int status;  // as waitpid returned it
+  std::string reason = {};  // the rank's own message; may be empty
 
   int exit_code() const { return WIFSIGNALED(status) ? static_cast<int>(ExitCode::kPeerLost) : WEXITSTATUS(status); }
   /// The signal that killed it, or after which it exited by itself, as `sheaf train` does; 0 if none.
@@ -72,7 +72,7 @@ struct Failure {
     if (WIFSIGNALED(status)) return WTERMSIG(status);
     return exit_code() > 128 ? exit_code() - 128 : 0;
   }
-  /// False where another try would end in the same way, or was not asked for.
+  /// False if a retry would fail in the same way, or if it was asked to end.
   bool may_be_cured() const {
     for (int asked : {SIGHUP, SIGINT, SIGTERM})
       if (signal() == asked) return false;
@@ -122,25 +122,25 @@ std::vector<char*> pointers(const std::vector<std::string>& strings) {
   return out;
 }
 
-/// Signals about the launcher's ranks and from outside: blocked while this lives, and taken when there is time.
+/// SIGCHLD and signals from outside: blocked while this lives, and received by next() and pause().
 class Signals {
  public:
   Signals() {
     sigemptyset(&set_);
     sigaddset(&set_, SIGCHLD);
-    // What was ignored when it started, as under nohup or behind `&` in a script, stays ignored, here as in its ranks.
+    // Signals that were ignored when it started, as under nohup or with `&` in a script, stay ignored, here and in its ranks.
     for (int s : {SIGINT, SIGTERM, SIGHUP}) {
       struct sigaction now{};
       if (sigaction(s, nullptr, &now) != 0 || now.sa_handler != SIG_IGN) sigaddset(&set_, s);
     }
     sigprocmask(SIG_BLOCK, &set_, &previous_mask_);
-    std::signal(SIGCHLD, SIG_DFL);  // where it is ignored, children leave no status behind
+    std::signal(SIGCHLD, SIG_DFL);  // if it is ignored, children's exit statuses are lost
   }
   ~Signals() { sigprocmask(SIG_SETMASK, &previous_mask_, nullptr); }
   Signals(const Signals&) = delete;
   Signals& operator=(const Signals&) = delete;
 
-  /// Sleeps until the next one, or until the time has come: then `si_signo` is 0.
+  /// Sleeps until the next signal, or until `until`: then `si_signo` is 0.
   siginfo_t next(Clock::time_point until) const {
     const auto ns = std::max<int64_t>(0, std::chrono::nanoseconds(until - Clock::now()).count());
     const timespec time{.tv_sec = ns / 1'000'000'000, .tv_nsec = ns % 1'000'000'000};
@@ -165,10 +165,10 @@ int stopped_by(int signal) {
   return 128 + signal;
 }
 
-/// One try.
+/// One attempt to run the job.
 class Job {
  public:
-  /// `restart`: how many were before.
+  /// `restart`: the number of earlier attempts.
   Job(const LaunchOptions& options, const Signals& signals, int restart)
       : options_(options), signals_(signals), restart_(restart), children_(static_cast<size_t>(options.nproc)) {}
   ~Job() {
@@ -250,7 +250,7 @@ class Job {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() != parent) _exit(static_cast<int>(ExitCode::kPeerLost));  // it died before the line above
     sigprocmask(SIG_SETMASK, &signals_.previous_mask(), nullptr);
-    if (!cpus.empty()) sched_setaffinity(0, sizeof set, &set);  // where it fails, the rank runs as well
+    if (!cpus.empty()) sched_setaffinity(0, sizeof set, &set);  // if that fails, the rank runs unpinned
     if (listen_fd >= 0) fcntl(listen_fd, F_SETFD, 0);
     fcntl(reason_fd, F_SETFD, 0);
     execvpe(arguments[0], arguments.data(), variables.data());
@@ -284,7 +284,7 @@ class Job {
     } else {
       kill_at_ = now;
     }
-    // What a terminal sends has gone to the ranks already.
+    // The kernel has sent a terminal's signals to the ranks already.
     if (info.si_code != SI_KERNEL) signal_all(signal);
   }
 
@@ -297,7 +297,7 @@ class Job {
       c.status = status;
       if (status == 0 || stopping_) continue;
       const Failure failure{r, c.pid, status, c.reason()};
-      if (signal_ != 0) {  // it was asked to end, which may fail: what it could not save, say
+      if (signal_ != 0) {  // it was asked to end, which may fail: it could not save a checkpoint, say
         if (!failure.is_own()) continue;
         if (!failure.reason.empty()) std::fprintf(stderr, "sheaf launch: %s\n", failure.to_string().c_str());
         if (failure.signal() != signal_ && code_after_signal_ == 0) code_after_signal_ = failure.exit_code();
@@ -321,7 +321,7 @@ class Job {
       return {first->exit_code(), another_try};
     }
     const bool all_done = std::ranges::all_of(children_, [](const Child& c) { return c.status == 0; });
-    if (signal_ == 0 || all_done) return {};  // a signal may come when all is done
+    if (signal_ == 0 || all_done) return {};  // the signal may arrive after all have finished
     const int asked = stopped_by(signal_);
     return {killed_ ? 128 + SIGKILL : code_after_signal_ != 0 ? code_after_signal_ : asked};
   }
@@ -342,9 +342,9 @@ class Job {
   std::vector<Failure> failures_;  // in order of time
   std::optional<Clock::time_point> stop_at_, kill_at_;
   bool stopping_ = false;
-  bool killed_ = false;         // ranks did not end by themselves
-  int signal_ = 0;              // that we were sent first
-  int code_after_signal_ = 0;   // of the first rank that ended otherwise than by that
+  bool killed_ = false;         // ranks had to be killed
+  int signal_ = 0;              // the first signal that we received
+  int code_after_signal_ = 0;   // of the first rank that did not end by that signal
   Clock::time_point asked_at_;
 };
 
@@ -355,7 +355,7 @@ bool tell_launcher(const std::string& reason) {
   if (!variable || !*variable) return false;
   char* end = nullptr;
   const long fd = std::strtol(variable, &end, 10);
-  // Where somebody between us and the launcher closed it, another file may have the number by now.
+  // If a process between us and the launcher closed it, the number may be another file's by now.
   struct stat info;
   if (*end || fd < 3 || fd > INT_MAX || fstat(static_cast<int>(fd), &info) != 0 || !S_ISFIFO(info.st_mode)) return false;
   const std::string line = reason + '\n';

@@ -37,7 +37,7 @@ class GpuLane {
   ~GpuLane() {
     try {
       gpu_->destroy_lane(stream_);
-    } catch (const CudaError&) {}  // reported where it happened
+    } catch (const CudaError&) {}  // reported by the call that failed
   }
   GpuLane(const GpuLane&) = delete;
   GpuLane& operator=(const GpuLane&) = delete;
@@ -63,7 +63,7 @@ LocalGroup::Outcome LocalGroup::gather(int index, const Collective& call, Clock:
   const uint64_t meeting = ++me.meetings;
   const auto here = [&](const Member& m) { return m.meetings >= meeting; };
   const auto gone = [&](const Member& m) { return m.left && !here(m); };
-  if (all_at(meeting)) {  // the last one wakes the others; leave() and wake() do for what ends a wait early
+  if (all_at(meeting)) {  // the last one wakes the others; leave() and wake() do so when a wait ends early
     condition_.notify_all();
     return Outcome::all_here;
   }
@@ -75,7 +75,7 @@ LocalGroup::Outcome LocalGroup::gather(int index, const Collective& call, Clock:
   --me.meetings;
   me.gave_up = meeting;
   if (failed) return Outcome::failed;
-  // A member that came, and timed out a moment before this one, is not missing.
+  // A member that announced itself, and timed out a moment before this one, is not missing.
   const auto missing = [&](const Member& m) { return !here(m) && m.gave_up < meeting; };
   for (int i = 0; i < static_cast<int>(members_.size()); ++i)
     if (i != index && (woken ? gone(members_[i]) : missing(members_[i]))) absent.push_back(i);
@@ -107,7 +107,7 @@ void LocalGroup::leave(int index) {
 }
 
 void LocalGroup::wake() {
-  { std::lock_guard lock(mutex_); }  // a sleeper has either seen the board or sleeps by now
+  { std::lock_guard lock(mutex_); }  // a sleeper has either seen the board's change or is asleep by now
   condition_.notify_all();
 }
 
@@ -156,7 +156,7 @@ std::string LocalCommunicator::disagreement() const {
   return {};
 }
 
-// All members are here, with the same call.
+// Checks that all members make the same call.
 void LocalCommunicator::agree(const Collective& call) {
   if (options_.delay.count() > 0) meeting_->pause(options_.delay, *board_);
   gather(call);
@@ -170,7 +170,7 @@ std::chrono::nanoseconds LocalCommunicator::link_time(const Collective& call) co
   const auto host_of = [&](int member) {
     return options_.ranks_per_host > 0 ? group_.members[static_cast<size_t>(member)] / options_.ranks_per_host : 0;
   };
-  int elsewhere = 0;  // peers; each sends as much
+  int elsewhere = 0;  // peers on other hosts; each sends as much
   for (int member = 0; member < size(); ++member) elsewhere += host_of(member) != host_of(rank());
   const double each = static_cast<double>(received_bytes(call, rank(), size())) / std::max(1, size() - 1);
   const auto seconds = [&](int peers, double speed) { return speed > 0 ? each * peers / speed : 0; };
@@ -183,14 +183,14 @@ void LocalCommunicator::run(const Collective& call) {
   agree(call);
   if (const auto time = link_time(call); time.count() > 0) meeting_->pause(time, *board_);
   exchange(call, nullptr);
-  meeting_->meet(rank());  // everybody has read: the buffers go back to their owners
+  meeting_->meet(rank());  // all have read: the buffers are returned to their owners
 }
 
 std::shared_ptr<const DevicePoint> LocalCommunicator::run_on_gpu(const Collective& call) {
   agree(call);
   if (!gpu_lane_) gpu_lane_ = std::make_unique<GpuLane>(RankContext::current().gpu);
   const Stream& stream = gpu_lane_->stream();
-  std::exception_ptr failure;  // the others wait for this rank, whatever happened to it
+  std::exception_ptr failure;  // the others wait for this rank even if it fails
   Event reached;
   try {
     for (int r = 0; r < size(); ++r) meeting_->call_of(r).buffers_ready.order(stream);
@@ -204,7 +204,7 @@ std::shared_ptr<const DevicePoint> LocalCommunicator::run_on_gpu(const Collectiv
   } catch (...) {
     failure = std::current_exception();
   }
-  // The buffers return to their owners after everybody has read.
+  // The buffers are returned to their owners after all have read.
   for (const Event& e : meeting_->meet(rank(), reached)) e.order(stream);
   if (failure) std::rethrow_exception(failure);
   return gpu_lane_->record().point();
@@ -219,7 +219,7 @@ void LocalCommunicator::exchange(const Collective& call, GpuLane* gpu) {
     else std::memcpy(to, from, bytes);
   };
   const auto in_of = [&](int r) { return meeting_->call_of(r).in; };
-  // Sum of everybody's elements [begin, begin + count), written to `out`: nobody else reads or writes those of mine.
+  // Sums all ranks' elements [begin, begin + count) into `out`: no other rank reads or writes these elements of mine.
   const auto reduce_slice = [&](void* out, int64_t begin, int64_t count) {
     std::vector<const void*> sources(n);
     for (int r = 0; r < n; ++r) sources[r] = at(in_of(r), begin, call);
@@ -236,7 +236,7 @@ void LocalCommunicator::exchange(const Collective& call, GpuLane* gpu) {
     case CollectiveOp::reduce_scatter: reduce_slice(call.out, cuts[me], call.counts[me]); break;
     case CollectiveOp::all_reduce: {
       const int64_t count = call.counts[0], begin = even_cut(count, me, n);
-      std::exception_ptr failure;  // the others wait for this rank, whatever happened to it
+      std::exception_ptr failure;  // the others wait for this rank even if it fails
       Event reduced;
       try {
         reduce_slice(at(call.out, begin, call), begin, even_cut(count, me + 1, n) - begin);

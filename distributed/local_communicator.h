@@ -25,20 +25,20 @@ struct LocalOptions {
   Device device = {};                         ///< a GPU: all ranks share it, each with a stream and an allocator of its own
 };
 
-/// Where the members of one local group meet; shared by their communicators.
+/// The meeting point of one local group's members; shared by their communicators.
 class LocalGroup {
  public:
   explicit LocalGroup(int size) : members_(size) {}
 
   enum class Outcome { all_here, failed, left, timed_out };
-  /// Announces member `index` with its call and sleeps until all members have announced theirs. On any outcome but
-  /// all_here the announcement is withdrawn, so that either all members continue or none does; `absent` receives
-  /// those that are missing (timed_out) or gone (left).
+  /// Announces member `index` with its call and sleeps until all members have announced theirs. On any outcome but all_here the
+  /// announcement is withdrawn, so that either all members continue or none does; `absent` receives those that are missing
+  /// (timed_out) or gone (left).
   Outcome gather(int index, const Collective& call, std::chrono::steady_clock::time_point deadline,
                  const FailureBoard& board, std::vector<int>& absent);
-  /// Sleeps until all members are here again. Nothing interrupts it: peers that continued together only copy and add
-  /// until they meet again, and buffers must not return to their owners before. On a GPU they have only enqueued that
-  /// work: `reached` is where this member's part is done; returns everybody's.
+  /// Sleeps until all members meet again. Nothing interrupts it: peers that continued together only copy and add until they meet
+  /// again, and buffers must not be returned to their owners before. On a GPU they have only enqueued that work: `reached` is the
+  /// event at which this member's part is done; returns those of all members.
   std::vector<Event> meet(int index, const Event& reached = {});
   /// The call that a member announced. Valid from gather() until the last meet() of the call.
   const Collective& call_of(int index) const { return *members_[index].call; }
@@ -51,8 +51,8 @@ class LocalGroup {
   struct Member {
     const Collective* call = nullptr;
     uint64_t meetings = 0;
-    Event reached[2];  // at even and odd meetings: a member may be at the next one while others still look at this one
-    uint64_t gave_up = 0;  // the meeting for which it waited in vain
+    Event reached[2];  // at even and odd meetings: a member may be at the next one while others still read this one's
+    uint64_t gave_up = 0;  // the meeting at which it timed out
     bool left = false;
   };
   bool all_at(uint64_t meeting) const;
@@ -83,14 +83,14 @@ class LocalCommunicator final : public CommunicatorBase {
   void gather(const Collective& call);
   void agree(const Collective& call);
   std::string disagreement() const;  ///< empty if all members made the same call; the same text on all of them
-  std::chrono::nanoseconds link_time(const Collective& call) const;  ///< of what this rank receives
+  std::chrono::nanoseconds link_time(const Collective& call) const;  ///< how long the data that this rank receives takes
   void exchange(const Collective& call, GpuLane* gpu);
 
   const std::shared_ptr<LocalGroup> meeting_;
   const LocalOptions options_;
-  bool has_links_;  // of a rate: what it receives takes time
+  bool has_links_;  // has links with a limited rate
   int subscription_;
-  std::unique_ptr<GpuLane> gpu_lane_;  // made by the first call on a GPU
+  std::unique_ptr<GpuLane> gpu_lane_;  // created by the first call on a GPU
 };
 
 /// The ranks of one process: one object, shared by the transports of its ranks.

@@ -17,14 +17,14 @@ namespace {
 
 constexpr uint32_t kWithin = 1, kBetween = 2;
 
-// The ranks that one collective joins.
+// The ranks of one collective.
 struct Group {
-  int first = 0, ranks = 1;  // its lowest rank of the job, and how many
+  int first = 0, ranks = 1;  // its lowest rank of the job, and the number of ranks
   int stride = 1;              // between neighbours
-  int hosts = 1, on_host = 1;  // how many, and how many of its ranks on that with most
+  int hosts = 1, on_host = 1;  // number of hosts, and the most ranks on one of them
 };
 
-// Ranks along an axis. `stages` there are along a chain, if it is not 0, whatever the mesh has.
+// Ranks along an axis. If `stages` is not 0, a chain has that many, whatever its size in the mesh.
 Group group_along(const MeshSpec& mesh, int axis, int stages, int rank, int ranks_per_host) {
   Group g;
   const auto size = [&](int a) { return mesh.is_chain(a) && stages > 0 ? stages : mesh.size(a); };
@@ -43,15 +43,15 @@ Group group_along(const MeshSpec& mesh, int axis, int stages, int rank, int rank
 
 double steps(int ranks) { return std::bit_width(static_cast<unsigned>(ranks - 1)); }
 
-// A collective that gives this rank `bytes`. Across hosts, all ranks of a host together receive the data from other hosts,
-// each through its own link, and pass it on (as NCCL's rings with a rail per GPU); in an all_to_all each receives its own.
+// A collective in which this rank receives `bytes`. Across hosts, all ranks of a host together receive the data from other hosts,
+// each through its own link, and forward it (as NCCL's rings with a rail per GPU); in an all_to_all each receives its own.
 double seconds_of(const Machine& m, const std::string& name, const Group& g, double bytes) {
   const double n = g.ranks, h = g.hosts, own = g.on_host;
   const double outside = name == "all_to_all" ? bytes * (n - own) / (n - 1) : bytes * n / (n - 1) * (h - 1) / h / own;
   double seconds = 0;
   if (g.on_host > 1) seconds = std::max(seconds, bytes / m.within.bytes_per_second);
   if (g.hosts > 1) seconds = std::max(seconds, outside / m.between.bytes_per_second);
-  // NCCL gathers and scatters round a ring, which is as long as there are ranks, but of one rank of each host (PAT).
+  // NCCL gathers and scatters in a ring over all ranks, except with one rank per host (PAT).
   if (g.on_host > 1 && (name == "all_gather" || name == "reduce_scatter"))
     return seconds + (n - h) * m.within.hop_seconds + (h - 1) * m.between.hop_seconds;
   if (g.on_host > 1) seconds += steps(g.on_host) * m.within.seconds;
@@ -61,10 +61,10 @@ double seconds_of(const Machine& m, const std::string& name, const Group& g, dou
 
 double seconds_of(const Machine& m, const Work& w) {
   const double slower = w.fp8 && m.fp8 > 1 ? 1 / m.fp8 : w.dtype == kF64 ? m.f64 : w.dtype == kF32 ? m.f32 : 1;
-  // Smaller heads mean less work for each byte that is moved inside a processor.
+  // Smaller heads mean less work per byte that is moved inside a processor.
   const double narrow = w.head > 0 ? std::max(1.0, std::sqrt(128 / w.head)) : 1;
-  // Heads wider than cuDNN accepts (it does accept DeepSeek's 192), and those with a softcap, use a kernel of ours, which is assumed to
-  // take twice as long: FlashAttention-2's tensor core instructions, which it has, too, reach half of what Hopper's own do
+  // Heads wider than cuDNN accepts (it does accept DeepSeek's 192), and those with a softcap, use our own kernel, which is assumed to
+  // take twice as long: it uses the same tensor core instructions as FlashAttention-2, which reach half of the rate of Hopper's own
   // (FlashAttention-3's paper).
   const double refused = w.softcap || (w.head > 128 && w.head != 192) ? 2 : 1;
   const double attention = w.attention_forward / m.attention_forward.at(w.keys) + w.attention_backward / m.attention_backward.at(w.keys);
@@ -75,7 +75,7 @@ double seconds_of(const Machine& m, const Work& w) {
 
 double bytes_of(const Type& t) { return static_cast<double>(t.local_shape().numel()) * static_cast<double>(size_of(t.dtype)); }
 
-/// Which values are in the host's memory, according to what the lane of copies moves from and to it.
+/// Which values are in host memory, according to what the copy lane moves from and to it.
 class OnHost {
  public:
   explicit OnHost(const Tape& tape) : tape_(tape), roots_(static_cast<size_t>(tape.num_values())) {
@@ -86,7 +86,7 @@ class OnHost {
       roots_[static_cast<size_t>(tape_.whole_of(v))] = true;
     }
   }
-  /// What a node reads there. If several nodes update parts of one buffer, the first counts for all.
+  /// The bytes that a node reads there. If several nodes update parts of one buffer, all of it counts for the first.
   double bytes_read(const Node& n) {
     double bytes = 0;
     for (const ValueId v : tape_.inputs(n)) {
@@ -103,7 +103,7 @@ class OnHost {
   std::unordered_set<size_t> updated_;
 };
 
-// Bytes of state that a step updates in place besides its parameters, each read and written.
+// Bytes of state that a step updates in place in addition to its parameters, each read and written.
 double state_bytes(const Tape& tape, const Node& n) {
   double bytes = 0;
   for (int o = 1; o < n.num_outputs; ++o) {
@@ -120,7 +120,7 @@ bool is_here(const Tape& tape, const Node& n) {
   return n.op && n.op->lane != Lane::compute && !transfers(tape, n).empty();
 }
 
-// Lanes of a rank by their names, which are those of its communicators.
+// Lanes of a rank by name, which are those of its communicators.
 class Lanes {
  public:
   int32_t operator()(const std::string& name) {
@@ -193,7 +193,7 @@ RankTimes times_on(const Machine& machine, const Tape& tape, const TapeOf& of) {
     if (n.op->lane == Lane::copy) {
       time.lane = lanes(str("rank ", rank, n.op->of_units && n.op->memory == MemoryKind::host ? " leaving" : " copies"));
       const double bytes = std::max(bytes_of(tape.type(tape.inputs(n)[0])), bytes_of(tape.type(tape.output(n, 0))));
-      time.travels = bytes / machine.host_bytes_per_second;  // what is cast on the way is so here, not there
+      time.travels = bytes / machine.host_bytes_per_second;  // the bus carries the GPU's dtype: casts run on the host side
       continue;
     }
     time.computes = seconds_of(machine, work_of(tape, n));
@@ -203,7 +203,7 @@ RankTimes times_on(const Machine& machine, const Tape& tape, const TapeOf& of) {
     }
     const auto travels = transfers(tape, n);
     if (travels.empty()) continue;
-    const Transfer& t = travels[0];  // a node's are all along one axis
+    const Transfer& t = travels[0];  // all transfers of a node are along one axis
     const Layout& to = tape.type(t.to).layout;
     const MeshSpec& mesh = *to.mesh();
     const bool longer = mesh.is_chain(t.axis) && of.stages > 0;
@@ -215,7 +215,7 @@ RankTimes times_on(const Machine& machine, const Tape& tape, const TapeOf& of) {
       const Type& sent = tape.type(t.from);
       const int from = sent.layout[t.axis].map().owner(), there = to[t.axis].map().owner();
       const int me = (rank - g.first) / g.stride;
-      const auto rank_of = [&](int stage) {  // round a ring the last is next to the first
+      const auto rank_of = [&](int stage) {  // in a ring the last is next to the first
         const int on = stage + of.stages_before - me, step = mesh.is_ring(t.axis) && std::abs(on) > 1 ? (on > 0 ? -1 : 1) : on;
         return g.first + (me + step + g.ranks) % g.ranks * g.stride;
       };

@@ -16,11 +16,11 @@ struct Rate {
   double at(double size) const { return size > 0 ? limit * size / (size + half) : limit; }
 };
 
-/// What a rank receives through, in each direction at once.
+/// The link through which a rank receives; it sends at the same rate at the same time.
 struct Link {
   double bytes_per_second = 0;
   double seconds = 0;      ///< of each step of a collective, which takes log2 of its ranks
-  double hop_seconds = 0;  ///< of each hop of all_gather and reduce_scatter, which go round a ring of all ranks
+  double hop_seconds = 0;  ///< of each hop of all_gather and reduce_scatter, which use a ring of all ranks
 };
 
 struct Machine {
@@ -30,11 +30,11 @@ struct Machine {
   double fp8 = 1;                    ///< how many times faster products are in FP8; 1: no FP8
   Rate attention_forward, attention_backward;  ///< in bf16, causal, with heads of 128, by the number of keys
   double bytes_per_second = 0;       ///< of memory, read and written together
-  double least_seconds = 0;          ///< the least time of any op that computes
+  double least_seconds = 0;          ///< the minimum time of an op that computes
   double issue_seconds = 0;          ///< of the host, for each node
   double host_bytes_per_second = 0;  ///< between a GPU and its host's memory, in each direction
-  int64_t memory = 0;                ///< bytes that a rank may take
-  double peak = 0;                   ///< FLOP/s in bf16 by the maker's data sheet: what MFU refers to
+  int64_t memory = 0;                ///< bytes available to a rank
+  double peak = 0;                   ///< FLOP/s in bf16 by the vendor's data sheet: the reference for MFU
   int ranks_per_host = 1;
   Link within, between;              ///< hosts
 };
@@ -46,8 +46,8 @@ Machine machine_named(std::string_view name);
 struct TapeOf {
   int rank = 0;
   bool offloads_state = false;  ///< an update reads and writes its state in the host's memory
-  /// If the tape was recorded in a shorter pipeline: the number of stages of `rank`'s pipeline, and how many more of them
-  /// precede it. Neighbours on the tape are neighbours there.
+  /// If the tape was recorded in a shorter pipeline: the number of stages of `rank`'s pipeline, and how many more of them precede it.
+  /// Neighbours on the tape are neighbours there.
   int stages = 0, stages_before = 0;
   const RankTimes* like = nullptr;  ///< times of the same tape for another rank, from which compute times are taken
 };

@@ -1,5 +1,5 @@
-// Monitor: the side channel of a job of processes. Every rank keeps a plain TCP connection to every other; it
-// carries who failed and why, who is stuck in which collective, and who has left.
+// Monitor: the side channel of a job of processes. Every rank keeps a plain TCP connection to every other; it reports who failed and
+// why, who is blocked in which collective, and who has left.
 #pragma once
 
 #include <atomic>
@@ -18,7 +18,7 @@
 
 namespace sheaf {
 
-/// "I have been waiting in this collective for a while", for others to compare with what they did.
+/// "I have been waiting in this collective for a while", for others to compare with their own calls.
 struct StuckNote {
   uint64_t group = 0;        ///< hash of the communicator's name
   uint64_t sequence = 0;
@@ -28,14 +28,14 @@ struct StuckNote {
   std::chrono::steady_clock::time_point received = {};  ///< set by the receiver
 };
 
-/// A peer's connection that ends without a farewell means that it died. Failures of this rank, and those that it learns
-/// of, are sent to everybody, so all ranks know of a dead or throwing peer within milliseconds, whatever they wait for.
+/// A peer's connection that ends without a farewell means that it died. This rank's failures, and those that it learns of, are sent
+/// to all peers, so all ranks know of a dead or throwing peer within milliseconds, whatever they wait for.
 class Monitor {
  public:
   static constexpr std::chrono::milliseconds kTick{100};
   /// A stuck rank repeats its note every kNotePeriod.
   static constexpr std::chrono::milliseconds kNotePeriod{500}, kNoteLife{3000};
-  /// A rank may have waited a while before it stopped: is_waiting() says something only after a wait of `time`.
+  /// A rank may have waited a while before it stopped: is_waiting() is conclusive only after a wait of `time`.
   static constexpr bool knows_who_waits(std::chrono::milliseconds time) { return time > kNoteLife + kNotePeriod; }
 
   Monitor(int rank, int world, std::shared_ptr<FailureBoard> board, const std::string& host, std::string token);
@@ -44,7 +44,7 @@ class Monitor {
   Monitor(const Monitor&) = delete;
   Monitor& operator=(const Monitor&) = delete;
 
-  /// Where higher ranks connect to.
+  /// The port that higher ranks connect to.
   int port() const { return local_port(listener_); }
   void connect(int peer, const std::string& host, int port, Deadline deadline);
   /// Waits for the higher ranks, then starts watching. CommError(kTimeout) names those that did not connect.
@@ -58,7 +58,7 @@ class Monitor {
   /// True once `peer` has said farewell.
   bool has_left(int peer) const { return peers_[peer].left; }
 
-  /// `tick` runs on the monitor's thread every kTick; after unwatch() returns, no more.
+  /// `tick` runs on the monitor's thread every kTick, until unwatch() returns.
   int watch(std::function<void()> tick);
   void unwatch(int id);
 

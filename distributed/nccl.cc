@@ -53,7 +53,7 @@ void check_call(ncclResult_t result, const char* call, ncclComm_t comm = nullptr
 
 #define SHEAF_NCCL_CALL(function, ...) check_call(function(__VA_ARGS__), #function, comm_)
 
-// Bytes are moved as this.
+// Bytes are sent as this type.
 constexpr ncclDataType_t kByte = ncclUint8;
 
 ncclDataType_t type_of(DType dtype) {
@@ -118,7 +118,7 @@ class LibraryComm final : public NcclComm {
     try {
       gpu_->destroy_lane(stream_);
     } catch (const CudaError&) {
-    }  // reported where it happened
+    }  // reported by the call that failed
   }
   LibraryComm(const LibraryComm&) = delete;
   LibraryComm& operator=(const LibraryComm&) = delete;
@@ -134,7 +134,7 @@ class LibraryComm final : public NcclComm {
     try {
       calls();
     } catch (...) {
-      ncclGroupEnd();  // the group belongs to this thread and would swallow its next calls
+      ncclGroupEnd();  // the group belongs to this thread and would absorb its next calls
       throw;
     }
     SHEAF_NCCL_CALL(ncclGroupEnd);
@@ -167,12 +167,12 @@ class LibraryComm final : public NcclComm {
     SHEAF_NCCL_CALL(ncclRecv, data, size(bytes), kByte, peer, comm_, handle());
   }
 
-  // Both are done when they return, even where the communicator does not block.
+  // Both are done when they return, even if the communicator does not block.
   void* register_memory(void* base, int64_t bytes) override {
     std::lock_guard lock(mutex_);
     check_alive();
     use_device();
-    void* registration = nullptr;  // stays so where NCCL_LOCAL_REGISTER=0
+    void* registration = nullptr;  // stays null if NCCL_LOCAL_REGISTER=0
     SHEAF_NCCL_CALL(ncclCommRegister, comm_, base, size(bytes), &registration);
     return registration;
   }
@@ -211,8 +211,7 @@ class LibraryComm final : public NcclComm {
     }
     if (!comm) return;
     choose_device();
-    // Ends the kernels first, then waits for graphs: not under the lock, which others need to hear
-    // of it.
+    // Ends the kernels first, then waits for graphs: not under the lock, which others need in order to learn of it.
     ncclCommAbort(comm);
   }
 
@@ -221,19 +220,19 @@ class LibraryComm final : public NcclComm {
     if (!comm_) throw CommError("[nccl] the communicator was aborted", ExitCode::kPeerLost);
   }
   void use_device() { kernels::cuda::use_device(gpu_->device().index); }
-  // For a thread that never chose one NCCL would make a context on GPU 0.
+  // For a thread that has not selected a device NCCL would create a context on GPU 0.
   void choose_device() noexcept {
     try {
       use_device();
     } catch (const CudaError&) {
-    }  // reported where it happened: after a fault every call fails
+    }  // reported by the call that failed: after a fault every call fails
   }
   cudaStream_t handle() const { return static_cast<cudaStream_t>(stream_.handle); }
 
   const std::shared_ptr<Gpu> gpu_;
   const Stream stream_;
   const std::string name_;
-  std::mutex mutex_;  // NCCL wants one thread at a time; nothing waits while it is held
+  std::mutex mutex_;  // NCCL requires one thread at a time; nothing waits while it is held
   ncclComm_t comm_ = nullptr;
   bool finalized_ = false;
 };
@@ -252,11 +251,11 @@ class LibraryMemory final : public PieceSource {
 class Library final : public NcclLibrary {
  public:
   Library() {
-    // In a graph NCCL tries on its own to register the buffers of a call, which it cannot: only
-    // pieces of the pool have a handle for peers, and those it knows. But a rank whose buffer spans
-    // two mappings of its memory gives up before it meets the others, who wait for it.
+    // In a graph NCCL tries to register the buffers of a call itself, which it cannot: only pieces of the pool have a handle for
+    // peers, and those are registered already. But a rank whose buffer spans two mappings of its memory gives up before it meets the
+    // others, who wait for it.
     setenv("NCCL_GRAPH_REGISTER", "0", /*overwrite=*/0);
-    // [Note: one thread issues] in nccl_communicator.h; since NCCL 2.26, others pass it over.
+    // [Note: one thread issues] in nccl_communicator.h; since NCCL 2.26, older ones ignore it.
     setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", /*overwrite=*/0);
     const std::string name = SHEAF_SONAME("libnccl.so.", NCCL_MAJOR);
     kernels::cuda::load_library(name, kNccl);

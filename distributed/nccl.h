@@ -11,16 +11,16 @@
 
 namespace sheaf {
 
-/// Nothing here waits for a peer: long operations continue after the call, and state() is busy until they are done; only
-/// then make the next call. Only abort() may block. Functions throw CommError with NCCL's words. abort() and state() may be
-/// called from any thread, the others from one at a time.
+/// Nothing here waits for a peer: long operations continue after the call, and state() is busy until they are done; make the next
+/// call only then. Only abort() may block. Functions throw CommError with NCCL's message. abort() and state() may be called from any
+/// thread, the others from one at a time.
 class NcclComm {
  public:
   /// Destroys what was finalized, aborts what was not.
   virtual ~NcclComm() = default;
 
   virtual const Stream& stream() const = 0;
-  /// An event for all that was enqueued by now.
+  /// An event for everything enqueued so far.
   virtual Event record() = 0;
 
   /// Enqueues the functions below that `calls` calls as one group; every rank makes the same calls.
@@ -36,33 +36,32 @@ class NcclComm {
   virtual void send(const void* data, int64_t bytes, int peer) = 0;
   virtual void receive(void* data, int64_t bytes, int peer) = 0;
 
-  /// Tells NCCL of memory that calls will move: a whole piece of NcclLibrary::memory(). Does not wait for peers;
-  /// state() must be ready. The result is for deregister_memory(), and may be null.
+  /// Registers memory that calls will read or write: a whole piece of NcclLibrary::memory(). Does not wait for peers; state() must be
+  /// ready. The result is for deregister_memory(), and may be null.
   virtual void* register_memory(void* base, int64_t bytes) = 0;
-  /// No pending call may move the piece.
+  /// No pending call may use the piece.
   virtual void deregister_memory(void* registration) = 0;
 
   enum class State : uint8_t { ready, busy, failed };
-  /// `why` receives NCCL's words for a failure.
+  /// `why` receives NCCL's message for a failure.
   virtual State state(std::string& why) = 0;
-  /// Flushes what is enqueued; nothing may follow but the destructor.
+  /// Flushes enqueued work; only the destructor may follow.
   virtual void finalize() = 0;
-  /// Ends kernels that wait for peers: what they were to write is undefined. From then on state() is
-  /// failed, and nothing else works. Returns when the graphs that hold calls are gone; only the first call does
-  /// anything.
+  /// Ends kernels that wait for peers: their outputs are undefined. From then on state() is failed, and nothing else works. Returns
+  /// when the graphs that hold calls are gone; only the first call has an effect.
   virtual void abort() = 0;
 };
 
 class NcclLibrary {
  public:
   virtual ~NcclLibrary() = default;
-  /// The id by which the members of one communicator find each other: made by one of them, sent to all.
+  /// The id by which the members of one communicator find each other: created by one of them, sent to all.
   virtual std::string unique_id() = 0;
   /// Member `rank` of `size`, on the GPU of the current rank; no two members on one GPU. `name` is
   /// for NCCL's logs.
   virtual std::unique_ptr<NcclComm> join(const std::string& id, int size, int rank,
                                          const std::string& name) = 0;
-  /// Memory that can be registered with communicators; null where this NCCL has none (older than 2.19).
+  /// Memory that can be registered with communicators; null if this NCCL has none (older than 2.19).
   virtual std::shared_ptr<PieceSource> memory() = 0;
 };
 

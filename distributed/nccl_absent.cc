@@ -1,4 +1,4 @@
-// No NCCL: the GPU is emulated, or the CUDA toolkit came without it.
+// No NCCL: the GPU is emulated, or the CUDA toolkit does not include it.
 #include "sheaf/distributed/nccl.h"
 #include "sheaf/kernels/cuda/config.h"
 

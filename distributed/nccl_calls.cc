@@ -22,7 +22,7 @@ void check_nccl_can(const Collective& call) {
 }
 
 void call_nccl(NcclComm& comm, const Collective& call, int n, int me) {
-  // A sum of truth values is their "or".
+  // A sum of bools is their "or".
   const bool truth = call.dtype == kBool;
   const DType dtype = truth ? kU8 : call.dtype;
   const Reduction reduction =
@@ -68,7 +68,7 @@ void call_nccl(NcclComm& comm, const Collective& call, int n, int me) {
       if (call.counts[0] > 0) comm.broadcast(in, out, call.counts[0], call.root);
       return;
     case CollectiveOp::barrier:
-      return;  // the host's
+      return;  // done by the host
   }
 }
 

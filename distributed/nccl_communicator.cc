@@ -11,14 +11,14 @@ using std::chrono::milliseconds;
 
 // How often pending calls are checked; failures of the job are noticed at once.
 constexpr milliseconds kTick{20};
-// NCCL may hear of a dead peer a moment before the monitor tells who it was.
+// NCCL may notice a dead peer a moment before the monitor reports who it was.
 constexpr auto kExplanationTime = std::chrono::seconds(1);
-// At the end this rank's calls are done, and what it sends is in flight: peers that end later need nothing from it.
+// When a communicator ends, this rank's calls are done, and what it sends is in flight: peers that end later need nothing from it.
 constexpr auto kFarewell = std::chrono::seconds(1);
-// How long the end waits for an abort, whose graphs are gone by then unless the device has failed.
+// How long the destructor waits for an abort, whose graphs are gone by then unless the device has failed.
 constexpr auto kAbortTime = std::chrono::seconds(3);
 
-/// `f` on a thread of its own, which may outlive everybody.
+/// Runs `f` on a separate thread, which may outlive the communicator.
 std::future<void> apart(std::function<void()> f) {
   std::promise<void> over;
   std::future<void> out = over.get_future();
@@ -32,8 +32,8 @@ std::future<void> apart(std::function<void()> f) {
 
 }  // namespace
 
-/// Why a communicator was aborted, for all holders of its events. Set before NCCL's kernels are ended, so that
-/// nobody mistakes what they leave for a result.
+/// Why a communicator was aborted, for all holders of its events. Set before NCCL's kernels are ended, so that their partial outputs
+/// are not mistaken for results.
 class NcclCommunicator::Fate {
  public:
   void settle(std::exception_ptr why) {
@@ -81,7 +81,7 @@ NcclCommunicator::NcclCommunicator(CommunicatorGroup group, std::shared_ptr<Job>
   connect(library);
   registration_.emplace(*comm_, RankContext::current().gpu, *host_, group_.name);
   subscription_ = board_->subscribe([this](const JobFailure&) {
-    { std::lock_guard lock(mutex_); }  // the watchdog has either seen the board or sleeps by now
+    { std::lock_guard lock(mutex_); }  // the watchdog has either seen the board's change or is asleep by now
     condition_.notify_all();
   });
   watchdog_ = std::thread([this] { watch(); });
@@ -137,7 +137,7 @@ void NcclCommunicator::close() {
     begin_abort();
     abort_over_.wait_for(kAbortTime);
   }
-  // NCCL's end waits for the peers of this node to end theirs, and some may never.
+  // NCCL's destroy waits for the peers of this node to end theirs, and some may never do so.
   apart([comm = std::exchange(comm_, nullptr)]() mutable { comm = nullptr; }).wait_for(kFarewell);
 }
 
@@ -155,7 +155,7 @@ bool NcclCommunicator::finalize() {
       return state == NcclComm::State::ready;
     }
   } catch (const std::exception&) {
-  }  // all calls are through: nobody is left to hear of it
+  }  // all calls are done: there is no event left to fail
   return false;
 }
 
@@ -226,7 +226,7 @@ void NcclCommunicator::watch_replays(const Collective& call) {
       });
 }
 
-/// Rewords for this call what CUDA and NCCL throw.
+/// Rewords exceptions of CUDA and NCCL for this call.
 void NcclCommunicator::issue(const Collective& call, const std::function<void()>& work) {
   try {
     work();
@@ -236,7 +236,7 @@ void NcclCommunicator::issue(const Collective& call, const std::function<void()>
   }
 }
 
-/// Waits until NCCL has enqueued what it was given: at first calls it connects to peers before.
+/// Waits until NCCL has enqueued its work: the first calls connect to peers before.
 void NcclCommunicator::settle(const Collective& call) {
   constexpr int kSpins = 1000;
   Wait wait{.started = Clock::now()};
@@ -282,7 +282,7 @@ void NcclCommunicator::watch() {
     if (done) pending_.pop_front();
     if (failed) pending_.clear();
     if (pending_.empty())
-      condition_.notify_all();  // who destroys this waits for it
+      condition_.notify_all();  // the destructor waits for it
     else if (!done)
       condition_.wait_for(lock, kTick);
   }

@@ -1,45 +1,42 @@
-// NcclCommunicator: ranks with a GPU each, through NCCL. Buffers on the host go through a host communicator.
+// NcclCommunicator: ranks with one GPU each, through NCCL. Buffers on the host go through a host communicator.
 //
-// A call on GPUs is enqueued on the communicator's own stream, after what the rank's stream had to do before it, and
-// the calling thread continues with the next one: host and GPUs never wait for each other. Each communicator has its
-// own NCCL communicator, so gathers and reductions run concurrently, on streams with high priority. But one thread
-// enqueues for all communicators of a rank, in the order of the rank's calls ([Note: one thread issues]).
+// A call on GPUs is enqueued on the communicator's own stream, after the earlier work of the rank's stream, and the calling thread
+// continues with the next one: host and GPUs never wait for each other. Each communicator has its own NCCL communicator, so gathers
+// and reductions run concurrently, on streams with high priority. But one thread enqueues for all communicators of a rank, in the
+// order of the rank's calls ([Note: one thread issues]).
 //
-// Sums are NCCL's: their order is its own (ring, tree or switch, by size and topology), not the
-// order of ranks. f32 and f64 are summed as they are; bf16 and f16 may be rounded after every
-// addition: reduce in f32. Bytes arrive as they were, of every dtype. Bool is reduced as u8; for
-// u16 NCCL has no reductions: ConfigError.
+// Sums are NCCL's, in its order (ring, tree or switch, by size and topology), not the order of ranks. f32 and f64 are summed as they
+// are; bf16 and f16 may be rounded after every addition: reduce in f32. Bytes of every dtype arrive unchanged. Bool is reduced as u8;
+// for u16 NCCL has no reductions: ConfigError.
 //
-// The buffers that units gather and reduce-scatter are registered with NCCL, which then moves them without copies of
-// its own (nccl_registration.h).
+// The buffers that units gather and reduce-scatter are registered with NCCL, which then transfers them without intermediate copies
+// (nccl_registration.h).
 //
-// [Note: NCCL that hangs] A kernel of NCCL whose peer is gone spins forever, and everything after it waits forever. A
-// thread per communicator watches the pending calls: when the job fails, NCCL reports an error, ranks disagree, a peer
-// has left or time is up, it raises that on the board and aborts NCCL's communicator, which ends its kernels. Events
-// of calls that were not done by then throw. The communicator never blocks (ncclConfig_t::blocking = 0), so that the
-// threads that call it can be stopped as well. The time of a call counts from when its buffers are
-// ready and the calls before it are done.
+// [Note: NCCL that hangs] A kernel of NCCL whose peer is gone spins forever, and everything after it waits forever. A thread per
+// communicator watches the pending calls: when the job fails, NCCL reports an error, ranks disagree, a peer has left or a call times
+// out, it raises that on the board and aborts NCCL's communicator, which ends its kernels. Events of calls that were not done by then
+// throw. The communicator never blocks (ncclConfig_t::blocking = 0), so that the threads that call it can be stopped as well. The
+// time of a call counts from when its buffers are ready and the calls before it are done.
 //
 // [Note: NCCL in graphs] A captured call becomes part of the graph and is not watched: it runs when the graph does.
 // The caller waits until it is enqueued ([Note: one thread captures]). At every replay the communicator watches the
 // last call of the graph, from the moment the graph begins until all of it is done; if that will not complete, NCCL's
 // kernels are ended as above, and the next call or replay throws. The graph's results are undefined.
 //
-// NCCL's abort returns when the graphs that hold its calls are gone, and these are destroyed when the code that
-// replays them learns of the failure; it also waits for the peers of the node to end theirs, as NCCL's destroy does.
-// So both run on threads of their own: only the communicator's destructor waits for them, and for a limited time.
+// NCCL's abort returns when the graphs that hold its calls are gone, and these are destroyed when the code that replays them learns
+// of the failure; it also waits for the peers of the node to end theirs, as NCCL's destroy does. So both run on separate threads:
+// only the communicator's destructor waits for them, and for a limited time.
 //
-// [Note: one thread issues] NCCL wants the calls of several communicators on one GPU from one thread,
-// in an order that does not change from run to run ("Using multiple NCCL communicators concurrently"
-// and "Thread Safety" in its guide): kernels of two communicators that begin in different orders on different GPUs can
-// wait for each other if not all fit at once. With NCCL_LAUNCH_ORDER_IMPLICIT=1, which nccl.cc sets unless it is set
-// already, NCCL makes each kernel begin after the one issued before it. Nothing waits longer because of that: a call
-// already comes after all that the rank's stream was given before it. Streams that share one of the device's queues
-// wait for each other, too. CUDA uses 8 queues unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise, and a rank of a
+// [Note: one thread issues] NCCL requires that the calls of several communicators on one GPU come from one thread, in an order that
+// does not change from run to run ("Using multiple NCCL communicators concurrently" and "Thread Safety" in its guide): kernels of two
+// communicators that begin in different orders on different GPUs can wait for each other if not all fit at once. With
+// NCCL_LAUNCH_ORDER_IMPLICIT=1, which nccl.cc sets unless it is set already, NCCL makes each kernel begin after the one issued before
+// it. Nothing waits longer because of that: a call already follows everything enqueued on the rank's stream before it. Streams that
+// share one of the device's queues wait for each other, too. CUDA uses 8 queues unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise,
+// and a rank of a pipeline has a dozen streams: init_from_env() asks for 32, the maximum, unless it is set already.
 // pipeline has a dozen streams: init_from_env() asks for 32, the maximum, unless it is set already.
 //
-// Unproven: none of this has run over NCCL itself, which needs a GPU per rank. Tests run it over a stand-in whose
-// ranks are threads.
+// Untested on NCCL itself, which needs a GPU per rank. Tests run it over a stand-in whose ranks are threads.
 #pragma once
 
 #include <chrono>
@@ -128,7 +125,7 @@ class NcclCommunicator final : public CommunicatorBase {
 /// Groups of two and more on GPUs; `host` carries buffers on the host, and groups of one.
 class NcclTransport final : public Transport {
  public:
-  /// To be made on a rank of the job, once it has its GPU.
+  /// To be created on a rank of the job, once it has its GPU.
   NcclTransport(std::shared_ptr<Job> job, std::shared_ptr<Transport> host, NcclLibrary& library)
       : job_(std::move(job)), host_(std::move(host)), library_(library) {
     if (job_->world() > 1) use_nccl_memory(library_);
@@ -144,8 +141,8 @@ class NcclTransport final : public Transport {
   NcclLibrary& library_;
 };
 
-/// For jobs whose ranks all have a GPU each, in their RankContext before the first mesh. `host` is the same job's
-/// transport between CPUs. ConfigError where the build has no NCCL.
+/// For jobs whose ranks all have a GPU each, set in their RankContext before the first mesh. `host` is the same job's transport
+/// between CPUs. ConfigError if the build has no NCCL.
 std::shared_ptr<Transport> nccl_transport(std::shared_ptr<Job> job,
                                           std::shared_ptr<Transport> host);
 

@@ -30,7 +30,7 @@ void use_nccl_memory(NcclLibrary& library) {
   try {
     gpu->set_wire(std::move(memory));
   } catch (const OutOfMemory&) {
-  }  // of its kind: the rank goes on with its own
+  }  // of its kind: the rank continues with its own
 }
 
 NcclRegistration::NcclRegistration(NcclComm& comm, std::shared_ptr<Gpu> gpu, Communicator& host,
@@ -44,7 +44,7 @@ NcclRegistration::NcclRegistration(NcclComm& comm, std::shared_ptr<Gpu> gpu, Com
     end();
     why_not = e.what();
   }
-  // The first member that cannot, and whether (below 0) any was asked to.
+  // The first member that cannot, and (below 0) whether any was asked to.
   int32_t settled[] = {registrations_.empty() ? host.rank() : host.size(), wanted() ? -1 : 0};
   host.all_reduce(settled, 2, kI32, Reduction::min, "nccl/registration").sync();
   if (settled[0] == host.size()) return;

@@ -13,7 +13,7 @@ std::vector<Turn> one_forward_one_backward(int stage, int stages, int64_t micro_
   if (runs > 1 && micro_batches % stages != 0)
     fail<ConfigError>("[pipeline] ", micro_batches, " micro-batches are not a multiple of the ", stages, " stages that they go round ",
                       runs, " times");
-  // As many micro-batches as there are stages go through a run before the next: the first comes round when the last has left.
+  // As many micro-batches as there are stages go through a run before the next run: the first returns when the last has left.
   const int64_t together = runs > 1 ? stages : 1, all = micro_batches * runs;
   const auto turn = [&](Turn::Kind kind, int64_t i) {
     const int64_t run = i / together % runs;

@@ -7,7 +7,7 @@
 namespace sheaf {
 namespace {
 
-// For processors that do some tens of operations in the time of a byte.
+// For processors that perform some tens of operations in the time that one byte takes.
 constexpr double kOperationsPerByte = 64;
 
 double operations_of(const Tape& tape, const Node& n) {

@@ -5,17 +5,17 @@
 
 namespace sheaf {
 
-/// [Note: quiet stretches] Where sequences or tokens are shared along the axis over which parameters are sharded, activations and gathers
-/// take turns on one lane, and an exchange that a rank waits for would also wait for a prefetched gather before it. With exchanges
-/// between stretches of work C0, C1, .., a gather of duration G before stretch k costs a step max(0, G - Ck): least where Ck is largest.
-/// So that is where the next units are gathered: after k exchanges. Work is counted over all ranks, so they agree;
-/// where shapes are each rank's own (PerRankScope) it has no weight.
+/// [Note: quiet stretches] If sequences or tokens are sharded along the axis over which parameters are sharded, activations and
+/// gathers share one lane, and an exchange that a rank waits for would also wait for a prefetched gather before it. With exchanges
+/// between stretches of work C0, C1, .., a gather of duration G before stretch k costs a step max(0, G - Ck): least where Ck is
+/// largest. So the next units are gathered there: after k exchanges. Work is counted over all ranks, so they agree; where shapes may
+/// differ between ranks (PerRankScope) it does not count.
 class QuietStretch {
  public:
   /// From here on, the tape computes with a unit that is gathered along `axis` of `mesh`.
   void begin(const Tape& tape, const MeshSpec* mesh, int axis, bool weighs);
-  /// Takes in what has been recorded since. Gathers can be issued only where this is called: so a stretch counts from the first call in
-  /// it.
+  /// Processes what has been recorded since the last call. Gathers can be issued only where this is called, so a stretch counts from
+  /// the first call in it.
   void look(const Tape& tape);
   int exchanges() const { return exchanges_; }  ///< so far
   /// The number of exchanges before the stretch with the most work, if it weighs.

@@ -58,7 +58,7 @@ class Reader {
   const Environment& environment_;
 };
 
-/// What one launcher calls its variables. Slurm tells the tasks of a node in a way of its own.
+/// A launcher's names for its variables. Slurm reports the tasks per node differently.
 struct Names {
   const char *launcher, *rank, *world, *local_rank, *local_world;
 };
@@ -71,7 +71,7 @@ constexpr Names kLaunchers[] = {
 };
 constexpr int kMaxRanks = 1 << 20;
 
-/// Slurm also sets its variables in an interactive shell, whose commands are no ranks.
+/// Slurm also sets its variables in an interactive shell, whose commands are not ranks.
 bool interactive_slurm(const Names& names, const Reader& read) {
   const auto job = read.text("SLURM_JOB_NAME");
   return names.launcher == std::string_view("Slurm") && job && (*job == "bash" || *job == "interactive");
@@ -90,7 +90,7 @@ std::optional<int> tasks_on_node(std::string_view list, int node) {
   return std::nullopt;
 }
 
-/// How many of a step's `world` tasks are on this node, as far as Slurm says.
+/// How many of a step's `world` tasks are on this node, if Slurm says so.
 std::optional<int> slurm_tasks_here(const Reader& read, int world) {
   if (const auto list = read.text("SLURM_STEP_TASKS_PER_NODE")) {
     const auto node = read.number("SLURM_NODEID", 0, kMaxRanks);
@@ -98,11 +98,11 @@ std::optional<int> slurm_tasks_here(const Reader& read, int world) {
       if (const auto tasks = tasks_on_node(*list, node.value_or(0)); tasks && *tasks <= world) return tasks;
   }
   for (const char* variable : {"SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"})
-    if (const auto nodes = read.number(variable, 1, kMaxRanks)) {  // the narrower scope counts
+    if (const auto nodes = read.number(variable, 1, kMaxRanks)) {  // the narrower scope takes precedence
       if (*nodes == 1) return world;
       break;
     }
-  // What was asked for; a step may have fewer tasks.
+  // The requested number; a step may have fewer tasks.
   if (const auto asked = read.number("SLURM_NTASKS_PER_NODE", 1, kMaxRanks)) return std::min(*asked, world);
   return std::nullopt;
 }
@@ -115,8 +115,8 @@ std::string first_slurm_host(const std::string& list) {
   return list.substr(0, bracket) + list.substr(bracket + 1, end == std::string::npos ? end : end - bracket - 1);
 }
 
-/// What the launcher calls this job: the same on all ranks of the job, and on no rank of another that runs meanwhile.
-/// Empty where it says nothing: MPICH's Hydra, and variables that were set by hand.
+/// The launcher's name for this job: the same on all its ranks, and different from that of any other running job. Empty if it has
+/// none: MPICH's Hydra, and variables that were set by hand.
 std::string job_id(const Reader& read, std::string_view launcher) {
   const auto first = [&](std::initializer_list<const char*> variables) {
     for (const char* variable : variables)
@@ -133,7 +133,7 @@ std::string job_id(const Reader& read, std::string_view launcher) {
   return job.empty() ? job : job + '.' + step;
 }
 
-/// Jobs on one host that have ids of their own meet at ports of their own, as a rule. None is ephemeral on Linux.
+/// Jobs on one host with different ids usually get different ports. None is ephemeral on Linux.
 int port_of_job(const std::string& id) {
   constexpr uint32_t kFirst = 20000, kPorts = 9000;
   uint32_t hash = 2166136261u;  // FNV-1a: the same on every host
@@ -172,11 +172,11 @@ Rendezvous read_rendezvous(const Environment& environment) {
       fail<ConfigError>("[rendezvous] ", names.rank, '=', r.rank, " is not below ", names.world, '=', r.world);
     auto local_world = names.local_world ? read.number(names.local_world, 1, r.world) : std::nullopt;
     auto local_rank = read.number(names.local_rank, 0, r.world - 1);
-    // Slurm starts the ranks of other launchers' interfaces, too: srun --mpi=pmi2.
+    // Slurm starts ranks through other launchers' interfaces, too: srun --mpi=pmi2.
     slurm_step = !names.local_world || read.number("SLURM_STEP_NUM_TASKS", 1, kMaxRanks) == r.world;
     if (slurm_step && !local_world) local_world = slurm_tasks_here(read, r.world);
     if (slurm_step && !local_rank) local_rank = read.number("SLURM_LOCALID", 0, r.world - 1);
-    // A launcher that says nothing about hosts and gives no address uses one host.
+    // A launcher that reports no hosts and no address uses one host.
     const bool one_host = !local_world && !read.text("MASTER_ADDR") && !read.text("SLURM_JOB_NODELIST");
     r.local_world = local_world.value_or(one_host ? r.world : 1);
     r.local_rank = local_rank.value_or(one_host ? r.rank : 0);

@@ -1,4 +1,4 @@
-// How a process learns which rank of which job it is: from what its launcher left in the environment.
+// How a process learns its job and rank: from the environment variables that its launcher set.
 #pragma once
 
 #include <chrono>
@@ -15,7 +15,7 @@ struct Rendezvous {
   int local_world = 1;          ///< ranks on this host
   std::string host = "127.0.0.1";  ///< where rank 0 serves the store
   int port = 29500;
-  std::string token;            ///< SHEAF_TOKEN and the launcher's name of the job, so that ranks of two jobs never meet
+  std::string token;            ///< SHEAF_TOKEN and the launcher's name of the job, so that ranks of two jobs never connect
   int listen_fd = -1;           ///< SHEAF_LISTEN_FD: a socket that listens on `port`, inherited from the launcher
   int restarts = 0;             ///< TORCHELASTIC_RESTART_COUNT: how often torchrun or `sheaf launch` started this job again
   int threads = 1;              ///< per rank: threads_per_rank(local_world)
@@ -27,16 +27,16 @@ struct Rendezvous {
 
 using Environment = std::function<const char*(const char*)>;
 
-/// Reads torchrun's variables (RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT), else Open MPI's,
-/// PMI's, Slurm's. The store is at MASTER_ADDR:MASTER_PORT, or SHEAF_PORT if set; under torchrun, whose agent holds
-/// MASTER_PORT (TORCHELASTIC_USE_AGENT_STORE=True), at SHEAF_PORT, by default MASTER_PORT + 1. Without any of them the port
-/// is derived from the launcher's id of the job, and is 29500 if there is none. If all ranks are on this host the store
-/// stays on loopback; otherwise SHEAF_TOKEN is required. ConfigError names what is missing or wrong.
+/// Reads torchrun's variables (RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT), else Open MPI's, PMI's, Slurm's.
+/// The store is at MASTER_ADDR:MASTER_PORT, or SHEAF_PORT if set; under torchrun, whose agent occupies MASTER_PORT
+/// (TORCHELASTIC_USE_AGENT_STORE=True), at SHEAF_PORT, by default MASTER_PORT + 1. Without any of them the port is derived from the
+/// launcher's id of the job, and is 29500 if there is none. If all ranks are on this host the store listens on loopback only;
+/// otherwise SHEAF_TOKEN is required. ConfigError names what is missing or wrong.
 Rendezvous read_rendezvous(const Environment& environment);
 Rendezvous read_rendezvous();  ///< of this process
 
-/// Compute threads of each of `ranks` ranks on this host: SHEAF_THREADS_PER_RANK, else default_threads() of
-/// core/cores.h, for which OMP_NUM_THREADS is an upper bound.
+/// Compute threads of each of `ranks` ranks on this host: SHEAF_THREADS_PER_RANK, else default_threads() of core/cores.h, for which
+/// OMP_NUM_THREADS is an upper bound.
 int threads_per_rank(int ranks, const Environment& environment);
 int threads_per_rank(int ranks);  ///< of this process
 

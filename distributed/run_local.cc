@@ -14,7 +14,7 @@ namespace sheaf {
 
 void run_local(int ranks, const std::function<void(World&)>& body, LocalOptions options) {
   check<ConfigError>(ranks >= 1, "[run_local] needs at least one rank, not ", ranks);
-  if (options.device.is_cuda())  // here, where the error has no peers
+  if (options.device.is_cuda())  // on this thread, where the error affects no peers
     check<ConfigError>(kernels::kHasCuda, "[run_local] ", options.device.to_string(), ": this build has no CUDA");
   auto job = std::make_shared<LocalJob>(ranks, options);
   const int threads = options.threads_per_rank > 0 ? options.threads_per_rank : default_threads(ranks);
@@ -44,7 +44,7 @@ void run_local(int ranks, const std::function<void(World&)>& body, LocalOptions 
     for (int r = 0; r < ranks; ++r) threads_of_ranks.emplace_back(rank_main, r);
   }
   if (thrown.empty()) return;
-  // The board knows who failed first; what others threw may have come to light earlier.
+  // The board knows who failed first; consequences on other ranks may have been caught earlier.
   const auto failure = job->board->failure();
   for (auto& [rank, exception] : thrown)
     if (failure && rank == failure->rank) std::rethrow_exception(exception);

@@ -8,9 +8,9 @@
 
 namespace sheaf {
 
-/// Runs `body` as `ranks` ranks, each on a thread with a RankContext (and so with allocators) of its own, and returns
-/// when all have finished. If ranks throw, the others' communicators fail at once, and the first failure, not one that
-/// merely followed from it, is rethrown here.
+/// Runs `body` as `ranks` ranks, each on a thread with its own RankContext (and so its own allocators), and returns when all have
+/// finished. If ranks throw, the others' communicators fail at once, and the first failure that did not merely follow from another is
+/// rethrown here.
 void run_local(int ranks, const std::function<void(World&)>& body, LocalOptions options = {});
 
 }  // namespace sheaf

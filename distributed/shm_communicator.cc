@@ -16,15 +16,14 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-// A rank that leaves because it has failed says so on the monitor's connection, which may be slower than shared
-// memory.
+// A rank that leaves because it has failed reports that on the monitor's connection, which may be slower than shared memory.
 constexpr auto kExplanationTime = std::chrono::seconds(1);
 
 bool is_small_all_reduce(const Collective& call) {
   return call.op == CollectiveOp::all_reduce && call.counts[0] * call.element_size() <= kSmallAllReduceBytes;
 }
 
-/// Whether anybody reads `call.in` of member `index`.
+/// Whether any rank reads `call.in` of member `index`.
 bool gives(const Collective& call, int index) {
   switch (call.op) {
     case CollectiveOp::all_gather: return call.counts[index] > 0;
@@ -88,7 +87,7 @@ void ShmCommunicator::run(const Collective& call) {
   announced_ = false;
   windows_ = 0;
   exchange(call);
-  meet(call);  // everybody has read: the inputs go back to their owners
+  meet(call);  // all have read: the inputs are returned to their owners
 }
 
 void ShmCommunicator::announce(const Collective& call) {
@@ -128,15 +127,15 @@ void ShmCommunicator::raise_left(const Collective& call, int culprit) {
   throw_failure(call, *board_->failure());
 }
 
-// Ranks that wait over the network for this rank, or for one that waits for it, cannot see that it waits here.
+// Ranks that wait over the network, directly or indirectly, for this rank cannot see that it waits here.
 void ShmCommunicator::tell_other_hosts() {
   if (!spans_hosts_ || Clock::now() < next_note_) return;
   notes_.post(*running_);
   next_note_ = Clock::now() + Monitor::kNotePeriod;
 }
 
-// A member that waits in another group's collective, on this host or across hosts, is held up itself: it is named only
-// if nobody else is left to blame.
+// A member that waits in another group's collective, on this host or across hosts, is blocked itself: it is named only if there is no
+// other candidate.
 std::vector<int> ShmCommunicator::missing(const std::vector<int>& absent) const {
   const bool knows_elsewhere = Monitor::knows_who_waits(job_->rendezvous.timeout);
   std::vector<int> silent;
@@ -170,13 +169,13 @@ struct ShmCommunicator::Window {
   int64_t part(int64_t bytes) const { return std::clamp(bytes - begin, int64_t{0}, length); }
 };
 
-// piece(from, to) is what member `to` reads of member `from`'s call.in; `same_for_all`: whoever `to` is. read(window) is
-// called until all windows have been read.
+// piece(from, to) is what member `to` reads of member `from`'s call.in; `same_for_all`: it is the same for every `to`. read(window)
+// is called until all windows have been read.
 template <class PieceOf, class Read>
 void ShmCommunicator::stream(const Collective& call, bool same_for_all, PieceOf&& piece, Read&& read) {
   const int n = size(), me = rank();
   const auto* in = static_cast<const std::byte*>(call.in);
-  // Bytes of one piece that a half holds.
+  // Bytes of one piece that fit into a half.
   const int64_t half = shm_half_bytes(n), room = same_for_all ? half : half / n / 128 * 128;
   const auto place = [&](int to) { return windows_ % 2 * half + (same_for_all ? 0 : to * room); };
   if (!announced_) announce(call);
@@ -217,14 +216,14 @@ void ShmCommunicator::stream(const Collective& call, bool same_for_all, PieceOf&
 // Outputs up to this size, about half a second-level cache, are still mostly cached when they are used.
 constexpr int64_t kCachedBytes = int64_t{1} << 20;
 
-/// Copies what every member has for this one to its place in call.out; places.back() is where that ends.
+/// Copies every member's piece for this one to its place in call.out; places.back() is the end of the last.
 template <class PieceOf>
 void ShmCommunicator::copy_pieces(const Collective& call, bool same_for_all, const std::vector<int64_t>& places,
                                   PieceOf&& piece) {
   auto* out = static_cast<std::byte*>(call.out);
   const bool cached = places.back() <= kCachedBytes;
   stream(call, same_for_all, piece, [&](const Window& w) {
-    for (int i = 1; i <= size(); ++i) {  // everybody starts with another peer
+    for (int i = 1; i <= size(); ++i) {  // each rank starts with a different peer
       const int from = (rank() + i) % size();
       const int64_t bytes = w.part(piece(from, rank()).bytes);
       std::byte* to = out + places[from] + w.begin;
@@ -235,7 +234,7 @@ void ShmCommunicator::copy_pieces(const Collective& call, bool same_for_all, con
   });
 }
 
-/// Sums, in rank order, everybody's bytes [cuts[me], cuts[me + 1]) into `out`.
+/// Sums, in rank order, all members' bytes [cuts[me], cuts[me + 1]) into `out`.
 void ShmCommunicator::reduce_slices(const Collective& call, const std::vector<int64_t>& cuts, std::byte* out) {
   const auto piece = [&](int, int to) { return Piece{cuts[to], cuts[to + 1] - cuts[to]}; };
   const int64_t own = piece(0, rank()).bytes;

@@ -1,9 +1,9 @@
 // ShmCommunicator: ranks that are processes of one host, through memory that all of them map.
 //
-// [Note: how bytes travel] Everybody pulls. A rank's input is in its wire memory (see MemoryKind), and peers copy or
-// sum it from there: one copy. Input elsewhere goes through the rank's staging, window by window. A call consists of
-// meetings with reading in between: at the first one every rank has announced its call and the place of its input; at
-// the last one everybody has read, and the inputs return to their owners.
+// [Note: how bytes travel] All ranks pull. A rank's input is in its wire memory (see MemoryKind), and peers copy or sum it from
+// there: one copy. Input elsewhere goes through the rank's staging, window by window. A call consists of meetings with reading in
+// between: at the first one every rank has announced its call and the location of its input; at the last one all have read, and the
+// inputs are returned to their owners.
 //
 //   wire:    announce · meet · read everything · meet
 //   staged:  announce, fill half 0 · meet · read half 0, fill half 1 · meet · read half 1, fill half 0 · ... · meet
@@ -26,7 +26,7 @@
 
 namespace sheaf {
 
-/// The segments of the ranks of this host, by rank of the job; null for those elsewhere.
+/// The segments of the ranks of this host, by rank of the job; null for ranks elsewhere.
 using ShmSegments = std::vector<std::shared_ptr<ShmSegment>>;
 
 class ShmCommunicator final : public CommunicatorBase {

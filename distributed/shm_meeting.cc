@@ -13,9 +13,9 @@ namespace {
 
 using std::chrono::nanoseconds;
 
-// About two microseconds, for peers that are about to arrive. Beyond that the core belongs to threads that compute.
+// About two microseconds, for peers that are about to arrive. Beyond that the core is left to threads that compute.
 constexpr int kSpins = 50;
-// No wake-up is lost by design; this bounds what a rank that died between two instructions can cost.
+// By design no wake-up is lost; this bounds the cost of a rank that died between two instructions.
 constexpr auto kNap = std::chrono::milliseconds(100);
 constexpr auto kWaitingLife = std::chrono::milliseconds(500);
 
@@ -28,8 +28,8 @@ int64_t now_nanoseconds() { return nanoseconds(ShmMeeting::Clock::now().time_sin
 
 }  // namespace
 
-// All loads and stores here are sequentially consistent. Of members that come at the same time at least one then sees
-// all others there, and rings; and a sleeper that the ringer does not see is told by the kernel that the bell changed.
+// All loads and stores here are sequentially consistent. So of members that arrive at the same time at least one sees all others, and
+// rings; and the kernel tells a sleeper that the ringer did not see that the bell has changed.
 ShmMeeting::Outcome ShmMeeting::meet(Clock::time_point deadline, const FailureBoard& board, std::vector<int>& absent) {
   const uint64_t meeting = ++meeting_;
   const int n = static_cast<int>(controls_.size());
@@ -71,7 +71,7 @@ ShmMeeting::Outcome ShmMeeting::meet(Clock::time_point deadline, const FailureBo
 }
 
 bool ShmMeeting::gone(int member, uint64_t meeting) const {
-  // In this order: who has left came to no meeting after that.
+  // In this order: a member that has left attends no meeting after that.
   return controls_[member]->left && controls_[member]->meetings < meeting;
 }
 

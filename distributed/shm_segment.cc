@@ -45,7 +45,7 @@ bool same_user(const Socket& s) {
   return getsockopt(s.fd(), SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && peer.uid == geteuid();
 }
 
-/// Sleeps until `s` can be read; IoError if that takes until `deadline`, or the job fails before.
+/// Sleeps until `s` is readable; IoError if that takes until `deadline`, or if the job fails before.
 void wait_readable(const Socket& s, const FailureBoard& board, Deadline deadline, const std::string& late) {
   while (Clock::now() < deadline) {
     if (const auto failure = board.failure()) fail<IoError>("[shm] rank ", failure->rank, " failed: ", failure->reason);
@@ -55,7 +55,7 @@ void wait_readable(const Socket& s, const FailureBoard& board, Deadline deadline
   fail<IoError>("[shm] time-out: ", late);
 }
 
-/// A byte, and room for a descriptor with it.
+/// One byte, with room for a descriptor.
 struct DescriptorMessage {
   char payload = 'm';
   iovec data{&payload, 1};
@@ -96,11 +96,11 @@ Socket receive_descriptor(const Socket& from) {
 }  // namespace
 
 std::shared_ptr<ShmSegment> ShmSegment::create(int rank, size_t wire_bytes) {
-  // The name shows in /proc/PID/maps and is nothing that can be opened.
+  // The name is visible in /proc/PID/maps and cannot be opened.
   Socket memory(memfd_create(str("sheaf-rank-", rank).c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
   require(bool(memory), "memfd_create");
   require(ftruncate(memory.fd(), static_cast<off_t>(kControlBytes + wire_bytes)) == 0, "cannot size a memfd");
-  // A peer that reads beyond the end would die of it: the end stays where it is.
+  // Reading beyond the end would kill a peer: the size is sealed.
   require(fcntl(memory.fd(), F_ADD_SEALS, kSeals) == 0, "cannot seal a memfd");
   return std::shared_ptr<ShmSegment>(new ShmSegment(std::move(memory), true));
 }
@@ -159,8 +159,8 @@ ShmExchange::ShmExchange() {
               listen(listener_.fd(), 1024) == 0, "cannot listen on a Unix socket");
 }
 
-// Connecting does not need a peer that accepts, nor sending one that receives: so all connect, then all serve, then
-// all receive, without circular waits.
+// Connecting does not require that the peer accepts, nor sending that it receives: so all connect, then all serve, then all receive,
+// without circular waits.
 std::vector<std::shared_ptr<ShmSegment>> ShmExchange::swap(int rank, const std::vector<std::string>& names,
                                                            const std::shared_ptr<ShmSegment>& own,
                                                            const FailureBoard& board, Deadline deadline) {
@@ -183,7 +183,7 @@ std::vector<std::shared_ptr<ShmSegment>> ShmExchange::swap(int rank, const std::
   while (left > 0) {
     wait_readable(listener_, board, deadline, str(left, " peers did not ask for memory"));
     const Socket peer(accept4(listener_.fd(), nullptr, nullptr, SOCK_CLOEXEC));
-    if (!peer || !same_user(peer)) continue;  // strangers get nothing
+    if (!peer || !same_user(peer)) continue;  // other users get nothing
     wait_readable(peer, board, deadline, "a peer does not say who it is");
     int who = -1;
     if (recv(peer.fd(), &who, sizeof who, MSG_DONTWAIT) != sizeof who || who < 0 || who >= world || !is_peer(who) ||

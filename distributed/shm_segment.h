@@ -13,16 +13,15 @@
 
 namespace sheaf {
 
-/// [control words | wire memory]. Everybody may write to the control words, only the owner to the wire memory.
+/// [control words | wire memory]. All ranks may write to the control words, only the owner to the wire memory.
 class ShmSegment {
  public:
   /// Address space for control words; only the used part takes memory.
   static constexpr size_t kControlBytes = size_t{64} << 20;
 
-  /// A new segment of this rank with `wire_bytes` (address space, not memory) of wire memory. IoError if the system
-  /// gives none.
+  /// A new segment of this rank with `wire_bytes` (address space, not memory) of wire memory. IoError if the system refuses.
   static std::shared_ptr<ShmSegment> create(int rank, size_t wire_bytes);
-  /// A peer's segment, from what it sent. IoError if that is not a segment.
+  /// A peer's segment, from the descriptor it sent. IoError if that is not a segment.
   static std::shared_ptr<ShmSegment> map(Socket memory);
   ~ShmSegment();
   ShmSegment(const ShmSegment&) = delete;
@@ -53,16 +52,16 @@ class ShmSegment {
   size_t control_used_ = 0;
 };
 
-/// Passes descriptors between the ranks of one host: a Unix socket in the abstract namespace, so that it leaves no file
-/// behind, with a random name. It serves processes of this user only.
+/// Passes descriptors between the ranks of one host: a Unix socket in the abstract namespace, which leaves no file, with a random
+/// name. It serves processes of this user only.
 class ShmExchange {
  public:
   ShmExchange();  ///< listens; IoError if it cannot
-  /// What peers connect to.
+  /// The name that peers connect to.
   const std::string& name() const { return name_; }
-  /// Sends `own` to the other ranks of this host and receives theirs; `names` are their name(), by rank of the job, empty
-  /// for ranks elsewhere. Entry `rank` of the result is `own`, those of ranks elsewhere are null. IoError if a peer does
-  /// not answer by `deadline`, is another user's, or the job fails meanwhile.
+  /// Sends `own` to the other ranks of this host and receives theirs; `names` are their name(), by rank of the job, empty for ranks
+  /// elsewhere. Entry `rank` of the result is `own`, those of ranks elsewhere are null. IoError if a peer does not answer by
+  /// `deadline`, belongs to another user, or the job fails meanwhile.
   std::vector<std::shared_ptr<ShmSegment>> swap(int rank, const std::vector<std::string>& names,
                                                 const std::shared_ptr<ShmSegment>& own, const FailureBoard& board,
                                                 Deadline deadline);
@@ -72,7 +71,7 @@ class ShmExchange {
   Socket listener_;
 };
 
-/// Names the host and the namespaces that ranks must share to pass descriptors to each other.
+/// Identifies the host and the namespaces that ranks must share to pass descriptors to each other.
 std::string host_identity();
 
 }  // namespace sheaf

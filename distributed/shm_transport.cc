@@ -13,15 +13,15 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Address space of one rank's wire memory: as much as the host has memory, but never so much that the segments of
-// many ranks, all mapped by each, could fill a process's 128 TiB.
+// Address space of one rank's wire memory: as much as the host has memory, but not so much that the segments of many ranks, all
+// mapped by each, could fill a process's 128 TiB.
 size_t wire_bytes(int64_t ranks) {
   constexpr size_t kPage = 4096, kAllRanks = size_t{32} << 40;
   const auto memory = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
   return std::min(memory, kAllRanks / static_cast<size_t>(ranks)) / kPage * kPage;
 }
 
-/// What all ranks say to step `key` of the agreement. One that fails says "!" and why, and `offer` learns that its host
+/// All ranks' answers to step `key` of the agreement. A rank that fails answers "!" and why, and `offer` then records that its host
 /// has no shared memory.
 std::vector<std::string> ask_all(Job& job, const std::string& key, ShmOffer& offer,
                                  const std::function<std::string()>& answer) {
@@ -51,7 +51,7 @@ std::unique_ptr<Communicator> ShmTransport::connect(const CommunicatorGroup& gro
 }
 
 ShmOffer offer_shm(const std::shared_ptr<Job>& job) {
-  // A rank that waits in vain for a peer's memory still has time to say so.
+  // A rank that waits in vain for a peer's memory still has time to report it.
   const Deadline deadline = Clock::now() + job->rendezvous.init_timeout / 2;
   const int me = job->rank(), world = job->world();
   ShmOffer offer;

@@ -10,7 +10,7 @@
 
 namespace sheaf {
 
-/// For groups of ranks that `segments` has.
+/// For groups of ranks that `segments` contains.
 class ShmTransport final : public Transport {
  public:
   ShmTransport(std::shared_ptr<Job> job, ShmSegments segments)
@@ -30,7 +30,7 @@ struct ShmOffer {
   std::string why_not;                   ///< why not all ranks share memory, the same on all of them; empty: they do
 };
 
-/// Collective over the job: shared memory between ranks that can, which is tried, not guessed. If one rank of a host
+/// Collective over the job: sets up shared memory between ranks that can share it, which is tried, not guessed. If one rank of a host
 /// cannot, none of that host do. Gives the current rank's allocator its wire memory.
 ShmOffer offer_shm(const std::shared_ptr<Job>& job);
 

@@ -10,17 +10,16 @@ namespace sheaf::distributed {
 
 struct SimulationOptions {
   int threads = 1;            ///< compute threads of the rank: kernels' workspaces depend on them
-  /// RankContext::meta is charged with what communicators of this kind would hold (World::kind()).
+  /// RankContext::meta is charged with the bytes that communicators of this kind would hold (World::kind()).
   std::string comm = "shm";
   std::vector<int> hosts = {};  ///< "shm+gloo" only: which ranks share memory (hosts.h)
-  /// What meta stands for: workspaces are those of this device's kernels. ConfigError for a GPU in a build without CUDA;
-  /// no GPU need be present.
+  /// The device that meta stands for: workspaces are those of its kernels. ConfigError for a GPU in a build without CUDA; no GPU
+  /// needs to be present.
   Device device = {};
 };
 
-/// Rank `rank` of `size`, on the meta device, in a RankContext of its own that is current on this thread while the
-/// world lives (so worlds must be destroyed in reverse order of construction). Its collectives complete at once and
-/// touch nothing.
+/// Rank `rank` of `size`, on the meta device, in its own RankContext, which is current on this thread while the world lives (so
+/// worlds must be destroyed in reverse order of construction). Its collectives complete at once and move nothing.
 World simulated_world(int rank, int size, SimulationOptions options = {});
 
 }  // namespace sheaf::distributed

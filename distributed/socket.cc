@@ -37,8 +37,8 @@ AddressList resolve(const std::string& host, int port, bool passive) {
 
 void set_option(int fd, int level, int option, int value) { setsockopt(fd, level, option, &value, sizeof value); }
 
-// A host that loses its power says nothing: the kernel asks after 5 s of silence and gives up 3 s later. It does not ask while
-// something that was sent has not been acknowledged: then these 8 s are the time-out of that.
+// A host that loses power sends nothing: the kernel probes after 5 s of silence and gives up 3 s later. It does not probe while sent
+// data is unacknowledged: then these 8 s are the time-out for that.
 void configure(int fd) {
   set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
   set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
@@ -53,7 +53,7 @@ int milliseconds_until(Deadline deadline) {
   return static_cast<int>(std::clamp<int64_t>(left, 0, 1'000'000'000));
 }
 
-/// Sleeps until `events` can happen on `fd`; false at the deadline.
+/// Sleeps until `events` are possible on `fd`; false at the deadline.
 bool ready(int fd, short events, Deadline deadline) {
   while (true) {
     pollfd p{fd, events, 0};
@@ -222,7 +222,7 @@ FrameBuffer::Status FrameBuffer::fill(const Socket& socket) {
     else if (n < 0 && errno == EAGAIN) break;
     else return Status::closed;
     if (bytes_.size() >= 4 && decode_length(bytes_.data()) > kMaxFrameBytes) return Status::closed;
-    if (bytes_.size() > 2 * kMaxFrameBytes) break;  // the rest waits until these frames are taken
+    if (bytes_.size() > 2 * kMaxFrameBytes) break;  // the rest waits until these frames are consumed
   }
   return Status::open;
 }

@@ -47,11 +47,11 @@ bool send_frame(const Socket& socket, std::string_view payload, Deadline deadlin
 /// The next frame; none if the peer is gone, sends more than kMaxFrameBytes, or `deadline` passes first.
 std::optional<std::string> receive_frame(const Socket& socket, Deadline deadline);
 
-/// Collects what a non-blocking reader gets and cuts it into frames.
+/// Collects the bytes of a non-blocking reader and splits them into frames.
 class FrameBuffer {
  public:
   enum class Status { open, closed };
-  /// Reads what is there without blocking. `closed` at the end of the stream, on errors and on oversized frames.
+  /// Reads available bytes without blocking. `closed` at the end of the stream, on errors and on oversized frames.
   Status fill(const Socket& socket);
   std::optional<std::string> next();
 
@@ -71,7 +71,7 @@ class FrameWriter {
   std::string bytes_;
 };
 
-/// Reads them back; ok() turns false, and values zero or empty, where the payload is too short.
+/// Reads them back; if the payload is too short, ok() turns false and values are zero or empty.
 class FrameReader {
  public:
   explicit FrameReader(std::string_view bytes) : bytes_(bytes) {}

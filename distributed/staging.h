@@ -1,4 +1,4 @@
-// What each kind of communicator holds besides the caller's buffers. Separate from the communicators themselves, so
+// The memory that each kind of communicator holds in addition to the caller's buffers. Separate from the communicators themselves, so
 // that a simulation can charge the same bytes.
 #pragma once
 

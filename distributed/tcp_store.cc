@@ -24,14 +24,14 @@ using Clock = std::chrono::steady_clock;
 enum : uint8_t { kHello = 'H', kSet = 'S', kGet = 'G', kMissing = 'M', kBye = 'B' };
 enum : uint8_t { kOk = 'o', kRefused = 'r', kLost = 'l', kMissingRanks = 'm' };
 
-constexpr uint64_t kMagic = 0x6d6f6f7266616873ull;  // no stranger's greeting
+constexpr uint64_t kMagic = 0x6d6f6f7266616873ull;  // identifies our clients
 constexpr size_t kMaxClients = 65536;
 constexpr size_t kMaxStoredBytes = size_t{64} << 20;
 constexpr auto kGreetingTime = std::chrono::seconds(10);
-// Rank 0 ends when it hears that another has failed; those that hear of its end first wait for the reason as long.
+// Rank 0 ends when it learns that another has failed; clients that see its end wait this long for the reason first.
 constexpr auto kExplanationTime = std::chrono::seconds(1);
 
-/// Without telling by the time it takes how much of a guess was right.
+/// In constant time, so that it does not reveal how much of a guess was right.
 bool equal_tokens(const std::string& a, const std::string& b) {
   unsigned difference = a.size() != b.size();
   for (size_t i = 0; i < a.size(); ++i) difference |= static_cast<unsigned char>(a[i]) ^ (i < b.size() ? b[i] : 0);
@@ -58,7 +58,7 @@ class StoreServer::Impl {
   struct Client {
     Socket socket;
     FrameBuffer frames = {};
-    int rank = -1;                 // none until it has greeted
+    int rank = -1;                 // none until its hello
     std::string awaited = {};      // key that its pending get asks for
     Deadline greet_by = {};
     bool waiting = false, said_bye = false, close = false;
@@ -72,7 +72,7 @@ class StoreServer::Impl {
       if (poll(polled.data(), polled.size(), strangers ? 200 : -1) < 0 && errno != EINTR) return;
       if (polled[0].revents) return;
       size_t i = 2;
-      for (Client& c : clients_)  // new ones are appended, so the order is that of `polled`
+      for (Client& c : clients_)  // new clients are appended, so indices match `polled`
         if (polled[i++].revents) read(c);
       for (auto it = clients_.begin(); it != clients_.end();) {
         if (it->rank < 0 && Clock::now() > it->greet_by) it->close = true;
@@ -83,7 +83,7 @@ class StoreServer::Impl {
         try {
           if (auto s = accept_from(listener_, Clock::now()); s && clients_.size() < kMaxClients)
             clients_.push_back({.socket = std::move(*s), .greet_by = Clock::now() + kGreetingTime});
-        } catch (const IoError&) {  // no descriptor is left: who waits outside is asked again, not in a hurry
+        } catch (const IoError&) {  // out of descriptors: pending connections are retried, after a pause
           std::this_thread::sleep_for(std::chrono::milliseconds(50));
         }
       }

@@ -1,4 +1,4 @@
-// A small key-value store over TCP, served by rank 0, where ranks leave their addresses for each other.
+// A small key-value store over TCP, served by rank 0, through which ranks exchange their addresses.
 #pragma once
 
 #include <memory>
@@ -10,9 +10,9 @@
 
 namespace sheaf {
 
-/// Serves on a thread of its own until it is destroyed. A client must first show the job's token and name its rank; a
-/// rank that shows up twice, out of range or with another world size is refused with the reason, and when a rank's
-/// connection breaks, all clients that ask for a key learn that it died.
+/// Serves on its own thread until it is destroyed. A client must first send the job's token and its rank; a rank that connects twice,
+/// is out of range or has another world size is refused with the reason, and when a rank's connection breaks, all clients that wait
+/// for a key learn that it died.
 class StoreServer {
  public:
   /// Takes a socket that listens already.
@@ -34,10 +34,10 @@ class StoreClient {
   ~StoreClient();
 
   void set(const std::string& key, std::string_view value, Deadline deadline);
-  /// Sleeps until somebody sets `key`. CommError: kTimeout at the deadline, kPeerLost if a rank or the server is gone.
+  /// Sleeps until `key` is set. CommError: kTimeout at the deadline, kPeerLost if a rank or the server is gone.
   std::string get(const std::string& key, Deadline deadline);
 
-  /// The ranks that have not greeted the server: "2, 3".
+  /// The ranks that have not connected to the server: "2, 3".
   std::string missing_ranks();
 
   /// From any thread: current and later calls throw CommError(kPeerLost) with this reason.

@@ -1,4 +1,4 @@
-// Transport: how one rank reaches the others. Makes communicators; knows the job's first failure.
+// Transport: how one rank reaches the others. Creates communicators; knows the job's first failure.
 #pragma once
 
 #include <memory>

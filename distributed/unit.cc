@@ -67,7 +67,7 @@ void Unit::ensure_open() {
   }
   if (gathers()) schedule_->use(*this);
   else if (recording_ != serial || !values_[0]) open_masters();
-  else if (r) r->use_group(this);  // of a micro-batch that no backward has come to, it is open still
+  else if (r) r->use_group(this);  // it may still be open from a micro-batch that has not been differentiated
 }
 
 Tensor Unit::value(int index) {
@@ -82,13 +82,13 @@ Tensor Unit::value(int index) {
       if (!opened_by_vjp_ && schedule_->close_with_scope(*this)) note_holders();
     }
   } else if (depth_ == 0 && r) {
-    r->use_group(this);  // no scope told it: another micro-batch may have opened the unit
+    r->use_group(this);  // no scope has recorded its use: another micro-batch may have opened the unit
   }
   return values_[index];
 }
 
-// Outside of all scopes `a.weight - b.weight` converts both before the op has either: the gather of one must not discard the other. So
-// a unit that was opened there stays open while anybody holds its values, as in any expression of C++.
+// Outside of all scopes `a.weight - b.weight` converts both operands before the op runs: the gather of one must not discard the
+// other. So a unit that was opened there stays open while its values are held, as in any C++ expression.
 void Unit::note_holders() {
   if (!holders_.empty()) return;
   for (const Tensor& t : values_) holders_.push_back(t.holders());
@@ -102,8 +102,8 @@ bool Unit::is_held() const {
 
 std::vector<Tensor> Unit::gather_sources() {
   if (secondary()) return take_copies();
-  // Casts that are not a gather's input stay for the next micro-batch: its forward would hold all of them again before
-  // memory peaks.
+  // Casts that are not a gather's input are kept for the next micro-batch: its forward would create all of them again before memory
+  // peaks.
   const bool casts = std::ranges::any_of(buffers_, [](const FlatBuffer& b) { return b.compute != b.dtype; });
   return casts && !gathers() && Recording::current() ? take_copies() : masters_for_compute();
 }
@@ -115,7 +115,7 @@ std::vector<Tensor> Unit::masters_for_compute() const {
     if (r) r->leaf(b.shard, offloads_ ? b.name + " in the host's memory" : b.name);
     out.push_back(b.shard);
   }
-  if ((gathers() || secondary()) && mesh_->num_axes() > 1) {  // the replicas part here: I → R, which moves nothing
+  if ((gathers() || secondary()) && mesh_->num_axes() > 1) {  // the replicas diverge here: I → R, which moves nothing
     std::vector<OutputSpec> specs;
     for (const FlatBuffer& b : buffers_) {
       Layout layout = whole(b).with(axis_, b.shard.layout()[axis_]);
@@ -159,7 +159,7 @@ void Unit::open_cached() {
   bind_views_into(gathered_);
 }
 
-// The values lie in buffers that are there already.
+// The values are placed in existing buffers.
 void Unit::bind_views_into(std::span<const Tensor> buffers) {
   std::vector<OutputSpec> specs = gathered_specs();
   for (size_t b = 0; b < buffers_.size(); ++b) specs[b].into = buffers[b];
@@ -174,7 +174,7 @@ void Unit::bind_views_into(std::span<const Tensor> buffers) {
 void Unit::bind() {
   std::vector<int> indices(leaves_.size());
   for (int i = 0; i < num_leaves(); ++i) indices[i] = i;
-  const std::span<const Tensor> none;  // are there before what was gathered is unpacked
+  const std::span<const Tensor> none;  // none exist before gathered blocks are unpacked
   Recording::current()->bind_group(shared_from_this(), values_[0] ? values_ : none, indices);
 }
 
@@ -190,7 +190,8 @@ void Unit::issue_gather(bool prefetched) {
   std::vector<OutputSpec> specs;
   if (!is_packed()) specs = gathered_specs();
   else for (const FlatBuffer& b : buffers_) specs.push_back({.type = sent_type(b, whole(b))});
-  for (size_t b = 0; b < buffers_.size() && alone(axis_); ++b) specs[b].into = shards[b];  // the host's, brought here, are all
+  for (size_t b = 0; b < buffers_.size() && alone(axis_); ++b) specs[b].into = shards[b];  // a single rank's buffers, copied from the host,
+                                                                                           // are the whole
   Tensors outputs = apply_typed(alone(axis_) ? UnitOps::open() : UnitOps::all_gather(), &attrs, shards, specs);
   const auto split = outputs.begin() + buffers_.size();
   gathered_.assign(outputs.begin(), split);
@@ -202,14 +203,14 @@ void Unit::issue_gather(bool prefetched) {
   if (r) bind();
 }
 
-// What was cast for the gather is returned by a node where the unit is opened, not when the lane happens to be done.
+// Casts lent to the gather are returned by a node where the unit is opened, not whenever the lane is done.
 void Unit::settle_and_unpack() {
   complete_gather();
   unpack();
 }
 
 void Unit::complete_gather() {
-  const bool last_use = caches_gathered() && recording_ != 0 && !copies_.buffers.empty();  // what is kept is not gathered again
+  const bool last_use = caches_gathered() && recording_ != 0 && !copies_.buffers.empty();  // cached values are not gathered again
   if (gather_inputs_.empty() && !last_use) return;
   const PathScope path(name_);
   std::vector<Tensor> lent = gathered_;
@@ -227,7 +228,7 @@ void Unit::complete_gather() {
 void Unit::discard_gathered() {
   if (gathered_.empty()) return;
   const PathScope path(name_);
-  // The recording that knows the buffers; another one may have begun in it.
+  // The recording that knows the buffers; another one may have begun inside it.
   if (const Recording* r = Recording::living(recording_)) mirror_next_ = r->phase() == Phase::forward;
   UnitOps::discard_buffers(axis_, gathered_, recording_);
   gathered_.clear();
@@ -259,9 +260,8 @@ void Unit::close_for_change() {
 
 void Unit::backward_ended() {
   complete_reduction();
-  close_views();  // the next micro-batch opens the unit anew
-  // Copies that a gather starts from were dropped where the unit's backward ended; another gather may be pending by
-  // now.
+  close_views();  // the next micro-batch opens the unit again
+  // Copies that a gather starts from were dropped where the unit's backward ended; another gather may be pending by now.
   if (const Recording* r = Recording::current(); !gathers() && r && r->is_last_micro_batch_of(this)) drop_copies();
 }
 
@@ -278,10 +278,10 @@ void Unit::recording_ended() {
   recording_ = 0;
   mirror_next_ = false;
   drop_slots();
-  reduction_.values.clear();  // waits for its lane: only then may the slots go
+  reduction_.values.clear();  // waits for its lane: the slots may be freed only after that
   reduction_.inputs.clear();
-  for (const Tensor& gradient : offload_in_flight_.gradients) {  // before what it is made from goes
-    try { gradient.storage()->settle(); } catch (const std::exception&) {}  // whoever reads it gets the error
+  for (const Tensor& gradient : offload_in_flight_.gradients) {  // before its source is freed
+    try { gradient.storage()->settle(); } catch (const std::exception&) {}  // its readers get the error
   }
   offload_in_flight_ = {};
 }

@@ -1,16 +1,16 @@
 // Weights and addends of gradients sent in int8 blocks (kernels/quantize.h, [Note: int8 by chance]), as in ZeRO++
 // (https://arxiv.org/abs/2306.10209), typed like everything else.
 //
-// [Note: addends in blocks] Blocks cannot be added up, so they are not Partial. The addends of n ranks are the rows of a tensor
-// with one more dimension, Shard on it, and the result is the sum over this dimension. An all_to_all changes the cut from the
-// rows to what a reduce_scatter would have cut, and each rank adds up all rows of its part:
+// [Note: addends in blocks] Blocks cannot be added, so they are not Partial. The addends of n ranks are the rows of a tensor with one
+// more dimension, Shard on it, and the result is the sum over this dimension. An all_to_all changes the shard from the rows to the
+// parts of a reduce_scatter, and each rank sums all rows of its part:
 //
 //   quantize_gradient  f32 [N] Partial@data     → u8 [n, N·66/64] Shard(0)@data
 //   all_to_all                                  → u8 [n, N·66/64] Shard(1)@data
 //   sum_of_blocks                               → f32 [N] Shard(flat)@data
 //
-// Gradients that must be whole on all ranks are rounded once more: the blocks of all parts are gathered, and every rank uses
-// their values. Blocks also have one more dimension for each other axis on which gradients are still addends.
+// Gradients that must be whole on all ranks are rounded once more: the blocks of all parts are gathered, and every rank uses their
+// values. Blocks also have one more dimension for each other axis on which gradients are still addends.
 #include <algorithm>
 
 #include "sheaf/autograd/ops.h"
@@ -23,7 +23,7 @@ namespace {
 
 constexpr int64_t kBytes = block_bytes(BlockFormat::int8);
 
-/// The type of a value's blocks. Its rows are whole blocks, and cuts are between blocks.
+/// The type of a value's blocks. Its rows are whole blocks, and it is sharded between blocks.
 Type in_blocks(const Type& values) {
   Type out{kU8, {}, values.layout};
   const MeshSpec* mesh = values.layout.mesh();
@@ -50,7 +50,7 @@ Type in_blocks(const Type& values) {
   return out;
 }
 
-/// What each rank of a reduction adds up: equal parts, in whole blocks, of what other axes leave of a dimension.
+/// The parts that the ranks of a reduction sum: equal, in whole blocks, of what other axes leave of a dimension.
 OwnershipMap parts_of(int dim, int64_t block) { return OwnershipMap::even(dim, block).inner(); }
 
 }  // namespace
@@ -59,10 +59,10 @@ Type Unit::sent_type(const FlatBuffer& b, const Layout& layout) const {
   return sends_blocks(b) ? in_blocks(buffer_type(b, b.dtype, layout)) : buffer_type(b, b.compute, layout);
 }
 
-// The landing buffers are discarded as soon as the unpacked values exist: unlike casts, blocks need memory besides
-// theirs, a fraction of it.
+// The landing buffers are discarded as soon as the unpacked values exist: unlike casts, blocks need additional memory, a fraction of
+// the values'.
 void Unit::unpack() {
-  if (!is_packed() || values_[0]) return;  // kept from another micro-batch, values are there already
+  if (!is_packed() || values_[0]) return;  // cached from another micro-batch: the values exist already
   const PathScope path(name_);
   const std::vector<Tensor> landed = gathered_;
   const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(landed.size())};
@@ -73,7 +73,7 @@ void Unit::unpack() {
   UnitOps::discard_buffers(axis_, landed, recording_);
 }
 
-// The addends' blocks are lent in their place until those of all ranks have arrived.
+// The addends' blocks are lent to the lane until those of all ranks have arrived.
 void Unit::exchange_blocks(int axis, std::span<const Reduced> which) {
   std::vector<Tensor> from;
   std::vector<OutputSpec> specs;
@@ -82,7 +82,7 @@ void Unit::exchange_blocks(int axis, std::span<const Reduced> which) {
     Tensor& t = reduction_.values[value];
     const UnitOps::Attrs of_addends{axis, 1};
     t = UnitOps::made_by(UnitOps::quantize_gradient(), &of_addends, t, in_blocks(t.type()));
-    if (value < reduction_.inputs.size()) reduction_.inputs[value] = t;  // what it was made from goes before more is
+    if (value < reduction_.inputs.size()) reduction_.inputs[value] = t;  // frees its source before more memory is used
     else reduction_.inputs.push_back(t);
     Type type = t.type();
     const int last = type.shape.rank() - 1, rows = type.shape.rank() - b.shard.shape().rank();
@@ -111,7 +111,7 @@ Type Unit::sum_type(const FlatBuffer& b, const Type& blocks) const {
   return sum;
 }
 
-// Adds up what has arrived. True if the sums' blocks are then sent on, because they must be whole on all ranks.
+// Sums the received blocks. True if the sums' blocks are then gathered, because they must be whole on all ranks.
 bool Unit::add_blocks() {
   const int axis = reduction_.along;
   std::vector<Tensor> from;
@@ -122,11 +122,11 @@ bool Unit::add_blocks() {
     if (!b.trainable) continue;
     Tensor& t = reduction_.values[k++];
     if (t.dtype() != kU8) continue;
-    const bool all = t.layout()[axis].is_invariant();  // they are those of sums already
+    const bool all = t.layout()[axis].is_invariant();  // they are sums already
     Type sum = sum_type(b, t.type());
     const bool parts = !all && !scatters(axis);
     if (parts) {
-      if (const Placement& p = sum.layout[axis_]; p.is_shard() && p.map().is_flat())  // a flat cut goes with no other
+      if (const Placement& p = sum.layout[axis_]; p.is_shard() && p.map().is_flat())  // a flat shard cannot be combined with others
         sum.layout[axis_] = Placement::shard(OwnershipMap::even(0, p.map().chunk()));
       sum.layout[axis] = Placement::shard(parts_of(sum.shape.rank() - 1, kBlockSize));
     }
@@ -141,7 +141,7 @@ bool Unit::add_blocks() {
     whole.layout[axis] = Placement::invariant();
     specs.push_back({.type = whole});
     which.push_back(k - 1);
-    t = blocks;  // what they were made from goes before more is
+    t = blocks;  // frees their source before more memory is used
   }
   if (which.empty()) return false;
   const UnitOps::Attrs attrs{axis, static_cast<int32_t>(specs.size())};

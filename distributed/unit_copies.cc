@@ -1,5 +1,5 @@
-// Copies of the masters that last for a recording's micro-batches: casts, where nothing is gathered, or what a group gathers
-// along a secondary axis, which the unit's own gathers then start from.
+// Copies of the masters that are kept for all micro-batches of a recording: casts, if nothing is gathered, or what a group gathers
+// along a secondary axis, from which the unit's own gathers then start.
 #include "sheaf/distributed/unit.h"
 #include "sheaf/distributed/unit_ops.h"
 

@@ -1,4 +1,4 @@
-// The gradients of a unit: the slots that kernels write them into, their reduction, and what a backward leaves at rest.
+// The gradients of a unit: the slots that kernels write them into, their reduction, and what a backward stores for the optimizer.
 #include <algorithm>
 #include <utility>
 
@@ -8,7 +8,7 @@
 
 namespace sheaf {
 
-// Slots of another recording, around this one, hold what it has put there ahead: it keeps that memory, and finds other slots.
+// Slots of an enclosing recording hold its early gradients: it keeps that memory, and gets other slots.
 bool Unit::accepts_early_gradient(int index, const Type& gradient) const {
   return (slot_buffers_.empty() || slots_of_ != Recording::current_serial()) && slot_type(index) == gradient;
 }
@@ -70,10 +70,10 @@ void Unit::pass_constant() {
   const PathScope path(name_);
   mirror_next_ = false;
   if (state_ == State::in_flight) {
-    // Gathered ahead for a backward after this one, which opened it only for its scope.
+    // Prefetched for a later backward; this one opened it only for its scope.
   } else if (caches_gathered()) {
     std::fill(values_.begin(), values_.end(), Tensor());
-    state_ = State::closed;  // but kept, for the next micro-batch
+    state_ = State::closed;  // cached for the next micro-batch
   } else if (gathers()) {
     discard_gathered();
   }
@@ -93,8 +93,8 @@ void Unit::finish(const std::vector<bool>& contributed) {
                         "that zero_grad() has given up since");
   --pending_finishes_;
   zero_missing(contributed);
-  // Units that all stages share are summed where the step asks for it (reduce_waiting): here each stage would wait for the last
-  // one although it has work to do, and they get here in different turns.
+  // Units shared by all stages are reduced when the step asks for it (reduce_waiting): here each stage would wait for the last one
+  // although it has work to do, and they get here in different turns.
   const bool last = !is_summed_over_stages() && Recording::current()->is_last_micro_batch_of(this);
   if (slot_buffers_.empty()) return;  // all frozen
   std::vector<Tensor> slots = std::exchange(slot_buffers_, {});
@@ -119,7 +119,7 @@ void Unit::add_to_waiting(std::vector<Tensor> gradients) {
   for (size_t k = 0; k < gradients.size(); ++k) add_gradient(unreduced_[k], gradients[k]);
 }
 
-// Gradients that another recording left become leaves of this one.
+// Gradients left by another recording become leaves of this one.
 void Unit::leaf_waiting() {
   Recording* r = Recording::current();
   size_t k = 0;
@@ -144,19 +144,19 @@ void Unit::reduce_waiting_along(int axis) {
   reduce_along(axis);
 }
 
-// [Note: reduction] First along the unit's own axis, from the slots, then what is left (a slice, if the unit is sharded)
-// along each other axis of the mesh, in place, or along a secondary axis as a reduce_scatter again. Each is issued where
-// the next unit's reduction begins, so that nobody waits for it: by then the previous one has had a unit's backward to
-// complete in. With several micro-batches the slices are added up, and only the last one's backward, or the first caller that
-// asks, reduces them along the other axes: these cross hosts. If they travel in another dtype (FlatBuffer::reduce) each
-// collective is between two casts: ranks add up what they have sent, and a cast's memory is freed with the collective's. With
-// int8 blocks other collectives take its place: [Note: addends in blocks].
+// [Note: reduction] First along the unit's own axis, from the slots, then the result (a slice, if the unit is sharded) along each
+// other axis of the mesh, in place, or along a secondary axis as a reduce_scatter again. Each is issued when the next unit's
+// reduction begins, so that nothing waits for it: by then the previous one has had a unit's backward to complete in. With several
+// micro-batches the slices are accumulated, and only the last one's backward, or the first caller that asks, reduces them along the
+// other axes: these cross hosts. If they are sent in another dtype (FlatBuffer::reduce) each collective is between two casts: ranks
+// sum the dtype that was sent, and a cast's memory is freed with the collective's. With int8 blocks other collectives replace it:
+// [Note: addends in blocks].
 void Unit::reduce_along(int axis) {
   if (axis == axis_) reduction_.values = reduction_.inputs;
   else if (scatters(axis)) reduction_.inputs = reduction_.values;
   std::vector<Tensor> from;
   std::vector<OutputSpec> specs;
-  std::vector<size_t> which;  // of the values; what the tensor axis cuts is no sum along it
+  std::vector<size_t> which;  // indices of the values; those cut by the tensor axis are not summed along it
   std::vector<Reduced> in_blocks;
   size_t k = 0;
   for (const FlatBuffer& b : buffers_) {
@@ -167,7 +167,7 @@ void Unit::reduce_along(int axis) {
       in_blocks.emplace_back(&b, k - 1);
       continue;
     }
-    if (b.reduce != b.dtype && !alone(axis)) {  // what is cast goes before more is
+    if (b.reduce != b.dtype && !alone(axis)) {  // a cast's memory is freed before more is used
       t = UnitOps::cast_by(UnitOps::cast_gradient(), t, b.reduce);
       if (!reduction_.inputs.empty()) reduction_.inputs[k - 1] = t;
     }
@@ -219,7 +219,7 @@ void Unit::cast_reduced() {
   }
 }
 
-// The axes in the order of reduction: the unit's own, then the others along which something is a sum; -1 after the last.
+// The axes in the order of reduction: the unit's own, then the others along which gradients are summed; -1 after the last.
 int Unit::axis_after(int axis) const {
   for (int next = axis == axis_ ? 0 : axis + 1; mesh_ && next < mesh_->num_axes(); ++next)
     if (next != axis_ && std::ranges::any_of(buffers_, [&](const FlatBuffer& b) { return b.trainable && sums_along(b, next); }))
@@ -249,16 +249,16 @@ void Unit::keep_gradient() {
   for (FlatBuffer& b : buffers_) {
     if (!b.trainable) continue;
     b.grad_scale = b.found_inf = Tensor();  // they belonged to the gradient before
-    // What another recording left here is a leaf of this one, as it is before it changes.
+    // A gradient left by another recording is a leaf of this one, with its value before it changes.
     if (Recording* r = Recording::current(); r && b.grad) r->leaf(b.grad, "gradient of " + b.name);
     const Tensor& gradient = reduced[k++];
     if (offloads_) offload_gradient(b, gradient);
-    else if (b.grad) add_gradient(b.grad, gradient);  // a micro-batch's gradient is finished, then added
+    else if (b.grad) add_gradient(b.grad, gradient);  // a micro-batch's gradient is complete before it is added
     else b.grad = gradient;
   }
 }
 
-// Nobody waits: what leaves is held until the next unit's gradient leaves, or the backward ends.
+// Nothing waits: the device copy is held until the next unit's gradient is offloaded, or the backward ends.
 void Unit::offload_gradient(FlatBuffer& b, const Tensor& gradient) {
   const Tensor inputs[] = {gradient, b.grad};
   const OutputSpec spec{.type = gradient.type(), .into = b.grad};

@@ -1,4 +1,5 @@
-// Where the parameters of a unit are: flat buffers, a rank's blocks of what a tensor axis cuts, and the pieces it has of each.
+// Where the parameters of a unit are: flat buffers, a rank's blocks of parameters cut by a tensor axis, and the pieces it has of
+// each.
 #include <algorithm>
 #include <numeric>
 
@@ -57,7 +58,7 @@ Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const UnitOptions& o,
   for (FlatBuffer& b : buffers_) {
     std::vector<Shape> shapes;
     for (int i : b.leaves) shapes.push_back(b.cut ? largest_block(i) : leaves_[i].shape);
-    // Replicas of a slice each add up an equal part of it when they reduce.
+    // Replicas of a slice each sum an equal part of it when they reduce.
     int64_t parts = 1;
     for (int a = 0; b.reduce_int8 && mesh_ && a < mesh_->num_axes(); ++a)
       if (a != axis_ && a != secondary_axis_ && sums_along(b, a)) parts = std::lcm(parts, int64_t{mesh_->size(a)});
@@ -142,7 +143,7 @@ Type Unit::buffer_type(const FlatBuffer& b, DType dtype, const Layout& layout) c
   return {dtype, shape, layout};
 }
 
-// In the masters' dtype, of the dual placement of what is gathered.
+// In the masters' dtype, of the dual placement of the gathered values.
 Type Unit::slots_type(const FlatBuffer& b) const { return buffer_type(b, b.dtype, whole(b)).dual(); }
 Type Unit::slot_type(int leaf) const { return value_type(leaf, leaves_[leaf].dtype).dual(); }
 
@@ -200,7 +201,7 @@ void Unit::zero_grad() {
   for (FlatBuffer& b : buffers_) b.grad = b.grad_scale = b.found_inf = Tensor();
   unreduced_.clear();
   pending_finishes_ = 0;
-  reduction_.values.clear();  // of a backward that failed; waits for its lane
+  reduction_.values.clear();  // of a failed backward; waits for its lane
   reduction_.inputs.clear();
 }
 

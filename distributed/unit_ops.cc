@@ -37,21 +37,21 @@ std::vector<int64_t> chunks(const Type& sharded, int axis) {
 template <class Call>
 void on_lane(Communicator& lane, const UnitOps::Attrs& a, Execute& c, Call&& call) {
   if (c.device().is_meta() && lane.kind() != "simulated") return;
-  c.stream();  // the communicator looks where the buffers lie
+  c.stream();  // the communicator looks at where the buffers are
   Event done;
-  const auto lend = [&] {  // one lane, in order: the last event is all of them
+  const auto lend = [&] {  // one lane, in order: the last event covers all calls
     if (!c.device().is_meta()) c.completes_with(done);
   };
   for (int b = 0; b < a.buffers; ++b) try {
       done = call(lane, b);
-    } catch (...) {  // calls before this one still write
+    } catch (...) {  // earlier calls are still writing
       if (b > 0) lend();
       throw;
     }
   lend();
 }
 
-/// An input's memory, which the lane of copies may be filling still: the collective waits for it, not the rank's ops.
+/// An input's memory, which the copy lane may still be filling: the collective waits for it, not the rank's ops.
 const void* on_its_way(Communicator& lane, const Execute& c, int b) {
   const Tensor& from = c.input_tensor(b);
   const Event* filling = from.storage()->filling();
@@ -101,8 +101,8 @@ struct QuantizeShard {
   static void execute(const Attrs&, Execute& c) { to_blocks(c.stream(), c, std::nullopt); }
 };
 
-// Equal values of two ranks must have independent errors: each rank rounds with a key of its own, its place on the axis along which
-// they are added up, since ranks that hold the same along other axes must send the same. For sums, whose blocks are on ranks that
+// Equal values of two ranks must have independent errors: each rank rounds with its own key, its coordinate on the axis along which
+// they are summed, since ranks that hold the same along other axes must send the same. For sums, whose blocks are on ranks that
 // depend on the unit's layout, the key is 0.
 struct QuantizeGradient {
   static constexpr const char* kName = "quantize_gradient";
@@ -125,7 +125,7 @@ struct SumOfBlocks {
   static void execute(const Attrs& a, Execute& c) { SHEAF_ON_DEVICE(c.stream(), sum_of_blocks, c.input(0), a.count, c.output(0)); }
 };
 
-// It is placed where values come into being, as are ops that open a unit.
+// Of kind redistribute, like the ops that open a unit: its further outputs are the leaves' values.
 struct Unpack {
   static constexpr const char* kName = "unpack";
   static constexpr OpKind kKind = OpKind::redistribute;
@@ -140,7 +140,7 @@ struct Unpack {
       else SHEAF_ON_DEVICE(stream, copy, c.input(b), c.output(b));
     }
   }
-  static void work(const Attrs& a, WorkOf& w) {  // of blocks; the values lie in the buffers
+  static void work(const Attrs& a, WorkOf& w) {  // of blocks; the values are in the buffers
     double read = 0, made = 0, values = 0;
     for (int b = 0; b < a.buffers; ++b) {
       read += static_cast<double>(w.input(b).numel());
@@ -255,7 +255,7 @@ struct GradSlots {
       zero(at, c.output_tensor(b).local_bytes());
     }
   }
-  static void work(const Attrs&, WorkOf& w) { w.work.bytes = 0; }  // but for the padding
+  static void work(const Attrs&, WorkOf& w) { w.work.bytes = 0; }  // except for the padding
 };
 
 struct Zero {

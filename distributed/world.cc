@@ -32,7 +32,7 @@ struct World::Binding {
   ~Binding() {
     if (std::uncaught_exceptions() > exceptions)
       transport.board().raise({context.rank, ExitCode::kPeerLost, "an exception ended it"});
-    // In the order that all ranks made them: the end of a communicator may wait for the others to end theirs.
+    // In the order in which all ranks created them: the end of a communicator may wait for the others to end theirs.
     for (Bound& mesh : meshes) {
       context.unbind(mesh.spec);
       mesh.runtime = nullptr;

@@ -1,4 +1,4 @@
-// World: all ranks of a job as one of them sees it, and the meshes made over them.
+// World: all ranks of a job as seen by one of them, and the meshes created over them.
 #pragma once
 
 #include <functional>
@@ -14,13 +14,12 @@
 
 namespace sheaf {
 
-/// Lives on the thread that made it, like the RankContext that is current there. While it lives, that context holds the
-/// job's ranks, threads and meshes. Its destructor waits for queued collectives and takes its meshes down; if an
-/// exception destroys it, the other ranks are told at once. Made by run_local, distributed::init_from_env or
-/// distributed::simulated_world.
+/// Lives on the thread that created it, like the RankContext that is current there. While it lives, that context holds the job's
+/// ranks, threads and meshes. Its destructor waits for queued collectives and destroys its meshes; if an exception destroys it, the
+/// other ranks are told at once. Created by run_local, distributed::init_from_env or distributed::simulated_world.
 class World {
  public:
-  /// Takes over `context`, which is current: fills it in for this rank.
+  /// Takes over `context`, which is current: initializes it for this rank.
   World(std::shared_ptr<Transport> transport, RankContext& context, int rank, int size, int local_rank, int local_size,
         Device device = Device::cpu());
   ~World();
@@ -34,13 +33,13 @@ class World {
   Device device() const { return device_; }
   std::string_view kind() const { return transport_->kind(); }  ///< of its communicators; "shm+gloo": see hosts.h
 
-  /// The mesh with these axes, bound in this rank's RankContext. Every rank makes the same meshes in the same order;
-  /// the same axes again give the same mesh. ConfigError unless the sizes multiply to size().
+  /// The mesh with these axes, bound in this rank's RankContext. Every rank creates the same meshes in the same order; the same axes
+  /// again return the same mesh. ConfigError unless the sizes multiply to size().
   Mesh mesh(std::vector<MeshSpec::Axis> axes);
 
   /// `mesh` without this axis: the ranks that share this one's coordinate there. Its communicators are those of `mesh`. Each such
-  /// group may have a model of its own: seen over the whole mesh, a group's value is a row of a tensor that `axis` cuts
-  /// (optim::DiLoCo). ConfigError for the only axis, and if another slice of this world has the same axes.
+  /// group may have its own model: seen over the whole mesh, a group's value is a row of a tensor sharded by `axis` (optim::DiLoCo).
+  /// ConfigError for the only axis, and if another slice of this world has the same axes.
   Mesh slice(const Mesh& mesh, const std::string& axis);
 
   /// A communicator of all ranks for calls outside tapes: the gather lane of the mesh (data=size()).
@@ -54,8 +53,8 @@ class World {
 
   /// Tells every rank that this one has failed; all communicators of the job fail from here on.
   void abort(const std::string& reason, ExitCode code = ExitCode::kPeerLost);
-  /// Runs `body`; if it throws, the other ranks learn what was thrown before the exception propagates. (Without it
-  /// they learn only that this rank was ended by an exception.)
+  /// Runs `body`; if it throws, the other ranks learn what was thrown before the exception propagates. (Without it they learn only
+  /// that this rank was ended by an exception.)
   void guard(const std::function<void()>& body);
 
   /// Keeps an object alive as long as the world: for functions that make worlds.
@@ -64,7 +63,7 @@ class World {
  private:
   static void print_line(std::string line);
 
-  struct Binding;  // of the meshes, undone when the world goes
+  struct Binding;  // of the meshes, undone when the world is destroyed
   // In order of construction; destroyed from the last to the first.
   std::vector<std::shared_ptr<void>> kept_;
   RankContext* context_;
