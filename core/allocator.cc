@@ -41,7 +41,7 @@ class MetaAllocator : public Allocator {
 };
 
 #if defined(SHEAF_ASAN) || defined(SHEAF_TSAN)
-// The sanitizers watch malloc's blocks; inside one big range they would see nothing.
+// The sanitizers track malloc's blocks; inside one big range they would see nothing.
 class NormalMemory {
  public:
   void* allocate(size_t size) { return std::aligned_alloc(Arena::kAlign, size); }

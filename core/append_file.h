@@ -17,7 +17,7 @@ class AppendFile {
 
   /// With one system call where the file system allows it, so that a kill leaves whole records.
   void write(std::string_view record);
-  /// What has been written is on the disk when it returns.
+  /// Everything written so far is on the disk when it returns.
   void sync();
 
  private:

@@ -58,7 +58,7 @@ void* Arena::allocate(size_t size) {
     offset = fit->second;
     take(offset, size);
   } else {
-    // A free block that ends at the top grows instead of leaving a hole behind.
+    // A free block that ends at the top grows instead of leaving a hole.
     const auto last = free_.empty() ? free_.end() : std::prev(free_.end());
     const bool grows = last != free_.end() && last->first + last->second.size == top_;
     offset = grows ? last->first : top_;

@@ -11,10 +11,10 @@
 
 namespace sheaf {
 
-/// Hands out blocks whose sizes are multiples of kAlign; blocks are split and merged. Takes pages when blocks are first
-/// touched, and gives those of free blocks back when it holds a sixteenth (and 8 MiB) more than was ever in use at once.
-/// A bound over several arenas together would be tighter, but they peak at different times of a step: each would give
-/// back and fault in again, in every step, what another one has free. Not thread-safe.
+/// Hands out blocks whose sizes are multiples of kAlign; blocks are split and merged. Takes pages when blocks are first touched, and
+/// returns those of free blocks when it holds a sixteenth (and 8 MiB) more than was ever in use at once. A bound over several arenas
+/// together would be tighter, but they peak at different times of a step: each would return, and fault in again in every step, what
+/// another one has free. Not thread-safe.
 class Arena {
  public:
   static constexpr size_t kAlign = 128;
@@ -30,7 +30,7 @@ class Arena {
   /// Null if the range has no room.
   void* allocate(size_t size);
   void free(void* block, size_t size);
-  /// No page of a free block stays, except some at its borders.
+  /// Returns the pages of all free blocks, except some at their borders.
   void give_back() { most_used_ = used_, trim(0); }
   bool holds(const void* block) const { return block >= base_ && block < base_ + range_; }
 
@@ -40,7 +40,7 @@ class Arena {
   struct Free {
     size_t size;
     size_t resident;  // at most this many of its bytes hold pages,
-    size_t extent;    // and they lie in the first `extent` ones
+    size_t extent;    // which are in the first `extent` ones
   };
   using Map = std::map<size_t, Free>;
 

@@ -1,6 +1,6 @@
-// Block formats: 64 neighbouring numbers of a row are stored as a scale and 64 small codes. A tensor in blocks is a tensor of bytes
-// (u8): values [.., columns] become [.., columns / 64 · block_bytes(format)], so it is cut, gathered, saved and loaded like any other,
-// and a cut between whole blocks is one between whole values.
+// Block formats: 64 consecutive numbers of a row are stored as a scale and 64 small codes. A tensor in blocks is a tensor of bytes
+// (u8): values [.., columns] become [.., columns / 64 · block_bytes(format)], so it is sharded, gathered, saved and loaded like any
+// other, and a cut between whole blocks is one between whole values.
 #pragma once
 
 #include <array>

@@ -1,13 +1,13 @@
 // Communicator: rank, size and the collectives of one group of ranks, on one lane.
 //
-// Every call enqueues on the communicator's own thread and returns at once (but see is_waited_for()); calls run in the
-// order they were made, and the returned Event completes when the buffers may be read or reused. Buffers belong to the
-// caller and must live until then. Communicators never allocate values: what they need besides the caller's buffers is
-// `staging_bytes`, a block that is fixed at construction.
+// Every call enqueues on the communicator's own thread and returns at once (but see is_waited_for()); calls run in the order they
+// were made, and the returned Event completes when the buffers may be read or reused. Buffers belong to the caller and must live
+// until then. Communicators never allocate memory for values: what they need in addition to the caller's buffers is `staging_bytes`,
+// a block that is fixed at construction.
 //
-// Sums run in rank order, ((x0 + x1) + x2) + ..., each element on the rank that owns it, in f32 for f32, bf16 and f16
-// (rounded once at the end), in f64 for f64, exactly for integers: the same bits at every call and for every algorithm.
-// Only NCCL sums in an order of its own.
+// Sums are computed in rank order, ((x0 + x1) + x2) + ..., each element on the rank that owns it, in f32 for f32, bf16 and f16
+// (rounded once at the end), in f64 for f64, exactly for integers: the same bits at every call and for every algorithm. Only NCCL
+// uses its own order.
 //
 // A failure (peer lost, time-out, disagreement) poisons the communicator: the event rethrows it, and so does every
 // later call. Errors name rank, op, sequence number, module path and the ranks that are missing.
@@ -30,8 +30,8 @@ enum class Reduction : uint8_t { sum, max, min };
 /// First element of rank `r`'s slice when `count` elements are cut evenly over `ranks`; slice r ends where r + 1 begins.
 inline int64_t even_cut(int64_t count, int64_t r, int64_t ranks) { return count * r / ranks; }
 
-/// An all_reduce of at most this many bytes goes whole to every rank, in one round; a larger one is a reduce_scatter
-/// and an all_gather of even slices. Both give the same bits.
+/// An all_reduce of at most this many bytes is sent whole to every rank, in one round; a larger one is a reduce_scatter and an
+/// all_gather of even slices. Both give the same bits.
 inline constexpr int64_t kSmallAllReduceBytes = 4096;
 /// Payload bytes that `rank` of `ranks` receives in an all_reduce of `elements` elements of `size` bytes.
 inline int64_t all_reduce_bytes(int64_t elements, int64_t size, int64_t rank, int64_t ranks) {
@@ -50,14 +50,14 @@ class Communicator {
   /// their graphs meet again.
   virtual bool can_be_captured() const { return size() == 1; }
 
-  /// The next call also comes after `event`: another lane of this rank fills its buffers. The default waits for it
-  /// at once; communicators that enqueue on a GPU make their lane wait.
+  /// The next call also waits for `event`: another lane of this rank fills its buffers. The default waits for it at once;
+  /// communicators that enqueue on a GPU make their lane wait.
   virtual void comes_behind(const Event& event) { event.sync(); }
-  /// The rank has nothing to do until the next call is done: if the lane is idle, it may run on the calling thread, and two
-  /// threads need not wake each other. Then the call itself throws what goes wrong.
+  /// The rank has nothing to do until the next call is done: if the lane is idle, the call may run on the calling thread, which saves
+  /// waking two threads. Then the call itself throws its errors.
   virtual void is_waited_for() {}
-  /// The next call moves these values, "f32[4,3] Partial@data to Invariant@data": it fails if other ranks' calls move different ones,
-  /// even where counts are the same.
+  /// The next call communicates these values, "f32[4,3] Partial@data to Invariant@data": it fails if other ranks' calls communicate
+  /// different ones, even if counts are the same.
   virtual void is_of(std::string /*values*/) {}
   /// True if calls on host memory are copied by the ranks' own cores, which gain nothing by copying while they compute.
   virtual bool takes_own_cores() const { return false; }
@@ -81,12 +81,12 @@ class Communicator {
   /// `data` becomes the reduction over all ranks, in place. Sums run in rank order, as above.
   virtual Event all_reduce(void* data, int64_t count, DType dtype, Reduction reduction, std::string_view path) = 0;
 
-  /// Segment s of `in` (send_counts[s] elements) goes to rank s; `out` receives rank s's segment for us at position s
+  /// Segment s of `in` (send_counts[s] elements) is sent to rank s; `out` receives rank s's segment for us at position s
   /// (recv_counts[s] elements).
   virtual Event all_to_all(const void* in, std::span<const int64_t> send_counts, void* out,
                            std::span<const int64_t> recv_counts, DType dtype, std::string_view path) = 0;
 
-  /// Sends Sends `bytes` bytes of rank `root` to every rank, in place.
+  /// Sends `bytes` bytes of rank `root` to every rank, in place.
   virtual Event broadcast(void* data, int64_t bytes, int root, std::string_view path) = 0;
 
   virtual Event barrier(std::string_view path) = 0;

@@ -1,5 +1,5 @@
-// Event: the completion of work that runs on another lane. `sync()` blocks the host until it is done and rethrows what
-// went wrong there; `order(stream)` makes a GPU's stream continue only after it.
+// Event: the completion of work that runs on another lane. `sync()` blocks the host until it is done and rethrows its errors;
+// `order(stream)` makes a GPU's stream continue only after it.
 #pragma once
 
 #include <condition_variable>
@@ -18,7 +18,7 @@ class DevicePoint {
   virtual ~DevicePoint() = default;
   virtual void sync() const = 0;
   virtual bool reached() const = 0;
-  /// What is enqueued on `stream` from now on runs after this point.
+  /// Work enqueued on `stream` from now on runs after this point.
   virtual void order(const Stream& stream) const = 0;
 };
 
@@ -33,7 +33,7 @@ class Event {
     settle();
     if (state_->point) state_->point->sync();
   }
-  /// Blocks the host only until the work is enqueued on its GPU, but for the host's own work until it is done.
+  /// Blocks the host only until the work is enqueued on its GPU, or, for the host's own work, until it is done.
   void order(const Stream& stream) const {
     if (!state_) return;
     settle();
@@ -41,7 +41,7 @@ class Event {
     const ProfileSpan waits(Profile::kCompute, "waits", {}, &stream);
     state_->point->order(stream);
   }
-  /// The point in the device's order, once the work is enqueued there; null if the host does it.
+  /// The point in the device's order, once the work is enqueued there; null if the host does the work.
   std::shared_ptr<const DevicePoint> point() const {
     if (!state_) return nullptr;
     settle();

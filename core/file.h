@@ -24,7 +24,7 @@ class Mapping {
   const std::byte* data() const { return data_; }
   int64_t bytes() const { return bytes_; }
   std::string_view text() const { return {reinterpret_cast<const char*>(data_), static_cast<size_t>(bytes_)}; }
-  /// Gives the resident pages of [begin, end) back, so that a scan of a large file does not count as memory in use.
+  /// Releases the resident pages of [begin, end), so that a scan of a large file does not count as memory in use.
   void release(int64_t begin, int64_t end) const;
 
  private:
@@ -73,7 +73,7 @@ class ContentHash {
   ContentHash& operator=(const ContentHash&) = delete;
 
   void update(const void* data, int64_t bytes);
-  /// In hex, of what has arrived so far.
+  /// In hex, of the bytes that have arrived so far.
   std::string digest() const;
 
  private:

@@ -21,7 +21,7 @@ class GpuGraph {
   virtual void replay() = 0;
 };
 
-/// When a stream reached a point in its order, by the clock of its device.
+/// The time at which a stream reached a point in its order, by its device's clock.
 class DeviceTime {
  public:
   virtual ~DeviceTime() = default;
@@ -50,13 +50,11 @@ class Gpu {
   virtual Device device() const = 0;
   virtual std::string name() const = 0;  ///< "NVIDIA H200"
 
-  /// Memory in the order of compute(): a block that was freed while kernels enqueued there still use it may be handed
-  /// out again at once, since its next writer comes later in that order. Events put work on other streams into that
-  /// order before its memory is freed.
+  /// Memory ordered by compute(): a block that was freed while kernels enqueued there still use it may be handed out again at once,
+  /// since its next writer comes later in that order. Events put work on other streams into that order before its memory is freed.
   virtual const std::shared_ptr<Allocator>& memory() const = 0;
-  /// Page-locked memory of the host (MemoryKind::host), which kernels read and write in place, in the same order. Its
-  /// blocks are few and long-lived: a freed one serves the next request of its size, and returns to the system with the
-  /// Gpu.
+  /// Page-locked memory of the host (MemoryKind::host), which kernels read and write in place, in the same order. Its blocks are few
+  /// and long-lived: a freed one is reused for the next request of its size, and returned to the system with the Gpu.
   virtual const std::shared_ptr<Allocator>& host_memory() const = 0;
   /// True for an address in memory().
   virtual bool holds(const void* address) const = 0;
@@ -68,28 +66,28 @@ class Gpu {
   virtual std::vector<MemoryPiece> wire_pieces(size_t known = 0) const = 0;
   /// The stream of this rank's ops.
   virtual const Stream& compute() const = 0;
-  /// A stream for copies from and to the host's memory, concurrent with compute().
+  /// A stream for copies from and to host memory, concurrent with compute().
   virtual const Stream& copies() const = 0;
-  /// One more, for copies to the host while later copies() come from there: the bus carries both directions at once.
+  /// One more, for copies to the host concurrent with copies() from it: the bus carries both directions at once.
   virtual const Stream& leaving() const = 0;
   /// Another stream of the same device, with priority over compute(): for communication.
   virtual Stream make_lane() = 0;
   virtual void destroy_lane(const Stream& lane) = 0;
 
   enum class Copy : uint8_t { to_device, to_host, on_device };
-  /// Enqueues a copy; memory of the host may be used again when the call returns.
+  /// Enqueues a copy; host memory may be reused when the call returns.
   virtual void copy(const Stream& stream, void* to, const void* from, size_t bytes, Copy kind) = 0;
-  /// Blocks the host until what is enqueued on `stream` has run; throws what went wrong there.
+  /// Blocks the host until everything enqueued on `stream` has run; throws its errors.
   virtual void sync(const Stream& stream) = 0;
-  /// All that is enqueued on `stream` by now, as an event that another stream can be ordered after.
+  /// Everything enqueued on `stream` by now, as an event that another stream can be ordered after.
   virtual Event record(const Stream& stream) = 0;
-  /// When `stream` has finished what is enqueued there by now. Never while capturing. For any thread.
+  /// The time at which `stream` finishes the work enqueued by now. Never while capturing. For any thread.
   virtual std::shared_ptr<const DeviceTime> note_time(const Stream& stream) = 0;
 
-  /// From here on, what is enqueued on compute(), and on streams that events order after it, does not run but is
-  /// recorded; what is allocated belongs to the graph while it lives. At the end all these streams must be ordered
-  /// before compute() again. Host and device cannot synchronize meanwhile: copies from and to the host, sync() and
-  /// earlier events are errors. GpuCapture ends what an exception leaves open.
+  /// From here on, work enqueued on compute(), and on streams that events order after it, does not run but is recorded; memory
+  /// allocated meanwhile belongs to the graph while it lives. At the end all these streams must be ordered before compute() again.
+  /// Host and device cannot synchronize meanwhile: copies from and to the host, sync() and earlier events are errors. GpuCapture ends
+  /// a capture that an exception leaves open.
   virtual void begin_capture() = 0;
   virtual std::unique_ptr<GpuGraph> end_capture() = 0;
   virtual void abandon_capture() noexcept = 0;

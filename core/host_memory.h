@@ -1,4 +1,4 @@
-// What this host's processes may use of its memory.
+// How much of its memory this host lets processes use.
 #pragma once
 
 #include <cstdint>

@@ -41,12 +41,12 @@ MemoryUse::MemoryUse(HeldFor use, std::string_view op, std::string_view module)
 MemoryUse::~MemoryUse() { innermost = previous_; }
 const MemoryUse* MemoryUse::current() { return innermost; }
 
-// What was taken and given back since the last reset_peak(), in order; who held what when is computed on demand.
+// Allocations and frees since the last reset_peak(), in order; who held what when is computed on demand.
 struct MemoryLog::Lists {
   struct Change {
     HolderId holder;
     int32_t memory;  // index
-    int64_t bytes;   // below 0: given back
+    int64_t bytes;   // below 0: freed
     int64_t live;    // of the memory, after it
   };
   struct Holding {
@@ -56,7 +56,7 @@ struct MemoryLog::Lists {
   struct Memory {
     const Allocator* allocator;
     int64_t live;                    // before the changes,
-    std::vector<Holding> held = {};  // and by whom: indexed by HolderId, as far as it goes
+    std::vector<Holding> held = {};  // and their holders: indexed by HolderId, as far as it goes
     Holding& of(HolderId holder) {
       if (held.size() <= static_cast<size_t>(holder)) held.resize(static_cast<size_t>(holder) + 1);
       return held[static_cast<size_t>(holder)];
@@ -146,7 +146,7 @@ MemoryLedger::Peak MemoryLedger::peak(const Allocator& memory) const {
   if (static_cast<size_t>(m) == lists.memories.size()) return peak;
   MemoryLog::Lists::Memory held = lists.memories[static_cast<size_t>(m)];
 
-  // Finds when the most bytes are in use. A program takes its memory once, and part of it is idle.
+  // Finds when the most bytes are in use. A program allocates its memory once, and part of it is idle.
   int64_t idle = 0;
   for (size_t h = 0; h < held.held.size(); ++h) idle += lists.is_idle(static_cast<MemoryLog::HolderId>(h)) ? held.held[h].bytes : 0;
   peak.bytes = held.live;

@@ -14,22 +14,22 @@ class MemoryLog;
 class RankContext;
 
 enum class HeldFor : uint8_t {
-  other,                 ///< what was there before, and what nobody has declared
+  other,                 ///< memory from before the ledger, and undeclared memory
   activations,           ///< values of a forward, recomputed ones included
   activation_gradients,  ///< values of a backward
   gathered,              ///< weights as compute uses them: gathered, or cast for it
   masters,
   optimizer_state,
-  gradients,             ///< as they are kept until the step
+  gradients,             ///< kept until the step
   whole_gradients,       ///< before they are reduced to a rank's part
   temporaries,           ///< workspaces of ops, and values of the step
-  inputs,                ///< tokens and whatever else changes with each step
+  inputs,                ///< tokens and other inputs that change with each step
   idle,                  ///< a program's memory that holds no value
 };
 std::string_view name(HeldFor use);
 
-/// While it lives, it notes who takes memory for values (Storage) on the rank of the calling thread, and for how long; at most one
-/// per rank. Memory that Storage does not manage, such as the staging of communicators, is `other`. The notes grow until
+/// While it lives, it records who allocates memory for values (Storage) on the rank of the calling thread, and for how long; at most
+/// one per rank. Memory that Storage does not manage, such as the staging of communicators, is `other`. The records grow until
 /// reset_peak().
 class MemoryLedger {
  public:
@@ -38,20 +38,20 @@ class MemoryLedger {
   MemoryLedger(const MemoryLedger&) = delete;
   MemoryLedger& operator=(const MemoryLedger&) = delete;
 
-  /// Forgets when memory was full; what is held stays known.
+  /// Forgets past peaks; current holders stay known.
   void reset_peak();
 
   struct Holder {
     HeldFor use = HeldFor::other;
-    std::string op;      ///< that took the memory; may be empty
+    std::string op;      ///< that allocated the memory; may be empty
     std::string module;  ///< path
     int64_t bytes = 0;
     int64_t blocks = 0;
     bool operator==(const Holder&) const = default;
   };
   struct Peak {
-    int64_t bytes = 0;             ///< the sum over holders: MemoryStats::peak, except for what is taken and given back outside Storage
-    Holder last;                   ///< who took the last bytes of the peak; bytes and blocks are its own
+    int64_t bytes = 0;             ///< the sum over holders: MemoryStats::peak, except for memory allocated and freed outside Storage
+    Holder last;                   ///< who allocated the last bytes of the peak; bytes and blocks are its own
     std::vector<Holder> holders;   ///< largest first
     int64_t held_for(HeldFor use) const;
     bool operator==(const Peak&) const = default;
@@ -69,7 +69,7 @@ std::string to_words(const MemoryLedger::Peak& peak);
 /// Tables: what it is held for, and the largest holders, with modules that differ only in a number taken together ("blocks.*.mlp").
 std::string to_text(const MemoryLedger::Peak& peak);
 
-/// Declares for what, and by whom, the calling thread takes memory while this lives. The arguments must outlive it.
+/// Declares for what, and by whom, the calling thread allocates memory while this lives. The arguments must outlive it.
 class MemoryUse {
  public:
   MemoryUse(HeldFor use, std::string_view op, std::string_view module);
@@ -98,9 +98,9 @@ class MemoryLog {
   HolderId holder();
   /// `memory` has just given that many bytes to holder(), which is returned.
   HolderId take(const Allocator& memory, int64_t bytes);
-  /// The holder has given them back.
+  /// The holder has freed them.
   void give_back(const Allocator& memory, int64_t bytes, HolderId holder);
-  /// From now on bytes of one holder are another's.
+  /// From now on these bytes of one holder are another's.
   void pass_on(const Allocator& memory, int64_t bytes, HolderId from, HolderId to);
 
  private:

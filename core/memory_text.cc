@@ -1,4 +1,4 @@
-// What a MemoryLedger has found, for people.
+// A MemoryLedger's results in readable form.
 #include <algorithm>
 #include <array>
 #include <cctype>

@@ -15,8 +15,8 @@ class MeshSpec {
   struct Axis {
     std::string name;
     int size;
-    bool chain = false;  ///< neighbours have communicators of their own, one each way: stages of a pipeline
-    bool ring = false;   ///< a chain whose last rank and first are neighbours, too: values go round its stages several times
+    bool chain = false;  ///< neighbours have separate communicators, one for each direction: stages of a pipeline
+    bool ring = false;   ///< a chain whose last rank and first are neighbours, too: values pass through its stages several times
     bool operator==(const Axis&) const = default;
   };
   /// The one spec with these axes; the pointer is its identity. At most kMaxAxes axes.

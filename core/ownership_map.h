@@ -43,13 +43,12 @@ class OwnershipMap {
   /// The same cut, applied last: to the block that the other axes leave of its dimension, wherever its axis is in the mesh.
   /// With parts, the block may have fewer units than the whole, equally many of each part.
   OwnershipMap inner() const;
-  /// Dimension `dim` is intervals of these sizes, one after another, and interval i is entirely on rank owners[i]: for what
-  /// must not be torn apart, such as the matrices of a flat buffer. A rank holds its intervals one after another; it may
-  /// have none. Maps with equal ownership are equal, however they are written. Throws PlacementError for lists that do not
-  /// match.
+  /// Dimension `dim` is intervals of these sizes, one after another, and interval i is entirely on rank owners[i]: for rows that must
+  /// not be separated, such as the matrices of a flat buffer. A rank holds its intervals one after another; it may have none. Maps
+  /// with equal ownership are equal, however they are written. Throws PlacementError for lists that do not match.
   static OwnershipMap by_owner(int dim, const std::vector<int64_t>& sizes, const std::vector<int>& owners);
-  /// The dimension is cut into 2 R pieces; rank r of R owns the r-th and the r-th from the end, together as many rows as in an even cut
-  /// (by_owner). Where a row's work grows with the rows before it, as in causal attention, all ranks have equal work.
+  /// The dimension is cut into 2 R pieces; rank r of R owns the r-th and the r-th from the end, together as many rows as in an even
+  /// cut (by_owner). If a row's work grows with the rows before it, as in causal attention, all ranks have equal work.
   static OwnershipMap from_both_ends(int dim, int64_t size, int ranks);
   /// All of the value is on `rank`, whatever its shape; other ranks have none of it and compute nothing with it.
   static OwnershipMap on(int rank);
@@ -69,7 +68,7 @@ class OwnershipMap {
   const std::vector<int64_t>& sizes() const { return *sizes_; }  ///< of uneven and parts
   int64_t chunk() const { return granule_; }  ///< of flat
   int64_t offset() const { return offset_; }  ///< of flat
-  /// The same cut seen on dimension `dim` whose rows are `factor` of the old ones (reshape, transpose).
+  /// The same cut as seen on dimension `dim` whose rows are `factor` of the old ones (reshape, transpose).
   OwnershipMap moved_to(int dim, int64_t factor_numerator = 1, int64_t factor_denominator = 1) const;
   /// Whether moved_to() is possible: no rank's share begins or ends inside one of the new rows.
   bool can_move(int64_t factor_numerator, int64_t factor_denominator) const;

@@ -1,8 +1,8 @@
-// [Note: the team] Each thread that calls parallel_for has a team of workers, made at its first call. A call posts one
-// range to each worker and takes the first itself; whoever is done takes ranges that nobody has begun. So a call never
-// waits for a worker that has no core, only for one that has begun. OpenMP's teams wait for all of their threads at both
-// ends of a call: on two cores shared with three busy processes a small step took 0.11 s with libgomp's, and takes 0.04
-// s with these (0.012 s alone, with either).
+// [Note: the team] Each thread that calls parallel_for has a team of workers, created at its first call. A call posts one range to
+// each worker and takes the first itself; a thread that is done takes ranges that have not been started. So a call never waits for a
+// worker that has no core, only for one that has started. OpenMP's teams wait for all of their threads at both ends of a call: on two
+// cores shared with three busy processes a small step took 0.11 s with libgomp's, and takes 0.04 s with these (0.012 s alone, with
+// either).
 //
 // Between calls workers spin for a while, then sleep: waking one takes longer than most calls.
 #include "sheaf/core/parallel.h"
@@ -30,7 +30,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How long a waiting thread spins before it sleeps. With more threads than cores somebody else needs the core.
+// How long a waiting thread spins before it sleeps. With more threads than cores another thread needs the core.
 constexpr auto kPatience = std::chrono::microseconds(200), kPatienceInACrowd = std::chrono::microseconds(2);
 
 // Threads of all teams of this process, their callers included.
@@ -63,17 +63,17 @@ struct Job {
   }
 };
 
-/// Where a worker waits, and where its part of the current call waits.
+/// Where a worker waits, and where its part of the current call is posted.
 struct alignas(64) Seat {
   enum State : int { idle, posted, running, closed };
   std::atomic<int> state{idle};
 
-  /// All waiters are notified: besides the caller, a worker whose part somebody else runs sleeps here, too.
+  /// All waiters are notified: besides the caller, a worker whose part another thread runs sleeps on it, too.
   void set(State next) {
     state.store(next, std::memory_order_release);
     state.notify_all();  // only a load if nobody sleeps
   }
-  /// Takes what is posted here, for the worker or for anybody else.
+  /// Takes the posted part, for the worker or for another thread.
   bool take() {
     int expected = posted;
     return state.load(std::memory_order_relaxed) == posted &&
@@ -124,7 +124,7 @@ class Team {
       for (;;) {
         seat->wait_while([](int state) { return state == Seat::idle || state == Seat::running; });
         if (seat->state.load(std::memory_order_relaxed) == Seat::closed) break;
-        if (!seat->take()) continue;  // somebody else has it
+        if (!seat->take()) continue;  // another thread has it
         Job& job = *job_;
         job.run(part);
         take_rest(job);  // before this seat is idle: the call lives until then
@@ -134,7 +134,7 @@ class Team {
     });
   }
 
-  // Runs ranges that nobody has begun.
+  // Runs ranges that have not been started.
   void take_rest(Job& job) {
     for (int part = 1; part < job.parts; ++part) {
       Seat& seat = seat_of(part);

@@ -14,9 +14,9 @@ void parallel_ranges(int64_t n, int64_t grain, RangeFn fn, void* closure);
 /// Compute threads of the calling rank.
 int num_threads();
 
-/// Calls f(begin, end) on disjoint ranges that cover [0, n), each of at least `grain` items, on the rank's threads.
-/// Runs inline when one range suffices or when called from inside another parallel_for. The first exception is
-/// rethrown on the caller. The cut depends on n, grain and the thread count alone; f must not let values depend on it.
+/// Calls f(begin, end) on disjoint ranges that cover [0, n), each of at least `grain` items, on the rank's threads. Runs inline if
+/// one range suffices or if called from inside another parallel_for. The first exception is rethrown on the caller. The ranges depend
+/// on n, grain and the thread count alone; values computed by f must not depend on them.
 template <class F>
 void parallel_for(int64_t n, int64_t grain, F&& f) {
   using Fn = std::remove_reference_t<F>;

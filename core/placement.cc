@@ -69,8 +69,8 @@ struct CuttingAxes {
   std::span<const int> before(int i) const { return {axes, static_cast<size_t>(i)}; }
 };
 
-// A cut of what an earlier axis has cut must fit every block that the earlier ones leave, not only this rank's: else some
-// ranks would refuse what others accept, and the others would wait for them.
+// A cut of what an earlier axis has cut must fit every block that the earlier ones leave, not only this rank's: else some ranks would
+// refuse a layout that others accept, and the others would wait for them.
 void check_further_cut(const Layout& layout, const Shape& global, int axis, std::span<const int> before) {
   const OwnershipMap& map = layout[axis].map();
   if (map.kind() == OwnershipMap::Kind::dim && map.granule() == 1) return;

@@ -1,4 +1,4 @@
-// Placement: what each rank of a mesh axis holds of a tensor. This is the type that sharding is.
+// Placement: what each rank of a mesh axis holds of a tensor. Sharding is this type.
 //
 //   Replicate R   the whole value, entering rank-varying compute      gradient: Partial
 //   Partial   P   an addend; the value is the sum over ranks          gradient: Replicate
@@ -63,10 +63,10 @@ inline bool cuts_after(const Placement& p, int a, const Placement& q, int b) {
   return p_inner != q_inner ? p_inner : a > b;
 }
 
-/// A mesh and a placement for each of its axes. A default layout has no mesh: the value is Replicate on every mesh
-/// (a constant such as a mask), or there is only one rank. Axes that cut the same dimension cut it in axis order, inner cuts
-/// last, each what those before it leave; a flat cut cannot be combined with another. If a value is on one rank of an axis
-/// (single), other ranks have nothing of it, whatever the other axes do.
+/// A mesh and a placement for each of its axes. A default layout has no mesh: the value is Replicate on every mesh (a constant such
+/// as a mask), or there is only one rank. Axes that cut the same dimension cut it in axis order, inner cuts last, each cutting what
+/// those before it leave; a flat cut cannot be combined with another. If a value is on one rank of an axis (single), other ranks have
+/// nothing of it, whatever the other axes do.
 class Layout {
  public:
   Layout() = default;
@@ -94,7 +94,7 @@ class Layout {
   /// The same for any rank, by its coordinates on the mesh.
   Shape local_shape(const Shape& global, const int* coordinates) const;
   Shape local_start(const Shape& global, const int* coordinates) const;
-  /// Which rows of dimension `dim` of the global tensor are here (or at these coordinates), in order, as the fewest
+  /// The rows of dimension `dim` of the global tensor that are on this rank (or at these coordinates), in order, as the fewest
   /// non-empty intervals. No cut may be flat.
   std::vector<Interval> local_rows(const Shape& global, int dim, const int* coordinates = nullptr) const;
 

@@ -12,8 +12,7 @@
 
 namespace sheaf {
 
-/// What spans are written to. The rank keeps it after the Profile is gone: a lane of a failing rank ends its span whenever it
-/// can.
+/// Where spans are written. The rank keeps it after the Profile is gone: a lane of a failing rank may end its span later.
 class ProfileLog {
  public:
   using Time = std::shared_ptr<const DeviceTime>;
@@ -65,7 +64,7 @@ class ProfileLog {
   const std::shared_ptr<Allocator> memory;
 
  private:
-  Time zero_;  // of the GPU's clock, and what now() said then
+  Time zero_;  // of the GPU's clock, and now() at that moment
   double zero_on_host_ = 0;
   mutable std::mutex mutex_;
   std::vector<Noted> noted_;
@@ -104,7 +103,7 @@ void ProfileSpan::begin() {
     if (log.gpu && stream_) begin_on_device_ = log.gpu->note_time(*stream_);
     else begin_ = Profile::now();
   } catch (const CudaError&) {
-    return;  // reported where it happened: after a fault every call fails
+    return;  // reported by the call that failed: after a fault every call fails
   }
   log_ = &log;
 }

@@ -1,5 +1,5 @@
-// Profile: what a rank did when: ops, what they waited for, collectives on their lanes. By the host's clock on CPUs, by the
-// GPU's on a GPU, which runs its work later than the host enqueues it.
+// Profile: what a rank did when: ops, waits, collectives on their lanes. By the host's clock on CPUs, by the GPU's on a GPU, which
+// runs its work later than the host enqueues it.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@ class ProfileLog;
 class RankContext;
 struct Stream;
 
-/// While it lives, it notes what the rank of the calling thread executes; at most one per rank. A rank with a GPU waits here until
-/// its streams of ops and copies are idle; what a captured graph runs is not noted. For any of the rank's threads.
+/// While it lives, it records what the rank of the calling thread executes; at most one per rank. Its destructor waits until the
+/// streams of a GPU's ops and copies are idle; captured graphs are not recorded. For any of the rank's threads.
 class Profile {
  public:
   Profile();
@@ -36,7 +36,7 @@ class Profile {
     std::string name;    ///< an op, "waits", or a collective
     std::string module;  ///< path
     double begin, end;   ///< now()
-    int64_t live;        ///< bytes alive in the rank's memory when the host got there; a GPU's ops use it in that order
+    int64_t live;        ///< bytes alive in the rank's memory when the host got there; a GPU's ops use memory in that order
   };
   /// The spans that have ended, in the order of their ends within each row; a GPU's once it has finished them.
   std::vector<Span> spans() const;
@@ -46,9 +46,9 @@ class Profile {
   std::shared_ptr<ProfileLog> log_;
 };
 
-/// One span, while it lives; nothing where the rank has no Profile, or the row is another thread's. The arguments must outlive it.
-/// With a stream: from when the stream has finished what was enqueued before the span until it has finished what the span enqueues.
-/// On a rank with a GPU the compute row is the stream Gpu::compute(); spans there that name another are not noted.
+/// One span, while it lives; nothing if the rank has no Profile, or the row is another thread's. The arguments must outlive it. With
+/// a stream: from when the stream has finished everything enqueued before the span until it has finished what the span enqueues. On a
+/// rank with a GPU the compute row is the stream Gpu::compute(); spans there that name another are not recorded.
 class ProfileSpan {
  public:
   ProfileSpan(std::string_view row, std::string_view name, std::string_view module, const Stream* stream = nullptr);

@@ -38,17 +38,17 @@ class RankContext {
   std::shared_ptr<Allocator> meta;  ///< counts only: what `cpu`, or a GPU, would hold
   std::shared_ptr<Allocator> meta_host;  ///< counts only: what a GPU would use of the host's memory
   std::shared_ptr<Gpu> gpu;         ///< null: this rank computes on its CPU alone
-  Device device = {};               ///< where this rank computes unless told otherwise
-  std::atomic<ProfileLog*> profile = nullptr;  ///< notes what is done (profile.h); null: nobody does
+  Device device = {};               ///< where this rank computes by default
+  std::atomic<ProfileLog*> profile = nullptr;  ///< records what is done (profile.h); null: nothing does
   std::shared_ptr<ProfileLog> profile_log;     ///< the last one
-  std::shared_ptr<MemoryLog> memory_log;       ///< notes who takes memory (memory_ledger.h); null: nobody does
-  Device meta_is = {};              ///< what meta stands for: its workspaces are those of this device's kernels
+  std::shared_ptr<MemoryLog> memory_log;       ///< records allocations (memory_ledger.h); null: nothing does
+  Device meta_is = {};              ///< the device that meta stands for: workspaces are those of its kernels
 
-  /// The rank's GPU if it is `device`, else a ConfigError that says what there is.
+  /// The rank's GPU if it is `device`, else a ConfigError that says which devices there are.
   Gpu& gpu_of(const Device& device) const;
   /// The allocator of values on `device`; a GPU's values in host memory have a different one.
   const std::shared_ptr<Allocator>& memory(const Device& device, MemoryKind where = MemoryKind::normal) const;
-  /// All allocators that there are.
+  /// All existing allocators.
   std::vector<std::shared_ptr<Allocator>> memories() const;
   /// Where ops on `device` run: the stream of its GPU, or the calling thread.
   Stream stream(const Device& device) const;
@@ -60,7 +60,7 @@ class RankContext {
   /// This rank's coordinate on one axis of `mesh`; throws PlacementError if the mesh is not bound.
   int coordinate(const MeshSpec* mesh, int axis) const;
 
-  /// The context of the calling thread; a process-wide default for threads that belong to no other.
+  /// The context of the calling thread; a process-wide default for threads without one.
   static RankContext& current();
 
  private:

@@ -1,4 +1,4 @@
-// Recycled: memory for small objects that are made and dropped at every op, such as a tensor's handle.
+// Recycled: memory for small objects that are created and dropped at every op, such as a tensor's handle.
 #pragma once
 
 #include <cstddef>
@@ -6,8 +6,8 @@
 
 namespace sheaf {
 
-/// The freed blocks of one size on this thread. malloc keeps seven blocks of a size at hand; a recording holds and
-/// drops thousands of handles at once.
+/// The freed blocks of one size on this thread. malloc caches seven blocks per size; a recording holds and drops thousands of handles
+/// at once.
 template <size_t kBytes>
 class FreeList {
  public:
@@ -22,7 +22,7 @@ class FreeList {
     return ::operator new(kBytes);
   }
 
-  /// For any thread. What one thread makes and another drops must not pile up: beyond kKept it is freed.
+  /// For any thread. Blocks allocated on one thread and dropped on another must not pile up: beyond kKept they are freed.
   static void give(void* memory) {
 #if !defined(SHEAF_ASAN) && !defined(SHEAF_TSAN)
     if (list_.blocks < list_.room) {

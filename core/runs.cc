@@ -4,8 +4,8 @@
 
 namespace sheaf {
 
-// The block is `outer` rows, and each holds a rank's intervals of the cut dimension, side by side. An interval of its flat
-// index is the end of a row, whole rows, and the beginning of one.
+// The block is `outer` rows, and each holds a rank's intervals of the cut dimension, one after another. An interval of its flat index
+// is the end of a row, whole rows, and the beginning of one.
 std::vector<LocalRuns> runs_of(const OwnershipMap& map, int rank, int ranks, const Shape& global, const Interval& local) {
   std::vector<Interval> cuts = map.owned_intervals(rank, ranks, global);
   int64_t inner = 1, row = 0;
@@ -17,7 +17,7 @@ std::vector<LocalRuns> runs_of(const OwnershipMap& map, int rank, int ranks, con
   const int64_t stride = global[map.dim()] * inner;
   std::vector<LocalRuns> out;
   const auto add = [&](Runs runs, int64_t at) {
-    if (runs.size == stride) runs = {runs.begin, runs.numel()};  // nothing is cut away between them
+    if (runs.size == stride) runs = {runs.begin, runs.numel()};  // nothing between them is cut away
     if (!out.empty() && runs.is_interval()) {
       auto& [before, before_at] = out.back();
       if (before.is_interval() && before.begin + before.size == runs.begin && before_at + before.size == at) {
@@ -41,7 +41,7 @@ std::vector<LocalRuns> runs_of(const OwnershipMap& map, int rank, int ranks, con
   const bool one_run = cuts.size() == 1;
   for (int64_t r = first; r <= last; ++r) {
     const int64_t begin = r == first ? local.begin - r * row : 0, end = r == last ? local.end - r * row : row;
-    int64_t whole = 1;  // equal rows, taken together
+    int64_t whole = 1;  // equal rows, handled together
     if (one_run && begin == 0 && end == row) whole = (local.end - r * row) / row;
     rows(r, whole, begin, end);
     r += whole - 1;

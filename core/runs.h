@@ -22,15 +22,15 @@ struct Runs {
   bool operator==(const Runs&) const = default;
 };
 
-/// Runs of a tensor's flat index, and where the first of them is in a dense block; the others follow it there.
+/// Runs of a tensor's flat index, and the offset of the first of them in a dense block, in which the others follow it.
 struct LocalRuns {
   Runs runs;
   int64_t at;
   bool operator==(const LocalRuns&) const = default;
 };
 
-/// What `rank` of `ranks` owns by `map` of a tensor of shape `global` is a dense block. These are the tensor's elements
-/// at positions [local.begin, local.end) of the block's own flat index, in that order. `map` is not flat.
+/// The part that `rank` of `ranks` owns by `map` of a tensor of shape `global` is a dense block. These are the tensor's elements at
+/// positions [local.begin, local.end) of the block's own flat index, in that order. `map` is not flat.
 std::vector<LocalRuns> runs_of(const OwnershipMap& map, int rank, int ranks, const Shape& global, const Interval& local);
 
 }  // namespace sheaf

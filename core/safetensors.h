@@ -64,8 +64,8 @@ class SafetensorsFile {
   Mapping map_;
 };
 
-/// A tensor to write: `pieces`, laid end to end, are its elements in row-major order. Nothing is copied. If there is
-/// `make`, it makes them instead, at the time of writing: so tensors of another layout are converted one at a time.
+/// A tensor to write: `pieces`, laid end to end, are its elements in row-major order. Nothing is copied. If `make` is set, it creates
+/// them instead, at the time of writing: so tensors of another layout are converted one at a time.
 struct SafetensorsInput {
   std::string name;
   DType dtype = DType::f32;

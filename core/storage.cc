@@ -22,7 +22,7 @@ Storage::Storage(Device device, int64_t bytes, MemoryKind where, std::shared_ptr
 
 void Storage::release() {
   if (pending_) {  // the lane is still writing: the block may not be reused before it is done
-    try { settle(); } catch (const std::exception&) {}  // the failure reaches whoever waits for the lane itself
+    try { settle(); } catch (const std::exception&) {}  // the failure is reported to those who wait for the lane itself
   }
   if (!allocator_) return;
   allocator_->free(data_, bytes_);

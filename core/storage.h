@@ -14,8 +14,8 @@
 
 namespace sheaf {
 
-/// Rows [begin, end) of a value, all dimensions but the last taken as one, or heads [begin, end) of keys and of values. They are
-/// complete after `event` and after `unpack`, if not null, has moved them: whoever waits calls it, on the rank's thread.
+/// Rows [begin, end) of a value, all dimensions but the last flattened, or heads [begin, end) of keys and of values. They are
+/// complete after `event` and after `unpack`, if not null, has copied them: the first reader calls it, on the rank's thread.
 struct RowsToCome {
   int64_t begin, end;
   Event event = {};
@@ -29,7 +29,7 @@ class Storage {
   /// Takes `bytes` bytes from the current rank's allocator for `device`.
   static std::shared_ptr<Storage> allocate(Device device, int64_t bytes, MemoryKind where = MemoryKind::normal);
   Storage(Device device, int64_t bytes, MemoryKind where, std::shared_ptr<Allocator> allocator);
-  /// Memory that somebody else owns: place() says where it is, before the first use and whenever it has moved.
+  /// Externally owned memory: place() sets its address, before the first use and whenever it changes.
   Storage(Device device, int64_t bytes) : device_(device), bytes_(bytes) {}
   ~Storage() { release(); }
   Storage(const Storage&) = delete;
@@ -52,17 +52,17 @@ class Storage {
 
   /// Frees the memory now, even if tensors still refer to it; `why` completes "use of a value that was discarded".
   void discard(std::string why);
-  /// Sets the address of memory that somebody else owns, while no lane fills it.
+  /// Sets the address of externally owned memory, while no lane fills it.
   void place(char* data) { data_ = data; }
   /// A lane fills this storage; data() waits for `event`.
   void filled_by(Event event) { ready_ = std::move(event); pending_ = true; }
   /// The same, in pieces, which arrive in their order. Until all have, `lent` keeps memory alive for the lane and
   /// for them.
   void filled_in_pieces(std::vector<RowsToCome> pieces, std::vector<std::shared_ptr<Storage>> lent);
-  /// These pieces, until somebody has waited for all.
+  /// These pieces, until all have been waited for.
   std::span<const RowsToCome> pieces() const { return pieces_; }
   std::span<const std::shared_ptr<Storage>> lent() const { return lent_; }
-  /// Waits for pieces up to this one, unless somebody has.
+  /// Waits for pieces up to this one, unless that was done before.
   void settle_piece(size_t i);
   /// The event of the lane that may still be filling it; null if there is none to wait for.
   const Event* filling() const { return pending_ ? &ready_ : nullptr; }
@@ -71,7 +71,7 @@ class Storage {
 
   /// The holder that `log` recorded for this memory; kNobody if none.
   MemoryLog::HolderId holder_in(const MemoryLog& log) const { return log_.get() == &log ? holder_ : MemoryLog::kNobody; }
-  /// Counts deliberate changes in place (a step, an assignment, store_into, add_into), so that a backward sees that a value it
+  /// Counts deliberate changes in place (a step, an assignment, store_into, add_into), so that a backward can detect that a value it
   /// saved is gone.
   uint64_t version() const { return version_; }
   void changed() { ++version_; }
@@ -87,7 +87,7 @@ class Storage {
   int64_t bytes_;
   uint64_t version_ = 0;
   char* data_ = nullptr;
-  std::shared_ptr<Allocator> allocator_;  // null once released, or if the memory is somebody else's
+  std::shared_ptr<Allocator> allocator_;  // null once released, or if the memory is externally owned
   std::shared_ptr<MemoryLog> log_;        // the log that knows of it; null: none
   MemoryLog::HolderId holder_ = MemoryLog::kNobody;
   Event ready_;

@@ -56,7 +56,7 @@ class Tensor {
 
   /// The local elements for a kernel; data is null on meta. Waits for a lane that still fills them.
   View view() const;
-  /// The same without waiting: for a lane that is to write there.
+  /// The same without waiting: for a lane that will write there.
   View view_unsynced() const;
   bool is_contiguous() const;
 
@@ -70,7 +70,7 @@ class Tensor {
   std::vector<T> to_vector() const;
   /// A fresh dense copy of the local elements, a constant that belongs to no recording.
   Tensor clone() const;
-  /// The same on another device; itself if it is there already. From a GPU, the host waits for what is enqueued there.
+  /// The same on another device; itself if it is there already. From a GPU, the host waits for everything enqueued there.
   Tensor to(Device device) const;
   std::string to_string() const;  ///< "f32[2,3] cpu" and rows
 
@@ -89,7 +89,7 @@ class Tensor {
   }
   Impl& mutable_impl() { impl(); return *impl_; }
   const Impl* id() const { return impl_.get(); }
-  /// How many hold this value: copies of this handle, itself included, plus owners of its memory, such as views.
+  /// The number of holders of this value: copies of this handle, itself included, plus owners of its memory, such as views.
   int64_t holders() const { return impl_.use_count() + impl().storage.use_count(); }
   /// Another handle on the same memory and type, not yet known to a recording.
   Tensor alias() const;
@@ -100,7 +100,7 @@ class Tensor {
   std::shared_ptr<Impl> impl_;
 };
 
-/// What ops return.
+/// The results of ops.
 using Tensors = SmallVector<Tensor, 4>;
 
 /// Same dtype, shape and every local element equal (NaN differs from NaN).

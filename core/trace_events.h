@@ -1,4 +1,4 @@
-// Trace events: what happened when, in rows, as Chrome's trace format, which https://ui.perfetto.dev shows.
+// Trace events: what happened when, in rows, in Chrome's trace format, which https://ui.perfetto.dev shows.
 #pragma once
 
 #include <cstdint>
@@ -17,9 +17,9 @@ class TraceEvents {
   /// A number of the process, drawn as a curve: its value from `begin` on.
   void add_number(int process, std::string_view name, double begin, int64_t value);
 
-  /// Lines, which may be joined with those of others,
+  /// The lines, which may be joined with those of other ranks,
   const std::string& lines() const { return lines_; }
-  /// and a file's text made of such lines.
+  /// and the text of a file made of such lines.
   static std::string document(std::string_view lines);
 
  private:

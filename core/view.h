@@ -1,4 +1,4 @@
-// View: what a kernel sees. Memory, element type, sizes and strides; no ownership, no placement, no tape.
+// View: a kernel's view of a tensor: memory, element type, sizes and strides; no ownership, no placement, no tape.
 #pragma once
 
 #include "sheaf/core/dtype.h"
@@ -16,7 +16,7 @@ struct View {
   int64_t numel() const { return shape.numel(); }
   int64_t bytes() const { return numel() * static_cast<int64_t>(size_of(dtype)); }
   template <class T> T* as() const { return static_cast<T*>(data); }
-  /// True if the elements lie densely in row-major order (dimensions of size 1 may have any stride).
+  /// True if the elements are dense in row-major order (dimensions of size 1 may have any stride).
   bool contiguous() const {
     int64_t expected = 1;
     for (int i = shape.rank() - 1; i >= 0; --i) {

@@ -193,7 +193,7 @@ RankTimes times_on(const Machine& machine, const Tape& tape, const TapeOf& of) {
     if (n.op->lane == Lane::copy) {
       time.lane = lanes(str("rank ", rank, n.op->of_units && n.op->memory == MemoryKind::host ? " leaving" : " copies"));
       const double bytes = std::max(bytes_of(tape.type(tape.inputs(n)[0])), bytes_of(tape.type(tape.output(n, 0))));
-      time.travels = bytes / machine.host_bytes_per_second;  // the bus carries the GPU's dtype: casts run on the host side
+      time.travels = bytes / machine.host_bytes_per_second;  // casts run on the GPU: the wider dtype crosses the bus
       continue;
     }
     time.computes = seconds_of(machine, work_of(tape, n));

@@ -30,7 +30,7 @@ void BlockPiece::store(Device device, void* to) {
   std::vector<uint8_t> blocks(static_cast<size_t>(whole * elements_.count));
   check<NonFiniteError>(kernels::cpu::quantize(values_, format_, blocks.data()), "[quantize] '", name_,
                         "' has a value that is infinite or no number: it cannot rest in ", sheaf::name(format_), " blocks");
-  for (int64_t k = 0; k < bytes_.count; ++k)  // to the front, past what others hold of the first block
+  for (int64_t k = 0; k < bytes_.count; ++k)  // to the front, past other ranks' bytes of the first block
     std::memmove(blocks.data() + k * bytes_.size, blocks.data() + k * whole + skipped, static_cast<size_t>(bytes_.size));
   transfer(device, to, Device::cpu(), blocks.data(), static_cast<size_t>(bytes_.numel()));
 }

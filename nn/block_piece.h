@@ -1,4 +1,4 @@
-// BlockPiece: a rank's bytes of a parameter that rests in blocks, and the values that they are made of.
+// BlockPiece: a rank's bytes of a parameter stored in blocks, and the values that they are quantized from.
 #pragma once
 
 #include <functional>
@@ -12,15 +12,15 @@
 
 namespace sheaf::nn {
 
-/// Bytes are cut among ranks anywhere, even inside of blocks: a rank quantizes the whole blocks around its bytes, from values in
-/// f32, and keeps only its own bytes. So a block is the same wherever it is cut.
+/// The bytes are sharded at any byte, even inside of blocks: a rank quantizes the whole blocks around its bytes, from values in f32,
+/// and keeps only its own bytes. So a block is the same wherever the shards are cut.
 class BlockPiece {
  public:
-  /// `bytes`: which of the parameter's bytes, as runs of its row-major flat index; all runs begin at the same place in
+  /// `bytes`: this rank's part of the parameter's bytes, as runs of its row-major flat index; all runs begin at the same offset in
   /// their blocks.
   BlockPiece(std::string name, BlockFormat format, const Runs& bytes);
 
-  /// Elements of the values, side by side in values(): the whole blocks that hold the bytes.
+  /// The indices of the values in values(), in order: the whole blocks that contain the bytes.
   const Runs& elements() const { return elements_; }
   std::span<float> values() { return values_; }
   /// read(begin, out) gives values [begin, begin + out.size()) of the flat index.

@@ -12,8 +12,8 @@
 namespace sheaf {
 namespace {
 
-// Inputs: limbs, whole here, of each group of units [, factor of the loss f32 []]; outputs: norm f64 [], scale f64 [] [, i32 []:
-// 1 where the norm is not finite].
+// Inputs: limbs, whole on this rank, of each group of units [, factor of the loss f32 []]; outputs: norm f64 [], scale f64 [] [, i32
+// []: 1 if the norm is not finite].
 struct ClipScale {
   static constexpr const char* kName = "clip_scale";
   struct Attrs { double max_norm; };
@@ -28,7 +28,7 @@ struct ClipScale {
   static void describe(const Attrs& a, std::string& out) { out += str("max_norm ", a.max_norm); }
 };
 
-// Norm and scale of the gradients of `units`; given the factor that these contain, also whether infinity was found.
+// Norm and scale of the gradients of `units`; given the factor that these contain, also whether there was an overflow.
 Tensors norm_and_scale(const char* who, std::span<const std::shared_ptr<Unit>> units, double max_norm,
                        const Tensor& loss_factor = {}) {
   std::vector<Tensor> limbs = nn::square_sums(units, nn::FlatValues::gradients);

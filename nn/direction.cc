@@ -12,7 +12,7 @@ namespace {
 
 using Units = std::vector<std::shared_ptr<Unit>>;
 
-// The parameters of both, in one order.
+// The parameters of both, in the same order.
 struct Pair {
   std::vector<nn::Parameter> model, direction;
   Pair(const char* who, nn::Module& of, nn::Module& along) : model(of.parameters()), direction(along.parameters()) {
@@ -26,7 +26,7 @@ struct Pair {
   }
 };
 
-// f(buffer of the model, buffer of the direction) for all that a loss has a slope in, with gradients reduced.
+// f(buffer of the model, buffer of the direction) for all trained, unsteered parameters, with gradients reduced.
 template <class F>
 void for_each_buffer(const char* who, nn::Module& model, nn::Module& direction, F&& f) {
   const Pair pair(who, model, direction);
@@ -64,7 +64,7 @@ Tensor derivative_along(const Tensor& loss, nn::Module& model, nn::Module& direc
 }
 
 Tensor gradient_along(nn::Module& model, nn::Module& direction) {
-  std::vector<Tensor> sums;  // a number for each layout: one collective for all units of a kind
+  std::vector<Tensor> sums;  // one number per layout: one collective for all units of a kind
   for_each_buffer("gradient_along", model, direction, [&](const FlatBuffer& of, const FlatBuffer& v, const Unit&) {
     if (!of.grad) return;
     const Tensor term = sum(mul(cast(of.grad, kF64), cast(v.shard, kF64)));

@@ -1,10 +1,10 @@
-// Directions in the space of a model's parameters, for second derivatives. A direction is a model itself, made, sharded and
-// materialized as the one it is for: so its values lie on the ranks as the parameters do, are gathered as they are, and are never
-// whole anywhere. The product of the loss's Hessian with a direction, and the curvature along it:
+// Directions in a model's parameter space, for second derivatives. A direction is itself a model, created, sharded and materialized
+// like the one it is for: so its values are placed and gathered as the parameters are, and are never whole anywhere. The product of
+// the loss's Hessian with a direction, and the curvature along it:
 //
 //   Recording recording({.higher_order = true});
 //   const Tensor loss = model.loss(tokens, targets);
-//   recording.backward(derivative_along(loss, model, direction));  // H v arrives where gradients do: in the model's units
+//   recording.backward(derivative_along(loss, model, direction));  // H v is stored like gradients: in the model's units
 //   ...
 //   const double curvature = gradient_along(model, direction).item<double>();  // <H v, v>
 //
@@ -16,20 +16,19 @@
 namespace sheaf {
 
 /// Recording::derivative_along() of `loss`, a value of the current recording, along the parameters of `direction`, the n-th of which
-/// belongs to the n-th of `model`. Frozen and steered ones have no part in it. ShapeError, naming the parameter, if the two do not
-/// match.
+/// belongs to the n-th of `model`. Frozen and steered ones are excluded. ShapeError, naming the parameter, if the two do not match.
 Tensor derivative_along(const Tensor& loss, nn::Module& model, nn::Module& direction);
 
-/// The inner product of the model's gradients with the parameters of `direction`: f64 scalar, whole on every rank. Parameters without a
-/// gradient count 0. Collective where parameters are sharded. Gradients are taken as they are: not clipped, a loss's scale still in
-/// them. Of the direction it reads the masters, whereas derivative_along() reads values, which may be rounded (compute_dtype,
-/// gather_int8).
+/// The inner product of the model's gradients with the parameters of `direction`: f64 scalar, whole on every rank. Parameters without
+/// a gradient count as 0. Collective if parameters are sharded. Gradients are used as they are: not clipped, and still multiplied by
+/// a loss scaler's factor. It reads the direction's masters, whereas derivative_along() reads values, which may be rounded
+/// (compute_dtype, gather_int8).
 Tensor gradient_along(nn::Module& model, nn::Module& direction);
 
-/// The parameters of `direction` become the model's gradients, as gradient_along() takes them, times `scale`. Outside of recordings.
+/// Sets the parameters of `direction` to the model's gradients, as gradient_along() uses them, times `scale`. Outside of recordings.
 void set_to_gradient(nn::Module& direction, nn::Module& model, double scale = 1);
 
-/// Forgets the gradients of a module's parameters, as Optimizer::zero_grad() does.
+/// Drops the gradients of a module's parameters, as Optimizer::zero_grad() does.
 void zero_grad(nn::Module& module);
 
 }  // namespace sheaf

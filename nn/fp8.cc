@@ -13,7 +13,7 @@ bool suits(const Parameter& weight) {
   return !weight.table() && shape.back() % kUnit == 0 && shape.dim(-2) % kUnit == 0;
 }
 
-// So that a rank's part suits, too. Whole blocks do anyway.
+// So that a rank's part is suitable, too. Whole blocks are anyway.
 template <class Mlp>
 void cut_in_units(Module* module) {
   auto* const mlp = dynamic_cast<Mlp*>(module);

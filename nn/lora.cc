@@ -18,7 +18,7 @@ Lora::Lora(const Parameter& weight, const LoraOptions& options) : scale(options.
 
 int64_t add_lora(Module& model, const LoraOptions& options, const std::function<bool(const std::string&)>& picks) {
   std::vector<Linear*> layers;
-  std::set<const Parameter::State*> of_others;  // adapters that are there stay in training
+  std::set<const Parameter::State*> of_others;  // existing adapters stay trainable
   for (const auto& [path, module] : model.named_modules()) {
     auto* layer = dynamic_cast<Linear*>(module);
     if (!layer) continue;

@@ -22,7 +22,7 @@ using nn::Module;
 using nn::ModuleAccess;
 using nn::Parameter;
 
-// A module that will be a unit, if leaves are left for it. They form a tree; node 0 is the model.
+// A module that will be a unit, if unclaimed leaves remain for it. They form a tree; node 0 is the model.
 struct UnitNode {
   Module* module;
   std::string path;
@@ -70,7 +70,7 @@ struct Survey : nn::Visitor {
   }
 };
 
-/// The values of a leaf of `numel` elements at these runs of its flat index, into `data`.
+/// Writes the initial values of a leaf of `numel` elements at these runs of its flat index to `data`.
 void fill(Device device, const nn::Init& init, Key key, int64_t numel, const Runs& runs, void* data, DType dtype) {
   const bool rows = !runs.is_interval();
   const kernels::GlobalIndex where =
@@ -85,7 +85,7 @@ void fill(Device device, const nn::Init& init, Key key, int64_t numel, const Run
   }
 }
 
-// A parameter in blocks is a leaf of bytes, which are cut as its values would be.
+// A parameter in blocks is a leaf of bytes, which are sharded as its values would be.
 LeafSpec in_blocks(const Parameter& p, BlockFormat format, const UnitOptions& options) {
   LeafSpec spec{p.name(), blocks_shape(p.shape(), format), kU8, false, p.cut()};
   spec.blocks = format;
@@ -103,8 +103,8 @@ std::string described(const Parameter& p) {
   return str(p.name(), ' ', p.dtype(), p.shape(), p.trainable() ? "" : " frozen");
 }
 
-// Ranks that make different models from one code, or different values of one model, would compute on what does not fit, often
-// without any collective that notices: what each unit is made of is compared, once, along every axis of its mesh.
+// Ranks that create different models from the same code, or different values of one model, would compute inconsistent results, often
+// without any collective that notices: the definition of each unit is compared, once, along every axis of its mesh.
 void expect_agreement(const std::vector<UnitNode>& nodes, uint64_t seed) {
   std::vector<std::pair<const MeshSpec*, std::vector<Fact>>> meshes;
   for (const UnitNode& node : nodes) {
@@ -128,7 +128,7 @@ void make_unit(UnitNode& node, const std::shared_ptr<GatherSchedule>& schedule, 
   if (mark) options = *mark;
   std::vector<LeafSpec> specs;
   for (const Parameter& p : node.leaves) {
-    // Nothing is ever added to it: it rests in the dtype of compute.
+    // Nothing is ever added to it: it is kept in the compute dtype.
     if (p.state().constant && !p.exact() && options.compute && size_of(*options.compute) < size_of(p.dtype()))
       p.state().dtype = *options.compute;
     if (p.blocks()) {

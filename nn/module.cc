@@ -58,7 +58,7 @@ bool ModuleScope::is_on_another_stage(const Tensor& t) const {
 
 void ModuleScope::move_to_stage(Tensor& t) {
   if (!is_on_another_stage(t)) return;
-  // What is sent is not sent again in the backward.
+  // Values sent between stages are not sent again in the backward.
   const Unit& unit = *module_->unit_;
   before_region([&] { t = redistribute(t, t.layout().with(unit.stage_axis(), Placement::on(unit.stage()))); });
 }

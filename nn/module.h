@@ -66,12 +66,11 @@ class Visitor {
   std::string path_;
 };
 
-/// Where the tensors of a module's call are along an axis of the mesh, declared from outside of it:
-/// Module::parallelize().
+/// Placements of the tensors of a module's call along an axis of the mesh, declared from outside: Module::parallelize().
 struct CallPlacements {
-  std::string axis;  ///< tensors on a mesh without it, or on none, stay as they are
-  /// Of the call's arguments, and of its result: tensors of any dtype, and those of structs that show theirs
-  /// (for_each_tensor), which join() first. Absent: they stay as they are.
+  std::string axis;  ///< tensors on a mesh without it, or on none, are unchanged
+  /// For the call's arguments, and for its result: tensors of any dtype, and those of structs that expose theirs (for_each_tensor),
+  /// which join() first. Absent: unchanged.
   std::optional<Placement> inputs = std::nullopt, outputs = std::nullopt;
 };
 
@@ -86,10 +85,10 @@ class ModuleScope {
   /// The innermost module whose scope is open on this thread, or null.
   static Module* current();
 
-  /// Brings an argument of the module's call to the module: a Tensor, or a struct that shows its own (for_each_tensor), is moved
-  /// from another stage of a pipeline to the module's (ShardOptions::stage_axis), and placed as parallelize() says. A struct that
-  /// can join() its tensors does so before it is moved, and where the module is recomputed: then one is sent, or kept. Others
-  /// pass.
+  /// Brings an argument of the module's call to the module: a Tensor, or a struct that exposes its tensors (for_each_tensor), is
+  /// moved from another pipeline stage to the module's (ShardOptions::stage_axis), and placed as parallelize() says. A struct that
+  /// can join() its tensors does so before it is moved, and if the module is recomputed: then one tensor is sent, or kept. Other
+  /// arguments pass unchanged.
   template <class T>
   decltype(auto) arrive(T&& argument) {
     constexpr bool has_tensors = requires(std::remove_cvref_t<T>& v) { v.for_each_tensor([](Tensor&) {}); };
@@ -122,7 +121,7 @@ class ModuleScope {
     place(arrived, &CallPlacements::inputs);
     return arrived;
   }
-  /// What the module's forward returns, placed as parallelize() says.
+  /// The result of the module's forward, placed as parallelize() says.
   template <class F>
   decltype(auto) leave_with(F&& forward) {
     using Result = std::remove_cv_t<decltype(forward())>;
@@ -160,7 +159,7 @@ class ModuleScope {
   void open_region();
   void leave();
   bool is_recomputed() const { return recompute_ && recompute_->is_region(); }
-  /// Runs `f`, which is not to be computed again with the module; called before anything that is.
+  /// Runs `f`, which is not to be recomputed with the module; called before anything that is.
   template <class F>
   void before_region(F&& f) {
     recompute_.reset();
@@ -184,7 +183,7 @@ class Module {
 
   /// From SHEAF_FIELDS.
   virtual void visit(Visitor& visitor) = 0;
-  /// Copies what was set in `source`, a module of the same type, after it was made, except parameters: for clone().
+  /// Copies settings made in `source`, a module of the same type, after its construction, except parameters: for clone().
   virtual void take_settings(const Module& /*source*/) {}
 
   /// Every leaf once, in visiting order; names those that are not materialized yet.
@@ -193,41 +192,41 @@ class Module {
   /// Paths and modules in visiting order, a module before its children; this one has path "".
   std::vector<std::pair<std::string, Module*>> named_modules();
 
-  /// Training mode (the default) or evaluation, for this module and all below: dropout acts in training only.
+  /// Training mode (the default) or evaluation, for this module and its submodules: dropout acts in training only.
   void train(bool on = true);
   void eval() { train(false); }
   bool training() const { return training_; }
 
-  /// What this module computes is not kept for the backward but computed again there: activation checkpointing, for a
-  /// module whose inputs are small compared with what it computes from them. See RecomputeScope.
+  /// This module's intermediate values are not kept for the backward but recomputed there: activation checkpointing, for a module
+  /// whose inputs are small compared with its intermediate values. See RecomputeScope.
   void recompute(bool on = true) { on ? recompute(RecomputeOptions{}) : recompute_.reset(); }
   void recompute(const RecomputeOptions& options) { recompute_ = options; }
 
-  /// Shares it between ranks without a change to its code: operator() redistributes its inputs and results along an axis to these
-  /// placements, in nodes that the tape has under the module's path. Call it once for each axis. What is gathered on the way in is
-  /// not kept for gradients but gathered again.
+  /// Distributes it over ranks without a change to its code: operator() redistributes its inputs and results along an axis to these
+  /// placements, in nodes under the module's path. Call it once for each axis. Gathered inputs are not kept for gradients but
+  /// gathered again.
   void parallelize(const CallPlacements& placements) { call_placements_.push_back(placements); }
 
-  /// Opens this module's scope: for methods other than forward, `auto scope = enter();`. operator() does it by itself.
+  /// Opens this module's scope: for methods other than forward, `auto scope = enter();`. operator() does so itself.
   [[nodiscard]] ModuleScope enter() { return ModuleScope(*this); }
-  /// The same for methods that use modules below, but no parameter of this one's own unit: that is not gathered.
+  /// The same for methods that use submodules, but no parameter of this one's own unit: that is not gathered.
   [[nodiscard]] ModuleScope enter_without_unit() { return ModuleScope(*this, /*opens_unit=*/false); }
 
-  /// Where it stands in the model that was sharded or materialized.
+  /// Its path in the model that was sharded or materialized.
   const std::string& path() const { return path_; }
   /// The unit whose scope is this module, or null.
   const std::shared_ptr<Unit>& unit() const { return unit_; }
   /// The C++ type, for messages.
   std::string type_name() const;
 
-  /// What shard() asked for: a mark that materialize() turns into a unit.
+  /// Set by shard(): a mark that materialize() turns into a unit.
   struct UnitMark;
 
  private:
   friend class ModuleScope;
   friend struct ModuleAccess;
   std::string path_;
-  bool listed_ = false;    // some SHEAF_FIELDS led here
+  bool listed_ = false;    // reached by some SHEAF_FIELDS
   bool training_ = true;
   std::optional<RecomputeOptions> recompute_;
   std::vector<CallPlacements> call_placements_;
@@ -274,7 +273,7 @@ void Visitor::field(std::string_view name, T& member) {
     if (member.defined()) buffer(member);
   } else if constexpr (std::is_base_of_v<Module, T>) {
     module(member);
-  } else if constexpr (detail::IsPointer<T>::value) {  // an optional member has its own name, no further level
+  } else if constexpr (detail::IsPointer<T>::value) {  // an optional member has its own name, without a further level
     path_.resize(length);
     if (member) field(name, *member);
   } else if constexpr (detail::IsVector<T>::value || detail::IsArray<T>::value) {
@@ -286,9 +285,9 @@ void Visitor::field(std::string_view name, T& member) {
   path_.resize(length);
 }
 
-/// A model like `source`: made anew by M(args...), with the same sharding, the same frozen parameters, what use_fp8() and shard() have
-/// set in layers, and, if `source` is materialized, the same values on the same device: the reference of a fine-tuned model, or an
-/// average of its weights. Throws ConfigError if the new one has other parameters.
+/// A model like `source`: constructed by M(args...), with the same sharding, the same frozen parameters, the settings that use_fp8()
+/// and shard() have made in layers, and, if `source` is materialized, the same values on the same device: the reference of a
+/// fine-tuned model, or an average of its weights. Throws ConfigError if the new one has other parameters.
 template <class M, class... Args>
 M clone(M& source, Args&&... args);
 

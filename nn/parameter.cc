@@ -14,7 +14,7 @@ namespace sheaf {
 namespace nn {
 namespace {
 
-// Why a leaf has no value: it was never materialized, or no SHEAF_FIELDS leads to it.
+// Why a leaf has no value: it was not materialized, or no SHEAF_FIELDS leads to it.
 [[noreturn]] void no_value(const char* what, const std::string& name, DType dtype, const Shape& shape) {
   const Module* m = ModuleScope::current();
   std::string text = str("[", what, "] ");
@@ -155,7 +155,7 @@ Unit& unit_of(const nn::Parameter& p, const char* who) {
   return *p.unit();
 }
 
-// The buffer that holds a leaf, and the leaf's place in it.
+// The buffer that holds a leaf, and the leaf's offset in it.
 const FlatBuffer& buffer_of(const Unit& unit, int leaf, int64_t& offset) {
   for (const FlatBuffer& b : const_cast<Unit&>(unit).buffers())
     for (size_t i = 0; i < b.leaves.size(); ++i)
@@ -188,7 +188,7 @@ Tensor whole_of(const Tensor& buffer, const Unit& unit, int leaf, int64_t offset
 
 void check_whole(const char* who, const std::string& name, DType dtype, const Shape& shape, const Tensor& whole) {
   refuse_recording(who);
-  for (int a = 0; a < whole.layout().num_axes(); ++a)  // on one rank, too: it would not be whole on two
+  for (int a = 0; a < whole.layout().num_axes(); ++a)  // even on one rank: on two it would not be whole
     if (const Placement& p = whole.layout()[a]; p.is_partial() || p.is_shard())
       fail<PlacementError>("[", who, "] ", whole.type(), " is not whole on every rank; for '", name, "' write ",
                            "redistribute(x, \"", whole.layout().mesh()->name(a), "\", Placement::invariant())");

@@ -15,13 +15,13 @@ namespace sheaf {
 
 class Unit;
 
-/// Base of what stands for a tensor in expressions, so that the ops are found for it as they are for a Tensor (by
+/// Base of types that convert to a tensor in expressions, so that the ops are found for it as they are for a Tensor (by
 /// argument-dependent lookup): `2.0 * scale` needs no using-directive.
 struct TensorOperand {};
 
 namespace nn {
 
-/// How a leaf's first values are drawn. They depend on the seed, the leaf's name and the element's flat index alone.
+/// How a leaf's initial values are drawn. They depend on the seed, the leaf's name and the element's flat index alone.
 struct Init {
   enum class Kind : uint8_t { constant, normal, uniform };
   Kind kind = Kind::constant;
@@ -37,15 +37,15 @@ struct Init {
   bool operator==(const Init&) const = default;
 };
 
-/// A trainable (or frozen) leaf. It has no memory until materialize() has put it into a unit. Converts to a Tensor
-/// wherever an op takes one: the value that its unit holds ready for compute, gathered if need be. A default Parameter
-/// is absent (a bias that a layer lacks) and converts to an undefined Tensor.
+/// A trainable (or frozen) leaf. It has no memory until materialize() has put it into a unit. Converts to a Tensor where an op
+/// expects one: the value that its unit holds ready for compute, gathered if necessary. A default Parameter is absent (a bias that a
+/// layer lacks) and converts to an undefined Tensor.
 class Parameter : public TensorOperand {
  public:
   Parameter() = default;
   Parameter(const Shape& shape, Init init, DType dtype = kF32);
 
-  /// Throws LifetimeError, by name, before materialize() and for a field that SHEAF_FIELDS does not list.
+  /// Throws LifetimeError, naming it, before materialize() and for a field that SHEAF_FIELDS does not list.
   Tensor value() const;
   operator Tensor() const { return value(); }  // NOLINT: a parameter is used where tensors are
 
@@ -54,55 +54,55 @@ class Parameter : public TensorOperand {
   const Shape& shape() const { return state().shape; }
   DType dtype() const { return state().dtype; }
   int64_t numel() const { return shape().numel(); }
-  /// The path of its field, "blocks.3.mlp.up.weight": from the module last asked for its parameters, then, for good,
-  /// from the one that was materialized.
+  /// The path of its field, "blocks.3.mlp.up.weight": relative to the module last asked for its parameters, then, permanently, to the
+  /// one that was materialized.
   const std::string& name() const { return state().name; }
   const Init& init() const { return state().init; }
   bool trainable() const { return state().trainable; }
-  /// Takes it out of training: no gradient, no optimizer state. Before materialize() (its unit is laid out there).
+  /// Excludes it from training: no gradient, no optimizer state. Before materialize() (its unit is laid out there).
   void freeze();
-  /// The same, and nothing else changes it either once it is loaded: it rests in its unit's compute dtype
+  /// The same, and nothing else changes it either once it is loaded: it is stored in its unit's compute dtype
   /// (ShardOptions::compute_dtype), if that is narrower.
   void freeze_for_good();
   /// Computation uses it in its own dtype, whatever ShardOptions::compute_dtype and ::reduce_dtype say. Before materialize().
   void keep_exact();
   bool exact() const { return state().exact; }
-  /// It rests, is gathered and is saved in blocks of 64 neighbouring values (core/block_format.h), and each value() makes all its
-  /// values from them, in its unit's compute dtype, for as long as they are used. For a parameter that is frozen for good, before
-  /// materialize(); ConfigError for another, ShapeError if rows are not multiples of 64.
+  /// It is stored, gathered and saved in blocks of 64 consecutive values (core/block_format.h), and each value() dequantizes them, to
+  /// its unit's compute dtype, for as long as the values are used. For a parameter that is frozen for good, before materialize();
+  /// ConfigError for another, ShapeError if rows are not multiples of 64.
   void quantize(BlockFormat format);
   const std::optional<BlockFormat>& blocks() const { return state().blocks; }
-  /// What value() is made from: the bytes, as its unit holds them ready.
+  /// The source of value(): the bytes, as its unit holds them ready.
   Tensor in_blocks() const;
-  /// Its gradient is not a slope but a measurement (MixtureOfExperts: an expert's load above the mean). It is summed over ranks and
-  /// micro-batches as every gradient is, and kept exact. Each optimizer step moves every element by `rate` against the gradient's sign
-  /// (signSGD; Bernstein et al., https://arxiv.org/abs/1802.04434), whatever the optimizer and its learning rate; it is in no norm, and has
-  /// no state. Before materialize(); ConfigError for a rate that is not above 0.
+  /// Its gradient is a measurement, not a derivative (MixtureOfExperts: an expert's load above the mean). It is summed over ranks and
+  /// micro-batches as every gradient is, and kept exact. Each optimizer step moves every element by `rate` against the gradient's
+  /// sign (signSGD; Bernstein et al., https://arxiv.org/abs/1802.04434), whatever the optimizer and its learning rate; it is in no
+  /// norm, and has no state. Before materialize(); ConfigError for a rate that is not above 0.
   void steer(double rate);
-  /// That rate; 0: its gradient is a slope.
+  /// That rate; 0: its gradient is a derivative.
   double steered() const { return state().steered; }
-  /// Another way to draw the first values. Before materialize().
+  /// Another initialization. Before materialize().
   void set_init(Init init);
 
-  /// Its rows are looked up or scored one by one: an embedding, the head over a vocabulary, a router, taps of channels. Optimizers that
-  /// take a matrix for a map between hidden spaces (optim::Muon) leave it out, and so do adapters, FP8 and quantization.
+  /// Its rows are looked up or scored individually: an embedding, the head over a vocabulary, a router, taps of channels. Optimizers
+  /// that treat a matrix as a map between hidden spaces (optim::Muon) exclude it, and so do adapters, FP8 and quantization.
   void set_table() { state().table = true; }
   bool table() const { return state().table; }
 
-  /// It holds biases, perhaps those of several layers side by side: the biases of experts [E, O]. Whatever its rank, optimizers treat it
-  /// as vectors: it does not decay (optim::decays_matrices), and optim::Muon leaves it out.
+  /// It holds biases, perhaps those of several layers: the biases of experts [E, O]. Whatever its rank, optimizers treat it as
+  /// vectors: it does not decay (optim::decays_matrices), and optim::Muon excludes it.
   void set_bias() { state().bias = true; }
   bool bias() const { return state().bias; }
 
-  /// How the ranks of a tensor axis (ShardOptions::tensor_axis) share it: each computes with what `map` gives it and never
-  /// has the rest. Without such an axis it has no effect. Before materialize(); PlacementError for a flat or uneven map, or
-  /// one that does not fit the shape.
+  /// How the ranks of a tensor axis (ShardOptions::tensor_axis) share it: each computes with its part by `map` and never has the
+  /// rest. Without such an axis it has no effect. Before materialize(); PlacementError for a flat or uneven map, or one that does not
+  /// fit the shape.
   void set_cut(const OwnershipMap& map);
   const std::optional<OwnershipMap>& cut() const { return state().cut; }
-  /// The mesh axis that cuts it: -1 if it is whole on every rank that computes with it, and before materialize().
+  /// The mesh axis that shards it: -1 if it is whole on every rank that computes with it, and before materialize().
   int cut_axis() const;
 
-  /// Its unit and its place there; null and -1 before materialize().
+  /// Its unit and its index there; null and -1 before materialize().
   const std::shared_ptr<Unit>& unit() const { return state().unit; }
   int index() const { return state().index; }
 
@@ -118,7 +118,7 @@ class Parameter : public TensorOperand {
     std::shared_ptr<Unit> unit;
     int index = -1;
   };
-  /// Two handles are the same leaf if their records are one.
+  /// Two handles are the same leaf if they share a record.
   const State* id() const { return state_.get(); }
   State& state() const;
 
@@ -127,13 +127,12 @@ class Parameter : public TensorOperand {
   std::shared_ptr<State> state_;
 };
 
-/// Makes `a` the same leaf as `b`: one value used twice, whose gradients add up. The shapes must agree; before
-/// materialize().
+/// Makes `a` the same leaf as `b`: one value used twice, whose gradients are summed. The shapes must agree; before materialize().
 void tie(Parameter& a, const Parameter& b);
 
-/// State without gradient, whole on every rank: a running mean, a table. Memory comes with materialize(). It changes by
-/// assign(), between recordings: forward leaves what it has computed in a Tensor, which outlives its recording, and the
-/// loop assigns it after recording.take() (docs/own_models.md has a running mean).
+/// State without gradient, whole on every rank: a running mean, a table. Allocated by materialize(). It is changed by assign(),
+/// between recordings: forward stores its result in a Tensor, which outlives its recording, and the loop assigns it after
+/// recording.take() (docs/own_models.md has a running mean).
 class Buffer : public TensorOperand {
  public:
   Buffer() = default;
@@ -168,8 +167,8 @@ std::vector<std::shared_ptr<Unit>> distinct_units(std::span<const Parameter> par
 Tensor full_parameter(const nn::Parameter& p);
 /// The same for its gradient; undefined if there is none. Collective.
 Tensor full_gradient(const nn::Parameter& p);
-/// Gives a parameter the values of a whole tensor (no layout, same shape and dtype): each rank copies its own piece,
-/// without communication. Outside of any recording, whose backward may read what was there before.
+/// Gives a parameter the values of a whole tensor (no layout, same shape and dtype): each rank copies its own piece, without
+/// communication. Outside of any recording, whose backward may read the old values.
 void assign(const nn::Parameter& p, const Tensor& whole);
 /// The same for a buffer, on every rank. The value may have a layout in which it is whole, such as Invariant.
 void assign(const nn::Buffer& b, const Tensor& whole);

@@ -16,7 +16,7 @@ namespace {
 
 using kernels::cpu::kSquareLimbs;
 
-// Inputs: limbs i64 [rows, 24], whole here, of each group of units [, factor of the loss f32 []]; output: norms f64 [rows].
+// Inputs: limbs i64 [rows, 24], whole on this rank, of each group of units [, factor of the loss f32 []]; output: norms f64 [rows].
 struct Norms {
   static constexpr const char* kName = "norms";
   struct Attrs { int64_t groups; };

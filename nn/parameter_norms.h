@@ -1,4 +1,4 @@
-// Norms of each parameter and of its gradient: where a model begins to diverge.
+// Norms of each parameter and of its gradient: they show where a model begins to diverge.
 #pragma once
 
 #include <span>
@@ -10,13 +10,13 @@
 namespace sheaf {
 
 /// The 2-norms of these parameters' gradients, in their order, f64 [n], whole on every rank; 0 for one that is frozen, steered
-/// (nn::Parameter::steer) or has none. Before clipping, whose scale is next to gradients. One pass over gradients and, where parameters
-/// are sharded, one all_reduce for all of them; sums are exact as clip_grad_norm's are. Recorded as part of the update if a recording
-/// lives.
+/// (nn::Parameter::steer) or has none. Before clipping, whose scale is stored separately. One pass over gradients and, if parameters
+/// are sharded, one all_reduce for all of them; sums are exact as clip_grad_norm's are. Recorded as part of the update if there is a
+/// recording.
 Tensor grad_norms(std::span<const nn::Parameter> parameters);
-/// For gradients that have the scaler's factor in them: norms without it.
+/// For gradients that contain the scaler's factor: norms without it.
 Tensor grad_norms(std::span<const nn::Parameter> parameters, const optim::LossScaler& scaler);
-/// The same of the parameters themselves (their masters).
+/// The same for the parameters themselves (their masters).
 Tensor parameter_norms(std::span<const nn::Parameter> parameters);
 
 inline Tensor grad_norms(const std::vector<nn::Parameter>& parameters) { return grad_norms(std::span(parameters)); }

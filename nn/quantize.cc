@@ -5,7 +5,7 @@
 namespace sheaf::nn {
 namespace {
 
-// Cuts in whole blocks of what `down` reads.
+// Shards the inputs of `down` in whole blocks.
 template <class Mlp>
 void cut_in_blocks(Module* module) {
   auto* const mlp = dynamic_cast<Mlp*>(module);

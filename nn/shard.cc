@@ -46,7 +46,7 @@ struct UnitMarker : Visitor {
   void module(Module& m) override {
     const std::string here = path();
     known.insert(here);
-    if (ModuleAccess::mark(m)) {  // an inner call has claimed it, with all below it
+    if (ModuleAccess::mark(m)) {  // an inner call has claimed it, with its submodules
       if (missing.erase(here))
         fail<ConfigError>("[shard] '", here, "' is sharded by a call of its own already");
       return;
@@ -72,7 +72,7 @@ struct UnitMarker : Visitor {
   }
 };
 
-// Finds attention in what no inner call has sharded, and how ranks share it: ConfigError if those of a context axis cannot.
+// Finds attention that no inner call has sharded, and how ranks share it: ConfigError if those of a context axis cannot.
 struct AttentionToCut : Visitor {
   const MeshSpec* mesh;
   int tensor, context;
@@ -103,7 +103,7 @@ struct AttentionToCut : Visitor {
   }
 
  private:
-  // A state needs all tokens, so the ranks of both axes share heads, however attention's ranks share sequences.
+  // A state needs all tokens, so the ranks of both axes share heads, even if attention's ranks share sequences.
   void check_recurrent(int64_t units) const {
     const int of_tensor = tensor < 0 ? 1 : mesh->size(tensor), of_context = context < 0 ? 1 : mesh->size(context);
     check<ConfigError>(units >= int64_t{of_tensor} * of_context, "[delta_net] '", path(), "': ", of_tensor, " ranks of a tensor axis times ",
@@ -119,7 +119,7 @@ struct AttentionToCut : Visitor {
 
 namespace {
 
-/// What experts are sharded over if the rest of the model is sharded over the experts' own axis.
+/// The axis over which experts are sharded if the rest of the model is sharded over the experts' own axis.
 int axis_of_experts(const MeshSpec& mesh, int experts, int context, const std::vector<int>& taken) {
   if (context >= 0) return context;
   for (int a = 0; a < mesh.num_axes(); ++a)
@@ -128,7 +128,7 @@ int axis_of_experts(const MeshSpec& mesh, int experts, int context, const std::v
                     "' has of the experts is sharded; where it is whole, the size of that axis is 1");
 }
 
-/// Experts are units of their own: no other parameters are cut as they are.
+/// Experts are separate units: no other parameters are sharded like them.
 void mark_experts(nn::Module& module, const nn::Module::UnitMark& mark) {
   const auto shared = std::make_shared<const nn::Module::UnitMark>(mark);
   for (const auto& [path, m] : module.named_modules()) {
@@ -142,14 +142,14 @@ void mark_experts(nn::Module& module, const nn::Module::UnitMark& mark) {
   }
 }
 
-/// Modules marked with `mark`, or with experts' marks below them, get one that says where they are.
+/// Gives modules marked with `mark`, or with experts' marks below them, marks with their stage.
 void mark_stages(nn::Module& module, const ShardOptions& options, const std::shared_ptr<const nn::Module::UnitMark>& mark,
                  int axis) {
   const int stages = mark->mesh->size(axis);
   const auto modules = module.named_modules();
   const auto is_unit = [&](nn::Module* m) { return nn::ModuleAccess::mark(*m) == mark && m != &module; };
   const auto is_below = [](const std::string& path, const std::string& outer) { return path.starts_with(outer + "."); };
-  std::vector<std::string> outermost;  // paths of units; those below them are where they are
+  std::vector<std::string> outermost;  // paths of units; those below them are on the same stage
   for (const auto& [path, m] : modules)
     if (is_unit(m) && (outermost.empty() || !is_below(path, outermost.back()))) outermost.push_back(path);
   const int64_t count = std::ssize(outermost);
@@ -186,7 +186,7 @@ void mark_stages(nn::Module& module, const ShardOptions& options, const std::sha
     fail<ConfigError>("[shard] no unit is in stage ", empty - used.begin(), " of axis '", mark->mesh->name(axis), "'");
 }
 
-/// The axis of each role, -1 where there is none. Each has one role, but context and experts may share that of the parameters.
+/// The axis of each role, -1 if there is none. Each has one role, but context and experts may share that of the parameters.
 struct Axes {
   int parameters = 0, replicas = -1, tensor = -1, context = -1, experts = -1, stages = -1;
 
@@ -195,9 +195,9 @@ struct Axes {
       if (a == axis) return true;
     return false;
   }
-  /// The first axis along which the parameters are replicated beside their own; -1: none.
+  /// The first axis along which the parameters are replicated, other than their own; -1: none.
   int replicating() const { return replicating_beside(parameters, {replicas, context, experts}); }
-  /// The first of `axes` along which what is sharded over `axis` is replicated; -1: none.
+  /// The first of `axes` along which parameters sharded over `axis` are replicated; -1: none.
   int replicating_beside(int axis, std::initializer_list<int> axes) const {
     for (const int a : axes)
       if (a >= 0 && (a != axis || a == replicas)) return a;
@@ -276,7 +276,7 @@ nn::Module::UnitMark mark_of(const MeshSpec* mesh, const Axes& axes, const Shard
   return mark;
 }
 
-/// A rank's experts are sharded over another axis than the one that cuts them.
+/// A rank's experts are sharded over another axis than the one that distributes the experts.
 nn::Module::UnitMark mark_of_experts(nn::Module::UnitMark mark, const Axes& axes, const ShardOptions& options) {
   mark.tensor_axis = axes.experts;
   if (mark.axis == axes.experts) mark.axis = axis_of_experts(*mark.mesh, axes.experts, axes.context, {axes.replicas, axes.tensor, axes.stages});

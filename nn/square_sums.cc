@@ -15,7 +15,7 @@ namespace {
 
 using kernels::cpu::kSquareLimbs;
 
-// Inputs: a shard [, limbs so far]; output: limbs i64 [24]. Of a shard the limbs are Partial.
+// Inputs: a shard [, limbs so far]; output: limbs i64 [24]. The limbs of a shard are Partial.
 struct SumOfSquares {
   static constexpr const char* kName = "sum_of_squares";
   using Attrs = NoAttrs;
@@ -28,7 +28,7 @@ struct SumOfSquares {
   }
 };
 
-// The same in rows: limbs i64 [rows, 24]. The table has for each piece of a parameter its row, where it starts in the shard, and its
+// The same in rows: limbs i64 [rows, 24]. The table has for each piece of a parameter its row, its offset in the shard, and its
 // elements.
 struct SumsOfSquares {
   static constexpr const char* kName = "sums_of_squares";

@@ -15,7 +15,7 @@ bool owns(const Layout& layout) {
   return true;
 }
 
-// What this rank has of each of the leaves of a unit in `values`.
+// This rank's pieces of each of the leaves of a unit in `values`.
 void append_pieces(const Unit& unit, const std::vector<int>& leaves, const std::vector<optim::StatePart>& parts,
                    const Tensor& values, const std::string& prefix, std::vector<StatePiece>& out) {
   const bool owner = owns(values.layout());

@@ -1,5 +1,5 @@
-// State dict: what a model or an optimizer keeps, as named local pieces, without communication. The same pieces serve
-// for saving (read through the pointer) and for loading (write through it).
+// State dict: the tensors of a model or an optimizer, as named local pieces, without communication. The same pieces serve for saving
+// (read through the pointer) and for loading (write through it).
 #pragma once
 
 #include <optional>
@@ -12,21 +12,21 @@
 
 namespace sheaf::nn {
 
-/// Elements of one tensor that this rank holds, side by side in memory. Of a tensor that is cut along a dimension it may
-/// hold several such pieces, one after another; of every tensor there is at least one, if need be without elements.
+/// Elements of one tensor that this rank holds contiguously in memory. If the tensor is sharded along a dimension there may be
+/// several such pieces, one after another; every tensor has at least one, possibly empty.
 struct StatePiece {
   std::string name;    ///< "blocks.3.mlp.up.weight"; of optimizer state "optimizer.m.blocks.3.mlp.up.weight"
   DType dtype = kF32;
   Shape shape;         ///< global
-  Runs runs;           ///< of the row-major flat index; empty where the rank holds nothing
+  Runs runs;           ///< of the row-major flat index; empty if the rank holds nothing
   Device device = {};
   void* data = nullptr;  ///< on `device`
   bool owner = true;   ///< this rank saves it: if several ranks hold it whole, the first does
-  std::optional<BlockFormat> blocks = std::nullopt;  ///< it is bytes of values that rest in blocks (Parameter::quantize, BlockPiece)
+  std::optional<BlockFormat> blocks = std::nullopt;  ///< it is bytes of values stored in blocks (Parameter::quantize, BlockPiece)
 };
 
-/// Parameters and buffers, in visiting order, each on every rank. Pointers stay valid while the model lives. What is
-/// gathered is discarded first, so values written through the pointers are the ones that count. Not on meta.
+/// Parameters and buffers, in visiting order, each on every rank. Pointers stay valid while the model lives. Gathered values are
+/// discarded first, so that values written through the pointers take effect. Not on meta.
 std::vector<StatePiece> state_pieces(Module& module);
 /// The optimizer's tensors. Its step count is Optimizer::steps().
 std::vector<StatePiece> state_pieces(optim::Optimizer& optimizer);

@@ -29,7 +29,7 @@ std::vector<std::shared_ptr<Unit>> trainable_units(std::string_view who, std::sp
 void reduce_waiting(std::span<const std::shared_ptr<Unit>> units) {
   for (size_t i = 0; i < units.size(); ++i) {
     units[i]->reduce_waiting();
-    if (i > 0) units[i - 1]->complete_reduction();  // as in a backward, at most a few of them are being sent at once
+    if (i > 0) units[i - 1]->complete_reduction();  // as in a backward, only a few of them are in flight at a time
   }
   if (!units.empty()) units.back()->complete_reduction();
 }

@@ -10,11 +10,11 @@
 
 namespace sheaf::nn {
 
-/// The units that hold trainable ones of these parameters, each once, in order. ConfigError, in the name of `who`, if a
-/// unit has trainable parameters that are not among them; LifetimeError before materialize().
+/// The units that hold trainable ones of these parameters, each once, in order. ConfigError, prefixed with `who`, if a unit has
+/// trainable parameters that are not among them; LifetimeError before materialize().
 std::vector<std::shared_ptr<Unit>> trainable_units(std::string_view who, std::span<const Parameter> parameters);
 
-/// Reduces those gradients of these units that still wait for it (strategy zero1, replicas); collective.
+/// Reduces those gradients of these units whose reduction is pending (strategy zero1, replicas); collective.
 void reduce_waiting(std::span<const std::shared_ptr<Unit>> units);
 
 }  // namespace sheaf::nn

@@ -1,4 +1,4 @@
-// What shard() leaves on a module for materialize(), and the access of both to a module's private parts.
+// The mark that shard() leaves on a module for materialize(), and the access of both to a module's private members.
 #pragma once
 
 #include <string>

@@ -5,14 +5,14 @@
 
 namespace sheaf::nn {
 
-/// While it lives, units that are entered outside of recordings are gathered, or cast, once and stay so, for evaluation or generation at the speed
-/// of a replicated model, and in its memory (FSDP2's unshard() and reshard()):
+/// While it lives, units that are entered outside of recordings are gathered, or cast, once and stay so, for evaluation or generation
+/// at the speed of a replicated model, and with its memory (FSDP2's unshard() and reshard()):
 ///
 ///   const nn::Unsharded whole(model);
 ///   for (...) model.next_logits(tokens, cache);
 ///
-/// A recording gathers for itself, as usual; after an optimizer's step, or whatever else changes masters, units are gathered anew. Must
-/// not outlive the model. All this holds for copies made of replicas' secondary shards and for values in blocks, too.
+/// A recording gathers separately, as usual; after an optimizer's step, or any other change of masters, units are gathered again.
+/// Must not outlive the model. All this also applies to copies made from secondary shards and to dequantized blocks.
 class Unsharded {
  public:
   /// Throws LifetimeError for a model without memory.

@@ -24,7 +24,7 @@ int64_t checked_head_dim(const AttentionConfig& c) {
 
 int64_t kv_heads_of(const AttentionConfig& c) { return c.kv_heads ? c.kv_heads : c.heads; }
 
-// A tensor axis cuts the heads, and so does a context axis. Queries read the keys of their group: all are cut in as many units
+// A tensor axis shards the heads, and so does a context axis. Queries read the keys of their group: all are sharded in as many units
 // as there are key heads, or copies of these. `dim` is that of the packed projections.
 OwnershipMap head_cut(int dim, int64_t heads, int64_t kv_heads, int64_t width, int64_t units) {
   return OwnershipMap::parts(dim, {heads * width, kv_heads * width, kv_heads * width}, units);
@@ -100,8 +100,8 @@ Tensor CausalSelfAttention::normed_over_heads(const Tensor& qkv_BTE) const {
   return concat_as({normed[0], normed[1], parts[2]}, 2, qkv_BTE.type());
 }
 
-// Where units are parts of key heads, each rank has its queries but too little of their keys: keys and values, few elements a
-// token, are put together on all ranks, and each takes the heads that its queries read.
+// If units are parts of key heads, each rank has its queries but only parts of their keys: keys and values, few elements per token,
+// are gathered on all ranks, and each takes the heads that its queries read.
 Tensor CausalSelfAttention::with_whole_keys(const Tensor& qkv_BTE, int64_t units) const {
   const auto parts = split(qkv_BTE, {heads * head_dim, 2 * kv_heads * head_dim}, 2);
   const Tensor &q_BTE = parts[0], &kv_BTE = parts[1];
@@ -113,11 +113,11 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
   check<ConfigError>(!cache || !begins_BT, "[attention] '", path(), "': the tokens of a cache are one document");
   const Tensor rows_BT = cache ? cache->begins(x_BTC.size(1)) : Tensor();
   const TensorRegion region(x_BTC, qkv.weight);
-  // Where more ranks share a layer, or a sequence, than there are key heads, some have copies.
+  // If more ranks share a layer, or a sequence, than there are key heads, some have copies.
   int64_t keys = qkv.weight.cut_axis() < 0 ? kv_heads : qkv.weight.cut()->granule();
   const bool gathers = context_comm == ContextComm::all_gather;
   ContextRegion context;
-  const auto enter = [&](const Type& made) {  // in pieces, if nothing comes in between
+  const auto enter = [&](const Type& made) {  // in pieces, if nothing is computed in between
     if (gathers || region || qk_norm_all_heads || ContextRegion::copies(made, keys, heads / keys) > 1) return made.layout;
     return context.onward(head_cut(2, heads, keys, head_dim, keys))(made);
   };
@@ -152,8 +152,7 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
   return dropout(projection(mixed_BTC, region.onward()));
 }
 
-// Queries are those of these tokens, keys and values of more. The backward keeps what these are gathered from, not
-// the gathered ones.
+// Queries are those of these tokens, keys and values of more. The backward keeps the sharded keys and values, not the gathered ones.
 template <class WholeKeys>
 Tensor CausalSelfAttention::attend(const Tensor& qkv_BTE, int64_t keys, const Tensor& begins_BT, WholeKeys&& whole_keys) const {
   const int64_t b = qkv_BTE.size(0), t = qkv_BTE.size(1), both = 2 * keys;

@@ -23,11 +23,11 @@ struct AttentionConfig {
   bool gate = false;        ///< the heads' output is multiplied by the sigmoid of a linear layer of x (https://arxiv.org/abs/2505.06708)
   bool sinks = false;       ///< each head has a sink (AttentionOptions::sinks)
   bool qk_norm = false;     ///< each query and key is normalised, before it is rotated
-  bool qk_norm_all_heads = false;  ///< all heads of a token are normalised as one row, not each by itself
+  bool qk_norm_all_heads = false;  ///< all heads of a token are normalised as one row, not each separately
   double norm_eps = 1e-5;   ///< of these norms
   double dropout = 0.0;     ///< of the output (not of the attention weights, which never exist)
   double scale = 1.0;       ///< of scores, in addition to 1 / sqrt(head_dim)
-  double softcap = 0.0;     ///< scores are held within it (AttentionOptions::softcap); 0: none
+  double softcap = 0.0;     ///< scores are softly limited to it (AttentionOptions::softcap); 0: none
   int64_t window = 0;       ///< keys that a token sees, itself and those before it (sliding-window attention); 0: all
   double rope_theta = 0.0;  ///< base of rotary positions; 0: none
   int64_t rotary_dim = 0;  ///< how many of each head's last elements are rotated; 0: all
@@ -36,14 +36,13 @@ struct AttentionConfig {
   Init projection_init = Init::normal(0.02);  ///< of the output projection
 };
 
-/// The number of units in which `ranks` of a tensor axis share heads, a unit being a key head with the queries that read it: as
-/// many as key heads or, for more ranks, the fewest copies of each that leave no rank without. The number of copies divides heads /
-/// kv_heads (queries of a key head) and head_dim (a key head is put together from that many parts). If none is enough, the most
-/// that can be.
+/// The number of units in which `ranks` ranks of a tensor axis share heads, a unit being a key head with the queries that read it:
+/// equal to the key heads or, for more ranks, the fewest copies of each that give every rank one. The number of copies divides heads
+/// / kv_heads (queries per key head) and head_dim (a key head is assembled from that many parts). If none suffices, the maximum.
 int64_t head_units(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t ranks);
 
-/// sheaf::document_begins for CausalSelfAttention: placed as tokens[B, T], but whole on every rank of axes that cut
-/// sequences, because attention sees whole sequences there. Gathers four bytes a token.
+/// sheaf::document_begins for CausalSelfAttention: placed as tokens[B, T], but whole on every rank of axes that shard sequences,
+/// because attention sees whole sequences there. Gathers four bytes per token.
 Tensor document_begins(const Tensor& tokens_BT, int64_t end_of_text);
 
 /// Multi-head attention of each token to itself and those before it (Vaswani et al., https://arxiv.org/abs/1706.03762): [B, T, C]
@@ -52,7 +51,7 @@ Tensor document_begins(const Tensor& tokens_BT, int64_t end_of_text);
 /// and the window - 1 tokens before it, including those in the cache.
 struct CausalSelfAttention : Module {
   int64_t heads, kv_heads, head_dim, window;
-  double scale;  ///< of scores, all of it
+  double scale;  ///< of scores, including 1 / sqrt(head_dim)
   double softcap;
   double rope_theta;
   int64_t rotary_dim;
@@ -64,13 +63,14 @@ struct CausalSelfAttention : Module {
   bool qk_norm_all_heads;
   std::optional<RMSNorm> query_norm, key_norm;  ///< of a head each or, with qk_norm_all_heads, of all H·D and G·D
   Dropout dropout;
-  ContextComm context_comm = ContextComm::all_to_all;  ///< where ranks share sequences (shard() says it)
+  ContextComm context_comm = ContextComm::all_to_all;  ///< if ranks share sequences (set by shard())
 
   explicit CausalSelfAttention(const AttentionConfig& config);
   void take_settings(const Module& source) override { context_comm = static_cast<const CausalSelfAttention&>(source).context_comm; }
   Tensor forward(const Tensor& x_BTC, KeyValueCache* cache = nullptr, const Tensor& begins_BT = {});
-  /// Before materialize(), by shard(): a tensor axis will cut the heads in this many head_units(). Where these are more than the key
-  /// heads, key heads are cut, too: ranks compute parts of them, gather all parts, and take the heads that their queries read.
+  /// Called before materialize(), by shard(): a tensor axis will shard the heads in this many head_units(). If there are more of
+  /// these than key heads, key heads are split, too: ranks compute parts of them, gather all parts, and take the heads that their
+  /// queries read.
   void cut_heads(int64_t units);
   SHEAF_FIELDS(qkv, gate, projection, sinks, query_norm, key_norm, dropout);
 

@@ -6,7 +6,7 @@
 namespace sheaf::nn {
 
 namespace {
-// The mesh axes that cut dimension `dim`.
+// The mesh axes that shard dimension `dim`.
 std::vector<int> axes_that_cut(const Layout& l, int dim) {
   std::vector<int> axes;
   for (int a = 0; a < l.num_axes(); ++a)
@@ -57,7 +57,7 @@ Tensor ContextRegion::leave(const Tensor& y, bool in_pieces) const {
 
 int64_t ContextRegion::copies(const std::string& path, int64_t units, int64_t most, const MeshSpec& mesh,
                               const std::vector<int>& axes, const std::vector<int>& before) {
-  int64_t have = units, ranks = 1;  // of what the axes before leave a rank at least
+  int64_t have = units, ranks = 1;  // the fewest that the axes before leave a rank
   std::string others;
   const auto cut_by = [&](int axis) {
     have /= mesh.size(axis);

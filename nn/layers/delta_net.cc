@@ -23,7 +23,7 @@ int64_t key_elements(const DeltaNetConfig& c) { return c.key_heads * c.key_width
 int64_t value_elements(const DeltaNetConfig& c) { return c.value_heads * c.value_width; }
 int64_t readers(const DeltaNetConfig& c) { return c.value_heads / c.key_heads; }
 
-// A tensor axis cuts the heads, and so does a context axis: key heads, each with what reads it.
+// A tensor axis shards the heads, and so does a context axis: key heads, each with the value heads that read it.
 OwnershipMap qkv_cut(int dim, const DeltaNetConfig& c) {
   return OwnershipMap::parts(dim, {key_elements(c), key_elements(c), value_elements(c)}, c.key_heads);
 }
@@ -39,8 +39,8 @@ Parameter of_heads(const DeltaNetConfig& c, const Init& init) {
 
 }  // namespace
 
-// Rates of decay are drawn so that heads remember from about one token to some thousands: exp(log_decay) in [1, 16), what softplus makes
-// of the bias about in [0.001, 0.1) (Mamba's: Gu and Dao, https://arxiv.org/abs/2312.00752, section 3.6).
+// Rates of decay are drawn so that heads remember from about one token to some thousands: exp(log_decay) in [1, 16), softplus of the
+// bias about in [0.001, 0.1) (Mamba's: Gu and Dao, https://arxiv.org/abs/2312.00752, section 3.6).
 GatedDeltaNet::GatedDeltaNet(const DeltaNetConfig& c)
     : config(checked(c)),
       qkv(c.width, 2 * key_elements(c) + value_elements(c), {.bias = false, .init = c.init, .cut = qkv_cut(0, c)}),
@@ -53,10 +53,11 @@ GatedDeltaNet::GatedDeltaNet(const DeltaNetConfig& c)
       projection(value_elements(c), c.width, {.bias = false, .init = c.projection_init, .cut = values_cut(1, c)}),
       dropout(c.dropout) {
   taps.set_cut(qkv_cut(0, c));
-  for (Parameter* p : {&taps, &rates.weight}) p->set_table();  // each row by itself, as a router's: not for Muon, adapters, FP8 and blocks
+  for (Parameter* p : {&taps, &rates.weight}) p->set_table();  // rows are independent, like a router's: not for Muon, adapters, FP8 and
+                                                               // blocks
 }
 
-// Reads tokens from the one on before which the state is `options.initial`.
+// Reads tokens, starting with the one whose preceding state is `options.initial`.
 DeltaRuleResult GatedDeltaNet::read(const Tensor& qkv_BTF, const Tensor& rates_BTR, GatedDeltaRuleOptions options) const {
   const DeltaNetConfig& c = config;
   options.heads = c.value_heads, options.key_heads = c.key_heads, options.key_width = c.key_width;
@@ -78,7 +79,7 @@ Tensor GatedDeltaNet::forward(const Tensor& x_BTC, KeyValueCache* cache, const T
     qkv_BTF = context.enter(qkv_BTF), rates_BTR = of_rates.enter(rates_BTR);
   }
   Tensor y_BTF;
-  // Padding is all zeros: the state, which is zero, stays so, and the convolution adds nothing.
+  // Padding is all zeros: the state, which is zero, stays zero, and the convolution adds nothing.
   if (cache && qkv_BTF.size(1) > 1 && cache->begins(qkv_BTF.size(1))) qkv_BTF = where(unsqueeze(cache->is_read(qkv_BTF.size(1)), {2}), qkv_BTF, 0.0);
   if (cache) y_BTF = read_on(qkv_BTF, rates_BTR, *cache);
   else y_BTF = read(causal_conv(qkv_BTF, taps, {.silu = true, .begins = begins_BT}), rates_BTR, {.begins = begins_BT}).out;
@@ -89,8 +90,8 @@ Tensor GatedDeltaNet::forward(const Tensor& x_BTC, KeyValueCache* cache, const T
   return dropout(projection(gated_BTF, region.onward()));
 }
 
-// Chunks begin at multiples of kDeltaChunk, with a cache, too: so a token has the bits that it has in one pass. The state before a
-// chunk is kept, and the tokens since then are read again.
+// Chunks begin at multiples of kDeltaChunk, with a cache, too: so a token has the same bits as in one pass. The state before a chunk
+// is kept, and the tokens since then are read again.
 Tensor GatedDeltaNet::read_on(const Tensor& qkv_BTF, const Tensor& rates_BTR, KeyValueCache& cache) const {
   constexpr int64_t kChunk = kernels::kDeltaChunk;
   RecurrentTail& tail = cache.tail(path());

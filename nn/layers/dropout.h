@@ -6,9 +6,9 @@
 
 namespace sheaf::nn {
 
-/// In training mode each element is zeroed with probability p and the others are divided by 1 - p (Srivastava et al. 2014);
-/// otherwise the identity. Which ones depends on the recording's seed, step and samples and on this module's path, not on
-/// how the batch is cut.
+/// In training mode each element is zeroed with probability p and the others are divided by 1 - p (Srivastava et al. 2014); otherwise
+/// the identity. Which ones depends on the recording's seed, step and samples and on this module's path, not on how the batch is
+/// sharded.
 struct Dropout : Module {
   double p;
 

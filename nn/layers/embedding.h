@@ -9,8 +9,8 @@
 
 namespace sheaf::nn {
 
-/// y[.., width] = weight[tokens[..], width]; tokens of any integer type. A token outside [0, rows) is a DataError. A tensor
-/// axis cuts the table by `cut`, along dimension 0: each rank looks up the tokens of its rows, and y is placed as tokens are.
+/// y[.., width] = weight[tokens[..], width]; tokens of any integer type. A token outside [0, rows) is a DataError. A tensor axis
+/// shards the table by `cut`, along dimension 0: each rank looks up the tokens of its rows, and y is placed as tokens are.
 struct Embedding : Module {
   Parameter weight;
 

@@ -44,7 +44,7 @@ MixtureConfig checked(const MixtureConfig& c) {
   return c;
 }
 
-/// The layout of x[B, T, ..] with a rank's tokens one after another, where they are in several places of a sequence: experts take
+/// The layout of x[B, T, ..] with a rank's tokens as one interval, if they are several intervals of a sequence: experts process
 /// tokens one by one, in any order.
 Layout in_order_of_ranks(const Tensor& x) {
   Layout l = x.layout();
@@ -59,8 +59,7 @@ Layout in_order_of_ranks(const Tensor& x) {
   return l;
 }
 
-/// The unit of which these places in a sequence begin and end at multiples, on any rank; 0 if there is one place for
-/// each rank.
+/// The unit whose multiples are the boundaries of the ranks' intervals of a sequence, on any rank; 0 if each rank has one interval.
 int64_t unit_of_places(const Tensor& x) {
   const Layout& l = x.layout();
   int64_t unit = 0;
@@ -73,7 +72,7 @@ int64_t unit_of_places(const Tensor& x) {
   return unit;
 }
 
-/// `to` in place of `from` on all axes.
+/// Replaces `from` by `to` on all axes.
 Layout replaced(Layout l, const Placement& from, const Placement& to) {
   for (int a = 0; a < l.num_axes(); ++a)
     if (l[a] == from) l[a] = to;
@@ -90,7 +89,7 @@ MlpConfig shared_mlp(const MixtureConfig& c) {
   return m;
 }
 
-/// How often each of `experts` was chosen, f32 or f64 [E]: Partial where tokens are cut.
+/// How often each of `experts` was chosen, f32 or f64 [E]: Partial if tokens are sharded.
 Tensor loads(const Tensor& choices_BTK, int64_t experts, DType dtype) {
   const Layout& l = choices_BTK.layout();
   const Tensor one = full_of({dtype, choices_BTK.shape(), l}, 1.0);
@@ -98,8 +97,8 @@ Tensor loads(const Tensor& choices_BTK, int64_t experts, DType dtype) {
   return sum(scatter_add(none, 2, choices_BTK, one), {0, 1});
 }
 
-/// Returns the weights as they are. The gradient of the bias is E times each expert's choices, less all choices: whole
-/// numbers, whose sums are exact in any order (in f32 up to 2^24, 65,536 choices of one of 256 experts; beyond, to 24 bits).
+/// Returns the weights unchanged. The gradient of the bias is E times each expert's choices, minus all choices: whole numbers, whose
+/// sums are exact in any order (in f32 up to 2^24, 65,536 choices of one of 256 experts; beyond, to 24 bits).
 Tensor measuring(const Tensor& weights_BTK, const Tensor& bias_E, const Tensor& choices_BTK) {
   const auto vjp = [](Vjp& c) {
     c.set(0, c.grad());
@@ -112,7 +111,7 @@ Tensor measuring(const Tensor& weights_BTK, const Tensor& bias_E, const Tensor& 
                     weights_BTK, bias_E, choices_BTK);
 }
 
-/// x in a wider type, in which it is not kept for the backward.
+/// x in a wider dtype, in which it is not kept for the backward.
 Tensor wider(const Tensor& x, DType dtype) {
   if (x.dtype() == dtype) return x;
   const RecomputeScope again(RecomputeOptions{.results = true});
@@ -140,7 +139,7 @@ bool Experts::gathers(const Tensor& x, int64_t tokens, int64_t choices, int64_t 
   const int axis = gate.cut_axis();
   const Layout& l = x.layout();
   if (axis < 0 || !l.mesh() || !l[axis].is_shard() || !can_travel(l, l.with(axis, Placement::replicate()))) return false;
-  constexpr int64_t kAlone = 2;  // half of the rows, and more, travel while products are computed; tokens travel alone
+  constexpr int64_t kAlone = 2;  // half of the rows, and more, are sent while products are computed; tokens are sent alone
   return parts * rows_of_part(tokens, choices, gate.shape()[0], places, parts) > kAlone * tokens * l.mesh()->size(axis);
 }
 
@@ -155,7 +154,7 @@ Experts::Rows Experts::rows_of(const Tensor& x, int64_t tokens, int64_t choices,
 }
 
 Tensor Experts::forward(const Tensor& rows_QBNRC, const Tensor& counts_EBN, double fill) {
-  const Tensor counts = redistribute(counts_EBN, inside(counts_EBN));  // before the rows, which then need not be waited for
+  const Tensor counts = redistribute(counts_EBN, inside(counts_EBN));  // before the rows, so that it does not wait for them
   const Layout to = inside(rows_QBNRC);
   const Tensor x = fp8 == Fp8::none ? redistribute_in_pieces(rows_QBNRC, to, expert_products(rows_QBNRC, counts_EBN, fill)) : redistribute(rows_QBNRC, to);
   return of_own(x, counts, rows_QBNRC.layout(), fill);
@@ -189,7 +188,7 @@ MixtureOfExperts::MixtureOfExperts(const MixtureConfig& c)
   else choice_bias.keep_exact(), choice_bias.freeze();
 }
 
-// Where nothing is dropped, ranks that share a sequence have a group each.
+// If nothing is dropped, each rank that shares a sequence has one group.
 int64_t MixtureOfExperts::groups_of(const Tensor& x_BTC, const Layout& l, bool drops) const {
   int64_t ranks = 1;
   std::string axes;
@@ -271,7 +270,7 @@ Tensor MixtureOfExperts::forward(const Tensor& in_BTC, bool drops) {
   }
   const Tensor logits = router_logits(x_BTC), affinity = config.affinity == Affinity::sigmoid ? sigmoid(logits) : softmax(logits);
   const Tensor choices = choose(affinity), weights = weigh(affinity, choices);
-  imbalance = training() && config.balances ? imbalance_of(affinity, choices) : Tensor();  // what a forward without a loss has left goes
+  imbalance = training() && config.balances ? imbalance_of(affinity, choices) : Tensor();  // drops what a forward without a loss has left
   router_z = training() && config.measures_logits ? z_of(logits) : Tensor();
   const Tensor out = all ? of_gathered(x_BTC, all, choices, weights, plan) : of_exchanged(x_BTC, choices, weights, plan);
   return dropout(together == in_BTC.layout() ? out : relabel(out, in_BTC.type(), /*enters=*/false));
@@ -304,7 +303,7 @@ Tensor MixtureOfExperts::of_exchanged(const Tensor& x_BTC, const Tensor& choices
   return shared ? chosen + beside : chosen;
 }
 
-// By placements alone: what is Replicate is sent to parts of the experts without moving, and comes back Partial.
+// By placements alone: Replicate values are sent to sharded experts without communication, and come back Partial.
 Tensor MixtureOfExperts::of_gathered(const Tensor& x_BTC, const Travelling& all, const Tensor& choices_BTK, const Tensor& weights_BTK, const Plan& plan) {
   const Layout& whole = all.value.layout();
   const Tensor beside = shared ? shared_of(x_BTC) : Tensor();
@@ -312,7 +311,7 @@ Tensor MixtureOfExperts::of_gathered(const Tensor& x_BTC, const Travelling& all,
   routes.sources = redistribute(routes.sources, experts.inside(routes.sources));
   routes.counts = redistribute(routes.counts, experts.inside(routes.counts));
   const Tensor rows = experts(to_experts(arrived(all), routes), routes.counts, plan.fill);
-  // After these, so that in the backward this gradient is not queued after that of the tokens, which travels while the rest is
+  // After these, so that in the backward this gradient is not queued after that of the tokens, which is sent while the rest is
   // computed.
   const Tensor weights = redistribute(weights_BTK, whole);
   const Tensor chosen = redistribute(from_experts(rows, routes, weights), x_BTC.layout());

@@ -57,7 +57,7 @@ Tensor KeyValueCache::begins(int64_t tokens) {
 
 void KeyValueCache::keep_sequences(const std::vector<int64_t>& which) {
   const auto kept = std::ssize(which);
-  // Ranks choose independently among what they have.
+  // Each rank selects among its own sequences.
   const auto chosen_of = [&](const Tensor& x) {
     const Tensor index = Tensor::from(which, {kept}).to(x.device());
     if (!x.layout().mesh()) return take(x, index);

@@ -23,7 +23,7 @@ const LatentAttentionConfig& checked(const LatentAttentionConfig& c) {
 int64_t key_width(const LatentAttentionConfig& c) { return c.qk_nope_head_dim + c.qk_rope_head_dim; }
 int64_t up_width(const LatentAttentionConfig& c) { return c.qk_nope_head_dim + c.v_head_dim; }
 
-// A tensor axis cuts the heads, and so does a context axis: `width` elements of dimension `dim` each.
+// A tensor axis shards the heads, and so does a context axis: `width` elements of dimension `dim` each.
 LinearOptions without_bias(const Init& init) { return {.bias = false, .init = init}; }
 LinearOptions by_heads(const Init& init, int dim, int64_t width) {
   return {.bias = false, .init = init, .cut = OwnershipMap::even(dim, width)};
@@ -67,14 +67,14 @@ Tensor LatentAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const
   const Onward whole_queries = into(of_queries, key_width(c)), whole_keys = into(of_keys, up_width(c));
   Tensor q_BTD, up_BTE, shared_BTR;
   if (query_norm) q_BTD = queries((*query_norm)(parts[0]), whole_queries);
-  else if (region) q_BTD = send_onward(queries(region.enter(x_BTC, queries.fp8 == Fp8::none)), whole_queries);  // that comes in pieces
+  else if (region) q_BTD = send_onward(queries(region.enter(x_BTC, queries.fp8 == Fp8::none)), whole_queries);  // which arrives in pieces
   else q_BTD = queries(x_BTC, whole_queries);
   q_BTD = rotated(q_BTD, c.heads, cache);
   const auto make_keys = [&](const Tensor& of_keys_BTL) {
     const auto narrow = split(of_keys_BTL, {c.kv_lora_rank, c.qk_rope_head_dim}, 2);
     up_BTE = keys_values(latent_norm(narrow[0]), whole_keys), shared_BTR = narrow[1];
   };
-  if (gathers) {  // latents, which are narrow: each rank makes all keys and values from them, in the backward once more
+  if (gathers) {  // latents, which are narrow: each rank computes all keys and values from them, again in the backward
     const RecomputeScope again({.results = true});
     make_keys(whole_sequences(parts[1]));
     shared_BTR = rotated(shared_BTR, 1, cache);

@@ -1,5 +1,5 @@
-// Multi-head latent attention (DeepSeek-AI, https://arxiv.org/abs/2405.04434, section 2.1): keys and values of all heads are made of
-// one narrow latent, queries of another.
+// Multi-head latent attention (DeepSeek-AI, https://arxiv.org/abs/2405.04434, section 2.1): keys and values of all heads are computed
+// from one narrow latent, queries from another.
 //
 //   B batch   T tokens   C width   H heads   N, R, E elements of a head: of keys its own, of keys shared, of values
 #pragma once
@@ -17,10 +17,10 @@ namespace sheaf::nn {
 struct LatentAttentionConfig {
   int64_t width = 0;
   int64_t heads = 0;
-  int64_t q_lora_rank = 0;       ///< width of the queries' latent; 0: they are made from x
+  int64_t q_lora_rank = 0;       ///< width of the queries' latent; 0: they are computed from x
   int64_t kv_lora_rank = 0;      ///< width of the latent of keys and values
   int64_t qk_nope_head_dim = 0;  ///< N: elements of a query and a key that are not rotated
-  int64_t qk_rope_head_dim = 0;  ///< R: those after them that are; a token's key has the same in all heads
+  int64_t qk_rope_head_dim = 0;  ///< R: the rotated elements after those; all heads of a token's key share them
   int64_t v_head_dim = 0;        ///< E
   double norm_eps = 1e-6;        ///< of the latents' norms
   double dropout = 0.0;          ///< of the output
@@ -32,10 +32,10 @@ struct LatentAttentionConfig {
   Init projection_init = Init::normal(0.02);  ///< of the output projection
 };
 
-/// Causal self-attention like CausalSelfAttention: [B, T, C] → [B, T, C], with a cache, documents and a window as there. A cache keeps
-/// whole keys and values. Ranks of a tensor axis share heads; where it cuts tokens, the latents are gathered, which are narrower than
-/// x. A context axis gathers them, too, with ContextComm::all_gather; with all_to_all its ranks share heads. Rotary positions turn
-/// neighbours, as in DeepSeek's checkpoints.
+/// Causal self-attention like CausalSelfAttention: [B, T, C] → [B, T, C], with a cache, documents and a window as there. A cache
+/// keeps whole keys and values. Ranks of a tensor axis share heads; if it shards tokens, the latents are gathered, which are narrower
+/// than x. A context axis gathers them, too, with ContextComm::all_gather; with all_to_all its ranks share heads. Rotary pairs are
+/// neighbouring elements, as in DeepSeek's checkpoints.
 struct LatentAttention : Module {
   LatentAttentionConfig config;
   Linear latents;      ///< rows of the weight: the queries' latent if there is one, that of keys and values, R of the shared key
@@ -45,7 +45,7 @@ struct LatentAttention : Module {
   Linear keys_values;  ///< to H (N + E): for each head N of its keys, E of its values
   Linear projection;   ///< from H·E
   Dropout dropout;
-  ContextComm context_comm = ContextComm::all_to_all;  ///< where ranks share sequences (shard() says it)
+  ContextComm context_comm = ContextComm::all_to_all;  ///< if ranks share sequences (set by shard())
 
   explicit LatentAttention(const LatentAttentionConfig& config);
   void take_settings(const Module& source) override { context_comm = static_cast<const LatentAttention&>(source).context_comm; }

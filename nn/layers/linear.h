@@ -13,15 +13,16 @@ namespace sheaf::nn {
 struct LinearOptions {
   bool bias = true;
   std::optional<Init> init = std::nullopt;  ///< of the weight; the default is uniform in ±1/sqrt(in), as in PyTorch
-  /// How a tensor axis cuts the weight: along dimension 0, the outputs (the bias, too), or along dimension 1, the inputs.
-  /// For layers inside of a TensorRegion.
+  /// How a tensor axis shards the weight: along dimension 0, the outputs (the bias, too), or along dimension 1, the inputs. For
+  /// layers inside of a TensorRegion.
   std::optional<OwnershipMap> cut = std::nullopt;
 };
 
-/// y[.., out] = x[.., in] weight[out, in]ᵀ + bias[out]. The bias starts at 0. The result may be sent `onward` at once: see apply_onward().
+/// y[.., out] = x[.., in] weight[out, in]ᵀ + bias[out]. The bias starts at 0. The result may be redistributed `onward` at once: see
+/// apply_onward().
 struct Linear : Module {
   Parameter weight, bias;
-  std::optional<Lora> lora;  ///< of fine-tuning: add_lora() makes it
+  std::optional<Lora> lora;  ///< for fine-tuning: created by add_lora()
   Fp8 fp8 = Fp8::none;       ///< which of its products round their operands; use_fp8() sets it
 
   Linear(int64_t in, int64_t out, const LinearOptions& options = {})
@@ -55,8 +56,7 @@ struct Linear : Module {
   SHEAF_FIELDS(weight, bias, lora);
 
  private:
-  /// Where nothing will be differentiated, a weight in blocks is multiplied as it is: no values are made of it outside of
-  /// the product.
+  /// If nothing will be differentiated, a weight in blocks is multiplied directly: its values exist only inside of the product.
   bool multiplies_blocks() const { return weight.blocks() && !Recording::current() && fp8 == Fp8::none; }
   Tensor product(const Tensor& x, const Onward& onward = {}) const {
     check<DTypeError>(!weight.blocks() || x.dtype() == weight.dtype(), "[linear] '", weight.name(), "' is computed with in ",

@@ -1,4 +1,4 @@
-// Lora: what fine-tuning adds to a linear layer whose weight stays as it is.
+// Lora: the adapter that fine-tuning adds to a linear layer with a frozen weight.
 #pragma once
 
 #include <cmath>
@@ -10,7 +10,7 @@ namespace sheaf::nn {
 
 struct LoraOptions {
   int64_t rank = 8;     ///< r
-  double alpha = 16.0;  ///< what is added is scaled by alpha / r
+  double alpha = 16.0;  ///< the adapter's output is scaled by alpha / r
 };
 
 /// alpha / r · x[.., in] a[r, in]ᵀ b[out, r]ᵀ (low-rank adaptation; Hu et al., https://arxiv.org/abs/2106.09685). a starts uniform
@@ -19,7 +19,7 @@ struct Lora : Module {
   Parameter a, b;
   double scale;
 
-  /// For a weight [out, in]; where a tensor axis cuts that, it cuts the same side here. ConfigError if the rank is below 1.
+  /// For a weight [out, in]; if a tensor axis shards that, it shards the same side here. ConfigError if the rank is below 1.
   Lora(const Parameter& weight, const LoraOptions& options);
   Tensor forward(const Tensor& x) { return linear(linear(x, a) * scale, b); }
   SHEAF_FIELDS(a, b);

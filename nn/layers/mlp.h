@@ -22,7 +22,7 @@ struct MlpConfig {
   Init projection_init = Init::normal(0.02);  ///< of the one that writes to it
 
   int64_t hidden_width() const { return hidden ? hidden : 4 * width; }
-  /// A tensor axis cuts the hidden units, in eights where possible: products on GPUs want multiples of 16 bytes.
+  /// A tensor axis shards the hidden units, in groups of eight if possible: products on GPUs need multiples of 16 bytes.
   LinearOptions reads() const { return {bias, init, OwnershipMap::even(0, std::gcd(hidden_width(), int64_t{8}))}; }
   LinearOptions writes() const { return {bias, projection_init, OwnershipMap::even(1, std::gcd(hidden_width(), int64_t{8}))}; }
 };
@@ -34,7 +34,7 @@ struct MLP : Module {
 
   explicit MLP(const MlpConfig& c)
       : up(c.width, c.hidden_width(), c.reads()), down(c.hidden_width(), c.width, c.writes()), dropout(c.dropout) {}
-  /// Makes a tensor axis that cuts hidden units cut them in groups of `units`. Before materialize().
+  /// Makes a tensor axis shard hidden units in groups of `units`. Before materialize().
   void cut_hidden_in(int64_t units) {
     if (!down.weight.cut()) return;
     up.set_cut(OwnershipMap::even(0, units)), down.set_cut(OwnershipMap::even(1, units));

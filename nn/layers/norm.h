@@ -6,8 +6,8 @@
 
 namespace sheaf::nn {
 
-/// The residual stream as pre-norm blocks hand it on: x, and the last layer's addend, which the next norm adds in
-/// passing. Moved into the norm, it is freed there.
+/// The residual stream between pre-norm blocks: x, and the last layer's output, which the next norm adds in the same pass. Moved into
+/// the norm, it is freed there.
 struct Residual {
   Tensor x;
   Tensor branch = {};  ///< undefined at the start of the stream
@@ -40,7 +40,7 @@ struct LayerNorm : Module {
     if (options.bias) bias = Parameter({width}, Init::zeros());
   }
   Tensor forward(const Tensor& x) { return layer_norm(x, weight, bias, eps); }
-  /// x + branch, or x where there is no branch, and its norm.
+  /// x + branch, or x if there is no branch, and its norm.
   NormedSum forward(Residual r) {
     return r.branch ? add_layer_norm(r.x, r.branch, weight, bias, eps) : NormedSum{r.x, forward(r.x)};
   }
@@ -61,8 +61,8 @@ struct RMSNorm : Module {
   SHEAF_FIELDS(weight);
 };
 
-/// RMSNorm of rows xs[i][.., width] that ranks share, as those of a tensor axis share a token's heads, with weights cut as they are: one
-/// number per row is sent, its sum of squares, all at once. Rows that are not shared take rms_norm().
+/// RMSNorm of rows xs[i][.., width] that ranks share, as those of a tensor axis share a token's heads, with weights sharded alike:
+/// one number per row is sent, its sum of squares, all at once. Rows that are not shared use rms_norm().
 std::vector<Tensor> rms_norms_of_shared_rows(const std::vector<Tensor>& xs, const std::vector<const RMSNorm*>& norms);
 
 }  // namespace sheaf::nn

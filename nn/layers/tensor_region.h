@@ -1,4 +1,4 @@
-// TensorRegion: the way into layers whose weights a tensor axis cuts, and out of them.
+// TensorRegion: the way into layers whose weights a tensor axis shards, and out of them.
 #pragma once
 
 #include <optional>
@@ -9,10 +9,10 @@
 
 namespace sheaf::nn {
 
-/// redistribute(x, to). Where tokens are cut that is an all_gather, with a reduce_scatter in the backward; the gathered tokens are not
-/// kept for the weights' gradients but gathered again there: else a rank would hold as many of them as without the axis. Integers, a few
-/// bytes a token, are kept.
-/// `in_pieces`: for a first reader that takes it by rows, as products do, except those in FP8, which would round weights once per piece.
+/// redistribute(x, to). If tokens are sharded that is an all_gather, with a reduce_scatter in the backward; the gathered tokens are
+/// not kept for the weights' gradients but gathered again there: else a rank would hold as many of them as without the axis.
+/// Integers, a few bytes per token, are kept. `in_pieces`: for a first reader that processes it by rows, as products do, except those
+/// in FP8, which would round weights once per piece.
 inline Tensor gather_again(const Tensor& x, const Layout& to, bool in_pieces = true) {
   bool gathers = false;
   for (int a = 0; a < to.num_axes(); ++a) gathers = gathers || (x.layout()[a].is_shard() && to[a].is_replicate());
@@ -21,10 +21,10 @@ inline Tensor gather_again(const Tensor& x, const Layout& to, bool in_pieces = t
   return in_pieces ? redistribute_in_pieces(x, to) : redistribute(x, to);
 }
 
-/// Between enter() and leave() each rank of the tensor axis computes its own heads or hidden units, from all tokens; outside
-/// each has its own tokens (Shard along the sequence), or all have all of them. The first layer inside is cut along its
-/// outputs, the last along its inputs, so that its results are addends (Shoeybi et al., https://arxiv.org/abs/1909.08053;
-/// Korthikanti et al., https://arxiv.org/abs/2205.05198). Where no tensor axis cuts `weight`, both ways are the identity.
+/// Between enter() and leave() each rank of the tensor axis computes its own heads or hidden units, from all tokens; outside each has
+/// its own tokens (Shard along the sequence), or all have all of them. The first layer inside is sharded along its outputs, the last
+/// along its inputs, so that its results are addends (Shoeybi et al., https://arxiv.org/abs/1909.08053; Korthikanti et al.,
+/// https://arxiv.org/abs/2205.05198). If no tensor axis shards `weight`, both are the identity.
 class TensorRegion {
  public:
   /// For the layers that read x, one of which has `weight`.
@@ -35,12 +35,12 @@ class TensorRegion {
   Tensor enter(const Tensor& x, bool in_pieces = true) const {
     return is_cut(x) ? gather_again(x, x.layout().with(axis_, Placement::replicate()), in_pieces) : x;
   }
-  /// Where the last layer's result goes, for that layer: the sum of the ranks' addends is placed as x was, by a reduce_scatter where
-  /// tokens are cut, an all_gather in the backward.
+  /// The redistribution of the last layer's result: the sum of the ranks' addends, placed as x was, by a reduce_scatter if tokens are
+  /// sharded, with an all_gather in the backward.
   Onward onward() const { return axis_ >= 0 ? along(axis_, outside_) : Onward(); }
   /// The same for the result of any op.
   Tensor leave(const Tensor& y) const { return send_onward(y, onward()); }
-  /// Whether the axis cuts what is inside.
+  /// Whether the axis shards what is inside.
   explicit operator bool() const { return axis_ >= 0; }
 
  private:

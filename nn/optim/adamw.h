@@ -16,7 +16,7 @@ struct AdamWOptions {
 };
 
 /// AdamW (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101, algorithm 2); the formula and its roundings are in
-/// kernels/optimizer.h. One pass over each unit's flat shard; two state tensors beside it.
+/// kernels/optimizer.h. One pass over each unit's flat shard, with two state tensors.
 class AdamW final : public Optimizer {
  public:
   explicit AdamW(std::span<const nn::Parameter> parameters, const AdamWOptions& options = {});

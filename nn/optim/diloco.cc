@@ -12,7 +12,7 @@ namespace {
 
 using namespace kernels::cpu;  // the order of the scalars
 
-// Where axis `a` of an island's mesh is among those of all.
+// The index of axis `a` of an island's mesh among those of the whole mesh.
 int outer_axis(int a, int islands) { return a < islands ? a : a + 1; }
 
 bool is_without(const MeshSpec* mesh, const MeshSpec& all, int axis) {
@@ -28,7 +28,7 @@ bool is_without(const MeshSpec* mesh, const MeshSpec& all, int axis) {
 OwnershipMap parts_along(int dim, int64_t block) { return OwnershipMap::even(dim, block); }
 constexpr int64_t kBytes = block_bytes(BlockFormat::int8);
 
-// The layout of values [R, n] once a dimension of islands is before R.
+// The layout of values [R, n] once a dimension of islands precedes R.
 Layout behind_islands(Layout layout) {
   for (int a = 0; a < layout.num_axes(); ++a)
     if (layout[a].is_shard(0)) layout[a] = Placement::shard(1);
@@ -67,7 +67,7 @@ DiLoCo::DiLoCo(nn::Module& module, const Mesh& mesh, const std::string& axis, co
 
 int DiLoCo::island() const { return RankContext::current().coordinate(mesh_, axis_); }
 
-// The layout of a value [R, n] that each island has, or has a part of.
+// The layout of a value [R, n] of which each island has all, or a part.
 Layout DiLoCo::layout_of(const OuterShard& shard, Placement islands) const {
   Layout layout(mesh_, Placement::invariant());
   const Layout& resting = shard.flat().shard.layout();
@@ -181,7 +181,7 @@ void DiLoCo::step_whole(OuterShard& shard) const {
   store_into(shard.rows, as_rows(whole(shard)));
 }
 
-// The noise differs by rank along `axis`, whose ranks each have addends of their own, or is the same for all (-1).
+// The noise differs by rank along `axis`, whose ranks have different addends, or is the same for all (-1).
 Tensor DiLoCo::in_fewer_bits(const Tensor& x, int axis) const {
   if (options_.moves == Moves::bf16) return cast(x, kBF16);
   Type type{kU8, x.shape(), x.layout()};
@@ -192,7 +192,7 @@ Tensor DiLoCo::in_fewer_bits(const Tensor& x, int axis) const {
   return UnitOps::made_by(UnitOps::quantize_gradient(), &attrs, x, type);
 }
 
-// x as values of this type; rows of it become their mean.
+// x converted to this type; rows become their mean.
 Tensor DiLoCo::in_values(const Tensor& x, const Type& type) const {
   const bool of_rows = x.rank() > type.shape.rank();
   if (x.dtype() != kU8) return of_rows ? mean(cast(x, type.dtype), 0) : cast(x, type.dtype);

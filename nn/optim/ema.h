@@ -15,13 +15,14 @@ namespace sheaf::optim {
 ///   optim::Ema ema(model, average, 0.999);
 ///   for (...) { ...; optimizer.step(); ema.update(); }
 ///
-/// It works on shards: nothing travels, and no bit depends on the number of ranks. The average is a model like others, which is
-/// evaluated, saved and exported as they are. What is frozen in the model stays as it is there; in blocks (quantize()) it cannot change.
+/// It works on shards: there is no communication, and no bit depends on the number of ranks. The average is a model like others,
+/// which can be evaluated, saved and exported. Parameters frozen in the model are not updated; those in blocks (quantize()) cannot
+/// be.
 class Ema {
  public:
   /// Throws ConfigError for a decay outside of [0, 1), or models whose units differ; LifetimeError for one without memory.
   Ema(nn::Module& model, nn::Module& average, double decay);
-  /// average = decay average + (1 - decay) model, in the masters' dtype, as part of the update where a recording lives.
+  /// average = decay average + (1 - decay) model, in the masters' dtype, as part of the update if there is a recording.
   void update();
 
  private:

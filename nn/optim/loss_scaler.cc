@@ -25,7 +25,7 @@ struct UpdateLossScale {
   }
 };
 
-// Invariant goes with Invariant only: the factor, the same on all ranks, may be placed as either.
+// Invariant is compatible only with Invariant: the factor, the same on all ranks, may be placed as either.
 Tensor placed_beside(const Tensor& factor, const Layout& layout) {
   Layout placed = layout;
   bool invariant = false;

@@ -1,4 +1,4 @@
-// LossScaler: training in f16, whose range is too small for gradients as they are.
+// LossScaler: training in f16, whose range is too small for unscaled gradients.
 #pragma once
 
 #include "sheaf/core/tensor.h"
@@ -9,26 +9,25 @@ struct LossScalerOptions {
   double initial = 65536;          ///< factor of the loss in the first step
   double growth_factor = 2;        ///< of the factor, at least 1; powers of two change no bit of a gradient
   double backoff_factor = 0.5;     ///< of the factor, in (0, 1]
-  int64_t growth_interval = 2000;  ///< steps without overflow, one after another, after which it grows
-  double minimum = 1;              ///< it goes no lower
-  double maximum = 0x1p64;         ///< nor higher: 1 / factor has to be a number of f32
+  int64_t growth_interval = 2000;  ///< consecutive steps without overflow after which the factor grows
+  double minimum = 1;              ///< lower bound of the factor
+  double maximum = 0x1p64;         ///< upper bound: 1 / factor has to be an f32 number
 };
 
-/// Multiplies the loss by a factor that it adapts: it grows gradually, and where a gradient comes out infinite or NaN that
-/// step changes nothing and the next factor is smaller (Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740).
+/// Multiplies the loss by a factor that it adapts: it grows gradually, and if a gradient is infinite or NaN the step changes nothing
+/// and the next factor is smaller (Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740).
 ///
 ///   optim::LossScaler scaler(world.device());
 ///   ...
 ///   recording.backward(scaler.scale(loss));
-///   clip_grad_norm(model, 1.0, scaler);  // of the gradients without the factor; infinity: no clipping
-///   optimizer.step();                    // skipped on all ranks where the norm on all of them is not finite
+//   clip_grad_norm(model, 1.0, scaler);  // of the unscaled gradients; infinity: no clipping
+//   optimizer.step();                    // skipped on all ranks if the global norm is not finite
 ///   scaler.update();
 ///   optimizer.zero_grad();
 ///
-/// All that changes is state on the device: a recorded step may run again as it is, as a program or as a graph, and nothing
-/// is read back to the host unless state() asks. Gradients contain the factor until the optimizer reads them
-/// (full_gradient()). With several optimizers, each steps or is skipped by the norm of the clip_grad_norm() over its
-/// parameters; the factor follows all of them.
+/// Only state on the device changes: a recorded step may be replayed unchanged, as a program or as a graph, and nothing is copied to
+/// the host except by state(). Gradients contain the factor until the optimizer reads them (full_gradient()). With several
+/// optimizers, each steps or is skipped by the norm of the clip_grad_norm() over its parameters; the factor depends on all of them.
 class LossScaler {
  public:
   /// ConfigError for options out of range.
@@ -36,18 +35,18 @@ class LossScaler {
 
   /// The scalar `loss` times the factor, to be differentiated; also of each of several micro-batches.
   Tensor scale(const Tensor& loss) const;
-  /// Moves the factor by what the clip_grad_norm() calls since the last update() found: LifetimeError if there was none.
-  /// Recorded as part of the update if a recording lives.
+  /// Adapts the factor by what the clip_grad_norm() calls since the last update() found: LifetimeError if there was none. Recorded as
+  /// part of the update if there is a recording.
   void update();
 
   struct State {
     double factor = 0;
-    int64_t good_steps = 0;     ///< without overflow, since the factor moved or a step was skipped
-    int64_t lost_steps = 0;     ///< skipped one after another although the factor was the smallest already
+    int64_t good_steps = 0;     ///< without overflow, since the factor changed or a step was skipped
+    int64_t lost_steps = 0;     ///< consecutive steps skipped although the factor was at its minimum
     int64_t skipped_steps = 0;  ///< in all
     bool operator==(const State&) const = default;
   };
-  /// As it is now: waits for the device. With set_state() all that resuming needs.
+  /// Its current state: waits for the device. With set_state() all that resuming needs.
   State state() const;
   void set_state(const State& state);
 

@@ -34,7 +34,7 @@ int64_t largest_block(const Shape& shape, const OwnershipMap& cut, int ranks) {
   return largest;
 }
 
-// The axis that cuts masters which another has cut already.
+// The axis that shards masters already sharded by another.
 int secondary_axis(const Unit& unit, const Layout& masters, int tensor_axis) {
   for (int a = 0; a < masters.num_axes(); ++a)
     if (a != unit.axis() && a != tensor_axis && a != unit.stage_axis() && masters[a].is_shard() && masters.mesh()->size(a) > 1) return a;
@@ -48,7 +48,7 @@ Layout whole_in(const MeshSpec* mesh, const Stage& stage) {
   return layout;
 }
 
-// Some leaves of a flat buffer: where they lie in it, and what its equal slices have of them.
+// Some leaves of a flat buffer: their offsets in it, and their elements in each of its equal slices.
 struct Chosen {
   std::vector<int> leaves;
   std::vector<Interval> where;
@@ -72,7 +72,7 @@ struct Chosen {
     for (size_t i = 0; i < first_leaves; ++i) n += overlap(where[i], here);
     return n;
   }
-  // Element `from` of slice i, of this leaf, among all that the slice has.
+  // The offset of element `from` of this leaf's part of slice i, among all chosen elements of the slice.
   int64_t position(int64_t i, int leaf, int64_t from) const {
     const auto nth = static_cast<size_t>(std::ranges::find(leaves, leaf) - leaves.begin());
     return held(bounds(i), nth) + from - std::max<int64_t>(where[nth].begin - bounds(i).begin, 0);
@@ -190,10 +190,10 @@ struct Member {
   int bundle;
   const MatrixPart* part;
   int owner;
-  int64_t begin;  // where its parameter begins in what the owner holds
+  int64_t begin;  // where its parameter begins in the owner's values
 };
 
-// Matrices that may lie in one batch.
+// Matrices that may be in the same batch.
 struct Kind {
   const MeshSpec* mesh;
   int axis, tensor_axis;

@@ -127,7 +127,7 @@ void Muon::update_all(std::span<ShardState* const> work, const Tensor& scalars) 
   }
 }
 
-// As the shard has it, or, with a secondary axis, as its group has.
+// In the order of the shard or, with a secondary axis, of its group's.
 Tensor Muon::direction(ShardState& shard, const Bundle& bundle, const Tensor& scalars) const {
   const FlatBuffer& b = shard.flat();
   const Tensor& momentum = shard.state[0];

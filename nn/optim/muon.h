@@ -1,21 +1,21 @@
 // Muon: momentum, orthogonalised, for the matrices inside of a model; AdamW for the rest.
 //
-// Units cut their parameters anywhere, and an orthogonal factor takes a whole matrix; see [Note: matrices on one rank] in
+// Units shard their parameters anywhere, and an orthogonal factor needs a whole matrix; see [Note: matrices on one rank] in
 // matrix_batches.h. A step is
 //
-//   momentum     gradient, momentum -> direction [n]   of each unit, elementwise, as its shard has them
+//   momentum     gradient, momentum -> direction [n]   of each unit, elementwise, in the shard's order
 //   all_to_all   direction                             every matrix whole on one rank
-//   stack        directions -> [k, M, N]               those of equal shape, of all units: each rank's own; a rank has no
-//                                                      part in what others own
-//   orthogonalize [k, M, N]                            public ops, in which nothing is sent
+//   stack        directions -> [k, M, N]               those of equal shape, of all units: each rank's own; a rank takes
+//                                                      no part in those of other owners
+//   orthogonalize [k, M, N]                            public ops, without communication
 //   unstack
 //   all_to_all   direction
 //   step         parameters                            elementwise
 //
-// On one rank both redistributions are nothing; of parameters that each rank holds (strategy replicate) the first is a slice
-// and the second an all_gather, so that ranks share the work. All units are sent before the first matrix is computed,
-// and back after the last, so that only a rank's total work counts. Replicas (ShardOptions::replica_axis) share a batch out further
-// and all_gather what comes of it, ranks of a tensor axis put the blocks of a matrix together on one of them.
+// On one rank both redistributions do nothing; for replicated parameters (strategy replicate) the first is a slice and the second an
+// all_gather, so that ranks share the work. All units are sent before the first matrix is computed, and back after the last, so that
+// only a rank's total work matters. Replicas (ShardOptions::replica_axis) share a batch further and all_gather the results; ranks of
+// a tensor axis collect the blocks of a matrix on one of them.
 #pragma once
 
 #include "sheaf/nn/optim/adamw.h"
@@ -26,15 +26,15 @@ namespace sheaf::optim {
 
 /// What an orthogonal [M, N] is multiplied by.
 enum class MuonScale : uint8_t {
-  match_rms,  ///< 0.2 sqrt(max(M, N)): the size of AdamW's updates (Liu et al., https://arxiv.org/abs/2502.16982), so that its
-              ///< learning rates and weight decays serve here, too
-  original,   ///< sqrt(max(1, M / N)), as in the original, whose learning rate is its own, such as 0.02
+  match_rms,  ///< 0.2 sqrt(max(M, N)): the size of AdamW's updates (Liu et al., https://arxiv.org/abs/2502.16982), so that its learning
+              ///< rates and weight decays apply here, too
+  original,   ///< sqrt(max(1, M / N)), as in the original, which needs its own learning rate, such as 0.02
 };
 
 /// Chooses the matrices that are orthogonalised.
 using MatrixRule = std::function<bool(const nn::Parameter&)>;
-/// The default: parameters of two dimensions that are not tables. nn::Embedding's are tables, and so are heads that
-/// say so (nn::Parameter::set_table), as those of Gpt and Llama do.
+/// The default: parameters of two dimensions that are not tables. nn::Embedding's are tables, and so are heads marked as such
+/// (nn::Parameter::set_table), as those of Gpt and Llama are.
 bool hidden_matrices(const nn::Parameter& p);
 
 struct MuonOptions {
@@ -44,13 +44,13 @@ struct MuonOptions {
   double weight_decay = 0.1;   ///< of the matrices: decoupled, times the learning rate. Of the others: adamw.weight_decay
   MuonScale scale = MuonScale::match_rms;
   OrthogonalizeOptions orthogonalize = {};
-  /// The dtype that is sent and orthogonalised: bf16 halves the bytes and is the original's choice. Absent: the masters'
-  /// dtype.
+  /// The dtype in which directions are sent and orthogonalised: bf16 halves the bytes and is the original's choice. Absent: the
+  /// masters' dtype.
   std::optional<DType> compute_dtype = std::nullopt;
   MatrixRule matrices = hidden_matrices;
   Factors factors = {};        ///< of the matrices; of the others: adamw.factors
   StateOptions state = {};     ///< of the momentum; of the others: adamw.state
-  /// Of all other parameters. Their learning rate follows the one that step() is told, in the ratio of adamw.lr to lr.
+  /// For all other parameters. Their learning rate follows the one passed to step(), in the ratio of adamw.lr to lr.
   AdamWOptions adamw = {};
 };
 
@@ -59,12 +59,12 @@ struct MuonOptions {
 ///   b = momentum b + clip_scale g,   d = clip_scale g + momentum b if nesterov, else b
 ///   p = p - lr (scale orthogonalize(d) + weight_decay p)
 ///
-/// A matrix whose cut names parts (nn::Parameter::set_cut: queries, keys and values of one projection) is orthogonalised
-/// part by part, as the separate projections that it stands for would be: that they are one parameter is storage, not
-/// mathematics. Matrices have one state tensor and the others two; neither depends on how ranks cut them.
+/// A matrix whose cut names parts (nn::Parameter::set_cut: queries, keys and values of one projection) is orthogonalised part by
+/// part, as separate projections would be: their storage in one parameter does not matter. Matrices have one state tensor and other
+/// parameters two; neither depends on how they are sharded.
 ///
-/// Up to rounding, results depend neither on how masters are cut nor over which axes. ConfigError for a parameter that
-/// `matrices` chooses and that does not have two dimensions, and for options out of range.
+/// Up to rounding, results depend neither on how masters are sharded nor over which axes. ConfigError for a parameter that `matrices`
+/// chooses and that does not have two dimensions, and for options out of range.
 class Muon final : public Optimizer {
  public:
   explicit Muon(std::span<const nn::Parameter> parameters, const MuonOptions& options = {});
@@ -88,7 +88,7 @@ class Muon final : public Optimizer {
 
   MuonOptions options_;
   std::vector<Bundle> bundles_;
-  std::vector<int> batched_;    // the bundles of batches_, those that had a gradient in the last step
+  std::vector<int> batched_;    // the bundles in batches_, those that had a gradient in the last step
   std::vector<Batch> batches_;
 };
 

@@ -19,7 +19,7 @@ View row(const View& segments, int64_t index) {
   return View::dense(at(segments, index * n), kF64, {1, n});
 }
 
-// f(where in the shard, where in the state, elements, the segment's row)
+// f(offset in the shard, offset in the state, elements, the segment's row)
 template <class F>
 void for_each_part(const MuonOps::Parts& a, const View& segments, F&& f) {
   const std::vector<int64_t>& table = *a.parts;
@@ -88,7 +88,7 @@ struct Join {
   }
 };
 
-// f(bundle, what its owner holds of a matrix, its place in the batch)
+// f(bundle, the owner's values of a matrix, its place in the batch)
 template <class F>
 void for_each_own(const MuonOps::Own& a, const View& batch, F&& f) {
   const std::vector<int64_t>& table = *a.own;

@@ -114,7 +114,7 @@ Tensor Optimizer::found_inf() const {
   return first ? first->flat().found_inf : Tensor();
 }
 
-// The host's corrections are those of a run that skips nothing.
+// The host's bias corrections assume that no step was skipped.
 Tensor Optimizer::count_applied(const Tensor& scalars, const Tensor& found_inf) {
   if (Recording* r = Recording::current()) r->leaf(applied_, name_ + ".applied_steps");
   const Tensor inputs[] = {applied_, scalars, found_inf};

@@ -1,18 +1,18 @@
-// What all optimizers share: they work on the flat shards of units, in one pass each, with state of the shard's shape.
+// What all optimizers share: they process the flat shards of units, in one pass each, with state of the shard's shape.
 //
-// Learning rate and weight decay are multiplied by factors of each parameter (Factors), wherever it lies in a unit:
+// Learning rate and weight decay are multiplied by per-parameter factors (Factors), independent of units:
 //
 //   optim::AdamW optimizer(model, {.lr = 1e-3, .factors = {.lr = [](const nn::Parameter& p) { return p.table() ? 10 : 1; }}});
 //
-// freeze() takes a parameter out of training. Whatever else should differ takes an optimizer of its own, over units of its
-// own, because an optimizer is given whole units (half of one is a ConfigError). shard() makes any module a unit:
+// freeze() excludes a parameter from training. For any other difference use separate optimizers over separate units, because an
+// optimizer is given whole units (half of one is a ConfigError). shard() makes any module a unit:
 //
 //   shard(model, mesh, {.units = nn::units_at({"body", "head"})});  // the model itself keeps no parameter
 //   materialize(model, world.device());
 //   optim::AdamW body(model.body, {.beta2 = 0.95});
 //   optim::SGD head(model.head, {.momentum = 0.9});
 //
-// clip_grad_norm(model, ..) spans all of them, and models::save_checkpoint takes them together.
+// clip_grad_norm(model, ..) covers all of them, and models::save_checkpoint saves them together.
 #pragma once
 
 #include <functional>
@@ -26,18 +26,18 @@
 
 namespace sheaf::optim {
 
-/// What step() can be given.
+/// Arguments of step().
 struct StepOptions {
   std::optional<double> lr = std::nullopt;  ///< learning rate of this step; the optimizer's own if absent
-  Tensor scalars = {};  ///< next_scalars(), where the parameters live; undefined: step() takes them there
+  Tensor scalars = {};  ///< next_scalars(), on the parameters' device; undefined: step() copies them there
 };
 
-/// How an optimizer's state rests.
+/// How an optimizer's state is stored.
 struct StateOptions {
-  /// bf16, with f32 masters: half of the bytes. Computed in f32 and rounded stochastically where it is stored, the same
-  /// for any mesh (kernels/optimizer.h). Absent: the masters' own.
+  /// bf16, with f32 masters: half of the bytes. Computed in f32 and rounded stochastically when stored, the same for any mesh
+  /// (kernels/optimizer.h). Absent: the masters' dtype.
   std::optional<DType> dtype = std::nullopt;
-  bool offload = false;  ///< on a GPU it is kept in the host's memory
+  bool offload = false;  ///< on a GPU it is kept in host memory
 };
 
 /// A number for each parameter.
@@ -45,10 +45,10 @@ using FactorRule = std::function<double(const nn::Parameter&)>;
 /// Whether it has two dimensions or more, so that it is neither a bias nor a norm's.
 bool decays_matrices(const nn::Parameter& p);
 
-/// What an optimizer's learning rate and weight decay are multiplied by for each parameter: finite, at least 0. A parameter
-/// whose learning rate is 0 stays as it is.
+/// Factors of an optimizer's learning rate and weight decay for each parameter: finite, at least 0. A parameter whose learning rate
+/// is 0 is not changed.
 struct Factors {
-  FactorRule lr = {};  ///< of the learning rate, the decay's included; absent: 1
+  FactorRule lr = {};  ///< of the learning rate, also where it multiplies the decay; absent: 1
   FactorRule weight_decay = decays_matrices;
 };
 
@@ -58,15 +58,15 @@ struct StatePart {
   int64_t at;
 };
 
-/// A piece of an optimizer's work: parameters of one flat buffer of a unit, with their state.
+/// A work item of an optimizer: parameters of one flat buffer of a unit, with their state.
 struct ShardState {
   std::shared_ptr<Unit> unit;
   size_t buffer;                   ///< index into unit->buffers()
   std::vector<int> leaves;         ///< the parameters, indices into unit->leaves()
-  std::vector<StatePart> parts;    ///< what this rank has of them, in the order of the shard
-  Tensor segments;                 ///< f64 [k, 4], one for each part: begin, end, its factors (kernels::Segment)
+  std::vector<StatePart> parts;    ///< this rank's parts of them, in the order of the shard
+  Tensor segments;                 ///< f64 [k, 4], one row per part: begin, end, its factors (kernels::Segment)
   std::vector<std::string> names;  ///< of the state tensors: "m", "v"
-  std::vector<Tensor> state;       ///< one per name: of the shard's type but for StateOptions::dtype, or of these parameters alone
+  std::vector<Tensor> state;       ///< one per name: of the shard's type except for StateOptions::dtype, or of these parameters alone
   FlatBuffer& flat() const { return unit->buffers()[buffer]; }
 };
 
@@ -76,21 +76,21 @@ class Optimizer {
   Optimizer(Optimizer&&) noexcept = default;
   Optimizer& operator=(Optimizer&&) noexcept = default;
 
-  /// Updates the parameters from their gradients, times the scale that clip_grad_norm left, and the state. Units that
-  /// have no gradient stay as they are. Recorded as part of the update if a recording lives. Where clip_grad_norm has found
-  /// infinity for a LossScaler nothing changes, and no step is applied.
+  /// Updates the parameters from their gradients, times the scale set by clip_grad_norm, and the state. Units without a gradient are
+  /// not changed. Recorded as part of the update if there is a recording. If clip_grad_norm has found an overflow for a LossScaler
+  /// nothing changes, and the step does not count as applied.
   void step(const StepOptions& options = {});
-  /// The values that change from step to step, as the next step reads them: for a caller that brings them to the
-  /// device together with other things, or for each replay of a step that is a graph.
+  /// The values that change from step to step, for the next step: for a caller that copies them to the device together with other
+  /// data, or before each replay of a graph.
   std::vector<double> next_scalars(const StepOptions& options = {}) const { return scalars(options, steps_ + 1); }
   /// Frees the gradients.
   void zero_grad();
-  /// Steps taken so far, skipped ones included: with shards()' state and, where there is a LossScaler, applied_steps()
-  /// all that resuming needs.
+  /// Steps taken so far, skipped ones included: with shards()' state and, if there is a LossScaler, applied_steps() all that resuming
+  /// needs.
   int64_t steps() const { return steps_; }
   void set_steps(int64_t steps);
-  /// Steps that were not skipped, which the device counts; nothing if the optimizer has met no LossScaler, or has no use for
-  /// it. Waits for the device.
+  /// Steps that were not skipped, which the device counts; nothing if the optimizer has not been used with a LossScaler, or does not
+  /// need the count. Waits for the device.
   std::optional<int64_t> applied_steps() const;
   void set_applied_steps(int64_t steps);  ///< after set_steps()
 
@@ -98,22 +98,21 @@ class Optimizer {
   const std::vector<ShardState>& shards() const { return shards_; }
 
  protected:
-  /// Works on whole flat shards, with zero_state() for each of `states` beside them. `name` is for the tape and messages.
-  /// Parameters that are steered (nn::Parameter::steer) are not among them: step() moves those itself.
-  /// ConfigError for invalid factors.
+  /// Processes whole flat shards, with zero_state() for each of `states`. `name` is for the tape and messages. Parameters that are
+  /// steered (nn::Parameter::steer) are not included: step() updates those itself. ConfigError for invalid factors.
   Optimizer(std::string name, std::span<const nn::Parameter> parameters, const Factors& factors,
             const std::vector<std::string>& states, const StateOptions& options);
-  /// The derived class fills shards(), with flat_shards() of these parameters.
+  /// The derived class fills shards(), using flat_shards() of these parameters.
   Optimizer(std::string name, std::span<const nn::Parameter> parameters);
   /// Values that change from step to step, as one f64 vector; `step` counts from 1.
   virtual std::vector<double> scalars(const StepOptions& options, int64_t step) const = 0;
-  /// Whether the first of them are those of AdamW, with bias corrections.
+  /// Whether the scalars begin with AdamW's, including bias corrections.
   virtual bool corrects_bias() const { return false; }
   /// Updates one shard, unless its flat().found_inf is set; scalars and clip scale (undefined: 1) are tensors.
   virtual void update(ShardState& shard, const Tensor& scalars, const Tensor& clip_scale) = 0;
-  /// Updates all that have a gradient, by default one after another.
+  /// Updates all shards that have a gradient, by default one after another.
   virtual void update_all(std::span<ShardState* const> shards, const Tensor& scalars);
-  /// Names for the tape those tensors that this recording has not met.
+  /// Names for the tape the tensors that are new to this recording.
   void name_leaves(const ShardState& shard) const;
 
  private:
@@ -121,34 +120,34 @@ class Optimizer {
   Tensor found_inf() const;
   Tensor count_applied(const Tensor& scalars, const Tensor& found_inf);
   std::string name_;
-  std::vector<std::shared_ptr<Unit>> units_;  // with something to train, each once
+  std::vector<std::shared_ptr<Unit>> units_;  // those with trainable parameters, each once
   std::vector<ShardState> shards_;
   int64_t steps_ = 0;
-  Tensor applied_;  // i64 []; undefined: all of them
+  Tensor applied_;  // i64 []; undefined: all of them were
 };
 
 namespace detail {
-/// The flat buffers of these parameters that are trained and not steered, without state: whole, their parts in place. ConfigError
-/// as nn::trainable_units; DTypeError for masters that are neither f32 nor f64.
+/// The flat buffers with trained, unsteered ones of these parameters, without state: whole, their parts in place. ConfigError as in
+/// nn::trainable_units; DTypeError for masters that are neither f32 nor f64.
 std::vector<ShardState> flat_shards(const std::string& who, std::span<const nn::Parameter> parameters);
-/// On the device of the shard, f64 [k, 4].
+/// f64 [k, 4], on this device.
 Tensor segment_table(std::span<const kernels::Segment> segments, Device device);
-/// Zeros for an optimizer's state of values of this type. Where it is offloaded the step's kernel reads and writes it in the
-/// host's memory, each byte once, in both directions of the bus at the same time. DTypeError for a dtype that state cannot have.
+/// Zeros for an optimizer's state of values of this type. If it is offloaded the step's kernel reads and writes it in host memory,
+/// each byte once, in both directions of the bus at the same time. DTypeError for a dtype that state cannot have.
 Tensor zero_state(const Type& type, Device device, const StateOptions& options);
-/// By index: learning rate and weight decay of the unit's leaves among these parameters, as factors of segments without elements.
+/// By leaf index: learning rate and weight decay of the unit's leaves among these parameters, as factors of empty segments.
 std::vector<kernels::Segment> factors_of(const std::string& who, const Unit& unit, std::span<const nn::Parameter> parameters,
                                          const Factors& factors);
 /// A segment of a leaf's elements, with its factors.
 kernels::Segment segment_of(const kernels::Segment& leaf, int64_t begin, int64_t count);
 }  // namespace detail
 
-/// For update() of an optimizer of one's own: runs its step op (OpKind::step), whose inputs are the shard's parameters [n], their gradient
-/// [n], each state [n], segments f64 [k, 4] (kernels::Segment), scalars f64 (Optimizer::scalars) [, clip scale, one f32 or f64 [,
-/// found_inf, one i32]], and whose outputs are the parameters and each state, in their memory: examples/lion.h.
+/// For update() of a custom optimizer: runs its step op (OpKind::step), whose inputs are the shard's parameters [n], their gradient
+/// [n], each state [n], segments f64 [k, 4] (kernels::Segment), scalars f64 (Optimizer::scalars) [, clip scale, one f32 or f64
+/// [, found_inf, one i32]], and whose outputs are the parameters and each state, in place: examples/lion.h.
 void apply_step(const OpDef& op, const void* attrs, ShardState& shard, const Tensor& scalars, const Tensor& clip_scale);
-/// Input `index` of such an op, or View{} where the step has none: the clip scale, which is then 1, and found_inf, a number that
-/// forbids any change unless it is 0.
+/// Input `index` of such an op, or View{} if absent: the clip scale, which is then 1, and found_inf, a number that forbids any change
+/// unless it is 0.
 View optional_input(const Execute& c, int index);
 
 }  // namespace sheaf::optim

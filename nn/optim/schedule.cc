@@ -6,13 +6,13 @@
 namespace sheaf::optim {
 namespace {
 
-// Of the warm-up, or negative after it.
+// The rate during warm-up; negative after it.
 double warming(int64_t step, const ScheduleOptions& o) {
   if (step >= o.warmup) return -1.0;
   return o.peak * static_cast<double>(step + 1) / static_cast<double>(o.warmup + 1);
 }
 
-// How much of the decay is done, in [0, 1].
+// The fraction of the decay that is done, in [0, 1].
 double decayed(int64_t step, const ScheduleOptions& o) {
   const int64_t start = std::max(o.warmup, o.decay_start), length = o.total - start;
   if (length <= 0) return step < start ? 0.0 : 1.0;

@@ -30,8 +30,8 @@ class SGD final : public Optimizer {
 };
 
 namespace detail {
-/// One step of SGD with Nesterov's momentum, in place, on tensors of one type, whatever they are parts of; `scalars` in the order
-/// of kernels::cpu::sgd.
+/// One step of SGD with Nesterov's momentum, in place, on tensors of one type, parameters or not; `scalars` in the order of
+/// kernels::cpu::sgd.
 void nesterov_step(const Tensor& param, const Tensor& grad, const Tensor& momentum, const Tensor& segments, const Tensor& scalars);
 }  // namespace detail
 
