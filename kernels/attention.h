@@ -17,20 +17,19 @@
 
 namespace sheaf::kernels {
 
-/// Which keys a query sees, and how its scores are capped. With `causal`, query t sees keys s <= t + S - T: the last query sees
-/// all keys; without it, every query does. With `begins`, i32[B, T], the last dimension dense, sequences are documents one
-/// after another: the query at position p = t + S - T sees keys begins[b, t] <= s <= p, where begins[b, t] is the place of its
-/// document's first token among the keys; causal only, and no fewer keys than queries. The first query's document may have
-/// begun earlier, at any key up to the query's own; nobody sees keys before that document. Every other query either begins a
-/// document, at t + S - T, or continues its predecessor's. Blocks of keys begin where documents do, blocks of queries at a
-/// document's first query, so a document packed among others has the bits that it has alone, and the work depends on its length
-/// (except with cuDNN).
+/// Which keys a query sees, and how its scores are capped. With `causal`, query t sees keys s <= t + S - T: the last query sees all
+/// keys; without it, every query does. With `begins`, i32[B, T], the last dimension dense, sequences are concatenated documents: the
+/// query at position p = t + S - T sees keys begins[b, t] <= s <= p, where begins[b, t] is the position of its document's first token
+/// among the keys; causal only, with at least as many keys as queries. The first query's document may have begun earlier, at any key
+/// up to the query's own; no query sees keys before that document. Every other query either begins a document, at t + S - T, or
+/// continues its predecessor's. Blocks of keys begin where documents do, blocks of queries at a document's first query, so a document
+/// packed with others has the same bits as alone, and the work depends on its length (except with cuDNN).
 ///
-/// With a window of W keys (sliding-window attention: Child et al., https://arxiv.org/abs/1904.10509;
-/// Beltagy et al., https://arxiv.org/abs/2004.05150) the query at position p sees, of these keys, those with p - W < s: itself
-/// and the W - 1 before it; causal only. Blocks of keys that no query of a block sees are not touched, so the work depends on
-/// the window (except with cuDNN). Blocks begin where they do without a window, at multiples of their size from the document's
-/// first key: keys before a query's window change none of its bits, and a window of S keys or more gives the bits of no window.
+/// With a window of W keys (sliding-window attention: Child et al., https://arxiv.org/abs/1904.10509; Beltagy et al.,
+/// https://arxiv.org/abs/2004.05150) the query at position p sees, of these keys, those with p - W < s: itself and the W - 1 before
+/// it; causal only. Blocks of keys that no query of a block sees are not read, so the work depends on the window (except with cuDNN).
+/// Blocks begin at the same keys as without a window, at multiples of their size from the document's first key: keys before a query's
+/// window change none of its bits, and a window of S keys or more gives the bits of no window.
 ///
 /// With a softcap C > 0, scores s become C tanh(s / C) (Gemma 2, https://arxiv.org/abs/2408.00118).
 struct AttentionMask {
@@ -45,17 +44,16 @@ struct AttentionMask {
 
 namespace cpu {
 
-/// out = softmax(scale * q kᵀ over the keys that `mask` shows) v. A query that sees no key gives zeros (and lse =
-/// -inf). A row of the result depends only on its query and the keys it sees, not on T, B or the number of threads.
-/// Throws DataError for invalid begins.
+/// out = softmax(scale * q kᵀ over the keys that `mask` shows) v. A query that sees no key gives zeros (and lse = -inf). A row of the
+/// result depends only on its query and the keys it sees, not on T, B or the number of threads. Throws DataError for invalid begins.
 size_t attention_workspace(const View& q, const View& k, const View& v, const AttentionMask& mask,
                            const View& out, const View& lse);
 void attention(const View& q, const View& k, const View& v, const AttentionMask& mask, double scale,
                const View& out, const View& lse, Workspace workspace);
 
-/// The gradients of attention's inputs, stored; shapes as q, k, v. Probabilities are recomputed from lse. Sums run
-/// over queries in order, for each key head over its query heads in order; threads share (batch, key head) pairs. A
-/// key that nobody sees has gradients of zero.
+/// The gradients of attention's inputs, stored; shapes as q, k, v. Probabilities are recomputed from lse. Sums run over queries in
+/// order, for each key head over its query heads in order; threads share (batch, key head) pairs. A key that no query sees has
+/// gradients of zero.
 size_t attention_backward_workspace(const View& q, const View& k, const View& v, const View& out,
                                     const View& lse, const View& dout, const AttentionMask& mask, const View& dq,
                                     const View& dk, const View& dv);
@@ -65,17 +63,15 @@ void attention_backward(const View& q, const View& k, const View& v, const View&
 
 }  // namespace cpu
 
-/// The same on a GPU, enqueued on `stream`, for D and E up to 256: by cuDNN where it accepts the operands
-/// (cudnn_attention.h: causal, bf16 or f16, no fewer keys than queries), else by our own kernels
-/// (attention_blocked.h, and attention_decode.h for up to 16 queries), which also run where the workspace is
-/// smaller than cuDNN needs. With bf16 and f16 both multiply on tensor cores, probabilities rounded to the
-/// operands' type, sums in f32. All give the same bits at every run. Ours keep the promises above that a row
-/// depends only on what it sees, whichever of them computes it: a token's row, decoded from a cache, has the bits
-/// of one pass over all tokens, unless cuDNN makes that pass. (This holds for finite values: infinities and NaN
-/// spread to all queries that see their tile of 64.) With ours, documents and windows also save the work that they
-/// hide. With cuDNN the same call gives the same bits, but another B or T may select another of its kernels, and
-/// keys before a document are computed and masked. The first call of a shape asks cuDNN for a plan (half a second
-/// on the host): it must not be inside a stream capture.
+/// The same on a GPU, enqueued on `stream`, for D and E up to 256: by cuDNN if it accepts the operands (cudnn_attention.h: causal,
+/// bf16 or f16, at least as many keys as queries), else by our own kernels (attention_blocked.h, and attention_decode.h for up to 16
+/// queries), which are also used if the workspace is smaller than cuDNN needs. With bf16 and f16 both use tensor cores, with
+/// probabilities rounded to the operands' type and sums in f32. All give the same bits at every run. Ours guarantee, as above, that a
+/// row depends only on what it sees, whichever of them computes it: a token's row, decoded from a cache, has the bits of one pass
+/// over all tokens, unless cuDNN computes that pass. (This holds for finite values: infinities and NaN spread to all queries that see
+/// their tile of 64.) With ours, documents and windows also save the work that they hide. With cuDNN the same call gives the same
+/// bits, but another B or T may select another of its kernels, and keys before a document are computed and masked. The first call of
+/// a shape asks cuDNN for a plan (half a second on the host): it must not be inside a stream capture.
 namespace cuda {
 
 size_t attention_workspace(const View& q, const View& k, const View& v, const AttentionMask& mask,

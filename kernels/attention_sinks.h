@@ -1,13 +1,13 @@
 // Sinks of attention (Xiao et al., https://arxiv.org/abs/2309.17453; as parameters: OpenAI's gpt-oss,
-// https://arxiv.org/abs/2508.10925): one score per head that every query sees besides its keys, and that belongs to no value. The
-// probabilities of keys add up to less than 1.
+// https://arxiv.org/abs/2508.10925): one score per head that every query's softmax includes in addition to its keys' scores, and that
+// has no value. The probabilities of keys sum to less than 1.
 //
 //   B batch   T queries   H heads   E width of a value's head
 //
 // With a the log-sum-exp of a query's scores of keys and s the sink of its head, the log-sum-exp of all is a' = log(e^a + e^s), and
 // probabilities are those without a sink times e^(a - a'). So sinks can be applied after any attention kernel, and any kernel's
-// backward is right for sinks, given the result and the log-sum-exps with sinks: for the probabilities p with sinks,
-// dS = p (dP - Σ_E out dout), whether p add up to 1 or not.
+// backward is correct with sinks, given the result and the log-sum-exps with sinks: for the probabilities p with sinks, dS = p (dP -
+// Σ_E out dout), whether or not p sums to 1.
 #pragma once
 
 #include "sheaf/core/device.h"

@@ -1,5 +1,5 @@
-// A short convolution of each channel over each token and those before it, with or without silu after it, as recurrent layers have it
-// in front (Mamba: Gu and Dao, https://arxiv.org/abs/2312.00752).
+// A short convolution of each channel over each token and those before it, optionally followed by silu, as in front of recurrent
+// layers (Mamba: Gu and Dao, https://arxiv.org/abs/2312.00752).
 //
 //   B sequences   T tokens   C channels   W taps
 //
@@ -25,7 +25,7 @@ namespace cpu {
 /// A token's result depends on it and the W - 1 before it. Throws DataError for invalid begins.
 void causal_conv(const CausalConvOperands& x, const View& y);
 
-/// Gradients, stored; pass View{} for one that is not wanted. silu's input is recomputed. dweight, f32 (f64 for f64), sums over the
+/// Gradients, stored; pass View{} for one that is not needed. silu's input is recomputed. dweight, f32 (f64 for f64), sums over the
 /// tokens of a sequence in blocks of 64: a block's tokens in order, then the blocks in order.
 size_t causal_conv_backward_workspace(const CausalConvOperands& x, const View& dy, const View& dx, const View& dweight);
 void causal_conv_backward(const CausalConvOperands& x, const View& dy, const View& dx, const View& dweight, Workspace workspace);

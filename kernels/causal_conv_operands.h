@@ -1,4 +1,4 @@
-// What the kernels of short convolutions require of their operands, on all devices.
+// What the short-convolution kernels of all devices require of their operands.
 #pragma once
 
 #include "sheaf/kernels/causal_conv.h"

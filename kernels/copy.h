@@ -1,4 +1,4 @@
-// Moving and filling: every element type, any strides.
+// Copying and filling: every element type, any strides.
 #pragma once
 
 #include "sheaf/core/device.h"

@@ -1,5 +1,5 @@
-// The gated delta rule (Yang et al., https://arxiv.org/abs/2412.06464): attention whose keys and values are kept in a state of fixed
-// size, so that its work and memory grow with the tokens, not with their square.
+// The gated delta rule (Yang et al., https://arxiv.org/abs/2412.06464): attention whose keys and values are stored in a state of
+// fixed size, so that its work and memory grow linearly with the tokens, not quadratically.
 //
 //   B sequences   T tokens   G key heads   H value heads, a multiple of G   D width of queries and keys   E width of values
 //
@@ -7,7 +7,7 @@
 //
 //   S = exp(decay) S,   S = S + k (beta (v - Sᵀ k))ᵀ,   out = scale Sᵀ q
 //
-// so a share beta of the state's answer to a key is replaced by the key's value. S is zero before the first token of a document.
+// so a fraction beta of the state's answer to a key is replaced by the key's value. S is zero before the first token of a document.
 //
 // It is computed in chunks of kDeltaChunk tokens (Yang et al., https://arxiv.org/abs/2406.06484), which begin at a document's first
 // token. With γ_i = exp(sum of decays of the chunk's tokens up to i), Λ_ij = γ_i / γ_j, S the state before the chunk, and rows k_i, ..:
@@ -42,17 +42,17 @@ struct DeltaRuleOptions {
   double norm_eps;
 };
 
-/// Gradients of the operands, stored, with the operands' shapes and dtypes. `initial` without a shape is not wanted.
+/// Gradients of the operands, stored, with the operands' shapes and dtypes. `initial` without a shape is not needed.
 struct DeltaRuleGradients {
   View q, k, v, decay, beta, initial;
 };
 
 namespace cpu {
 
-/// Stores out, and the state after the last token in `state` if it has a shape. A token's result depends on the tokens of its document up
-/// to it, and on its place in the document: neither later tokens nor the number of threads change a bit. A sequence that is read in parts,
-/// each from the state that the one before left, has the bits of the whole if all lengths but the last are multiples of kDeltaChunk. Λ_ij
-/// is computed from the sum of the decays between j and i. Throws DataError for invalid begins.
+/// Stores out, and the state after the last token in `state` if it has a shape. A token's result depends on the tokens of its
+/// document up to it, and on its position in the document: neither later tokens nor the number of threads change a bit. A sequence
+/// that is read in parts, each from the state that the previous one left, has the bits of the whole if all lengths but the last are
+/// multiples of kDeltaChunk. Λ_ij is computed from the sum of the decays between j and i. Throws DataError for invalid begins.
 size_t delta_rule_workspace(const DeltaRuleOperands& x, const View& out, const View& state);
 void delta_rule(const DeltaRuleOperands& x, const DeltaRuleOptions& options, const View& out, const View& state, Workspace workspace);
 
@@ -65,9 +65,9 @@ void delta_rule_backward(const DeltaRuleOperands& x, const DeltaRuleOptions& opt
 
 }  // namespace cpu
 
-/// The same on a GPU, enqueued on `stream`, for D and E up to 256; sums in other orders, the same at every run. Λ is
-/// computed from differences of sums of decays. With bf16 and f16 operands the factors of products have 16 bits: states and gradients of
-/// gates are less exact than f32 allows. Begins are not checked.
+/// The same on a GPU, enqueued on `stream`, for D and E up to 256; sums in other orders, the same at every run. Λ is computed from
+/// differences of sums of decays. With bf16 and f16 operands the factors of products have 16 bits: states and gradients of gates are
+/// less accurate than f32 allows. Begins are not checked.
 namespace cuda {
 
 size_t delta_rule_workspace(const DeltaRuleOperands& x, const View& out, const View& state);

@@ -1,4 +1,4 @@
-// What the kernels of the delta rule require of their operands, on all devices.
+// What the delta-rule kernels of all devices require of their operands.
 #pragma once
 
 #include "sheaf/core/error.h"

@@ -1,7 +1,7 @@
-// SHEAF_ON_DEVICE(stream, softmax, x, out): calls kernels::cpu::softmax(x, out) or kernels::cuda::softmax(stream, x, out)
-// by the stream's device. SHEAF_WORKSPACE(device, matmul, a, b, c): the bytes of kernels::cpu::matmul_workspace(a, b, c)
-// or of cuda's; on meta, those of the device that it stands for. Kernels that need scratch only on a GPU use
-// SHEAF_ON_DEVICE_SCRATCH(stream, workspace, sum, x, out), with SHEAF_GPU_WORKSPACE(device, sum, x, out).
+// SHEAF_ON_DEVICE(stream, softmax, x, out): calls kernels::cpu::softmax(x, out) or kernels::cuda::softmax(stream, x, out) by the
+// stream's device. SHEAF_WORKSPACE(device, matmul, a, b, c): the bytes of kernels::cpu::matmul_workspace(a, b, c) or of cuda's; on
+// meta, those of the device that it stands for. Kernels that need scratch memory only on a GPU use SHEAF_ON_DEVICE_SCRATCH(stream,
+// workspace, sum, x, out), with SHEAF_GPU_WORKSPACE(device, sum, x, out).
 #pragma once
 
 #include "sheaf/core/device.h"
@@ -19,7 +19,7 @@ inline bool is_for_gpu(const Device& device) {
 }
 }  // namespace sheaf::kernels
 
-/// Evaluates `on_cpu` or `on_gpu`; the latter calls the stream sheaf_stream.
+/// Evaluates `on_cpu` or `on_gpu`; in the latter the stream is named sheaf_stream.
 #define SHEAF_BY_DEVICE(where, kernel, on_cpu, on_gpu)                                                 \
   do {                                                                                                 \
     const ::sheaf::Stream sheaf_stream = (where);                                                      \

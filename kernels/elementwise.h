@@ -54,7 +54,7 @@ enum class BinaryOp : uint8_t {
   logical_and,
   logical_or,
 };
-/// Backwards of activations: dx = dy f'(x), or in terms of the output y where y was kept.
+/// Backwards of activations: dx = dy f'(x), or in terms of the output y if y was kept.
 enum class BackwardOp : uint8_t {
   gelu_tanh,
   gelu_exact,
@@ -63,7 +63,7 @@ enum class BackwardOp : uint8_t {
   tanh,     ///< dy (1 - y^2)
   sigmoid,  ///< dy y (1 - y)
 };
-/// True if the op yields truth values.
+/// True if the op's results are bools.
 constexpr bool is_predicate(UnaryOp op) {
   return op == UnaryOp::isfinite || op == UnaryOp::logical_not;
 }

@@ -14,9 +14,8 @@ namespace cpu {
 /// any index type; one outside all parts is a DataError that names position, token and vocabulary.
 void embedding(const View& tokens, const View& table, TablePart part, const View& out);
 
-/// dtable[n, C] = the rows of dout[.., C] added up by token, in row order; stored, or with
-/// `accumulate` added one by one to what is there. Tokens of other parts add nothing. bf16 and
-/// f16 are summed in f32 and rounded once.
+/// dtable[n, C] = the rows of dout[.., C] summed by token, in row order; stored, or with `accumulate` added one by one to the
+/// contents. Tokens of other parts add nothing. bf16 and f16 are summed in f32 and rounded once.
 size_t embedding_backward_workspace(const View& tokens, const View& dout, const View& dtable);
 void embedding_backward(const View& tokens, const View& dout, TablePart part, const View& dtable,
                         bool accumulate, Workspace workspace);
@@ -27,8 +26,8 @@ void check_tokens(const char* who, const View& tokens, int64_t vocabulary,
 
 }  // namespace cpu
 
-/// The same on a GPU, enqueued on `stream`. A token outside the vocabulary gives a row of NaN, and
-/// its row of dout is left out of the gradient.
+/// The same on a GPU, enqueued on `stream`. A token outside the vocabulary gives a row of NaN, and its row of dout is not added to
+/// the gradient.
 namespace cuda {
 
 void embedding(const Stream& stream, const View& tokens, const View& table, TablePart part,

@@ -1,14 +1,14 @@
-// Mixtures of experts: which experts a token goes to, rows on their way to experts and back, and
-// products with the matrix of each expert.
+// Mixtures of experts: which experts a token is routed to, rows on their way to experts and back, and products with each expert's
+// matrix.
 //
 //   B sequences   T tokens of one   K choices of a token   E experts   C, I, O widths
 //   N groups of a sequence's tokens: group n has tokens [T n / N, T (n + 1) / N)
 //   Q parts of the experts: part q has experts [E q / Q, E (q + 1) / Q)
-//   R rows that a part has for a group: those of its experts one after another, from the first on
+//   R rows of a part for a group: those of its experts one after another, from the first on
 //
-// Rows of C, I or O elements are dense, and so are the operands of top_k() and route(). A choice's place is
-// its rank among the choices of its expert in its group, tokens in order and the choices of a token
-// in order: so no later choice affects which ones are dropped for lack of places.
+// Rows of C, I or O elements are dense, and so are the operands of top_k() and route(). A choice's place is its index among the
+// choices of its expert in its group, tokens in order and the choices of a token in order: so no later choice affects which ones are
+// dropped for lack of places.
 #pragma once
 
 #include "sheaf/core/device.h"
@@ -29,18 +29,18 @@ struct ExpertParts {
 struct ExpertProduct {
   bool fp8 = false;
   /// Most rows are empty: on a GPU our own kernel, which skips them, is faster than the library, which does not. It is used for parts
-  /// of several experts anyway. CPUs always skip them.
+  /// of several experts in any case. CPUs always skip them.
   bool mostly_empty = false;
 };
 
-/// The assumed time of our own GPU kernel per row in use, as a multiple of the library's per row: it is not as good, and multiplies FP8
-/// only as wider values. Not measured.
+/// The assumed time per used row of our own GPU kernel, as a multiple of the library's per row: it is slower, and multiplies FP8 only
+/// as wider values. Not measured.
 constexpr int own_cost(bool fp8) { return fp8 ? 4 : 2; }
 
-/// The sizes that all operands share, and where rows are. Kernels of both devices have a copy.
+/// The sizes that all operands share, and where rows are. Copied to the kernels of both devices.
 struct Routing {
   int64_t sequences, tokens, choices, parts, groups, room;  ///< room: R
-  int64_t first_part = 0;  ///< the first of the parts whose rows are here; slots count the rows of all parts
+  int64_t first_part = 0;  ///< the first of the parts whose rows are present; slots count the rows of all parts
 
   // constexpr: for the host and for kernels alike.
   constexpr int64_t first_of(int64_t group) const { return tokens * group / groups; }
@@ -50,7 +50,7 @@ struct Routing {
     return ((part * sequences + sequence) * groups + group) * room + place;
   }
   constexpr int64_t rows() const { return parts * sequences * groups * room; }
-  /// Whether the row of this slot is here: neither dropped nor in an absent part.
+  /// Whether the row of this slot is present: neither dropped nor in an absent part.
   constexpr bool has(int64_t slot) const { return slot >= first_part * room && slot < (first_part + parts) * room; }
   /// That row, for choice `choice` (of all B·T·K).
   constexpr int64_t row_at(int64_t choice, int64_t slot) const {
@@ -89,37 +89,35 @@ void top_k(const View& x, const View& out);
 /// group, or -1; counts[E, .., N], the rows of each expert: per group at most `places`, and no more than its part
 /// has left. All three are i32.
 void route(const View& choices, int64_t places, const View& slots, const View& sources, const View& counts);
-/// rows[Q, .., N, R, C] = x[.., T, C] where a row has a source, times weights[.., T, K] if there
-/// are any (View{}: none), else zeros. Weights have x's compute type.
+/// rows[Q, .., N, R, C] = x[.., T, C] if a row has a source, times weights[.., T, K] if given (View{}: none), else zeros. Weights
+/// have x's compute type.
 void to_experts(const View& x, const View& weights, const View& slots, const View& sources,
               const View& rows);
-/// y[.., T, C] = sum over a token's choices, in order, of their rows times their weights. Rows may be those of some parts only,
-/// from `first_part` on: the others add nothing.
+/// y[.., T, C] = sum over a token's choices, in order, of their rows times their weights. Rows may be those of some parts only, from
+/// `first_part` on: the others add nothing.
 void from_experts(const View& rows, const View& weights, const View& slots, const View& y, int64_t first_part = 0);
 /// out[.., T, K] = row · y of its token; 0 for choices that were dropped or are in absent parts.
 void choice_dots(const View& rows, const View& y, const View& slots, const View& out, int64_t first_part = 0);
 
-/// y[Q, .., R, O] = x[Q, .., R, I] weight[E, O, I]ᵀ + bias[E, O] with each row's expert, given by counts[E, ..] (as
-/// far as parts have rows). Weights may have any strides; View{} for no bias. Rows after those in use are skipped,
-/// and zero in y.
+/// y[Q, .., R, O] = x[Q, .., R, I] weight[E, O, I]ᵀ + bias[E, O] with each row's expert, given by counts[E, ..] (as far as parts have
+/// rows). Weights may have any strides; View{} for no bias. Rows after the used ones are skipped, and zero in y.
 size_t expert_linear_workspace(const View& x, const View& weight, const View& bias, const View& counts,
                                const View& y, const ExpertProduct& how = {});
 void expert_linear(const View& x, const View& weight, const View& bias, const View& counts, const View& y,
                    Workspace workspace, const ExpertProduct& how = {});
-/// dweight[E, O, I] = dyᵀ x over the rows in use, or in f32 for narrow types. Groups are added in order.
+/// dweight[E, O, I] = dyᵀ x over the used rows, or in f32 for narrow types. Groups are added in order.
 size_t expert_weight_gradient_workspace(const View& dy, const View& x, const View& counts,
                                         const View& dweight, bool mostly_empty = false);
 void expert_weight_gradient(const View& dy, const View& x, const View& counts, const View& dweight,
                             Workspace workspace, bool mostly_empty = false);
-/// dbias[E, O], dense: the sums of dy's rows in use, in order, or in f32 for narrow types.
+/// dbias[E, O], dense: the sums of dy's used rows, in order, or in f32 for narrow types.
 void expert_bias_gradient(const View& dy, const View& counts, const View& dbias);
 
 }  // namespace cpu
 
-/// The same on a GPU. A choice that is not an expert is dropped. Where each part is one expert and not mostly
-/// empty, products cover all rows: nothing tells the host how many are in use. Rows not in use must then be zero in
-/// dy and finite in x, and are computed like any other in y. Otherwise the blocks of a kernel find out which
-/// expert's rows they have (expert_products.h).
+/// The same on a GPU. A choice that is not an expert is dropped. If each part is one expert and not mostly empty, products cover all
+/// rows: the host does not know how many are used. Unused rows must then be zero in dy and finite in x, and are computed like any
+/// other in y. Otherwise the blocks of a kernel determine which expert's rows they have (expert_products.h).
 namespace cuda {
 
 void top_k(const Stream& stream, const View& x, const View& out);

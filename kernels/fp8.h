@@ -1,13 +1,11 @@
-// FP8: rows as numbers of 8 bits (E4M3: a sign, four bits of exponent, three of mantissa, the largest 448), each
-// row with a scale of its own. Products round their operands to it, the rows of the first and the columns of the
-// second, to multiply at twice the rate of bf16.
+// FP8: rows as numbers of 8 bits (E4M3: a sign, four bits of exponent, three of mantissa, the largest 448), with one scale per row.
+// Products round their operands to it, the rows of the first and the columns of the second, to multiply at twice the rate of bf16.
 //
-// [Note: FP8 by rows] A row's scale is the least power of two for which its largest magnitude divided by the scale
-// is at most 448. It depends only on the row, and so do the rounded values: how a batch or the outputs of a layer
-// are cut among ranks changes them as little as in any other dtype. Where the summed dimension is cut, each part of
-// a row has its own, finer scale. A power of two as scale causes no rounding, and the rounded values are exact in
-// bf16: a CPU, or a GPU without such products, multiplies those, and its sums differ from those of codes only by
-// the order of addition.
+// [Note: FP8 by rows] A row's scale is the least power of two for which its largest magnitude divided by the scale is at most 448. It
+// depends only on the row, and so do the rounded values: how a batch or the outputs of a layer are sharded changes them as little as
+// in any other dtype. If the summed dimension is sharded, each part of a row has its own, finer scale. A power of two as scale causes
+// no rounding, and the rounded values are exact in bf16: a CPU, or a GPU without such products, multiplies those, and its sums differ
+// from those of codes only by the order of addition.
 #pragma once
 
 #include <bit>
@@ -31,8 +29,8 @@ inline void check_fp8(const View& from, const View& to) {
                     "[fp8] ", from.shape, " into ", to.shape, " of strides ", to.strides);
 }
 
-/// The biased exponent of an f32 that is the scale of a row whose largest magnitude has these bits:
-/// values are codes times it. At least 2^-100, so that no intermediate value is subnormal.
+/// The biased exponent of an f32, the scale of a row whose largest magnitude has these bits: values are codes times it. At least
+/// 2^-100, so that no intermediate value is subnormal.
 SHEAF_HOST_DEVICE inline uint32_t fp8_scale_exponent(uint32_t largest) {
   constexpr uint32_t kOf448 = 8, kMantissa = 0x600000;  // 448 = 1.75 * 2^8
   const uint32_t exponent = (largest >> 23) + ((largest & 0x7fffff) > kMantissa ? 1 : 0);
@@ -46,8 +44,8 @@ SHEAF_HOST_DEVICE inline uint32_t fp8_inverse_bits(uint32_t largest) {
   return largest >= 0x7f800000u ? 0x7fc00000u : (254 - fp8_scale_exponent(largest)) << 23;
 }
 
-/// The bits of a number whose ulp is a code's step at x: x + it - it is x, |x| <= 448, rounded to the nearest code,
-/// ties to even.
+/// The bits of a number whose ulp is the spacing of codes at x: x + it - it is x, |x| <= 448, rounded to the nearest code, ties to
+/// even.
 SHEAF_HOST_DEVICE inline uint32_t fp8_rounding_bits(uint32_t bits) {
   constexpr uint32_t kLeast = 127 - 6;  // below 2^-6 codes are evenly spaced
   const uint32_t exponent = bits >> 23 & 255;
@@ -60,7 +58,7 @@ SHEAF_HOST_DEVICE inline uint8_t fp8_code(uint32_t bits) {
   if (size >= 0x7f800000u) return 0x7f;
   if (size >= (127u - 6) << 23)
     return static_cast<uint8_t>(sign | ((size >> 20) - ((127 - 7) << 3)));
-  // A multiple of 2^-9, less than eight of them: the mantissa with its leading 1, shifted into place.
+  // A multiple of 2^-9, at most seven of them: the mantissa with its leading 1, shifted into place.
   const uint32_t shift = 127 - 9 + 23 - (size >> 23);
   const uint32_t code = shift > 23 ? 0 : ((size & 0x7fffff) | 0x800000) >> shift;
   return static_cast<uint8_t>(sign | code);

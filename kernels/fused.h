@@ -1,6 +1,6 @@
-// Several elementwise operations in one pass over memory: intermediate values stay in the cache or in a GPU's registers. Each
-// value is rounded to its dtype as if it were stored, and each operation is the one of elementwise.h: results have the bits of
-// separate kernels.
+// Several elementwise operations in one pass over memory: intermediate values stay in the cache or in a GPU's registers. Each value
+// is rounded to its dtype as if it were stored, and each operation is that of elementwise.h: results have the bits of separate
+// kernels.
 #pragma once
 
 #include <cstdint>
@@ -26,20 +26,20 @@ struct FusedCode {
   static constexpr int kMaxInputs = 12, kMaxConstants = 12, kMaxSteps = 32, kMaxOutputs = 6;
   static constexpr int kFirstConstant = kMaxInputs, kFirstStep = kMaxInputs + kMaxConstants;
   static constexpr int kMaxValues = kFirstStep + kMaxSteps;
-  /// Most inputs and steps whose values are needed at the same time.
+  /// The most inputs and steps whose values are live at the same time.
   static constexpr int kMaxSlots = 24;
 
   double constants[kMaxConstants] = {};
   FusedStep steps[kMaxSteps];
   uint8_t outputs[kMaxOutputs] = {};  ///< numbers of steps, each once
   uint8_t num_inputs = 0, num_constants = 0, num_steps = 0, num_outputs = 0;
-  DType compute = kF32;  ///< f32 if values are f32, bf16 and f16, else f64; truth values are 0 and 1 in it
+  DType compute = kF32;  ///< f32 if values are f32, bf16 and f16, else f64; bools are 0 and 1 in it
   uint8_t unused[5] = {};
 };
 static_assert(sizeof(FusedCode) == 336, "no padding");
 
-/// `of[value]` is a slot for each input (its number) and step, shared by values that are not needed at the same time;
-/// and the number of slots.
+/// `of[value]` is a slot for each input (its number) and step; values that are not live at the same time share one. And the number of
+/// slots.
 struct FusedSlots {
   explicit FusedSlots(const FusedCode& code);
   uint8_t of[FusedCode::kMaxValues] = {};
@@ -51,7 +51,7 @@ namespace cpu {
 void fused(const FusedCode& code, std::span<const View> inputs, std::span<const View> outputs);
 }  // namespace cpu
 namespace cuda {
-/// Loads the kernels' code at a time when the device need not wait for other ranks (cuda/code_loading.h).
+/// Loads the kernels' code while the device does not have to wait for other ranks (cuda/code_loading.h).
 void load_fused();
 void fused(const Stream& stream, const FusedCode& code, std::span<const View> inputs, std::span<const View> outputs);
 }  // namespace cuda

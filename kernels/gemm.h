@@ -1,12 +1,12 @@
-// A matrix product as the kernels of every device take it, and its operands as matrices.
+// The arguments of a matrix product on every device, and its operands as matrices.
 #pragma once
 
 #include "sheaf/core/view.h"
 
 namespace sheaf::kernels {
 
-/// c[.., M, N] = a[.., M, K] b[.., K, N] + bias[N] (View{} for none), or c += a b if `accumulate`
-/// (then without bias, and c is f32 or f64). Strides and dtypes as matmul says.
+/// c[.., M, N] = a[.., M, K] b[.., K, N] + bias[N] (View{} for none), or c += a b if `accumulate` (then without bias, and c is f32 or
+/// f64). Strides and dtypes as for matmul.
 struct Gemm {
   const char* who;
   View a, b, c;
@@ -20,11 +20,11 @@ Gemm linear_product(const View& x, const View& weight, const View& bias, const V
 /// dx = dy W, before it is multiplied by gelu's derivative.
 Gemm gelu_linear_gradient_product(const View& dy, const View& weight, const View& dx, bool fp8);
 
-/// A dense view of `v`'s shape at `data`: in rows, or in columns if those are dense in `v`.
+/// A dense view of `v`'s shape at `data`: row-major, or column-major if that is dense in `v`.
 View dense_as_it_lies(void* data, const View& v);
 
-/// `g` with operands rounded to FP8, as the values they then have: dense, each distinct matrix of a batch once, in
-/// `memory` (nullptr to ask for sizes), a's first. With `keep_columns`, operands stored in columns stay so.
+/// `g` with operands rounded to FP8, as the values they then have: dense, each distinct matrix of a batch once, in `memory` (nullptr
+/// to ask for sizes), a's first. With `keep_columns`, column-major operands stay so.
 struct RoundedOperands {
   RoundedOperands(const Gemm& g, bool keep_columns);
   /// Bytes needed, with each operand at a multiple of 128.

@@ -1,6 +1,5 @@
-// Gathers, scatters, running sums, padding and where documents begin. Any strides; values of any dtype unless said
-// otherwise; indices i64, i32, u32, u16 or u8. An index outside the dimension throws DataError,
-// before anything is written.
+// Gathers, scatters, running sums, padding and document_begins. Any strides; values of any dtype unless stated otherwise; indices
+// i64, i32, u32, u16 or u8. An index outside the dimension throws DataError, before anything is written.
 #pragma once
 
 #include "sheaf/core/device.h"
@@ -25,15 +24,14 @@ void take_add(const View& out, int dim, const View& index, const View& src);
 void cumsum(const View& x, int dim, bool reverse, const View& out);
 /// out = x surrounded by `value`: before[i] elements in front of dimension i, the rest after it.
 void pad(const View& x, const Shape& before, double value, const View& out);
-/// out[.., t] = the place after the last `end_of_text` among tokens[.., 0] to tokens[.., t - 1], 0 if there is
-/// none: where the document of token t begins. Tokens are indices; out is i32 of their shape, the last dimension
-/// dense.
+/// out[.., t] = the position after the last `end_of_text` among tokens[.., 0] to tokens[.., t - 1], 0 if there is none: where the
+/// document of token t begins. Tokens are indices; out is i32 of their shape, the last dimension dense.
 void document_begins(const View& tokens, int64_t end_of_text, const View& out);
 
 }  // namespace cpu
 
-/// The same on a GPU, enqueued on `stream`; sums in the same order, except cumsum's. A GPU cannot report an index
-/// outside the dimension: gather and take give NaN (0 for integers), sums leave it out.
+/// The same on a GPU, enqueued on `stream`; sums in the same order, except cumsum's. A GPU cannot report an index outside the
+/// dimension: gather and take give NaN (0 for integers), sums skip it.
 namespace cuda {
 
 void gather(const Stream& stream, const View& x, int dim, const View& index, const View& out);

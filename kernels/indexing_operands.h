@@ -1,4 +1,4 @@
-// What the kernels of both devices require of the operands of indexing.
+// What the indexing kernels of both devices require of their operands.
 #pragma once
 
 #include "sheaf/core/error.h"

@@ -28,7 +28,7 @@ size_t gelu_linear_backward_workspace(const View& dy, const View& weight, const 
 void gelu_linear_backward(const View& dy, const View& weight, const View& before,
                           const View& dbefore, Workspace workspace, bool fp8 = false);
 
-/// dweight[O, I] = dyᵀ · x, stored; dweight may be f32 where dy and x are bf16.
+/// dweight[O, I] = dyᵀ · x, stored; dweight may be f32 if dy and x are bf16.
 size_t linear_weight_gradient_workspace(const View& dy, const View& x, const View& dweight,
                                         bool fp8 = false);
 void linear_weight_gradient(const View& dy, const View& x, const View& dweight,
@@ -54,8 +54,8 @@ size_t linear_workspace(const View& x, const View& weight, const View& bias, con
 void linear(const Stream& stream, const View& x, const View& weight, const View& bias,
             const View& y, Workspace workspace, bool fp8 = false);
 
-/// One product for both results in bf16 and f16, where cuBLASLt has it: gelu then takes the f32 sums, before they
-/// are rounded into `before`. Else a product and a kernel of ours.
+/// One product for both results in bf16 and f16, if cuBLASLt has it: gelu then reads the f32 sums, before they are rounded into
+/// `before`. Else a product and our own kernel.
 size_t linear_gelu_workspace(const View& x, const View& weight, const View& bias,
                              const View& before, const View& value, bool fp8 = false);
 void linear_gelu(const Stream& stream, const View& x, const View& weight, const View& bias,
@@ -76,8 +76,8 @@ size_t linear_bias_gradient_workspace(const View& dy, const View& dbias);
 void linear_bias_gradient(const Stream& stream, const View& dy, const View& dbias,
                           Workspace workspace);
 
-/// One product that also adds up dy's rows, where cuBLASLt has it and the gradients have one dtype; the order of
-/// the bias's sum, and so its bits, are then cuBLASLt's, the same at every run. Else the two above.
+/// One product that also sums dy's rows, if cuBLASLt has it and the gradients have one dtype; the order of the bias's sum, and so its
+/// bits, are then cuBLASLt's, the same at every run. Else the two above.
 size_t linear_gradients_workspace(const View& dy, const View& x, const View& dweight,
                                   const View& dbias, bool fp8 = false);
 void linear_gradients(const Stream& stream, const View& dy, const View& x, const View& dweight,

@@ -7,7 +7,7 @@
 
 namespace sheaf::kernels {
 
-/// Which rows count, how their logits are capped, and what is added to their losses.
+/// Which rows count, how their logits are capped, and the z-loss.
 struct HeadRules {
   int64_t ignore_index;  ///< rows with this target add 0
   double softcap;        ///< logits l become softcap tanh(l / softcap) (Gemma 2, https://arxiv.org/abs/2408.00118); 0: no cap
@@ -15,22 +15,21 @@ struct HeadRules {
   HeadRules(int64_t ignored, double cap = 0, double z = 0) : ignore_index(ignored), softcap(cap), z_loss(z) {}  // NOLINT: implicit by design
 };
 
-/// One walk over the rows serves all of the functions below; these are its inputs and results per row. Null: not
-/// wanted, or not given.
+/// One loop over the rows implements all of the functions below; these are its inputs and results per row. Null: not needed, or not
+/// given.
 struct RowValues {
   const View *loss = nullptr, *target_logits = nullptr;  ///< summed over all rows; of each row
   const View* lse = nullptr;                             ///< of each row: a result, or given
   bool compute_lse = true;
   const View* dloss = nullptr;                     ///< gradient of the loss; null: `constant`
   double constant = 1;
-  const View *dlse = nullptr, *dtarget = nullptr;  ///< gradients of each row's values, where the weight is a part of the vocabulary
+  const View *dlse = nullptr, *dtarget = nullptr;  ///< gradients of each row's values, if the weight is a part of the vocabulary
   TablePart part;
 };
 
 namespace cpu {
 
-/// Rows whose logits exist at the same time: about 64 MB of logits, 64 to 2,048 rows. A function of the vocabulary
-/// alone.
+/// Rows whose logits exist at the same time: about 64 MB of logits, 64 to 2,048 rows. Depends on the vocabulary alone.
 int64_t linear_cross_entropy_chunk(int64_t vocabulary);
 
 /// loss[] = the sum over rows of cross-entropy(x[.., C] · weight[V, C]ᵀ, targets[..]); rows whose target is
@@ -42,8 +41,8 @@ void linear_cross_entropy(const View& x, const View& weight, const View& targets
                           HeadRules rules, const View& loss, const View& lse,
                           Workspace workspace);
 
-/// dx[.., C] and dweight[V, C] of `dloss[]` times the loss, stored; View{} for one that is not wanted. Recomputes
-/// the logits. dweight may be f32 where weight is narrower.
+/// dx[.., C] and dweight[V, C] of `dloss[]` times the loss, stored; View{} for one that is not needed. Recomputes the logits. dweight
+/// may be f32 if weight is narrower.
 size_t linear_cross_entropy_backward_workspace(const View& x, const View& weight, const View& dx,
                                                const View& dweight);
 void linear_cross_entropy_backward(const View& x, const View& weight, const View& targets,
@@ -78,10 +77,9 @@ void linear_lse_backward(const View& x, const View& weight, TablePart part, cons
 
 }  // namespace cpu
 
-/// The same on a GPU, enqueued on `stream`. Products are cuBLASLt's (see cuda::matmul); logits are
-/// f32 (f64 for f64), their gradients x's type. Chunks are added to dweight in their order. A
-/// target outside [0, V) other than rules.ignore_index cannot throw there: the loss is NaN, and so are
-/// the gradients it is part of. lse is dense, rows of dx are evenly spaced.
+/// The same on a GPU, enqueued on `stream`. Products are cuBLASLt's (see cuda::matmul); logits are f32 (f64 for f64), their gradients
+/// x's type. Chunks are added to dweight in order. A target outside [0, V) other than rules.ignore_index cannot throw there: the loss
+/// is NaN, and so are the gradients it contributes to. lse is dense, rows of dx are evenly spaced.
 namespace cuda {
 
 /// At most 512 MiB of logits in f32 and 8,192 rows, but at least one row.

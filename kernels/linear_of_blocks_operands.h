@@ -1,4 +1,4 @@
-// How the kernels of linear_of_blocks() make values of a weight in their workspace.
+// How the kernels of linear_of_blocks() dequantize a weight into their workspace.
 #pragma once
 
 #include "sheaf/core/block_format.h"
@@ -8,7 +8,7 @@
 
 namespace sheaf::kernels {
 
-/// The weight [O, I] of x's dtype that `blocks` stand for, dense at `data`; refuses operands that do not fit.
+/// The weight [O, I] of x's dtype that `blocks` encode, dense at `data`; refuses operands that do not fit.
 inline View weight_of_blocks(const View& x, const View& blocks, BlockFormat format,
                              const View& bias, const View& y, void* data) {
   check<DTypeError>(blocks.dtype == kU8, "[linear_of_blocks] blocks are u8, not ", blocks.dtype);
@@ -24,7 +24,7 @@ inline View weight_of_blocks(const View& x, const View& blocks, BlockFormat form
   return weight;
 }
 
-/// Bytes that it takes, rounded up so that what follows is aligned.
+/// Its bytes, rounded up for alignment of what follows.
 inline size_t weight_bytes(const View& weight) {
   return (static_cast<size_t>(weight.bytes()) + 255) / 256 * 256;
 }

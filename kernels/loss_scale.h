@@ -1,5 +1,5 @@
-// The factor by which a loss is multiplied so that gradients in f16 do not vanish: it grows while nothing overflows
-// and backs off when something does.
+// The factor by which a loss is multiplied so that gradients in f16 do not underflow: it grows while nothing overflows and is reduced
+// after an overflow.
 #pragma once
 
 #include <cstdint>
@@ -10,17 +10,17 @@
 
 namespace sheaf::kernels {
 
-/// How the scale moves.
+/// How the scale changes.
 struct LossScaleRule {
   double growth, backoff;    ///< factors
   double minimum, maximum;
   int64_t growth_interval;   ///< steps without overflow after which it grows
 };
 
-/// What is counted, in this order.
+/// The counts, in this order.
 enum LossScaleCount : int {
-  kGoodSteps,    ///< steps without overflow since the scale moved or a step was skipped
-  kLostSteps,    ///< consecutive steps skipped although the scale was already the smallest
+  kGoodSteps,    ///< steps without overflow since the scale changed or a step was skipped
+  kLostSteps,    ///< consecutive steps skipped although the scale was already at its minimum
   kSkippedSteps, ///< all skipped steps
   kLossScaleCounts
 };

@@ -13,14 +13,12 @@ namespace cpu {
 /// weight + bias, with the biased variance, in two passes over the row.
 void layer_norm(const View& x, const View& weight, const View& bias, double eps, const View& y,
                 const View& mean, const View& rstd);
-/// The same for sum = x + r, which is rounded to T and also stored: the bits of an addition and a norm of its
-/// result.
+/// The same for sum = x + r, which is rounded to T and also stored: the bits of an addition followed by a norm.
 void add_layer_norm(const View& x, const View& r, const View& weight, const View& bias, double eps,
                     const View& sum, const View& y, const View& mean, const View& rstd);
 
-/// Gradients, stored; pass View{} for those not wanted. dweight and dbias sum over rows in blocks
-/// of 64: a block's rows in order, then the blocks in order. If `dsum`, a gradient of x by another path, is given,
-/// dx is the sum of both, rounded once.
+/// Gradients, stored; pass View{} for those not needed. dweight and dbias sum over rows in blocks of 64: a block's rows in order,
+/// then the blocks in order. If `dsum`, another contribution to the gradient of x, is given, dx is the sum of both, rounded once.
 size_t layer_norm_backward_workspace(const View& x, const View& dx, const View& dweight,
                                      const View& dbias);
 void layer_norm_backward(const View& dy, const View& x, const View& weight, const View& mean,
@@ -39,9 +37,9 @@ void rms_norm_backward(const View& dy, const View& x, const View& weight, const 
 
 }  // namespace cpu
 
-/// The same on a GPU, enqueued on `stream`; forwards need no workspace. Sums within a row are over elements a
-/// block's width apart, then over the block in order. dweight and dbias sum the rows r, r + n, r + 2n, ... in order
-/// and then these n partial sums in order; n follows from the shape.
+/// The same on a GPU, enqueued on `stream`; forwards need no workspace. Sums within a row are over elements a block's width apart,
+/// then over the block in order. dweight and dbias sum the rows r, r + n, r + 2n, ... in order and then these n partial sums in
+/// order; n depends on the shape.
 namespace cuda {
 
 void layer_norm(const Stream& stream, const View& x, const View& weight, const View& bias,

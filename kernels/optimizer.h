@@ -7,12 +7,11 @@
 
 namespace sheaf::kernels {
 
-// [Note: rounding by chance] State stored in bf16 is rounded to the bf16 below or above with the probabilities that
-// make its mean exact (stochastic rounding: Gupta et al. 2015, https://arxiv.org/abs/1502.02551). Rounded to the
-// nearest it would not change: a second moment moves by a 1000th in a step, less than half the distance between two
-// neighbours. The noise is a hash of the element's current parameter, first state and clipped gradient, and of the
-// step: it does not depend on where the element is or who holds it, so any cut of a model, number of threads,
-// instruction set and device draws the same bits.
+// [Note: rounding by chance] State stored in bf16 is rounded to the bf16 below or above with the probabilities that make its mean
+// exact (stochastic rounding: Gupta et al. 2015, https://arxiv.org/abs/1502.02551). Rounded to nearest it would not change: a second
+// moment changes by a 1000th in a step, less than half the distance between two neighbours. The noise is a hash of the element's
+// current parameter, first state and clipped gradient, and of the step: it does not depend on where the element is or which rank
+// holds it, so any sharding of a model, number of threads, instruction set and device draws the same bits.
 
 SHEAF_HOST_DEVICE inline uint32_t noise_mix(uint32_t x) {  // Wellons' lowbias32
   x = (x ^ (x >> 16)) * 0x7feb352du;
@@ -28,7 +27,7 @@ SHEAF_HOST_DEVICE inline uint32_t noise_of(uint32_t param, uint32_t state, uint3
                                            uint32_t key) {
   return noise_mix(((param ^ key) + grad) ^ state);
 }
-/// bits of an f32 -> bits of a bf16, by the lower 16 bits of `noise`; infinities and NaN stay.
+/// bits of an f32 -> bits of a bf16, by the lower 16 bits of `noise`; infinities and NaN are unchanged.
 SHEAF_HOST_DEVICE inline uint16_t rounded_by_chance(uint32_t bits, uint32_t noise) {
   if ((bits & 0x7f800000u) == 0x7f800000u)
     return static_cast<uint16_t>(bits >> 16 | ((bits & 0x7fffffu) != 0 ? 0x40u : 0u));
@@ -44,8 +43,8 @@ struct Segment {
 
 namespace cpu {
 
-/// What changes, or may change, from step to step: a dense f64 or f32 vector of these values, in this order. Each
-/// is rounded to the parameters' dtype once.
+/// Values that change, or may change, from step to step: a dense f64 or f32 vector, in this order. Each is rounded to the parameters'
+/// dtype once.
 enum AdamWScalar {
   kLearningRate,
   kBeta1,
@@ -75,8 +74,8 @@ enum AdamWScalar {
 /// factor of the learning rate, factor of the weight decay), dense (Segment). Elements outside all segments
 /// (padding) keep their values.
 ///
-/// `clip_scale`, if given, is a floating scalar that replaces kClipScale: clipping leaves it where it was computed.
-/// `found_inf`, if given, is an i32 scalar: if it is not 0 nothing is done.
+/// `clip_scale`, if given, is a floating scalar that replaces kClipScale: clipping leaves it in device memory. `found_inf`, if given,
+/// is an i32 scalar: if it is not 0 nothing is done.
 void adamw(const View& param, const View& grad, const View& m, const View& v, const View& segments,
            const View& scalars, const View& clip_scale = {}, const View& found_inf = {});
 
@@ -120,11 +119,10 @@ void sign_step(const View& param, const View& grad, double rate, const View& fou
 
 }  // namespace cpu
 
-/// The same on a GPU, with the same order of scalars: one launch, and the same bits (in f64, where
-/// the CPU flushes subnormal numbers, up to those). `segments`, `scalars`, `clip_scale` and
-/// `found_inf` are in device memory, so that a recorded step can be replayed and a gradient norm never visits the
-/// host. Segments must be sorted and not overlap: otherwise only part of the table is applied. What lies beyond the
-/// shard is cut off.
+/// The same on a GPU, with the same order of scalars: one launch, and the same bits (in f64, where the CPU flushes subnormal numbers,
+/// except for those). `segments`, `scalars`, `clip_scale` and `found_inf` are in device memory, so that a recorded step can be
+/// replayed and a gradient norm is never copied to the host. Segments must be sorted and not overlap: otherwise only part of the
+/// table is applied. Segments are truncated at the end of the shard.
 namespace cuda {
 
 void adamw(const Stream& stream, const View& param, const View& grad, const View& m, const View& v,

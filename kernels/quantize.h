@@ -21,7 +21,7 @@ inline void check_blocks(const View& blocks, BlockFormat format, const View& out
                     "[dequantize] ", name(format), " blocks ", blocks.shape, " into ", out.shape);
 }
 
-/// Checks the operands of to_int8_blocks() and sum_of_blocks(): `parts` blocks for each 64 of `values`.
+/// Checks the operands of to_int8_blocks() and sum_of_blocks(): `parts` blocks for every 64 of `values`.
 inline void check_int8_blocks(const char* who, const View& blocks, const View& values,
                               int64_t parts) {
   check<DTypeError>(blocks.dtype == kU8, '[', who, "] blocks are u8, not ", blocks.dtype);
@@ -32,15 +32,15 @@ inline void check_int8_blocks(const char* who, const View& blocks, const View& v
                     '[', who, "] int8 blocks ", blocks.shape, " and values ", values.shape);
 }
 
-// [Note: int8 by chance] The format in which ranks send values. Weights take the nearest code. Gradients below half
-// a code's step would always be lost that way, so they are rounded stochastically: the mean of a code is the value.
-// For that the scale is rounded up: no code exceeds 127. The noise is a hash of the block's content, of the value's
-// place in it and of a key, such as the rank: equal values err independently, and the same block gives the same
-// codes wherever it is, on any device.
+// [Note: int8 by chance] The format in which ranks send values. Weights are rounded to the nearest code. Gradients below half the
+// spacing of codes would always be lost that way, so they are rounded stochastically: the mean of a code is the value. For that the
+// scale is rounded up, so that no code exceeds 127. The noise is a hash of the block's content, of the value's index in it and of a
+// key, such as the rank: equal values get independent errors, and the same block gives the same codes wherever it is stored, on any
+// device.
 
-/// The scale (bf16) of int8 codes for values up to `largest` (its bits); 0 if it would be less than 2^-100, so that
-/// subnormal numbers, which CPUs treat as 0, never become codes; NaN if one of the values is not finite. `part`:
-/// the bits of largest * (1 / 127.0f).
+/// The scale (bf16) of int8 codes for values up to `largest` (its bits); 0 if it would be less than 2^-100, so that subnormal
+/// numbers, which CPUs treat as 0, never become codes; NaN if one of the values is not finite. `part`: the bits of largest * (1 /
+/// 127.0f).
 SHEAF_HOST_DEVICE inline uint16_t scale_for_sending(uint32_t largest, uint32_t part) {
   if (largest >= 0x7f800000u) return 0x7fc0;
   return static_cast<uint16_t>(part < 0x0d800000u ? 0 : (part + 0xffff) >> 16);
@@ -61,10 +61,10 @@ SHEAF_HOST_DEVICE inline uint32_t noise_by_chance(uint32_t bits, uint32_t i, uin
 
 namespace cpu {
 
-/// values, a multiple of 64, to blocks, dense. The scale of a block is its largest magnitude (int8: a 127th of it),
-/// rounded to bf16; each code is the one whose value is nearest, of two the smaller (int8: the even one).
-/// Quantizing f32 values that dequantize() gave yields the same blocks, except for scales near the smallest
-/// possible. False if a value is not finite: its block is then meaningless.
+/// values, a multiple of 64, to blocks, dense. The scale of a block is its largest magnitude (int8: a 127th of it), rounded to bf16;
+/// each code is the one whose value is nearest, of two the smaller (int8: the even one). Quantizing f32 values returned by
+/// dequantize() yields the same blocks, except for scales near the smallest possible. False if a value is not finite: its block is
+/// then meaningless.
 bool quantize(std::span<const float> values, BlockFormat format, uint8_t* blocks);
 
 /// blocks[..] u8, dense, whole blocks, to out[..], dense, floating, 64 elements per block: products in f32, rounded
@@ -75,8 +75,7 @@ void dequantize(const View& blocks, BlockFormat format, const View& out);
 /// nearest code, of two the larger. A block with a value that is not finite becomes NaN.
 void to_int8_blocks(const View& values, std::optional<uint32_t> key, const View& blocks);
 
-/// out[i] = (b0[i] + b1[i]) + ..., in f32, of `parts` equal parts of int8 blocks, one after the other; rounded to
-/// out's type once.
+/// out[i] = (b0[i] + b1[i]) + ..., in f32, of `parts` equal parts of int8 blocks, one after another; rounded to out's type once.
 void sum_of_blocks(const View& blocks, int64_t parts, const View& out);
 
 }  // namespace cpu

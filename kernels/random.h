@@ -1,6 +1,5 @@
-// Random kernels: an element's value is a pure function of the key and of its index in the global
-// tensor, so a rank that holds a part draws what one process would have drawn there. Floating
-// outputs only, any strides.
+// Random kernels: an element's value is a pure function of the key and of its index in the global tensor, so a rank that holds a part
+// draws the values that a single process would draw there. Floating outputs only, any strides.
 #pragma once
 
 #include "sheaf/core/device.h"
@@ -9,17 +8,17 @@
 
 namespace sheaf::kernels {
 
-/// Where a local view is: a rectangular block of a global tensor that starts at `start`. A flat
-/// shard is a 1-D view with the global number of elements and its first flat index.
+/// The position of a local view: a rectangular block of a global tensor that starts at `start`. A flat shard is a 1-D view with the
+/// global number of elements and its first flat index.
 struct GlobalIndex {
   Shape global_shape;
   Shape start;
-  /// The whole of a tensor of this shape.
+  /// All of a tensor of this shape.
   static GlobalIndex whole(const Shape& shape) { return {shape, Shape::filled(shape.rank(), 0)}; }
 };
 
-/// What a kernel draws from: a given key, or one derived where and when the kernel runs, from a training step's
-/// state in memory of the kernel's device. Replayed work draws anew when the state has changed.
+/// A kernel's source of randomness: a given key, or one derived where and when the kernel runs, from a training step's state in
+/// memory of the kernel's device. Replayed work draws new values when the state has changed.
 struct DrawKey {
   DrawKey(Key as_it_is) : key(as_it_is) {}  // NOLINT(google-explicit-constructor)
   DrawKey(Key path, uint64_t call_in, const int64_t* state_in, int64_t sample_numel_in)

@@ -13,8 +13,8 @@
 namespace sheaf::kernels {
 namespace cpu {
 
-/// out = scale * sum of x, scaled (in f64) before the one rounding to out's dtype. Zero elements give 0. Integers
-/// and bool sum in i64 and take no scale but 1.
+/// out = scale * sum of x, scaled (in f64) before the one rounding to out's dtype. Zero elements give 0. Integers and bool are summed
+/// in i64 and allow no scale but 1.
 void sum(const View& x, const View& out, double scale = 1.0);
 /// Largest and smallest element; NaN if any is NaN. Zero elements give -inf and +inf (the type's
 /// extremes for integers).

@@ -1,5 +1,5 @@
-// The sum, maximum or minimum of several ranks' values, on a GPU that can read them all: the arithmetic of a reduction
-// between ranks, as distributed/reduce.h has it for the CPU.
+// The sum, maximum or minimum of several ranks' values, on a GPU that can read them all: the arithmetic of a reduction between ranks,
+// as in distributed/reduce.h for the CPU.
 #pragma once
 
 #include <span>

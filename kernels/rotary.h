@@ -15,8 +15,8 @@ struct RotaryPart {
   bool neighbours = false;  ///< pairs are elements 2i and 2i + 1 of these, not i and i + width / 2
 };
 
-/// The tokens' positions: `first` + t for token t or, where rows begin at other places than 0, `first` + t -
-/// begins[b, t], which must not be negative.
+/// The tokens' positions: `first` + t for token t or, if rows do not all begin at 0, `first` + t - begins[b, t], which must not be
+/// negative.
 struct RotaryPositions {
   int64_t first;
   View begins;  ///< i32[B, T], the last dimension dense; without a shape: all rows begin at 0
@@ -37,21 +37,18 @@ inline void check_rotary(const View& x, double theta, const RotaryPositions& pos
 
 namespace cpu {
 
-/// Rotary embedding (Su et al., https://arxiv.org/abs/2104.09864) of `part` of x[B, T, H, D]: the
-/// elements of its pair i are rotated by the angle position * RotaryFrequencies(theta, part.width / 2,
-/// scaling)(i) and multiplied by the scaling's amplitude. Halves are
-/// the pairs of Llama's Hugging Face checkpoints, neighbours those of the paper and of DeepSeek's.
-/// `inverse` rotates back, multiplying once more, which is the gradient. y has x's shape and dtype, and may be the
-/// same memory; their last dimensions are dense. The bits depend on the position, not on where the token is. Throws
-/// DataError for a negative position.
+/// Rotary embedding (Su et al., https://arxiv.org/abs/2104.09864) of `part` of x[B, T, H, D]: the elements of its pair i are rotated
+/// by the angle position * RotaryFrequencies(theta, part.width / 2, scaling)(i) and multiplied by the scaling's amplitude. Halves are
+/// the pairs of Llama's Hugging Face checkpoints, neighbours those of the paper and of DeepSeek's. `inverse` rotates back,
+/// multiplying by the amplitude once more, which is the gradient. y has x's shape and dtype, and may be the same memory; their last
+/// dimensions are dense. The bits depend on the position, not on the token's index. Throws DataError for a negative position.
 size_t rotary_workspace(const View& x, const RotaryPart& part, const RotaryPositions& positions = 0);
 void rotary(const View& x, double theta, const RotaryScaling& scaling, const RotaryPositions& positions,
             const RotaryPart& part, bool inverse, const View& y, Workspace workspace);
 
 }  // namespace cpu
 
-/// The same on a GPU, enqueued on `stream`. Angles are computed where they are used, in f64; no
-/// workspace is needed. Begins are not checked.
+/// The same on a GPU, enqueued on `stream`. Angles are computed on the fly, in f64; no workspace is needed. Begins are not checked.
 namespace cuda {
 
 size_t rotary_workspace(const View& x, const RotaryPart& part, const RotaryPositions& positions = 0);

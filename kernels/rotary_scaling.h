@@ -1,4 +1,4 @@
-// How rotary frequencies are lowered for sequences longer than in a model's original training.
+// How rotary frequencies are lowered for sequences longer than those of a model's original training.
 #pragma once
 
 #include <algorithm>
@@ -21,9 +21,9 @@ namespace sheaf {
 /// Without an original context s is 0 and every frequency is divided: positions are interpolated
 /// (Chen et al., https://arxiv.org/abs/2306.15595; "linear" there). A factor of 1 changes no bit.
 ///
-/// YaRN (Peng et al., https://arxiv.org/abs/2309.00071; "yarn" there) has the same bounds by other names, beta_slow
-/// and beta_fast, but s falls linearly with the index of the frequency, between the indices at the bounds, which
-/// RotaryFrequencies computes. Rotated elements are also multiplied by `amplitude`.
+/// YaRN (Peng et al., https://arxiv.org/abs/2309.00071; "yarn" there) has the same bounds under other names, beta_slow and beta_fast,
+/// but s decreases linearly with the index of the frequency, between the indices at the bounds, which RotaryFrequencies computes.
+/// Rotated elements are also multiplied by `amplitude`.
 struct RotaryScaling {
   enum class Blend : int8_t {
     by_turns,

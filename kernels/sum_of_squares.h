@@ -1,9 +1,8 @@
-// A sum of squares that does not depend on how the data are cut among ranks, units or threads.
+// A sum of squares that does not depend on how the data are divided among ranks, units or threads.
 //
-// The flat index is divided into blocks of 32 elements. A block's squares are summed in f64 in a
-// fixed order; block sums are added without rounding into a wide fixed-point number (a
-// superaccumulator, after Kulisch), so any order of adding gives the same value. Rounding happens
-// once, in sum_of_squares_finish. Cuts must fall on multiples of 32 elements.
+// The flat index is divided into blocks of 32 elements. A block's squares are summed in f64 in a fixed order; block sums are added
+// without rounding into a wide fixed-point number (a superaccumulator, after Kulisch), so the order of addition does not matter.
+// Rounding happens once, in sum_of_squares_finish. Shards must begin at multiples of 32 elements.
 #pragma once
 
 #include "sheaf/core/device.h"
@@ -12,10 +11,9 @@
 namespace sheaf::kernels {
 namespace cpu {
 
-/// The fixed-point number: limb i < 23 weighs 2^(32 i - 384) and holds 32 bits and carries, so that
-/// limbs of 2^31 blocks, from different ranks too, may be added as integers. The last limb counts
-/// block sums that are infinite or above 2^320 (in its low 32 bits) or NaN (in its high ones). Any sum of f32
-/// squares is represented exactly; f64 block sums lose what is below 2^-384.
+/// The fixed-point number: limb i < 23 weighs 2^(32 i - 384) and holds 32 bits and carries, so that limbs of 2^31 blocks, from
+/// different ranks too, may be added as integers. The last limb counts block sums that are infinite or above 2^320 (in its low 32
+/// bits) or NaN (in its high ones). Any sum of f32 squares is represented exactly; f64 block sums lose bits below 2^-384.
 inline constexpr int64_t kSquareLimbs = 24;
 
 /// limbs: i64 [24], stored. x: any floating dtype, dense; its first element begins a block.
@@ -24,8 +22,8 @@ void sum_of_squares(const View& x, const View& limbs, Workspace workspace);
 
 /// out: f64 [], the limbs' value to nearest even; infinity or NaN if the last limb says so.
 void sum_of_squares_finish(const View& limbs, const View& out);
-/// What gradient clipping needs: norm is the value's square root, scale is
-/// min(max_norm / (norm + 1e-6), 1), or NaN if the norm is; both f64 [].
+/// The values for gradient clipping: norm is the value's square root, scale is min(max_norm / (norm + 1e-6), 1), or NaN if the norm
+/// is; both f64 [].
 ///
 /// If the loss was multiplied by `loss_scale`, f32 [], both are divided by it. `found_inf`, i32 [], is 1 if the
 /// norm is not finite, else 0.
@@ -34,8 +32,8 @@ void clip_scale(const View& limbs, double max_norm, const View& norm, const View
 
 }  // namespace cpu
 
-/// The same on a GPU, enqueued on `stream`: the same bits in every limb, and in the end. Nothing visits the host,
-/// and no workspace is needed.
+/// The same on a GPU, enqueued on `stream`: the same bits in every limb, and in the results. Nothing is copied to the host, and no
+/// workspace is needed.
 namespace cuda {
 
 size_t sum_of_squares_workspace(const View& x);

@@ -1,4 +1,4 @@
-// The rows of a table, such as a vocabulary, that a rank computes with where ranks share it.
+// The rows of a table, such as a vocabulary, that a rank computes with if ranks share it.
 #pragma once
 
 #include "sheaf/core/view.h"

@@ -10,7 +10,7 @@
 
 namespace sheaf::kernels::cpu::amx {
 
-/// Gives this thread's tiles their shape, 16 rows of 64 bytes, while it lives.
+/// Configures this thread's tiles, 16 rows of 64 bytes, while it lives.
 class Scope {
  public:
   Scope() {

@@ -1,5 +1,5 @@
-// Attention of bf16 by the instructions that newer x86 machines have for it; attention.cc uses it where it can: for
-// head widths that are multiples of 32, up to 256, and with dot::available().
+// Attention in bf16 by the bf16 instructions of newer x86 machines; attention.cc uses it where possible: for head widths that are
+// multiples of 32, up to 256, and with dot::available().
 #pragma once
 
 #include "sheaf/core/device.h"

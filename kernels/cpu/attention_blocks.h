@@ -1,5 +1,5 @@
-// Sizes of attention's blocks and of the scratch memory that one slot needs, and which rows form a document; shared
-// by dispatcher and kernels.
+// Sizes of attention's blocks and of the scratch memory that one slot needs, and which rows form a document; shared by dispatcher and
+// kernels.
 #pragma once
 
 #include "sheaf/kernels/attention.h"
@@ -73,7 +73,7 @@ struct DocumentShape : AttentionShape {
   }
 };
 
-/// The documents of each sequence: one, or those that a mask gives.
+/// The documents of each sequence: one, or those of a mask.
 class Documents {
  public:
   Documents(const AttentionMask& mask, const AttentionShape& s)

@@ -1,10 +1,10 @@
-// What newer x86 machines multiply bf16 with.
+// The instructions by which newer x86 machines multiply bf16.
 #pragma once
 
 namespace sheaf::kernels::cpu {
 
 namespace amx {
-/// Whether this machine multiplies bf16 in matrix tiles (AMX), and this process may.
+/// Whether this machine multiplies bf16 in matrix tiles (AMX), and this process may use them.
 bool available();
 /// Defined only in tests, which can emulate a machine's tiles (tests/kernels/emulated_tiles.h).
 [[gnu::weak]] bool emulated();

@@ -1,6 +1,5 @@
-// Rows of bf16 as pairs, the order in which bf16 instructions want the second operand of a product (Intel's VNNI order):
-// row p of the pairs of x holds, for every column j, the words x[2p, j] and x[2p + 1, j] side by side. For machines with
-// AVX512_BF16.
+// Rows of bf16 as pairs, the order in which bf16 instructions expect the second operand of a product (Intel's VNNI order): row p of
+// the pairs of x holds, for every column j, the words x[2p, j] and x[2p + 1, j] adjacently. For machines with AVX512_BF16.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +19,7 @@ inline void transpose_words(const void* from, int64_t rows, int64_t words, void*
                             static_cast<char*>(to) + (w * rows + r) * 4, rows * 4);
 }
 
-/// Thirty-two words of two rows, side by side.
+/// Thirty-two words of two rows, interleaved.
 inline void interleave(__m512i even, __m512i odd, void* to) {
   const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
                                        36, 4, 35, 3, 34, 2, 33, 1, 32, 0);

@@ -7,7 +7,7 @@
 
 namespace sheaf::kernels::cpu {
 
-/// y[rows, outputs] = x[rows, inputs] · Wᵀ + bias, dense f32; rows of W in blocks lie row_bytes apart.
+/// y[rows, outputs] = x[rows, inputs] · Wᵀ + bias, dense f32; rows of W in blocks are row_bytes apart.
 struct BlockRows {
   static constexpr int kMostRows = 4, kOutputs = 32;
   const float* x;
@@ -19,8 +19,8 @@ struct BlockRows {
   float* y;
 };
 
-/// Outputs [first, first + 32) of at most kMostRows rows, as far as there are that many. Blocks are read once, and
-/// their values are only in registers.
+/// Outputs [first, first + 32), or fewer at the end, of at most kMostRows rows. Blocks are read once, and their values are only in
+/// registers.
 void multiply_blocks(const BlockRows& p, int64_t first);
 
 }  // namespace sheaf::kernels::cpu

@@ -1,8 +1,8 @@
-// Blocks: how elementwise kernels handle strides and element types. Every operand is brought, kBlock
-// elements at a time in row-major order, into an array of a compute type (f32 for f32, bf16 and
-// f16; f64; i64 for integers and bool); the kernel's loop sees only contiguous arrays. So an
-// element's value cannot depend on strides, cuts or alignment, and the number of loops to compile
-// is ops x 3 instead of ops x types x layouts. Operands that are contiguous and already of the compute type are
+// Blocks: how elementwise kernels handle strides and element types. Every operand is converted, kBlock elements at a time in
+// row-major order, into an array of a compute type (f32 for f32, bf16 and f16; f64; i64 for integers and bool); the kernel's loop
+// sees only contiguous arrays. So an element's value cannot depend on strides, range boundaries or alignment, and the number of loops
+// to compile is ops x 3 instead of ops x types x layouts. Operands that are contiguous and already of the compute type are used in
+// place.
 // used in place.
 #pragma once
 
@@ -17,7 +17,7 @@
 namespace sheaf::kernels::cpu {
 
 inline constexpr int64_t kBlock = 1024;
-/// Elements that make another thread worth waking.
+/// Elements for which waking another thread pays off.
 inline constexpr int64_t kGrain = 32768;
 
 /// The type in which elements of `d` are computed.
@@ -42,7 +42,7 @@ decltype(auto) visit_compute(DType compute, F&& f) {
   }
 }
 
-/// Calls f.operator()<T>() for an unsigned type of this one's size: to move bits.
+/// Calls f.operator()<T>() for an unsigned type of this one's size: to copy bits.
 template <class F>
 decltype(auto) visit_bits(DType dtype, F&& f) {
   switch (size_of(dtype)) {
@@ -88,7 +88,7 @@ struct Runs {
   Shape shape, strides;
 };
 
-/// Walks a view in row-major order, one run of its innermost (merged) dimension after the other.
+/// Walks a view in row-major order, one run of its innermost (merged) dimension after another.
 class Cursor {
  public:
   Cursor(const View& view, int64_t start) : Cursor(view.data, view.dtype, Runs(view), start) {}
@@ -145,7 +145,7 @@ class BlockInput {
         constant_(cursor_.stride() == 0 && Runs(view).shape.rank() == 1) {
     if (constant_) load_run(view.dtype, view.data, 0, kBlock, buffer_);
   }
-  /// The block size, at most n, that lets a long run be used in place.
+  /// The block size, at most n, with which a long run can be used in place.
   int64_t limit(int64_t n) const {
     return direct_ && cursor_.run_left() >= kBlock / 8 ? std::min(n, cursor_.run_left()) : n;
   }
@@ -166,7 +166,7 @@ class BlockInput {
   C buffer_[kBlock];
 };
 
-/// An output of map_blocks: `next` gives the place for the next n elements, `done` stores them.
+/// An output of map_blocks: `next` returns the memory for the next n elements, `done` stores them.
 template <class C>
 class BlockOutput {
  public:

@@ -1,4 +1,4 @@
-// How a short convolution is cut, and what scratch memory its backward needs; shared by dispatcher and kernels.
+// How a short convolution is divided, and the scratch memory of its backward; shared by dispatcher and kernels.
 #pragma once
 
 #include "sheaf/kernels/causal_conv.h"
@@ -34,7 +34,7 @@ struct ConvSquares {
   int64_t slots() const { return slot_count(count(), grain()); }
   /// Scratch of a slot: gradients of a square's tokens, and of later ones that read some of them.
   int64_t slope_cells(int64_t taps) const { return (kConvTokens + taps - 1) * kConvChannels; }
-  /// What each block of tokens adds to the gradient of the weight.
+  /// Each block of tokens' contribution to the gradient of the weight.
   int64_t part_cells(int64_t taps) const { return blocks() * taps * padded_channels(); }
 };
 

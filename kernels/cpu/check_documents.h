@@ -1,4 +1,4 @@
-// Where documents begin in sequences that have several.
+// Checks where documents begin in sequences that contain several.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 namespace sheaf::kernels::cpu {
 
 /// DataError if begins[B, T] are invalid: a token's document must begin at it, or where its predecessor's does. The first token is at
-/// position `past`, and its document may have begun at `earliest` or later; recurrent layers have no bound.
+/// position `past`, and its document may have begun at `earliest` or later; for recurrent layers there is no bound.
 inline void check_documents(const char* who, const View& begins, int64_t past = 0, int64_t earliest = INT32_MIN) {
   if (!given(begins)) return;
   for (int64_t b = 0; b < begins.shape[0]; ++b) {

@@ -1,4 +1,5 @@
-// What the two passes of the delta rule do with a chunk of a key head; its formulas and letters are delta_rule.h's. Included by kernels.
+// What both passes of the delta rule compute for a chunk of a key head; its formulas and letters are delta_rule.h's. Included by
+// kernels.
 #pragma once
 
 #include <cmath>
@@ -11,7 +12,7 @@
 
 namespace sheaf::kernels::cpu {
 
-/// to = factor from, of n values, a multiple of kLanes; they may be the same.
+/// to = factor from, of n values, a multiple of kLanes; both may be the same memory.
 template <class C>
 void scale_row(C factor, const C* from, int64_t n, C* to) {
   const Lanes<C> f(factor);
@@ -51,7 +52,7 @@ class DeltaRuleChunk {
     return v.as<C>()[b_ * v.strides[0] + (chunk_.first + i) * v.strides[1] + h * v.strides[2]];
   }
 
-  /// Loads keys of the chunk and their products. The functions below are about this chunk, too.
+  /// Loads keys of the chunk and computes their products. The functions below refer to this chunk, too.
   void load_keys(int64_t b, int64_t g, const Chunk& chunk) {
     b_ = b, chunk_ = chunk, n_ = chunk.count;
     load_normalised(x_.k, g, keys_, key_factors_);
@@ -93,8 +94,7 @@ class DeltaRuleChunk {
   const C* last_ratios() const { return ratios_ + (n_ - 1) * kDeltaChunk; }
   C last_gamma() const { return gamma_[n_ - 1]; }
 
-  /// Computes u, what each token writes, and u / beta, by which its value differs from the state's answer. A state of nullptr is
-  /// zero.
+  /// Computes u, what each token writes, and u / beta, the difference between its value and the state's answer. A null state is zero.
   void write(int64_t h, const C* state) {
     const int64_t columns = s_.value_columns();
     pack<T, C>(rows(x_.v, h), 0, n_, n_, C(1), differences_);
@@ -145,7 +145,7 @@ class DeltaRuleChunk {
   }
 };
 
-/// Calls pass(scratch).run(b, g) for all items, each slot with scratch memory of its own.
+/// Calls pass(scratch).run(b, g) for all items, with separate scratch memory per slot.
 template <class C, class Pass>
 void run_items(const DeltaRuleShape& s, int64_t cells, Workspace workspace, Pass pass) {
   const auto slot_cells = static_cast<int64_t>(line_align(static_cast<size_t>(cells) * sizeof(C)) / sizeof(C));

@@ -1,5 +1,5 @@
-// How the delta rule is cut: sizes, the scratch memory that one slot needs, and which tokens form a chunk; shared by dispatcher and
-// kernels.
+// How the delta rule is divided: sizes, the scratch memory that one slot needs, and which tokens form a chunk; shared by dispatcher
+// and kernels.
 #pragma once
 
 #include "sheaf/kernels/cpu/head_rows.h"
@@ -31,7 +31,7 @@ struct DeltaRuleShape {
   /// For a chunk: keys, plain and transposed, queries and their factors; their products, and those with the gates of a head; three
   /// blocks of values; four numbers per token.
   int64_t chunk_cells() const { return kDeltaChunk * (3 * columns() + 3 * value_columns() + 4) + 5 * kSquare; }
-  /// In addition a state for each value head.
+  /// In addition, a state for each value head.
   int64_t forward_cells() const { return chunk_cells() + group() * state_cells(); }
   /// In addition, for each value head, two states (one a gradient), the differences of all tokens and the states before chunks; four
   /// more squares and blocks of values, three of keys, a transposed state, and a number per token.

@@ -11,7 +11,7 @@
 
 namespace sheaf::kernels::cpu::dot {
 
-/// What a thread needs while it multiplies: nothing, unlike for tiles.
+/// Per-thread setup for products: nothing, unlike for tiles.
 struct Scope {
   Scope() {}
 };

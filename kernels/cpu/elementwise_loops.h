@@ -8,13 +8,13 @@
 
 namespace sheaf::kernels::SHEAF_SIMD_NAMESPACE {
 
-// An output is disjoint from an input, or the same element for element.
+// An output must be disjoint from each input, or the same memory, element for element.
 template <class C, class Out = C>
 using Loop1 = void (*)(Out* to, const C* x, int64_t n);
 template <class C, class Out = C>
 using Loop2 = void (*)(Out* to, const C* x, const C* y, int64_t n);
 
-/// Null for ops that are not defined for C. Out is C, or bool for truth values.
+/// Null for ops that are not defined for C. Out is C, or bool for predicates.
 template <class C, class Out>
 Loop1<C, Out> unary_loop(UnaryOp op);
 template <class C, class Out>

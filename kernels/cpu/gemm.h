@@ -1,5 +1,5 @@
-// The product used by matmul, linear and linear_cross_entropy: f32 and f64 by vectors, bf16 by the instructions that
-// the machine has for it (AMX, AVX512_BF16); f16, and bf16 elsewhere, are multiplied as f32.
+// The product used by matmul, linear and linear_cross_entropy: f32 and f64 by vectors, bf16 by the machine's instructions for it
+// (AMX, AVX512_BF16); f16, and bf16 on other machines, are multiplied as f32.
 #pragma once
 
 #include "sheaf/core/device.h"

@@ -1,4 +1,4 @@
-// The product of bf16 matrices by the instructions that newer x86 machines have for it.
+// The product of bf16 matrices by the bf16 instructions of newer x86 machines.
 #pragma once
 
 #include <cstddef>

@@ -15,7 +15,7 @@ inline constexpr int64_t kStepBytes = 2048;  ///< of a side over one step
 struct Sides {
   const uint16_t* data;
   int64_t lanes, depth, lane_stride, depth_stride;
-  bool pairs;  ///< b: products want its lanes side by side, in pairs of the depth
+  bool pairs;  ///< b: products need its lanes adjacent, in pairs of the depth
 };
 
 inline __mmask32 first_of_32(int64_t n) { return n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1; }

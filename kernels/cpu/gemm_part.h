@@ -1,10 +1,9 @@
-// GemmPart: the share of a matrix product that one thread computes. gemm.cc cuts a product into parts; three
-// kernels multiply them: gemm_simd.cc by vectors (f32 and f64), gemm_amx.cc by tiles and gemm_dot.cc by vectors of pairs
-// (bf16).
+// GemmPart: the share of a matrix product that one thread computes. gemm.cc divides a product into parts; three kernels multiply
+// them: gemm_simd.cc by vectors (f32 and f64), gemm_amx.cc by tiles and gemm_dot.cc by vectors of pairs (bf16).
 //
-// [Note: the bits of a product] By vectors, an element of c is the sum over blocks of the depth, in order, each block one
-// chain of fused multiply-adds; the blocks follow from the depth alone. The others are one chain of their instructions.
-// So neither the other rows and columns nor the number of threads change a bit.
+// [Note: the bits of a product] By vectors, an element of c is the sum over blocks of the depth, in order, each block one chain of
+// fused multiply-adds; the blocks depend on the depth alone. By the other kernels it is one chain of their instructions. So neither
+// the other rows and columns nor the number of threads change a bit.
 #pragma once
 
 #include <cstddef>

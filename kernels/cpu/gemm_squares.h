@@ -1,20 +1,19 @@
-// The product of bf16 matrices in squares of 32 x 32, by whatever multiplies them: an Engine of
-//   Scope           what a thread needs while it multiplies
-//   kBlockSteps, kRoom, kSquares   how much is packed at once, by the caches of its machines, see Cut
+// The product of bf16 matrices in squares of 32 x 32, by any Engine with
+//   Scope           per-thread setup for its products
+//   kBlockSteps, kRoom, kSquares   how much is packed at once, by its machines' caches, see Cut
 //   multiply(steps, rows, a, b, from, to, between)   to = from (zero if nullptr) + a b, a square
 //       over some steps of the depth, with one call of between() for each step, the first before
 //       anything is stored; only the first `rows` rows count, the others may have any values
 //
-// [Note: products by squares] Each square is computed over a block of the depth small enough that both its sides fit in L1.
-// One operand is "resident": a packed block of it stays in L2. The other, the "stream", arrives in panels of some sides
-// over a block of the depth; a panel multiplies all of the resident block. Meanwhile the next panel is packed and the one
-// after it fetched, a little at every step: tile instructions leave nearly all of the core idle, so transposing and memory
-// accesses cost little there.
+// [Note: products by squares] Each square is computed over a block of the depth small enough that both its sides fit in L1. One
+// operand is "resident": a packed block of it stays in L2. The other, the "stream", arrives in panels of some sides over a block of
+// the depth; a panel multiplies all of the resident block. Meanwhile the next panel is packed and the one after it prefetched, a
+// little at every step: tile instructions leave nearly all of the core idle, so transposing and memory accesses cost little there.
 //
 // Panels have four sides, because memory is fast only where 256 or more bytes are contiguous; in dense rows of a they are.
 //
-// An engine adds its products to c one after the other. A square that was stored to memory and reloaded continues where it
-// was, so an element is one chain along the depth however the blocks are cut: blocks depend only on the caches.
+// An engine adds its products to c one after another. A square that was stored to memory and reloaded continues unchanged, so an
+// element is one chain along the depth however the blocks are cut: blocks depend only on the caches.
 #pragma once
 
 #include <algorithm>
@@ -36,7 +35,7 @@ struct Cut {
   Sides resident, stream;
   int64_t steps, resident_sides, stream_sides;  ///< of the whole
   int64_t block_steps, chunk_steps;             ///< summed in tiles; resident at once
-  int64_t block_sides, group_sides;             ///< of resident and stream: squares that wait at once
+  int64_t block_sides, group_sides;             ///< of resident and stream: squares in progress at once
 
   explicit Cut(const GemmPart& p) {
     const auto words = [](const MatrixOperand& m) { return reinterpret_cast<const uint16_t*>(m.data); };
@@ -69,7 +68,7 @@ struct Cut {
   int64_t squares_bytes() const { return block_sides * group_sides * kSquareBytes; }
 };
 
-/// A panel of the stream over a block of the depth, and what it multiplies. In sides and steps.
+/// A panel of the stream over a block of the depth, and its range of the resident operand. In sides and steps.
 template <class Cut>
 struct Stage {
   int64_t resident = 0, group = 0, chunk = 0, panel = 0, depth = 0;
@@ -93,13 +92,13 @@ struct Stage {
   }
 };
 
-/// The work done in between for the coming panels.
+/// The work done between products for the coming panels.
 template <class Cut>
 class Errands {
  public:
   explicit Errands(const Cut& cut) : cut_(cut) {}
 
-  /// Packs the panel of `next` into `to`, and fetches that of `after`, in `times` calls of some().
+  /// Packs the panel of `next` into `to`, and prefetches that of `after`, in `times` calls of some().
   void set(const Stage<Cut>* next, const Stage<Cut>* after, char* to, int64_t times) {
     times_ = times, to_ = to;
     pack_ = {}, fetch_ = {};
@@ -201,7 +200,7 @@ class Part {
     for (int64_t block = t.chunk; block < t.chunk_end(cut_); block += cut_.block_steps) {
       const int64_t steps = std::min(cut_.block_steps, t.chunk_end(cut_) - block);
       const bool along_depth = cut_.resident.depth_stride == 1;
-      for (int64_t n = 0; n < sides * steps; ++n) {  // along memory's rows
+      for (int64_t n = 0; n < sides * steps; ++n) {  // in memory order
         const int64_t side = along_depth ? n / steps : n % sides, step = along_depth ? n % steps : n / sides;
         pack_step(cut_.resident, (t.resident + side) * kSide, (block + step) * kSide,
                   to + (side * steps + step) * kStepBytes);
@@ -225,7 +224,7 @@ class Part {
       }
   }
 
-  /// a and b: sides `i` and `j`. `memory` keeps the square until the depth is done.
+  /// a and b: sides `i` and `j`. `memory` holds the square until the depth is done.
   void multiply_square(const Stage& t, int64_t i, int64_t j, const char* a, const char* b, char* memory) {
     const int64_t row = i * kSide, col = j * kSide;
     const Square here{memory, 128};
@@ -248,7 +247,7 @@ class Part {
     if (last && !finished) waiting_ = {here, row, col};
   }
 
-  /// Old c, at the edge.
+  /// Loads the old c, at the edge.
   void fetch(int64_t row, int64_t col, Square to) const {
     const __mmask32 width = first_of_32(p_.cols - col);
     for (int64_t r = 0; r < std::min(kSide, p_.rows - row); ++r) {
@@ -259,7 +258,7 @@ class Part {
     }
   }
 
-  /// Writes the previously finished square to c: one square late, so that nothing waits for what was just stored.
+  /// Writes the previously finished square to c: one square late, so that nothing waits for a fresh store.
   void deliver() {
     if (!waiting_.from.data) return;
     const auto [from, row, col] = waiting_;

@@ -1,6 +1,6 @@
-// Lanes<C>: sixteen values of a compute type (float or double), side by side. Sixteen on every
-// instruction set, so that a sum over lanes has one order whether the machine works on 8 or on 16
-// floats at a time. Tails are masked: lanes past the end read as zero and are not written.
+// Lanes<C>: sixteen values of a compute type (float or double). Sixteen on every instruction set, so that a sum over lanes has one
+// order whether the machine processes 8 or 16 floats at a time. Tails are masked: lanes past the end read as zero and are not
+// written.
 #pragma once
 
 #include <cmath>
@@ -179,7 +179,7 @@ SHEAF_INLINE Lanes<float> exp(Lanes<float> x) {
   return zero_if_less(x, L(-87.3365448f), p * s1 * s2);
 }
 
-/// Doubles serve checking, so plain loops and libm are good enough.
+/// Doubles are for checking, so plain loops and libm are good enough.
 template <>
 struct Lanes<double> {
   double v[kLanes];

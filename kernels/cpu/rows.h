@@ -1,5 +1,4 @@
-// Rows: a view as rows over its last dimension, and slots: how kernels that need scratch memory per
-// thread get it.
+// Rows: a view as rows over its last dimension, and slots: how kernels get scratch memory per thread.
 #pragma once
 
 #include <algorithm>
@@ -85,14 +84,13 @@ class Indices {
   Read read_;
 };
 
-/// Rows for which a thread is worth waking when each is `cols` elements of work.
+/// Number of rows of `cols` elements of work for which waking a thread pays off.
 inline int64_t row_grain(int64_t cols) {
   return std::max<int64_t>(1, 16384 / std::max<int64_t>(cols, 1));
 }
 
-/// Slots: parts of an index range that run at the same time, each with scratch memory of its own.
-/// Their number depends on the thread count, so what a slot computes for an item must not depend on
-/// the items before it.
+/// Slots: parts of an index range that run concurrently, each with separate scratch memory. Their number depends on the thread count,
+/// so a slot's result for an item must not depend on the items before it.
 inline int64_t slot_count(int64_t items, int64_t grain) {
   return std::max<int64_t>(1,
                            std::min<int64_t>(num_threads(), items / std::max<int64_t>(grain, 1)));

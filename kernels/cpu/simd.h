@@ -8,7 +8,7 @@
 
 namespace sheaf::kernels {
 
-/// Whether this machine runs the x86-64-v4 build: AVX-512 F, BW, CD, DQ, VL.
+/// Whether this machine can run the x86-64-v4 build: AVX-512 F, BW, CD, DQ, VL.
 inline bool has_v4() {
   static const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512cd") &&
@@ -27,8 +27,7 @@ inline bool has_v4() {
   decltype(cpu::function) function;  \
   }
 
-/// Declares both and defines the public function, which returns nothing, as the one of them that
-/// this machine runs.
+/// Declares both and defines the public function, which returns void, as the one that this machine can run.
 #define SHEAF_SIMD_CHOOSE(function, parameters, arguments)                         \
   SHEAF_SIMD_DECLARE(function)                                                     \
   namespace cpu {                                                                  \

@@ -1,4 +1,4 @@
-// Soft caps of numbers, cap tanh(x / cap), as Gemma 2 has for scores and logits (https://arxiv.org/abs/2408.00118).
+// Soft caps, cap tanh(x / cap), as Gemma 2 applies to scores and logits (https://arxiv.org/abs/2408.00118).
 #pragma once
 
 #include "sheaf/kernels/cpu/vector_math.h"

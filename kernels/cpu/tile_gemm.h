@@ -1,6 +1,5 @@
-// Small products in registers, the inner loop of attention. Every element of C is one chain of fused
-// multiply-adds over k = 0, 1, 2 ..., whatever the tile it falls into: rows do not depend on their
-// neighbours, and the bits are the same on every instruction set.
+// Small products in registers, the inner loop of attention. Every element of C is one chain of fused multiply-adds over k = 0, 1, 2
+// ..., in whichever tile it is: rows do not depend on their neighbours, and the bits are the same on every instruction set.
 #pragma once
 
 #include "sheaf/kernels/cpu/lanes.h"

@@ -15,8 +15,7 @@ namespace sheaf::kernels::cpu {
 SHEAF_INLINE void transpose_words_16x16(const void* from, int64_t from_stride, void* to, int64_t to_stride) {
   const char* f = static_cast<const char*>(from);
   char* t = static_cast<char*>(to);
-  // Rows that far apart fall into one or two sets of the first-level cache, which have no room for 16 of them: each is read
-  // once.
+  // Rows that far apart map to one or two sets of the first-level cache, which cannot hold 16 of them: each is read once.
   alignas(64) char rows[16 * 64];
   if (from_stride % 2048 == 0) {
     for (int64_t i = 0; i < 16; ++i) _mm512_store_si512(rows + i * 64, _mm512_loadu_si512(f + i * from_stride));

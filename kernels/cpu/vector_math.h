@@ -33,7 +33,7 @@ SHEAF_INLINE float exp(float x) {
   p = std::fma(p, r, 1.6666665459e-1f);
   p = std::fma(p, r, 5.0000001201e-1f);
   p = std::fma(p, r * r, r) + 1.0f;
-  // 2^n in two factors, since n = 128 has no float of its own.
+  // 2^n in two factors, since 2^128 is not a float.
   const int32_t e = std::bit_cast<int32_t>(shifted) - 0x4b400000;
   const int32_t half = e >> 1;
   const float s1 = std::bit_cast<float>((half + 127) << 23),

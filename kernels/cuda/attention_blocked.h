@@ -1,10 +1,9 @@
-// Attention by our own blocked kernels, for what cuDNN does not accept: any floating type, strides
-// and numbers of tokens, with or without a causal mask, documents or a window, heads up to 256 wide, those of values
-// of any width up to that. Products of bf16 and f16 run on tensor cores (attention_fragments.h), which take
-// probabilities, and in the backward the gradients of scores before their scale, rounded to the operands' type; those
-// of f32 and f64 by multiply-adds. Keys are added in the order that attention_softmax.h describes; dk and dv sum over
-// a key head's query heads in order, and for each over blocks of queries in order. Operands as kernels/attention.h
-// has them, checked by the caller.
+// Attention by our own blocked kernels, for operands that cuDNN does not accept: any floating type, strides and numbers of tokens,
+// with or without a causal mask, documents or a window, heads up to 256 wide, those of values of any width up to that. Products of
+// bf16 and f16 use tensor cores (attention_fragments.h), for which probabilities, and in the backward the gradients of scores before
+// their scale, are rounded to the operands' type; those of f32 and f64 use multiply-adds. Keys are added in the order that
+// attention_softmax.h describes; dk and dv are summed over a key head's query heads in order, and for each over blocks of queries in
+// order. Operands as in kernels/attention.h, checked by the caller.
 #pragma once
 
 #include "sheaf/core/device.h"

@@ -1,9 +1,8 @@
-// Attention of few queries to any number of keys, as in generation, by our own kernels:
-// the keys of a (sequence, key head) pair are spread over blocks, a segment each
-// (attention_softmax.h), and up to 16 rows, of all query heads of the pair, are computed together,
-// so that keys and values are read once for them (Flash-Decoding: Dao et al.,
-// https://pytorch.org/blog/flash-decoding/). A second kernel combines the segments in their order. Results have the
-// bits of attention_blocked.h. Operands as kernels/attention.h has them, checked by the caller.
+// Attention of few queries to any number of keys, as in generation, by our own kernels: the keys of a (sequence, key head) pair are
+// spread over blocks, one segment each (attention_softmax.h), and up to 16 rows, of all query heads of the pair, are computed
+// together, so that keys and values are read once for them (Flash-Decoding: Dao et al., https://pytorch.org/blog/flash-decoding/). A
+// second kernel combines the segments in order. Results have the bits of attention_blocked.h. Operands as in kernels/attention.h,
+// checked by the caller.
 #pragma once
 
 #include "sheaf/core/device.h"
@@ -12,8 +11,8 @@
 
 namespace sheaf::kernels::cuda::decode {
 
-/// f32, bf16 and f16, up to 16 queries a sequence: a block of attention_blocked.h computes four times as many of a
-/// head, whether they exist or not.
+/// f32, bf16 and f16, up to 16 queries per sequence: a block of attention_blocked.h computes four times as many of a head, whether
+/// they exist or not.
 bool takes(const View& q, const View& v);
 
 /// Memory for the sums of segments. Only for operands that takes() accepts.

@@ -1,4 +1,4 @@
-// What each query's gradients need besides its operands: the first step of attention's backward kernels.
+// The values that each query's gradients need in addition to its operands: the first step of attention's backward kernels.
 #pragma once
 
 #include "sheaf/kernels/cuda/attention_rows.h"

@@ -1,8 +1,9 @@
-// Products of attention on tensor cores, in bf16 and f16, sums in f32: a warp computes them for 16 rows, whose elements its lanes share
-// as tensor_cores.h says. Four neighbouring lanes share a row, and a lane has parts of two rows, `row` and `row` + 8.
+// Products of attention on tensor cores, in bf16 and f16, sums in f32: a warp computes them for 16 rows, whose elements are
+// distributed over its lanes as in tensor_cores.h. Four neighbouring lanes share a row, and a lane has parts of two rows, `row` and
+// `row` + 8.
 //
-// The result of one product is an operand of the next without being moved: probabilities stay in registers between the scores and the
-// product with values (FlashAttention-2: Dao, https://arxiv.org/abs/2307.08691), rounded to T on the way.
+// The result of one product is an operand of the next without any data movement: probabilities stay in registers between the scores
+// and the product with values (FlashAttention-2: Dao, https://arxiv.org/abs/2307.08691), and are rounded to T.
 #pragma once
 
 #include <cmath>
@@ -21,7 +22,7 @@ inline constexpr int kPadding = 64;        ///< columns are multiplied in groups
 
 inline constexpr float kLog2E = 1.44269504f;
 
-/// 2^x as accurate as 16 bits need; 0 where that is less than 2^-126.
+/// 2^x as accurate as 16 bits need; 0 if that is less than 2^-126.
 __device__ inline float power_of_2(float x) {
 #ifdef __CUDA_ARCH__
   float out;
@@ -43,11 +44,11 @@ __device__ inline float tangent(float x) {
 #endif
 }
 
-/// The factors of scores, which are products of queries and keys.
+/// The scale factors of scores, which are products of queries and keys.
 template <Hides kHides>
 struct Scale {
   float natural, binary;  ///< > 0; binary: for exponents of 2
-  float before;           ///< 1, or the whole scale if that is not positive: the largest product would not be the largest score
+  float before;           ///< 1, or the whole scale if that is not positive: then the largest product would not be the largest score
   float cap;              ///< 0, or the softcap of scores; the whole scale is then in the argument of tanh
 
   __device__ explicit Scale(const Problem& p) : cap(kHides == Hides::nothing ? 0.0f : static_cast<float>(p.softcap)) {
@@ -75,8 +76,7 @@ struct Operand : Heads {
   explicit Operand(const View& v) : Heads(v), packed(in_whole_packs(v)) {}
 };
 
-/// Rows of a head in shared memory, 16 bytes further apart than their length, so that eight rows fall into all
-/// banks.
+/// Rows of a head in shared memory, with 16 bytes of padding, so that eight rows cover all banks.
 template <class T, int kWidth>
 struct Tile {
   static constexpr int kPitch = kWidth + 8;
@@ -85,8 +85,8 @@ struct Tile {
 
   __device__ SharedMatrix<T> matrix() const { return {data, kPitch}; }
 
-  /// Starts to copy kCount rows of `width` elements, without ending a round: row r from at(r), zeros where that is nullptr, and
-  /// past the width up to the next multiple of kPadding.
+  /// Starts to copy kCount rows of `width` elements, without ending a round: row r from at(r), zeros if that is nullptr, and past the
+  /// width up to the next multiple of kPadding.
   template <int kCount, class At>
   __device__ void load_rows(int width, bool packed, At at) const {
     constexpr int kPacks = kWidth / 8;
@@ -101,7 +101,7 @@ struct Tile {
       else store_pack(to, there ? load_chunk(from, column, width) : Pack<T>{});
     }
   }
-  /// Rows [first, first + kCount) of a head's `count`. If they are packed, a thread steps from row to row.
+  /// Rows [first, first + kCount) of a head's `count`. If rows consist of whole packs, a thread steps from row to row.
   template <int kCount>
   __device__ void load(const Operand& from, int64_t b, int64_t h, int64_t first, int64_t count) const {
     constexpr int kPacks = kPadding / 8, kStep = kThreads / kPacks;
@@ -135,12 +135,12 @@ using Sums = float[kColumns][4];
 __device__ inline int row_of(int i) { return warp_of_thread() * 16 + lane_of_thread() / 4 + i * 8; }
 __device__ inline int column_of(int n, int e) { return n * 8 + lane_of_thread() % 4 * 2 + e; }
 
-/// 16 rows of a matrix of `width` columns, an operand of many products: kept in registers if they have room.
+/// 16 rows of a matrix of `width` columns, an operand of many products: kept in registers if they fit.
 template <class T, int kWidth, bool kKept>
 class SixteenRows {
  public:
   __device__ SixteenRows(const SharedMatrix<T>& from, int row) : from_(from), row_(row) {}
-  /// Once `from` has arrived.
+  /// Call it after `from` has arrived.
   __device__ void read(int width) {
     if constexpr (kKept)
 #pragma unroll
@@ -187,7 +187,7 @@ __device__ void multiply_rows(const SixteenRows<T, kWidth, kKept>& a, const Shar
   }
 }
 
-/// sums += weights, as T, times columns [first, first + 8 kColumns) of a matrix's first 8 kInner rows, as far as it has `width` columns.
+/// sums += weights, as T, times columns [first, first + 8 kColumns), up to `width`, of a matrix's first 8 kInner rows.
 template <class T, int kInner, int kColumns>
 __device__ void accumulate(const Sums<kInner>& weights, const SharedMatrix<T>& b, int first, int width, Sums<kColumns>& sums) {
   static_assert(kInner % 2 == 0 && kColumns % 2 == 0);
@@ -217,7 +217,7 @@ __device__ void hide(Sums<kColumns>& scores, int i, const SeenKeys& sees) {
       if (!sees.has(column_of(n, e))) scores[n][i * 2 + e] = kHidden<float>;
 }
 
-/// As add_tile of attention_softmax.h: the scores of row i of a thread's two become weights.
+/// Like add_tile of attention_softmax.h: turns the scores of row i of a thread's two into weights.
 template <Hides kHides, int kColumns>
 __device__ float add_tile(Softmax<float>& row, Sums<kColumns>& scores, int i, const Scale<kHides>& scale) {
   float largest = kHidden<float>;
@@ -246,7 +246,7 @@ __device__ void shrink_row(Sums<kColumns>& sums, int i, float by) {
     for (int e = 0; e < 2; ++e) sums[n][i * 2 + e] = rounded_product(sums[n][i * 2 + e], by);
 }
 
-/// Row i of a thread's two, times `scale`, to row `t` of a head.
+/// Stores row i of a thread's two, times `scale`, to row `t` of a head.
 template <class T, int kColumns>
 __device__ void store_row(const Sums<kColumns>& sums, int i, float scale, const Heads& to, int64_t b, int64_t t, int64_t h) {
   T* row = static_cast<T*>(to.data) + to.offset(b, t, h);
@@ -264,7 +264,7 @@ __device__ void store_row(const Sums<kColumns>& sums, int i, float scale, const 
   }
 }
 
-/// Calls f.operator()<T, W, E>() with the elements' type, bf16 or f16, and widths that the call's heads and values fit in.
+/// Calls f.operator()<T, W, E>() with the elements' type, bf16 or f16, and widths into which the call's heads and values fit.
 template <class F>
 void visit_call(const char* who, const View& q, const View& v, F&& f) {
   visit_widths(who, q, v, [&]<int kWidth, int kValueWidth>() {

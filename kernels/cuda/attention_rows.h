@@ -1,4 +1,4 @@
-// What all of attention's kernels share, however they compute products: sizes and operands of a call, which rows a block takes,
+// What all of attention's kernels share, however they compute products: sizes and operands of a call, which rows a block processes,
 // and which keys a query sees.
 #pragma once
 
@@ -53,8 +53,8 @@ struct PerQuery {
   __device__ C& at(int64_t b, int64_t h, int64_t t) const { return data[b * batch + h * head + t]; }
 };
 
-/// What there is besides the causal mask: nothing, or any of documents, a window and a softcap. Kernels are compiled for these two
-/// cases, not separately for documents and windows, which change the code around the products, not in them.
+/// What hides scores in addition to the causal mask: nothing, or any of documents, a window and a softcap. Kernels are compiled for
+/// these two cases, not separately for documents and windows, which change the code around the products, not in them.
 enum class Hides { nothing, something };
 
 /// A score, after the softcap if there is one.
@@ -73,7 +73,7 @@ __device__ inline C slope_of_capped(const Problem& p, C score) {
   return C(1) - t * t;
 }
 
-/// Calls f.operator()<hides>() with what `mask` needs.
+/// Calls f.operator()<hides>() as `mask` requires.
 template <class F>
 void visit_hides(const AttentionMask& mask, F&& f) {
   if (mask.window || mask.has_documents() || mask.softcap != 0) f.template operator()<Hides::something>();
@@ -100,7 +100,7 @@ struct Begins {
     if (mask.has_documents() && mask.begins.numel() > 0)
       data = mask.begins.as<const int32_t>(), batch = mask.begins.strides[0];
   }
-  /// The document of query t. Whatever values are there, t is in it.
+  /// The document of query t. Whatever values `begins` has, t is in it.
   __device__ Document of_query(const Problem& p, int64_t b, int64_t t) const {
     const int32_t* row = data + b * batch;
     const int64_t begin = row[t];
@@ -134,8 +134,8 @@ __device__ inline QueryBlock query_block(const Problem& p, int64_t blocks) {
 
 enum class TilesOf { queries, keys };
 
-/// Calls f(document, n) for the tile of rows from n on of the sequence; with documents, for the tiles of sequence b's
-/// documents that begin in it, which together are all tiles of all documents.
+/// Calls f(document, n) for the tile of rows from n on of the sequence; with documents, for the tiles of sequence b's documents that
+/// begin in it, so that all calls together cover all tiles of all documents.
 template <int kTile, Hides kHides, TilesOf kOf, class F>
 __device__ inline void for_each_tile(const Problem& p, const Begins& begins, int64_t b, int64_t first, F&& f) {
   constexpr bool kKeys = kOf == TilesOf::keys;
@@ -158,7 +158,7 @@ __device__ inline void for_each_tile(const Problem& p, const Begins& begins, int
   }
 }
 
-/// The end of the keys that some query of the tile from `first` on sees.
+/// The end of the keys that any query of the tile from `first` on sees.
 template <int kTile>
 __device__ inline int64_t keys_seen(const Problem& p, const Document& d, int64_t first) {
   return p.visible((first + kTile < d.queries ? first + kTile : d.queries) - 1);
@@ -178,14 +178,14 @@ __device__ inline bool all_see_all(const Problem& p, const Document& d, int64_t 
   return keys_hidden<kHides>(p, p.visible(first + kQueries - 1)) <= key;
 }
 
-/// Where the first tile of keys begins that some of them sees: tiles begin where they do without a window.
+/// The beginning of the first tile of keys that any of them sees: tiles begin at the same keys as without a window.
 template <int kTile, Hides kHides>
 __device__ inline int64_t first_key_seen(const Problem& p, const Document& d, int64_t first) {
   const int64_t hidden = keys_hidden<kHides>(p, p.visible(first)) - d.first_key;
   return hidden > 0 ? d.first_key + hidden / kTile * kTile : d.first_key;
 }
 
-/// Where the segment after that of this key begins.
+/// The beginning of the segment after that of this key.
 __device__ inline int64_t segment_behind(const Document& d, int64_t key) {
   return d.first_key + ((key - d.first_key) / kSegment + 1) * kSegment;
 }
@@ -221,8 +221,7 @@ inline void check_widths(const char* who, const View& q, const View& v) {
   check<ShapeError>(larger <= 256, '[', who, "] heads of more than 256 elements: ", larger);
 }
 
-/// Calls f.operator()<W, E>() with widths into which a call's queries and keys, and its values, fit; E is at most
-/// W.
+/// Calls f.operator()<W, E>() with widths into which a call's queries and keys, and its values, fit; E is at most W.
 template <class F>
 void visit_widths(const char* who, const View& q, const View& v, F&& f) {
   check_widths(who, q, v);

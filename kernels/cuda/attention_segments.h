@@ -1,4 +1,4 @@
-// Attention of few queries to many keys: what the kernels that take one segment per block (attention_decode.cu,
+// Attention of few queries to many keys: what the kernels that process one segment per block (attention_decode.cu,
 // attention_decode_fragments.cu) share.
 #pragma once
 
@@ -9,8 +9,8 @@ namespace sheaf::kernels::cuda::attention_tiles {
 /// Rows of a block: queries of the heads that share a key head.
 inline constexpr int kSegmentRows = 16;
 
-/// What a block takes: up to kSegmentRows of a key head's T H / G rows (query t of its head n is row t H / G + n), and one segment of
-/// their keys, which is stored in `slot`. A key head's rows are cut into `tiles`.
+/// A block's work: up to kSegmentRows of a key head's T H / G rows (query t of its head n is row t H / G + n), and one segment of
+/// their keys, whose result is stored in `slot`. A key head's rows are divided into `tiles`.
 struct SegmentBlock {
   int64_t slot, b, g;
   int group, first_row, rows;
@@ -40,7 +40,7 @@ struct Segments {
   }
 };
 
-/// The most consecutive segments of which the queries of a block may see something.
+/// The most consecutive segments of which the queries of a block may see any key.
 inline int64_t slots_of(const Problem& p) {
   const int64_t all = std::max<int64_t>(blocks_for(p.keys, kSegment), 1);
   if (p.window == 0) return all;
@@ -48,7 +48,7 @@ inline int64_t slots_of(const Problem& p) {
   return std::min(all, blocks_for(p.window + queries - 1, kSegment) + 1);
 }
 
-/// The first segment of a document that a query sees, and the end of those it sees.
+/// The first segment of a document that a query sees, and the end of the segments it sees.
 struct SeenSegments {
   int64_t first, behind;
 };
@@ -61,13 +61,13 @@ __device__ inline Document document_of(const Problem& p, const Begins& begins, i
   return begins.data ? begins.of_query(p, b, t) : Document{0, p.queries, 0, p.keys};
 }
 
-/// Keys of a segment that rows [low, high) of a block, those of one document, see: some of the `count` from key `first` on; `there` keys
-/// from `first` on are of the document.
+/// Keys of a segment that rows [low, high) of a block, those of one document, see: some of the `count` from key `first` on; `there`
+/// keys from `first` on belong to the document.
 struct SegmentPart {
   int64_t first;
   int low, high, count, there;
 
-  /// The keys that a row sees, counted from `first`; none if it is of another document.
+  /// The keys that a row sees, numbered from `first`; none if it belongs to another document.
   __device__ SeenKeys seen_by(const Problem& p, const SegmentBlock& block, int row) const {
     const int64_t visible = row >= low && row < high ? p.visible(block.query(row)) : 0;
     const auto from_first = [&](int64_t key) { return static_cast<int>(std::clamp<int64_t>(key - first, 0, kSegment)); };
@@ -75,8 +75,8 @@ struct SegmentPart {
   }
 };
 
-/// Calls f(part) for the documents of the block's rows, one after the other; all but the first are shorter than a segment. Tiles begin
-/// where they do without a window.
+/// Calls f(part) for the documents of the block's rows, one after another; all but the first are shorter than a segment. Tiles begin
+/// at the same keys as without a window.
 template <int kTile, class F>
 __device__ void for_each_part(const Problem& p, const Begins& begins, const SegmentBlock& block, int slots, F&& f) {
   const int64_t queries_behind = block.query(block.rows - 1) + 1;

@@ -1,10 +1,9 @@
-// A row of attention is computed from its scores and values in one order, which our kernels share so that they give
-// the same bits: keys are taken kSegment at a time, counted from the first of the row's document; those of a
-// segment a tile at a time, against the largest score so far (online softmax); then segments are combined in their
-// order. Keys that the row does not see change nothing, and neither does skipping a tile or a segment of only such
-// keys. Each kernel decides which block computes what: a block of attention_blocked.cu takes all of a row, one of
-// attention_decode.cu a segment. Kernels of tensor cores have an order of their own within a tile,
-// and their own exponentials.
+// A row of attention is computed from its scores and values in one order, which our kernels share so that they give the same bits:
+// keys are processed kSegment at a time, from the first of the row's document; those of a segment a tile at a time, against the
+// largest score so far (online softmax); then segments are combined in order. Keys that the row does not see change nothing, and
+// neither does skipping a tile or a segment of only such keys. Kernels differ in which block computes what: a block of
+// attention_blocked.cu computes a whole row, one of attention_decode.cu a segment. Tensor-core kernels have a different order within
+// a tile, and different exponentials.
 #pragma once
 
 #include <limits>
@@ -17,9 +16,8 @@ namespace sheaf::kernels::cuda::attention_tiles {
 /// + 16, ... of a tile.
 inline constexpr int kSide = 16;
 
-/// Keys of a segment, a multiple of every tile. With fewer, more blocks share a short context, and more is written
-/// and reread: the f32 sums of a segment are 1/256 of its keys and values of 16 bits if a key head has one row, and
-/// 1/16 if it has 16.
+/// Keys of a segment, a multiple of every tile. With fewer, more blocks share a short context, but more is written and reread: the
+/// f32 sums of a segment are 1/256 of its keys and values of 16 bits if a key head has one row, and 1/16 if it has 16.
 inline constexpr int kSegment = 256;
 
 template <class C>
@@ -39,9 +37,8 @@ struct Softmax {
   C most = kHidden<C>, total = C(0);
 };
 
-/// Takes a thread's scores of the next tile, kHidden for keys that the row does not see, and turns them into
-/// weights. Returns the factor of the row's sums before these are added. `total` is only the thread's part until
-/// close_segment.
+/// Turns a thread's scores of the next tile, kHidden for keys that the row does not see, into weights. Returns the factor of the
+/// row's sums before these are added. `total` is only the thread's part until close_segment.
 template <int kScores, class C>
 __device__ inline C add_tile(Softmax<C>& row, C (&scores)[kScores]) {
   C largest = row.most;
@@ -68,7 +65,7 @@ __device__ inline void close_segment(Softmax<C>& row) {
     row.total += __shfl_xor_sync(kFullWarp, row.total, step);
 }
 
-/// The factors by which the sums of the keys before a segment, and the segment's own, are multiplied to be added.
+/// The factors for the sums of the keys before a segment, and for the segment's own, with which they are added.
 template <class C>
 struct Shares {
   C before, segment;

@@ -71,7 +71,7 @@ __device__ void multiply_rows(const typename S::C* a, const typename S::C* b, in
   }
 }
 
-/// Stores this thread's scores where accumulate_rows reads them.
+/// Stores this thread's scores for accumulate_rows.
 template <class S>
 __device__ void store_scores(const typename S::Scores& scores, typename S::C* to) {
 #pragma unroll
@@ -81,7 +81,7 @@ __device__ void store_scores(const typename S::Scores& scores, typename S::C* to
       to[(ty() + kSide * i) * S::kScoreStride + tx() + kSide * j] = scores[i][j];
 }
 
-/// The column of results at which this thread's c-th 16 bytes begin.
+/// The first column of results in this thread's c-th 16 bytes.
 template <class S>
 __device__ inline int column(int c) {
   return (tx() + kSide * c) * S::kVec;
@@ -113,7 +113,7 @@ __device__ void accumulate_rows(const typename S::C* scores, const typename S::C
   }
 }
 
-/// Row i of the results, times `scale`, to row `t` of a head.
+/// Stores row i of the results, times `scale`, to row `t` of a head.
 template <class S>
 __device__ void store_row(const typename S::Results& results, int i, typename S::C scale,
                           const Heads& to, int64_t b, int64_t t, int64_t h) {

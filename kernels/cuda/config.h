@@ -1,4 +1,4 @@
-// Whether this build has CUDA. The build system decides, by finding nvcc; nobody sets it by hand.
+// Whether this build has CUDA. The build system decides, by finding nvcc; it is not set by hand.
 #pragma once
 
 namespace sheaf::kernels {

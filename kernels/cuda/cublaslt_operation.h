@@ -1,4 +1,4 @@
-// What cuBLASLt is told about a product: its operation and the layouts of its matrices.
+// The description of a product for cuBLASLt: its operation and the layouts of its matrices.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace sheaf::kernels::cuda {
 
-// Scales by rows are new in 12.9: neither older headers nor older libraries have them.
+// Scales by rows are new in 12.9: older headers and libraries lack them.
 #if CUBLAS_VERSION >= 120900
 inline constexpr bool kKnowsFp8 = true;
 inline constexpr auto kScaleModeA = CUBLASLT_MATMUL_DESC_A_SCALE_MODE,
@@ -33,11 +33,11 @@ inline void check_status(cublasStatus_t status, const Product& product, const ch
     fail<CudaError>(product, ": ", call, ": ", cublasLtGetStatusName(status), ", ",
                     cublasLtGetStatusString(status));
 }
-/// An offered algorithm is refused when run: nothing is enqueued, and another may work.
+/// The library refuses to run an algorithm that it has offered: nothing is enqueued, and another may work.
 inline bool refused(cublasStatus_t status) {
   return status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE;
 }
-/// These are skipped, too, where others are tried anyway.
+/// These are skipped, too, if other algorithms are to be tried anyway.
 inline bool passed_over(cublasStatus_t status) {
   return refused(status) || status == CUBLAS_STATUS_ARCH_MISMATCH ||
          status == CUBLAS_STATUS_INTERNAL_ERROR;
@@ -108,9 +108,8 @@ inline Operation make_operation(const Product& p) {
   set(out, CUBLASLT_MATMUL_DESC_TRANSB, s.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, p);
   if (s.epilogue != Epilogue::none)
     set(out, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(s.epilogue), p);
-  // The choice of an algorithm takes the alignment of the epilogue's memory from its address, so it is given an
-  // address with the alignment guaranteed for the shape, not that of the first call's memory; try_run() sets the
-  // real one.
+  // The choice of an algorithm reads the alignment of the epilogue's memory from its address, so it is given an address with the
+  // alignment guaranteed for the shape, not that of the first call's memory; try_run() sets the real one.
   const auto at = [](size_t alignment) { return reinterpret_cast<void*>(alignment); };
   if (has_vector(s.epilogue)) {
     set(out, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, static_cast<int32_t>(type_of(s.out)), p);

@@ -12,8 +12,7 @@
 
 namespace sheaf::kernels::cuda::cudnn {
 
-/// cuDNN does not accept what was asked for, now or later, or is not installed; what() has the call and cuDNN's own
-/// words.
+/// cuDNN does not accept a request, immediately or later, or is not installed; what() has the call and cuDNN's message.
 class Refusal : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -65,7 +64,7 @@ using Dims = std::array<int64_t, 4>;
 /// Row-major strides.
 Dims dense_strides(const Dims& dims);
 
-/// A device to plan for: the one of a handle, or properties (of a machine that has none).
+/// A device to plan for: that of a handle, or properties (of a device that this machine may lack).
 struct Target {
   cudnnHandle_t handle = nullptr;
   Handle properties = nullptr;
@@ -117,8 +116,7 @@ class Graph {
   int64_t next_between_ = 1000;
 };
 
-/// What cuDNN compiled for a graph: the first of its suggestions that it can build and does not mark as
-/// nondeterministic.
+/// cuDNN's compiled form of a graph: the first of its suggestions that it can build and does not mark as nondeterministic.
 class Plan {
  public:
   Plan(Graph graph, const Target& target);  ///< throws as check_status()

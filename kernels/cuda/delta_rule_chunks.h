@@ -1,4 +1,4 @@
-// What kernels of the delta rule share: the operands of a call, where its chunks begin, and a chunk's gates, keys, queries and state as
+// What the delta-rule kernels share: the operands of a call, where its chunks begin, and a chunk's gates, keys, queries and state as
 // tiles (delta_rule_tiles.h), whose rows are tokens of the chunk or elements of a key.
 #pragma once
 
@@ -43,7 +43,7 @@ struct Chunks {
   explicit Chunks(const DeltaRuleOperands& x) : tokens(x.q.shape[1]) {
     if (given(x.begins) && x.begins.numel() > 0) begins = x.begins.as<const int32_t>(), batch = x.begins.strides[0];
   }
-  /// The first token of t's document that is here. Whatever values `begins` has, it is not after t.
+  /// The first token of t's document in this call. Whatever values `begins` has, it is not after t.
   __device__ int64_t document(int64_t b, int64_t t) const {
     const int64_t at = begins ? begins[b * batch + t] : 0;
     return at < 0 ? 0 : at < t ? at : t;
@@ -65,11 +65,11 @@ struct Chunks {
   __device__ bool goes_on(int64_t b, int64_t t) const { return t == 0 || document(b, t) < t; }
 };
 
-/// What the forward leaves in the workspace, all of the compute type.
+/// Results of the forward in the workspace, all of the compute type.
 struct Kept {
   void *q_norms, *k_norms;  ///< the factors of queries and keys, [B, T, G]; not touched if norm_eps is 0
   void *inverses, *shares;  ///< (1 + A)⁻¹ and P of each chunk and value head: a row for each token, [B, H, T, kTile]
-  void *writes, *states;    ///< u, [B, H, T, E], and S before chunks, [B, H, slots, D, E] (Rule::slot); null: not wanted
+  void *writes, *states;    ///< u, [B, H, T, E], and S before chunks, [B, H, slots, D, E] (Rule::slot); null: not needed
 };
 
 /// States [B, H, D, E], each dense; there may be none.
@@ -108,7 +108,7 @@ struct Rule {
   __host__ __device__ int value_tiles() const { return static_cast<int>(blocks_for(of_values, kTile)); }
   /// The row of token t and value head h in arrays [B, H, T, ..] of the workspace.
   __device__ int64_t row(int64_t b, int64_t h, int64_t t) const { return (b * heads + h) * tokens + t; }
-  /// The place of the state before the chunk that begins at t, in [B, H, slots, D, E].
+  /// The index of the state before the chunk that begins at t, in [B, H, slots, D, E].
   __device__ int64_t slot(int64_t b, int64_t h, int64_t t) const {
     return ((b * heads + h) * blocks_for(tokens, kTile) + t / kTile) * width * of_values;
   }
@@ -117,7 +117,7 @@ struct Rule {
 __device__ inline float exp_of(float x) { return expf(x); }
 __device__ inline double exp_of(double x) { return ::exp(x); }
 
-/// Below this, exp is 0. Such a decay cuts the state off.
+/// Below this, exp is 0: such a decay resets the state.
 template <class C>
 inline constexpr C kCut = std::is_same_v<C, double> ? C(-746) : C(-104);
 
@@ -125,9 +125,9 @@ inline constexpr C kCut = std::is_same_v<C, double> ? C(-746) : C(-104);
 /// chunk's last.
 template <class C>
 struct Gates {
-  C sum[kTile], beta[kTile];    ///< sum: of the decays up to a token, without those that cut, so that differences are numbers
+  C sum[kTile], beta[kTile];    ///< sum: of the decays up to a token, without those that reset, so that differences are finite
   C gamma[kTile], left[kTile];  ///< γ_i, and Λ_last,i
-  int cuts[kTile];              ///< how many decays up to a token cut
+  int cuts[kTile];              ///< how many decays up to a token reset the state
 
   /// Λ_ij, j <= i.
   __device__ C between(int i, int j) const { return cuts[i] != cuts[j] ? C(0) : exp_of(sum[i] - sum[j]); }
@@ -179,7 +179,7 @@ struct One {  // as a factor
   __device__ C operator()(int) const { return C(1); }
 };
 
-/// A chunk's keys as they are used, normalised if they are.
+/// A chunk's keys as used in products, normalised if requested.
 template <class T, class By = One<Compute<T>>>
 __device__ Arriving<Compute<T>, T> keys(const Rule<T>& p, int64_t b, int64_t t, int64_t g, int d, int count, By factor = {}) {
   const Compute<T>* const norms = p.k_norms ? p.k_norms + (b * p.tokens + t) * p.key_heads + g : nullptr;
@@ -191,7 +191,7 @@ __device__ Arriving<Compute<T>, T> queries(const Rule<T>& p, int64_t b, int64_t 
   return head(p.q, b, t, g, count, d, p.width, [&](int i) { return norms ? norms[i * p.key_heads] * factor(i) : factor(i); });
 }
 
-/// Parts, and a third one for the 8 bits of f32 that they leave.
+/// Parts, and a third one for the 8 bits of f32 that two parts lose.
 struct AllParts : Parts {
   unsigned rest[kTile][kPitch / 2];
 
@@ -207,7 +207,7 @@ struct AllParts : Parts {
   }
 };
 
-/// A state's tile: a factor of products that keeps all bits of its numbers.
+/// A state's tile: a factor of products with full precision.
 template <class T>
 using StateTile = std::conditional_t<kIsNarrow<T>, AllParts, Factor<T>>;
 
@@ -259,7 +259,7 @@ struct Measure {
 inline int64_t states_of(const DeltaRuleOperands& x) {
   return x.q.shape[0] * x.v.shape[2] * blocks_for(x.q.shape[1], kTile) * x.q.shape[3] * x.v.shape[3];
 }
-/// Some are for the backward alone.
+/// Some are for the backward only.
 template <class Take>
 Kept kept_of(const DeltaRuleOperands& x, bool for_backward, Take& take) {
   const int64_t norms = x.q.shape[0] * x.q.shape[1] * x.q.shape[2], rows = x.decay.numel();

@@ -12,7 +12,7 @@ namespace sheaf::kernels::cuda::delta {
 
 inline constexpr int kThreads = 256, kTile = 64;
 
-/// In f32 rows begin in different banks. In f64 there is no room for that with the largest states.
+/// In f32 rows begin in different banks. In f64 there is no room for that padding with the largest states.
 template <class C>
 struct Tile {
   static constexpr int kPitch = sizeof(C) == 4 ? kTile + 4 : kTile;
@@ -61,8 +61,8 @@ template <class T>
 using Factor = std::conditional_t<kIsNarrow<T>, Parts, Tile<Compute<T>>>;
 static_assert(sizeof(Parts) >= sizeof(Tile<float>));
 
-/// A thread's elements of a tile on their way from memory: all are requested before the first is awaited, and a product can be computed
-/// meanwhile.
+/// A thread's elements of a tile being loaded from memory: all are requested before the first is awaited, and a product can be
+/// computed meanwhile.
 template <class C, class T>
 class Arriving {
  public:
@@ -102,8 +102,8 @@ __device__ Arriving<C, C> rows(const C* from, int64_t pitch, int64_t count, int6
   return {count, width, [&](int r) { return from + r * pitch; }, [](int) { return C(1); }};
 }
 
-/// A thread's elements of a product of tiles, 4 x 4: with tensor cores those that mma.m16n8 gives it, with warps arranged 2 x 4; else
-/// neighbours.
+/// A thread's elements of a product of tiles, 4 x 4: with tensor cores those that mma.m16n8 assigns to it, with warps arranged 2 x 4;
+/// else neighbours.
 template <class T>
 struct Sums {
   using C = Compute<T>;
@@ -119,7 +119,7 @@ struct Sums {
     const int thread = static_cast<int>(threadIdx.x);
     return kTensorCores ? thread / kWarp % 4 * 16 + j / 2 * 8 + thread % 4 * 2 + j % 2 : thread % 16 * 4 + j;
   }
-  /// Which of the 16 threads that share a row this is.
+  /// The index of this thread among the 16 that share a row.
   __device__ static int sharer() {
     const int thread = static_cast<int>(threadIdx.x);
     return kTensorCores ? thread / kWarp % 4 * 4 + thread % 4 : thread % 16;

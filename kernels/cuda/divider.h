@@ -1,6 +1,5 @@
-// Divisions on the device by a number that the host knows: a multiplication and a shift. The device has no
-// instruction for division; a 64-bit one is a call of some hundred instructions, for whose registers every kernel
-// with one must have room.
+// Divisions on the device by a number known to the host: a multiplication and a shift. The device has no instruction for division; a
+// 64-bit one is a call of some hundred instructions, for which every kernel that contains one must reserve registers.
 #pragma once
 
 #include "sheaf/kernels/cuda/launch.h"

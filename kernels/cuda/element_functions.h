@@ -1,5 +1,5 @@
-// Functions of elements, chosen inside a kernel by its arguments: for kernels of one op (elementwise.cu) and of several
-// (fused.cu). Compiled without contraction, -fmad=false: then both give the same bits.
+// Functions of elements, selected inside a kernel by its arguments: for kernels of one op (elementwise.cu) and of several (fused.cu).
+// Compiled without contraction, -fmad=false: so both give the same bits.
 #pragma once
 
 #include "sheaf/kernels/cuda/elements.h"

@@ -53,7 +53,7 @@ inline DType compute_type_of(std::initializer_list<View> views) {
 
 namespace detail {
 
-/// g(f), or g(the functor that f chooses) if the function depends on more than f's type.
+/// g(f), or g(the functor that f selects) if the function depends on more than f's type.
 template <class C, class F, class G>
 __device__ void choose(const F& f, G g) {
   if constexpr (requires { f.template choose<C>(g); })
@@ -103,7 +103,7 @@ __global__ void map_packs(F f, Walk<M + N> w) {
   }
 }
 
-/// Works in packs of T. Operands whose bit in `wide` is not set have one element, of any dtype, for a whole pack.
+/// Processes packs of T. Operands whose bit in `wide` is not set have one element, of any dtype, for a whole pack.
 template <class T, int M, int N, class F>
 __global__ void map_broadcast(F f, Walk<M + N> w, unsigned wide) {
   using C = Compute<T>;
@@ -154,8 +154,7 @@ __global__ void map_strided(F f, Walk<M + N> w) {
   }
 }
 
-/// Runs map_broadcast and returns true if it can take the operands: outputs of T, inputs of T or constant along the
-/// last dimension.
+/// Runs map_broadcast and returns true if it supports the operands: outputs of T, inputs of T or constant along the last dimension.
 template <class T, int M, int N, class F>
 bool map_by_broadcast(const char* name, const Stream& stream, const F& f, Walk<M + N> w,
                       int threads) {

@@ -1,5 +1,5 @@
-// The emulated GPU's streams, events, captures and graphs. Streams run as late as they may; recorded work does not
-// run until its graph is launched, and then in an order constrained only by the recorded dependencies.
+// The emulated GPU's streams, events, captures and graphs. Streams run as late as they may; recorded work does not run until its
+// graph is launched, and then in an order constrained only by the recorded dependencies.
 #pragma once
 
 #include <cstdint>
@@ -16,18 +16,18 @@ namespace sheaf::kernels::cuda::emulation {
 
 using Work = std::function<void()>;
 
-/// What was recorded so far, by all streams that belong to one capture.
+/// What has been recorded so far, by all streams that belong to one capture.
 struct Capture {
   struct Node {
-    Work work;  // none: where streams come together
-    std::vector<size_t> behind;  // nodes
+    Work work;  // none: joins streams
+    std::vector<size_t> behind;  // nodes that it depends on
   };
   std::vector<Node> nodes;
   const void* origin = nullptr;  // the stream where it began, and must end
-  std::string broken;            // why; empty: it is not
+  std::string broken;            // why the capture is invalid; empty: it is valid
   bool over = false;
 
-  /// Runs all nodes; of those that may run, the latest recorded one first.
+  /// Runs all nodes; among those that are ready, the one recorded last first.
   void run() const;
   /// Nodes that precede the nodes `last`, themselves included.
   std::vector<bool> before(const std::vector<size_t>& last) const;
@@ -40,7 +40,7 @@ struct EmulatedStream {
   std::vector<size_t> last;          // nodes that the next one depends on
 };
 
-/// Where a stream was when the event was recorded: at a ticket, or at nodes of a capture.
+/// A stream's position when the event was recorded: a ticket, or nodes of a capture.
 struct EmulatedEvent {
   std::shared_ptr<EmulatedStream> stream;
   uint64_t ticket = 0;
@@ -49,8 +49,7 @@ struct EmulatedEvent {
   std::shared_ptr<double> seconds = {};  ///< of a timed event: when the stream got there
 };
 
-/// While one exists, the device's memory is open to all threads; otherwise touching it is fatal. Opening and closing it is
-/// slow.
+/// While one exists, the device's memory is accessible to all threads; otherwise an access is fatal. Opening and closing it is slow.
 class OpenMemory {
  public:
   OpenMemory();

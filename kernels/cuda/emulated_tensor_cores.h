@@ -1,4 +1,4 @@
-// The instructions of tensor_cores.h on the emulated GPU, in place of those of the same names there.
+// The emulated GPU's versions of the instructions in tensor_cores.h, under the same names.
 #pragma once
 
 #include <cmath>
@@ -67,7 +67,7 @@ void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b
   }
 }
 
-// The contents of shared memory are undefined while a copy is on its way: here NaN.
+// The contents of shared memory are undefined while a copy is in flight: here NaN.
 inline void copy_beside(void* to, const void* from, bool there) {
   *static_cast<uint4*>(to) = {~0u, ~0u, ~0u, ~0u};
   emulation::add_copy({to, from, there});

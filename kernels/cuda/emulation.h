@@ -1,12 +1,11 @@
-// CUDA's device language on a CPU, so that the kernels of this folder are tested where there is no
-// GPU: the same .cu files, compiled by the host's compiler with --config=emulated.
+// CUDA's device language on a CPU, so that the kernels of this folder can be tested without a GPU: the same .cu files, compiled by
+// the host's compiler with --config=emulated.
 //
-// A block's threads are fibers of one host thread. They switch only at __syncthreads and at warp operations, in an
-// order that changes from block to block, and blocks run in a shuffled order: code that relies on an order without
-// synchronisation gives wrong results. Misuse ends in a CudaError: threads of a block that wait at different
-// barriers, a warp operation that not all lanes of a full warp reach, a misaligned access; with --config=races,
-// accesses of two threads to the same memory that no barrier orders. Only kernels and copies may touch device
-// memory; an access by the host is a segmentation fault, and so is one past its end.
+// A block's threads are fibers of one host thread. They switch only at __syncthreads and at warp operations, in an order that changes
+// from block to block, and blocks run in a shuffled order: code that relies on an order without synchronisation gives wrong results.
+// Misuse ends in a CudaError: threads of a block that wait at different barriers, a warp operation that not all lanes of a full warp
+// reach, a misaligned access; with --config=races, accesses of two threads to the same memory that no barrier orders. Only kernels
+// and copies may access device memory; an access by the host is a segmentation fault, and so is one past its end.
 //
 // Streams run as late as they may: enqueued work waits until the host synchronises with it, or with a stream that
 // is ordered after it. So work that was not ordered after an event finds its inputs missing, and memory that is
@@ -92,11 +91,11 @@ inline constexpr size_t kSlot = 32;
 const void* exchange(const void* value, size_t bytes, unsigned mask);
 void warp_barrier(unsigned mask);
 
-/// Where the running thread is at an access to memory.
+/// The position of the running thread at a memory access.
 struct Moment {
   unsigned launch = 0;  ///< number among this host thread's launches, from 1
   unsigned block = 0, thread = 0;
-  unsigned barriers = 0, syncs = 0;  ///< that its block and its warp have passed
+  unsigned barriers = 0, syncs = 0;  ///< numbers of barriers that its block and its warp have passed
 };
 bool running();  ///< a kernel, on this host thread
 Moment now();
@@ -108,7 +107,7 @@ bool on_device(uintptr_t address);
 /// Before an atomic operation.
 void note_atomic(const void* address, size_t bytes);
 
-/// Enqueues work on device memory that is not a kernel, such as replacements of NVIDIA's libraries.
+/// Enqueues work on device memory that is not a kernel, such as replacements for NVIDIA's libraries.
 void enqueue(const Stream& stream, std::function<void()> work);
 
 /// A pending copy of 16 bytes to shared memory.
@@ -120,7 +119,7 @@ struct Copy {
 /// Adds a copy of the running thread. It is an error if the thread ends with copies pending.
 void add_copy(const Copy& copy);
 void end_round();
-/// Takes the next due copy; all but those of the newest `rounds_left` rounds are due. False if there is none.
+/// Removes and returns the next due copy; all but those of the newest `rounds_left` rounds are due. False if there is none.
 bool take_copy(int rounds_left, Copy& copy);
 
 /// The values that the lanes of a warp have given.
@@ -189,7 +188,7 @@ inline int __all_sync(unsigned mask, int predicate) {
   return __ballot_sync(mask, predicate) == 0xffffffffu;
 }
 
-// Blocks run one after the other on a host thread, but several ranks may use one device.
+// Blocks run one after another on a host thread, but several ranks may use one device.
 #ifdef __SANITIZE_THREAD__  // --config=races
 #define SHEAF_ATOMIC __attribute__((no_sanitize("thread")))
 #define SHEAF_NOTE_ATOMIC(to) ::sheaf::kernels::cuda::emulation::note_atomic(to, sizeof *to)

@@ -1,5 +1,5 @@
-// Products with the matrix of each expert where parts have several experts, or few rows are in use (kernels/experts.h): only the GPU
-// knows how many, so blocks of one kernel find out whose rows they have. Deterministic: a tile's sums run over its rows in order.
+// Products with each expert's matrix if parts have several experts, or few rows are used (kernels/experts.h): only the GPU knows how
+// many, so the blocks of one kernel determine which rows they process. Deterministic: a tile's sums run over its rows in order.
 #pragma once
 
 #include "sheaf/core/device.h"
@@ -7,8 +7,8 @@
 
 namespace sheaf::kernels::cuda {
 
-/// y[Q, .., R, O] = x[Q, .., R, I] weight[E, O, I]ᵀ + bias[E, O] (View{}: none) for the rows in use; the others are zeros in y. x and
-/// y are dense, the weight has any strides.
+/// y[Q, .., R, O] = x[Q, .., R, I] weight[E, O, I]ᵀ + bias[E, O] (View{}: none) for the used rows; the others are zeros in y. x and y
+/// are dense, the weight has any strides.
 size_t part_linear_workspace(const View& counts, const View& x);
 void part_linear(const Stream& stream, const View& x, const View& weight, const View& bias, const View& counts, const View& y,
                  Workspace workspace);
@@ -19,7 +19,7 @@ void part_weight_gradient(const Stream& stream, const View& dy, const View& x, c
 /// dbias[E, O] likewise: the sums of each expert's rows of dy. Both dense.
 size_t part_bias_gradient_workspace(const View& counts, const View& dy);
 void part_bias_gradient(const Stream& stream, const View& dy, const View& counts, const View& dbias, Workspace workspace);
-/// y += bias[E, O] of each row's expert, for the rows in use; rows are dense along O.
+/// y += bias[E, O] of each row's expert, for the used rows; rows are dense along O.
 void add_expert_bias(const Stream& stream, const View& bias, const View& counts, const View& y);
 
 }  // namespace sheaf::kernels::cuda

@@ -1,5 +1,5 @@
-// Kernels that read or write the host's memory mostly wait for the bus. Blocks that have begun keep their multiprocessors
-// until they end, whatever the priority of their stream: with as many blocks as fit, all other kernels would wait, too.
+// Kernels that read or write host memory mostly wait for the bus. Running blocks keep their multiprocessors until they end, whatever
+// the priority of their stream: with as many blocks as fit, all other kernels would wait, too.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 
 namespace sheaf::kernels::cuda {
 
-/// While one lives, this thread's launches of kernels that cast, add and pack take few blocks, which go round.
+/// While one lives, this thread's launches of kernels that cast, add and pack use few blocks, which loop over the data.
 class FewBlocks {
  public:
   FewBlocks() { ++depth_; }
@@ -15,7 +15,7 @@ class FewBlocks {
   FewBlocks(const FewBlocks&) = delete;
   FewBlocks& operator=(const FewBlocks&) = delete;
 
-  /// `blocks`, or fewer. By Little's law 64 GB/s (PCIe 5.0) at 2 us keep 128 KB on their way; a block has 4 to 16 KiB.
+  /// `blocks`, or fewer. By Little's law 64 GB/s (PCIe 5.0) at 2 us keep 128 KB in flight; a block has 4 to 16 KiB.
   static int64_t of(int64_t blocks) { return depth_ > 0 ? std::min<int64_t>(blocks, 32) : blocks; }
 
  private:

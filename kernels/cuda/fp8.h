@@ -1,5 +1,4 @@
-// Rows rounded to FP8 (kernels/fp8.h) on a GPU: to codes and scales, or to the values that those stand for. The
-// numbers are the CPU's.
+// Rows rounded to FP8 (kernels/fp8.h) on a GPU: to codes and scales, or to the values that these encode. The numbers equal the CPU's.
 #pragma once
 
 #include "sheaf/core/device.h"
@@ -9,7 +8,7 @@ namespace sheaf::kernels::cuda {
 
 /// False if neither the last dimension of v[.., R, K] is dense nor the one before it.
 bool can_round_to_fp8(const View& v);
-/// Bytes of scratch memory that the two below need.
+/// Bytes of scratch memory for the two functions below.
 size_t round_to_fp8_workspace(const View& from);
 
 /// codes[.., R, P], u8, dense, and scales[.., R], of from[.., R, K]: P is K rounded up to 16, and codes after the

@@ -1,4 +1,4 @@
-// FreeBlocks: pieces of a range of memory that nobody uses. Best fit; neighbours are one piece.
+// FreeBlocks: the unused pieces of a range of memory. Best fit; adjacent pieces are merged.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@ namespace sheaf::kernels::cuda {
 
 class FreeBlocks {
  public:
-  /// Takes `size` bytes out of the smallest piece that has as many: their offset.
+  /// Takes `size` bytes out of the smallest piece that is large enough; returns their offset.
   std::optional<size_t> take(size_t size) {
     const auto fit = by_size_.lower_bound({size, 0});
     if (fit == by_size_.end()) return {};

@@ -17,8 +17,8 @@ enum class Fused : uint8_t {
   gelu,           ///< other = the result; c = its gelu, tanh form. `other` as c, bf16 or f16
   gelu_gradient,  ///< c = the result * gelu'(other); without bias. `other` as c, bf16 or f16
 };
-/// gemm() of two matrices, storing, together with `fused`, in one kernel of cuBLASLt. False, with nothing stored,
-/// if it has none for these dtypes, sizes and strides (`other` is dense, of c's dtype, and so is c for gelu).
+/// gemm() of two matrices, storing, together with `fused`, in one kernel of cuBLASLt. False, with nothing stored, if it has none for
+/// these dtypes, sizes and strides (`other` is dense, of c's dtype, and so is c for gelu).
 bool gemm_with(const Stream& stream, const Gemm& g, Fused fused, const View& other,
                Workspace workspace);
 

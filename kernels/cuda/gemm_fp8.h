@@ -1,5 +1,4 @@
-// Products of operands rounded to FP8 (Gemm::fp8): of their codes, where cuBLASLt has that, else of
-// the values that those stand for.
+// Products of operands rounded to FP8 (Gemm::fp8): of their codes, if cuBLASLt supports that, else of the values that these encode.
 #pragma once
 
 #include "sheaf/core/device.h"

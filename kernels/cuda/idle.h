@@ -7,8 +7,8 @@
 
 namespace sheaf::kernels::cuda {
 
-/// What is enqueued on `stream` from now on starts `duration` later, by the device's clock (to about a
-/// microsecond). One warp waits; the rest of the device is free meanwhile.
+/// Work enqueued on `stream` from now on starts `duration` later, by the device's clock (to about a microsecond). One warp waits; the
+/// rest of the device is free meanwhile.
 void idle(const Stream& stream, std::chrono::nanoseconds duration);
 
 }  // namespace sheaf::kernels::cuda

@@ -1,5 +1,5 @@
-// What every .cu file includes: CUDA's device language, from nvcc or from the emulation, and
-// launch(). code_loading.h says when launch() only loads code.
+// Included by every .cu file: CUDA's device language, from nvcc or from the emulation, and launch(). code_loading.h explains when
+// launch() only loads code.
 //
 // Kernels are written in the part of CUDA that emulation.h implements: thread and block indices,
 // __shared__ (and dynamic_shared), __syncthreads, full-warp shuffles and votes, integer atomics,
@@ -63,12 +63,12 @@ __device__ T* dynamic_shared() {
   return reinterpret_cast<T*>(sheaf_dynamic_shared);
 }
 
-/// What a block may have without asking, its __shared__ arrays included. These take at most 16 KiB in kernels that
-/// also have dynamic shared memory.
+/// The shared memory that a block may have without opting in, its __shared__ arrays included. These are at most 16 KiB in kernels
+/// that also have dynamic shared memory.
 inline constexpr size_t kSharedUnasked = 48 << 10, kMostArrays = 16 << 10;
 
-/// Lets blocks of a kernel have `bytes` of dynamic shared memory. The limit belongs to the kernel, whoever launches
-/// it, so it is never lowered: other threads and graphs rely on it.
+/// Lets blocks of a kernel have `bytes` of dynamic shared memory. The limit is the kernel's, for all threads that launch it, so it is
+/// never lowered: other threads and graphs rely on it.
 inline cudaError_t allow_shared(const void* kernel, size_t bytes) {
   static std::mutex mutex;
   std::lock_guard lock(mutex);
@@ -80,7 +80,7 @@ inline cudaError_t allow_shared(const void* kernel, size_t bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, wanted);
 }
 
-/// Asking for a kernel's attributes loads its code, if loading is lazy.
+/// Requesting a kernel's attributes loads its code, if loading is lazy.
 inline void load_code(const char* name, const void* kernel) {
   cudaFuncAttributes attributes;
   const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);

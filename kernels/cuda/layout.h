@@ -1,5 +1,5 @@
-// Strided operands of kernels that move data: dimensions merged on the host, positions found on the
-// device by multiplications instead of divisions, dense runs taken as units of up to 16 bytes.
+// Strided operands of kernels that move data: dimensions merged on the host, indices computed on the device by multiplications
+// instead of divisions, dense runs processed in units of up to 16 bytes.
 #pragma once
 
 #include <algorithm>
@@ -46,8 +46,8 @@ struct Layout {
     set_dividers();
   }
 
-  /// True if runs of `width` elements can be taken as one: operands in the bit set `dense` are dense along the last
-  /// dimension, the others are constant there.
+  /// True if runs of `width` elements can be treated as one: operands in the bit set `dense` are dense along the last dimension, the
+  /// others are constant there.
   bool folds(int64_t width, unsigned dense) const {
     if (shape[rank - 1] % width != 0) return false;
     for (int m = 0; m < N; ++m) {
@@ -84,13 +84,13 @@ struct Layout {
   bool is_run(int operand) const {
     return rank == 1 && (shape[0] <= 1 || strides[operand][0] == 1);
   }
-  /// For a single run: cuts it to whole units and returns the number of elements left over.
+  /// For a single run: truncates it to whole units and returns the number of elements left over.
   int64_t cut_tail(int64_t width) {
     const int64_t tail = shape[0] % width;
     shape[0] -= tail, numel -= tail;
     return tail;
   }
-  /// Takes dimension d out.
+  /// Removes dimension d.
   void remove(int d) {
     numel /= shape[d];
     --rank;

@@ -8,8 +8,8 @@
 //   ...
 //   load_library(SHEAF_SONAME("libnccl.so.", NCCL_MAJOR), kNccl);
 //
-// Each becomes a jump to the function that load_library() found. A call before that crashes, so code that may come
-// first calls load_library().
+// Each becomes a jump to the function that load_library() found. A call before that crashes, so code that may be first calls
+// load_library().
 #pragma once
 
 #include <span>
@@ -24,18 +24,17 @@ struct ForwardedFunction {
   void** address;
 };
 
-/// Loads `soname` ("libcudnn.so.9") for the rest of the process and fills in its functions; nothing
-/// if that was done before. Throws a ConfigError that lists the places where it looked; the next call looks again.
-/// `nvrtc` ("libnvrtc.so.13") is loaded first, for a library that loads this compiler by its name alone. It may be
-/// missing: the library will then say so.
+/// Loads `soname` ("libcudnn.so.9") for the rest of the process and fills in its functions; does nothing if that was done before.
+/// Throws a ConfigError that lists the places searched; the next call searches again. `nvrtc` ("libnvrtc.so.13") is loaded first, for
+/// a library that loads this compiler by name only. It may be missing: the library will then report that.
 void load_library(const std::string& soname, std::span<const ForwardedFunction> functions,
                   const std::string& nvrtc = "");
 
-/// The same, after load_library(), for functions that older versions lack: fills in all of them, or, if one is
-/// missing, none and returns false; then none may be called.
+/// The same, after load_library(), for functions that older versions lack: fills in all of them, or, if one is missing, none and
+/// returns false; then none may be called.
 bool load_newer_functions(const std::string& soname, std::span<const ForwardedFunction> functions);
 
-/// Where libraries are looked for, besides the loader's own places:
+/// Where libraries are searched, in addition to the loader's own places:
 ///   SHEAF_CUDA_LIBRARIES  folders, separated by colons; these come even before the loader's
 ///   $CUDA_PATH, the CUDA that this was built with, /usr/local/cuda
 ///   NVIDIA's packages in Python environments: $VIRTUAL_ENV, those whose python3 is in $PATH, the

@@ -1,5 +1,5 @@
-// The log-sum-exp of a row in one reading, shared by all kernels that need it: with the same order of operations,
-// so that the bits do not depend on the kernel.
+// The log-sum-exp of a row in one pass, shared by all kernels that need it: with the same order of operations, so that the bits do
+// not depend on the kernel.
 #pragma once
 
 #include <limits>
@@ -11,13 +11,13 @@ namespace sheaf::kernels::cuda {
 inline constexpr int kLogSumExpBatch = 4;      // pieces of 16 bytes that a thread takes at a time
 inline constexpr int kLogSumExpThreads = 512;  // of a block at most
 
-/// Threads of the block that takes a row of n elements of T.
+/// Threads of the block that processes a row of n elements of T.
 template <class T>
 int log_sum_exp_threads(int64_t n) {
   return threads_for(blocks_for(n, Pack<T>::kSize * kLogSumExpBatch), kLogSumExpThreads);
 }
 
-/// exp of arguments up to about 0. Narrow logits have too few digits for an accurate one to matter.
+/// exp of arguments up to about 0. With narrow logits a more accurate one would not matter.
 template <class T>
 __device__ Compute<T> exponential(Compute<T> x) {
   if constexpr (kIsNarrow<T>)
@@ -28,7 +28,7 @@ __device__ Compute<T> exponential(Compute<T> x) {
     return ::exp(x);
 }
 
-/// What to subtract before exponentials: the largest value, and 0 if all are -inf.
+/// The value to subtract before exponentials: the largest, or 0 if all are -inf.
 template <class C>
 __device__ C base_of(C most) {
   return most == -std::numeric_limits<C>::infinity() ? C(0) : most;
@@ -42,8 +42,8 @@ class LogSumExp {
   using C = Compute<T>;
   C most = -std::numeric_limits<C>::infinity(), sum = C(0);
 
-  /// Takes packs that are `step` columns apart; the row ends `left` columns after the first one's beginning, and
-  /// what is past that does not count.
+  /// Adds packs that are `step` columns apart; the row ends `left` columns after the first one's beginning, and elements past that
+  /// are ignored.
   __device__ void add(const Pack<T> (&packs)[kLogSumExpBatch], int step, int left) {
     const bool whole = (kLogSumExpBatch - 1) * step + Pack<T>::kSize <= left;
     if (whole)
@@ -51,7 +51,7 @@ class LogSumExp {
     else
       take(packs, [&](int u, int k) { return u * step + k < left; });
   }
-  /// Takes this thread's packs of a row of n elements; load(at) gives the one at column `at`.
+  /// Adds this thread's packs of a row of n elements; load(at) returns the one at column `at`.
   template <class Load>
   __device__ void add_row(int64_t n, Load load) {
     constexpr int kSize = Pack<T>::kSize;

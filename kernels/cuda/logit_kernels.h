@@ -13,8 +13,8 @@ inline constexpr int64_t kMostColumns = 1 << 30;  // of losses_and_gradients
 inline constexpr int kGradientThreads = 256, kLossThreads = 1024;
 inline constexpr int64_t kPadding = 8;  // elements: rows of logits begin at 16 bytes in any type
 
-// Shared memory for a row that waits for its log-sum-exp: two blocks share a multiprocessor if its half holds most
-// of a row, else one block has it alone.
+// Shared memory for a row while its log-sum-exp is computed: two blocks share a multiprocessor if half of it holds most of a row,
+// else one block has it alone.
 inline constexpr int64_t kShare = 108 << 10, kAlone = 2 * kShare;
 
 /// For losses_and_gradients.
@@ -42,7 +42,7 @@ __device__ C before_cap(C gradient, C logit, C inverse_cap) {
   return inverse_cap == 0 ? gradient : gradient * (C(1) - t * t);
 }
 
-/// A row's loss and z_loss lse²; and the derivative of that by lse: a z_loss of 0 changes no bit.
+/// A row's loss and z_loss lse²; and the derivative of the latter by lse: a z_loss of 0 changes no bit.
 template <class C>
 __device__ C with_z_loss(C loss, C z_loss, C lse) {
   return z_loss == 0 ? loss : rounded_sum(loss, rounded_product(rounded_product(z_loss, lse), lse));
@@ -52,10 +52,9 @@ __device__ C z_slope(C z_loss, C lse) {
   return z_loss == 0 ? C(1) : rounded_sum(C(1), rounded_product(C(2) * z_loss, lse));
 }
 
-/// cross_entropy and logit_gradients in one, bit for bit: one block per row, from the last row, which is still in
-/// the cache, to the first. The first `held_batches` rounds of the block are read once; the rest, which did not
-/// fit, is reread, from the cache if it is there. Rows are padded as there. Gradients are those of `dloss` times
-/// the loss; except for f16 that is 1.
+/// cross_entropy and logit_gradients in one, bit for bit: one block per row, from the last row, which is still in the cache, to the
+/// first. The first `held_batches` rounds of the block are read once; the rest, which did not fit, is reread, from the cache if it is
+/// there. Rows are padded as in the latter. Gradients are those of `dloss` times the loss; except for f16 that is 1.
 template <class C, class G>
 __global__ void __launch_bounds__(kLogSumExpThreads, 2)
     losses_and_gradients(const C* logits, int64_t pitch, int n, int held_batches,
@@ -101,7 +100,7 @@ __global__ void __launch_bounds__(kLogSumExpThreads, 2)
     if (threadIdx.x == 0) losses[row] = lse;
   }
   const C of_lse = z_slope(z_loss, lse);
-  // A thread takes what it has read itself: out may be the memory of logits.
+  // A thread uses only what it has read itself: out may be the memory of logits.
   held = dynamic_shared<Pack<C>>() + threadIdx.x;
   for (int first = begin, batch = 0; first < n; first += kBatch * step, ++batch) {
     Pack<C> packs[kBatch];
@@ -190,9 +189,8 @@ struct OfPart {
   }
 };
 
-/// Gradients of logits, as `From` says, in the products' type G: one block per row, from the last row, which is
-/// still in the cache, to the first. out may be the memory of logits. Rows are padded to whole packs, which may be
-/// read and written beyond n.
+/// Gradients of logits, as defined by `From`, in the products' type G: one block per row, from the last row, which is still in the
+/// cache, to the first. out may be the memory of logits. Rows are padded to whole packs, which may be read and written beyond n.
 template <class C, class G, class From>
 __global__ void __launch_bounds__(kGradientThreads)
     logit_gradients(const C* logits, int64_t pitch, int64_t n, TablePart part,
@@ -221,7 +219,7 @@ __global__ void __launch_bounds__(kGradientThreads)
   }
 }
 
-/// For losses that cross_entropy has made, with lse 0 where they do not count.
+/// For losses computed by cross_entropy, with lse 0 where they do not count.
 template <class C>
 __global__ void __launch_bounds__(kLossThreads) add_z_losses(C* losses, const C* lse, int64_t rows, C z_loss) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kLossThreads + threadIdx.x;

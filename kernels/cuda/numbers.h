@@ -98,7 +98,7 @@ __device__ inline T element(C x) {
   }
 }
 
-/// a * b and a + b, each rounded by itself: never contracted with neighbouring operations.
+/// a * b and a + b, each rounded separately: never contracted with neighbouring operations.
 __device__ inline float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 __device__ inline double rounded_product(double a, double b) { return __dmul_rn(a, b); }
 __device__ inline float rounded_sum(float a, float b) { return __fadd_rn(a, b); }

@@ -1,4 +1,4 @@
-// How kernels on the GPU find the rows of experts in parts (kernels/experts.h).
+// How kernels on the GPU locate the rows of experts in parts (kernels/experts.h).
 #pragma once
 
 #include "sheaf/kernels/cuda/rows.h"
@@ -12,7 +12,7 @@ struct PartRows {
   ExpertParts parts;
   int64_t groups, room;
   Rows<const int32_t> given;  ///< counts [E, J]
-  int32_t *begins, *counts;   ///< [E, J]: where an expert's rows begin in its part's, and how many of them fit there
+  int32_t *begins, *counts;   ///< [E, J]: where an expert's rows begin in its part's, and how many of them fit
 
   PartRows(const char* who, const View& of_experts, const View& rows)
       : parts{of_experts.shape[0], rows.shape[0]},

@@ -1,10 +1,10 @@
-// One matrix product as cuBLASLt states it: column-major, strided batches, and what it computes in addition (an
-// epilogue). gemm.h says the same in views.
+// One matrix product in cuBLASLt's terms: column-major, strided batches, with optional additional work (an epilogue). gemm.h
+// expresses the same in views.
 //
-// cuBLASLt has several algorithms for a product. The choice is made once for every ProductShape and device, by
-// cuBLASLt's heuristics or, under TuneProducts, by timing, and stays: the same process computes the same bits at
-// every call. An algorithm chosen by estimate that is refused at the first call is replaced by the next. Algorithms
-// whose results depend on the order in which blocks finish are never chosen.
+// cuBLASLt has several algorithms for a product. The choice is made once for every ProductShape and device, by cuBLASLt's heuristics
+// or, under TuneProducts, by timing, and then stays: the same process computes the same bits at every call. An algorithm chosen by
+// estimate that is refused at the first call is replaced by the next. Algorithms whose results depend on the order in which blocks
+// finish are never chosen.
 #pragma once
 
 #include <array>
@@ -19,8 +19,8 @@
 
 namespace sheaf::kernels::cuda {
 
-/// What a product does in addition, with a vector or a matrix of D's dtype. A matrix is stored as D is, in columns
-/// of a multiple of 8 elements, 16-byte aligned.
+/// A product's additional work, with a vector or a matrix of D's dtype. A matrix is stored like D, in columns of a multiple of 8
+/// elements, 16-byte aligned.
 enum class Epilogue : uint8_t {
   none,
   bias,           ///< adds vector[m] to each column of D
@@ -39,7 +39,7 @@ constexpr bool has_vector(Epilogue e) {
   return e == Epilogue::bias || e == Epilogue::bias_gelu || sums_rows(e);
 }
 constexpr bool has_matrix(Epilogue e) { return e >= Epilogue::gelu; }
-/// The product's epilogue when kernels of ours do the rest.
+/// The product's epilogue if our own kernels do the rest.
 constexpr Epilogue without_kernels(Epilogue e) {
   return e == Epilogue::bias_gelu ? Epilogue::bias : plain(e) ? e : Epilogue::none;
 }
@@ -79,7 +79,7 @@ struct Product {
 
   /// Derives shape.alignment from the pointers and strides.
   void set_alignment();
-  /// "bf16[n,k] x [k,m] into f32", as the views of the op have it.
+  /// "bf16[n,k] x [k,m] into f32", in the order of the op's views.
   std::string to_string() const;
 };
 
@@ -87,14 +87,13 @@ struct Product {
 constexpr size_t kProductWorkspace = size_t{32} << 20;
 /// And its alignment in bytes.
 constexpr size_t kProductWorkspaceAlignment = 256;
-/// True if run_product() is known to return false for it, so that nothing need be prepared.
+/// True if run_product() is known to return false for it, so that nothing needs to be prepared.
 bool is_refused(const Stream& stream, const ProductShape& shape);
-/// Enqueues the product. False if the library has no algorithm for it with this epilogue, or none faster than a
-/// product without it plus a kernel for the rest; then D may hold anything. Where a large product of bf16 or f16 is
-/// left to run_plain_product, a line on stderr says so.
+/// Enqueues the product. False if the library has no algorithm for it with this epilogue, or none faster than a product without it
+/// plus a kernel for the rest; then D is undefined. If a large product of bf16 or f16 is left to run_plain_product, a line on stderr
+/// says so.
 bool run_product(const Stream& stream, const Product& product, Workspace workspace);
-/// The same, for plain() epilogues, by a kernel of ours: any strides, alignment and depth, and
-/// slow. Terms are added in the order of k.
+/// The same, for plain() epilogues, by our own kernel: any strides, alignment and depth, and slow. Terms are added in the order of k.
 void run_plain_product(const Stream& stream, const Product& product);
 
 /// While one lives, products of this thread whose algorithm was not yet chosen by timing are timed with the first
@@ -117,7 +116,7 @@ class TuneProducts {
 /// Throws ShapeError unless it is what run_product needs: cuBLASLt does not check its alignment.
 void check_workspace(const Product& product, Workspace workspace);
 
-/// Bytes that a kernel which does an epilogue's work after the product reads and writes.
+/// Bytes that a kernel reads and writes if it does an epilogue's work after the product.
 int64_t bytes_of_epilogue(const ProductShape& shape);
 
 /// Throws CudaError while `stream` is captured.

@@ -1,12 +1,10 @@
 // The kernels of a reduction.
 //
-// The elements of an output are cut into chunks of 1024, and a chunk into runs of as many elements
-// as 16 bytes hold: run r goes to lane r mod 32. A lane adds its elements in turn, lanes are added
-// as a tree, chunks are joined in f64: in turn within each of up to 2048 groups of neighbouring
-// chunks, and groups by a warp, group g in lane g mod 32. (Outputs of fewer than 17 runs leave
-// lanes out, which adds nothing.) Two kernels follow this order: one whose lanes are those of a warp, for an
-// output's elements that are neighbours in memory, and one for neighbouring outputs, whose lanes are rows of a
-// block's threads.
+// The elements of an output are divided into chunks of 1024, and a chunk into runs of as many elements as 16 bytes hold: run r goes
+// to lane r mod 32. A lane adds its elements in order, lanes are added as a tree, chunks are joined in f64: in order within each of
+// up to 2048 groups of consecutive chunks, and groups by a warp, group g in lane g mod 32. (Outputs of fewer than 17 runs leave lanes
+// unused, which adds nothing.) Two kernels follow this order: one whose lanes are those of a warp, for an output's elements that are
+// adjacent in memory, and one for adjacent outputs, whose lanes are rows of a block's threads.
 #pragma once
 
 #include "sheaf/kernels/cuda/elements.h"
@@ -21,17 +19,17 @@ inline constexpr int64_t kMaxGroups = 2048;
 
 struct Plan {
   Walk<2> kept;     ///< outputs, and where their elements begin in x
-  Walk<1> reduced;  ///< from there
+  Walk<1> reduced;  ///< offsets from there
   Kind kind;
   double number;  ///< scale or correction
   int64_t groups;
   int run;    ///< elements
-  int lanes;  ///< that take part: a power of two
+  int lanes;  ///< lanes that take part: a power of two
   bool packs;
 
   __host__ __device__ int64_t count() const { return reduced.numel; }
   __host__ __device__ int64_t chunks() const { return blocks_for(count(), kChunk); }
-  /// First chunk of a group; of group + 1, its end.
+  /// First chunk of a group; for group + 1, its end.
   __device__ int64_t first_chunk(int64_t group) const { return chunks() * group / groups; }
   __device__ int length(int64_t chunk) const {
     return static_cast<int>(std::min<int64_t>(kChunk, count() - chunk * kChunk));
@@ -47,7 +45,7 @@ __device__ void write(const Plan& plan, int64_t output, const State<W>& state) {
   store_any<W>(plan.kept.dtype[0], plan.kept.data[0], plan.kept.offset(0, output),
                result(plan.kind, state, plan.number));
 }
-/// The end of a group: the output itself if there is no other.
+/// Finishes a group: stores the output itself if there is only one group.
 template <class W>
 __device__ void put(const Plan& plan, Part<W>* parts, int64_t output, int64_t group,
                     const State<W>& state) {
@@ -63,8 +61,7 @@ __device__ State<W> from_lane(const State<W>& state, int by) {
           __shfl_xor_sync(kFullWarp, state.n, by)};
 }
 
-/// One group of one output: all lanes of a warp, or some where outputs have few elements. `Source`
-/// reads chunks: see below.
+/// One group of one output: all lanes of a warp, or some if outputs have few elements. `Source` reads chunks: see below.
 template <class T, class Source>
 __global__ void __launch_bounds__(kThreads) reduce_rows(Plan plan, Part<Total<Compute<T>>>* parts) {
   using C = Compute<T>;
@@ -154,7 +151,7 @@ struct HeldSource {
   }
 };
 
-/// Elements of any type, anywhere, read anew by each pass.
+/// Elements of any type and layout, reread by each pass.
 template <class C>
 struct AnySource {
   const Plan* plan;
@@ -209,8 +206,8 @@ __global__ void __launch_bounds__(kThreads)
                   (columns > 0 ? plan.kept.offset(1, output_of(column)) : 0);
   const bool whole = plan.packs && columns == kColumns;
 
-  // After the passes a thread takes one output: output v of pack p of the tile. Where a tile has
-  // more outputs than threads, an output has one chunk.
+  // After the passes a thread finishes one output: output v of pack p of the tile. If a tile has more outputs than threads, an output
+  // has one chunk.
   const Passes<C> passes{plan.kind};
   State<W> state = nothing<W>(plan.kind);
   const auto finish = [&](int item, const State<W>& of) {
@@ -289,7 +286,7 @@ __global__ void __launch_bounds__(kThreads)
     finish(static_cast<int>(threadIdx.x), state);
 }
 
-/// Joins the groups of an output, which a warp takes.
+/// Joins the groups of an output, one warp per output.
 template <class W>
 __global__ void __launch_bounds__(kThreads) join_groups(Plan plan, const Part<W>* parts) {
   const int64_t output = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;

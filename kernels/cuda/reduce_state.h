@@ -1,5 +1,4 @@
-// The state of a reduction for a part of an output's elements, how two parts are joined, and how a part is made
-// from one chunk.
+// The state of a reduction over a part of an output's elements, how two parts are joined, and how a part is computed from one chunk.
 #pragma once
 
 #include "sheaf/kernels/cuda/numbers.h"
@@ -29,7 +28,7 @@ __device__ C lowest() {
     return -highest<C>();
 }
 
-/// Both NaN if either operand is.
+/// Both: NaN if either operand is.
 template <class C>
 __device__ C larger(C a, C b) {
   return a > b || a != a ? a : b;
@@ -134,12 +133,12 @@ template <class C>
 __device__ C start(Step step) {
   return step == Step::max ? lowest<C>() : step == Step::min ? highest<C>() : C(0);
 }
-/// Two lanes' values.
+/// Combines two lanes' values.
 template <class C>
 __device__ C both(Step step, C a, C b) {
   return step == Step::max ? larger(a, b) : step == Step::min ? smaller(a, b) : a + b;
 }
-/// A lane's value and one element more.
+/// Adds one element to a lane's value.
 template <class T>
 __device__ Compute<T> with(Step step, Compute<T> value, Compute<T> x, Compute<T> c) {
   switch (step) {

@@ -63,8 +63,7 @@ __device__ inline Pack<T> load_chunk(const T* row, int64_t at, int64_t n) {
   return out;
 }
 
-/// The same for rows that may begin anywhere: inside the row, the two aligned pieces around the wanted one are read
-/// and shifted.
+/// The same for rows that may begin anywhere: inside the row, the two aligned pieces around the required one are read and shifted.
 template <class T>
 __device__ inline Pack<T> load_shifted_chunk(const T* row, int64_t at, int64_t n) {
   constexpr int kSize = Pack<T>::kSize;
@@ -85,7 +84,7 @@ __device__ inline Pack<T> load_shifted_chunk(const T* row, int64_t at, int64_t n
   return out;
 }
 
-/// As load_chunk, but whole pieces are never seen as elements, which would take a register each.
+/// Like load_chunk, but whole pieces are never handled as elements, which would take a register each.
 template <class T>
 __device__ inline uint4 load_raw(const T* row, int64_t at, int64_t n) {
   if (at + Pack<T>::kSize <= n && reinterpret_cast<uintptr_t>(row + at) % 16 == 0)
@@ -113,7 +112,7 @@ __device__ inline void store_chunk(T* row, int64_t at, int64_t n, const Pack<T>&
     if (at + k < n) to[k] = pack.v[k];
 }
 
-/// Threads of a block in which each takes one of `items`, at most `most`: whole warps.
+/// Threads of a block in which each processes one of `items`, at most `most`: whole warps.
 inline int threads_for(int64_t items, int most) {
   return static_cast<int>(std::clamp<int64_t>(blocks_for(items, kWarp), 1, most / kWarp)) * kWarp;
 }

@@ -1,10 +1,9 @@
-// What Sheaf needs from a GPU besides kernels: memory, streams, events, copies. Implemented by
-// runtime.cc over the CUDA runtime, and by emulation.cc, which runs the very same kernel sources on
-// a CPU (see emulation.h).
+// The GPU runtime functions that Sheaf needs in addition to kernels: memory, streams, events, copies. Implemented by runtime.cc over
+// the CUDA runtime, and by emulation.cc, which runs the same kernel sources on a CPU (see emulation.h).
 //
-// All functions throw CudaError naming the call, or OutOfMemory; those that free memory or destroy an event throw
-// only for invalid arguments, not for failures of earlier work, so that they may be used in destructors. None is
-// called from a build without either (config.h, kHasCuda).
+// All functions throw CudaError naming the call, or OutOfMemory; those that free memory or destroy an event throw only for invalid
+// arguments, not for failures of earlier work, so that they may be used in destructors. None is called in a build without either
+// (config.h, kHasCuda).
 #pragma once
 
 #include <cstddef>
@@ -15,18 +14,18 @@
 
 namespace sheaf::kernels::cuda {
 
-/// GPUs that this process may use; 0 where there is no driver.
+/// GPUs that this process may use; 0 if there is no driver.
 int device_count();
-/// Why device_count() is 0: the driver's own words.
+/// Why device_count() is 0: the driver's message.
 std::string why_no_device();
-/// "NVIDIA H200", and "emulated GPU" where kernels run on the CPU.
+/// "NVIDIA H200", or "emulated GPU" if kernels run on the CPU.
 std::string device_name(int device);
-/// Equal for the same GPU in all processes of a host, and for no two.
+/// Equal for the same GPU in all processes of a host, and different for different GPUs.
 std::string device_identity(int device);
 /// 90 for 9.0.
 int compute_capability(int device);
 int multiprocessors(int device);
-/// Makes `device` the one that this thread's calls and launches go to.
+/// Makes `device` current for this thread's calls and launches.
 void use_device(int device);
 
 /// Memory of the current device, 256-byte aligned; throws OutOfMemory with the free and the total
@@ -54,45 +53,43 @@ DeviceMemoryInfo memory_info();
 void* allocate_pinned(size_t bytes);
 void free_pinned(void* memory);
 
-/// Which stream's blocks go first when several have some to run.
+/// Which stream's blocks are scheduled first.
 enum class Priority : uint8_t { low, normal, high };
 /// A stream of the current device that never waits for the default stream.
 Stream make_stream(int device, Priority priority = Priority::normal);
 void destroy_stream(const Stream& stream);
-/// Blocks the host until all that was enqueued on the stream has run; rethrows what went wrong
-/// there.
+/// Blocks the host until all work enqueued on the stream has run; rethrows its errors.
 void synchronize(const Stream& stream);
 
 /// A point in a stream's order.
 using EventHandle = void*;
 EventHandle make_event();
-/// One that also notes when the device got there; costs a little more.
+/// One that also records when the device got there; costs a little more.
 EventHandle make_timed_event();
 void destroy_event(EventHandle event);
 void record(EventHandle event, const Stream& stream);
-/// What is enqueued on `stream` from now on runs after `event`.
+/// Work enqueued on `stream` from now on runs after `event`.
 void wait(const Stream& stream, EventHandle event);
 void synchronize(EventHandle event);
 bool reached(EventHandle event);
 /// Between two timed events that were reached, by the device's clock (to half a microsecond).
 double seconds_between(EventHandle begin, EventHandle end);
 
-/// From now on what is enqueued on `stream` is recorded and does not run; so is what is enqueued on
-/// a stream that waits for an event of a recording one. Nobody may wait for such a stream or event.
+/// From now on work enqueued on `stream` is recorded and does not run; so is work enqueued on a stream that waits for an event of a
+/// recording one. The host must not wait for such a stream or event.
 ///
 /// CUDA's relaxed mode: ranks and their communication threads capture and enqueue concurrently, memory may be
 /// mapped and code loaded meanwhile, and nothing here uses the default stream, against which the stricter modes
 /// would guard.
 void begin_capture(const Stream& stream);
 using GraphHandle = void*;
-/// What was recorded since, ready to be launched; the recording ends on all its streams. Throws if
-/// something was done that cannot be recorded, or if `stream` was not ordered by an event after a stream that had
-/// joined.
+/// What was recorded since, ready to be launched; the recording ends on all its streams. Throws if an operation cannot be recorded,
+/// or if `stream` was not ordered by an event after a stream that had joined.
 GraphHandle end_capture(const Stream& stream);
 bool capturing(const Stream& stream);
 /// Enqueues all of a graph.
 void launch_graph(GraphHandle graph, const Stream& stream);
-/// Its launches must have run.
+/// Its launches must have finished.
 void destroy_graph(GraphHandle graph);
 
 enum class Copy : uint8_t { to_device, to_host, on_device };

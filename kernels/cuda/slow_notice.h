@@ -1,4 +1,4 @@
-// Tells the user that one of our own kernels does what NVIDIA's libraries should have done.
+// Tells the user that one of our own kernels does the work that NVIDIA's libraries should have done.
 #pragma once
 
 #include <cstdint>
@@ -6,8 +6,7 @@
 
 namespace sheaf::kernels::cuda {
 
-/// Scores of an attention, or products of numbers in a matrix product, from which on it matters which kernel
-/// computes them.
+/// Scores of an attention, or multiply-adds of a matrix product, from which on the choice of kernel matters.
 inline constexpr int64_t kWorthANotice = int64_t{1} << 24;
 
 /// One line on stderr: "sheaf: " and `text`. Each text once per process; nothing after kMostNotices texts, nor if

@@ -1,9 +1,9 @@
-// A warp's use of tensor cores, and copies to shared memory that run while it computes: the PTX instructions for which CUDA C++ has no
-// functions (https://docs.nvidia.com/cuda/parallel-thread-execution). Emulated, they are functions that do what the
-// instructions do, lane by lane (emulated_tensor_cores.h).
+// A warp's use of tensor cores, and asynchronous copies to shared memory: the PTX instructions for which CUDA C++ has no functions
+// (https://docs.nvidia.com/cuda/parallel-thread-execution). Emulated, they are functions that do the same, lane by lane
+// (emulated_tensor_cores.h).
 //
-// Every lane of a warp calls load_matrices() and multiply_add() together; copies are a thread's own. How a matrix lies among lanes: of 8 x 8 elements, lane n has the two at row n / 4 from column
-// n % 4 * 2 on, in one register, the first in its lower half.
+// Every lane of a warp calls load_matrices() and multiply_add() together; copies are a thread's own. How a matrix is distributed over
+// lanes: of 8 x 8 elements, lane n has the two at row n / 4 from column n % 4 * 2 on, in one register, the first in its lower half.
 #pragma once
 
 #include "sheaf/kernels/cuda/numbers.h"
@@ -28,8 +28,8 @@ __device__ unsigned pair_of(float x, float y) {
   return out;
 }
 
-/// Loads four 8 x 8 matrices of 2-byte elements from shared memory; lanes 0 to 7, 8 to 15, .. give where their rows begin, each at a
-/// multiple of 16 bytes; transposed, if kTransposed.
+/// Loads four 8 x 8 matrices of 2-byte elements from shared memory; lanes 0 to 7, 8 to 15, .. pass the addresses of their rows, each
+/// a multiple of 16 bytes; transposed, if kTransposed.
 template <bool kTransposed>
 __device__ void load_matrices(unsigned (&to)[4], const void* row) {
   const auto at = static_cast<unsigned>(__cvta_generic_to_shared(row));
@@ -41,8 +41,8 @@ __device__ void load_matrices(unsigned (&to)[4], const void* row) {
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(at));
 }
 
-/// c += a b, of a 16 x 16 and b 16 x 8 of T, c 16 x 8 in f32. a: rows 0 to 7 and 8 to 15 of columns 0 to 7, then of 8 to 15. b, transposed:
-/// its rows 0 to 7, then 8 to 15. c: rows 0 to 7, a register an element, then 8 to 15.
+/// c += a b, of a 16 x 16 and b 16 x 8 of T, c 16 x 8 in f32. a: rows 0 to 7 and 8 to 15 of columns 0 to 7, then of 8 to 15. b,
+/// transposed: its rows 0 to 7, then 8 to 15. c: rows 0 to 7, a register per element, then 8 to 15.
 template <class T>
 __device__ void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
   if constexpr (std::is_same_v<T, bf16>)
@@ -60,7 +60,7 @@ __device__ inline void copy_beside(void* to, const void* from, bool there) {
   const int bytes = there ? 16 : 0;  // the others become zeros
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes) : "memory");
 }
-/// A round of a thread's copies is complete.
+/// Ends a round of a thread's copies.
 __device__ inline void end_round() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 /// Waits for all of this thread's copies except those of its newest kLeft rounds. Those of other threads need a
 /// barrier.

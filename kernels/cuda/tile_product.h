@@ -1,5 +1,5 @@
-// A tile of a matrix product, computed by a block of 256 threads: pieces of the operands go to shared memory, one while others are
-// multiplied, in bf16 and f16 by tensor cores. The caller copies the operands' pieces.
+// A tile of a matrix product, computed by a block of 256 threads: pieces of the operands are copied to shared memory, some while
+// others are multiplied, in bf16 and f16 by tensor cores. The caller copies the operands' pieces.
 #pragma once
 
 #include "sheaf/kernels/cuda/tensor_cores.h"
@@ -8,15 +8,15 @@ namespace sheaf::kernels::cuda::part_products {
 
 inline constexpr int kThreads = 256, kWarps = kThreads / kWarp;
 
-/// How a product is cut: a block computes kRows x kColumns of the result, kInner terms of the sums at a time.
+/// How a product is divided: a block computes kRows x kColumns of the result, kInner terms of the sums at a time.
 template <class T>
 struct Tiling {
   static constexpr bool kTensorCores = kIsNarrow<T>;
   static constexpr int kRows = kTensorCores ? 128 : 64, kColumns = kTensorCores ? 128 : 64, kInner = kTensorCores ? 64 : 16;
 };
 
-/// An operand's piece in shared memory: kLines lines along the summed dimension or across it, 16 bytes further apart than needed, so
-/// that lines begin in different banks.
+/// An operand's piece in shared memory: kLines lines along the summed dimension or across it, with 16 bytes of padding, so that lines
+/// begin in different banks.
 template <class T, int kLines, int kLength>
 struct Piece {
   static constexpr int kPitch = kLength + 16 / static_cast<int>(sizeof(T));
@@ -24,7 +24,7 @@ struct Piece {
 };
 
 /// Sums of a block's threads: warps are arranged 2 x 4, and thread `lane` of one has those of its rows and columns that mma.m16n8
-/// gives it.
+/// assigns to it.
 template <class T>
 struct Sums {
   using C = Compute<T>;
@@ -99,8 +99,8 @@ __device__ void multiply(Sums<T>& sums, const A& a, const B& b) {
         }
 }
 
-/// 16 bytes of a piece: `count` elements, or as many of them as fit, at `from`, adjacent or `step` apart, then zeros. kPacked: they begin
-/// at a multiple of 16 bytes, and all or none exist; they are in flight until arrived().
+/// 16 bytes of a piece: `count` elements, or as many of them as fit, at `from`, adjacent or `step` apart, then zeros. kPacked: they
+/// begin at a multiple of 16 bytes, and all or none exist; they are in flight until arrived().
 template <class T, bool kPacked>
 __device__ void copy_pack(T* to, const T* from, int64_t count, int64_t step) {
   constexpr int kSize = Pack<T>::kSize;
@@ -112,7 +112,7 @@ __device__ void copy_pack(T* to, const T* from, int64_t count, int64_t step) {
   }
 }
 
-/// The packs of a piece that a thread copies: kEach lines, of each the pack from the same element on.
+/// The packs of a piece that a thread copies: kEach lines, the pack at the same offset of each.
 template <class T, int kLines, int kLength>
 struct Share {
   static constexpr int kSize = Pack<T>::kSize, kPacks = kLength / kSize, kApart = kThreads / kPacks, kEach = kLines / kApart;
@@ -123,7 +123,7 @@ struct Share {
 
 inline constexpr int kRounds = 3;  ///< pieces in shared memory: one is multiplied while others arrive
 
-/// Multiplies `rounds` pieces: load(round, a, b) starts to copy one, without the end of its round.
+/// Multiplies `rounds` pieces: load(round, a, b) starts to copy one, without ending its round.
 template <class T, bool kRowsInner, bool kColumnsInner, class A, class B, class Load>
 __device__ void multiply_rounds(Sums<T>& sums, int64_t rounds, A* a, B* b, Load load) {
   for (int64_t round = 0; round < kRounds - 1; ++round) {
@@ -132,7 +132,7 @@ __device__ void multiply_rounds(Sums<T>& sums, int64_t rounds, A* a, B* b, Load 
   }
   for (int64_t round = 0; round < rounds; ++round) {
     arrived<kRounds - 2>();
-    __syncthreads();  // for all threads' copies, and until the piece that comes next has been read
+    __syncthreads();  // for all threads' copies, and until the piece to be overwritten next has been read
     const int64_t next = round + kRounds - 1;
     if (next < rounds) load(next, a[next % kRounds], b[next % kRounds]);
     end_round();

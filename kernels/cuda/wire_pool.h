@@ -1,8 +1,7 @@
 // WirePool: memory for data that ranks send each other over NCCL, in pieces.
 //
-// Its cost: memory that serves nothing else. Planned for GPT-2 of 124M to 1.5B parameters in
-// bf16, sharded over 2 and 8 ranks: the whole is 1.04 to 1.07 times the most that is alive at once;
-// without the pool it is 1.00 to 1.02 times that.
+// Its cost: memory that has no other use. Planned for GPT-2 of 124M to 1.5B parameters in bf16, sharded over 2 and 8 ranks: the total
+// is 1.04 to 1.07 times the peak of live bytes; without the pool it is 1.00 to 1.02 times that.
 #pragma once
 
 #include <algorithm>
@@ -14,10 +13,10 @@
 
 namespace sheaf::kernels::cuda {
 
-/// [Note: pieces] NCCL registers single allocations, so a block is inside one piece. Blocks have offsets, as in a
-/// range of addresses, but each piece begins at a multiple of kSpan and is shorter than that, so free blocks of two
-/// pieces never merge. Offsets do not depend on addresses. So ranks that allocate and free in the same order have
-/// the same pieces, and their blocks at the same places in them, as NVLink SHARP requires.
+/// [Note: pieces] NCCL registers single allocations, so a block is inside one piece. Blocks have offsets, as in a range of addresses,
+/// but each piece begins at a multiple of kSpan and is shorter than that, so free blocks of two pieces never merge. Offsets do not
+/// depend on addresses. So ranks that allocate and free in the same order have the same pieces, and their blocks at the same offsets
+/// in them, as NVLink SHARP requires.
 class WirePool {
  public:
   static constexpr size_t kSpan = size_t{1} << 40;

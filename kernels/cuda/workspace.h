@@ -1,4 +1,4 @@
-// Cutting a workspace into arrays.
+// Carving a workspace into arrays.
 #pragma once
 
 #include "sheaf/core/device.h"
@@ -9,7 +9,7 @@ namespace sheaf::kernels::cuda {
 /// Rounds up to whole 128-byte lines.
 constexpr size_t line_align(size_t bytes) { return (bytes + 127) / 128 * 128; }
 
-/// Hands out line-aligned arrays of a workspace, one after the other.
+/// Hands out line-aligned arrays of a workspace, one after another.
 class Carver {
  public:
   Carver(const char* name, Workspace w)
