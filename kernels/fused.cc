@@ -17,7 +17,7 @@ FusedSlots::FusedSlots(const FusedCode& code) {
   };
   for (int i = 0; i < code.num_inputs; ++i) take(i);
   for (int s = 0; s < code.num_steps; ++s) {
-    // A value may take the place of an operand that is not read again: elements are read before they are written.
+    // A value may reuse the slot of an operand that is not read again: elements are read before they are written.
     for (int i = 0; i < code.steps[s].num_operands; ++i) {
       const int v = code.steps[s].operands[i];
       const bool constant = v >= FusedCode::kFirstConstant && v < FusedCode::kFirstStep;

@@ -1,4 +1,4 @@
-// Compiled twice, once for each kind of instructions: namespace SHEAF_BF16_NAMESPACE is amx or dot.
+// Compiled twice, for two instruction sets: namespace SHEAF_BF16_NAMESPACE is amx or dot.
 //
 // Two packs (bf16_pairs.h) give every operand of a product C[m, n] += A[m, k] B[k, n], A in rows and B in pairs, from rows r
 // of bf16 x[r, d]:
@@ -58,7 +58,7 @@ struct Sizes : DocumentShape {
     const int64_t last = visible(std::min((i + 1) * kB, queries) - 1, causal);
     return (last + kB - 1) / kB;
   }
-  /// The blocks before them, which none of its queries sees.
+  /// The blocks before those, which none of its queries sees.
   int64_t unseen_blocks(int64_t i, int64_t window) const { return first_visible(i * kB, window) / kB; }
 };
 
@@ -94,7 +94,7 @@ struct Forward {
     p = carver.take<bf16>(kB * kB), scores = carver.take<float>(kB * kB), result = carver.take<float>(s.value_block());
   }
 
-  /// Loads the keys of a document; from here on run() takes its queries.
+  /// Loads the keys of a document; run() then processes its queries.
   void load_keys(int64_t b, int64_t g, const Document& document) {
     s.take(document);
     const Head kh = s.of_keys(k, b, g), vh = s.of_keys(v, b, g);
@@ -164,8 +164,8 @@ struct Forward {
 
 // ---- backward ----
 
-/// Works on transposed scores, [key][query]: then the probabilities are the A of dv = Pᵀ dout and dk = dSᵀ q as they
-/// are computed, and a row of them has its queries' lse and delta side by side.
+/// Computes transposed scores, [key][query]: so the probabilities are already the A of dv = Pᵀ dout and dk = dSᵀ q, and the lse and
+/// delta of a row's queries are adjacent.
 struct Backward {
   Sizes s;
   const View &q, &k, &v, &out, &lse, &dout, &dq, &dk, &dv;

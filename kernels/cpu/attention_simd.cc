@@ -1,5 +1,4 @@
-// Attention's inner loops, compiled twice ([Note: two builds of one kernel] in simd.h). Sizes are
-// named in attention.h.
+// Attention's inner loops, compiled twice ([Note: two builds of one kernel] in simd.h). Sizes are named in attention.h.
 #include <cmath>
 #include <limits>
 
@@ -15,8 +14,8 @@ namespace {
 
 using namespace sheaf::kernels::cpu;
 
-/// In the scores of query t with the block of keys from `key` on, those before its window become -inf, whose exponential is 0.
-/// Returns the end of the scores that count; 0 if none do.
+/// Sets those scores of query t with the block of keys from `key` on that precede its window to -inf, whose exponential is 0. Returns
+/// the end of the scores that count; 0 if none do.
 template <class C>
 SHEAF_INLINE int64_t hide(C* scores, const DocumentShape& s, int64_t t, int64_t key, bool causal, int64_t window) {
   const auto in_block = [&](int64_t n) { return std::clamp<int64_t>(n - key, 0, kKeyBlock); };
@@ -73,7 +72,7 @@ class Forward {
     total_ = most_ + kQueryBlock;
   }
 
-  /// Loads the keys of a document; from here on run() takes its queries.
+  /// Loads the keys of a document; run() then processes its queries.
   void load_keys(int64_t b, int64_t g, const Document& document) {
     s_.take(document);
     const HeadRows<const T> k(k_, b, s_.first_key, g), v(v_, b, s_.first_key, g);

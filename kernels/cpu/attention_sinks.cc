@@ -35,7 +35,7 @@ void attention_sinks(const View& sinks, const View& out, const View& lse) {
     for_rows(out, [&](int64_t row, int64_t b, int64_t h, int64_t t) {
       C& a = at<C>(lse, b, h, t);
       const C sink = sinks.as<const C>()[h * sinks.strides[0]];
-      const bool below = a < sink;  // false for NaN, which therefore stays
+      const bool below = a < sink;  // false for NaN, which is therefore kept
       const C most = below ? sink : a, other = below ? a : sink;
       if (most == -INFINITY) return;  // neither keys nor a sink
       const C all = most + std::log1p(std::exp(other - most));

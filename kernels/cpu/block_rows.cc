@@ -17,8 +17,7 @@ using namespace sheaf::kernels::cpu;
 using L = Lanes<float>;
 
 
-/// Sixteen bytes of each of sixteen rows become, for each of the sixteen places, a vector of all rows' bytes: four
-/// perfect shuffles.
+/// Transposes sixteen bytes of each of sixteen rows into one vector per byte position: four perfect shuffles.
 SHEAF_INLINE void transpose_bytes(const uint8_t* const* rows, int64_t at, uint8_t* to) {
   __m128i a[kLanes], b[kLanes];
   for (int i = 0; i < kLanes; ++i) a[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i] + at));
@@ -63,8 +62,7 @@ struct Levels {
 };
 #endif
 
-/// Sixteen outputs of the weight: where their rows are, and the codes and scales of their current blocks, in the
-/// first-level cache.
+/// Sixteen outputs of the weight: where their rows are, and the codes and scales of their current blocks, in the first-level cache.
 template <BlockFormat kFormat>
 struct OutputLanes {
   static constexpr int kCodes = static_cast<int>(block_bytes(kFormat)) - 2;
@@ -83,15 +81,13 @@ struct OutputLanes {
     for (int at = 0; at < kCodes; at += 16) transpose_bytes(rows, 2 + at, codes + at * kLanes);
     for (const uint8_t*& row : rows) row += block_bytes(kFormat);
     scale = L::load(scales);
-    // Hardware does not recognise pieces of this many rows as streams: meanwhile as many bytes of the next outputs
-    // are prefetched.
+    // Hardware does not recognise this many short pieces as streams: so equally many bytes of the next outputs are prefetched.
     for (int i = 0; i < kLanes * block_bytes(kFormat); i += 64) __builtin_prefetch(ahead + i);
     ahead += kLanes * block_bytes(kFormat);
   }
 };
 
-// A sum is one chain of additions: for one row, two vectors of outputs are computed side by side, so that each chain
-// waits less.
+// A sum is one chain of additions: for one row, two vectors of outputs are computed together, so that each chain waits less.
 template <int kRows, int kVectors, BlockFormat kFormat>
 void multiply(const BlockRows& p, int64_t first) {
   constexpr int kHalf = static_cast<int>(kBlockSize / 2);

@@ -1,5 +1,5 @@
-// Short convolutions along the tokens, compiled twice ([Note: two builds of one kernel] in simd.h): memory-bound, in squares of few enough
-// channels that what the W taps reread is in the nearest cache. Sizes are named in causal_conv.h.
+// Short convolutions along the tokens, compiled twice ([Note: two builds of one kernel] in simd.h): memory-bound, in squares with few
+// enough channels that the W taps reread from the nearest cache. Sizes are named in causal_conv.h.
 #include <algorithm>
 #include <vector>
 
@@ -39,7 +39,7 @@ class Conv {
   int64_t begin(int64_t b, int64_t t) const { return begins_ ? std::max(begins_[b * begins_of_sequence_ + t], 0) : 0; }
   Lanes<C> tap(int64_t j, int64_t c) const { return Lanes<C>::load(weight_.data() + j * padded_ + c); }
 
-  /// Σ_j weight[c, j] x[b, t - W + 1 + j, c] of channels from c on, j from `first` on; `row` is what tap 0 reads.
+  /// Σ_j weight[c, j] x[b, t - W + 1 + j, c] of channels from c on, j from `first` on; `row` is the row that tap 0 reads.
   template <class N>
   SHEAF_INLINE Lanes<C> at(const T* row, int64_t first, int64_t c, N n) const {
     Lanes<C> sum(C(0));
@@ -103,7 +103,7 @@ void store_dx(const Conv<T>& conv, const ConvSquare& s, int64_t end, const C* g,
   }
 }
 
-/// What a square adds to dweight: [taps, channels], padded.
+/// A square's contribution to dweight: [taps, channels], padded.
 template <class T, class C>
 void store_part(const Conv<T>& conv, const ConvSquare& s, const C* g, C* to) {
   int64_t first_taps[kConvTokens];

@@ -7,8 +7,7 @@
 namespace sheaf::kernels::cpu {
 namespace {
 
-/// A copy between equal types, its dimensions in dst's memory order, merged where both sides allow
-/// it.
+/// A copy between equal types, its dimensions in dst's memory order, merged where both sides allow it.
 struct Plan {
   Shape shape, src, dst;
 };
@@ -114,8 +113,7 @@ void copy(const View& src, const View& dst) {
   if (src.dtype != dst.dtype) {
     return visit_compute(compute_type(src.dtype), [&]<class C>() {
       parallel_for(dst.numel(), kGrain, [&](int64_t begin, int64_t end) {
-        // If dst has the compute type, blocks are read directly into it, else they are written from where src has
-        // them.
+        // If dst has the compute type, blocks are read directly into it, else they are written directly from src.
         if (dst.dtype == dtype_of<C>) {
           Cursor from(src, begin);
           BlockOutput<C> to(dst, begin);

@@ -4,7 +4,7 @@
 //   dU = Pᵀ G + Λ_last K dS      (1 + A)ᵀ X = dU      dP = G Uᵀ (j <= i)      dN = Y Uᵀ (j < i), N = -A / beta
 //   dv = Y      dbeta_i = X_i·u_i / beta_i      dS before = γ_last dS + scale Qᵀ γ G - Kᵀ γ Y
 //
-// and the rest by products. Nothing is divided by beta: u / beta is kept from the first pass, which computes the states.
+// and the rest by products. There is no division by beta: u / beta is kept from the first pass, which computes the states.
 #include "sheaf/kernels/cpu/delta_rule_chunk.h"
 
 namespace sheaf::kernels::SHEAF_SIMD_NAMESPACE {
@@ -66,8 +66,8 @@ class Backward : DeltaRuleChunk<T, C> {
       Base::ratios_, Base::lower_, Base::gamma_, Base::beta_, Base::scale_, Base::scores_, Base::written_, Base::gate, Base::differences_,
       Base::last_gamma, Base::last_ratios, Base::key_factors_, Base::query_factors_, Base::eps_;
 
-  /// The state before the chunk, nullptr if it is zero. Every chunk but its document's first has a slot of its own: no other such
-  /// chunk begins among the same kDeltaChunk tokens.
+  /// The state before the chunk, nullptr if it is zero. Every chunk but its document's first has its own slot: no other such chunk
+  /// begins among the same kDeltaChunk tokens.
   C* state_before(int64_t j) const {
     if (!chunk_.begins) return state_slot(chunk_.first, j);
     return chunk_.first == 0 && given(x_.initial) ? initial_ + j * s_.state_cells() : nullptr;
@@ -83,7 +83,7 @@ class Backward : DeltaRuleChunk<T, C> {
     if (!chunk_.ends) this->advance(state_before(j), state_slot(chunk_.first + n_, j));
   }
 
-  /// Stores the gradients of what only head h reads, and adds to those of keys, queries and their products.
+  /// Stores the gradients of operands that only head h reads, and adds to those of keys, queries and their products.
   void head(int64_t h, int64_t j) {
     const C* state = state_before(j);
     C* const dstate = dstates_ + j * s_.state_cells();
@@ -113,7 +113,7 @@ class Backward : DeltaRuleChunk<T, C> {
     unpack(dvalues, C(1), HeadRows<T>(d_.v, b_, chunk_.first, h), 0, n_);
     for (int64_t i = 0; i < n_; ++i) gate(d_.beta, i, h) = dot(dwritten_ + i * columns, differences + i * columns, columns);
 
-    // dP and dN. Their columns after the last token, which may hold anything, are never read.
+    // dP and dN. Their columns after the last token, which are undefined, are never read.
     transpose(written_, kDeltaChunk, columns, written_t_);
     product_to_lower(n_, s_.value_width, dresult_, columns, written_t_, dscores_);
     product_to_lower(n_, s_.value_width, dvalues, columns, written_t_, dlower_);

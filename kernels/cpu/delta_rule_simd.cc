@@ -1,4 +1,4 @@
-// The gated delta rule, one chunk after the other; compiled twice ([Note: two builds of one kernel] in simd.h).
+// The gated delta rule, one chunk after another; compiled twice ([Note: two builds of one kernel] in simd.h).
 #include "sheaf/kernels/cpu/delta_rule_chunk.h"
 
 namespace sheaf::kernels::SHEAF_SIMD_NAMESPACE {

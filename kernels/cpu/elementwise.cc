@@ -12,8 +12,8 @@ namespace {
 
 using namespace sheaf::kernels::cpu;
 
-// The loops that g++ vectorises. ivdep: an output is disjoint from an input, or the same element
-// for element. F has no members: its type determines the loop.
+// The loops that g++ vectorises. ivdep: an output is disjoint from an input, or the same memory, element for element. F has no
+// members: its type determines the loop.
 template <class C, class Out, class F>
 void loop1(Out* to, const C* x, int64_t n) {
 #pragma GCC ivdep
@@ -40,7 +40,7 @@ void binary_any(BinaryOp op, const View& a, const View& b, const View& out) {
                      ": cast to a floating type first");
   map_blocks<C, Out>(out, loop, a, b);
 }
-// Truth values are stored from bytes.
+// Bools are stored from bytes.
 template <class C>
 void binary_or_predicate(BinaryOp op, const View& a, const View& b, const View& out) {
   is_predicate(op) ? binary_any<C, bool>(op, a, b, out) : binary_any<C>(op, a, b, out);
@@ -167,7 +167,7 @@ void swiglu_loop(C* to, const C* gate, const C* up, int64_t n) {
   loop2<C, C, decltype(f)>(to, gate, up, n);
 }
 
-// Out of line: in inlined copies g++ could order factors differently, and of two NaN the first determines the sign.
+// Out of line: in inlined copies g++ could reorder factors, and of two NaNs the first determines the sign.
 template <class C>
 [[gnu::noinline]] void shifted_swiglu_loop(C* to, const C* gate, const C* up, C alpha, int64_t n) {
 #pragma GCC ivdep
@@ -246,7 +246,7 @@ void where_scalar(const View& cond, const View& x, double scalar, bool scalar_fi
 void clamp(const View& x, double lo, double hi, const View& out) {
   check_shapes("clamp", out, x);
   visit_compute(compute_type(x.dtype, out.dtype), [&]<class C>() {
-    // Integers: a bound beyond the type's range does not bind; a fractional one moves inwards.
+    // Integers: a bound beyond the type's range has no effect; a fractional one is rounded inwards.
     auto bound = [](double v) {
       if constexpr (std::is_same_v<C, int64_t>) {
         return v <= -0x1p63 ? INT64_MIN : v >= 0x1p63 ? INT64_MAX : static_cast<int64_t>(v);

@@ -1,5 +1,5 @@
-// Products of the rows in use with the matrix of each expert. Rows are brought together, so that an expert with few rows in
-// each of many groups has products of many rows.
+// Products of the used rows with each expert's matrix. Rows are gathered first, so that an expert with few rows in each of many
+// groups has products of many rows.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -14,14 +14,14 @@
 namespace sheaf::kernels::cpu {
 namespace {
 
-// Rows are multiplied in pieces of whole units: a piece has one of a few sizes, so that the
-// workspace for the largest is found without the counts. The rest of a unit is zero.
+// Rows are multiplied in pieces of whole units: a piece has one of a few sizes, so that the workspace for the largest is known
+// without the counts. The rest of a unit is zero.
 constexpr int64_t kPiece = 512, kUnit = 32;
 constexpr const char *kLinear = "expert_linear", *kGradient = "expert_weight_gradient";
 
 constexpr int64_t in_units(int64_t rows) { return (rows + kUnit - 1) / kUnit * kUnit; }
 
-/// Rows in use, from row `first` of a group on.
+/// Used rows, from row `first` of a group on.
 struct Piece {
   int64_t group, first, rows;
 };
@@ -33,7 +33,7 @@ class Groups {
       : parts_{counts.shape[0], rows.shape[0]}, room_(rows.shape.dim(-2)) {
     const Elements<int32_t> taken(who, counts);
     count_ = taken.count(), each_ = parts_.experts ? count_ / parts_.experts : 0;
-    if (!counts.data) return;  // only sizes are asked for
+    if (!counts.data) return;  // only sizes are requested
     rows_.resize(static_cast<size_t>(count_));
     for (int64_t q = 0; q < parts_.parts; ++q)
       for (int64_t j = 0; j < each_; ++j)
@@ -67,7 +67,7 @@ class Groups {
     sizes([&](int64_t rows) { largest = rows; });
     return largest;
   }
-  /// f(Piece) for the rows in use of an expert's groups, in order.
+  /// f(Piece) for the used rows of an expert's groups, in order.
   template <class F>
   void pieces(int64_t expert, F&& f) const {
     const int64_t end = (expert + 1) * each_;
@@ -81,7 +81,7 @@ class Groups {
       if (piece.rows > 0) f(piece);
     }
   }
-  /// f(group, first row, rows, where they are in the piece).
+  /// f(group, first row, rows, their offset in the piece).
   template <class F>
   void parts(const Piece& piece, F&& f) const {
     int64_t at = 0, first = piece.first;
@@ -91,7 +91,7 @@ class Groups {
       at += rows;
     }
   }
-  /// f(group of a part, its first row after those in use), in parallel.
+  /// f(group of a part, its first unused row), in parallel.
   template <class F>
   void rests(F&& f) const {
     parallel_for(parts_.parts * each_, 1, [&](int64_t begin, int64_t end) {
@@ -135,7 +135,7 @@ class Source {
   /// Bytes of a piece of `rows`, and the piece as a matrix.
   size_t piece_bytes(int64_t rows) const { return line_align(static_cast<size_t>(rows) * row_bytes()); }
   View matrix(void* piece, int64_t rows) const { return View::dense(piece, rows_.dtype, {rows, cols()}); }
-  /// Brings rows together in `memory`, followed by zeros.
+  /// Gathers rows in `memory`, followed by zeros.
   void gather(const Groups& groups, const Piece& piece, char* memory) const {
     copy(groups, piece, memory, true);
     std::memset(memory + static_cast<size_t>(piece.rows) * row_bytes(), 0,
@@ -144,7 +144,7 @@ class Source {
   void scatter(const Groups& groups, const Piece& piece, char* memory) const {
     copy(groups, piece, memory, false);
   }
-  /// Zeros the rows after those in use.
+  /// Zeros the unused rows.
   void clear_rests(const Groups& groups) const {
     groups.rests([&](int64_t group, int64_t row) {
       for (; row < rows_.shape.dim(-2); ++row) std::memset(at(group, row), 0, row_bytes());
@@ -176,7 +176,7 @@ View weight_of(View v, int64_t expert) {
 
 View bias_of(const View& all, int64_t expert) { return all.rank() ? weight_of(all, expert) : View{}; }
 
-/// Each expert's matrix [O, I] as it is multiplied: rounded for fp8, once for all of its pieces.
+/// Each expert's matrix [O, I] in the form that is multiplied: rounded for fp8, once for all of its pieces.
 class Rounded {
  public:
   Rounded(const View& weight, bool fp8) : weight_(weight), fp8_(fp8) {}
@@ -195,7 +195,7 @@ class Rounded {
   bool fp8_;
 };
 
-/// Products that are added up are computed in the compute type.
+/// Products to be summed are computed in the compute type.
 struct Gradient {
   View dweight, sum;  // of one expert
   bool copies;

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kChunk = 256;
 
-/// f(chunk of floats, elements, where it begins) along a row.
+/// f(chunk of floats, elements, its offset) along a row.
 template <class T, class F>
 SHEAF_INLINE void for_chunks(const T* row, int64_t n, F f) {
   alignas(64) float chunk[kChunk];
@@ -40,7 +40,7 @@ void round_row(const T* from, T* to, int64_t n) {
   });
 }
 
-/// `rows` rows next to each other, in lines of `depth`; each is rounded as by round_row().
+/// `rows` adjacent rows, in lines of `depth`; each is rounded as by round_row().
 template <class T>
 void round_lines(const Rows<const T>& from, const Rows<T>& to, int64_t line, int64_t depth, int64_t first, int64_t rows) {
   uint32_t largest[kChunk] = {};

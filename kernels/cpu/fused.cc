@@ -51,7 +51,7 @@ void run_step(const FusedStep& s, C* to, const C* x, const C* y, const C* z, int
   }
 }
 
-/// What one thread has: a block of each value.
+/// A thread's buffers: a block of each value.
 template <class C>
 class Blocks {
  public:
@@ -90,7 +90,7 @@ class Blocks {
   const FusedSlots& slots_;
   std::optional<BlockInput<C>> in_[FusedCode::kMaxInputs];
   std::optional<BlockOutput<C>> out_[FusedCode::kMaxOutputs];
-  int8_t output_of_[FusedCode::kMaxValues] = {};  // counted from 1
+  int8_t output_of_[FusedCode::kMaxValues] = {};  // from 1
   const C* at_[FusedCode::kMaxValues] = {};
   C constants_[FusedCode::kMaxConstants][kBlock];
   C slot_buffers_[FusedCode::kMaxSlots][kBlock];

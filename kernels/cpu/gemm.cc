@@ -115,25 +115,25 @@ void copy_matrix(int64_t rows, int64_t cols, const MatrixOperand& from, const Ma
   });
 }
 
-/// How many parts the rows and the columns of one product are cut into.
+/// The numbers of parts into which the rows and the columns of one product are divided.
 struct Cut {
   int64_t rows = 1, cols = 1;
 };
 
-/// A product as parts for the threads. Each thread gets whole batches if there are enough of them; else every batch
-/// is cut into a grid. Where a part cannot write c in place, it writes a dense copy of its own.
+/// A product as parts for the threads. Each thread gets whole batches if there are enough of them; else every batch is divided into a
+/// grid. A part that cannot write c in place writes a separate dense copy.
 class Plan {
  public:
   explicit Plan(const Problem& problem) : p_(problem) {
     compute_ = p_.a.dtype == kF64 ? kF64 : kF32;
     copy_c_ = !p_.c.row_major() || (p_.c.dtype != compute_ && !by_squares(p_.c.dtype));
-    constexpr double kGrain = 3e5;  // multiply-adds for which waking a thread pays
+    constexpr double kGrain = 3e5;  // multiply-adds for which waking a thread pays off
     const int64_t useful = static_cast<int64_t>(static_cast<double>(p_.batches) * p_.flops / 2 / kGrain);
     const int64_t threads = std::clamp<int64_t>(useful, 1, num_threads());
     if (p_.batches < threads) cut_ = best_cut((threads + p_.batches - 1) / p_.batches);
     items_ = p_.batches * cut_.rows * cut_.cols;
     slots_ = std::min(items_, threads);
-    // A smaller part may be cut into larger blocks.
+    // A smaller part may be divided into larger blocks.
     for (int64_t i = 0; i < cut_.rows * cut_.cols; ++i) slot_bytes_ = std::max(slot_bytes_, scratch_bytes(part(i)));
   }
 
@@ -148,11 +148,11 @@ class Plan {
   }
 
  private:
-  // Cuts fall between whole tiles, except for the strips of 6 rows on machines without AVX-512.
+  // Parts consist of whole tiles, except for the strips of 6 rows on machines without AVX-512.
   static constexpr int64_t kRowUnit = 32, kColUnit = 96;
 
-  /// The cut into `parts` with the least work on the largest part. Each thread itself packs its columns of b, and its
-  /// rows of a unless these are dense: that costs about as much as multiplying 16 rows.
+  /// The division into `parts` with the least work on the largest part. Each thread itself packs its columns of b, and its rows of a
+  /// unless these are dense: that costs about as much as multiplying 16 rows.
   Cut best_cut(int64_t parts) const {
     Cut best;
     double least = std::numeric_limits<double>::infinity();
@@ -184,7 +184,7 @@ class Plan {
     const Range rows = share(p_.rows, kRowUnit, cut_.rows, item % grid / cut_.cols),
                 cols = share(p_.cols, kColUnit, cut_.cols, item % grid % cut_.cols);
     auto operand = [&](const Side& s, int64_t i, int64_t j) {
-      // A stride along a dimension of size 1 means nothing.
+      // The stride of a dimension of size 1 is meaningless.
       return MatrixOperand{s.at(batch, p_.batch, i, j), s.dtype, s.rows == 1 ? s.cols : s.row_stride,
                            s.cols == 1 ? 1 : s.col_stride};
     };

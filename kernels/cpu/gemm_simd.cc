@@ -1,8 +1,8 @@
 // The matrix product by vectors, compiled twice ([Note: two builds of one kernel] in simd.h).
 //
-// K. Goto and R. van de Geijn, "Anatomy of high-performance matrix multiplication" (2008), with the inner loops
-// exchanged: a block of b is packed in panels into the second-level cache; a strip of a, which is read in place if its rows
-// are dense, stays in the first-level one while the panels pass by, and c is written along its rows.
+// K. Goto and R. van de Geijn, "Anatomy of high-performance matrix multiplication" (2008), with the inner loops exchanged: a block of
+// b is packed in panels into the second-level cache; a strip of a, which is read in place if its rows are dense, stays in the
+// first-level one for all panels, and c is written along its rows.
 #include "sheaf/kernels/cpu/gemm_part.h"
 
 #include <algorithm>
@@ -33,22 +33,21 @@ template <class C>
 inline constexpr int kPanel = 1;
 #endif
 
-// b's packed block is 1.2 MB of floats, a's 0.4 MB: both stay in a second-level cache of 2 MiB. With a smaller one, b's
-// block is half as wide. The width of its blocks changes no bit.
+// b's packed block is 1.2 MB of floats, a's 0.4 MB: both fit in a second-level cache of 2 MiB. With a smaller one, b's block is half
+// as wide. The width of its blocks changes no bit.
 constexpr int64_t kRowBlock = 240;
 int64_t col_block() {
   static const int64_t width = sysconf(_SC_LEVEL2_CACHE_SIZE) >= (2 << 20) ? 768 : 384;
   return width;
 }
-// With few rows, packing b is much of the work, most of it waiting for memory. Then its blocks are narrow, so that
-// the next one fits in the cache next to the packed one, and is fetched while tiles are multiplied; with even fewer
-// rows they are a panel wide. With many rows, narrow blocks would read a too often. If b's rows are dense, a narrow
-// block consists of short pieces that may share few sets of the cache: by measurement it pays less, and not at all
-// with few rows.
+// With few rows, packing b is much of the work, most of it waiting for memory. Then its blocks are narrow, so that the next one fits
+// in the cache next to the packed one, and is prefetched while tiles are multiplied; with even fewer rows they are a panel wide. With
+// many rows, narrow blocks would read a too often. If b's rows are dense, a narrow block consists of short pieces that may map to few
+// sets of the cache: by measurement the gain is smaller, and none with few rows.
 constexpr int64_t kNarrowLeastRows = 48, kNarrowMostRows = 384, kNarrowBlock = 96;
 constexpr int64_t kNarrowMostRowsByRows = 256, kNarrowBlockByRows = 192;
 
-/// Where a tile's sums go: c = sums, or c = sums + addend, which is c itself or the bias (stride 0).
+/// Where a tile's sums are stored: c = sums, or c = sums + addend, which is c itself or the bias (stride 0).
 template <class C>
 struct Output {
   C* c;
@@ -58,7 +57,7 @@ struct Output {
   int64_t addend_stride;
 };
 
-/// Fetches the next block of b into the cache, a little at a time.
+/// Prefetches the next block of b into the cache, a little at a time.
 class Fetch {
  public:
   Fetch() = default;
@@ -83,7 +82,7 @@ class Fetch {
   int64_t stride_ = 0, rows_ = 0, lines_ = 0, each_ = 0, line_ = 0;
 };
 
-/// sum += x * y. Left to itself, g++ 12 moves the sums of an unrolled loop from register to register.
+/// sum += x * y. Otherwise g++ 12 moves the sums of an unrolled loop from register to register.
 #ifdef __AVX512F__
 SHEAF_INLINE void add_product(Lanes<float>& sum, Lanes<float> x, Lanes<float> y) {
   asm("vfmadd231ps %1, %2, %0" : "+v"(sum.v) : "v"(x.v), "v"(y.v));
@@ -97,7 +96,7 @@ SHEAF_INLINE void add_product(Lanes<float>& sum, Lanes<float> x, Lanes<float> y)
 SHEAF_INLINE void add_product(Lanes<double>& sum, const Lanes<double>& x, const Lanes<double>& y) { sum = fma(x, y, sum); }
 
 constexpr int kTogether = 16;        // steps of the depth between two prefetches
-constexpr int64_t kAhead = 12 * 16;  // and how far ahead a single strip, whose time is all spent on reading b, fetches it
+constexpr int64_t kAhead = 12 * 16;  // how far ahead a single strip, which is limited by reading b, prefetches it
 
 /// One tile: sums over `depth` of a's kRows times the panel's kVectors. `last` is the width of the last vector. A packed
 /// strip is stored column by column; else its rows are a_stride apart.
@@ -123,9 +122,8 @@ void tile(int64_t depth, const C* a, int64_t a_stride, const C* b, const Output<
       for (int n = 0; n < kVectors; ++n) add_product(sums[m][n], x, row[n]);
     }
   };
-  // The third-level cache is some 130 ns away. So while this tile is multiplied, what is needed next is fetched, a
-  // line at a time: the place of the next tile of c, the rows of a if they are apart, and some of the next block of
-  // b.
+  // The third-level cache is some 130 ns away. So while this tile is multiplied, data needed next is prefetched, a line at a time:
+  // the next tile of c, the rows of a if they are not adjacent, and some of the next block of b.
   const C* next = out.c + kWidth;
   int64_t k = 0;
   for (int column = 0; k + kTogether <= depth; k += kTogether) {
@@ -182,13 +180,13 @@ C widened(S x) {
 
 SHEAF_INLINE int lanes_left(int64_t left) { return static_cast<int>(std::clamp<int64_t>(left, 0, kLanes)); }
 
-/// to[panel][depth][kPanel vectors] = b[k ..][n .. n + width]; the last panel has as many vectors as it needs, zeros past
-/// `width`. Writes rows in multiples of sixteen. For a single panel of dense columns it fetches what is packed a little later, up
-/// to the beginning of the `next` panel, if given.
+/// to[panel][depth][kPanel vectors] = b[k ..][n .. n + width]; the last panel has as many vectors as it needs, zeros past `width`.
+/// Writes rows in multiples of sixteen. For a single panel of dense columns it prefetches data to be packed a little later, up to the
+/// beginning of the `next` panel, if given.
 template <class S, class C>
 void pack_panels(const MatrixOperand& b, int64_t k, int64_t depth, int64_t n, int64_t width, C* to, const S* next = nullptr) {
   constexpr int64_t kWidth = kPanel<C> * kLanes;
-  // By rows if those are dense: the third-level cache is far, and only long pieces of a row are fetched ahead.
+  // By rows if those are dense: the third-level cache is far, and only long pieces of a row are prefetched by hardware.
   if (b.col_stride == 1) {
     const int64_t whole = width / kWidth * kWidth, rest = (width - whole + kLanes - 1) / kLanes;
     for (int64_t i = 0; i < depth; ++i) {
@@ -228,8 +226,8 @@ void pack_panels(const MatrixOperand& b, int64_t k, int64_t depth, int64_t n, in
   }
 }
 
-/// The distance between packed strips of a: a line more than a strip holds, or the strips of a usual depth would all begin
-/// in the same sets of the first-level cache and evict each other while rows are distributed to them.
+/// The distance between packed strips of a: one line more than a strip holds, since otherwise the strips of a usual depth would all
+/// begin in the same sets of the first-level cache and evict each other while rows are distributed to them.
 template <class C>
 int64_t strip_stride(int64_t depth) {
   return kStrip<C> * depth + kLanes;
@@ -257,7 +255,7 @@ bool packs_a(const GemmPart& p) {
   return p.a.dtype != dtype_of<C> || (p.a.col_stride != 1 && p.depth > 1);
 }
 
-/// Whether blocks of b are narrow. An a that has to be packed is packed anew for every block of b.
+/// Whether blocks of b are narrow. An a that has to be packed is packed again for every block of b.
 template <class C>
 bool narrow_blocks(const GemmPart& p) {
   const int64_t most = p.b.col_stride == 1 ? kNarrowMostRowsByRows : kNarrowMostRows;
@@ -272,8 +270,7 @@ struct Blocks {
   explicit Blocks(const GemmPart& p)
       : depth(std::min(kDepthBlock, round_up(p.depth, kLanes))),
         rows(packs_a<C>(p) ? std::min(kRowBlock, round_up(p.rows, kStrip<C>)) : 0) {
-    // Blocks of equal width. For a few strips, whose time is spent on reading b, one panel: it is reread from a near
-    // cache.
+    // Blocks of equal width. For a few strips, which are limited by reading b, one panel: it is reread from a near cache.
     const int64_t most = !narrow_blocks<C>(p)  ? col_block()
                          : p.b.col_stride == 1 ? kNarrowBlockByRows
                                                : kNarrowBlock;
@@ -285,7 +282,7 @@ struct Blocks {
   int64_t b_size() const { return depth * cols; }
 };
 
-/// Fetches the block of b after (k, n), if blocks are narrow, while that is multiplied.
+/// Prefetches the block of b after (k, n), if blocks are narrow, while that is multiplied.
 template <class C, class S>
 Fetch fetch_next(const GemmPart& p, int64_t block_cols, int64_t k, int64_t n) {
   const int64_t depth = std::min(kDepthBlock, p.depth - k), cols = std::min(block_cols, p.cols - n);

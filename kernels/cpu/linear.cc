@@ -45,7 +45,7 @@ struct WeightGradient {
   }
 };
 
-/// sums[width] += the rows of `from`, one after the other.
+/// sums[width] += the rows of `from`, one after another.
 template <class C, class... S>
 SHEAF_INLINE void add_rows(int64_t width, C* sums, const S*... from) {
   for_lanes(width, [&](int64_t i, auto n) {

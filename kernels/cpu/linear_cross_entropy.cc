@@ -10,7 +10,7 @@
 namespace sheaf::kernels::cpu {
 namespace {
 
-/// Operands, and the walk over chunks. The given views determine which parts run.
+/// Operands, and the loop over chunks. The given views determine which parts run.
 struct Head {
   const char* who;
   View x, weight, dx, dweight;
@@ -18,7 +18,7 @@ struct Head {
   DType row_dtype;  ///< of lse, losses, and a chunk's logits
   View uneven;      ///< x whose rows are not evenly spaced: a chunk of them is copied at a time
   bool narrow;      ///< gradients of logits need a rounded copy
-  bool sum_apart;   ///< dweight is too narrow to sum chunks in
+  bool sum_apart;   ///< dweight is too narrow to accumulate chunks in
 
   Head(const char* who_in, const View& x_in, const View& weight_in, const View& dx_in,
        const View& dweight_in)

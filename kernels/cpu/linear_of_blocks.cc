@@ -30,11 +30,11 @@ bool in_pieces(const View& x, const View& bias, const View& y) {
 bool is_for_registers(const View& x) { return x.numel() / x.shape.back() <= BlockRows::kMostRows; }
 
 int64_t slots_for(int64_t items, int64_t multiply_adds) {
-  constexpr int64_t kGrain = 300000;  // multiply-adds for which waking a thread pays
+  constexpr int64_t kGrain = 300000;  // multiply-adds for which waking a thread pays off
   return std::clamp<int64_t>(multiply_adds / kGrain, 1, std::min<int64_t>(items, num_threads()));
 }
 
-/// For so few rows that values are multiplied as they are made.
+/// For so few rows that values are multiplied as they are decoded.
 void in_registers(const View& x, const View& blocks, BlockFormat format, const View& bias,
                   const View& y) {
   const BlockRows p{.x = x.as<const float>(),

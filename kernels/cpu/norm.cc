@@ -57,7 +57,7 @@ void norm(const char* who, const View& x, const View& r, const View& weight, con
       for (int64_t row = begin; row < end; ++row) {
         const T *first = in[row], *second = addends[row], *from = kAdds ? sums[row] : first;
         T *total = sums[row], *to = out[row];
-        // The first pass over the row computes the sum, later ones find it in the cache.
+        // The first pass over the row computes the sum, later ones read it from the cache.
         const auto made = [&](int64_t i, auto n) {
           if constexpr (kAdds)
             store_lanes(total + i, load_lanes(first + i, n) + load_lanes(second + i, n), n);
@@ -102,9 +102,8 @@ void norm(const char* who, const View& x, const View& r, const View& weight, con
   });
 }
 
-/// Backward of both norms. y = xhat * weight (+ bias), xhat = (x - mean) * rstd, mean = 0 for
-/// rms_norm: dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * weight; rms_norm has
-/// no mean(g). Where dsum is given, it is added to dx.
+/// Backward of both norms. y = xhat * weight (+ bias), xhat = (x - mean) * rstd, mean = 0 for rms_norm: dx = rstd * (g - mean(g) -
+/// xhat * mean(g * xhat)) with g = dy * weight; rms_norm has no mean(g). If dsum is given, it is added to dx.
 template <bool kCentred>
 void norm_backward(const char* who, const View& dy, const View& x, const View& weight,
                    const View& mean, const View& rstd, const View& dx, const View& dweight,

@@ -83,7 +83,7 @@ SHEAF_INLINE Lanes<C> load_gradient(const G* grad, int64_t i, N n) {
   }
 }
 
-/// Dispatches on the dtype of state for parameters of type C.
+/// Calls f with the type of state for parameters of type C.
 template <class C, class F>
 void visit_state(DType d, F&& f) {
   if constexpr (std::is_same_v<C, float>)

@@ -15,7 +15,7 @@ namespace sheaf::kernels::cpu {
 namespace {
 
 constexpr int kSize = static_cast<int>(kBlockSize), kHalf = kSize / 2;
-constexpr int64_t kGrain = 512;  // blocks that make another thread worth waking
+constexpr int64_t kGrain = 512;  // blocks for which waking another thread pays off
 
 // The largest magnitude; infinite or NaN if one of the values is.
 float magnitude(const float* values) {
@@ -29,7 +29,7 @@ void quantize_int8(const float* values, float largest, uint8_t* block) {
   const float scale = static_cast<float>(rounded);
   std::memcpy(block, &rounded, 2);
   for (int i = 0; i < kSize; ++i) {
-    // A scale near the smallest possible has few bits: the largest value may divide to more than 127.
+    // A scale near the smallest possible has few bits: the largest value divided by it may exceed 127.
     const float code = scale > 0 ? std::nearbyint(std::clamp(values[i] / scale, -127.0f, 127.0f)) : 0.0f;
     block[2 + i] = static_cast<uint8_t>(static_cast<int8_t>(code));
   }

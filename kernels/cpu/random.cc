@@ -7,7 +7,7 @@ namespace {
 
 using namespace sheaf::kernels::cpu;
 
-/// Words of this size in a block of Philox's 128 bits, and the room that words() needs.
+/// Words of this size in a block of Philox's 128 bits, and the buffer size that words() needs.
 template <class Word>
 constexpr int64_t kWords = 16 / sizeof(Word);
 template <class Word>
@@ -36,8 +36,7 @@ const Word* words(Key key, uint64_t index, int64_t n, Word* room) {
   return room + skip;
 }
 
-/// Calls f(global flat index, n) on pieces of [begin, end), n <= kBlock, that are neighbours
-/// globally, in order.
+/// Calls f(global flat index, n) on pieces of [begin, end), n <= kBlock, that are contiguous globally, in order.
 template <class F>
 void for_global_runs(const Shape& local, const GlobalIndex& where, int64_t begin, int64_t end,
                      F&& f) {
@@ -64,7 +63,7 @@ void for_global_runs(const Shape& local, const GlobalIndex& where, int64_t begin
 void check_where(const char* who, const View& v, const GlobalIndex& where) {
   if (!is_floating(v.dtype)) fail<DTypeError>("[", who, "] is not defined for ", v.dtype);
   bool fits = where.global_shape.rank() == v.rank() && where.start.rank() == v.rank();
-  // Dimension 0 may run beyond the global size: samples have no end.
+  // Dimension 0 may extend beyond the global size: the number of samples is unbounded.
   for (int i = 0; fits && i < v.rank(); ++i)
     fits = where.start[i] >= 0 && (i == 0 || where.start[i] + v.shape[i] <= where.global_shape[i]);
   check<ShapeError>(fits, "[", who, "] a block of ", v.shape, " at ", where.start,
@@ -100,8 +99,7 @@ void generate(const View& out, const DrawKey& from, const GlobalIndex& where, F 
   });
 }
 
-/// to[n] = from[n] * scale, or 0 where bits are below the threshold. A useless multiplication costs less than a
-/// branch.
+/// to[n] = from[n] * scale, or 0 if bits are below the threshold. An unneeded multiplication costs less than a branch.
 template <class C>
 void drop(int64_t n, const uint32_t* bits, uint32_t threshold, C scale, const C* from, C* to) {
 #pragma GCC ivdep

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kGroups = 64;
 constexpr int kColumns =
-    64;  // outputs reduced side by side when neighbours in memory belong to different outputs
+    64;  // outputs reduced together if neighbours in memory belong to different outputs
 
 /// The type in which block totals are added.
 template <class C>
@@ -85,8 +85,7 @@ struct Split {
   int64_t count;
 };
 
-/// Blocks [first, last) of one output, whose elements start at `data`: neighbours along the reduced
-/// dimensions.
+/// Blocks [first, last) of one output, whose elements start at `data`: neighbours along the reduced dimensions.
 template <class C, class Op, class F>
 Total<C> reduce_row(const void* data, DType dtype, const Runs& runs, int64_t count, int64_t first,
                     int64_t last, Op op, F f) {
@@ -107,8 +106,7 @@ Total<C> reduce_row(const void* data, DType dtype, const Runs& runs, int64_t cou
   return total;
 }
 
-/// The same for `width` outputs side by side in memory (`step` apart): one pass over the rows,
-/// lanes in the cache.
+/// The same for `width` outputs adjacent in memory (`step` apart): one pass over the rows, lanes in the cache.
 template <class C, class Op>
 void reduce_columns(char* data, DType dtype, int64_t step, int width, const Runs& runs,
                     int64_t count, int64_t first, int64_t last, Op op, Total<C>* total) {
@@ -138,9 +136,8 @@ void reduce_columns(char* data, DType dtype, int64_t step, int width, const Runs
   }
 }
 
-/// Runs either of the two: finish(index of the first output, totals, how many), neighbours along
-/// the last kept dimension. Work items are tiles of outputs; where these are too few for the
-/// threads, the groups of one tile are spread instead.
+/// Runs either of the two: finish(index of the first output, totals, how many), neighbours along the last kept dimension. Work items
+/// are tiles of outputs; if these are too few for the threads, the groups of one tile are distributed instead.
 template <class C, class Op, class F, class Finish>
 void reduce(const View& x, const Split& split, bool identity_map, Op op, F f, Finish finish) {
   const int64_t outputs = split.kept.numel();

@@ -35,8 +35,7 @@ void softmax(const View& x, const View& y) {
         using C = ComputeType<T>;
         using L = Lanes<C>;
         const L most(row_max(in, n));
-        // f32 keeps the exponentials in the output; narrow types compute them twice rather than
-        // round them twice.
+        // f32 keeps the exponentials in the output; narrow types compute them twice instead of rounding them twice.
         if constexpr (std::is_same_v<T, C>) {
           for_lanes(n, [&](int64_t i, auto m) {
             store_lanes(out + i, exp(load_lanes(in + i, m) - most), m);

@@ -1,5 +1,5 @@
-// Chooses what computes attention on a GPU: cuDNN where it accepts the operands, else our own kernels, one of which
-// is for few queries.
+// Selects the implementation of attention on a GPU: cuDNN if it accepts the operands, else our own kernels, one of which is for few
+// queries.
 #include "sheaf/kernels/attention.h"
 
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace {
 
 using cudnn::Attention;
 
-/// SHEAF_CUDNN_ATTENTION=0 leaves everything to our own kernels, for comparison.
+/// SHEAF_CUDNN_ATTENTION=0 selects our own kernels always, for comparison.
 bool wanted() {
   const char* const value = std::getenv("SHEAF_CUDNN_ATTENTION");
   return !value || std::string_view(value) != "0";
@@ -86,7 +86,7 @@ Attention backward(const View& q, const View& k, const View& v, const View& out,
 
 size_t attention_workspace(const View& q, const View& k, const View& v, const AttentionMask& mask,
                            const View& out, const View& lse) {
-  // So few queries that cuDNN never accepts them.
+  // For so few queries cuDNN never accepts the operands.
   if (decode::takes(q, v)) return decode::attention_workspace(q, k, v, mask);
   return workspace_of(forward(q, k, v, mask, 1, out, lse), 0);
 }

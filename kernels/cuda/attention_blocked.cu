@@ -7,11 +7,10 @@ using namespace attention_tiles;
 
 namespace {
 
-// A block takes kTile queries of a head and goes over the keys that the last of them sees, a tile at a time
-// (FlashAttention-2's loop order), by segments (attention_softmax.h). Keys past those that a query sees have
-// probability zero, so its result does not depend on the other queries of the block; so have those before a window,
-// and tiles of only such keys are skipped. With documents it takes those of their tiles that begin within its kTile
-// queries, one after the other.
+// A block processes kTile queries of a head and loops over the keys that the last of them sees, a tile at a time (FlashAttention-2's
+// loop order), by segments (attention_softmax.h). Keys past those that a query sees have probability zero, so its result does not
+// depend on the other queries of the block; so have those before a window, and tiles of only such keys are skipped. With documents it
+// processes the tiles of documents that begin within its kTile queries, one after another.
 template <class S, class V, Hides kHides>
 __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
     attention_forward(Problem p, Heads q, Heads k, Heads v, Heads out,

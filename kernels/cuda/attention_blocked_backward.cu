@@ -11,8 +11,8 @@ namespace {
 // With p = exp(scale q·k - lse): ds = p (dout·v - dot) scale, where dot = dout·out of the query;
 // dq = sum of ds k, dk = sum of ds q, dv = sum of p dout.
 
-// A block takes kTile queries of a head and goes over the keys that the last of them sees. Documents and windows,
-// here and below, are handled as in attention_forward.
+// A block processes kTile queries of a head and loops over the keys that the last of them sees. Documents and windows, also below,
+// are handled as in attention_forward.
 template <class S, class V, Hides kHides>
 __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
     attention_dq(Problem p, Heads q, Heads k, Heads v, Heads dout, Heads dq,
@@ -73,13 +73,12 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
   });
 }
 
-/// Queries and the output's gradient are next to each other where shared memory allows it; else they alternate in
-/// one tile.
+/// Queries and the output's gradient are adjacent if shared memory has room; else they alternate in one tile.
 template <class S, class V>
 constexpr bool kTakeTurns = 2 * (S::kBytes + V::kBytes) + S::kScoreBytes > kMostSharedBytes;
 
-// A block takes kTile keys of a key head and goes over the queries that see some of them, for
-// each query head of the group. Scores are transposed: a row is a key's.
+// A block processes kTile keys of a key head and loops over the queries that see some of them, for each query head of the group.
+// Scores are transposed: a row is a key's.
 template <class S, class V, Hides kHides>
 __global__ void __launch_bounds__(kThreads)
     attention_dkv(Problem p, Heads q, Heads k, Heads v, Heads dout, Heads dk, Heads dv,

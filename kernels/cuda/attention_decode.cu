@@ -23,7 +23,7 @@ template <int kWidth_, int kValueWidth_>
 struct Sizes {
   static constexpr int kWidth = kWidth_, kValueWidth = kValueWidth_;
   static constexpr int kVec = Pack<float>::kSize;
-  // 16 bytes more than a row, so that the rows of a warp fall into all banks.
+  // 16 bytes of padding, so that the rows of a warp cover all banks.
   static constexpr int kStride = kWidth + kVec, kScoreStride = kTile + kVec;
   static constexpr size_t kBytes =
       (size_t{kTile} * kStride + size_t{kRows} * (kStride + kScoreStride + 1)) * sizeof(float);
@@ -32,9 +32,8 @@ struct Sizes {
   static constexpr int kBlocks = kWidth <= 64 ? 3 : kWidth <= 128 ? 2 : 1;
 };
 
-/// A thread's part of a tile on its way from global to shared memory: it is requested before the product with the
-/// previous tile, and placed after it. Rows that do not consist of whole packs are read element by element when
-/// they are placed.
+/// A thread's part of a tile in flight from global to shared memory: it is requested before the product with the previous tile, and
+/// stored after it. Rows that do not consist of whole packs are read element by element when they are stored.
 template <class S, int kWidth>
 struct Fetched {
   static constexpr int kAcross = std::bit_ceil(unsigned{kWidth / S::kVec}),
@@ -209,8 +208,8 @@ __global__ void __launch_bounds__(kThreads, S::kBlocks)
 
 constexpr int kCombining = 128;  // threads; each has up to two columns
 
-// A block combines the segments of one query of a head. The weight of each depends only on the largest scores
-// before it, so many are computed at once; sums are added one by one.
+// A block combines the segments of one query of a head. The weight of each depends only on the largest scores before it, so
+// kCombining weights are computed at once; sums are added one by one.
 __global__ void __launch_bounds__(kCombining)
     attention_of_rows(Problem p, Segments from, DType dtype, Heads out, PerQuery<float> lse, Begins begins) {
   __shared__ float most[kCombining], total[kCombining];

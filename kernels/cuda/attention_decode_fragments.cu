@@ -18,7 +18,7 @@ struct Sizes {
   static constexpr int kBlocks = kWidth <= 128 ? 4 : 2;  // per multiprocessor
 };
 
-// A block takes the 16 rows of a SegmentBlock. A warp computes a tile's scores for a part of the keys, and a part of the results'
+// A block processes the 16 rows of a SegmentBlock. A warp computes a tile's scores for a part of the keys, and a part of the results'
 // columns; between the two each warp has all scores and computes the same weights from them as attention_fragments.cu. Values arrive
 // while scores are computed, the next keys while values are added.
 template <class T, int kWidth, int kValueWidth>
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kThreads, Sizes<T, kWidth, kValueWidth>::kBloc
   char* const memory = dynamic_shared<char>();
   const Tile<T, kWidth> queries{reinterpret_cast<T*>(memory)}, keys{reinterpret_cast<T*>(memory + S::kQueryBytes)};
   const Tile<T, kValueWidth> values{reinterpret_cast<T*>(memory + S::kQueryBytes + S::kKeyBytes)};
-  // The scores of all warps, each laid out as its lanes have them.
+  // The scores of all warps, each in its lanes' layout.
   auto* const all_scores = reinterpret_cast<float4*>(memory + S::kQueryBytes + S::kKeyBytes + S::kValueBytes) + lane_of_thread();
   const int warp = warp_of_thread(), first_column = warp * kOwnColumns * 8;
   const Scale<Hides::something> scale(p);
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kThreads, Sizes<T, kWidth, kValueWidth>::kBloc
       }
     }
   });
-  arrived<0>();  // where no key is seen
+  arrived<0>();  // if no key is seen
 }
 
 }  // namespace

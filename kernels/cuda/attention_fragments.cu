@@ -8,9 +8,9 @@ using namespace attention_tiles::fragments;
 
 namespace {
 
-// A block takes kRows queries of a head, a warp 16 of them, and goes over the keys that they see as in attention_blocked.cu. Values
-// and the next keys arrive while scores and weights are computed. Sums of the segments so far are in shared memory, each thread's
-// its own: registers have no room for them in addition to those of the current segment.
+// A block processes kRows queries of a head, a warp 16 of them, and loops over the keys that they see as in attention_blocked.cu.
+// Values and the next keys arrive while scores and weights are computed. Sums of the segments so far are in shared memory, each
+// thread's its own: there are not enough registers for them in addition to those of the current segment.
 template <class T, int kWidth, int kValueWidth>
 struct Forward {
   static constexpr int kColumns = kValueWidth / 8;

@@ -43,8 +43,8 @@ struct QueryGradient {
   static constexpr int kBlocks = kWidth <= 128 ? 2 : 1;
 };
 
-// A block takes kRows queries of a head, a warp 16, and goes over the keys that they see: one tile arrives while the previous one is
-// multiplied.
+// A block processes kRows queries of a head, a warp 16, and loops over the keys that they see: one tile arrives while the previous
+// one is multiplied.
 template <class T, int kWidth, int kValueWidth, Hides kHides>
 __global__ void __launch_bounds__(kThreads, QueryGradient<T, kWidth, kValueWidth>::kBlocks)
     attention_dq(Problem p, Operand q, Operand k, Operand v, Operand dout, Heads dq, Statistics<float> statistics, int64_t query_blocks,
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kThreads, QueryGradient<T, kWidth, kValueWidth
 
 enum class Of { keys_and_values, keys, values };
 
-/// With wide heads registers have room for only one of both gradients: the scores are computed twice.
+/// With wide heads registers suffice for only one of the two gradients: the scores are computed twice.
 template <int kWidth>
 inline constexpr bool kApart = kWidth > 192;
 
@@ -140,8 +140,8 @@ struct KeyGradient {
   static constexpr int kBlocks = kWidth <= 128 ? 2 : 1;
 };
 
-// A block takes kRows keys of a key head, a warp 16, and goes over the queries that see some of them, for each query head of the group.
-// Scores are transposed: a row is a key's.
+// A block processes kRows keys of a key head, a warp 16, and loops over the queries that see some of them, for each query head of the
+// group. Scores are transposed: a row is a key's.
 template <class T, int kWidth, int kValueWidth, Hides kHides, Of kOf>
 __global__ void __launch_bounds__(kThreads, KeyGradient<T, kWidth, kValueWidth>::kBlocks)
     attention_dkv(Problem p, Operand q, Operand k, Operand v, Operand dout, Heads dk, Heads dv, Statistics<float> statistics,
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kThreads, KeyGradient<T, kWidth, kValueWidth>:
             if constexpr (kOfKeys) ds[m][i] = weight.ds;
           }
         }
-      if (!all_see_all<kQueries, kRows, kHides>(p, d, now, key))  // rows of queries that are not there are zeros, and add nothing
+      if (!all_see_all<kQueries, kRows, kHides>(p, d, now, key))  // rows of missing queries are zeros, and add nothing
 #pragma unroll
         for (int m = 0; m < kScores; ++m)
 #pragma unroll

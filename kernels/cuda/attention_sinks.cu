@@ -1,7 +1,7 @@
 #include "sheaf/kernels/attention_sinks.h"
 #include "sheaf/kernels/cuda/rows.h"
 
-// A team of lanes of one warp takes a row [E]: one lane for each 16 bytes of it, up to a warp. Its first lane passes the
+// A team of lanes of one warp processes a row [E]: one lane for each 16 bytes of it, up to a warp. Its first lane passes the
 // log-sum-exp to the others, so no barrier is needed before it is written.
 namespace sheaf::kernels::cuda {
 namespace {
@@ -23,7 +23,7 @@ struct SinkRows {
   int64_t queries, heads;
   int team;
 
-  /// The place of a row's statistics in [B, H, T].
+  /// The index of a row's statistics in [B, H, T].
   __device__ int64_t at(int64_t row, int64_t of_b, int64_t of_h, int64_t of_t) const {
     return row / (heads * queries) * of_b + row % heads * of_h + row / heads % queries * of_t;
   }
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads) add_sinks(SinkRows<T> r, Statistics<
   const bool exists = row < r.rows.count;
   C* const statistic = lse.data + (exists ? r.at(row, lse.b, lse.h, lse.t) : 0);
   const C a = from_first(exists && lane == 0 ? *statistic : C(0), r.team), s = exists ? r.sink(row) : C(0);
-  const bool below = a < s;  // false for NaN, which therefore stays
+  const bool below = a < s;  // false for NaN, which is therefore kept
   const C most = below ? s : a, other = below ? a : s;
   if (!exists || most == -INFINITY) return;  // neither keys nor a sink
   const C all = most + log1p_of(exp_of(other - most)), share = exp_of(a - all);

@@ -3,8 +3,8 @@
 #include "sheaf/kernels/cuda/rows.h"
 #include "sheaf/kernels/cuda/workspace.h"
 
-// A thread has 16 bytes of channels and walks a run of tokens. With up to kFew taps it keeps the tokens that they reach in registers, so
-// that each is read once, except for those around the run; with more, tokens and weights are reread from caches.
+// A thread has 16 bytes of channels and loops over a run of tokens. With up to kFew taps it keeps the tokens that they reach in
+// registers, so that each is read once, except for those around the run; with more, tokens and weights are reread from caches.
 namespace sheaf::kernels::cuda {
 namespace {
 
@@ -132,7 +132,7 @@ __device__ Values<T> sum_of_many(const Conv<T>& p, int64_t b, int64_t t, int64_t
   return out;
 }
 
-/// What a thread takes: channels, none of them if past the last, and a run of tokens of sequence b.
+/// A thread's work: channels, none if past the last, and a run of tokens of sequence b.
 template <class T>
 struct Run {
   int64_t channel, b, first, behind;
@@ -178,7 +178,7 @@ template <class T>
 struct Gradients {
   Channels<const T> dy;
   Channels<T> dx;
-  Compute<T>* partials;  ///< of dweight, [W, C] for each run; null: not wanted
+  Compute<T>* partials;  ///< of dweight, [W, C] for each run; null: not needed
 
   __device__ Compute<T>* partial(const Conv<T>& p, const Run<T>& r, int tap) const {
     const int64_t run = r.b * blocks_for(p.tokens, kBackwardRun) + r.first / kBackwardRun;
@@ -192,8 +192,7 @@ __device__ void store_partial(const Values<T>& sum, Compute<T>* row, int64_t cha
     if (channel + k < channels) row[channel + k] = sum.v[k];
 }
 
-// The gradient of a token is complete after the last token that reaches it: so the walk continues for kFew - 1 tokens after
-// the run.
+// The gradient of a token is complete after the last token that reaches it: so the loop continues for kFew - 1 tokens after the run.
 template <class T>
 __global__ void __launch_bounds__(kThreads) convolve_backward(Conv<T> p, Gradients<T> d) {
   const Run<T> r(p, kBackwardRun);
@@ -262,7 +261,7 @@ __global__ void __launch_bounds__(kThreads) convolve_many_backward(Conv<T> p, Gr
   }
 }
 
-/// A thread takes an element of dweight [C, W], and adds the sums of runs in their order.
+/// A thread computes an element of dweight [C, W], and adds the sums of runs in order.
 template <class C>
 __global__ void __launch_bounds__(kThreads) add_runs(const C* partials, int64_t runs, int taps, int64_t channels, C* dweight,
                                                      int64_t pitch) {

@@ -78,7 +78,7 @@ __global__ void transpose_tiles(const T* src, T* dst, Transpose t) {
   }
 }
 
-/// True if it was one.
+/// If this is a transpose, does it and returns true.
 bool transpose(const Stream& stream, const View& src, const View& dst, Layout<2> at) {
   constexpr int64_t kWorthIt = 16;
   const int last = at.rank - 1;
@@ -183,7 +183,7 @@ void cast(const char* name, const Stream& stream, const View& src, const View& d
   }
 }
 
-/// True if src and dst are f32 and a narrow type, for which there are kernels.
+/// False, with nothing done, unless src and dst are f32 and a narrow type, for which there are kernels.
 template <bool kAdd>
 bool cast(const char* name, const Stream& stream, const View& src, const View& dst,
           const Layout<2>& at) {

@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kMostThreads = 512;  // of a block
 
-// A block takes a row and reads it once.
+// A block processes a row and reads it once.
 template <class T>
 __global__ void __launch_bounds__(kLogSumExpThreads, 2)
     cross_entropy_forward(Rows<const T> logits, Indices targets, int64_t ignore_index,
@@ -29,8 +29,8 @@ __global__ void __launch_bounds__(kLogSumExpThreads, 2)
                                           : std::numeric_limits<C>::quiet_NaN();
 }
 
-// Blocks take rows from the last to the first: a forward before left the last ones in the cache.
-// Pieces are aligned to 16 bytes of dlogits; if dlogits is logits, a thread writes only what it has read.
+// Blocks process rows from the last to the first: the forward has left the last ones in the cache. Pieces are aligned to 16 bytes of
+// dlogits; if dlogits is logits, a thread writes only what it has read.
 template <class T>
 __global__ void __launch_bounds__(kMostThreads)
     cross_entropy_backward_row(Rows<const T> logits, Indices targets, int64_t ignore_index,

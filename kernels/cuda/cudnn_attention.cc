@@ -87,9 +87,9 @@ bool has_documents(const Attention& a) { return a.begins.rank() > 0; }
 
 int64_t past(const Attention& a) { return a.k.shape[1] - a.q.shape[1]; }
 
-/// scores where the key is not after the query, nor before its document or its window, else kMasked. Each condition is a select
-/// of its own, in any order: cuDNN 9.19 does not recognise attention if two are combined. A query's position is its index plus
-/// kPast. NVIDIA's own graphs shift the same diagonals by such a sum.
+/// scores, or kMasked if the key is after the query, or before its document or its window. Each condition is a separate select, in
+/// any order: cuDNN 9.19 does not recognise attention if two are combined. A query's position is its index plus kPast. NVIDIA's own
+/// graphs shift the same diagonals by such a sum.
 Handle mask(Graph& g, const Attention& a, Handle scores) {
   const Sizes s(a);
   const Handle query = g.index(2, scores, g.between(CUDNN_DATA_INT32, s.scores()));
@@ -154,7 +154,7 @@ Graph backward_graph(const Attention& a) {
   const Handle products = g.matmul(q, k, scores());
   const Handle scaled = g.pointwise(CUDNN_POINTWISE_MUL, products, scale, scores());
   const Handle shifted = g.pointwise(CUDNN_POINTWISE_SUB, scaled, lse, scores());
-  const Handle masked = mask(g, a, shifted);  // where NVIDIA's own graphs have it
+  const Handle masked = mask(g, a, shifted);  // as in NVIDIA's own graphs
   const Handle probabilities = g.pointwise(CUDNN_POINTWISE_EXP, masked, nullptr, scores());
 
   // A product with the transposed scores, summed over the query heads that share a key head.
@@ -235,7 +235,7 @@ DeviceAttention& attention_of(int device) {
   return (*devices)[device];
 }
 
-/// Throws Refusal where there is no GPU: a step may be planned there.
+/// Throws Refusal if there is no GPU: a step may be planned without one.
 DeviceAttention& current_device() {
   int device = 0;
   const cudaError_t error = cudaGetDevice(&device);
@@ -252,7 +252,7 @@ size_t dq_bytes(const Attention& a) {
 size_t workspace_of(const Attention& a, const Plan& plan) {
   return align_part(plan.workspace()) + dq_bytes(a);
 }
-/// Before the workspace of the parts, and shared by them: an lse that is not packed as required is copied there.
+/// Precedes the workspace of the parts, and is shared by them: an lse that is not packed as required is copied there.
 size_t lse_bytes(const Attention& a) {
   return is_backward(a) && !a.lse.contiguous()
              ? align_part(a.lse.numel() * static_cast<int64_t>(sizeof(float)))

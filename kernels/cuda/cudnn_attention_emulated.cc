@@ -1,4 +1,4 @@
-// Stands in for cuDNN where kernels run on a CPU: the CPU's attention, on the emulated GPU's memory.
+// Stands in for cuDNN if kernels run on a CPU: the CPU's attention, on the emulated GPU's memory.
 #include <atomic>
 #include <cstring>
 #include <mutex>

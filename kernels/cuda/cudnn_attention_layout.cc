@@ -85,13 +85,13 @@ std::string layout_refusal(const Attention& a) {
   if (q.numel() == 0 || v.numel() == 0) return "nothing to compute";
   for (const int64_t tokens : {q[1], k[1]})
     if (tokens % 64 != 0) return str("tried for whole blocks of 64 tokens only, not for ", tokens);
-  // NVIDIA's own frontend hides what is beyond the last key with a mask for lengths. We have none, and before 9.26
-  // the kernel for Hopper fills a half block with scores of 0, whose weights overflow where all other scores of a
-  // row are far below (https://github.com/NVIDIA/cudnn-frontend/pull/628).
+  // NVIDIA's own frontend hides scores beyond the last key with a mask for lengths. We have none, and before 9.26 the kernel for
+  // Hopper fills a half block with scores of 0, whose weights overflow if all other scores of a row are far below
+  // (https://github.com/NVIDIA/cudnn-frontend/pull/628).
   if (backward && k[1] % 128 != 0)
     return str("backward for whole blocks of 128 keys only, not for ", k[1]);
-  // cuDNN plans others of up to 256 elements, too. Except for DeepSeek's, NVIDIA's own Transformer Engine refuses
-  // the backward pass where both are 128 or more and differ: a bug since 9.11.
+  // cuDNN plans others of up to 256 elements, too. Except for DeepSeek's, NVIDIA's own Transformer Engine refuses the backward pass
+  // if both are 128 or more and differ: a bug since 9.11.
   const bool narrow = q[3] % 8 == 0 && q[3] <= 128 && v[3] % 8 == 0 && v[3] <= 128;
   if (!narrow && !(q[3] == 192 && v[3] == 128))
     return str("heads of 8, 16, .., 128 elements, or of 192 with values of 128, not of ", q[3],
@@ -132,11 +132,11 @@ Attention with_packed_lse(const Attention& a) {
 }
 
 float masked_score(int64_t version, const Attention& a) {
-  // Where a query sees nothing of a block of keys, -inf minus the largest score is NaN, unless a kernel checks. That happens
-  // where documents or windows hide the first blocks; this score, too, has no weight next to any other, and its products with
-  // log2(e) are finite.
+  // If a query sees nothing of a block of keys, -inf minus the largest score is NaN, unless a kernel checks. That happens if
+  // documents or windows hide the first blocks; this score has no weight next to any other, either, and its products with log2(e) are
+  // finite.
   if (a.begins.rank() > 0 || a.window) return -1e30f;
-  // NVIDIA's own frontend gives the lowest number to kernels before 9.10 and -inf to later ones.
+  // NVIDIA's own frontend uses the lowest number for kernels before 9.10 and -inf for later ones.
   return version < 91000 ? std::numeric_limits<float>::lowest()
                          : -std::numeric_limits<float>::infinity();
 }

@@ -1,12 +1,12 @@
 #include "sheaf/kernels/cuda/delta_rule_chunks.h"
 
-// (1 + A)⁻¹ and P, which depend neither on the state nor on values, are computed for all chunks at once. Then a block takes 64 columns
-// of a value head's state, which are independent, and walks the chunks in order, with nothing but products.
+// (1 + A)⁻¹ and P, which depend neither on the state nor on values, are computed for all chunks at once. Then a block processes 64
+// columns of a value head's state, which are independent, and loops over the chunks in order, using only products.
 namespace sheaf::kernels::cuda {
 namespace delta {
 namespace {
 
-/// A warp takes a row of queries (blockIdx.y = 0) or keys.
+/// One warp per row of queries (blockIdx.y = 0) or keys.
 template <class T>
 __global__ void __launch_bounds__(kThreads) inverse_norms(Rows<const T> q, Rows<const T> k, double eps, Compute<T>* q_norms,
                                                           Compute<T>* k_norms) {
@@ -37,7 +37,7 @@ __device__ void invert(const Tile<C>& a, Tile<C>& inverse, int count) {
   }
 }
 
-// A block takes the chunks that begin in kTile tokens, with one key head and the value heads that read it.
+// A block processes the chunks that begin in kTile tokens, with one key head and the value heads that read it.
 template <class T>
 __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) prepare_chunks(Rule<T> p, Compute<T>* inverses, Compute<T>* shares) {
   using C = Compute<T>;
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) prepare_chunks(Ru
   }
 }
 
-/// A walk's arrays; null if not wanted.
+/// Arrays of the loop over chunks; null if not needed.
 template <class T>
 struct Walk {
   using C = Compute<T>;
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) walk_chunks(Rule<
     if (!p.chunks.goes_on(b, t)) state.load(p, nullptr, e);
     else if (t > 0 && w.states) state.store(p, w.states + p.slot(b, h, t), e);
 
-    // u = (1 + A)⁻¹ beta (v - γ Sᵀk), and out = scale γ Sᵀq + P u; the count is 0 if not wanted.
+    // u = (1 + A)⁻¹ beta (v - γ Sᵀk), and out = scale γ Sᵀq + P u; the count is 0 if not needed.
     const int wanted = w.out.data ? count : 0;
     Sums<T> answers, written, out;
     for (int d = 0; d < p.key_tiles(); ++d) {

@@ -7,10 +7,10 @@
 //   dq = scale γ S dout + Σ_j scale Λ_ij dP_ij k_j
 //   dk = beta (-γ S dr + Σ_j Λ_ij dA_ij k_j) + (Λ_last dS' u + Σ_i scale Λ_ij dP_ij q_i + Σ_i Λ_ij dA_ij beta_i k_i)
 //
-// du, dr and dS are computed in a walk from the last chunk to the first, 64 columns per block, and left in the workspace. Everything
-// else then follows for all chunks at once, from all columns. γ_i and Λ_ij contain the sum of decays up to i, Λ_ji and Λ_last,i its
-// negative: so its gradient is q·dq plus k times the first part of dk minus k times the second. For the last token, Λ_last and γ_last
-// contribute, too. A decay's gradient is the sum of these from its token on.
+// du, dr and dS are computed in a loop from the last chunk to the first, 64 columns per block, and left in the workspace. Everything
+// else is then computed for all chunks at once, from all columns. γ_i and Λ_ij contain the sum of decays up to i, Λ_ji and Λ_last,i
+// its negative: so its gradient is q·dq plus k times the first part of dk minus k times the second. For the last token, Λ_last and
+// γ_last contribute, too. A decay's gradient is the sum of these from its token on.
 namespace sheaf::kernels::cuda {
 namespace delta {
 namespace {
@@ -95,8 +95,8 @@ __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) walk_back(Rule<T>
   if (w.dinitial.data) dstate.store(p, w.dinitial.at(b, h), e);
 }
 
-// A block takes the chunks that begin in kTile tokens, with one key head and the value heads that read it, whose parts of dq and dk are
-// added in their order, each element by one thread.
+// A block processes the chunks that begin in kTile tokens, with one key head and the value heads that read it, whose parts of dq and
+// dk are added in order, each element by one thread.
 template <class T>
 __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) chunk_gradients(Rule<T> p, Gradients<T> w) {
   using C = Compute<T>;
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) chunk_gradients(R
       if (behind == p.tokens) dstate = w.dlast.at(b, h);
       else if (p.chunks.goes_on(b, behind)) dstate = w.dstates + p.slot(b, h, behind);
       const C *writes = w.writes + p.row(b, h, t) * p.of_values, *dvalues = w.dvalues + p.row(b, h, t) * p.of_values;
-      // This thread's shares of its rows' gradients of beta and of the sum of decays, and of the last token's extra part.
+      // This thread's contributions to its rows' gradients of beta and of the sum of decays, and to the last token's extra part.
       C dbeta[4] = {}, dsum[4] = {}, last = C(0);
 
       Sums<T> dshares, dkeys;
@@ -227,7 +227,7 @@ struct Normalised {
   Rows<T> dx;
 };
 
-/// A warp takes a row of queries (blockIdx.y = 0) or keys. With y = norm x: dx = norm (dy - y (y·dy)).
+/// One warp per row of queries (blockIdx.y = 0) or keys. With y = norm x: dx = norm (dy - y (y·dy)).
 template <class T>
 __global__ void __launch_bounds__(kThreads) store_gradients(Normalised<T> q, Normalised<T> k) {
   using C = Compute<T>;

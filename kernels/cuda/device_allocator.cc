@@ -27,10 +27,10 @@ struct Free {
   }
 };
 
-/// [Note: memory of graphs] A graph runs with the addresses that its capture was given. Memory taken during a
-/// capture belongs to the graph until the graph is destroyed: blocks freed meanwhile are handed out again only
-/// within the same capture, so later blocks never overlap the graph's. It counts as alive with the largest size
-/// that was alive in the capture: a replay's peak is that of the same work without a graph.
+/// [Note: memory of graphs] A graph runs with the addresses of its capture. Memory allocated during a capture belongs to the graph
+/// until the graph is destroyed: blocks freed meanwhile are handed out again only within the same capture, so later blocks never
+/// overlap the graph's. It counts as alive with the largest size that was alive in the capture: a replay's peak is that of the same
+/// work without a graph.
 struct GraphMemory {
   std::map<size_t, size_t> taken;                // offset, size
   Free free;                                     // blocks of these
@@ -55,7 +55,7 @@ class GrowingAllocator : public DeviceAllocator,
       use_device(device_);
       release(range_);
     } catch (const CudaError&) {
-    }  // reported where it happened
+    }  // reported by the call that failed
   }
 
   void* allocate(size_t bytes, MemoryKind kind) override {
@@ -137,7 +137,7 @@ class GrowingAllocator : public DeviceAllocator,
     const std::vector<MemoryPiece>& all = pool_.pieces();
     return {all.begin() + static_cast<std::ptrdiff_t>(std::min(known, all.size())), all.end()};
   }
-  void add_wire(SharedRange) override {}  // that would be the host's
+  void add_wire(SharedRange) override {}  // wire memory of the host
 
  private:
   static size_t rounded(size_t bytes) { return std::max(kAlign, round_up(bytes, kAlign)); }
@@ -173,7 +173,7 @@ class GrowingAllocator : public DeviceAllocator,
     count(graph->live - graph->peak - graph->older_bytes);
   }
 
-  // Makes a free block of `size` at the end of the range, extending a free one that is there.
+  // Creates a free block of `size` at the end of the range, extending a free one that is there.
   void grow(size_t bytes, size_t size) {
     if (!range_.base) {
       use_device(device_);

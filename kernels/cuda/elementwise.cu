@@ -182,7 +182,7 @@ void where_scalar(const Stream& stream, const View& cond, const View& x, double 
 }
 
 void clamp(const Stream& stream, const View& x, double lo, double hi, const View& out) {
-  // Integers: a bound beyond the type's range does not bind; a fractional one moves inwards.
+  // Integers: a bound beyond the type's range has no effect; a fractional one is rounded inwards.
   const auto whole = [](double v) {
     return v <= -0x1p63 ? INT64_MIN : v >= 0x1p63 ? INT64_MAX : static_cast<int64_t>(v);
   };

@@ -10,8 +10,8 @@ namespace sheaf::kernels::cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
-// Rows of a token that one warp adds up. Tokens with more are cut into pieces of this many, each summed separately:
-// a common token may have a tenth of all rows.
+// Rows of a token that one warp sums. Tokens with more are divided into pieces of this many, each summed separately: a common token
+// may have a tenth of all rows.
 constexpr int64_t kPiece = 128;
 
 void check_views(const char* name, const View& tokens, const View& table, const View& rows,
@@ -43,7 +43,7 @@ struct Heavy {
 int64_t most_pieces(int64_t rows) { return rows / kPiece + rows / (kPiece + 1); }
 int64_t most_heavy(int64_t rows) { return rows / (kPiece + 1); }
 
-/// starts[v]: the first place in the sorted order with a key of at least v.
+/// starts[v]: the first index in the sorted order with a key of at least v.
 __global__ void find_starts(const uint32_t* keys, int64_t count, int64_t vocabulary,
                             uint32_t* starts, Heavy heavy) {
   const int64_t v = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -60,7 +60,7 @@ __global__ void find_starts(const uint32_t* keys, int64_t count, int64_t vocabul
   starts[v] = static_cast<uint32_t>(low);
 }
 
-/// sum += the rows at positions[begin, end), one after the other, in kWidth columns.
+/// sum += the rows at positions[begin, end), one after another, in kWidth columns.
 template <class T, class C, int kWidth>
 __device__ void add_rows(const T* columns, const Layout<1>& at, const uint32_t* positions,
                          int64_t begin, int64_t end, C (&sum)[kWidth]) {
@@ -128,7 +128,7 @@ __global__ void sum_tokens(Operands in, Heavy heavy) {
     if (!work.first) return;
     const auto n = static_cast<uint32_t>(blocks_for(end - begin, kPiece));
     const uint32_t lane = threadIdx.x % kWarp;
-    // The order of arrival decides where the pieces are, not what they hold.
+    // The order of arrival determines where the pieces are, not their contents.
     uint32_t first = 0;
     if (lane == 0) {
       first = atomicAdd(&heavy.counts[1], n);

@@ -1,6 +1,6 @@
-// Checks each access to memory in a kernel: it must be aligned and, with --config=races, not concurrent with
-// another thread's. The compiler inserts the checks (-fsanitize=alignment, -fsanitize=thread); the functions they
-// call are here, instead of in the compiler's runtime.
+// Checks each memory access in a kernel: it must be aligned and, with --config=races, not concurrent with another thread's. The
+// compiler inserts the checks (-fsanitize=alignment, -fsanitize=thread); the functions they call are here, instead of in the
+// compiler's runtime.
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -33,12 +33,12 @@ bool ordered(const Access& before, const Moment& now, bool shared) {
 // The last write of a byte, and the last two threads that read it since.
 struct Cell {
   Access write, read, other_read;
-  bool shared = false;  // what kernels have written outside device memory
+  bool shared = false;  // memory other than device memory that kernels have written
 };
 
 Cell& cell_of(uintptr_t address) {
   constexpr uintptr_t kPage = 4096;
-  constexpr size_t kMostPages = 2048;  // beyond half a gigabyte, all is forgotten
+  constexpr size_t kMostPages = 2048;  // beyond half a gigabyte, everything is forgotten
   thread_local std::unordered_map<uintptr_t, std::unique_ptr<Cell[]>> pages;
   thread_local uintptr_t last_number = 0;
   thread_local Cell* last = nullptr;
@@ -96,7 +96,7 @@ using sheaf::kernels::cuda::emulation::watch;
 
 extern "C" {
 
-#ifndef SHEAF_TSAN  // which has its own
+#ifndef SHEAF_TSAN  // which defines these itself
 
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}
@@ -130,7 +130,7 @@ uint32_t __tsan_atomic32_fetch_sub(volatile uint32_t* p, uint32_t x, int) {
 
 // --- alignment ---
 
-#ifndef SHEAF_ASAN  // which has its own
+#ifndef SHEAF_ASAN  // which defines these itself
 
 struct SheafMisaligned {
   const char* file;

@@ -1,4 +1,4 @@
-// The emulated device: its memory, and what runtime.h asks of it.
+// The emulated device: its memory, and the functions of runtime.h.
 #include <chrono>
 #include <cstring>
 #include <functional>
@@ -54,7 +54,7 @@ class DeviceMemory {
     munmap(it->second.base, it->second.reserved);
     ranges_.erase(it);
   }
-  // Huge pages, so that mprotect has few to change.
+  // Huge pages, so that mprotect changes few.
   DeviceRange reserve(size_t bytes) {
     const size_t more = bytes + kHugePage;
     void* memory =

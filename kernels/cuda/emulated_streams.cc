@@ -19,9 +19,9 @@ namespace {
 // --- graphs ---
 
 void Capture::run() const {
-  std::vector<size_t> waits(nodes.size());  // for how many
+  std::vector<size_t> waits(nodes.size());  // number of predecessors that have not run
   std::vector<std::vector<size_t>> followers(nodes.size());
-  std::priority_queue<std::pair<bool, size_t>> ready;  // nodes without work first: they must not hide a missing order
+  std::priority_queue<std::pair<bool, size_t>> ready;  // nodes without work first: they must not hide a missing dependency
   const auto add = [&](size_t n) { ready.emplace(nodes[n].work == nullptr, n); };
   for (size_t n = 0; n < nodes.size(); ++n) {
     waits[n] = nodes[n].behind.size();

@@ -43,8 +43,8 @@ sheaf_switch_fiber:
 )");
 
 constexpr size_t kStack = 128 << 10;
-// Stacks begin at places that differ in the caches, too: at multiples of a page they would evict each other from the same few
-// lines at every switch.
+// Stacks begin at offsets that differ in the caches, too: at multiples of a page they would evict each other from the same few lines
+// at every switch.
 constexpr size_t kStagger = 17 * 64, kStaggers = 61, kMostStagger = kStagger * kStaggers;
 constexpr size_t kMostShared = 227 << 10;  // launch() asks for less
 
@@ -57,7 +57,7 @@ struct CopyOfRound {
 
 struct Fiber {
   std::unique_ptr<char[]> stack;
-  void* pointer = nullptr;  // stack pointer where it was left
+  void* pointer = nullptr;  // stack pointer when it was suspended
   State state = State::done;
   std::deque<CopyOfRound> copies;  // pending
   int rounds = 0;                  // of copies that have ended
@@ -175,7 +175,7 @@ class Block {
     fiber.copies.clear(), fiber.rounds = 0;
   }
 
-  // Prefetches what the next thread will read first.
+  // Prefetches the data that the next thread will read first.
   void fetch(unsigned i) const {
     const char* top = static_cast<const char*>(fibers_[i].pointer);
     for (const int line : {0, 64, 128}) __builtin_prefetch(top + line);
@@ -268,7 +268,7 @@ void run(const char* name, dim3 grid, unsigned threads, size_t shared_bytes,
          const std::function<void()>& body) {
   if (!worker) worker = std::make_unique<Block>();
   const uint64_t blocks = uint64_t{grid.x} * grid.y * grid.z;
-  // Visits all blocks in another order than theirs: in steps of a prime that does not divide their number.
+  // Visits all blocks in another order: in steps of a prime that does not divide their number.
   uint64_t stride = 1;
   for (uint64_t prime : {7919, 104729, 1299709})
     if (blocks % prime != 0) {

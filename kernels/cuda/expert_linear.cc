@@ -12,10 +12,10 @@ namespace {
 
 constexpr const char *kLinear = "expert_linear", *kGradient = "expert_weight_gradient";
 
-/// Whether the library computes the product, which takes equally many rows of each expert.
+/// Whether the library computes the product, which requires equally many rows for each expert.
 bool by_library(const View& rows, const View& counts, bool mostly_empty) { return rows.shape[0] == counts.shape[0] && !mostly_empty; }
 
-/// Operands as our own kernel takes them: dense rows and, with fp8, rounded values; otherwise copies are made.
+/// Operands in the form that our own kernel accepts: dense rows and, with fp8, rounded values; otherwise copies are made.
 class OwnOperands {
  public:
   View rows, other;  ///< other: a weight, of any strides, or rows, too
@@ -30,7 +30,7 @@ class OwnOperands {
     return (copies_[0] ? line_align(static_cast<size_t>(rows.bytes())) : 0) +
            (copies_[1] ? line_align(static_cast<size_t>(other.bytes())) : 0) + rounding_bytes();
   }
-  /// Makes them, in some of the workspace; returns the rest.
+  /// Makes the copies, in part of the workspace; returns the rest.
   Workspace make(const Stream& stream, Workspace workspace) {
     Carver carver(kLinear, workspace);
     if (copies_[0]) rows.data = carver.take<char>(rows.bytes());

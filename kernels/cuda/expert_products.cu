@@ -8,7 +8,7 @@ namespace {
 
 using namespace part_products;
 
-/// A warp takes a group of a part, and adds up its experts' counts, 32 at a time. Rows beyond those of the part do not count.
+/// A warp processes a group of a part, and sums its experts' counts, 32 at a time. Rows beyond those of the part do not count.
 __global__ void find_begins(PartRows r) {
   const int64_t item = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
   if (item >= r.parts.parts * r.groups) return;
@@ -71,7 +71,7 @@ struct LinearPieces {
   using OfB = Share<T, kWeightLines, kWeightLength>;
   Piece<T, S::kRows, S::kInner> a[kRounds];
   Piece<T, kWeightLines, kWeightLength> b[kRounds];
-  int64_t row[S::kRows];  // of x and y; -1: there is none
+  int64_t row[S::kRows];  // of x and y; -1: none
 };
 
 // kWeightInner: the weight is dense along O, as for gradients of x; else along I.
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kThreads, 2) multiply_parts(LinearProduct<T> p
     s.row[r] = at.row(p.rows, expert);
   }
   __syncthreads();
-  // Where the lines of this thread's packs begin; nullptr: there are none.
+  // The first elements of the lines of this thread's packs; nullptr: none.
   const T *a_lines[OfA::kEach], *b_lines[OfB::kEach];
 #pragma unroll
   for (int n = 0; n < OfA::kEach; ++n) {
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, 2) multiply_rows(GradientProduct<T, 
   const int64_t expert = blockIdx.y, first_row = blockIdx.x / p.column_tiles * S::kRows, first_column = blockIdx.x % p.column_tiles * S::kColumns;
   int64_t count = 0;
   for (int64_t j = 0; j < p.rows.groups; ++j) count += p.rows.count(expert, j);
-  RowCursor at;  // of the first threads, one for each row of a round
+  RowCursor at;  // for the first threads, one for each row of a round
   if (threadIdx.x < S::kInner) at.advance(p.rows, expert, threadIdx.x);
   const int64_t a_column = first_row + OfA::element(), b_column = first_column + OfB::element();
   Sums<T> sums;
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kThreads, 2) multiply_rows(GradientProduct<T, 
   });
 }
 
-/// A warp takes a row of [Q, J, R]; rows after those in use become zeros.
+/// One warp per row of [Q, J, R]; zeros unused rows.
 template <class T>
 __global__ void clear_rests(PartRows r, T* y, int64_t cols) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
@@ -192,7 +192,7 @@ __global__ void clear_rests(PartRows r, T* y, int64_t cols) {
   for (int64_t i = lane_of_thread(); i < cols; i += kWarp) y[row * cols + i] = element<T>(Compute<T>(0));
 }
 
-/// A warp takes a row of an expert; each expert is a part of its own.
+/// One warp per row of an expert; each expert is its own part.
 template <class T>
 __global__ void add_bias_to_rows(Rows<T> y, Rows<const int32_t> counts, int64_t room, int64_t rows_of_expert, const T* bias, int64_t pitch) {
   using C = Compute<T>;
@@ -203,7 +203,7 @@ __global__ void add_bias_to_rows(Rows<T> y, Rows<const int32_t> counts, int64_t 
   for (int64_t i = lane_of_thread(); i < y.cols; i += kWarp) to[i] = element<T>(convert_to<C>(to[i]) + convert_to<C>(from[i]));
 }
 
-/// A block takes 32 columns of the sums of an expert; warp w takes its rows w, w + 8, .. in order; then the warps' sums are added
+/// A block computes 32 columns of the sums of an expert; warp w adds its rows w, w + 8, .. in order; then the warps' sums are added
 /// in order.
 template <class T, class D>
 __global__ void __launch_bounds__(kThreads) sum_rows(PartRows r, const T* dy, int64_t cols, D* dbias) {

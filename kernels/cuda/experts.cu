@@ -6,7 +6,7 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
 
-/// A warp takes an item.
+/// One warp per item.
 LaunchShape warps_for(int64_t items) {
   return {.blocks = blocks_for(items, kWarps), .threads = kThreads};
 }
@@ -15,7 +15,7 @@ __device__ int64_t item_of_warp() {
 }
 __device__ int lane_of_thread() { return static_cast<int>(threadIdx.x) % kWarp; }
 
-/// A value and its place among others; -1: none.
+/// A value and its index; -1: none.
 template <class C>
 struct Candidate {
   C value;
@@ -52,7 +52,7 @@ __global__ void top_k_rows(const T* x, int64_t rows, int64_t n, int64_t k, int64
   }
 }
 
-/// The choices of one expert among those of a group: a warp looks for them, 32 at a time.
+/// The choices of one expert among those of a group: a warp searches for them, 32 at a time.
 struct ChoicesOfExpert {
   int64_t expert, sequence, group, first, last;
 
@@ -87,7 +87,7 @@ __global__ void count_choices(Routing r, int64_t experts, int64_t places, const 
   if (lane_of_thread() == 0) counts[item] = static_cast<int32_t>(count < places ? count : places);
 }
 
-/// Limits the counts to the rows that parts have: a thread for each group of a part.
+/// Limits the counts to the rows that parts have: one thread for each group of a part.
 __global__ void fit_counts(Routing r, ExpertParts p, int32_t* counts) {
   const int64_t groups = r.sequences * r.groups, item = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (item >= r.parts * groups) return;

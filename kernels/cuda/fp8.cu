@@ -48,7 +48,7 @@ struct Rounding {
   }
 };
 
-// A block rounds a row, in place if wanted: it has been read before the result is written.
+// A block rounds a row, in place if requested: it has been read before the result is written.
 template <class T, class Out>
 __global__ void __launch_bounds__(kThreads)
     round_rows(Rows<const T> rows, Out* out, int64_t pitch, float* scales) {
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int k = 0; k < kSize; k += 2)
       to.two(convert_to<float>(pack.v[k]), convert_to<float>(pack.v[k + 1]), group.v + k);
-    if constexpr (std::is_same_v<Out, uint8_t>) {  // at multiples of 16 bytes, to the end
+    if constexpr (std::is_same_v<Out, uint8_t>) {  // at multiples of 16 bytes, up to the padded end
       reinterpret_cast<Group<Out, kSize>*>(out + r * pitch)[at / kSize] = group;
     } else {
       Pack<Out> values;
@@ -84,10 +84,10 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// For operands stored in columns: from[.., R, K] with rows next to each other. Tiles go through shared memory so
-// that both sides are accessed along their own lines.
+// For column-major operands: from[.., R, K] with adjacent rows. Tiles go through shared memory so that both sides are accessed along
+// their own lines.
 constexpr int kTile = 64, kWarps = kThreads / kWarp;
-constexpr int64_t kMostParts = 32;  // that a column is cut into to find its largest magnitude
+constexpr int64_t kMostParts = 32;  // into which a column is divided to find its largest magnitude
 
 template <class T>
 struct Columns {
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kThreads) largest_of_parts(Columns<T> c, unsig
 template <class T, class Out>
 __global__ void __launch_bounds__(kThreads)
     round_columns(Columns<T> c, const unsigned* largest, Out* out, int64_t pitch, float* scales) {
-  // A row is an odd number of whole words: neighbours in a column are in different banks.
+  // A row has an odd number of whole words: neighbours in a column are in different banks.
   constexpr int kPitch = kTile + (sizeof(Out) < 4 ? 4 / static_cast<int>(sizeof(Out)) : 1);
   constexpr int kEach = kTile / kWarps;
   __shared__ uint32_t words[kTile * kPitch * sizeof(Out) / 4];

@@ -5,8 +5,8 @@
 namespace sheaf::kernels::cuda {
 namespace {
 
-// A thread has K neighbouring elements of each value, in its own part of shared memory: which value is read where is known
-// only at run time, and registers have no addresses. The code is the same for all threads, so that no warp diverges.
+// A thread has K neighbouring elements of each value, in its own part of shared memory: which value is read where is known only at
+// run time, and registers cannot be indexed. The code is the same for all threads, so that no warp diverges.
 
 // Parameters that are indexed at run time are read in place, not from a copy in each thread.
 #if SHEAF_CUDA_EMULATED

@@ -55,7 +55,7 @@ struct Side : MatrixBatch {
   char* at(int64_t offset) const { return data + offset * static_cast<int64_t>(size_of(dtype)); }
 };
 
-/// SHEAF_FUSED_PRODUCTS=0 leaves work that products could include to separate kernels of ours, for comparison.
+/// SHEAF_FUSED_PRODUCTS=0 leaves work that products could include to our own separate kernels, for comparison.
 bool fusing_wanted() {
   const char* const value = std::getenv("SHEAF_FUSED_PRODUCTS");
   return !value || std::string_view(value) != "0";
@@ -179,7 +179,7 @@ class Plan {
   /// transposed. False if the library does not have the epilogue.
   bool multiply(const Stream& stream, const Side& a, const Side& b, const Side& c,
                 Epilogue epilogue, void* vector, void* matrix, Workspace workspace) const {
-    // cuBLASLt steps through one dimension of the batch; we through the others.
+    // cuBLASLt handles one dimension of the batch; we loop over the others.
     int inner = -1;
     for (int d = 0; d < batch_.rank(); ++d)
       if (inner < 0 || batch_[d] > batch_[inner]) inner = d;
@@ -247,7 +247,7 @@ class Plan {
       a_.rows *= batch_[last], c_.rows *= batch_[last];
       erase_batch(last);
     }
-    // Two dimensions that all operands step through evenly are merged.
+    // Two dimensions are merged if all operands have one stride across both.
     for (int d = batch_.rank() - 2; d >= 0; --d) {
       bool even = true;
       for (const Side* s : {&a_, &b_, &c_})

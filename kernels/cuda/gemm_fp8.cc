@@ -21,8 +21,8 @@ size_t scale_bytes(const View& v) {
 }
 bool at_16_bytes(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
-/// The workspace is requested before it is known whether cuBLASLt accepts the product, so it suffices for both
-/// ways; values need more than codes. The library's part comes first, for the workspace's alignment.
+/// The workspace is requested before it is known whether cuBLASLt accepts the product, so it suffices for both variants; values need
+/// more than codes. The library's part comes first, for the workspace's alignment.
 class Fp8Product {
  public:
   explicit Fp8Product(const Gemm& g) : g_(g), rounded_(g, /*keep_columns=*/false), values_(rounded_.product(g)) {}

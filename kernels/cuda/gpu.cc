@@ -14,8 +14,8 @@
 namespace sheaf::kernels::cuda {
 namespace {
 
-/// An event of a stream's device, which is chosen before each call: in threads that never chose one, CUDA's calls
-/// would create a context on device 0, and an event there cannot be recorded on another device's stream.
+/// An event of a stream's device, which is selected before each call: in threads that never selected one, CUDA's calls would create a
+/// context on device 0, and an event there cannot be recorded on another device's stream.
 class OwnedEvent {
  public:
   OwnedEvent(const Stream& stream, EventHandle (*make)()) : device_(stream.device.index) {
@@ -26,7 +26,7 @@ class OwnedEvent {
     try {
       destroy_event(get());
     } catch (const CudaError&) {
-    }  // reported where it happened: after a fault every call fails
+    }  // reported by the call that failed: after a fault every call fails
   }
   OwnedEvent(const OwnedEvent&) = delete;
   OwnedEvent& operator=(const OwnedEvent&) = delete;
@@ -78,9 +78,9 @@ class CudaGraph : public GpuGraph {
     try {
       synchronize(gpu_->compute());
     } catch (const CudaError&) {
-    }  // reported where it happened
+    }  // reported by the call that failed
     try {
-      destroy_graph(handle_);  // whatever has happened: aborting NCCL's communicator waits for it
+      destroy_graph(handle_);  // even after a failure: aborting NCCL's communicator waits for it
     } catch (const CudaError&) {
     }
   }
@@ -122,7 +122,7 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
         host_blocks_(make_pinned_allocator(index)) {}
   ~CudaGpu() override {
     try {
-      synchronize(compute_);  // kernels may still use what is given back now
+      synchronize(compute_);  // kernels may still use memory that is freed now
       synchronize(copies_);
       synchronize(leaving_);
       if (staging_) free_pinned(staging_);
@@ -130,7 +130,7 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
       destroy_stream(copies_);
       destroy_stream(leaving_);
     } catch (const CudaError&) {
-    }  // reported where it happened
+    }  // reported by the call that failed
   }
   CudaGpu(const CudaGpu&) = delete;
   CudaGpu& operator=(const CudaGpu&) = delete;
@@ -224,11 +224,10 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
   }
 
  private:
-  // A step gets what it needs from the host in one or few copies: the host can be some steps ahead before it waits
-  // for a slot.
+  // A step gets its data from the host in one or few copies: the host can be some steps ahead before it waits for a slot.
   static constexpr size_t kSlot = size_t{1} << 20, kSlots = 8;
 
-  /// The graph owns all that the capture has allocated while the result lives.
+  /// The graph owns all memory that the capture has allocated while the result lives.
   std::shared_ptr<void> end_ownership() {
     return std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(
         blocks_->end_capture(), host_blocks_->end_capture());

@@ -58,9 +58,8 @@ __global__ void add_lines(Adds in) {
   }
 }
 
-/// A warp for `width` lines (1 to 32) that share their index, and for one part of out's positions:
-/// those that are `part` modulo `parts`, a power of two. All warps of the lines read all indices,
-/// 32 at a time, and each adds its own in order.
+/// A warp for `width` lines (1 to 32) that share their index, and for one part of out's positions: those that are `part` modulo
+/// `parts`, a power of two. All warps of the lines read all indices, 32 at a time, and each adds its own in order.
 template <class C>
 __global__ void add_parts(Adds in, int64_t width, int64_t parts) {
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
@@ -163,7 +162,7 @@ __global__ void cumsum_lines(Layout<2> lines, DType out_type, void* out, int64_t
 
 // --- documents ---
 
-/// One warp per sequence, 32 tokens at a time: the largest place so far that follows an end of text.
+/// One warp per sequence, 32 tokens at a time: the largest position so far that follows an end of text.
 __global__ void find_begins(Layout<2> lines, int32_t* out, DType type, const void* tokens, int64_t step, int64_t count,
                             int64_t end_of_text) {
   const int64_t line = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
@@ -237,8 +236,7 @@ void cumsum(const Stream& stream, const View& x, int dim, bool reverse, const Vi
 }
 
 void pad(const Stream& stream, const View& x, const Shape& before, double value, const View& out) {
-  // Fills before and after x in one dimension after the other, each inside the earlier ones' interior: every
-  // element is written once.
+  // Fills before and after x in one dimension after another, each inside the earlier ones' interior: every element is written once.
   View inside = out;
   const auto part = [&](int d, int64_t start, int64_t size) {
     View v = inside;

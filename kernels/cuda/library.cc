@@ -43,7 +43,7 @@ std::vector<std::string> matches(const std::string& pattern) {
 
 struct Loaded {
   void* handle = nullptr;
-  std::string looked;  ///< where, and what the loader said
+  std::string looked;  ///< the places searched, and the loader's messages
 };
 
 // RTLD_GLOBAL: some of NVIDIA's libraries look up each other's functions among all loaded ones.
@@ -91,7 +91,7 @@ std::string path_of(void* handle) {
 void load_nvrtc(const std::string& soname) {
   const Loaded nvrtc = find(soname);
   if (!nvrtc.handle) return;
-  // NVRTC does not find its second half by itself; the name of that contains the full version.
+  // NVRTC does not find its second half itself; the name of that contains the full version.
   const std::filesystem::path folder = std::filesystem::path(path_of(nvrtc.handle)).parent_path();
   for (const std::string& part : matches((folder / "libnvrtc-builtins.so.*").string())) open(part);
 }

@@ -12,9 +12,8 @@
 namespace sheaf::kernels::cuda {
 namespace {
 
-/// After a product that included the work of `kernels`: while products are timed, loads the code of these kernels.
-/// This rank has only timed for itself, and another rank's choice, which it will adopt, may leave that work to
-/// them.
+/// After a product that included the work of `kernels`: while products are timed, loads the code of these kernels. This rank has
+/// timed only its own products, and another rank's choice, which it will adopt, may leave that work to them.
 template <class F>
 void load_kernels(F&& kernels) {
   if (!TuneProducts::active()) return;

@@ -36,7 +36,7 @@ __global__ void sum_blocks(Rows<const T> rows, Compute<T>* sums) {
   }
 }
 
-/// A block has 32 columns: all warps fetch sums of the blocks, one adds them up in order.
+/// A block has 32 columns: all warps load sums of the blocks, one adds them in order.
 template <class C>
 __global__ void sum_sums(const C* sums, int64_t blocks, int64_t columns, DType dtype, void* out,
                          int64_t step) {

@@ -15,7 +15,7 @@ using namespace head;
 
 bool given(const View& v) { return v.rank() != 0; }
 
-/// Operands, and the walk over chunks. The given views determine which parts run.
+/// Operands, and the loop over chunks. The given views determine which parts run.
 class Head {
  public:
   Head(const char* who, const View& x_in, const View& weight, const View& dx_in,
@@ -245,7 +245,7 @@ class Head {
   DType row_dtype_;  // of lse, losses, and a chunk's logits
   bool copy_x_;      // its rows are not evenly spaced
   bool narrow_;      // gradients of logits need separate memory
-  bool sum_apart_;   // dweight is too narrow to sum chunks in
+  bool sum_apart_;   // dweight is too narrow to accumulate chunks in
 };
 
 }  // namespace

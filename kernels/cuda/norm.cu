@@ -9,7 +9,7 @@ constexpr int64_t kMostKept = 200 << 10;  // bytes of a row in shared memory
 constexpr int kBatch = 4;                 // loads in flight for each thread
 constexpr int kMostThreads = 512;         // of a block, for registers
 
-/// What a forward reads and writes; layer normalisation if `mean` is given, of x + r if r is given.
+/// A forward's inputs and results; layer normalisation if `mean` is given, of x + r if r is given.
 template <class T>
 struct Forward {
   Rows<const T> x, r;
@@ -22,9 +22,8 @@ struct Forward {
   bool kept;        ///< the row is read once and kept in shared memory
 };
 
-// `row_threads` threads take a row, 16 bytes each at a time. A thread reads from shared memory only what it wrote
-// itself, so only the sums need barriers; the same holds for global memory, if the row is x + r and too long to be
-// kept.
+// `row_threads` threads process a row, 16 bytes each at a time. A thread reads from shared memory only what it wrote itself, so only
+// the sums need barriers; the same holds for global memory, if the row is x + r and too long to be kept.
 template <class T, bool kAdds>
 __global__ void __launch_bounds__(kMostThreads, 2) norm_forward(Forward<T> f) {
   using C = Compute<T>;

@@ -17,9 +17,9 @@ struct Backward {
   Rows<const Compute<T>> mean, rstd;
   Rows<T> dx;
   bool has_mean, has_dx;
-  Compute<T>* partials;  ///< a set of dweight's and dbias's sums for each of `sets` row takers
+  Compute<T>* partials;  ///< a set of dweight's and dbias's sums for each of `sets` row groups
   int64_t sets;
-  int row_threads;  ///< of a taker of rows set, set + sets, ...: a warp, or the block
+  int row_threads;  ///< that process rows set, set + sets, ...: a warp, or the block
 };
 
 /// A pair of sums over the threads of a row. `turn` alternates, so that one barrier is enough.
@@ -35,11 +35,11 @@ __device__ void row_sums(C& a, C& b, int row_threads, C (*scratch)[kRowThreads /
   for (int w = 1; w < warps; ++w) a += scratch[0][w], b += scratch[1][w];
 }
 
-/// Blocks whose registers a multiprocessor must hold: with more, variables would be in memory.
+/// Blocks whose registers a multiprocessor must hold: with more, variables would be spilled to memory.
 constexpr int blocks_at_once(int packs) { return packs == 1 ? 3 : packs == 2 ? 2 : 1; }
 
-// A thread owns the same columns in all of its rows: kPacks pieces of 16 bytes, their sums in
-// registers. If there are enough registers, the next row is loaded while one is summed up.
+// A thread owns the same columns in all of its rows: kPacks pieces of 16 bytes, their sums in registers. If there are enough
+// registers, the next row is loaded while one is summed.
 template <class T, int kPacks, bool kAdds>
 __global__ void __launch_bounds__(kRowThreads, blocks_at_once(kPacks))
     norm_backward(Backward<T> b) {
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kSumRows* kWarp)
 
 /// How a backward is distributed over threads; depends only on shape and dtype.
 struct Plan {
-  int packs, row_threads, takers;  // takers of rows in a block
+  int packs, row_threads, takers;  // row groups in a block
   int64_t sets;
   explicit Plan(const View& x) {
     const int64_t chunks = blocks_for(x.shape.back() * static_cast<int64_t>(size_of(x.dtype)), 16);

@@ -35,8 +35,7 @@ struct Shard {
   bool vectors;        // all arrays are aligned for whole vectors
 };
 
-// The order of operations is a promise of the header; the file is compiled with -fmad=false
-// -ftz=true.
+// The order of operations is guaranteed by the header; the file is compiled with -fmad=false -ftz=true.
 
 /// Learning rate and weight decay in a segment.
 template <class C>

@@ -27,8 +27,8 @@ struct GraphMemory {
   Blocks older;  // from before the capture, freed in it
 };
 
-// Locking pages is slow, so locked memory is kept. Blocks are the driver's own and are not split: a model asks for
-// the same few sizes again.
+// Locking pages is slow, so locked memory is kept. Blocks are the driver's and are not split: a model requests the same few sizes
+// again.
 class PinnedAllocator : public GraphAllocator,
                         public std::enable_shared_from_this<PinnedAllocator> {
  public:
@@ -38,7 +38,7 @@ class PinnedAllocator : public GraphAllocator,
       use_device(device_);
       for (const auto& [size, block] : free_) free_pinned(block);
     } catch (const CudaError&) {
-    }  // reported where it happened
+    }  // reported by the call that failed
   }
   PinnedAllocator(const PinnedAllocator&) = delete;
   PinnedAllocator& operator=(const PinnedAllocator&) = delete;

@@ -42,8 +42,8 @@ namespace sheaf::kernels::cuda {
 namespace {
 
 constexpr int kCandidates = 8, kTimedRuns = 3;
-// For products that take less than this, several runs are timed together, enqueued while the device idles: else the
-// host would be timed.
+// For products that take less than this, several runs are timed together, enqueued while the device is idle: otherwise the host would
+// be timed.
 constexpr float kShortMilliseconds = 0.1f;
 constexpr int kShortRuns = 10;
 constexpr std::chrono::microseconds kHeadStart{50};
@@ -71,7 +71,7 @@ class Prepared {
                    "cublasLtMatmulPreferenceSetAttribute");
     };
     prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{kProductWorkspace});
-    // Parts of a sum over k are kept apart and added in a second step: in a fixed order, in f32.
+    // Partial sums over k are stored separately and added in a second step: in a fixed order, in f32.
     prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
            uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
     const std::array<uint8_t, 4>& alignment = p.shape.alignment;
@@ -99,7 +99,7 @@ class Prepared {
     return out;
   }
 
-  /// Throws if the algorithm, which may come from a file, is not one for this product here.
+  /// Throws if the algorithm, which may come from a file, is not valid for this product on this device.
   void check_algorithm(cublasLtHandle_t handle, const Product& p,
                        const cublasLtMatmulAlgo_t& algorithm) const {
     cublasLtMatmulHeuristicResult_t result;
@@ -121,7 +121,7 @@ class Prepared {
     const bool wide = p.shape.in == kF64;
     const void* const alpha_at = wide ? static_cast<const void*>(&wide_one) : &one;
     const void* const beta_at = wide ? static_cast<const void*>(&wide_beta) : &beta;
-    std::lock_guard lock(mutex_);  // the descriptor says where scales and the epilogue's memory are
+    std::lock_guard lock(mutex_);  // the descriptor contains the addresses of scales and the epilogue's memory
     if (p.shape.in == kU8) {
       set(operation_, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.scale_a, p);
       set(operation_, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.scale_b, p);
@@ -138,8 +138,8 @@ class Prepared {
   // Written by DeviceProducts alone, before others see it.
   cublasLtMatmulAlgo_t algorithm{};
   bool supported = true, timed = false;
-  std::vector<cublasLtMatmulAlgo_t> others;  // to try in this order, if it turns out to be refused
-  /// Once it has run it stays: another one would give other bits.
+  std::vector<cublasLtMatmulAlgo_t> others;  // to try in this order, if it is refused
+  /// Once it has run it is not replaced: another one would give other bits.
   std::atomic<bool> stays = true;
 
  private:
@@ -230,7 +230,7 @@ class DeviceProducts {
   void go_on_after(const Product& p, const std::shared_ptr<Prepared>& refused) {
     std::lock_guard lock(mutex_);
     std::shared_ptr<Prepared>& known = prepared_[p.shape];
-    if (known != refused) return;  // another thread has met the same
+    if (known != refused) return;  // another thread has replaced it
     const auto made = std::make_shared<Prepared>(p);
     made->timed = refused->timed, made->stays = false;
     made->supported = !refused->others.empty();
@@ -264,8 +264,8 @@ class DeviceProducts {
     return {candidates.front(), 0};
   }
 
-  /// True if a product without the epilogue and a kernel of ours would take less: few algorithms support an
-  /// epilogue, and those that take sums may not divide a sum over a long k among blocks.
+  /// True if a product without the epilogue and our own kernel would take less: few algorithms support an epilogue, and those that
+  /// compute sums may not divide a sum over a long k among blocks.
   bool faster_apart(const Stream& stream, const Product& p, float milliseconds,
                     Workspace workspace) {
     if (plain(p.shape.epilogue)) return false;
@@ -279,8 +279,8 @@ class DeviceProducts {
     return best && best->milliseconds > 0 &&
            best->milliseconds + kernel_milliseconds(stream, p) < milliseconds;
   }
-  /// The approximate time of a kernel of ours that does the epilogue's work: its launch, and its bytes at two
-  /// thirds of the memory's bandwidth.
+  /// The approximate time of our own kernel that does the epilogue's work: its launch, and its bytes at two thirds of the memory's
+  /// bandwidth.
   static float kernel_milliseconds(const Stream& stream, const Product& p) {
     constexpr float kLaunch = 0.004f, kShare = 2.0f / 3;
     int kilohertz = 0, bits = 0;
@@ -289,7 +289,7 @@ class DeviceProducts {
     check_cuda(cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, device), p);
     const float bytes_per_millisecond =  // two transfers a clock
         2.0f * static_cast<float>(kilohertz) * static_cast<float>(bits) / 8 * kShare;
-    // Where that is not known the product does the work: it moves less.
+    // If that is unknown the product does the work: it moves less.
     if (bytes_per_millisecond <= 0) return std::numeric_limits<float>::infinity();
     return kLaunch + static_cast<float>(bytes_of_epilogue(p.shape)) / bytes_per_millisecond;
   }
@@ -301,12 +301,12 @@ class DeviceProducts {
     check_can_be_timed(stream, p);
     const ProductShape& s = p.shape;
     std::unique_ptr<void, void (*)(void*)> trial(nullptr, cuda::free);
-    if (s.accumulate) {  // adding several times would spoil the result
+    if (s.accumulate) {  // adding several times would corrupt the result
       const int64_t cells = (s.batches - 1) * s.stride_d + (s.n - 1) * s.ld_d + s.m;
       const size_t bytes = static_cast<size_t>(cells) * size_of(s.out);
       try {
         trial.reset(allocate(bytes));
-      } catch (const OutOfMemory&) {  // no room to try: the estimate it is
+      } catch (const OutOfMemory&) {  // no room to try: use the estimate
         return by_estimate(candidates);
       }
       fill_bytes(stream, trial.get(), 0, bytes);

@@ -1,5 +1,4 @@
-// Products where kernels run on a CPU: the CPU's own, on the emulated GPU's memory, but not with
-// the CPU's bits.
+// Products if kernels run on a CPU: the CPU's own, on the emulated GPU's memory, but not with the CPU's bits.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -21,7 +20,7 @@ ProductChoices& choices() {
   return choices;
 }
 
-/// Refuses some products, so that callers meet a refusal: cuBLASLt itself may refuse misaligned operands.
+/// Refuses some products, so that callers are tested with refusals: cuBLASLt itself may refuse misaligned operands.
 bool supports(const ProductShape& s) {
   if (s.in == kU8 && s.k == 48) return false;  // it is not documented which FP8 products it has
   return s.alignment[0] == 16 && s.alignment[1] == 16 && s.alignment[2] == 16;
@@ -42,8 +41,8 @@ View part_of(View v, int dim, int64_t begin, int64_t count) {
   return v;
 }
 
-/// cuBLASLt adds in an order that depends on the shape and on the algorithm chosen for it. So does
-/// this, by adding up some products in two parts, so that nobody relies on anything else.
+/// cuBLASLt adds in an order that depends on the shape and on the algorithm chosen for it. So does this, by computing some sums in
+/// two parts, so that no code can rely on a fixed order.
 bool in_two_parts(const ProductShape& s, const ProductChoices::Choice& choice) {
   const bool odd = (ProductShapeHash()(s) >> 20 ^ choice.algorithm[0]) & 1;
   return odd && s.k > 1;
@@ -69,7 +68,7 @@ void multiply(const Gemm& g, bool two_parts) {
       {g.who, part_of(g.a, 2, half, k - half), part_of(g.b, 1, half, k - half), g.c, {}, true});
 }
 
-/// sums[.., rows] = each row of x[.., rows, k] added up: its product with ones.
+/// sums[.., rows] = the sum of each row of x[.., rows, k]: its product with ones.
 void sum_rows(const View& x, void* sums, DType dtype) {
   const int64_t rows = x.shape[1], k = x.shape[2];
   std::vector<char> memory(static_cast<size_t>(k) * size_of(x.dtype));
@@ -123,7 +122,7 @@ bool run_product(const Stream& stream, const Product& product, Workspace workspa
   if (!choice.supported) return false;
   check_workspace(product, workspace);
   check<ShapeError>(!has_vector(s.epilogue) || s.alignment[3] == 16, product,
-                    ": its vector is not at 16 bytes");  // cuBLASLt would not say so
+                    ": its vector is not at 16 bytes");  // cuBLASLt would not report it
   if (s.in == kU8) {
     check<ShapeError>(s.transpose_a && !s.transpose_b && !s.accumulate && plain(s.epilogue) &&
                           s.batches == 1 && s.k % 16 == 0 && s.m % 16 == 0 &&

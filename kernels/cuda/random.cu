@@ -17,7 +17,7 @@ struct Draw {
   uint64_t threshold;  // dropout: words below it drop
 };
 
-/// The words of elements that come in any order; neighbours share a Philox block.
+/// The words of elements in any order; neighbours share a Philox block.
 class Words {
  public:
   /// `from` may depend on memory that work before this kernel has filled.
@@ -66,8 +66,7 @@ __device__ C draw_value(const Draw& draw, Words& words, int64_t offset, C x) {
 
 // Operands: out, the global tensor, x.
 
-/// Dense operands of one type, 16 bytes at a time. `step` leads from an element's global index to
-/// the next one's.
+/// Dense operands of one type, 16 bytes at a time. `step` is the distance between the global indices of successive elements.
 template <Kind kKind, class T>
 __global__ void draw_packs(Draw draw, T* out, const T* x, int64_t step, int64_t numel) {
   using C = Value<kKind, Compute<T>>;
@@ -75,7 +74,7 @@ __global__ void draw_packs(Draw draw, T* out, const T* x, int64_t step, int64_t 
   const int64_t first = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kSize;
   if (first >= numel) return;
   const int count = numel - first < kSize ? static_cast<int>(numel - first) : kSize;
-  // Loops over packs are unrolled, tails too: what is indexed at run time goes to local memory.
+  // Loops over packs are unrolled, tails too: arrays indexed at run time would be in local memory.
   Pack<T> in = {}, result = {};
   if (kKind == Kind::dropout) {
     if (count == kSize)
@@ -117,7 +116,7 @@ __global__ void draw_elements(Draw draw, DType out_type, void* out, DType x_type
 void check_where(const char* name, const View& v, const GlobalIndex& where) {
   if (!is_floating(v.dtype)) fail<DTypeError>('[', name, "] is not defined for ", v.dtype);
   bool fits = where.global_shape.rank() == v.rank() && where.start.rank() == v.rank();
-  // Dimension 0 may run beyond the global size: samples have no end.
+  // Dimension 0 may extend beyond the global size: the number of samples is unbounded.
   for (int i = 0; fits && i < v.rank(); ++i)
     fits = where.start[i] >= 0 && (i == 0 || where.start[i] + v.shape[i] <= where.global_shape[i]);
   check<ShapeError>(fits, '[', name, "] a block of ", v.shape, " at ", where.start,

@@ -21,7 +21,7 @@ size_t workspace_of(const View& x, const View& out) {
 /// A view without dimensions, to be given some of v.
 View part_of(const View& v) { return {v.data, v.dtype, {}, {}}; }
 
-/// Elements of type T, evenly spaced or side by side with those of other outputs.
+/// Elements of type T, evenly spaced or adjacent to those of other outputs.
 template <class T>
 void enqueue(const char* who, const Stream& stream, Plan& plan, bool columns, Workspace workspace) {
   using W = Total<Compute<T>>;

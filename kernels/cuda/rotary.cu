@@ -17,7 +17,7 @@ struct Rotation {
   int64_t xb, xt, xh, yb, yt, yh;  ///< strides
   RotaryFrequencies frequency;
   int64_t first_position;
-  const int32_t* begins;  ///< of rows that begin at other places than 0, else null
+  const int32_t* begins;  ///< of rows that do not begin at 0, else null
   int64_t begins_stride;
   bool inverse;
 };
@@ -35,10 +35,9 @@ __device__ void fill_tables(const Rotation<T>& r, int64_t b, int64_t first, int 
   }
 }
 
-// A block takes `tile` tokens, computes their sines and cosines, once for all sequences that begin at
-// the same place, and uses them for all
-// heads of sequences blockIdx.y, blockIdx.y + gridDim.y, ... A thread owns both elements of the
-// pairs that it rotates, 2 x 16 bytes at a time. Other elements are copied, or, in place, not touched.
+// A block processes `tile` tokens, computes their sines and cosines, once for all sequences that begin at the same position, and uses
+// them for all heads of sequences blockIdx.y, blockIdx.y + gridDim.y, ... A thread owns both elements of the pairs that it rotates, 2
+// x 16 bytes at a time. Other elements are copied, or, in place, not touched.
 template <class T, bool kNeighbours>
 __global__ void __launch_bounds__(kThreads) rotate(Rotation<T> r) {
   using C = Compute<T>;

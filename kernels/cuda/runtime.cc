@@ -14,8 +14,8 @@ void check_call(cudaError_t error, const char* call) {
   if (error != cudaSuccess) fail<CudaError>('[', call, "] ", cudaGetErrorString(error));
 }
 
-// Checks calls that free something. These also run during the handling of an error, and after a fault of the device
-// every call fails with that: whoever waited for the work reports it.
+// Checks calls that free something. These also run while an error is handled, and after a fault of the device every call fails with
+// that: the code that waited for the work reports it.
 void check_given_back(cudaError_t error, const char* call) {
   if (error == cudaErrorInvalidValue || error == cudaErrorInvalidResourceHandle)
     check_call(error, call);
@@ -79,7 +79,7 @@ void use_device(int device) { SHEAF_CUDA_CALL(cudaSetDevice, device); }
 
 void* allocate(size_t bytes) {
   void* memory = nullptr;
-  if (bytes == 0) return memory;  // CUDA does not say what 0 bytes give
+  if (bytes == 0) return memory;  // CUDA does not specify the result for 0 bytes
   const cudaError_t error = cudaMalloc(&memory, bytes);
   if (error == cudaErrorMemoryAllocation) {
     cudaGetLastError();  // a smaller request may succeed
@@ -137,7 +137,7 @@ size_t map_granularity(int device) {
 DeviceRange reserve(int device, size_t bytes) {
   SHEAF_DRIVER(cuMemAddressReserve);
   use_device(device);
-  SHEAF_CUDA_CALL(cudaFree, nullptr);  // makes the context
+  SHEAF_CUDA_CALL(cudaFree, nullptr);  // creates the context
   CUdeviceptr base = 0;
   check_driver(cuMemAddressReserve_(&base, bytes, 0, 0, 0), "cuMemAddressReserve");
   return {reinterpret_cast<char*>(base), bytes, 0};
@@ -150,7 +150,7 @@ bool map(int device, DeviceRange& range, size_t bytes) {
   SHEAF_DRIVER(cuMemRelease);
   SHEAF_DRIVER(cuMemUnmap);
   if (range.mapped + bytes > range.reserved) return false;
-  use_device(device);  // the driver's functions do not, and this thread may have none
+  use_device(device);  // the driver's functions do not select one, and this thread may have none
   const CUmemAllocationProp prop = pinned_on(device);
   const CUmemAccessDesc access{prop.location, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
   CUmemGenericAllocationHandle memory;
@@ -162,7 +162,7 @@ bool map(int device, DeviceRange& range, size_t bytes) {
   const CUresult kept = cuMemRelease_(memory);  // a mapping keeps it
   CUresult accessible = mapped;
   if (mapped == CUDA_SUCCESS && (accessible = cuMemSetAccess_(at, bytes, &access, 1)) != CUDA_SUCCESS)
-    cuMemUnmap_(at, bytes);  // the range is as it was
+    cuMemUnmap_(at, bytes);  // restores the range
   if (accessible == CUDA_ERROR_OUT_OF_MEMORY) return false;
   check_driver(mapped, "cuMemMap");
   check_driver(accessible, "cuMemSetAccess");
@@ -206,7 +206,7 @@ Stream make_stream(int device, Priority priority) {
   use_device(device);
   int least = 0, greatest = 0;
   SHEAF_CUDA_CALL(cudaDeviceGetStreamPriorityRange, &least, &greatest);
-  // The greatest is the smallest number.
+  // The highest priority is the smallest number.
   const int value = priority == Priority::high  ? greatest
                     : priority == Priority::low ? least
                                                 : (least + greatest) / 2;
@@ -216,8 +216,8 @@ Stream make_stream(int device, Priority priority) {
 }
 
 void destroy_stream(const Stream& stream) {
-  use_device(stream.device.index);  // a thread that never chose one would get a context on GPU 0
-  // CUDA's own would let work continue whose memory is freed next.
+  use_device(stream.device.index);  // a thread that never selected a device would get a context on GPU 0
+  // CUDA's own function would let work continue whose memory is freed next.
   const cudaError_t work = cudaStreamSynchronize(handle_of(stream));
   SHEAF_CUDA_CALL(cudaStreamDestroy, handle_of(stream));
   check_call(work, "cudaStreamSynchronize");
@@ -291,7 +291,7 @@ void destroy_graph(GraphHandle graph) {
 }
 
 void copy_bytes(const Stream& stream, void* to, const void* from, size_t bytes, Copy) {
-  // By the addresses: memory that counts as a GPU's here may be in the host (MemoryKind::host).
+  // By the addresses: memory that counts as a GPU's here may be host memory (MemoryKind::host).
   if (bytes)
     SHEAF_CUDA_CALL(cudaMemcpyAsync, to, from, bytes, cudaMemcpyDefault, handle_of(stream));
 }

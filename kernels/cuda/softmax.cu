@@ -1,9 +1,8 @@
 #include "sheaf/kernels/cuda/elements.h"
 #include "sheaf/kernels/softmax.h"
 
-// A team of threads takes a row: 1 to 32 lanes of a warp, or a block. It reads the row once, 16
-// bytes at a time, and keeps it in registers; only rows longer than all registers of a block are
-// read twice.
+// A team of threads processes a row: 1 to 32 lanes of a warp, or a block. It reads the row once, 16 bytes at a time, and keeps it in
+// registers; only rows longer than all registers of a block are read twice.
 namespace sheaf::kernels::cuda {
 namespace {
 
@@ -58,7 +57,7 @@ __device__ C reduce_team(C x, int team, C none, C* parts, Op op) {
   return x;
 }
 
-/// A thread's row, and its place in the team.
+/// A thread's row, and its index in the team.
 template <int N>
 struct Place {
   __device__ Place(const Walk<N>& walk, int team)
@@ -94,7 +93,7 @@ __device__ Pack<T> load_part(const T* from, int count, bool packs, T none) {
   for (int k = 0; k < Pack<T>::kSize; ++k) out.v[k] = k < count ? from[k] : none;
   return out;
 }
-/// A pack as it is kept in registers: as single elements, narrow ones would take one each.
+/// A pack as it is kept in registers: as separate elements, narrow ones would take one register each.
 template <class T>
 __device__ uint4 pressed(const Pack<T>& pack) {
   uint4 raw;
@@ -180,8 +179,7 @@ __global__ void __launch_bounds__(kMaxTeam) forward(Walk<2> walk, RowForm row, b
   }
 }
 
-/// A block per row, which is read twice: the first time for its maximum and the sum of its
-/// exponentials together.
+/// A block per row, which is read twice: the first time for both its maximum and the sum of its exponentials.
 template <class T>
 __global__ void __launch_bounds__(kMaxTeam) forward_long(Walk<2> walk, RowForm row, bool log) {
   using C = Compute<T>;
@@ -220,7 +218,7 @@ __global__ void __launch_bounds__(kMaxTeam) forward_long(Walk<2> walk, RowForm r
   }
 }
 
-/// What a pack adds to the row's sum: y dy, or dy alone for the logarithm.
+/// A pack's contribution to the row's sum: y dy, or dy alone for the logarithm.
 template <class T>
 __device__ Compute<T> weight(const Pack<T>& y, const Pack<T>& dy, bool log) {
   using C = Compute<T>;
@@ -307,7 +305,7 @@ __global__ void __launch_bounds__(kMaxTeam) backward_long(Walk<3> walk, RowForm 
   }
 }
 
-/// Threads for a row of `packs`, of which a thread can hold `held`: a function of the width alone.
+/// Threads for a row of `packs`, of which a thread can hold `held`: depends on the width alone.
 int team_for(int64_t packs, int held) {
   if (packs <= kWarp) {
     int lanes = 1;

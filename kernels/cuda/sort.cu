@@ -6,9 +6,8 @@
 #include "sheaf/kernels/cuda/sort.h"
 #include "sheaf/kernels/cuda/workspace.h"
 
-// A radix sort from the lowest digit up: tiles count their digits, one block turns the counts into
-// places, tiles put their keys there without changing their order. Counting is integer work, so
-// atomics do no harm.
+// A radix sort from the lowest digit up: tiles count their digits, one block turns the counts into offsets, tiles store their keys
+// there without changing their order. Counting is integer work, so atomics are harmless.
 namespace sheaf::kernels::cuda {
 namespace {
 
@@ -69,8 +68,8 @@ __global__ void count_digits(Input in, Digit digit, uint32_t* counts) {
     counts[static_cast<int64_t>(d) * gridDim.x + blockIdx.x] = found[d];
 }
 
-/// Exclusive prefix sums, in place. One block is enough: a round of its loop takes the counts of 32,768 keys (of 8
-/// bits), whose rows are tens of megabytes for the caller of the sort.
+/// Exclusive prefix sums, in place. One block is enough: a round of its loop processes the counts of 32,768 keys (of 8 bits), whose
+/// rows are tens of megabytes for the caller of the sort.
 __global__ void __launch_bounds__(kScanThreads) scan_counts(uint32_t* counts, int64_t n) {
   __shared__ uint32_t totals[kScanThreads / kWarp];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;

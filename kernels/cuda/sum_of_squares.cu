@@ -69,13 +69,13 @@ __device__ Digits digits_of(double block) {
   return out;
 }
 
-/// Four neighbouring limbs in each lane's registers: enough for most block sums of a tensor, which have similar
-/// sizes. `base` is the same in the whole warp.
+/// Four neighbouring limbs in each lane's registers: enough for most block sums of a tensor, which have similar magnitudes. `base` is
+/// the same in the whole warp.
 struct Window {
   int base = -2;  // no limb yet
   Limb sum[4] = {};
 
-  /// Moves what the lanes hold to `limbs`.
+  /// Adds the lanes' values to `limbs`.
   __device__ void flush(Limb* limbs) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -86,7 +86,7 @@ struct Window {
       sum[k] = 0;
     }
   }
-  /// All lanes together.
+  /// Called by all lanes together.
   __device__ void add(const Digits& x, Limb* limbs) {
     const bool zero = (x.digit[0] | x.digit[1] | x.digit[2]) == 0;
     if (!__all_sync(kFullWarp, zero || x.limb == base || x.limb == base + 1)) {
@@ -108,8 +108,8 @@ template <class T>
 __global__ void __launch_bounds__(kWarps* kWarp)
     add_squares(const T* x, int64_t numel, Limb* limbs, bool packs) {
   constexpr int kSize = Pack<T>::kSize, kPacks = kBlock / kSize;
-  // Lanes load neighbouring packs and take their blocks from here; one pack more keeps the rows
-  // that eight lanes read at a time in different banks.
+  // Lanes load neighbouring packs and read their blocks from here; one pack of padding keeps the rows that eight lanes read at a time
+  // in different banks.
   __shared__ uint4 tiles[kWarps][kWarp][kPacks + 1];
   __shared__ Limb block_limbs[kSquareLimbs];
   const int warp = static_cast<int>(threadIdx.x) / kWarp,
@@ -215,7 +215,7 @@ void sum_of_squares(const Stream& stream, const View& x, const View& limbs, Work
       limbs.shape);
   check<DTypeError>(is_floating(x.dtype), "[sum_of_squares] is not defined for ", x.dtype);
   fill_bytes(stream, limbs.data, 0, static_cast<size_t>(limbs.bytes()));
-  // A few for each multiprocessor: a block adds its limbs to the result once.
+  // A few blocks per multiprocessor: a block adds its limbs to the result once.
   const int64_t most = 12 * multiprocessors(stream.device.index);
   visit_floating("sum_of_squares", x.dtype, [&]<class T>() {
     launch("sum_of_squares", stream,
