@@ -1,4 +1,4 @@
-// AddedTokens: words that a tokenizer.json sets apart, found in a text before anything else.
+// AddedTokens: the added tokens of a tokenizer.json, which are found in a text before anything else.
 #pragma once
 
 #include <array>
@@ -12,8 +12,8 @@
 
 namespace sheaf::models {
 
-/// Immutable. Of several that begin at one place the longest counts. A special one is skipped with its whole text, which
-/// stays text: `encode_special_tokens` of Hugging Face's tokenizers.
+/// Immutable. Of several that begin at one place the longest is found. A special one is skipped: its text stays ordinary text, as
+/// with `encode_special_tokens` of Hugging Face's tokenizers.
 class AddedTokens {
  public:
   /// `content` must not be empty; only a token that is not special can ever be found.
@@ -23,12 +23,12 @@ class AddedTokens {
   bool empty() const { return !any_; }
   /// The one with this text that can be found.
   std::optional<int32_t> find(std::string_view content) const;
-  /// Whether one of these characters is in a token, so that a text must not be cut there.
+  /// Whether one of these characters occurs in a token, so that a text must not be split there.
   bool contain_any(std::string_view characters) const;
   /// Whether a token could end at text[at].
   bool may_end_at(std::string_view text, size_t at) const;
 
-  /// Calls on_text(piece) and on_token(id) for what the text consists of, in order; no piece is empty.
+  /// Calls on_text(piece) and on_token(id) for the parts of the text, in order; no piece is empty.
   template <class OnText, class OnToken>
   void for_each(std::string_view text, OnText&& on_text, OnToken&& on_token) const {
     size_t begin = 0;

@@ -20,7 +20,7 @@ class SequentialWindows {
 
   int64_t context() const { return context_; }
   int64_t num_windows() const { return num_windows_; }
-  /// Targets that count, in all windows together: what a mean loss is divided by.
+  /// Targets that count, in all windows together: the divisor of a mean loss.
   int64_t num_targets() const { return num_targets_; }
   /// Null if these are not examples.
   const PackedExamples* examples() const { return examples_ ? &*examples_ : nullptr; }

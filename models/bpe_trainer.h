@@ -1,4 +1,4 @@
-// BpeTrainer: a byte-pair vocabulary of one's own, of texts.
+// BpeTrainer: trains a byte-pair vocabulary on texts.
 #pragma once
 
 #include <cstdint>
@@ -14,19 +14,19 @@ namespace sheaf::models {
 
 struct BpeTrainerOptions {
   int64_t vocab = 32768;      ///< tokens: special ones, the 256 bytes, and what joins
-  int64_t min_frequency = 2;  ///< of two neighbours that join
-  std::string pattern = "llama3";                        ///< cuts a text into words, WordPattern::of_name
+  int64_t min_frequency = 2;  ///< of two neighbours that are merged
+  std::string pattern = "llama3";                        ///< splits a text into words, WordPattern::of_name
   std::vector<std::string> special = {"<|endoftext|>"};  ///< never made from a text; the first ids, in this order
 };
 
-/// Counts the words of texts, then learns what to join in them (bpe_merges.h). The result is the same whatever the order of
-/// the texts and the number of threads.
+/// Counts the words of texts, then learns which bytes to merge (bpe_merges.h). The result depends neither on the order of the texts
+/// nor on the number of threads.
 class BpeTrainer {
  public:
-  /// Throws ConfigError for options that make no vocabulary.
+  /// Throws ConfigError for options that allow no vocabulary.
   explicit BpeTrainer(BpeTrainerOptions options);
 
-  /// Counts a text, or a part of it as safe_cut() makes them.
+  /// Counts a text, or a part of it as split by safe_cut().
   void add(std::string_view text) { counts_.add(text); }
   /// Distinct words so far, without those of one byte.
   int64_t words() const { return counts_.size(); }

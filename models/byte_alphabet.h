@@ -1,5 +1,5 @@
-// The alphabet of GPT-2's files: a printable character for each byte. Where the byte is a printable character of Latin-1
-// itself, that one; the others are the characters from U+0100 on. So a token is a word without spaces.
+// The alphabet of GPT-2's files: a printable character for each byte. If the byte is a printable character of Latin-1, that one; the
+// others are the characters from U+0100 on. So a token is a word without spaces.
 #pragma once
 
 #include <array>

@@ -1,4 +1,4 @@
-// Conversations as tokens: the frames that models of published families were trained on.
+// Conversations as tokens: the frames that models of published families were trained with.
 #pragma once
 
 #include <span>
@@ -22,14 +22,15 @@ std::vector<Message> messages_of(const Json& list, std::string_view origin, std:
 /// How messages follow each other. A frame's special tokens are read as such; the content of messages never makes one.
 class ChatFormat {
  public:
-  /// "chatml" (Qwen's, SmolLM's and others'), "llama3" (Llama 3's, which trims what is said) or "gemma" (Gemma's, which trims it, too, calls an
-  /// assistant model, and puts what a system says before what the user says first; both take turns). Throws ConfigError for another, or if the
-  /// tokenizer lacks one of the frame's special tokens, DataError if one takes away blanks next to it. `tokenizer` must outlive it.
+  /// "chatml" (Qwen's, SmolLM's and others'), "llama3" (Llama 3's, which trims messages) or "gemma" (Gemma's, which trims them, too,
+  /// calls an assistant model, and puts the system's message before the first user message; the other two roles alternate). Throws
+  /// ConfigError for another, or if the tokenizer lacks one of the frame's special tokens, DataError if one removes adjacent spaces.
+  /// `tokenizer` must outlive it.
   ChatFormat(std::string_view name, const Tokenizer& tokenizer);
 
-  /// The tokens of a conversation. Learned is what the role "assistant" says, with the token that ends a turn; it is encoded by itself,
-  /// as it is generated, and all else together with the frame around it. Throws DataError, naming the conversation as `origin`, for a
-  /// role that the frame does not know.
+  /// The tokens of a conversation. Messages of the role "assistant" are learned, with the token that ends a turn; they are encoded
+  /// separately, as when generated, and everything else together with the frame around it. Throws DataError, naming the conversation
+  /// as `origin`, for a role that the frame does not know.
   std::vector<MarkedToken> encode(std::span<const Message> messages, std::string_view origin = "the conversation") const;
   /// The same up to where an assistant's turn begins, as a prompt.
   std::vector<int32_t> encode_prompt(std::span<const Message> messages, std::string_view origin = "the conversation") const;

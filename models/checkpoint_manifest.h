@@ -1,5 +1,5 @@
-// What the manifest of a checkpoint says of tensors: which parts of them are in which file. It is read as what a stranger
-// wrote: whatever numbers it has, they are checked in time and memory that its length bounds.
+// The manifest of a checkpoint: which parts of tensors are in which file. It is treated as untrusted input: whatever numbers it
+// contains, they are checked in time and memory bounded by its length.
 #pragma once
 
 #include <string>
@@ -20,11 +20,11 @@ Shape part_shape(const Shape& shape, const Runs& runs);
 
 /// [file, begin, end] or [file, begin, size, count, stride].
 Json json_of(const Checkpoint::Part& part);
-/// Of the tensor `name`, in one of `files` files. Throws DataError, CheckpointError.
+/// Reads a part of the tensor `name`, in one of `files` files. Throws DataError, CheckpointError.
 Checkpoint::Part part_of(const Json& json, const std::string& name, int64_t files);
 
 Json json_of(const Shape& shape);
-/// Throws CheckpointError for sizes whose product could overflow anything.
+/// Throws CheckpointError for sizes whose product could overflow.
 Shape shape_of(const Json& json);
 /// By its name(); throws CheckpointError.
 DType dtype_of_name(const std::string& text);

@@ -5,12 +5,12 @@
 //                      manifest.json                      step, files with size and XXH3-128, tensors, state
 //                      manifest.json.xxh128               its own checksum, as xxh128sum prints it
 //
-// A step folder appears by one rename when all of it is on disk (see [Note: commit by one rename] in
-// core/atomic_folder.h). Whatever order the process, its peers or the machine die in, every folder named step-N is a
-// complete checkpoint, and damage that the disk does later is found by the checksums before anything is used.
+// A step folder appears by one rename when all of it is on disk (see [Note: commit by one rename] in core/atomic_folder.h). Whatever
+// order the process, its peers or the machine fail in, every folder named step-N is a complete checkpoint, and later damage on disk
+// is found by the checksums before anything is used.
 //
-// Nothing here knows modules or placements: a piece is an interval of the row-major flat index of a tensor, or, where
-// columns were cut, runs of it that are a row apart. What was written in one cut is read in any other.
+// Nothing here knows modules or placements: a piece is an interval of the row-major flat index of a tensor, or, if columns are
+// sharded, runs of it at a distance of one row. A checkpoint written with one sharding can be read with any other.
 #pragma once
 
 #include <functional>
@@ -26,36 +26,34 @@
 
 namespace sheaf::models {
 
-/// A part of a tensor that this rank writes; of one tensor it may write several. Over all ranks they must cover it exactly
-/// once: of what several ranks hold whole, one passes it on. Parts that are not intervals all use the same rows: they have
-/// one stride, and none of their runs goes past the end of its row.
+/// A part of a tensor that this rank writes; it may write several of one tensor. Over all ranks they must cover it exactly once: of a
+/// replicated tensor, one rank passes it. Parts that are not intervals all have the same stride, the row length, and none of their
+/// runs crosses the end of its row.
 struct CheckpointPiece {
   std::string name;            ///< of the tensor, such as "blocks.0.mlp.up.weight"
   DType dtype = DType::f32;
   Shape shape;                 ///< global
   Runs runs;                   ///< of the row-major flat index; empty if this rank holds nothing of it
-  const void* data = nullptr;  ///< runs.numel() elements, in memory of the host
-  std::shared_ptr<void> keep = nullptr;  ///< owns `data` where it is a copy of what a GPU has
+  const void* data = nullptr;  ///< runs.numel() elements, in host memory
+  std::shared_ptr<void> keep = nullptr;  ///< owns `data` if it is a copy from a GPU
 };
 
-/// How the ranks of a job act together. The default is one rank alone. All ranks must see the same file system.
+/// How the ranks of a job cooperate. The default is one rank alone. All ranks must see the same file system.
 struct CheckpointGroup {
   int rank = 0, world = 1;
   std::function<void()> barrier = [] {};                              ///< returns when all ranks have called it
   std::function<bool(bool)> all_true = [](bool mine) { return mine; };  ///< true if it is true on every rank
 };
 
-/// Writes checkpoint `step` into `folder`, collectively; when it returns, the checkpoint is committed. An older
-/// checkpoint of the same step is replaced. Then, of the checkpoints up to this step, all but the newest `keep` are
-/// removed (0 keeps all). `state` is any JSON of rank 0: training position, configuration, tokenizer.
-/// Throws IoError where the disk fails, CheckpointError if the pieces do not cover a tensor exactly; then what was
-/// there before is untouched.
+/// Writes checkpoint `step` into `folder`, collectively; when it returns, the checkpoint is committed. An older checkpoint of the
+/// same step is replaced. Then, of the checkpoints up to this step, all but the newest `keep` are removed (0 keeps all). `state` is
+/// any JSON of rank 0: training position, configuration, tokenizer. Throws IoError if the disk fails, CheckpointError if the pieces
+/// do not cover a tensor exactly; then existing checkpoints are untouched.
 void save_checkpoint(const std::string& folder, int64_t step, const std::vector<CheckpointPiece>& pieces,
                      const Json& state, int64_t keep = 2, const CheckpointGroup& group = {});
 
-/// A checkpoint that is being written, of which nothing is visible yet. It is save_checkpoint() in parts, for callers
-/// that write while they do something else: only the beginning is collective, and nothing after it communicates with
-/// another rank.
+/// A checkpoint being written, of which nothing is visible yet: save_checkpoint() in parts, for callers that write while they do
+/// something else. Only the beginning is collective, and nothing after it communicates with other ranks.
 struct PendingCheckpoint {
   std::string folder;
   int64_t step = 0;
@@ -64,28 +62,28 @@ struct PendingCheckpoint {
 
   /// Collective. One at a time may be begun in a folder.
   static PendingCheckpoint begin(const std::string& folder, int64_t step, const CheckpointGroup& group);
-  /// Writes what this rank holds.
+  /// Writes this rank's pieces.
   void write(const std::vector<CheckpointPiece>& pieces) const;
-  /// The first rank, from this one on, whose part is not there yet; `world` if all are.
+  /// The first rank, from this one on, whose part is missing; `world` if none is.
   int first_missing(int from) const;
-  /// On rank 0, when all are there: makes it visible, and removes those that are not to be kept.
+  /// On rank 0, when all parts exist: makes it visible, and removes those that are not to be kept.
   void commit(const Json& state, int64_t keep) const;
-  std::string target() const;  ///< where it will be
+  std::string target() const;  ///< its final path
 
  private:
   std::string note(int rank) const;  ///< appears when this rank's part is on disk
 };
 
-/// Writes "sheaf: warning: ..." to standard error: what programs do with warnings unless told otherwise.
+/// Writes "sheaf: warning: ..." to standard error: the default for warnings.
 void warn_on_stderr(const std::string& warning);
 
 /// An open checkpoint. Moves; one thread at a time.
 class Checkpoint {
  public:
-  /// Elements of a tensor that are side by side in one of the files.
+  /// Elements of a tensor that are contiguous in one of the files.
   struct Part {
     int file = 0;
-    Runs runs;          ///< an interval, or elements a row apart
+    Runs runs;          ///< an interval, or runs at a distance of one row
     int64_t reach = 0;  ///< the largest end of this part and of those before it
   };
   struct TensorInfo {
@@ -96,8 +94,8 @@ class Checkpoint {
   };
   using Tensors = std::map<std::string, TensorInfo, std::less<>>;
 
-  /// Opens a step folder, collectively: the ranks share the work of verifying the files. Throws CheckpointError naming
-  /// the file and what is wrong on the rank that finds it.
+  /// Opens a step folder, collectively: the ranks share the work of verifying the files. Throws CheckpointError naming the file and
+  /// the problem on the rank that finds it.
   static Checkpoint open(const std::string& step_folder, const CheckpointGroup& group = {});
 
   /// Opens the newest whole checkpoint of `folder`, the same on all ranks. Every newer one that is broken is named to
@@ -119,8 +117,8 @@ class Checkpoint {
   void read(std::string_view name, const Runs& runs, void* dst);
   /// The same for elements [begin, end).
   void read(std::string_view name, int64_t begin, int64_t end, void* dst) { read(name, Runs::of({begin, end}), dst); }
-  /// The bytes of a whole tensor, laid end to end, in maps of the files; valid while this object lives. Where columns were
-  /// cut, that is a span for each part of each row.
+  /// The bytes of a whole tensor, laid end to end, in maps of the files; valid while this object lives. If columns were sharded, that
+  /// is a span for each part of each row.
   std::vector<std::span<const std::byte>> data(std::string_view name);
 
  private:

@@ -1,4 +1,4 @@
-// ChoiceQuestions: prompts with several continuations, of which one is right, as in tests of what a language model knows.
+// ChoiceQuestions: prompts with several continuations, of which one is right, as in benchmarks of language models.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,10 @@ namespace sheaf::models {
 struct ChoiceRow {
   std::vector<int32_t> tokens;
   int64_t begin = 0;       ///< of the continuation in them, at least 1
-  int64_t characters = 0;  ///< of the continuation's text, except a blank that joins them
+  int64_t characters = 0;  ///< of the continuation's text, except a joining space
 };
 
-/// How many of the questions a model answers right: it chooses the continuation of the largest likelihood.
+/// How many of the questions a model answers correctly: it chooses the continuation with the largest likelihood.
 struct ChoiceAccuracy {
   double accuracy = 0;       ///< by log-likelihoods ("acc" of EleutherAI's lm-evaluation-harness)
   double accuracy_norm = 0;  ///< by log-likelihoods over characters, which does not favour short ones ("acc_norm" there)
@@ -29,8 +29,8 @@ std::string accuracy_line(const std::string& name, const ChoiceAccuracy& of);
 /// Read from JSON lines, each {"prompt": "...", "choices": ["...", ..], "answer": 0}, where the answer counts from 0; or HellaSwag's
 /// own (Zellers et al., https://arxiv.org/abs/1905.07830) with "ctx", "endings" and "label", a number or its text.
 ///
-/// A prompt is encoded as a text, without the blanks at its end, and a continuation as one that goes on, with them: after one blank,
-/// unless there are some, or it begins with one. What is longer than the context and its last target loses its beginning.
+/// A prompt is encoded as a text, without trailing spaces, and a continuation as one that continues it, with them: after one space,
+/// unless there are some, or it begins with one. Rows longer than the context and its last target lose their beginning.
 class ChoiceQuestions {
  public:
   struct Question {
@@ -45,8 +45,8 @@ class ChoiceQuestions {
     int64_t most = 0;                  ///< only this many questions, from the first; 0: all
   };
 
-  /// Reads `path`, or standard input if it is "-". On the rank's threads. Throws DataError that names the line for what is malformed,
-  /// and where there are no questions, ConfigError for a tokenizer of more tokens than the model knows.
+  /// Reads `path`, or standard input if it is "-". On the rank's threads. Throws DataError that names the malformed line, or if there
+  /// are no questions, ConfigError for a tokenizer with more tokens than the model knows.
   ChoiceQuestions(std::string name, const std::string& path, const Tokenizer& tokenizer, const Options& options);
 
   const std::string& name() const { return name_; }
@@ -56,7 +56,7 @@ class ChoiceQuestions {
   /// XXH3-128 of all rows and answers.
   std::string digest() const;
 
-  /// From one log-likelihood for each row. Throws NonFiniteError where one is NaN.
+  /// From one log-likelihood for each row. Throws NonFiniteError if one is NaN.
   ChoiceAccuracy accuracy(std::span<const double> log_likelihoods) const;
 
  private:
@@ -66,7 +66,7 @@ class ChoiceQuestions {
   int64_t shortened_ = 0;
 };
 
-/// A set, and what a model makes of it.
+/// A set, and a model's accuracy on it.
 struct AnsweredQuestions {
   ChoiceQuestions questions;
   ChoiceAccuracy accuracy = {};
@@ -75,7 +75,7 @@ struct AnsweredQuestions {
 /// Sets by the names in `text`, "hellaswag=hellaswag_val.jsonl arc=arc.jsonl", or one without a name ("").
 std::vector<AnsweredQuestions> open_questions(const std::string& text, const Tokenizer& tokenizer,
                                               const ChoiceQuestions::Options& options);
-/// A text that is the same on all ranks if their sets are.
+/// A text that is equal on all ranks if their sets are.
 std::string digest_of(const std::vector<AnsweredQuestions>& sets);
 /// "1000 questions of hellaswag; 3 of their 4000 choices do not fit into a window, and lose their beginnings".
 std::string questions_line(const ChoiceQuestions& questions);

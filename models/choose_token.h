@@ -11,8 +11,8 @@ namespace sheaf::models {
 
 /// Draws from softmax(logits / config.temperature), restricted to the config.top_k likeliest, and of these to as few as make up
 /// config.top_p of their probability (Holtzman et al., https://arxiv.org/abs/1904.09751), by draw `index` of sample number `sample`:
-/// the same token wherever it is drawn and whatever is drawn with it. Throws NonFiniteError naming the position, after a prompt of
-/// `prompt` tokens, where logits are NaN or +inf, or all -inf.
+/// the same token on any rank and in any batch. Throws NonFiniteError naming the position, after a prompt of `prompt` tokens, if
+/// logits are NaN or +inf, or all -inf.
 int32_t choose_token(std::span<const double> logits, const GenerateConfig& config, int64_t sample, int64_t index, size_t prompt);
 
 }  // namespace sheaf::models

@@ -1,4 +1,4 @@
-// The token that keeps documents in a sequence apart.
+// The token that separates documents in a sequence.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace sheaf::models {
 
-/// That token; -1 if they are not kept apart (data.separate_documents). Examples always are, for they have nothing to do with their
-/// neighbours: by one token, which then ends documents, too. Throws ConfigError where it is not known, or not in model.vocab.
+/// That token; -1 if they are not separated (data.separate_documents). Examples always are, since they are unrelated to their
+/// neighbours: by one token, which then ends documents, too. Throws ConfigError if it is not known, or not in model.vocab.
 int64_t separator_of(const TrainConfig& config, const Corpus& corpus);
 
 }  // namespace sheaf::models

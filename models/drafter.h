@@ -26,8 +26,8 @@ class Drafter {
  private:
   Decoder& model_;
   int64_t vocab_;
-  std::vector<nn::KeyValueCache> caches_;  // of the layers: of what was made of no draft
-  std::vector<Tensor> before_;             // of each layer's input, what it has to read again, [1, 1, C]
+  std::vector<nn::KeyValueCache> caches_;  // of the layers: computed from no draft
+  std::vector<Tensor> before_;             // of each layer's input, the part to read again, [1, 1, C]
 };
 
 }  // namespace sheaf::models

@@ -1,4 +1,4 @@
-// Texts in parts, which threads turn into tokens.
+// Tokenizing texts in parts, on several threads.
 #pragma once
 
 #include <algorithm>
@@ -14,11 +14,11 @@
 
 namespace sheaf::models {
 
-/// The tokens of all texts, each followed by `end_of_text` if there is one. `cut` says where a text may be cut, as Tokenizer::cut;
-/// encode(part, is_first, cache, scratch, out) appends the tokens of a part, which may be its text's first.
+/// The tokens of all texts, each followed by `end_of_text` if there is one. `cut` says where a text may be split, as Tokenizer::cut;
+/// encode(part, is_first, cache, scratch, out) appends the tokens of a part; is_first: it is its text's first.
 template <class Text, class Cut, class Encode>
 std::vector<int32_t> encode_in_parts(std::span<const Text> texts, std::optional<int32_t> end_of_text, Cut&& cut, Encode&& encode) {
-  constexpr size_t kPart = size_t{1} << 20;  // about, for one thread: of one large text, or of many small ones
+  constexpr size_t kPart = size_t{1} << 20;  // about, per thread: of one large text, or of many small ones
   struct Piece {
     std::string_view text;
     bool is_first, is_last;

@@ -1,4 +1,4 @@
-// Evaluating an existing model: its loss on tokens, and how many questions it answers right.
+// Evaluating an existing model: its loss on tokens, and how many questions it answers correctly.
 #pragma once
 
 #include <cstdint>
@@ -25,11 +25,11 @@ struct EvaluationReport {
   std::vector<AnsweredQuestions> questions = {};
 };
 
-/// Evaluates the newest whole checkpoint of a run's output folder, or published weights in a folder, on what [data] of `config` names:
-/// val_file or corpus, if there is one, and choices. It uses batch, micro_batches, dtype, eval_tokens and eval_questions of [train],
-/// and [sharding], by which the model, whose weights rest in the dtype of compute, is cut over the ranks of `world`. Collective, the
-/// same on every rank. Throws ConfigError, also where there is nothing to evaluate on or ranks found different things,
-/// CheckpointError, DataError, NonFiniteError.
+/// Evaluates the newest whole checkpoint of a run's output folder, or published weights in a folder, on the data that [data] of
+/// `config` names: val_file or corpus, if there is one, and choices. It uses batch, micro_batches, dtype, eval_tokens and
+/// eval_questions of [train], and [sharding], by which the model, whose weights are stored in the compute dtype, is sharded over the
+/// ranks of `world`. Collective, the same on every rank. Throws ConfigError, also if there is nothing to evaluate on or ranks found
+/// different files, CheckpointError, DataError, NonFiniteError.
 EvaluationReport evaluate_folder(const std::string& folder, TrainConfig config, World& world, Device device,
                                  const EvaluateOptions& options = {});
 

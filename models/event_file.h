@@ -1,4 +1,4 @@
-// EventFile: numbers of a run as TensorBoard reads them.
+// EventFile: a run's metrics in the form that TensorBoard reads.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@ namespace sheaf::models {
 /// 0 only.
 class EventFile {
  public:
-  /// Begins a new file in `folder`. TensorBoard no longer shows what earlier files there have of steps from `first_step` on, which a
-  /// stopped run had not saved. Throws IoError.
+  /// Begins a new file in `folder`. TensorBoard then hides, in earlier files there, steps from `first_step` on, which a stopped run
+  /// had not saved. Throws IoError.
   EventFile(const std::string& folder, int64_t first_step);
 
   /// One event, by one system call; doubles become f32. Throws IoError.

@@ -1,21 +1,21 @@
-// FileLock: at most one process at a time does something that a file stands for.
+// FileLock: lets at most one process at a time use what a file represents.
 #pragma once
 
 #include <string>
 
 namespace sheaf::models {
 
-/// flock(2) on a file, which is created if missing and stays afterwards. Released by the destructor, or when the
-/// process ends, however it ends.
+/// flock(2) on a file, which is created if missing and stays afterwards. Released by the destructor, or when the process ends in any
+/// way.
 class FileLock {
  public:
   enum class State {
     taken,
-    elsewhere,   ///< somebody else has it
-    impossible,  ///< the file system knows no locks: nothing is locked
+    elsewhere,   ///< another process has it
+    impossible,  ///< the file system does not support locks: nothing is locked
   };
 
-  /// Does not wait. Throws IoError where the file cannot be made.
+  /// Does not wait. Throws IoError if the file cannot be created.
   explicit FileLock(const std::string& path);
   ~FileLock();
   FileLock(const FileLock&) = delete;

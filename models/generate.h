@@ -13,21 +13,21 @@
 
 namespace sheaf::models {
 
-/// The tokens of config.prompt, in a chat with its frame. The default prompt, a new line, is token 0 where the vocabulary has
-/// none. Throws ConfigError if it is empty, or for a chat without the special tokens of its format, DataError naming the first
-/// character that is not in the vocabulary.
+/// The tokens of config.prompt, in a chat with its frame. The default prompt, a newline, is token 0 if the vocabulary has none.
+/// Throws ConfigError if it is empty, or for a chat without the special tokens of its format, DataError naming the first character
+/// that is not in the vocabulary.
 std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateConfig& config);
-/// The same for `said`, which messages call `origin`: a text or, in a chat, also a list of messages, as a file has them. DataError where
-/// it is neither, or empty.
+/// The same for `said`, which messages call `origin`: a text or, in a chat, also a list of messages, as in a file. DataError if it is
+/// neither, or empty.
 std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateConfig& config, const Json& said, const std::string& origin);
 
-/// Continues `prompt` by config.tokens tokens below `vocab` (a model may have room for more than the tokenizer knows), at most `context` of
-/// them in view at a time, or until one of `ends` is drawn; returns the new ones without the end. Collective where the model is sharded:
-/// every rank computes the same tokens. `emit` gets each token as it comes. Each token is read once, until there are more than `context`:
-/// then the window slides, all positions in it change, and each new token costs a pass over `context` tokens. Until then MTP layers draft
-/// (config.drafts): a pass reads their tokens, too, and drafts that the model would have chosen need no pass of their own. The tokens are
-/// the same as without drafts, except for the bits of logits, which on GPUs depend on how many are read. Throws NonFiniteError naming the
-/// position where logits are NaN or +inf, or all -inf.
+/// Continues `prompt` by config.tokens tokens below `vocab` (a model may have more than the tokenizer knows), with at most `context`
+/// of them in view at a time, or until one of `ends` is drawn; returns the new ones without the end. Collective if the model is
+/// sharded: every rank computes the same tokens. `emit` gets each token as it is drawn. Each token is read once, until there are more
+/// than `context`: then the window slides, all positions in it change, and each new token costs a pass over `context` tokens. Until
+/// then MTP layers draft (config.drafts): a pass reads their tokens, too, and accepted drafts need no separate pass. The tokens are
+/// the same as without drafts, except for the bits of logits, which on GPUs depend on how many are read. Throws NonFiniteError naming
+/// the position if logits are NaN or +inf, or all -inf.
 std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt, int64_t context, int64_t vocab,
                               const GenerateConfig& config, const std::function<void(int32_t)>& emit = {},
                               std::span<const int32_t> ends = {});
@@ -37,8 +37,8 @@ std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt
 std::vector<int32_t> ends_of(const Tokenizer& tokenizer, const GenerateConfig& config, std::span<const int32_t> further = {});
 
 /// Samples from the newest whole checkpoint of a run's output folder, whatever the number of ranks that wrote it, or from published
-/// weights in a folder with their config.json and tokenizer (published_text.h), on this process alone, on `device`. `emit` gets the
-/// prompt, then the text as it comes, in whole characters: tokens may end inside of one. Throws CheckpointError, ConfigError,
+/// weights in a folder with their config.json and tokenizer (published_text.h), in this process alone, on `device`. `emit` gets the
+/// prompt, then the text as it is generated, in whole characters: tokens may end inside of one. Throws CheckpointError, ConfigError,
 /// DataError, NonFiniteError.
 void generate_from_folder(const std::string& folder, const GenerateConfig& config, Device device,
                           const std::function<void(const std::string&)>& emit);

@@ -25,11 +25,11 @@ struct GptConfig {
   bool tie_embeddings = true;   ///< the head is the token embedding
   double norm_eps = 1e-5;
   int64_t window = 0;           ///< keys that a token sees, itself and those before it; 0: all
-  double attn_logit_softcapping = 0.0;   ///< scores of attention are held within it (AttentionConfig::softcap), as Gemma 2's; 0: none
-  double final_logit_softcapping = 0.0;  ///< logits are (CrossEntropyOptions::softcap)
+  double attn_logit_softcapping = 0.0;   ///< scores of attention are softly limited to it (AttentionConfig::softcap), as Gemma 2's; 0: none
+  double final_logit_softcapping = 0.0;  ///< the same for logits (CrossEntropyOptions::softcap)
   int64_t full_attention_every = 0;  ///< blocks N, 2 N, .. see all (window_of_block); 0: none, if there is a window
-  int64_t end_of_text = -1;     ///< token that ends a document: in loss() tokens attend to their own document's alone; -1: to
-                                ///< all before them
+  int64_t end_of_text = -1;     ///< token that ends a document: in loss() tokens attend only to their own document's; -1: to all before
+                                ///< them
 
   /// The published sizes by name, "gpt2-124m", smallest first.
   static std::vector<std::pair<std::string, GptConfig>> published();
@@ -37,7 +37,7 @@ struct GptConfig {
   static GptConfig preset(const std::string& name);
 };
 
-/// x + attention(norm(x)), then x + mlp(norm(x)), whose addition is left to the next norm.
+/// x + attention(norm(x)), then x + mlp(norm(x)), whose addition is done by the next norm.
 struct Block : DecoderBlock {
   nn::LayerNorm ln1;
   nn::CausalSelfAttention attention;
@@ -50,7 +50,7 @@ struct Block : DecoderBlock {
 };
 
 struct Gpt : Decoder {
-  GptConfig config;  ///< what it was made from
+  GptConfig config;  ///< what it was created from
   nn::Embedding wte, wpe;
   nn::Dropout dropout;
   std::vector<Block> blocks;

@@ -1,5 +1,5 @@
-// tokenizer.json, which Hugging Face's `tokenizers` writes for a tokenizer: the parts that Sheaf supports. Whatever else it
-// asks for is refused by its key, for it would give other tokens.
+// tokenizer.json, which Hugging Face's `tokenizers` writes for a tokenizer: the parts that Sheaf supports. Anything else is refused
+// by its key, since ignoring it would change tokens.
 #pragma once
 
 #include <array>
@@ -13,15 +13,15 @@
 
 namespace sheaf::models {
 
-/// A byte-pair tokenizer of bytes, cut by a pattern (GPT-2's, Llama 3's, Qwen's, ...), or one of characters, as
-/// SentencePiece makes them (Llama 2's, Mistral 7B's), which has bytes for those that it does not know.
+/// A byte-pair tokenizer of bytes, with a splitting pattern (GPT-2's, Llama 3's, Qwen's, ...), or one of characters, as from
+/// SentencePiece (Llama 2's, Mistral 7B's), with byte fallback.
 struct HuggingFaceFile {
   struct Added {
     int32_t id;
     std::string content;
     bool special;     ///< made only from texts that may contain special tokens
     bool normalized;  ///< found in the normalized text
-    bool bare;        ///< found wherever it is, and nothing next to it is taken
+    bool bare;        ///< found anywhere, without stripping adjacent text
   };
   /// Whether a space is put before a text, and before each piece that follows an added token.
   enum class Prefix {
@@ -31,8 +31,8 @@ struct HuggingFaceFile {
     piece_always,     ///< before each piece
   };
 
-  std::vector<std::string> tokens;  ///< of the vocabulary, as bytes, by id; "" is none of words
-  std::vector<std::string> shown;   ///< what every id becomes in a text
+  std::vector<std::string> tokens;  ///< of the vocabulary, as bytes, by id; "": never produced from words
+  std::vector<std::string> shown;   ///< the text of every id
   std::vector<BpePair> merges;      ///< the best first
   std::vector<Added> added;
   bool nfc = false;                 ///< texts are normalized first

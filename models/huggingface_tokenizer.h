@@ -1,5 +1,5 @@
 // Tokenizers from Hugging Face's tokenizer.json: byte pairs of bytes (GPT-2's, Llama 3's, Qwen's, Mistral Nemo's, ...), or of
-// characters with bytes to fall back on (Llama 2's, Mistral 7B's). huggingface_file.h says which parts are known.
+// characters with byte fallback (Llama 2's, Mistral 7B's). huggingface_file.h lists the supported parts.
 #pragma once
 
 #include <memory>

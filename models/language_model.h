@@ -1,4 +1,4 @@
-// The model of a configuration.
+// Creates the model of a configuration.
 #pragma once
 
 #include <memory>

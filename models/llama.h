@@ -1,5 +1,5 @@
-// Llama (Touvron et al., https://arxiv.org/abs/2302.13971; Llama 3: https://arxiv.org/abs/2407.21783): RMS norms, rotary
-// positions, grouped-query attention, SwiGLU, no biases, a head of its own.
+// Llama (Touvron et al., https://arxiv.org/abs/2302.13971; Llama 3: https://arxiv.org/abs/2407.21783): RMS norms, rotary positions,
+// grouped-query attention, SwiGLU, no biases, a separate head.
 //
 //   B batch   T tokens   C width   V vocabulary
 #pragma once
@@ -33,34 +33,34 @@ struct LlamaConfig {
   double dropout = 0.0;           ///< of attention and MLP outputs
   bool tie_embeddings = false;    ///< the head is the token embedding
   bool qkv_bias = false;          ///< queries, keys and values have biases, as Qwen2's
-  bool out_bias = false;          ///< what attention adds has a bias, as gpt-oss's
+  bool out_bias = false;          ///< attention's output layer has a bias, as gpt-oss's
   bool attention_gate = false;    ///< the heads' output is gated, as Qwen3-Next's (AttentionConfig::gate)
   int64_t rotary_dim = 0;       ///< how many of a head's last elements are rotated; 0: all
   int64_t query_pre_attn_scalar = 0;  ///< scores are divided by its root, as in Gemma 3 27B; 0: by that of the head's width
   bool attention_sinks = false;   ///< each head's softmax has a sink, as gpt-oss's (AttentionConfig::sinks)
   bool qk_norm = false;           ///< queries and keys are normalised before they are rotated, as Qwen3's
-  bool qk_norm_all_heads = false;  ///< there, those of all heads together, as OLMo 2's (AttentionConfig::qk_norm_all_heads)
+  bool qk_norm_all_heads = false;  ///< in that case, all heads together, as OLMo 2's (AttentionConfig::qk_norm_all_heads)
   bool gelu_gate = false;         ///< MLPs are GeGLU, as Gemma's; not with experts, whose mixtures are SwiGLU
-  bool pre_norms = true;          ///< what attention and MLPs read is normalised
-  bool post_norms = false;        ///< their output is, before it is added: in addition, as Gemma 3's, or only it, as OLMo 2's
+  bool pre_norms = true;          ///< the inputs of attention and MLPs are normalised
+  bool post_norms = false;        ///< their outputs are, before they are added: in addition, as Gemma 3's, or only they, as OLMo 2's
   bool scale_embedding = false;   ///< the embedding of a token is multiplied by sqrt(width), as Gemma's
 
-  int64_t experts = 0;            ///< of a mixture in place of each MLP; 0: there is none
+  int64_t experts = 0;            ///< of a mixture replacing each MLP; 0: none
   int64_t experts_per_token = 2;
   int64_t expert_hidden = 0;      ///< hidden width of an expert; 0: that of the MLP
-  double capacity_factor = 0.0;   ///< of places for an expert's tokens (MixtureConfig::capacity_factor); 0: there is one for each
-  int64_t capacity_groups = 1;    ///< of tokens, in which places are counted separately
-  bool normalize_experts = true;  ///< a token's experts have weights that add up to 1
-  nn::Affinity expert_affinity = nn::Affinity::softmax;  ///< how experts are chosen and weighed
-  bool expert_bias = false;         ///< experts have biases where they are chosen (MixtureConfig::choice_bias)
+  double capacity_factor = 0.0;   ///< of places for an expert's tokens (MixtureConfig::capacity_factor); 0: one for each
+  int64_t capacity_groups = 1;    ///< of tokens, whose places are counted separately
+  bool normalize_experts = true;  ///< the weights of a token's experts sum to 1
+  nn::Affinity expert_affinity = nn::Affinity::softmax;  ///< how experts are chosen and weighted
+  bool expert_bias = false;         ///< experts have biases for their choice (MixtureConfig::choice_bias)
   double expert_balance_rate = 1e-3;  ///< how far a step moves such a bias
-  double expert_scale = 1.0;        ///< what the weights of experts are multiplied by
+  double expert_scale = 1.0;        ///< factor of the experts' weights
   bool expert_linear_bias = false;  ///< routers and the layers of experts have biases, as gpt-oss's
-  double expert_gate_limit = 0.0;   ///< gates are gpt-oss's, held to this; 0: SwiGLU's
+  double expert_gate_limit = 0.0;   ///< gates are gpt-oss's, clamped to this; 0: SwiGLU's
   double expert_gate_alpha = 1.702;  ///< factor within their sigmoid
-  int64_t routing_groups = 1, routing_groups_per_token = 1;  ///< equal groups of experts, and among how many of them a token chooses
-  int64_t shared_experts = 0;       ///< MLPs of expert_hidden, side by side, through which every token goes
-  bool shared_expert_gate = false;  ///< their output is multiplied by one number a token, as Qwen2-MoE's (MixtureConfig::shared_gate)
+  int64_t routing_groups = 1, routing_groups_per_token = 1;  ///< equal groups of experts, and how many of them a token chooses from
+  int64_t shared_experts = 0;       ///< MLPs of expert_hidden, in parallel, that every token passes through
+  bool shared_expert_gate = false;  ///< their output is multiplied by one number per token, as Qwen2-MoE's (MixtureConfig::shared_gate)
   int64_t dense_layers = 0;         ///< this many first blocks have an MLP, not a mixture
   double aux_loss = 0.0;          ///< factor of each mixture's imbalance in the training loss
   double router_z_loss = 0.0;     ///< and of its MixtureOfExperts::router_z
@@ -70,19 +70,21 @@ struct LlamaConfig {
 
   int64_t kv_lora_rank = 0;       ///< attention is nn::LatentAttention with this width of its latent; 0: it is not
   int64_t q_lora_rank = 0;        ///< width of the latent of queries; 0: they have none
-  int64_t qk_nope_head_dim = 0, qk_rope_head_dim = 0, v_head_dim = 0;  ///< of a head's keys what is not rotated and what is, and its values;
-                                                                       ///< 0: width / heads, half of that, the first
+  int64_t qk_nope_head_dim = 0, qk_rope_head_dim = 0, v_head_dim = 0;  ///< of a head: key elements without rotation, key elements with
+                                                                       ///< rotation, value elements; 0: width / heads, half of that, the
+                                                                       ///< first
   double mscale_all_dim = 0.0;    ///< in latent attention with YaRN: scores are multiplied by yarn_amplitude(factor, this)²
 
-  int64_t linear_key_heads = 0;   ///< nn::GatedDeltaNet in place of attention, except in each full_attention_every-th block; 0: nowhere
+  int64_t linear_key_heads = 0;   ///< nn::GatedDeltaNet instead of attention, except in each full_attention_every-th block; 0: nowhere
   int64_t linear_value_heads = 0;  ///< of linear attention; 0: as many as its key heads
   int64_t linear_key_head_dim = 0, linear_value_head_dim = 0;  ///< widths of its heads; 0: that of attention's, that of its keys
   int64_t linear_conv_kernel = 4;  ///< taps of its convolutions
 
   int64_t window = 0;             ///< as in GptConfig
-  double window_rope_theta = 0.0;  ///< base of the rotary frequencies where there is a window, which are not scaled; 0: those of others
-  double attn_logit_softcapping = 0.0;   ///< scores of attention are held within it (AttentionConfig::softcap), as Gemma 2's; 0: none
-  double final_logit_softcapping = 0.0;  ///< logits are (CrossEntropyOptions::softcap)
+  double window_rope_theta = 0.0;  ///< base of the rotary frequencies of blocks with a window, which are not scaled; 0: the others'
+                                   ///< frequencies
+  double attn_logit_softcapping = 0.0;   ///< scores of attention are softly limited to it (AttentionConfig::softcap), as Gemma 2's; 0: none
+  double final_logit_softcapping = 0.0;  ///< the same for logits (CrossEntropyOptions::softcap)
   int64_t full_attention_every = 0;  ///< as in GptConfig
   int64_t nope_every = 0;         ///< attention of blocks N, 2 N, .., counted from 1, has no rotary positions; 0: all have them
   int64_t end_of_text = -1;       ///< as in GptConfig
@@ -95,8 +97,8 @@ struct LlamaConfig {
   static LlamaConfig preset(const std::string& name);
 };
 
-/// x + attention(norm(x)), then x + mlp(norm(x)), whose addition is left to the next norm. Attention is one of three kinds, the
-/// MLP may be a mixture, and the output of either may be normalised, besides or instead of its input.
+/// x + attention(norm(x)), then x + mlp(norm(x)), whose addition is done by the next norm. Attention is one of three kinds, the MLP
+/// may be a mixture, and the output of either may be normalised, in addition to or instead of its input.
 struct LlamaBlock : DecoderBlock {
   std::optional<nn::RMSNorm> attention_norm;
   std::optional<nn::CausalSelfAttention> attention;
@@ -113,7 +115,7 @@ struct LlamaBlock : DecoderBlock {
   SHEAF_FIELDS(attention_norm, attention, latent_attention, linear_attention, attention_post_norm, mlp_norm, mlp, moe, mlp_post_norm);
 };
 
-/// What the head read last and the tokens that were predicted from it, side by side, through a linear layer and a block (MTP; as in
+/// The head's last input and the tokens that were predicted from it, concatenated, through a linear layer and a block (MTP; as in
 /// DeepSeek-V3's checkpoints: both are normalised before, and the result is for the head).
 struct LlamaMtpLayer : LlamaBlock {
   nn::RMSNorm token_norm, hidden_norm;
@@ -127,9 +129,9 @@ struct LlamaMtpLayer : LlamaBlock {
 };
 
 /// In training, aux_loss times the sum of all mixtures' imbalances and router_z_loss times the sum of their router_z are added to the
-/// loss: each micro-batch has its own, weighted by its share of what the loss is divided by.
+/// loss: those of each micro-batch, weighted by its fraction of the loss's divisor.
 struct Llama : Decoder {
-  LlamaConfig config;  ///< what it was made from
+  LlamaConfig config;  ///< what it was created from
   nn::Embedding embedding;
   std::vector<LlamaBlock> blocks;
   nn::RMSNorm norm;

@@ -1,4 +1,4 @@
-// What a run reports: metrics.jsonl for programs, a line per step for people.
+// A run's reports: metrics.jsonl for programs, a line per step for people.
 #pragma once
 
 #include <cstdint>
@@ -27,9 +27,9 @@ struct Metric {
 /// {"loss":null,"loss_nonfinite":"nan"}. Used by rank 0 only; not thread-safe.
 class MetricsWriter {
  public:
-  /// Starts the file, or goes on with it: lines of steps after `last_step` (of a run that was killed after its last
-  /// checkpoint) and unreadable lines (cut off by a kill) are dropped, by one rename, so that every step is there once.
-  /// The default drops all. Throws IoError.
+  /// Starts the file, or continues it: lines of steps after `last_step` (of a run that was killed after its last checkpoint) and
+  /// unreadable lines (truncated by a kill) are dropped, by one rename, so that every step is there once. The default drops all.
+  /// Throws IoError.
   explicit MetricsWriter(const std::string& path, int64_t last_step = -1);
 
   /// Writes one line. Throws IoError.
@@ -42,7 +42,7 @@ class MetricsWriter {
   std::unique_ptr<AppendFile> file_;
 };
 
-/// What the line on the console says.
+/// The contents of a console line.
 struct Progress {
   int64_t step = 0, steps = 0;  ///< done, and in all
   double loss = 0, lr = 0, grad_norm = 0;
@@ -53,9 +53,9 @@ struct Progress {
   int64_t steps_since = 1;
 };
 
-/// "step  120/2000  loss 2.1234  lr 1.00e-03  norm 0.87  12,345 tok/s  left 3m12s": no colour, no cursor movement, so
-/// it reads the same in a terminal and in a log. Where a step was skipped it goes on with "  skipped, loss scale 32768", for
-/// several with "  2 of 10 skipped, loss scale 16384".
+/// "step  120/2000  loss 2.1234  lr 1.00e-03  norm 0.87  12,345 tok/s  left 3m12s": no colour, no cursor movement, so it reads the
+/// same in a terminal and in a log. If a step was skipped, "  skipped, loss scale 32768" follows, for several "  2 of 10 skipped,
+/// loss scale 16384".
 std::string progress_line(const Progress& progress);
 
 }  // namespace sheaf::models

@@ -5,11 +5,11 @@
 //   ...
 //   models::save_checkpoint("out/run", step, model, {&optimizer}, world);
 //
-// async_saver.h saves while training goes on.
+// async_saver.h saves while training continues.
 //
-// What is saved are logical tensors by name, so that a run goes on bit for bit where it stopped, and its checkpoint fits
-// any number of ranks, any strategy and any choice of units: only the names, shapes and dtypes of the parameters and
-// buffers have to agree. The files are described in checkpoint_store.h.
+// A checkpoint contains logical tensors by name, so that a run continues bit for bit where it stopped, and it fits any number of
+// ranks, any strategy and any choice of units: only the names, shapes and dtypes of the parameters and buffers have to agree. The
+// files are described in checkpoint_store.h.
 #pragma once
 
 #include "sheaf/distributed/world.h"
@@ -20,42 +20,41 @@
 
 namespace sheaf::models {
 
-/// None, one, or several over parameters of their own; always in the same order.
+/// None, one, or several over disjoint parameters; always in the same order.
 using Optimizers = std::vector<optim::Optimizer*>;
 
 struct SaveOptions {
-  Json state = {};   ///< rank 0's: whatever else a program needs to go on, such as its options; it comes back on loading
+  Json state = {};   ///< rank 0's: whatever else a program needs to continue, such as its options; returned on loading
   int64_t keep = 2;  ///< newest checkpoints that stay in the folder; 0 keeps all
   const optim::LossScaler* scaler = nullptr;  ///< saved, too
   const optim::DiLoCo* outer = nullptr;       ///< for a model that islands train: saved, too, with each island's own state
 };
 
-/// Saves parameters, buffers, the optimizers' state and step counts, and the state of a loss scaler, as checkpoint `step` of `folder`,
-/// collectively and outside of any recording; all ranks must see the same file system. When it returns, the checkpoint is committed; an
-/// older one of the same step is replaced. Throws IoError where the disk fails; then what was there before is untouched.
+/// Saves parameters, buffers, the optimizers' state and step counts, and the state of a loss scaler, as checkpoint `step` of
+/// `folder`, collectively and outside of any recording; all ranks must see the same file system. When it returns, the checkpoint is
+/// committed; an older one of the same step is replaced. Throws IoError if the disk fails; then existing checkpoints are untouched.
 void save_checkpoint(const std::string& folder, int64_t step, nn::Module& module, const Optimizers& optimizers,
                      World& world, const SaveOptions& options = {});
 
 struct LoadOptions {
-  /// Called with one line for every newer checkpoint that is broken and was passed over; the default writes it to stderr.
+  /// Called with one line for every newer checkpoint that is broken and was skipped; the default writes it to stderr.
   std::function<void(const std::string&)> warn = {};
-  optim::LossScaler* scaler = nullptr;  ///< filled, too: what was saved with one is loaded with one
+  optim::LossScaler* scaler = nullptr;  ///< restored, too: required if one was saved
   const optim::DiLoCo* outer = nullptr;  ///< the same, with as many islands
-  std::string_view passes_over = {};     ///< tensors whose names begin with this, where the module has none; "": none
+  std::string_view passes_over = {};     ///< skips tensors whose names begin with this, if the module has none; "": none
 };
 
 struct LoadedCheckpoint {
   std::string path;  ///< of the step folder
   int64_t step = 0;
-  Json state;        ///< as it was given to save_checkpoint()
+  Json state;        ///< as passed to save_checkpoint()
 };
 
-/// Fills a materialized module and its optimizers from the newest whole checkpoint of `folder`, collectively. Returns
-/// nothing if there is no checkpoint. Without optimizers, what is saved of them is passed over: to evaluate or to go on from
-/// weights alone; adapters (nn::add_lora) that were not there yet then stay as they are. Throws CheckpointError if there are
-/// checkpoints but none is whole, or naming the first tensor that is missing, left over, or of another shape or dtype.
-/// Frozen parameters may rest in any of f32, bf16 and f16, which are converted to each other; bf16 and f16 also become f32
-/// that is trained.
+/// Fills a materialized module and its optimizers from the newest whole checkpoint of `folder`, collectively. Returns nothing if
+/// there is no checkpoint. Without optimizers, their saved state is skipped: to evaluate or to continue from weights alone; adapters
+/// (nn::add_lora) that are not in the checkpoint are then unchanged. Throws CheckpointError if there are checkpoints but none is
+/// whole, or naming the first tensor that is missing, left over, or of another shape or dtype. Frozen parameters may be stored in any
+/// of f32, bf16 and f16, which are converted to each other; bf16 and f16 are also converted to trained f32.
 std::optional<LoadedCheckpoint> load_checkpoint(const std::string& folder, nn::Module& module,
                                                 const Optimizers& optimizers, World& world,
                                                 const LoadOptions& options = {});
@@ -65,12 +64,11 @@ std::optional<LoadedCheckpoint> load_checkpoint(const std::string& folder, nn::M
 /// Throws LifetimeError, in the name of `who`, inside a recording, whose values a save would discard.
 void check_outside(const char* who);
 
-/// All ranks, as the checkpoint store takes them.
+/// All ranks, as a group for the checkpoint store.
 CheckpointGroup checkpoint_group(World& world);
-/// The same for the ranks that share `module`. ConfigError if the world has several and nothing cuts the module over
-/// them.
+/// The same for the ranks that share `module`. ConfigError if the world has several and nothing shards the module over them.
 CheckpointGroup checkpoint_group(nn::Module& module, World& world, const optim::DiLoCo* outer = nullptr);
-/// Memory of the host for copies of what is saved, used again and again: it grows to what it is asked for.
+/// Host memory for copies of what is saved, reused: it grows to the requested size.
 class HostCopy {
  public:
   char* reserve(size_t bytes);
@@ -79,8 +77,8 @@ class HostCopy {
   std::unique_ptr<char[]> data_;
   size_t bytes_ = 0;
 };
-/// What this rank passes to save_checkpoint(): parameters, buffers and the optimizers' state; as they are, or, with `copy`,
-/// as they were, in its memory.
+/// This rank's pieces for save_checkpoint(): parameters, buffers and the optimizers' state; the live ones, or, with `copy`, snapshots
+/// in its memory.
 std::vector<CheckpointPiece> checkpoint_pieces(nn::Module& module, const Optimizers& optimizers,
                                                const SaveOptions& options = {}, HostCopy* copy = nullptr);
 /// Fills this rank's pieces from an open checkpoint; see load_checkpoint().

@@ -1,12 +1,12 @@
-// The fields of ModelConfig that decide values, once: for states of runs, and for comparisons.
+// The fields of ModelConfig that affect values, listed once: for states of runs, and for comparisons.
 #pragma once
 
 #include "sheaf/models/train_config.h"
 
 namespace sheaf::models {
 
-/// Calls f(key, field...) for each, with that field of every `m`; the key is what follows "model." in the configuration. The
-/// vocabulary's size is not among them, as it may follow from data.
+/// Calls f(key, field...) for each, with that field of every `m`; the key is without "model.". The vocabulary's size is not included,
+/// as it may follow from data.
 template <class F, class... Model>
 void for_each_model_field(F&& f, Model&... m) {
   f("type", m.type...);

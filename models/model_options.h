@@ -1,4 +1,4 @@
-// A model's own configuration and the options of a run, each as the other.
+// Conversion between a model's own configuration and the options of a run.
 #pragma once
 
 #include "sheaf/models/gpt.h"
@@ -11,7 +11,7 @@ namespace sheaf::models {
 ModelConfig options_of(const GptConfig& config);
 ModelConfig options_of(const LlamaConfig& config);
 
-/// Options as the configuration of a model of their type. ConfigError for what that type does not have.
+/// Options as the configuration of a model of their type. ConfigError for options that the type does not have.
 GptConfig gpt_config(const ModelConfig& options);
 LlamaConfig llama_config(const ModelConfig& options);
 

@@ -1,4 +1,4 @@
-// "web=web_*.bin chat=chat.bin": files that have names of their own.
+// "web=web_*.bin chat=chat.bin": files with names.
 #pragma once
 
 #include <string>
@@ -11,8 +11,8 @@ struct NamedFile {
   std::string path;
 };
 
-/// One file without a name or, if no file has the name `text`, names and paths separated by blanks. Throws ConfigError, in which
-/// `what` says what they are, for a name twice, or one that is not made of letters, digits, - and _.
+/// One file without a name or, if no file has the path `text`, names and paths separated by spaces. Throws ConfigError, in which
+/// `what` describes them, for a name twice, or one with other characters than letters, digits, - and _.
 std::vector<NamedFile> named_files(const std::string& text, const char* what);
 
 }  // namespace sheaf::models

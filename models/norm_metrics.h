@@ -9,7 +9,7 @@
 namespace sheaf::models {
 
 /// "grad_norm/NAME" and "weight_norm/NAME" for each trained unit, or for each of its parameters: norms of the step's gradients before
-/// clipping (TrainingStep::Result::grad_norms), and of the weights as they are now. The same on every rank, with islands the means;
+/// clipping (TrainingStep::Result::grad_norms), and of the current weights. The same on every rank, with islands the means;
 /// collective.
 std::vector<Metric> norm_metrics(TrainingStep& step, const Tensor& grad_norms, bool by_parameter);
 

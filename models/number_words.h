@@ -1,4 +1,4 @@
-// "0.7 web_*.bin 0.3 code_*.bin": numbers and patterns in turn, apart by blanks.
+// "0.7 web_*.bin 0.3 code_*.bin": numbers and patterns alternating, separated by spaces.
 #pragma once
 
 #include <charconv>
@@ -8,7 +8,7 @@
 
 namespace sheaf::models {
 
-/// The words of a text, apart by blanks.
+/// The words of a text, separated by spaces.
 inline std::vector<std::string> words_of(const std::string& text) {
   std::istringstream in(text);
   std::vector<std::string> words;

@@ -20,28 +20,28 @@ struct Plan {
   Tape tape;               ///< of a step in which prefetch knows the order (the second and later); with train.compile, of the
                            ///< program
   MemoryLedger::Peak peak;  ///< requested from the allocator at the peak of such a step, on this rank
-  MemoryLedger::Peak host_peak;  ///< of the host's memory that a GPU uses besides its own (train.offload_...)
+  MemoryLedger::Peak host_peak;  ///< of the host memory that a GPU uses in addition to its own (train.offload_...)
   Tape outer;              ///< of an outer step, where there are islands
   int64_t parameters = 0;  ///< elements of the whole model
   int64_t trained = 0;     ///< of them those that are not frozen
   int64_t state_bytes = 0; ///< masters and the optimizer's state on this rank, the outer one's included
   int64_t outer_state_bytes = 0;
   RankTimes times;         ///< how long its nodes take, if a machine was given; times.tape is not set
-  std::vector<NodeId> turns;  ///< the first node of each turn of the rank's stage, and of what follows the last
-  int64_t micro_batch_bytes = 0;  ///< what the tokens of each micro-batch take
+  std::vector<NodeId> turns;  ///< the first node of each turn of the rank's stage, and of the part after the last
+  int64_t micro_batch_bytes = 0;  ///< the memory of the tokens of each micro-batch
 };
 
-/// What rank `rank` of `world` does on `device`, which need not exist here. `threads` is the number of compute threads per
-/// rank, on which a CPU's workspaces depend; `comm` the kind of its communicators ("shm", "gloo", "local", "nccl"; within a
-/// job also "shm+gloo", for the hosts of this job), on which their staging depends. Of a GPU's memory it counts what Sheaf
-/// asks for: the driver and NCCL take more.
+/// The plan of rank `rank` of `world` on `device`, which need not exist here. `threads` is the number of compute threads per rank, on
+/// which a CPU's workspaces depend; `comm` the kind of its communicators ("shm", "gloo", "local", "nccl"; within a job also
+/// "shm+gloo", for the hosts of this job), on which their staging depends. Of a GPU's memory it counts what Sheaf allocates: the
+/// driver and NCCL use more.
 Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, int threads, const std::string& comm,
                Device device = {}, const Machine* machine = nullptr);
-/// The same on a GPU, for a stand-in, with only the bytes of the peaks; `look` at it while the rank is joined to its
+/// The same on a GPU, for a stand-in, with only the bytes of the peaks; `look` is called with it while the rank is joined to its
 /// meshes.
 Plan plan_stand_in(const TrainConfig& config, int64_t vocab, int rank, int world, const StandIn& stand_in,
                    const std::function<void(const Plan&)>& look);
-/// Ranks with the largest peaks: the first of each stage of a pipeline, and its last where that is another.
+/// Ranks with the largest peaks: the first of each pipeline stage, and its last if that is another.
 std::vector<int> ranks_that_hold_most(const TrainConfig& config, int world);
 constexpr int64_t kNoRecompute = -1;
 /// What "fit" becomes with `blocks` whole blocks, or kNoRecompute.
@@ -55,9 +55,9 @@ TrainConfig fit_recompute(const TrainConfig& config, int64_t vocab, int world, i
 std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int world, int threads,
                                 const std::string& comm, Device device = {});
 
-/// Throws OutOfMemory if a step's use of the host's memory cannot fit: on CPUs if the peaks of all ranks of this host
-/// together are more than the host, or this process's control group, has; on GPUs if what they offload is. To be called
-/// before anything is allocated: afterwards the system would kill the process.
+/// Throws OutOfMemory if a step's use of host memory cannot fit: on CPUs if the peaks of all ranks of this host together are more
+/// than the host, or this process's control group, has; on GPUs if their offloaded memory is. Call it before anything is allocated:
+/// afterwards the system would kill the process.
 void check_memory(const TrainConfig& config, int64_t vocab, const World& world);
 
 }  // namespace sheaf::models

@@ -1,5 +1,5 @@
-// What config.json says of attention, rotary positions and experts, as one architecture or another has them: each of these reads some keys
-// into a model's options, and refuses what Sheaf does not compute.
+// Reading attention, rotary positions and experts from config.json, in the forms of different architectures: each function reads some
+// keys into a model's options, and refuses what Sheaf does not compute.
 #pragma once
 
 #include <functional>
@@ -10,16 +10,16 @@
 
 namespace sheaf::models {
 
-/// How rotary positions are scaled, and their base: of all layers or, as Gemma 3 has them (by_layer), of those that see all tokens and
-/// of those with a window, whose base is written to `window_theta`. The part of a head that is rotated is written to `part`, where a
-/// model may rotate less than all.
+/// The scaling of rotary positions, and their base: of all layers or, as in Gemma 3 (by_layer), of those that see all tokens and of
+/// those with a window, whose base is written to `window_theta`. The rotated part of a head is written to `part`, if a model may
+/// rotate less than all.
 void read_rotary(const ConfigReader& r, ModelConfig& m, bool by_layer, double& window_theta, double* part);
 
 /// m.rotary_dim, of this part of a head; m.head_dim is known.
 void read_rotated_part(const ConfigReader& r, double part, ModelConfig& m);
 
-/// Writes which layers see only `window` keys, as the file lists them or, if it does not, by `slides(i)`, to m.window
-/// and m.full_attention_every; `derived` is the key that says it in the latter case.
+/// Writes which layers see only `window` keys, as listed in the file or, if it has no list, by `slides(i)`, to m.window and
+/// m.full_attention_every; `derived` is the key that defines it in the latter case.
 void read_windows(const ConfigReader& r, int64_t window, const char* derived, const std::function<bool(int64_t)>& slides, ModelConfig& m);
 
 /// DeepSeek's latent attention.
@@ -28,7 +28,7 @@ void read_latents(const ConfigReader& r, ModelConfig& m);
 /// The linear attention of Qwen3-Next and Qwen3.5, and in which layers it is.
 void read_linear_attention(const ConfigReader& r, ModelConfig& m);
 
-/// Writes which layers of SmolLM3 have no rotary positions to m.nope_every: as the file lists them or, if it does not, every n-th.
+/// Writes which layers of SmolLM3 have no rotary positions to m.nope_every: as listed in the file or, if it has no list, every n-th.
 void read_nope(const ConfigReader& r, ModelConfig& m);
 
 /// The experts of DeepSeek-V3, which dots.llm1 and GLM-4.5 share, and those of DeepSeek-V2; a file may say that no layer has any.
@@ -37,7 +37,7 @@ void read_deepseek_experts(const ConfigReader& r, const std::string& type, Model
 /// Mixtral's experts.
 void read_mixtral_experts(const ConfigReader& r, ModelConfig& m);
 
-/// OLMoE's experts, which are as wide as other models' MLPs are said to be.
+/// OLMoE's experts, whose width has the key of other models' MLPs.
 void read_olmoe_experts(const ConfigReader& r, ModelConfig& m);
 
 /// Qwen3's experts, and those of Qwen3-Next and Qwen3.5, with shared ones.

@@ -1,4 +1,4 @@
-// The names that published weights have, and those of ours: one table, for reading and for writing.
+// The names of published tensors and of ours: one table, for reading and for writing.
 #pragma once
 
 #include <map>
@@ -12,8 +12,8 @@
 
 namespace sheaf::models {
 
-/// A published tensor: some or all rows of one of ours. Or a part of one: where it holds several of ours, or their rows with gaps,
-/// several of these entries follow each other, with its name and shape.
+/// A published tensor: some or all rows of one of ours. Or a part of one: if it holds several of ours, or their rows with gaps,
+/// several consecutive entries have its name and shape.
 struct PublishedTensor {
   std::string name;         ///< "transformer.h.0.attn.c_attn.weight"; in MXFP4 the prefix of "_blocks" and "_scales"
   Shape shape;              ///< as published
@@ -21,28 +21,28 @@ struct PublishedTensor {
   int64_t first_row = 0;    ///< of ours
   bool transposed = false;  ///< [in, out]: ours is [out, in]
   bool more_rows = false;   ///< it may have more rows than we use: positions
-  bool above_one = false;   ///< ours is one more: factors of Gemma's and Qwen3-Next's norms, which are published as what they are above 1
+  bool above_one = false;   ///< ours is one more: factors of Gemma's and Qwen3-Next's norms, which are published minus 1
   int64_t mtp_layer = -1;   ///< number of the MTP layer that it belongs to
-  bool repeats = false;     ///< another tensor says the same: each MTP layer has the table and the head
-  Shape part = {};          ///< for a part: the published shape of what it holds of ours
-  int64_t first = 0;        ///< and where in the tensor its first element is; of the others,
-  int64_t run = 1;          ///< this many are side by side,
+  bool repeats = false;     ///< a duplicate of another tensor: each MTP layer has the table and the head
+  Shape part = {};          ///< for a part: the published shape of ours
+  int64_t first = 0;        ///< and the offset of its first element in the tensor; of the others,
+  int64_t run = 1;          ///< this many are contiguous,
   int64_t step = 1;         ///< and the next ones begin `step` times as far on
   bool mxfp4 = false;       ///< its values are in MXFP4 (PublishedSource); `shape` is theirs
 
   int64_t rows() const { return held()[transposed ? 1 : 0]; }                              ///< of ours
   int64_t row_size() const { return held().rank() == 2 ? held()[transposed ? 0 : 1] : 1; }  ///< elements
   const Shape& held() const { return part.rank() ? part : shape; }
-  /// Where in the tensor element i of what it holds of ours is.
+  /// The offset in the tensor of element i of ours.
   int64_t place(int64_t i) const { return first + i / run * run * step + i % run; }
 };
 
-/// What the shape of a model leaves open of its tensors.
+/// Properties of the tensors that the model's shape does not determine.
 struct PublishedForm {
   bool mxfp4 = false;           ///< gpt-oss's experts are in MXFP4, as OpenAI publishes them
-  bool joined_experts = false;  ///< others' are two tensors for all experts, as published Qwen3.5's; else three for each
-  bool fused = false;           ///< queries, keys and values are one tensor, gates and what they multiply another, as Phi-3's
-  bool linear_apart = false;    ///< linear attention's queries, keys and values, gates and rates have tensors of their own, as Qwen3.5's
+  bool joined_experts = false;  ///< experts are two tensors for all of them, as in published Qwen3.5; else three per expert
+  bool fused = false;           ///< queries, keys and values are one tensor, gate and up another, as Phi-3's
+  bool linear_apart = false;    ///< linear attention's queries, keys and values, gates and rates are separate tensors, as Qwen3.5's
 
   /// The form of files with these names.
   static PublishedForm of(const std::map<std::string, const SafetensorsFile*, std::less<>>& tensors);
@@ -62,7 +62,7 @@ std::vector<PublishedTensor> published_tensors(const ModelConfig& model, const P
 /// The tensor that only an MTP layer has, number `layer` of all layers.
 std::string mtp_mark(int64_t layer);
 
-/// What names begin with: "transformer." or "model."; files of the model without its head lack it.
+/// The prefix of names: "transformer." or "model."; files of the model without its head lack it.
 std::string_view published_prefix(const ModelConfig& model);
 
 /// Whether a tensor of this name (with prefix) is not the model's: masks, frequencies, a head that is tied but written anyway,

@@ -1,4 +1,4 @@
-// What config.json of published weights says, key by key.
+// Reads a published config.json, key by key.
 #pragma once
 
 #include <string>
@@ -25,7 +25,7 @@ class ConfigReader {
     if (!json_.is_object()) fail<CheckpointError>("[weights] ", file, " is not a JSON object");
   }
 
-  /// An object inside, whose keys are reported with its own.
+  /// A nested object, whose keys are reported with its own.
   ConfigReader object(const char* key) const {
     const Json* inside = find(key);
     if (!inside || !inside->is_object()) refuse(key, "expected an object");

@@ -1,4 +1,4 @@
-// Elements of ours in published files: side by side, every second one, in MXFP4, or in FP8.
+// Reads elements of ours from published files: contiguous, every second one, in MXFP4, or in FP8.
 #pragma once
 
 #include <algorithm>
@@ -12,22 +12,22 @@
 
 namespace sheaf::models {
 
-/// MXFP4 (OCP Microscaling Formats 1.0), as gpt-oss is published in: 32 neighbouring values of a row are 16 bytes of "_blocks", each of
-/// which has two numbers of four bits (E2M1), the first in its low half, and a byte of "_scales", the exponent of 2 that all of them are
-/// multiplied by, plus 127.
+/// MXFP4 (OCP Microscaling Formats 1.0), as in gpt-oss's published weights: 32 consecutive values of a row are 16 bytes of "_blocks",
+/// each with two numbers of four bits (E2M1), the first in its low half, and a byte of "_scales": all are multiplied by 2 to the
+/// power of that byte minus 127.
 inline constexpr int64_t kMxfp4Block = 32;
 
-/// Where a tensor of the table, or a part of one, is.
+/// The location of a tensor of the table, or of a part of one.
 struct PublishedSource {
   PublishedTensor tensor;
   const SafetensorsFile* file = nullptr;
   std::string name;     ///< in the file; in MXFP4 that of the blocks
-  DType dtype = kF32;   ///< of values as they are read; f32 for MXFP4, whose values it holds, and for FP8
+  DType dtype = kF32;   ///< of values after reading; f32 for MXFP4 and FP8
   const SafetensorsFile* scales_file = nullptr;  ///< in MXFP4 and FP8
   std::string scales = {};
   Fp8Block fp8 = {};    ///< in FP8
 
-  /// Elements [begin, end) of what it holds of ours, in their order there, with the values that ours have.
+  /// Reads elements [begin, end) of ours, in their order in the file, as our values.
   template <class T>
   void read(int64_t begin, int64_t end, T* out) const {
     const PublishedTensor& t = tensor;
@@ -63,7 +63,7 @@ struct PublishedSource {
     else return static_cast<T>(static_cast<float>(x));
   }
 
-  /// Of the tensor's flat index `first`, first + step, ..
+  /// Elements at `first`, first + step, .. of the tensor's flat index.
   template <class T>
   void read_every(int64_t step, int64_t first, int64_t count, T* out) const {
     if (step == 1 && dtype == dtype_of<T>) return fetch(first, first + count, out);
