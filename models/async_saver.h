@@ -1,14 +1,14 @@
-// Saving while training goes on: a copy of the state is made, and written by a thread of its own.
+// Saving while training continues: a copy of the state is made, and written by a separate thread.
 //
 //   models::AsyncSaver saver(world);
 //   ...
 //   saver.save("out/run", step, model, {&optimizer});  // returns when the copy is made
-//   saver.check();                                     // now and then: throws what went wrong with the writing
+//   saver.check();                                     // now and then: throws an error of the writing
 //   ...
 //   saver.finish();                                    // committed
 //
-// The writing sends nothing to other ranks: each rank's part is in the pending folder when it is done, and rank 0 commits
-// when it sees all of them. So no collective of a step ever meets one of a save.
+// The writing thread sends nothing to other ranks: each rank's part is in the pending folder when it is done, and rank 0 commits when
+// it sees all of them. So collectives of a step and of a save never mix.
 #pragma once
 
 #include <atomic>
@@ -22,9 +22,9 @@
 
 namespace sheaf::models {
 
-/// One save at a time. Holds a copy of what its rank saves, in memory of the host, from the first save on. Not thread-safe.
-/// Its destructor waits for this rank's part of a save under way, and gives the save up if others lack theirs then: a
-/// program that runs to its end calls finish() before.
+/// One save at a time. Holds a copy of what its rank saves, in host memory, from the first save on. Not thread-safe. Its destructor
+/// waits for this rank's part of a save in progress, and abandons the save if other ranks' parts are missing then: a program that
+/// ends normally calls finish() before.
 class AsyncSaver {
  public:
   explicit AsyncSaver(World& world) : world_(world) {}
@@ -51,7 +51,7 @@ class AsyncSaver {
   HostCopy copy_;
   std::thread thread_;
   std::atomic<bool> given_up_ = false, all_written_ = false;  // what rank 0, which waits for the others' parts, is told
-  std::mutex mutex_;  // of what follows
+  std::mutex mutex_;  // guards the following members
   std::condition_variable changed_;
   Progress progress_ = Progress::over;
   std::exception_ptr error_;

@@ -1,4 +1,4 @@
-// What a rank holds of a batch of samples: some of its rows, and where sequences are cut some tokens of each.
+// A rank's part of a batch of samples: some of its rows and, if sequences are sharded, some tokens of each.
 #pragma once
 
 #include <functional>

@@ -1,4 +1,4 @@
-// How a configuration cuts a model's blocks into the stages of a pipeline, and in which order these take turns.
+// How a configuration divides a model's blocks into pipeline stages, and the order of their turns.
 #pragma once
 
 #include "sheaf/distributed/pipeline.h"
@@ -6,9 +6,9 @@
 
 namespace sheaf::models {
 
-/// How many blocks the head and its loss, and MTP layers, count as where blocks are cut into stages: sharding.pipeline_head or, if that is
-/// negative, as many as have as many operations (flops.h), in all of them with those that train.recompute block repeats. `vocab` replaces a
-/// model.vocab of 0.
+/// How many blocks the head and its loss, and MTP layers, count for when blocks are divided into stages: sharding.pipeline_head or,
+/// if that is negative, the number with as many operations (flops.h), including those that train.recompute block repeats. `vocab`
+/// replaces a model.vocab of 0.
 double head_in_blocks(const TrainConfig& config, int64_t vocab);
 
 /// The turns of stage `stage` of `stages`, as sharding.pipeline_schedule says (ConfigError if it is unknown), with

@@ -1,6 +1,6 @@
-// StepInputs: what changes from step to step (samples, the state that keys random numbers, the optimizer's scalars),
-// side by side in one block of memory. One copy brings it to a GPU, to the same place every time: there a captured
-// step finds the inputs of the next one.
+// StepInputs: the data that change from step to step (samples, the state that keys random numbers, the optimizer's scalars), in one
+// block of memory. One copy brings it to a GPU, to the same address every time: a captured step finds the inputs of the next one
+// there.
 #pragma once
 
 #include <vector>
@@ -19,19 +19,19 @@ class StepInputs {
     Tensor random_state;     ///< i64 [3]: see Recording::random_state
   };
 
-  /// Memory on `device` for a step of `config`, whose optimizer reads `scalars` numbers. All axes of the mesh cut the rows,
-  /// except "context" and "model", which cut the sequences, and "stage": tokens are on its first rank, targets on its last.
+  /// Memory on `device` for a step of `config`, whose optimizer reads `scalars` numbers. All axes of the mesh shard the rows, except
+  /// "context" and "model", which shard the sequences, and "stage": tokens are on its first rank, targets on its last.
   StepInputs(const TrainConfig& config, const Mesh& mesh, Device device, int64_t scalars);
 
   /// Samples [first, first + batch) of the run, by micro-batch.
   void set_samples(int64_t first, const FillBatch& fill);
-  /// Everything for step `step`, whose first sample is `first`; `targets` of its targets count, on all ranks.
+  /// All inputs of step `step`, whose first sample is `first`; `targets` of its targets count, on all ranks.
   void set_step(int64_t step, int64_t first, const FillBatch& fill, const std::vector<double>& scalars, double targets);
 
   int64_t num_micro_batches() const { return static_cast<int64_t>(samples_.size()); }
   int64_t num_rows() const;  ///< of all micro-batches, on all ranks
   const MicroBatch& micro_batch(int64_t i) const { return there_.micro_batches[i]; }
-  /// What one micro-batch takes of the memory that holds all of them.
+  /// One micro-batch's share of the memory that holds all of them.
   int64_t bytes_of_micro_batch(int64_t i) const;
   const Tensor& scalars() const { return there_.scalars; }
   /// f64: targets of the step that count.
@@ -53,7 +53,7 @@ class StepInputs {
   std::vector<Samples> samples_;  // of the micro-batches
   int64_t scalar_count_, seed_;
   Block there_;
-  Block here_;  // the host's, where that is another one
+  Block here_;  // the host's, if that is a separate one
 };
 
 }  // namespace sheaf::models

@@ -1,4 +1,4 @@
-// StepNews: what ranks tell each other after a step: how much memory it took, and whether somebody wants the run to end.
+// StepNews: what ranks tell each other after a step: how much memory it took, and whether a rank was asked to end the run.
 #pragma once
 
 #include <algorithm>
@@ -9,15 +9,14 @@
 
 namespace sheaf::models {
 
-/// It is sent while they go on, so that nobody waits for it in a step that is not logged.
+/// It is sent asynchronously, so that a step that is not logged does not wait for it.
 class StepNews {
  public:
-  /// `lane`: null where there is one rank.
+  /// `lane`: null if there is one rank.
   StepNews(Communicator* lane, int rank, int world)
       : lane_(lane), rank_(static_cast<size_t>(rank)), values_(2 * static_cast<size_t>(world)) {}
   StepNews(const StepNews&) = delete;
-  // A lane uses our memory until its transfer is over. Every rank that ran the step takes part, whatever happens
-  // here.
+  // A lane uses our memory until its transfer is over. Every rank that ran the step takes part, whatever happens on this one.
   ~StepNews() {
     try {
       sent_.sync();

@@ -8,13 +8,13 @@
 
 namespace sheaf::models {
 
-/// Notes what this rank, or its GPU, does from its construction on, and how much of its memory is alive (Profile).
+/// Records, from its construction on, what this rank, or its GPU, does, and how much of its memory is alive (Profile).
 class StepProfile {
  public:
   explicit StepProfile(World& world) : world_(world), begin_(profile_.settle()) {}
 
-  /// Ends it; collective. Rank 0 writes all ranks' time lines to `path` (TraceEvents), and gets a line for people: what the
-  /// largest shares of its own thread's time, or its GPU's, were. Throws IoError.
+  /// Ends it; collective. Rank 0 writes all ranks' time lines to `path` (TraceEvents), and gets a readable line with the largest
+  /// shares of its own thread's time, or its GPU's. Throws IoError.
   std::string write(const std::string& path);
 
  private:

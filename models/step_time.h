@@ -1,5 +1,5 @@
-// What a training step is estimated to take on machines that need not be there: each rank's tape, planned on the meta device,
-// and the clock (autograd/clock.h) with a machine's rates (distributed/machine.h).
+// Estimates the time of a training step on machines that need not be present: from each rank's tape, planned on the meta device, and
+// the clock (autograd/clock.h) with a machine's rates (distributed/machine.h).
 #pragma once
 
 #include <string>
@@ -12,30 +12,31 @@
 
 namespace sheaf::models {
 
-/// Seconds are those of the slowest of the planned ranks: one of each stage of a pipeline, the last of its ranks, which has the
-/// largest parts. All other ranks are assumed to be as far as these are.
+/// Seconds are those of the slowest of the planned ranks: one of each pipeline stage, the last of its ranks, which has the largest
+/// parts. All other ranks are assumed to take equally long.
 struct StepTime {
   double seconds = 0;
-  double computing = 0;      ///< of these, seconds in which the compute lane is at work
+  double computing = 0;      ///< of these, seconds in which the compute lane is busy
   int64_t peak_bytes = 0;    ///< of the planned ranks
-  int64_t host_bytes = 0;    ///< of the host's memory, of a rank
-  int64_t received = 0;      ///< bytes, of the rank that receives most
+  int64_t host_bytes = 0;    ///< of host memory, of a rank
+  int64_t received = 0;      ///< bytes, of the rank that receives the most
   /// What the compute lane of that rank waits for, by name ("all_gather", "send", ...), the longest first.
   std::vector<std::pair<std::string, double>> waits;
 };
 
 enum class Planning {
-  /// Of equal micro-batches each kind of turn once (the first, one between two others, the last, ...), and of equal stages one;
-  /// the rest repeats. Repetition is verified as far as it was planned; where it does not hold, all turns are planned.
+  /// Plans each kind of turn once if micro-batches are equal (the first, one between two others, the last, ...), and one of equal
+  /// stages; the rest is assumed to repeat. Repetition is verified within the planned part; if it does not hold, all turns are
+  /// planned.
   shorter,
   whole,  ///< every turn of every stage
 };
 
-/// For a GPU step; with islands an outer step's share is added to each. Throws what plan_step() throws. Both plannings give the
-/// same.
+/// For a GPU step; with islands a share of the outer step is added to each. Throws what plan_step() throws. Both kinds of planning
+/// give the same result.
 StepTime time_step(const TrainConfig& config, int64_t vocab, int world, const Machine& machine,
                    Planning planning = Planning::shorter);
-/// As peak_bytes, but for the first rank of each stage, which may hold what is on one rank alone.
+/// As peak_bytes, but for the first rank of each stage, which may hold values that are on one rank only.
 int64_t peak_of_first_ranks(const TrainConfig& config, int64_t vocab, int world, const Machine& machine,
                             Planning planning = Planning::shorter);
 /// The same as a trace (to_trace) of the planned ranks, planned whole.

@@ -1,4 +1,4 @@
-// Sequences of token ids: memory-mapped files and tokenized text behind one value.
+// Sequences of token ids: memory-mapped files and tokenized texts as one type.
 #pragma once
 
 #include <cstdint>
@@ -17,14 +17,14 @@ namespace sheaf::models {
 /// Target of a position that does not count.
 inline constexpr int32_t kIgnoreIndex = -1;
 
-/// A token of an example: an id and, in the top bit, that it is only read, as a prompt is, and not learned as a target.
+/// A token of an example: an id and, in the top bit, a flag that it is input only, like a prompt, and not learned as a target.
 using MarkedToken = uint32_t;
 inline constexpr MarkedToken kReadOnly = 0x80000000;
 
 /// A read-only sequence of token ids, 16 or 32 bits each, in mapped files or in memory. A cheap value; thread-safe.
 ///
-/// Some are sequences of examples, such as prompts with their answers: each ends with the token example_end(), which is nowhere else
-/// in it, and some of its tokens are no targets.
+/// Some are sequences of examples, such as prompts with their answers: each ends with the token example_end(), which does not occur
+/// elsewhere in it, and some of its tokens are not targets.
 class Tokens {
  public:
   Tokens() = default;
@@ -43,7 +43,7 @@ class Tokens {
   static Tokens open(const std::string& path, int64_t vocab);
   /// Takes ids from memory; every one must be below `vocab`. `name` is for messages.
   static Tokens from_ids(std::span<const int32_t> ids, int64_t vocab, std::string name);
-  /// The same of examples, which end with `end`.
+  /// The same for examples, which end with `end`.
   static Tokens from_examples(std::span<const MarkedToken> tokens, int32_t end, int64_t vocab, std::string name);
 
   int64_t size() const { return size_; }
@@ -52,21 +52,21 @@ class Tokens {
   const std::string& name() const { return name_; }
   /// The token that ends an example; none if these are not examples.
   std::optional<int32_t> example_end() const { return example_end_; }
-  /// Files that were opened; what came from memory counts as one.
+  /// Number of opened files; tokens from memory count as one.
   int64_t num_files() const;
   /// Copies tokens [begin, begin + count) to `dst`; throws DataError for an id outside the vocabulary.
   void copy(int64_t begin, int64_t count, int32_t* dst) const;
-  /// The same as targets: kIgnoreIndex for tokens that are only read.
+  /// The same as targets: kIgnoreIndex for input-only tokens.
   void copy_targets(int64_t begin, int64_t count, int32_t* dst) const;
-  /// Reads all tokens once and returns XXH3-128 of the ids as int32, however and in however many files they are stored;
-  /// of examples, of MarkedTokens and example_end(). Throws DataError at the first one outside the vocabulary. Gives the pages back as it goes.
+  /// Reads all tokens once and returns XXH3-128 of the ids as int32, independent of the number and format of files; for examples, of
+  /// MarkedTokens and example_end(). Throws DataError at the first one outside the vocabulary. Releases pages as it goes.
   std::string check_all() const;
-  /// The tokens [begin, end) as a sequence of their own; positions in messages stay those of the file.
+  /// The tokens [begin, end) as a separate sequence; positions in messages remain those of the file.
   Tokens slice(int64_t begin, int64_t end) const;
 
  private:
-  struct Part;  // a file, or what came from memory
-  /// Calls f(part, first, count) for the parts that hold tokens [begin, begin + count), `first` counting in the part.
+  struct Part;  // a file, or tokens from memory
+  /// Calls f(part, first, count) for the parts that hold tokens [begin, begin + count); `first` is relative to the part.
   template <class F>
   void for_each_part(int64_t begin, int64_t count, F f) const;
   enum class Form { ids, targets, marked };
@@ -76,19 +76,20 @@ class Tokens {
   std::shared_ptr<const std::vector<Part>> parts_;
   std::string name_;
   int64_t size_ = 0, vocab_ = 0;
-  int64_t first_ = 0;  // where our token 0 is in the parts together
+  int64_t first_ = 0;  // the index of our token 0 in the concatenated parts
   std::optional<int32_t> example_end_;
 };
 
-/// The token that ends examples in those that hold some; none if none does. Throws ConfigError if they differ.
+/// The token that ends examples, for the sequences of examples among these; none if there are none. Throws ConfigError if they
+/// differ.
 std::optional<int32_t> common_example_end(std::span<const Tokens> all);
 
-/// Whether a file begins like llm.c's, or like one of examples.
+/// Whether a file has the header of llm.c's, or of a file of examples.
 bool is_token_file(const std::string& path);
 
-/// Writes a token file piece by piece: in the llm.c form, uint16 if `vocab` is at most 65,536, else uint32; or a file of examples, if these
-/// have an end. It appears at finish(), by a rename, or not at all; leftovers of a process that was killed are removed. Everything here
-/// throws IoError.
+/// Writes a token file piece by piece: in the llm.c form, uint16 if `vocab` is at most 65,536, else uint32; or a file of examples, if
+/// `example_end` is given. It appears at finish(), by a rename, or not at all; leftovers of a killed process are removed. All
+/// functions throw IoError.
 class TokenFileWriter {
  public:
   /// Throws DataError for an invalid vocabulary.
@@ -105,14 +106,14 @@ class TokenFileWriter {
   int64_t size() const { return size_; }
 
  private:
-  std::string path_, pending_;  // pending_ is empty once the file is there
-  std::unique_ptr<FileLock> lock_;  // of pending_, by which others know that somebody writes it
+  std::string path_, pending_;  // pending_ is empty once the file exists
+  std::unique_ptr<FileLock> lock_;  // of pending_: tells other processes that it is being written
   int64_t vocab_, size_ = 0;
   std::optional<int32_t> example_end_;
   FileWriter file_;
 };
 
-/// Writes such a file at once.
+/// Writes a whole token file.
 void write_token_file(const std::string& path, std::span<const int32_t> ids, int64_t vocab);
 
 }  // namespace sheaf::models

@@ -10,16 +10,16 @@
 
 namespace sheaf::models {
 
-/// One sequence of tokens, or several with weights. Which of them a sample comes from is a pure function of the sample's
-/// number: nothing has a position that could be lost. Any run of consecutive samples has each source's share to within a
-/// few samples, so every batch is mixed alike.
+/// One sequence of tokens, or several with weights. The source of a sample is a pure function of the sample's number: there is no
+/// position that could be lost. Any run of consecutive samples has each source's share to within a few samples, so every batch has
+/// the same mixture.
 class TokenMixture {
  public:
   struct Source {
     Tokens tokens;
     double weight = 1;  ///< above 0; shares are weights over their sum
   };
-  /// A sample: the `index`-th of those that come from sources()[source], both from 0.
+  /// A sample: the `index`-th one from sources()[source], both from 0.
   struct Place {
     int source;
     int64_t index;
@@ -30,18 +30,17 @@ class TokenMixture {
   /// Throws ConfigError for no sources, or a weight that is not a finite number above 0.
   explicit TokenMixture(std::vector<Source> sources);
 
-  /// What Tokens::open takes or, if no file has that name, weights and such patterns in turn, separated by blanks:
-  /// "0.7 web_*.bin 0.3 code_*.bin". Throws DataError as Tokens::open, ConfigError for weights without a pattern.
+  /// An argument of Tokens::open or, if no file has that name, weights and such patterns alternating, separated by spaces: "0.7
+  /// web_*.bin 0.3 code_*.bin". Throws DataError as Tokens::open, ConfigError for weights without a pattern.
   static TokenMixture open(const std::string& text, int64_t vocab);
 
   const std::vector<Source>& sources() const { return sources_; }
   /// Of source s, in (0, 1].
   double share(int s) const;
-  /// Which source sample number `sample` of a run comes from.
+  /// The source of sample number `sample` of a run.
   Place place(int64_t sample) const;
 
-  /// The token that ends examples in those sources that hold some; none if none does. Throws ConfigError if they
-  /// differ.
+  /// The token that ends examples in those sources that hold some; none if none does. Throws ConfigError if they differ.
   std::optional<int32_t> example_end() const;
   /// Tokens of all sources.
   int64_t size() const;
@@ -54,7 +53,7 @@ class TokenMixture {
  private:
   std::string name_;
   std::vector<Source> sources_;
-  std::vector<uint64_t> splits_;  // of those samples that no earlier source takes, this one's share, in units of 2^-64
+  std::vector<uint64_t> splits_;  // this source's share of the samples that no earlier source takes, in units of 2^-64
 };
 
 }  // namespace sheaf::models

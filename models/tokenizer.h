@@ -21,14 +21,14 @@ class Tokenizer {
   virtual int64_t vocab_size() const = 0;
   /// The vocabulary a model must have: without the last special tokens, which models without images may lack (Gemma 3's smallest).
   virtual int64_t least_vocab() const { return vocab_size(); }
-  /// Throws DataError naming what cannot be encoded and its byte offset; `origin` names the text in it.
+  /// Throws DataError naming the part that cannot be encoded and its byte offset; `origin` names the text in it.
   virtual std::vector<int32_t> encode(std::string_view text, std::string_view origin = "text") const = 0;
-  /// The same for a text that goes on where another one was cut.
+  /// The same for a text that continues one that was split by cut().
   virtual std::vector<int32_t> encode_more(std::string_view text, std::string_view origin = "text") const {
     return encode(text, origin);
   }
-  /// The tokens of a text whose author may write special tokens by their names, as a chat's frame does; `first`: nothing is before it.
-  /// Throws DataError also for a special token that takes away blanks next to it (lstrip, rstrip in a tokenizer.json).
+  /// The tokens of a text that may contain special tokens by name, as a chat's frame does; `first`: nothing precedes it. Throws
+  /// DataError also for a special token that removes adjacent spaces (lstrip, rstrip in a tokenizer.json).
   virtual std::vector<int32_t> encode_special(std::string_view text, bool first, std::string_view origin = "text") const {
     return first ? encode(text, origin) : encode_more(text, origin);
   }
@@ -38,18 +38,18 @@ class Tokenizer {
   }
   /// The special token of that name, which encode_special() finds.
   virtual std::optional<int32_t> special_token(std::string_view /*name*/) const { return std::nullopt; }
-  /// The tokens of one text after another, each followed by end_of_text() where there is one.
+  /// The tokens of the texts, one after another, each followed by end_of_text() if there is one.
   virtual std::vector<int32_t> encode_documents(std::span<const std::string> texts, std::string_view origin = "text") const;
   /// Throws DataError for an id outside the vocabulary.
   virtual std::string decode(std::span<const int32_t> tokens) const = 0;
   /// The same for tokens that follow others.
   virtual std::string decode_more(std::span<const int32_t> tokens) const { return decode(tokens); }
-  /// The token that stands between documents, which no text contains.
+  /// The token between documents, which no text contains.
   virtual std::optional<int32_t> end_of_text() const { return std::nullopt; }
-  /// The first place from `at` on where a text may be cut: its tokens are those of encode() of the first part and
-  /// encode_more() of the second. By default its end.
+  /// The first offset from `at` on where a text may be split: its tokens are those of encode() of the first part and encode_more() of
+  /// the second. By default its end.
   virtual size_t cut(std::string_view text, size_t /*at*/) const { return text.size(); }
-  /// From this tokenizer_from_json() makes an equal tokenizer.
+  /// tokenizer_from_json() creates an equal tokenizer from this.
   virtual Json to_json() const = 0;
 };
 
@@ -59,9 +59,9 @@ std::shared_ptr<const Tokenizer> make_char_tokenizer(std::string_view corpus, st
 /// One token per byte, 256 in all: encodes anything.
 std::shared_ptr<const Tokenizer> make_byte_tokenizer();
 
-/// One that needs no text to be made from: "byte", or "gpt2", "llama3" (bpe_tokenizer.h) or "huggingface"
-/// (huggingface_tokenizer.h) from the published files in `folder`. Throws ConfigError for another name or without a
-/// folder, DataError for what is wrong in the files.
+/// A tokenizer that does not depend on a text: "byte", or "gpt2", "llama3" (bpe_tokenizer.h) or "huggingface"
+/// (huggingface_tokenizer.h) from the published files in `folder`. Throws ConfigError for another name or without a folder, DataError
+/// for invalid files.
 std::shared_ptr<const Tokenizer> open_tokenizer(const std::string& name, const std::string& folder = "");
 
 /// {"kind": "char", "characters": "..."}, {"kind": "byte"}, or those of bpe_tokenizer.h and huggingface_tokenizer.h. Throws

@@ -20,26 +20,26 @@
 namespace sheaf::models {
 
 struct TrainOptions {
-  bool resume = false;  ///< continue from the newest whole checkpoint, from the start where there is none
-  /// Called with each progress line for people, on rank 0.
+  bool resume = false;  ///< continue from the newest whole checkpoint, from the start if there is none
+  /// Called with each console progress line, on rank 0.
   std::function<void(const std::string&)> print = [](const std::string&) {};
-  /// Called with each line of warning, on the rank that notices what is wrong.
+  /// Called with each warning, on the rank that notices the problem.
   std::function<void(const std::string&)> warn = [](const std::string&) {};
 };
 
 struct TrainReport {
   int64_t steps = 0;             ///< of the whole run
-  int64_t done = 0;              ///< of them, here and before a resumption
-  int64_t steps_here = 0;        ///< that ran in this process: those before are a resumed run's
+  int64_t done = 0;              ///< of them, in this process and before a resumption
+  int64_t steps_here = 0;        ///< that ran in this process, without those before a resumption
   int stopped_by = 0;            ///< signal that ended it after step `done`, which is saved; the same on all ranks; 0: none
   double train_loss = 0;
   double val_loss = 0;           ///< of all validation sets together
   std::vector<std::pair<std::string, double>> val_losses;  ///< of each that has a name
   std::vector<std::pair<std::string, ChoiceAccuracy>> accuracies;  ///< of each set of questions (data.choices), by its name
-  std::optional<BestState> best;  ///< with output.keep_best: the lowest, here or before a resumption
+  std::optional<BestState> best;  ///< with output.keep_best: the lowest, in this process or before a resumption
   int64_t peak_bytes = 0;        ///< of this rank, in the last step
-  std::vector<int64_t> peaks;    ///< of every rank; empty if no step ran here
-  Tape tape;                     ///< of the last step that ran here
+  std::vector<int64_t> peaks;    ///< of every rank; empty if no step ran in this process
+  Tape tape;                     ///< of the last step that ran in this process
   double seconds = 0;
 };
 
@@ -50,20 +50,20 @@ std::string accuracies_by_name(const TrainReport& report);
 
 class Trainer {
  public:
-  /// Reads the corpus, builds the model, fills it from published weights or a checkpoint, and finds out whether checkpoints can be written; collective. Rank 0 locks the
-  /// output folder for as long as this lives. Throws ConfigError, also where another run has the folder, DataError,
-  /// IoError, OutOfMemory where a step cannot fit.
+  /// Reads the corpus, builds the model, fills it from published weights or a checkpoint, and checks whether checkpoints can be
+  /// written; collective. Rank 0 locks the output folder for as long as this lives. Throws ConfigError, also if another run has the
+  /// folder, DataError, IoError, OutOfMemory if a step cannot fit.
   Trainer(const TrainConfig& config, World& world, Device device, const TrainOptions& options = {});
 
-  /// Trains to the end, or until `signal`, asked after every step, returns on some rank the number of a signal to end the run:
-  /// then all ranks stop after the same step and save it. Collective. Throws NonFiniteError when the loss or the gradient is
-  /// not finite in a step that is logged or saved: no checkpoint ever holds the result of such a step. In f16 such a step is
-  /// skipped, and only many of them, one after another at the smallest loss scale, are an error.
+  /// Trains to the end, or until `signal`, called after every step, returns on some rank the number of a signal to end the run: then
+  /// all ranks stop after the same step and save it. Collective. Throws NonFiniteError if the loss or the gradient is not finite in a
+  /// step that is logged or saved: no checkpoint ever holds the result of such a step. In f16 such a step is skipped, and only many
+  /// consecutive ones at the smallest loss scale are an error.
   TrainReport run(const std::function<int()>& signal = [] { return 0; });
 
   TrainingStep& step() { return *step_; }
   const Corpus& corpus() const { return corpus_; }
-  /// The given configuration, completed by the data: the vocabulary, and the token that keeps documents apart.
+  /// The given configuration, completed by the data: the vocabulary, and the token that separates documents.
   const TrainConfig& config() const { return config_; }
   const TrainingWindows& windows() const { return windows_; }
   const std::vector<Validation>& validation() const { return validation_; }
@@ -93,8 +93,8 @@ class Trainer {
   TrainOptions options_;
   Corpus corpus_;
   SplitState train_data_, val_data_;
-  std::optional<PublishedFiles> files_;  ///< that config.model.weights names, until they are read
-  PublishedText files_text_;             ///< next to them, until it is asked for
+  std::optional<PublishedFiles> files_;  ///< named by config.model.weights, until they are read
+  PublishedText files_text_;             ///< next to them, until it is used
   std::string files_text_error_;         ///< why it could not be read
   std::optional<WeightsState> weights_;  ///< that the run started from
   TrainingWindows windows_;

@@ -37,16 +37,16 @@ inline void append_utf8(std::string& out, uint32_t point) {
   }
 }
 
-/// Bytes of the longest valid text that `text` begins with.
+/// Bytes of the longest valid prefix of `text`.
 size_t valid_utf8_prefix(std::string_view text);
 
-/// Makes displayable text from bytes that come in pieces: a character cut off at the end of a piece waits for the next
-/// one, and each byte that belongs to no character is shown as U+FFFD.
+/// Makes displayable text from bytes that arrive in pieces: a character split at the end of a piece waits for the next one, and each
+/// byte that belongs to no character is shown as U+FFFD.
 class Utf8Assembler {
  public:
-  /// What can be shown now.
+  /// The text that can be shown now.
   std::string add(std::string_view piece);
-  /// What still waited.
+  /// The rest.
   std::string finish();
 
  private:

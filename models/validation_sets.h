@@ -1,4 +1,4 @@
-// ValidationSets: the sequences that a model is validated on, each by itself.
+// ValidationSets: the sequences that a model is validated on, each separately.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +21,9 @@ class ValidationSets {
   ValidationSets() = default;
   ValidationSets(Tokens tokens) : name_(tokens.name()), sets_{{"", std::move(tokens)}} {}  // NOLINT: one is a case of several
 
-  /// What Tokens::open takes or, if no file has that name, names and such patterns, separated by blanks: "web=web_*.bin chat=chat.bin".
-  /// Throws DataError as Tokens::open, ConfigError for a name twice, or one that is not made of letters, digits, - and _.
+  /// An argument of Tokens::open or, if no file has that name, names and such patterns, separated by spaces: "web=web_*.bin
+  /// chat=chat.bin". Throws DataError as Tokens::open, ConfigError for a name twice, or one with other characters than letters,
+  /// digits, - and _.
   static ValidationSets open(const std::string& text, int64_t vocab);
 
   const std::vector<Set>& sets() const { return sets_; }
@@ -40,7 +41,7 @@ class ValidationSets {
   std::vector<Set> sets_;
 };
 
-/// Their windows, and what became of them.
+/// Their windows, and the results.
 struct Validation {
   std::string name;
   SequentialWindows windows;

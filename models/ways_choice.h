@@ -1,4 +1,4 @@
-// A way to share a training step out, as the options that say it: what find_ways() (ways.h) searches among.
+// A way to distribute a training step, as its options: what find_ways() (ways.h) searches.
 #pragma once
 
 #include <compare>

@@ -10,12 +10,12 @@
 
 namespace sheaf::models {
 
-/// For one thread. Each word has one line where it can be.
+/// For one thread. Each word has one possible line.
 class WordCache {
  public:
   explicit WordCache(size_t text_bytes) : lines_(std::bit_ceil(std::clamp<size_t>(text_bytes / 16, 16, 1 << 14))) {}
 
-  /// Appends the tokens of `word`, from here or else from encode(word, out).
+  /// Appends the tokens of `word`, cached or from encode(word, out).
   template <class F>
   void append(std::string_view word, std::vector<int32_t>& out, F&& encode) {
     if (word.size() > sizeof(Line::word)) return encode(word, out);

@@ -15,7 +15,7 @@ class WordTable {
  public:
   struct Entry {
     uint64_t hash = 0;
-    int64_t count = 0;  ///< 0: nothing is here
+    int64_t count = 0;  ///< 0: the entry is free
     std::string_view word;
   };
 
@@ -43,7 +43,7 @@ class WordTable {
   size_t size_ = 0;
 };
 
-/// Takes memory for the distinct words, whatever the texts' size. Words of one byte are left out: nothing joins in them.
+/// Takes memory for the distinct words, whatever the texts' size. Words of one byte are skipped: they have nothing to merge.
 class WordCounts {
  public:
   explicit WordCounts(const WordPattern& pattern) : pattern_(pattern), shards_(kShards) {}
@@ -52,7 +52,7 @@ class WordCounts {
   void add(std::string_view text);
   /// Distinct words.
   int64_t size() const;
-  /// Calls f(word, count) for all of them, in no order that means anything.
+  /// Calls f(word, count) for all of them, in unspecified order.
   template <class F>
   void for_each(F&& f) const {
     for (const Shard& shard : shards_)

@@ -1,4 +1,4 @@
-// WordPattern: the regular expressions by which byte-pair tokenizers cut a text into words. Tokens never cross words.
+// WordPattern: the regular expressions by which byte-pair tokenizers split a text into words. Tokens never cross words.
 #pragma once
 
 #include <string>
@@ -18,13 +18,13 @@ class WordPattern {
   static const WordPattern* of_expression(std::string_view expression);
   /// "gpt2", "llama3", "qwen2", "tekken" or "o200k"; null for another name.
   static const WordPattern* of_name(std::string_view name);
-  /// The expression as it is published.
+  /// The published expression.
   std::string_view published() const;
 
   WordPattern(const WordPattern&) = delete;
   WordPattern& operator=(const WordPattern&) = delete;
 
-  /// Calls f(word) for the words of `text`, which must be valid UTF-8: one after the other, nothing left out.
+  /// Calls f(word) for the words of `text`, which must be valid UTF-8: consecutive, covering all of it.
   template <class F>
   void for_each_word(std::string_view text, F&& f) const {
     const Match match(*this);
@@ -45,7 +45,7 @@ class WordPattern {
     ~Match();
     Match(const Match&) = delete;
     Match& operator=(const Match&) = delete;
-    /// Where the word that begins at `at` ends.
+    /// The end of the word that begins at `at`.
     size_t end(std::string_view text, size_t at) const;
 
    private:
@@ -57,9 +57,8 @@ class WordPattern {
   bool jit_ = false;
 };
 
-/// The first place from `at` on where a word of all patterns ends, whatever follows: the words of a text are then
-/// those of its two parts. text.size() if there is none. It is between a character and a space, or after a line
-/// break.
+/// The first offset from `at` on where a word of all patterns ends, whatever follows: the words of a text are then those of its two
+/// parts. text.size() if there is none. It is between a character and a space, or after a line break.
 size_t safe_cut(std::string_view text, size_t at);
 
 }  // namespace sheaf::models
