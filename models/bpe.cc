@@ -132,9 +132,8 @@ Bpe Bpe::of_ranks(std::vector<std::string> tokens, int64_t ordinary) {
     for (const auto& [pair, id] : pairs) bpe.add_join(pair, static_cast<uint32_t>(id), id);
   };
   join_all(found);
-  // Until a token is whole, what is joined within its bytes does not depend on what surrounds them. So of the pairs that
-  // make it, only one ever comes up, and the others would only slow the table down. If none does, it is made from whole
-  // words alone.
+  // Until a token is complete, merges within its bytes do not depend on the surrounding text. So of the pairs whose merge gives it,
+  // only one ever occurs, and the others would only slow down the table. If none occurs, the token arises from whole words alone.
   std::vector<std::pair<BpePair, int32_t>> last;
   Scratch scratch;
   std::vector<int32_t> parts;
@@ -198,7 +197,7 @@ BpePair Bpe::join(std::string_view word, Scratch& s, std::vector<int32_t>& out) 
     s.queue.pop_back();
     const auto i = static_cast<int32_t>(best & UINT32_MAX);
     Scratch::Part& part = parts[i];
-    if (part.rank != best >> 32) continue;  // joined in the meantime, with something else
+    if (part.rank != best >> 32) continue;  // merged with another part in the meantime
     Scratch::Part& next = parts[part.next];
     last = {part.id, next.id};
     part.id = find_join(part.id, next.id).id;

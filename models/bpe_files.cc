@@ -16,7 +16,7 @@ std::string file_in(const std::string& folder, const char* first, const char* se
   return path_exists(path) ? path : folder + "/" + first;
 }
 
-// Calls f; what it throws gets `where` before it.
+// Calls f; adds `where` in front of the messages of its errors.
 template <class F>
 auto at_place(const std::string& where, F&& f) {
   try {
@@ -38,7 +38,7 @@ void for_each_line(std::string_view text, F&& f) {
   }
 }
 
-// Tokens that come in any order, into the order of their ids: each id from 0 on once.
+// Tokens in any order, sorted by id: each id from 0 on once.
 class ById {
  public:
   explicit ById(size_t count) : tokens_(count), taken_(count) {}

@@ -1,11 +1,11 @@
-// [Note: the words as an array] Each byte of each word has a place in one array, and between two words there is one more. A
-// token's id is at its first place and at its last, so that both neighbours of a token are found in one step. No place ever
-// moves: a pair only needs to know where its left tokens begin. A place is stale once the tokens there are others; they
-// only grow, so it never becomes valid again.
+// [Note: the words as an array] Each byte of each word has a place in one array, with one separating place between two words. A
+// token's id is at its first place and at its last, so that both neighbours of a token are found in one step. Places never move: a
+// pair only needs to know where its left tokens begin. A place is stale once other tokens are there; tokens only grow, so it never
+// becomes valid again.
 //
-// [Note: one pair a token] Until a token is whole, nothing joins across the ends of its bytes; so what joins within them is
-// the same wherever they occur, and all of its places become the token in one pass, from one pair. Hence a pair that is new
-// with a token has all of its places at once: from then on its count only falls, which the queue relies on.
+// [Note: one pair a token] Until a token is complete, nothing merges across the ends of its bytes; so merges within them are the same
+// wherever these bytes occur, and all occurrences become the token in one pass, from one pair. Hence a pair with a new token has all
+// of its places at once: from then on its count only decreases, which the queue relies on.
 #include "sheaf/models/bpe_merges.h"
 
 #include <algorithm>
@@ -22,7 +22,7 @@ namespace {
 constexpr int32_t kNone = -1;
 using Places = std::vector<uint32_t>;
 
-/// The words, as the tokens that they consist of so far.
+/// The words, as their current tokens.
 class Words {
  public:
   explicit Words(const WordCounts& counts) {
@@ -41,16 +41,15 @@ class Words {
     });
   }
 
-  /// The token that begins at a place where one does, or ends before it; kNone at a word's ends. See [Note: the words as
-  /// an array].
+  /// The token that begins at this place, or ends before it; kNone at a word's ends. See [Note: the words as an array].
   int32_t beginning_at(uint32_t place) const { return places_[place].token; }
   int32_t ending_before(uint32_t place) const { return places_[place - 1].token; }
   uint32_t size() const { return static_cast<uint32_t>(places_.size()); }
-  /// How often the word of this place occurs in the texts.
+  /// How often this place's word occurs in the texts.
   int64_t count_at(uint32_t place) const { return counts_[places_[place].word]; }
-  /// Prefetches a place that will soon be looked at.
+  /// Prefetches a place that will be read soon.
   void fetch(uint32_t place) const { __builtin_prefetch(&places_[place]); }
-  /// Makes one token of the two that meet at `middle`.
+  /// Replaces the two tokens that meet at `middle` by one.
   void join(uint32_t begin, uint32_t middle, uint32_t end, int32_t token) {
     places_[middle - 1].token = places_[middle].token = kNone;
     places_[begin].token = places_[end - 1].token = token;
@@ -73,7 +72,7 @@ struct Pair {
   Places places;  // ascending; some are stale
 };
 
-/// A pair in the queue, with its count at the time it was put there.
+/// A pair in the queue, with its count when it was inserted.
 struct Candidate {
   int64_t count;
   BpePair tokens;
@@ -81,11 +80,11 @@ struct Candidate {
   bool operator<(const Candidate& o) const { return count != o.count ? count < o.count : tokens > o.tokens; }
 };
 
-/// What a pass found on one side of the token that it makes, by the neighbour there.
+/// Changes on one side of the new token during a pass, by neighbour.
 class Neighbours {
  public:
   struct Found {
-    int64_t lost = 0, won = 0;  // of the pair that was there before, and of the one with the new token
+    int64_t lost = 0, won = 0;  // of the former pair, and of the one with the new token
     bool any = false;
     Places places;              // of the new one
   };
@@ -95,7 +94,7 @@ class Neighbours {
     return found;
   }
   void add_token() { found_.emplace_back(); }
-  /// Calls f(token, found) and forgets all.
+  /// Calls f(token, found) for each and clears them.
   template <class F>
   void take(F&& f) {
     for (const int32_t token : tokens_) {
@@ -157,11 +156,11 @@ class Learner {
     }
   }
 
-  /// A pair that is new, with all of its places. It will never have more, so one that is too rare is forgotten.
+  /// A new pair, with all of its places. It will never have more, so one that is too rare is dropped.
   void put_pair(BpePair tokens, const Neighbours::Found& found) {
     if (found.won < least_) return;
     const auto number = static_cast<int32_t>(pairs_.size());
-    pairs_.push_back({tokens, found.won, Places(found.places.begin(), found.places.end())});  // no more memory than it takes
+    pairs_.push_back({tokens, found.won, Places(found.places.begin(), found.places.end())});  // without spare capacity
     index_.add(tokens, number);
     queue_.push({found.won, tokens, static_cast<uint32_t>(number)});
   }
@@ -189,11 +188,11 @@ class Learner {
     });
   }
 
-  /// Joins the two wherever they occur; notes what was next to them and what is now.
+  /// Merges the two wherever they occur; records the former neighbours and the new ones.
   void join_places(int32_t left, int32_t right, int32_t token, const Places& places) {
     const uint32_t to_middle = length(left), to_end = length(token);
     uint32_t last_end = 0;
-    constexpr size_t kAhead = 16;  // most are somewhere else in memory
+    constexpr size_t kAhead = 16;  // most are elsewhere in memory
     for (size_t i = 0; i < places.size(); ++i) {
       if (i + kAhead < places.size()) words_.fetch(places[i + kAhead]);
       const uint32_t begin = places[i];
@@ -202,7 +201,7 @@ class Learner {
       const int64_t count = words_.count_at(begin);
       const int32_t before = words_.ending_before(begin), after = words_.beginning_at(end);
       words_.join(begin, middle, end, token);
-      if (begin == last_end) {  // after one that was made just now: what that one had on its right is gone again
+      if (begin == last_end) {  // adjacent to the previous new token: undoes what was recorded on its right
         right_.of(left).won -= count;
         Neighbours::Found& found = left_.of(token);
         found.won += count;

@@ -88,7 +88,7 @@ class BpeTokenizer : public Tokenizer {
         });
   }
 
-  // Bytes that are not UTF-8 are words of their own.
+  // Bytes that are not UTF-8 are separate words.
   void encode_part(std::string_view text, WordCache& cache, Bpe::Scratch& scratch, std::vector<int32_t>& out) const {
     const auto encode = [&](std::string_view word, std::vector<int32_t>& to) { bpe_.encode(word, scratch, to); };
     while (!text.empty()) {

@@ -10,7 +10,7 @@
 namespace sheaf::models {
 namespace {
 
-// Unicode's White_Space and the separators U+001C to U+001F: what Python's strip() takes away, and so do templates.
+// Unicode's White_Space and the separators U+001C to U+001F: what Python's strip(), and so templates, remove.
 bool is_blank(uint32_t c) {
   return (c >= 0x09 && c <= 0x0D) || (c >= 0x1C && c <= 0x20) || c == 0x85 || c == 0xA0 || c == 0x1680 || (c >= 0x2000 && c <= 0x200A) ||
          c == 0x2028 || c == 0x2029 || c == 0x202F || c == 0x205F || c == 0x3000;
@@ -47,7 +47,7 @@ std::vector<Message> messages_of(const Json& list, std::string_view origin, std:
   return messages;
 }
 
-// Puts special tokens and texts one after another; neighbouring texts are encoded as one, if both are learned or neither is.
+// Concatenates special tokens and texts; adjacent texts are encoded as one, if both are learned or neither is.
 class ChatFormat::Writer {
  public:
   Writer(const Tokenizer& tokenizer, std::string_view origin) : tokenizer_(tokenizer), origin_(origin) {}
@@ -111,7 +111,7 @@ void ChatFormat::open_turn(const std::string& role, Writer& out) const {
 }
 
 void ChatFormat::check_turns(std::span<const Message> messages, std::string_view origin) const {
-  // The roles that published templates know: a misspelt one would be read but never learned.
+  // The roles of published templates: a misspelt one would be read but never learned.
   constexpr std::string_view kRoles[] = {"system", "user", "assistant", "tool", "developer", "ipython"};
   for (const auto& [role, content] : messages)
     check<DataError>(std::ranges::find(kRoles, role) != std::end(kRoles), "[chat] ", origin, ": the role ", json_string(role),
@@ -128,7 +128,7 @@ std::vector<MarkedToken> ChatFormat::encode(std::span<const Message> messages, s
   check_turns(messages, origin);
   Writer out(tokenizer_, origin);
   out.special(frame_.begin, kReadOnly);
-  std::string before;  // what goes into the next turn
+  std::string before;  // prepended to the next turn
   for (const auto& [role, content] : messages) {
     if (frame_.alternates && role == "system") {
       before = content + "\n\n";

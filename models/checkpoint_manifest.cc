@@ -12,25 +12,25 @@ constexpr int64_t kMaxElements = int64_t{1} << 56;
 
 bool is_whole(const Shape& shape, const Runs& runs) { return runs == Runs::of({0, shape.numel()}); }
 
-// Whether a tensor of `elements` elements has these; computes nothing that could overflow.
+// Whether these are elements of a tensor of `elements` elements; computes nothing that could overflow.
 bool is_inside(const Runs& runs, int64_t elements) {
   const auto [begin, size, count, stride] = runs;
   if (begin < 0 || size < 0 || begin > elements || size > elements) return false;
   if (runs.is_interval()) return size <= elements - begin;
-  // Part of each of some rows, as cut columns are.
+  // The same part of several rows, as of sharded columns.
   return count > 1 && 0 < size && size < stride && stride <= elements && elements % stride == 0 &&
          begin % stride + size <= stride && count <= elements / stride - begin / stride;
 }
 
-// Runs as messages show them.
+// Runs as shown in messages.
 std::string shown(const Runs& runs) {
   if (runs.is_interval()) return str("elements ", runs.begin, " to ", runs.begin + runs.size);
   return str(runs.count, " runs of ", runs.size, " elements, ", runs.stride, " apart, from element ", runs.begin);
 }
 
-// [Note: coverage] The parts are blocks of a matrix whose rows are as long as the parts' stride. From top to bottom, the
-// columns that blocks fill change only where one begins or ends. So it is enough to look at those rows, and no block is
-// ever taken apart: a part of 2^50 runs costs as much as one of two.
+// [Note: coverage] The parts are blocks of a matrix whose rows are as long as the parts' stride. From top to bottom, the columns that
+// blocks cover change only where one begins or ends. So it is enough to check those rows, without splitting blocks: a part of 2^50
+// runs costs as much as one of two.
 void check_covered(const std::string& name, const Checkpoint::TensorInfo& info) {
   const int64_t elements = info.shape.numel(), row_size = info.row ? info.row : elements;
   if (elements == 0) return;
@@ -47,7 +47,7 @@ void check_covered(const std::string& name, const Checkpoint::TensorInfo& info) 
     }
   std::ranges::stable_sort(events, {}, [](const Event& e) { return std::pair(e.row, e.begins); });
 
-  std::map<int64_t, int64_t> filled;  // column → end, of blocks that are in this row
+  std::map<int64_t, int64_t> filled;  // column → end, of blocks that cover this row
   int64_t columns = 0;                // their number
   const auto at = [&](int64_t row, int64_t column) {
     return str("tensor ", json_string(name), ": element ", row * row_size + column);

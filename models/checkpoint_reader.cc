@@ -1,4 +1,4 @@
-// Reading the tensors of an open checkpoint: what was written in one cut, read in any other.
+// Reading the tensors of an open checkpoint, written with any sharding, in any other.
 #include <algorithm>
 #include <cstring>
 #include <queue>
@@ -10,10 +10,10 @@
 namespace sheaf::models {
 namespace {
 
-constexpr int64_t kGap = 1 << 13;     // bytes: a gap between two rows that costs less to read than to skip
+constexpr int64_t kGap = 1 << 13;     // bytes: gaps between rows up to this are read, as that costs less than skipping
 constexpr int64_t kBuffer = 1 << 18;  // bytes
 
-// Rows of equal length, in elements: where the first is and how far apart they are.
+// Rows of equal length, in elements: where the first is and their distance.
 struct Rows {
   int64_t at, stride;
 };
@@ -66,7 +66,7 @@ void Checkpoint::read(std::string_view name, const Runs& runs, void* dst) {
   check<CheckpointError>(0 <= runs.begin && 0 <= runs.size && last <= elements, "[checkpoint] '", path_, "': elements ",
                          runs.begin, " to ", last, " of ", name, " ", info.shape, " asked for");
   if (runs.numel() == 0) return;
-  // As blocks of a matrix: what is asked for and each part are then a few blocks.
+  // As blocks of a matrix: the request and each part are then a few blocks.
   const int64_t row_size = info.row ? info.row : runs.is_interval() ? elements : runs.stride;
   const auto element = static_cast<int64_t>(size_of(info.dtype));
   for (const MatrixBlock& wanted : blocks_of(runs, row_size)) {
@@ -91,7 +91,7 @@ void Checkpoint::read(std::string_view name, const Runs& runs, void* dst) {
 std::vector<std::span<const std::byte>> Checkpoint::data(std::string_view name) {
   const TensorInfo& info = at(name);
   struct Next {
-    int64_t begin;  // of the run that is next in its part
+    int64_t begin;  // of the next run in its part
     size_t part;
     int64_t run;
     bool operator>(const Next& o) const { return begin > o.begin; }

@@ -24,7 +24,7 @@ Json file_note(const std::string& file, const FileDigest& digest) {
   return Json::Object{{"name", file}, {"bytes", digest.bytes}, {"xxh3", digest.xxh3}};
 }
 
-// What a rank wrote, for rank 0 to put into the manifest; goes through the file system like the shards themselves.
+// A rank's entries for the manifest, which rank 0 writes; passed through the file system like the shards themselves.
 Json shard_note(const std::vector<CheckpointPiece>& pieces, int rank, const std::string& file, const FileDigest& digest) {
   Json::Array tensors;
   for (const auto& piece : pieces) {
@@ -95,7 +95,7 @@ PendingCheckpoint PendingCheckpoint::begin(const std::string& folder, int64_t st
   PendingCheckpoint p{folder, step, group.rank, group.world, ""};
   saving(p.target(), [&] {
     if (p.rank == 0) p.pending = begin_folder(p.target());
-    group.barrier();  // The folder is there, and it is the only one of its kind.
+    group.barrier();  // The folder exists, and it is the only one of its kind.
     if (p.rank != 0) p.pending = pending_folder(p.target());
   });
   return p;
@@ -105,8 +105,8 @@ void PendingCheckpoint::write(const std::vector<CheckpointPiece>& pieces) const 
   saving(target(), [&] {
     const std::string file = shard_name(rank, world);
     const FileDigest digest = write_shard(pending + "/" + file, pieces, *this);
-    // A rank that sees the note can read all of it, and may commit the folder, which is then another one: nothing comes after
-    // it.
+    // A rank that sees the note can read all of it, and may commit the folder, which then has another name: this must be the last
+    // step.
     const std::string part = note(rank) + ".part";
     write_file(part, shard_note(pieces, rank, file, digest).dump());
     rename_path(part, note(rank));
@@ -124,7 +124,7 @@ void PendingCheckpoint::commit(const Json& state, int64_t keep) const {
     for (int r = 0; r < world; ++r) notes.push_back(note(r));
     write_manifest(pending, notes, step, state);
     commit_folder(pending, target());
-    // Later steps, if there are any, belong to a future that was given up because it was broken: they do not count.
+    // Later steps, if there are any, belong to a history that was abandoned because it was broken: they do not count.
     std::vector<int64_t> steps = list_steps(folder);
     std::erase_if(steps, [&](int64_t other) { return other > step; });
     for (size_t i = static_cast<size_t>(keep); keep > 0 && i < steps.size(); ++i) remove_folder(step_folder(folder, steps[i]));
@@ -137,7 +137,7 @@ void save_checkpoint(const std::string& folder, int64_t step, const std::vector<
   p.write(pieces);
   group.barrier();  // All shards are on disk.
   if (p.rank == 0) p.commit(state, keep);
-  group.barrier();  // Committed: no rank goes on before.
+  group.barrier();  // Committed: no rank returns before.
 }
 
 void Checkpoint::parse(const Json& manifest) {
@@ -202,7 +202,7 @@ std::optional<Checkpoint> Checkpoint::open_newest(const std::string& folder,
       reason = error.what();
     }
     if (group.all_true(candidate.has_value())) return candidate;
-    // One line is enough: rank 0's, or else one from the ranks that know the reason.
+    // One line is enough: rank 0's, or else one from each of the ranks that know the reason.
     const bool first_knows = !group.all_true(group.rank != 0 || reason.empty());
     if (!reason.empty() && (group.rank == 0 || !first_knows))
       warn(str("checkpoint '", path, "' is broken and is not used: ", reason));

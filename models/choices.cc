@@ -16,7 +16,7 @@
 namespace sheaf::models {
 namespace {
 
-constexpr size_t kBlock = size_t{16} << 20;  // bytes that are read at a time
+constexpr size_t kBlock = size_t{16} << 20;  // bytes read at a time
 
 struct Texts {
   std::string prompt;
@@ -89,7 +89,7 @@ std::vector<ChoiceRow> encoded(const Texts& texts, const Tokenizer& tokenizer, s
   return rows;
 }
 
-// If it does not fit, the last tokens stay. The first one is never predicted.
+// If it does not fit, keeps the last tokens. The first one is never predicted.
 bool shorten(ChoiceRow& row, int64_t most) {
   const int64_t over = std::ssize(row.tokens) - most;
   if (over <= 0) return false;

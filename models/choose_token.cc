@@ -13,8 +13,7 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// Logits with a NaN or +inf have neither a softmax nor a likeliest token. -inf is allowed: that is how a token is
-// forbidden.
+// Logits with a NaN or +inf have neither a softmax nor a likeliest token. -inf is allowed: it forbids a token.
 void require_numbers(std::span<const double> logits, int64_t position, size_t prompt) {
   const bool none = std::ranges::all_of(logits, [](double logit) { return logit == -kInfinity; });
   const auto wrong = std::ranges::find_if(logits, [](double logit) { return std::isnan(logit) || logit == kInfinity; });
@@ -24,8 +23,8 @@ void require_numbers(std::span<const double> logits, int64_t position, size_t pr
                             : str("the logit of token ", wrong - logits.begin(), " is ", std::isnan(*wrong) ? "nan" : "inf"));
 }
 
-// `u` is uniform in [0, 1). Sorting a whole vocabulary may take longer than the model: a draw among all tokens goes through them by
-// their ids, and a restricted one sorts only as far as it must.
+// `u` is uniform in [0, 1). Sorting a whole vocabulary may take longer than the model: a draw among all tokens iterates over them by
+// id, and a restricted one sorts only as far as necessary.
 int32_t choose(std::span<const double> logits, const GenerateConfig& config, double u) {
   const auto likeliest = [&] { return static_cast<int32_t>(std::ranges::max_element(logits) - logits.begin()); };
   if (config.temperature <= 0) return likeliest();
@@ -57,7 +56,7 @@ int32_t choose(std::span<const double> logits, const GenerateConfig& config, dou
     }
     ids.resize(count);
   }
-  // The same sum as `total`, and u * total is less than it: what has no weight is never drawn, not even by rounding.
+  // The same sum as `total`, and u * total is less than it: a token without weight is never drawn, not even by rounding.
   double sum = 0;
   for (size_t i = 0; i < ids.size(); ++i)
     if (u * total < (sum += weights[i])) return ids[i];

@@ -1,4 +1,4 @@
-// From tokens through the blocks to logits or a loss, whatever the blocks are.
+// From tokens through the blocks to logits or a loss, for all kinds of blocks.
 #include "sheaf/models/decoder.h"
 
 #include <algorithm>
@@ -15,10 +15,10 @@ namespace {
 
 constexpr double kInitStd = 0.02;
 
-// For the table and for the head.
+// For the embedding and for the head.
 OwnershipMap vocabulary_cut() { return OwnershipMap::even(0); }
 
-// Integers x[B, T], of whole sequences, shifted to those of the tokens `by` further; `fill` where there is none in the same document.
+// Integers x[B, T], of whole sequences, shifted by `by` tokens; `fill` if there is none in the same document.
 Tensor shift_left(const Tensor& x_BT, int64_t by, int64_t fill, const Tensor& begins_BT = {}) {
   const auto shifted = [by = std::min(by, x_BT.size(1))](const Tensor& whole_BT, int64_t none) {
     return pad(slice(whole_BT, 1, by, whole_BT.size(1)), 1, 0, by, static_cast<double>(none));
@@ -27,7 +27,7 @@ Tensor shift_left(const Tensor& x_BT, int64_t by, int64_t fill, const Tensor& be
   return begins_BT ? where(eq(shifted(begins_BT, -1), begins_BT), y_BT, static_cast<double>(fill)) : y_BT;
 }
 
-// x in the stage of a pipeline that y is in.
+// x in the pipeline stage of y.
 Tensor in_stage_of(const Tensor& x, const Tensor& y) {
   Layout to = x.layout();
   for (int a = 0; a < to.num_axes(); ++a)
@@ -116,7 +116,7 @@ Tensor Decoder::loss_of(const Tensor& x_BTC, const Tensor& targets_BT, const Cro
       linear_cross_entropy(region.enter(x_BTC, /*in_pieces=*/false), head_weight(), region.enter(targets_BT), capped));
 }
 
-// Tokens that fill up the end influence only later positions, which have no targets.
+// Padding tokens at the end influence only later positions, which have no targets.
 Tensor Decoder::mtp_losses(nn::Residual stream, const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options) {
   check<ConfigError>(!options.per_target, "[", sizes_.type, "] what MTP layers add to the loss in training belongs to no target: ask for ",
                      "the mean, or call eval()");

@@ -13,9 +13,9 @@ Drafter::Drafter(Decoder& model, int64_t most, int64_t capacity, int64_t vocab)
       caches_(static_cast<size_t>(std::clamp<int64_t>(most, 0, model.num_mtp_layers())), nn::KeyValueCache(capacity)),
       before_(caches_.size()) {}
 
-// At position i layer k reads what the layer before made there, and the token at i + k + 1. So where the model has read n tokens, and one
-// more is known, layer k reads its last k positions, up to n - 1, with tokens that are drafts: it forgets them. Of these the next layer
-// needs only the position before them next time, which was made without drafts.
+// At position i layer k reads the previous layer's output there, and the token at i + k + 1. So if the model has read n tokens, and
+// one more is known, layer k reads its last k positions, up to n - 1, with drafted tokens: it forgets them. Of these the next layer
+// needs only the position before them next time, which was computed without drafts.
 std::vector<int32_t> Drafter::draft(const Tensor& x_BTC, std::span<const int32_t> tokens, int64_t most) {
   const int64_t n = std::ssize(tokens) - 1;
   std::vector<int32_t> all(tokens.begin(), tokens.end());

@@ -17,7 +17,7 @@
 namespace sheaf::models {
 namespace {
 
-constexpr int64_t kUsualContext = 4096;  // models that read more are seldom asked for it, and it takes long
+constexpr int64_t kUsualContext = 4096;  // models with longer contexts are seldom evaluated at them, and it takes long
 
 // Only the tokens to validate on.
 Corpus corpus_of(const DataConfig& data, const SavedModel& saved, bool whole_text) {
@@ -41,7 +41,7 @@ std::vector<AnsweredQuestions> questions_of(const TrainConfig& config, const Sav
                         {.before = saved.text.before, .context = context, .vocab = saved.vocab, .most = config.train.eval_questions});
 }
 
-// For a model that has none of its own.
+// For a model without a tokenizer.
 void take_tokenizer(SavedModel& saved, const DataConfig& data) {
   if (data.tokenizer == DataConfig{}.tokenizer) return;
   check<ConfigError>(!saved.text.tokenizer, "[evaluate] data.tokenizer ", data.tokenizer, ": the model in '", saved.origin, "' has a tokenizer");
@@ -50,7 +50,7 @@ void take_tokenizer(SavedModel& saved, const DataConfig& data) {
                      saved.text.tokenizer->least_vocab(), " tokens, the model ", saved.vocab);
 }
 
-// As the run was trained; as examples are, if all that it is evaluated on are examples; or as the options say.
+// As in training; or as for examples, if all evaluation data are examples; or as the options say.
 void keep_documents_apart(TrainConfig& config, const Corpus& corpus) {
   DataConfig& data = config.data;
   const bool trained_so = config.model.end_of_text >= 0;
@@ -67,10 +67,10 @@ void keep_documents_apart(TrainConfig& config, const Corpus& corpus) {
 
 EvaluationReport evaluate_folder(const std::string& folder, TrainConfig config, World& world, Device device,
                                  const EvaluateOptions& options) {
-  // Before anything that only ranks of one run do together.
+  // Before any call that requires all ranks to be in the same run.
   require_agreement(world, "model", {{"what is in the folder", has_published_weights(folder) ? "published weights" : "a run"}});
   SavedModel saved = open_saved_model("evaluate", folder, checkpoint_group(world));
-  saved.model.mtp_layers = 0;  // nothing reads them
+  saved.model.mtp_layers = 0;  // nothing uses them
   take_tokenizer(saved, config.data);
   saved.quantize("evaluate", config.model.quantize);
   config.model = saved.model;
@@ -97,7 +97,7 @@ EvaluationReport evaluate_folder(const std::string& folder, TrainConfig config, 
   sharded.model->eval();
   for (const nn::Parameter& p : sharded.model->parameters()) report.parameters += p.shape().numel();
 
-  TrainConfig windows = config;  // with the context of what goes through the model, which is made for its own
+  TrainConfig windows = config;  // with the windows' context; the model keeps its own
   windows.model.context = context;
   if (validates) {
     StepInputs inputs(windows, sharded.mesh, device, 0);

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kShortestWindow = 64;
 
-// Tokens that `row` is read from, in the shortest window.
+// The length of the shortest window that holds `row`.
 int64_t window_of(const ChoiceRow& row, const ModelConfig& model) {
   int64_t window = model.context;
   const int64_t tokens = std::ssize(row.tokens) - 1;
@@ -23,7 +23,7 @@ int64_t window_of(const ChoiceRow& row, const ModelConfig& model) {
   return window;
 }
 
-// Inputs and targets, each [context], of a row; without a row nothing counts.
+// Inputs and targets, each [context], of a row; without a row no target counts.
 void fill_window(const ChoiceRow* row, int64_t context, int32_t* inputs, int32_t* targets) {
   std::fill_n(inputs, context, 0);
   std::fill_n(targets, context, kIgnoreIndex);
@@ -37,13 +37,12 @@ void fill_window(const ChoiceRow* row, int64_t context, int32_t* inputs, int32_t
 double loss_over(const SequentialWindows& windows, const ShardedModel& sharded, StepInputs& inputs, bool& first) {
   const auto fill = [&](int64_t begin, int64_t count, int32_t* tokens, int32_t* targets) { windows.fill(begin, count, tokens, targets); };
   double sum = 0;
-  const int64_t rows = inputs.num_rows(), mine = sharded.island() * rows;  // islands take turns
+  const int64_t rows = inputs.num_rows(), mine = sharded.island() * rows;  // islands alternate
   for (int64_t begin = mine; begin < windows.num_windows(); begin += rows * sharded.num_islands()) {
     std::optional<CollectivesInTurn> in_turn;
     if (std::exchange(first, false)) in_turn.emplace();
     inputs.set_samples(begin, fill);
-    // In the micro-batches of training, added in their order, so that a world of k ranks gives the bits of one rank with k
-    // micro-batches.
+    // In the micro-batches of training, added in order, so that k ranks give the bits of one rank with k micro-batches.
     Tensor total;
     for (const Tensor& part : sharded.losses(inputs, {.divide_by = 1})) total = total ? add(total, part) : part;
     sum += redistribute(total, Layout(sharded.mesh.spec, Placement::invariant())).item<double>();

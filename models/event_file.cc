@@ -25,7 +25,7 @@ std::string bytes_of(T value) {
   return {reinterpret_cast<const char*>(&value), sizeof value};
 }
 
-// What protocol buffers are made of: fields, each its number and wire type, then its value.
+// The encoding of protocol buffers: fields, each its number and wire type, then its value.
 std::string varint(uint64_t value) {
   std::string out;
   for (; value >= 0x80; value >>= 7) out += static_cast<char>(value | 0x80);

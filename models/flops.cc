@@ -8,8 +8,8 @@ namespace sheaf::models {
 
 namespace {
 
-// Keys that a token sees, in the mean over blocks [begin, end): all of them, or what masks leave in the mean over all tokens, a diagonal
-// counted half. Linear attention has none.
+// Keys that a token sees, averaged over blocks [begin, end): all of them, or those that masks leave, averaged over all tokens, a
+// diagonal counted half. Linear attention has none.
 double keys_seen(const ModelConfig& m, int64_t begin, int64_t end, CountAttention attention) {
   const auto context = static_cast<double>(m.context);
   double all = 0;
@@ -22,8 +22,8 @@ double keys_seen(const ModelConfig& m, int64_t begin, int64_t end, CountAttentio
   return all / static_cast<double>(end - begin);
 }
 
-// Of a block: the elements of its matrices, the sum of their rows and columns, and the elements of queries and of values that meet each
-// key; for linear attention, what meets the states: a key, what it writes, and a query.
+// For a block: the elements of its matrices, the sum of their rows and columns, and the elements of queries and of values that are
+// multiplied with each key; for linear attention, those that are multiplied with the states: a key, its update, and a query.
 struct Attention {
   double weights = 0, sides = 0, of_a_key = 0, of_states = 0;
   void multiply(int64_t in, int64_t out) {
@@ -74,15 +74,15 @@ FlopsOfParts flops_of_parts(const TrainConfig& config, CountAttention attention)
   double linear = 0;
   for (int64_t i = 0; i < m.layers; ++i) linear += is_linear_block(m, i) ? 1 / of(m.layers) : 0;
   const Attention full = attention_of(m), attention_of_a_block = mean_of(full, linear_attention_of(m), linear);
-  // Of a block's MLPs, in the mean over blocks of which `mixtures` have mixtures: those that all tokens go through.
+  // For a block's MLPs, averaged over blocks of which `mixtures` have mixtures: those that all tokens pass through.
   const auto mlp_of = [&](double mixtures) { return (1 - mixtures) * of(m.mlp_width) + mixtures * of(m.shared_experts * m.expert_hidden); };
-  // Its matrices: up and down, and Llama's gate; of a mixture, the experts that a token goes through, and their router.
+  // Its matrices: up and down, and Llama's gate; for a mixture, the experts that a token is routed to, and their router.
   const auto block_of = [&](double mixtures, const Attention& attention) {
     const double hidden = mlp_of(mixtures) + mixtures * of(m.experts_per_token * m.expert_hidden);
     return attention.weights + (llama ? 3 : 2) * width * hidden + mixtures * width * of(m.experts + (m.shared_expert_gate ? 1 : 0));
   };
   const double mixtures = m.experts == 0 ? 0.0 : 1.0 - of(std::min(m.dense_layers, m.layers)) / of(m.layers), mlp = mlp_of(mixtures);
-  // Frozen weights have no gradients: two products of three. Adapters' have.
+  // Frozen weights have no gradients: two products of three. Adapters have them.
   double adapters = 0;
   if (m.lora_rank && m.lora_layers != "mlp") adapters += of(m.lora_rank) * attention_of_a_block.sides;
   if (m.lora_rank && m.lora_layers != "attention") {

@@ -23,7 +23,7 @@ void check_chat(const GenerateConfig& config) {
     fail<ConfigError>("[generate] generate.special_tokens: what is said in a chat makes no special tokens: its format does");
 }
 
-// What has been said so far.
+// The conversation so far.
 std::vector<int32_t> encode_chat(const Tokenizer& tokenizer, const GenerateConfig& config, const std::vector<Message>& said, const std::string& origin) {
   std::vector<Message> messages;
   if (!config.system.empty()) messages.push_back({"system", config.system});
@@ -70,7 +70,7 @@ std::vector<int32_t> ends_of(const Tokenizer& tokenizer, const GenerateConfig& c
                         config.end_token);
     ends.push_back(*end);
   }
-  if (config.ignore_end_of_text) return ends;  // a token that is asked for by name is not an end of text
+  if (config.ignore_end_of_text) return ends;  // a token requested by name is not an end of text
   if (const auto end = tokenizer.end_of_text()) ends.push_back(*end);
   ends.insert(ends.end(), further.begin(), further.end());
   if (!config.chat.empty()) ends.push_back(ChatFormat(config.chat, tokenizer).end_of_turn());
@@ -92,7 +92,7 @@ std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt
   const auto made = [&] { return std::ssize(tokens) - std::ssize(prompt); };
   for (int64_t pass = 0; made() < config.tokens; ++pass) {
     const int64_t have = std::ssize(tokens), length = std::min(context, have);
-    // When the window slides, every token in it has another position, and other keys and values: all is computed again.
+    // When the window slides, every token in it has another position, and other keys and values: everything is recomputed.
     if (have > context) cache.clear();
     const int64_t unread = length - cache.length();
     std::optional<CollectivesInTurn> in_turn;
@@ -101,7 +101,7 @@ std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt
     std::vector<int32_t> next_tokens(tokens.end() - unread, tokens.end());
     next_tokens.insert(next_tokens.end(), drafts.begin(), drafts.end());
     const Tensor input = Tensor::from(next_tokens, {1, std::ssize(next_tokens)}).to(device);
-    Tensor x, logits;  // of all that is read, and after the last token and the drafts
+    Tensor x, logits;  // of everything read, and after the last token and the drafts
     if (may_draft) x = model.read(input, cache), logits = model.logits_behind(slice(x, 1, unread - 1, x.size(1)));
     else logits = model.next_logits(input, cache);
     const std::vector<double> rows = logits.to_vector<double>();
@@ -119,7 +119,7 @@ std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt
     }
     cache.shorten(length + right);
     drafts.clear();
-    // All that is read has room in the context, and more tokens are wanted than drafted.
+    // Everything read must fit into the context, and more tokens must be requested than drafted.
     const int64_t room = std::min(context - std::ssize(tokens), config.tokens - made() - 1);
     if (x && room > 0) drafts = drafter.draft(slice(x, 1, 0, unread + right), tokens, room);
   }
@@ -128,7 +128,7 @@ std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt
 
 namespace {
 
-// Its weights are not trained any more, and rest in the dtype in which they are read.
+// Its weights are not trained, and are stored in the dtype in which they are read.
 std::unique_ptr<Decoder> model_of(const SavedModel& saved, const std::string& dtype) {
   auto model = make_language_model(saved.model, saved.vocab, /*frozen=*/true);
   shard(*model, Mesh{}, {.compute_dtype = compute_dtype_from("generate", dtype)});
@@ -158,7 +158,7 @@ void generate_from_folder(const std::string& folder, const GenerateConfig& confi
   saved.load(*model);
   Utf8Assembler text;
   emit(text.add(tokenizer.decode(prompt)));
-  // What is rendered contains what precedes a text.
+  // A rendered chat contains the tokens that precede a text.
   if (config.chat.empty() && !config.special_tokens)
     prompt.insert(prompt.begin(), saved.text.before.begin(), saved.text.before.end());
   generate(*model, prompt, saved.model.context, tokenizer.vocab_size(), config,

@@ -24,7 +24,7 @@
 namespace sheaf::models {
 namespace {
 
-constexpr int64_t kBatchesOfALap = 4;  // of each rank: what is lost if the process is killed, and sorted by length before
+constexpr int64_t kBatchesOfALap = 4;  // of each rank: lost if the process is killed; sorted by length before
 
 struct Line {
   Json members;
@@ -39,7 +39,7 @@ void check_options(const GenerateLinesOptions& o) {
                      json_string(o.field), ": lines need it for what follows a prompt");
 }
 
-// Its members and, as the model reads it, its prompt.
+// Its members and its prompt, as tokens.
 Line read_line(const NumberedLine& one, const SavedModel& saved, const GenerateConfig& config, const GenerateLinesOptions& o) {
   const std::string place = place_of(one.number, o.prompts);
   Line line{Json::parse(one.text, place), {}};
@@ -52,14 +52,14 @@ Line read_line(const NumberedLine& one, const SavedModel& saved, const GenerateC
   const Json* said = line.members.find(o.prompt_field);
   check<DataError>(said != nullptr, "[generate] ", place, " has no member ", json_string(o.prompt_field));
   line.prompt = encode_prompt(*saved.text.tokenizer, config, *said, place);
-  if (config.chat.empty() && !config.special_tokens)  // what is rendered contains what precedes a text
+  if (config.chat.empty() && !config.special_tokens)  // a rendered chat contains the tokens that precede a text
     line.prompt.insert(line.prompt.begin(), saved.text.before.begin(), saved.text.before.end());
   check<DataError>(std::ssize(line.prompt) <= saved.model.context, "[generate] ", place, ": the prompt has ", line.prompt.size(),
                    " tokens, the model's context ", saved.model.context);
   return line;
 }
 
-// All of the file's, in order.
+// All lines of the file, in order.
 std::vector<Line> read_lines(const std::string& text, const SavedModel& saved, const GenerateConfig& config, const GenerateLinesOptions& o) {
   int64_t count = 0;
   const std::vector<NumberedLine> found = numbered_lines(text, count);
@@ -71,7 +71,7 @@ std::vector<Line> read_lines(const std::string& text, const SavedModel& saved, c
   return lines;
 }
 
-// What output line number `i` begins with.
+// The beginning of output line number `i`.
 std::string beginning_of(const std::vector<Line>& lines, int64_t i, const GenerateLinesOptions& o) {
   std::string text = lines[static_cast<size_t>(i / o.samples)].members.dump();
   text.pop_back();
@@ -79,11 +79,10 @@ std::string beginning_of(const std::vector<Line>& lines, int64_t i, const Genera
 }
 
 struct There {
-  int64_t lines = 0, bytes = 0;  ///< whole lines of the output, and theirs
+  int64_t lines = 0, bytes = 0;  ///< whole lines of the output, and their bytes
 };
 
-// What is there already. The rest of a line that a kill cut off is not counted; anything else that does not follow from these prompts is an
-// error.
+// The existing output. A partial line left by a kill is not counted; anything else that does not match these prompts is an error.
 There what_is_there(const std::vector<Line>& lines, const GenerateLinesOptions& o) {
   const std::string text = File::open(o.output).read_all();
   if (text.empty()) return {};
@@ -111,7 +110,7 @@ There what_is_there(const std::vector<Line>& lines, const GenerateLinesOptions& 
   return {count, static_cast<int64_t>(whole)};
 }
 
-// Removes what follows those lines.
+// Truncates the output after those lines.
 void cut_off(const There& there, const std::string& path) {
   std::error_code error;
   if (std::filesystem::file_size(path, error) == static_cast<uintmax_t>(there.bytes)) return;
@@ -122,7 +121,7 @@ void cut_off(const There& there, const std::string& path) {
 // The ranks that each have a share of the lines: all, except those that share layers.
 struct Shares {
   Layout rows;
-  bool speaks = true;  ///< for the ranks that have the same share
+  bool speaks = true;  ///< it represents the ranks that have the same share
   explicit Shares(const Mesh& mesh) : rows(mesh.spec, Placement::shard(0)) {
     if (!mesh.spec || !mesh.spec->has_axis("model")) return;
     rows[mesh.spec->axis("model")] = Placement::replicate();
@@ -136,7 +135,7 @@ struct Shares {
   }
 };
 
-/// What a rank has made of its share.
+/// A rank's results for its share.
 struct Part {
   int64_t begin = 0, tokens = 0, ended = 0;
   std::string lines = {};
@@ -166,7 +165,7 @@ GenerateLinesProgress generate_lines(const std::string& folder, TrainConfig conf
   check_options(options);
   require_agreement(world, "model", {{"what is in the folder", has_published_weights(folder) ? "published weights" : "a run"}});
   SavedModel saved = open_saved_model("generate", folder, checkpoint_group(world));
-  saved.model.mtp_layers = 0;  // batches are not drafted for
+  saved.model.mtp_layers = 0;  // batches do not use drafts
   saved.quantize("generate", config.generate.quantize);
   saved.expect_tokenizer("[generate] ");
   const Tokenizer& tokenizer = *saved.text.tokenizer;
@@ -175,7 +174,7 @@ GenerateLinesProgress generate_lines(const std::string& folder, TrainConfig conf
   const std::vector<int32_t> ends = ends_of(tokenizer, config.generate, saved.text.ends);
   require_agreement(world, "prompts", {{"the model", saved.digest, str("'", saved.origin, "' (XXH3 ", saved.digest, ")")},
                                        {"the prompts", digest_of_text(text).xxh3}});
-  // Rank 0 writes; the others use what it has found.
+  // Rank 0 writes; the others use its findings.
   There there;
   std::optional<FileLock> lock;
   std::optional<AppendFile> out;

@@ -49,16 +49,16 @@ class RowsOfRanks {
   int64_t parts_ = 1;
 };
 
-/// A sequence under way.
+/// A sequence in progress.
 struct Row {
   std::span<const int32_t> prompt;
   int64_t sample = 0;          ///< its number among all
   int64_t most = 0;            ///< tokens that it may have
-  Continuation* to = nullptr;  ///< null: it only makes the numbers on all ranks equal
+  Continuation* to = nullptr;  ///< null: padding, to make the numbers on all ranks equal
   bool done = true;
 };
 
-/// Sequences that begin and are read together.
+/// Sequences that are started and read together.
 class Wave {
  public:
   Wave(Decoder& model, const RowsOfRanks& ranks, std::vector<Row> rows, int64_t longest, int64_t most, int64_t vocab,
@@ -82,7 +82,7 @@ class Wave {
   }
 
  private:
-  // After padding, so that all end together.
+  // With padding in front, so that all end together.
   std::vector<int32_t> prompts() {
     std::vector<int32_t> tokens(rows_.size() * static_cast<size_t>(longest_), 0);
     for (size_t i = 0; i < rows_.size(); ++i) {
@@ -126,7 +126,7 @@ class Wave {
     return next;
   }
 
-  // Only as many as some rank has under way.
+  // Keeps only as many as the rank with the most has in progress.
   void keep(int64_t count, std::vector<int32_t>& tokens) {
     std::vector<int64_t> order(rows_.size());
     std::iota(order.begin(), order.end(), 0);
@@ -141,7 +141,7 @@ class Wave {
     take_those(rows_), take_those(tokens), take_those(begins_);
   }
 
-  // Finished sequences do so with each token: then they cost little, and never get too long.
+  // Finished sequences begin anew with each token: so they cost little, and never get too long.
   void begin_anew() {
     if (std::ranges::none_of(rows_, &Row::done)) return;
     for (size_t i = 0; i < rows_.size(); ++i)

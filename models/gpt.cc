@@ -1,4 +1,4 @@
-// GPT-2: its blocks, and how tokens become what they read.
+// GPT-2: its blocks, and the embedding of tokens.
 #include "sheaf/models/gpt.h"
 
 #include "sheaf/models/attention_window.h"

@@ -11,7 +11,7 @@
 namespace sheaf::models {
 namespace {
 
-// A value of the file and where it is; null is the same as nothing.
+// A value of the file and its path; null is treated as absent.
 class Node {
  public:
   Node(const Json& json, std::string where, std::string key = "")
@@ -61,7 +61,7 @@ class Node {
     return found ? found->flag() : otherwise;
   }
   std::string type() const { return at("type").text(); }
-  /// Refuses a key that says something else.
+  /// Refuses a key with any other value.
   void must_be(const char* key, const Json& value, std::string_view reason) const {
     if (const auto found = find(key); found && !(found->json() == value)) found->refuse(reason);
   }
@@ -80,7 +80,7 @@ class Node {
   std::string where_, key_;
 };
 
-/// The steps of a normalizer, pre-tokenizer or decoder: itself, or what a Sequence has, one after the other.
+/// The steps of a normalizer, pre-tokenizer or decoder: itself, or the members of a Sequence, in order.
 std::vector<Node> steps_of(const std::optional<Node>& node, const char* members) {
   if (!node) return {};
   if (node->type() != "Sequence") return {*node};
@@ -103,7 +103,7 @@ class Reader {
   Reader(const Json& json, const std::string& where) : root_(json, where) {}
 
   HuggingFaceFile read() {
-    // The last three say nothing about a text's own tokens.
+    // The last three do not affect a text's own tokens.
     root_.only({"version", "added_tokens", "normalizer", "pre_tokenizer", "decoder", "model", "post_processor", "truncation",
                 "padding"});
     read_model();
@@ -111,7 +111,7 @@ class Reader {
     if (!steps.empty() && steps.back().type() == "ByteLevel") {
       read_bytes(steps);
     } else if (steps.size() == 1 && cuts_at_spaces(steps[0]) && root_.find("normalizer")) {
-      read_characters({});  // of the spaces that it would cut at the normalizer leaves none
+      read_characters({});  // the normalizer leaves none of the spaces at which it would split
     } else {
       if (!steps.empty() && steps.back().type() != "Metaspace")
         steps.back().refuse("Sheaf knows ByteLevel here, and Metaspace");
@@ -354,7 +354,7 @@ class Reader {
   Node root_;
   HuggingFaceFile file_;
   std::unordered_map<std::string, int32_t> ids_;  // of model.vocab
-  std::vector<std::string> names_;                // by id, as they are there
+  std::vector<std::string> names_;                // by id, as in the file
   std::vector<bool> added_;
   bool byte_fallback_ = false;
 };

@@ -17,7 +17,7 @@ Bpe bpe_of(const HuggingFaceFile& file) {
                       : Bpe::of_characters(file.tokens, file.merges, file.bytes);
 }
 
-// Whether joins may reach over a space that follows something else, so that words do not end there.
+// Whether merges may cross a space that follows another character, so that words do not end there.
 bool joins_over_spaces(const HuggingFaceFile& file) {
   for (const std::string& token : file.tokens)
     for (size_t i = 1; i < token.size(); ++i)
@@ -43,7 +43,7 @@ class HuggingFaceTokenizer : public Tokenizer {
     while (std::ranges::any_of(file_.added, [this](const auto& t) { return t.special && t.id == least_vocab_ - 1; })) --least_vocab_;
     const char* const cuts = file_.pattern ? " \n" : " ";  // where words may end
     cuttable_ = !whole_ && !ordinary_.raw.contain_any(cuts) && !ordinary_.normalized.contain_any(cuts);
-    for (const char* name : {"<eos>", "</s>", "<|end_of_text|>", "<|endoftext|>"})  // the last one that is there
+    for (const char* name : {"<eos>", "</s>", "<|end_of_text|>", "<|endoftext|>"})  // the last existing one
       for (const auto& token : file_.added)
         if (token.special && token.content == name) end_of_text_ = token.id;
     file_.tokens = {}, file_.merges = {};
@@ -111,14 +111,14 @@ class HuggingFaceTokenizer : public Tokenizer {
   struct Added {
     AddedTokens raw, normalized;
   };
-  // What a thread works with.
+  // A thread's working memory.
   struct Work {
     const Added& added;
     WordCache& cache;
     Bpe::Scratch& scratch;
     std::vector<int32_t>& out;
   };
-  // Where a piece of text is.
+  // The position of a piece of text.
   enum class Place { first, behind_token, within };
 
   static std::string nfc_of(const std::string& content) {
@@ -196,7 +196,7 @@ class HuggingFaceTokenizer : public Tokenizer {
   bool cuttable_;
   int64_t least_vocab_;
   Added ordinary_, all_;  // without and with special ones
-  std::unordered_set<int32_t> taking_;  // blanks next to them
+  std::unordered_set<int32_t> taking_;  // those that strip adjacent spaces
   std::optional<int32_t> end_of_text_;
 };
 

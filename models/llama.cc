@@ -52,7 +52,7 @@ nn::LatentAttentionConfig latent_attention_config(const LlamaConfig& c, int64_t 
   a.kv_lora_rank = c.kv_lora_rank;
   a.qk_nope_head_dim = c.qk_nope_head_dim ? c.qk_nope_head_dim : c.width / c.heads;
   a.qk_rope_head_dim = c.qk_rope_head_dim ? c.qk_rope_head_dim : a.qk_nope_head_dim / 2;
-  a.v_head_dim = c.v_head_dim ? c.v_head_dim : a.qk_nope_head_dim;  // norm_eps stays: DeepSeek's latents have their own
+  a.v_head_dim = c.v_head_dim ? c.v_head_dim : a.qk_nope_head_dim;  // norm_eps is not set: DeepSeek's latents have their own
   set_window_and_rotary(a, c, block);
   a.dropout = c.dropout;
   a.scale = mscale * mscale;
@@ -124,7 +124,7 @@ nn::MixtureConfig mixture_config(const LlamaConfig& c) {
   return e;
 }
 
-// The stream, and what a layer reads of it.
+// The stream, and a layer's input from it.
 NormedSum read_from(nn::Residual stream, std::optional<nn::RMSNorm>& norm) {
   if (norm) return (*norm)(std::move(stream));
   stream.join();

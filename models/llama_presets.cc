@@ -42,7 +42,7 @@ LlamaConfig qwen3(int64_t layers, int64_t heads, int64_t width, int64_t mlp_widt
   return c;
 }
 
-// Qwen3 30B-A3B, of which a token goes through 3B parameters (https://arxiv.org/abs/2505.09388).
+// Qwen3 30B-A3B, with 3B parameters active per token (https://arxiv.org/abs/2505.09388).
 LlamaConfig qwen3_30b_a3b() {
   LlamaConfig c = qwen3(48, 32, 2048, 6144, false);
   c.kv_heads = 4;
@@ -53,7 +53,7 @@ LlamaConfig qwen3_30b_a3b() {
   return c;
 }
 
-// Qwen3-Next 80B-A3B, of whose parameters a token goes through 3B, with linear attention in three of four blocks
+// Qwen3-Next 80B-A3B, with 3B parameters active per token, with linear attention in three of four blocks
 // (https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct, whose config.json this is).
 LlamaConfig qwen3_next() {
   LlamaConfig c = qwen3(48, 16, 2048, 5120, false);
@@ -76,7 +76,7 @@ LlamaConfig qwen3_next() {
   return c;
 }
 
-// Qwen3.5's, of the same layers: 9B, dense (https://huggingface.co/Qwen/Qwen3.5-9B), without its model of images.
+// Qwen3.5's, with the same layers: 9B, dense (https://huggingface.co/Qwen/Qwen3.5-9B), without its vision model.
 LlamaConfig qwen3_5_9b() {
   LlamaConfig c = qwen3_next();
   c.layers = 32;
@@ -101,7 +101,7 @@ LlamaConfig qwen3_5_35b_a3b() {
   return c;
 }
 
-// DeepSeek's: latents for attention, a first few dense blocks, then mixtures with shared experts.
+// DeepSeek's: latent attention, a few dense blocks at first, then mixtures with shared experts.
 LlamaConfig deepseek(int64_t layers, int64_t heads, int64_t width, int64_t mlp_width, int64_t experts, int64_t expert_hidden) {
   LlamaConfig c;
   c.layers = layers;
@@ -119,7 +119,7 @@ LlamaConfig deepseek(int64_t layers, int64_t heads, int64_t width, int64_t mlp_w
   return c;
 }
 
-// DeepSeek-V2-Lite, 16B parameters of which a token goes through 2.4B (https://arxiv.org/abs/2405.04434, appendix B).
+// DeepSeek-V2-Lite, 16B parameters with 2.4B active per token (https://arxiv.org/abs/2405.04434, appendix B).
 LlamaConfig deepseek_v2_lite() {
   LlamaConfig c = deepseek(27, 16, 2048, 10944, 64, 1408);
   c.context = 163840;
@@ -146,7 +146,7 @@ LlamaConfig with_biased_experts(LlamaConfig c, int64_t per_token, double scale, 
   return c;
 }
 
-// DeepSeek-V3 and R1, 671B parameters of which a token goes through 37B (https://arxiv.org/abs/2412.19437, section 4.2).
+// DeepSeek-V3 and R1, 671B parameters with 37B active per token (https://arxiv.org/abs/2412.19437, section 4.2).
 LlamaConfig deepseek_v3() {
   LlamaConfig c = with_biased_experts(deepseek(61, 128, 7168, 18432, 256, 2048), 8, 2.5, 1, 3);
   c.context = 163840;
@@ -170,7 +170,7 @@ LlamaConfig moonlight() {
   return c;
 }
 
-// Kimi K2, 1 T parameters of which a token goes through 32B (https://arxiv.org/abs/2507.20534).
+// Kimi K2, 1 T parameters with 32B active per token (https://arxiv.org/abs/2507.20534).
 LlamaConfig kimi_k2() {
   LlamaConfig c = with_biased_experts(deepseek(61, 64, 7168, 18432, 384, 2048), 8, 2.827, 1, 1);
   c.context = 131072;
@@ -203,7 +203,7 @@ LlamaConfig glm4_5(int64_t layers, int64_t width, int64_t mlp_width, int64_t exp
   return with_biased_experts(c, 8, scale, 1, dense);
 }
 
-// Gemma's (https://arxiv.org/abs/2403.08295), whose heads are wide, and whose keys are few.
+// Gemma's (https://arxiv.org/abs/2403.08295), with wide heads and few key heads.
 LlamaConfig gemma(int64_t layers, int64_t heads, int64_t kv_heads, int64_t width, int64_t mlp_width) {
   LlamaConfig c;
   c.layers = layers;
@@ -221,7 +221,7 @@ LlamaConfig gemma(int64_t layers, int64_t heads, int64_t kv_heads, int64_t width
   return c;
 }
 
-// Gemma 2 (https://arxiv.org/abs/2408.00118): each second block sees all tokens; scores and logits are capped.
+// Gemma 2 (https://arxiv.org/abs/2408.00118): every second block sees all tokens; scores and logits are capped.
 LlamaConfig gemma2(int64_t layers, int64_t heads, int64_t head_dim, int64_t width, int64_t mlp_width) {
   LlamaConfig c = gemma(layers, heads, heads / 2, width, mlp_width);
   c.head_dim = head_dim;
@@ -234,7 +234,7 @@ LlamaConfig gemma2(int64_t layers, int64_t heads, int64_t head_dim, int64_t widt
   return c;
 }
 
-// SmolLM3 (https://huggingface.co/blog/smollm3): each fourth block has no positions (https://arxiv.org/abs/2501.18795).
+// SmolLM3 (https://huggingface.co/blog/smollm3): every fourth block has no positions (https://arxiv.org/abs/2501.18795).
 LlamaConfig smollm3() {
   LlamaConfig c;
   c.layers = 36;
@@ -251,7 +251,7 @@ LlamaConfig smollm3() {
   return c;
 }
 
-// OLMo 2 (https://arxiv.org/abs/2501.00656) normalises what layers give, not what they read, and all of a token's heads together.
+// OLMo 2 (https://arxiv.org/abs/2501.00656) normalises the outputs of layers, not their inputs, and all of a token's heads together.
 LlamaConfig olmo2(int64_t layers, int64_t heads, int64_t kv_heads, int64_t width, int64_t mlp_width) {
   LlamaConfig c;
   c.layers = layers;
@@ -269,7 +269,7 @@ LlamaConfig olmo2(int64_t layers, int64_t heads, int64_t kv_heads, int64_t width
   return c;
 }
 
-// OLMo 3 (https://arxiv.org/abs/2512.13961): each fourth block sees all tokens, and its frequencies alone are scaled.
+// OLMo 3 (https://arxiv.org/abs/2512.13961): every fourth block sees all tokens, and only its frequencies are scaled.
 LlamaConfig olmo3(int64_t layers, int64_t heads, int64_t kv_heads, int64_t width, int64_t mlp_width) {
   LlamaConfig c = olmo2(layers, heads, kv_heads, width, mlp_width);
   c.context = 65536;
@@ -281,7 +281,7 @@ LlamaConfig olmo3(int64_t layers, int64_t heads, int64_t kv_heads, int64_t width
   return c;
 }
 
-// OLMoE 1B-7B, of whose parameters a token goes through 1.3B (https://arxiv.org/abs/2409.02060).
+// OLMoE 1B-7B, with 1.3B parameters active per token (https://arxiv.org/abs/2409.02060).
 LlamaConfig olmoe() {
   LlamaConfig c = olmo2(16, 16, 16, 2048, 1024);
   c.vocab = 50304;
@@ -311,7 +311,7 @@ LlamaConfig phi4() {
   return c;
 }
 
-// Those of Gemma 3 (https://arxiv.org/abs/2503.19786) that read text alone: each sixth block sees all tokens.
+// The text-only ones of Gemma 3 (https://arxiv.org/abs/2503.19786): every sixth block sees all tokens.
 LlamaConfig gemma3(int64_t layers, int64_t width, int64_t mlp_width) {
   LlamaConfig c = gemma(layers, 4, 1, width, mlp_width);
   c.context = 32768;
@@ -325,7 +325,7 @@ LlamaConfig gemma3(int64_t layers, int64_t width, int64_t mlp_width) {
   return c;
 }
 
-// Those of larger ones, which read images, too: here without that.
+// The larger ones, which also read images: here without that.
 LlamaConfig gemma3_of_images(int64_t layers, int64_t heads, int64_t head_dim, int64_t width, int64_t mlp_width) {
   LlamaConfig c = gemma3(layers, width, mlp_width);
   c.heads = heads;
@@ -339,7 +339,7 @@ LlamaConfig gemma3_of_images(int64_t layers, int64_t heads, int64_t head_dim, in
   return c;
 }
 
-// gpt-oss 20B and 120B, of whose parameters a token goes through 3.6B and 5.1B (https://arxiv.org/abs/2508.10925).
+// gpt-oss 20B and 120B, with 3.6B and 5.1B parameters active per token (https://arxiv.org/abs/2508.10925).
 LlamaConfig gpt_oss(int64_t layers, int64_t experts) {
   LlamaConfig c;
   c.layers = layers;

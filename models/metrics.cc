@@ -54,7 +54,7 @@ MetricsWriter::MetricsWriter(const std::string& path, int64_t last_step) {
     for (size_t at = 0; at < old.size();) {
       const size_t end = std::min(old.find('\n', at), old.size());
       const std::string_view line = std::string_view(old).substr(at, end - at);
-      // A last line without its end was cut off, even if the rest of it parses.
+      // A last line without its end was truncated, even if the rest of it parses.
       if (end < old.size() && is_kept(line, last_step)) {
         kept += line;
         kept += '\n';

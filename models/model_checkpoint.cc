@@ -33,7 +33,7 @@ std::string count_name(size_t optimizer, std::string_view count) {
 std::string steps_name(size_t optimizer) { return count_name(optimizer, "steps"); }
 std::string applied_name(size_t optimizer) { return count_name(optimizer, "applied_steps"); }
 
-// Of a loss scaler: f32 [] and i64 [3].
+// A loss scaler's: f32 [] and i64 [3].
 constexpr const char* kFactor = "optimizer.loss_scaler.factor";
 constexpr const char* kCounts = "optimizer.loss_scaler.counts";
 
@@ -142,14 +142,14 @@ std::vector<CheckpointPiece> checkpoint_pieces(nn::Module& module, const Optimiz
 
 namespace {
 
-// Parameters that are frozen for good are saved as they rest, which may be in the dtype of compute: other runs may compute with
-// them in another, or train them in f32. Trained parameters are never rounded.
+// Parameters that are frozen for good are saved as stored, which may be in the compute dtype: other runs may compute with them in
+// another, or train them in f32. Trained parameters are never rounded.
 bool converts(const nn::Parameter& p, DType saved, DType wanted) {
   const auto is_at_most_f32 = [](DType d) { return d == kF32 || d == kBF16 || d == kF16; };
   return is_at_most_f32(saved) && is_at_most_f32(wanted) && (wanted == kF32 || !p.trainable());
 }
 
-// Values that other runs saved may rest in blocks here.
+// Values saved by other runs may be stored in blocks here.
 bool quantizes(const nn::StatePiece& p, DType saved, const Shape& shape) {
   return p.blocks && saved != kF64 && is_floating(saved) && shape == values_shape(p.shape, *p.blocks);
 }

@@ -3,7 +3,8 @@
 namespace sheaf::models {
 namespace {
 
-// Calls f(field, option) for the fields that a model's configuration and a run's options name alike: one list for both directions.
+// Calls f(field, option) for the fields that a model's configuration and a run's options have under the same name: one list for both
+// directions.
 template <class Model, class Options, class F>
 void for_each_common_option(Model& c, Options& m, F&& f) {
   f(c.layers, m.layers);

@@ -21,7 +21,7 @@ std::vector<PackedExamples::Example> PackedExamples::find_examples() {
   const int64_t size = tokens_.size(), room = context_ + 1;
   std::vector<int32_t> ids(static_cast<size_t>(std::min(size, kBlock))), targets(ids.size());
   std::vector<Example> found;
-  int64_t begin = 0, counted = 0;  // of the example that the scan is in
+  int64_t begin = 0, counted = 0;  // of the current example of the scan
   const auto end_at = [&](int64_t end) {
     const int64_t length = end - begin;
     if (counted == 0) {
@@ -46,14 +46,14 @@ std::vector<PackedExamples::Example> PackedExamples::find_examples() {
   return found;
 }
 
-// Windows by the room that is left in them: among those with the least sufficient room, the one that was added last.
+// Windows by their remaining room: among those with the least sufficient room, the one that was added last.
 void PackedExamples::pack(const std::vector<Example>& found) {
   const auto room = static_cast<size_t>(context_) + 1;
   std::vector<size_t> order(found.size()), window_of(found.size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;
   std::ranges::stable_sort(order, std::ranges::greater(), [&](size_t i) { return found[i].length; });
   std::vector<std::vector<size_t>> open(room + 1);
-  std::set<size_t> rooms;  // that some window has
+  std::set<size_t> rooms;  // values of remaining room that occur
   size_t windows = 0;
   for (const size_t i : order) {
     const auto length = static_cast<size_t>(found[i].length);
@@ -81,7 +81,7 @@ void PackedExamples::pack(const std::vector<Example>& found) {
     num_tokens_ += found[i].length;
   }
   int64_t end = 0;
-  for (int64_t& of_window : ends_) of_window = std::exchange(end, end + of_window);  // where each begins
+  for (int64_t& of_window : ends_) of_window = std::exchange(end, end + of_window);  // the start of each
   examples_.resize(found.size());
   for (size_t i = 0; i < found.size(); ++i) examples_[static_cast<size_t>(ends_[window_of[i]]++)] = found[i];
 }

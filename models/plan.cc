@@ -12,10 +12,10 @@
 
 namespace sheaf::models {
 
-// With even cuts the last rank has the largest parts, on every axis; the first may have what is on one rank alone. Stages of a
-// pipeline hold different things, and are the first axis. On a context axis that gathers keys the last rank's tokens are contiguous,
-// and those of the one before it are in two places, which takes more in attention's backward. Of islands the last has the largest
-// parts.
+// With even shards the last rank has the largest parts, on every axis; the first may have values that are on one rank alone. Pipeline
+// stages hold different parameters, and are the first axis. On a context axis that gathers keys the last rank's tokens are
+// contiguous, and those of the one before it are in two places, which takes more in attention's backward. Of islands the last has the
+// largest parts.
 std::vector<int> ranks_that_hold_most(const TrainConfig& config, int world) {
   std::vector<int> ranks;
   if (const int islands = static_cast<int>(config.train.islands); islands > 1) {
@@ -89,7 +89,7 @@ Plan plan_as(const TrainConfig& config, int64_t vocab, const Who& who, const Sta
   TrainingStep step(config, vocab, simulated, Device::meta(), {.stand_in = stand_in});
   const FillBatch nothing = [](int64_t, int64_t, int32_t*, int32_t*) {};
   Plan plan;
-  // The first step knows no order of gathers and prefetches nothing; the optimizer's state may appear in it.
+  // The first step has no order of gathers yet and prefetches nothing; the optimizer's state may be created in it.
   const int64_t settled = config.train.compile ? 3 : 1;
   for (int64_t s = 0; s < settled; ++s) step.run(s, nothing);
   memory.reset_peak(), host.reset_peak();
@@ -144,12 +144,12 @@ std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int wo
 
 void check_memory(const TrainConfig& config, int64_t vocab, const World& world) {
   const int64_t limit = host_memory_limit();
-  const bool on_gpu = !world.device().is_cpu();  // whose allocator knows the memory there is
+  const bool on_gpu = !world.device().is_cpu();  // whose allocator knows the available memory
   const OptimizationConfig& t = config.train;
   if (on_gpu && !t.offload_optimizer && !t.offload_activations && !t.offload_parameters) return;
   int64_t peak = 0;  // of all ranks: the message is the same on all of them
   std::string held_for;
-  const bool copies = t.save_async;  // of what rank 0 has, which saves all of it
+  const bool copies = t.save_async;  // of rank 0's pieces: it saves all of them
   for (const int rank : ranks_that_hold_most(config, world.size())) {
     const Plan plan = plan_step(config, vocab, rank, world.size(), num_threads(), on_gpu ? "nccl" : std::string(world.kind()), world.device());
     const MemoryLedger::Peak& of_plan = on_gpu ? plan.host_peak : plan.peak;

@@ -49,11 +49,12 @@ void check_gemmas_gate(const ConfigReader& r) {
     r.refuse(key, "Gemma's is gelu_pytorch_tanh");
 }
 
-// Models of one shape: Llama's, Mistral's, Mixtral's; Qwen2's, whose queries, keys and values have biases; Qwen3's, whose queries and keys
-// have norms instead, also with mixtures of experts; dots.llm1's and GLM-4.5's, with mixtures of another kind; DeepSeek's, with those and
-// attention of another kind; Gemma's, whose gates are gelus, and which normalise more, or cap logits; gpt-oss's, with biases wherever there
-// are matrices; Qwen3-Next's and Qwen3.5's, with linear attention; SmolLM3's, some of whose layers have no positions; OLMo's, which
-// normalise the queries and keys of all heads together, and what layers give, not what they read; and Phi-3's and Phi-4's.
+// Models of one shape: Llama's, Mistral's, Mixtral's; Qwen2's, whose queries, keys and values have biases; Qwen3's, whose queries and
+// keys have norms instead, also with mixtures of experts; dots.llm1's and GLM-4.5's, with mixtures of another kind; DeepSeek's, with
+// those and attention of another kind; Gemma's, whose gates are gelus, and which have more norms, or cap logits; gpt-oss's, with
+// biases for all matrices; Qwen3-Next's and Qwen3.5's, with linear attention; SmolLM3's, some of whose layers have no positions;
+// OLMo's, which normalise the queries and keys of all heads together, and the outputs of layers, not their inputs; and Phi-3's and
+// Phi-4's.
 ModelConfig read_llama(const ConfigReader& r, const std::string& type) {
   const bool llama = type == "llama", mixtral = type == "mixtral", qwen3_moe = type == "qwen3_moe";
   const bool dots1 = type == "dots1", glm = type == "glm4_moe", deepseek = type.starts_with("deepseek") || type == "kimi_k2";
@@ -106,8 +107,8 @@ ModelConfig read_llama(const ConfigReader& r, const std::string& type) {
   if (in_parts) read_rotated_part(r, part, m);
   if (gemma2) read_softcaps(r, m);
   if (const int64_t divisor = gemma2 || gemma3 ? r.positive("query_pre_attn_scalar", 256) : 0; divisor != m.head_dim) m.query_pre_attn_scalar = divisor;
-  // Qwen uses the window that it names only if it says so, and then Qwen2 and Qwen3 not in the first layers, as dots.llm1 always does.
-  // Where the file does not even say null, transformers gives it and Mistral a window.
+  // Qwen uses its window only if a flag says so, and then Qwen2 and Qwen3 not in the first layers, as dots.llm1 always does. If the
+  // key is missing altogether, transformers gives it and Mistral a window.
   int64_t window = 0;
   if (!qwen || r.flag("use_sliding_window", false)) {
     if (!r.has("sliding_window")) window = gpt_oss ? 128 : qwen || dots1 || gemma2 || gemma3 || type == "mistral" || olmo3 ? 4096 : 0;
@@ -134,7 +135,7 @@ ModelConfig read_llama(const ConfigReader& r, const std::string& type) {
   return m;
 }
 
-// The sizes of FP8's blocks, if weights are in it; which tensors are is seen from them.
+// The sizes of FP8's blocks, if weights are in it; which tensors are follows from the files.
 std::optional<Fp8Block> fp8_block(const ConfigReader& r) {
   const Json* how = r.find("quantization_config");
   const Json* method = how && how->is_object() ? how->find("quant_method") : nullptr;
@@ -146,7 +147,7 @@ std::optional<Fp8Block> fp8_block(const ConfigReader& r) {
   return Fp8Block{sizes->as_array()[0].as_int(), sizes->as_array()[1].as_int()};
 }
 
-// Whether weights are in MXFP4 is seen from their names.
+// Whether weights are in MXFP4 follows from their names.
 void check_quantization(const ConfigReader& r, const std::string& type) {
   const Json* how = r.find("quantization_config");
   const Json* method = type == "gpt_oss" && how && how->is_object() ? how->find("quant_method") : nullptr;
@@ -154,7 +155,7 @@ void check_quantization(const ConfigReader& r, const std::string& type) {
     r.only("quantization_config", false, "Sheaf reads weights in f32, f16 and bf16, in fp8 by blocks, and experts of gpt_oss in mxfp4");
 }
 
-// The part of a file that describes a model of text, and its type.
+// The part of a file that describes the text model, and its type.
 std::pair<ConfigReader, std::string> model_of_text(const ConfigReader& whole) {
   std::string type = whole.text("model_type", "");
   const auto* const images = std::ranges::find(kWithImages, type, &WithImages::type);
@@ -200,7 +201,8 @@ ModelConfig read_published_config(const std::string& file) {
     whole.refuse("model_type", known);
   }
   ModelConfig m = read_llama(r, type);
-  m.tie_embeddings = whole.flag("tie_word_embeddings", m.tie_embeddings);  // the whole model's, whose head it is where there are images
+  m.tie_embeddings = whole.flag("tie_word_embeddings", m.tie_embeddings);  // a key of the whole model, which has the head, if there are
+                                                                           // images
   return resolved(m);
 }
 

@@ -1,4 +1,4 @@
-// What sheaf export writes as config.json, and whether a model is the one that such a file describes.
+// The config.json that sheaf export writes, and whether it can describe a model.
 #include <algorithm>
 #include <cmath>
 
@@ -10,7 +10,7 @@ namespace sheaf::models {
 
 namespace {
 
-// Whether config.json says it of such a model: what is only of training, or is a choice of the run, it does not.
+// Whether config.json contains this key for such a model: not if it affects only training, or is a choice of the run.
 bool is_published(std::string_view key, const ModelConfig& m) {
   for (const std::string_view own : {"context", "dropout", "capacity_factor", "capacity_groups", "expert_balance_rate", "aux_loss", "router_z_loss",
                                      "mtp_layers", "mtp_loss", "lora_rank", "lora_alpha", "lora_layers", "quantize", "end_of_text",
@@ -68,7 +68,7 @@ Json published_rope_scaling(const RopeScalingConfig& s) {
   return json;
 }
 
-// The model_type of Hugging Face's that has this shape, and its class.
+// Hugging Face's model_type of this shape, and its class.
 struct Architecture {
   std::string type, name;
 };
@@ -106,7 +106,7 @@ Architecture gemma(const ModelConfig& m) {
                     "cannot be written as one");
 }
 
-// OLMo 2, OLMo 3, whose blocks with a window have rotary frequencies that are not scaled, or OLMoE.
+// OLMo 2, OLMo 3, whose blocks with a window have unscaled rotary frequencies, or OLMoE.
 Architecture olmo(const ModelConfig& m) {
   const bool base = m.qk_norm_all_heads && !has_softcaps(m) && !m.gelu_gate && !m.scale_embedding && !m.query_pre_attn_scalar && !m.qkv_bias && !m.out_bias && !m.rotary_dim &&
                     !m.kv_lora_rank && !m.nope_every && !m.attention_sinks && !m.attention_gate && !m.linear_key_heads && !has_deepseek_experts(m);
@@ -144,7 +144,7 @@ Architecture smollm3(const ModelConfig& m) {
   fail<ConfigError>("[weights] model.nope_every is published with Llama's blocks alone (smollm3): this model cannot be written as one");
 }
 
-// Qwen3-Next, or Qwen3.5, dense or with mixtures. The two with mixtures differ only in their files: the model is what it started from.
+// Qwen3-Next, or Qwen3.5, dense or with mixtures. The two with mixtures differ only in their files: the result is that of `like`.
 Architecture qwen3_next(const ModelConfig& m, const std::string& like) {
   const bool shared = m.experts && m.shared_experts && m.shared_expert_gate, window = m.window != 0;
   const bool deepseeks = m.dense_layers || m.expert_affinity != "softmax" || m.expert_bias || m.expert_scale != 1 || m.routing_groups != 1;
@@ -159,8 +159,8 @@ Architecture qwen3_next(const ModelConfig& m, const std::string& like) {
                     "latent attention and what is DeepSeek's with shared experts, Gemma's or gpt-oss's: this model cannot be written as one");
 }
 
-// GLM-4.5's and dots.llm1's mixtures are DeepSeek-V3's. dots.llm1's attention is Qwen3's; GLM-4.5's rotates a part of each head, may have
-// biases, or no norms, and its files may have MTP layers.
+// GLM-4.5's and dots.llm1's mixtures are DeepSeek-V3's. dots.llm1's attention is Qwen3's; GLM-4.5's rotates a part of each head, may
+// have biases, or no norms, and its files may have MTP layers.
 bool is_dots1(const ModelConfig& m) { return m.qk_norm && !m.qkv_bias && !m.rotary_dim; }
 Architecture dots1_or_glm(const ModelConfig& m) {
   const bool experts = m.expert_affinity == "sigmoid" && m.expert_bias && m.shared_experts > 0;
@@ -180,7 +180,7 @@ bool publishes_mtp(const ModelConfig& m) {
 
 namespace {
 
-// ConfigError for a model that nobody has published.
+// ConfigError for a model of no published architecture.
 Architecture architecture_of(const ModelConfig& m, const std::string& like) {
   if (m.qk_norm_all_heads || !m.pre_norms) return olmo(m);
   if (m.nope_every) return smollm3(m);
@@ -266,15 +266,15 @@ void write_windows(const ModelConfig& m, const std::string& type, Json& json) {
   }
   if (type == "mixtral" || type == "mistral" || type == "phi3" || dots1 || olmo3) json.set("sliding_window", window);
   if (dots1) json.set("max_window_layers", 0);
-  if (gemma2) json.set("sliding_window", m.window ? m.window : m.context);  // transformers wants one even where no layer has it
-  if (gpt_oss) json.set("sliding_window", m.window ? m.window : 128);  // transformers wants one even where no layer has it
+  if (gemma2) json.set("sliding_window", m.window ? m.window : m.context);  // required by transformers even if no layer has a window
+  if (gpt_oss) json.set("sliding_window", m.window ? m.window : 128);  // required by transformers even if no layer has a window
   if (gemma3 && m.window)
     json.set("sliding_window", window)
         .set("sliding_window_pattern", m.full_attention_every ? m.full_attention_every : m.layers + 1)  // for readers that know no layer_types
         .set("rope_local_base_freq", m.window_rope_theta);
 }
 
-// The part of a head that is rotated. Read, its product with the width is cut to a whole number.
+// The rotated part of a head. When it is read, its product with the width is truncated to an integer.
 double rotated_part(const ModelConfig& m) {
   const auto width = static_cast<double>(m.head_dim), rotated = m.rotary_dim ? static_cast<double>(m.rotary_dim) : width;
   const double part = rotated / width;
@@ -301,7 +301,7 @@ void write_llama(const ModelConfig& m, const std::string& type, Json& json) {
       .set("num_attention_heads", m.heads)
       .set("num_key_value_heads", m.kv_heads)
       .set("hidden_size", m.width)
-      .set("head_dim", deepseek ? m.qk_rope_head_dim : m.head_dim)  // DeepSeek's is that of the part which is rotated
+      .set("head_dim", deepseek ? m.qk_rope_head_dim : m.head_dim)  // DeepSeek's is that of the rotated part
       .set("intermediate_size", type == "mixtral" || type == "gpt_oss" || type == "olmoe" ? m.expert_hidden : m.mlp_width)
       .set("max_position_embeddings", m.context)
       .set("rms_norm_eps", m.norm_eps)
@@ -348,7 +348,7 @@ void write_llama(const ModelConfig& m, const std::string& type, Json& json) {
     Json::Array rotated;
     for (int64_t i = 0; i < m.layers; ++i) rotated.push_back(static_cast<int64_t>((i + 1) % m.nope_every != 0));
     json.set("no_rope_layers", rotated).set("no_rope_layer_interval", m.nope_every).set("use_sliding_window", false);
-    json.set("pad_token_id", Json());  // else it is SmolLM3's own, which a smaller vocabulary has not
+    json.set("pad_token_id", Json());  // otherwise SmolLM3's own, which a smaller vocabulary does not contain
   }
   if (type != "gpt_oss") return;
   json.set("attention_bias", true).set("swiglu_limit", m.expert_gate_limit).set("swiglu_alpha", m.expert_gate_alpha);

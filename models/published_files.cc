@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t kSampled = 4096;  // bytes of each tensor that the digest reads
 constexpr std::string_view kIndexEnding = ".index.json";
 
-// The file that is meant by a folder, or an error that lists what could be meant.
+// The file in a folder, or an error that lists the possible ones.
 std::string file_of(const std::string& folder) {
   for (const char* name : {"/model.safetensors", "/model.safetensors.index.json"})
     if (path_exists(folder + name)) return folder + name;
@@ -60,7 +60,7 @@ void PublishedFiles::read_index(const std::string& index) {
   std::sort(names.begin(), names.end());
   names.erase(std::unique(names.begin(), names.end()), names.end());
   for (const std::string& name : names) {
-    // It may name files next to itself, and nothing else on this machine.
+    // It may name files next to itself, but no others on this machine.
     if (name.empty() || name.find('/') != std::string::npos || !name.ends_with(".safetensors"))
       refuse(json_string(name), " is not the name of a safetensors file next to it");
     const std::string file = parent_of(index) + "/" + name;

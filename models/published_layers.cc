@@ -9,8 +9,8 @@
 namespace sheaf::models {
 namespace {
 
-// How an object under `key` scales rotary positions. Their base, if it is there too, is written to `theta`, and the part of a head that
-// they turn to `part`, where a model may turn less than all.
+// How an object under `key` scales rotary positions. Their base, if it is there too, is written to `theta`, and the rotated part of a
+// head to `part`, if a model may rotate less than all.
 RopeScalingConfig read_rope(const ConfigReader& r, const char* key, const Json* rope, double& theta, double* part) {
   if (!rope->is_object()) r.refuse(key, "expected an object");
   const auto number = [&](const char* name) {
@@ -34,7 +34,7 @@ RopeScalingConfig read_rope(const ConfigReader& r, const char* key, const Json* 
   if (s.rope_type == "llama3") {
     s.low_freq_factor = number("low_freq_factor"), s.high_freq_factor = number("high_freq_factor");
   } else if (s.rope_type == "yarn") {
-    // Where transformers treats null or 0 as absent.
+    // If transformers treats null or 0 as absent.
     const auto optional = [&](const char* name, double& value, bool zero_is_none = true) {
       const Json* given = rope->find(name);
       if (!given || given->is_null()) return;
@@ -63,7 +63,7 @@ RopeScalingConfig read_rope(const ConfigReader& r, const char* key, const Json* 
   return s;
 }
 
-// Writes which layers have full attention to m.full_attention_every: as the file lists them or, if it does not, every n-th.
+// Writes which layers have full attention to m.full_attention_every: as listed in the file or, if it has no list, every n-th.
 void read_linear_layers(const ConfigReader& r, ModelConfig& m) {
   const Json* types = r.find("layer_types");
   const char* key = types ? "layer_types" : "full_attention_interval";
@@ -126,7 +126,7 @@ void read_windows(const ConfigReader& r, int64_t window, const char* derived, co
 }
 
 void read_nope(const ConfigReader& r, ModelConfig& m) {
-  const char* const key = "no_rope_layers";  // 0 for those without, whatever it is called
+  const char* const key = "no_rope_layers";  // 0 for those without, despite its name
   const Json* const listed = r.find(key);
   if (!listed) {
     m.nope_every = r.positive("no_rope_layer_interval", 4);

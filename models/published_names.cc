@@ -40,21 +40,21 @@ std::vector<PublishedTensor> gpt2_tensors(const ModelConfig& m) {
   return out;
 }
 
-// An RMS norm's, whose factors are published less 1 for Gemma and Qwen3-Next.
+// The factors of an RMS norm, published minus 1 for Gemma and Qwen3-Next.
 PublishedTensor norm_of(const ModelConfig& m, const std::string& name, int64_t width, const std::string& own) {
   return {.name = name + ".weight", .shape = {width}, .own = own + ".weight", .above_one = m.scale_embedding || m.attention_gate};
 }
 
-// Llama's MLP, or what has its form.
+// Llama's MLP, or one of the same form.
 void push_mlp(std::vector<PublishedTensor>& out, const std::string& name, const std::string& own, int64_t width, int64_t hidden) {
   out.push_back({name + ".gate_proj.weight", {hidden, width}, own + ".gate.weight"});
   out.push_back({name + ".up_proj.weight", {hidden, width}, own + ".up.weight"});
   out.push_back({name + ".down_proj.weight", {width, hidden}, own + ".down.weight"});
 }
 
-// Mixtral's experts, those of Qwen3 and dots.llm1, where queries and keys have norms, and those of DeepSeek. Each matrix of ours has all
-// experts, some rows each; joined, each expert has its gate's rows before those that they multiply. Shared experts with a gate are
-// Qwen3-Next's, which has one, as wide as all of them.
+// Mixtral's experts, those of Qwen3 and dots.llm1, where queries and keys have norms, and those of DeepSeek. Each of our matrices has
+// all experts, some rows each; joined, each expert has its gate's rows before up's. Shared experts with a gate are Qwen3-Next's,
+// which has one, as wide as all of them.
 void push_mixture(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& layer, const std::string& own, bool joined) {
   const int64_t c = m.width, hidden = m.expert_hidden, n = m.experts;
   const bool mixtral = !m.qk_norm && !m.kv_lora_rank && !m.expert_bias;
@@ -79,8 +79,8 @@ void push_mixture(std::vector<PublishedTensor>& out, const ModelConfig& m, const
   }
 }
 
-// gpt-oss's: the matrices of all experts are one tensor, in which gates alternate with what they multiply: by columns, as
-// `transformers` has them, [in, out], or by rows in MXFP4.
+// gpt-oss's: the matrices of all experts are one tensor, in which gate and up alternate: by columns, [in, out], in the form of
+// `transformers`, or by rows in MXFP4.
 void push_gpt_oss_mixture(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& layer, const std::string& own, bool mxfp4) {
   const int64_t n = m.experts, c = m.width, hidden = m.expert_hidden;
   const std::string name = layer + ".mlp.", experts = name + "experts.", both = experts + "gate_up_proj", down = experts + "down_proj";
@@ -114,7 +114,7 @@ PublishedTensor rows_of(const PublishedTensor& whole, int64_t first, int64_t row
   return t;
 }
 
-// Phi-3's MLP: gates before what they multiply.
+// Phi-3's MLP: gate before up.
 void push_fused_mlp(std::vector<PublishedTensor>& out, const std::string& name, const std::string& own, int64_t width, int64_t hidden) {
   const PublishedTensor both = {.name = name + ".gate_up_proj.weight", .shape = {2 * hidden, width}, .own = ""};
   out.push_back(rows_of(both, 0, hidden, own + ".gate.weight", 0));
@@ -122,7 +122,8 @@ void push_fused_mlp(std::vector<PublishedTensor>& out, const std::string& name, 
   out.push_back({name + ".down_proj.weight", {width, hidden}, own + ".down.weight"});
 }
 
-// A head of queries or keys, or the factors of their norm. Published, its first `rotary_dim` elements are rotated, and ours are the last.
+// A head of queries or keys, or the factors of their norm. In the published one the first `rotary_dim` elements are rotated, in ours
+// the last.
 void push_head(std::vector<PublishedTensor>& out, const ModelConfig& m, const PublishedTensor& whole, int64_t first, const std::string& own,
                int64_t first_row) {
   const int64_t rotated = m.rotary_dim ? m.rotary_dim : m.head_dim, others = m.head_dim - rotated;
@@ -130,8 +131,8 @@ void push_head(std::vector<PublishedTensor>& out, const ModelConfig& m, const Pu
   if (others) out.push_back(rows_of(whole, first + rotated, others, own, first_row));
 }
 
-// Queries, keys and values are three tensors, and one of ours. Both rotate halves of heads. Where they rotate a part of each, or gates are
-// published, each head's after its queries (Qwen3-Next's), heads are reordered one by one.
+// Queries, keys and values are three tensors, and one of ours. Both rotate halves of heads. If they rotate a part of each, or gates
+// are published, each head's after its queries (Qwen3-Next's), heads are reordered one by one.
 void push_attention(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& name, const std::string& own, bool fused) {
   const int64_t c = m.width, d = m.head_dim, q = m.heads * d, kv = m.kv_heads * d, of_head = m.attention_gate ? 2 * d : d;
   if (fused) {
@@ -168,7 +169,7 @@ void push_attention(std::vector<PublishedTensor>& out, const ModelConfig& m, con
   if (m.attention_sinks) out.push_back({name + ".sinks", {m.heads}, own + ".sinks"});
 }
 
-// Qwen3-Next's: what belongs to a key head, and to the value heads that read it, is side by side; ours are all queries, all keys, and so
+// Qwen3-Next's: everything of a key head, and of the value heads that read it, is adjacent; ours are all queries, all keys, and so
 // on, as are Qwen3.5's, which are `apart` from gates and rates.
 void push_linear_attention(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& name, const std::string& own, bool apart) {
   const int64_t c = m.width, heads = m.linear_key_heads, d = m.linear_key_head_dim, readers = m.linear_value_heads / heads;
@@ -229,7 +230,7 @@ std::vector<PublishedTensor> llama_tensors(const ModelConfig& m, const Published
     if (m.kv_lora_rank) push_latent_attention(out, m, name + ".self_attn", own + ".latent_attention");
     else if (is_linear_block(m, i)) push_linear_attention(out, m, name + ".linear_attn", own + ".linear_attention", form.linear_apart);
     else push_attention(out, m, name + ".self_attn", own + ".attention", form.fused);
-    if (m.post_norms) {  // Gemma and OLMo give the first the name that others give the second
+    if (m.post_norms) {  // Gemma and OLMo use other models' name of the second for the first
       out.push_back(norm_of(m, name + ".post_attention_layernorm", c, own + ".attention_post_norm"));
       if (m.pre_norms) out.push_back(norm_of(m, name + ".pre_feedforward_layernorm", c, own + ".mlp_norm"));
       out.push_back(norm_of(m, name + ".post_feedforward_layernorm", c, own + ".mlp_post_norm"));

@@ -38,7 +38,7 @@ void PublishedSource::decode_fp8(int64_t begin, int64_t end, float* out) const {
   const int64_t row_scales = blocks(columns, fp8.columns), matrix_scales = blocks(rows, fp8.rows) * row_scales;
   std::vector<uint8_t> codes(static_cast<size_t>(std::min(end - begin, kChunk)));
   std::vector<float> row(static_cast<size_t>(row_scales));  // the scales of a row
-  int64_t read = -1;                                        // where they begin
+  int64_t read = -1;                                        // and their first index
   for (int64_t from = begin, to; from < end; from = to) {
     to = std::min(end, from + kChunk);
     file->read(name, from, to, codes.data());

@@ -19,14 +19,14 @@ namespace {
 
 constexpr int64_t kPanel = 16;       // columns of ours transposed at a time: a cache line of f32
 
-/// A block of ours, its rows counted from those that a tensor of the table makes, and the memory that holds it.
+/// A block of ours, with rows relative to those in the tensor of the table, and the memory that holds it.
 template <class T>
 struct Wanted {
   MatrixBlock block;
   T* out;
 };
 
-/// For a tensor stored as ours is: rows, or a part of each. Returns the elements read.
+/// For a tensor stored like ours: rows, or a part of each. Returns the elements read.
 template <class T>
 int64_t read_rows(const PublishedSource& source, int64_t row_size, const std::vector<Wanted<T>>& wanted) {
   int64_t read = 0;
@@ -41,8 +41,8 @@ int64_t read_rows(const PublishedSource& source, int64_t row_size, const std::ve
   return read;
 }
 
-/// For blocks without a row between them, of a tensor whose rows are columns of ours, `height` elements each: of each such
-/// row, the elements from the first to the last that are wanted are read at once. Returns the elements read.
+/// For adjacent blocks of a tensor whose rows are columns of ours, `height` elements each: of each such row, the elements from the
+/// first to the last needed one are read at once. Returns the elements read.
 template <class T>
 int64_t read_transposed(const PublishedSource& source, int64_t height, std::span<const Wanted<T>> wanted) {
   int64_t read = 0, top = height, bottom = 0, left = INT64_MAX, right = 0;
@@ -94,12 +94,12 @@ int64_t read_blocks(const PublishedSource& source, std::vector<Wanted<T>> wanted
 
 using Tensors = std::map<std::string, const SafetensorsFile*, std::less<>>;
 
-/// The names that files give to the tensors of the table. Files of a model without its head, such as GPT-2's, lack the table's prefix;
-/// those of a model that also reads images have a longer one for the model of text.
+/// The files' names of the table's tensors. Files of a model without its head, such as GPT-2's, lack the table's prefix; those of a
+/// model that also reads images have a longer one for the text model.
 struct FileNames {
   std::string_view prefix;  ///< in the table
   std::string there, head;  ///< in the files, where the head may have one, too
-  bool among_others = false;  ///< in a model of images, what has another prefix does not belong to the text
+  bool among_others = false;  ///< in a model of images, tensors with other prefixes do not belong to the text model
 
   FileNames(const Tensors& tensors, const ModelConfig& model) : prefix(published_prefix(model)) {
     const auto begin_with = [&](std::string_view text) {
@@ -114,7 +114,7 @@ struct FileNames {
   std::string of(std::string_view name) const {
     return name.starts_with(prefix) ? there + std::string(name.substr(prefix.size())) : head + std::string(name);
   }
-  /// The other way, for what has such a name; else "".
+  /// The inverse, for tensors with such a name; else "".
   std::string back(std::string_view name) const {
     if (name.starts_with(head + "lm_head.")) return std::string(name.substr(head.size()));
     if (name.starts_with(there)) return std::string(prefix) + std::string(name.substr(there.size()));
@@ -151,7 +151,7 @@ class Loader {
   }
 
   bool has(const std::string& name) const { return parts_.contains(name); }
-  /// Refuses what fill() could not fill.
+  /// Refuses pieces that fill() could not fill.
   void check(const nn::StatePiece& piece) const {
     const auto found = parts_.find(piece.name);
     if (found == parts_.end()) fail<ConfigError>("[weights] no published weights have the model's ", piece.name);
@@ -189,14 +189,14 @@ class Loader {
     std::vector<Values<float>> wanted;
     for (const nn::StatePiece& p : pieces) {
       nn::BlockPiece& piece = staged.emplace_back(p.name, *p.blocks, p.runs);
-      wanted.push_back({piece.elements(), piece.values().data()});  // which stay where they are
+      wanted.push_back({piece.elements(), piece.values().data()});  // in place
     }
     const int64_t bytes = read<float>(pieces[0].name, wanted);
     for (size_t i = 0; i < pieces.size(); ++i) staged[i].store(pieces[i].device, pieces[i].data);
     return bytes;
   }
 
-  /// Reads elements of a parameter to where they are stored, side by side.
+  /// Reads elements of a parameter to where they are stored, contiguously.
   template <class T>
   struct Values {
     Runs runs;
@@ -221,8 +221,8 @@ class Loader {
     return bytes;
   }
 
-  // A head in the files of a model that has none of its own: the table once more, or config.json does not say what the weights are.
-  // Looked at are both ends.
+  // A head in the files of a model with tied embeddings: a copy of the embedding, or config.json does not match the weights. Compares
+  // both ends.
   void check_tied(const std::string& head) const {
     const PublishedSource& table = parts_.at(parts_.contains("wte.weight") ? "wte.weight" : "embedding.weight").front();
     const SafetensorsFile& file = *files_.tensors().at(head);
@@ -312,7 +312,7 @@ void check_weights(const PublishedFiles& files, const ModelConfig& model) {
 
 int64_t fill_weights(std::span<const nn::StatePiece> all, const PublishedFiles& files, const ModelConfig& model) {
   const Loader loader(files, model);
-  std::vector<nn::StatePiece> published;  // adapters, and MTP layers that the files lack, stay as they were drawn
+  std::vector<nn::StatePiece> published;  // adapters, and MTP layers that the files lack, keep their initial values
   std::ranges::copy_if(all, std::back_inserter(published), [&](const nn::StatePiece& p) {
     return !nn::is_lora(p.name) && (loader.has(p.name) || !p.name.starts_with("mtp_layers."));
   });

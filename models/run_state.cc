@@ -42,7 +42,7 @@ void for_each_train_option(Train&& t, F&& f) {
   if (t.dtype == "f16") f("train.loss_scale_interval", t.loss_scale_interval);
 }
 
-// What all checkpoints have, of options that belong to others all that have these; others came later, and mean their defaults.
+// Options that all checkpoints have; others were added later, and their absence means the default.
 bool is_in_all(std::string_view key) {
   constexpr std::string_view kKeys[] = {
       "model.type", "model.layers", "model.heads", "model.kv_heads", "model.width", "model.mlp_width", "model.context", "model.bias",
@@ -52,7 +52,7 @@ bool is_in_all(std::string_view key) {
   return std::ranges::find(kKeys, key) != std::end(kKeys);
 }
 
-// The options that decide values, for writing, reading and comparing.
+// The options that affect values, for writing, reading and comparing.
 template <class Model, class Train, class F>
 void for_each_option(Model&& model, Train&& train, F&& f) {
   for_each_model_field([&](const char* key, auto& field) { f(str("model.", key), field); }, model);
@@ -78,7 +78,7 @@ void get(const Json& j, int64_t& out) { out = j.as_int(); }
 void get(const Json& j, double& out) { out = j.as_double(); }
 void get(const Json& j, std::string& out) { out = j.as_string(); }
 
-// An option that is not known here is an error: the model or the training would silently be another one.
+// An unknown option is an error: the model or the training would silently be another one.
 void read_options(const Json& options, RunState& s) {
   std::vector<std::string_view> unknown;
   for (const auto& [name, value] : options.as_object()) unknown.push_back(name);
@@ -159,7 +159,7 @@ std::string described(const Tokenizer* t) {
   return t ? str(json_string(t->kind()), " of ", t->vocab_size(), " tokens") : std::string("that of token files");
 }
 
-// Vocabularies may be long: both sizes and the first token that differs say enough.
+// Vocabularies may be long: both sizes and the first token that differs are enough.
 void check_tokenizer(const Tokenizer* saved, const Tokenizer* now) {
   std::string was = described(saved), is = described(now);
   if (was == is) {
@@ -187,7 +187,7 @@ void check_resumable(const RunState& saved, const RunState& now) {
   for_each_option(resolved(now.model), resolved(now.train), [&](const std::string& key, const auto& value) { options.set(key, Json(value)); });
   const OptimizationConfig was = resolved(saved.train);
   const auto compare = [&](std::string_view key, const auto& value) {
-    if (key == "train.steps") return;  // decides at most where the decay ends
+    if (key == "train.steps") return;  // affects at most where the decay ends
     if (key == "train.dtype" && saved.train.dtype.empty()) return;
     if (Json(value) == options.at(key)) return;
     if (key == "train.decay_end" && was.decay_start >= was.decay_end) return;  // it was all warm-up

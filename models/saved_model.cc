@@ -12,7 +12,7 @@
 namespace sheaf::models {
 namespace {
 
-// Tokens can be evaluated without it, so it is no error before somebody asks for it.
+// Tokens can be evaluated without it, so it is no error until something needs it.
 void read_text(SavedModel& out, const std::string& folder, const std::string& fits = {}) {
   try {
     PublishedText text = read_published_text(folder);
@@ -33,7 +33,7 @@ SavedModel from_run(const char* who, const std::string& folder, const Checkpoint
   out.digest = digest_of_file(checkpoint->path() + "/manifest.json").xxh3;
   const std::string config = state.weights ? published_config_file(state.weights->path) : "";
   if (!state.tokenizer && !config.empty() && has_published_text(parent_of(config))) {
-    // It reads text as it was tokenized for training: where it started from published weights, by their tokenizer.
+    // It reads text as it was tokenized for training: if it started from published weights, by their tokenizer.
     read_text(out, parent_of(config));
   } else if (!state.tokenizer) {
     out.no_tokenizer = str("the run was trained on token files, without data.tokenizer gpt2, llama3, huggingface or byte",

@@ -10,7 +10,7 @@
 namespace sheaf::models {
 namespace {
 
-/// Whether the rest of the model, which experts' axis does not cut, is sharded over that axis.
+/// Whether the rest of the model, which the expert axis does not shard, is sharded over that axis by the strategy.
 bool is_over_experts(int data, int experts, int context) { return data == 1 && experts > 1 && experts >= context; }
 
 ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, Decoder& model, const StageCut& cut) {
@@ -45,8 +45,7 @@ ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, Decoder&
       fail<ConfigError>("[train] sharding.units ", config.sharding.units, ": the stages of sharding.pipeline ", stages, " are of blocks");
     options.stage_of = [&model, cut](const nn::Module& m, const std::string&) { return model.stage_of(m, cut); };
   }
-  // What a pipeline would have in one stage, also without a pipeline: tables are large, and each is used at one end of
-  // the step.
+  // What a pipeline would have in one stage, also without a pipeline: embeddings are large, and each is used at one end of the step.
   if (config.sharding.units == "block")
     options.units = nn::units_where([&model, cut](nn::Module& m, const std::string&) { return model.stage_of(m, cut) >= 0; });
   else if (config.sharding.units == "count")
@@ -62,9 +61,9 @@ Fp8 fp8_from(const std::string& name) {
 }
 
 // Ranks that share a layer are neighbours, then those that share a sequence, then those that share experts, then those that share the
-// model, then its stages: the largest transfers, which nothing hides, are between GPUs of one host. The parameters are cut over "data" or,
-// where those are more ranks, over "context", or over "expert" where there is no other rank for "data"; along the others the model is
-// replicated.
+// model, then its stages: the largest transfers, which nothing hides, are between GPUs of one host. The parameters are sharded over
+// "data" or, if those are more ranks, over "context", or over "expert" if there is no other rank for "data"; along the others the
+// model is replicated.
 std::vector<MeshSpec::Axis> axes_for(const ShardingConfig& sharding, int ranks) {
   if (sharding.replicas > 1 && sharding.strategy == "replicate")
     fail<ConfigError>("[train] sharding.replicas ", sharding.replicas, ": strategy replicate has one on each rank already");

@@ -12,8 +12,8 @@
 namespace sheaf::models {
 namespace {
 
-// By name, what the rank's thread, or its GPU's stream, did itself: an op without what it waited for. Spans come in the order in
-// which they ended, so those inside another precede it.
+// By name, the own time of the rank's thread, or its GPU's stream: an op without what it waited for. Spans are in the order in which
+// they ended, so those inside another precede it.
 std::map<std::string, double> own_seconds(const std::vector<Profile::Span>& spans) {
   std::map<std::string, double> own;
   std::vector<const Profile::Span*> inner;

@@ -15,7 +15,7 @@
 namespace sheaf::models {
 namespace {
 
-// A turn's nodes depend on its neighbours: the next may still have what one has gathered, and prefetch looks ahead.
+// A turn's nodes depend on its neighbours: the next may still have what one has gathered, and prefetching looks ahead.
 struct Kind {
   int kind;
   int earlier;        // turns of its kind, up to two: the third one gets back what these have sent
@@ -44,7 +44,7 @@ std::vector<Kind> kinds_of(const std::vector<Turn>& turns) {
   return out;
 }
 
-// Whether two stretches of a tape take the same time, and wait for the same.
+// Whether two stretches of a tape take the same time, with the same waits.
 bool alike(const RankTimes& times, const LaneWaits& waits, Stretch a, Stretch b) {
   const auto skip = [&](Stretch& s) {
     while (s.begin < s.end && !waits.takes_time(s.begin)) ++s.begin;
@@ -59,7 +59,7 @@ bool alike(const RankTimes& times, const LaneWaits& waits, Stretch a, Stretch b)
   }
 }
 
-// The turns of a planned rank, to be put together again.
+// The turns of a planned rank, to be rearranged.
 class Turns {
  public:
   Turns(const Plan& plan, const RankTimes& times, const std::vector<Turn>& turns)
@@ -86,8 +86,8 @@ class Turns {
     }
   }
 
-  // The stretches of the tape that make up one with the wanted turns, and with `more_blocks` more blocks in other stages. Empty
-  // if one is missing, or if turns that ought to be alike are not.
+  // The stretches of the tape that form one with the requested turns, and with `more_blocks` more blocks in other stages. Empty if
+  // one is missing, or if turns that should be alike are not.
   std::vector<Stretch> as(const std::vector<Turn>& wanted, int64_t more_blocks) const {
     if (wanted == turns_ && more_blocks == 0) return {{0, nodes_}};
     std::vector<Stretch> order = {{0, begin_}};
@@ -119,15 +119,15 @@ class Turns {
   NodeId begin_ = 0, end_ = 0, nodes_;
   std::map<Kind, Stretch> known_;
   bool repeat_;
-  Stretch other_block_{0, 0};  // where the update handles what other stages have: norms are of all gradients
+  Stretch other_block_{0, 0};  // where the update handles other stages' blocks: norms are of all gradients
 };
 
-// What is planned in place of a stage of a step: as many turns as it takes to have all kinds of them, with as many micro-batches at
-// once as the stage holds, and of the other stages only as much as it sees. Its tape has what it receives and sends and, before and
-// after it, one block whose turns are next to its own and one that makes its own be gathered.
+// What is planned instead of a stage of a step: as many turns as needed to have all kinds of them, with as many micro-batches at once
+// as the stage holds, and only as much of the other stages as it interacts with. Its tape has what it receives and sends and, before
+// and after it, one block whose turns are next to its own and one that causes its own to be gathered.
 struct Shorter {
   TrainConfig config;
-  int world, stage;  // of its own
+  int world, stage;  // of the shortened plan
   StandIn stand_in;
   int64_t blocks_left_out = 0;
 };
@@ -137,8 +137,8 @@ class Stages {
   Stages(const TrainConfig& config, int world, const StageCut& cut, Planning planning)
       : config_(config), world_(world), stages_(static_cast<int>(config.sharding.pipeline)), ranks_(world / stages_),
         runs_(config.sharding.pipeline_runs), cut_(cut),
-        // A program takes its memory from one arena, whose blocks are placed where there is room. What cannot work is refused
-        // as it is.
+        // A program takes its memory from one arena, in which blocks are placed where there is room. Invalid configurations are
+        // refused unshortened.
         shorter_(planning == Planning::shorter && !config.train.compile && world % stages_ == 0 &&
                  (runs_ == 1 || config.train.micro_batches % stages_ == 0)) {}
 
@@ -146,7 +146,8 @@ class Stages {
   // Of each stage, neighbours.
   int ranks() const { return ranks_; }
   std::vector<Turn> turns(int stage) const { return turns(stage, config_.train.micro_batches); }
-  // Whether two stages have the same tape, except for their turns. Where gradients of weights wait, which one holds most is not known.
+  // Whether two stages have the same tape, except for their turns. With deferred weight gradients, it is not known which one holds
+  // the most.
   bool same(int a, int b) const {
     return a == b || (leaves_blocks_out() && role(a) == role(b) && config_.sharding.pipeline_schedule == "1f1b");
   }
@@ -178,9 +179,9 @@ class Stages {
   }
 
  private:
-  // A mixture's loss for balance is passed from each block to the last stage. Blocks that see all keys differ from those with a window or a
-  // state, those without positions from those with them, and blocks with an MLP from those with a mixture. In int8 each of the stages adds
-  // up a part of what all of them have.
+  // A mixture's load-balancing loss is passed from each block to the last stage. Blocks that see all keys differ from those with a
+  // window or a state, those without positions from those with them, and blocks with an MLP from those with a mixture. With int8
+  // reduction each of the stages sums a part of the parameters that all of them have.
   bool leaves_blocks_out() const {
     if (config_.sharding.reduce_dtype == "int8") return false;
     if ((config_.model.window || config_.model.linear_key_heads) && config_.model.full_attention_every) return false;
@@ -216,8 +217,8 @@ class Stages {
     return r;
   }
   // Enough to have turns of every kind. With one run, each turn is between the same two except at the beginning and the end; with
-  // several, as many micro-batches as there are stages go round together, and what surrounds a turn is repeated with the next group of
-  // them.
+  // several, as many micro-batches as there are stages pass through together, and the surroundings of a turn repeat with the next
+  // group of them.
   int64_t enough_micro_batches(int stage) const {
     const int64_t ahead = config_.sharding.pipeline_schedule == "1f1b" ? stages_ - stage : stages_ + 2;
     return runs_ == 1 ? std::min<int64_t>(ahead, config_.train.micro_batches) + 3 : 3 * stages_;

@@ -12,7 +12,7 @@
 namespace sheaf::models {
 namespace {
 
-// What a cut may depend on after its place: some characters, or a token.
+// How much text after a cut may affect it: some characters, or a token.
 constexpr size_t kBehindCut = 64 << 10;
 
 }  // namespace
@@ -22,7 +22,7 @@ TextReader::TextReader(const std::string& path, size_t block, std::function<bool
   if (!is_input_) file_ = File::open<DataError>(path);
 }
 
-// Until the buffer has this many bytes, or all that there are.
+// Until the buffer has this many bytes, or all that exist.
 void TextReader::fill(size_t bytes) {
   size_t have = buffer_.size();
   buffer_.resize(std::max(have, bytes));
@@ -49,7 +49,7 @@ size_t TextReader::read_input(char* to, size_t bytes) {
     pollfd input{STDIN_FILENO, POLLIN, 0};
     const int ready = poll(&input, 1, /*milliseconds=*/200);
     if (ready == 0) continue;
-    // A signal ends the waiting, and stop_() is to be asked: read() would wait on.
+    // A signal ends the waiting, and stop_() must be called: read() would continue to wait.
     const ssize_t got = ready < 0 ? -1 : ::read(STDIN_FILENO, to, bytes);
     if (got >= 0) return static_cast<size_t>(got);
     if (errno != EINTR && errno != EAGAIN)

@@ -19,11 +19,11 @@ constexpr int64_t kHeaderBytes = 256 * 4;
 constexpr int32_t kMagic16 = 20240520, kVersion16 = 1;
 constexpr int32_t kMagic32 = 20240801, kVersion32 = 7;
 constexpr int32_t kMagicExamples = 20261124, kVersionExamples = 1;
-// Scans give back what they have read each time they have read this many tokens.
+// Scans release pages each time they have read this many tokens.
 constexpr int64_t kScanBlock = int64_t{1} << 20;
 
 // Copies `count` tokens, as `value(token, id)` of each; returns the index of the first one whose id is not below `vocab`, or `count`.
-// The id is what a token has in the bits of `mask`.
+// The id is the token's bits in `mask`.
 template <class T, class F>
 int64_t copy_tokens(const std::byte* data, int64_t count, T mask, int64_t vocab, int32_t* dst, F value) {
   for (int64_t i = 0; i < count; ++i) {
@@ -131,7 +131,7 @@ struct Tokens::Part {
                     vocab);
   }
 
-  // Examples that were cut off would go on in another part's.
+  // Truncated examples would continue in another part's.
   void check_end() const {
     if (!example_end) return;
     MarkedToken last = 0;
@@ -150,7 +150,7 @@ struct Tokens::Part {
                      ", which is outside the vocabulary of ", vocab);
   }
 
-  // Gives back the pages that were read.
+  // Releases the pages that were read.
   void release(int64_t first, int64_t count) const {
     if (!map.data()) return;
     const int64_t offset = data - map.data() + first * width();
@@ -292,7 +292,7 @@ namespace {
 
 constexpr std::string_view kPending = ".tmp-";  // and the process
 
-// Removes what processes that wrote `path` left behind: those that live have a lock on it.
+// Removes leftovers of processes that wrote `path`: live ones hold a lock on theirs.
 void remove_leftovers(const std::string& path) {
   const std::filesystem::path target(path);
   const std::string prefix = target.filename().string() + std::string(kPending);

@@ -66,8 +66,8 @@ double TokenMixture::share(int s) const {
   return sources_[static_cast<size_t>(s)].weight / all;
 }
 
-// The first source takes its share of the samples, evenly spaced; of those that it leaves, the second does so; the last takes
-// the rest.
+// The first source gets its share of the samples, evenly spaced; of the remaining ones, the second gets its share; the last gets the
+// rest.
 TokenMixture::Place TokenMixture::place(int64_t sample) const {
   const int last = static_cast<int>(sources_.size()) - 1;
   for (int s = 0; s < last; ++s) {

@@ -1,5 +1,4 @@
-// The loop of a run: a step, what the ranks tell each other about it, and then a line, an evaluation, a checkpoint, as they are
-// due.
+// The loop of a run: a step, the exchange of news between ranks, and then a line, an evaluation, a checkpoint, when they are due.
 #include <chrono>
 #include <cmath>
 
@@ -53,7 +52,7 @@ class Trainer::Loop {
     trainer_.saver_.finish();
     if (trainer_.complete()) {  // report the finished run
       if (first_rank_) trainer_.options_.print(nothing_to_train());
-      if (step_.outer()) step_.outer()->go_back();  // from the middle of a round: islands have one model to evaluate
+      if (step_.outer()) step_.outer()->go_back();  // in the middle of a round: islands have one model to evaluate
       trainer_.evaluate(report_);
     }
     report_.peak_bytes = report_.peaks.empty() ? 0 : report_.peaks[static_cast<size_t>(world_.rank())];
@@ -64,7 +63,7 @@ class Trainer::Loop {
   }
 
  private:
-  // What a run that has all of its steps reports, and what would make it longer.
+  // The report of a run that has done all of its steps, and how to extend it.
   std::string nothing_to_train() const {
     const int64_t done = trainer_.first_step_;
     const bool of_epochs = train_.epochs > 0;
@@ -115,8 +114,7 @@ class Trainer::Loop {
             budget > 0 && takes > budget ? str("; a step takes ", takes, " bytes, more than sharding.memory_budget") : ""));
   }
 
-  // On GPUs only where the host waits anyway: a replayed graph and the lane must meet the communicator in one order on all
-  // ranks.
+  // On GPUs only where the host waits anyway: a replayed graph and the lane must use the communicator in one order on all ranks.
   void hear_from_others(bool logs) {
     heard_ = std::max(heard_, signal_());
     const bool waits = logs || world_.size() == 1;
@@ -129,7 +127,7 @@ class Trainer::Loop {
     report_.stopped_by = std::max(told, news_.signal());
   }
 
-  // Before anything is saved: no checkpoint holds what a step made of a gradient that is not finite.
+  // Before anything is saved: no checkpoint holds the result of a step with a gradient that is not finite.
   void read(const TrainingStep::Result& result) {
     double means[] = {result.loss.item<double>(), result.grad_norm.item<double>(), result.mtp ? result.mtp.item<double>() : 0.0};
     step_.mean_over_islands(means);
@@ -222,7 +220,7 @@ class Trainer::Loop {
     leave_out(begin);
   }
 
-  // Speed counts only steps.
+  // Excludes evaluations and saves from the speed.
   void leave_out(double begin) {
     const double seconds = now() - begin;
     beside_ += seconds;
@@ -235,7 +233,7 @@ class Trainer::Loop {
   World& world_;
   const bool first_rank_;
   const std::function<int()>& signal_;
-  int heard_ = 0;  // from it
+  int heard_ = 0;  // the signal that it reported
   Allocator& memory_;
   StepNews news_;
   std::unique_ptr<MetricsWriter> metrics_;  // on rank 0
@@ -246,7 +244,7 @@ class Trainer::Loop {
   std::vector<Metric> norms_;             // of that, with train.log_norms
   int64_t skipped_ = 0;                   // steps, up to the last line
   const double start_ = now();
-  double since_ = start_;                 // the last line, evaluations and saves left out
+  double since_ = start_;                 // the last line, excluding evaluations and saves
   double beside_ = 0;                     // seconds of evaluations and saves
   int64_t steps_since_ = 0;               // the last line
 };
@@ -259,7 +257,7 @@ void Trainer::evaluate(TrainReport& report) {
   }
   report.val_loss = mean_loss(validation_);
   report.accuracies.clear();
-  if (!std::isfinite(report.val_loss)) return;  // then a model's answers are of no interest
+  if (!std::isfinite(report.val_loss)) return;  // then accuracies are meaningless
   for (AnsweredQuestions& set : questions_) {
     set.accuracy = set.questions.accuracy(step_->log_likelihoods(set.questions));
     report.accuracies.emplace_back(set.questions.name(), set.accuracy);

@@ -16,7 +16,7 @@
 namespace sheaf::models {
 namespace {
 
-// Each host may keep its copy of the data anywhere; the content must be the same.
+// Each host may keep its copy of the data anywhere; the contents must be the same.
 void require_same_data(World& world, const Corpus& corpus, const SplitState& train, const SplitState& val,
                        const std::vector<AnsweredQuestions>& questions, const std::optional<WeightsState>& weights) {
   const std::string value = str(train.tokens, " tokens to train on, ", val.tokens, " to validate on, XXH3 ", train.xxh3,
@@ -30,7 +30,7 @@ void require_same_data(World& world, const Corpus& corpus, const SplitState& tra
                                     {"model.weights", start, weights ? str("'", weights->path, "' (", start, ")") : start}});
 }
 
-// What is next to weights, if it can be read: training does not need it.
+// The text conventions next to weights, if they can be read: training does not need them.
 PublishedText published_text(const std::string& weights, std::string& error) {
   const std::string config = published_config_file(weights);
   if (config.empty() || !has_published_text(parent_of(config))) return {};
@@ -42,7 +42,7 @@ PublishedText published_text(const std::string& weights, std::string& error) {
   }
 }
 
-// Published files may be gone when a run is continued: its checkpoints contain what is needed of them.
+// Published files may be gone when a run is continued: its checkpoints contain everything needed of them.
 std::optional<RunState> saved_state(const TrainConfig& config) {
   const auto checkpoint = Checkpoint::open_newest(config.output.folder + "/checkpoints", [](const std::string&) {});
   return checkpoint ? std::optional(RunState::from_json(checkpoint->state())) : std::nullopt;
@@ -82,7 +82,8 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
   find_weights();
   open_questions();
   lock_folder();
-  require_same_data(world_, corpus_, train_data_, val_data_, questions_, weights_);  // here, for it also waits for rank 0 to have the folder
+  require_same_data(world_, corpus_, train_data_, val_data_, questions_, weights_);  // at this point, because it also waits for rank 0 to
+                                                                                     // lock the folder
   TrainConfig fitted =
       fit_recompute(config_, config_.model.vocab, world_.size(), num_threads(), std::string(world_.kind()), device_);
   if (config_.train.recompute == "fit") {
@@ -99,7 +100,7 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
   step_ = std::make_unique<TrainingStep>(fitted, config_.model.vocab, world_, device_, TrainingStepOptions{.num_targets = num_targets});
   restore();
   files_.reset();
-  // So that this is not found out only at the first save.
+  // So that this is not discovered only at the first save.
   if (world_.rank() == 0) check_writable(config_.output.folder + "/checkpoints");
 }
 
@@ -128,11 +129,11 @@ void Trainer::lock_folder() {
                       "output.folder");
   if (lock_->state() == FileLock::State::impossible)
     options_.warn(str("the file system of '", folder, "' has no locks: no other run must write there"));
-  // Of a save that failed, as on a full disk, where nothing else can be written.
+  // Leftovers of a save that failed, e.g. on a full disk, where nothing else can be written.
   for (const std::string& parent : {folder, best_folder()}) remove_leftovers(parent + "/checkpoints");
 }
 
-// A run that has a checkpoint no longer needs them: they may be gone.
+// A run that has a checkpoint no longer needs the weights: they may be gone.
 void Trainer::find_weights() {
   const std::string& path = config_.model.weights;
   if (path.empty() && config_.model.lora_rank > 0)
@@ -149,7 +150,7 @@ void Trainer::find_weights() {
   weights_ = {path, files_->digest(), files_text_.before};
 }
 
-// Texts become tokens like those that the model was or will be trained on.
+// Texts are tokenized like those that the model was or will be trained on.
 void Trainer::open_questions() {
   const PublishedText beside = std::exchange(files_text_, {});
   if (config_.data.choices.empty()) return;
@@ -172,7 +173,7 @@ void Trainer::start() {
   if (world_.rank() == 0) options_.print(str("starts from the weights in ", files_->path()));
 }
 
-// Before anything can fail: a launcher's second try would mistake these checkpoints for those of the first.
+// Before anything can fail: a launcher's retry would mistake these checkpoints for those of the first attempt.
 void Trainer::refuse_earlier_run() const {
   for (const std::string& folder : {config_.output.folder + "/checkpoints", best_folder() + "/checkpoints"})
     if (!options_.resume && !list_steps(folder).empty())
@@ -199,7 +200,7 @@ void Trainer::restore() {
   take_choices(state, checkpoint->path());
 }
 
-// Before the first step, which does not time again what is known.
+// Before the first step, which does not time known choices again.
 void Trainer::take_choices(const RunState& state, const std::string& checkpoint) {
   if (state.product_choices.empty() || !device_.is_cuda()) return;
   try {
@@ -237,9 +238,8 @@ void Trainer::save(int64_t step) {
   else save_checkpoint(folder, step, step_->model(), {&step_->optimizer()}, world_, options);
 }
 
-// Saves only the weights of the lowest loss so far, where programs that read a run's folder find them. A run that is resumed from
-// before the last of them saves them again, with the same bits; in any other run the later steps found there would no longer be
-// its own.
+// Saves only the weights of the lowest loss so far, in the form of a run's folder. A run that is resumed from before the last of them
+// saves them again, with the same bits; in any other run the later steps found there would no longer be its own.
 void Trainer::save_if_best(int64_t step, double val_loss) {
   if (!config_.output.keep_best || (best_ && val_loss >= best_->val_loss)) return;
   best_ = {step, val_loss};

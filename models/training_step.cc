@@ -50,7 +50,7 @@ optim::DiLoCoOptions outer_options(const OptimizationConfig& t) {
   return {.lr = t.outer_lr, .momentum = t.outer_momentum, .moves = optim::moves_from(t.outer_dtype), .offload = t.offload_optimizer};
 }
 
-// Which blocks are computed again in the backward: the first ones of each stage, because what later blocks had kept is gone when the
+// Which blocks are recomputed in the backward: the first ones of each stage, because the memory of later blocks is free when the
 // reverse pass reaches them.
 void recompute_blocks(const TrainConfig& config, ShardedModel& sharded, int stages) {
   const bool selective = config.train.recompute == "selective";
@@ -92,7 +92,7 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
     : config_(island_of(config)), world_(world), device_(device), overlap_(options.overlap), num_targets_(options.num_targets),
       sharded_(sharded_model(config, vocab, world, {.blocks = options.stand_in.blocks})), turns_(options.stand_in.turns) {
   check<ConfigError>(!config_.data.examples || num_targets_ || device_.is_meta(), "[train] data.examples: how many targets count is not known");
-  world_.communicator();  // joined here in a plan, too, as in a run: what it holds counts
+  world_.communicator();  // joined in a plan, too, as in a run: its memory counts
   if (config_.train.cuda_graph) check_graph(device_, sharded_.mesh);
   if (config_.sharding.memory_budget != 0 && !config_.train.compile)
     fail<ConfigError>("[train] sharding.memory_budget ", config_.sharding.memory_budget, " is for train.recompute fit and for "
@@ -176,7 +176,8 @@ TrainingStep::Result TrainingStep::run(int64_t step, const FillBatch& fill, Reco
 }
 
 void TrainingStep::outer_step() {
-  std::optional<CollectivesInTurn> in_turn;  // as in the first step: a GPU loads kernels when they first run, which may wait for all of it
+  std::optional<CollectivesInTurn> in_turn;  // as in the first step: a GPU loads kernels when they first run, which may wait for all other
+                                             // work
   if (std::exchange(first_outer_step_, false)) in_turn.emplace();
   release_program();
   outer_->step();
@@ -207,12 +208,12 @@ TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep*
   return result;
 }
 
-// Forwards and backwards of the step's micro-batches, in the order of a pipeline's schedule; their losses add up.
+// Forwards and backwards of the step's micro-batches, in the order of a pipeline's schedule; their losses are summed.
 void TrainingStep::run_turns(Recording& recording, Result& result, RecordedStep* recorded) {
   const OptimizationConfig& t = config_.train;
   CrossEntropyOptions mean{.divide_by = static_cast<double>(tokens_of_island()), .z_loss = t.z_loss};
   if (config_.data.examples) mean.divisor = inputs_->num_targets();
-  // Collectives that end before their call returns leave no room for several micro-batches under way.
+  // Collectives that end before their call returns do not allow several micro-batches in flight.
   const bool in_turn = CollectivesInTurn::active() && device_.is_cuda();
   const int64_t runs = in_turn ? 1 : config_.sharding.pipeline_runs, first = recording.options().first_sample;
   std::vector<Tensor> losses(static_cast<size_t>(t.micro_batches)), scaled = losses;

@@ -27,9 +27,9 @@ int64_t below(uint64_t random, int64_t n) {
   return static_cast<int64_t>(static_cast<unsigned __int128>(random) * static_cast<uint64_t>(n) >> 64);
 }
 
-// Where number i of [0, n) goes in a permutation of [0, n) that `key` chooses. A network permutes as many numbers as its bits
-// allow, fewer than 4 n or 256: those that it sends elsewhere go on until they are below n. (With fewer than 8 bits, not every
-// order of neighbours would be equally likely.)
+// Where number i of [0, n) goes in a permutation of [0, n) selected by `key`. A network permutes as many numbers as its bits allow,
+// fewer than 4 n or 256: it is applied again until the result is below n. (With fewer than 8 bits, not every order of neighbours
+// would be equally likely.)
 int64_t permuted(int64_t i, int64_t n, uint64_t key) {
   constexpr int kRounds = 6;
   const int half = std::max(4, static_cast<int>(std::bit_width(static_cast<uint64_t>(n - 1)) + 1) / 2);

@@ -28,7 +28,7 @@ class Search {
   Ways run() {
     const std::vector<Choice> axes = choices_of_axes();
     for_all(axes, [&](const Choice& x) { plan(x); });
-    // Whatever makes it fit takes more time. More micro-batches save stages some.
+    // Any measure to make it fit takes more time, except that more micro-batches save some for stages.
     double fastest = std::numeric_limits<double>::max();
     for (const auto& [choice, time] : done_)
       if (time) fastest = std::min(fastest, time->seconds);
@@ -38,7 +38,7 @@ class Search {
     for_all(with_all_gather(near), [&](const Choice& x) { settle_memory(x); });
     // If none of these fits, the others may.
     if (fitting().empty()) for_all(with_all_gather(axes), [&](const Choice& x) { settle_memory(x); });
-    std::vector<Choice> best;  // of two that differ in what is sent, the faster one
+    std::vector<Choice> best;  // of two that differ only in their communication, the faster one
     for (const Choice& x : fitting()) {
       const auto is_alike = [&](Choice other) { return other.context_comm = x.context_comm, other == x; };
       if (std::ssize(best) < options_.refine && std::ranges::none_of(best, is_alike)) best.push_back(x);
@@ -96,14 +96,14 @@ class Search {
     return out;
   }
 
-  // Stages wait for the run of blocks that takes longest: too long if blocks cannot be divided into nearly equal ones. What the
-  // head adds is for an estimate to tell.
+  // Stages wait for the slowest run of blocks: too long if blocks cannot be divided into nearly equal runs. The head's contribution
+  // is left to the estimate.
   bool divides_unevenly(int64_t stages, int64_t runs) const {
     return StageCut(config_.model.layers, static_cast<int>(stages), runs).imbalance() > 9.0 / 8;
   }
 
-  // The numbers of ranks that may share sequences, which have `own` key heads together, each read by `group` query heads, and what they
-  // send: with all_to_all all get equally many key heads, or one copy. For more ranks than that allows, all_gather.
+  // The numbers of ranks that may share sequences, which have `own` key heads together, each read by `group` query heads, and their
+  // collective: with all_to_all all get equally many key heads, or one copy. For more ranks than that allows, all_gather.
   std::vector<std::pair<int64_t, std::string>> contexts(int64_t ranks, int64_t own, int64_t group) const {
     const auto alike = [&](int64_t c) { return own % c == 0 || (c % own == 0 && group % (c / own) == 0); };
     const std::vector<int64_t> all = sizes(&Choice::context, ranks, std::max(own * group, config_.model.context));
@@ -164,7 +164,7 @@ class Search {
               if (!keeps(&Choice::pipeline_runs)) x.pipeline_runs = 1;
               if (!keeps(&Choice::pipeline_schedule)) x.pipeline_schedule = "1f1b";
               if (!keeps(&Choice::secondary)) x.secondary = false;
-              // Stages would gather once for each micro-batch.
+              // Stages would gather once per micro-batch.
               if (!keeps(&Choice::strategy)) x.strategy = p > 1 ? "zero1" : "full_shard";
               if (!keeps(&Choice::recompute)) x.recompute = "none";
               if (!keeps(&Choice::micro_batches)) x.micro_batches = micro_batches(p > 1 ? 2 * p : 1, x);
@@ -177,7 +177,7 @@ class Search {
     return out;
   }
 
-  // Micro-batches are equal, and leave each group of ranks that shares sequences one of them.
+  // Micro-batches are equal, and give each group of ranks that shares sequences one of them.
   int64_t most_micro_batches(const Choice& x) const {
     const int64_t batch = config_.train.batch, groups = world_ / x.pipeline / x.tensor / x.context;
     int64_t most = std::max<int64_t>(1, batch / std::max<int64_t>(1, groups));
@@ -191,8 +191,8 @@ class Search {
     return std::min(at_least, most);
   }
 
-  // How much memory a step takes at this level of recomputation, estimated from its last two numbers of micro-batches: what
-  // belongs to a micro-batch shrinks with it, the rest does not.
+  // How much memory a step takes at this level of recomputation, estimated from its last two numbers of micro-batches: the part of a
+  // micro-batch shrinks with it, the rest does not.
   struct Level {
     std::string recompute;
     std::vector<std::pair<double, double>> too_large = {};  // micro-batches, bytes
@@ -261,8 +261,8 @@ class Search {
     return out;
   }
 
-  // Stages that micro-batches go round, or whose gradients of weights come later, wait less and hold more: as many runs as leave
-  // none with many blocks more than others.
+  // Interleaved stages, or those with deferred weight gradients, wait less and hold more: as many runs as leave none with many more
+  // blocks than others.
   std::vector<Choice> with_schedules(const Choice& x) const {
     const auto goes_round = [&](int64_t runs) {
       return !keeps(&Choice::pipeline_runs) && x.micro_batches % x.pipeline == 0 && x.pipeline * runs <= config_.model.layers &&
@@ -284,7 +284,7 @@ class Search {
     for (Choice& x : choices) x.*field = value, to.push_back(std::move(x));
   }
 
-  // What has been planned and fits, in order of time.
+  // Planned choices that fit, in order of time.
   std::vector<Choice> fitting() const {
     std::vector<std::pair<double, Choice>> found;
     for (const auto& [choice, time] : done_)

@@ -75,8 +75,7 @@ void WordCounts::count(std::string_view text, Tables& tables) const {
   }
 }
 
-// Each thread counts the words of its part alone, in tables that its cache can hold; then each shard collects its own
-// words.
+// Each thread counts the words of its part alone, in tables that fit in its cache; then each shard collects its own words.
 void WordCounts::add(std::string_view text) {
   constexpr size_t kSmallPart = size_t{64} << 10;
   const size_t part = std::max(text.size() / static_cast<size_t>(num_threads()) + 1, kSmallPart);

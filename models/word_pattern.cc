@@ -18,7 +18,7 @@ namespace {
 // The last of several spaces belongs to the word after it.
 #define SPACES "[" SPACE "]+(?![^" SPACE "])|[" SPACE "]+"
 
-// The words of contractions, letters, numbers and others that the newer ones have; `more` may follow upon punctuation.
+// The words of contractions, letters, numbers and others in the newer patterns; `more` may follow punctuation.
 #define CONTRACTION "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 #define OTHERS(more) "| ?" OTHER "+[\r\n" more "]*|[" SPACE "]*[\r\n]+|" SPACES
 #define BEFORE R"([^\r\n\p{L}\p{N}]?)"
@@ -157,8 +157,8 @@ size_t WordPattern::Match::end(std::string_view text, size_t at) const {
   return pcre2_get_ovector_pointer(data)[1];
 }
 
-// A space can only be a word's first character, or be among spaces. A single line break ends a word, its own or that of
-// what precedes it, which in two patterns may go on with slashes.
+// A space can only be a word's first character, or be among spaces. A single line break ends a word, its own or that of the text
+// before it, which in two patterns may continue with slashes.
 size_t safe_cut(std::string_view text, size_t at) {
   for (size_t i = at < 2 ? 2 : at; i < text.size(); ++i) {
     if (text[i] == ' ' && solid_until(text, i)) return i;
