@@ -1,4 +1,4 @@
-// The subcommands of `sheaf`. Each takes its arguments, returns an exit code, and throws sheaf::Error for the rest.
+// The subcommands of `sheaf`. Each takes its arguments and returns an exit code; errors are thrown as sheaf::Error.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +44,7 @@ struct ExportArguments {
 };
 int export_command(const ExportArguments& arguments);
 
-/// What the texts of a command are.
+/// How a command reads its texts.
 struct TextArguments {
   bool json_lines = false;             ///< JSON lines, all of them; else only those named .jsonl are, and others are documents
   std::string field;                   ///< the member of a line that is the document; "": "text"
@@ -87,14 +87,14 @@ int tape_command(const TapeArguments& arguments);
 
 struct PlanArguments {
   std::string config;
-  std::vector<std::string> overrides;  ///< what these give stays as it is; the rest is looked for
+  std::vector<std::string> overrides;  ///< fixed options; the search varies the others
   int world = 1;
   std::string machine = "h200";        ///< of each rank: see machine_named()
-  int ranks_per_host = 0;              ///< 0: as the machine has
-  int64_t memory = 0;                  ///< bytes that a rank may take; 0: as the machine has
-  double network = 0;                  ///< bytes per second that a rank receives from other hosts; 0: as the machine has
-  bool all = false;                    ///< lines for all that fit, not only for those that no other beats in both time and memory
-  std::string trace;                   ///< file for the time line of the first way; "": none
+  int ranks_per_host = 0;              ///< 0: the machine's
+  int64_t memory = 0;                  ///< bytes available to a rank; 0: the machine's
+  double network = 0;                  ///< bytes per second received by a rank from other hosts; 0: the machine's
+  bool all = false;                    ///< print all configurations that fit, not only the Pareto front of time and memory
+  std::string trace;                   ///< file for the timeline of the first configuration; "": none
 };
 int plan_command(const PlanArguments& arguments);
 

@@ -32,7 +32,7 @@ void refuse_unused(const TrainConfig& config, const std::vector<ConfigField>& fi
   }
 }
 
-// Whether published sizes and a config.json determine it: the others belong to a run, not to the model's shape.
+// Whether published sizes and a config.json determine the option: the others belong to a run, not to the model's shape.
 bool is_of_shape(const std::string& key) {
   return key.starts_with("model.") && key != "model.preset" && key != "model.weights" && key != "model.dropout" &&
          key != "model.quantize" && !key.starts_with("model.lora_");
@@ -68,7 +68,7 @@ void apply_preset(TrainConfig& config, std::vector<ConfigField>& fields, const s
   }
 }
 
-// The shape of published weights is that of the model.
+// Applies the shape of published weights to the model.
 void apply_weights(TrainConfig& config, std::vector<ConfigField>& fields, const std::set<std::string>& given, bool resume) {
   const std::string& weights = config.model.weights;
   if (weights.empty()) return;
@@ -77,7 +77,7 @@ void apply_weights(TrainConfig& config, std::vector<ConfigField>& fields, const 
     fail<ConfigError>("[config] model.weights: there is no '", weights, "'");
   }
   const std::string file = models::published_config_file(weights);
-  if (file.empty()) {  // the options say the shape of weights that exist
+  if (file.empty()) {  // the options give the shape of existing weights
     if (std::filesystem::is_directory(weights)) models::PublishedFiles::open(weights);
     return;
   }
@@ -103,7 +103,7 @@ TrainConfig load_config(const std::string& path, std::span<const std::string> ov
   if (!path.empty()) read_file(path, fields, given);
   const std::string preset_of_file = config.model.preset;
   read_overrides(overrides, fields, flags);
-  // A run that goes on by its own config.toml already has that preset, with what was given along with it.
+  // A run that resumes from its own config.toml already has that preset and the options given along with it.
   const bool again = resume && path == config.output.folder + "/config.toml" && config.model.preset == preset_of_file;
   if (flags.contains("model.preset") && !config.model.preset.empty() && !again) forget_shape(fields, given, flags);
   given.insert(flags.begin(), flags.end());
@@ -126,7 +126,7 @@ std::string config_of_run(std::span<const std::string> overrides) {
 
 namespace {
 
-// [generate] of a file, and the options that `refuse` lets pass.
+// Reads [generate] of a file, and the options accepted by `refuse`.
 TrainConfig generate_config(const std::string& path, std::span<const std::string> overrides, TrainConfig config,
                             const std::function<void(const std::string& key)>& refuse) {
   auto fields = config_fields(config);
@@ -162,7 +162,7 @@ TrainConfig load_generate_lines_config(const std::string& path, std::span<const 
 
 namespace {
 
-// What a run was validated on, and how.
+// Options of a run's validation.
 bool is_of_validation(const std::string& key) {
   for (const char* known : {"data.corpus", "data.val_fraction", "data.val_file", "data.choices", "train.batch", "train.micro_batches",
                             "train.eval_tokens", "train.eval_questions", "train.dtype", "train.fp8"})

@@ -40,20 +40,20 @@ models::TrainConfig load_config(const std::string& path, std::span<const std::st
 /// Where a run with these overrides keeps its configuration: "<output.folder>/config.toml".
 std::string config_of_run(std::span<const std::string> overrides);
 
-/// The section [generate] of `path`, if there is such a file, and `overrides`, which may be of that section only. Throws
-/// ConfigError as load_config().
+/// The section [generate] of `path`, if that file exists, and `overrides`, which may only be of that section. Throws ConfigError like
+/// load_config().
 models::GenerateConfig load_generate_config(const std::string& path, std::span<const std::string> overrides);
-/// The same for many prompts, with options of [sharding], by which the model is cut; by default each rank has all of it.
+/// The same for many prompts, with options of [sharding], by which the model is sharded; by default it is replicated on each rank.
 models::TrainConfig load_generate_lines_config(const std::string& path, std::span<const std::string> overrides);
 
-/// What `sheaf evaluate` is asked for.
+/// The options of `sheaf evaluate`.
 struct EvaluateConfig {
   models::TrainConfig config;
   bool whole_text = false;  ///< data.corpus was given without data.val_fraction: all of it is evaluated
 };
-/// Takes from [data] and [train] of `path`, if there is such a file, what a run was validated on and how; then `overrides`, which
-/// may be options of these, of documents and the tokenizer, and of [sharding]. If they say what to evaluate on, nothing of that is
-/// taken from the file. Throws ConfigError as load_config().
+/// Takes from [data] and [train] of `path`, if that file exists, the data and options of a run's validation; then `overrides`, which
+/// may be such options, those of documents and the tokenizer, and of [sharding]. If they name the data to evaluate on, none of it is
+/// taken from the file. Throws ConfigError like load_config().
 EvaluateConfig load_evaluate_config(const std::string& path, std::span<const std::string> overrides);
 /// config_help() of those options.
 std::string evaluate_config_help();
@@ -63,11 +63,10 @@ std::string print_config(const models::TrainConfig& config);
 /// A line per option whose key starts with `section`: key, default, choices, meaning.
 std::string config_help(std::string_view section = "");
 
-/// What the option needs to have any effect: null if it has that.
+/// The condition under which the option has an effect, for a message; null if it holds.
 const char* unused(const std::string& key, const models::TrainConfig& config);
 
-/// Checks what no single field shows: throws ConfigError naming the keys, each followed by what `origin` returns for
-/// it. load_config() calls it.
+/// Checks across fields: throws ConfigError naming the keys, each followed by what `origin` returns for it. Called by load_config().
 void validate(
     const models::TrainConfig& config,
     const std::function<std::string(const char*)>& origin = [](const char*) { return std::string(); });

@@ -1,4 +1,4 @@
-// The table of all options, and which of them fit together.
+// The table of all options, and the checks across them.
 #include "sheaf/core/error.h"
 #include "sheaf/models/presets.h"
 #include "sheaf/tools/config.h"

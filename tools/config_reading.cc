@@ -13,7 +13,7 @@
 namespace sheaf::tools {
 namespace {
 
-// Edits (insert, delete, replace, swap of neighbours) that turn a into b.
+// Edit distance (insert, delete, replace, swap of neighbours) from a to b.
 int edit_distance(std::string_view a, std::string_view b) {
   std::vector<std::vector<int>> d(a.size() + 1, std::vector<int>(b.size() + 1));
   for (size_t i = 0; i <= a.size(); ++i) {

@@ -1,5 +1,6 @@
-// How options get into their fields: from a TOML file, then from the command line. All throw ConfigError, with file and line, for unknown
-// options (naming the nearest one) and for values of the wrong type or out of range; `given` gets the keys that they set.
+// Reading options into their fields: from a TOML file, then from the command line. All functions throw ConfigError, with file and
+// line, for unknown options (naming the nearest one) and for values of the wrong type or out of range; the keys that are set are
+// added to `given`.
 #pragma once
 
 #include <functional>
@@ -19,7 +20,7 @@ void read_file(const std::string& path, std::vector<ConfigField>& fields, std::s
 void read_overrides(std::span<const std::string> overrides, std::vector<ConfigField>& fields, std::set<std::string>& given);
 /// Copies the value of the same field of another configuration, found at `where`.
 void set_value(const std::string& where, ConfigField& field, const ConfigField& from);
-/// As TOML has it.
+/// In TOML syntax.
 std::string value_text(const ConfigField& field);
 
 }  // namespace sheaf::tools

@@ -1,4 +1,4 @@
-// What `sheaf export` turns a run's adapters (nn::Lora) into: a part of the weights, or files of their own.
+// How `sheaf export` writes a run's adapters (nn::Lora): merged into the weights, or as separate files.
 #pragma once
 
 #include <cstddef>
@@ -15,12 +15,12 @@
 
 namespace sheaf::tools {
 
-/// Bytes that follow each other, each run of them stored somewhere else.
+/// Consecutive bytes of a tensor whose pieces are stored in different places.
 using Spans = std::vector<std::span<const std::byte>>;
-/// Bytes [begin, end) of these.
+/// Bytes [begin, end) of `whole`.
 Spans part_of(const Spans& whole, int64_t begin, int64_t end);
 
-/// a[rank, in] and those rows of b[out, rank], f32, that belong to the rows of the weight in a published tensor.
+/// a[rank, in] and the rows of b[out, rank], in f32, that belong to the rows of the weight in a published tensor.
 struct Adapter {
   Spans a, b;
   int64_t rank;
@@ -29,7 +29,7 @@ struct Adapter {
 /// nullopt if the layer has none.
 std::optional<Adapter> adapter_of(models::Checkpoint& checkpoint, const models::ModelConfig& model, const models::PublishedTensor& t);
 
-/// The rows of a published tensor as a checkpoint has them: values of a dtype, or (u8) in blocks.
+/// The rows of a published tensor as stored in a checkpoint: values of a dtype, or (u8) block-quantized.
 struct RestingWeight {
   Spans bytes;
   DType dtype;
@@ -38,11 +38,11 @@ struct RestingWeight {
 };
 RestingWeight weight_of(models::Checkpoint& checkpoint, const models::ModelConfig& model, const models::PublishedTensor& t);
 
-/// The values, and what an adapter adds to them, in f32, rounded once to `dtype`.
+/// The weight plus the adapter's contribution, computed in f32 and rounded once to `dtype`.
 std::vector<std::byte> merged(const RestingWeight& weight, const std::optional<Adapter>& adapter, DType dtype);
 
-/// adapter_model.safetensors and adapter_config.json of Hugging Face's PEFT, in which queries, keys and values have adapters of their
-/// own: with one a, and each with its rows of b.
+/// adapter_model.safetensors and adapter_config.json of Hugging Face's PEFT, where queries, keys and values have separate adapters:
+/// all with the same a, each with its rows of b.
 std::vector<SafetensorsInput> adapter_tensors(models::Checkpoint& checkpoint, const models::ModelConfig& model, const models::PublishedForm& form);
 Json adapter_config(const models::ModelConfig& model, const models::PublishedForm& form, const std::string& weights);
 

@@ -10,7 +10,7 @@
 namespace sheaf::tools {
 namespace {
 
-// The folder of the weights that the run started from; "" if there are none, or they are gone.
+// The folder of the weights that the run started from; "" if it did not start from weights, or they no longer exist.
 std::string published_folder(const models::RunState& state) {
   if (!state.weights) return "";
   const std::string& path = state.weights->path;
@@ -58,7 +58,7 @@ std::string export_tokenizer(const models::RunState& state, const std::string& f
       replace_file(folder + "/" + name, File::open<DataError>(path).read_all());
       copied.push_back(name);
     }
-  if (!state.tokenizer && !published_folder(state).empty()) {  // its data were tokenized elsewhere: by the tokenizer of its weights
+  if (!state.tokenizer && !published_folder(state).empty()) {  // tokenized elsewhere, with its weights' tokenizer
     for (const char* name : {"tokenizer.json", "vocab.json", "merges.txt"}) {
       const std::string path = published_folder(state) + "/" + name;
       if (!path_exists(path)) continue;

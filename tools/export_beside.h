@@ -1,4 +1,4 @@
-// What `transformers` reads besides a model's weights.
+// The files that `transformers` reads in addition to a model's weights.
 #pragma once
 
 #include <string>
@@ -8,16 +8,16 @@
 
 namespace sheaf::tools {
 
-/// The model_type of the published weights that the run started from, if they are still there; else "".
+/// The model_type of the published weights that the run started from, if they still exist; else "".
 std::string published_like(const models::RunState& state);
 
-/// Writes config.json to `folder`. If the published weights that the run started from are still there, it has their special tokens and,
-/// if that is longer and positions are not a table, their context; else the end of text is the tokenizer's, and that of training's
-/// documents.
+/// Writes config.json to `folder`. If the published weights that the run started from still exist, it has their special tokens and,
+/// if that is longer and the model has no position table, their context; otherwise the end-of-text token is the tokenizer's, and that
+/// of training's documents.
 void export_config(const models::RunState& state, const models::ModelConfig& model, DType dtype, const std::string& folder);
 
-/// Copies what is next to those published weights, such as the chat template, and writes the run's tokenizer if it has the form of
-/// tokenizer.json: others were published elsewhere. Returns a line that reports it.
+/// Copies the files next to those published weights, such as the chat template, and writes the run's tokenizer if it is a
+/// tokenizer.json: other kinds were published elsewhere. Returns a line that reports it.
 std::string export_tokenizer(const models::RunState& state, const std::string& folder);
 
 }  // namespace sheaf::tools

@@ -18,7 +18,7 @@
 namespace sheaf::tools {
 namespace {
 
-// Existing files that this command did not write stay: somebody's data, or the weights that a run started from.
+// Refuses to overwrite files that this command did not write: they are a user's data, or the weights that a run started from.
 void check_is_ours(const std::string& to) {
   const auto there = std::filesystem::status(to).type();
   check<IoError>(there == std::filesystem::file_type::not_found || there == std::filesystem::file_type::regular, "[export] '", to,
@@ -34,16 +34,16 @@ void check_is_ours(const std::string& to) {
   check<ConfigError>(is_ours(), "[export] '", to, "' exists and was not written by sheaf export: remove it, or name another");
 }
 
-// Nor does it write into a folder with somebody else's model: files next to weights are ours only if the weights are.
+// Refuses to write into a folder with another model: files next to weights are ours only if the weights are.
 void check_nothing_lies_beside(const std::string& folder, const std::string& weights) {
-  if (path_exists(weights)) return;  // check_is_ours() finds out whose
+  if (path_exists(weights)) return;  // check_is_ours() checks who wrote them
   for (const char* name : {"config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
                            "special_tokens_map.json", "chat_template.jinja", "vocab.json", "merges.txt"})
     check<ConfigError>(!path_exists(folder + "/" + name), "[export] '", folder, "' has a ", name,
                        ", which was not written by sheaf export: remove it, or name another folder");
 }
 
-// Writes `to` completely or not at all.
+// Writes `to` atomically.
 FileDigest write_whole(const std::string& to, std::vector<SafetensorsInput> tensors, const std::map<std::string, std::string>& metadata) {
   const std::string pending = to + ".tmp";
   try {
@@ -84,7 +84,7 @@ std::vector<std::byte> transposed(const std::vector<std::byte>& whole, int64_t r
   return out;
 }
 
-// Takes 1 off factors of norms.
+// Subtracts 1 from the factors of norms.
 void take_one(std::vector<std::byte>& factors, DType dtype) {
   visit_floating("export", dtype, [&]<class T>() {
     T* const values = reinterpret_cast<T*>(factors.data());
@@ -92,7 +92,7 @@ void take_one(std::vector<std::byte>& factors, DType dtype) {
   });
 }
 
-// What a published tensor, or a part of one, holds of ours, and where that is.
+// The contents of a published tensor, or of a part of one, and where they are stored.
 struct Part {
   models::PublishedTensor t;
   RestingWeight weight;
@@ -108,7 +108,7 @@ struct Part {
   }
 };
 
-// Puts a tensor of several parts together.
+// Assembles a tensor from several parts.
 std::vector<std::byte> put_together(const std::vector<Part>& parts, DType dtype) {
   const size_t width = size_of(dtype);
   std::vector<std::byte> out(static_cast<size_t>(parts[0].t.shape.numel()) * width);
@@ -128,9 +128,9 @@ std::vector<SafetensorsInput> own_tensors(models::Checkpoint& checkpoint) {
   return tensors;
 }
 
-// Weights in blocks are written in `dtype`, everything else as it rests.
+// Block-quantized weights are written in `dtype`, everything else in its stored dtype.
 std::vector<SafetensorsInput> published_tensors(models::Checkpoint& checkpoint, models::ModelConfig model, const models::PublishedForm& form, DType dtype) {
-  // GPT-2 has biases as published: where ours has none, they are zeros.
+  // Published GPT-2 has biases: where our model has none, they are zeros.
   const bool zeros = model.type == "gpt2" && !model.bias;
   model.bias = model.type == "gpt2";
   std::vector<SafetensorsInput> tensors;
@@ -147,7 +147,7 @@ std::vector<SafetensorsInput> published_tensors(models::Checkpoint& checkpoint, 
     for (auto t = first; t != last; ++t) parts.push_back({*t, weight_of(checkpoint, model, *t), adapter_of(checkpoint, model, *t)});
     const RestingWeight& weight = parts[0].weight;
     tensor.dtype = weight.blocks ? dtype : weight.dtype;
-    for (const Part& part : parts)  // one tensor is of one type
+    for (const Part& part : parts)  // all parts of a tensor have one dtype
       check<CheckpointError>(part.weight.dtype == weight.dtype, "[export] ", checkpoint.path(), ": ", part.t.own, " is ", part.weight.dtype,
                              ", and ", first->own, " ", weight.dtype);
     if (parts.size() > 1) tensor.make = [parts, as = tensor.dtype] { return put_together(parts, as); };
@@ -157,14 +157,14 @@ std::vector<SafetensorsInput> published_tensors(models::Checkpoint& checkpoint, 
   return tensors;
 }
 
-// The dtype in which a run with weights in blocks computes.
+// The compute dtype of a run with block-quantized weights.
 DType dtype_of(const models::RunState& state) {
   return state.model.quantize == "none" ? kF32 : models::compute_dtype_from("train", state.train.dtype).value_or(kF32);
 }
 
 }  // namespace
 
-// The model is not put together in memory: its parts are written to the file straight from maps of the shards.
+// The model is not assembled in memory: its parts are written to the file directly from memory-mapped shards.
 int export_command(const ExportArguments& arguments) {
   const std::string& format = arguments.format;
   if (format != "huggingface" && format != "peft" && format != "sheaf")
@@ -173,7 +173,7 @@ int export_command(const ExportArguments& arguments) {
   std::string file = arguments.file;
   std::map<std::string, std::string> metadata = {{"format", "pt"}, {"step", str(checkpoint.step())}};
   std::vector<SafetensorsInput> tensors;
-  std::function<std::string()> finish = [] { return ""; };  // writes what belongs next to the weights, and reports it
+  std::function<std::string()> finish = [] { return ""; };  // writes the files that belong next to the weights, and reports them
   if (format != "sheaf") {
     const models::RunState state = models::RunState::from_json(checkpoint.state());
     models::ModelConfig model = state.model;

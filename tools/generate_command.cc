@@ -48,7 +48,7 @@ int generate_many_lines(const GenerateArguments& arguments) {
                                          {"--at-once", str(o.at_once)}});
     if (arguments.threads_per_rank > 0) RankContext::current().threads = arguments.threads_per_rank;
     const RankScope scope(RankContext::current());
-    int64_t before = -1;  // in the output, when it began
+    int64_t before = -1;  // the number in the output at the start
     auto began = std::chrono::steady_clock::now();
     models::generate_lines(arguments.folder, config, world, world.device(), o, [&](const models::GenerateLinesProgress& now) {
       if (before < 0) {

@@ -26,8 +26,8 @@
 
 namespace {
 
-// One line on standard error that says where and what; the exit code tells the kind. Under `sheaf launch` the
-// launcher prints the line: it hears all ranks and knows which failure came first.
+// Reports an error in one line on standard error; the exit code gives its kind. Under `sheaf launch` the launcher prints the line: it
+// collects those of all ranks and knows which failure came first.
 int report(std::string what, int code) {
   std::replace(what.begin(), what.end(), '\n', ' ');
   if (sheaf::distributed::tell_launcher(what)) return code;
@@ -39,8 +39,8 @@ int report(std::string what, int code) {
   return code;
 }
 
-// An opened file must not get the number of standard input, output or error if those are closed: output would be written into it.
-// Descriptors that refuse reading or writing, as closed ones do, take their place.
+// A newly opened file must not get the descriptor of a closed standard stream: output would be written into it. Descriptors that
+// refuse reading or writing, as closed ones do, take their place.
 void keep_standard_descriptors() {
   for (int fd = 0; fd <= 2; ++fd)
     if (fcntl(fd, F_GETFD) < 0) open("/dev/null", fd == 0 ? O_WRONLY : O_RDONLY);
@@ -203,17 +203,17 @@ void add_options(CLI::App& command, sheaf::bench::Options& bench) {
   command.add_option("--device", bench.device, "cpu, cuda or auto; by default what SHEAF_DEVICE says");
 }
 
-// How `sheaf bench` starts itself again as a rank.
+// The options with which `sheaf bench` starts itself again as a rank.
 void add_options(CLI::App& command, Words& words) {
   command.group("")->add_option("words", words);
 }
 
-// Words that are not options of the subcommand: those of the configuration, where it takes them.
+// Words that are not options of the subcommand: overrides of the configuration, where it takes them.
 void take_rest(auto& arguments, const Words& rest) {
   if constexpr (requires { arguments.overrides; }) arguments.overrides = rest;
 }
 
-// The command to launch follows "--", word for word.
+// The command to launch follows "--" verbatim.
 void take_rest(sheaf::distributed::LaunchOptions& launch, const Words& rest) {
   const auto dashes = std::ranges::find(rest, "--");
   if (dashes != rest.end()) launch.command.assign(dashes + 1, rest.end());
@@ -223,14 +223,14 @@ void take_rest(sheaf::distributed::LaunchOptions& launch, const Words& rest) {
         "; usage: sheaf launch --nproc-per-node N [--threads-per-rank T] [--no-pin] [--max-restarts R] -- COMMAND ...");
 }
 
-// Paths are words whatever they begin with: the parser takes those in brackets for lists.
+// Paths that begin with '[' get "./" prepended: the parser would take them for lists.
 Words with_paths(Words words) {
   for (size_t i = 1; i < words.size(); ++i)
     if (words[i].starts_with('[') && !words[i - 1].starts_with("--")) words[i].insert(0, "./");
   return words;
 }
 
-// An option of the configuration and its value become one word, whatever the value begins with.
+// A configuration option and its value become one word, whatever the value begins with.
 Words with_values(const Words& words) {
   Words out;
   for (size_t i = 0; i < words.size(); ++i) {
@@ -241,7 +241,7 @@ Words with_values(const Words& words) {
   return out;
 }
 
-// The words of a command line, as the parser should see those of a subcommand with these arguments.
+// The words of a command line, prepared for the parser of a subcommand with these arguments.
 template <class Arguments>
 Words words_for(const Words& words) {
   if constexpr (requires(Arguments a) { a.overrides; }) return with_values(words);
@@ -256,7 +256,7 @@ int run(int argc, char** argv) {
                                                : sheaf::kernels::emulated_cuda() ? ", CUDA emulated)"
                                                                                  : ", CUDA)"));
   app.require_subcommand(1);
-  // A subcommand's options are read into its arguments, with which it then runs.
+  // A subcommand's options are parsed into its arguments, with which it then runs.
   struct Subcommand {
     Words (*words)(const Words&);
     std::function<int(const Words& rest)> run;
@@ -291,12 +291,12 @@ int run(int argc, char** argv) {
   if (!word.starts_with('-') && named == subcommands.end())
     sheaf::fail<sheaf::ConfigError>("[sheaf] ", argc > 1 ? sheaf::str("unknown command '", word, "'") : "a subcommand is missing",
                                     "; known: train, launch, generate, evaluate, export, tape, plan, tokenize, train-tokenizer, bench");
-  // What follows "--" is the launched command's own, and not for the parser.
+  // The words after "--" belong to the launched command, not to the parser.
   char** const end = word == "launch" ? std::find(argv, argv + argc, std::string_view("--")) : argv + argc;
   try {
     Words words(argv + 1, end);
     if (named != subcommands.end()) words = named->second.words(words);
-    std::ranges::reverse(words);  // as the parser wants them
+    std::ranges::reverse(words);  // the order that the parser expects
     app.parse(std::move(words));
   } catch (const CLI::ParseError& e) {
     if (e.get_exit_code() != 0) return report(e.what(), static_cast<int>(sheaf::ExitCode::kConfig));
@@ -314,7 +314,7 @@ int run(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   keep_standard_descriptors();
-  std::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error of its writer, with a message
+  std::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow makes its write fail with a message
   try {
     return run(argc, argv);
   } catch (const sheaf::Error& e) {

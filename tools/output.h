@@ -1,4 +1,4 @@
-// Standard output, checked: output that is lost, on a full disk for instance, is an error.
+// Checked standard output: lost output, for instance on a full disk, is an error.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace sheaf::tools {
 
 /// Writes `text` and flushes. Throws IoError with the reason.
 void put(std::string_view text);
-/// A line.
+/// Writes a line.
 inline void say(const std::string& line) { put(line + "\n"); }
 
 /// For people, to about two digits: "120", "2.1", "0.34", "0.034".

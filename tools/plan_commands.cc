@@ -1,4 +1,4 @@
-// What a step would take, without taking it: `sheaf tape`, `sheaf plan`.
+// The costs of a step, without running it: `sheaf tape`, `sheaf plan`.
 #include <algorithm>
 #include <cstdio>
 
@@ -21,12 +21,13 @@
 namespace sheaf::tools {
 namespace {
 
-// What the plan of a GPU's memory leaves out.
+// The memory not included in the plan of a GPU's memory.
 constexpr const char* kOfAGpu =
     "\nThis is what Sheaf asks of its allocator, which rounds each block up to 256 bytes. Not in it: what the driver and "
     "NCCL hold for themselves, and workspaces that only a plan of cuDNN's on the GPU itself tells.";
 
-// Whether the files to train on, as far as they exist here, hold examples: then steps count targets, and keep examples apart.
+// Checks whether the training files, as far as they exist on this machine, hold examples: then steps count targets, and examples are
+// kept separate.
 void look_at_data(models::DataConfig& data) {
   const auto holds_examples = [](const auto& open, const std::string& files) {
     try {
@@ -39,7 +40,7 @@ void look_at_data(models::DataConfig& data) {
   data.separate_documents |= data.examples || holds_examples(models::ValidationSets::open, data.val_file);
 }
 
-// Which token ends a document does not matter to a plan.
+// The plan does not depend on which token ends a document.
 models::TrainConfig config_to_plan(const std::string& file, const std::vector<std::string>& overrides) {
   models::TrainConfig config = load_config(file, overrides);
   look_at_data(config.data);
@@ -86,7 +87,7 @@ int tape_command(const TapeArguments& arguments) {
   if (arguments.device != "cpu" && arguments.device != "cuda")
     fail<ConfigError>("[tape] unknown device '", arguments.device, "'; known: cpu, cuda");
   const bool gpu = arguments.device == "cuda";
-  // The ranks of a job on one host, unless SHEAF_COMM says that they will talk over Gloo; GPUs talk over NCCL.
+  // Assumes the ranks of a job on one host, unless SHEAF_COMM requests Gloo; GPUs use NCCL.
   const std::string wanted = wanted_comm(), comm = gpu ? "nccl" : wanted == "auto" ? "shm" : wanted;
   const models::Plan plan = models::plan_step(config, vocab, arguments.rank, arguments.world, threads, comm,
                                               gpu ? Device::cuda() : Device::cpu());
@@ -122,7 +123,7 @@ int plan_command(const PlanArguments& arguments) {
   if (arguments.ranks_per_host > 0) machine.ranks_per_host = arguments.ranks_per_host;
   if (arguments.memory > 0) machine.memory = arguments.memory;
   if (arguments.network > 0) machine.between.bytes_per_second = arguments.network;
-  if (!arguments.trace.empty()) AppendFile("plan", arguments.trace);  // whether it can be written, before all the work
+  if (!arguments.trace.empty()) AppendFile("plan", arguments.trace);  // check that it is writable before all the work
   models::WaysOptions options;
   options.threads = available_cores();
   for (const std::string& word : arguments.overrides)

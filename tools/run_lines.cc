@@ -18,13 +18,13 @@ std::string tokens_line(const auto& data) {
   return str(data.size(), " training tokens", data.num_files() > 1 ? str(" in ", data.num_files(), " files") : "");
 }
 
-// ", 2.1 epochs": how much of a source the whole run reads.
+// ", 2.1 epochs": how many times the whole run reads a source.
 std::string epochs_line(const models::Trainer& trainer, int source) {
   const models::OptimizationConfig& t = trainer.config().train;
   return str(", ", rounded(trainer.windows().epochs(source, t.steps * t.batch)), " epochs");
 }
 
-// For examples, which are packed: how well, and what happens to those that do not fit.
+// For packed examples: the packing efficiency, and what happens to those that do not fit.
 std::string examples_line(const std::string& what, const models::PackedExamples& e, int64_t context) {
   const auto tokens = static_cast<double>(e.num_tokens()), places = static_cast<double>(e.num_windows() * (context + 1));
   const auto note = [](int64_t count, const char* what) { return count == 0 ? str() : str("; ", count, what); };

@@ -1,4 +1,4 @@
-// What `sheaf train` says of a run at its start and at its end.
+// The lines that `sheaf train` prints at the start and at the end of a run.
 #pragma once
 
 #include <string>
@@ -7,7 +7,7 @@
 
 namespace sheaf::tools {
 
-/// The lines of a run, which goes on even if nobody can read them any more.
+/// Prints the lines of a run, which continues even if standard output has been closed.
 class RunLines {
  public:
   void say(const std::string& line);
@@ -16,10 +16,10 @@ class RunLines {
   bool broken_ = false;
 };
 
-/// What runs where, on what data, and what may surprise. On rank 0.
+/// Describes processes, devices and data, and warns of what may surprise. On rank 0.
 void describe_start(const models::TrainConfig& config, World& world, models::Trainer& trainer, RunLines& lines);
-/// A sample, collectives, the measured peaks next to the planned ones, and losses: what a newcomer wants to see. Collective: the
-/// sample is computed by all ranks together.
+/// Prints a sample, collectives, measured and planned peaks, and losses, for newcomers. Collective: all ranks compute the sample
+/// together.
 void describe_end(const models::TrainConfig& config, World& world, models::Trainer& trainer, const models::TrainReport& result,
                   int threads, RunLines& lines);
 

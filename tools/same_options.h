@@ -1,4 +1,4 @@
-// Ranks that were given different options would compute something wrong, or wait for each other in vain.
+// Detects ranks with different options, which would compute wrong results or deadlock.
 #pragma once
 
 #include <vector>
@@ -8,8 +8,8 @@
 
 namespace sheaf::tools {
 
-/// Throws ConfigError on all ranks if the options differ, or the `further` facts. Threads may differ, and so may the places where
-/// hosts keep the data, which are compared by content.
+/// Throws ConfigError on all ranks if the options or the `further` facts differ. Threads may differ, and so may the paths of the data
+/// on each host, which are compared by content.
 void require_same_options(World& world, const models::TrainConfig& config, std::vector<Fact> further = {});
 
 }  // namespace sheaf::tools

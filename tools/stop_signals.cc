@@ -11,7 +11,7 @@ namespace {
 constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP};
 constexpr int64_t kSameRequest = 1'000'000'000;  // ns
 
-// A handler can reach only globals.
+// A handler can access only globals.
 std::atomic<int> first_signal{0};
 std::atomic<int64_t> first_at{0};
 struct sigaction previous[std::size(kSignals)];
@@ -22,7 +22,7 @@ int64_t now() {
   return int64_t{t.tv_sec} * 1'000'000'000 + t.tv_nsec;
 }
 
-// Only what is safe in a handler.
+// Async-signal-safe.
 void note(int signal) {
   if (first_signal == 0) {
     first_at = now();

@@ -1,11 +1,11 @@
-// StopSignals: a polite request to end is noted, so that a run can save what it has.
+// StopSignals: records a request to stop, so that a run can save its state.
 #pragma once
 
 namespace sheaf::tools {
 
-/// While this lives, SIGINT, SIGTERM and SIGHUP do not end the process: the first is noted. Another one, a second later or
-/// more, ends it at once, as if this did not exist. (An earlier one is the same request: a launcher, a batch system and a
-/// terminal may all pass it on.) A signal that was ignored stays so. One at a time in a process.
+/// During its lifetime SIGINT, SIGTERM and SIGHUP do not end the process: the first one is recorded. Another one, at least a second
+/// later, ends it at once, as by default. (An earlier one is the same request: a launcher, a batch system and a terminal may all
+/// forward it.) Ignored signals stay ignored. Only one instance may exist per process.
 class StopSignals {
  public:
   StopSignals();

@@ -18,10 +18,10 @@
 namespace sheaf::tools {
 namespace {
 
-// Text that each thread encodes at a time: texts may be larger than memory.
+// Bytes of text that each thread encodes at a time: texts may be larger than memory.
 constexpr size_t kBlockPerThread = size_t{8} << 20;
 
-// If OUT is forgotten, the last text would be overwritten.
+// Refuses to overwrite a text, as would happen if OUT was forgotten.
 void require_no_text(const std::string& path) {
   if (path_exists(path) && !models::is_token_file(path))
     fail<ConfigError>("[tokenize] '", path, "' exists and is no token file: name the file to write last");
@@ -41,7 +41,7 @@ class Tokenizing {
     out_.emplace(path, tokenizer.vocab_size(), examples_ ? std::optional(examples_->end()) : std::nullopt);
   }
 
-  /// False if a signal asks to stop: then the text is not whole.
+  /// False if a signal requests a stop: then the text is incomplete.
   bool add(const std::string& path) {
     models::TextReader reader(path, block_, [this] { return signals_.asked() != 0; });
     examples_ ? add_examples(reader) : texts_.in_json_lines(path) ? add_documents(reader) : add_document(reader);
@@ -101,7 +101,7 @@ class Tokenizing {
     documents_ = examples_->num_examples();
   }
 
-  // Every byte can be encoded, but a text in another encoding would train nothing sensible.
+  // Every byte can be encoded, but training on another encoding would be useless.
   void note_invalid(const models::TextReader& reader, std::string_view block) {
     if (!note_.empty() || tokenizer_.kind() == "byte") return;
     const size_t valid = models::valid_utf8_prefix(block);

@@ -18,7 +18,7 @@
 namespace sheaf::tools {
 namespace {
 
-// A run that goes on need not be described again: its folder has its configuration.
+// A resumed run needs no configuration: its folder has it.
 models::TrainConfig read_config(const TrainArguments& arguments) {
   std::string file = arguments.config;
   if (arguments.resume && file.empty()) {
@@ -30,15 +30,15 @@ models::TrainConfig read_config(const TrainArguments& arguments) {
   return load_config(file, arguments.overrides, arguments.resume);
 }
 
-// After a signal the step under way is completed. Before and after training there is nothing to save.
+// After a signal the current step is completed. Before and after training there is nothing to save.
 models::TrainReport train(models::Trainer& trainer) {
   if (trainer.complete()) return trainer.run();
   const StopSignals signals;
   return trainer.run([&] { return signals.asked(); });
 }
 
-// A job that its launcher started again goes on, whether it was told to or not. With torchrun's agents on several hosts,
-// only the agent that saw the failure counts it.
+// A job restarted by its launcher resumes, even without --resume. With torchrun's agents on several hosts, only the agent that saw
+// the failure counts the restart.
 bool started_again(World& world) {
   int64_t restarts = read_rendezvous().restarts;
   world.communicator().all_reduce(&restarts, 1, kI64, Reduction::max, "restarts").sync();
@@ -52,7 +52,7 @@ int train_command(const TrainArguments& arguments) {
     say(print_config(read_config(arguments)));
     return 0;
   }
-  // `sheaf train | head -1` must not cost the run its checkpoints: writing to the closed pipe fails instead.
+  // `sheaf train | head -1` must not prevent checkpoints: writing to the closed pipe fails instead of raising a signal.
   std::signal(SIGPIPE, SIG_IGN);
   RunLines lines;
   World world = distributed::init_from_env();
@@ -69,7 +69,7 @@ int train_command(const TrainArguments& arguments) {
     options.warn = models::warn_on_stderr;
     if (first) options.print = [&](const std::string& line) { if (!arguments.quiet) lines.say(line); };
     models::Trainer trainer(config, world, world.device(), options);
-    // What is needed only at the end is checked at the start.
+    // Check at the start what is needed only at the end.
     if (const auto& tokenizer = trainer.corpus().tokenizer; tokenizer && !arguments.quiet)
       models::encode_prompt(*tokenizer, config.generate), models::ends_of(*tokenizer, config.generate);
     if (first) {

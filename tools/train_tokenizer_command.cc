@@ -22,16 +22,16 @@
 namespace sheaf::tools {
 namespace {
 
-// Text that each thread counts at a time: texts may be larger than memory.
+// Bytes of text that each thread counts at a time: texts may be larger than memory.
 constexpr size_t kBlockPerThread = size_t{8} << 20;
 
-// Readers look for that name in a folder; if OUT is forgotten, the last text would be overwritten.
+// Requires the name that readers look for in a folder; if OUT was forgotten, the last text would be overwritten.
 void require_tokenizer_file(const std::string& path) {
   if (path.substr(path.rfind('/') + 1) != "tokenizer.json")
     fail<ConfigError>("[train-tokenizer] name the file to write last, FOLDER/tokenizer.json, not '", path, "'");
 }
 
-// Fails now rather than when all is done.
+// Fails early instead of after all the work.
 void require_writable(const std::string& path) {
   const std::string folder = parent_of(path);
   make_folders(folder);
@@ -40,7 +40,7 @@ void require_writable(const std::string& path) {
     fail<IoError>("[train-tokenizer] cannot write in '", folder, "': ", std::generic_category().message(errno));
 }
 
-// As one text: a byte between documents ends words and is not part of one (WordCounts).
+// Joins documents into one text: the byte between them ends words and is not part of one (WordCounts).
 std::string joined(const std::vector<std::string>& documents) {
   std::string all;
   for (const std::string& document : documents) (all += document) += '\xFF';
@@ -51,7 +51,7 @@ class Counting {
  public:
   Counting(models::BpeTrainer& trainer, const TextArguments& texts, size_t block) : trainer_(trainer), texts_(texts), block_(block) {}
 
-  /// Reads on until all is counted or `stop` says so.
+  /// Reads on until everything is counted or `stop` is signalled.
   void add(const std::string& path, const StopSignals& stop) {
     models::TextReader reader(path, block_, [&] { return stop.asked() != 0; });
     const bool in_lines = texts_.in_json_lines(path);

@@ -1,4 +1,4 @@
-// Array: memory of a benchmark's own, filled with numbers that a network would hold.
+// Array: a buffer that a benchmark allocates for itself, filled with values as they occur in a network.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 
 namespace sheaf::bench {
 
-/// A hash of an index: numbers that are the same in every run.
+/// A hash of an index: values that are the same in every run.
 inline uint32_t scramble(uint64_t i) {
   i = (i + 1) * 0x9e3779b97f4a7c15ull;
   i ^= i >> 29;
@@ -28,8 +28,8 @@ inline uint32_t scramble(uint64_t i) {
 
 class Array {
  public:
-  /// Floating values spread evenly over (-1, 1): f32, f64, bf16 or f16; 0 for other types. Touched
-  /// by the threads that will use it.
+  /// Floating-point values spread evenly over (-1, 1) for f32, f64, bf16 and f16; 0 for other types. First touched by the threads
+  /// that will use it.
   Array(DType dtype, const Shape& shape) : dtype_(dtype), shape_(shape) {
     const size_t bytes = static_cast<size_t>(shape.numel()) * size_of(dtype);
     memory_.reset(std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096 + 4096));
@@ -46,7 +46,7 @@ class Array {
           static_cast<int32_t>(scramble(static_cast<uint64_t>(i)) % static_cast<uint64_t>(below));
     return a;
   }
-  /// Where documents of `length` tokens begin, in sequences [B, T] of them; the last one may be shorter.
+  /// Offsets at which documents of `length` tokens begin in sequences [B, T]; the last document may be shorter.
   static Array begins(const Shape& shape, int64_t length) {
     Array a(kI32, shape);
     for (int64_t i = 0; i < shape.numel(); ++i) a.as<int32_t>()[i] = static_cast<int32_t>(i % shape[1] / length * length);
@@ -59,7 +59,7 @@ class Array {
     std::copy(values.begin(), values.end(), a.as<T>());
     return a;
   }
-  /// The same on `device`: on a GPU a copy, in the calling rank's memory.
+  /// The same on `device`: on a GPU a copy in the calling rank's memory.
   Array on(Device device) && {
     if (!device.is_cuda()) return std::move(*this);
     Array a(dtype_, shape_, device);

@@ -1,4 +1,4 @@
-// A call of causal attention on operands packed as a projection leaves them, to be timed.
+// A call of causal attention on operands packed as a projection writes them, to be timed.
 #pragma once
 
 #include <cmath>
@@ -11,7 +11,7 @@
 
 namespace sheaf::bench {
 
-/// B sequences of T tokens, H heads of queries and G of keys and values, D wide, values E.
+/// B sequences of T tokens, H query heads, G key-value heads, head dimension D, value dimension E.
 struct AttentionSize {
   int64_t b, t, h, g, d;
   int64_t e = 0;  ///< 0: D
@@ -20,9 +20,8 @@ struct AttentionSize {
 
 class AttentionCall {
  public:
-  /// With `document` tokens in each document, of which the sequences consist; 0: each sequence is one. With a window of
-  /// `window` keys; 0: none. `ours`: on a GPU by our own kernels, whichever would be chosen. With scores within a softcap; 0:
-  /// none.
+  /// `document`: tokens per document, of which the sequences consist; 0: each sequence is one document. `window`: keys per window; 0:
+  /// no window. `ours`: on a GPU use our own kernels, whichever would be chosen otherwise. `softcap`: the cap of the scores; 0: none.
   AttentionCall(DType dtype, const AttentionSize& s, Device device, int64_t document = 0, int64_t window = 0, bool ours = false, double softcap = 0)
       : qkv_(Array(dtype, {s.b, s.t, s.h + 2 * s.g, s.d}).on(device)),
         dqkv_(Array(dtype, {s.b, s.t, s.h + 2 * s.g, s.d}).on(device)),
@@ -62,16 +61,16 @@ class AttentionCall {
                     dk_, dv_, backward_scratch_);
   }
 
-  /// Floating-point operations. A product of T x D with D x T under a causal mask takes B H T² D:
-  /// half of 2 B H T² D. The forward pass has two such products, one of them of values; the backward
-  /// pass five, two of them, since it computes the scores again (Dao 2023).
+  /// Floating-point operations. A product of T x D with D x T under a causal mask takes B H T² D: half of 2 B H T² D. The forward
+  /// pass has two such products, one of which involves values; the backward pass has five, two of which do, because it recomputes the
+  /// scores (Dao 2023).
   static double flops(const AttentionSize& s, bool backward) {
     const int64_t width = backward ? 3 * s.d + 2 * s.values() : s.d + s.values();
     return static_cast<double>(s.b * s.h * s.t * s.t * width);
   }
 
  private:
-  // Of heads [first, first + count) of a packed projection [B, T, H + 2 G, D] the first `width` elements.
+  // The first `width` elements of heads [first, first + count) of a packed projection [B, T, H + 2 G, D].
   static View heads(const Array& packed, int64_t first, int64_t count, int64_t width) {
     View v = packed.view();
     v.data = v.as<char>() + first * v.shape[3] * static_cast<int64_t>(size_of(v.dtype));

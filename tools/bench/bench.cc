@@ -14,10 +14,10 @@
 namespace sheaf::bench {
 namespace {
 
-constexpr double kSound = 0.9;  // of the run's best probe
+constexpr double kSound = 0.9;  // of the run's best probe reading
 
-// A line whose samples take long ends after about this many seconds, but with enough samples to tell
-// a median from its spread.
+// A line with long samples stops after about this many seconds, but not before it has enough samples to distinguish its median from
+// its spread.
 constexpr double kPatience = 15;
 constexpr int kFewest = 7;
 
@@ -63,7 +63,7 @@ double quantile(std::vector<double> values, double q) {
 
 bool is_sound(const Line& line, const PeakReading& best) {
   if (!line.missing.empty()) return false;
-  if (line.unit == Unit::bytes) return true;  // whatever else is running
+  if (line.unit == Unit::bytes) return true;  // whatever else is running on the machine
   return line.worst.gflops >= kSound * best.gflops &&
          (!line.by_memory || line.worst.copy_gbs >= kSound * best.copy_gbs);
 }
@@ -79,8 +79,8 @@ void set_figures(Line& line, double amount) {
 Session::Session(const Options& options, Device device)
     : options_(options), device_(device), machine_(this_machine()) {
   constexpr size_t kMiB = size_t{1} << 20;
-  // Copies of more than the caches that one core has to itself, or than those of a GPU. A product of that size keeps
-  // all of a GPU's multiprocessors busy to its end.
+  // Copies exceed the caches that one core has to itself, or those of a GPU. A product of that size keeps all of a GPU's
+  // multiprocessors busy until it ends.
   probe_ = on_gpu() ? make_gpu_probe(options.quick ? 128 : 8192, (options.quick ? 1 : 512) * kMiB)
                     : make_cpu_probe(options.quick ? 5e-4 : 4e-3, (options.quick ? 8 : 128) * kMiB);
   probe_->read();
@@ -106,7 +106,7 @@ std::pair<std::vector<double>, std::vector<double>> Session::turns(const Sample&
   const double begin = now();
   std::pair<std::vector<double>, std::vector<double>> seconds;
   for (int i = 0; i < samples; ++i) {
-    // A peer's threads may still be spinning: OpenMP's do for milliseconds.
+    // A peer's threads may still be spinning: OpenMP threads do so for milliseconds.
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
     seconds.first.push_back(a());
     seconds.second.push_back(b());
@@ -133,7 +133,7 @@ void Session::line(std::string_view suite, std::string_view line_name, Unit unit
     line.missing = e.what();
     line.samples_s.clear();
   }
-  // Printed before the probe, which ends the run if a GPU has failed.
+  // Printed before the probe, which aborts the run if the GPU has failed.
   std::string text = line.suite + "/" + line.name + ": ";
   if (!line.missing.empty()) {
     text += "not available: " + line.missing;
@@ -150,7 +150,7 @@ void Session::line(std::string_view suite, std::string_view line_name, Unit unit
 void Session::compare(std::string_view suite, const Comparison& c) {
   line(suite, c.name, c.unit, [&](Line& line) {
     if (c.prepare) c.prepare();
-    // The first sample determines how many calls make one.
+    // The first sample determines how many calls make up one sample.
     const auto time = on_gpu() && !c.on_host ? time_on_gpu : time_small;
     const auto sampler = [&](const std::function<void()>& call) -> Sample {
       return [this, time, call, iterations = int64_t{0}]() mutable {

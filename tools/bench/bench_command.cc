@@ -1,4 +1,4 @@
-// `sheaf bench`: runs the suites, prints the table, writes it and the JSON to files.
+// `sheaf bench`: runs the suites, prints the table, and writes it and the JSON to files.
 #include "sheaf/tools/bench/bench_command.h"
 
 #include <algorithm>
@@ -31,7 +31,7 @@ void check_suites(const Options& options, Device device) {
                        "[bench] suite '", suite.name, "' measures the CPU: --device cpu runs it");
 }
 
-// --device, or else SHEAF_DEVICE as `sheaf train` takes it.
+// --device, or else SHEAF_DEVICE, as in `sheaf train`.
 Device device_of(const Options& options) {
   return choose_device({},
                        [&](const char* name) -> const char* {
@@ -42,7 +42,7 @@ Device device_of(const Options& options) {
       .device;
 }
 
-// A suite on a GPU has an allocator of its own there, which gives back what it took.
+// On a GPU each suite gets its own allocator, which releases its memory afterwards.
 void run_suite(const Suite& suite, Session& session) {
   if (!session.on_gpu()) return suite.run(session);
   const LocalOptions options{.threads_per_rank = session.machine().threads,
@@ -60,11 +60,11 @@ std::string suite_names() {
 }
 
 int bench_command(const Options& options) {
-  // Before CUDA begins: ranks that share a GPU have more streams than it has queues by default.
+  // Before CUDA is initialised: ranks that share a GPU have more streams than it has hardware queues by default.
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", /*overwrite=*/0);
   const Device device = device_of(options);
   check_suites(options, device);
-  // Before anything is measured: files must be writable in the end.
+  // Before anything is measured: check that the output files are writable.
   for (const std::string& file : {options.json, options.markdown})
     if (!file.empty() && !path_exists(parent_of(file)))
       fail<IoError>("[bench] no folder for '", file, "'");

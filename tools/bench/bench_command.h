@@ -5,11 +5,11 @@
 
 namespace sheaf::bench {
 
-/// "step, gemm, ...": all suites.
+/// All suites, as "step, gemm, ...".
 std::string suite_names();
 
-/// Runs what `options` asks for and returns the exit code. Throws ConfigError for an unknown suite or a filter that
-/// no line passes, IoError where a file cannot be written.
+/// Runs the selected suites and returns the exit code. Throws ConfigError for an unknown suite or a filter that matches no line,
+/// IoError where a file cannot be written.
 int bench_command(const Options& options);
 
 }  // namespace sheaf::bench

@@ -14,8 +14,8 @@
 namespace sheaf::bench {
 namespace {
 
-// Enough independent sums to hide the latency of the additions: two units of four cycles need eight; using more
-// registers does no harm.
+// Enough independent accumulators to hide the latency of the additions: two units with four cycles of latency need eight; more do no
+// harm.
 constexpr int kSums512 = 24, kSums256 = 12;
 
 [[gnu::target("avx512f"), gnu::noinline]] float fma512(int64_t rounds) {
@@ -50,7 +50,7 @@ constexpr int kSums512 = 24, kSums256 = 12;
   return out;
 }
 
-// Operations of one round of the loops above: lanes, times multiply and add.
+// Operations per iteration of the loops above: lanes, times multiply and add.
 double fma_flops_per_round() {
   return __builtin_cpu_supports("avx512f") ? kSums512 * 16 * 2.0 : kSums256 * 8 * 2.0;
 }
@@ -70,12 +70,12 @@ void copy256(const char* from, char* to, size_t bytes) {
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t columns[16] = {};  // bytes of a row
+  uint16_t columns[16] = {};  // bytes per row
   uint8_t rows[16] = {};
 };
 
-// Six tiles of sums, each 16 x 16 in f32, of two tiles of 16 x 32 bf16 that stay zero: the unit
-// takes as long for zeros. One round is six products of 16 x 16 x 32.
+// Six accumulator tiles, 16 x 16 in f32, of products of two tiles of 16 x 32 bf16 that stay zero: the unit takes the same time for
+// zeros. One round is six products of 16 x 16 x 32.
 [[gnu::target("amx-tile,amx-bf16"), gnu::noinline]] void tile_products(int64_t rounds) {
   TileConfig config;
   for (int t = 0; t < 8; ++t) config.columns[t] = 64, config.rows[t] = 16;
@@ -100,7 +100,7 @@ struct alignas(64) TileConfig {
 }
 constexpr double kTileFlopsPerRound = 6 * 2.0 * 16 * 16 * 32;
 
-// Products of pairs, in vectors. g++ 12 would move the sums from register to register without the asm.
+// Products of pairs, in vectors. Without the asm, g++ 12 would move the accumulators between registers.
 [[gnu::target("avx512f"), gnu::noinline]] float pair_products(int64_t rounds) {
   __m512 sums[kSums512];
   for (__m512& s : sums) s = _mm512_setzero_ps();
@@ -119,7 +119,7 @@ constexpr double kTileFlopsPerRound = 6 * 2.0 * 16 * 16 * 32;
 }
 constexpr double kPairFlopsPerRound = kSums512 * 16 * 4.0;
 
-// One piece of `rounds` rounds on every thread.
+// One measured piece: `rounds` rounds on every thread.
 void fma_piece(int64_t rounds) {
   parallel_for(num_threads(), 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
@@ -145,7 +145,7 @@ void bf16_piece(int64_t rounds) {
   });
 }
 
-// How many rounds take about `seconds`.
+// The number of rounds that take about `seconds`.
 template <class F>
 int64_t calibrate(double seconds, F&& piece) {
   for (int64_t rounds = 1000;; rounds *= 2) {
@@ -203,13 +203,13 @@ class CpuProbe final : public Probe {
         const size_t length = static_cast<size_t>((end - begin) * kBlock);
         (wide ? copy512 : copy256)(from_ + begin * kBlock, to_ + begin * kBlock, length);
       });
-      if (const size_t tail = part % kBlock)  // whatever is left of a page
+      if (const size_t tail = part % kBlock)  // the rest of a page
         std::memcpy(to_ + blocks * kBlock, from_ + blocks * kBlock, tail);
       left -= part;
     }
   }
 
-  // For bf16 the peak of its own instructions, where there are any.
+  // For bf16 the peak of its own instructions, if the CPU has any.
   double peak(DType dtype) override {
     if (dtype != kBF16 || bf16_rounds_ == 0) return best().gflops;
     bf16_gflops_ = std::max(bf16_gflops_, read_bf16());
@@ -237,7 +237,7 @@ class CpuProbe final : public Probe {
 
   int64_t fma_rounds_, bf16_rounds_ = 0;
   double bf16_gflops_ = 0;
-  size_t copy_bytes_;  // of a piece: read and written
+  size_t copy_bytes_;  // per measured piece: read and written
   char *from_ = nullptr, *to_ = nullptr;
 };
 

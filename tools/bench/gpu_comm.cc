@@ -16,7 +16,7 @@
 namespace sheaf::bench {
 namespace {
 
-// Floats on the rank's GPU, all zero.
+// Zero-filled floats on the rank's GPU.
 struct Floats {
   Floats(Device device, int64_t count) : storage(Storage::allocate(device, 4 * count)) {
     const View all = View::dense(storage->data(), kF32, {count});
@@ -26,12 +26,12 @@ struct Floats {
   std::shared_ptr<Storage> storage;
 };
 
-// Calls in a row, the same on all ranks: one is too short where there is little to move.
+// Consecutive calls per sample, the same on all ranks: one call is too short for small transfers.
 int repeats(int64_t bytes) {
   return static_cast<int>(std::clamp<int64_t>((int64_t{256} << 20) / bytes, 1, 64));
 }
 
-// Rank 0's seconds for a collective, and for copying the bytes that a rank gets from others.
+// Rank 0's seconds for a collective, and for copying the bytes that a rank receives from others.
 std::pair<std::vector<double>, std::vector<double>> local_turns(const Session& session, int ranks,
                                                                 bool gathers, int64_t bytes) {
   std::pair<std::vector<double>, std::vector<double>> seconds;
@@ -88,7 +88,7 @@ void local_line(Session& session, int ranks, bool gathers, int64_t bytes) {
       received);
 }
 
-// What an NCCL call began goes on after it returns; the next one waits for that.
+// Waits until an asynchronous NCCL call has completed: it may continue after it returns, and the next call requires it to be done.
 void settle(NcclComm& comm) {
   std::string why;
   for (NcclComm::State state; (state = comm.state(why)) != NcclComm::State::ready;) {

@@ -8,8 +8,8 @@
 
 namespace sheaf::bench {
 
-/// Ranks that share the GPU, as threads, against a copy of as many bytes on all of them at once; and NCCL alone with
-/// one rank, whose gather and sum are a copy, against a copy.
+/// Ranks that share the GPU, as threads, against concurrent copies of as many bytes on all of them; and NCCL with a single rank,
+/// whose all-gather and reduction are copies, against a copy.
 void gpu_comm_lines(Session& session);
 
 /// "64KiB", "16MiB".

@@ -14,7 +14,7 @@
 namespace sheaf::bench {
 namespace {
 
-// y[n, n] = x[n, n] W[n, n]ᵀ as a linear layer computes it, by an algorithm that was timed.
+// y[n, n] = x[n, n] W[n, n]ᵀ as a linear layer computes it, with the algorithm found fastest.
 class SquareProduct {
  public:
   SquareProduct(DType dtype, int64_t side, Device device)
@@ -83,7 +83,7 @@ class GpuProbe final : public Probe {
   }
 
  private:
-  // After a pause the clock takes some milliseconds to rise: until then nothing counts.
+  // After an idle period the clock takes some milliseconds to rise: warm up first.
   PeakReading measure() override {
     for (int warm = 0; warm < 8; ++warm) run_flops(kBF16);
     const size_t bytes = 2 * static_cast<size_t>(from_.view().bytes());
@@ -98,8 +98,8 @@ class GpuProbe final : public Probe {
   const SquareProduct& product(DType dtype) {
     std::unique_ptr<SquareProduct>& p = products_[dtype];
     if (!p) {
-      // In the memory of the rank that the probe belongs to, whichever rank asks first: else the asker's could not go
-      // back to the GPU.
+      // Allocate in the probe's own rank context, whichever rank asks first: otherwise the asking rank's memory could not be returned
+      // to the GPU.
       const RankScope own(context_);
       p = std::make_unique<SquareProduct>(dtype, side_, device_);
       Gpu& gpu = context_.gpu_of(device_);
@@ -122,9 +122,9 @@ std::unique_ptr<Probe> make_gpu_probe(int64_t side, size_t copy_bytes) {
   return std::make_unique<GpuProbe>(side, copy_bytes);
 }
 
-// H100 with SXM and H200: 989.4 TFLOP/s ("NVIDIA H100 Tensor Core GPU Architecture", table of peak
-// rates, dense bf16 with f32 accumulation; the H200's data sheet gives 1,979 with sparsity, twice
-// as much). Cards for PCIe, pairs by NVLink and slices of a GPU have other clocks or fewer units.
+// H100 SXM and H200: 989.4 TFLOP/s ("NVIDIA H100 Tensor Core GPU Architecture", table of peak rates, dense bf16 with f32
+// accumulation; the H200's data sheet gives 1,979 with sparsity, twice as much). PCIe cards, NVLink pairs and MIG slices have other
+// clocks or fewer units.
 double datasheet_gflops(std::string_view name) {
   for (std::string_view other : {"PCIe", "NVL", "MIG"})
     if (name.find(other) != name.npos) return 0;

@@ -47,7 +47,7 @@ double time_on_gpu(const std::function<void()>& call, int64_t& iterations, doubl
   };
   if (iterations == 0) {
     time(1);  // loads the kernel's code
-    // Ten times as many until they take a tenth of the time, then in proportion.
+    // Multiply by ten until they take a tenth of the time, then scale in proportion.
     int64_t calls = 1;
     double seconds = time(calls);
     while (seconds < 0.1 * min_seconds && calls < kMost) seconds = time(calls *= 10);

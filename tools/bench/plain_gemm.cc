@@ -19,7 +19,7 @@ dnnl::memory::desc describe(const View& v) {
 }  // namespace
 
 std::function<void()> plain_gemm(const View& a, const View& b, const View& c) try {
-  omp_set_num_threads(num_threads());  // oneDNN's threads are OpenMP's
+  omp_set_num_threads(num_threads());  // oneDNN uses OpenMP threads
   static const dnnl::engine engine(dnnl::engine::kind::cpu, 0);
   const auto at = [](const View& v) { return dnnl::memory(describe(v), engine, v.data); };
   const dnnl::matmul::primitive_desc pd({describe(a), describe(b), describe(c)}, engine);

@@ -1,6 +1,5 @@
-// Probe: what this machine can do at most, measured on the machine itself in the same run as what is compared with
-// it: arithmetic at its fastest, and copies past the caches. A reading well below the run's best means that something
-// else is using the machine.
+// Probe: the peak performance of this machine, measured in the same run as the benchmarks: its fastest arithmetic, and copies larger
+// than the caches. A reading well below the run's best means that something else is using the machine.
 #pragma once
 
 #include <algorithm>
@@ -17,24 +16,24 @@ namespace sheaf::bench {
 
 /// A GPU, and the best readings of the run.
 struct GpuMachine {
-  std::string name;  ///< as the driver gives it
+  std::string name;  ///< as reported by the driver
   int multiprocessors = 0;
   int64_t memory = 0;                                      ///< bytes
-  double gflops_bf16 = 0, gflops_f16 = 0, gflops_f32 = 0;  ///< large square products; 0: not asked
+  double gflops_bf16 = 0, gflops_f16 = 0, gflops_f32 = 0;  ///< large square products; 0: not measured
   double copy_gbs = 0;                                     ///< read + written
-  double datasheet_gflops = 0;                             ///< see datasheet_gflops(); 0: not known
+  double datasheet_gflops = 0;                             ///< see datasheet_gflops(); 0: unknown
 };
 
-/// What the processor has and the kernel allows.
+/// The processor's features that the kernel allows.
 struct Machine {
-  std::string cpu;      ///< as /proc/cpuinfo names it
+  std::string cpu;      ///< as in /proc/cpuinfo
   int model = 0;        ///< model number within its family
   bool avx512 = false;  ///< AVX-512F
-  std::string bf16;     ///< what multiplies bf16: "AMX", "AVX512_BF16", or nothing of its own
+  std::string bf16;     ///< the bf16 instructions: "AMX", "AVX512_BF16", or none
   int threads = 1;      ///< compute threads of this rank
   /// Best readings of the run; 0 if the run was on a GPU.
   double fma_gflops = 0, copy_gbs = 0, bf16_gflops = 0;
-  std::optional<GpuMachine> gpu;  ///< which the run was on
+  std::optional<GpuMachine> gpu;  ///< the GPU of the run
 };
 Machine this_machine();
 
@@ -46,7 +45,7 @@ class Probe {
  public:
   virtual ~Probe() = default;
 
-  /// One reading of both peaks: the median of five pieces of each. The best so far is kept.
+  /// One reading of both peaks: the median of five pieces of each. The best reading is kept.
   PeakReading read() {
     const PeakReading r = measure();
     best_ = {std::max(best_.gflops, r.gflops), std::max(best_.copy_gbs, r.copy_gbs)};
@@ -54,15 +53,15 @@ class Probe {
   }
   const PeakReading& best() const { return best_; }
 
-  /// What run_flops does: "FMA peak", "square product".
+  /// The work of run_flops: "FMA peak", "square product".
   virtual std::string_view arithmetic() const = 0;
-  /// One piece of arithmetic as fast as possible: flops_per_piece() floating-point operations. On a GPU, of that
-  /// dtype; a CPU's are multiply-adds in f32, whatever is asked for.
+  /// One measured piece of arithmetic at full speed: flops_per_piece() floating-point operations. On a GPU in `dtype`; on a CPU
+  /// always f32 multiply-adds.
   virtual void run_flops(DType dtype) = 0;
   virtual double flops_per_piece(DType dtype) const = 0;
-  /// Copies until `bytes` bytes were read or written.
+  /// Copies until `bytes` bytes have been read or written.
   virtual void run_copy(size_t bytes) = 0;
-  /// The fastest rate at which this machine multiplies `dtype`, in GFLOP/s, by the readings so far.
+  /// The highest rate at which this machine multiplies `dtype`, in GFLOP/s, by the readings so far.
   virtual double peak(DType dtype) = 0;
   /// Writes the best readings to `machine`.
   virtual void describe(Machine& machine) = 0;
@@ -72,18 +71,17 @@ class Probe {
   PeakReading best_;
 };
 
-/// All threads of the calling rank. `unit_seconds`: about how long one measured piece takes.
-/// `copy_bytes`: size of each of the two buffers copied between. Calibrates at once.
+/// Uses all threads of the calling rank. `unit_seconds`: approximate duration of one measured piece. `copy_bytes`: size of each of
+/// the two buffers copied between. Calibrates immediately.
 std::unique_ptr<Probe> make_cpu_probe(double unit_seconds, size_t copy_bytes);
-/// The GPU of the calling rank, with memory from it. The arithmetic is products [side, side] x [side, side]. What
-/// run_* enqueue is on the stream of the calling rank.
+/// The GPU of the calling rank, with memory allocated by it. The arithmetic is products [side, side] x [side, side]. run_* enqueue on
+/// the calling rank's stream.
 std::unique_ptr<Probe> make_gpu_probe(int64_t side, size_t copy_bytes);
 
-/// The dense bf16 peak that the maker's data sheet gives a GPU of this name, in GFLOP/s; 0 for
-/// names that are not known.
+/// The dense bf16 peak in GFLOP/s according to the data sheet of a GPU of this name; 0 for unknown names.
 double datasheet_gflops(std::string_view name);
 
-/// Seconds since some fixed moment, the same for all processes of this machine.
+/// Seconds since a fixed moment, the same for all processes of this machine.
 double now();
 /// The median of five calls of `seconds_of_piece`.
 template <class F>

@@ -11,7 +11,7 @@
 namespace sheaf::bench {
 namespace {
 
-// Sets a variable of this process, and so of those it starts, while it lives.
+// Sets an environment variable of this process, and so of its children, for the lifetime of this object.
 class Variable {
  public:
   Variable(const char* name, const std::string& value) : name_(name) {
@@ -58,7 +58,7 @@ Json run_ranks(const Session& session, const RankJob& job) {
     code = distributed::launch(options);
     if (code == 0) return Json::parse(File::open<IoError>(answer).read_all(), answer);
   }
-  // The launcher keeps a signal to itself while ranks run, but it was meant for all of us.
+  // The launcher handles the signal itself while ranks run, but it was meant for this process too.
   if (code > 128) std::raise(code - 128);
   fail<CommError>("[bench] ", job.ranks, " ranks of '", job.words.at(0), "' ended with code ",
                   code);

@@ -1,5 +1,5 @@
-// Measurements that need processes of their own: `sheaf bench-rank WHAT ...`, a hidden subcommand,
-// run as the ranks of a job by the launcher that `sheaf launch` uses.
+// Measurements in separate processes: `sheaf bench-rank WHAT ...`, a hidden subcommand, run as the ranks of a job by the launcher
+// behind `sheaf launch`.
 #pragma once
 
 #include <string>
@@ -13,19 +13,18 @@ namespace sheaf::bench {
 struct RankJob {
   std::vector<std::string> words;  ///< WHAT and its arguments
   int ranks = 1;
-  int threads = 1;           ///< of each rank
-  std::string communicator;  ///< "gloo", "shm"; "": as the program chooses
+  int threads = 1;           ///< per rank
+  std::string communicator;  ///< "gloo", "shm"; "": the default
 };
 
-/// Runs the job to its end and returns what rank 0 answered. Throws CommError if a rank failed (the
-/// launcher has said why on standard error).
+/// Runs the job and returns rank 0's answer. Throws CommError if a rank failed (the launcher has reported the cause on standard
+/// error).
 Json run_ranks(const Session& session, const RankJob& job);
 
-/// One of the ranks: does what `words` say (the last names the file for rank 0's answer). Returns
-/// the exit code.
+/// Runs one of the ranks as `words` say (the last one names the file for rank 0's answer). Returns the exit code.
 int bench_rank_command(const std::vector<std::string>& words);
 
-/// A folder under the system's temporary one, removed with all in it when this object goes.
+/// A temporary folder, removed with its contents by the destructor.
 class TemporaryFolder {
  public:
   TemporaryFolder();
@@ -42,7 +41,7 @@ class TemporaryFolder {
 std::vector<double> numbers(const Json& array);
 Json to_json_array(const std::vector<double>& values);
 
-// What ranks can be asked to do; each returns rank 0's answer. `words` follow WHAT.
+// The jobs that ranks can run; each returns rank 0's answer. `words` are the arguments after WHAT.
 Json comm_rank(const std::vector<std::string>& words);
 Json train_rank(const std::vector<std::string>& words);
 Json init_rank(const std::vector<std::string>& words);

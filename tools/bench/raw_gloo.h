@@ -9,7 +9,7 @@ namespace sheaf::bench {
 
 class RawGloo {
  public:
-  /// Connects `size` ranks over TCP on loopback; they meet in `folder`.
+  /// Connects `size` ranks over TCP on loopback; `folder` is their rendezvous.
   RawGloo(int rank, int size, const std::string& folder);
   ~RawGloo();
 

@@ -9,7 +9,7 @@
 namespace sheaf::bench {
 namespace {
 
-// Four digits: more than any timing is good for.
+// Four digits: more than the precision of any timing.
 std::string number(double x) {
   if (x == 0 || !std::isfinite(x)) return "-";
   char text[32];
@@ -31,7 +31,7 @@ std::string right(const std::string& text, size_t width) {
   return text.size() < width ? std::string(width - text.size(), ' ') + text : text;
 }
 
-// The machine and its peaks, a line each.
+// The machine and its peaks, one line each.
 std::vector<std::string> heading(const Machine& m) {
   std::string cpu = str(m.cpu, ", model ", m.model, m.avx512 ? ", AVX-512" : ", no AVX-512",
                         m.bf16.empty() ? "" : ", " + m.bf16, ", ", m.threads, " threads");
@@ -57,7 +57,7 @@ std::vector<std::string> heading(const Machine& m) {
 double best_gflops(const Machine& m) { return m.gpu ? m.gpu->gflops_bf16 : m.fma_gflops; }
 double best_copy(const Machine& m) { return m.gpu ? m.gpu->copy_gbs : m.copy_gbs; }
 
-// What follows a line's columns.
+// The remarks after a line's columns.
 std::string remarks(const Line& l, const Machine& m) {
   std::string out;
   const auto add = [&](const std::string& what) { out += (out.empty() ? "" : "  ") + what; };

@@ -1,5 +1,4 @@
-// What a run of `sheaf bench` leaves: a table for people, as text and as Markdown, and JSON for
-// programs.
+// The output of `sheaf bench`: a table for people, as text and as Markdown, and JSON for programs.
 #pragma once
 
 #include <string>

@@ -5,22 +5,22 @@
 namespace sheaf::bench {
 namespace {
 
-/// Elements that are read or written for each token outside of products and attention.
+/// Elements read or written per token outside of products and attention.
 double elements_per_token(const models::ModelConfig& m) {
   const auto of = [](int64_t n) { return static_cast<double>(n); };
   const bool llama = m.type == "llama";
   const double width = of(m.width), hidden = of(m.mlp_width);
   const double queries = of(m.heads * m.head_dim), keys = of(m.kv_heads * m.head_dim);
-  // Forward: the stream and a branch are read, their sum and its norm written. Backward: the
-  // gradient of the norm and the sum are read, the stream's gradient is read and written.
+  // Forward: the residual stream and a branch are read, their sum and its norm written. Backward: the gradient of the norm and the
+  // sum are read, the stream's gradient is read and written.
   const double norm = 4 * width + 4 * width;
-  // Gelu's product leaves its input behind, which the following product reads in the backward pass. Swiglu reads two
-  // and writes one; backward reads three and writes two.
+  // The product fused with GELU also writes its input, which the following product reads in the backward pass. SwiGLU reads two
+  // tensors and writes one; its backward reads three and writes two.
   const double activation = llama ? 3 * hidden + 5 * hidden : hidden + hidden;
   const double rotary = llama ? 2 * (queries + keys) + 2 * (queries + keys) : 0;
-  // Tokens, and GPT-2's positions; the same backward.
+  // Token embedding, and GPT-2's position embedding; the same in backward.
   const double embedding = 2 * (llama ? 2 : 3) * width;
-  const double logits = 2 * of(m.vocab);  // become their gradient in place
+  const double logits = 2 * of(m.vocab);  // overwritten by their gradient
   return of(m.layers) * (2 * norm + activation + rotary) + norm + embedding + logits;
 }
 

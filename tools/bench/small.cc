@@ -1,5 +1,5 @@
-// The interface to Google Benchmark: it counts how often a short call must run to be timed well, and times that.
-// Printing and ordering (A B A B) we do ourselves.
+// The interface to Google Benchmark: it determines how often a short call must run to be timed well, and times it. Printing and
+// ordering (A B A B) are ours.
 #include <benchmark/benchmark.h>
 
 #include "sheaf/core/error.h"

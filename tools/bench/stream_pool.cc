@@ -29,7 +29,7 @@ StreamPool::StreamPool(int device) {
              "cudaMemPoolSetAttribute");
 }
 StreamPool::~StreamPool() {
-  cudaDeviceSynchronize();  // frees take effect in the order of their stream
+  cudaDeviceSynchronize();  // frees take effect in stream order
   cudaMemPoolDestroy(pool_of(pool_));
 }
 

@@ -1,5 +1,4 @@
-// The peer of our device allocator: CUDA's own pool, whose blocks are in the order of a stream
-// (cudaMallocAsync). On the emulated GPU, which has none, malloc stands in.
+// The peer of our device allocator: CUDA's stream-ordered pool (cudaMallocAsync). The emulated GPU has none and uses malloc.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +10,7 @@ namespace sheaf::bench {
 
 class StreamPool {
  public:
-  /// A pool on `device` that keeps what was freed, as ours does.
+  /// A pool on `device` that caches freed memory, as ours does.
   explicit StreamPool(int device);
   ~StreamPool();
   StreamPool(const StreamPool&) = delete;

@@ -1,6 +1,6 @@
-// allocator: the calls of a real training step, in their order, again and again on an allocator of its own. No memory
-// is touched, so this is bookkeeping alone (and what it costs to give pages back). The peer is malloc with the same
-// alignment; on a GPU, CUDA's own pool in the stream's order.
+// allocator: the allocator calls of a real training step, in order, replayed on a separate allocator. Memory is not touched, so this
+// measures bookkeeping (and the cost of returning pages). The peer is malloc with the same alignment; on a GPU, CUDA's stream-ordered
+// pool.
 #include <cstdlib>
 #include <functional>
 #include <unordered_map>
@@ -18,19 +18,18 @@
 namespace sheaf::bench {
 namespace {
 
-// Blocks by number: `before` exist when the step begins.
+// Blocks by number: the first `before` exist when the step begins.
 struct Trace {
   struct Call {
     bool allocates;
     int block;
   };
-  std::vector<size_t> sizes;  ///< of each block
+  std::vector<size_t> sizes;  ///< per block
   int before = 0;
   std::vector<Call> calls;  ///< end with those that restore the initial state
 };
 
-// Passes all calls on, and records them from start() on. Blocks of meta, which has no memory,
-// get addresses to tell them apart by.
+// Forwards all calls, and records them from start() on. Blocks on the meta device, which have no memory, get unique fake addresses.
 class TracingAllocator final : public Allocator {
  public:
   explicit TracingAllocator(std::shared_ptr<Allocator> inner) : inner_(std::move(inner)) {}
@@ -64,7 +63,8 @@ class TracingAllocator final : public Allocator {
     trace_.before = static_cast<int>(trace_.sizes.size());
     started_ = true;
   }
-  // Ends the trace; blocks that came or went for good in the step go or come again.
+  // Ends the trace. Appends calls that restore the initial state: frees of blocks that the step left allocated, allocations of those
+  // that it freed.
   Trace stop() {
     const std::lock_guard lock(mutex_);
     started_ = false;
@@ -101,7 +101,7 @@ class TracingAllocator final : public Allocator {
   Trace trace_;
 };
 
-// The third step: the optimizer's state is there and prefetch knows the order.
+// Traces the third step: the optimizer's state exists and prefetch knows the order of gathers.
 Trace trace_step(const models::TrainConfig& config, World& world, Device device,
                  std::shared_ptr<Allocator>& allocator) {
   const auto tracing = std::make_shared<TracingAllocator>(allocator);
@@ -126,13 +126,13 @@ Trace trace_on_cpu(const models::TrainConfig& config) {
   return trace_step(config, world, Device::cpu(), context.cpu);
 }
 
-// A GPU's step makes the same calls as one on meta that stands for it.
+// A GPU's step makes the same calls as one on a meta device that represents it.
 Trace trace_on_gpu(const models::TrainConfig& config) {
   World world = distributed::simulated_world(0, 1, {.comm = "local", .device = Device::cuda()});
   return trace_step(config, world, Device::meta(), RankContext::current().meta);
 }
 
-// A trace on an allocator, given by its two calls.
+// A trace replayed on an allocator, given by its two functions.
 template <class Allocate, class Free>
 class Replay {
  public:
@@ -143,7 +143,7 @@ class Replay {
   ~Replay() {
     for (int b = 0; b < trace_.before; ++b) give(static_cast<size_t>(b));
   }
-  /// The step once; `after` is called after each of its calls.
+  /// Replays the step once; calls `after` after each of its calls.
   template <class After>
   void run(After after) {
     for (const Trace::Call& call : trace_.calls) {
@@ -162,8 +162,7 @@ class Replay {
   std::vector<void*> blocks_;
 };
 
-/// `make_trace` gives the trace, `make_ours` an allocator of ours; both are called where an error
-/// makes the line "not available".
+/// `make_trace` returns the trace, `make_ours` one of our allocators; they are called where an error makes the line "not available".
 template <class MakeTrace, class MakeOurs, class Allocate, class Free>
 void measure(Session& session, std::string_view name, MakeTrace make_trace, MakeOurs make_ours,
              const std::string& peer, Allocate peer_allocate, Free peer_free) {
@@ -183,7 +182,7 @@ void measure(Session& session, std::string_view name, MakeTrace make_trace, Make
     own = std::make_unique<Replay<decltype(allocate), decltype(free)>>(trace, allocate, free);
     others = std::make_unique<Replay<Allocate, Free>>(trace, peer_allocate, peer_free);
     c.amount = c.peer_amount = static_cast<double>(trace.calls.size());
-    // Resident bytes for each live byte where most are live.
+    // Resident bytes per live byte at the peak of live bytes.
     own->run([] {});
     MemoryStats peak;
     own->run([&] {
@@ -210,7 +209,7 @@ void measure_on_cpu(Session& session, std::string_view name) {
       [](void* p, size_t) { std::free(p); });
 }
 
-// Micro-batches of four sequences: as many calls as with more, in less memory.
+// Micro-batches of four sequences: the same number of calls as with more, in less memory.
 void measure_on_gpu(Session& session, const std::string& model) {
   if constexpr (kernels::kHasCuda) {
     std::vector<std::string> more{"--train.batch=16", "--train.micro_batches=4"};

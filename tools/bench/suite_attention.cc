@@ -1,7 +1,7 @@
-// attention: causal, on queries, keys and values packed as the projection leaves them, against the
-// machine's arithmetic: a CPU's f32 multiply-adds, a GPU's square product of the same dtype. Then sequences
-// of documents, against as many tokens that are one document, windows against all keys, narrow values
-// against padded ones, softcaps against none, and on GPUs our own kernels against cuDNN's.
+// attention: causal attention on queries, keys and values packed as the projection writes them, against the machine's arithmetic: a
+// CPU's f32 multiply-adds, a GPU's square product of the same dtype. Then sequences of documents against one document of as many
+// tokens, windows against all keys, narrow values against padded ones, softcaps against none, and on GPUs our own kernels against
+// cuDNN's.
 #include "sheaf/tools/bench/attention_call.h"
 #include "sheaf/tools/bench/suites.h"
 
@@ -15,7 +15,7 @@ void measure(Session& session, DType dtype, const AttentionSize& full) {
                                  full.t, "-H", full.h, group, "-D", full.d);
     if (!session.wants("attention", name)) continue;
     AttentionSize s = full;
-    // A quick run takes a quarter of the tokens, and on a GPU, which may be emulated, few of all.
+    // A quick run takes a quarter of the tokens, and on a GPU, which may be emulated, small sizes throughout.
     if (session.options().quick) s.t /= 4;
     if (session.options().quick && session.on_gpu()) s = {1, 16, 2 * s.h / s.g, 2, s.d};
     const Stream stream = session.stream();
@@ -32,7 +32,7 @@ void measure(Session& session, DType dtype, const AttentionSize& full) {
   }
 }
 
-// One call against another, both made by functions when the line is measured.
+// One call against another, both created when the line is measured.
 template <class Make, class MakePeer>
 void compare_calls(Session& session, const std::string& name, const char* peer_name, bool backward, Make make, MakePeer make_peer) {
   const Stream stream = session.stream();
@@ -48,12 +48,12 @@ void compare_calls(Session& session, const std::string& name, const char* peer_n
   session.compare("attention", c);
 }
 
-// What a mask leaves of attention: documents of this many tokens, or a window of this many keys.
+// A mask in addition to causality: documents of this many tokens, or a window of this many keys.
 struct Hidden {
   const char *name, *size, *peer;
   int64_t document, window;
 };
-// No document begins where a block of the kernels would begin.
+// Document boundaries do not coincide with the kernels' block boundaries.
 Hidden documents(int64_t tokens) { return {"documents-", "-of-", "one document", tokens, 0}; }
 Hidden window(int64_t keys) { return {"window-", "-W", "all keys", 0, keys}; }
 
@@ -74,11 +74,11 @@ void measure_hidden(Session& session, DType dtype, const AttentionSize& full, co
   }
 }
 
-/// A shape by our own kernels, with or without a softcap, against another way of computing it.
+/// A shape run by our own kernels, with or without a softcap, against another implementation.
 struct OurOwn {
   const char *name, *peer;
   double softcap;
-  bool peer_is_ours;     ///< else whoever is chosen
+  bool peer_is_ours;     ///< else the one chosen by default
   int64_t quick_tokens;
 };
 
@@ -96,7 +96,7 @@ void measure_ours(Session& session, DType dtype, const AttentionSize& full, cons
   }
 }
 
-// Values that are narrower than keys, as latent attention's are, against values that are padded to their width.
+// Values narrower than keys, as in latent attention, against values padded to the key width.
 void measure_narrow_values(Session& session, DType dtype, const AttentionSize& full) {
   for (bool backward : {false, true}) {
     const std::string name = str("narrow-values-", backward ? "backward-" : "forward-", dtype, "-B", full.b, "-T", full.t, "-H", full.h,
@@ -133,7 +133,7 @@ void attention_suite(Session& session) {
         measure(session, dtype, s);
     return;
   }
-  // GPT-2 124M and 1.5B, Llama 3 8B at half of its context and all of it.
+  // GPT-2 124M and 1.5B, Llama 3 8B with half of its context and all of it.
   for (DType dtype : {kBF16, kF16})
     for (const AttentionSize& s : {AttentionSize{16, 1024, 12, 12, 64},
                                    {16, 1024, 25, 25, 64},
@@ -141,7 +141,7 @@ void attention_suite(Session& session) {
                                    {1, 8192, 32, 8, 128}})
       measure(session, dtype, s);
   measure(session, kF32, {16, 1024, 12, 12, 64});
-  // Gemma's heads, which cuDNN refuses, then sizes that it takes.
+  // Gemma's head size, which cuDNN refuses, then sizes that it supports.
   measure(session, kBF16, {2, 4096, 8, 4, 256});
   for (const AttentionSize& s : {AttentionSize{16, 1024, 12, 12, 64}, {2, 4096, 32, 8, 128}}) measure_ours(session, kBF16, s, cudnn_too);
   for (const int64_t tokens : {1000, 250}) measure_hidden(session, kBF16, {2, 4096, 12, 12, 64}, documents(tokens));

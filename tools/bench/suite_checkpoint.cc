@@ -1,7 +1,6 @@
-// checkpoint: saving and loading a model with its optimizer's state, committed and verified as in training, against
-// writing (and syncing) or reading as many bytes; and how long a step waits for a save that runs concurrently with
-// it, against one that does not. Before anything is read the kernel is asked to drop the files' pages. The files are
-// in the system's temporary folder: TMPDIR chooses the disk.
+// checkpoint: saving and loading a model with its optimizer's state, committed and verified as in training, against writing (and
+// syncing) or reading as many bytes; and how long a step is blocked by an asynchronous save, against a synchronous one. Before each
+// read the kernel is asked to drop the files' pages. The files are in the system's temporary folder: TMPDIR chooses the disk.
 #include <filesystem>
 
 #include <fcntl.h>
@@ -51,7 +50,7 @@ void raw_read(const std::string& path, const Array& into) {
   }
 }
 
-// Pages that are on disk leave the cache.
+// Drops clean pages from the page cache.
 void forget_pages(const std::string& folder) {
   for (const auto& entry : fs::recursive_directory_iterator(folder))
     if (entry.is_regular_file()) {
@@ -82,7 +81,7 @@ void checkpoint_suite(Session& session) {
   const models::TrainConfig config = training_config(name);
   World world = solo_world();
   models::TrainingStep step(config, config.model.vocab, world, Device::cpu());
-  step.run(0, random_tokens(config)).loss.item();  // makes the optimizer's state
+  step.run(0, random_tokens(config)).loss.item();  // creates the optimizer's state
   const TemporaryFolder folder;
   const std::string checkpoints = folder.path() + "/checkpoints", raw = folder.path() + "/raw";
   const Array piece(kF32, {static_cast<int64_t>(kPiece / 4)});
@@ -117,7 +116,7 @@ void checkpoint_suite(Session& session) {
         line.more = {{"MiB", static_cast<double>(bytes) / (1 << 20)}};
       },
       static_cast<double>(bytes));
-  // How long a step has to wait for a save of either kind.
+  // How long a step is blocked by a save of either kind.
   session.line("checkpoint", async, Unit::seconds, [&](Line& line) {
     models::AsyncSaver saver(world);
     const auto save_async = [&] {

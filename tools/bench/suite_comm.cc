@@ -1,7 +1,6 @@
-// comm: gathers and reductions of each communicator, as the units of a sharded model issue them,
-// against memcpy and against Gloo's own collectives. "local" are ranks that are threads of this
-// process, the others are processes. Rates count the bytes that a rank receives, (n - 1)/n of the
-// whole buffer; memcpy copies as many, on all ranks at once. On a GPU: gpu_comm.cc.
+// comm: all-gathers and reduce-scatters of each communicator, as the units of a sharded model issue them, against memcpy and against
+// Gloo's own collectives. "local" ranks are threads of this process, the others are processes. Rates count the bytes that a rank
+// receives, (n - 1)/n of the whole buffer; memcpy copies as many, on all ranks concurrently. On a GPU: gpu_comm.cc.
 #include <algorithm>
 #include <cstring>
 #include <thread>
@@ -19,13 +18,13 @@ namespace sheaf::bench {
 namespace {
 
 struct Question {
-  bool gathers;        // else it reduces and scatters
+  bool gathers;        // all-gather, else reduce-scatter
   int64_t bytes;       // of the whole buffer
-  int rounds;          // turns of ours, memcpy and Gloo
-  std::string folder;  // where Gloo's ranks meet
+  int rounds;          // alternations of ours, memcpy and Gloo
+  std::string folder;  // rendezvous of Gloo's ranks
 };
 
-// Floats from where a rank's tensors come from, all zero.
+// Zero-filled floats from the allocator of a rank's tensors.
 struct Buffer {
   Buffer(int64_t elements, MemoryKind where)
       : storage(Storage::allocate(Device::cpu(), 4 * elements, where)),
@@ -36,20 +35,19 @@ struct Buffer {
   float* data;
 };
 
-// A collective at a time is too short for a clock: this many in a row, the same on all ranks.
+// A single collective is too short for the clock: this many in a row, the same on all ranks.
 int repeats(int64_t bytes) {
   return static_cast<int>(std::clamp<int64_t>((int64_t{16} << 20) / bytes, 1, 64));
 }
 
-// What every rank does; rank 0 answers with its seconds per call.
+// Run by every rank; rank 0 answers with its seconds per call.
 Json answer_of(World& world, const Question& q) {
   const int size = world.size(), repeat = repeats(q.bytes);
   const int64_t each = q.bytes / 4 / size, all = each * size;
   const Mesh mesh = world.mesh({{"data", size}});
   Communicator& lane = q.gathers ? mesh.runtime->gather_lane(0) : mesh.runtime->reduce_lane(0);
   const std::vector<int64_t> counts(static_cast<size_t>(size), each);
-  // As in a unit: what is given, a shard at rest or a gradient's slots, is in wire memory,
-  // what is taken does not.
+  // As in a unit: the input, a parameter shard or a gradient's slots, is in wire memory; the output is not.
   const Buffer given(q.gathers ? each : all, MemoryKind::wire),
       taken(q.gathers ? all : each, MemoryKind::normal), spare(all, MemoryKind::normal);
   const float* whole = q.gathers ? taken.data : given.data;

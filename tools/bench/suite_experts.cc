@@ -1,5 +1,5 @@
-// experts: gradients of a model whose MLPs are mixtures of experts, against those of a model whose MLPs are as much work for a
-// token, in turns. What a mixture costs in addition: choosing, sending and returning rows, products of fewer rows with more
+// experts: gradients of a model with mixtures of experts as MLPs, against those of a dense model with the same work per token,
+// alternating. The difference is the cost of routing, of sending and returning rows, and of products with fewer rows and more
 // matrices.
 #include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/run_local.h"
@@ -14,7 +14,7 @@
 namespace sheaf::bench {
 namespace {
 
-/// A model, and its gradients on a batch of its own.
+/// A model, and its gradients on a fixed batch.
 class Gradients {
  public:
   Gradients(const models::TrainConfig& config, World& world) : model_(models::sharded_model(config, config.model.vocab, world)) {
@@ -31,7 +31,7 @@ class Gradients {
       recording.backward(model_.model->loss(tokens_, targets_));
     });
   }
-  /// What a step needs in addition to lasting memory.
+  /// The peak memory of a step beyond persistent memory.
   double peak_mib(Allocator& memory) {
     zero_grad(*model_.model);
     const auto before = static_cast<double>(memory.stats().live);

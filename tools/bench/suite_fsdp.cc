@@ -1,11 +1,10 @@
-// fsdp: a step at 1, 2 and 4 ranks under every strategy, ranks as processes, against one rank with all threads; the
-// same model, the same number of tokens in a step over all ranks together. On a GPU ranks are threads that share it
-// and receive no faster than over a link of a given speed, against the same ranks without a limit: the cost of
-// communication that computing does not hide.
+// fsdp: a step at 1, 2 and 4 ranks under every strategy, ranks as processes, against one rank with all threads; the same model and
+// the same number of tokens per step over all ranks. On a GPU ranks are threads that share it and receive no faster than over a link
+// of a given bandwidth, against the same ranks without a limit: the exposed cost of communication.
 //
-// memory: the peak of a rank in such a step against what a formula says it must hold, and against what the plan said
-// before anything was allocated. The communicators' staging, whose size does not depend on the model, is in the peak
-// but not in the formula. On a GPU ranks are threads that share it, and the peak is compared with the plan's.
+// memory: the peak of a rank in such a step against a formula for the memory it must hold, and against the plan made before anything
+// is allocated. The communicators' staging buffers, whose size does not depend on the model, are in the peak but not in the formula.
+// On a GPU ranks are threads that share it, and the peak is compared with the plan's.
 #include <algorithm>
 
 #include "sheaf/core/rank_context.h"
@@ -30,7 +29,7 @@ int threads_per_rank(const Session& session, int ranks) {
   return std::max(1, session.machine().threads / ranks);
 }
 
-// The trained cases of a run; batches that four ranks can share.
+// The cases trained in a run, with batches divisible by four ranks.
 std::vector<std::string> cases(const Session& session) {
   if (session.options().quick) return {"nanogpt-f32-12x64"};
   return {"nanogpt-f32-12x64", "char-f32-16x256"};
@@ -57,7 +56,7 @@ void measure_fsdp(Session& session, const std::string& name, std::string_view st
     return now() - begin;
   };
   for (int warm = 0; warm < 3; ++warm) one();
-  // Starting ranks takes longer than a step of a small model: turns of several steps.
+  // Starting ranks takes longer than a step of a small model: alternate groups of several steps.
   const int samples = session.samples(30), rounds = std::min(3, (samples + 3) / 4),
             steps = samples / rounds;
   std::vector<double> peers;
@@ -73,7 +72,7 @@ void measure_fsdp(Session& session, const std::string& name, std::string_view st
       {"tokens/s", static_cast<double>(alone.tokens_per_step()) / quantile(line.samples_s, 0.5)}};
 }
 
-// Seconds of `steps` steps by rank 0's clock, by ranks that share the GPU.
+// Seconds of `steps` steps by rank 0's clock, for ranks that share the GPU.
 std::vector<double> steps_on_links(const Session& session, const models::TrainConfig& config,
                                    int ranks, double bytes_per_second, int steps) {
   std::vector<double> seconds;
@@ -96,7 +95,7 @@ std::vector<double> steps_on_links(const Session& session, const models::TrainCo
   return seconds;
 }
 
-// GPT-2 124M, 8 sequences for each rank; `tensor` ranks share layers.
+// GPT-2 124M, 8 sequences per rank, tensor parallelism over `tensor` ranks.
 void measure_links(Session& session, int ranks, int tensor, double bytes_per_second, Line& line) {
   std::vector<std::string> more = tiny_model();
   if (!session.options().quick) more = {str("--train.batch=", 8 * ranks)};
@@ -178,8 +177,7 @@ void measure_gpu_memory(Session& session, const std::string& model, std::string_
 
 }  // namespace
 
-// words: case, strategy, steps. Steps' seconds by rank 0's clock, and every rank's peak in the
-// last.
+// words: case, strategy, steps. Returns the steps' seconds by rank 0's clock, and every rank's peak in the last step.
 Json train_rank(const std::vector<std::string>& words) {
   const models::TrainConfig config = training_config(words.at(0), {sharding(words.at(1))});
   const int steps = std::stoi(words.at(2));
@@ -216,7 +214,7 @@ Json train_rank(const std::vector<std::string>& words) {
 void fsdp_suite(Session& session) {
   if (session.on_gpu()) {
     for (int ranks : {2, 4})
-      for (int gigabytes : {360, 50})  // NVLink's and a fast network's
+      for (int gigabytes : {360, 50})  // NVLink and a fast network
         for (int tensor : {1, 2})
           session.line("fsdp",
                        str("gpt2-124m-bf16-", 8 * ranks, "x1024-", ranks, "-", gigabytes, "GB/s",

@@ -1,5 +1,5 @@
-// fuse: elementwise ops in a row as one kernel (autograd/passes/fuse_elementwise.h), against the same ops one after another, in
-// turns: an activation that is written by hand, forward and backward; a bias, a gate and a residual.
+// fuse: chains of elementwise ops as one kernel (autograd/passes/fuse_elementwise.h), against the same ops one after another,
+// alternating: an activation written by hand, forward and backward; a bias, a gate and a residual.
 #include "sheaf/autograd/compile.h"
 #include "sheaf/autograd/ops.h"
 #include "sheaf/distributed/run_local.h"
@@ -9,7 +9,7 @@
 namespace sheaf::bench {
 namespace {
 
-// Of x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), and its derivative times dy.
+// x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), and its derivative times dy.
 std::vector<Tensor> gelu_by_hand(const Tensor& x, const Tensor& dy, const Tensor&) {
   Recording& recording = *Recording::current();
   recording.watch(x);
@@ -18,7 +18,7 @@ std::vector<Tensor> gelu_by_hand(const Tensor& x, const Tensor& dy, const Tensor
   return {loss, sum(recording.gradient(loss, std::vector{x})[0])};
 }
 
-// A bias, a gate and a residual: what is between two products.
+// A bias, a gate and a residual: the elementwise ops between two products.
 std::vector<Tensor> gated(const Tensor& x, const Tensor& y, const Tensor& bias) {
   return {sum(add(mul(sigmoid(add(x, bias)), y), mul(x, 0.5)))};
 }
@@ -31,7 +31,7 @@ void measure(Session& session, World& world, Code code, DType dtype, Line& line)
   const auto operand = [&](const Shape& shape, uint64_t key) {
     return randn({dtype, shape, {}}, Key{key}).to(device);
   };
-  // No inputs, which would be copied, and sums as results.
+  // The programs take no inputs, which would be copied, and return sums.
   const Tensor x = operand({rows, columns}, 1), y = operand({rows, columns}, 2), bias = operand({columns}, 3);
   const auto step = [&] { return code(x, y, bias); };
   auto fused = compile(step), plain = compile(step, {.fuse = false});

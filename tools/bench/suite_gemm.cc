@@ -1,7 +1,7 @@
-// gemm: the three products of a linear layer, with many tokens and the first also with few, the head with its loss, and one row of a weight
-// in blocks; next to it the fraction of the machine's peak. On a CPU at the shapes of GPT-2 124M against oneDNN's plain matmul, where the
-// peak is that of f32 multiply-adds, or of the tiles for bf16. On a GPU at those of GPT-2 and Llama 3 8B against a large square product of
-// the same dtype, which is also the peak.
+// gemm: the three products of a linear layer with many tokens, the forward one also with few, the head with its loss, and one token
+// with block-quantized weights; each with its fraction of the machine's peak. On a CPU at the shapes of GPT-2 124M against oneDNN's
+// plain matmul, where the peak is that of f32 multiply-adds, or of AMX tiles for bf16. On a GPU at those of GPT-2 and Llama 3 8B
+// against a large square product of the same dtype, which is also the peak.
 #include "sheaf/kernels/cuda/product.h"
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/linear.h"
@@ -22,17 +22,17 @@ View transposed(View v) {
   return v;
 }
 
-// M rows (tokens), I inputs and O outputs of the layer.
+// M rows (tokens), I input and O output features.
 struct Size {
   int64_t m, i, o;
 };
 
-// Where and how a product runs, and what keeps its memory.
+// Where and how a product runs, and the owner of its memory.
 struct Place {
   Device device;
   Stream stream;
   DType dtype;
-  bool fp8 = false;  // operands are rounded to it
+  bool fp8 = false;  // operands are rounded to fp8
   std::vector<std::shared_ptr<void>> held = {};
 
   template <class T>
@@ -100,13 +100,13 @@ Calls weight_gradient(const Size& s, Place& at) {
 constexpr Product kProducts[] = {
     {"forward", forward}, {"input-gradient", input_gradient}, {"weight-gradient", weight_gradient}};
 
-// Algorithms are chosen by timing, as in a training step.
+// Algorithms are chosen by timing, as in training.
 void tune(const std::function<void()>& run) {
   const kernels::cuda::TuneProducts tuning;
   run();
 }
 
-// A quick run takes an eighth of every size.
+// A quick run divides every size by eight.
 int64_t eighth(const Session& session, int64_t n) {
   return session.options().quick ? std::max<int64_t>(n / 8, 1) : n;
 }
@@ -131,7 +131,7 @@ void layer_line(Session& session, const Product& product, DType dtype, const Siz
     session.compare("gemm", c);
 }
 
-// The same in FP8, rounding included, against that in bf16.
+// The same in FP8, including rounding, against bf16.
 void fp8_line(Session& session, const Product& product, const Size& full) {
   const std::string name = str(product.name, "-fp8-", full.m, "x", full.i, "x", full.o);
   if (!session.wants("gemm", name)) return;
@@ -148,8 +148,7 @@ void fp8_line(Session& session, const Product& product, const Size& full) {
   session.compare("gemm", c);
 }
 
-// One token through a layer, as in generating text: time is proportional to the bytes of the weight. In blocks against
-// f32.
+// One token through a layer, as in text generation: time is proportional to the bytes of the weight. Block-quantized against f32.
 void block_line(Session& session, BlockFormat format, const Size& full) {
   const std::string name = str("one-row-", sheaf::name(format), "-", full.i, "x", full.o);
   if (!session.wants("gemm", name)) return;
@@ -173,8 +172,8 @@ void block_line(Session& session, BlockFormat format, const Size& full) {
   session.compare("gemm", c);
 }
 
-// The head with its loss and both gradients as one kernel, as training calls it: three products,
-// and the softmax between them. No library has it, so its peer is the machine's arithmetic.
+// The head with its loss and both gradients as one fused kernel, as training calls it: three products and the softmax between them.
+// No library has it, so its peer is the machine's arithmetic.
 void head_line(Session& session, DType dtype, const Size& full) {
   const std::string name = str("head-and-loss-", dtype, "-", full.m, "x", full.i, "x", full.o);
   if (!session.wants("gemm", name)) return;
@@ -211,7 +210,7 @@ void gemm_suite(Session& session) {
   for (const BlockFormat format : {BlockFormat::int8, BlockFormat::nf4})
     for (const auto& [i, o] : {std::pair(4096, 4096), {4096, 14336}, {14336, 4096}}) block_line(session, format, {1, i, o});
   if (!session.on_gpu()) {
-    // With few tokens, as in generating text: time is determined by the bytes of the weight, then by its packing.
+    // With few tokens, as in text generation: time is determined first by the bytes of the weight, then by its packing.
     for (DType dtype : {kF32, kBF16})
       for (int64_t m : {1, 8, 32})
         for (const auto& [i, o] : {std::pair(768, 50257), {4096, 4096}, {4096, 14336}}) layer_line(session, kProducts[0], dtype, {m, i, o});
@@ -221,13 +220,12 @@ void gemm_suite(Session& session) {
       for (int64_t m : {256, 1024}) head_line(session, dtype, {m, 768, 50257});
     return;
   }
-  // The heads as layers would hold all logits: they have a line of their own.
+  // The heads as layers that materialise all logits: they have separate lines.
   constexpr std::pair<int64_t, int64_t> kGpt2Xl[] = {
       {1600, 4800}, {1600, 1600}, {1600, 6400}, {6400, 1600}};
   constexpr std::pair<int64_t, int64_t> kLlama8B[] = {
       {4096, 6144}, {4096, 4096}, {4096, 14336}, {14336, 4096}};
-  // GPT-2's vocabulary is an odd number, which may leave cuBLASLt fewer kernels: also one that is padded to whole
-  // tiles.
+  // GPT-2's vocabulary is odd, which may exclude cuBLASLt kernels: also measured padded to whole tiles.
   constexpr Size kHeads[] = {
       {16384, 768, 50257}, {16384, 768, 50304}, {16384, 1600, 50257}, {8192, 4096, 128256}};
   for (DType dtype : {kBF16, kF16, kF32}) {

@@ -1,5 +1,5 @@
-// generate: many prompts continued together (models/generate_many.h), against the same one by one, in turns; and one,
-// against copies of as many bytes as its weights have.
+// generate: many prompts continued together (models/generate_many.h) against one by one, alternating; and a single prompt, against
+// copies of as many bytes as its weights have.
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/models/generate_many.h"
 #include "sheaf/models/sharded_model.h"
@@ -12,10 +12,10 @@ namespace sheaf::bench {
 namespace {
 
 struct Size {
-  int64_t rows, prompt, tokens;  ///< sequences, and the tokens of each: those that are read, and those that are made
+  int64_t rows, prompt, tokens;  ///< sequences; tokens per prompt; tokens generated per sequence
 };
 
-// Weights as they are drawn: any token may come out, and no text ends.
+// Random weights: any token may be generated, and no text ends early.
 void measure(Session& session, DType dtype, Size size, World& world, Line& line) {
   std::vector<std::string> overrides = {str("--train.dtype=", name(dtype))};
   if (session.options().quick) {
@@ -37,7 +37,7 @@ void measure(Session& session, DType dtype, Size size, World& world, Line& line)
                             {.context = config.model.context, .vocab = config.model.vocab, .at_once = rows});
     });
   };
-  int64_t weights = 0;  // bytes, which each token of one sequence reads
+  int64_t weights = 0;  // bytes read per token of one sequence
   for (const auto& unit : units(*model.model))
     for (const FlatBuffer& b : unit->buffers()) weights += b.shard.local_bytes();
   const auto copied = [&] { return device_seconds([&] { session.probe().run_copy(static_cast<size_t>(weights * size.tokens)); }); };

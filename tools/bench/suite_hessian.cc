@@ -1,5 +1,4 @@
-// hessian: products of a loss's Hessian with a direction (nn/direction.h), against gradients of the same loss, in
-// turns.
+// hessian: Hessian-vector products of a loss (nn/direction.h), against gradients of the same loss, alternating.
 #include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/models/sample_block.h"

@@ -1,9 +1,8 @@
-// hosts: a step with accumulation by four ranks on two hosts, against full_shard over all four: under the strategies
-// that spare the link between the hosts, with gradients that are sent in bf16 or, as weights may be, in int8, with
-// units that a program keeps gathered, with a stage of the model on each host, with layers that the ranks of a host
-// share, and with a model on each host, of which they take the mean now and then. Ranks are threads of this process
-// that receive from the other host no faster than over such a link; what they compute is the same whatever the
-// strategy, and so are the cores that they share.
+// hosts: a step with gradient accumulation by four ranks on two hosts, against full_shard over all four: under the strategies that
+// reduce traffic between the hosts, with gradients sent in bf16 or, as weights may be, in int8, with units that a program keeps
+// gathered, with a pipeline stage per host, with tensor parallelism within each host, and with a replica per host, averaged now and
+// then (DiLoCo). Ranks are threads of this process that receive from the other host no faster than over such a link; the computation
+// and the cores that they share are the same for every strategy.
 #include <algorithm>
 
 #include "sheaf/distributed/run_local.h"
@@ -41,11 +40,11 @@ const Choice kChoices[] = {
 };
 
 struct Steps {
-  std::vector<double> seconds;  // by rank 0's clock; with islands, those of all steps up to an agreement
-  double megabytes = 0;         // that rank 0 received from the other host in each
+  std::vector<double> seconds;  // by rank 0's clock; with islands, the total of all steps up to an averaging
+  double megabytes = 0;         // received by rank 0 from the other host per step
 };
 
-// The axis that leads to the other host is the first; if it is the only one, a peer is on this host.
+// The first axis spans the hosts; if it is the only axis, some of its ranks are on this host.
 double bytes_from_elsewhere(const Mesh& mesh) {
   int64_t bytes = mesh.runtime->gather_lane(0).bytes_received() + mesh.runtime->reduce_lane(0).bytes_received();
   if (mesh.spec->is_chain(0))

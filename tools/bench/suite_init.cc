@@ -1,5 +1,5 @@
-// init: from the start of a process to the end of its first step, against what cannot be avoided:
-// touching as much memory for the first time, and a step. Every sample is a process of its own.
+// init: from the start of a process to the end of its first step, against the unavoidable cost: first-touching as much memory, and a
+// step. Every sample is a new process.
 #include <algorithm>
 
 #include <sys/mman.h>
@@ -14,7 +14,7 @@
 namespace sheaf::bench {
 namespace {
 
-// Seconds to touch every page of `bytes` fresh bytes on all threads.
+// Seconds to touch every page of `bytes` freshly allocated bytes on all threads.
 double first_touch(int64_t bytes) {
   const auto size = static_cast<size_t>(bytes);
   const double begin = now();
@@ -53,8 +53,8 @@ Start run_starts(const Session& session, const std::string& name) {
 
 }  // namespace
 
-// words: case, when the launcher was called. The first step counts from there; the making of the model
-// from the beginning of what this function does.
+// words: case, time at which the launcher was called. The first step is timed from there; building the model, from the start of this
+// function.
 Json init_rank(const std::vector<std::string>& words) {
   const double begin = now();
   const models::TrainConfig config = training_config(words.at(0));
@@ -86,7 +86,7 @@ void init_suite(Session& session) {
   const std::string materialize = name + "-materialize", first = name + "-first-step";
   if (!session.wants("init", materialize) && !session.wants("init", first)) return;
   Start all;
-  // One run of processes serves both lines, so the first that is asked for makes it.
+  // One run of processes serves both lines; the first line that is selected makes it.
   const auto starts = [&]() -> const Start& {
     if (all.first_step.empty()) all = run_starts(session, name);
     return all;

@@ -1,6 +1,5 @@
-// kernels: those that wait for memory. Each is charged the bytes that it cannot avoid, every operand read once and
-// every result written once, and is compared with a copy of as many bytes. On a GPU operands are larger than its
-// caches.
+// kernels: the memory-bound kernels. Each counts its minimal traffic, every operand read once and every result written once, and is
+// compared with a copy of as many bytes. On a GPU operands are larger than its caches.
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/cross_entropy.h"
 #include "sheaf/kernels/dispatch.h"
@@ -33,7 +32,7 @@ struct Sizes {
 
 class Kernels {
  public:
-  /// `suffix` tells lines of the same kernel apart.
+  /// `suffix` distinguishes lines of the same kernel.
   Kernels(Session& session, const Sizes& sizes, std::string suffix)
       : session_(session),
         device_(session.device()),
@@ -41,14 +40,14 @@ class Kernels {
         sizes_(sizes),
         suffix_(std::move(suffix)) {}
 
-  /// Everything of one dtype on activations [rows, width].
+  /// All kernels of one dtype on activations [rows, width].
   void activations(DType dtype);
-  /// Kernels that handle parameters, tokens and logits.
+  /// Kernels on parameters, tokens and logits.
   void parameters();
 
  private:
-  /// Adds the line `name` if it is asked for. `make` is called then, and returns the kernel's call
-  /// and its bytes; what it allocates lives as long as the call.
+  /// Adds the line `name` if it is selected. Only then is `make` called; it returns the kernel's call and its bytes. Its allocations
+  /// live as long as the call.
   template <class Make>
   void measure(const std::string& name, Make&& make) {
     if (!session_.wants("kernels", name + suffix_)) return;
@@ -80,7 +79,7 @@ class Kernels {
     return std::make_shared<Scratch>(static_cast<size_t>(bytes), device_);
   }
 
-  /// `f`, given the stream and `count` arrays of one type, all of them read or written.
+  /// `f`, given the stream and `count` arrays of one type, which are each read or written once.
   template <class F>
   void elementwise(const std::string& name, DType dtype, int count, F f) {
     measure(name + "-" + std::string(sheaf::name(dtype)), [&]() -> Call {
@@ -130,7 +129,7 @@ void Kernels::activations(DType dtype) {
     auto work = scratch(SHEAF_GPU_WORKSPACE(device_, sum, x->view(), out->view()));
     return {[=, s = stream_] { SHEAF_ON_DEVICE_SCRATCH(s, *work, sum, *x, *out, 1.0); }, x->bytes() + out->bytes()};
   });
-  // A sequence of all rows, heads of 64.
+  // One sequence of all rows, head size 64.
   const auto rotated = [this](const Array& a) {
     return View::dense(a.view().data, a.view().dtype, {1, sizes_.rows, sizes_.width / 64, 64});
   };
@@ -142,7 +141,7 @@ void Kernels::activations(DType dtype) {
         SHEAF_ON_DEVICE(s, rotary, rotated(*a[0]), 1e4, RotaryScaling(), 0, all, false,
                         rotated(*a[1]), *work);
       });
-  // The rows' weights, means and deviations are too few to count.
+  // The rows' weights, means and deviations are negligible.
   const auto vector = [this, dtype] { return array(dtype, {sizes_.width}); };
   const auto statistics = [this] { return array(kF32, {sizes_.rows}); };
   elementwise("layer-norm", dtype, 2,
@@ -260,7 +259,7 @@ void kernels_suite(Session& session) {
   };
   if (quick) return measure({64, 768, 65536, 64, 1000}, "", true);
   if (!session.on_gpu()) return measure({16384, 768, int64_t{12} << 20, 256, 50257}, "", true);
-  // GPT-2's width and Llama 3 8B's: a row fits a warp's registers, or takes a block.
+  // GPT-2's width and Llama 3 8B's: a row that fits a warp's registers, and one that needs a block.
   measure({131072, 768, int64_t{128} << 20, 4096, 50257}, "-131072x768", true);
   measure({32768, 4096, 0, 0, 0}, "-32768x4096", false);
 }

@@ -1,5 +1,5 @@
-// linear-attention: the gated delta rule on queries, keys and values packed as the projection leaves them, against attention of the same
-// heads, whose work grows with the square of the tokens.
+// linear-attention: the gated delta rule on queries, keys and values packed as the projection writes them, against attention with the
+// same heads, whose work grows quadratically with the tokens.
 #include "sheaf/kernels/delta_rule.h"
 
 #include "sheaf/tools/bench/attention_call.h"
@@ -8,7 +8,7 @@
 namespace sheaf::bench {
 namespace {
 
-/// Heads of values read keys of their own, as attention's do. B, T, H, D are attention's.
+/// Each value head has its own keys, as in multi-head attention. B, T, H, D are attention's.
 class DeltaRuleCall {
  public:
   DeltaRuleCall(DType dtype, const AttentionSize& s, Device device)

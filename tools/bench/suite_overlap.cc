@@ -1,6 +1,6 @@
-// overlap: a step with layers, sequences or experts that two ranks share, whose activations and their gradients are sent over a link of a
-// given rate, with products computed while their rows, and other gradients, are in transit, against the same step that waits for every
-// transfer. The bits are the same. Ranks are threads of this process, with a thread each.
+// overlap: a step with tensor, sequence or expert parallelism over two ranks, whose activations and their gradients are sent over a
+// link of a given rate, with products computed while rows and other gradients are in transit, against the same step that waits for
+// every transfer. Results are bit-identical. Ranks are threads of this process, with one compute thread each.
 #include <algorithm>
 #include <utility>
 
@@ -15,7 +15,7 @@ constexpr int kRanks = 2;
 
 struct Steps {
   std::vector<double> seconds;  // by rank 0's clock
-  double megabytes = 0;         // that it received in each
+  double megabytes = 0;         // received by it per step
 };
 
 Steps steps_of(const models::TrainConfig& config, double bytes_per_second, bool overlap, int count) {

@@ -1,7 +1,6 @@
-// pipeline: a step through stages of several runs of blocks, which micro-batches go round, against the same stages of one run; one
-// whose gradients of weights come later (zero_bubble), against 1F1B; and one whose head counts among the last stage's blocks, against
-// stages of as many blocks: how much less the stages wait for each other. Ranks are threads of this process, one for each stage, with
-// a thread each.
+// pipeline: a step with the interleaved schedule (several runs of blocks per stage) against one run per stage; with delayed weight
+// gradients (zero_bubble) against 1F1B; and with the head counted as blocks of the last stage against stages of as many blocks: the
+// reduction of the pipeline bubble. Ranks are threads of this process, one per stage, with one compute thread each.
 #include <algorithm>
 #include <cmath>
 
@@ -15,13 +14,13 @@ namespace {
 
 struct Pipeline {
   int stages, micro_batches, runs;
-  bool head = false;  // as long as two blocks, not next to nothing
+  bool head = false;  // costs as much as two blocks, else next to nothing
   bool counts = true;
   bool later = false;  // zero_bubble
 };
 
 models::TrainConfig config_of(const Session& session, const Pipeline& p) {
-  // Untied, so that no stage has more than its blocks and a table.
+  // Untied, so that each stage has only its blocks and at most one table.
   std::vector<std::string> more = {str("--model.layers=", p.head ? 6 : 8), "--train.batch=8", "--model.tie_embeddings=false",
                                    "--sharding.strategy=zero1", str("--train.micro_batches=", p.micro_batches),
                                    str("--sharding.pipeline=", p.stages), str("--sharding.pipeline_runs=", p.runs),
@@ -65,9 +64,9 @@ void measure(Session& session, const Pipeline& p, const Pipeline& peer, Line& li
   for (int round = 0; round < rounds; ++round) add(line.samples_s, p), add(peers, peer);
   line.peer = p.head ? "as many blocks in each stage" : p.later ? "1F1B" : "one run of blocks in each stage";
   line.peer_value = quantile(peers, 0.5);
-  // For turns of a forward and a backward of all of a stage's blocks, without the embedding, the head and the update. In blocks, of
-  // the longest stage and of others, each of which a step waits for once. A forward, the gradients of inputs and those of weights
-  // are assumed to take equally long.
+  // One turn is a forward and a backward of all of a stage's blocks, without the embedding, the head and the update. In units of
+  // blocks, of the longest stage and of the others, each of which a step waits for once. A forward, the input gradients and the
+  // weight gradients are assumed to take equally long.
   const auto turns = [](const Pipeline& of) {
     const bool waits = of.head && !of.counts;
     return of.micro_batches * (waits ? 5.0 : 4.0) + (of.stages - 1) * (waits ? 3.0 : 4.0) * (of.later ? 1.0 / 3 : 1.0) / of.runs;

@@ -1,7 +1,6 @@
-// step: whole steps of training, forward, backward, clipping and AdamW. Other programs run the same cases by these
-// names. On a GPU they are compared with the roofline at the rates that this run measures. Steps that run as a
-// program, and on a GPU, with a step so small that launches count, as a graph, are compared with the same steps
-// without.
+// step: whole training steps: forward, backward, clipping and AdamW. Other programs run the same cases by these names. On a GPU they
+// are compared with the roofline at the rates measured in this run. Steps that run as a program (and on a GPU, with a step so small
+// that launches count, as a CUDA graph) are compared with the same steps without.
 #include <algorithm>
 
 #include "sheaf/core/gpu.h"
@@ -18,8 +17,7 @@
 namespace sheaf::bench {
 namespace {
 
-// Steps and the machine's arithmetic in turns. The peer is a step that does nothing but its
-// operations, as fast as the machine can.
+// Steps alternate with the machine's peak arithmetic. The peer is a step's operations alone at that peak.
 void measure_turns(Session& session, const models::TrainConfig& config, const Session::Sample& step,
                    const Session::Sample& peak, Line& line) {
   auto [steps, peaks] = session.turns(step, peak);
@@ -50,7 +48,7 @@ void measure_turns(Session& session, const models::TrainConfig& config, const Se
   percent("MFU % of the data sheet with full attention", full, sheet);
 }
 
-// Where the time of a step is spent: of one more, as it is a little slower.
+// Traces where a step's time goes: in one additional step, because tracing slows it a little.
 void trace(const Session& session, World& world, std::string_view name,
            const Session::Sample& step) {
   if (session.options().traces.empty()) return;
@@ -60,8 +58,8 @@ void trace(const Session& session, World& world, std::string_view name,
   session.say(str("step/", name, ": ", profile.write(file), "; its time line is in ", file));
 }
 
-// A step takes too long for Google Benchmark's calibration, and steps are not alike: the first
-// allocates, the second knows the order of gathers.
+// A step takes too long for Google Benchmark's calibration, and steps differ: the first allocates, from the second on the order of
+// gathers is known.
 void measure_on_cpu(Session& session, std::string_view name, Line& line) {
   const bool quick = session.options().quick;
   const models::TrainConfig config =
@@ -99,7 +97,7 @@ int64_t free_memory() {
   return 0;
 }
 
-// What attention reaches by itself on a GPU, at the shape that a micro-batch of the step gives it.
+// The rates of attention in isolation on a GPU, at the shape of the step's micro-batch.
 Rates attention_rates(Session& session, const models::TrainConfig& config) {
   const models::ModelConfig m = models::resolved(config.model);
   const AttentionSize size{std::min<int64_t>(config.train.batch / config.train.micro_batches, 16),
@@ -110,7 +108,7 @@ Rates attention_rates(Session& session, const models::TrainConfig& config) {
             [&](World&) {
               const AttentionCall call(dtype, size, session.device());
               const Stream stream = session.stream();
-              call.forward(stream), call.backward(stream);  // plans are made
+              call.forward(stream), call.backward(stream);  // creates the plans
               const auto rate = [&](bool backward) {
                 return AttentionCall::flops(size, backward) / median_of_five([&] {
                          return gpu_seconds(
@@ -137,7 +135,7 @@ void compare_with_roofline(Session& session, const models::TrainConfig& config, 
                                      {"backward", rates.attention_backward / 1e12}});
 }
 
-// A model that takes at most `bytes` by its plan.
+// A model whose planned memory is at most `bytes`.
 void measure_on_gpu(Session& session, std::string_view name, int64_t bytes, Line& line) {
   const bool quick = session.options().quick;
   const Fitted fitted =
@@ -145,7 +143,7 @@ void measure_on_gpu(Session& session, std::string_view name, int64_t bytes, Line
   const models::TrainConfig& config = fitted.config;
   line.note = described(fitted);
   const Rates rates = attention_rates(session, config);
-  // A world whose memory goes back to the GPU with it.
+  // A world whose memory is returned to the GPU afterwards.
   run_local(
       1,
       [&](World& world) {
@@ -156,7 +154,7 @@ void measure_on_gpu(Session& session, std::string_view name, int64_t bytes, Line
         Probe& probe = session.probe();
         const Session::Sample peak = [&] { return gpu_seconds([&] { probe.run_flops(kBF16); }); };
         for (int warm = quick ? 3 : 5; warm > 0; --warm) {
-          if (one() > 1) warm = std::min(warm, 3);  // long ones have settled by then
+          if (one() > 1) warm = std::min(warm, 3);  // long steps are warm by then
           peak();
         }
         Allocator& memory = *RankContext::current().memory(world.device());
@@ -173,8 +171,7 @@ void measure_on_gpu(Session& session, std::string_view name, int64_t bytes, Line
       {.threads_per_rank = session.machine().threads, .device = session.device()});
 }
 
-// The plan does not know of gaps between blocks, nor of what CUDA's libraries take: at first a
-// tenth is left for those.
+// The plan does not include fragmentation, nor the memory of CUDA's libraries: a tenth is reserved for those at first.
 void measure_what_fits(Session& session, std::string_view name, Line& line) {
   for (double part = 0.9;; part -= 0.1) try {
       const int64_t bytes = static_cast<int64_t>(part * static_cast<double>(free_memory()));
@@ -185,7 +182,7 @@ void measure_what_fits(Session& session, std::string_view name, Line& line) {
     }
 }
 
-// A step with an option of [train] and without it, in turns.
+// A step with an option of [train] and without it, alternating.
 void measure_option(Session& session, std::string_view name, std::vector<std::string> overrides,
                     const std::string& option, const std::string& peer, Line& line) {
   if (session.options().quick) overrides = tiny_model();

@@ -1,17 +1,16 @@
-// tape: what a node costs in addition to its kernel. Chains of scalar multiplications (which save nothing
-// for backward) and of hyperbolic tangents (which save their output), on the meta device, where
-// there are no kernels and no memory, and on CPU tensors of one element, where both are as small as
-// they can be.
+// tape: the overhead of a node beyond its kernel. Chains of scalar multiplications (which save nothing for backward) and of
+// hyperbolic tangents (which save their output), on the meta device, which has neither kernels nor memory, and on CPU tensors of one
+// element, where both are minimal.
 //
-//   record    Everything that happens between calling an op and its return, over a whole
-//             recording of 4,096 ops: inference, placement, the output's handle and storage, the
-//             node, saving for backward; on the CPU also the kernel. The recording's making and
-//             dropping are in it. The peer is the same chain without a recording: what is left is
-//             the tape's.
+//   record    Everything between calling an op and its return, over a recording of 4,096 ops:
+//             inference, placement, the output's handle and storage, the node, saving for
+//             backward; on the CPU also the kernel. Includes creating and destroying the
+//             recording. The peer is the same chain without a recording: the difference is
+//             the tape's cost.
 //   run       A program's run of the chain's tape on the CPU, per op. The peer is the same chain
-//             without a recording: what is left out is inference, placement and memory.
-//   backward  A reverse pass over the same chain, per node that it records, with everything in it:
-//             the vjp, the ops it calls, gradients kept and let go. The peer is as many
+//             without a recording: the difference is inference, placement and memory.
+//   backward  A backward pass over the same chain, per node that it records, with everything in
+//             it: the vjp, the ops it calls, gradients stored and released. The peer is as many
 //             multiplications without a recording.
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/program.h"
@@ -66,8 +65,8 @@ void run_line(Session& session, const std::string& name, Link link) {
   session.compare("tape", c);
 }
 
-// A reverse pass cannot be repeated without its recording, so Google Benchmark's loop does not fit;
-// 4,096 nodes are enough for a clock around them.
+// A backward pass cannot be repeated without its recording, so Google Benchmark's loop does not fit; 4,096 nodes are enough for a
+// plain clock.
 void backward_line(Session& session, const std::string& name, Link link, Device device) {
   if (!session.wants("tape", name)) return;
   const DeviceScope scope(device);

@@ -1,4 +1,4 @@
-// The suites of `sheaf bench`, a file each. A suite adds those of its lines to the session that are asked for.
+// The suites of `sheaf bench`, one file each. A suite adds those of its lines that are selected to the session.
 #pragma once
 
 #include <string_view>

@@ -12,14 +12,14 @@ namespace sheaf::bench {
 namespace {
 
 const std::vector<std::string> kGpt2 = {"--model.preset=gpt2-124m"};
-// nanoGPT's configuration for CPUs, and the one for characters. Tokens in the 124M cases are fewer
-// than the published context: positions that do not occur are not trained.
+// nanoGPT's configuration for CPUs, and the one for characters. The 124M cases have fewer tokens than the published context: unused
+// positions are not trained.
 const std::vector<std::string> kNano = {"--model.layers=4", "--model.width=128", "--model.heads=4",
                                         "--model.vocab=65", "--model.bias=false"};
 const std::vector<std::string> kChar = {"--model.layers=6", "--model.width=384", "--model.heads=6",
                                         "--model.vocab=65", "--model.bias=false"};
 
-// A Llama, and one whose MLPs are mixtures of as much work for each token: two of eight experts.
+// A Llama, and one with mixtures of experts of the same work per token: two of eight experts.
 std::vector<std::string> small_llama(std::vector<std::string> mlp) {
   mlp.insert(mlp.end(), {"--model.type=llama", "--model.layers=4", "--model.width=384",
                          "--model.heads=6", "--model.vocab=65"});
@@ -30,7 +30,7 @@ const std::vector<std::string> kMixture = {"--model.experts=8", "--model.expert_
 const std::vector<std::string> kFineMixture = {"--model.experts=32", "--model.experts_per_token=4",
                                                "--model.expert_hidden=256", "--model.aux_loss=0.01"};
 
-// Three of four blocks have linear attention, whose states are as wide as the heads.
+// Three of four blocks have linear attention, whose state is as wide as the heads.
 const std::vector<std::string> kLinear = {"--model.mlp_width=1024", "--model.linear_key_heads=6",
                                           "--model.full_attention_every=4"};
 
@@ -42,7 +42,7 @@ TrainingCase make(std::string_view name, std::vector<std::string> model, const c
   return {name, std::move(model)};
 }
 
-// Steps of half a million tokens, as GPT-3's small models were trained with (Brown et al. 2020).
+// Steps of half a million tokens, as in the training of GPT-3's small models (Brown et al. 2020).
 TrainingCase gpt2_on_gpu(std::string_view name, const char* preset) {
   return make(name, {std::string("--model.preset=") + preset, "--model.vocab=50304"}, "bf16", 512,
               1024);
@@ -57,7 +57,7 @@ std::vector<TrainingCase> training_cases(Device device) {
         gpt2_on_gpu("gpt2-774m-bf16-512x1024", "gpt2-774m"),
         gpt2_on_gpu("gpt2-1558m-bf16-512x1024", "gpt2-1558m"),
         make("llama3-8b-bf16-4x8192", {"--model.preset=llama3-8b"}, "bf16", 4, 8192),
-        // As many layers as leave room for another program with as many.
+        // As many layers as leave room for a peer program with the same number.
         make("llama3-8b-8layers-bf16-4x8192", {"--model.preset=llama3-8b", "--model.layers=8"},
              "bf16", 4, 8192),
         make("llama3-8b-8layers-fp8-4x8192",
@@ -99,9 +99,9 @@ std::vector<std::string> tiny_model() {
 }
 
 Fitted fit_to_gpu(models::TrainConfig config, int64_t bytes) {
-  constexpr int64_t kMostTokens = 65536;  // more do not fill a GPU any better
+  constexpr int64_t kMostTokens = 65536;  // more do not utilise a GPU any better
   const int64_t batch = config.train.batch, layers = config.model.layers;
-  // Every micro-batch after the first takes the same memory, so two are enough.
+  // Every micro-batch after the first takes the same memory, so two suffice.
   const auto peak = [&](int64_t sequences) {
     models::TrainConfig c = config;
     c.train.batch = std::min(batch, 2 * sequences);
@@ -127,7 +127,7 @@ Fitted fit_to_gpu(models::TrainConfig config, int64_t bytes) {
 models::FillBatch random_tokens(const models::TrainConfig& config) {
   const auto context = config.model.context;
   const auto vocab = static_cast<uint64_t>(config.model.vocab);
-  // Scaled, not divided: the host does this on the clock while a GPU waits.
+  // Scaled instead of divided: the host does this within the timed region while a GPU waits.
   const auto token = [vocab](uint64_t place) {
     return static_cast<int32_t>(scramble(place) * vocab >> 32);
   };
