@@ -1,9 +1,9 @@
-# Sourced by what builds with Bazel.
+# Sourced by scripts that build with Bazel.
 
-# drop_header_links FOLDER: of the workspace at FOLDER. Bazel leaves links behind to headers that have moved to another
-# target, compilers find them there, and the build ends with "undeclared inclusion(s)". Links cost nothing to make again.
-# Bazel is asked where they are: a fresh checkout has no bazel-out yet, but may inherit the outputs of an older one that
-# stood in the same place.
+# drop_header_links FOLDER: removes the header links of the workspace at FOLDER. Bazel keeps stale links to headers that have
+# moved to another target, compilers find them, and the build fails with "undeclared inclusion(s)". Links are cheap to recreate.
+# Bazel is asked for their folder: a fresh checkout has no bazel-out yet, but may inherit the outputs of an older one at the
+# same path.
 drop_header_links() {
   local outputs
   outputs=$(cd "$1" && bazel info output_path)

@@ -1,4 +1,4 @@
-"""The rules that all C++ of this tree is built with, and the only place where its flags stand."""
+"""The rules that build all C++ of this tree, and the only place that sets its flags."""
 
 load("//tools/bazel:precompiled.bzl", "precompiled_header")
 
@@ -8,31 +8,32 @@ _DEBUG = str(Label("//tools/bazel:debug"))
 # overlaps inside std::string's operator+ (its bug 105651).
 _WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-maybe-uninitialized", "-Wno-restrict"]
 
-# No contraction: the same bits on every instruction set. The other two say what we never rely on.
+# No contraction: the same bits on every instruction set. The other two flags assert properties that our code never relies on.
 _FLOATING_POINT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 
 def _optimise(level):
     return select({_DEBUG: ["-O0"], "//conditions:default": [level]})
 
 def _copts(copts, march = "x86-64-v3"):
-    # Tests are compiled more often than they run: a quarter of the compiler's time is saved, and what they test is as it is.
+    # Tests are compiled more often than they run: -O1 saves a quarter of the compile time; the code under test is still compiled as
+    # usual.
     level = "-O1" if _is_of_tests() else "-O2"
 
-    # Ours first, so that a target's own copts win.
+    # Ours first, so that a target's own copts override them.
     return ["-std=c++20", "-march=" + march] + _FLOATING_POINT + _WARNINGS + _optimise(level) + copts
 
 def _is_of_tests():
     return native.package_name().split("/")[0] == "tests"
 
 def sheaf_precompiled_header(name, hdr, deps = []):
-    """What tests, or other sources, begin with: a third, or a quarter, of their compiling was to read the same headers again."""
+    """The precompiled header of tests, or of other sources: saves the third, or quarter, of their compile time spent on common headers."""
     precompiled_header(name = name, hdr = hdr, deps = deps, copts = _copts([]), testonly = _is_of_tests())
 
-# Tests that read what tensors are and do, too.
+# Tests that use tensors precompile more headers.
 _TESTS_OF_TENSORS = ["tests/autograd", "tests/distributed", "tests/models", "tests/nn"]
 
 def _begin(deps, copts):
-    """Both with what sources of this tree begin with. Not those of kernels, whose flags differ, nor a project's that depends on it."""
+    """deps and copts with the precompiled header; unchanged for kernels, whose flags differ, and for projects that depend on this tree."""
     tree = Label("//tools:sheaf.bzl")
     ours = native.repository_name() == "@" + tree.workspace_name
     if not ours or native.package_name().split("/")[0] == "kernels":
@@ -42,10 +43,12 @@ def _begin(deps, copts):
     root = tree.workspace_root + "/" if tree.workspace_root else ""
     begin = ["-include", "$(BINDIR)/" + root + headers + "/" + name + ".h"]
 
-    # Else g++ lists none of what it has read before among a source's dependencies, and Bazel does not compile it again when they change.
+    # Without it g++ does not list precompiled headers among a source's dependencies, and Bazel does not recompile it when they
+    # change.
     begin.append("-fpch-deps")
 
-    # g++ 12 warns about what it has precompiled as about code of ours, and sees std::string copy and search out of bounds.
+    # g++ 12 warns about precompiled headers as about our own code, and reports false out-of-bounds accesses in std::string copy and
+    # search.
     ghosts = ["-Wno-array-bounds", "-Wno-stringop-overflow", "-Wno-stringop-overread"]
     return deps + [str(Label("//" + headers + ":" + name))], _copts(begin + ghosts + copts)
 
@@ -66,8 +69,8 @@ def sheaf_library(name, srcs = [], hdrs = [], deps = [], copts = [], **kwargs):
         name = name,
         srcs = srcs,
         hdrs = hdrs,
-        # Without a strip prefix, Bazel takes headers relative to their package, so name it again. Where there are none, none:
-        # a folder of includes would be one more on the command line of all that depend on it.
+        # Without a strip prefix, Bazel takes headers relative to their package, so it is given again. Without headers, none is given:
+        # it would add an include folder to the command line of all dependents.
         include_prefix = ("sheaf/" + package if package else "sheaf") if hdrs else None,
         deps = deps,
         copts = copts,
@@ -88,7 +91,7 @@ def sheaf_binary(name, srcs, deps = [], copts = [], **kwargs):
     )
 
 def sheaf_test(name, srcs, deps = [], copts = [], size = "small", main = True, **kwargs):
-    """A GoogleTest program; gtest and its main come by themselves.
+    """A GoogleTest program; gtest and its main are added automatically.
 
     Tag it "threaded" if it runs several threads or ranks: those tests also run under TSan.
 
@@ -112,19 +115,19 @@ def sheaf_test(name, srcs, deps = [], copts = [], size = "small", main = True, *
         **kwargs
     )
 
-# -fno-weak keeps inline functions of headers local to the object: as weak symbols, the linker could
-# give a v4 copy of, say, std::vector's growth to code that runs on a v3 machine.
+# -fno-weak keeps inline functions of headers local to the object: if they were weak symbols, the linker could give the v4 copy of,
+# say, std::vector's growth to code that runs on a v3 machine.
 # -w: the v3 build of the same source reports its warnings; for v4, g++ 12 also warns about its own
 # AVX-512 headers and about -fno-weak giving each object its own copy of an inline constant.
-# The parameter matters under AddressSanitizer only: g++ 12 puts 64-byte vectors at misaligned places of its fake stacks
-# (its bug 110027).
+# The parameter matters only under AddressSanitizer: g++ 12 puts 64-byte vectors at misaligned addresses of its fake stacks (its bug
+# 110027).
 _SIMD = {
     "v3": [],
     "v4": ["-mprefer-vector-width=512", "-fno-weak", "-w", "--param", "asan-use-after-return=0"],
 }
 
 def sheaf_bf16_library(name, srcs, tiles = False, **kwargs):
-    """A library whose code may run only where dot::available(), with tiles amx::available(), says so.
+    """A library whose code may run only where dot::available() (with tiles: amx::available()) is true.
 
     Both are declared in kernels/cpu/bf16_instructions.h. SHEAF_BF16_NAMESPACE is amx or dot.
     """

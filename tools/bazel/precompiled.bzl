@@ -1,6 +1,6 @@
-"""A header that g++ has read before: what includes it, with the same flags, starts from there.
+"""A precompiled header, used by sources that are compiled with the same flags.
 
-Where flags differ, g++ reads the header itself: nothing depends on this but time.
+Where flags differ, g++ reads the header itself: only compile time depends on this.
 """
 
 load("@bazel_tools//tools/cpp:toolchain_utils.bzl", "find_cpp_toolchain")
@@ -35,7 +35,7 @@ def _precompiled_header_impl(ctx):
     )
     ctx.actions.run(
         executable = cc_common.get_tool_for_action(feature_configuration = features, action_name = "c++-compile"),
-        # What it was made of goes into it, so that whoever starts from there can list it (-fpch-deps).
+        # -fpch-deps records the header's dependencies in it, so that sources that use it can list them.
         arguments = ["-x", "c++-header"] + flags + ["-MD", "-MF", "/dev/null"],
         inputs = depset([header], transitive = [toolchain.all_files, known.headers]),
         outputs = [read],
@@ -44,12 +44,13 @@ def _precompiled_header_impl(ctx):
     )
     headers = depset([header, read])
 
-    # With what it includes, and with its macros: else g++ would not start from there, and not find those either.
+    # Headers are propagated together with their includes and macros: otherwise g++ would reject the precompiled header, and not find
+    # the headers themselves either.
     own = CcInfo(compilation_context = cc_common.create_compilation_context(headers = headers))
     read_with = CcInfo(compilation_context = known)
     return [DefaultInfo(files = headers), cc_common.merge_cc_infos(cc_infos = [own, read_with])]
 
-# To be had by -include: hdr lies in bazel-bin under the target's name.
+# Used with -include: hdr is in bazel-bin under the target's name.
 precompiled_header = rule(
     implementation = _precompiled_header_impl,
     attrs = {

@@ -1,11 +1,10 @@
-"""Where everything outside this tree lies: folders of Debian 12, nothing downloaded."""
+"""The locations of all external dependencies: folders of Debian 12, nothing is downloaded."""
 
 load("//tools/bazel/cuda:configure.bzl", "cuda_configure")
 
-# What stands directly in /usr/include is found by the compiler itself, as a system header; naming that
-# folder with -isystem again would break the `#include_next` of the C++ library. So most repositories
-# below hold no headers: depending on them links the library, and their path says what has to be
-# installed.
+# Headers directly in /usr/include are found by the compiler itself, as system headers; naming that folder with -isystem again would
+# break the `#include_next` of the C++ library. So most repositories below have no headers: depending on them links the library, and
+# their path names what must be installed.
 _THIRD_PARTY = {
     "benchmark": "/usr/include/benchmark",
     "cli11": "/usr/include/CLI",

@@ -9,7 +9,7 @@
 namespace sheaf::bench {
 namespace {
 
-// x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), and its derivative times dy.
+// The sums of x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) dy and of its gradient.
 std::vector<Tensor> gelu_by_hand(const Tensor& x, const Tensor& dy, const Tensor&) {
   Recording& recording = *Recording::current();
   recording.watch(x);

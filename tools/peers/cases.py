@@ -1,4 +1,4 @@
-"""The training steps that are compared, and texts that are generated. The names are those of `sheaf bench step` and `generate`."""
+"""The training steps and text generations that are compared, named as in `sheaf bench step` and `generate`."""
 
 from dataclasses import dataclass
 
@@ -15,15 +15,15 @@ class Case:
     context: int  # tokens per sequence, and rows of the position table
     dtype: str  # of the computation: "f32", or "bf16" with fp32 masters
     samples: int  # timed steps per round and side
-    goal: float = None  # Sheaf's tokens per second over those of PyTorch's best; None: there is none
-    goal_llmc: float = 0.0  # the same over llm.c's train_gpt2; 0: it does not run this step
+    goal: float = None  # Sheaf's tokens per second over those of PyTorch's best; None: no goal
+    goal_llmc: float = 0.0  # the same for llm.c's train_gpt2; 0: it does not run this step
     device: str = "cpu"
     kv_heads: int = 0  # of Llama, which has them; GPT-2: 0
     hidden: int = 0  # of Llama's MLP, or of an expert
     experts: int = 0  # of a mixture in place of each MLP
     choices: int = 0  # experts of a token
-    linear_heads: int = 0  # of Llama's linear attention, in all blocks but each fourth; 0: there is none
-    generated: int = 0  # tokens that are made behind prompts of `context` tokens, in place of a step; 0: it is a step
+    linear_heads: int = 0  # of Llama's linear attention, in all blocks except every fourth; 0: none
+    generated: int = 0  # tokens generated after prompts of `context` tokens; 0: a training step
     bf16_stream: bool = False  # PyTorch's residual stream is bf16, as Sheaf's, where autocast alone would keep f32
 
     @property
@@ -41,13 +41,13 @@ def _gpt2_124m(name, batch, context, dtype, goal, goal_llmc=0.0):
 
 
 def _char(name, dtype, goal):
-    """nanoGPT's character model, without its dropout: a mask drawn elsewhere would be another step."""
+    """nanoGPT's character model, without its dropout: different random masks would make the steps differ."""
     return Case(name, layers=6, heads=6, width=384, vocab=65, bias=False, batch=16, context=256,
                 dtype=dtype, samples=5, goal=goal)
 
 
 def _small_llama(name, dtype, batch=8, context=256, **mlp):
-    """Mixtures are as much work for a token as the MLP of 1,024 is."""
+    """The mixtures do as much work per token as an MLP of width 1,024."""
     return Case(name, layers=4, heads=6, width=384, vocab=65, bias=False, batch=batch, context=context, dtype=dtype, samples=6,
                 kv_heads=6, bf16_stream=dtype == "bf16", **mlp)
 
@@ -78,7 +78,7 @@ CASES = [
 
 
 def _gpt2_on_gpu(name, layers, heads, width, samples):
-    """Half a million tokens, by as many micro-batches as each side needs."""
+    """Half a million tokens, in as many micro-batches as each side needs."""
     return Case(f"{name}-bf16-512x1024", layers=layers, heads=heads, width=width, vocab=50304, bias=True, batch=512,
                 context=1024, dtype="bf16", samples=samples, device="cuda", bf16_stream=True)
 

@@ -55,13 +55,13 @@ def say(text):
 
 
 def makers(case, options):
-    """What starts each side, in the order in which they take turns."""
+    """Functions that start each side, in the order in which they take turns."""
     all_sides = {
         "sheaf": lambda: sheaf_side.SheafSide(case, options.sheaf, options.threads),
         "torch-eager": lambda: sides.TorchSide(case, "eager", options.threads),
         "torch-compile": lambda: sides.TorchSide(case, "compile", options.threads),
     }
-    if case.device == "cuda":  # compiled it is the faster one, and the GPU's memory is for two
+    if case.device == "cuda":  # the compiled one is faster, and the GPU's memory suffices for two sides only
         del all_sides["torch-eager"]
     if case.goal_llmc and options.llmc:
         all_sides["llm.c"] = lambda: llmc_side.LlmcSide(case, options.llmc, options.threads)
@@ -108,7 +108,7 @@ def run(case, options, probe):
 
 
 def memory(results):
-    """A line for each case: the peaks of the sides, and by how many sequences at a time PyTorch computed."""
+    """A line for each case: the sides' peak memory, and PyTorch's micro-batch sizes."""
     lines = []
     for case, case_sides in results.items():
         peaks = [f"{name} {side.peak_bytes / (1 << 30):.1f}" +
@@ -137,7 +137,7 @@ def write_json(path, about, best, results, rows):
 
 
 def main():
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # sides are closed on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the exit handlers close the sides
     options = arguments()
     chosen = options.cases
     about = {"sheaf": options.sheaf_version, "busy": options.busy, **machine.describe(options.threads, options.device)}

@@ -1,4 +1,4 @@
-"""`sheaf train-tokenizer` beside the BpeTrainer of tokenizers, in turns, with as many threads. Started by
+"""Compares `sheaf train-tokenizer` with the BpeTrainer of tokenizers, alternating, with as many threads. Started by
 tools/bench_tokenizers --train."""
 
 import argparse
@@ -29,7 +29,7 @@ def sheaf(program, path, vocab, threads, out):
 
 
 def pieces_of(text):
-    """The text in pieces, which the peer's threads share out; cut before single spaces, where a word begins anyway."""
+    """The text in pieces for the peer's threads, cut before single spaces, where a word begins anyway."""
     cut, begin = re.compile(r"(?<=\S) "), 0
     while begin < len(text):
         found = cut.search(text, begin + PIECE)
@@ -39,7 +39,7 @@ def pieces_of(text):
 
 
 def peer(path, vocab, out):
-    """Seconds of the training alone, the text in memory."""
+    """Seconds of the training alone, with the text in memory."""
     with open(path, encoding="utf-8", newline="") as file:
         pieces = list(pieces_of(file.read()))
     tokenizer = Tokenizer(models.BPE())
@@ -56,7 +56,7 @@ def peer(path, vocab, out):
 
 
 def peer_alone(path, vocab, threads, out):
-    """In a process of its own, for its threads are counted when it starts."""
+    """In a separate process, because its thread count is fixed when it starts."""
     parallel = {"TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false", "RAYON_NUM_THREADS": str(threads)}
     done = subprocess.run([sys.executable, "-B", __file__, "--peer", path, str(vocab), out], stdout=subprocess.PIPE,
                           text=True, env={**os.environ, **parallel}, check=True)

@@ -1,5 +1,5 @@
-"""`sheaf tokenize` beside tiktoken and tokenizers, GPT-2's vocabulary, or tokenizers alone with a tokenizer.json, one thread
-each. Started by tools/bench_tokenizers."""
+"""Compares `sheaf tokenize` with tiktoken and tokenizers for GPT-2's vocabulary, or with tokenizers alone for a tokenizer.json,
+one thread each. Started by tools/bench_tokenizers."""
 
 import array
 import os
@@ -27,7 +27,7 @@ class Sheaf:
         self.bits = bits
 
     def run(self, path, _):
-        """Seconds, as it says them (reading the text and writing the file included), and ids."""
+        """Seconds, as it reports them (including reading the text and writing the file), and ids."""
         with tempfile.TemporaryDirectory(prefix="bench_tokenizers_") as folder:
             out = os.path.join(folder, "out.bin")
             done = subprocess.run([*self.command, path, out], stdout=subprocess.PIPE, text=True, check=True)
@@ -57,7 +57,7 @@ def peers(folder):
 
 
 def without_end(ids, other):
-    """Without the token of the end of a text, which peers do not put there."""
+    """Without the end-of-text token, which peers do not append."""
     return ids[:-1] if len(ids) == len(other) + 1 else ids
 
 

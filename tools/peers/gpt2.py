@@ -90,7 +90,7 @@ class Gpt2(nn.Module):
 
     @torch.inference_mode()
     def generate(self, tokens, count):
-        """`count` tokens behind tokens[B, T], drawn from the softmax: [B, count]."""
+        """`count` tokens that continue tokens[B, T], sampled from the softmax: [B, count]."""
         made, position = [], 0
         weight = self.tokens.weight
         width = weight.shape[1] // self.blocks[0].attention.heads

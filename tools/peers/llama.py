@@ -1,4 +1,4 @@
-"""Llama 3 in plain torch.nn: rotary positions, grouped queries, SwiGLU, RMSNorm, a head of its own; shapes and first
+"""Llama 3 in plain torch.nn: rotary embedding, grouped-query attention, SwiGLU, RMSNorm, untied head; shapes and initial
 weights are Sheaf's."""
 
 import math
@@ -14,7 +14,7 @@ AUX_LOSS = 0.01
 
 
 def turned(x, cos, sin):
-    """Pairs of x[batch, heads, context, width of a head], half of the width apart, turned by their places."""
+    """Pairs of elements of x[batch, heads, context, head width], half of the width apart, rotated by their positions."""
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin
 
@@ -54,7 +54,7 @@ class DeltaNet(nn.Module):
         self.out = nn.Linear(inner, case.width, bias=False)
 
     def states(self, q, k, v, decay, beta):
-        """What states answer to q[batch, heads, chunks, 64, width]; decay and beta [batch, heads, chunks, 64]."""
+        """The output of the states for q[batch, heads, chunks, 64, width]; decay and beta [batch, heads, chunks, 64]."""
         sums = decay.cumsum(-1)
         places = torch.arange(self.CHUNK, device=q.device)
         earlier = places[:, None] > places
@@ -99,8 +99,8 @@ class Mlp(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Experts of which each token goes through the likeliest, none dropped: rows sorted by expert, multiplied by grouped_mm or one
-    expert after the other, the two ways of torchtitan. Beside the sum, the imbalance of the load."""
+    """Top-k mixture of experts without dropped tokens: rows sorted by expert, multiplied by grouped_mm or one expert after the
+    other, as torchtitan does. Returns the sum and the load imbalance."""
 
     def __init__(self, case):
         super().__init__()
@@ -155,7 +155,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """forward(tokens[B, T], targets[B, T]) is the mean cross-entropy in nats, and what mixtures add to it."""
+    """forward(tokens[B, T], targets[B, T]) is the mean cross-entropy in nats plus the auxiliary loss of mixtures."""
 
     def __init__(self, case):
         super().__init__()

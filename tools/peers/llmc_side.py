@@ -14,7 +14,7 @@ import gpt2
 from sides import Failed, Side, environment
 
 FLAGS = ["-Ofast", "-march=native", "-fopenmp", "-DOMP", "-w"]
-# Before step 20 it draws text, which takes minutes.
+# At step 20 it samples text, which takes minutes: stop before.
 MOST_SAMPLES = 19
 STEP = re.compile(r"step (\d+): train loss (\S+) \(took (\S+) ms\)")
 
@@ -83,9 +83,9 @@ class LlmcSide(Side):
             raise Failed("llm.c does not build: " + (build.stderr.strip().splitlines() or ["gcc failed"])[0])
 
     def sample(self, count):
-        """Its first step allocates and is not counted; it is ended when it has made enough."""
+        """The first step allocates and is not counted; the program is stopped after enough steps."""
         count = min(count, MOST_SAMPLES)
-        # stdbuf: a pipe would see its lines only when its buffer is full.
+        # stdbuf: without it lines would reach the pipe only when the buffer is full.
         process = subprocess.Popen(["stdbuf", "-oL", self.program], cwd=self.folder, env=environment(self.threads),
                                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         seconds, line = [], ""

@@ -1,4 +1,4 @@
-"""What ran the comparison: names, versions, and a probe of the peaks that the machine gives at the moment."""
+"""The machine of the comparison: names, versions, and a probe of its current peak performance."""
 
 import contextlib
 import os
@@ -50,7 +50,7 @@ def describe(threads, device):
 
 @contextlib.contextmanager
 def busy(processes):
-    """While it lasts, so many processes compute without end."""
+    """Keeps `processes` other processes busy until the context ends."""
     others = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(processes)]
     try:
         time.sleep(0.2 if others else 0)
@@ -63,7 +63,7 @@ def busy(processes):
 
 class Probe:
     """Times one large product (fp32, on a GPU bf16) and one large copy, the best of a few: {"gflops", "copy_gb_s",
-    "load"}. It needs a tenth of a second and says whether the machine was ours before and after a block of samples."""
+    "load"}. It takes a tenth of a second and shows whether the machine was idle before and after a block of samples."""
 
     def __init__(self, threads, device):
         torch.set_num_threads(threads)

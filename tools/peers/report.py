@@ -8,7 +8,7 @@ PROBED = ("gflops", "copy_gb_s")
 
 
 def percentile(values, share):
-    """Linear between the two nearest values."""
+    """Quantile, interpolated linearly between the two nearest values."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     low = int(place)
@@ -22,7 +22,7 @@ def median(values):
 
 @dataclass
 class Block:
-    """The steps that one side made in one round, with the machine's peaks before and after them."""
+    """The steps of one side in one round, with the machine's peaks before and after them."""
 
     seconds: list
     before: dict
@@ -48,7 +48,7 @@ class SideResult:
         return tuple(case.tokens / percentile(seconds, share) for share in (0.5, 0.9, 0.1))
 
     def spread(self):
-        """Slowest over fastest round, less 1."""
+        """Slowest over fastest round, minus 1."""
         rounds = [median(block.seconds) for block in self.blocks]
         return max(rounds) / min(rounds) - 1 if rounds else 0.0
 
@@ -80,7 +80,7 @@ def _probes(sides):
 
 
 def best_probe(results):
-    """The highest of each peak that any probe of the run has seen."""
+    """The best reading of each peak in the run."""
     probes = [p for sides in results.values() for p in _probes(sides)]
     return {key: max((p[key] for p in probes), default=0.0) for key in PROBED}
 
@@ -110,13 +110,13 @@ def _judge(case, peer, goal, sides, best, missing=""):
     rounds = [median(p.seconds) / median(s.seconds) for p, s in zip(peers[name].blocks, sheaf.blocks)]
     row.rounds = (min(rounds), max(rounds))
     row.doubts = _doubts({"sheaf": sheaf, name: peers[name]}, best)
-    # A better half that is missing would flatter Sheaf.
+    # A missing faster variant of the peer would flatter Sheaf.
     row.doubts += [f"{n} did not run: {s.error}" for n, s in sides.items() if s.error]
     return row
 
 
 def judge(case, sides, best, goals=True):
-    """The rows of a case; `sides`: SideResult by name. Without `goals` they are not held against theirs."""
+    """The rows of a case; `sides`: SideResult by name. Without `goals` they are not compared with their goals."""
     torch = {n: s for n, s in sides.items() if n == "sheaf" or n.startswith("torch-")}
     rows = [_judge(case, "PyTorch", case.goal, torch, best)]
     if case.goal_llmc:

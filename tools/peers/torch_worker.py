@@ -18,16 +18,16 @@ import cases
 import gpt2
 import llama
 
-# Of the first steps some allocate the optimizer's state, and a compiled model is compiled in the first.
+# The first steps allocate the optimizer's state, and a compiled model is compiled in the first.
 WARM_UP = {"eager": 3, "compile": 5}
 LR, BETAS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.99), 0.1, 1.0
-MOST_TOKENS = 65536  # of a micro-batch on a GPU: more fill none better
+MOST_TOKENS = 65536  # of a micro-batch on a GPU: more do not utilise it any better
 
 
 def peak_bytes(device):
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
-    # Of this program; getrusage() would count what its parent held when it started it.
+    # Of this program; getrusage() would include the parent's memory at the time of the fork.
     with open("/proc/self/status", encoding="utf-8") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
 
@@ -82,14 +82,14 @@ class Training:
 
 
 class Generation:
-    """A model that continues prompts; what takes the place of a step is all of it."""
+    """A model that continues prompts; a whole continuation counts as one step."""
 
     def __init__(self, case, variant):
         torch.manual_seed(1337)
         self.case = case
         self.micro_batch = case.batch
         self.model = gpt2.Gpt2(case).to(torch.bfloat16 if case.dtype == "bf16" else torch.float32).eval()
-        if variant == "compile":  # one code for a token at whatever position
+        if variant == "compile":  # one compilation for all positions
             for block in self.model.blocks:
                 block.compile(dynamic=True)
         self.steps = 0
@@ -104,7 +104,7 @@ class Generation:
 
 
 def started(case, variant, warm):
-    """A training after its first steps, which `warm` makes; by the largest micro-batch that the GPU holds."""
+    """A training after its warm-up, run by `warm`, with the largest micro-batch that fits the GPU."""
     if case.generated:
         generation = Generation(case, variant)
         warm(generation)
@@ -120,7 +120,7 @@ def started(case, variant, warm):
         except torch.OutOfMemoryError:
             if micro_batch == 1:
                 raise
-        training = None  # its memory goes before the next one is made
+        training = None  # frees its memory before the next one is created
         torch.compiler.reset()
         torch.cuda.empty_cache()
         micro_batch //= 2
@@ -137,7 +137,7 @@ def main():
     parser.add_argument("--serve", action="store_true")
     options = parser.parse_args()
 
-    # Only our lines go to standard output, whatever a compiler underneath prints.
+    # Only our lines go to standard output, whatever a compiler prints.
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -161,7 +161,7 @@ def main():
         run(training, 1, timed=False)
         run(training, int(line), timed=True)
         if case.device == "cuda":
-            torch.cuda.empty_cache()  # the next one's turn
+            torch.cuda.empty_cache()  # leave the memory to the next side
 
 
 if __name__ == "__main__":

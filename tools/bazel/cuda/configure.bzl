@@ -55,7 +55,7 @@ def _cuda_configure_impl(ctx):
     root = ctx.os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     release = _release(ctx, root + "/bin/nvcc")
 
-    # 12.0 knows C++20 and sm_90a, and 12.5 is the first whose runtime looks up the driver's functions by version.
+    # 12.0 is the first with C++20 and sm_90a, 12.5 the first whose runtime looks up the driver's functions by version.
     found = release != None and release >= (12, 5)
     runtime = []
     if found:

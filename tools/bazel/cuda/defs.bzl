@@ -11,8 +11,8 @@ _EMULATED = str(Label("//tools/bazel:emulated"))
 
 _NVCC_FLAGS = [
     "-std=c++20",
-    # Machine code for Hopper and PTX for what comes after, from one pass of the compiler. A kernel that used what only
-    # sm_90a has (wgmma) would need a pass of its own, arch=compute_90a: such PTX does not carry forward.
+    # Machine code for Hopper and PTX for later architectures, from one compiler pass. A kernel with features of sm_90a only (wgmma)
+    # would need an additional pass, arch=compute_90a: such PTX is not forward compatible.
     "-gencode=arch=compute_90,code=[sm_90a,compute_90]",
     "--expt-relaxed-constexpr",
     "--Werror=all-warnings",
@@ -27,7 +27,8 @@ _NVCC_OPTIMISE = select({
     ],
 })
 
-# For targets whose code differs under --config=emulated: local, so that all others are the same in both, and compiled once.
+# For targets whose code differs under --config=emulated: a local define, so that all other targets are identical in both and compiled
+# once.
 EMULATED_DEFINES = select({
     _EMULATED: ["SHEAF_CUDA_EMULATED=1"],
     "//conditions:default": ["SHEAF_CUDA_EMULATED=0"],
@@ -35,7 +36,7 @@ EMULATED_DEFINES = select({
 
 _ALIGNMENT = ["-fsanitize=alignment", "-fno-sanitize-recover=alignment"]
 
-# For kernels, and empty unless they run on the CPU: kernels/cuda/emulated_accesses.cc looks at their accesses.
+# Instrumentation of kernels, empty unless they run on the CPU: kernels/cuda/emulated_accesses.cc checks their memory accesses.
 EMULATED_COPTS = select({
     str(Label("//tools/bazel:races")): _ALIGNMENT + ["-fsanitize=thread"],
     _EMULATED: _ALIGNMENT,
@@ -67,7 +68,7 @@ def _cuda_objects_impl(ctx):
             arguments = [args],
             inputs = depset([src], transitive = [context.headers]),
             outputs = [output],
-            # The release is here for its effect on the action's key: a new toolkit compiles again.
+            # The release is part of the action's key, so that a new toolkit triggers recompilation.
             env = {"PATH": "/usr/bin:/bin", "SHEAF_CUDA_RELEASE": "%d.%d" % CUDA_RELEASE},
             mnemonic = "CudaCompile",
             progress_message = "Compiling %s with nvcc" % src.short_path,
@@ -104,14 +105,14 @@ _cuda_objects = rule(
 )
 
 def cuda_host_library(name, srcs, emulated_srcs, deps = [], **kwargs):
-    """C++ that calls NVIDIA's libraries, and what takes its place under --config=emulated; empty without CUDA.
+    """C++ that calls NVIDIA's libraries, and its replacement under --config=emulated; empty without CUDA.
 
     Args:
       name: name of the target.
       srcs: sources that include CUDA's headers.
       emulated_srcs: sources that do not.
-      deps: libraries; of CUDA "@cuda//:runtime" is always there, and ":cublaslt", ":cudnn" and ":nccl" are headers
-        alone, whose functions kernels/cuda/library.h loads.
+      deps: libraries; "@cuda//:runtime" is always included, and ":cublaslt", ":cudnn" and ":nccl" are header-only:
+        kernels/cuda/library.h loads their functions.
       **kwargs: passed on to sheaf_library.
     """
     sheaf_library(
@@ -131,8 +132,8 @@ def cuda_host_library(name, srcs, emulated_srcs, deps = [], **kwargs):
 def cuda_library(name, srcs, hdrs = [], deps = [], copts = [], **kwargs):
     """A library of CUDA kernels, linked with the CUDA runtime.
 
-    Without CUDA nothing is compiled and only the headers remain; C++ code asks kHasCuda of
-    "sheaf/kernels/cuda/config.h" (or, around includes, SHEAF_HAS_CUDA) before it calls what they declare.
+    Without CUDA nothing is compiled and only the headers remain; C++ code checks kHasCuda of
+    "sheaf/kernels/cuda/config.h" (or, around includes, SHEAF_HAS_CUDA) before it calls their functions.
 
     Args:
       name: name of the target.
@@ -162,7 +163,7 @@ def cuda_library(name, srcs, hdrs = [], deps = [], copts = [], **kwargs):
     sheaf_library(
         name = name + "_emulated",
         srcs = [src + ".cc" for src in srcs],
-        # As nvcc, which makes one operation of a product and the sum that it goes into, unless it is told not to.
+        # Like nvcc, which contracts a product and a sum into one operation unless told not to.
         copts = ["-Wno-unknown-pragmas"] + EMULATED_COPTS +
                 (["-ffp-contract=off"] if "-fmad=false" in copts else ["-ffp-contract=fast"]),
         deps = [":" + headers, "@cuda//:headers"],
