@@ -43,7 +43,7 @@ void Recording::end_segment() {
   segment_begin_ = tape_.num_nodes();
 }
 
-// What a backward of this loss differentiates: everything that leads to it, or its last part.
+// The parts that a backward of this loss differentiates: everything that leads to it, or the last part only.
 recorded::Parts Recording::take_parts(ValueId loss, bool last_part_only) {
   const auto begun = remaining_.find(loss);
   if (begun == remaining_.end() && pending_segments_.empty()) return {.segments = {{segment_begin_, tape_.num_nodes(), {}}}};

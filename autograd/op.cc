@@ -1,4 +1,4 @@
-// What happens when an op is called: types are inferred, operands placed, memory is allocated, a kernel runs, the call is recorded.
+// Calling an op: types are inferred, operands placed, memory is allocated, a kernel runs, the call is recorded.
 #include "sheaf/autograd/op.h"
 
 #include "sheaf/autograd/execute.h"

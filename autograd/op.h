@@ -88,7 +88,7 @@ struct OpDef {
   bool recipe;   ///< cheap to repeat: a view or a cast, replayed in backward on gathered parameters instead of saved
   bool can_add;
   bool defers_weights;  ///< its vjp calls weight_gradients()
-  MemoryKind memory;  ///< where fresh outputs lie: see MemoryKind
+  MemoryKind memory;  ///< of fresh outputs: see MemoryKind
   HeldFor held_for;   ///< what the memory of fresh outputs is held for; other: it follows from the phase, see held_for() of a node
   uint64_t stores_wide;  ///< outputs that are stored in f32, if given f32 memory, where infer says bf16 or f16
   uint32_t attrs_size;

@@ -21,7 +21,7 @@ struct RowBlock {
   int64_t all() const { return rows * groups; }
 };
 
-/// What a kernel call gets: local views, workspace, stream. On meta it is used for workspace() only; data pointers are null.
+/// The arguments of a kernel call: local views, workspace, stream. On meta it is used for workspace() only; data pointers are null.
 class Execute {
  public:
   Execute(std::span<const Tensor> inputs, std::span<const Tensor> outputs) : inputs_(inputs), outputs_(outputs) {}
@@ -55,7 +55,7 @@ class Execute {
   Workspace workspace;
   /// Output 0 adds to what its memory holds instead of storing (asked for by the caller, for ops with kCanAdd).
   bool add = false;
-  /// What the op enqueues or does from now on waits for `event`: on a GPU its stream does, else the host.
+  /// Makes the op's further work wait for `event`: on a GPU on its stream, otherwise on the host.
   void join(const Event& event) const;
   /// Another lane fills the outputs; their readers wait for `event`.
   void completes_with(const Event& event);

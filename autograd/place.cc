@@ -17,7 +17,7 @@ std::string describe(std::span<const Placement> placements) {
   return out;
 }
 
-// What an operand may be converted to implicitly, because that moves no data, neither here nor in the backward.
+// Implicit conversions of an operand, which move no data, neither in the forward nor in the backward.
 enum class Coercion : uint8_t { none, slice, slice_or_keep };  // R → S; and R → P, kept on one rank
 
 bool becomes(const Place& p, int i, const Placement& want, int axis, Coercion allowed) {
@@ -57,7 +57,7 @@ std::string redistribution(const Place& p, int i, const Placement& to, int axis,
              moves(p, i, to, axis) ? "" : " (moves no byte)");
 }
 
-// What to write so that `p` is accepted: among the changes that lead to a rule, the one that communicates least.
+// Suggests a change after which `p` is accepted: among those that lead to a rule, the one that communicates least.
 std::string fix_for(const Place& p, int axis, const MeshSpec* mesh) {
   std::string best, other;
   int least = 0;

@@ -1,4 +1,4 @@
-// What a recording keeps in addition to its tape: per value, for the groups whose leaves are used, for regions that will be
+// The state of a recording in addition to its tape: per value, for the groups whose leaves are used, for regions that will be
 // recomputed, and for work that a backward has deferred.
 #pragma once
 
@@ -65,7 +65,7 @@ struct Kept {
   bool is_changed() const { return value.storage()->version() != version; }
 };
 
-/// What a RecomputeScope recorded: nodes [begin, end), whose values are recomputed for the backward.
+/// The nodes [begin, end) recorded by a RecomputeScope, whose values are recomputed for the backward.
 struct Region {
   NodeId begin, end;
   std::unordered_map<ValueId, Kept> entering = {};      // values from outside that the recomputed nodes will read
@@ -96,7 +96,7 @@ struct RemainingParts {
   std::vector<std::pair<ValueId, Tensor>> gradients;
   bool begun = false;
 };
-/// What a backward differentiates, and what it leaves for later.
+/// The segments that a backward differentiates, and those that it leaves for later.
 struct Parts {
   std::vector<Segment> segments;
   RemainingParts* remaining = nullptr;
@@ -111,10 +111,10 @@ struct DeferredGradient {
   std::function<void(Vjp&)> derivative = {};  // or
   ValueId leaf = -1;
   Tensor gradient = {};
-  /// What the derivative reads: its storage and version.
+  /// The storages that the derivative reads, with their versions.
   std::vector<std::pair<std::weak_ptr<Storage>, uint64_t>> reads = {};
 };
-/// What a backward has deferred to backward_weights(), in order: see [Note: deferred weights].
+/// The work that a backward has deferred to backward_weights(), in order: see [Note: deferred weights].
 struct DeferredWeights {
   std::vector<DeferredGradient> parts;
   std::vector<GroupState> groups;

@@ -147,7 +147,7 @@ class Recording {
   void use_group(const LeafGroup* group);
   Phase phase() const { return phase_; }
   void flag_next(uint8_t flags) { next_flags_ |= flags; }
-  /// What the memory of the next op's outputs is held for.
+  /// The purpose (HeldFor) of the memory of the next op's outputs.
   HeldFor next_held_for(const OpDef& op) const {
     return held_for(op, phase_, static_cast<uint8_t>(next_flags_ | (rematerializing_ ? Node::kRecomputed : 0)));
   }

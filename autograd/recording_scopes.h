@@ -52,7 +52,7 @@ class RecomputeScope {
   bool selective_ = false;  // or which it made selective
 };
 
-/// What is recorded while it lives has shapes that may differ between ranks, as within rowwise() and local_map(): ranks must not make
+/// Ops recorded during its lifetime may have shapes that differ between ranks, as in rowwise() and local_map(): ranks must not make
 /// decisions based on its work.
 class PerRankScope {
  public:

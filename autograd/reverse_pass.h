@@ -27,10 +27,10 @@ class ReversePass {
   bool keeps() const { return keep_; }
   bool to_slots() const { return leaves_ == Leaves::slots; }
   bool is_last_micro_batch_of(const LeafGroup* group) const;
-  /// A direction is being requested: what is opened meanwhile is opened for its values alone.
+  /// A direction is being requested: units opened meanwhile are opened for their values only.
   bool asks_for_direction() const { return direction_ && direction_->asks; }
 
-  /// What derivative_along() sums up: for groups whose uses the pass has passed, the gradients.
+  /// The state of derivative_along()'s sum: the gradients of the groups whose uses the pass has passed.
   struct DirectionalSum {
     const Direction& direction;
     DType dtype = kF32;

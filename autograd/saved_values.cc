@@ -1,4 +1,4 @@
-// What derivatives read: a value that was kept, or is gathered, recomputed or copied back from the host.
+// The values that derivatives read: kept, gathered, recomputed or copied back from the host.
 #include <algorithm>
 #include <utility>
 

@@ -37,7 +37,7 @@ struct Node {
 };
 static_assert(sizeof(Node) <= 128 && std::is_trivially_destructible_v<Node>);
 
-/// What the memory of a node's fresh outputs is held for: as its op specifies, else by its phase and flags.
+/// The purpose of the memory of a node's fresh outputs: as its op specifies, else by its phase and flags.
 HeldFor held_for(const OpDef& op, Phase phase, uint8_t flags);
 
 struct Value {

@@ -26,7 +26,7 @@ struct Transfer {
   int axis;          ///< of the mesh
   std::string name;  ///< "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"
 };
-/// What node `n` communicates: one transfer for a redistribution, one per buffer for a unit's op; none for anything local, including
+/// The transfers of node `n`: one for a redistribution, one per buffer for a unit's op; none for anything local, including
 /// axes of size 1, nor for transfers between other ranks.
 std::vector<Transfer> transfers(const Tape& tape, const Node& n);
 /// A unit's gather: an all_gather of its buffers, as opposed to one of an activation, or the opening of buffers that only one rank

@@ -74,7 +74,7 @@ void TapeEditor::replace(ValueId value, ValueId by, NodeId from) {
   replaced_[value].push_back({from, by});
 }
 
-// What node `place` reads instead of v: the last replacement that applies there, and what replaces that in turn.
+// The value that node `place` reads instead of v: the last replacement that applies there, and its own replacements in turn.
 ValueId TapeEditor::now(ValueId v, NodeId place) const {
   for (size_t steps = 0; steps <= replaced_.size(); ++steps) {
     const auto it = replaced_.find(v);

@@ -79,7 +79,7 @@ struct Columns {
       if (const size_t w = width(r.cell(c)); w <= kWidest[c]) widths[c] = std::max(widths[c], w);
     bytes = std::max(bytes, r.bytes.size());
   }
-  // What follows an overlong cell begins two spaces after it, and later cells return to their columns if they can.
+  // The text after an overlong cell begins two spaces after it, and later cells return to their columns if they can.
   std::string line(const Row& r) const {
     std::string out = "  ";
     size_t begin = width(out);

@@ -43,7 +43,7 @@ class Vjp {
   Tensor take_sum(int i);
   /// f sets the gradients of the parameters among inputs `first` and later. It runs now; or, if the gradient of input 0, set before,
   /// is sent to other ranks, while that is in flight; or, if weight gradients are deferred (BackwardOptions::defer_weights), in
-  /// backward_weights(). f must capture what it reads: calling input(), output(), grad() or has_grad() in a deferred f is a
+  /// backward_weights(). f must capture the values that it reads: calling input(), output(), grad() or has_grad() in a deferred f is a
   /// LifetimeError. For the vjp of an op with kDefersWeights.
   template <class F>
   void weight_gradients(int first, F&& f) {

@@ -2,7 +2,7 @@
 //
 // Every call enqueues on the communicator's own thread and returns at once (but see is_waited_for()); calls run in the order they
 // were made, and the returned Event completes when the buffers may be read or reused. Buffers belong to the caller and must live
-// until then. Communicators never allocate memory for values: what they need in addition to the caller's buffers is `staging_bytes`,
+// until then. Communicators never allocate memory for values: the memory they need in addition to the caller's buffers is `staging_bytes`,
 // a block that is fixed at construction.
 //
 // Sums are computed in rank order, ((x0 + x1) + x2) + ..., each element on the rank that owns it, in f32 for f32, bf16 and f16

@@ -31,7 +31,7 @@ int64_t meminfo(const std::string& root, const std::string& field) {
   return 0;
 }
 
-/// What a group may use; its swap has a bound of its own.
+/// The memory limit of a group; its swap has a separate limit.
 int64_t bound_of(const ControlGroup& group) {
   if (group.version == 1) return number_in(group.folder + "/memory.limit_in_bytes");
   const int64_t bytes = number_in(group.folder + "/memory.max");

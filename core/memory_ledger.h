@@ -1,4 +1,4 @@
-// MemoryLedger: what a rank's memory is held for, and by whom, when it is at its fullest.
+// MemoryLedger: the purposes and owners of a rank's memory at its peak.
 #pragma once
 
 #include <cstdint>
@@ -66,7 +66,7 @@ class MemoryLedger {
 
 /// For people: "activations 61%, optimizer state 20%, …".
 std::string to_words(const MemoryLedger::Peak& peak);
-/// Tables: what it is held for, and the largest holders, with modules that differ only in a number taken together ("blocks.*.mlp").
+/// Tables: the bytes per purpose, and the largest holders, with modules that differ only in a number taken together ("blocks.*.mlp").
 std::string to_text(const MemoryLedger::Peak& peak);
 
 /// Declares for what, and by whom, the calling thread allocates memory while this lives. The arguments must outlive it.

@@ -42,7 +42,7 @@ class Communicator;
 /// A direction along a chain.
 enum class Toward : uint8_t { next, before };
 
-/// What one rank needs of a mesh at run time. Implemented by distributed/.
+/// One rank's run-time interface to a mesh. Implemented by distributed/.
 class MeshRuntime {
  public:
   virtual ~MeshRuntime() = default;

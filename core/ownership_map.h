@@ -38,7 +38,7 @@ class OwnershipMap {
   static OwnershipMap flat(int64_t chunk, int64_t offset = 0);
   /// Dimension `dim` is parts of these sizes, one after another (queries, keys and values of one projection), and each is
   /// cut as one of `units` rows of sizes[i]/units elements would be: rank r of n owns units [units·r/n, units·(r+1)/n) of
-  /// each part. What it holds is those shares, one after another. Throws PlacementError for a size that is no multiple.
+  /// each part. It holds those shares, one after another. Throws PlacementError for a size that is no multiple.
   static OwnershipMap parts(int dim, const std::vector<int64_t>& sizes, int64_t units);
   /// The same cut, applied last: to the block that the other axes leave of its dimension, wherever its axis is in the mesh.
   /// With parts, the block may have fewer units than the whole, equally many of each part.

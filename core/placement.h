@@ -1,4 +1,4 @@
-// Placement: what each rank of a mesh axis holds of a tensor. Sharding is this type.
+// Placement: the part of a tensor that each rank of a mesh axis holds. Sharding is this type.
 //
 //   Replicate R   the whole value, entering rank-varying compute      gradient: Partial
 //   Partial   P   an addend; the value is the sum over ranks          gradient: Replicate

@@ -36,7 +36,7 @@ class Profile {
     std::string name;    ///< an op, "waits", or a collective
     std::string module;  ///< path
     double begin, end;   ///< now()
-    int64_t live;        ///< bytes alive in the rank's memory when the host got there; a GPU's ops use memory in that order
+    int64_t live;        ///< bytes alive in the rank's memory when the host reached this point; a GPU's ops use memory in that order
   };
   /// The spans that have ended, in the order of their ends within each row; a GPU's once it has finished them.
   std::vector<Span> spans() const;

@@ -114,7 +114,7 @@ class CommunicatorBase : public Communicator {
   std::unique_ptr<LaneThread> lane_;  // made by the first call that needs it
 };
 
-/// What every call does in a group of one: a copy, or nothing. On a GPU, ordered by the rank's stream.
+/// Any call in a group of one: a copy, or nothing. On a GPU, ordered by the rank's stream.
 void run_alone(const Collective& call);
 
 }  // namespace sheaf

@@ -14,7 +14,7 @@ constexpr int kLeastCapability = 90;  // what the kernels are compiled for
 // The index of this rank's GPU. A launcher that binds one to each rank (srun --gpus-per-task 1) makes only that one visible.
 int index_for(const Rendezvous& r, const GpusHere& gpus) { return gpus.capabilities.size() == 1 ? 0 : r.local_rank; }
 
-// Why this rank cannot have a GPU of its own; empty if it can.
+// Why this rank cannot have an exclusive GPU; empty if it can.
 std::string obstacle(const Rendezvous& r, const GpusHere& gpus) {
   if (!kernels::kHasCuda) return "this build has no CUDA";
   const auto count = static_cast<int>(gpus.capabilities.size());

@@ -30,7 +30,7 @@ struct DeviceChoice {
 /// else a ConfigError that says what is missing; "auto", the default: the same where possible, else the CPU.
 DeviceChoice choose_device(const Rendezvous& rendezvous, const Environment& environment, const GpusHere& gpus = GpusHere::look());
 
-/// What a rank tells the others about its choice: "cpu" and why, or "gpu" and which one.
+/// The message in which a rank tells the others its choice: "cpu" and why, or "gpu" and which one.
 std::string choice_for_others(const DeviceChoice& choice);
 /// A job computes only on GPUs, each rank on its own, or only on CPUs: the final choice of `rank`, from what all ranks told.
 /// ConfigError if a GPU was asked for and is impossible.

@@ -48,7 +48,7 @@ struct Child {
   int status = 0;      ///< as waitpid returned it
   int reason_fd = -1;  ///< read end of a pipe to which the rank writes why it fails
 
-  /// What it has written so far, as one line; does not wait for more.
+  /// The reason it has written so far, as one line; does not wait for more.
   std::string reason() const {
     std::string text;
     char chunk[4096];

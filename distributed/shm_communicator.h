@@ -1,6 +1,6 @@
 // ShmCommunicator: ranks that are processes of one host, through memory that all of them map.
 //
-// [Note: how bytes travel] All ranks pull. A rank's input is in its wire memory (see MemoryKind), and peers copy or sum it from
+// [Note: how bytes are sent] All ranks pull. A rank's input is in its wire memory (see MemoryKind), and peers copy or sum it from
 // there: one copy. Input elsewhere goes through the rank's staging, window by window. A call consists of meetings with reading in
 // between: at the first one every rank has announced its call and the location of its input; at the last one all have read, and the
 // inputs are returned to their owners.

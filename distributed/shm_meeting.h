@@ -34,7 +34,7 @@ struct ShmControl {
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 
-/// What a rank publishes about itself, at the start of its control memory.
+/// A rank's published state, at the start of its control memory.
 struct ShmRank {
   std::atomic<int64_t> waited_at;  ///< nanoseconds of the host's steady clock: when one of its lanes was last waiting for others
 };

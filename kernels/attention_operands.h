@@ -1,4 +1,4 @@
-// Attention's operands: what the kernels of all devices require of them, and their packed layout.
+// Attention's operands: the requirements of the kernels of all devices on them, and their packed layout.
 #pragma once
 
 #include "sheaf/core/view.h"

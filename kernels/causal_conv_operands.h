@@ -1,4 +1,4 @@
-// What the short-convolution kernels of all devices require of their operands.
+// Requirements of the short-convolution kernels of all devices on their operands.
 #pragma once
 
 #include "sheaf/kernels/causal_conv.h"

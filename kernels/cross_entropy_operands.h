@@ -1,4 +1,4 @@
-// What the cross-entropy kernels of all devices require of their operands.
+// Requirements of the cross-entropy kernels of all devices on their operands.
 #pragma once
 
 #include "sheaf/core/view.h"

@@ -1,4 +1,4 @@
-// What the delta-rule kernels of all devices require of their operands.
+// Requirements of the delta-rule kernels of all devices on their operands.
 #pragma once
 
 #include "sheaf/core/error.h"

@@ -20,7 +20,7 @@ struct FusedStep {
   DType dtype = kF32;               ///< of the value
 };
 
-/// What is computed for each element, one value per step. Values are numbered: inputs from 0, constants from kFirstConstant,
+/// The computation for each element, one value per step. Values are numbered: inputs from 0, constants from kFirstConstant,
 /// steps from kFirstStep. Plain bytes without padding.
 struct FusedCode {
   static constexpr int kMaxInputs = 12, kMaxConstants = 12, kMaxSteps = 32, kMaxOutputs = 6;

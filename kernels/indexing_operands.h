@@ -1,4 +1,4 @@
-// What the indexing kernels of both devices require of their operands.
+// Requirements of the indexing kernels of all devices on their operands.
 #pragma once
 
 #include "sheaf/core/error.h"

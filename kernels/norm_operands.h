@@ -1,4 +1,4 @@
-// What the normalisation kernels of all devices require of their operands.
+// Requirements of the normalisation kernels of all devices on their operands.
 #pragma once
 
 #include "sheaf/core/view.h"

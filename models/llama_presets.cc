@@ -135,7 +135,7 @@ LlamaConfig deepseek_v2_lite() {
   return c;
 }
 
-// What DeepSeek-V3 and Moonlight have in common: sigmoid affinities, balance by a bias.
+// Common to DeepSeek-V3 and Moonlight: sigmoid affinities, load balancing by a bias.
 LlamaConfig with_biased_experts(LlamaConfig c, int64_t per_token, double scale, int64_t shared, int64_t dense) {
   c.experts_per_token = per_token;
   c.expert_affinity = nn::Affinity::sigmoid;

@@ -44,7 +44,7 @@ Plan plan_stand_in(const TrainConfig& config, int64_t vocab, int rank, int world
 /// Ranks with the largest peaks: the first of each pipeline stage, and its last if that is another.
 std::vector<int> ranks_that_hold_most(const TrainConfig& config, int world);
 constexpr int64_t kNoRecompute = -1;
-/// What "fit" becomes with `blocks` whole blocks, or kNoRecompute.
+/// Replaces "fit" by its result: `blocks` whole blocks, or kNoRecompute.
 void set_fitted(TrainConfig& config, int64_t blocks);
 /// With train.recompute "fit" the configuration that it becomes, else `config`: "none", or "selective" with the fewest whole
 /// blocks that keep the peaks of the first and the last rank within sharding.memory_budget. Arguments as above. ConfigError

@@ -122,9 +122,9 @@ class Turns {
   Stretch other_block_{0, 0};  // where the update handles other stages' blocks: norms are of all gradients
 };
 
-// What is planned instead of a stage of a step: as many turns as needed to have all kinds of them, with as many micro-batches at once
-// as the stage holds, and only as much of the other stages as it interacts with. Its tape has what it receives and sends and, before
-// and after it, one block whose turns are next to its own and one that causes its own to be gathered.
+// The shortened step planned instead of a whole stage's: as many turns as needed to have all kinds of them, with as many
+// micro-batches at once as the stage holds, and only as much of the other stages as it interacts with. Its tape has what it receives
+// and sends and, before and after it, one block whose turns are next to its own and one that causes its own to be gathered.
 struct Shorter {
   TrainConfig config;
   int world, stage;  // of the shortened plan

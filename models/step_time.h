@@ -20,7 +20,7 @@ struct StepTime {
   int64_t peak_bytes = 0;    ///< of the planned ranks
   int64_t host_bytes = 0;    ///< of host memory, of a rank
   int64_t received = 0;      ///< bytes, of the rank that receives the most
-  /// What the compute lane of that rank waits for, by name ("all_gather", "send", ...), the longest first.
+  /// The waits of that rank's compute lane, in seconds by name ("all_gather", "send", ...), the longest first.
   std::vector<std::pair<std::string, double>> waits;
 };
 

@@ -88,7 +88,7 @@ struct ShardOptions {
   /// The mesh axis that shards each sequence of the batch (context parallelism). The model is replicated along it as along
   /// replica_axis, unless it is `axis` itself. It precedes the tensor axis, which shards a rank's tokens further. "": none.
   std::string context_axis = "";
-  /// What its ranks send each other in attention. For all_gather, tokens are best sharded by OwnershipMap::from_both_ends.
+  /// How its ranks communicate in attention. For all_gather, tokens are best sharded by OwnershipMap::from_both_ends.
   nn::ContextComm context_comm = nn::ContextComm::all_to_all;
   /// The mesh axis that shards the batch and the experts of mixtures (nn::Experts; expert parallelism). An expert is on one of its
   /// ranks, sharded further over `axis`; along it the rest of the model is replicated as along replica_axis, unless it is `axis`

@@ -17,7 +17,7 @@ run_tests() {
   fi
   read -r passed failed skipped < <(count_cases "$events")
   rm -f "$events"
-  # What fails without a test to blame (a library, a BUILD file, Bazel itself) is one failure.
+  # A failure that belongs to no test (a library, a BUILD file, Bazel itself) is one failure.
   if ((status != 0 && failed == 0)); then failed=1; fi
   cases_passed=$((cases_passed + passed))
   cases_failed=$((cases_failed + failed))

@@ -1,4 +1,4 @@
-// What the ops of attention share: which keys are seen, what that costs, placement rules for documents and sinks.
+// Shared code of the attention ops: which keys are seen, what that costs, placement rules for documents and sinks.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// What the elementwise, reduction and shape ops share: type checks, local broadcasting, gradients
+// Shared code of the elementwise, reduction and shape ops: type checks, local broadcasting, gradients
 // of broadcast operands, placement rules.
 #pragma once
 

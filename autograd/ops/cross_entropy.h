@@ -1,4 +1,4 @@
-// What losses with integer targets share: of logits, and of a linear head whose logits never exist whole.
+// Shared code of losses with integer targets: of logits, and of a linear head whose logits are never materialised as a whole.
 #pragma once
 
 #include <algorithm>
@@ -77,7 +77,7 @@ struct HeadGradientsAttrs {
   int32_t dweight, dx;  ///< whether they are needed
 };
 
-/// What the backwards of linear heads share: x, weight, targets, .. -> [dweight] [, dx]
+/// Shared code of the backwards of linear heads: x, weight, targets, .. -> [dweight] [, dx]
 struct HeadGradients {
   static constexpr uint64_t kStoresWide = 0b1;  // output 0 is dweight, unless only dx is needed
   using Attrs = HeadGradientsAttrs;

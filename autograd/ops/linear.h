@@ -1,4 +1,4 @@
-// What the ops around a linear layer y = x weightᵀ + bias share. Its input is the op's input 0; the weight is any later input, the
+// Shared code of the ops around a linear layer y = x weightᵀ + bias. Its input is the op's input 0; the weight is any later input, the
 // bias (optional) follows the weight.
 #pragma once
 

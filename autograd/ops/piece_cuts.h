@@ -1,4 +1,4 @@
-// What redistributions in pieces, by rows, ranks or heads, share: the number of pieces of a value, and lane calls in flight.
+// Shared code of redistributions in pieces, by rows, ranks or heads: the number of pieces of a value, and lane calls in flight.
 #pragma once
 
 #include <algorithm>

@@ -29,7 +29,7 @@ int64_t sample_numel(const Shape& global) {
   return global[0] > 0 ? global.numel() / global[0] : 0;
 }
 
-/// What one execution draws from; input `state` is random_state.
+/// The random key of one execution; input `state` is random_state.
 kernels::DrawKey key_for(const KeySource& s, const Execute& c, int state) {
   if (s.call < 0) return Key{s.key};
   return {Key{s.key}, static_cast<uint64_t>(s.call), c.input(state).as<int64_t>(),

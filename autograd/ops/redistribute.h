@@ -9,7 +9,7 @@
 namespace sheaf {
 
 bool is_redistribute(const OpDef* op);
-/// What a redistribution does: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "slice", "zero_embed",
+/// The name of a redistribution: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "slice", "zero_embed",
 /// "keep_on_one", "nothing".
 std::string redistribution_name(const Layout& from, const Layout& to);
 

@@ -1,4 +1,4 @@
-// What the ops over rows share: making an input's last dimension dense, rules for shards of the leading dimensions, and tables whose
+// Shared code of the ops over rows: making an input's last dimension dense, rules for shards of the leading dimensions, and tables whose
 // rows are sharded.
 #pragma once
 

@@ -64,7 +64,7 @@ Tensor one_hot(const Tensor& targets, int64_t first, int64_t V, DType dtype) {
   return cast(eq(unsqueeze(cast(targets, kI64), {-1}), arange(begin, begin + static_cast<double>(V), 1)), dtype);
 }
 
-// What the losses of rows of logits, and the gradients of the logits, are computed from.
+// The inputs of the losses of rows of logits, and of the gradients of the logits.
 struct Rows {
   Tensor dlse, dtarget;        // of each row, [.., 1] or []; 0 where the target is ignored
   Tensor counts, p, is_target;

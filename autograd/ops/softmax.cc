@@ -9,7 +9,7 @@ namespace {
 
 using namespace ops;
 
-/// What the four ops share: the last dimension is whole.
+/// Shared code of the four ops: the last dimension is not sharded.
 template <class Op>
 struct OverRows {
   using Attrs = NoAttrs;

@@ -1,4 +1,4 @@
-// What both passes of the delta rule compute for a chunk of a key head; its formulas and letters are delta_rule.h's. Included by
+// The part of both delta-rule passes that is computed per chunk of a key head; its formulas and letters are delta_rule.h's. Included by
 // kernels.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What all of attention's kernels share, however they compute products: sizes and operands of a call, which rows a block processes,
+// Shared code of all attention kernels, however they compute products: sizes and operands of a call, which rows a block processes,
 // and which keys a query sees.
 #pragma once
 
@@ -53,7 +53,7 @@ struct PerQuery {
   __device__ C& at(int64_t b, int64_t h, int64_t t) const { return data[b * batch + h * head + t]; }
 };
 
-/// What hides scores in addition to the causal mask: nothing, or any of documents, a window and a softcap. Kernels are compiled for
+/// The masking of scores in addition to the causal mask: nothing, or any of documents, a window and a softcap. Kernels are compiled for
 /// these two cases, not separately for documents and windows, which change the code around the products, not in them.
 enum class Hides { nothing, something };
 

@@ -61,7 +61,7 @@ inline cudaDataType_t type_of(DType dtype) {
   }
 }
 
-// What cuBLASLt creates, freed with its own functions.
+// Owned cuBLASLt objects.
 using Operation = std::unique_ptr<std::remove_pointer_t<cublasLtMatmulDesc_t>,
                                   decltype(&cublasLtMatmulDescDestroy)>;
 using MatrixLayout = std::unique_ptr<std::remove_pointer_t<cublasLtMatrixLayout_t>,

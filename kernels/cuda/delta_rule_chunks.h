@@ -1,4 +1,4 @@
-// What the delta-rule kernels share: the operands of a call, where its chunks begin, and a chunk's gates, keys, queries and state as
+// Shared code of the delta-rule kernels: the operands of a call, where its chunks begin, and a chunk's gates, keys, queries and state as
 // tiles (delta_rule_tiles.h), whose rows are tokens of the chunk or elements of a key.
 #pragma once
 

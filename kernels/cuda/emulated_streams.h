@@ -16,7 +16,7 @@ namespace sheaf::kernels::cuda::emulation {
 
 using Work = std::function<void()>;
 
-/// What has been recorded so far, by all streams that belong to one capture.
+/// The work recorded so far by all streams of one capture.
 struct Capture {
   struct Node {
     Work work;  // none: joins streams
@@ -46,7 +46,7 @@ struct EmulatedEvent {
   uint64_t ticket = 0;
   std::shared_ptr<Capture> capture;
   std::vector<size_t> nodes;
-  std::shared_ptr<double> seconds = {};  ///< of a timed event: when the stream got there
+  std::shared_ptr<double> seconds = {};  ///< of a timed event: when the stream reached it
 };
 
 /// While one exists, the device's memory is accessible to all threads; otherwise an access is fatal. Opening and closing it is slow.

@@ -15,7 +15,7 @@
 //
 // Tensor cores, and asynchronous copies to shared memory, are in tensor_cores.h.
 //
-// What it cannot show: occupancy, speed.
+// It cannot show occupancy or speed.
 #pragma once
 
 #include <algorithm>

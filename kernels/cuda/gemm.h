@@ -11,7 +11,7 @@ namespace sheaf::kernels::cuda {
 /// as f32 (no TF32); bf16 and f16 with f32 accumulation.
 size_t gemm_workspace(const Gemm& g);
 void gemm(const Stream& stream, const Gemm& g, Workspace workspace);
-/// What a product may compute in addition, with `other`.
+/// An operation fused into a product, with operand `other`.
 enum class Fused : uint8_t {
   row_sums,       ///< stores other[M] = the sum of each row of a; without bias
   gelu,           ///< other = the result; c = its gelu, tanh form. `other` as c, bf16 or f16

@@ -64,7 +64,7 @@ void synchronize(const Stream& stream);
 /// A point in a stream's order.
 using EventHandle = void*;
 EventHandle make_event();
-/// One that also records when the device got there; costs a little more.
+/// One that also records the time at which the device reaches it; costs a little more.
 EventHandle make_timed_event();
 void destroy_event(EventHandle event);
 void record(EventHandle event, const Stream& stream);
@@ -83,7 +83,7 @@ double seconds_between(EventHandle begin, EventHandle end);
 /// would guard.
 void begin_capture(const Stream& stream);
 using GraphHandle = void*;
-/// What was recorded since, ready to be launched; the recording ends on all its streams. Throws if an operation cannot be recorded,
+/// Returns the work recorded since, ready to be launched; the recording ends on all its streams. Throws if an operation cannot be recorded,
 /// or if `stream` was not ordered by an event after a stream that had joined.
 GraphHandle end_capture(const Stream& stream);
 bool capturing(const Stream& stream);

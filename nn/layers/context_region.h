@@ -1,4 +1,4 @@
-// Attention with sharded sequences: how they are sharded, what is sent, and ContextRegion, the way into it and out.
+// Attention with sharded sequences: how they are sharded, what is sent, and ContextRegion, which enters and leaves that sharding.
 #pragma once
 
 #include <string>
@@ -17,7 +17,7 @@ Tensor whole_sequences(const Tensor& x);
 /// redistribute_in_heads().
 Tensor whole_keys_values(const Tensor& x, int64_t readers);
 
-/// What the ranks of a context axis send each other in attention.
+/// How the ranks of a context axis communicate in attention.
 enum class ContextComm {
   all_to_all,  ///< queries, keys, values and results: each rank has whole sequences of some heads (ContextRegion). At most as many ranks as
                ///< heads

@@ -14,7 +14,7 @@
 
 namespace sheaf::nn {
 
-/// What a recurrent layer keeps: states at some positions, and its inputs for the tokens since then. A state cannot be undone: when
+/// The cache of a recurrent layer: states at some positions, and its inputs for the tokens since then. A state cannot be undone: when
 /// the cache is shortened, states after that position are dropped, and tokens are read again.
 class RecurrentTail {
  public:
@@ -66,7 +66,7 @@ class KeyValueCache {
   /// begins with the path of the calling layer. Throws ShapeError if there is no room or if B, G, D, the dtype or the layout differs
   /// from before, LifetimeError in a recording: it works in place.
   Tensor append(const std::string& name, const Tensor& kv_BTGD);
-  /// What the recurrent layer `name` keeps in addition, or instead. LifetimeError in a recording.
+  /// The cache of the recurrent layer `name`, in addition or instead. LifetimeError in a recording.
   RecurrentTail& tail(const std::string& name);
   /// Ends a pass over this many tokens.
   void advance(int64_t tokens) { length_ += tokens, shown_ = {}; }

@@ -39,7 +39,7 @@
 
 namespace sheaf::optim {
 
-/// What islands send each other.
+/// The data that islands exchange.
 enum class Moves : uint8_t {
   whole,  ///< parameters, in the masters' dtype
   bf16,   ///< how far they have moved: half of the bytes

@@ -24,7 +24,7 @@
 
 namespace sheaf::optim {
 
-/// What an orthogonal [M, N] is multiplied by.
+/// The scale of an orthogonal [M, N] update.
 enum class MuonScale : uint8_t {
   match_rms,  ///< 0.2 sqrt(max(M, N)): the size of AdamW's updates (Liu et al., https://arxiv.org/abs/2502.16982), so that its learning
               ///< rates and weight decays apply here, too

@@ -1,4 +1,4 @@
-// What all optimizers share: they process the flat shards of units, in one pass each, with state of the shard's shape.
+// Common to all optimizers: they process the flat shards of units, in one pass each, with state of the shard's shape.
 //
 // Learning rate and weight decay are multiplied by per-parameter factors (Factors), independent of units:
 //
