@@ -16,7 +16,7 @@ struct Lifetime {
 struct Arrangement {
   std::vector<int64_t> offsets;  ///< bytes, multiples of kAlign; lifetimes that meet do not overlap
   int64_t total = 0;             ///< bytes of the whole block
-  static constexpr int64_t kAlign = 256;  ///< as of a GPU's allocator: NVIDIA's libraries want workspaces there
+  static constexpr int64_t kAlign = 256;  ///< as in a GPU's allocator: NVIDIA's libraries require workspaces with this alignment
 };
 
 /// An arrangement with a small total; the smallest possible one is an NP-hard problem (dynamic storage allocation). Each lifetime

@@ -40,7 +40,7 @@ class LeafGroup {
   /// Changes when the leaves' values do: a backward over values that an optimizer step has replaced is an error.
   virtual uint64_t version() const = 0;
   virtual const std::string& group_name() const = 0;
-  /// A gradient(), which does not use the slots, has passed the group's first use: what was opened for it may close.
+  /// A gradient(), which does not use the slots, has passed the group's first use: values opened for it may be closed.
   virtual void gradient_passed() {}
   /// Every group of this backward is finished: waits for reductions still in flight.
   virtual void backward_ended() = 0;

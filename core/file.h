@@ -1,5 +1,5 @@
 // Files: whole reads and writes, durable, with errors that name the path. Everything that a checkpoint consists of goes
-// through FileWriter and the functions here, so a test can fail or kill the process at each system call that matters.
+// through FileWriter and the functions of this file, so a test can fail or kill the process at each system call that matters.
 #pragma once
 
 #include <cstddef>

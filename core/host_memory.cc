@@ -19,7 +19,7 @@ int64_t number_in(const std::string& path) {
   return file >> value ? value : kNone;
 }
 
-/// A field of /proc/meminfo, in bytes; 0 if it is not there.
+/// A field of /proc/meminfo, in bytes; 0 if it does not exist.
 int64_t meminfo(const std::string& root, const std::string& field) {
   std::ifstream file(root + "/proc/meminfo");
   for (std::string line; std::getline(file, line);)

@@ -70,7 +70,7 @@ class Json {
 /// The members `keys` of the object in `text`. Its other members may be any JSON, at any depth, with integers of more than 64
 /// bits, but with no number beyond a double's range. Throws DataError "[json] <origin>: <reason>".
 std::vector<Json> json_members(std::string_view text, std::span<const std::string> keys, std::string_view origin);
-/// The same, with null for members that are not there.
+/// The same, with null for missing members.
 std::vector<Json> json_members_or_null(std::string_view text, std::span<const std::string> keys, std::string_view origin);
 /// json_members() that must be strings.
 std::vector<std::string> json_text_members(std::string_view text, std::span<const std::string> keys, std::string_view origin);

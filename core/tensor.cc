@@ -121,7 +121,7 @@ template <class T>
 T Tensor::item() const {
   if (numel() != 1) fail<ShapeError>("[item] ", type(), " has ", numel(), " elements, not one");
   const Layout& l = layout();
-  // An axis of one rank is treated like any other: a program that reads there would fail on several ranks.
+  // An axis of one rank is treated like any other: a program that reads it would fail on several ranks.
   for (int a = 0; a < l.num_axes(); ++a)
     if (!l[a].is_invariant())
       fail<PlacementError>("[item] ", type(), " is not one value of all ranks of mesh axis ", l.mesh()->name(a), ": write ",

@@ -47,7 +47,7 @@ struct TapeOf {
   int rank = 0;
   bool offloads_state = false;  ///< an update reads and writes its state in the host's memory
   /// If the tape was recorded in a shorter pipeline: the number of stages of `rank`'s pipeline, and how many more of them precede it.
-  /// Neighbours on the tape are neighbours there.
+  /// Neighbours on the tape are neighbours in that pipeline.
   int stages = 0, stages_before = 0;
   const RankTimes* like = nullptr;  ///< times of the same tape for another rank, from which compute times are taken
 };

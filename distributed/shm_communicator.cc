@@ -127,7 +127,7 @@ void ShmCommunicator::raise_left(const Collective& call, int culprit) {
   throw_failure(call, *board_->failure());
 }
 
-// Ranks that wait over the network, directly or indirectly, for this rank cannot see that it waits here.
+// Ranks that wait over the network, directly or indirectly, for this rank cannot see that it waits.
 void ShmCommunicator::tell_other_hosts() {
   if (!spans_hosts_ || Clock::now() < next_note_) return;
   notes_.post(*running_);

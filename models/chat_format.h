@@ -41,7 +41,7 @@ class ChatFormat {
   // Texts between special tokens.
   struct Frame {
     std::string_view begin;                     // a special token before all, or none
-    std::string_view before_role, behind_role;  // special tokens; there may be none after it
+    std::string_view before_role, behind_role;  // special tokens; the one after the role may be empty
     std::string_view before_content, end_of_turn, behind_turn;
     bool trims;
     std::string_view assistant = "assistant";

@@ -45,7 +45,7 @@ struct HuggingFaceFile {
   bool each_space = false;           ///< each space begins a word, not only the first of several
   bool strips_prefix = false;        ///< decoding drops the space at the beginning
 
-  /// Throws DataError: what is wrong, with `where` and the key.
+  /// Throws DataError that names the problem, `where` and the key.
   static HuggingFaceFile parse(const Json& json, const std::string& where);
 };
 

@@ -325,7 +325,7 @@ LlamaConfig gemma3(int64_t layers, int64_t width, int64_t mlp_width) {
   return c;
 }
 
-// The larger ones, which also read images: here without that.
+// The larger ones, which also read images, without their image encoder.
 LlamaConfig gemma3_of_images(int64_t layers, int64_t heads, int64_t head_dim, int64_t width, int64_t mlp_width) {
   LlamaConfig c = gemma3(layers, width, mlp_width);
   c.heads = heads;

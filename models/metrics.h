@@ -28,7 +28,7 @@ struct Metric {
 class MetricsWriter {
  public:
   /// Starts the file, or continues it: lines of steps after `last_step` (of a run that was killed after its last checkpoint) and
-  /// unreadable lines (truncated by a kill) are dropped, by one rename, so that every step is there once. The default drops all.
+  /// unreadable lines (truncated by a kill) are dropped, by one rename, so that every step is recorded once. The default drops all.
   /// Throws IoError.
   explicit MetricsWriter(const std::string& path, int64_t last_step = -1);
 

@@ -9,7 +9,7 @@
 namespace sheaf::models {
 namespace {
 
-// How an object under `key` scales rotary positions. Their base, if it is there too, is written to `theta`, and the rotated part of a
+// How an object under `key` scales rotary positions. Their base, if the object has one, is written to `theta`, and the rotated part of a
 // head to `part`, if a model may rotate less than all.
 RopeScalingConfig read_rope(const ConfigReader& r, const char* key, const Json* rope, double& theta, double* part) {
   if (!rope->is_object()) r.refuse(key, "expected an object");

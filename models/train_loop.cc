@@ -237,7 +237,7 @@ class Trainer::Loop {
   Allocator& memory_;
   StepNews news_;
   std::unique_ptr<MetricsWriter> metrics_;  // on rank 0
-  std::unique_ptr<EventFile> events_;       // there, if asked for
+  std::unique_ptr<EventFile> events_;       // null unless asked for
   TrainReport report_;
   RecordedStep recorded_;                 // the last step
   double grad_norm_ = 0, mtp_loss_ = 0;   // of the last step that was read

@@ -104,7 +104,7 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
   if (world_.rank() == 0) check_writable(config_.output.folder + "/checkpoints");
 }
 
-// From here on the number of steps is as if it had been given.
+// From now on the number of steps is treated as given.
 void Trainer::take_epochs() {
   OptimizationConfig& t = config_.train;
   if (t.epochs == 0) return;

@@ -20,7 +20,7 @@ namespace {
 using models::DataConfig;
 using models::TrainConfig;
 
-// A file may hold all options (config.toml does), so an unused one at its default is no error there.
+// A file may hold all options (config.toml does), so an unused option with its default value is no error.
 void refuse_unused(const TrainConfig& config, const std::vector<ConfigField>& fields,
                    const std::set<std::string>& flags) {
   TrainConfig defaults;

@@ -259,7 +259,7 @@ void copy(const Stream& stream, const View& src, const View& dst) {
 
 void fill(const Stream& stream, const View& dst, double value) {
   if (dst.numel() == 0) return;
-  // The CPU's kernel converts one element; its bits are copied here.
+  // The CPU's kernel converts one element; its bits are then copied.
   const auto size = static_cast<int64_t>(size_of(dst.dtype));
   alignas(16) unsigned char pattern[16];
   cpu::fill(View{pattern, dst.dtype, {}, {}}, value);

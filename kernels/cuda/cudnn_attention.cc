@@ -146,7 +146,7 @@ Graph backward_graph(const Attention& a) {
                 {s.heads * s.queries * s.value_width, s.queries * s.value_width,
                  s.heads * s.value_width, 1}));
   const Handle sums = g.reduce(CUDNN_REDUCE_TENSOR_ADD, outputs, g.between(kFloat, s.statistics()));
-  // Times 1, here and below: the pattern requires these places, which are dropout's.
+  // Multiplications by 1, here and below: the pattern requires these operands, which are dropout's.
   const Handle one = g.scalar(kOne);
   const Handle row_sums =
       g.pointwise(CUDNN_POINTWISE_MUL, sums, one, g.between(kFloat, s.statistics()));

@@ -1,5 +1,5 @@
 // Checks each memory access in a kernel: it must be aligned and, with --config=races, not concurrent with another thread's. The
-// compiler inserts the checks (-fsanitize=alignment, -fsanitize=thread); the functions they call are here, instead of in the
+// compiler inserts the checks (-fsanitize=alignment, -fsanitize=thread); the functions they call are in this file, instead of in the
 // compiler's runtime.
 #include <cstdio>
 #include <cstdlib>

@@ -127,7 +127,7 @@ class Mixture(nn.Module):
         if x.device.type == "cuda":
             def product(rows, weight):
                 return F.grouped_mm(rows, weight.to(dtype).transpose(1, 2), offs=ends)
-        else:  # a loop is a little faster there
+        else:  # on a CPU a loop is slightly faster
             lengths = counts.tolist()
 
             def product(rows, weight):

@@ -12,7 +12,7 @@ cc_library(
     defines = ["SHEAF_HAS_CUDA={found}"],
 )
 
-# Of the emulated GPU, which is always there.
+# For the emulated GPU, which is always available.
 cc_library(
     name = "emulated_config",
     defines = ["SHEAF_HAS_CUDA=1"],
