@@ -139,8 +139,8 @@ int tokenize_command(const TokenizeArguments& arguments) {
   } else if (arguments.examples.special_tokens || !arguments.examples.end.empty()) {
     fail<ConfigError>("[tokenize] --special-tokens and --end-token are for examples (--prompt-field, --chat)");
   }
-  if (!arguments.tokenizer_folder.empty() && !models::is_published(arguments.tokenizer))
-    fail<ConfigError>("[tokenize] --tokenizer ", arguments.tokenizer, " has no files: --tokenizer-folder ", arguments.tokenizer_folder,
+  if (arguments.tokenizer == "byte" && !arguments.tokenizer_folder.empty())
+    fail<ConfigError>("[tokenize] --tokenizer byte has no files: --tokenizer-folder ", arguments.tokenizer_folder,
                       " is for gpt2, llama3 and huggingface");
   const auto tokenizer = models::open_tokenizer(arguments.tokenizer, arguments.tokenizer_folder);
   require_no_text(out);
