@@ -35,7 +35,9 @@ class StoreClient {
 
   void set(const std::string& key, std::string_view value, Deadline deadline);
   /// Sleeps until somebody sets `key`. CommError: kTimeout at the deadline, kPeerLost if a rank or the server is gone.
-  std::string get(const std::string& key, Deadline deadline);
+  std::string get(const std::string& key, Deadline deadline) { return get_part(key, 0, 1, deadline); }
+  /// The same of the `part`-th of `parts` equal parts of the value. ConfigError if it has no such parts.
+  std::string get_part(const std::string& key, uint64_t part, uint64_t parts, Deadline deadline);
 
   /// The ranks that have not greeted the server: "2, 3".
   std::string missing_ranks();
