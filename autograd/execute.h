@@ -46,7 +46,7 @@ struct Inferred {
 /// while others travel (Wang et al. 2023, Overlap Communication with Dependent Computation via Decomposition,
 /// https://doi.org/10.1145/3567955.3567959). Who needs all of it waits for all. And where what such an op gives goes on to a
 /// reduce_scatter, or to an all_to_all from rows to columns, the two nodes are executed as one: rows are sent on while the next are
-/// computed (onward.cc). The tape has the same nodes, and a CPU's products the same bits. Those of a GPU depend on how many rows are
+/// computed (output_in_pieces.cc). The tape has the same nodes, and a CPU's products the same bits. Those of a GPU depend on how many rows are
 /// multiplied at once, which is the same for a row on all ranks, so they agree. Of gathered keys and values some heads come after others
 /// (redistribute_in_heads()): attention, forward and backward, is executed for those that are there (OpDef::heads). Rows of experts come
 /// from one rank after another, and go back so: of them whole sequences, or whole experts, are multiplied (OpDef::row_parts).
@@ -80,7 +80,7 @@ void execute_onward(const OpDef& op, const void* attrs, Execute& run, const Tens
 /// Places the outputs of both nodes, executes them and records them, with these flags. The output of the first is in the order of the
 /// wire, if it is to be added up.
 std::pair<Tensor, Tensor> apply_typed_onward(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, const OutputSpec& product,
-                          const void* onward, const Type& sent, uint8_t flags);
+                          const void* output_layout, const Type& sent, uint8_t flags);
 
 /// Of an op with alias(): the input that output o views. Of several inputs these are the last ones; of one, all outputs are parts.
 inline size_t viewed_input(size_t inputs, size_t outputs, size_t o) { return inputs == 1 ? 0 : inputs - outputs + o; }

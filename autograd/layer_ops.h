@@ -27,8 +27,8 @@ struct MatmulOptions {
 /// that is cut over ranks gives a Partial result. Any strides: transposed operands cost nothing.
 Tensor matmul(const Tensor& a, const Tensor& b, const MatmulOptions& options = {});
 /// x[.., I] weight[O, I]ᵀ + bias[O]: [.., O]; ShapeError if I or O differ. Where the result is Partial, so is the bias; a Replicate one
-/// counts on one rank. `onward` redistributes the result: see apply_onward().
-Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias = {}, Fp8 fp8 = Fp8::none, const Onward& onward = {});
+/// counts on one rank. `output_layout` redistributes the result: see apply_and_redistribute().
+Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias = {}, Fp8 fp8 = Fp8::none, const OutputLayout& output_layout = {});
 /// A gelu (tanh form) and what it was applied to.
 struct GeluOfLinear {
   Tensor value, before;
@@ -37,7 +37,7 @@ struct GeluOfLinear {
 GeluOfLinear linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias = {}, Fp8 fp8 = Fp8::none);
 /// linear(x.value, weight, bias) for what linear_gelu gave. All of its gradient goes to x.before, none to x.value: on a GPU
 /// the product that makes it applies gelu's derivative.
-Tensor gelu_linear(const GeluOfLinear& x, const Tensor& weight, const Tensor& bias = {}, Fp8 fp8 = Fp8::none, const Onward& onward = {});
+Tensor gelu_linear(const GeluOfLinear& x, const Tensor& weight, const Tensor& bias = {}, Fp8 fp8 = Fp8::none, const OutputLayout& output_layout = {});
 /// Rows of table[V, C] by integer tokens[..]: [.., C]. A token outside [0, V) throws DataError. Of a table whose rows are cut
 /// over ranks each looks up its own, for all tokens: Partial.
 Tensor embedding(const Tensor& tokens, const Tensor& table);
@@ -91,7 +91,7 @@ struct ExpertLinearOptions {
   Tensor bias = {};   ///< [E, O]
   bool fp8 = false;   ///< as linear() with Fp8::activations
   double fill = 1.0;  ///< about the share of rows that will be in use: GPUs skip the others where these are most
-  Onward onward = {}; ///< where the result goes: see apply_onward()
+  OutputLayout output_layout = {}; ///< where the result goes: see apply_and_redistribute()
 };
 /// x[Q, .., R, I] weight[E, O, I]ᵀ + bias[E, O], each expert's rows, counts[E, ..] of them, with its own matrix and bias: [Q, .., R, O].
 /// Rows that are not in use must be zero in the result's gradient, and finite in x, as they are if they come from to_experts and go to

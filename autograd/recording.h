@@ -224,7 +224,7 @@ class Recording {
   std::vector<Segment> pending_segments_;                         // segments before it
   std::unordered_map<ValueId, recorded::RemainingParts> remaining_;  // parts, by loss
   std::deque<recorded::DeferredWeights> deferred_weights_;       // the last one of the pass under way, if it puts them off
-  std::unordered_map<ValueId, Travelling> travelling_;   // gradients on their way
+  std::unordered_map<ValueId, PendingRedistribute> pending_gradients_;   // gradients on their way
   std::vector<std::pair<Tensor, Tensor>> pending_offloads_;    // to the host, from the device
   std::vector<Region> regions_;                          // in order; the last one has no end while its scope is open
   bool in_region_ = false;

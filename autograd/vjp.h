@@ -11,7 +11,7 @@ namespace sheaf {
 class Recording;
 class ReversePass;
 class Tape;
-struct Travelling;
+struct PendingRedistribute;
 
 /// Where an op should store an output: memory given by the caller, or (empty) fresh memory.
 struct Into {
@@ -53,7 +53,7 @@ class Vjp {
   /// Of what departed: the gradient that comes back, once it is here.
   Tensor arrived_gradient();
   /// Of what arrived: the gradient of input 0 is on its way.
-  void set_travelling(const Travelling& gradient);
+  void set_pending(const PendingRedistribute& gradient);
   /// How many rows a piece of its gradient has at least, if input 0 was made row by row, as by products; else 0.
   int64_t rows_of_pieces() const;
   /// Gradients of weights that were put aside are to be computed, while something travels: all but the last `left` of several.

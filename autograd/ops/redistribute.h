@@ -31,23 +31,23 @@ Tensor come_in_pieces(const Tensor& x, const Layout& to, int64_t least_rows);
 /// Its op.
 const OpDef& in_pieces_op();
 /// Before such a node runs: its output is what will come so.
-void will_come_in_pieces(const void* attrs, const Tensor& input, std::span<const Tensor> outputs);
+void expect_pieces(const void* attrs, const Tensor& input, std::span<const Tensor> outputs);
 
 /// Of such a node: how many calls of the lane, and which part of the rows was here before.
-struct PiecesToCome {
+struct IncomingPieces {
   int32_t calls = 0;
   double own = 0;
 };
-PiecesToCome pieces_to_come(const Tape& tape, const Node& n, bool by_heads);
+IncomingPieces incoming_pieces(const Tape& tape, const Node& n, bool by_heads);
 /// How often what travels goes round the ranks: once, or for each of the pieces.
 int32_t rounds_of(const Tape& tape, NodeId n);
-/// A redistribution of what the node before made, which is executed with it: see apply_onward(). Its attributes:
-const OpDef& onward_in_pieces_op();
-struct OnwardInPieces {
+/// A redistribution of what the node before made, which is executed with it: see apply_and_redistribute(). Its attributes:
+const OpDef& output_in_pieces_op();
+struct OutputInPieces {
   Layout to;
   int32_t parts;
   bool packs;  ///< what is sent, and unpacks what comes
-  bool operator==(const OnwardInPieces&) const = default;
+  bool operator==(const OutputInPieces&) const = default;
 };
 
 /// In how many pieces what node `n` makes is sent on by the next one, while it is made; 0: not so.

@@ -42,7 +42,7 @@ class ContextRegion {
   Tensor enter(const Tensor& x) const { return redistribute(x, inside_); }
   /// For the product that makes x, which then enters in pieces: *this becomes the region of x. The result must not outlive
   /// *this.
-  Onward onward(const OwnershipMap& heads);
+  OutputLayout output_layout(const OwnershipMap& heads);
   /// Takes y [B, T, F], where each rank has its heads' features. `in_pieces`: for a first reader that takes it by rows, as products do.
   Tensor leave(const Tensor& y, bool in_pieces = true) const;
 

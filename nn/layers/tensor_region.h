@@ -37,9 +37,9 @@ class TensorRegion {
   }
   /// Where the last layer's result goes, for that layer: the sum of the ranks' addends is placed as x was, by a reduce_scatter where
   /// tokens are cut, an all_gather in the backward.
-  Onward onward() const { return axis_ >= 0 ? along(axis_, outside_) : Onward(); }
+  OutputLayout output_layout() const { return axis_ >= 0 ? along(axis_, outside_) : OutputLayout(); }
   /// The same for the result of any op.
-  Tensor leave(const Tensor& y) const { return send_onward(y, onward()); }
+  Tensor leave(const Tensor& y) const { return redistribute_output(y, output_layout()); }
   /// Whether the axis cuts what is inside.
   explicit operator bool() const { return axis_ >= 0; }
 
