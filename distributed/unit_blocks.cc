@@ -55,7 +55,7 @@ OwnershipMap parts_of(int dim, int64_t block) { return OwnershipMap::even(dim, b
 
 }  // namespace
 
-Type Unit::sent_type(const FlatBuffer& b, const Layout& layout) const {
+Type UnitLayout::sent_type(const FlatBuffer& b, const Layout& layout) const {
   return sends_blocks(b) ? in_blocks(buffer_type(b, b.dtype, layout)) : buffer_type(b, b.compute, layout);
 }
 

@@ -219,20 +219,6 @@ void Unit::cast_reduced() {
   }
 }
 
-// The axes in the order of reduction: the unit's own, then the others along which something is a sum; -1 after the last.
-int Unit::axis_after(int axis) const {
-  for (int next = axis == axis_ ? 0 : axis + 1; mesh_ && next < mesh_->num_axes(); ++next)
-    if (next != axis_ && std::ranges::any_of(buffers_, [&](const FlatBuffer& b) { return b.trainable && sums_along(b, next); }))
-      return next;
-  return -1;
-}
-
-bool Unit::sums_further() const {
-  for (int a = axis_after(axis_); a >= 0; a = axis_after(a))
-    if (!alone(a)) return true;
-  return false;
-}
-
 bool Unit::holds_gradients() const {
   return pending_finishes_ > 0 || !unreduced_.empty() || std::ranges::any_of(buffers_, [](const FlatBuffer& b) { return b.grad.defined(); });
 }
