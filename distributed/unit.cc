@@ -1,4 +1,4 @@
-// One rank's share of a unit, from the module's side: entering gathers, leaving discards. (unit_gradients.cc: backward reduces.)
+// One rank's share of a unit, from the module's side: entering gathers, leaving discards. (The backward: unit_gradients.cc.)
 #include "sheaf/distributed/unit.h"
 
 #include <algorithm>
@@ -39,10 +39,8 @@ uint64_t Unit::version() const {
 
 void Unit::zero_grad() {
   for (FlatBuffer& b : buffers_) b.grad = b.grad_scale = b.found_inf = Tensor();
-  unreduced_.clear();
   pending_finishes_ = 0;
-  reduction_.values.clear();  // of a backward that failed; waits for its lane
-  reduction_.inputs.clear();
+  reduction_.forget();
 }
 
 // --- a module's scope ---
@@ -295,12 +293,7 @@ void Unit::recording_ended() {
   recording_ = 0;
   mirror_next_ = false;
   drop_slots();
-  reduction_.values.clear();  // waits for its lane: only then may the slots go
-  reduction_.inputs.clear();
-  for (const Tensor& gradient : offload_in_flight_.gradients) {  // before what it is made from goes
-    try { gradient.storage()->settle(); } catch (const std::exception&) {}  // whoever reads it gets the error
-  }
-  offload_in_flight_ = {};
+  reduction_.recording_ended();
 }
 
 }  // namespace sheaf

@@ -29,6 +29,7 @@
 
 #include "sheaf/autograd/recording.h"
 #include "sheaf/distributed/gather_schedule.h"
+#include "sheaf/distributed/gradient_reduction.h"
 #include "sheaf/distributed/unit_layout.h"
 
 namespace sheaf {
@@ -88,8 +89,8 @@ class Unit final : public LeafGroup, public UnitLayout, public std::enable_share
   bool is_cached() const { return state_ == State::closed && !gathered_.empty(); }
   void open_cached();
   /// Waits for the pending collective, if any, and issues the next one; after the last, the gradient is stored.
-  void advance_reduction();
-  void complete_reduction();
+  void advance_reduction() { reduction_.advance(); }
+  void complete_reduction() { reduction_.complete(); }
 
  private:
   enum class State : uint8_t {
@@ -115,18 +116,8 @@ class Unit final : public LeafGroup, public UnitLayout, public std::enable_share
   void bind_views_into(std::span<const Tensor> buffers);
   void zero_missing(const std::vector<bool>& contributed);
   bool is_summed_over_stages() const;
-  void add_to_waiting(std::vector<Tensor> gradients);
-  void leaf_waiting();
-  void reduce_waiting_along(int axis);
-  void reduce_along(int axis);
-  using Reduced = std::pair<const FlatBuffer*, size_t>;  // a buffer, and which of the values under reduction is its gradient
-  void exchange_blocks(int axis, std::span<const Reduced> which);
-  Type sum_type(const FlatBuffer& b, const Type& blocks) const;
-  bool add_blocks();
-  void cast_reduced();
-  void keep_gradient();
-  void offload_gradient(FlatBuffer& b, const Tensor& gradient);
-  void complete_offload();
+  void note_holders();
+  bool is_held() const;
 
   std::shared_ptr<GatherSchedule> schedule_;
   bool allocated_ = false;
@@ -137,8 +128,6 @@ class Unit final : public LeafGroup, public UnitLayout, public std::enable_share
   // For a unit opened outside all scopes: how many held each value then. While more do, it is still in use and not
   // discarded.
   std::vector<int64_t> holders_;
-  void note_holders();
-  bool is_held() const;
   uint64_t recording_ = 0;         // the recording that knows the gathered values; 0 for none
   bool mirror_next_ = false;       // discarded in this recording's forward: the next gather mirrors that
   std::vector<Tensor> gather_inputs_;  // casts of the masters, or their copies from the host, which the gather reads until the unit is opened
@@ -154,18 +143,7 @@ class Unit final : public LeafGroup, public UnitLayout, public std::enable_share
   std::vector<Tensor> slot_buffers_, slots_;
   uint64_t slots_of_ = 0;          // the recording that they were made in
   int64_t pending_finishes_ = 0;   // backwards that have passed it, but whose gradients come later
-  std::vector<Tensor> unreduced_;  // sums over micro-batches: zero1's slots, else what is not summed over replicas yet
-  struct Reduction {               // `values` is declared last, so destroyed first: its destructor waits for the lane
-    std::vector<Tensor> inputs;    // of a reduction to slices: the slots, a slice along a secondary axis, or casts of them
-    std::vector<Tensor> values;    // one per trainable buffer; empty: nothing is pending
-    int along = -1;                // the axis of the pending collective
-    bool to_the_end = false;       // or replicas are left to a later micro-batch
-  };
-  Reduction reduction_;
-  struct Offload {                 // for the host's memory, by the lane of copies
-    std::vector<Tensor> gradients, from;
-  };
-  Offload offload_in_flight_;
+  GradientReduction reduction_{*this};  // declared last, so destroyed first: it waits for its lane before the slots go
 };
 
 }  // namespace sheaf

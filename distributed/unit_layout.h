@@ -127,10 +127,11 @@ class UnitLayout {
   /// Bytes of the copy that a group holds for a step, along a secondary axis; 0 without one.
   int64_t copied_bytes() const;
 
- protected:
   bool shards() const { return strategy_ >= Strategy::zero1; }
   /// Values exist only between a gather and a discard; a single rank gathers only from the host's memory.
   bool gathers() const { return shards() && (!alone(axis_) || (offloads_ && !secondary())); }
+  /// Masters and gradients are in the host's memory.
+  bool offloads() const { return offloads_; }
   /// There are no other ranks along this axis.
   bool alone(int axis) const { return !mesh_ || mesh_->size(axis) == 1; }
   bool caches_gathered() const { return gathers() && strategy_ == Strategy::zero1; }
@@ -164,6 +165,7 @@ class UnitLayout {
   Type slots_type(const FlatBuffer& b) const;
   Type slot_type(int leaf) const;
 
+ protected:
   std::string name_;
   std::vector<LeafSpec> leaves_;
   std::vector<std::pair<int, int>> where_;  // leaf → (buffer, position in it)
