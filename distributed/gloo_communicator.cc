@@ -59,10 +59,11 @@ class GlooStore final : public gloo::rendezvous::Store {
   void set(const std::string& key, const std::vector<char>& data) override {
     store_.set(prefix_ + key, {data.data(), data.size()}, deadline_);
   }
-  /// Of the addresses that rank `key` has, one for each other rank, this rank reads its own: only that is fetched, as all ranks fetch
-  /// from all others. The others are zeros.
+  /// A key that is a rank's number has its addresses, one for each other rank. This rank reads the one that is for it, so only that is
+  /// fetched: all ranks fetch from all others. The rest are zeros.
   std::vector<char> get(const std::string& key) override {
     const std::string own = fetch(key);
+    if (!is_rank(key)) return {own.begin(), own.end()};
     std::vector<char> all(own.size() * parts(), 0);
     std::ranges::copy(own, all.begin() + static_cast<std::ptrdiff_t>(own.size() * part(key)));
     return all;
@@ -72,9 +73,12 @@ class GlooStore final : public gloo::rendezvous::Store {
   }
 
  private:
+  static bool is_rank(const std::string& key) { return key.find_first_not_of("0123456789") == std::string::npos; }
   uint64_t parts() const { return static_cast<uint64_t>(size_ - 1); }
   uint64_t part(const std::string& key) const { return static_cast<uint64_t>(rank_ - (std::stoi(key) < rank_)); }
-  std::string fetch(const std::string& key) { return store_.get_part(prefix_ + key, part(key), parts(), deadline_); }
+  std::string fetch(const std::string& key) {
+    return is_rank(key) ? store_.get_part(prefix_ + key, part(key), parts(), deadline_) : store_.get(prefix_ + key, deadline_);
+  }
 
   StoreClient& store_;
   const std::string prefix_;
