@@ -54,7 +54,7 @@ Tensor ReversePass::as_dual(NodeId node, ValueId v, Tensor g, bool to_leaf) {
 
 // A value in flight shares the gradient of the value that was redistributed.
 ValueId ReversePass::value_with_gradient_of(ValueId v) const {
-  return tape_.node(tape_.value(v).producer).op == &start_op() ? departed(tape_, v) : v;
+  return tape_.node(tape_.value(v).producer).op == &start_op() ? redistributed_from(tape_, v) : v;
 }
 
 // Whether v is a group's leaf after redistributions.
@@ -78,7 +78,7 @@ void ReversePass::add_to_value(NodeId node, ValueId v, Tensor g) {
                         "backward of this recording: its gradient would be lost. Add the losses and call backward once");
   Tensor& sum = sum_of(v);
   if (was != v && sum)
-    fail<LifetimeError>("[backward] ", path_label(PathScope::current()), ": %", v, " ", tape_.type(was), " arrived twice: keep what arrived() gave");
+    fail<LifetimeError>("[backward] ", path_label(PathScope::current()), ": %", v, " ", tape_.type(was), " arrived twice: keep what wait() gave");
   if (sum && sum.dtype() != g.dtype()) {  // one of them is wide
     Tensor& narrow = is_wide_of(sum.dtype(), g.dtype()) ? g : sum;
     narrow = cast(narrow, (&narrow == &g ? sum : g).dtype());

@@ -5,7 +5,7 @@
 #include <map>
 
 #include "sheaf/autograd/ops/redistribute.h"
-#include "sheaf/autograd/ops/travel.h"
+#include "sheaf/autograd/ops/pending_redistribute.h"
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/core/error.h"
 
@@ -259,7 +259,7 @@ LaneWaits::LaneWaits(const RankTimes& rank) {
       LaneWait& wait = waits_.emplace_back(LaneWait{lane, calls[static_cast<size_t>(lane)] - call, of_call});
       const bool by_rows = v == tape.inputs(n)[0] && detail::row_inputs_of(tape, n), by_heads = n.op->heads && v == tape.inputs(n)[1];
       if (of_call || !(by_rows || by_heads)) continue;
-      const PiecesToCome pieces = pieces_to_come(tape, tape.node(tape.value(by_heads ? tape.whole_of(v) : v).producer), by_heads);
+      const IncomingPieces pieces = incoming_pieces(tape, tape.node(tape.value(by_heads ? tape.whole_of(v) : v).producer), by_heads);
       wait.pieces = pieces.calls, wait.own = pieces.own;
     }
     if (time.lane < 0) continue;

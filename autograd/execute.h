@@ -40,16 +40,15 @@ struct Inferred {
   std::vector<Tensor> coerced_;
 };
 
-/// [Note: in pieces] A value that a lane delivers in pieces (Storage::filled_in_pieces) need not be complete before a product of its
-/// rows begins: an op with row_inputs() is executed for the rows of each piece as it arrives. So a rank multiplies rows that it has
-/// while others are in flight (Wang et al. 2023, Overlap Communication with Dependent Computation via Decomposition,
-/// https://doi.org/10.1145/3567955.3567959). Consumers that need the whole value wait for all of it. And where the result of such an
-/// op is passed to a reduce_scatter, or to an all_to_all from rows to columns, the two nodes are executed as one: rows are sent while
-/// the next are computed (onward.cc). The tape has the same nodes, and products on CPUs have the same bits. On GPUs bits depend on
-/// how many rows are multiplied at once, which for a given row is the same on all ranks, so they agree. Gathered keys and values
-/// arrive a few heads at a time (redistribute_in_heads()): attention, forward and backward, is executed for the heads that have
-/// arrived (OpDef::heads). Rows of experts arrive from one rank after another, and return the same way: whole sequences, or whole
-/// experts, of them are multiplied (OpDef::row_parts).
+/// [Note: in pieces] What comes over a lane in pieces (Storage::filled_in_pieces) need not be there before a product of its rows
+/// begins: an op with row_inputs() is executed for the rows of each piece once that is there. So a rank multiplies rows that it has
+/// while others travel (Wang et al. 2023, Overlap Communication with Dependent Computation via Decomposition,
+/// https://doi.org/10.1145/3567955.3567959). Who needs all of it waits for all. And where what such an op gives goes on to a
+/// reduce_scatter, or to an all_to_all from rows to columns, the two nodes are executed as one: rows are sent on while the next are
+/// computed (output_in_pieces.cc). The tape has the same nodes, and a CPU's products the same bits. Those of a GPU depend on how many rows are
+/// multiplied at once, which is the same for a row on all ranks, so they agree. Of gathered keys and values some heads come after others
+/// (redistribute_in_heads()): attention, forward and backward, is executed for those that are there (OpDef::heads). Rows of experts come
+/// from one rank after another, and go back so: of them whole sequences, or whole experts, are multiplied (OpDef::row_parts).
 
 /// OpDef::row_inputs(); 0 where it is null.
 uint64_t row_inputs_of(const OpDef& op, const void* attrs, std::span<const Tensor> inputs);
@@ -81,7 +80,7 @@ void execute_onward(const OpDef& op, const void* attrs, Execute& run, const Tens
 /// Places the outputs of both nodes, executes and records them, with these flags. If the output of the first is to be reduced, its
 /// rows are in the order in which they are sent.
 std::pair<Tensor, Tensor> apply_typed_onward(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, const OutputSpec& product,
-                          const void* onward, const Type& sent, uint8_t flags);
+                          const void* output_layout, const Type& sent, uint8_t flags);
 
 /// For an op with alias(): the input that output o views. With several inputs, outputs view the last ones; with one, all outputs are
 /// parts of it.

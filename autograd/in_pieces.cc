@@ -14,11 +14,11 @@ bool has_rows_of(const Tensor& t, int64_t rows) {
 }
 bool is_all_of_its_memory(const Tensor& t) { return t.byte_offset() == 0 && t.storage()->bytes() == t.local_bytes(); }
 
-RowBlock block_of(const RowsToCome& piece) { return {piece.begin, piece.end - piece.begin}; }
+RowBlock block_of(const IncomingRows& piece) { return {piece.begin, piece.end - piece.begin}; }
 
-int64_t last_row(std::span<const RowsToCome> pieces) {
+int64_t last_row(std::span<const IncomingRows> pieces) {
   int64_t rows = 0;
-  for (const RowsToCome& piece : pieces) rows = std::max(rows, piece.end);
+  for (const IncomingRows& piece : pieces) rows = std::max(rows, piece.end);
   return rows;
 }
 
@@ -102,41 +102,40 @@ void take_rows(const OpDef& op, Execute& run, uint64_t inputs, const RowBlock& b
 
 namespace {
 
-// The pieces of input 0, if this op can be executed piece by piece; else none.
-std::span<const RowsToCome> rows_to_come(const OpDef& op, const void* attrs, const Execute& run) {
+// Of input 0, if this op can be executed piece by piece; else none.
+std::span<const IncomingRows> incoming_rows(const OpDef& op, const void* attrs, const Execute& run) {
   if (!op.row_inputs || run.num_inputs() == 0) return {};
   const Tensor& x = run.input_tensor(0);
-  const std::span<const RowsToCome> pieces = x.storage()->pieces();
+  const std::span<const IncomingRows> pieces = x.storage()->pieces();
   if (pieces.empty() || pieces[0].of_heads || !is_all_of_its_memory(x) || !row_inputs_of(op, attrs, run, last_row(pieces))) return {};
   for (int i = 1; i < run.num_inputs(); ++i)  // then all of it is read at once
     if (run.input_tensor(i).storage() == x.storage()) return {};
-  for (const RowsToCome& piece : pieces)
+  for (const IncomingRows& piece : pieces)
     if (!can_take(op, run, block_of(piece))) return {};
   return pieces;
 }
 
-// The same for inputs 1, keys, and 2, values, if they are adjacent halves of the received value, [.., keys, values, D], and all of
-// it.
-std::span<const RowsToCome> heads_to_come(const OpDef& op, const Execute& run) {
+// The same of input 1, keys, and input 2, values, which lie side by side in what comes, [.., keys, values, D], and are all of it.
+std::span<const IncomingRows> incoming_heads(const OpDef& op, const Execute& run) {
   if (!op.heads) return {};
   const Tensor &keys = run.input_tensor(1), &values = run.input_tensor(2);
-  const std::span<const RowsToCome> pieces = keys.storage()->pieces();
+  const std::span<const IncomingRows> pieces = keys.storage()->pieces();
   if (pieces.empty() || !pieces[0].of_heads || keys.storage() != values.storage()) return {};
   const View k = keys.view_unsynced(), v = values.view_unsynced();
   const int64_t heads = pieces.back().end, width = k.shape[3];
   const bool as_they_come = k.shape == v.shape && k.strides == v.strides && k.shape[2] == heads && k.strides[2] == width &&
                             k.strides[1] == 2 * heads * width && keys.byte_offset() == 0 &&
                             values.byte_offset() == heads * width * static_cast<int64_t>(size_of(k.dtype)) && run.input_tensor(0).local_shape()[2] % heads == 0;
-  return as_they_come ? pieces : std::span<const RowsToCome>();
+  return as_they_come ? pieces : std::span<const IncomingRows>();
 }
 
 // The pieces that an op is executed for, one after another.
 struct Pieces {
-  std::span<const RowsToCome> come;
+  std::span<const IncomingRows> come;
   bool of_heads = false;
 
-  Pieces(const OpDef& op, const void* attrs, const Execute& run) : come(rows_to_come(op, attrs, run)) {
-    if (come.empty()) come = heads_to_come(op, run), of_heads = !come.empty();
+  Pieces(const OpDef& op, const void* attrs, const Execute& run) : come(incoming_rows(op, attrs, run)) {
+    if (come.empty()) come = incoming_heads(op, run), of_heads = !come.empty();
   }
   bool empty() const { return come.empty(); }
   int input() const { return of_heads ? 1 : 0; }  // the input that they are pieces of

@@ -26,20 +26,20 @@ struct MatmulOptions {
 /// [.., M, K] times [.., K, N], of one floating dtype (DTypeError); ShapeError if K differs or leading dimensions do not broadcast. A
 /// sharded K gives a Partial result. Any strides: transposed operands cost nothing.
 Tensor matmul(const Tensor& a, const Tensor& b, const MatmulOptions& options = {});
-/// x[.., I] weight[O, I]ᵀ + bias[O]: [.., O]; ShapeError if I or O differ. If the result is Partial, so is the bias; a Replicate bias
-/// is then added on one rank only. `onward` redistributes the result: see apply_onward().
-Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias = {}, Fp8 fp8 = Fp8::none, const Onward& onward = {});
-/// A gelu (tanh form) and its argument.
+/// x[.., I] weight[O, I]ᵀ + bias[O]: [.., O]; ShapeError if I or O differ. Where the result is Partial, so is the bias; a Replicate one
+/// counts on one rank. `output_layout` redistributes the result: see apply_and_redistribute().
+Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias = {}, Fp8 fp8 = Fp8::none, const OutputLayout& output_layout = {});
+/// A gelu (tanh form) and what it was applied to.
 struct GeluOfLinear {
   Tensor value, before;
 };
 /// gelu(linear(x, weight, bias)): on a GPU one product computes both.
 GeluOfLinear linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias = {}, Fp8 fp8 = Fp8::none);
-/// linear(x.value, weight, bias) for the result of linear_gelu. All of its gradient goes to x.before, none to x.value: on a GPU the
-/// product that computes it also applies gelu's derivative.
-Tensor gelu_linear(const GeluOfLinear& x, const Tensor& weight, const Tensor& bias = {}, Fp8 fp8 = Fp8::none, const Onward& onward = {});
-/// Rows of table[V, C] by integer tokens[..]: [.., C]. A token outside [0, V) throws DataError. If the table's rows are sharded, each
-/// rank looks up its own, for all tokens: Partial.
+/// linear(x.value, weight, bias) for what linear_gelu gave. All of its gradient goes to x.before, none to x.value: on a GPU
+/// the product that makes it applies gelu's derivative.
+Tensor gelu_linear(const GeluOfLinear& x, const Tensor& weight, const Tensor& bias = {}, Fp8 fp8 = Fp8::none, const OutputLayout& output_layout = {});
+/// Rows of table[V, C] by integer tokens[..]: [.., C]. A token outside [0, V) throws DataError. Of a table whose rows are cut
+/// over ranks each looks up its own, for all tokens: Partial.
 Tensor embedding(const Tensor& tokens, const Tensor& table);
 
 /// Normalisation of x[.., C] over its last dimension, which must be whole on every rank, with optional weight[C] and bias[C]; in x's
@@ -89,8 +89,8 @@ Tensor from_experts(const Tensor& rows, const ExpertRoutes& routes, const Tensor
 struct ExpertLinearOptions {
   Tensor bias = {};   ///< [E, O]
   bool fp8 = false;   ///< as linear() with Fp8::activations
-  double fill = 1.0;  ///< roughly the fraction of rows in use: where it is small, GPUs skip the empty ones
-  Onward onward = {}; ///< where the result goes: see apply_onward()
+  double fill = 1.0;  ///< about the share of rows that will be in use: GPUs skip the others where these are most
+  OutputLayout output_layout = {}; ///< where the result goes: see apply_and_redistribute()
 };
 /// x[Q, .., R, I] weight[E, O, I]ᵀ + bias[E, O], for each expert's rows, counts[E, ..] of them, with its own matrix and bias:
 /// [Q, .., R, O]. Unused rows must be zero in the result's gradient, and finite in x, as they are if they come from to_experts and go

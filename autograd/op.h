@@ -225,18 +225,18 @@ const OpDef& op_def() { return detail::op_def_of<Op>; }
 /// Runs an op whose types follow from its own rules; `into`: where its first outputs go. Throws ShapeError, DTypeError,
 /// PlacementError, LifetimeError.
 Tensors apply(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, std::span<const Into> into = {});
-/// The layout that a result is redistributed to, given its type; null, or its own layout: it is not.
-using Onward = std::function<Layout(const Type&)>;
-/// Such a redistribution along one mesh axis.
-Onward along(int axis, const Placement& to);
-/// redistribute(y, onward(y's type)) for the one output y of an op. If that is a reduce_scatter of rows, or an all_to_all from rows
-/// to columns or back from experts, with enough rows (RecordingOptions::piece_rows), and the op has row_inputs() and no derivative
-/// that reads y, it is sent in pieces, each while the next is computed: on the tape, a y that is to be reduced then has its rows in
-/// the order in which they are sent. See [Note: in pieces].
-Tensor apply_onward(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, const Onward& onward);
-/// The same for a y that was computed before.
-Tensor send_onward(const Tensor& y, const Onward& onward);
-/// Runs an op with given output types (ops of units and optimizers, whose types are not inferred).
+/// The layout to which a result, of this type, is redistributed; null, or the layout that it has: it stays.
+using OutputLayout = std::function<Layout(const Type&)>;
+/// `to` on one mesh axis, the result's own layout on the others.
+OutputLayout along(int axis, const Placement& to);
+/// redistribute(y, output_layout(y's type)) of the one output y of an op. Where that is a reduce_scatter of rows, or an all_to_all from rows to
+/// columns or back from experts, of enough of them (RecordingOptions::piece_rows), and the op has row_inputs(), and no derivative that
+/// reads y, they travel in pieces, each while the next is computed: what is added up then lies in the order of the wire on the tape. See
+/// [Note: in pieces].
+Tensor apply_and_redistribute(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, const OutputLayout& output_layout);
+/// The same of a y that is there.
+Tensor redistribute_output(const Tensor& y, const OutputLayout& output_layout);
+/// Runs an op with given outputs (ops of units and optimizers, whose types come from elsewhere).
 Tensors apply_typed(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,
                     std::span<const OutputSpec> outputs);
 /// Executes without recording: allocates or places the outputs and runs the kernel. What apply and replay share.

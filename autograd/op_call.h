@@ -59,8 +59,8 @@ class Execute {
   void join(const Event& event) const;
   /// Another lane fills the outputs; their readers wait for `event`.
   void completes_with(const Event& event);
-  /// From now on these inputs and all outputs are the rows of `block` of their tensors, which are dense. Output 0 is stored at `to`
-  /// instead, if that is given. Rows still to arrive (RowsToCome) are not waited for.
+  /// From now on these inputs and all outputs are such rows of what they are, which is dense. Output 0 is put to `to` instead, if that is
+  /// given. Rows that come (IncomingRows) are not waited for.
   void take_rows(uint64_t inputs, const RowBlock& block, void* to = nullptr) { row_inputs_ = inputs, block_ = block, to_ = to; }
   /// The same of parts [block.begin, block.begin + block.rows) of `all`, of every operand that has them.
   void take_parts(const PartDims* dims, const RowBlock& block, int64_t all) { parts_ = dims, block_ = block, all_parts_ = all; }

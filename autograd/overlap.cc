@@ -22,12 +22,12 @@ namespace sheaf {
 
 // The node of a region that keeps no results and is one collective; else -1.
 NodeId ReversePass::single_collective_of(const Region& region) const {
-  if (!region.results || region.travelling) return -1;
+  if (!region.results || region.pending) return -1;
   const std::vector<NodeId> nodes = recording_.nodes_to_recompute(region);
   if (nodes.size() != 1) return -1;
   const Node& n = tape_.node(nodes[0]);
   if (!is_redistribute(n.op) || !region.entering.contains(tape_.inputs(n)[0])) return -1;
-  return can_travel(tape_.type(tape_.inputs(n)[0]).layout, tape_.type(tape_.output(n)).layout) ? nodes[0] : -1;
+  return can_start_redistribute(tape_.type(tape_.inputs(n)[0]).layout, tape_.type(tape_.output(n)).layout) ? nodes[0] : -1;
 }
 
 void ReversePass::start_regather(ValueId v) {
@@ -39,7 +39,7 @@ void ReversePass::start_regather(ValueId v) {
     expect_unchanged(region);
     const Tensor dense = contiguous(region.entering.at(tape_.inputs(n)[0]).value);
     recording_.flag_next(Node::kRecomputed);
-    region.travelling = start_redistribute(dense, tape_.type(v).layout);
+    region.pending = start_redistribute(dense, tape_.type(v).layout);
     region.entering.clear();
     recording_.set_recomputed(region, false);
     return;
@@ -49,8 +49,8 @@ void ReversePass::start_regather(ValueId v) {
 // Whether the gradient of a value is communicated next.
 bool ReversePass::gradient_is_communicated(ValueId v) const {
   const Node& n = tape_.node(tape_.value(v).producer);
-  const ValueId from = n.op && is_redistribute(n.op) ? tape_.inputs(n)[0] : departed(tape_, v);
-  return from >= 0 && wanted_[from] && can_travel(tape_.type(v).layout.dual(), tape_.type(from).layout.dual());
+  const ValueId from = n.op && is_redistribute(n.op) ? tape_.inputs(n)[0] : redistributed_from(tape_, v);
+  return from >= 0 && wanted_[from] && can_start_redistribute(tape_.type(v).layout.dual(), tape_.type(from).layout.dual());
 }
 
 void ReversePass::compute_overlapped(size_t left) {
@@ -94,21 +94,21 @@ void Vjp::defer_to_overlap(int first, std::function<void(Vjp&)> f) {
 }
 
 Tensor Vjp::arrived_gradient() {
-  auto& travelling = recording().travelling_;
+  auto& pending = recording().pending_gradients_;
   const ValueId v = recording().value_of(grad());
-  const auto gradient = travelling.find(v);
-  if (gradient == travelling.end()) {  // it did not have to be communicated
+  const auto gradient = pending.find(v);
+  if (gradient == pending.end()) {  // it did not have to travel
     if (tape().node(tape().value(v).producer).op == &start_op())
       fail<LifetimeError>("[backward] ", path_label(PathScope::current()), ": gradient %", v, " is on its way, and nobody knows from where");
     return grad();
   }
-  const Travelling here = std::move(gradient->second);
-  travelling.erase(gradient);
-  return arrived(here);
+  const PendingRedistribute here = std::move(gradient->second);
+  pending.erase(gradient);
+  return wait(here);
 }
 
-void Vjp::set_travelling(const Travelling& gradient) {
-  recording().travelling_.emplace(recording().value_of(gradient.value), gradient);
+void Vjp::set_pending(const PendingRedistribute& gradient) {
+  recording().pending_gradients_.emplace(recording().value_of(gradient.value), gradient);
   set(0, gradient.value);
 }
 

@@ -77,25 +77,25 @@ struct Program::Builder {
     for (const Tensor& t : run.inputs) live_until(t, id);
     for (const Tensor& t : run.outputs) live_until(t, id);
     if (views || !detail::runs_here(*n.op, run.inputs, specs)) return;
-    if (n.op == &onward_in_pieces_op() && send_onward(id, run)) return;
+    if (n.op == &output_in_pieces_op() && redistribute_output(id, run)) return;
     if (n.op->workspace) {
       Execute execute(run.inputs, run.outputs);
       if (const int64_t bytes = detail::workspace_of(*n.op, run.attrs, execute); bytes > 0)
         run.workspace = add_block(id, device, bytes, MemoryKind::normal, /*workspace=*/true).get();
     }
-    for (const Tensor& t : run.inputs) t.storage()->settle();  // from here on all of its pieces have arrived
-    if (n.op == &in_pieces_op()) will_come_in_pieces(run.attrs, run.inputs[0], run.outputs);
+    for (const Tensor& t : run.inputs) t.storage()->settle();  // from here on all of its pieces have come
+    if (n.op == &in_pieces_op()) expect_pieces(run.attrs, run.inputs[0], run.outputs);
     executed.push_back(id);
     program.instructions_.push_back(std::move(run));
   }
 
-  // If the previous node's result is what this one scatters, it is executed there.
-  bool send_onward(NodeId id, const Instruction& scatter) {
+  // The node before made what this one scatters: then it is executed there.
+  bool redistribute_output(NodeId id, const Instruction& scatter) {
     if (executed.empty() || executed.back() != id - 1) return false;
     Instruction& product = program.instructions_.back();
     if (!pieces_onward(tape, id - 1)) return false;
     product.sent = scatter.outputs[0];
-    product.sent_parts = static_cast<const OnwardInPieces*>(scatter.attrs)->parts;
+    product.sent_parts = static_cast<const OutputInPieces*>(scatter.attrs)->parts;
     program.blocks_[block_of.at(product.sent.storage().get())].life.first = id - 1;
     Execute run(product.inputs, product.outputs);
     const int64_t bytes = detail::workspace_onward(*product.op, product.attrs, run, product.sent, product.sent_parts);

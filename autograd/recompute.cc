@@ -126,11 +126,11 @@ void ReversePass::recompute(Region& region) {
   onload(region);
   if (region.offloads) onload_last_before(region.begin);
   const std::vector<NodeId> nodes = recording_.nodes_to_recompute(region);
-  if (const Travelling travelling = std::exchange(region.travelling, {})) {
+  if (const PendingRedistribute pending = std::exchange(region.pending, {})) {
     const ValueId v = tape_.output(tape_.node(nodes[0]));
     const PathScope path(tape_.path(tape_.node(nodes[0])));
     recording_.flag_next(Node::kRecomputed);
-    const Tensor again = arrived(travelling);
+    const Tensor again = wait(pending);
     recording_.state(recording_.value_of(again)).original = v;
     return recording_.state(v).save(again);
   }

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "sheaf/autograd/leaf_group.h"
-#include "sheaf/autograd/ops/travel.h"
+#include "sheaf/autograd/ops/pending_redistribute.h"
 #include "sheaf/autograd/tape.h"
 
 namespace sheaf {
@@ -70,8 +70,8 @@ struct Region {
   NodeId begin, end;
   std::unordered_map<ValueId, Kept> entering = {};      // values from outside that the recomputed nodes will read
   bool results = false;                                 // see RecomputeOptions
-  Travelling travelling = {};                           // its single result, in flight: see [Note: overlap]
-  std::vector<std::weak_ptr<Storage>> made = {};        // the results of a region that does not keep them
+  PendingRedistribute pending = {};                           // its one result, on the way: see [Note: overlap]
+  std::vector<std::weak_ptr<Storage>> made = {};        // by a region that keeps no results: where these are
   bool offloads = false, offloaded = false;             // see [Note: offload]
   std::vector<ValueId> on_host = {};                    // entering values that are in host memory
   std::vector<Tensor> from_host = {};                   // those being copied back

@@ -222,9 +222,9 @@ class Recording {
   std::unordered_map<int64_t, int64_t> micro_batch_of_;  // the last one with this first sample
   std::vector<Segment> pending_segments_;                         // segments before it
   std::unordered_map<ValueId, recorded::RemainingParts> remaining_;  // parts, by loss
-  std::deque<recorded::DeferredWeights> deferred_weights_;       // the last one belongs to the current pass, if it defers
-  std::unordered_map<ValueId, Travelling> travelling_;   // gradients in flight
-  std::vector<std::pair<Tensor, Tensor>> pending_offloads_;    // host copy, device original
+  std::deque<recorded::DeferredWeights> deferred_weights_;       // the last one of the pass under way, if it puts them off
+  std::unordered_map<ValueId, PendingRedistribute> pending_gradients_;   // gradients on their way
+  std::vector<std::pair<Tensor, Tensor>> pending_offloads_;    // to the host, from the device
   std::vector<Region> regions_;                          // in order; the last one has no end while its scope is open
   bool in_region_ = false;
   bool selective_ = false;  // see RecomputeOptions

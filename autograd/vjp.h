@@ -11,7 +11,7 @@ namespace sheaf {
 class Recording;
 class ReversePass;
 class Tape;
-struct Travelling;
+struct PendingRedistribute;
 
 /// Where an op stores an output: memory given by the caller, or (empty) fresh memory.
 struct Into {
@@ -53,9 +53,9 @@ class Vjp {
   }
   /// For the vjp of start_redistribute()'s node: the gradient that is sent back, once it has arrived.
   Tensor arrived_gradient();
-  /// For the vjp of arrived()'s node: the gradient of input 0 is in flight.
-  void set_travelling(const Travelling& gradient);
-  /// The minimum rows of a piece of its gradient, if input 0 was computed row by row, as by products; else 0.
+  /// Of what arrived: the gradient of input 0 is on its way.
+  void set_pending(const PendingRedistribute& gradient);
+  /// How many rows a piece of its gradient has at least, if input 0 was made row by row, as by products; else 0.
   int64_t rows_of_pieces() const;
   /// Weight gradients that were deferred are to be computed now, while something is in flight: if there are several, all but the last
   /// `left`.

@@ -31,11 +31,11 @@ int64_t meminfo(const std::string& root, const std::string& field) {
   return 0;
 }
 
-/// The memory limit of a group; its swap has a separate limit.
-int64_t bound_of(const ControlGroup& group) {
+/// What a group may use, where the host has `swap` bytes of swap; its swap has a bound of its own, which may be more than there is.
+int64_t bound_of(const ControlGroup& group, int64_t swap) {
   if (group.version == 1) return number_in(group.folder + "/memory.limit_in_bytes");
   const int64_t bytes = number_in(group.folder + "/memory.max");
-  const int64_t swap = number_in(group.folder + "/memory.swap.max");
+  swap = std::min(swap, number_in(group.folder + "/memory.swap.max"));
   return swap > kNone - bytes ? kNone : bytes + swap;
 }
 
@@ -43,9 +43,10 @@ int64_t bound_of(const ControlGroup& group) {
 
 // See Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst of the kernel.
 int64_t host_memory_limit(const std::string& root) {
-  int64_t limit = meminfo(root, "MemTotal") + meminfo(root, "SwapTotal");
+  const int64_t swap = meminfo(root, "SwapTotal");
+  int64_t limit = meminfo(root, "MemTotal") + swap;
   if (limit == 0) limit = kNone;
-  for (const ControlGroup& group : control_groups("memory", root)) limit = std::min(limit, bound_of(group));
+  for (const ControlGroup& group : control_groups("memory", root)) limit = std::min(limit, bound_of(group, swap));
   return limit;
 }
 

@@ -13,6 +13,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -116,7 +117,8 @@ class Team {
  private:
   Seat& seat_of(int part) { return *seats_[static_cast<size_t>(part - 1)]; }
 
-  void add_worker() {
+  // Where the system has no thread left, nobody sits there: the others take what is posted.
+  void add_worker() try {
     seats_.push_back(std::make_unique<Seat>());
     workers_.emplace_back([this, seat = seats_.back().get(), part = static_cast<int>(seats_.size())] {
       ++all_threads;
@@ -132,6 +134,7 @@ class Team {
       }
       --all_threads;
     });
+  } catch (const std::system_error&) {
   }
 
   // Runs ranges that have not been started.

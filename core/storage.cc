@@ -37,7 +37,7 @@ void Storage::discard(std::string why) {
   why_discarded_ = std::move(why);
 }
 
-void Storage::filled_in_pieces(std::vector<RowsToCome> pieces, std::vector<std::shared_ptr<Storage>> lent) {
+void Storage::filled_in_pieces(std::vector<IncomingRows> pieces, std::vector<std::shared_ptr<Storage>> lent) {
   filled_by(pieces.empty() ? Event() : pieces.back().event);
   pieces_ = std::move(pieces);
   pieces_here_ = 0;
@@ -52,7 +52,7 @@ void Storage::wait_for(const Event& event) const {
 
 void Storage::settle_piece(size_t i) {
   for (; pieces_here_ <= i; ++pieces_here_) {
-    const RowsToCome& piece = pieces_[pieces_here_];
+    const IncomingRows& piece = pieces_[pieces_here_];
     wait_for(piece.event);
     if (piece.unpack) piece.unpack();
   }

@@ -14,9 +14,9 @@
 
 namespace sheaf {
 
-/// Rows [begin, end) of a value, all dimensions but the last flattened, or heads [begin, end) of keys and of values. They are
-/// complete after `event` and after `unpack`, if not null, has copied them: the first reader calls it, on the rank's thread.
-struct RowsToCome {
+/// Rows [begin, end) of a value that is being received, all dimensions but the last taken as one, or heads [begin, end) of keys and of
+/// values. They are complete after `event` and after `unpack`, if not null, has moved them: the waiting rank's thread calls it.
+struct IncomingRows {
   int64_t begin, end;
   Event event = {};
   std::function<void()> unpack = {};
@@ -58,9 +58,9 @@ class Storage {
   void filled_by(Event event) { ready_ = std::move(event); pending_ = true; }
   /// The same, in pieces, which arrive in their order. Until all have, `lent` keeps memory alive for the lane and
   /// for them.
-  void filled_in_pieces(std::vector<RowsToCome> pieces, std::vector<std::shared_ptr<Storage>> lent);
-  /// These pieces, until all have been waited for.
-  std::span<const RowsToCome> pieces() const { return pieces_; }
+  void filled_in_pieces(std::vector<IncomingRows> pieces, std::vector<std::shared_ptr<Storage>> lent);
+  /// These pieces, until somebody has waited for all.
+  std::span<const IncomingRows> pieces() const { return pieces_; }
   std::span<const std::shared_ptr<Storage>> lent() const { return lent_; }
   /// Waits for pieces up to this one, unless that was done before.
   void settle_piece(size_t i);
@@ -91,7 +91,7 @@ class Storage {
   std::shared_ptr<MemoryLog> log_;        // the log that knows of it; null: none
   MemoryLog::HolderId holder_ = MemoryLog::kNobody;
   Event ready_;
-  std::vector<RowsToCome> pieces_;
+  std::vector<IncomingRows> pieces_;
   size_t pieces_here_ = 0;
   std::vector<std::shared_ptr<Storage>> lent_;
   std::string why_discarded_;

@@ -55,22 +55,35 @@ class BlockSigpipe {
 /// Our store with Gloo's interface.
 class GlooStore final : public gloo::rendezvous::Store {
  public:
-  GlooStore(StoreClient& store, std::string prefix, Deadline deadline)
-      : store_(store), prefix_(std::move(prefix)), deadline_(deadline) {}
+  GlooStore(StoreClient& store, std::string prefix, int rank, int size, Deadline deadline)
+      : store_(store), prefix_(std::move(prefix)), rank_(rank), size_(size), deadline_(deadline) {}
   void set(const std::string& key, const std::vector<char>& data) override {
     store_.set(prefix_ + key, {data.data(), data.size()}, deadline_);
   }
+  /// A key that is a rank's number has its addresses, one for each other rank. This rank reads the one that is for it, so only that is
+  /// fetched: all ranks fetch from all others. The rest are zeros.
   std::vector<char> get(const std::string& key) override {
-    const std::string value = store_.get(prefix_ + key, deadline_);
-    return {value.begin(), value.end()};
+    const std::string own = fetch(key);
+    if (!is_rank(key)) return {own.begin(), own.end()};
+    std::vector<char> all(own.size() * parts(), 0);
+    std::ranges::copy(own, all.begin() + static_cast<std::ptrdiff_t>(own.size() * part(key)));
+    return all;
   }
   void wait(const std::vector<std::string>& keys) override {
-    for (const std::string& key : keys) store_.get(prefix_ + key, deadline_);
+    for (const std::string& key : keys) fetch(key);
   }
 
  private:
+  static bool is_rank(const std::string& key) { return key.find_first_not_of("0123456789") == std::string::npos; }
+  uint64_t parts() const { return static_cast<uint64_t>(size_ - 1); }
+  uint64_t part(const std::string& key) const { return static_cast<uint64_t>(rank_ - (std::stoi(key) < rank_)); }
+  std::string fetch(const std::string& key) {
+    return is_rank(key) ? store_.get_part(prefix_ + key, part(key), parts(), deadline_) : store_.get(prefix_ + key, deadline_);
+  }
+
   StoreClient& store_;
   const std::string prefix_;
+  const int rank_, size_;
   const Deadline deadline_;
 };
 
@@ -102,9 +115,10 @@ GlooCommunicator::GlooCommunicator(CommunicatorGroup group, std::shared_ptr<Job>
       staging_bytes_(gloo_staging_bytes(size())), barrier_bytes_(static_cast<size_t>(size()) + 1) {
   auto context = std::make_shared<gloo::rendezvous::Context>(rank(), size());
   context->setTimeout(std::chrono::seconds(6));  // Gloo waits five times as long for a connection
-  GlooStore store(*job_->store, group_.name + "/", Clock::now() + job_->rendezvous.init_timeout);
+  GlooStore store(*job_->store, group_.name + "/", rank(), size(), Clock::now() + job_->rendezvous.init_timeout);
   const std::string me = str("[mesh] rank ", group_.world_rank(), " of ", group_.world, ": ");
   try {
+    const BlockSigpipe block;
     context->connectFullMesh(store, device);
   } catch (const Error&) {
     if (const auto failure = job_->board->failure())

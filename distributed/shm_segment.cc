@@ -159,39 +159,48 @@ ShmExchange::ShmExchange() {
               listen(listener_.fd(), 1024) == 0, "cannot listen on a Unix socket");
 }
 
-// Connecting does not require that the peer accepts, nor sending that it receives: so all connect, then all serve, then all receive,
-// without circular waits.
+// Everybody connects, then all receive. A connection waits in its peer's queue, which may be shorter than there are ranks (the kernel
+// cuts it at net.core.somaxconn): who finds one full serves those in its own, so that nobody waits in a circle.
 std::vector<std::shared_ptr<ShmSegment>> ShmExchange::swap(int rank, const std::vector<std::string>& names,
                                                            const std::shared_ptr<ShmSegment>& own,
                                                            const FailureBoard& board, Deadline deadline) {
   const int world = static_cast<int>(names.size());
   const auto is_peer = [&](int r) { return r != rank && !names[r].empty(); };
   int left = 0;
-  std::vector<Socket> sources(world);
-  for (int r = 0; r < world; ++r) {
-    if (!is_peer(r)) continue;
-    ++left;
-    sources[r] = Socket(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-    socklen_t size;
-    const sockaddr_un address = abstract_address(names[r], size);
-    require(sources[r] && connect(sources[r].fd(), reinterpret_cast<const sockaddr*>(&address), size) == 0,
-            "cannot connect to a peer's Unix socket");
-    check<IoError>(same_user(sources[r]), "[shm] rank ", r, " runs as another user");
-    require(send(sources[r].fd(), &rank, sizeof rank, MSG_NOSIGNAL) == sizeof rank, "cannot greet a peer");
-  }
+  for (int r = 0; r < world; ++r) left += is_peer(r);
   std::vector<bool> served(world, false);
-  while (left > 0) {
-    wait_readable(listener_, board, deadline, str(left, " peers did not ask for memory"));
+  const auto serve_one = [&] {
     const Socket peer(accept4(listener_.fd(), nullptr, nullptr, SOCK_CLOEXEC));
-    if (!peer || !same_user(peer)) continue;  // other users get nothing
+    if (!peer || !same_user(peer)) return;  // strangers get nothing
     wait_readable(peer, board, deadline, "a peer does not say who it is");
     int who = -1;
     if (recv(peer.fd(), &who, sizeof who, MSG_DONTWAIT) != sizeof who || who < 0 || who >= world || !is_peer(who) ||
         served[who])
-      continue;
+      return;
     send_descriptor(peer, own->memory().fd());
     served[who] = true;
     --left;
+  };
+  std::vector<Socket> sources(world);
+  for (int r = 0; r < world; ++r) {
+    if (!is_peer(r)) continue;
+    sources[r] = Socket(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    require(bool(sources[r]), "cannot make a Unix socket");
+    socklen_t size;
+    const sockaddr_un address = abstract_address(names[r], size);
+    while (connect(sources[r].fd(), reinterpret_cast<const sockaddr*>(&address), size) != 0) {
+      require(errno == EAGAIN || errno == EINTR, "cannot connect to a peer's Unix socket");
+      if (const auto failure = board.failure()) fail<IoError>("[shm] rank ", failure->rank, " failed: ", failure->reason);
+      check<IoError>(Clock::now() < deadline, "[shm] time-out: rank ", r, " does not accept connections");
+      pollfd p{listener_.fd(), POLLIN, 0};
+      if (poll(&p, 1, 2) > 0) serve_one();
+    }
+    check<IoError>(same_user(sources[r]), "[shm] rank ", r, " runs as another user");
+    require(send(sources[r].fd(), &rank, sizeof rank, MSG_NOSIGNAL) == sizeof rank, "cannot greet a peer");
+  }
+  while (left > 0) {
+    wait_readable(listener_, board, deadline, str(left, " peers did not ask for memory"));
+    serve_one();
   }
   std::vector<std::shared_ptr<ShmSegment>> segments(world);
   segments[rank] = own;

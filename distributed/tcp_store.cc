@@ -27,6 +27,8 @@ enum : uint8_t { kOk = 'o', kRefused = 'r', kLost = 'l', kMissingRanks = 'm' };
 constexpr uint64_t kMagic = 0x6d6f6f7266616873ull;  // identifies our clients
 constexpr size_t kMaxClients = 65536;
 constexpr size_t kMaxStoredBytes = size_t{64} << 20;
+// In addition for each pair of ranks: for each communicator of both, two along each axis of a mesh, 136 bytes of Gloo's addresses.
+constexpr size_t kMaxBytesOfPair = 2048;
 constexpr auto kGreetingTime = std::chrono::seconds(10);
 // Rank 0 ends when it learns that another has failed; clients that see its end wait this long for the reason first.
 constexpr auto kExplanationTime = std::chrono::seconds(1);
@@ -45,7 +47,9 @@ std::string answer(uint8_t status, std::string_view text) { return FrameWriter()
 class StoreServer::Impl {
  public:
   Impl(Socket listener, int world, std::string token)
-      : listener_(std::move(listener)), world_(world), token_(std::move(token)), wake_(eventfd(0, EFD_CLOEXEC)) {
+      : listener_(std::move(listener)), world_(world), token_(std::move(token)),
+        most_stored_(kMaxStoredBytes + kMaxBytesOfPair * static_cast<size_t>(world) * static_cast<size_t>(world)),
+        wake_(eventfd(0, EFD_CLOEXEC)) {
     thread_ = std::thread([this] { loop(); });
   }
   ~Impl() {
@@ -58,8 +62,9 @@ class StoreServer::Impl {
   struct Client {
     Socket socket;
     FrameBuffer frames = {};
-    int rank = -1;                 // none until its hello
-    std::string awaited = {};      // key that its pending get asks for
+    int rank = -1;                 // none until it has greeted
+    std::string awaited = {};      // key that its pending get asks for,
+    uint64_t part = 0, parts = 1;  // and which part of its value
     Deadline greet_by = {};
     bool waiting = false, said_bye = false, close = false;
   };
@@ -103,7 +108,7 @@ class StoreServer::Impl {
       case kHello: return greet(c, in);
       case kSet: {
         std::string key = in.text(), value = in.text();
-        if (!in.ok() || stored_ + key.size() + value.size() > kMaxStoredBytes)
+        if (!in.ok() || stored_ + key.size() + value.size() > most_stored_)
           return reply(c, kRefused, "bad request or store full");
         stored_ += key.size() + value.size();
         values_[key] = std::move(value);
@@ -113,7 +118,7 @@ class StoreServer::Impl {
         return;
       }
       case kGet:
-        c.awaited = in.text();
+        c.awaited = in.text(), c.part = in.u64(), c.parts = in.u64();
         c.waiting = true;
         return serve(c);
       case kMissing: {
@@ -147,10 +152,17 @@ class StoreServer::Impl {
   }
 
   void serve(Client& c) {
-    if (auto it = values_.find(c.awaited); it != values_.end()) reply(c, kOk, it->second);
+    if (auto it = values_.find(c.awaited); it != values_.end()) reply_part(c, it->second);
     else if (!lost_.empty()) reply(c, kLost, lost_);
     else return;
     c.waiting = false;
+  }
+
+  void reply_part(Client& c, std::string_view value) {
+    if (c.part >= c.parts || value.size() % c.parts != 0)
+      return reply(c, kRefused, str("'", c.awaited, "' has no part ", c.part, " of ", c.parts));
+    const size_t bytes = value.size() / c.parts;
+    reply(c, kOk, value.substr(c.part * bytes, bytes));
   }
 
   void drop(Client& c) {
@@ -167,6 +179,7 @@ class StoreServer::Impl {
   const Socket listener_;
   const int world_;
   const std::string token_;
+  const size_t most_stored_;
   const Socket wake_;
   std::list<Client> clients_;
   std::set<int> ranks_;
@@ -194,8 +207,8 @@ void StoreClient::set(const std::string& key, std::string_view value, Deadline d
   ask(FrameWriter().u8(kSet).text(key).text(value).bytes(), "setting '" + key + "'", deadline);
 }
 
-std::string StoreClient::get(const std::string& key, Deadline deadline) {
-  return ask(FrameWriter().u8(kGet).text(key).bytes(), "'" + key + "'", deadline);
+std::string StoreClient::get_part(const std::string& key, uint64_t part, uint64_t parts, Deadline deadline) {
+  return ask(FrameWriter().u8(kGet).text(key).u64(part).u64(parts).bytes(), "'" + key + "'", deadline);
 }
 
 std::string StoreClient::missing_ranks() {

@@ -34,8 +34,10 @@ class StoreClient {
   ~StoreClient();
 
   void set(const std::string& key, std::string_view value, Deadline deadline);
-  /// Sleeps until `key` is set. CommError: kTimeout at the deadline, kPeerLost if a rank or the server is gone.
-  std::string get(const std::string& key, Deadline deadline);
+  /// Sleeps until somebody sets `key`. CommError: kTimeout at the deadline, kPeerLost if a rank or the server is gone.
+  std::string get(const std::string& key, Deadline deadline) { return get_part(key, 0, 1, deadline); }
+  /// The same of the `part`-th of `parts` equal parts of the value. ConfigError if it has no such parts.
+  std::string get_part(const std::string& key, uint64_t part, uint64_t parts, Deadline deadline);
 
   /// The ranks that have not connected to the server: "2, 3".
   std::string missing_ranks();

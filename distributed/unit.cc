@@ -1,31 +1,46 @@
-// One rank's share of a unit, from the module's side: entering gathers, leaving discards. (unit_gradients.cc: backward reduces.)
+// One rank's share of a unit, from the module's side: entering gathers, leaving discards. (The backward: unit_gradients.cc.)
 #include "sheaf/distributed/unit.h"
 
 #include <algorithm>
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/distributed/unit_ops.h"
+#include "sheaf/kernels/dispatch.h"
 
 namespace sheaf {
 
-std::string_view name(Strategy s) {
-  constexpr std::string_view kNames[] = {"none", "replicate", "zero1", "shard_grad_op", "full_shard"};
-  return kNames[static_cast<int>(s)];
+Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const UnitOptions& options, std::shared_ptr<GatherSchedule> schedule)
+    : UnitLayout(std::move(name), std::move(leaves), options), schedule_(std::move(schedule)) {
+  values_.resize(leaves_.size());
+  slots_.resize(leaves_.size());
+  schedule_->add(this);
 }
 
-Strategy strategy_from(std::string_view text) {
-  for (Strategy s : {Strategy::replicate, Strategy::zero1, Strategy::shard_grad_op, Strategy::full_shard})
-    if (text == name(s)) return s;
-  if (text == "hybrid")
-    fail<ConfigError>("[shard] strategy 'hybrid' is full_shard (or another that shards) on one axis of a mesh and replicas on ",
-                      "another: ShardOptions::replica_axis, --sharding.replicas");
-  if (text == "tensor_parallel")
-    fail<ConfigError>("[shard] strategy '", text, "' is a tensor axis of the mesh together with one of the strategies full_shard, "
-                      "shard_grad_op, zero1 and replicate: ShardOptions::tensor_axis, --sharding.tensor");
-  if (text == "secondary_shard")
-    fail<ConfigError>("[shard] strategy '", text, "' is a replica axis along which masters are cut as well, together with one of the "
-                      "strategies full_shard, shard_grad_op and zero1: ShardOptions::secondary, --sharding.secondary");
-  fail<ConfigError>("[shard] unknown strategy '", text, "'; known: full_shard, shard_grad_op, zero1, replicate");
+Unit::~Unit() { schedule_->remove(this); }
+
+void Unit::allocate(Device device) {
+  const DeviceScope scope(device);
+  offloads_ = offload_ && kernels::is_for_gpu(device);
+  for (FlatBuffer& b : buffers_) {
+    const OutputSpec spec{.type = buffer_type(b, b.dtype, resting(b))};
+    const OpDef& resting = offloads_                  ? UnitOps::resting_on_host()
+                           : gathers() || secondary() ? UnitOps::resting()
+                                                      : UnitOps::resting_alone();
+    b.shard = apply_typed(resting, nullptr, {}, std::span(&spec, 1))[0];
+  }
+  allocated_ = true;
+}
+
+uint64_t Unit::version() const {
+  uint64_t version = 0;
+  for (const FlatBuffer& b : buffers_) version += b.shard.storage()->version();
+  return version;
+}
+
+void Unit::zero_grad() {
+  for (FlatBuffer& b : buffers_) b.grad = b.grad_scale = b.found_inf = Tensor();
+  pending_finishes_ = 0;
+  reduction_.forget();
 }
 
 // --- a module's scope ---
@@ -278,12 +293,7 @@ void Unit::recording_ended() {
   recording_ = 0;
   mirror_next_ = false;
   drop_slots();
-  reduction_.values.clear();  // waits for its lane: the slots may be freed only after that
-  reduction_.inputs.clear();
-  for (const Tensor& gradient : offload_in_flight_.gradients) {  // before its source is freed
-    try { gradient.storage()->settle(); } catch (const std::exception&) {}  // its readers get the error
-  }
-  offload_in_flight_ = {};
+  reduction_.recording_ended();
 }
 
 }  // namespace sheaf

@@ -15,6 +15,7 @@
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/core/rank_context.h"
+#include "sheaf/distributed/gradient_reduction.h"
 #include "sheaf/distributed/unit.h"
 #include "sheaf/distributed/unit_ops.h"
 
@@ -55,7 +56,7 @@ OwnershipMap parts_of(int dim, int64_t block) { return OwnershipMap::even(dim, b
 
 }  // namespace
 
-Type Unit::sent_type(const FlatBuffer& b, const Layout& layout) const {
+Type UnitLayout::sent_type(const FlatBuffer& b, const Layout& layout) const {
   return sends_blocks(b) ? in_blocks(buffer_type(b, b.dtype, layout)) : buffer_type(b, b.compute, layout);
 }
 
@@ -73,22 +74,22 @@ void Unit::unpack() {
   UnitOps::discard_buffers(axis_, landed, recording_);
 }
 
-// The addends' blocks are lent to the lane until those of all ranks have arrived.
-void Unit::exchange_blocks(int axis, std::span<const Reduced> which) {
+// The addends' blocks are lent in their place until those of all ranks have arrived.
+void GradientReduction::exchange_blocks(int axis, std::span<const Reduced> which) {
   std::vector<Tensor> from;
   std::vector<OutputSpec> specs;
   for (const auto& [buffer, value] : which) {
     const FlatBuffer& b = *buffer;
-    Tensor& t = reduction_.values[value];
+    Tensor& t = values_[value];
     const UnitOps::Attrs of_addends{axis, 1};
     t = UnitOps::made_by(UnitOps::quantize_gradient(), &of_addends, t, in_blocks(t.type()));
-    if (value < reduction_.inputs.size()) reduction_.inputs[value] = t;  // frees its source before more memory is used
-    else reduction_.inputs.push_back(t);
+    if (value < inputs_.size()) inputs_[value] = t;  // what it was made from goes before more is
+    else inputs_.push_back(t);
     Type type = t.type();
     const int last = type.shape.rank() - 1, rows = type.shape.rank() - b.shard.shape().rank();
     OwnershipMap part = parts_of(last, kBytes);
-    if (scatters(axis)) {
-      const Type kept{b.dtype, b.shard.shape(), Layout(mesh_).with(axis, b.shard.layout()[axis])};
+    if (unit_.scatters(axis)) {
+      const Type kept{b.dtype, b.shard.shape(), Layout(unit_.mesh()).with(axis, b.shard.layout()[axis])};
       const OwnershipMap cut = in_blocks(kept).layout[axis].map();
       part = cut.moved_to(cut.dim() + rows);
     }
@@ -98,44 +99,44 @@ void Unit::exchange_blocks(int axis, std::span<const Reduced> which) {
   }
   const UnitOps::Attrs attrs{axis, static_cast<int32_t>(specs.size())};
   const Tensors arrived = apply_typed(UnitOps::exchange(), &attrs, from, specs);
-  for (size_t i = 0; i < which.size(); ++i) reduction_.values[which[i].second] = arrived[i];
+  for (size_t i = 0; i < which.size(); ++i) values_[which[i].second] = arrived[i];
 }
 
 /// The type of the sum of blocks received in a reduction of `b` along `axis`.
-Type Unit::sum_type(const FlatBuffer& b, const Type& blocks) const {
+Type GradientReduction::sum_type(const FlatBuffer& b, const Type& blocks) const {
   Type sum = b.shard.type();
   const int rows = blocks.shape.rank() - sum.shape.rank();
-  for (int a = 0; a < mesh_->num_axes(); ++a)  // still addends there
+  for (int a = 0; a < unit_.mesh()->num_axes(); ++a)  // still addends there
     if (blocks.layout[a].is_shard() && !blocks.layout[a].is_single() && blocks.layout[a].map().dim() < rows)
       sum.layout[a] = Placement::partial();
   return sum;
 }
 
-// Sums the received blocks. True if the sums' blocks are then gathered, because they must be whole on all ranks.
-bool Unit::add_blocks() {
-  const int axis = reduction_.along;
+// Adds up what has arrived. True if the sums' blocks are then sent on, because they must be whole on all ranks.
+bool GradientReduction::add_blocks() {
+  const int axis = along_;
   std::vector<Tensor> from;
   std::vector<OutputSpec> specs;
   std::vector<size_t> which;
   size_t k = 0;
-  for (const FlatBuffer& b : buffers_) {
+  for (const FlatBuffer& b : unit_.buffers()) {
     if (!b.trainable) continue;
-    Tensor& t = reduction_.values[k++];
+    Tensor& t = values_[k++];
     if (t.dtype() != kU8) continue;
     const bool all = t.layout()[axis].is_invariant();  // they are sums already
     Type sum = sum_type(b, t.type());
-    const bool parts = !all && !scatters(axis);
+    const bool parts = !all && !unit_.scatters(axis);
     if (parts) {
-      if (const Placement& p = sum.layout[axis_]; p.is_shard() && p.map().is_flat())  // a flat shard cannot be combined with others
-        sum.layout[axis_] = Placement::shard(OwnershipMap::even(0, p.map().chunk()));
+      if (const Placement& p = sum.layout[unit_.axis()]; p.is_shard() && p.map().is_flat())  // a flat cut goes with no other
+        sum.layout[unit_.axis()] = Placement::shard(OwnershipMap::even(0, p.map().chunk()));
       sum.layout[axis] = Placement::shard(parts_of(sum.shape.rank() - 1, kBlockSize));
     }
-    const UnitOps::Rows rows{all ? 1 : mesh_->size(axis)};
+    const UnitOps::Rows rows{all ? 1 : unit_.mesh()->size(axis)};
     t = UnitOps::made_by(UnitOps::sum_of_blocks(), &rows, t, sum);
     if (!parts) continue;
     const UnitOps::Attrs of_sums{-1, 1};
     const Tensor blocks = UnitOps::made_by(UnitOps::quantize_gradient(), &of_sums, t, in_blocks(sum));
-    reduction_.inputs.push_back(blocks);
+    inputs_.push_back(blocks);
     from.push_back(blocks);
     Type whole = blocks.type();
     whole.layout[axis] = Placement::invariant();
@@ -146,7 +147,7 @@ bool Unit::add_blocks() {
   if (which.empty()) return false;
   const UnitOps::Attrs attrs{axis, static_cast<int32_t>(specs.size())};
   const Tensors gathered = apply_typed(UnitOps::gather_blocks(), &attrs, from, specs);
-  for (size_t i = 0; i < which.size(); ++i) reduction_.values[which[i]] = gathered[i];
+  for (size_t i = 0; i < which.size(); ++i) values_[which[i]] = gathered[i];
   return true;
 }
 

@@ -1,4 +1,4 @@
-// The gradients of a unit: the slots that kernels write them into, their reduction, and what a backward stores for the optimizer.
+// The gradients of a unit: the slots that kernels write them into, and when their reduction starts (gradient_reduction.h).
 #include <algorithm>
 #include <utility>
 
@@ -100,31 +100,12 @@ void Unit::finish(const std::vector<bool>& contributed) {
   std::vector<Tensor> slots = std::exchange(slot_buffers_, {});
   std::fill(slots_.begin(), slots_.end(), Tensor());
   if (caches_gathered()) {
-    add_to_waiting(std::move(slots));
+    reduction_.add_to_waiting(std::move(slots));
     if (!last) return;
-    slots = std::exchange(unreduced_, {});
+    slots = reduction_.take_waiting();
   }
   schedule_->advance_reductions();    // at most one unit's slots are in flight
-  reduction_.inputs = std::move(slots);
-  reduction_.to_the_end = last;
-  reduce_along(axis_);
-}
-
-void Unit::add_to_waiting(std::vector<Tensor> gradients) {
-  if (unreduced_.empty()) {
-    unreduced_ = std::move(gradients);
-    return;
-  }
-  leaf_waiting();
-  for (size_t k = 0; k < gradients.size(); ++k) add_gradient(unreduced_[k], gradients[k]);
-}
-
-// Gradients left by another recording become leaves of this one.
-void Unit::leaf_waiting() {
-  Recording* r = Recording::current();
-  size_t k = 0;
-  for (const FlatBuffer& b : buffers_)
-    if (r && b.trainable) r->leaf(unreduced_[k++], "waiting gradient of " + b.name);
+  reduction_.start(std::move(slots), last);
 }
 
 void Unit::reduce_waiting() {
@@ -132,147 +113,14 @@ void Unit::reduce_waiting() {
     fail<LifetimeError>("[unit] '", path_label(name_), "': the gradients of its weights were put off in ", pending_finishes_,
                         pending_finishes_ == 1 ? " backward" : " backwards", " with defer_weights, and recording.backward_weights() was not ",
                         "called as often; zero_grad() gives up all gradients of this step");
-  if (unreduced_.empty()) return;
+  if (!reduction_.has_waiting()) return;
   const PathScope path(name_);
-  leaf_waiting();
-  reduction_.to_the_end = true;
-  reduce_waiting_along(caches_gathered() ? axis_ : axis_after(axis_));
-}
-
-void Unit::reduce_waiting_along(int axis) {
-  (axis == axis_ ? reduction_.inputs : reduction_.values) = std::exchange(unreduced_, {});
-  reduce_along(axis);
-}
-
-// [Note: reduction] First along the unit's own axis, from the slots, then the result (a slice, if the unit is sharded) along each
-// other axis of the mesh, in place, or along a secondary axis as a reduce_scatter again. Each is issued when the next unit's
-// reduction begins, so that nothing waits for it: by then the previous one has had a unit's backward to complete in. With several
-// micro-batches the slices are accumulated, and only the last one's backward, or the first caller that asks, reduces them along the
-// other axes: these cross hosts. If they are sent in another dtype (FlatBuffer::reduce) each collective is between two casts: ranks
-// sum the dtype that was sent, and a cast's memory is freed with the collective's. With int8 blocks other collectives replace it:
-// [Note: addends in blocks].
-void Unit::reduce_along(int axis) {
-  if (axis == axis_) reduction_.values = reduction_.inputs;
-  else if (scatters(axis)) reduction_.inputs = reduction_.values;
-  std::vector<Tensor> from;
-  std::vector<OutputSpec> specs;
-  std::vector<size_t> which;  // indices of the values; those cut by the tensor axis are not summed along it
-  std::vector<Reduced> in_blocks;
-  size_t k = 0;
-  for (const FlatBuffer& b : buffers_) {
-    if (!b.trainable) continue;
-    Tensor& t = reduction_.values[k++];
-    if (!sums_along(b, axis)) continue;
-    if (b.reduce_int8 && !alone(axis)) {
-      in_blocks.emplace_back(&b, k - 1);
-      continue;
-    }
-    if (b.reduce != b.dtype && !alone(axis)) {  // a cast's memory is freed before more is used
-      t = UnitOps::cast_by(UnitOps::cast_gradient(), t, b.reduce);
-      if (!reduction_.inputs.empty()) reduction_.inputs[k - 1] = t;
-    }
-    Type type = t.type();
-    if (mesh_) type.layout[axis] = b.shard.layout()[axis];
-    from.push_back(t);
-    specs.push_back({.type = type, .into = scatters(axis) ? Tensor() : t});
-    which.push_back(k - 1);
-  }
-  if (!in_blocks.empty()) exchange_blocks(axis, in_blocks);
-  if (!which.empty()) {
-    const UnitOps::Attrs attrs{axis, static_cast<int32_t>(specs.size())};
-    const OpDef& op = alone(axis) ? UnitOps::open() : scatters(axis) ? UnitOps::reduce_scatter() : UnitOps::all_reduce();
-    const Tensors reduced = apply_typed(op, &attrs, from, specs);
-    for (size_t i = 0; i < which.size(); ++i) reduction_.values[which[i]] = reduced[i];
-  }
-  reduction_.along = axis;
-  if (alone(axis)) advance_reduction();
-}
-
-void Unit::advance_reduction() {
-  complete_offload();
-  if (reduction_.values.empty()) return;
-  const int along = reduction_.along;
-  const PathScope path(name_);
-  if (!alone(along)) {
-    UnitOps::complete_results(along, reduction_.values, reduction_.inputs);
-  }
-  for (Tensor& t : reduction_.values) t.storage()->settle();
-  reduction_.inputs.clear();
-  if (add_blocks()) return;
-  cast_reduced();
-  const int next = axis_after(along);
-  if (next < 0) return keep_gradient();
-  if (along == axis_ && sums_further()) {
-    add_to_waiting(std::exchange(reduction_.values, {}));
-    if (reduction_.to_the_end) reduce_waiting_along(next);
-  } else {
-    reduce_along(next);
-  }
-}
-
-void Unit::cast_reduced() {
-  size_t k = 0;
-  for (const FlatBuffer& b : buffers_) {
-    if (!b.trainable) continue;
-    Tensor& t = reduction_.values[k++];
-    if (t.dtype() != b.dtype) t = UnitOps::cast_by(UnitOps::cast_reduced(), t, b.dtype);
-  }
-}
-
-// The axes in the order of reduction: the unit's own, then the others along which gradients are summed; -1 after the last.
-int Unit::axis_after(int axis) const {
-  for (int next = axis == axis_ ? 0 : axis + 1; mesh_ && next < mesh_->num_axes(); ++next)
-    if (next != axis_ && std::ranges::any_of(buffers_, [&](const FlatBuffer& b) { return b.trainable && sums_along(b, next); }))
-      return next;
-  return -1;
-}
-
-bool Unit::sums_further() const {
-  for (int a = axis_after(axis_); a >= 0; a = axis_after(a))
-    if (!alone(a)) return true;
-  return false;
+  reduction_.start_waiting();
 }
 
 bool Unit::holds_gradients() const {
-  return pending_finishes_ > 0 || !unreduced_.empty() || std::ranges::any_of(buffers_, [](const FlatBuffer& b) { return b.grad.defined(); });
-}
-
-void Unit::complete_reduction() {
-  while (!reduction_.values.empty()) advance_reduction();
-  complete_offload();
-}
-
-void Unit::keep_gradient() {
-  const std::vector<Tensor> reduced = std::exchange(reduction_.values, {});
-  if (offloads_) offload_in_flight_.from = reduced;
-  size_t k = 0;
-  for (FlatBuffer& b : buffers_) {
-    if (!b.trainable) continue;
-    b.grad_scale = b.found_inf = Tensor();  // they belonged to the gradient before
-    // A gradient left by another recording is a leaf of this one, with its value before it changes.
-    if (Recording* r = Recording::current(); r && b.grad) r->leaf(b.grad, "gradient of " + b.name);
-    const Tensor& gradient = reduced[k++];
-    if (offloads_) offload_gradient(b, gradient);
-    else if (b.grad) add_gradient(b.grad, gradient);  // a micro-batch's gradient is complete before it is added
-    else b.grad = gradient;
-  }
-}
-
-// Nothing waits: the device copy is held until the next unit's gradient is offloaded, or the backward ends.
-void Unit::offload_gradient(FlatBuffer& b, const Tensor& gradient) {
-  const Tensor inputs[] = {gradient, b.grad};
-  const OutputSpec spec{.type = gradient.type(), .into = b.grad};
-  const Tensors there = apply_typed(UnitOps::offload_gradient(), nullptr, std::span(inputs, b.grad ? 2 : 1), std::span(&spec, 1));
-  if (b.grad) b.grad.storage()->changed();
-  else b.grad = there[0];
-  offload_in_flight_.gradients.push_back(b.grad);
-}
-
-void Unit::complete_offload() {
-  if (offload_in_flight_.from.empty()) return;
-  const PathScope path(name_);
-  const Offload left = std::exchange(offload_in_flight_, {});
-  UnitOps::complete_results(axis_, left.gradients, left.from);
+  return pending_finishes_ > 0 || reduction_.has_waiting() ||
+         std::ranges::any_of(buffers_, [](const FlatBuffer& b) { return b.grad.defined(); });
 }
 
 }  // namespace sheaf

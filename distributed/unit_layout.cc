@@ -1,13 +1,6 @@
-// Where the parameters of a unit are: flat buffers, a rank's blocks of parameters cut by a tensor axis, and the pieces it has of
-// each.
-#include <algorithm>
-#include <numeric>
+#include "sheaf/distributed/unit_layout.h"
 
-#include "sheaf/autograd/ops.h"
-#include "sheaf/core/rank_context.h"
-#include "sheaf/distributed/unit.h"
-#include "sheaf/distributed/unit_ops.h"
-#include "sheaf/kernels/dispatch.h"
+#include <numeric>
 
 namespace sheaf {
 
@@ -23,13 +16,12 @@ FlatLayout FlatLayout::of(const std::vector<Shape>& shapes, int ranks, int64_t a
   return f;
 }
 
-Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const UnitOptions& o, std::shared_ptr<GatherSchedule> schedule)
+UnitLayout::UnitLayout(std::string name, std::vector<LeafSpec> leaves, const UnitOptions& o)
     : name_(std::move(name)), leaves_(std::move(leaves)), mesh_(o.mesh), axis_(o.axis), tensor_axis_(mesh_ ? o.tensor_axis : -1),
-      secondary_axis_(mesh_ ? o.secondary_axis : -1),
-      stage_axis_(mesh_ ? o.stage_axis : -1), stage_(o.stage), strategy_(mesh_ ? o.strategy : Strategy::none),
-      schedule_(std::move(schedule)), offload_(o.offload && shards()) {
+      secondary_axis_(mesh_ ? o.secondary_axis : -1), stage_axis_(mesh_ ? o.stage_axis : -1), stage_(o.stage),
+      strategy_(mesh_ ? o.strategy : Strategy::none), offload_(o.offload && shards()) {
   where_.resize(leaves_.size());
-  for (int i = 0; i < num_leaves(); ++i) {
+  for (int i = 0; i < static_cast<int>(leaves_.size()); ++i) {
     const LeafSpec& leaf = leaves_[i];
     const bool casts = !leaf.exact && is_floating(leaf.dtype);
     const bool gather_int8 = o.gather_int8 && casts && leaf.shape.rank() >= 2 && !leaf.bias;
@@ -71,14 +63,9 @@ Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const UnitOptions& o,
     if (b.gather_int8) b.name += " in blocks";
     if (buffers_.size() > 1 && b.dtype != kF32) b.name += str(" ", b.dtype);
   }
-  values_.resize(leaves_.size());
-  slots_.resize(leaves_.size());
-  schedule_->add(this);
 }
 
-Unit::~Unit() { schedule_->remove(this); }
-
-Shape Unit::block_shape(int leaf, int rank) const {
+Shape UnitLayout::block_shape(int leaf, int rank) const {
   Shape shape = leaves_[leaf].shape;
   if (!is_cut(leaf)) return shape;
   const OwnershipMap& map = *leaves_[leaf].cut;
@@ -86,7 +73,7 @@ Shape Unit::block_shape(int leaf, int rank) const {
   return shape;
 }
 
-Shape Unit::largest_block(int leaf) const {
+Shape UnitLayout::largest_block(int leaf) const {
   const LeafSpec& l = leaves_[leaf];
   const OwnershipMap& cut = *l.cut;
   const int ranks = mesh_->size(tensor_axis_);
@@ -103,13 +90,13 @@ Shape Unit::largest_block(int leaf) const {
   return largest;
 }
 
-Layout Unit::placed(Placement everywhere) const {
+Layout UnitLayout::placed(Placement everywhere) const {
   Layout l(mesh_, everywhere);
   if (stage_axis_ >= 0) l[stage_axis_] = Placement::on(stage_);
   return l;
 }
 
-Layout Unit::resting(const FlatBuffer& b) const {
+Layout UnitLayout::resting(const FlatBuffer& b) const {
   if (!mesh_) return {};
   Layout l = placed(Placement::invariant());
   if (b.cut) l[tensor_axis_] = Placement::shard(0);
@@ -122,19 +109,19 @@ Layout Unit::resting(const FlatBuffer& b) const {
   return l;
 }
 
-Layout Unit::whole(const FlatBuffer& b) const {
+Layout UnitLayout::whole(const FlatBuffer& b) const {
   if (!mesh_) return {};
   const Layout l = placed(Placement::replicate());
   return b.cut ? l.with(tensor_axis_, Placement::shard(0)) : l;
 }
 
-Layout Unit::value_layout(int leaf) const {
+Layout UnitLayout::value_layout(int leaf) const {
   if (!mesh_) return {};
   const Layout l = placed(Placement::replicate());
   return is_cut(leaf) ? l.with(tensor_axis_, Placement::shard(*leaves_[leaf].cut)) : l;
 }
 
-Type Unit::buffer_type(const FlatBuffer& b, DType dtype, const Layout& layout) const {
+Type UnitLayout::buffer_type(const FlatBuffer& b, DType dtype, const Layout& layout) const {
   Shape shape;
   if (b.cut) shape.push_back(mesh_->size(tensor_axis_));
   const int64_t slices = secondary_axis_ >= 0 ? mesh_->size(axis_) : 1;
@@ -143,24 +130,11 @@ Type Unit::buffer_type(const FlatBuffer& b, DType dtype, const Layout& layout) c
   return {dtype, shape, layout};
 }
 
-// In the masters' dtype, of the dual placement of the gathered values.
-Type Unit::slots_type(const FlatBuffer& b) const { return buffer_type(b, b.dtype, whole(b)).dual(); }
-Type Unit::slot_type(int leaf) const { return value_type(leaf, leaves_[leaf].dtype).dual(); }
+// In the masters' dtype, of the dual placement of what is gathered.
+Type UnitLayout::slots_type(const FlatBuffer& b) const { return buffer_type(b, b.dtype, whole(b)).dual(); }
+Type UnitLayout::slot_type(int leaf) const { return value_type(leaf, leaves_[leaf].dtype).dual(); }
 
-void Unit::allocate(Device device) {
-  const DeviceScope scope(device);
-  offloads_ = offload_ && kernels::is_for_gpu(device);
-  for (FlatBuffer& b : buffers_) {
-    const OutputSpec spec{.type = buffer_type(b, b.dtype, resting(b))};
-    const OpDef& resting = offloads_                  ? UnitOps::resting_on_host()
-                           : gathers() || secondary() ? UnitOps::resting()
-                                                      : UnitOps::resting_alone();
-    b.shard = apply_typed(resting, nullptr, {}, std::span(&spec, 1))[0];
-  }
-  allocated_ = true;
-}
-
-std::vector<LocalPiece> Unit::pieces(const FlatBuffer& b, Interval part) const {
+std::vector<LocalPiece> UnitLayout::pieces(const FlatBuffer& b, Interval part) const {
   std::vector<LocalPiece> out;
   if (!b.shard || !is_here()) return out;
   const RankContext& context = RankContext::current();
@@ -191,28 +165,28 @@ std::vector<LocalPiece> Unit::pieces(const FlatBuffer& b, Interval part) const {
   return out;
 }
 
-uint64_t Unit::version() const {
-  uint64_t version = 0;
-  for (const FlatBuffer& b : buffers_) version += b.shard.storage()->version();
-  return version;
+// The axes in the order of reduction: the unit's own, then the others along which something is a sum; -1 after the last.
+int UnitLayout::axis_after(int axis) const {
+  for (int next = axis == axis_ ? 0 : axis + 1; mesh_ && next < mesh_->num_axes(); ++next)
+    if (next != axis_ && std::ranges::any_of(buffers_, [&](const FlatBuffer& b) { return b.trainable && sums_along(b, next); }))
+      return next;
+  return -1;
 }
 
-void Unit::zero_grad() {
-  for (FlatBuffer& b : buffers_) b.grad = b.grad_scale = b.found_inf = Tensor();
-  unreduced_.clear();
-  pending_finishes_ = 0;
-  reduction_.values.clear();  // of a failed backward; waits for its lane
-  reduction_.inputs.clear();
+bool UnitLayout::sums_further() const {
+  for (int a = axis_after(axis_); a >= 0; a = axis_after(a))
+    if (!alone(a)) return true;
+  return false;
 }
 
-int64_t Unit::gathered_bytes() const {
+int64_t UnitLayout::gathered_bytes() const {
   int64_t bytes = 0;
   if (gathers() && is_here())
     for (const FlatBuffer& b : buffers_) bytes += b.layout.total * static_cast<int64_t>(size_of(b.compute));
   return bytes;
 }
 
-int64_t Unit::copied_bytes() const {
+int64_t UnitLayout::copied_bytes() const {
   int64_t bytes = 0;
   if (secondary() && is_here())
     for (const FlatBuffer& b : buffers_) bytes += b.layout.total / mesh_->size(axis_) * static_cast<int64_t>(size_of(b.compute));

@@ -74,9 +74,9 @@ std::vector<Step> train(int world, int64_t steps, Strategy strategy, double kl) 
 }
 
 TEST(Grpo, LearnsTheSameOnAnyNumberOfRanks) {
-  const std::vector<Step> want = train(1, 6, strategy::full_shard, 0.05);
+  const std::vector<Step> want = train(1, 6, Strategy::full_shard, 0.05);
   for (const int world : {2, 4})
-    for (const Strategy strategy : {strategy::full_shard, strategy::zero1, strategy::replicate}) {
+    for (const Strategy strategy : {Strategy::full_shard, Strategy::zero1, Strategy::replicate}) {
       const std::vector<Step> got = train(world, 6, strategy, 0.05);
       for (size_t i = 0; i < want.size(); ++i) {
         EXPECT_NEAR(got[i].right, want[i].right, 1e-12) << world << ' ' << name(strategy) << ", step " << i;
@@ -86,7 +86,7 @@ TEST(Grpo, LearnsTheSameOnAnyNumberOfRanks) {
 }
 
 TEST(Grpo, RewardsGrow) {
-  const std::vector<Step> steps = train(1, 60, strategy::full_shard, 0);
+  const std::vector<Step> steps = train(1, 60, Strategy::full_shard, 0);
   EXPECT_LT(steps.front().right, 0.2);
   EXPECT_GT(steps.back().right, 2 * steps.front().right);
 }

@@ -267,7 +267,7 @@ struct SharedAttention : nn::Module {
   nn::Linear read{kWidth, 3 * kWidth}, write{kWidth, kWidth};
   Tensor forward(const Tensor& x_BTC) {
     nn::ContextRegion region;  // after `read`: all tokens, this rank's heads
-    const Tensor qkv = read(x_BTC, region.onward(OwnershipMap::parts(2, {kWidth, kWidth, kWidth}, kHeads)));
+    const Tensor qkv = read(x_BTC, region.output_layout(OwnershipMap::parts(2, {kWidth, kWidth, kWidth}, kHeads)));
     const Tensor mixed = packed_attention(qkv, kHeads, kHeads);
     return x_BTC + write(region.leave(mixed));
   }

@@ -26,7 +26,7 @@ int main(int argc, char** argv) try {
                      .context = 64,
                      .vocab = corpus.vocab});  // no memory yet
   shard(model, mesh,
-        {.axis = "data", .units = nn::units_of<models::Block>(), .strategy = strategy::full_shard});
+        {.axis = "data", .units = nn::units_of<models::Block>(), .strategy = Strategy::full_shard});
   materialize(model, world.device(), {.seed = 1337});  // each rank fills only what it owns
   optim::AdamW optimizer(model, {.weight_decay = 0.1});
   check<ConfigError>(16 % world.size() == 0, "[train_gpt] ", world.size(), " ranks do not divide a batch of 16");

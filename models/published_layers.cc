@@ -151,11 +151,11 @@ void read_deepseek_experts(const ConfigReader& r, const std::string& type, Model
     m.dense_layers = 0;
     return;
   }
-  m.experts = r.positive("n_routed_experts");
+  m.experts = r.experts("n_routed_experts");
   m.experts_per_token = r.positive("num_experts_per_tok");
   m.expert_hidden = r.positive("moe_intermediate_size");
   m.expert_scale = r.number("routed_scaling_factor", v3 ? 2.5 : 1.0);
-  m.shared_experts = r.positive("n_shared_experts");
+  m.shared_experts = r.experts("n_shared_experts");
   m.normalize_experts = r.flag("norm_topk_prob", v3 || type == "glm4_moe");
   r.only("moe_layer_freq", 1, "after the first ones all of Sheaf's layers have experts");
   if (v2) {
@@ -198,7 +198,7 @@ void read_softcaps(const ConfigReader& r, ModelConfig& m) {
 void read_gpt_oss(const ConfigReader& r, ModelConfig& m) {
   r.only("attention_bias", true, "gpt_oss has biases in both layers of attention");
   m.qkv_bias = m.out_bias = m.attention_sinks = m.expert_linear_bias = true;
-  m.experts = r.positive(r.has("num_local_experts") ? "num_local_experts" : "num_experts");
+  m.experts = r.experts(r.has("num_local_experts") ? "num_local_experts" : "num_experts");
   m.experts_per_token = r.positive(r.has("num_experts_per_tok") ? "num_experts_per_tok" : "experts_per_token");  // OpenAI's key
   r.only("experts_per_token", m.experts_per_token, "num_experts_per_tok says otherwise");
   m.expert_gate_limit = r.number("swiglu_limit", 7.0);
@@ -229,20 +229,20 @@ void read_linear_attention(const ConfigReader& r, ModelConfig& m) {
 }
 
 void read_mixtral_experts(const ConfigReader& r, ModelConfig& m) {
-  m.experts = r.positive("num_local_experts");
+  m.experts = r.experts("num_local_experts");
   m.experts_per_token = r.positive("num_experts_per_tok");
   if (r.number("router_jitter_noise", 0.0) != 0.0) r.refuse("router_jitter_noise", "Sheaf's routers have no noise");
 }
 
 void read_olmoe_experts(const ConfigReader& r, ModelConfig& m) {
-  m.experts = r.positive(r.has("num_experts") ? "num_experts" : "num_local_experts");
+  m.experts = r.experts(r.has("num_experts") ? "num_experts" : "num_local_experts");
   m.experts_per_token = r.positive("num_experts_per_tok");
   m.normalize_experts = r.flag("norm_topk_prob", false);
 }
 
 void read_qwen_experts(const ConfigReader& r, const std::string& type, ModelConfig& m) {
   const bool next = type == "qwen3_next", later = type == "qwen3_5_moe_text";  // which has no key for what all such models do
-  m.experts = r.positive(r.has("num_experts") ? "num_experts" : "num_local_experts");  // since version 5 of transformers
+  m.experts = r.experts(r.has("num_experts") ? "num_experts" : "num_local_experts");  // since version 5 of transformers
   m.experts_per_token = r.positive("num_experts_per_tok");
   m.expert_hidden = r.positive("moe_intermediate_size");
   m.normalize_experts = r.flag("norm_topk_prob", next || later);

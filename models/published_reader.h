@@ -54,6 +54,11 @@ class ConfigReader {
     if (value > 10000) refuse(key, "at most 10,000 layers");  // as of model.layers
     return value;
   }
+  int64_t experts(const char* key) const {
+    const int64_t value = positive(key);
+    if (value > 10000) refuse(key, "at most 10,000 experts");  // as of model.experts
+    return value;
+  }
   double number(const char* key, double otherwise) const { return get(key, otherwise, &Json::as_double); }
   int64_t whole(const char* key, int64_t otherwise) const {
     const int64_t value = get(key, otherwise, &Json::as_int);

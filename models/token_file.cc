@@ -91,9 +91,11 @@ struct Tokens::Part {
     check<DataError>(bytes > 0, "[tokens] '", path, "' is empty");
 
     int32_t header[4] = {};
-    if (bytes >= kHeaderBytes) file.read_at(0, header, sizeof header);
+    file.read_at(0, header, static_cast<size_t>(std::min<int64_t>(bytes, sizeof header)));
     const bool is16 = header[0] == kMagic16, is32 = header[0] == kMagic32, examples = header[0] == kMagicExamples;
     const int32_t version = is16 ? kVersion16 : is32 ? kVersion32 : examples ? kVersionExamples : header[1];
+    check<DataError>(bytes >= kHeaderBytes || !(is16 || is32 || examples), "[tokens] '", path, "': ", bytes,
+                     " bytes are shorter than its header");
     check<DataError>(header[1] == version, "[tokens] '", path, "': unknown version ", header[1]);
     Part part;
     part.name = path;

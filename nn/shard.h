@@ -21,14 +21,6 @@
 
 namespace sheaf {
 
-namespace strategy {
-inline constexpr Strategy none = Strategy::none;
-inline constexpr Strategy replicate = Strategy::replicate;
-inline constexpr Strategy zero1 = Strategy::zero1;
-inline constexpr Strategy shard_grad_op = Strategy::shard_grad_op;
-inline constexpr Strategy full_shard = Strategy::full_shard;
-}  // namespace strategy
-
 namespace nn {
 
 /// Which modules below the sharded one become separate units. Modules that an inner shard() has claimed are unchanged, including

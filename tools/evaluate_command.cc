@@ -17,7 +17,6 @@ std::string perplexity(double loss) {
   return text;
 }
 
-std::string count_of(int64_t count, const char* what) { return str(count, ' ', what, count == 1 ? "" : "s"); }
 
 void say_all(const models::EvaluationReport& report) {
   for (const models::Validation& v : report.validation)
@@ -39,8 +38,8 @@ int evaluate_command(const EvaluateArguments& arguments) {
     const models::EvaluationReport report = models::evaluate_folder(arguments.folder, config, world, world.device(),
                                                                     {.context = arguments.context, .whole_text = whole_text});
     if (world.rank() != 0) return;
-    say(str("sheaf evaluate: ", count_of(world.size(), "rank"), ", ", count_of(report.parameters, "parameter"), " of ", report.model, ", ",
-            config.train.dtype, config.train.fp8 == "none" ? "" : ", products in FP8", ", windows of ", count_of(report.context, "token")));
+    say(str("sheaf evaluate: ", counted(world.size(), "rank"), ", ", counted(report.parameters, "parameter"), " of ", report.model, ", ",
+            config.train.dtype, config.train.fp8 == "none" ? "" : ", products in FP8", ", windows of ", counted(report.context, "token")));
     say_all(report);
   });
   return 0;

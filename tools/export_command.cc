@@ -3,6 +3,8 @@
 #include <filesystem>
 #include <functional>
 
+#include <unistd.h>
+
 #include "sheaf/core/atomic_folder.h"
 #include "sheaf/core/file.h"
 #include "sheaf/models/checkpoint_store.h"
@@ -45,10 +47,11 @@ void check_nothing_lies_beside(const std::string& folder, const std::string& wei
 
 // Writes `to` atomically.
 FileDigest write_whole(const std::string& to, std::vector<SafetensorsInput> tensors, const std::map<std::string, std::string>& metadata) {
-  const std::string pending = to + ".tmp";
+  const std::string pending = str(to, ".tmp-", getpid());
   try {
     const FileDigest digest = write_safetensors(pending, std::move(tensors), metadata);
     rename_path(pending, to);
+    sync_folder(parent_of(to));
     return digest;
   } catch (...) {
     std::error_code ignored;

@@ -22,7 +22,7 @@ int generate_one(const GenerateArguments& arguments) {
                                        {"--at-once", given.at_once != none.at_once}, {"--resume", given.resume}})
     check<ConfigError>(!is_given, "[generate] ", name, " is for --prompts");
   const models::GenerateConfig config = load_generate_config(arguments.folder + "/config.toml", arguments.overrides);
-  if (arguments.threads_per_rank > 0) RankContext::current().threads = arguments.threads_per_rank;
+  RankContext::current().threads = arguments.threads_per_rank > 0 ? arguments.threads_per_rank : threads_per_rank(1);
   const RankScope scope(RankContext::current());
   models::generate_from_folder(arguments.folder, config, distributed::init_device(), [](const std::string& text) { put(text); });
   put("\n");

@@ -21,6 +21,8 @@ std::string rounded(double value) {
   return text;
 }
 
+std::string counted(int64_t count, std::string_view what) { return str(count, ' ', what, count == 1 ? "" : "s"); }
+
 std::string mebibytes(int64_t bytes) {
   char text[32];
   std::snprintf(text, sizeof text, "%.2f MiB", static_cast<double>(bytes) / (1 << 20));

@@ -53,6 +53,8 @@ int64_t vocabulary_of(const char* command, const models::TrainConfig& config) {
   const models::DataConfig& data = config.data;
   if (models::is_published(data.tokenizer)) return models::open_tokenizer(data.tokenizer, data.tokenizer_folder)->vocab_size();
   if (data.corpus.empty()) fail<ConfigError>("[", command, "] the size of the vocabulary is not known: give --model.vocab N");
+  check<DataError>(path_exists(data.corpus), "[", command, "] the vocabulary is that of '", data.corpus, "', which does not exist: give "
+                     "--model.vocab N");
   return models::load_corpus(data, 0).vocab;
 }
 
@@ -133,9 +135,9 @@ int plan_command(const PlanArguments& arguments) {
     fail<OutOfMemory>("[plan] none of ", ways.planned, " ways fits ", machine.memory, " bytes a rank: the least takes ", ways.least_bytes,
                       config.train.offload_parameters && config.train.offload_optimizer ? "" : "; train.offload_parameters and "
                       "train.offload_optimizer leave masters, gradients and states to the host's memory");
-  say(str(config.train.batch, " sequences of ", config.model.context, " tokens, ", arguments.world, " ranks ",
+  say(str(counted(config.train.batch, "sequence"), " of ", counted(config.model.context, "token"), ", ", counted(arguments.world, "rank"), " ",
           config.train.islands > 1 ? str("in ", config.train.islands, " islands ") : "", "on ", machine.name, ", ",
-          machine.ranks_per_host, " to a host: ", ways.planned, " ways planned, ", ways.fitting.size(), " of them within ",
+          machine.ranks_per_host, " to a host: ", counted(ways.planned, "way"), " planned, ", ways.fitting.size(), " of them within ",
           formatted("%.1f GB", static_cast<double>(machine.memory) * 1e-9)));
   say(" estimated s  tok/s/rank  MFU %  peak GB  recv GiB  waits %  options");
   for (const models::Way& way : arguments.all ? ways.fitting : ways.front) say(row(way, machine, arguments.world));

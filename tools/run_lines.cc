@@ -28,8 +28,7 @@ std::string epochs_line(const models::Trainer& trainer, int source) {
 std::string examples_line(const std::string& what, const models::PackedExamples& e, int64_t context) {
   const auto tokens = static_cast<double>(e.num_tokens()), places = static_cast<double>(e.num_windows() * (context + 1));
   const auto note = [](int64_t count, const char* what) { return count == 0 ? str() : str("; ", count, what); };
-  return str("  ", what, e.num_examples(), e.num_examples() == 1 ? " example in " : " examples in ", e.num_windows(),
-             e.num_windows() == 1 ? " window, " : " windows, ", rounded(100 * tokens / places), " % full, ",
+  return str("  ", what, counted(e.num_examples(), "example"), " in ", counted(e.num_windows(), "window"), ", ", rounded(100 * tokens / places), " % full, ",
              rounded(100 * static_cast<double>(e.num_targets()) / tokens), " % of their tokens are learned",
              note(e.num_shortened(), " longer than a window, without their ends"),
              note(e.num_left_out(), " left out, where nothing is learned within a window"));
@@ -39,8 +38,7 @@ std::string examples_line(const std::string& what, const models::PackedExamples&
 std::string ranks_line(const models::TrainConfig& config, World& world, models::Trainer& trainer) {
   const auto& s = config.sharding;
   const int threads = RankContext::current().threads;
-  std::string line = str(world.size(), world.size() == 1 ? " rank" : " ranks", " (", world.kind(), ") x ", threads,
-                         threads == 1 ? " thread, " : " threads, ");
+  std::string line = str(counted(world.size(), "rank"), " (", world.kind(), ") x ", counted(threads, "thread"), ", ");
   if (config.train.islands > 1)
     line += str(config.train.islands, " islands that agree every ", config.train.inner_steps, " steps, ");
   line += s.strategy;

@@ -59,9 +59,8 @@ class Tokenizing {
     std::snprintf(speed, sizeof speed, "%.1f MB in %.2f s = %.1f MB/s", static_cast<double>(bytes_) / 1e6, seconds,
                   static_cast<double>(bytes_) / 1e6 / seconds);
     const std::string learned = examples_ ? str(examples_->num_learned(), " of them learned, ") : "";
-    return str(out_->size(), " tokens (", tokenizer_.kind(), ") of ", documents_, examples_ ? " example" : " document",
-               documents_ == 1 ? ", " : "s, ", learned, speed, " with ", threads,
-               threads == 1 ? " thread" : " threads");
+    return str(out_->size(), " tokens (", tokenizer_.kind(), ") of ", counted(documents_, examples_ ? "example" : "document"), ", ", learned,
+               speed, " with ", counted(threads, "thread"));
   }
   std::string note() const {
     if (!examples_ || examples_->num_in_vain() == 0) return note_;
@@ -140,8 +139,8 @@ int tokenize_command(const TokenizeArguments& arguments) {
   } else if (arguments.examples.special_tokens || !arguments.examples.end.empty()) {
     fail<ConfigError>("[tokenize] --special-tokens and --end-token are for examples (--prompt-field, --chat)");
   }
-  if (!arguments.tokenizer_folder.empty() && !models::is_published(arguments.tokenizer))
-    fail<ConfigError>("[tokenize] --tokenizer ", arguments.tokenizer, " has no files: --tokenizer-folder ", arguments.tokenizer_folder,
+  if (arguments.tokenizer == "byte" && !arguments.tokenizer_folder.empty())
+    fail<ConfigError>("[tokenize] --tokenizer byte has no files: --tokenizer-folder ", arguments.tokenizer_folder,
                       " is for gpt2, llama3 and huggingface");
   const auto tokenizer = models::open_tokenizer(arguments.tokenizer, arguments.tokenizer_folder);
   require_no_text(out);

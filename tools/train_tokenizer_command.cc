@@ -122,7 +122,7 @@ int train_tokenizer_command(const TrainTokenizerArguments& arguments) {
   Clock clock;
   Counting counting(trainer, arguments.texts, kBlockPerThread * static_cast<size_t>(threads));
   for (const std::string& text : texts) counting.add(text, signals);
-  const double counted = clock.lap();
+  const double counting_seconds = clock.lap();
   const Json file = signals.asked() ? Json() : trainer.train([&] { return signals.asked() != 0; });
   if (file.is_null()) {
     models::warn_on_stderr(str("'", out, "' is not written: signal ", signals.asked(), " asked to stop"));
@@ -133,10 +133,9 @@ int train_tokenizer_command(const TrainTokenizerArguments& arguments) {
   replace_file(out, file.dump() + "\n");
   if (!counting.note().empty()) models::warn_on_stderr(counting.note());
   char speed[160];
-  std::snprintf(speed, sizeof speed, "%.1f MB counted in %.2f s = %.1f MB/s with %d %s, merges learned in %.2f s",
-                counting.megabytes(), counted, counting.megabytes() / counted, threads, threads == 1 ? "thread" : "threads",
-                learned);
-  say(str(out, ": ", options.vocab, " tokens of ", texts.size(), texts.size() == 1 ? " text, " : " texts, ", trainer.words(),
+  std::snprintf(speed, sizeof speed, "%.1f MB counted in %.2f s = %.1f MB/s with %s, merges learned in %.2f s",
+                counting.megabytes(), counting_seconds, counting.megabytes() / counting_seconds, counted(threads, "thread").c_str(), learned);
+  say(str(out, ": ", options.vocab, " tokens of ", counted(std::ssize(texts), "text"), ", ", trainer.words(),
           " distinct words; ", speed));
   return 0;
 }

@@ -228,7 +228,7 @@ Tensor expert_linear(const Tensor& x, const Tensor& weight, const Tensor& counts
   const ExpertAttrs attrs{rounds_of(options.fp8, x, weight).fp8, options.fill};
   std::vector<Tensor> inputs{contiguous(x), weight, contiguous(counts)};
   if (options.bias) inputs.push_back(contiguous(options.bias));
-  return apply_onward(op_def<ExpertLinear>(), &attrs, inputs, options.onward);
+  return apply_and_redistribute(op_def<ExpertLinear>(), &attrs, inputs, options.output_layout);
 }
 
 double expert_products(const Tensor& x, const Tensor& counts, double fill) { return ExpertLinear::products_of(x.shape(), counts.shape(), fill); }

@@ -172,11 +172,11 @@ GeluOfLinear linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bi
   return {out[0], out[1]};
 }
 
-Tensor gelu_linear(const GeluOfLinear& x, const Tensor& weight, const Tensor& bias, Fp8 fp8, const Onward& onward) {
+Tensor gelu_linear(const GeluOfLinear& x, const Tensor& weight, const Tensor& bias, Fp8 fp8, const OutputLayout& output_layout) {
   std::vector<Tensor> inputs{x.value, x.before, weight};
   if (bias) inputs.push_back(dense_rows(bias));
   const LayerRounds attrs = rounds_of(fp8, x.value, weight);
-  return apply_onward(op_def<GeluLinear>(), &attrs, inputs, onward);
+  return apply_and_redistribute(op_def<GeluLinear>(), &attrs, inputs, output_layout);
 }
 
 }  // namespace sheaf

@@ -350,11 +350,11 @@ Tensor matmul(const Tensor& a, const Tensor& b, const MatmulOptions& options) {
   return apply<Matmul>({options.each_alone, rounds_of(options.fp8, a, b).fp8}, {a, b});
 }
 
-Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias, Fp8 fp8, const Onward& onward) {
+Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias, Fp8 fp8, const OutputLayout& output_layout) {
   std::vector<Tensor> inputs{x, weight};
   if (bias) inputs.push_back(dense_rows(bias));
   const LayerRounds attrs = rounds_of(fp8, x, weight);
-  return apply_onward(op_def<Linear>(), &attrs, inputs, onward);
+  return apply_and_redistribute(op_def<Linear>(), &attrs, inputs, output_layout);
 }
 
 }  // namespace sheaf

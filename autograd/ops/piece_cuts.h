@@ -110,7 +110,7 @@ struct RedistributionInPieces::Rows {
   int64_t parts_exchanged(int64_t least_rows) const {
     return pieces::if_several(sequences > 1 ? std::min(sequences, sequences * fewest() * each / least_rows) : parts_of_ranks(least_rows));
   }
-  RowsToCome to_come(Interval i) const { return {.begin = i.begin * each, .end = i.end * each}; }
+  IncomingRows incoming(Interval i) const { return {.begin = i.begin * each, .end = i.end * each}; }
 };
 
 }  // namespace sheaf

@@ -74,22 +74,22 @@ RedistributionInPieces::Coming RedistributionInPieces::coming(const Type& from, 
   return {std::clamp<int64_t>(kMostPieces / (m.size - 1), 1, rows.parts_of_ranks(least_rows)), false, false};
 }
 
-std::vector<RowsToCome> RedistributionInPieces::rows_to_come(const Type& from, const Type& to, int64_t parts, Device device) {
+std::vector<IncomingRows> RedistributionInPieces::incoming_rows(const Type& from, const Type& to, int64_t parts, Device device) {
   const Move m = move(from.layout, to.layout);
   const auto columns = one_row_each(from, to.layout, m);
   const Rows rows = columns ? *columns : Rows(from, to.layout, m);
   const int me = RankContext::current().coordinate(to.layout.mesh(), m.axis);
-  std::vector<RowsToCome> out;
-  for (const Interval& i : m.exchanges() && !columns ? rows.exchanged(me, parts) : rows.gathered(me, parts, device.is_cuda())) out.push_back(rows.to_come(i));
+  std::vector<IncomingRows> out;
+  for (const Interval& i : m.exchanges() && !columns ? rows.exchanged(me, parts) : rows.gathered(me, parts, device.is_cuda())) out.push_back(rows.incoming(i));
   return out;
 }
 
-std::vector<RowsToCome> RedistributionInPieces::start(const View& in, const View& out, void* received, void* sent, int64_t parts) const {
-  if (takes_own_cores()) {  // nothing would overlap with their compute
+std::vector<IncomingRows> RedistributionInPieces::start(const View& in, const View& out, void* received, void* sent, int64_t parts) const {
+  if (takes_own_cores()) {  // nothing would travel beside what they compute
     void* const at = received ? received : out.data;
     c_.join(Redistribution::start(in, sent, at, /*waited_for=*/true));
     if (received) finish(received, out);
-    return rows_to_come(from_, to_, parts, stream_.device);
+    return incoming_rows(from_, to_, parts, stream_.device);
   }
   if (const auto columns = one_row_each(from_, to_.layout, m_)) return start_by_ranks(*columns, in, out, 1);
   const Rows rows(from_, to_.layout, m_);
@@ -98,16 +98,16 @@ std::vector<RowsToCome> RedistributionInPieces::start(const View& in, const View
   return rows.sequences > 1 ? start_by_sequences(rows, in, out, come, parts) : start_by_ranks(rows, in, out, parts);
 }
 
-std::vector<RowsToCome> RedistributionInPieces::start_by_sequences(const Rows& rows, const View& in, const View& out, char* received,
+std::vector<IncomingRows> RedistributionInPieces::start_by_sequences(const Rows& rows, const View& in, const View& out, char* received,
                                                                    int64_t parts) const {
   Communicator& lane = this->lane();
   const int64_t own = rows.of_rank(me_).size();
   RowsOfRanks of_ranks;
   for (const Interval& i : rows.of) of_ranks.push_back({i});
-  std::vector<RowsToCome> come;
+  std::vector<IncomingRows> come;
   InFlight calls;
   for (const Interval& piece : rows.gathered(me_, parts, stream_.device.is_cuda())) {
-    RowsToCome& next = come.emplace_back(rows.to_come(piece));
+    IncomingRows& next = come.emplace_back(rows.incoming(piece));
     const int64_t first = piece.begin / rows.all, count = piece.size() / rows.all;
     const View from = rows.at(in, {first * own, (first + count) * own});
     const View at = rows.at(View::dense(received, in.dtype, out.shape), piece);
@@ -121,14 +121,14 @@ std::vector<RowsToCome> RedistributionInPieces::start_by_sequences(const Rows& r
   return come;
 }
 
-std::vector<RowsToCome> RedistributionInPieces::start_exchange(const Rows& rows, const View& in, const View& out, char* received, char* sent,
+std::vector<IncomingRows> RedistributionInPieces::start_exchange(const Rows& rows, const View& in, const View& out, char* received, char* sent,
                                                                int64_t parts) const {
   const std::vector<Interval> pieces = rows.exchanged(me_, parts);
   const Exchange all = exchange();
-  std::vector<RowsToCome> come;
+  std::vector<IncomingRows> come;
   InFlight calls;
   for (int64_t p = 0; p < parts; ++p) {
-    RowsToCome& next = come.emplace_back(rows.to_come(pieces[static_cast<size_t>(p)]));
+    IncomingRows& next = come.emplace_back(rows.incoming(pieces[static_cast<size_t>(p)]));
     const Share piece = share(rows, all, in, out, p, parts);
     next.event = send(piece, sent, received);
     calls.events.push_back(next.event);

@@ -33,18 +33,17 @@ class RedistributionInPieces : public Redistribution {
     int32_t own = 1;       ///< if neither, the fraction 1 / own of `from` is copied locally
   };
   static Coming coming(const Type& from, const Layout& to, int64_t least_rows);
-  /// Which rows arrive when.
-  static std::vector<RowsToCome> rows_to_come(const Type& from, const Type& to, int64_t parts, Device device);
-  /// Starts all of them. `in` is dense; it is read until they have arrived, unless it is packed. `received` and `sent` are null where
-  /// not needed.
-  std::vector<RowsToCome> start(const View& in, const View& out, void* received, void* sent, int64_t parts) const;
+  /// Which rows come when.
+  static std::vector<IncomingRows> incoming_rows(const Type& from, const Type& to, int64_t parts, Device device);
+  /// Starts all of them. `in` is dense; it is read until they have come, unless it packs. `received` and `sent` are null where not needed.
+  std::vector<IncomingRows> start(const View& in, const View& out, void* received, void* sent, int64_t parts) const;
 
   /// For keys and values [B, T, 2 G, D], of whose tokens each rank has a shard with all heads: the number of parts in which all
   /// tokens are received, a few of the G heads at a time; 0: whole. `readers` query heads read each. It packs and unpacks. See
   /// redistribute_in_heads().
   static int64_t coming_by_heads(const Type& from, const Layout& to, Device device, int64_t readers, int64_t least_rows);
-  static std::vector<RowsToCome> heads_to_come(const Type& to, int64_t parts);
-  std::vector<RowsToCome> start_by_heads(const View& in, const View& out, void* received, void* sent, int64_t parts) const;
+  static std::vector<IncomingRows> incoming_heads(const Type& to, int64_t parts);
+  std::vector<IncomingRows> start_by_heads(const View& in, const View& out, void* received, void* sent, int64_t parts) const;
 
   /// How a product's result is sent. parts 0: whole.
   struct Going {
@@ -68,9 +67,9 @@ class RedistributionInPieces : public Redistribution {
   struct Rows;
   static std::optional<Rows> one_row_each(const Type& from, const Layout& to, const Move& m);
   static std::vector<RowsToGo> rows_to_go_by_ranks(const Rows& rows, int me);
-  std::vector<RowsToCome> start_by_ranks(const Rows& rows, const View& in, const View& out, int64_t parts) const;
-  std::vector<RowsToCome> start_by_sequences(const Rows& rows, const View& in, const View& out, char* received, int64_t parts) const;
-  std::vector<RowsToCome> start_exchange(const Rows& rows, const View& in, const View& out, char* received, char* sent, int64_t parts) const;
+  std::vector<IncomingRows> start_by_ranks(const Rows& rows, const View& in, const View& out, int64_t parts) const;
+  std::vector<IncomingRows> start_by_sequences(const Rows& rows, const View& in, const View& out, char* received, int64_t parts) const;
+  std::vector<IncomingRows> start_exchange(const Rows& rows, const View& in, const View& out, char* received, char* sent, int64_t parts) const;
   void run_scatter(const View& y, const View& out, int64_t parts, const std::function<void(const RowBlock&, void*)>& compute) const;
   void run_exchange(const View& y, const View& out, int64_t parts, char* sent, const std::function<void(const RowBlock&, void*)>& compute) const;
   Event exchange_with(Communicator& lane, const View& sent, int to, const View& received, int from) const;

@@ -29,8 +29,8 @@ int64_t RedistributionInPieces::coming_by_heads(const Type& from, const Layout& 
   return if_several(kernels::is_for_gpu(device) ? std::min(heads, rows * heads * readers / (least_rows * least_rows)) : heads);
 }
 
-std::vector<RowsToCome> RedistributionInPieces::heads_to_come(const Type& to, int64_t parts) {
-  std::vector<RowsToCome> out;
+std::vector<IncomingRows> RedistributionInPieces::incoming_heads(const Type& to, int64_t parts) {
+  std::vector<IncomingRows> out;
   for (int64_t p = 0; p < parts; ++p) {
     const Interval heads = part({0, to.local_shape()[2] / 2}, p, parts);
     out.push_back({.begin = heads.begin, .end = heads.end, .of_heads = true});
@@ -38,16 +38,16 @@ std::vector<RowsToCome> RedistributionInPieces::heads_to_come(const Type& to, in
   return out;
 }
 
-// These heads of keys, and of values.
-static View heads_of_both(const View& x, const RowsToCome& heads) {
+// Such heads of keys, and of values.
+static View heads_of_both(const View& x, const IncomingRows& heads) {
   const int64_t all = x.shape[2] / 2;
   View v{x.data, x.dtype, {x.shape[0], x.shape[1], 2, all, x.shape[3]}, {x.strides[0], x.strides[1], all * x.strides[2], x.strides[2], x.strides[3]}};
   return rows_of(v, 3, {heads.begin, heads.end});
 }
 
-std::vector<RowsToCome> RedistributionInPieces::start_by_heads(const View& in, const View& out, void* received, void* sent, int64_t parts) const {
-  std::vector<RowsToCome> come = heads_to_come(to_, parts);
-  if (takes_own_cores()) {  // nothing would overlap with their compute
+std::vector<IncomingRows> RedistributionInPieces::start_by_heads(const View& in, const View& out, void* received, void* sent, int64_t parts) const {
+  std::vector<IncomingRows> come = incoming_heads(to_, parts);
+  if (takes_own_cores()) {  // nothing would travel beside what they compute
     const View dense = View::dense(sent, in.dtype, in.shape);
     copy(in, dense);
     c_.join(Redistribution::start(dense, nullptr, received, /*waited_for=*/true));
@@ -58,7 +58,7 @@ std::vector<RowsToCome> RedistributionInPieces::start_by_heads(const View& in, c
   const Cut cut = cut_in();
   char *go = static_cast<char*>(sent), *to = static_cast<char*>(received);
   InFlight calls;
-  for (RowsToCome& heads : come) {
+  for (IncomingRows& heads : come) {
     const View from = heads_of_both(in, heads), at = heads_of_both(out, heads);
     const View packed = View::dense(go, in.dtype, from.shape);
     copy(from, packed);

@@ -26,8 +26,8 @@ std::optional<RedistributionInPieces::Rows> RedistributionInPieces::one_row_each
   return out;
 }
 
-// In each call a rank sends to one rank, and receives from another.
-std::vector<RowsToCome> RedistributionInPieces::start_by_ranks(const Rows& rows, const View& in, const View& out, int64_t parts) const {
+// In each call a rank sends to one, and gets from another.
+std::vector<IncomingRows> RedistributionInPieces::start_by_ranks(const Rows& rows, const View& in, const View& out, int64_t parts) const {
   Communicator& lane = this->lane();
   const Interval own = rows.of_rank(me_);
   const std::vector<Interval> pieces = rows.gathered(me_, parts, stream_.device.is_cuda());
@@ -37,10 +37,10 @@ std::vector<RowsToCome> RedistributionInPieces::start_by_ranks(const Rows& rows,
     return m_.exchanges() ? rows.of_row(in, me_, r) : rows.at(in, part({0, own.size()}, p, parts));
   };
   copy(m_.exchanges() ? rows.of_row(in, me_, me_) : rows.at(in, {0, own.size()}), rows.at(out, own));
-  std::vector<RowsToCome> come;
+  std::vector<IncomingRows> come;
   InFlight calls;
   for (size_t i = 0; i < pieces.size(); ++i) {
-    RowsToCome& next = come.emplace_back(rows.to_come(pieces[i]));
+    IncomingRows& next = come.emplace_back(rows.incoming(pieces[i]));
     if (i < owns || !talks(lane)) continue;
     const auto call = static_cast<int64_t>(i - owns);
     const auto step = static_cast<int>(1 + call / parts);

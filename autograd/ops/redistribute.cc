@@ -3,7 +3,7 @@
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/ops/pieces.h"
 #include "sheaf/autograd/ops/route.h"
-#include "sheaf/autograd/ops/travel.h"
+#include "sheaf/autograd/ops/pending_redistribute.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/autograd/work.h"
 #include "sheaf/core/rank_context.h"
@@ -61,11 +61,11 @@ struct InPieces {
     const auto beside = [&](int o) { return c.num_outputs() > o ? c.output(o).data : nullptr; };
     SmallVector<Tensor, 3> outputs;
     for (int o = 0; o < c.num_outputs(); ++o) outputs.push_back(c.output_tensor(o));
-    will_come(c.input_tensor(0), std::span(outputs.begin(), outputs.size()),
+    expect(c.input_tensor(0), std::span(outputs.begin(), outputs.size()),
               a.by_heads ? r.start_by_heads(c.input(0), c.output(0), beside(1), beside(2), a.parts)
                          : r.start(c.input(0), c.output(0), beside(1), beside(2), a.parts));
   }
-  static void will_come(const Tensor& x, std::span<const Tensor> outputs, std::vector<RowsToCome> pieces) {
+  static void expect(const Tensor& x, std::span<const Tensor> outputs, std::vector<IncomingRows> pieces) {
     std::vector<std::shared_ptr<Storage>> lent;
     if (outputs.size() < 3) lent.push_back(x.storage());
     for (const Tensor& t : outputs.subspan(1)) lent.push_back(t.storage());
@@ -83,7 +83,7 @@ struct InPieces {
 
 // By itself it is any redistribution. Values to be reduced are not packed: products compute them in the order in which they are sent.
 struct SentInPieces : RedistributeOp {
-  using Attrs = OnwardInPieces;
+  using Attrs = OutputInPieces;
   static void work(const Attrs& a, WorkOf& w) {
     w.work.bytes = a.packs ? bytes_to_copy(w.input(0), w.work.dtype) + bytes_to_copy(w.output(0), w.work.dtype) : 0;
   }
@@ -120,16 +120,16 @@ struct Slice : RedistributeOp {
 }  // namespace
 
 const OpDef& in_pieces_op() { return op_def<InPieces>(); }
-const OpDef& onward_in_pieces_op() { return op_def<SentInPieces>(); }
+const OpDef& output_in_pieces_op() { return op_def<SentInPieces>(); }
 
-void will_come_in_pieces(const void* attrs, const Tensor& input, std::span<const Tensor> outputs) {
+void expect_pieces(const void* attrs, const Tensor& input, std::span<const Tensor> outputs) {
   const auto& a = *static_cast<const InPieces::Attrs*>(attrs);
-  InPieces::will_come(input, outputs,
-                      a.by_heads ? RedistributionInPieces::heads_to_come(outputs[0].type(), a.parts)
-                                 : RedistributionInPieces::rows_to_come(input.type(), outputs[0].type(), a.parts, input.device()));
+  InPieces::expect(input, outputs,
+                      a.by_heads ? RedistributionInPieces::incoming_heads(outputs[0].type(), a.parts)
+                                 : RedistributionInPieces::incoming_rows(input.type(), outputs[0].type(), a.parts, input.device()));
 }
 
-PiecesToCome pieces_to_come(const Tape& tape, const Node& n, bool by_heads) {
+IncomingPieces incoming_pieces(const Tape& tape, const Node& n, bool by_heads) {
   if (n.op != &in_pieces_op()) return {};
   const auto [to, parts, own, are_heads] = *static_cast<const InPieces::Attrs*>(tape.attrs(n));
   if (are_heads != by_heads) return {};
@@ -143,7 +143,7 @@ int32_t rounds_of(const Tape& tape, NodeId id) {
   if (n.op == &in_pieces_op()) return static_cast<const InPieces::Attrs*>(tape.attrs(n))->parts;
   const int32_t parts = pieces_onward(tape, id - 1);
   if (parts == 0) return 1;
-  const bool by_ranks = !static_cast<const OnwardInPieces*>(tape.attrs(n))->packs &&
+  const bool by_ranks = !static_cast<const OutputInPieces*>(tape.attrs(n))->packs &&
                         Redistribution::move(tape.type(tape.inputs(n)[0]).layout, tape.type(tape.output(n)).layout).exchanges();
   return by_ranks ? 1 : parts;  // then each call is between two ranks
 }
@@ -151,13 +151,13 @@ int32_t rounds_of(const Tape& tape, NodeId id) {
 int32_t pieces_onward(const Tape& tape, NodeId id) {
   if (id < 0 || id + 1 >= tape.num_nodes()) return 0;
   const Node &n = tape.node(id), &next = tape.node(id + 1);
-  const bool goes = next.op == &onward_in_pieces_op() && n.num_outputs == 1 && tape.inputs(next)[0] == tape.output(n) &&
+  const bool goes = next.op == &output_in_pieces_op() && n.num_outputs == 1 && tape.inputs(next)[0] == tape.output(n) &&
                     detail::row_inputs_of(tape, n);
-  return goes ? static_cast<const OnwardInPieces*>(tape.attrs(next))->parts : 0;
+  return goes ? static_cast<const OutputInPieces*>(tape.attrs(next))->parts : 0;
 }
 
 bool is_redistribute(const OpDef* op) {
-  return op == &op_def<RedistributeOp>() || op == &op_def<Slice>() || op == &in_pieces_op() || op == &onward_in_pieces_op() ||
+  return op == &op_def<RedistributeOp>() || op == &op_def<Slice>() || op == &in_pieces_op() || op == &output_in_pieces_op() ||
          op == &send_op() || op == &start_op();
 }
 
@@ -169,12 +169,12 @@ void detail::adjoint_of_redistribution(Vjp& c) {
   // A single rank's contribution to a parameter's gradient is stored into its slot directly (store_into).
   const bool to_slot = adds_up_to(c.grad().layout(), from.layout.dual()) && c.has_place(0);
   if (to_slot) return c.set(0, c.grad());
-  if (!c.has_overlapped() || !can_travel(c.grad().layout(), from.layout.dual())) {
-    return c.set(0, come_in_pieces(c.grad(), from.layout.dual(), c.rows_of_pieces()));  // a product's result is needed in products
+  if (!c.has_overlapped() || !can_start_redistribute(c.grad().layout(), from.layout.dual())) {
+    return c.set(0, come_in_pieces(c.grad(), from.layout.dual(), c.rows_of_pieces()));  // what a product made goes back into products
   }
-  const Travelling gradient = start_redistribute(c.grad(), from.layout.dual());
+  const PendingRedistribute gradient = start_redistribute(c.grad(), from.layout.dual());
   c.compute_overlapped(Redistribution::move(c.grad().layout(), from.layout.dual()).from == Kind::partial ? 1 : 0);
-  c.set(0, arrived(gradient));
+  c.set(0, wait(gradient));
 }
 
 bool adds_up_to(const Layout& g, const Layout& want) {

@@ -30,24 +30,24 @@ bool adds_up_to(const Layout& g, const Layout& want);
 Tensor come_in_pieces(const Tensor& x, const Layout& to, int64_t least_rows);
 /// Its op.
 const OpDef& in_pieces_op();
-/// Before such a node runs: marks its output as one that will arrive in pieces.
-void will_come_in_pieces(const void* attrs, const Tensor& input, std::span<const Tensor> outputs);
+/// Before such a node runs: its output is what will come so.
+void expect_pieces(const void* attrs, const Tensor& input, std::span<const Tensor> outputs);
 
-/// For such a node: the number of calls of the lane, and the fraction of the rows that is local.
-struct PiecesToCome {
+/// Of such a node: how many calls of the lane, and which part of the rows was here before.
+struct IncomingPieces {
   int32_t calls = 0;
   double own = 0;
 };
-PiecesToCome pieces_to_come(const Tape& tape, const Node& n, bool by_heads);
-/// The number of rounds of a node's communication: one, or one per piece.
+IncomingPieces incoming_pieces(const Tape& tape, const Node& n, bool by_heads);
+/// How often what travels goes round the ranks: once, or for each of the pieces.
 int32_t rounds_of(const Tape& tape, NodeId n);
-/// The redistribution of the previous node's result, which is executed with it: see apply_onward(). Its attributes:
-const OpDef& onward_in_pieces_op();
-struct OnwardInPieces {
+/// A redistribution of what the node before made, which is executed with it: see apply_and_redistribute(). Its attributes:
+const OpDef& output_in_pieces_op();
+struct OutputInPieces {
   Layout to;
   int32_t parts;
-  bool packs;  ///< packs what is sent, and unpacks what is received
-  bool operator==(const OnwardInPieces&) const = default;
+  bool packs;  ///< what is sent, and unpacks what comes
+  bool operator==(const OutputInPieces&) const = default;
 };
 
 /// The number of pieces in which node `n`'s result is sent by the next node while it is computed; 0: not in pieces.

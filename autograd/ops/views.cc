@@ -178,6 +178,8 @@ struct Expand {
   static void infer(const Attrs& a, Infer& c) {
     if (!(broadcast_shapes(kName, c.shape(0), a.shape) == a.shape))
       fail<ShapeError>("[expand] ", c.input(0), " cannot be repeated to ", a.shape);
+    check<ShapeError>(byte_size(size_of(c.dtype(0)), a.shape).has_value(), "[expand] ", c.input(0), " to ", a.shape,
+                      ": more than 2^63 bytes");
     c.output(c.dtype(0), a.shape);
   }
   static void place(const Attrs& a, Place& p) {
@@ -203,7 +205,9 @@ struct Expand {
 }  // namespace
 
 Tensor reshape(const Tensor& x, const Shape& shape) {
-  Shape target = shape;
+  Shape target = shape, sizes = shape;
+  for (int i = 0; i < sizes.rank(); ++i) sizes[i] = std::max<int64_t>(sizes[i], 1);  // zeros would hide products that do not fit
+  check<ShapeError>(byte_size(size_of(x.dtype()), sizes).has_value(), "[reshape] ", x.type(), " does not have the size of ", shape);
   int64_t known = 1;
   int open = -1;
   for (int i = 0; i < target.rank(); ++i) {

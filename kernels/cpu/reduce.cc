@@ -308,7 +308,7 @@ void argmax(const View& x, int dim, const View& out) {
   kept[dim] = 1;
   visit_compute(compute_type(x.dtype), [&]<class C>() {
     parallel_for(
-        out.numel(), std::max<int64_t>(1, kGrain / count), [&](int64_t begin, int64_t end) {
+        out.numel(), std::max<int64_t>(1, kGrain / std::max<int64_t>(1, count)), [&](int64_t begin, int64_t end) {
           C buffer[kBlock];
           for (int64_t i = begin; i < end; ++i) {
             const int64_t base = offset_of(kept, x.strides, i);

@@ -1,5 +1,6 @@
 #include "sheaf/kernels/quantize.h"
 
+#include "sheaf/kernels/cuda/few_blocks.h"
 #include "sheaf/kernels/cuda/rows.h"
 
 namespace sheaf::kernels::cuda {

@@ -119,7 +119,7 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
   ContextRegion context;
   const auto enter = [&](const Type& made) {  // in pieces, if nothing is computed in between
     if (gathers || region || qk_norm_all_heads || ContextRegion::copies(made, keys, heads / keys) > 1) return made.layout;
-    return context.onward(head_cut(2, heads, keys, head_dim, keys))(made);
+    return context.output_layout(head_cut(2, heads, keys, head_dim, keys))(made);
   };
   const Tensor in_BTC = region.enter(x_BTC, qkv.fp8 == Fp8::none);
   Tensor qkv_BTE = qkv(in_BTC, enter);  // E = (H + 2 G) D, packed: its gradient is one tensor, not three padded ones
@@ -149,7 +149,7 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
   else mixed_BTC = packed_attention(qkv_BTE, heads, keys, {.scale = scale, .softcap = softcap, .begins = begins_BT, .window = window, .sinks = sinks});
   mixed_BTC = context.leave(mixed_BTC, !gate && !region && projection.fp8 == Fp8::none);
   if (gate) mixed_BTC = mixed_BTC * sigmoid((*gate)(in_BTC));
-  return dropout(projection(mixed_BTC, region.onward()));
+  return dropout(projection(mixed_BTC, region.output_layout()));
 }
 
 // Queries are those of these tokens, keys and values of more. The backward keeps the sharded keys and values, not the gathered ones.

@@ -40,7 +40,7 @@ ContextRegion::ContextRegion(const Type& x, const OwnershipMap& heads) {
   for (const int a : shared) inside_[a] = Placement::shard(heads.inner());
 }
 
-Onward ContextRegion::onward(const OwnershipMap& heads) {
+OutputLayout ContextRegion::output_layout(const OwnershipMap& heads) {
   return [this, heads](const Type& x) {
     *this = ContextRegion(x, heads);
     return inside_.mesh() ? inside_ : x.layout;

@@ -39,9 +39,10 @@ class ContextRegion {
   ContextRegion(const Type& x, const OwnershipMap& heads);
   ContextRegion(const Tensor& x, const OwnershipMap& heads) : ContextRegion(x.type(), heads) {}
   Tensor enter(const Tensor& x) const { return redistribute(x, inside_); }
-  /// For the product that computes x, which then enters in pieces: *this becomes the region of x. The result must not outlive *this.
-  Onward onward(const OwnershipMap& heads);
-  /// Takes y [B, T, F], with each rank's heads' features. `in_pieces`: for a first reader that processes it by rows, as products do.
+  /// For the product that makes x, which then enters in pieces: *this becomes the region of x. The result must not outlive
+  /// *this.
+  OutputLayout output_layout(const OwnershipMap& heads);
+  /// Takes y [B, T, F], where each rank has its heads' features. `in_pieces`: for a first reader that takes it by rows, as products do.
   Tensor leave(const Tensor& y, bool in_pieces = true) const;
 
   /// How often each of the `units` (key heads, or other indivisible groups), already sharded by the axes `before`, is copied so that

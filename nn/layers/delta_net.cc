@@ -72,7 +72,7 @@ Tensor GatedDeltaNet::forward(const Tensor& x_BTC, KeyValueCache* cache, const T
   const TensorRegion region(x_BTC, qkv.weight);
   const Tensor in_BTC = region.enter(x_BTC, qkv.fp8 == Fp8::none);
   ContextRegion context, of_rates;
-  const auto enter = [&](ContextRegion& into, const OwnershipMap& cut) { return region ? Onward() : into.onward(cut); };
+  const auto enter = [&](ContextRegion& into, const OwnershipMap& cut) { return region ? OutputLayout() : into.output_layout(cut); };
   Tensor qkv_BTF = qkv(in_BTC, enter(context, qkv_cut(2, c))), rates_BTR = rates(in_BTC, enter(of_rates, rates_cut(2, c)));
   if (region) {
     context = ContextRegion(qkv_BTF, qkv_cut(2, c)), of_rates = ContextRegion(rates_BTR, rates_cut(2, c));
@@ -87,7 +87,7 @@ Tensor GatedDeltaNet::forward(const Tensor& x_BTC, KeyValueCache* cache, const T
   const Shape packed = y_BTF.shape();
   const Tensor normed_BTHE = norm(reshape(y_BTF, {packed[0], packed[1], c.value_heads, c.value_width}));
   const Tensor gated_BTF = swiglu(gate(in_BTC), reshape(normed_BTHE, packed));
-  return dropout(projection(gated_BTF, region.onward()));
+  return dropout(projection(gated_BTF, region.output_layout()));
 }
 
 // Chunks begin at multiples of kDeltaChunk, with a cache, too: so a token has the same bits as in one pass. The state before a chunk

@@ -138,8 +138,8 @@ Layout Experts::inside(const Tensor& of_rows) const {
 bool Experts::gathers(const Tensor& x, int64_t tokens, int64_t choices, int64_t places, int64_t parts) const {
   const int axis = gate.cut_axis();
   const Layout& l = x.layout();
-  if (axis < 0 || !l.mesh() || !l[axis].is_shard() || !can_travel(l, l.with(axis, Placement::replicate()))) return false;
-  constexpr int64_t kAlone = 2;  // half of the rows, and more, are sent while products are computed; tokens are sent alone
+  if (axis < 0 || !l.mesh() || !l[axis].is_shard() || !can_start_redistribute(l, l.with(axis, Placement::replicate()))) return false;
+  constexpr int64_t kAlone = 2;  // half of the rows, and more, travel while products are computed; tokens travel alone
   return parts * rows_of_part(tokens, choices, gate.shape()[0], places, parts) > kAlone * tokens * l.mesh()->size(axis);
 }
 
@@ -160,14 +160,14 @@ Tensor Experts::forward(const Tensor& rows_QBNRC, const Tensor& counts_EBN, doub
   return of_own(x, counts, rows_QBNRC.layout(), fill);
 }
 
-Tensor Experts::forward(const Travelling& rows_QBNRC, const Tensor& counts_EBN, double fill) {
-  const Tensor x = arrived(rows_QBNRC);
+Tensor Experts::forward(const PendingRedistribute& rows_QBNRC, const Tensor& counts_EBN, double fill) {
+  const Tensor x = wait(rows_QBNRC);
   return of_own(x, redistribute(counts_EBN, inside(counts_EBN)), rows_QBNRC.from, fill);
 }
 
 Tensor Experts::of_own(const Tensor& x, const Tensor& counts, const Layout& outside, double fill) {
-  const auto product = [&](const Tensor& rows, const Parameter& weight, const Parameter& bias, const Onward& onward = {}) {
-    return expert_linear(rows, weight, counts, {.bias = bias, .fp8 = fp8 != Fp8::none, .fill = fill, .onward = onward});
+  const auto product = [&](const Tensor& rows, const Parameter& weight, const Parameter& bias, const OutputLayout& output_layout = {}) {
+    return expert_linear(rows, weight, counts, {.bias = bias, .fp8 = fp8 != Fp8::none, .fill = fill, .output_layout = output_layout});
   };
   const Tensor gates = product(x, gate, gate_bias), ups = product(x, up, up_bias);
   const Tensor gated = gate_limit > 0 ? clamped_swiglu(gates, ups, {.alpha = gate_alpha, .limit = gate_limit}) : swiglu(gates, ups);
@@ -262,7 +262,7 @@ Tensor MixtureOfExperts::forward(const Tensor& in_BTC, bool drops) {
   const Layout together = in_order_of_ranks(in_BTC);
   const Tensor x_BTC = together == in_BTC.layout() ? in_BTC : relabel(in_BTC, {in_BTC.dtype(), in_BTC.shape(), together}, /*enters=*/true);
   Plan plan = plan_of(x_BTC, groups_of(in_BTC, in_BTC.layout(), drops), drops);
-  Travelling all;
+  PendingRedistribute all;
   if (experts.gathers(x_BTC, plan.tokens, config.choices, plan.places, plan.parts)) {
     const Layout whole = x_BTC.layout().with(experts.gate.cut_axis(), Placement::replicate());
     all = start_redistribute(x_BTC, whole);
@@ -291,10 +291,10 @@ Tensor MixtureOfExperts::of_exchanged(const Tensor& x_BTC, const Tensor& choices
   const ExpertRoutes routes = expert_routes(choices_BTK, config.experts, plan.places, plan.groups, plan.parts);
   const Tensor sent = to_experts(x_BTC, routes);
   Tensor rows, beside;
-  if (const Layout inside = experts.inside(sent); shared && can_travel(sent.layout(), inside)) {
-    const Travelling travelling = start_redistribute(sent, inside);
+  if (const Layout inside = experts.inside(sent); shared && can_start_redistribute(sent.layout(), inside)) {
+    const PendingRedistribute pending = start_redistribute(sent, inside);
     beside = shared_of(x_BTC);
-    rows = experts(travelling, routes.counts, plan.fill);
+    rows = experts(pending, routes.counts, plan.fill);
   } else {
     rows = experts(sent, routes.counts, plan.fill);
     if (shared) beside = shared_of(x_BTC);
@@ -303,15 +303,15 @@ Tensor MixtureOfExperts::of_exchanged(const Tensor& x_BTC, const Tensor& choices
   return shared ? chosen + beside : chosen;
 }
 
-// By placements alone: Replicate values are sent to sharded experts without communication, and come back Partial.
-Tensor MixtureOfExperts::of_gathered(const Tensor& x_BTC, const Travelling& all, const Tensor& choices_BTK, const Tensor& weights_BTK, const Plan& plan) {
+// By placements alone: what is Replicate is sent to parts of the experts without moving, and comes back Partial.
+Tensor MixtureOfExperts::of_gathered(const Tensor& x_BTC, const PendingRedistribute& all, const Tensor& choices_BTK, const Tensor& weights_BTK, const Plan& plan) {
   const Layout& whole = all.value.layout();
   const Tensor beside = shared ? shared_of(x_BTC) : Tensor();
   ExpertRoutes routes = expert_routes(redistribute(choices_BTK, whole), config.experts, plan.places, plan.groups, plan.parts);
   routes.sources = redistribute(routes.sources, experts.inside(routes.sources));
   routes.counts = redistribute(routes.counts, experts.inside(routes.counts));
-  const Tensor rows = experts(to_experts(arrived(all), routes), routes.counts, plan.fill);
-  // After these, so that in the backward this gradient is not queued after that of the tokens, which is sent while the rest is
+  const Tensor rows = experts(to_experts(wait(all), routes), routes.counts, plan.fill);
+  // After these, so that in the backward this gradient is not queued after that of the tokens, which travels while the rest is
   // computed.
   const Tensor weights = redistribute(weights_BTK, whole);
   const Tensor chosen = redistribute(from_experts(rows, routes, weights), x_BTC.layout());

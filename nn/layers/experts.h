@@ -5,7 +5,7 @@
 //   N groups of a sequence's tokens   Q parts of the experts   R rows of a part for a group   S routing groups
 #pragma once
 
-#include "sheaf/autograd/ops/travel.h"
+#include "sheaf/autograd/ops/pending_redistribute.h"
 #include "sheaf/nn/layers/dropout.h"
 #include "sheaf/nn/layers/linear.h"
 #include "sheaf/nn/layers/mlp.h"
@@ -61,8 +61,8 @@ struct Experts : Module {
   void take_settings(const Module& source) override { fp8 = static_cast<const Experts&>(source).fp8; }
   /// Takes rows [Q, B, N, R, C], the number of rows of each expert, [E, B, N], and roughly the fraction of rows in use.
   Tensor forward(const Tensor& rows_QBNRC, const Tensor& counts_EBN, double fill = 1.0);
-  /// The same for rows that are still in flight to their layout inside().
-  Tensor forward(const Travelling& rows_QBNRC, const Tensor& counts_EBN, double fill = 1.0);
+  /// The same for rows that are still pending to their layout inside().
+  Tensor forward(const PendingRedistribute& rows_QBNRC, const Tensor& counts_EBN, double fill = 1.0);
 
   struct Rows {
     int64_t parts;  ///< into which experts should be grouped (expert_routes)
@@ -122,7 +122,7 @@ struct MixtureOfExperts : Module {
   };
   Plan plan_of(const Tensor& x_BTC, int64_t groups, bool drops) const;
   Tensor of_exchanged(const Tensor& x_BTC, const Tensor& choices_BTK, const Tensor& weights_BTK, const Plan& plan);
-  Tensor of_gathered(const Tensor& x_BTC, const Travelling& all, const Tensor& choices_BTK, const Tensor& weights_BTK, const Plan& plan);
+  Tensor of_gathered(const Tensor& x_BTC, const PendingRedistribute& all, const Tensor& choices_BTK, const Tensor& weights_BTK, const Plan& plan);
   int64_t groups_of(const Tensor& x_BTC, const Layout& layout, bool drops) const;
   Tensor router_logits(const Tensor& x_BTC);
   Tensor shared_of(const Tensor& x_BTC);

@@ -63,11 +63,11 @@ Tensor LatentAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const
   const auto parts = split(latents_BTL, {c.q_lora_rank, c.kv_lora_rank + c.qk_rope_head_dim}, 2);
   const bool gathers = context_comm == ContextComm::all_gather;
   ContextRegion of_queries, of_keys;
-  const auto into = [&](ContextRegion& context, int64_t width) { return gathers ? Onward() : context.onward(OwnershipMap::even(2, width)); };
-  const Onward whole_queries = into(of_queries, key_width(c)), whole_keys = into(of_keys, up_width(c));
+  const auto into = [&](ContextRegion& context, int64_t width) { return gathers ? OutputLayout() : context.output_layout(OwnershipMap::even(2, width)); };
+  const OutputLayout whole_queries = into(of_queries, key_width(c)), whole_keys = into(of_keys, up_width(c));
   Tensor q_BTD, up_BTE, shared_BTR;
   if (query_norm) q_BTD = queries((*query_norm)(parts[0]), whole_queries);
-  else if (region) q_BTD = send_onward(queries(region.enter(x_BTC, queries.fp8 == Fp8::none)), whole_queries);  // which arrives in pieces
+  else if (region) q_BTD = redistribute_output(queries(region.enter(x_BTC, queries.fp8 == Fp8::none)), whole_queries);  // that comes in pieces
   else q_BTD = queries(x_BTC, whole_queries);
   q_BTD = rotated(q_BTD, c.heads, cache);
   const auto make_keys = [&](const Tensor& of_keys_BTL) {
@@ -86,7 +86,7 @@ Tensor LatentAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const
                                  .window = c.window};
   const Tensor mixed_BTE = cache ? attend_to_cache(q_BTD, up_BTE, shared_BTR, options, *cache)
                                  : latent_attention(q_BTD, up_BTE, shared_BTR, c.heads, options);
-  return dropout(projection(of_queries.leave(mixed_BTE, !region && projection.fp8 == Fp8::none), region.onward()));
+  return dropout(projection(of_queries.leave(mixed_BTE, !region && projection.fp8 == Fp8::none), region.output_layout()));
 }
 
 Tensor LatentAttention::attend_to_cache(const Tensor& q_BTD, const Tensor& up_BTE, const Tensor& shared_BTR,

@@ -18,8 +18,7 @@ struct LinearOptions {
   std::optional<OwnershipMap> cut = std::nullopt;
 };
 
-/// y[.., out] = x[.., in] weight[out, in]ᵀ + bias[out]. The bias starts at 0. The result may be redistributed `onward` at once: see
-/// apply_onward().
+/// y[.., out] = x[.., in] weight[out, in]ᵀ + bias[out]. The bias starts at 0. The result may be sent `output_layout` at once: see apply_and_redistribute().
 struct Linear : Module {
   Parameter weight, bias;
   std::optional<Lora> lora;  ///< for fine-tuning: created by add_lora()
@@ -37,8 +36,8 @@ struct Linear : Module {
     if (bias && cut.dim() == 0) bias.set_cut(cut);
     if (lora) (cut.dim() == 0 ? lora->b : lora->a).set_cut(cut);
   }
-  Tensor forward(const Tensor& x, const Onward& onward = {}) {
-    return lora || multiplies_blocks() ? send_onward(adapted(product(x), x), onward) : product(x, onward);
+  Tensor forward(const Tensor& x, const OutputLayout& output_layout = {}) {
+    return lora || multiplies_blocks() ? redistribute_output(adapted(product(x), x), output_layout) : product(x, output_layout);
   }
   /// gelu (tanh form) of y, for the next layer's of_gelu().
   GeluOfLinear gelu(const Tensor& x) {
@@ -48,20 +47,20 @@ struct Linear : Module {
     return {sheaf::gelu(y, GeluKind::tanh), y};
   }
   /// y, given the gelu of another layer.
-  Tensor of_gelu(const GeluOfLinear& x, const Onward& onward = {}) {
+  Tensor of_gelu(const GeluOfLinear& x, const OutputLayout& output_layout = {}) {
     const auto scope = enter();
-    if (!lora && !multiplies_blocks()) return gelu_linear(x, weight, bias, fp8, onward);
-    return send_onward(adapted(multiplies_blocks() ? product(x.value) : gelu_linear(x, weight, bias, fp8), x.value), onward);
+    if (!lora && !multiplies_blocks()) return gelu_linear(x, weight, bias, fp8, output_layout);
+    return redistribute_output(adapted(multiplies_blocks() ? product(x.value) : gelu_linear(x, weight, bias, fp8), x.value), output_layout);
   }
   SHEAF_FIELDS(weight, bias, lora);
 
  private:
   /// If nothing will be differentiated, a weight in blocks is multiplied directly: its values exist only inside of the product.
   bool multiplies_blocks() const { return weight.blocks() && !Recording::current() && fp8 == Fp8::none; }
-  Tensor product(const Tensor& x, const Onward& onward = {}) const {
+  Tensor product(const Tensor& x, const OutputLayout& output_layout = {}) const {
     check<DTypeError>(!weight.blocks() || x.dtype() == weight.dtype(), "[linear] '", weight.name(), "' is computed with in ",
                       weight.dtype(), ", and its input is ", x.type(), ": cast it first");
-    return multiplies_blocks() ? linear_of_blocks(x, weight.in_blocks(), *weight.blocks(), bias) : linear(x, weight, bias, fp8, onward);
+    return multiplies_blocks() ? linear_of_blocks(x, weight.in_blocks(), *weight.blocks(), bias) : linear(x, weight, bias, fp8, output_layout);
   }
   Tensor adapted(const Tensor& y, const Tensor& x) { return lora ? y + (*lora)(x) : y; }
 };

@@ -41,7 +41,7 @@ struct MLP : Module {
   }
   Tensor forward(const Tensor& x_BTC) {
     const TensorRegion region(x_BTC, up.weight);
-    return dropout(down.of_gelu(up.gelu(region.enter(x_BTC, up.fp8 == Fp8::none)), region.onward()));
+    return dropout(down.of_gelu(up.gelu(region.enter(x_BTC, up.fp8 == Fp8::none)), region.output_layout()));
   }
   SHEAF_FIELDS(up, down, dropout);
 };
@@ -69,7 +69,7 @@ struct GatedMLP : Module {
     const TensorRegion region(x_BTC, up.weight);
     const Tensor whole_BTC = region.enter(x_BTC, gate.fp8 == Fp8::none);
     const Tensor gate_BTH = gate(whole_BTC), up_BTH = up(whole_BTC);
-    return dropout(down(kind == Gate::gelu ? geglu(gate_BTH, up_BTH) : swiglu(gate_BTH, up_BTH), region.onward()));
+    return dropout(down(kind == Gate::gelu ? geglu(gate_BTH, up_BTH) : swiglu(gate_BTH, up_BTH), region.output_layout()));
   }
   SHEAF_FIELDS(gate, up, down, dropout);
 };

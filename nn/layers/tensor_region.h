@@ -35,12 +35,12 @@ class TensorRegion {
   Tensor enter(const Tensor& x, bool in_pieces = true) const {
     return is_cut(x) ? gather_again(x, x.layout().with(axis_, Placement::replicate()), in_pieces) : x;
   }
-  /// The redistribution of the last layer's result: the sum of the ranks' addends, placed as x was, by a reduce_scatter if tokens are
-  /// sharded, with an all_gather in the backward.
-  Onward onward() const { return axis_ >= 0 ? along(axis_, outside_) : Onward(); }
+  /// Where the last layer's result goes, for that layer: the sum of the ranks' addends is placed as x was, by a reduce_scatter where
+  /// tokens are cut, an all_gather in the backward.
+  OutputLayout output_layout() const { return axis_ >= 0 ? along(axis_, outside_) : OutputLayout(); }
   /// The same for the result of any op.
-  Tensor leave(const Tensor& y) const { return send_onward(y, onward()); }
-  /// Whether the axis shards what is inside.
+  Tensor leave(const Tensor& y) const { return redistribute_output(y, output_layout()); }
+  /// Whether the axis cuts what is inside.
   explicit operator bool() const { return axis_ >= 0; }
 
  private:

@@ -35,7 +35,7 @@ TEST(Coercion, APenaltyCountsOnceAndMovesNoByte) {
     run_local(std::max(ranks, 1), [&](World& world) {
       nn::Linear model(4, 3);
       const Mesh mesh = ranks == 0 ? Mesh{} : world.mesh({{"data", ranks}});
-      shard(model, mesh, {.strategy = ranks == 0 ? strategy::none : strategy::full_shard});
+      shard(model, mesh, {.strategy = ranks == 0 ? Strategy::none : Strategy::full_shard});
       materialize(model, Device::cpu(), {.seed = 3, .dtype = kF64});
       Tensor x = reshape(rows(), {4, 4});
       if (mesh.spec) x = redistribute(x, Layout(mesh.spec, Placement::shard(0)));

@@ -52,8 +52,8 @@ TEST_P(ColumnsInPieces, ProductsHaveTheBitsOfTheWhole) {
             const std::vector<Tensor> leaves = {value("x", dtype, in, by_rows), value("read", dtype, {kWide, kIn}, whole), value("bias", dtype, {kWide}, whole),
                                                 value("write", dtype, {kIn, kWide}, whole)};
             for (const Tensor& t : leaves) recording.watch(t);
-            const Onward onward = along(0, c.columns);
-            const Tensor inside = overlap ? linear(leaves[0], leaves[1], leaves[2], Fp8::none, onward)
+            const OutputLayout output_layout = along(0, c.columns);
+            const Tensor inside = overlap ? linear(leaves[0], leaves[1], leaves[2], Fp8::none, output_layout)
                                           : redistribute(linear(leaves[0], leaves[1], leaves[2]), by_columns);
             const Tensor mixed = inside * inside;
             const Tensor y = linear(overlap ? redistribute_in_pieces(mixed, by_rows) : redistribute(mixed, by_rows), leaves[3]);
@@ -93,7 +93,7 @@ TEST(ColumnsInPiecesOrder, SomeRowsOfEachRankAtATime) {
     Recording recording({.piece_rows = 2});
     const auto sent = [&](const Shape& shape) {
       executed.clear();
-      const Tensor x = value("x", kF32, shape, rows), y = apply_onward(op_def<Noted>(), nullptr, std::span(&x, 1), along(0, Placement::shard(2)));
+      const Tensor x = value("x", kF32, shape, rows), y = apply_and_redistribute(op_def<Noted>(), nullptr, std::span(&x, 1), along(0, Placement::shard(2)));
       EXPECT_TRUE(identical(y, value("x", kF32, shape, columns) * 2.0));
       return executed;
     };

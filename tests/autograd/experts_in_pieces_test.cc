@@ -59,9 +59,9 @@ TEST_P(ExpertsInPieces, ProductsHaveTheBitsOfTheWhole) {
             const Tensor rows = overlap ? redistribute_in_pieces(sent, experts) : redistribute(sent, experts);
             const Tensor inside = expert_linear(rows, leaves[1], counts, {.bias = c.bias ? leaves[3] : Tensor()});
             const ExpertLinearOptions down{.bias = c.bias ? leaves[4] : Tensor()};
-            ExpertLinearOptions onward = down;
-            onward.onward = [&](const Type&) { return sent.layout(); };
-            const Tensor back = overlap ? expert_linear(inside * inside, leaves[2], counts, onward)
+            ExpertLinearOptions output_layout = down;
+            output_layout.output_layout = [&](const Type&) { return sent.layout(); };
+            const Tensor back = overlap ? expert_linear(inside * inside, leaves[2], counts, output_layout)
                                         : redistribute(expert_linear(inside * inside, leaves[2], counts, down), sent.layout());
             EXPECT_EQ(nodes_in_pieces(recording.tape()), overlap ? 2 * travels : 0);
             const Tensor y = from_experts(back, routes);
@@ -98,8 +98,8 @@ TEST(ExpertsInPieces, ARankMayHaveNoRows) {
         const Tensor counts = redistribute(routes.counts, at_experts(routes.counts));
         const Tensor rows = overlap ? redistribute_in_pieces(sent, at_experts(sent)) : redistribute(sent, at_experts(sent));
         const Tensor inside = expert_linear(rows, leaves[1], counts);
-        const Onward back_to = [&](const Type&) { return sent.layout(); };
-        const Tensor back = overlap ? expert_linear(inside * inside, leaves[2], counts, {.onward = back_to})
+        const OutputLayout back_to = [&](const Type&) { return sent.layout(); };
+        const Tensor back = overlap ? expert_linear(inside * inside, leaves[2], counts, {.output_layout = back_to})
                                     : redistribute(expert_linear(inside * inside, leaves[2], counts), sent.layout());
         const Tensor y = from_experts(back, routes);
         const auto gradients = recording.gradient(sum(cast(y, kF64)), leaves);
@@ -120,10 +120,10 @@ TEST(ExpertsInPieces, RowsThatAreNoPartsGoWhole) {
       const Tensor x = value("x", kF32, shape, parts), weight = value("w", kF32, {4, kOut, kIn}, parts),
                    counts = full_of({kI32, of_counts, parts}, 2);
       Recording recording({.piece_rows = 1});
-      const Onward onward = along(0, even(columns));
-      const Tensor y = expert_linear(x, weight, counts, {.onward = onward});
+      const OutputLayout output_layout = along(0, even(columns));
+      const Tensor y = expert_linear(x, weight, counts, {.output_layout = output_layout});
       EXPECT_EQ(nodes_in_pieces(recording.tape()), 0);
-      EXPECT_TRUE(identical(y, send_onward(expert_linear(x, weight, counts), onward)));
+      EXPECT_TRUE(identical(y, redistribute_output(expert_linear(x, weight, counts), output_layout)));
     }
   }, links());
 }
@@ -146,7 +146,7 @@ TEST(ExpertsInPieces, AnOpNeedsNoWorkspace) {
     const Tensor x = value("x", kF32, {2, 6, 4}, rows);
     Recording recording({.piece_rows = 1});
     const Plain::Attrs attrs{};
-    EXPECT_TRUE(identical(apply_onward(op_def<Plain>(), &attrs, std::span(&x, 1), along(0, even(1))), value("x", kF32, {2, 6, 4}, rows.with(0, even(1))) * 2.0));
+    EXPECT_TRUE(identical(apply_and_redistribute(op_def<Plain>(), &attrs, std::span(&x, 1), along(0, even(1))), value("x", kF32, {2, 6, 4}, rows.with(0, even(1))) * 2.0));
     EXPECT_EQ(nodes_in_pieces(recording.tape()), 1);
   }, links());
 }
@@ -179,7 +179,7 @@ std::array<std::vector<Interval>, 2> rows_of_a_call(int ranks, const Shape& shap
     const Noted::Attrs attrs{products};
     executed.clear();
     const Tensor x = value("x", kF32, shape, parts);
-    EXPECT_TRUE(identical(apply_onward(op_def<Noted>(), &attrs, std::span(&x, 1), along(0, even(1))), value("x", kF32, shape, sequences) * 2.0));
+    EXPECT_TRUE(identical(apply_and_redistribute(op_def<Noted>(), &attrs, std::span(&x, 1), along(0, even(1))), value("x", kF32, shape, sequences) * 2.0));
     if (world.rank() == 1) out[0] = executed;
     const Tensor come = redistribute_in_pieces(value("x", kF32, shape, sequences), parts, products);
     executed.clear();
@@ -222,7 +222,7 @@ TEST(ExpertsInPieces, ProgramsHaveTheBitsOfTheRecording) {
           for (int layer = 0; layer < 3; ++layer) {
             const Tensor rows = overlap ? redistribute_in_pieces(x, experts) : redistribute(x, experts);
             const Tensor y = expert_linear(rows, weight, counts);
-            x = x + (overlap ? expert_linear(y, weight, counts, {.onward = [&](const Type&) { return sequences; }})
+            x = x + (overlap ? expert_linear(y, weight, counts, {.output_layout = [&](const Type&) { return sequences; }})
                              : redistribute(expert_linear(y, weight, counts), sequences));
           }
           return x;
@@ -243,7 +243,7 @@ TEST(ExpertsInPiecesOrder, TheClockLetsThemOverlap) {
       const Tensor weight = value("w", kF32, {4, kIn, kIn}, parts), counts = full_of({kI32, {4, 4, 1}, parts}, 2);
       const Tensor x = value("x", kF32, {4, 4, 1, 2, kIn}, sends ? parts : sequences);
       Recording recording({.piece_rows = 1});
-      if (sends) expert_linear(x, weight, counts, {.onward = [&](const Type&) { return sequences; }});
+      if (sends) expert_linear(x, weight, counts, {.output_layout = [&](const Type&) { return sequences; }});
       else expert_linear(redistribute_in_pieces(x, parts), weight, counts);
       EXPECT_EQ(nodes_in_pieces(recording.tape()), 1);
       return timeline(recording.take(), travels, computes).seconds;
@@ -264,7 +264,7 @@ TEST(ExpertsInPiecesOrder, ALostRankIsAnError) {
       if (world.rank() == 1) fail<DataError>("lost");
       const Tensor weight = value("w", kF32, {2, kIn, kIn}, parts), counts = full_of({kI32, {2, 4, 1}, parts}, 2);
       const Tensor x = value("x", kF32, {2, 4, 1, 2, kIn}, sends ? parts : sequences);
-      if (sends) expert_linear(x, weight, counts, {.onward = [&](const Type&) { return sequences; }});
+      if (sends) expert_linear(x, weight, counts, {.output_layout = [&](const Type&) { return sequences; }});
       else expert_linear(redistribute_in_pieces(x, parts), weight, counts);
     }, links()), DataError);
 }

@@ -45,7 +45,7 @@ struct DoublesRows {
 inline int64_t nodes_in_pieces(const Tape& tape) {
   int64_t n = 0;
   for (NodeId id = 0; id < tape.num_nodes(); ++id)
-    n += tape.node(id).op == &in_pieces_op() || tape.node(id).op == &onward_in_pieces_op();
+    n += tape.node(id).op == &in_pieces_op() || tape.node(id).op == &output_in_pieces_op();
   return n;
 }
 

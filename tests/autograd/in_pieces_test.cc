@@ -56,12 +56,12 @@ TEST_P(InPieces, ProductsHaveTheBitsOfTheWhole) {
                                           value("gate", dtype, {kOut * ranks, kIn}, rows)};
             for (const Tensor& t : leaves) recording.watch(t);
             const auto enter = [&](const Tensor& t) { return overlap ? redistribute_in_pieces(t, whole) : redistribute(t, whole); };
-            const Onward onward = along(0, c.cut);
+            const OutputLayout output_layout = along(0, c.cut);
             const auto leave = [&](const Tensor& t) { return redistribute(t, t.layout().with(0, c.cut)); };
             const Tensor x = enter(leaves[0]), gate = linear(x, leaves[5]), up = linear(x, leaves[1], leaves[2]);
-            const Tensor y = overlap ? linear(swiglu(gate, up), leaves[3], leaves[4], Fp8::none, onward) : leave(linear(swiglu(gate, up), leaves[3], leaves[4]));
+            const Tensor y = overlap ? linear(swiglu(gate, up), leaves[3], leaves[4], Fp8::none, output_layout) : leave(linear(swiglu(gate, up), leaves[3], leaves[4]));
             const GeluOfLinear gelu = linear_gelu(enter(y), leaves[1], leaves[2]);
-            const Tensor z = overlap ? gelu_linear(gelu, leaves[3], leaves[4], Fp8::none, onward) : leave(gelu_linear(gelu, leaves[3], leaves[4]));
+            const Tensor z = overlap ? gelu_linear(gelu, leaves[3], leaves[4], Fp8::none, output_layout) : leave(gelu_linear(gelu, leaves[3], leaves[4]));
             EXPECT_EQ(nodes_in_pieces(recording.tape()), overlap && c.goes ? 4 : 0);
             const auto gradients = recording.gradient(sum(cast(z, kF64) * cast(value("w", dtype, in, cut), kF64)), leaves);
             std::vector<Tensor> out = {y, z};
@@ -160,7 +160,7 @@ TEST(InPiecesOrder, WhatIsSentOnIsMadeInTheOrderOfTheWire) {
     const auto sent = [&](const Shape& shape) {
       executed.clear();
       const Tensor x = value("x", kF32, shape, addends, "a");
-      const Tensor y = apply_onward(op_def<Doubled>(), nullptr, std::span(&x, 1), along(0, Placement::shard(1)));
+      const Tensor y = apply_and_redistribute(op_def<Doubled>(), nullptr, std::span(&x, 1), along(0, Placement::shard(1)));
       const std::vector<std::vector<Interval>> calls = executed;
       EXPECT_TRUE(identical(y, redistribute(x * 2.0, Layout(mesh, Placement::shard(1)))));
       return calls;
@@ -170,7 +170,7 @@ TEST(InPiecesOrder, WhatIsSentOnIsMadeInTheOrderOfTheWire) {
     EXPECT_THAT(flat(sent({1, 9, 4})), ElementsAre(rows(0, 2), rows(4, 6), rows(2, 4), rows(6, 9)));
     // Of what is not dense a copy.
     const Tensor across = transpose(value("x", kF32, {4, 6, 5}, addends, "a"), 0, 2);
-    EXPECT_TRUE(identical(apply_onward(op_def<Doubled>(), nullptr, std::span(&across, 1), along(0, Placement::shard(1))),
+    EXPECT_TRUE(identical(apply_and_redistribute(op_def<Doubled>(), nullptr, std::span(&across, 1), along(0, Placement::shard(1))),
                           redistribute(across * 2.0, Layout(mesh, Placement::shard(1)))));
     EXPECT_THAT(flat(sent({4, 4, 4})), ElementsAre(rows(0, 2), rows(4, 6), rows(2, 4), rows(6, 8), rows(8, 10), rows(12, 14), rows(10, 12), rows(14, 16)));
   }, links(1e6));
@@ -236,7 +236,7 @@ TEST(InPiecesOrder, ProgramsKeepWhatIsStillMultiplied) {
     const Placement cut = Placement::shard(OwnershipMap::uneven(1, {2, 10}));
     auto step = compile([&](const Tensor& given) {
       const Tensor x = given * 3.0;
-      return apply_onward(op_def<Slow>(), nullptr, std::span(&x, 1), along(0, cut)) * 5.0;
+      return apply_and_redistribute(op_def<Slow>(), nullptr, std::span(&x, 1), along(0, cut)) * 5.0;
     });
     const Tensor given = value("x", kF32, {1, 12, 64}, addends, "a");
     const Tensor expected = redistribute(given * 3.0 * 2.0, addends.with(0, cut)) * 5.0;

@@ -91,11 +91,11 @@ TEST(PartsGpu, RedistributionsMoveTheBitsOfTheCpu) {
 // An MLP that a tensor axis cuts, whose input comes in pieces and whose sums are sent on in pieces: output and gradients.
 std::vector<Tensor> mlp(int64_t sequences, DType dtype, const Mesh& mesh, Device device) {
   Layout whole, tokens, rows, columns;
-  Onward onward;
+  OutputLayout output_layout;
   if (mesh.spec) {
     whole = Layout(mesh.spec);
     tokens = whole.with(0, Placement::shard(1)), rows = whole.with(0, Placement::shard(0)), columns = tokens;
-    onward = along(0, Placement::shard(1));
+    output_layout = along(0, Placement::shard(1));
   }
   const auto value = [&](const Shape& shape, const Layout& layout, const std::string& name) {
     return make_local(drawn(shape, name), {dtype, shape, layout}, "").to(device);
@@ -105,7 +105,7 @@ std::vector<Tensor> mlp(int64_t sequences, DType dtype, const Mesh& mesh, Device
                                   value({16, kHidden}, columns, "down")};
   Recording recording({.piece_rows = 1});
   for (const Tensor& t : in) recording.watch(t);
-  const Tensor y = gelu_linear(linear_gelu(redistribute_in_pieces(in[0], whole), in[1], in[2]), in[3], {}, Fp8::none, onward);
+  const Tensor y = gelu_linear(linear_gelu(redistribute_in_pieces(in[0], whole), in[1], in[2]), in[3], {}, Fp8::none, output_layout);
   const auto gradients = recording.gradient(sum(cast(y, kF64) * cast(y, kF64)), in);
   std::vector<Tensor> out = {y};
   out.insert(out.end(), gradients.begin(), gradients.end());
@@ -117,10 +117,10 @@ std::vector<Tensor> mlp(int64_t sequences, DType dtype, const Mesh& mesh, Device
 std::vector<Tensor> exchanged(int64_t sequences, DType dtype, const Mesh& mesh, Device device) {
   constexpr int64_t kHeads = 3, kWide = 8 * kHeads;
   Layout whole, tokens;
-  Onward onward;
+  OutputLayout output_layout;
   if (mesh.spec) {
     whole = Layout(mesh.spec), tokens = whole.with(0, Placement::shard(1));
-    onward = along(0, Placement::shard(OwnershipMap::parts(2, {4 * kHeads, 4 * kHeads}, kHeads)));
+    output_layout = along(0, Placement::shard(OwnershipMap::parts(2, {4 * kHeads, 4 * kHeads}, kHeads)));
   }
   const auto value = [&](const Shape& shape, const Layout& layout, const std::string& name) {
     return make_local(drawn(shape, name), {dtype, shape, layout}, "").to(device);
@@ -129,7 +129,7 @@ std::vector<Tensor> exchanged(int64_t sequences, DType dtype, const Mesh& mesh, 
                                   value({16, kWide}, whole, "write")};
   Recording recording({.piece_rows = 1});
   for (const Tensor& t : in) recording.watch(t);
-  const Tensor inside = linear(in[0], in[1], in[2], Fp8::none, onward);
+  const Tensor inside = linear(in[0], in[1], in[2], Fp8::none, output_layout);
   const Tensor y = linear(redistribute_in_pieces(inside * inside, tokens), in[3]);
   const auto gradients = recording.gradient(sum(cast(y, kF64) * cast(y, kF64)), in);
   std::vector<Tensor> out = {y};
@@ -178,8 +178,8 @@ std::vector<Tensor> of_experts(int64_t sequences, DType dtype, const Mesh& mesh,
   const ExpertRoutes routes = expert_routes(top_k(value({5, 7, kExperts}, tokens, "affinity", kF32), 2), kExperts, 7, 1, parts);
   const Tensor sent = to_experts(in[0], routes), counts = mesh.spec ? redistribute(routes.counts, experts) : routes.counts;
   const Tensor inside = expert_linear(mesh.spec ? redistribute_in_pieces(sent, experts) : sent, in[1], counts);
-  const Onward back = [&](const Type&) { return sent.layout(); };
-  const Tensor y = from_experts(expert_linear(inside * inside, in[2], counts, {.onward = mesh.spec ? back : Onward()}), routes);
+  const OutputLayout back = [&](const Type&) { return sent.layout(); };
+  const Tensor y = from_experts(expert_linear(inside * inside, in[2], counts, {.output_layout = mesh.spec ? back : OutputLayout()}), routes);
   const auto gradients = recording.gradient(sum(cast(y, kF64) * cast(y, kF64)), in);
   std::vector<Tensor> out = {y};
   out.insert(out.end(), gradients.begin(), gradients.end());

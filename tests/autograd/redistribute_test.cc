@@ -6,7 +6,7 @@
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/ops/redistribute.h"
 #include "sheaf/autograd/ops/redistribution.h"
-#include "sheaf/autograd/ops/travel.h"
+#include "sheaf/autograd/ops/pending_redistribute.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/core/communicator.h"
@@ -172,15 +172,15 @@ TEST_P(Redistribute, WhatTravelsArrives) {
       for (const Placement& from : all)
         for (const Placement& to : all) {
           const Layout before(joined.spec, from), after(joined.spec, to);
-          if (!can_travel(before, after)) continue;
+          if (!can_start_redistribute(before, after)) continue;
           const std::string what = str(from, "→", to, " of ", shape, " at ", ranks, " ranks");
           const auto source = [&] { return make_local(x, {kF64, shape, before}, "addends"); };
           Recording recording;
-          Travelling travelling = start_redistribute(source(), after);
+          PendingRedistribute pending = start_redistribute(source(), after);
           const Tensor summed = redistribute(make_local(other, {kF64, {4, 3}, Layout(joined.spec, Placement::partial())}, "others"), "data",
                                              Placement::replicate());
-          const Tensor result = arrived(travelling);
-          travelling = {};
+          const Tensor result = wait(pending);
+          pending = {};
           EXPECT_TRUE(identical(result, redistribute(source(), after))) << what;
           EXPECT_EQ(summed.to_vector<double>(), other) << what;
           // Its gradient comes back as that of redistribute() does, in two halves again.
@@ -189,7 +189,7 @@ TEST_P(Redistribute, WhatTravelsArrives) {
             const Tensor weight = make_local(x, {kF64, shape, probe_weight_layout(after)}, "");
             return recording.gradient(probe(std::span(&y, 1), std::span(&weight, 1)), std::span(&from_here, 1))[0];
           };
-          const Tensor gradient = gradient_through([&](const Tensor& t) { return arrived(start_redistribute(t, after)); });
+          const Tensor gradient = gradient_through([&](const Tensor& t) { return wait(start_redistribute(t, after)); });
           EXPECT_TRUE(identical(gradient, gradient_through([&](const Tensor& t) { return redistribute(t, after); }))) << what;
           EXPECT_EQ(str(check_types(recording.tape()).size()), "0") << what;
           EXPECT_EQ(str(check_cotangents(recording.tape()).size()), "0") << what;
@@ -258,8 +258,8 @@ TEST(Redistribute, WhatTravelsArrivesOnce) {
     const Layout cut(world.mesh({{"data", 2}}).spec, Placement::shard(1)), whole(cut.mesh());
     Recording recording;
     const Tensor x = recording.watch(make_local(integers(12, "x"), {kF64, {4, 3}, cut}, ""));
-    const Travelling travelling = start_redistribute(x, whole);
-    const Tensor both[] = {arrived(travelling), arrived(travelling)};
+    const PendingRedistribute pending = start_redistribute(x, whole);
+    const Tensor both[] = {wait(pending), wait(pending)};
     EXPECT_TRUE(identical(both[0], both[1]));
     const Tensor weights[] = {make_local(integers(12, "w"), {kF64, {4, 3}, probe_weight_layout(whole)}, ""),
                               make_local(integers(12, "v"), {kF64, {4, 3}, probe_weight_layout(whole)}, "")};

@@ -194,9 +194,9 @@ std::vector<Values> train_experts(int ranks, Strategy strategy, const Placement&
 }
 
 TEST_P(Rowwise, GathersWeightsInside) {
-  const std::vector<Values> want = train_experts(1, strategy::full_shard, Placement::shard(0));
+  const std::vector<Values> want = train_experts(1, Strategy::full_shard, Placement::shard(0));
   ASSERT_EQ(want.size(), 8u);
-  for (const Strategy s : {strategy::full_shard, strategy::shard_grad_op, strategy::replicate})
+  for (const Strategy s : {Strategy::full_shard, Strategy::shard_grad_op, Strategy::replicate})
     for (const Placement& cut : cuts(7, GetParam())) {
       const std::vector<Values> got = train_experts(GetParam(), s, cut);
       for (size_t i = 0; i < want.size(); ++i) EXPECT_LE(scaled_error(got[i], want[i]), 1e-13) << name(s) << " " << i;

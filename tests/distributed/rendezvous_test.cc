@@ -256,7 +256,21 @@ TEST_F(Store, ValuesReachThoseWhoWait) {
   EXPECT_EQ(a->get("key", in(5)), std::string("va\0lue", 6));
   setter.join();
   EXPECT_EQ(b->get("key", in(5)).size(), 6u);
+  EXPECT_EQ(b->get_part("key", 1, 3, in(5)), std::string("\0l", 2));
+  for (const auto& [part, parts] : {std::pair<uint64_t, uint64_t>(3, 3), {0, 4}, {0, 0}})
+    EXPECT_THROW(b->get_part("key", part, parts, in(5)), ConfigError);
   EXPECT_EQ(a->local_address(), "127.0.0.1");
+}
+
+// Each rank's addresses for all others, as Gloo stores them for every communicator.
+TEST_F(Store, HoldsTheAddressesOfManyRanks) {
+  const int world = 600;
+  serve(world, "t");
+  auto a = client(0, world);
+  const std::string addresses(136 * (world - 1), 'x');
+  for (int lane = 0; lane < 3; ++lane)
+    for (int rank = 0; rank < world; ++rank) a->set(str(lane, "/", rank), addresses, in(30));
+  EXPECT_EQ(a->get_part("2/599", 5, world - 1, in(5)), std::string(136, 'x'));
 }
 
 TEST_F(Store, TimeOutAndMissingRanks) {

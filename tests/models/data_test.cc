@@ -129,6 +129,7 @@ TEST_F(TokenFiles, BadFiles) {
   EXPECT_THAT(reason(good.substr(0, good.size() - 2)), HasSubstr("says 3 tokens, the file holds 2"));
   EXPECT_THAT(reason(good + "xx"), HasSubstr("says 3 tokens, the file holds 4"));
   EXPECT_THAT(reason(good + "x"), HasSubstr("not a whole number"));
+  EXPECT_THAT(reason(good.substr(0, 100)), HasSubstr("100 bytes are shorter than its header"));
   std::string version = good;
   version[4] = 9;
   EXPECT_THAT(reason(version), HasSubstr("unknown version 9"));

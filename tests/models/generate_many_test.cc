@@ -227,7 +227,7 @@ TEST(GenerateMany, EveryWorldGivesTheSame) {
   const std::vector<int32_t> ends = {5, 17};
   std::vector<Continuation> want;
   for (const auto& [data, model_ranks] : {World2D{1, 1}, World2D{2, 1}, World2D{3, 1}, World2D{5, 1}, World2D{2, 2}})
-    for (const Strategy strategy : {strategy::full_shard, strategy::replicate})
+    for (const Strategy strategy : {Strategy::full_shard, Strategy::replicate})
       run_local(data * model_ranks, [&](World& w) {
         Llama model(llama());
         const Mesh mesh = w.mesh({{"data", data}, {"model", model_ranks}});

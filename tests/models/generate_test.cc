@@ -406,7 +406,7 @@ TEST(Generate, EveryWorldWritesTheSameText) {
   options.tokens = 30, options.temperature = 1;
   std::vector<int32_t> expected;
   for (int world : {1, 2, 3})
-    for (Strategy strategy : {strategy::full_shard, strategy::replicate})
+    for (Strategy strategy : {Strategy::full_shard, Strategy::replicate})
       run_local(world, [&](World& w) {
         const auto model = models::make_language_model(config, 0);
         const auto is_block = [&](nn::Module& m, const std::string&) { return model->is_block(m); };

@@ -300,7 +300,7 @@ void expect_gradients_of_one_rank(const Config& config) {
     backward(plain, {});
     for (const nn::Parameter& p : plain.parameters()) expected[p.name()] = full_gradient(p).template to_vector<double>();
     for (int world = 1; world <= 5; ++world)
-      for (Strategy s : {strategy::replicate, strategy::shard_grad_op, strategy::full_shard})
+      for (Strategy s : {Strategy::replicate, Strategy::shard_grad_op, Strategy::full_shard})
         run_local(world, [&](World& w) {
           M model(config);
           shard(model, data_mesh(w), {.units = nn::units_of<BlockType>(), .strategy = s});

@@ -44,7 +44,7 @@ struct Net : nn::Module {
 
 struct How {
   int world = 1;
-  Strategy strategy = strategy::full_shard;
+  Strategy strategy = Strategy::full_shard;
   bool units = true;
   std::string to_string() const { return str("world ", world, " ", name(strategy), units ? "" : ", one unit"); }
 };
@@ -104,7 +104,7 @@ Values uninterrupted() {
 
 TEST(Checkpoint, ResumesBitwiseAtAnyWorldStrategyAndUnits) {
   const Values expected = uninterrupted();
-  const How all[] = {{1}, {2}, {3}, {3, strategy::replicate}, {2, strategy::shard_grad_op, false}};
+  const How all[] = {{1}, {2}, {3}, {3, Strategy::replicate}, {2, Strategy::shard_grad_op, false}};
   for (const How& before : all) {
     ScratchFolder folder;
     run_local(before.world, [&](World& world) {

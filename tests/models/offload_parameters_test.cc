@@ -284,7 +284,7 @@ TEST(OffloadedParameters, StayInAProgramThatHasRoomForThem) {
 TEST(OffloadedParameters, GoWithStrategiesThatShard) {
   run_local(1, [](World& w) {
     const Mesh mesh = w.mesh({{"data", 1}});
-    for (const auto& [over, strategy, name] : {std::tuple{mesh, strategy::replicate, "replicate"}, {Mesh{}, strategy::full_shard, "none"}})
+    for (const auto& [over, strategy, name] : {std::tuple{mesh, Strategy::replicate, "replicate"}, {Mesh{}, Strategy::full_shard, "none"}})
       try {
         const auto model = models::make_language_model(tiny_config().model, tiny_config().model.vocab);
         shard(*model, over, {.strategy = strategy, .offload = true});

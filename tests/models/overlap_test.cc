@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "sheaf/autograd/ops/redistribute.h"
-#include "sheaf/autograd/ops/travel.h"
+#include "sheaf/autograd/ops/pending_redistribute.h"
 #include "sheaf/tests/models/parity.h"
 
 namespace sheaf::testing {
@@ -90,7 +90,7 @@ std::multimap<std::string, std::string> meanwhile(const Tape& tape) {
     NodeId next = id + 1;
     for (; next < tape.num_nodes(); ++next) {
       const Node& n = tape.node(next);
-      if (tape.op_name(n) == "arrived" && tape.inputs(n)[0] == tape.output(start)) break;
+      if (tape.op_name(n) == "wait" && tape.inputs(n)[0] == tape.output(start)) break;
       const std::string name = tape.op_name(n);
       const bool waits = name == "all_gather" || name == "reduce_scatter" || name == "all_to_all" || name == "all_reduce";
       if (waits && n.op != &start_op() && tape.path(n) == tape.path(start)) computed += (computed.empty() ? "" : ", ") + name + " " + tape.path(n);
@@ -177,7 +177,7 @@ TEST(Overlap, RowsOfExpertsTravelInPieces) {
     Tape tape;
     trained(c, 2, true, &tape);
     int64_t come = 0, go = 0;
-    for (NodeId id = 0; id < tape.num_nodes(); ++id) come += tape.node(id).op == &in_pieces_op(), go += tape.node(id).op == &onward_in_pieces_op();
+    for (NodeId id = 0; id < tape.num_nodes(); ++id) come += tape.node(id).op == &in_pieces_op(), go += tape.node(id).op == &output_in_pieces_op();
     const int64_t mixtures = c.model.layers - c.model.dense_layers;
     EXPECT_EQ(come, mixtures * (shared ? 1 : 2));  // beside shared experts tokens travel whole
     EXPECT_EQ(go, mixtures);

@@ -188,6 +188,9 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(refused(kMistral, "num_key_value_heads", Json()), HasSubstr("num_key_value_heads is null"));
   EXPECT_EQ(refused(kQwen2, "sliding_window", 32768), "no exception");
   EXPECT_THAT(refused(kMixtral, "num_local_experts", Json()), HasSubstr("num_local_experts is null"));
+  for (const auto& [folder, key] : {std::pair(kMixtral, "num_local_experts"), {kQwen3Moe, "num_experts"}, {kDots1, "n_routed_experts"},
+                                    {kDots1, "n_shared_experts"}})
+    EXPECT_THAT(refused(folder, key, 100000000), HasSubstr(str(key, " is 100000000: at most 10,000 experts")));
   EXPECT_THAT(refused(kMixtral, "num_experts_per_tok", 0), HasSubstr("num_experts_per_tok is 0: expected a positive integer"));
   EXPECT_THAT(refused(kMixtral, "router_jitter_noise", 0.1), HasSubstr("router_jitter_noise is 0.1: Sheaf's routers have no noise"));
   EXPECT_THAT(refused(kQwen3Moe, "decoder_sparse_step", 2), HasSubstr("decoder_sparse_step is 2: Sheaf's layers all have experts, or none"));

@@ -230,7 +230,7 @@ TEST(Secondary, WhatCannotBeIsRefused) {
       }
     };
     refuse({.secondary = true}, "neither ShardOptions::replica_axis nor");
-    refuse({.replica_axis = "replica", .secondary = true, .strategy = strategy::replicate}, "not 'replicate'");
+    refuse({.replica_axis = "replica", .secondary = true, .strategy = Strategy::replicate}, "not 'replicate'");
     EXPECT_THROW(StrategyChoice("secondary_shard"), ConfigError);
   }, {.threads_per_rank = 1});
 }

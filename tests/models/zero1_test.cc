@@ -133,7 +133,7 @@ TEST(Zero1, ZeroGradDropsWhatWaits) {
     const models::TrainConfig config = tiny_config();
     const auto model = models::make_language_model(config.model, config.model.vocab);
     const Mesh mesh = w.mesh({{"data", 2}});
-    shard(*model, mesh, {.strategy = strategy::zero1});
+    shard(*model, mesh, {.strategy = Strategy::zero1});
     materialize(*model);
     optim::AdamW optimizer(model->parameters(), {});
     const Tensor tokens = full_of(Type{kI32, {4, config.model.context}, Layout(mesh.spec, Placement::shard(0))}, 1);

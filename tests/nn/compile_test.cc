@@ -153,8 +153,8 @@ TEST(Compile, UnitsThatStayGatheredChangeNoBit) {
           return program;
         };
         const auto by_block = nn::units_of<TinyBlock>();
-        const Outcome expected = train(w, strategy::full_shard, by_block, 0, false);
-        EXPECT_EQ(train(w, strategy::full_shard, by_block, 0, true, {.rewrite = rewrite}), expected);
+        const Outcome expected = train(w, Strategy::full_shard, by_block, 0, false);
+        EXPECT_EQ(train(w, Strategy::full_shard, by_block, 0, true, {.rewrite = rewrite}), expected);
         EXPECT_EQ(all, 5u);  // blocks.0 in each backward, all three for the second micro-batch
         EXPECT_TRUE(share > 0 || kept < all);
         EXPECT_TRUE(share < 1.1 || kept == all);

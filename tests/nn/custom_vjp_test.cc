@@ -135,7 +135,7 @@ struct Net : nn::Module {
 };
 
 struct Case {
-  Strategy strategy = strategy::full_shard;
+  Strategy strategy = Strategy::full_shard;
   bool own = true, recompute = false, compiled = false;
   int64_t prefetch = 0;
 };
@@ -199,7 +199,7 @@ class CustomVjpTraining : public ::testing::TestWithParam<int> {};
 TEST_P(CustomVjpTraining, IsTheDerivedOneUnderEveryWayToShard) {
   const Outcome one = train(1, {.own = false});
   ASSERT_EQ(one.parameters.size(), 7u);
-  for (const Strategy s : {strategy::full_shard, strategy::shard_grad_op, strategy::zero1, strategy::replicate})
+  for (const Strategy s : {Strategy::full_shard, Strategy::shard_grad_op, Strategy::zero1, Strategy::replicate})
     for (const int64_t prefetch : {int64_t{0}, int64_t{1} << 20}) {
       const Outcome many = train(GetParam(), {.strategy = s, .prefetch = prefetch});
       expect_close(many.parameters, one.parameters, str(name(s), " prefetch ", prefetch));

@@ -86,7 +86,7 @@ TEST(WeightsLater, ChangeNoBit) {
 }
 
 TEST(WeightsLater, ChangeNoBitInBf16OrWhereBlocksAreComputedAgain) {
-  for (const Strategy strategy : {strategy::full_shard, strategy::zero1, strategy::replicate}) {
+  for (const Strategy strategy : {Strategy::full_shard, Strategy::zero1, Strategy::replicate}) {
     const auto in = [&](const std::string& order, DType compute, bool recompute) {
       return gradients_in_order(order, 2, strategy, nn::units_of<TinyBlock>(), compute, recompute);
     };
@@ -146,7 +146,7 @@ TEST(WeightsLater, OfTheLastMicroBatchAreReducedToTheEnd) {
     run_local(2, [&](World& w) {
       const Mesh mesh = replicas ? w.mesh({{"replica", 2}, {"data", 1}}) : w.mesh({{"data", 2}});
       TinyModel model;
-      ShardOptions options{.units = nn::units_of<TinyBlock>(), .strategy = strategy::zero1};
+      ShardOptions options{.units = nn::units_of<TinyBlock>(), .strategy = Strategy::zero1};
       if (replicas) options.replica_axis = "replica";
       shard(model, mesh, options);
       materialize(model);

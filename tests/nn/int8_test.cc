@@ -261,7 +261,7 @@ TEST(Int8Tape, HasBlocksWhereSomethingIsSent) {
 
 // zero1 keeps what it has unpacked for all micro-batches.
 TEST(Int8Tape, UnpacksOnceForAllMicroBatches) {
-  with_tape({{"data", 2}}, {.strategy = strategy::zero1, .gather_int8 = true, .reduce_int8 = true}, [&](const Tape& tape, TinyModel&) {
+  with_tape({{"data", 2}}, {.strategy = Strategy::zero1, .gather_int8 = true, .reduce_int8 = true}, [&](const Tape& tape, TinyModel&) {
     const std::map<std::string, int> ops = ops_of(tape);
     EXPECT_EQ(ops.at("unpack"), 4);
     EXPECT_EQ(ops.at("all_gather"), 4);
@@ -276,7 +276,7 @@ TEST(Int8Tape, SaysWhatTravels) {
     std::map<bool, int64_t> gathers, reductions;
     for (const bool int8 : {false, true})
       with_tape({{"data", 4}},
-                {.strategy = replicate ? strategy::replicate : strategy::full_shard, .gather_int8 = int8 && !replicate, .reduce_int8 = int8},
+                {.strategy = replicate ? Strategy::replicate : Strategy::full_shard, .gather_int8 = int8 && !replicate, .reduce_int8 = int8},
                 [&](const Tape& tape, TinyModel&) {
                   std::lock_guard lock(mutex);
                   gathers[int8] = received(tape, "all_gather");

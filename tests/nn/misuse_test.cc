@@ -30,6 +30,16 @@ Tensor numbers(std::vector<double> values) {
   return Tensor::from(values, {n});
 }
 
+TEST(Sizes, WhoseProductsDoNotFitAreRefused) {
+  const Tensor x = numbers({1, 2, 3, 4}), none = numbers({});
+  const int64_t wraps = (int64_t{1} << 62) + 1, large = int64_t{1} << 32;
+  for (const Shape& shape : {Shape{wraps, 4}, Shape{large, large, 4}, Shape{wraps, -1}})
+    EXPECT_THROW(reshape(x, shape), ShapeError) << shape.to_string();
+  EXPECT_THROW(reshape(none, {large, large}), ShapeError);
+  EXPECT_THROW(expand(numbers({1}), {large * 256, large * 256}), ShapeError);
+  EXPECT_EQ(reshape(none, {0, large}).shape(), (Shape{0, large}));
+}
+
 TEST(Changes, OfWhatHasAGradientAreRefused) {
   const auto refusal = [](auto&& change) {
     return message_of<LifetimeError>(ExitCode::kDesync, [&] {

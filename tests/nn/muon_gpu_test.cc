@@ -33,11 +33,11 @@ void expect_same_bits_however_it_is_cut(Make&& make) {
       EXPECT_EQ(actual, expected);
     }, {.threads_per_rank = 1, .device = kGpu});
   };
-  for (const int world : {1, 2, 3, 5}) check({{{"data", world}}, strategy::full_shard});
-  check({{{"data", 3}}, strategy::replicate});
-  check({{{"replica", 2}, {"data", 2}}, strategy::full_shard});
-  check({{{"secondary", 2}, {"data", 2}}, strategy::full_shard});
-  check({{{"data", 2}, {"model", 2}}, strategy::full_shard});
+  for (const int world : {1, 2, 3, 5}) check({{{"data", world}}, Strategy::full_shard});
+  check({{{"data", 3}}, Strategy::replicate});
+  check({{{"replica", 2}, {"data", 2}}, Strategy::full_shard});
+  check({{{"secondary", 2}, {"data", 2}}, Strategy::full_shard});
+  check({{{"data", 2}, {"model", 2}}, Strategy::full_shard});
 }
 
 TEST(MuonGpu, BitsDoNotDependOnTheWorld) {

@@ -261,7 +261,7 @@ TEST(Muon, MatricesOfEqualShapeAreOneBatch) {
 // Two of 6 million elements at once, on each rank.
 TEST(Muon, WhatARankComputesAtOnceIsBounded) {
   const auto expect = [](std::vector<MeshSpec::Axis> axes, const std::vector<int64_t>& expected) {
-    on({std::move(axes), strategy::full_shard}, [&](World&, const Mesh& mesh, const ShardOptions& options) {
+    on({std::move(axes), Strategy::full_shard}, [&](World&, const Mesh& mesh, const ShardOptions& options) {
       Pile pile(9);
       shard(pile, mesh, options);
       materialize(pile, Device::meta());
@@ -296,7 +296,7 @@ TEST(Muon, MatricesHaveOneStateAndTheRestTwo) {
 }
 
 TEST(Muon, StepIsRecordedAndReplays) {
-  for (Strategy s : {strategy::full_shard, strategy::replicate})
+  for (Strategy s : {Strategy::full_shard, Strategy::replicate})
     run_local(3, [&](World& w) {
       const Mesh mesh = w.mesh({{"data", 3}});
       TinyModel m;

@@ -82,14 +82,14 @@ inline Tensor dense_rows(const Mesh& mesh, int64_t rows, int64_t width, int part
 /// Calls check(strategy, units, prefetch_bytes, name) for all ways to shard a TinyModel on `world` ranks that have the same bits.
 template <class F>
 void for_each_sharding(int world, F&& check) {
-  check(strategy::full_shard, nn::units_of<TinyBlock>(), -1, "full_shard");
-  check(strategy::full_shard, nn::units_of<TinyBlock>(), 0, "full_shard without prefetch");
-  check(strategy::full_shard, {}, -1, "one unit");
-  check(strategy::full_shard, nn::units_of_at_least(100), -1, "many units");
-  check(strategy::shard_grad_op, nn::units_of<TinyBlock>(), -1, "shard_grad_op");
-  check(strategy::zero1, nn::units_of<TinyBlock>(), -1, "zero1");
-  check(strategy::replicate, nn::units_of<TinyBlock>(), -1, "replicate");
-  if (world == 1) check(strategy::none, nn::units_of<TinyBlock>(), -1, "unsharded");
+  check(Strategy::full_shard, nn::units_of<TinyBlock>(), -1, "full_shard");
+  check(Strategy::full_shard, nn::units_of<TinyBlock>(), 0, "full_shard without prefetch");
+  check(Strategy::full_shard, {}, -1, "one unit");
+  check(Strategy::full_shard, nn::units_of_at_least(100), -1, "many units");
+  check(Strategy::shard_grad_op, nn::units_of<TinyBlock>(), -1, "shard_grad_op");
+  check(Strategy::zero1, nn::units_of<TinyBlock>(), -1, "zero1");
+  check(Strategy::replicate, nn::units_of<TinyBlock>(), -1, "replicate");
+  if (world == 1) check(Strategy::none, nn::units_of<TinyBlock>(), -1, "unsharded");
 }
 
 }  // namespace sheaf::testing

@@ -233,7 +233,7 @@ void set_gradients(TinyModel& m) {
 TEST(ClipGradNorm, BitsDoNotDependOnWorldStrategyOrUnits) {
   double expected = 0;
   for (int world = 1; world <= 5; ++world)
-    for (Strategy s : {strategy::replicate, strategy::shard_grad_op, strategy::full_shard})
+    for (Strategy s : {Strategy::replicate, Strategy::shard_grad_op, Strategy::full_shard})
       for (const bool one_unit : {false, true})
         run_local(world, [&](World& w) {
           TinyModel m(3, 50, 13);
@@ -255,7 +255,7 @@ TEST(ClipGradNorm, MixedStrategiesCountEveryGradientOnce) {
   for (const bool mixed : {false, true})
     run_local(3, [&](World& w) {
       TinyModel m(3, 50, 13);
-      if (mixed) shard(m.blocks[1], data_mesh(w), {.strategy = strategy::replicate});
+      if (mixed) shard(m.blocks[1], data_mesh(w), {.strategy = Strategy::replicate});
       shard(m, data_mesh(w), {.units = nn::units_of<TinyBlock>()});
       materialize(m);
       set_gradients(m);

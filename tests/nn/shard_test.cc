@@ -80,21 +80,21 @@ TEST(Shard, UnknownPathsAxesAndStrategiesAreNamed) {
     EXPECT_THAT(message({.compute_dtype = kI32}), HasSubstr("it is bf16, f16, f32 or f64"));
     EXPECT_THROW(StrategyChoice("hybrid"), ConfigError);
     EXPECT_THROW(StrategyChoice("fsdp"), ConfigError);
-    EXPECT_EQ(StrategyChoice("shard_grad_op").value, strategy::shard_grad_op);
+    EXPECT_EQ(StrategyChoice("shard_grad_op").value, Strategy::shard_grad_op);
   });
 }
 
 TEST(Shard, BottomUpWithOptionsPerUnit) {
   run_local(2, [](World& w) {
     TinyModel m;
-    shard(m.blocks[1], data_mesh(w), {.units = nn::units_at({"up"}), .strategy = strategy::shard_grad_op});
+    shard(m.blocks[1], data_mesh(w), {.units = nn::units_at({"up"}), .strategy = Strategy::shard_grad_op});
     shard(m, data_mesh(w), {.units = nn::units_of<TinyBlock>(), .strategy = "replicate"});
     materialize(m);
     EXPECT_THAT(unit_names(m), ElementsAre("", "blocks.0", "blocks.1", "blocks.1.up"));
     std::vector<Strategy> strategies;
     for (const auto& u : units(m)) strategies.push_back(u->strategy());
-    EXPECT_THAT(strategies, ElementsAre(strategy::replicate, strategy::replicate, strategy::shard_grad_op,
-                                        strategy::shard_grad_op));
+    EXPECT_THAT(strategies, ElementsAre(Strategy::replicate, Strategy::replicate, Strategy::shard_grad_op,
+                                        Strategy::shard_grad_op));
     for (const auto& u : units(m)) EXPECT_EQ(u->schedule().get(), &gather_schedule(m));
 
     TinyModel half;  // the outer call is missing
@@ -137,7 +137,7 @@ TEST(Materialize, SameBitsAtAnyWorldAndStrategy) {
   }
   ASSERT_NE(expected["table.weight"][0], expected["table.weight"][1]);
   for (int world = 1; world <= 5; ++world)
-    for (Strategy s : {strategy::replicate, strategy::shard_grad_op, strategy::full_shard})
+    for (Strategy s : {Strategy::replicate, Strategy::shard_grad_op, Strategy::full_shard})
       run_local(world, [&](World& w) {
         TinyModel m;
         shard(m, data_mesh(w), {.units = nn::units_of<TinyBlock>(), .strategy = s});
@@ -257,7 +257,7 @@ TEST(Shard, MetaStepHasTheSameTapeAndBytes) {
 TEST(Shard, GradientsEqualThoseOfOneRank) {
   std::map<std::string, std::vector<double>> expected;
   for (int world = 1; world <= 5; ++world)
-    for (Strategy s : {strategy::replicate, strategy::shard_grad_op, strategy::full_shard})
+    for (Strategy s : {Strategy::replicate, Strategy::shard_grad_op, Strategy::full_shard})
       run_local(world, [&](World& w) {
         TinyModel m(3);
         shard(m, data_mesh(w), {.units = nn::units_of<TinyBlock>(), .strategy = s});
@@ -265,7 +265,7 @@ TEST(Shard, GradientsEqualThoseOfOneRank) {
         step_tape(w, m, Device::cpu(), 4);  // at 5 ranks one has no rows
         for (const nn::Parameter& p : m.parameters()) {
           const auto g = full_gradient(p).to_vector<double>();
-          if (world == 1 && s == strategy::replicate) {
+          if (world == 1 && s == Strategy::replicate) {
             expected[p.name()] = g;
             continue;
           }
@@ -295,7 +295,7 @@ TEST(Shard, MastersOfAnyDtypeBesideCompute) {
 }
 
 TEST(StateDict, PiecesOfAllRanksCoverEveryTensorOnce) {
-  for (Strategy s : {strategy::replicate, strategy::full_shard}) {
+  for (Strategy s : {Strategy::replicate, Strategy::full_shard}) {
     std::map<std::string, std::vector<int>> covered;
     std::map<std::string, std::vector<float>> expected;
     std::mutex mutex;

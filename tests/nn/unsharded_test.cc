@@ -44,7 +44,7 @@ int64_t all_bytes(nn::Module& model) {
 
 TEST(Unsharded, UnitsAreGatheredOnceUntilItEnds) {
   for (const int world : {2, 3, 5})
-    for (const Strategy strategy : {strategy::full_shard, strategy::shard_grad_op, strategy::zero1})
+    for (const Strategy strategy : {Strategy::full_shard, Strategy::shard_grad_op, Strategy::zero1})
       run_local(world, [&](World& w) {
         Stack model(kLayers);
         shard(model, w.mesh({{"data", w.size()}}), {.units = each_layer(), .strategy = strategy, .prefetch_bytes = 0});
@@ -73,7 +73,7 @@ TEST(Unsharded, UnitsAreGatheredOnceUntilItEnds) {
 TEST(Unsharded, StepsAreSeen) {
   for (const int world : {1, 2, 3})
     for (const bool half : {false, true})
-      for (const Strategy strategy : {strategy::full_shard, strategy::shard_grad_op, strategy::zero1, strategy::replicate})
+      for (const Strategy strategy : {Strategy::full_shard, Strategy::shard_grad_op, Strategy::zero1, Strategy::replicate})
         run_local(world, [&](World& w) {
           const auto train = [&](bool whole) {
             Stack model(kLayers);
@@ -92,7 +92,7 @@ TEST(Unsharded, StepsAreSeen) {
               Recording recording({.step = step});
               const Tensor y = model(redistribute(x, Layout(w.mesh({{"data", w.size()}}).spec, Placement::shard(0))));
               recording.backward(sum(square(y)));
-              const bool gathers = w.size() > 1 && strategy != strategy::replicate;
+              const bool gathers = w.size() > 1 && strategy != Strategy::replicate;
               EXPECT_EQ(to_text(recording.tape()).find("all_gather") != std::string::npos, gathers);
               sgd.step();
               sgd.zero_grad();

@@ -94,19 +94,19 @@ struct Way {
 inline std::vector<Way> ways() {
   std::vector<Way> out;
   for (int world = 1; world <= 5; ++world)
-    for (Strategy s : {strategy::replicate, strategy::zero1, strategy::shard_grad_op, strategy::full_shard})
+    for (Strategy s : {Strategy::replicate, Strategy::zero1, Strategy::shard_grad_op, Strategy::full_shard})
       for (const bool one_unit : {false, true}) out.push_back({{{"data", world}}, s, one_unit});
-  out.push_back({{{"data", 11}}, strategy::full_shard});  // more ranks than matrices
-  out.push_back({{{"data", 11}}, strategy::replicate});
-  out.push_back({{{"data", 2}, {"model", 1}}, strategy::full_shard});  // a tensor axis that cuts nothing
-  out.push_back({{{"data", 3}, {"model", 1}}, strategy::replicate});
-  out.push_back({{{"replica", 2}, {"data", 2}}, strategy::full_shard});
-  out.push_back({{{"replica", 3}, {"data", 2}}, strategy::zero1});
-  for (Strategy s : {strategy::replicate, strategy::zero1, strategy::full_shard})
+  out.push_back({{{"data", 11}}, Strategy::full_shard});  // more ranks than matrices
+  out.push_back({{{"data", 11}}, Strategy::replicate});
+  out.push_back({{{"data", 2}, {"model", 1}}, Strategy::full_shard});  // a tensor axis that cuts nothing
+  out.push_back({{{"data", 3}, {"model", 1}}, Strategy::replicate});
+  out.push_back({{{"replica", 2}, {"data", 2}}, Strategy::full_shard});
+  out.push_back({{{"replica", 3}, {"data", 2}}, Strategy::zero1});
+  for (Strategy s : {Strategy::replicate, Strategy::zero1, Strategy::full_shard})
     for (const bool one_unit : {false, true})
       for (const auto& [replicas, data, model] : {std::tuple{1, 1, 2}, {1, 1, 3}, {1, 2, 2}, {1, 2, 3}, {1, 3, 2}, {2, 1, 3}})
         out.push_back({{{"replica", replicas}, {"data", data}, {"model", model}}, s, one_unit});
-  for (Strategy s : {strategy::zero1, strategy::full_shard})
+  for (Strategy s : {Strategy::zero1, Strategy::full_shard})
     for (const bool one_unit : {false, true}) {
       for (const auto& [groups, data] : {std::pair{2, 1}, {2, 2}, {3, 1}, {2, 3}, {3, 2}, {1, 2}})
         out.push_back({{{"secondary", groups}, {"data", data}}, s, one_unit});

@@ -1,4 +1,4 @@
-#include "sheaf/autograd/ops/travel.h"
+#include "sheaf/autograd/ops/pending_redistribute.h"
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/ops/redistribute.h"
@@ -37,7 +37,7 @@ struct Start {
 
 /// Inputs: the value in flight, and what was lent for it.
 struct Arrived {
-  static constexpr const char* kName = "arrived";
+  static constexpr const char* kName = "wait";
   static constexpr OpKind kKind = OpKind::redistribute;
   static constexpr Lane kLane = Lane::gather;  // a rank that receives nothing waits, too, for what it lent
   struct Attrs {
@@ -55,8 +55,8 @@ struct Arrived {
   // If the value became Invariant, its gradient may need no communication.
   static void vjp(const Attrs& a, Vjp& c) {
     const Layout back = a.from.dual();
-    if (!can_travel(c.grad().layout(), back)) return c.set(0, redistribute(c.grad(), back));
-    c.set_travelling(start_redistribute(c.grad(), back));
+    if (!can_start_redistribute(c.grad().layout(), back)) return c.set(0, redistribute(c.grad(), back));
+    c.set_pending(start_redistribute(c.grad(), back));
     c.compute_overlapped(0);
   }
   static void work(const Attrs& a, WorkOf& w) { w.work.bytes = a.unpacks ? moved(w.output(0), w.work.dtype) : 0; }
@@ -66,20 +66,20 @@ struct Arrived {
 
 const OpDef& start_op() { return op_def<Start>(); }
 
-ValueId departed(const Tape& tape, ValueId v) {
+ValueId redistributed_from(const Tape& tape, ValueId v) {
   const NodeId producer = tape.value(v).producer;
   const Node* n = &tape.node(producer);
   if (n->op == &op_def<Arrived>()) n = &tape.node(tape.value(tape.inputs(*n)[0]).producer);
   return n->op == &op_def<Start>() ? tape.inputs(*n)[0] : -1;
 }
 
-bool can_travel(const Layout& from, const Layout& to) {
+bool can_start_redistribute(const Layout& from, const Layout& to) {
   if (!from.mesh() || from.mesh() != to.mesh() || route(from, to).size() != 1) return false;
   const Redistribution::Move m = Redistribution::move(from, to);
   return m.communicates() && !is_send(*to.mesh(), m.axis, from[m.axis], to[m.axis]);
 }
 
-Travelling start_redistribute(const Tensor& x, const Layout& to) {
+PendingRedistribute start_redistribute(const Tensor& x, const Layout& to) {
   const Tensor dense = contiguous(x);
   const Type type{x.dtype(), x.shape(), to};
   const Redistribution::Move m = Redistribution::move(x.layout(), to);
@@ -91,7 +91,7 @@ Travelling start_redistribute(const Tensor& x, const Layout& to) {
   return {x.layout(), packs ? outputs[1] : is_all_reduce ? Tensor() : dense, outputs[0]};
 }
 
-Tensor arrived(const Travelling& t) {
+Tensor wait(const PendingRedistribute& t) {
   const Type& type = t.value.type();
   const Arrived::Attrs attrs{t.from, Redistribution::unpacks({type.dtype, type.shape, t.from}, type)};
   const OutputSpec spec{.type = type, .into = attrs.unpacks ? Tensor() : t.value};

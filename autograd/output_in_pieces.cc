@@ -52,18 +52,18 @@ void execute_onward(const OpDef& op, const void* attrs, Execute& run, const Tens
   run.will_execute(op.name);
   run.stream();
   const View y = run.output(0), out = sent.view_unsynced();
-  const RedistributionInPieces onward(run, run.output_type(0), sent.type());
+  const RedistributionInPieces output_layout(run, run.output_type(0), sent.type());
   const bool meta = run.device().is_meta();
   const uint64_t inputs = row_inputs_of(op, attrs, run);
   for (int i = 0; i < run.num_inputs(); ++i) run.input_tensor(i).storage()->settle();
-  if (!inputs || onward.takes_own_cores()) {
+  if (!inputs || output_layout.takes_own_cores()) {
     if (!meta) op.execute(attrs, run);
-    return onward.Redistribution::run(y, out, run.workspace.data);
+    return output_layout.Redistribution::run(y, out, run.workspace.data);
   }
   const Workspace all = run.workspace;
   if (const auto before = static_cast<size_t>(bytes_in_flight(run.output_tensor(0), sent)); all.data)
     run.workspace = {static_cast<char*>(all.data) + before, all.bytes - before};
-  onward.run(y, out, parts, all.data, [&](const RowBlock& block, void* to) {
+  output_layout.run(y, out, parts, all.data, [&](const RowBlock& block, void* to) {
     if (meta) return;
     take_rows(op, run, inputs, block, to);
     op.execute(attrs, run);
@@ -73,7 +73,7 @@ void execute_onward(const OpDef& op, const void* attrs, Execute& run, const Tens
 }
 
 std::pair<Tensor, Tensor> apply_typed_onward(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, const OutputSpec& product,
-                                            const void* onward, const Type& sent_type, uint8_t flags) {
+                                            const void* output_layout, const Type& sent_type, uint8_t flags) {
   const Device device = device_of(op, inputs, std::span(&product, 1));
   Recording& r = *Recording::current();
   const auto empty = [&](const OpDef& of, const Type& type) {
@@ -81,8 +81,8 @@ std::pair<Tensor, Tensor> apply_typed_onward(const OpDef& op, const void* attrs,
     const MemoryUse use(r.next_held_for(of), of.name, PathScope::current());
     return Tensor::empty(type, device, of.memory);
   };
-  Tensor y = empty(op, product.type), sent = empty(onward_in_pieces_op(), sent_type);
-  const int64_t parts = static_cast<const OnwardInPieces*>(onward)->parts;
+  Tensor y = empty(op, product.type), sent = empty(output_in_pieces_op(), sent_type);
+  const int64_t parts = static_cast<const OutputInPieces*>(output_layout)->parts;
   Execute run(inputs, std::span(&y, 1));
   std::shared_ptr<Storage> workspace;
   if (const int64_t bytes = workspace_onward(op, attrs, run, sent, parts); bytes > 0) {
@@ -98,23 +98,23 @@ std::pair<Tensor, Tensor> apply_typed_onward(const OpDef& op, const void* attrs,
   r.record(op, attrs, inputs, std::span(&y, 1), std::span(&product, 1));
   r.flag_next(flags);
   const OutputSpec spec{.type = sent_type};
-  r.record(onward_in_pieces_op(), onward, std::span(&y, 1), std::span(&sent, 1), std::span(&spec, 1));
+  r.record(output_in_pieces_op(), output_layout, std::span(&y, 1), std::span(&sent, 1), std::span(&spec, 1));
   return {y, sent};
 }
 
 }  // namespace detail
 
-Onward along(int axis, const Placement& to) {
+OutputLayout along(int axis, const Placement& to) {
   return [axis, to](const Type& y) { return axis >= 0 && y.layout.mesh() ? y.layout.with(axis, to) : y.layout; };
 }
 
-Tensor send_onward(const Tensor& y, const Onward& onward) { return onward ? redistribute(y, onward(y.type())) : y; }
+Tensor redistribute_output(const Tensor& y, const OutputLayout& output_layout) { return output_layout ? redistribute(y, output_layout(y.type())) : y; }
 
-Tensor apply_onward(const OpDef& op, const void* attrs, std::span<const Tensor> given, const Onward& onward) {
+Tensor apply_and_redistribute(const OpDef& op, const void* attrs, std::span<const Tensor> given, const OutputLayout& output_layout) {
   const detail::Inferred inferred(op, attrs, given);
   Recording* const r = Recording::current();
   const Type& type = inferred.specs[0].type;
-  const Type to{type.dtype, type.shape, onward ? onward(type) : type.layout};
+  const Type to{type.dtype, type.shape, output_layout ? output_layout(type) : type.layout};
   const uint64_t rows = inferred.specs.size() == 1 && !op.saved_outputs ? detail::row_inputs_of(op, attrs, inferred.inputs) : 0;
   // A reduce_scatter sends any rows.
   const bool fits = !(to == type) && (!op.row_parts || Redistribution::move(type.layout, to.layout).exchanges());
@@ -126,7 +126,7 @@ Tensor apply_onward(const OpDef& op, const void* attrs, std::span<const Tensor> 
       std::vector<Tensor> inputs(inferred.inputs.begin(), inferred.inputs.end());
       for (size_t i = 0; i < inputs.size(); ++i)
         if (rows >> i & 1) inputs[i] = contiguous(inputs[i]);
-      const OnwardInPieces in_pieces{to.layout, static_cast<int32_t>(parts), packs};
+      const OutputInPieces in_pieces{to.layout, static_cast<int32_t>(parts), packs};
       return detail::apply_typed_onward(op, attrs, inputs, inferred.specs[0], &in_pieces, to, 0).second;
     }
   }

@@ -1,0 +1,171 @@
+#include "sheaf/distributed/gradient_reduction.h"
+
+#include <utility>
+
+#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/recording.h"
+#include "sheaf/distributed/unit_ops.h"
+
+namespace sheaf {
+
+void GradientReduction::add_to_waiting(std::vector<Tensor> gradients) {
+  if (unreduced_.empty()) {
+    unreduced_ = std::move(gradients);
+    return;
+  }
+  leaf_waiting();
+  for (size_t k = 0; k < gradients.size(); ++k) add_gradient(unreduced_[k], gradients[k]);
+}
+
+// Gradients that another recording left become leaves of this one.
+void GradientReduction::leaf_waiting() {
+  Recording* r = Recording::current();
+  size_t k = 0;
+  for (const FlatBuffer& b : unit_.buffers())
+    if (r && b.trainable) r->leaf(unreduced_[k++], "waiting gradient of " + b.name);
+}
+
+void GradientReduction::start(std::vector<Tensor> slots, bool to_the_end) {
+  inputs_ = std::move(slots);
+  to_the_end_ = to_the_end;
+  reduce_along(unit_.axis());
+}
+
+void GradientReduction::start_waiting() {
+  leaf_waiting();
+  to_the_end_ = true;
+  reduce_waiting_along(unit_.caches_gathered() ? unit_.axis() : unit_.axis_after(unit_.axis()));
+}
+
+void GradientReduction::reduce_waiting_along(int axis) {
+  (axis == unit_.axis() ? inputs_ : values_) = std::exchange(unreduced_, {});
+  reduce_along(axis);
+}
+
+// [Note: reduction] First along the unit's own axis, from the slots, then what is left (a slice, if the unit is sharded)
+// along each other axis of the mesh, in place, or along a secondary axis as a reduce_scatter again. Each is issued where
+// the next unit's reduction begins, so that nobody waits for it: by then the previous one has had a unit's backward to
+// complete in. With several micro-batches the slices are added up, and only the last one's backward, or the first caller that
+// asks, reduces them along the other axes: these cross hosts. If they travel in another dtype (FlatBuffer::reduce) each
+// collective is between two casts: ranks add up what they have sent, and a cast's memory is freed with the collective's. With
+// int8 blocks other collectives take its place: [Note: addends in blocks].
+void GradientReduction::reduce_along(int axis) {
+  if (axis == unit_.axis()) values_ = inputs_;
+  else if (unit_.scatters(axis)) inputs_ = values_;
+  std::vector<Tensor> from;
+  std::vector<OutputSpec> specs;
+  std::vector<size_t> which;  // of the values; what the tensor axis cuts is no sum along it
+  std::vector<Reduced> in_blocks;
+  size_t k = 0;
+  for (const FlatBuffer& b : unit_.buffers()) {
+    if (!b.trainable) continue;
+    Tensor& t = values_[k++];
+    if (!unit_.sums_along(b, axis)) continue;
+    if (b.reduce_int8 && !unit_.alone(axis)) {
+      in_blocks.emplace_back(&b, k - 1);
+      continue;
+    }
+    if (b.reduce != b.dtype && !unit_.alone(axis)) {  // what is cast goes before more is
+      t = UnitOps::cast_by(UnitOps::cast_gradient(), t, b.reduce);
+      if (!inputs_.empty()) inputs_[k - 1] = t;
+    }
+    Type type = t.type();
+    if (unit_.mesh()) type.layout[axis] = b.shard.layout()[axis];
+    from.push_back(t);
+    specs.push_back({.type = type, .into = unit_.scatters(axis) ? Tensor() : t});
+    which.push_back(k - 1);
+  }
+  if (!in_blocks.empty()) exchange_blocks(axis, in_blocks);
+  if (!which.empty()) {
+    const UnitOps::Attrs attrs{axis, static_cast<int32_t>(specs.size())};
+    const OpDef& op = unit_.alone(axis) ? UnitOps::open() : unit_.scatters(axis) ? UnitOps::reduce_scatter() : UnitOps::all_reduce();
+    const Tensors reduced = apply_typed(op, &attrs, from, specs);
+    for (size_t i = 0; i < which.size(); ++i) values_[which[i]] = reduced[i];
+  }
+  along_ = axis;
+  if (unit_.alone(axis)) advance();
+}
+
+void GradientReduction::advance() {
+  complete_offload();
+  if (values_.empty()) return;
+  const int along = along_;
+  const PathScope path(unit_.name());
+  if (!unit_.alone(along)) UnitOps::complete_results(along, values_, inputs_);
+  for (Tensor& t : values_) t.storage()->settle();
+  inputs_.clear();
+  if (add_blocks()) return;
+  cast_reduced();
+  const int next = unit_.axis_after(along);
+  if (next < 0) return keep_gradient();
+  if (along == unit_.axis() && unit_.sums_further()) {
+    add_to_waiting(std::exchange(values_, {}));
+    if (to_the_end_) reduce_waiting_along(next);
+  } else {
+    reduce_along(next);
+  }
+}
+
+void GradientReduction::cast_reduced() {
+  size_t k = 0;
+  for (const FlatBuffer& b : unit_.buffers()) {
+    if (!b.trainable) continue;
+    Tensor& t = values_[k++];
+    if (t.dtype() != b.dtype) t = UnitOps::cast_by(UnitOps::cast_reduced(), t, b.dtype);
+  }
+}
+
+void GradientReduction::complete() {
+  while (!values_.empty()) advance();
+  complete_offload();
+}
+
+void GradientReduction::keep_gradient() {
+  const std::vector<Tensor> reduced = std::exchange(values_, {});
+  if (unit_.offloads()) offload_.from = reduced;
+  size_t k = 0;
+  for (FlatBuffer& b : unit_.buffers()) {
+    if (!b.trainable) continue;
+    b.grad_scale = b.found_inf = Tensor();  // they belonged to the gradient before
+    // What another recording left here is a leaf of this one, as it is before it changes.
+    if (Recording* r = Recording::current(); r && b.grad) r->leaf(b.grad, "gradient of " + b.name);
+    const Tensor& gradient = reduced[k++];
+    if (unit_.offloads()) offload_gradient(b, gradient);
+    else if (b.grad) add_gradient(b.grad, gradient);  // a micro-batch's gradient is finished, then added
+    else b.grad = gradient;
+  }
+}
+
+// Nobody waits: what leaves is held until the next unit's gradient leaves, or the backward ends.
+void GradientReduction::offload_gradient(FlatBuffer& b, const Tensor& gradient) {
+  const Tensor inputs[] = {gradient, b.grad};
+  const OutputSpec spec{.type = gradient.type(), .into = b.grad};
+  const Tensors there = apply_typed(UnitOps::offload_gradient(), nullptr, std::span(inputs, b.grad ? 2 : 1), std::span(&spec, 1));
+  if (b.grad) b.grad.storage()->changed();
+  else b.grad = there[0];
+  offload_.gradients.push_back(b.grad);
+}
+
+void GradientReduction::complete_offload() {
+  if (offload_.from.empty()) return;
+  const PathScope path(unit_.name());
+  const Offload left = std::exchange(offload_, {});
+  UnitOps::complete_results(unit_.axis(), left.gradients, left.from);
+}
+
+void GradientReduction::forget() {
+  unreduced_.clear();
+  values_.clear();
+  inputs_.clear();
+}
+
+void GradientReduction::recording_ended() {
+  values_.clear();  // waits for its lane: only then may the slots go
+  inputs_.clear();
+  for (const Tensor& gradient : offload_.gradients) {  // before what it is made from goes
+    try { gradient.storage()->settle(); } catch (const std::exception&) {}  // whoever reads it gets the error
+  }
+  offload_ = {};
+}
+
+}  // namespace sheaf

@@ -1,0 +1,65 @@
+// GradientReduction: the gradients of a unit, from its slots to the placement of its masters.
+#pragma once
+
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "sheaf/distributed/unit_layout.h"
+
+namespace sheaf {
+
+/// At most one reduction is under way: see [Note: reduction]. Gradients of several micro-batches wait for it as sums. It belongs to its
+/// rank's compute thread.
+class GradientReduction {
+ public:
+  /// Of the unit's buffers, whose `grad` it stores.
+  explicit GradientReduction(UnitLayout& unit) : unit_(unit) {}
+
+  /// Issues the reduction of the slots of a backward, one for each trainable buffer; `to_the_end`: along all axes of the mesh, not only
+  /// the unit's own, where those of several micro-batches are added up first.
+  void start(std::vector<Tensor> slots, bool to_the_end);
+  /// Waits for the pending collective, if any, and issues the next one; after the last, the gradient is stored.
+  void advance();
+  /// Until the gradient is stored.
+  void complete();
+
+  /// Adds slots to those that wait (zero1).
+  void add_to_waiting(std::vector<Tensor> gradients);
+  bool has_waiting() const { return !unreduced_.empty(); }
+  std::vector<Tensor> take_waiting() { return std::exchange(unreduced_, {}); }
+  /// Issues the reduction of what waits, along all axes.
+  void start_waiting();
+
+  /// Gives up all gradients, also those of a backward that failed. Waits for the lane.
+  void forget();
+  /// Lets go of what the recording's memory belongs to. Waits for the lanes.
+  void recording_ended();
+
+ private:
+  using Reduced = std::pair<const FlatBuffer*, size_t>;  // a buffer, and which of `values_` is its gradient
+
+  void leaf_waiting();
+  void reduce_waiting_along(int axis);
+  void reduce_along(int axis);
+  void exchange_blocks(int axis, std::span<const Reduced> which);
+  Type sum_type(const FlatBuffer& b, const Type& blocks) const;
+  bool add_blocks();
+  void cast_reduced();
+  void keep_gradient();
+  void offload_gradient(FlatBuffer& b, const Tensor& gradient);
+  void complete_offload();
+
+  UnitLayout& unit_;
+  std::vector<Tensor> unreduced_;  // sums over micro-batches: zero1's slots, else what is not summed over replicas yet
+  std::vector<Tensor> inputs_;     // of a reduction to slices: the slots, a slice along a secondary axis, or casts of them
+  std::vector<Tensor> values_;     // one per trainable buffer; empty: nothing is pending. Destroyed before its inputs: waits for its lane
+  int along_ = -1;                 // the axis of the pending collective
+  bool to_the_end_ = false;
+  struct Offload {                 // to the host's memory, by the lane of copies
+    std::vector<Tensor> gradients, from;
+  };
+  Offload offload_;
+};
+
+}  // namespace sheaf
