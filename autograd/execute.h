@@ -40,15 +40,16 @@ struct Inferred {
   std::vector<Tensor> coerced_;
 };
 
-/// [Note: in pieces] What comes over a lane in pieces (Storage::filled_in_pieces) need not be there before a product of its rows
-/// begins: an op with row_inputs() is executed for the rows of each piece once that is there. So a rank multiplies rows that it has
-/// while others travel (Wang et al. 2023, Overlap Communication with Dependent Computation via Decomposition,
-/// https://doi.org/10.1145/3567955.3567959). Who needs all of it waits for all. And where what such an op gives goes on to a
-/// reduce_scatter, or to an all_to_all from rows to columns, the two nodes are executed as one: rows are sent on while the next are
-/// computed (output_in_pieces.cc). The tape has the same nodes, and a CPU's products the same bits. Those of a GPU depend on how many rows are
-/// multiplied at once, which is the same for a row on all ranks, so they agree. Of gathered keys and values some heads come after others
-/// (redistribute_in_heads()): attention, forward and backward, is executed for those that are there (OpDef::heads). Rows of experts come
-/// from one rank after another, and go back so: of them whole sequences, or whole experts, are multiplied (OpDef::row_parts).
+/// [Note: in pieces] A value that is received from a lane in pieces (Storage::filled_in_pieces) need not be complete before a product
+/// of its rows starts: an op with row_inputs() is executed for the rows of each piece on its arrival. So a rank multiplies rows that
+/// it has while others are in flight (Wang et al. 2023, Overlap Communication with Dependent Computation via Decomposition,
+/// https://doi.org/10.1145/3567955.3567959). Other readers wait for all pieces. If the result of such an op is passed to a
+/// reduce_scatter, or to an all_to_all from rows to columns, the two nodes are executed as one: rows are sent while the next are
+/// computed (output_in_pieces.cc). The tape has the same nodes, and a CPU's products the same bits. Those of a GPU depend on how many
+/// rows are multiplied at once, which is the same for a row on all ranks, so they agree. Gathered keys and values arrive a few heads
+/// at a time (redistribute_in_heads()): attention, forward and backward, is executed for the heads that have arrived (OpDef::heads).
+/// Rows of experts arrive from one rank after another, and are sent back likewise: whole sequences, or whole experts, of them are
+/// multiplied (OpDef::row_parts).
 
 /// OpDef::row_inputs(); 0 where it is null.
 uint64_t row_inputs_of(const OpDef& op, const void* attrs, std::span<const Tensor> inputs);

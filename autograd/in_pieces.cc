@@ -115,7 +115,7 @@ std::span<const IncomingRows> incoming_rows(const OpDef& op, const void* attrs, 
   return pieces;
 }
 
-// The same of input 1, keys, and input 2, values, which lie side by side in what comes, [.., keys, values, D], and are all of it.
+// The same for input 1, keys, and input 2, values, which are adjacent in the received [.., keys, values, D], and make up all of it.
 std::span<const IncomingRows> incoming_heads(const OpDef& op, const Execute& run) {
   if (!op.heads) return {};
   const Tensor &keys = run.input_tensor(1), &values = run.input_tensor(2);

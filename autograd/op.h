@@ -222,19 +222,19 @@ inline constexpr OpDef op_def_of = make_op_def<Op>();
 template <class Op>
 const OpDef& op_def() { return detail::op_def_of<Op>; }
 
-/// Runs an op whose types follow from its own rules; `into`: where its first outputs go. Throws ShapeError, DTypeError,
+/// Runs an op whose types follow from its own rules; `into`: the destinations of its first outputs. Throws ShapeError, DTypeError,
 /// PlacementError, LifetimeError.
 Tensors apply(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, std::span<const Into> into = {});
-/// The layout to which a result, of this type, is redistributed; null, or the layout that it has: it stays.
+/// The layout to which a result of this type is redistributed; null, or its current layout: not redistributed.
 using OutputLayout = std::function<Layout(const Type&)>;
 /// `to` on one mesh axis, the result's own layout on the others.
 OutputLayout along(int axis, const Placement& to);
-/// redistribute(y, output_layout(y's type)) of the one output y of an op. Where that is a reduce_scatter of rows, or an all_to_all from rows to
-/// columns or back from experts, of enough of them (RecordingOptions::piece_rows), and the op has row_inputs(), and no derivative that
-/// reads y, they travel in pieces, each while the next is computed: what is added up then lies in the order of the wire on the tape. See
-/// [Note: in pieces].
+/// redistribute(y, output_layout(y's type)) of the op's only output y. If that is a reduce_scatter of rows, or an all_to_all from
+/// rows to columns or back from experts, of sufficiently many rows (RecordingOptions::piece_rows), and the op has row_inputs(), and
+/// no derivative reads y, then y is sent in pieces, each while the next is computed: values to be reduced are then in the order of
+/// the wire on the tape. See [Note: in pieces].
 Tensor apply_and_redistribute(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, const OutputLayout& output_layout);
-/// The same of a y that is there.
+/// The same for an existing y.
 Tensor redistribute_output(const Tensor& y, const OutputLayout& output_layout);
 /// Runs an op with given outputs (ops of units and optimizers, whose types come from elsewhere).
 Tensors apply_typed(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,

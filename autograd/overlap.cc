@@ -97,7 +97,7 @@ Tensor Vjp::arrived_gradient() {
   auto& pending = recording().pending_gradients_;
   const ValueId v = recording().value_of(grad());
   const auto gradient = pending.find(v);
-  if (gradient == pending.end()) {  // it did not have to travel
+  if (gradient == pending.end()) {  // it needed no communication
     if (tape().node(tape().value(v).producer).op == &start_op())
       fail<LifetimeError>("[backward] ", path_label(PathScope::current()), ": gradient %", v, " is on its way, and nobody knows from where");
     return grad();

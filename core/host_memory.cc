@@ -31,7 +31,8 @@ int64_t meminfo(const std::string& root, const std::string& field) {
   return 0;
 }
 
-/// What a group may use, where the host has `swap` bytes of swap; its swap has a bound of its own, which may be more than there is.
+/// The memory limit of a group, where the host has `swap` bytes of swap; the group's swap has a separate limit, which may exceed
+/// that.
 int64_t bound_of(const ControlGroup& group, int64_t swap) {
   if (group.version == 1) return number_in(group.folder + "/memory.limit_in_bytes");
   const int64_t bytes = number_in(group.folder + "/memory.max");

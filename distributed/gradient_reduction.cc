@@ -17,7 +17,7 @@ void GradientReduction::add_to_waiting(std::vector<Tensor> gradients) {
   for (size_t k = 0; k < gradients.size(); ++k) add_gradient(unreduced_[k], gradients[k]);
 }
 
-// Gradients that another recording left become leaves of this one.
+// Makes gradients left by another recording leaves of this one.
 void GradientReduction::leaf_waiting() {
   Recording* r = Recording::current();
   size_t k = 0;
@@ -42,19 +42,19 @@ void GradientReduction::reduce_waiting_along(int axis) {
   reduce_along(axis);
 }
 
-// [Note: reduction] First along the unit's own axis, from the slots, then what is left (a slice, if the unit is sharded)
-// along each other axis of the mesh, in place, or along a secondary axis as a reduce_scatter again. Each is issued where
-// the next unit's reduction begins, so that nobody waits for it: by then the previous one has had a unit's backward to
-// complete in. With several micro-batches the slices are added up, and only the last one's backward, or the first caller that
-// asks, reduces them along the other axes: these cross hosts. If they travel in another dtype (FlatBuffer::reduce) each
-// collective is between two casts: ranks add up what they have sent, and a cast's memory is freed with the collective's. With
-// int8 blocks other collectives take its place: [Note: addends in blocks].
+// [Note: reduction] First along the unit's own axis, from the slots, then the result (a slice, if the unit is sharded) along each
+// other axis of the mesh, in place, or along a secondary axis as another reduce_scatter. Each is issued where the next unit's
+// reduction begins, so that nothing waits for it: by then the previous one has had a unit's backward to complete in. With several
+// micro-batches the slices are summed, and only the last one's backward, or the first caller that needs the result, reduces them
+// along the other axes: these cross hosts. If they are sent in another dtype (FlatBuffer::reduce), each collective is between two
+// casts: ranks add what they have sent, and a cast's memory is freed with the collective's. With int8 blocks other collectives
+// replace it: [Note: addends in blocks].
 void GradientReduction::reduce_along(int axis) {
   if (axis == unit_.axis()) values_ = inputs_;
   else if (unit_.scatters(axis)) inputs_ = values_;
   std::vector<Tensor> from;
   std::vector<OutputSpec> specs;
-  std::vector<size_t> which;  // of the values; what the tensor axis cuts is no sum along it
+  std::vector<size_t> which;  // of the values; those sharded by the tensor axis are no sums along it
   std::vector<Reduced> in_blocks;
   size_t k = 0;
   for (const FlatBuffer& b : unit_.buffers()) {
@@ -65,7 +65,7 @@ void GradientReduction::reduce_along(int axis) {
       in_blocks.emplace_back(&b, k - 1);
       continue;
     }
-    if (b.reduce != b.dtype && !unit_.alone(axis)) {  // what is cast goes before more is
+    if (b.reduce != b.dtype && !unit_.alone(axis)) {  // each value is freed once it is cast, before the next is cast
       t = UnitOps::cast_by(UnitOps::cast_gradient(), t, b.reduce);
       if (!inputs_.empty()) inputs_[k - 1] = t;
     }
@@ -126,17 +126,17 @@ void GradientReduction::keep_gradient() {
   size_t k = 0;
   for (FlatBuffer& b : unit_.buffers()) {
     if (!b.trainable) continue;
-    b.grad_scale = b.found_inf = Tensor();  // they belonged to the gradient before
-    // What another recording left here is a leaf of this one, as it is before it changes.
+    b.grad_scale = b.found_inf = Tensor();  // they belonged to the previous gradient
+    // A gradient left by another recording is a leaf of this one, with its value before the change.
     if (Recording* r = Recording::current(); r && b.grad) r->leaf(b.grad, "gradient of " + b.name);
     const Tensor& gradient = reduced[k++];
     if (unit_.offloads()) offload_gradient(b, gradient);
-    else if (b.grad) add_gradient(b.grad, gradient);  // a micro-batch's gradient is finished, then added
+    else if (b.grad) add_gradient(b.grad, gradient);  // a micro-batch's gradient is complete, then added
     else b.grad = gradient;
   }
 }
 
-// Nobody waits: what leaves is held until the next unit's gradient leaves, or the backward ends.
+// Nothing waits: the source is kept until the next unit's gradient is offloaded, or the backward ends.
 void GradientReduction::offload_gradient(FlatBuffer& b, const Tensor& gradient) {
   const Tensor inputs[] = {gradient, b.grad};
   const OutputSpec spec{.type = gradient.type(), .into = b.grad};
@@ -160,10 +160,10 @@ void GradientReduction::forget() {
 }
 
 void GradientReduction::recording_ended() {
-  values_.clear();  // waits for its lane: only then may the slots go
+  values_.clear();  // waits for its lane: only then may the slots be freed
   inputs_.clear();
-  for (const Tensor& gradient : offload_.gradients) {  // before what it is made from goes
-    try { gradient.storage()->settle(); } catch (const std::exception&) {}  // whoever reads it gets the error
+  for (const Tensor& gradient : offload_.gradients) {  // before their sources are freed
+    try { gradient.storage()->settle(); } catch (const std::exception&) {}  // the reader gets the error
   }
   offload_ = {};
 }

@@ -1,4 +1,4 @@
-// GradientReduction: the gradients of a unit, from its slots to the placement of its masters.
+// GradientReduction: reduces the gradients of a unit from its slots to the placement of its masters.
 #pragma once
 
 #include <span>
@@ -9,11 +9,11 @@
 
 namespace sheaf {
 
-/// At most one reduction is under way: see [Note: reduction]. Gradients of several micro-batches wait for it as sums. It belongs to its
-/// rank's compute thread.
+/// At most one reduction is in progress: see [Note: reduction]. Gradients of several micro-batches are summed until then. It belongs
+/// to its rank's compute thread.
 class GradientReduction {
  public:
-  /// Of the unit's buffers, whose `grad` it stores.
+  /// For the unit's buffers, whose `grad` it stores.
   explicit GradientReduction(UnitLayout& unit) : unit_(unit) {}
 
   /// Issues the reduction of the slots of a backward, one for each trainable buffer; `to_the_end`: along all axes of the mesh, not only
@@ -21,19 +21,19 @@ class GradientReduction {
   void start(std::vector<Tensor> slots, bool to_the_end);
   /// Waits for the pending collective, if any, and issues the next one; after the last, the gradient is stored.
   void advance();
-  /// Until the gradient is stored.
+  /// Waits until the gradient is stored.
   void complete();
 
-  /// Adds slots to those that wait (zero1).
+  /// Adds slots to the waiting ones (zero1).
   void add_to_waiting(std::vector<Tensor> gradients);
   bool has_waiting() const { return !unreduced_.empty(); }
   std::vector<Tensor> take_waiting() { return std::exchange(unreduced_, {}); }
-  /// Issues the reduction of what waits, along all axes.
+  /// Starts the reduction of the waiting gradients, along all axes.
   void start_waiting();
 
-  /// Gives up all gradients, also those of a backward that failed. Waits for the lane.
+  /// Discards all gradients, also those of a failed backward. Waits for the lane.
   void forget();
-  /// Lets go of what the recording's memory belongs to. Waits for the lanes.
+  /// Releases references to the recording's memory. Waits for the lanes.
   void recording_ended();
 
  private:

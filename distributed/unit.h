@@ -19,8 +19,8 @@
 // Ranks may send int8 blocks (unit_blocks.cc): weights are unpacked when the unit is opened, and gradients are summed after they have
 // arrived.
 //
-// Which rank has what of its buffers stands in unit_layout.h. Parameters are views into the gather's output, kernels write gradients
-// into the reduce-scatter's input, or into that of its cast if they are sent in another dtype.
+// The parts of its buffers on each rank are described in unit_layout.h. Parameters are views into the gather's output, kernels write
+// gradients into the reduce-scatter's input, or into that of its cast if they are sent in another dtype.
 #pragma once
 
 #include <memory>

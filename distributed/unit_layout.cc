@@ -130,7 +130,7 @@ Type UnitLayout::buffer_type(const FlatBuffer& b, DType dtype, const Layout& lay
   return {dtype, shape, layout};
 }
 
-// In the masters' dtype, of the dual placement of what is gathered.
+// In the masters' dtype, with the dual placement of the gathered values.
 Type UnitLayout::slots_type(const FlatBuffer& b) const { return buffer_type(b, b.dtype, whole(b)).dual(); }
 Type UnitLayout::slot_type(int leaf) const { return value_type(leaf, leaves_[leaf].dtype).dual(); }
 

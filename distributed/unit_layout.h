@@ -1,5 +1,5 @@
-// UnitLayout: which parameters a unit has, how they lie in its flat buffers, and what each rank has of these at rest, gathered and as
-// gradients. All of it follows from the parameters' shapes and the mesh, on every rank alike.
+// UnitLayout: the parameters of a unit, their positions in its flat buffers, and each rank's part of these at rest, gathered and as
+// gradients. All of it follows from the parameters' shapes and the mesh, identically on every rank.
 //
 // A buffer is the wire layout of a unit's collectives. Every parameter and every rank's slice starts on 128 bytes; padding stays zero.
 // Along the unit's axis masters are cut into equal slices, Shard(flat). Along a secondary axis slices are cut again: a buffer is
@@ -29,15 +29,15 @@ struct LeafSpec {
   Shape shape;
   DType dtype = kF32;
   bool trainable = true;
-  std::optional<OwnershipMap> cut = std::nullopt;  ///< along the unit's tensor axis; absent: it is whole there
-  bool exact = false;      ///< compute uses its own dtype, whatever that of the unit's other leaves
+  std::optional<OwnershipMap> cut = std::nullopt;  ///< along the unit's tensor axis; absent: replicated there
+  bool exact = false;      ///< computes in its own dtype, whatever that of the unit's other leaves
   bool bias = false;       ///< nn::Parameter::bias()
   double steered = 0;      ///< a step moves it by this against its gradient's sign (nn::Parameter::steer); 0: an optimizer decides
   std::optional<BlockFormat> blocks = std::nullopt;  ///< it is the bytes (u8, frozen) of values stored in blocks
 };
 
-/// Where each parameter is in its flat buffer: a pure function of the shapes and the number of ranks, so any rank can
-/// compute any other's intervals without asking.
+/// The position of each parameter in its flat buffer: a pure function of the shapes and the number of ranks, so any rank can compute
+/// any other's intervals locally.
 struct FlatLayout {
   std::vector<int64_t> offsets;  ///< elements, multiples of `align`
   int64_t total = 0;             ///< elements, a multiple of ranks · parts · align
@@ -47,8 +47,9 @@ struct FlatLayout {
   static FlatLayout of(const std::vector<Shape>& shapes, int ranks, int64_t align = kAlign, int64_t parts = 1);
 };
 
-/// One flat buffer of a unit: its parameters of one dtype that are all trainable or all frozen, all cut along the tensor
-/// axis or none, all exact or none, all steered by one rate or none, all gathered in blocks or none. Of cut ones `layout` has room for the largest block; a smaller one leaves padding.
+/// One flat buffer of a unit: its parameters of one dtype that are all trainable or all frozen, all sharded along the tensor axis or
+/// none, all exact or none, all with one steering rate or none, all gathered in blocks or none. For sharded ones `layout` has room
+/// for the largest block; a smaller one leaves padding.
 struct FlatBuffer {
   std::string name;
   DType dtype = kF32;       ///< of the master values and of gradients
@@ -93,14 +94,14 @@ struct UnitOptions {
   int tensor_axis = -1;            ///< cuts leaves that have a `cut`; -1: none
   int secondary_axis = -1;         ///< cuts the masters once more after `axis`; -1: none. Needs a strategy that shards
   int stage_axis = -1;             ///< the unit is on one rank of it; -1: on all
-  int stage = 0;                   ///< which
+  int stage = 0;                   ///< of its stage
   bool offload = false;            ///< on a GPU, masters and gradients are kept in the host's memory. Needs a strategy that shards
 };
 
-/// The part of a Unit that does not change while it computes.
+/// The part of a Unit that does not change during computation.
 class UnitLayout {
  public:
-  /// Throws ConfigError for a cut that leaves a rank nothing.
+  /// Throws ConfigError for a cut that leaves a rank without elements.
   UnitLayout(std::string name, std::vector<LeafSpec> leaves, const UnitOptions& options);
 
   const std::string& name() const { return name_; }
@@ -118,7 +119,7 @@ class UnitLayout {
   bool is_here() const { return stage_axis_ < 0 || RankContext::current().coordinate(mesh_, stage_axis_) == stage_; }
   /// The type of the leaf's value in compute: Replicate except where it is cut.
   Type value_type(int index, DType dtype) const { return {dtype, leaves_[index].shape, value_layout(index)}; }
-  /// What this rank has of the parameters of an allocated buffer, in the order of its slice.
+  /// This rank's part of the parameters of an allocated buffer, in the order of its slice.
   std::vector<LocalPiece> pieces(const FlatBuffer& buffer) const { return pieces(buffer, {0, buffer.layout.total}); }
   /// The same for elements [begin, end) of this rank's slice of the buffer; offsets count from `begin`.
   std::vector<LocalPiece> pieces(const FlatBuffer& buffer, Interval part) const;
@@ -149,7 +150,7 @@ class UnitLayout {
   /// Gathers do not read the masters themselves, but something made from them or brought from the host.
   bool is_made_for_gather(const FlatBuffer& b) const { return offloads_ || b.compute != b.dtype || sends_blocks(b); }
   bool sends_blocks(const FlatBuffer& b) const { return b.gather_int8 && gathers() && !alone(axis_); }
-  /// What is gathered must be unpacked before it is used.
+  /// Whether gathered values must be unpacked before use.
   bool is_packed() const { return std::ranges::any_of(buffers_, [this](const FlatBuffer& b) { return sends_blocks(b); }); }
 
   /// Placed as given on every axis except the stage axis.

@@ -85,7 +85,7 @@ std::vector<IncomingRows> RedistributionInPieces::incoming_rows(const Type& from
 }
 
 std::vector<IncomingRows> RedistributionInPieces::start(const View& in, const View& out, void* received, void* sent, int64_t parts) const {
-  if (takes_own_cores()) {  // nothing would travel beside what they compute
+  if (takes_own_cores()) {  // nothing would be sent during their computation
     void* const at = received ? received : out.data;
     c_.join(Redistribution::start(in, sent, at, /*waited_for=*/true));
     if (received) finish(received, out);

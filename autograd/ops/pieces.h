@@ -33,9 +33,10 @@ class RedistributionInPieces : public Redistribution {
     int32_t own = 1;       ///< if neither, the fraction 1 / own of `from` is copied locally
   };
   static Coming coming(const Type& from, const Layout& to, int64_t least_rows);
-  /// Which rows come when.
+  /// The order in which rows are received.
   static std::vector<IncomingRows> incoming_rows(const Type& from, const Type& to, int64_t parts, Device device);
-  /// Starts all of them. `in` is dense; it is read until they have come, unless it packs. `received` and `sent` are null where not needed.
+  /// Starts receiving all of them. `in` is dense; unless it is packed, it is read until they have arrived. `received` and `sent` are
+  /// null where not needed.
   std::vector<IncomingRows> start(const View& in, const View& out, void* received, void* sent, int64_t parts) const;
 
   /// For keys and values [B, T, 2 G, D], of whose tokens each rank has a shard with all heads: the number of parts in which all
@@ -58,7 +59,7 @@ class RedistributionInPieces : public Redistribution {
     int64_t first = 0;             ///< and where in the result this rank's begin
   };
   static std::vector<RowsToGo> rows_to_go(const Type& from, const Type& to, int64_t parts);
-  /// Bytes that run() needs, for all pieces.
+  /// Bytes that run() needs for all pieces.
   static int64_t workspace(const Type& from, const Type& to, const View& y, const View& out);
   /// compute(block, at) must store these rows of y densely at `at`, which is in y.
   void run(const View& y, const View& out, int64_t parts, void* scratch, const std::function<void(const RowBlock&, void*)>& compute) const;

@@ -47,7 +47,7 @@ static View heads_of_both(const View& x, const IncomingRows& heads) {
 
 std::vector<IncomingRows> RedistributionInPieces::start_by_heads(const View& in, const View& out, void* received, void* sent, int64_t parts) const {
   std::vector<IncomingRows> come = incoming_heads(to_, parts);
-  if (takes_own_cores()) {  // nothing would travel beside what they compute
+  if (takes_own_cores()) {  // nothing would be sent during their computation
     const View dense = View::dense(sent, in.dtype, in.shape);
     copy(in, dense);
     c_.join(Redistribution::start(dense, nullptr, received, /*waited_for=*/true));

@@ -26,27 +26,27 @@ bool sends_back(const Tape& tape, const Node& n);
 /// Whether gradients placed as `g` are addends of one placed as `want`: placed the same, or on one rank where `want` is Partial.
 bool adds_up_to(const Layout& g, const Layout& want);
 
-/// redistribute_in_pieces() with pieces of at least `least_rows` rows; 0: whole.
+/// redistribute_in_pieces() with pieces of at least `least_rows` rows; 0: not in pieces.
 Tensor come_in_pieces(const Tensor& x, const Layout& to, int64_t least_rows);
 /// Its op.
 const OpDef& in_pieces_op();
-/// Before such a node runs: its output is what will come so.
+/// To be called before such a node runs: marks its output as received in pieces.
 void expect_pieces(const void* attrs, const Tensor& input, std::span<const Tensor> outputs);
 
-/// Of such a node: how many calls of the lane, and which part of the rows was here before.
+/// For such a node: the number of lane calls, and the part of the rows that was local before.
 struct IncomingPieces {
   int32_t calls = 0;
   double own = 0;
 };
 IncomingPieces incoming_pieces(const Tape& tape, const Node& n, bool by_heads);
-/// How often what travels goes round the ranks: once, or for each of the pieces.
+/// The number of rounds in which the node communicates: one, or one per piece.
 int32_t rounds_of(const Tape& tape, NodeId n);
-/// A redistribution of what the node before made, which is executed with it: see apply_and_redistribute(). Its attributes:
+/// A redistribution of the previous node's result, executed together with it: see apply_and_redistribute(). Its attributes:
 const OpDef& output_in_pieces_op();
 struct OutputInPieces {
   Layout to;
   int32_t parts;
-  bool packs;  ///< what is sent, and unpacks what comes
+  bool packs;  ///< packs what is sent, and unpacks what is received
   bool operator==(const OutputInPieces&) const = default;
 };
 

@@ -1,6 +1,6 @@
-// Redistribution: how a rank moves its part of a value from one placement to another, on one mesh axis. What it sends is packed and
-// passed to the axis' lane, and what it receives is unpacked: in one op (redistribute.cc), in two with others between them
-// (travel.cc), or in pieces between products (pieces.h).
+// Redistribution: how a rank converts its part of a value from one placement to another, on one mesh axis. The data it sends are
+// packed and passed to the axis' lane, and the data it receives are unpacked: in one op (redistribute.cc), in two with others between
+// them (pending_redistribute.cc), or in pieces between products (pieces.h).
 #pragma once
 
 #include <vector>

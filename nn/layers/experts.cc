@@ -139,7 +139,7 @@ bool Experts::gathers(const Tensor& x, int64_t tokens, int64_t choices, int64_t 
   const int axis = gate.cut_axis();
   const Layout& l = x.layout();
   if (axis < 0 || !l.mesh() || !l[axis].is_shard() || !can_start_redistribute(l, l.with(axis, Placement::replicate()))) return false;
-  constexpr int64_t kAlone = 2;  // half of the rows, and more, travel while products are computed; tokens travel alone
+  constexpr int64_t kAlone = 2;  // half of the rows, and more, are in flight while products are computed; tokens are sent without overlap
   return parts * rows_of_part(tokens, choices, gate.shape()[0], places, parts) > kAlone * tokens * l.mesh()->size(axis);
 }
 
@@ -311,7 +311,7 @@ Tensor MixtureOfExperts::of_gathered(const Tensor& x_BTC, const PendingRedistrib
   routes.sources = redistribute(routes.sources, experts.inside(routes.sources));
   routes.counts = redistribute(routes.counts, experts.inside(routes.counts));
   const Tensor rows = experts(to_experts(wait(all), routes), routes.counts, plan.fill);
-  // After these, so that in the backward this gradient is not queued after that of the tokens, which travels while the rest is
+  // After these, so that in the backward this gradient is not queued after that of the tokens, which is in flight while the rest is
   // computed.
   const Tensor weights = redistribute(weights_BTK, whole);
   const Tensor chosen = redistribute(from_experts(rows, routes, weights), x_BTC.layout());
