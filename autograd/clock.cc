@@ -192,7 +192,7 @@ class Clock {
         auto& calls = lanes_[lane].calls;
         if (std::ssize(calls) <= call) calls.resize(static_cast<size_t>(call) + 1);
         Call::Part part{rank, id, std::max({p.compute, p.host, behind})};
-        if (const int32_t parts = pieces_onward(*times.tape, id - 1); parts > 0) {  // the first pieces were sent earlier, as soon as they
+        if (const int32_t parts = output_pieces(*times.tape, id - 1); parts > 0) {  // the first pieces were sent earlier, as soon as they
                                                                                     // were packed
           const double made = line.end[id] - line.start[id - 1];
           part.last = part.ready;

@@ -76,11 +76,11 @@ int64_t workspace_of(const OpDef& op, const void* attrs, Execute& run);
 void execute(const OpDef& op, const void* attrs, Execute& run);
 
 /// Followed by the redistribution of its output to `sent`, in `parts` parts.
-int64_t workspace_onward(const OpDef& op, const void* attrs, Execute& run, const Tensor& sent, int64_t parts);
-void execute_onward(const OpDef& op, const void* attrs, Execute& run, const Tensor& sent, int64_t parts);
+int64_t workspace_and_redistribute(const OpDef& op, const void* attrs, Execute& run, const Tensor& sent, int64_t parts);
+void execute_and_redistribute(const OpDef& op, const void* attrs, Execute& run, const Tensor& sent, int64_t parts);
 /// Places the outputs of both nodes, executes and records them, with these flags. If the output of the first is to be reduced, its
 /// rows are in the order in which they are sent.
-std::pair<Tensor, Tensor> apply_typed_onward(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, const OutputSpec& product,
+std::pair<Tensor, Tensor> apply_typed_and_redistribute(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, const OutputSpec& product,
                           const void* output_layout, const Type& sent, uint8_t flags);
 
 /// For an op with alias(): the input that output o views. With several inputs, outputs view the last ones; with one, all outputs are

@@ -31,7 +31,7 @@ int64_t bytes_in_flight(const Tensor& y, const Tensor& sent) {
 
 }  // namespace
 
-int64_t workspace_onward(const OpDef& op, const void* attrs, Execute& run, const Tensor& sent, int64_t parts) {
+int64_t workspace_and_redistribute(const OpDef& op, const void* attrs, Execute& run, const Tensor& sent, int64_t parts) {
   run.take_types_alone(true);
   const Tensor& y = run.output_tensor(0);
   const View whole = run.output(0);
@@ -48,7 +48,7 @@ int64_t workspace_onward(const OpDef& op, const void* attrs, Execute& run, const
   return std::max(bytes + bytes_in_flight(y, sent), Redistribution::workspace(y.type(), sent.type(), whole, sent.view_unsynced()));
 }
 
-void execute_onward(const OpDef& op, const void* attrs, Execute& run, const Tensor& sent, int64_t parts) {
+void execute_and_redistribute(const OpDef& op, const void* attrs, Execute& run, const Tensor& sent, int64_t parts) {
   run.will_execute(op.name);
   run.stream();
   const View y = run.output(0), out = sent.view_unsynced();
@@ -72,7 +72,7 @@ void execute_onward(const OpDef& op, const void* attrs, Execute& run, const Tens
   run.workspace = all;
 }
 
-std::pair<Tensor, Tensor> apply_typed_onward(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, const OutputSpec& product,
+std::pair<Tensor, Tensor> apply_typed_and_redistribute(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, const OutputSpec& product,
                                             const void* output_layout, const Type& sent_type, uint8_t flags) {
   const Device device = device_of(op, inputs, std::span(&product, 1));
   Recording& r = *Recording::current();
@@ -85,14 +85,14 @@ std::pair<Tensor, Tensor> apply_typed_onward(const OpDef& op, const void* attrs,
   const int64_t parts = static_cast<const OutputInPieces*>(output_layout)->parts;
   Execute run(inputs, std::span(&y, 1));
   std::shared_ptr<Storage> workspace;
-  if (const int64_t bytes = workspace_onward(op, attrs, run, sent, parts); bytes > 0) {
+  if (const int64_t bytes = workspace_and_redistribute(op, attrs, run, sent, parts); bytes > 0) {
     const MemoryUse use(HeldFor::temporaries, op.name, PathScope::current());
     workspace = Storage::allocate(device, bytes);
     run.workspace = {workspace->data(), static_cast<size_t>(bytes)};
   }
   {
     const ProfileSpan span(Profile::kCompute, op.name, PathScope::current());
-    execute_onward(op, attrs, run, sent, parts);
+    execute_and_redistribute(op, attrs, run, sent, parts);
   }
   workspace = nullptr;
   r.record(op, attrs, inputs, std::span(&y, 1), std::span(&product, 1));
@@ -127,7 +127,7 @@ Tensor apply_and_redistribute(const OpDef& op, const void* attrs, std::span<cons
       for (size_t i = 0; i < inputs.size(); ++i)
         if (rows >> i & 1) inputs[i] = contiguous(inputs[i]);
       const OutputInPieces in_pieces{to.layout, static_cast<int32_t>(parts), packs};
-      return detail::apply_typed_onward(op, attrs, inputs, inferred.specs[0], &in_pieces, to, 0).second;
+      return detail::apply_typed_and_redistribute(op, attrs, inputs, inferred.specs[0], &in_pieces, to, 0).second;
     }
   }
   Tensors outputs = execute_node(op, attrs, inferred.inputs, inferred.specs);

@@ -93,12 +93,12 @@ struct Program::Builder {
   bool redistribute_output(NodeId id, const Instruction& scatter) {
     if (executed.empty() || executed.back() != id - 1) return false;
     Instruction& product = program.instructions_.back();
-    if (!pieces_onward(tape, id - 1)) return false;
+    if (!output_pieces(tape, id - 1)) return false;
     product.sent = scatter.outputs[0];
     product.sent_parts = static_cast<const OutputInPieces*>(scatter.attrs)->parts;
     program.blocks_[block_of.at(product.sent.storage().get())].life.first = id - 1;
     Execute run(product.inputs, product.outputs);
-    const int64_t bytes = detail::workspace_onward(*product.op, product.attrs, run, product.sent, product.sent_parts);
+    const int64_t bytes = detail::workspace_and_redistribute(*product.op, product.attrs, run, product.sent, product.sent_parts);
     if (!product.workspace || product.workspace->bytes() < bytes) {
       if (product.workspace) program.blocks_[block_of.at(product.workspace)].life.bytes = 0;  // another one replaces it
       if (bytes > 0) product.workspace = add_block(id - 1, run.device(), bytes, MemoryKind::normal, /*workspace=*/true).get();
@@ -229,7 +229,7 @@ std::vector<Tensor> Program::run() {
     if (i.op->kind != OpKind::discard && i.op->execute && (!meta || i.op->kind == OpKind::redistribute || i.sent)) {
       run.will_execute(i.op->name);
       const ProfileSpan span(Profile::kCompute, i.op->name, *i.path);
-      if (i.sent) detail::execute_onward(*i.op, i.attrs, run, i.sent, i.sent_parts);
+      if (i.sent) detail::execute_and_redistribute(*i.op, i.attrs, run, i.sent, i.sent_parts);
       else detail::execute(*i.op, i.attrs, run);
     }
     if (i.updates)

@@ -161,9 +161,9 @@ void ReversePass::recompute(Region& region) {
       const auto here = values.find(v);
       inputs.push_back(here != values.end() ? here->second : resolve(v));
     }
-    if (i + 1 < nodes.size() && nodes[i + 1] == id + 1 && pieces_onward(tape_, id)) {
+    if (i + 1 < nodes.size() && nodes[i + 1] == id + 1 && output_pieces(tape_, id)) {
       const Node scatter = tape_.node(id + 1);
-      const auto [made, sent] = replay_onward(tape_, n, scatter, inputs, Node::kRecomputed);
+      const auto [made, sent] = replay_and_redistribute(tape_, n, scatter, inputs, Node::kRecomputed);
       keep(id, std::span(&made, 1)), keep(id + 1, std::span(&sent, 1));
       if (last_read.at(tape_.output(n)) == id + 1) values.erase(tape_.output(n));
       ++i;

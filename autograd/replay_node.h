@@ -30,11 +30,11 @@ inline Tensors replay_node(const Tape& tape, const Node& n, std::span<const Tens
   return apply_typed(*n.op, attrs.data(), inputs, specs);
 }
 
-/// The same for a node and the next one, executed as one (detail::apply_typed_onward).
-inline std::pair<Tensor, Tensor> replay_onward(const Tape& tape, const Node& n, const Node& scatter, std::span<const Tensor> inputs,
+/// The same for a node and the next one, executed as one (detail::apply_typed_and_redistribute).
+inline std::pair<Tensor, Tensor> replay_and_redistribute(const Tape& tape, const Node& n, const Node& scatter, std::span<const Tensor> inputs,
                                                     uint8_t flags) {
   const AttrsCopy attrs(tape, n), of_scatter(tape, scatter);
-  return detail::apply_typed_onward(*n.op, attrs.data(), inputs, {.type = tape.type(tape.output(n))}, of_scatter.data(),
+  return detail::apply_typed_and_redistribute(*n.op, attrs.data(), inputs, {.type = tape.type(tape.output(n))}, of_scatter.data(),
                                     Type(tape.type(tape.output(scatter))), flags);
 }
 

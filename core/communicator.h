@@ -1,6 +1,6 @@
 // Communicator: rank, size and the collectives of one group of ranks, on one lane.
 //
-// Every call enqueues on the communicator's own thread and returns at once (but see is_waited_for()); calls run in the order they
+// Every call enqueues on the communicator's own thread and returns at once (but see next_call_is_awaited()); calls run in the order they
 // were made, and the returned Event completes when the buffers may be read or reused. Buffers belong to the caller and must live
 // until then. Communicators never allocate memory for values: the memory they need in addition to the caller's buffers is `staging_bytes`,
 // a block that is fixed at construction.
@@ -52,13 +52,13 @@ class Communicator {
 
   /// The next call also waits for `event`: another lane of this rank fills its buffers. The default waits for it at once;
   /// communicators that enqueue on a GPU make their lane wait.
-  virtual void comes_behind(const Event& event) { event.sync(); }
+  virtual void wait_before_next_call(const Event& event) { event.sync(); }
   /// The rank has nothing to do until the next call is done: if the lane is idle, the call may run on the calling thread, which saves
   /// waking two threads. Then the call itself throws its errors.
-  virtual void is_waited_for() {}
+  virtual void next_call_is_awaited() {}
   /// The next call communicates these values, "f32[4,3] Partial@data to Invariant@data": it fails if other ranks' calls communicate
   /// different ones, even if counts are the same.
-  virtual void is_of(std::string /*values*/) {}
+  virtual void label_next_call(std::string /*values*/) {}
   /// True if calls on host memory are copied by the ranks' own cores, which gain nothing by copying while they compute.
   virtual bool takes_own_cores() const { return false; }
 

@@ -69,7 +69,7 @@ class Gpu {
   /// A stream for copies from and to host memory, concurrent with compute().
   virtual const Stream& copies() const = 0;
   /// One more, for copies to the host concurrent with copies() from it: the bus carries both directions at once.
-  virtual const Stream& leaving() const = 0;
+  virtual const Stream& d2h() const = 0;
   /// Another stream of the same device, with priority over compute(): for communication.
   virtual Stream make_lane() = 0;
   virtual void destroy_lane(const Stream& lane) = 0;

@@ -30,7 +30,7 @@ class ProfileLog {
 
   double settle() const {
     if (gpu)
-      for (const Stream* stream : {&gpu->compute(), &gpu->copies(), &gpu->leaving()}) gpu->sync(*stream);
+      for (const Stream* stream : {&gpu->compute(), &gpu->copies(), &gpu->d2h()}) gpu->sync(*stream);
     return Profile::now();
   }
   void add(Noted noted) {

@@ -57,9 +57,9 @@ class CommunicatorBase : public Communicator {
   uint64_t fingerprint() const final;
   int64_t bytes_received() const final;
 
-  void comes_behind(const Event& event) final { behind_.push_back(event); }
-  void is_waited_for() final { waited_for_ = true; }
-  void is_of(std::string values) final { of_ = std::move(values); }
+  void wait_before_next_call(const Event& event) final { behind_.push_back(event); }
+  void next_call_is_awaited() final { waited_for_ = true; }
+  void label_next_call(std::string values) final { of_ = std::move(values); }
   /// The last calls, oldest first.
   std::vector<FlightEntry> flight_record() const;
 

@@ -56,7 +56,7 @@ const void* on_its_way(Communicator& lane, const Execute& c, int b) {
   const Tensor& from = c.input_tensor(b);
   const Event* filling = from.storage()->filling();
   if (!filling || !from.device().is_cuda()) return c.input(b).data;
-  lane.comes_behind(*filling);
+  lane.wait_before_next_call(*filling);
   return from.view_unsynced().data;
 }
 
@@ -162,8 +162,8 @@ struct OnloadShard {
   using Attrs = NoAttrs;
   static void execute(const Attrs&, Execute& c) {
     const DType from = c.input_type(0).dtype, to = c.output_type(0).dtype;
-    if (from == to) return copy_by_copies(c);
-    by_copies(c, &Gpu::copies, [&](Gpu&, const Stream& stream) {
+    if (from == to) return copy_on_copy_stream(c);
+    on_copy_stream(c, &Gpu::copies, [&](Gpu&, const Stream& stream) {
       if (to == kU8) to_blocks(stream, c, std::nullopt);
       else SHEAF_ON_DEVICE(stream, copy, c.input(0), c.output(0));
     });
@@ -178,8 +178,8 @@ struct OffloadGradient {
   static constexpr Lane kLane = Lane::copy;
   using Attrs = NoAttrs;
   static void execute(const Attrs&, Execute& c) {
-    if (c.num_inputs() == 1) return copy_by_copies(c, &Gpu::leaving);
-    by_copies(c, &Gpu::leaving, [&](Gpu&, const Stream& stream) { SHEAF_ON_DEVICE(stream, add_into, c.output(0), c.input(0)); });
+    if (c.num_inputs() == 1) return copy_on_copy_stream(c, &Gpu::d2h);
+    on_copy_stream(c, &Gpu::d2h, [&](Gpu&, const Stream& stream) { SHEAF_ON_DEVICE(stream, add_into, c.output(0), c.input(0)); });
   }
 };
 

@@ -51,7 +51,7 @@ class PoisonGpu final : public Gpu {
   std::vector<MemoryPiece> wire_pieces(size_t known) const override { return inner_->wire_pieces(known); }
   const Stream& compute() const override { return inner_->compute(); }
   const Stream& copies() const override { return inner_->copies(); }
-  const Stream& leaving() const override { return inner_->leaving(); }
+  const Stream& d2h() const override { return inner_->d2h(); }
   Stream make_lane() override { return inner_->make_lane(); }
   void destroy_lane(const Stream& lane) override { inner_->destroy_lane(lane); }
   void copy(const Stream& stream, void* to, const void* from, size_t bytes, Copy kind) override {

@@ -14,7 +14,7 @@
 #include "sheaf/models/run_state.h"
 #include "sheaf/tools/commands.h"
 #include "sheaf/tools/export_adapters.h"
-#include "sheaf/tools/export_beside.h"
+#include "sheaf/tools/export_companions.h"
 #include "sheaf/tools/output.h"
 
 namespace sheaf::tools {
@@ -37,7 +37,7 @@ void check_is_ours(const std::string& to) {
 }
 
 // Refuses to write into a folder with another model: files next to weights are ours only if the weights are.
-void check_nothing_lies_beside(const std::string& folder, const std::string& weights) {
+void check_folder_is_free(const std::string& folder, const std::string& weights) {
   if (path_exists(weights)) return;  // check_is_ours() checks who wrote them
   for (const char* name : {"config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
                            "special_tokens_map.json", "chat_template.jinja", "vocab.json", "merges.txt"})
@@ -88,7 +88,7 @@ std::vector<std::byte> transposed(const std::vector<std::byte>& whole, int64_t r
 }
 
 // Subtracts 1 from the factors of norms.
-void take_one(std::vector<std::byte>& factors, DType dtype) {
+void subtract_one(std::vector<std::byte>& factors, DType dtype) {
   visit_floating("export", dtype, [&]<class T>() {
     T* const values = reinterpret_cast<T*>(factors.data());
     for (size_t i = 0; i < factors.size() / sizeof(T); ++i) values[i] = static_cast<T>(static_cast<float>(values[i]) - 1.0f);
@@ -106,7 +106,7 @@ struct Part {
     std::vector<std::byte> out;
     if (adapter || weight.blocks) out = merged(weight, adapter, dtype);
     else for (const auto& piece : weight.bytes) out.insert(out.end(), piece.begin(), piece.end());
-    if (t.above_one) take_one(out, dtype);
+    if (t.above_one) subtract_one(out, dtype);
     return t.transposed ? transposed(out, t.rows(), t.row_size(), size_of(dtype)) : out;
   }
 };
@@ -193,7 +193,7 @@ int export_command(const ExportArguments& arguments) {
     check<ConfigError>(!path_exists(parts), "[export] there is '", parts, "': weights in parts, which were not written by sheaf export");
     make_folders(arguments.file);
     file += adapters ? "/adapter_model.safetensors" : "/model.safetensors";
-    check_nothing_lies_beside(arguments.file, file);
+    check_folder_is_free(arguments.file, file);
     tensors = adapters ? adapter_tensors(checkpoint, model, form) : published_tensors(checkpoint, model, form, dtype_of(state));
     finish = [=, folder = arguments.file, dtype = tensors.front().dtype] {
       if (adapters) replace_file(folder + "/adapter_config.json", adapter_config(model, form, state.weights ? state.weights->path : "").dump() + "\n");

@@ -25,7 +25,7 @@ struct Move {
   using Attrs = NoAttrs;
   static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
   static void place(const Attrs&, Place& p) { p.rule({p.in(0)}, {p.in(0)}); }
-  static void execute(const Attrs&, Execute& c) { copy_by_copies(c); }
+  static void execute(const Attrs&, Execute& c) { copy_on_copy_stream(c); }
   static void vjp(const Attrs&, Vjp& c) { c.set(0, c.grad()); }
 };
 using Offload = Move<MemoryKind::host>;

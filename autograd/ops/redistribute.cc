@@ -141,14 +141,14 @@ IncomingPieces incoming_pieces(const Tape& tape, const Node& n, bool by_heads) {
 int32_t rounds_of(const Tape& tape, NodeId id) {
   const Node& n = tape.node(id);
   if (n.op == &in_pieces_op()) return static_cast<const InPieces::Attrs*>(tape.attrs(n))->parts;
-  const int32_t parts = pieces_onward(tape, id - 1);
+  const int32_t parts = output_pieces(tape, id - 1);
   if (parts == 0) return 1;
   const bool by_ranks = !static_cast<const OutputInPieces*>(tape.attrs(n))->packs &&
                         Redistribution::move(tape.type(tape.inputs(n)[0]).layout, tape.type(tape.output(n)).layout).exchanges();
   return by_ranks ? 1 : parts;  // then each call is between two ranks
 }
 
-int32_t pieces_onward(const Tape& tape, NodeId id) {
+int32_t output_pieces(const Tape& tape, NodeId id) {
   if (id < 0 || id + 1 >= tape.num_nodes()) return 0;
   const Node &n = tape.node(id), &next = tape.node(id + 1);
   const bool goes = next.op == &output_in_pieces_op() && n.num_outputs == 1 && tape.inputs(next)[0] == tape.output(n) &&

@@ -51,7 +51,7 @@ struct OutputInPieces {
 };
 
 /// The number of pieces in which node `n`'s result is sent by the next node while it is computed; 0: not in pieces.
-int32_t pieces_onward(const Tape& tape, NodeId n);
+int32_t output_pieces(const Tape& tape, NodeId n);
 
 namespace detail {
 /// Law A.

@@ -140,8 +140,8 @@ Event Redistribution::start(View in, void* sent, void* received, bool waited_for
   }
   Communicator& lane = this->lane();
   if (!talks(lane)) return {};
-  if (waited_for) lane.is_waited_for();
-  lane.is_of(str(from_, " to ", to_.layout));
+  if (waited_for) lane.next_call_is_awaited();
+  lane.label_next_call(str(from_, " to ", to_.layout));
   const std::string& path = PathScope::current();
   const void* const out = packs_ ? sent : in.data;
   if (m_.from == Kind::partial)
@@ -194,7 +194,7 @@ bool Redistribution::takes_own_cores() const { return !stream_.device.is_cuda() 
 // In simulations, the lanes of simulated ranks count what tensors without memory would send.
 bool Redistribution::talks(Communicator& lane) const {
   if (meta_ && lane.kind() != "simulated") return false;
-  if (lane.takes_own_cores()) lane.is_waited_for();
+  if (lane.takes_own_cores()) lane.next_call_is_awaited();
   return true;
 }
 

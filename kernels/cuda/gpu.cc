@@ -117,18 +117,18 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
       : device_(Device::cuda(index)),
         compute_(make_stream(index)),
         copies_(make_stream(index, Priority::low)),  // its kernels take few blocks (few_blocks.h)
-        leaving_(make_stream(index, Priority::low)),
+        d2h_(make_stream(index, Priority::low)),
         blocks_(make_device_allocator(index)),
         host_blocks_(make_pinned_allocator(index)) {}
   ~CudaGpu() override {
     try {
       synchronize(compute_);  // kernels may still use memory that is freed now
       synchronize(copies_);
-      synchronize(leaving_);
+      synchronize(d2h_);
       if (staging_) free_pinned(staging_);
       destroy_stream(compute_);
       destroy_stream(copies_);
-      destroy_stream(leaving_);
+      destroy_stream(d2h_);
     } catch (const CudaError&) {
     }  // reported by the call that failed
   }
@@ -148,7 +148,7 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
   }
   const Stream& compute() const override { return compute_; }
   const Stream& copies() const override { return copies_; }
-  const Stream& leaving() const override { return leaving_; }
+  const Stream& d2h() const override { return d2h_; }
   Stream make_lane() override { return make_stream(device_.index, Priority::high); }
   void destroy_lane(const Stream& lane) override { destroy_stream(lane); }
 
@@ -238,7 +238,7 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
   }
 
   const Device device_;
-  const Stream compute_, copies_, leaving_;
+  const Stream compute_, copies_, d2h_;
   const std::shared_ptr<DeviceAllocator> blocks_;
   const std::shared_ptr<Allocator> memory_ = blocks_;
   const std::shared_ptr<GraphAllocator> host_blocks_;

@@ -52,7 +52,7 @@ TEST(Local, WhatIsWaitedForIsDoneAtOnceAndInOrder) {
   run_local(3, [&](World& world) {
     Communicator& comm = lane(world);
     std::vector<float> x(10, 1.0f);
-    comm.is_waited_for();
+    comm.next_call_is_awaited();
     const Event first = comm.all_reduce(x.data(), 10, kF32, Reduction::sum, "idle");
     EXPECT_TRUE(first.ready());
     EXPECT_EQ(x[0], 3.0f);
@@ -63,7 +63,7 @@ TEST(Local, WhatIsWaitedForIsDoneAtOnceAndInOrder) {
       EXPECT_FALSE(barrier.ready());
       looked.count_down();
     }
-    comm.is_waited_for();
+    comm.next_call_is_awaited();
     comm.all_reduce(x.data(), 10, kF32, Reduction::max, "behind it").sync();
     EXPECT_EQ(x[0], 9.0f);
     for (const FlightEntry& entry : dynamic_cast<CommunicatorBase&>(comm).flight_record()) EXPECT_EQ(entry.state, FlightEntry::State::done);
@@ -75,7 +75,7 @@ TEST(Local, WhatGoesWrongIsThrownWhereItIsWaitedFor) {
   run_local(2, [](World& world) {
     Communicator& comm = lane(world);
     float x = 1;
-    comm.is_waited_for();
+    comm.next_call_is_awaited();
     EXPECT_THROW(comm.all_reduce(&x, 1, kF32, world.rank() ? Reduction::max : Reduction::sum, "other calls"), CommError);
     EXPECT_THROW(comm.barrier("poisoned"), CommError);
     EXPECT_EQ(dynamic_cast<CommunicatorBase&>(comm).flight_record().back().state, FlightEntry::State::failed);

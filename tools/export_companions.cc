@@ -1,4 +1,4 @@
-#include "sheaf/tools/export_beside.h"
+#include "sheaf/tools/export_companions.h"
 
 #include <algorithm>
 #include <filesystem>
