@@ -159,7 +159,7 @@ void ReversePass::run(const Tensor& y) {
   if (!to_slots()) {
     reverse_through(0, end);
     compute_overlapped();
-    return pass_groups(-1);
+    return release_groups(-1);
   }
   const auto& segments = parts_.segments;
   for (size_t s = segments.size(); s-- > 0;) reverse_through(segments[s].begin, segments[s].end);
@@ -177,7 +177,7 @@ void ReversePass::reverse_through(NodeId begin, NodeId end) {
     const Node n = tape_.node(id);  // a copy: the tape grows below
     const PathScope path(tape_.path(n));
     if (to_slots()) finish_groups(id);
-    else pass_groups(id);
+    else release_groups(id);
     const PerRankScope per_rank(n.flags & Node::kPerRank);
     if (n.op) differentiate(id, n);
     if (keep_) continue;
@@ -216,10 +216,10 @@ void ReversePass::finish_groups(NodeId node) {
     compute_overlapped();
     groups[next].finished = true;
     if (groups[next].constant && std::ranges::none_of(groups[next].contributed, std::identity())) {
-      groups[next].group->pass_constant();
+      groups[next].group->release_constant();
       continue;
     }
-    if (!in_backward_weights_) groups[next].group->pass();
+    if (!in_backward_weights_) groups[next].group->release();
     if (groups[next].defers_weights) {
       finish_deferring(groups[next]);
     } else {
@@ -231,16 +231,16 @@ void ReversePass::finish_groups(NodeId node) {
 }
 
 // The same for gradient(): its groups may be used again, in this recording's backward.
-void ReversePass::pass_groups(NodeId node) {
-  const auto pass = [node](const std::vector<GroupState>& groups) {
+void ReversePass::release_groups(NodeId node) {
+  const auto release = [node](const std::vector<GroupState>& groups) {
     for (const GroupState& g : groups)
-      if (g.first_use > node) g.group->gradient_passed();
+      if (g.first_use > node) g.group->release_after_gradient();
   };
   if (direction_) add_directional(node);
-  if (!keep_) pass(recording_.groups_);  // else those of this derivative
-  for (const recorded::Segment& s : recording_.pending_segments_) pass(s.groups);
+  if (!keep_) release(recording_.groups_);  // else those of this derivative
+  for (const recorded::Segment& s : recording_.pending_segments_) release(s.groups);
   for (const auto& [loss, remaining] : recording_.remaining_)
-    for (const recorded::Segment& s : remaining.segments) pass(s.groups);
+    for (const recorded::Segment& s : remaining.segments) release(s.groups);
 }
 
 void ReversePass::release_saves(NodeId node) {

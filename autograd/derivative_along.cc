@@ -81,7 +81,7 @@ void ReversePass::add_directional(NodeId node) {
     }
     gradients.erase(now.begin(), now.end());
     for (const GroupState& g : recording_.groups_)
-      if (g.constant) g.group->gradient_passed();
+      if (g.constant) g.group->release_after_gradient();
   }
 }
 

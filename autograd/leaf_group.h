@@ -15,7 +15,7 @@ namespace sheaf {
 /// [Note: slots] The gradients of a group's leaves are in one buffer, its slots, which the reduction sends. The first contribution of
 /// a backward is stored there by the kernel that computes it (or was in the forward, see [Note: early gradients]), later ones are
 /// added. finish() is called once per backward, when the reverse pass has passed the group's first use, with the leaves that received
-/// contributions (and once more for each order of derivatives that uses it, see [Note: directions]); pass() before it, or, if the
+/// contributions (and once more for each order of derivatives that uses it, see [Note: directions]); release() before it, or, if the
 /// gradients are deferred, in the backward that they belong to.
 class LeafGroup {
  public:
@@ -31,9 +31,9 @@ class LeafGroup {
   /// Separate memory of the slot's type, for a gradient that has to wait before it may be stored there.
   virtual Tensor memory_like_slot(int index) = 0;
   /// No derivative of this backward reads the values any more.
-  virtual void pass() = 0;
+  virtual void release() = 0;
   /// The same for a group that was opened for its values alone: no finish() follows.
-  virtual void pass_constant() = 0;
+  virtual void release_constant() = 0;
   virtual void finish(const std::vector<bool>& contributed) = 0;
   virtual int num_leaves() const = 0;
   virtual bool trainable(int index) const = 0;
@@ -41,7 +41,7 @@ class LeafGroup {
   virtual uint64_t version() const = 0;
   virtual const std::string& group_name() const = 0;
   /// A gradient(), which does not use the slots, has passed the group's first use: values opened for it may be closed.
-  virtual void gradient_passed() {}
+  virtual void release_after_gradient() {}
   /// Every group of this backward is finished: waits for reductions still in flight.
   virtual void backward_ended() = 0;
   /// A backward begins: of the units that the forward has left open only those that are read soon stay open.

@@ -69,7 +69,7 @@ class ReversePass {
   void differentiate(NodeId id, const Node& n);
   void release_saves(NodeId node);
   void finish_groups(NodeId node);
-  void pass_groups(NodeId node);
+  void release_groups(NodeId node);
   // accumulate.cc
   void accumulate(NodeId node, uint64_t needs, Vjp& vjp);
   void accumulate(NodeId node, ValueId v, Tensor gradient);

@@ -262,7 +262,7 @@ void Unit::close_views() {
   state_ = State::closed;
 }
 
-void Unit::gradient_passed() {
+void Unit::release_after_gradient() {
   if (opened_by_vjp_ && depth_ == 0 && state_ == State::open) state_ = State::pending;
 }
 

@@ -51,14 +51,14 @@ class Unit final : public LeafGroup, public UnitLayout, public std::enable_share
   Tensor memory_like_slot(int index) override;
   bool accepts_early_gradient(int index, const Type& gradient) const override;
   void drop_slots() override;
-  void pass() override;
-  void pass_constant() override;
+  void release() override;
+  void release_constant() override;
   void finish(const std::vector<bool>& contributed) override;
   int num_leaves() const override { return static_cast<int>(leaves_.size()); }
   bool trainable(int index) const override { return leaves_[index].trainable; }
   uint64_t version() const override;
   const std::string& group_name() const override { return name_; }
-  void gradient_passed() override;
+  void release_after_gradient() override;
   void backward_begins() override { schedule_->backward_begins(); }
   void backward_ended() override;
   void recording_ended() override;

@@ -61,12 +61,12 @@ Tensor Unit::memory_like_slot(int index) {
   return apply_typed(UnitOps::slot_memory(), nullptr, {}, std::span(&spec, 1))[0];
 }
 
-void Unit::pass() {
+void Unit::release() {
   ++pending_finishes_;
-  pass_constant();
+  release_constant();
 }
 
-void Unit::pass_constant() {
+void Unit::release_constant() {
   const PathScope path(name_);
   mirror_next_ = false;
   if (state_ == State::in_flight) {

@@ -26,8 +26,8 @@ class Slots final : public LeafGroup {
     const PoisonScope poison;
     return Tensor::empty(slot(i).type());
   }
-  void pass() override {}
-  void pass_constant() override {}
+  void release() override {}
+  void release_constant() override {}
   void finish(const std::vector<bool>& contributed) override { contributed_ = contributed; }
   int num_leaves() const override { return static_cast<int>(values_.size()); }
   bool trainable(int) const override { return true; }
