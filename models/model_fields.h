@@ -1,6 +1,9 @@
 // The fields of ModelConfig that affect values, listed once: for states of runs, and for comparisons.
 #pragma once
 
+#include <string_view>
+#include <utility>
+
 #include "sheaf/models/train_config.h"
 
 namespace sheaf::models {
@@ -88,6 +91,20 @@ void for_each_model_field(F&& f, Model&... m) {
   f("lora_layers", m.lora_layers...);
   f("quantize", m.quantize...);
   f("end_of_text", m.end_of_text...);
+}
+
+/// The key that an option had in earlier versions, whose checkpoints still have it; `key` itself if it was not renamed.
+inline std::string_view earlier_name(std::string_view key) {
+  constexpr std::pair<std::string_view, std::string_view> kNames[] = {{"model.capacity_groups", "model.expert_groups"},
+                                                                      {"model.routing_groups", "model.expert_parts"},
+                                                                      {"model.routing_groups_per_token", "model.expert_parts_per_token"},
+                                                                      {"model.linear_key_head_dim", "model.linear_key_width"},
+                                                                      {"model.linear_value_head_dim", "model.linear_value_width"},
+                                                                      {"model.linear_conv_kernel", "model.linear_taps"},
+                                                                      {"model.rotary_dim", "model.rotary_width"}};
+  for (const auto& [now, before] : kNames)
+    if (now == key) return before;
+  return key;
 }
 
 }  // namespace sheaf::models

@@ -59,20 +59,6 @@ void for_each_option(Model&& model, Train&& train, F&& f) {
   for_each_train_option(train, f);
 }
 
-// The name that an option had in older checkpoints.
-std::string_view earlier_name(std::string_view key) {
-  constexpr std::pair<std::string_view, std::string_view> kNames[] = {{"model.capacity_groups", "model.expert_groups"},
-                                                                      {"model.routing_groups", "model.expert_parts"},
-                                                                      {"model.routing_groups_per_token", "model.expert_parts_per_token"},
-                                                                      {"model.linear_key_head_dim", "model.linear_key_width"},
-                                                                      {"model.linear_value_head_dim", "model.linear_value_width"},
-                                                                      {"model.linear_conv_kernel", "model.linear_taps"},
-                                                                      {"model.rotary_dim", "model.rotary_width"}};
-  for (const auto& [now, before] : kNames)
-    if (now == key) return before;
-  return key;
-}
-
 void get(const Json& j, bool& out) { out = j.as_bool(); }
 void get(const Json& j, int64_t& out) { out = j.as_int(); }
 void get(const Json& j, double& out) { out = j.as_double(); }

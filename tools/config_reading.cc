@@ -9,6 +9,7 @@
 #include "sheaf/core/error.h"
 #include "sheaf/core/file.h"
 #include "sheaf/core/json.h"
+#include "sheaf/models/model_fields.h"
 
 namespace sheaf::tools {
 namespace {
@@ -44,7 +45,8 @@ std::string join(const std::vector<std::string>& items) {
   for (const auto& field : fields) {
     // A right name in a wrong section, or a section's name, counts as one typing error.
     const bool same_name = field.key.substr(field.key.find('.') + 1) == name || field.key.starts_with(key + ".");
-    const int d = same_name ? 1 : edit_distance(key, field.key);
+    const bool renamed = field.key != key && models::earlier_name(field.key) == key;
+    const int d = renamed ? 0 : same_name ? 1 : edit_distance(key, field.key);
     if (d < distance) {
       distance = d;
       nearest = &field;

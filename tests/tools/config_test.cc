@@ -54,6 +54,8 @@ TEST_F(Config, UnknownKeysNameTheNearest) {
   EXPECT_THAT(error("[model]\nlr = 1\n"), HasSubstr("did you mean \"train.lr\"?"));
   EXPECT_THAT(error("[trian]\nlr = 1\n"), HasSubstr("c.toml:1: unknown key \"[trian]\""));
   EXPECT_THAT(error("steps = 1\n"), HasSubstr("did you mean \"train.steps\"?"));
+  EXPECT_THAT(error("", {"--model.expert_groups", "1"}), HasSubstr("did you mean \"model.capacity_groups\"?"));
+  EXPECT_THAT(error("[model]\nexpert_parts = 1\n"), HasSubstr("did you mean \"model.routing_groups\"?"));
   EXPECT_THAT(error("", {"--train.step", "1"}), HasSubstr("command line: unknown key \"train.step\"; did you mean \"train.steps\"?"));
   EXPECT_THAT(error("[train]\n\"a\\nb\" = 1"), HasSubstr("train.a\\nb"));
 }
