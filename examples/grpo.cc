@@ -1,4 +1,4 @@
-// A small GPT that imitates demonstrations, half of which are wrong, and then learns from rewards alone (grpo.h).
+// A small GPT that first imitates demonstrations, half of which are wrong, and then learns from rewards alone (grpo.h).
 //
 //   bazel build //examples:grpo //tools:sheaf
 //   bazel-bin/tools/sheaf launch --nproc-per-node 2 -- bazel-bin/examples/grpo [STEPS]

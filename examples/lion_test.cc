@@ -1,4 +1,4 @@
-// An optimizer of one's own, against its formula, on any number of ranks.
+// A user-defined optimizer against its formula, on any number of ranks.
 #include "sheaf/examples/lion.h"
 
 #include <cmath>
