@@ -68,7 +68,7 @@ TEST(SmallVector, ElementsDieOnce) {
   EXPECT_EQ(counted.use_count(), 1);
 }
 
-// Blocks that one thread takes and another gives back, in any order, stay apart from one another.
+// Blocks that one thread allocates and another frees, in any order, never overlap.
 TEST(Recycled, BlocksAreOneOwnersAtATime) {
   struct Thing {
     explicit Thing(int64_t v) : value(v), again(v) {}
