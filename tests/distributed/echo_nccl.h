@@ -1,6 +1,5 @@
-// EchoNccl: a stand-in for NCCL whose ranks do not meet, so that its calls can be part of graphs. A gather gives each
-// rank its own part once per rank; a sum is what one rank gave; what is received is what was sent last. Streams,
-// events and memory are used as NCCL would use them.
+// EchoNccl: a stand-in for NCCL whose ranks do not meet, so that its calls can be part of graphs. A gather gives each rank its own part
+// once per rank; a sum is one rank's input; a receive gets the last send. Streams, events and memory are used as NCCL would use them.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +16,7 @@
 
 namespace sheaf::testing {
 
-/// What can hold calls up.
+/// Can hold calls up.
 struct EchoDelays {
   std::atomic<bool> busy = false;  ///< as if a peer were missing
   std::atomic<int> graphs = 0;     ///< that hold calls: an abort waits for them, as NCCL's does
