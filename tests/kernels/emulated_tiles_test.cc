@@ -1,4 +1,4 @@
-// The emulation of matrix tiles itself; part of every test that is linked with it, so that none passes without tiles.
+// Tests the emulation of matrix tiles itself; part of every test that is linked with it, so that none passes without tiles.
 #include "sheaf/tests/kernels/emulated_tiles.h"
 
 #include <csignal>
