@@ -101,7 +101,8 @@ TEST(CudaLinearCrossEntropy, ForwardAndBackward) {
     }
 }
 
-// Rows of which shared memory holds half, and rows of which even a block with a multiprocessor to itself cannot hold half.
+// Rows of which shared memory holds half, and rows of which it holds too little even for a block with
+// a multiprocessor to itself.
 TEST(CudaLinearCrossEntropy, LongRows) {
   SHEAF_NEEDS_GPU();
   for (auto [d, vocabulary] :
