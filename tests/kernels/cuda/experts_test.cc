@@ -48,7 +48,7 @@ TEST(CudaExperts, ProductsOfParts) {
   for (DType d : {kF32, kF64, kBF16, kF16})
     for (const auto& [experts, parts, groups, room, in, out] :
          {Case{3, 1, 2, 150, 40, 136}, Case{5, 2, 3, 41, 24, 48}, Case{4, 3, 1, 70, 37, 19}, Case{270, 1, 1, 300, 16, 8},
-          Case{2, 1, 2, 400, 232, 264}, Case{2, 1, 2, 400, 201, 131}, Case{3, 3, 2, 60, 40, 48}}) {  // the last: experts that are mostly empty
+          Case{2, 1, 2, 400, 232, 264}, Case{2, 1, 2, 400, 201, 131}, Case{3, 3, 2, 60, 40, 48}}) {  // last: mostly empty experts
       Array counts(kI32, {experts, groups});
       std::vector<int64_t> begins(static_cast<size_t>(experts * groups)), used(static_cast<size_t>(parts * groups));
       const ExpertParts p{experts, parts};
