@@ -73,7 +73,7 @@ Gradients gradients(int stages, int data, int model_ranks) {
     const int stage = mesh.coordinate("stage");
     const int64_t micro_batches = kRows / data;
     Layout batch(mesh.spec, Placement::shard(0));
-    batch = batch.with(mesh.spec->axis("model"), Placement::shard(1));  // tokens of a sequence
+    batch = batch.with(mesh.spec->axis("model"), Placement::shard(1));  // sequences' tokens
     const auto on = [&](int s) { return batch.with(mesh.spec->axis("stage"), Placement::on(s)); };
     Recording recording;
     std::vector<models::ForwardProgress> at(static_cast<size_t>(micro_batches));

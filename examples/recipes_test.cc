@@ -194,8 +194,8 @@ TEST(Programs, HaveTheBitsOfSteps) {
 
 // Its hidden units can be sharded over a tensor axis.
 struct SharedClassifier : nn::Module {
-  nn::Linear up{kFeatures, 12, {.cut = OwnershipMap::even(0)}};   // by its outputs
-  nn::Linear down{12, kFeatures, {.cut = OwnershipMap::even(1)}};  // by its inputs
+  nn::Linear up{kFeatures, 12, {.cut = OwnershipMap::even(0)}};   // cut by outputs
+  nn::Linear down{12, kFeatures, {.cut = OwnershipMap::even(1)}};  // cut by inputs
   nn::Linear head{kFeatures, kClasses};
   Tensor forward(const Tensor& x) {
     const nn::TensorRegion region(x, up.weight);
@@ -336,7 +336,7 @@ TEST(RunningMean, IsAssignedBetweenRecordings) {
         model.center.update(0.5);
       }
       model.eval();
-      model(batch_of(world, mesh, 0, 6).x);  // changes nothing
+      model(batch_of(world, mesh, 0, 6).x);  // in evaluation nothing changes
       const std::vector<float> mean = model.center.mean.value().to_vector();
       if (world.rank() != 0) return;
       if (ranks == 1) {

@@ -17,7 +17,7 @@ constexpr int64_t kUnits = 5, kWide = 4 * kUnits;  // columns, in units of which
 struct Case {
   Shape leading;
   Placement rows, columns;
-  bool goes = true;  // in pieces
+  bool goes = true;  // sent in pieces
 };
 std::vector<Case> cases(int ranks) {
   std::vector<int64_t> uneven(static_cast<size_t>(ranks), 2);
@@ -28,7 +28,7 @@ std::vector<Case> cases(int ranks) {
           {Shape{17}, Placement::shard(OwnershipMap::uneven(0, uneven)), columns(1)},
           {Shape{3, 17}, Placement::shard(OwnershipMap::uneven(1, uneven)), packed(2)},
           {Shape{7, 8}, Placement::shard(1), columns(2)},
-          {Shape{1, 17, 3}, Placement::shard(1), columns(3)},  // of a token three rows
+          {Shape{1, 17, 3}, Placement::shard(1), columns(3)},  // three rows per token
           {Shape{2, 11, 3}, Placement::shard(1), packed(3)},
           {Shape{2, 3, 11}, Placement::shard(2), columns(3), false},                                        // more than sequences before
           {Shape{2, 20}, Placement::shard(OwnershipMap::from_both_ends(1, 20, ranks)), columns(2), false}};  // a rank has two intervals

@@ -24,7 +24,7 @@ std::vector<Case> cases(int ranks) {
   std::vector<int64_t> uneven(static_cast<size_t>(ranks), 3);
   uneven.back() = 23 - 3 * (ranks - 1);
   return {{1, 20, 4, 4, OwnershipMap::from_both_ends(1, 20, ranks)},
-          {1, 21, 6, 3, OwnershipMap::from_both_ends(1, 21, ranks)},  // ranks have unlike many
+          {1, 21, 6, 3, OwnershipMap::from_both_ends(1, 21, ranks)},  // unequal numbers of tokens
           {3, 20, 10, 5, OwnershipMap::from_both_ends(1, 20, ranks), {.window = 4}, /*sinks=*/true},
           {1, 23, 4, 2, OwnershipMap::uneven(1, uneven)},
           {2, 20, 7, 7, OwnershipMap::even(1)}};

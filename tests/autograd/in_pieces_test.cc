@@ -136,7 +136,7 @@ TEST(InPiecesOrder, OwnRowsComeFirstThenThoseOfTheNextRanks) {
                                             rows(second + 3, second + 6)));
     EXPECT_TRUE(identical(y, value("x", kF32, {1, 18, 4}, whole) * 2.0));
     executed.clear();
-    apply<Doubled>({}, all);  // now all of them are here
+    apply<Doubled>({}, all);  // now all have arrived
     EXPECT_EQ(executed.size(), 1u);
   }, links(1e5));
 }

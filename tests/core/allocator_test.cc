@@ -42,7 +42,7 @@ constexpr size_t kMiB = size_t{1} << 20;
 TEST(Allocator, WireBlocksLieInTheSharedRange) {
   const Shared shared(64 * kMiB);
   const auto memory = make_cpu_allocator();
-  void* before = memory->allocate(100, MemoryKind::wire);  // there is none yet
+  void* before = memory->allocate(100, MemoryKind::wire);  // nothing of that kind exists yet
   memory->add_wire(shared.range());
   void* wire = memory->allocate(100, MemoryKind::wire);
   void* normal = memory->allocate(100);

@@ -77,7 +77,7 @@ TEST_F(Ledger, APeakLaterIsAnother) {
   const Block kept = take(10, HeldFor::optimizer_state, "", "");
   memory.reset_peak();
   ledger.reset_peak();
-  // What is there now.
+  // Only what is live now.
   EXPECT_EQ(ledger.peak(memory).held_for(HeldFor::optimizer_state), 10);
   EXPECT_EQ(ledger.peak(memory).last.bytes, 0);
   take(70);

@@ -7,7 +7,7 @@
 namespace sheaf {
 namespace {
 
-/// The error that each of `ranks` ranks throws, "" for none, if it calls agree with `facts(rank)`.
+/// The error that each of `ranks` ranks throws, "" for none, if its facts are `facts(rank)`.
 std::vector<std::string> outcomes(int ranks, const std::function<std::vector<Fact>(int)>& facts) {
   std::vector<std::string> thrown(static_cast<size_t>(ranks));
   run_local(ranks, [&](World& world) {

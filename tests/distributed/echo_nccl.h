@@ -52,7 +52,7 @@ class EchoComm final : public NcclComm {
   Event record() override { return gpu_->record(stream_); }
   void group(const std::function<void()>& calls) override {
     std::this_thread::sleep_for(std::chrono::milliseconds(delays_->enqueue_ms));
-    std::atomic<int>& most = delays_->most[world_rank_];  // of one thread
+    std::atomic<int>& most = delays_->most[world_rank_];  // on one thread
     most = std::max(most.load(), 1 + static_cast<int>(LaneThread::waiting()));
     calls();
     ++delays_->enqueued[world_rank_];

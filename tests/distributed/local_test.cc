@@ -314,7 +314,7 @@ TEST(Local, TheEnvironmentSaysHowLongAHangMayTake) {
   {
     const Variable given("0.2");
     expect_time_out("blocks.3", "time-out after 0.2 s", {});
-    expect_time_out("blocks.3", "time-out after 0.3 s", {.timeout = milliseconds(300)});  // the program knows better
+    expect_time_out("blocks.3", "time-out after 0.3 s", {.timeout = milliseconds(300)});  // options in the program win
   }
   const Variable wrong("soon");
   try {
@@ -396,7 +396,7 @@ TEST(Local, LinksBetweenHostsHaveASpeedOfTheirOwn) {
       comm.all_gather(mine.data(), all.data(), std::vector<int64_t>(static_cast<size_t>(comm.size()), kEach), kF32, "links").sync();
       return seconds_since(start);
     };
-    gather(mesh.runtime->gather_lane(1));  // its thread starts
+    gather(mesh.runtime->gather_lane(1));  // starts its thread
     EXPECT_LT(gather(mesh.runtime->gather_lane(1)), 0.04) << "on one host";
     EXPECT_GE(gather(mesh.runtime->gather_lane(0)), 0.04) << "from another";
     EXPECT_GE(gather(lane(world)), 0.08) << "from two on another";

@@ -50,7 +50,7 @@ TEST(NcclGraph, ReplaysCallsOfBothLanes) {
                           EXPECT_EQ(step.y.to_vector(), std::vector<float>(2000, value));
                           EXPECT_EQ(step.z.to_vector(), std::vector<float>(2000, value));
                         }
-                        EXPECT_EQ(lane(world).sequence(), 3u);  // replays are no calls
+                        EXPECT_EQ(lane(world).sequence(), 3u);  // replays are not calls
                       },
                       {}));
 }

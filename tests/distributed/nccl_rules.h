@@ -59,7 +59,7 @@ class NcclRules : public std::enable_shared_from_this<NcclRules> {
   class Memory;
   struct Piece {
     const Memory* owner;
-    size_t number, bytes;  // among its owner's
+    size_t number, bytes;  // index and size among its owner's
   };
 
   mutable std::mutex mutex_;

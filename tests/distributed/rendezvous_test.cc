@@ -70,7 +70,7 @@ TEST(Rendezvous, HowOftenTheJobWasStartedAgain) {
   EXPECT_EQ(read(v).restarts, 2);
   v["TORCHELASTIC_RESTART_COUNT"] = "often";
   expect_refused(v, "TORCHELASTIC_RESTART_COUNT='often' is not a number");
-  v.erase("RANK"), v.erase("WORLD_SIZE");  // of somebody else's job
+  v.erase("RANK"), v.erase("WORLD_SIZE");  // of another job
   EXPECT_EQ(read(v).restarts, 0);
 }
 
@@ -223,7 +223,7 @@ TEST(Rendezvous, NamesThatDoNotResolveAreConfiguration) {
                  part);
   expect_refused({{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "8"}, {"SLURM_JOB_NODELIST", "no-such-host.invalid,b"}}, part);
   EXPECT_THROW(connect_to("no-such-host.invalid", 5000, std::chrono::steady_clock::now()), ConfigError);
-  EXPECT_THROW(listen_on("192.0.2.1", 0), ConfigError);  // nobody's address
+  EXPECT_THROW(listen_on("192.0.2.1", 0), ConfigError);  // not an address of this host
   const Socket taken = listen_on("127.0.0.1", 0);
   EXPECT_THROW(listen_on("127.0.0.1", local_port(taken)), ConfigError);
 }

@@ -33,7 +33,7 @@ struct Op {
   int peer = 0;  // or root
   DType dtype = DType::u8;
   Reduction reduction = Reduction::sum;
-  std::vector<std::optional<NcclRules::Place>> places = {};  // of its buffers
+  std::vector<std::optional<NcclRules::Place>> places = {};  // of the op's buffers
 
   bool is_pair() const { return kind == Kind::send || kind == Kind::receive; }
   bool fits(const Op& o) const {
@@ -49,7 +49,7 @@ std::byte* bytes(const void* p) { return static_cast<std::byte*>(const_cast<void
 struct ThreadNccl::Clique {
   struct Member {
     bool here = false, aborted = false, finalized = false;
-    std::vector<std::vector<Op>> groups;  // all that it has made
+    std::vector<std::vector<Op>> groups;  // all that it has submitted
     Stream stream;
   };
 

@@ -74,7 +74,7 @@ TEST(Route, NamesAChoiceThatIsNoExpert) {
 struct Sent {
   Array slots, sources, counts;
 };
-// Of choices that prefer some experts.
+// With choices that prefer some experts.
 Sent sent(int64_t sequences, int64_t tokens, int64_t choices, int64_t experts, int64_t groups, int64_t places) {
   Array chosen(kI64, {sequences, tokens, choices});
   chosen.fill([&](int64_t i) { return static_cast<double>((i * i / 3 + i) % 7 % experts); });

@@ -213,7 +213,7 @@ TEST(AsyncSaver, ThePlanKnowsTheCopy) {
         bytes += p.runs.numel() * static_cast<int64_t>(size_of(p.dtype));
       const int64_t planned = models::plan_step(c, 13, 0, 4, 1, "local").state_bytes;
       EXPECT_LE(bytes, planned);
-      EXPECT_GE(static_cast<double>(bytes), 0.9 * static_cast<double>(planned));  // but for padding
+      EXPECT_GE(static_cast<double>(bytes), 0.9 * static_cast<double>(planned));  // except padding
     }, {.threads_per_rank = 1});
   }
 }

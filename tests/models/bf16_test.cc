@@ -61,7 +61,7 @@ TEST(Bf16, OneRankCastsItsMastersOnceAStep) {
     for (int64_t i = 0; i < 2; ++i) {
       models::RecordedStep recorded;
       step.run(i, fill_tiny, &recorded);
-      EXPECT_EQ(casts(recorded.tape), c.model.layers + 1);  // units
+      EXPECT_EQ(casts(recorded.tape), c.model.layers + 1);  // one per unit
     }
     // And cast again once the masters have changed, though it is the same recording.
     const Type type{kI32, {c.train.batch, c.model.context}, Layout(step.mesh().spec, Placement::shard(0))};

@@ -200,7 +200,7 @@ TEST(Bpe, SpecialTokensAreNotMadeFromText) {
   EXPECT_EQ(gpt2->vocab_size(), 957);
   EXPECT_EQ(gpt2->end_of_text(), 956);
   EXPECT_EQ(llama3->vocab_size(), 956 + 256);
-  EXPECT_EQ(llama3->end_of_text(), 957);  // behind <|begin_of_text|>
+  EXPECT_EQ(llama3->end_of_text(), 957);  // after <|begin_of_text|>
   for (const auto& tokenizer : {gpt2, llama3}) {
     for (int32_t id = 956; id < tokenizer->vocab_size(); ++id) {
       const std::string name = tokenizer->decode({&id, 1});

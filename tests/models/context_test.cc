@@ -250,7 +250,7 @@ TEST(Context, ParametersAreCutOverTheLargerAxis) {
   EXPECT_EQ(axes(2, 16, 2, 2), "(replica=2, data=2, context=2, model=2) by data");
 }
 
-// What a rank holds of a step shrinks with the axis: activations everywhere.
+// The memory that a rank needs for a step shrinks with the axis: activations everywhere.
 TEST(Context, ARankHoldsItsTokens) {
   models::TrainConfig c = context(1);
   c.model.layers = 8;

@@ -232,7 +232,7 @@ TEST(Hessian, GathersAreForeseen) {
   }, {.threads_per_rank = 1});
 }
 
-// Under zero1 gradients of both orders wait for the step, and travel once.
+// Under zero1 gradients of both orders wait for the step, and are communicated once.
 TEST(Hessian, GradientsThatWaitTravelOnce) {
   run_local(2, [&](World& w) {
     const Mesh mesh = w.mesh({{"data", 2}});
@@ -442,7 +442,7 @@ TEST(Hessian, DirectionsOfManyKinds) {
       for (const double x : full_parameter(p).to_vector<double>()) along += x * expected[at++];
     EXPECT_NEAR(gradient_along(*model, *model).item<double>(), along, 1e-12 * std::abs(along));
     zero_grad(*model);
-    EXPECT_EQ(gradient_along(*model, *same).item<double>(), 0);  // there is no gradient
+    EXPECT_EQ(gradient_along(*model, *same).item<double>(), 0);  // it has no gradient
     set_to_gradient(*same, *model);
     for (const nn::Parameter& p : same->parameters())
       for (const double x : full_parameter(p).to_vector<double>()) ASSERT_EQ(x, 0) << p.name();

@@ -79,7 +79,7 @@ TEST(Hybrid, AccumulationIsCloseToOneRank) {
   c.sharding.replicas = 2;
   const TrainedRun actual = train_tiny(c, 4, kSteps);
   EXPECT_LE(max_difference(expected.parameters, actual.parameters), 2e-5);
-  EXPECT_GT(max_difference(expected.parameters, actual.parameters), 0.0);  // other sums
+  EXPECT_GT(max_difference(expected.parameters, actual.parameters), 0.0);  // sums in another order
 }
 
 // Gathers stay within the group; over groups each rank sums its own slice, which is 1/ranks of the model.

@@ -108,7 +108,7 @@ TEST(Islands, TrainTheSameOnAnyMesh) {
     alone.sharding = {};
     const Values same = c.train.micro_batches == 1 && c.train.optimizer == "adamw" ? one : parameters_f64(alone, 2, 2 * kInner);
     EXPECT_LT(max_difference(parameters_f64(c, 8, 2 * kInner), same), 1e-11) << name;
-    for (const char* dtype : {"bf16", "int8"}) {  // blocks lie otherwise
+    for (const char* dtype : {"bf16", "int8"}) {  // blocks have other boundaries
       models::TrainConfig rounded = c;
       rounded.train.outer_dtype = dtype;
       EXPECT_LT(max_difference(parameters_f64(rounded, 8, 2 * kInner), same), 1e-3) << name << ' ' << dtype;

@@ -203,7 +203,7 @@ TEST(OffloadedActivations, AreDifferentiatedTwice) {
         if (region) scope.emplace(RecomputeOptions{.offload = offload});
         y = tanh(z * z) * z;
       }
-      if (region) RecomputeScope next;  // in which nothing is
+      if (region) RecomputeScope next;  // which contains nothing
       const Tensor loss = sum(y * y);
       z = y = Tensor();
       const Tensor dx = recording.gradient(loss, std::span(&x, 1), {.keep = true})[0];

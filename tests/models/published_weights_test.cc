@@ -91,7 +91,7 @@ TEST(PublishedWeights, GiveTheLogitsOfTransformers) {
 
 struct Loaded {
   Values values;
-  std::vector<int64_t> bytes;  // that each rank read
+  std::vector<int64_t> bytes;  // read by each rank
 };
 
 Loaded load_on(int world, const std::string& name, const std::string& strategy, bool units, int experts = 0) {

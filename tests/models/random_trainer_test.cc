@@ -48,7 +48,7 @@ void draw_weights(models::TrainConfig& task, const ScratchFolder& folder, Draw& 
   std::vector<std::vector<float>> values;
   std::vector<SafetensorsInput> inputs;
   for (const models::PublishedTensor& t : tensors) {
-    if (!inputs.empty() && inputs.back().name == t.name) continue;  // another part of it
+    if (!inputs.empty() && inputs.back().name == t.name) continue;  // another part of the same tensor
     std::vector<float>& v = values.emplace_back(static_cast<size_t>(t.shape.numel()));
     for (float& x : v) x = static_cast<float>(draw.below(200) - 100) / 1000 + (t.shape.rank() == 1 ? 1 : 0);
     inputs.push_back({t.name, kF32, t.shape, {std::as_bytes(std::span(v))}});
@@ -94,7 +94,7 @@ TEST_P(RandomTrainer, GoesOnAsIfNobodyHadStopped) {
   draw_sent(way.config.sharding, draw);
   if (wide) way.config.train.fp8 = draw.of<std::string>({"activations", "all"});
   Way twin = drawn_twin(way, draw);
-  if (draw.one_in(3)) {  // islands of it
+  if (draw.one_in(3)) {  // with islands
     task.train.inner_steps = draw.of<int64_t>({1, 2, 3});
     task.train.outer_dtype = draw.of<std::string>({"f32", "f32", "bf16", "int8"});
     for (models::TrainConfig* c : {&task, &way.config, &twin.config}) {
@@ -201,7 +201,7 @@ TEST(Trainer, IslandsThatEndInARoundHaveOneModel) {
   const models::TrainReport ended = run(with_steps(3), folder / "stopped", true);
   EXPECT_EQ(ended.steps_here, 0);
   EXPECT_EQ(ended.val_loss, two.val_loss);
-  // What is best is a model alone.
+  // The best weights are a model without optimizer state.
   const models::Checkpoint best = models::Checkpoint::open(folder / "two/best/checkpoints/step-2");
   for (const auto& [name, info] : best.tensors()) EXPECT_FALSE(name.starts_with("optimizer.")) << name;
 }

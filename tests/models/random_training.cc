@@ -112,7 +112,7 @@ void draw_optimization(models::OptimizationConfig& t, Draw& draw) {
   if (draw.one_in(3)) t.weight_decay_factors = "0 blocks.0.* 0.5 *";
 }
 
-/// What shares the ranks and changes no bit.
+/// Draws how ranks hold the model, which changes no bit.
 void draw_holding(Way& way, Draw& draw) {
   models::TrainConfig& c = way.config;
   models::ShardingConfig& s = c.sharding;
@@ -214,7 +214,7 @@ Way drawn_twin(const Way& way, Draw& draw) {
   if (way.config.train.micro_batches == 1) alike.push_back("zero1");
   if (std::ranges::count(alike, strategy)) strategy = draw.of(alike);
   draw_holding(twin, draw);
-  // What replicas hold is rounded once more than parts of it.
+  // Whole replicas' values are rounded once more than their parts.
   if (way.config.sharding.reduce_dtype == "int8") twin.config.sharding.secondary = way.config.sharding.secondary;
   if (way.config.sharding.pipeline > 1) twin.config.sharding.pipeline_schedule = draw.of<std::string>({"1f1b", "zero_bubble"});
   return twin;

@@ -233,7 +233,7 @@ void fit(Way& way, Draw& draw) {
   c.sharding.memory_budget = peaks[1] + (peaks[0] - peaks[1]) * draw.below(5) / 4;
   try {
     c = models::fit_recompute(c, c.model.vocab, way.world, way.threads, "local");
-  } catch (const OutOfMemory&) {  // other ranks take more
+  } catch (const OutOfMemory&) {  // other ranks need more
     c.train.recompute = "block", c.sharding.memory_budget = 0;
   }
 }

@@ -111,7 +111,7 @@ TEST(RunState, OfIslandsTheOuterStepIsCompared) {
   now.train.outer_momentum = 0;
   EXPECT_THAT(mismatch(saved, now), HasSubstr("train.outer_momentum was 0.9 in the checkpoint and is 0"));
   now = a_run();
-  now.train.outer_lr = 1;  // of no islands
+  now.train.outer_lr = 1;  // applies only to islands
   check_resumable(a_run(), now);
 }
 

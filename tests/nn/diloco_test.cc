@@ -127,7 +127,7 @@ double largest_difference(const Values& a, const Values& b) {
   return worst;
 }
 
-// What is sent is rounded, and all islands have the same bits nevertheless.
+// Sent moves are rounded, but all islands still have the same bits.
 TEST(DiLoCo, MovesInFewerBitsAreNearThoseInAll) {
   for (const auto& [islands, ranks] : std::vector<std::pair<int, int>>{{1, 2}, {2, 1}, {3, 1}, {5, 1}, {2, 2}, {3, 2}, {2, 3}})
     for (const char* strategy : {"full_shard", "replicate"}) {

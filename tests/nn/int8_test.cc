@@ -285,7 +285,7 @@ TEST(Int8Tape, SaysWhatTravels) {
     const double quarter = 66.0 / 256;
     if (replicate) {  // the gathers are part of the reductions
       EXPECT_NEAR(static_cast<double>(gathers[true] + reductions[true]) / static_cast<double>(reductions[false]), quarter, 0.01);
-    } else {  // but for vectors
+    } else {  // except vectors
       EXPECT_NEAR(static_cast<double>(gathers[true]) / static_cast<double>(gathers[false]), quarter, 0.02);
       EXPECT_NEAR(static_cast<double>(reductions[true]) / static_cast<double>(reductions[false]), quarter, 0.02);
     }

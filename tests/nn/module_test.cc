@@ -144,7 +144,7 @@ TEST(Module, FieldsThatAreNotListedFailAtFirstUse) {
   Derived d;
   materialize(d);
   EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { d(x); }), HasSubstr("a base's fields"));
-  EXPECT_EQ(nn::ModuleScope::current(), nullptr);  // all scopes were left
+  EXPECT_EQ(nn::ModuleScope::current(), nullptr);  // all scopes were closed
 }
 
 // No forward: methods of other names.

@@ -120,7 +120,7 @@ class Run {
 
   ~Run() { close_scopes(); }
   void close_scopes() {
-    while (!scopes_.empty()) scopes_.pop_back();  // the last opened first
+    while (!scopes_.empty()) scopes_.pop_back();  // the last opened one first
   }
   int64_t peak() const { return peak_; }
   const std::vector<nn::Parameter>& parameters() const { return parameters_; }

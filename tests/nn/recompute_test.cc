@@ -154,7 +154,7 @@ struct Case {
     const Tensor y = tanh(x * 1.5);
     if (inner) *inner = y;
     {
-      const RecomputeScope within;  // does nothing of its own
+      const RecomputeScope within;  // does nothing itself
       return sum(exp(y) * y);
     }
   }
@@ -267,7 +267,7 @@ TEST(Recompute, ResultsAreKeptForLaterPassesOnceTheirRegionIsPassed) {
         const Tensor dw = recording.gradient(sum(w * whole) * factor, std::span(&w, 1), {.keep = keep})[0];
         EXPECT_NEAR(dw.to_vector<double>()[1], -0.7 * 6 * factor, 1e-12);
       }
-      const Tensor dw = recording.gradient(sum(w * part), std::span(&w, 1), {.keep = keep})[0];  // saved by nobody before
+      const Tensor dw = recording.gradient(sum(w * part), std::span(&w, 1), {.keep = keep})[0];  // not saved by any earlier op
       EXPECT_NEAR(dw.to_vector<double>()[1], -0.7 * 2, 1e-12);
     }
 }

@@ -40,7 +40,7 @@ void collect(nn::Module& net, Gradients& into) {
 using Sum = std::vector<float>;
 float rounded(float x, DType dtype) { return dtype == kBF16 ? static_cast<float>(bf16(x)) : static_cast<float>(f16(x)); }
 Sum sent_and_added(const std::vector<Sum>& addends, DType dtype) {
-  if (addends.size() == 1) return addends[0];  // nobody to send it to
+  if (addends.size() == 1) return addends[0];  // no rank to send it to
   Sum out(addends[0].size());
   for (size_t i = 0; i < out.size(); ++i) {
     float sum = 0;

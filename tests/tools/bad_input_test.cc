@@ -265,7 +265,7 @@ TEST(BadInput, OutputAndNumbers) {
   // In f16 steps are skipped, at smaller and smaller scales, but not forever.
   expect_refused(f.train({"--train.lr", "1e6", "--train.steps", "50", "--train.dtype", "f16", "--train.log_every", "100"}),
                  75, {"[train] step 50: the gradient was not finite in ", " steps in a row, though the loss scale is at its minimum, 1;"});
-  EXPECT_FALSE(std::filesystem::exists(f / "out/checkpoints"));  // of numbers that are none
+  EXPECT_FALSE(std::filesystem::exists(f / "out/checkpoints"));  // for invalid numbers
 }
 
 /// Through a shell, so that `how` may close or limit the process's resources.
@@ -375,7 +375,7 @@ TEST(BadInput, Resume) {
     EXPECT_THAT(testing::lines_of(r.err).back(),
                 HasSubstr("no whole checkpoint is left in '" + f / "out/checkpoints"));
   }
-  EXPECT_TRUE(std::filesystem::exists(f / "out/checkpoints/step-4"));  // nothing is thrown away
+  EXPECT_TRUE(std::filesystem::exists(f / "out/checkpoints/step-4"));  // nothing is deleted
 }
 
 TEST(BadInput, ResumingWhatIsNotThere) {

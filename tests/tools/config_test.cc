@@ -365,7 +365,7 @@ TEST_F(Config, EveryFieldIsInTheTable) {
   const std::map<std::string, size_t> sizes = {
       {"model", sizeof c.model - sizeof c.model.rope_scaling - sizeof c.model.end_of_text},  // which follows from [data]
       {"model.rope_scaling", sizeof c.model.rope_scaling},
-      {"data", sizeof c.data - sizeof c.data.examples},  // which the files say
+      {"data", sizeof c.data - sizeof c.data.examples},  // which follows from the files
       {"train", sizeof c.train},
       {"sharding", sizeof c.sharding},
       {"output", sizeof c.output},

@@ -79,7 +79,7 @@ TEST(Quickstart, RemovesNothingThatItDoesNotUse) {
   EXPECT_TRUE(tree.has("out/quickstart/keepsake"));
   EXPECT_TRUE(tree.has("else where/keepsake"));
   EXPECT_THAT(tree.text("out.txt"), HasSubstr("tape --config else\\ where/config.toml --world 8"));
-  EXPECT_EQ(tree.run("--output.folder 'else where'"), 64);  // which holds a run now
+  EXPECT_EQ(tree.run("--output.folder 'else where'"), 64);  // which contains a run now
   EXPECT_THAT(tree.text("err.txt"), HasSubstr("holds checkpoints of an earlier run"));
 }
 

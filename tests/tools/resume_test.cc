@@ -112,7 +112,7 @@ class Killer {
       EXPECT_EQ(job.wait().code, 0) << job.wait().err;
       return false;
     }
-    // One rank, or everybody.
+    // One rank, or all ranks.
     const std::vector<pid_t> ranks = job.ranks();
     const bool one = world_ > 1 && ranks.size() == static_cast<size_t>(world_) && below(2) == 0;
     if (one)
@@ -217,7 +217,7 @@ TEST(Resume, BrokenNewestIsNamedAndTheOneBeforeUsed) {
     EXPECT_THAT(lines[0], HasSubstr(shard));
     expect_same_curve(folder.metrics(out), expected, out);
     EXPECT_EQ(run_sheaf({"generate", folder / out, "--generate.tokens", "5"}).code,
-              0);  // whole again
+              0);  // intact again
   }
 }
 

@@ -1,4 +1,4 @@
-// What the tests of the command train: a little, on a corpus in a separate folder.
+// What the tests of the command train: a small model, on a corpus in a separate folder.
 #pragma once
 
 #include <fstream>

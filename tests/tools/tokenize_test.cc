@@ -272,7 +272,7 @@ TEST(Tokenize, ASignalEndsTheWaitingForStandardInput) {
                                  "--threads", "1"});
   dup2(kept, STDIN_FILENO);
   while (process.running() && pending_files(f) == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  std::this_thread::sleep_for(std::chrono::milliseconds(100));  // it waits now
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));  // it is waiting now
   kill(process.pid(), SIGTERM);
   const Outcome r = process.wait();
   EXPECT_EQ(r.code, 128 + SIGTERM) << r.err;

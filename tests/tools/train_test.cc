@@ -459,7 +459,7 @@ TEST(Train, StoppedRankEndsTheJobInATimeOut) {
                            " of 3: time-out after 8.0 s at sequence ", "missing ranks: 2"})
     EXPECT_THAT(line, HasSubstr(part));
   EXPECT_THAT(line, ::testing::ContainsRegex(
-                        "sequence [0-9]+ \\([a-z][a-z_.0-9]*\\)"));  // what the call was for
+                        "sequence [0-9]+ \\([a-z][a-z_.0-9]*\\)"));  // the purpose of the call
 }
 
 }  // namespace

@@ -290,7 +290,8 @@ TEST(Weights, AdaptersAreExportedForPeft) {
 
 /// Names of text models' tensors in files of image models: text models are written separately.
 bool is_of_text(const std::string& name) { return name.find("language_model") != std::string::npos; }
-std::string without_images(const std::string& name) { return "model." + name.substr(std::string("model.language_model.").size()); }  // or language_model.model.
+/// Removes the prefix "model.language_model." or, of the same length, "language_model.model.".
+std::string without_images(const std::string& name) { return "model." + name.substr(std::string("model.language_model.").size()); }
 
 TEST(Weights, ExportAndImportAreInverse) {
   const Folder folder;

@@ -87,7 +87,7 @@ TEST_F(CudnnPlans, GptAndGroupedQueryShapesAreTaken) {
         for (bool backward : {false, true})
           for (bool deterministic : {true, false}) {
             if (!backward && !deterministic) continue;
-            if (dtype == kF16 && c.batch != 8) continue;  // a second each
+            if (dtype == kF16 && c.batch != 8) continue;  // each takes a second
             Attention a = attention_of(c, dtype, backward);
             a.deterministic = deterministic;
             int64_t workspace = -1;

@@ -28,7 +28,7 @@ void run_backward(const OnGpu& tokens, const OnGpu& dout, const OnGpu& dtable, b
       without_data(tokens), without_data(dout), without_data(dtable)));
   cuda::embedding_backward(OnGpu::stream(), tokens, dout, part.value_or(whole_table(dtable)),
                            dtable, accumulate, scratch);
-  cuda::synchronize(OnGpu::stream());  // before the scratch goes
+  cuda::synchronize(OnGpu::stream());  // before the scratch is freed
 }
 
 TEST(CudaEmbedding, Forward) {

@@ -307,7 +307,7 @@ TEST(CudaEmulation, StreamsRunAsLateAsTheyMay) {
   const EventHandle event = make_event();
   copy_bytes(one, b.view().data, a.view().data, 4, Copy::on_device);
   record(event, one);
-  copy_bytes(two, c.view().data, b.view().data, 4, Copy::on_device);  // behind nothing
+  copy_bytes(two, c.view().data, b.view().data, 4, Copy::on_device);  // ordered after nothing
   EXPECT_EQ((synchronize(two), c.back().at(0)), 0);
   wait(two, event);
   copy_bytes(two, c.view().data, b.view().data, 4, Copy::on_device);
@@ -358,7 +358,7 @@ TEST(CudaEmulation, AGraphRunsWhatItsCaptureRecorded) {
   const GraphHandle graph = s.end();
   EXPECT_FALSE(capturing(s.one) || capturing(s.two));
   synchronize(s.one), synchronize(s.two);
-  EXPECT_EQ(a.value(), 1);  // nothing of it has run
+  EXPECT_EQ(a.value(), 1);  // nothing has run yet
   EXPECT_EQ(b.value(), 0);
   for (int n = 0; n < 3; ++n) launch_graph(graph, s.one);
   synchronize(s.one);
@@ -374,7 +374,7 @@ TEST(CudaEmulation, AGraphKeepsTheOrderThatEventsGave) {
   s.begin();
   add(s.one, a, c, 1);
   record(s.fork, s.one), wait(s.two, s.fork);
-  add(s.two, b, a, 0);  // behind it
+  add(s.two, b, a, 0);  // ordered after it
   const GraphHandle graph = s.end();
   for (int n = 0; n < 3; ++n) launch_graph(graph, s.one);
   synchronize(s.one);
@@ -390,7 +390,7 @@ TEST(CudaEmulation, MisuseOfACaptureIsAnError) {
     expect_error([&] { misuse(s); }, part);
     expect_error([&] { end_capture(s.one); }, "[cudaStreamEndCapture] the capture failed before: ");
     EXPECT_FALSE(capturing(s.one));
-    add(s.one, a, b, 1);  // the stream runs again
+    add(s.one, a, b, 1);  // the stream works again
     synchronize(s.one);
   };
   capture_fails("[cudaStreamSynchronize] operation not permitted when stream is capturing",

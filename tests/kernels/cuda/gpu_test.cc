@@ -81,7 +81,7 @@ TEST(Gpu, OutOfMemorySaysWhatThereIs) {
                 std::string::npos)
           << e.what();
     }
-    memory->free(memory->allocate(1 << 20), 1 << 20);  // it goes on
+    memory->free(memory->allocate(1 << 20), 1 << 20);  // the allocator still works
     memory->free(some, 1 << 20);
   }
 }

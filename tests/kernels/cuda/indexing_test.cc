@@ -118,8 +118,8 @@ TEST(CudaIndexing, ScatterAdd) {
                           {kU8, kI32}})
     for (bool strided : {false, true}) {
       for (int dim = 0; dim < 3; ++dim) {
-        compare_scatter(to, from, {5, 6, 7}, dim, 9, strided);    // a thread a line
-        compare_scatter(to, from, {5, 6, 7}, dim, 200, strided);  // parts of a line
+        compare_scatter(to, from, {5, 6, 7}, dim, 9, strided);    // a thread per line
+        compare_scatter(to, from, {5, 6, 7}, dim, 200, strided);  // several threads per line
         if (to == kF32) compare_scatter(to, from, {70, 3, 65}, dim, 33, strided);
       }
       compare_scatter(to, from, {300}, 0, 1000, strided);    // one line

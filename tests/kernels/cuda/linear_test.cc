@@ -177,7 +177,7 @@ TEST(CudaLinear, GradientsTogether) {
 // steps, and no gradient is multiplied by the activation's derivative twice.
 TEST(CudaLinear, KernelsAreLoadedBesideFusedProducts) {
   SHEAF_NEEDS_GPU();
-  constexpr int64_t kRows = 40, kIn = 56, kOut = 24;  // of no other test here
+  constexpr int64_t kRows = 40, kIn = 56, kOut = 24;  // not used in any other test here
   const Array x = Array::random(kBF16, {kRows, kIn}, 1), w = Array::random(kBF16, {kOut, kIn}, 2),
               dy = Array::random(kBF16, {kRows, kOut}, 3), b = Array::random(kBF16, {kOut}, 4),
               in(kBF16, {kRows, kIn}), out(kBF16, {kRows, kOut});

@@ -350,7 +350,7 @@ TEST(Product, SumsOnlyWhatOneKernelCan) {
   const GpuScratch scratch(gemm_workspace(g));
   EXPECT_FALSE(gemm_with(OnGpu::stream(), g, Fused::row_sums, OnGpu(wide), scratch));
   EXPECT_FALSE(gemm_with(OnGpu::stream(), g, Fused::row_sums, OnGpu(gaps), scratch));
-  EXPECT_TRUE(same_bits(gc.back(), c));  // nothing has happened
+  EXPECT_TRUE(same_bits(gc.back(), c));  // nothing was done
   EXPECT_THROW(gemm_with(OnGpu::stream(), g, Fused::row_sums, OnGpu(few), scratch), ShapeError);
   const Gemm added{"test", ga, gb, OnGpu(Array(kF32, {16, 24})), {}, true};
   EXPECT_THROW(gemm_with(OnGpu::stream(), added, Fused::row_sums, OnGpu(wide), scratch),

@@ -127,7 +127,7 @@ TEST(WirePool, AGraphKeepsItsBlocksThere) {
     graph = nullptr;
     EXPECT_EQ(memory.stats().live, 0);
     void* const whole = memory.allocate(32 * kMiB, MemoryKind::wire);
-    EXPECT_EQ(piece_of(memory, whole, 32 * kMiB), 0u);  // all of it is there again
+    EXPECT_EQ(piece_of(memory, whole, 32 * kMiB), 0u);  // all of it is free again
     memory.free(whole, 32 * kMiB);
   });
 }
