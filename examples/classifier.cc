@@ -1,6 +1,5 @@
-// Tells two spirals apart, with a layer and an op of its own (snake.h), fully sharded over ranks that are threads
-// here, on the GPU where there is one. With a FOLDER it saves there, and goes on from what was saved there, with any
-// number of ranks.
+// Tells two spirals apart with a user-defined layer and op (snake.h), fully sharded over ranks that are threads in this process, on the GPU
+// if there is one. With a FOLDER it saves checkpoints to it and resumes from the latest one, with any number of ranks.
 //
 //   bazel run //examples:classifier -- [RANKS [FOLDER [STEPS]]]
 #include <cmath>
@@ -28,7 +27,7 @@ struct Points {
   Tensor x, label;  // f32[n, 2] and i64[n]
 };
 
-// Two arms of 1.5 turns, `shift` of a point's distance further along.
+// Two arms of 1.5 turns; `shift` moves a point along its arm by that fraction of the distance to the next point.
 Points spirals(int64_t n, double shift) {
   std::vector<float> x;
   std::vector<int64_t> label;
@@ -47,7 +46,7 @@ constexpr int64_t kSteps = 300;
 void train(World& world, const std::string& folder, int64_t stop) {
   const Mesh mesh = world.mesh({{"data", world.size()}});
   const Layout rows(mesh.spec, Placement::shard(0)), everywhere(mesh.spec, Placement::invariant());
-  // Every rank makes all points and takes its rows of them, so this slice moves no byte.
+  // Every rank generates all points and slices out its own rows, so this slice needs no communication.
   const auto place = [&](const Points& p) {
     return Points{redistribute(p.x.to(world.device()), rows),
                   redistribute(p.label.to(world.device()), rows)};
@@ -71,14 +70,14 @@ void train(World& world, const std::string& folder, int64_t stop) {
       recording.backward(loss);
       optimizer.step({.lr = optim::cosine(step, {.peak = 2e-2, .warmup = 10, .total = kSteps})});
       optimizer.zero_grad();
-    }  // values outlive their recording; saving happens outside of any
+    }  // values outlive their recording; saving happens outside any recording
     const int64_t done = step + 1;
     if (done % 100 != 0 && done != stop) continue;
     const float mean = redistribute(loss, everywhere).item();
     world.print("step ", done, "  loss ", mean);
     if (!folder.empty()) models::save_checkpoint(folder, done, model, {&optimizer}, world);
   }
-  // Counts of right answers on each rank are addends; summed, they are the same on all.
+  // Each rank's count of correct answers is a partial sum; summed, it is the same on all ranks.
   const Tensor right = sum(cast(eq(argmax(model(unseen.x)), unseen.label), kF32));
   const float accuracy =
       redistribute(right, everywhere).item() / static_cast<float>(unseen.x.size(0));

@@ -1,5 +1,5 @@
-// A language model of one's own: blocks of parallel attention and MLP (as in PaLM, https://arxiv.org/abs/2204.02311). Only its parts
-// are defined here, the rest is models::Decoder's: losses, logits, generation, stages of a pipeline, besides all that shard() does.
+// A user-defined language model: blocks of parallel attention and MLP (as in PaLM, https://arxiv.org/abs/2204.02311). Only its parts are
+// defined here; models::Decoder provides the rest: losses, logits, generation and pipeline stages, in addition to all that shard() does.
 #include <gtest/gtest.h>
 
 #include "sheaf/sheaf.h"
@@ -58,7 +58,7 @@ Tensor rows_of(int64_t begin, int64_t rows, int64_t shift) {
 
 using Gradients = std::vector<std::vector<double>>;
 
-/// The gradients of a step in micro-batches of one row, through `stages` of two runs of blocks each.
+/// The gradients of a step with micro-batches of one row, through `stages` stages of two runs of blocks each.
 Gradients gradients(int stages, int data, int model_ranks) {
   Gradients out;
   run_local(stages * data * model_ranks, [&](World& world) {
@@ -73,7 +73,7 @@ Gradients gradients(int stages, int data, int model_ranks) {
     const int stage = mesh.coordinate("stage");
     const int64_t micro_batches = kRows / data;
     Layout batch(mesh.spec, Placement::shard(0));
-    batch = batch.with(mesh.spec->axis("model"), Placement::shard(1));  // tokens of a sequence
+    batch = batch.with(mesh.spec->axis("model"), Placement::shard(1));  // sequences' tokens
     const auto on = [&](int s) { return batch.with(mesh.spec->axis("stage"), Placement::on(s)); };
     Recording recording;
     std::vector<models::ForwardProgress> at(static_cast<size_t>(micro_batches));

@@ -1,4 +1,4 @@
-// A small GPT that imitates demonstrations, half of which are wrong, and then learns from rewards alone (grpo.h).
+// A small GPT that first imitates demonstrations, half of which are wrong, and then learns from rewards alone (grpo.h).
 //
 //   bazel build //examples:grpo //tools:sheaf
 //   bazel-bin/tools/sheaf launch --nproc-per-node 2 -- bazel-bin/examples/grpo [STEPS]
@@ -62,7 +62,7 @@ int main(int argc, char** argv) try {
   for (int64_t step = 0; step < steps; ++step) {
     const int64_t first = step * kPrompts + world.rank() * mine;
     std::vector<std::vector<int32_t>> prompts;
-    for (int64_t i = first; i < first + mine; ++i) prompts.push_back(Letters::prompt(1'000'000 + i));  // none that was imitated
+    for (int64_t i = first; i < first + mine; ++i) prompts.push_back(Letters::prompt(1'000'000 + i));  // not among the demonstrations
     const Answers answers = answer(model, prompts, first, Letters::reward, Letters::kEnd, Letters::kContext, Letters::kVocab, rows, options);
     const double loss = learn(model, nullptr, optimizer, answers, step, options);
     if (step % 5 == 0 || step + 1 == steps) world.print("step ", step, "  right ", answers.mean_reward, "  loss ", loss);

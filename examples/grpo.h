@@ -1,5 +1,5 @@
-// Learning from rewards (GRPO: Shao et al., https://arxiv.org/abs/2402.03300, section 4.1): of several answers that a model draws to the
-// same prompt, those that are better than the others are made more likely. The model answers, and learns, while it is sharded.
+// Learning from rewards (GRPO: Shao et al., https://arxiv.org/abs/2402.03300, section 4.1): of several answers that a model samples for the
+// same prompt, the better ones are made more likely. The model both generates and trains while it is sharded.
 //
 //   G answers to a prompt   B of all prompts, Shard(0)   T tokens of the context
 #pragma once
@@ -24,10 +24,10 @@ struct GrpoOptions {
   models::GenerateConfig draw;  ///< temperature 1: else the model that answers is not the one that learns
 };
 
-/// The reward of an answer's tokens, its end included if it has one.
+/// The reward for an answer's tokens, including its end token if it has one.
 using Reward = std::function<double(std::span<const int32_t> prompt, std::span<const int32_t> answer)>;
 
-/// Answers as a batch to learn from: what follows the prompt are targets, the rest has -1.
+/// Answers as a training batch: the tokens after the prompt are targets, all others are -1.
 struct Answers {
   Tensor tokens_BT = {}, targets_BT = {};
   Tensor advantages_B1 = {};  ///< reward less its prompt's mean, over its prompt's standard deviation
@@ -35,7 +35,7 @@ struct Answers {
   double num_targets = 0;  ///< on all ranks
 };
 
-/// Sum of a value of each rank that has rows of its own.
+/// Sum of a value over the ranks that have rows of their own.
 inline double sum_of_ranks(double mine, const Layout& rows) {
   Layout addends(rows.mesh(), Placement::invariant());
   for (int a = 0; a < rows.num_axes(); ++a)
@@ -43,7 +43,7 @@ inline double sum_of_ranks(double mine, const Layout& rows) {
   return redistribute(Tensor::from_local<double>({mine}, {kF64, {1}, addends}), Layout(rows.mesh(), Placement::invariant())).to_vector<double>()[0];
 }
 
-/// `prompts` are this rank's, equally many on each rank; the first of them is number `first` of all.
+/// `prompts` are this rank's, the same number on each rank; the first one has index `first` among all.
 inline Answers answer(models::Decoder& model, std::span<const std::vector<int32_t>> prompts, int64_t first, const Reward& reward,
                       int32_t end, int64_t context, int64_t vocab, const Layout& rows, const GrpoOptions& o) {
   std::vector<std::vector<int32_t>> each;
@@ -87,7 +87,7 @@ inline Answers answer(models::Decoder& model, std::span<const std::vector<int32_
           .num_targets = sum_of_ranks(learned, rows)};
 }
 
-/// From each target's losses, -log p, those of the model that answered, and those of the reference (undefined without one): the mean over
+/// From each target's losses, -log p, those of the model that generated, and those of the reference (undefined without one): the mean over
 /// all targets of -min(r A, clip(r) A) + kl (exp(d) - d - 1), r = p / p_old, d = log(p_ref / p) (the paper's equations 3 and 4, with one
 /// mean over all answers' tokens as in DAPO). Partial.
 inline Tensor grpo_loss(const Tensor& losses_BT, const Tensor& old_BT, const Tensor& reference_BT, const Answers& answers, const GrpoOptions& o) {
@@ -100,13 +100,13 @@ inline Tensor grpo_loss(const Tensor& losses_BT, const Tensor& old_BT, const Ten
   return sum(where(ge(answers.targets_BT, 0.0), each_BT, 0.0)) / answers.num_targets;
 }
 
-/// Learns from one set of answers; with kl, kept near `reference`, which may be null. Returns the loss before the last update.
+/// Trains on one set of answers; with kl, stays near `reference`, which may be null. Returns the loss before the last update.
 inline double learn(models::Decoder& model, models::Decoder* reference, optim::Optimizer& optimizer, const Answers& answers, int64_t step,
                     const GrpoOptions& o) {
   const auto losses_of = [&](models::Decoder& m) { return m.loss(answers.tokens_BT, answers.targets_BT, {.per_target = true}); };
-  model.eval();  // what answers is what learns: no dropout, and nothing added to the losses
+  model.eval();  // the model generates and trains alike: no dropout, no auxiliary losses
   if (reference) reference->eval();
-  const Tensor old_BT = losses_of(model);  // outside of a recording: nothing is kept for a backward
+  const Tensor old_BT = losses_of(model);  // outside a recording: nothing is kept for a backward
   const Tensor reference_BT = reference && o.kl > 0 ? losses_of(*reference) : Tensor();
   double last = 0;
   for (int64_t update = 0; update < o.updates; ++update) {

@@ -39,7 +39,7 @@ struct Step {
   double right, loss;
 };
 
-/// Right answers of each step, from weights that know nothing, rewarded for every letter in its place.
+/// Number of correct answers in each step, from untrained weights, rewarded for every letter in its place.
 std::vector<Step> train(int world, int64_t steps, Strategy strategy, double kl) {
   std::vector<Step> out;
   run_local(world, [&](World& w) {

@@ -8,8 +8,8 @@
 namespace examples {
 
 /// The program with each f32 activation of at least `bytes` on this rank rounded to bf16 after its last use in the forward, and widened
-/// again before its first in the backward. Gradients are those of rounded activations (compare ActNN, https://arxiv.org/abs/2104.14129,
-/// which rounds further). Statistics, which have no row of numbers for each token, stay as they are.
+/// again before its first use in the backward. Gradients are those of the rounded activations (compare ActNN,
+/// https://arxiv.org/abs/2104.14129, which rounds further). Statistics, which have no row of numbers per token, stay as they are.
 inline sheaf::Program with_half_activations(const sheaf::Program& plain, int64_t bytes = 4096) {
   using namespace sheaf;
   TapeEditor edit(plain.tape());

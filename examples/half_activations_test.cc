@@ -17,7 +17,7 @@ struct Outcome {
   bool operator==(const Outcome&) const = default;
 };
 
-// Twelve steps on a rule that tokens follow, the last nine of them run by a program.
+// Twelve steps on data in which tokens follow a rule; the last nine steps are run by a program.
 Outcome train(int ranks, const char* strategy, const CompileOptions& options) {
   Outcome out;
   run_local(ranks, [&](World& world) {
@@ -68,7 +68,7 @@ TEST(HalfActivations, TakeLessMemoryAndTrainAsWell) {
   }
 }
 
-// A unit's gradient is Shard after its reduce_scatter; that the sum of its squares needs an all_reduce follows from that.
+// A unit's gradient is Shard after its reduce_scatter; so the sum of its squares needs an all_reduce.
 Program with_norms(const Program& plain) {
   TapeEditor edit(plain.tape());
   std::vector<ValueId> norms;

@@ -1,5 +1,5 @@
-// A task whose answers are easy to check: put letters in order. "dbca=" is answered by "abcd" and the end. Demonstrations are
-// right half of the time, so a model that imitates them is, too.
+// A task whose answers are easy to check: sort letters. "dbca=" is answered by "abcd" and the end. Demonstrations are correct half of the
+// time, so a model that imitates them is, too.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ struct Letters {
   static constexpr int64_t kLetters = 4, kVocab = 10, kContext = 2 * kLetters + 1;
   static constexpr int32_t kAsk = 8, kEnd = 9;  // after the letters 0 to 7
 
-  /// `count` different letters in any order, the same ones for the same number.
+  /// `count` different letters in random order, the same ones for the same `number`.
   static std::vector<int32_t> shuffled(std::vector<int32_t> letters, sheaf::Key key, int64_t number) {
     for (size_t i = letters.size(); i > 1; --i)
       std::swap(letters[i - 1], letters[sheaf::random_u64(key, static_cast<uint64_t>(number) * 16 + i) % i]);
@@ -36,7 +36,7 @@ struct Letters {
     letters.push_back(kEnd);
     return letters;
   }
-  /// 1 for the letters in order and the end, else 0.
+  /// 1 for the letters in order followed by the end, else 0.
   static double reward(std::span<const int32_t> prompt, std::span<const int32_t> answer) {
     std::vector<int32_t> right(prompt.begin(), prompt.end() - 1);
     std::ranges::sort(right);

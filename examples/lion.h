@@ -1,11 +1,11 @@
-// An optimizer that the library does not have: what it takes to add one from outside.
+// An optimizer that the library does not have: shows how to add one from outside.
 #pragma once
 
 #include "sheaf/sheaf.h"
 
 namespace examples {
 
-/// The op: one pass over a rank's flat shard, whatever parameters are in it.
+/// The op: one pass over a rank's flat shard, regardless of which parameters are in it.
 struct LionStep {
   static constexpr const char* kName = "lion";
   static constexpr sheaf::OpKind kKind = sheaf::OpKind::step;
@@ -60,7 +60,7 @@ struct LionOptions {
 };
 
 /// Lion (Chen et al. 2023, https://arxiv.org/abs/2302.06675, algorithm 2): steps by the sign of an average of gradients. It works on
-/// shards, so it knows nothing of ranks; clip_grad_norm, loss scalers, checkpoints and programs treat it like AdamW. Its kernel is
+/// shards, so it needs to know nothing of ranks; clip_grad_norm, loss scalers, checkpoints and programs treat it like AdamW. Its kernel is
 /// for CPUs.
 struct Lion final : sheaf::optim::Optimizer {
   LionOptions options;

@@ -1,4 +1,4 @@
-// An optimizer of one's own, against its formula, on any number of ranks.
+// A user-defined optimizer against its formula, on any number of ranks.
 #include "sheaf/examples/lion.h"
 
 #include <cmath>
@@ -71,7 +71,7 @@ TEST(Lion, IsItsFormula) {
     const double scale = std::min(1.0, kNorm / (std::sqrt(norm) + 1e-6));
     for (size_t p = 0; p < g.size(); ++p)
       for (size_t i = 0; i < g[p].size(); ++i) {
-        const double u = 0.9 * m[p][i] + 0.1 * scale * g[p][i], decay = p % 2 == 0 ? 1.0 : 0.0;  // matrices, not biases
+        const double u = 0.9 * m[p][i] + 0.1 * scale * g[p][i], decay = p % 2 == 0 ? 1.0 : 0.0;  // for matrices only
         expected[p][i] -= kLr * (p == 2 ? 3 : 1) * ((u > 0) - (u < 0) + decay * expected[p][i]);
         m[p][i] = 0.99 * m[p][i] + 0.01 * scale * g[p][i];
       }

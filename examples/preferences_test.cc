@@ -1,6 +1,7 @@
-// Training on preferences (DPO: Rafailov et al., https://arxiv.org/abs/2305.18290): of two continuations of a prompt the model is to
-// find the better one more likely than a reference does, here itself before the first step. A custom loss, made from the losses of
-// each target; where ranks have pairs, or share the layers, its types say so, and the tape sends what must be sent.
+// Training on preferences (DPO: Rafailov et al., https://arxiv.org/abs/2305.18290): of two continuations of a prompt, the model learns to
+// find the better one more likely than a reference does; the reference is the model itself before the first step. A custom loss, computed
+// from the losses of each target; where ranks have pairs, or share the layers, its types say so, and the tape issues the necessary
+// communication.
 //
 //   P pairs   2 the better and the other one   T tokens
 #include <gtest/gtest.h>
@@ -14,18 +15,18 @@ namespace {
 
 using namespace sheaf;
 
-/// For each row, how likely the model finds the targets that count: [P, 2].
+/// For each row, the log-likelihood of the targets that count: [P, 2].
 Tensor log_likelihoods(models::Decoder& model, const Tensor& tokens_P2T, const Tensor& targets_P2T) {
   const int64_t pairs = tokens_P2T.size(0), length = tokens_P2T.size(2);
   const Shape rows{2 * pairs, length};
   const Tensor losses = model.loss(reshape(tokens_P2T, rows), reshape(targets_P2T, rows), {.per_target = true});
   Tensor likely = -1.0 * sum(losses, {1});
-  // Partial over ranks that share layers, for each has seen a part of the vocabulary.
+  // Partial over the tensor-parallel ranks, each of which sees only a part of the vocabulary.
   likely = redistribute(likely, "model", Placement::invariant());
   return reshape(likely, {pairs, 2});
 }
 
-/// -log sigmoid(beta (what the better one has gained over the reference, less what the other one has)), the mean over all pairs.
+/// -log sigmoid(beta (the better one's gain over the reference, minus the other one's gain)), averaged over all pairs.
 Tensor preference_loss(const Tensor& likely_P2, const Tensor& reference_P2, double beta) {
   const Tensor gained_P2 = likely_P2 - reference_P2;
   const Tensor margin_P1 = beta * (slice(gained_P2, 1, 0, 1) - slice(gained_P2, 1, 1, 2));
@@ -34,7 +35,7 @@ Tensor preference_loss(const Tensor& likely_P2, const Tensor& reference_P2, doub
 
 constexpr int64_t kPairs = 6, kLength = 7, kVocab = 13, kPrompt = 3;
 
-/// Pairs with a prompt in common, whose tokens are not targets.
+/// Pairs that share a prompt, whose tokens are not targets.
 struct Pairs {
   Tensor tokens, targets;
 };
@@ -57,7 +58,7 @@ std::vector<double> train(int data, int model_ranks) {
     shard(model, mesh, {.tensor_axis = "model", .units = nn::units_of<models::Block>()});
     materialize(model, world.device(), {.seed = 3, .dtype = kF64});
     optim::AdamW optimizer(model, {.lr = 3e-3});
-    // A rank has whole pairs, and ranks that share layers share the rows' tokens.
+    // A rank has whole pairs; tensor-parallel ranks share the rows' tokens.
     const Layout cut = Layout(mesh.spec, Placement::shard(0)).with(mesh.spec->axis("model"), Placement::shard(2));
     const auto all = pairs();
     const Tensor tokens = redistribute(all.tokens, cut), targets = redistribute(all.targets, cut);

@@ -1,4 +1,4 @@
-// Runs the example programs as a user would, and reads what they print.
+// Runs the example programs as a user would, and checks their output.
 #include <cmath>
 #include <cstdio>
 #include <fstream>
@@ -51,7 +51,7 @@ TEST(TrainGpt, LearnsOnOneRankAndOnTwo) {
   EXPECT_NEAR(losses[0], losses[1], 1e-2);
 }
 
-// Ranks that hold a part of every vector find what one rank does; later, where steps overshoot, roundings grow.
+// Ranks that hold a part of every vector get the result of one rank; later, where steps overshoot, roundings grow.
 TEST(Sharpness, GrowsToTheEdgeOfStability) {
   double first[2];
   for (int ranks : {1, 2}) {

@@ -1,5 +1,5 @@
-// The loops of docs/own_models.md, and that of islands in docs/parallelism.md, compiled and tested: batches of one's own, gradient accumulation,
-// half precision, a running mean, a learning rate per part of a model, fine-tuning, hidden units and sequences shared by ranks,
+// The loops of docs/own_models.md, and that of islands in docs/parallelism.md, compiled and tested: user-defined batches, gradient
+// accumulation, half precision, a running mean, a learning rate per part of a model, fine-tuning, tensor and sequence parallelism,
 // generation.
 #include <cmath>
 #include <map>
@@ -19,8 +19,7 @@ struct Batch {
   Tensor x, label;  // f32[n, kFeatures] and i64[n], cut along n
 };
 
-// Samples [first, first + n) of a data set that is a formula here and would be a file elsewhere. Each rank makes only
-// its own rows.
+// Samples [first, first + n) of a data set that is a formula here and would be a file elsewhere. Each rank generates only its own rows.
 Batch batch_of(World& world, const Mesh& mesh, int64_t first, int64_t n) {
   const Layout rows(mesh.spec, Placement::shard(0));
   const Type x_type{kF32, {n, kFeatures}, rows}, label_type{kI64, {n}, rows};
@@ -44,7 +43,7 @@ struct Classifier : nn::Module {
   SHEAF_FIELDS(body, head, dropout);
 };
 
-// Weights that are used as their signs.
+// Layers whose weights enter the forward as their signs.
 struct Binary : nn::Module {
   nn::Parameter weight{{kClasses, kFeatures}, nn::Init::uniform(0.5)};
   Tensor forward(const Tensor& x) {
@@ -64,7 +63,7 @@ Gradients gradients(nn::Module& model) {
   return out;
 }
 
-// The first rank's first gradients are what all others must be.
+// All other ranks must have the first rank's first gradients.
 void expect_gradients(nn::Module& model, Gradients& expected, int rank, const std::string& where) {
   const Gradients got = gradients(model);
   if (rank != 0) return;
@@ -82,7 +81,7 @@ void step_of(World& world, const Mesh& mesh, Classifier& model, int64_t step, in
     const int64_t begin = first + part * part_rows;
     const Batch batch = batch_of(world, mesh, begin, part_rows);
     recording.next_micro_batch(begin);
-    // Not the mean over this part: the sum over it, divided by the step's number of targets.
+    // Not the mean over this micro-batch: the sum over it, divided by the step's number of targets.
     recording.backward(cross_entropy(model(batch.x), batch.label,
                                      {.divide_by = static_cast<double>(rows)}));
   }
@@ -127,7 +126,7 @@ TEST(GradientAccumulation, GivesTheGradientOfTheWholeBatch) {
     }
 }
 
-// A factor that is far too large at first: steps are skipped until it fits.
+// The initial scale is far too large: steps are skipped until it fits.
 TEST(HalfPrecision, FindsTheFactorOfTheLoss) {
   run_local(2, [](World& world) {
     const Mesh mesh = world.mesh({{"data", world.size()}});
@@ -157,7 +156,7 @@ TEST(HalfPrecision, FindsTheFactorOfTheLoss) {
   });
 }
 
-// Steps one by one, and as a program whose units stay gathered.
+// Eager steps, and steps as a program whose units stay gathered.
 TEST(Programs, HaveTheBitsOfSteps) {
   run_local(2, [](World& world) {
     const Mesh mesh = world.mesh({{"data", world.size()}});
@@ -193,10 +192,10 @@ TEST(Programs, HaveTheBitsOfSteps) {
   });
 }
 
-// Its hidden units can be shared by the ranks of a tensor axis.
+// Its hidden units can be sharded over a tensor axis.
 struct SharedClassifier : nn::Module {
-  nn::Linear up{kFeatures, 12, {.cut = OwnershipMap::even(0)}};   // by its outputs
-  nn::Linear down{12, kFeatures, {.cut = OwnershipMap::even(1)}};  // by its inputs
+  nn::Linear up{kFeatures, 12, {.cut = OwnershipMap::even(0)}};   // cut by outputs
+  nn::Linear down{12, kFeatures, {.cut = OwnershipMap::even(1)}};  // cut by inputs
   nn::Linear head{kFeatures, kClasses};
   Tensor forward(const Tensor& x) {
     const nn::TensorRegion region(x, up.weight);
@@ -206,7 +205,7 @@ struct SharedClassifier : nn::Module {
   SHEAF_FIELDS(up, down, head);
 };
 
-// The same, shared from outside.
+// The same, parallelized from outside.
 struct Hidden : nn::Module {
   nn::Linear up{kFeatures, 12}, down{12, kFeatures};
   Tensor forward(const Tensor& x) { return down(tanh(up(x))); }
@@ -261,7 +260,7 @@ TEST(TensorParallel, GivesTheGradientsOfOneRank) {
   }
 }
 
-// Every token attends to every other. Its sequences can be shared by the ranks of a context axis.
+// Every token attends to every other. Its sequences can be sharded over a context axis.
 struct SharedAttention : nn::Module {
   static constexpr int64_t kHeads = 5, kWidth = 10;
   nn::Linear read{kWidth, 3 * kWidth}, write{kWidth, kWidth};
@@ -300,13 +299,13 @@ TEST(ContextParallel, GivesTheGradientsOfOneRank) {
 // Subtracts the running mean of what it has seen.
 struct Center : nn::Module {
   nn::Buffer mean{{kFeatures}, nn::Init::zeros()};
-  Tensor seen;  // the mean of the last batch; no field: it is not part of the model
+  Tensor seen;  // the mean of the last batch; not a field, as it is not part of the model
 
   Tensor forward(const Tensor& x) {
     if (training()) seen = sheaf::mean(x, 0);
     return x - mean;
   }
-  // Between recordings. With a cut batch `seen` is each rank's addend; summed, it is the same on all.
+  // Between recordings. With a sharded batch `seen` is Partial; summed, it is the same on all ranks.
   void update(double momentum) {
     const Tensor whole = redistribute(seen, "data", Placement::invariant());
     assign(mean, momentum * mean + (1 - momentum) * whole);
@@ -333,11 +332,11 @@ TEST(RunningMean, IsAssignedBetweenRecordings) {
         const Batch batch = batch_of(world, mesh, step * 6, 6);
         Recording recording({.step = step});
         recording.backward(cross_entropy(model(batch.x), batch.label));
-        recording.take();  // it is over: buffers may change
+        recording.take();  // the recording is over: buffers may change
         model.center.update(0.5);
       }
       model.eval();
-      model(batch_of(world, mesh, 0, 6).x);  // changes nothing
+      model(batch_of(world, mesh, 0, 6).x);  // in evaluation nothing changes
       const std::vector<float> mean = model.center.mean.value().to_vector();
       if (world.rank() != 0) return;
       if (ranks == 1) {
@@ -382,7 +381,7 @@ TEST(LearningRates, DifferBetweenUnits) {
   });
 }
 
-// Saved between two outer steps, when each island has a model of its own.
+// Saved between two outer steps, when each island has its own model.
 TEST(Islands, GoOnWhereTheyWereSaved) {
   const std::string folder = ::testing::TempDir() + "/islands";
   constexpr int64_t kRound = 4, kSteps = 3 * kRound, kSaved = 6;
@@ -451,7 +450,7 @@ TEST(FineTuning, TrainsAdaptersOfASavedModel) {
     EXPECT_EQ(nn::add_lora(model, {.rank = 2, .alpha = 4}, [](const std::string& path) { return path == "body"; }), 1);
     shard(model, mesh);
     materialize(model, world.device(), {.seed = 1});
-    models::load_checkpoint(folder, model, {}, world);  // of the model without adapters, which add nothing yet
+    models::load_checkpoint(folder, model, {}, world);  // of the model without adapters, which contribute nothing yet
     optim::AdamW optimizer(model, {.lr = 1e-3});        // has state only for adapters
 
     const double first = loss_of(saved, of_saved, 0);

@@ -1,7 +1,7 @@
-// How sharp the loss is where gradient descent goes: the largest eigenvalue of its Hessian, while a small GPT learns
-// one batch by heart. It grows until it reaches 2 / lr, beyond which a step along its direction overshoots, and stays
-// about there (the "edge of stability": Cohen et al. 2021, https://arxiv.org/abs/2103.00065). Parameters, gradients
-// and the direction are sharded: no vector of the model's size is whole anywhere.
+// How sharp the loss is along gradient descent: the largest eigenvalue of its Hessian, while a small GPT overfits one batch. It grows until
+// it reaches 2 / lr, beyond which a step along its eigenvector overshoots, and stays about there (the "edge of stability": Cohen et al.
+// 2021, https://arxiv.org/abs/2103.00065). Parameters, gradients and the direction are sharded: no rank ever holds a whole vector of the
+// model's size.
 //
 //   bazel build //examples:sharpness //tools:sheaf
 //   bazel-bin/tools/sheaf launch --nproc-per-node 2 -- bazel-bin/examples/sharpness TEXT STEPS LR
@@ -24,7 +24,7 @@ T number(const char* name, const char* text) {
   return value;
 }
 
-/// The eigenvalue of the largest magnitude, by power iteration from `v`, which becomes the eigenvector.
+/// The eigenvalue of largest magnitude, by power iteration from `v`, which becomes the eigenvector.
 template <class Loss>
 double largest_eigenvalue(models::Gpt& model, models::Gpt& v, const Loss& loss) {
   double value = 0;

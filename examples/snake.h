@@ -1,4 +1,4 @@
-// An op and a layer that the library does not have: what it takes to add them from outside.
+// An op and a layer that the library does not have: shows how to add them from outside.
 #pragma once
 
 #include <cmath>
@@ -7,8 +7,8 @@
 
 namespace examples {
 
-/// The op. The tape stores which op it is and the bytes of Attrs, no closure: so a recorded step
-/// replays after the model is gone.
+/// The op. The tape stores which op it is and the bytes of Attrs, no closure, so a recorded step
+/// replays even after the model is gone.
 struct Snake {
   static constexpr const char* kName = "snake";
   struct Attrs {
@@ -23,12 +23,11 @@ struct Snake {
       sheaf::fail<sheaf::ConfigError>("[snake] frequency ", a.frequency, " is not positive");
     c.output(c.dtype(0), c.shape(0));
   }
-  /// Elementwise: any cut of x is the same cut of the result. The rule of the backward follows from
-  /// this one.
+  /// Elementwise: the result is cut as x is. The backward's placement rule follows from this one.
   static void place(const Attrs&, sheaf::Place& p) { sheaf::rules::pointwise_nonlinear(p); }
 
-  /// Local elements; x is dense (see snake()). Threads may take any ranges: no element depends on
-  /// another.
+  /// Local elements; x is dense (see snake()). Threads may take any ranges: elements are
+  /// independent of each other.
   static void execute(const Attrs& a, sheaf::Execute& c) {
     sheaf::visit_floating(kName, c.input(0).dtype, [&]<class T>() {
       using Compute = std::conditional_t<std::is_same_v<T, double>, double, float>;
@@ -43,7 +42,7 @@ struct Snake {
       });
     });
   }
-  /// d/dx = 1 + sin(2 frequency x), in public ops: so it is recorded, placed and differentiable
+  /// d/dx = 1 + sin(2 frequency x), in public ops, so it is recorded, placed and differentiable
   /// again.
   static void vjp(const Attrs& a, sheaf::Vjp& c) {
     c.set(0, c.grad() * (sin(c.input(0) * (2 * a.frequency)) + 1.0));
@@ -55,7 +54,7 @@ struct Snake {
 
 /// x + sin²(frequency x) / frequency, an activation that extrapolates periodic functions (Ziyin,
 /// Hartwig and Ueda 2020, https://arxiv.org/abs/2006.08195). The op's kernel is for CPUs; on a GPU
-/// the formula in the library's ops stands in for it.
+/// the formula in the library's ops is used instead.
 inline sheaf::Tensor snake(const sheaf::Tensor& x, double frequency = 1.0) {
   if (x.device().is_cuda()) return x + square(sin(x * frequency)) / frequency;
   return sheaf::apply<Snake>({frequency}, {contiguous(x)});

@@ -1,4 +1,4 @@
-// What //:sheaf_testing gives for an op of one's own.
+// What //:sheaf_testing checks for a user-defined op.
 #include "sheaf/examples/snake.h"
 
 #include <gtest/gtest.h>

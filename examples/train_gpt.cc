@@ -1,5 +1,4 @@
-// A GPT trained fully sharded, from the parts of the library: what `sheaf train` does, without its
-// options.
+// A GPT trained fully sharded, built from the parts of the library: what `sheaf train` does, without its options.
 //
 //   bazel build //examples:train_gpt //tools:sheaf
 //   bazel-bin/tools/sheaf launch --nproc-per-node 2 -- bazel-bin/examples/train_gpt TEXT [STEPS]
@@ -16,7 +15,7 @@ int main(int argc, char** argv) try {
   int64_t steps = 0;
   check<ConfigError>(number >> steps && number.eof(), "STEPS: '", number.str(), "' is not a number");
 
-  World world = distributed::init_from_env();  // the ranks that a launcher made, or one
+  World world = distributed::init_from_env();  // the ranks that a launcher started, or one
   const Mesh mesh = world.mesh({{"data", world.size()}});
   const models::Corpus corpus = models::load_text_corpus(text, "char", /*val_fraction=*/0.1);
 
@@ -27,7 +26,7 @@ int main(int argc, char** argv) try {
                      .vocab = corpus.vocab});  // no memory yet
   shard(model, mesh,
         {.axis = "data", .units = nn::units_of<models::Block>(), .strategy = Strategy::full_shard});
-  materialize(model, world.device(), {.seed = 1337});  // each rank fills only what it owns
+  materialize(model, world.device(), {.seed = 1337});  // each rank initialises only its own shard
   optim::AdamW optimizer(model, {.weight_decay = 0.1});
   check<ConfigError>(16 % world.size() == 0, "[train_gpt] ", world.size(), " ranks do not divide a batch of 16");
   const models::TokenStream data(corpus.train, {.batch_per_rank = 16 / world.size(), .context = 64},

@@ -1,6 +1,5 @@
-// Placement rules on meshes of two and three axes: rules are matched per axis, so every rule must hold on one axis together
-// with every other rule on the other one, also where both axes cut one dimension. On some meshes all pairs, on the others some
-// of them, drawn.
+// Placement rules on meshes of two and three axes: rules are matched per axis, so every rule must hold on one axis combined with every
+// other rule on the other, also where both axes cut one dimension. On some meshes all pairs, on the others a random sample.
 #include <algorithm>
 #include <set>
 
@@ -17,14 +16,15 @@ bool any_of(const Tokens& tokens, std::string_view kinds) {
   return std::any_of(tokens.begin(), tokens.end(), [&](const std::string& t) { return kinds.find(t[0]) != kinds.npos; });
 }
 
-// Whether `a` is `b` with some operands Replicate, which the op slices, or keeps on one rank, by itself.
+// Whether `a` is `b` with some operands Replicate, which the op then slices, or keeps on one rank, by itself.
 bool leads_to(const Tokens& a, const Tokens& b) {
   for (size_t i = 0; i < a.size(); ++i)
     if (a[i] != b[i] && a[i] != "R") return false;
   return a != b;
 }
 
-// What is accepted as it stands: all Replicate, all Invariant, and what no other accepted assignment is made of.
+// The rules themselves among the accepted assignments: all Replicate, all Invariant, and those that are not another accepted assignment
+// with some operands Replicate.
 std::vector<Tokens> rules_of(const OpSample& sample, const std::vector<Tokens>& accepted) {
   std::vector<Tokens> out;
   for (const Tokens& t : accepted) {
@@ -32,7 +32,7 @@ std::vector<Tokens> rules_of(const OpSample& sample, const std::vector<Tokens>& 
     if (whole || std::none_of(accepted.begin(), accepted.end(), [&](const Tokens& o) { return leads_to(t, o); }))
       out.push_back(t);
   }
-  // Of many, those that the sample demands come first, behind all Replicate and all Invariant.
+  // If there are many, those that the sample demands come first, after all Replicate and all Invariant.
   const auto rank_of = [&](const Tokens& t) {
     std::string text;
     for (const std::string& token : t) text += token + " ";
@@ -47,8 +47,8 @@ std::vector<Tokens> rules_of(const OpSample& sample, const std::vector<Tokens>& 
 
 using Assignment = std::vector<Tokens>;  // a token per input and axis
 
-// One assignment per axis becomes one with a token per axis; false if a flat cut would meet another cut, or parts are no
-// longer whole because an axis before has cut them.
+// Combines one assignment per axis into one with a token per input and axis; false if a flat cut would meet another cut, or parts are no
+// longer whole because an earlier axis has cut them.
 bool together(const std::vector<const Tokens*>& per_axis, Assignment& out) {
   out.assign(per_axis[0]->size(), {});
   for (size_t i = 0; i < out.size(); ++i) {
@@ -63,7 +63,7 @@ bool together(const std::vector<const Tokens*>& per_axis, Assignment& out) {
   return true;
 }
 
-// One operand loses its mesh, as a constant has none; it must be whole everywhere, and another one must have a mesh.
+// One operand loses its mesh, like a constant; it must be whole on every axis, and another operand must have a mesh.
 bool without_mesh(Generator& draw, Assignment& a) {
   if (a.size() < 2) return false;
   const size_t first = static_cast<size_t>(draw.below(static_cast<int64_t>(a.size())));
@@ -76,7 +76,7 @@ bool without_mesh(Generator& draw, Assignment& a) {
   return false;
 }
 
-// An op cannot slice what a later axis has cut: there an operand is Replicate on an axis and cut on a later one.
+// An op cannot slice what a later axis has cut: then an operand is Replicate on one axis and cut on a later one.
 bool is_cut_behind(const Assignment& a) {
   for (const Tokens& tokens : a)
     for (size_t axis = 0; axis < tokens.size(); ++axis)
@@ -91,7 +91,7 @@ struct MeshCase {
   bool all_pairs = false;
 };
 
-// Ranks would have several runs of a table's rows, which no op takes.
+// Ranks would have several runs of a table's rows, which no op accepts.
 bool has_parts_of_table(const OpSample& sample, const MeshCase& mesh, const Assignment& a) {
   for (size_t axis = 0; axis < mesh.cuts.size(); ++axis)
     for (const int table : sample.tables)

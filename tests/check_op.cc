@@ -55,7 +55,7 @@ std::string prefixed(const OpSample& sample, const char* check, const std::strin
   return finding.empty() ? "" : str('[', name_of(sample), "] ", check, ": ", finding, '\n');
 }
 
-// What a check throws is a finding as well.
+// An exception from a check is a finding as well.
 template <class F>
 std::string guarded(const OpSample& sample, const char* check, F&& f) {
   try {
@@ -106,7 +106,7 @@ std::string check_precision(const OpSample& sample, DType dtype, Device device) 
     }
     const bool narrow = dtype == kBF16 || dtype == kF16;
     const double unit = dtype == kF64 ? 0x1p-46 : dtype == kF32 ? 0x1p-23 : dtype == kF16 ? 0x1p-11 : 0x1p-8;
-    // Nothing may be left as it was: one run finds zeros in its memory, the other NaN.
+    // All memory must be written: one run starts with zeros in its memory, the other with NaN.
     Result got, want;
     {
       const PoisonScope zeros(0);
@@ -118,7 +118,7 @@ std::string check_precision(const OpSample& sample, DType dtype, Device device) 
       got = evaluate(sample, on(device, low), {}, /*second=*/true);
     }
     const double bound = (narrow ? 4 : 16) * unit * sample.tolerance;
-    return compare(got, want, bound, 4 * bound);  // second derivatives are differences, of more roundings
+    return compare(got, want, bound, 4 * bound);  // second derivatives are differences, with more rounding error
   });
 }
 
@@ -127,7 +127,7 @@ namespace {
 enum class Strides { transposed, spread, sliced, expanded };
 constexpr const char* kStrideNames[] = {"transposed", "spread", "sliced", "expanded"};
 
-// The same elements with other strides; what lies between them is NaN (all bits set).
+// The same elements with other strides; the gaps between them are NaN (all bits set).
 Tensor restrided(const Tensor& dense, Strides how) {
   const Shape& s = dense.shape();
   const int rank = s.rank();
@@ -139,7 +139,7 @@ Tensor restrided(const Tensor& dense, Strides how) {
     for (int d = 0; d < rank; ++d) strides[d] = n, n *= s[d];
     elements = n;
   } else {
-    // Spread: two apart along every dimension. Sliced: rows stay dense, but lie in longer rows, one element in.
+    // Spread: every second element along every dimension. Sliced: rows are dense, but part of longer rows, one element in.
     int64_t n = how == Strides::spread ? 2 : 1;
     for (int d = rank - 1; d >= 0; --d) strides[d] = n, n *= s[d] + (how == Strides::spread ? 1 : 2);
     offset = 1;
@@ -207,7 +207,7 @@ std::string check_zero_size(const OpSample& sample) {
         for (int d = 0; d < in.shape.rank(); ++d)
           if (in.shape[d] == size) in.shape[d] = 0;
       try {
-        Result plain, poisoned;  // with memory full of zeros and of NaN the values are the same
+        Result plain, poisoned;  // values are the same whether memory was full of zeros or of NaN
         const std::vector<Values> values = draw_inputs(empty, "zero");
         {
           const PoisonScope zeros(0);
@@ -277,7 +277,7 @@ std::string check_tape(const OpSample& sample) {
       leaves = recording.captured();
       tape = recording.take();
     }
-    {  // the same again: attributes are what they mean, not what lies in their bytes
+    {  // the same again: attributes compare by meaning, not by their bytes
       const auto litter = [](auto&& self, int depth) -> int {
         volatile char on_the_stack[4096];
         for (volatile char& c : on_the_stack) c = static_cast<char>(0x5a + depth);

@@ -1,5 +1,5 @@
-// check_op: everything that the tests of this repository demand of an op, for any function of tensors; also for ops
-// that a user defines. Each check returns "" or what is wrong, so a test reads
+// check_op: everything that this repository's tests demand of an op, for any function of tensors; also for user-defined ops. Each check
+// returns "" or a description of the failure, so a test reads
 //
 //   EXPECT_EQ(check_op({.op = "my_op", .inputs = {{3, 5}}, .f = [](Args x) { return apply<MyOp>({}, x[0]); }}), "");
 #pragma once
@@ -23,18 +23,17 @@ std::string check_precision(const OpSample& sample, DType dtype, Device device =
 std::string check_strides(const OpSample& sample, Device device = Device::cpu());
 /// Every size set to 0 in turn: right shapes, nothing left unwritten; a ShapeError or DataError is accepted, but not every time.
 std::string check_zero_size(const OpSample& sample);
-/// On meta: the same types and the same peak of requested bytes as on cpu. The recorded tape passes the checks T and D
-/// and replays bitwise, backward included.
+/// On meta: the same types and the same peak of requested bytes as on cpu. The recorded tape passes the checks T and D and replays bitwise,
+/// backward included.
 std::string check_tape(const OpSample& sample);
-/// Gradients that are stored into given memory, as units have it, and added to it by a second use, are those of
-/// Recording::gradient.
+/// Gradients that are stored into given memory, as with units, and accumulated into it by a second use, equal those of Recording::gradient.
 std::string check_slots(const OpSample& sample);
-/// Every assignment of placements to the inputs, on one mesh axis of `ranks` local ranks: either outputs, gradients and
-/// second derivatives are those of the unsharded run, and nothing communicates, or a PlacementError names op, axis and
-/// accepted rules. All cuts even, then uneven, then of parts.
+/// Every assignment of placements to the inputs, on one mesh axis of `ranks` local ranks: either outputs, gradients and second derivatives
+/// are those of the unsharded run, without communication, or a PlacementError names op, axis and accepted rules. All cuts even, then
+/// uneven, then of parts.
 std::string check_placements(const OpSample& sample, int ranks);
-/// The same on meshes of two and three axes, even and uneven: every rule on one axis together with every rule on the
-/// other, drawn pairs of what else one axis accepts, and operands without a mesh next to them.
+/// The same on meshes of two and three axes, even and uneven: every rule on one axis combined with every rule on the other, a random sample
+/// of pairs of the other accepted assignments, and operands without a mesh.
 std::string check_axes(const OpSample& sample);
 
 /// All of the above, placements at worlds 1 to 5.

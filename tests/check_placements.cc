@@ -27,7 +27,7 @@ PlacementRun on_one_axis(int ranks, Cuts cuts, const std::vector<Tokens>& list) 
   return run;
 }
 
-// The rules that the sample demands are accepted, and yield what it says.
+// The rules that the sample demands are accepted, and yield the stated results.
 std::string check_demanded(const OpSample& sample, const std::vector<Tokens>& list, const PlacementResult& result) {
   std::string out;
   for (const std::string& rule : sample.rules) {
@@ -61,7 +61,7 @@ std::string check_placements(const OpSample& sample, int ranks) {
   const PlacementResult result = run_assignments(sample, on_one_axis(ranks, Cuts::even, list));
   std::string out = result.finding;
   if (ranks > 1 && !result.outcomes.empty()) out += check_demanded(sample, list, result);
-  // Which assignments are accepted does not depend on whether shares are even: only those are run again.
+  // Which assignments are accepted does not depend on whether shares are even: only accepted ones are run again.
   std::vector<Tokens> cut;
   bool some = false;
   for (size_t k = 0; k < list.size(); ++k) {

@@ -1,4 +1,4 @@
-// check_rowwise: tests what rowwise() takes on trust, that f treats rows independently.
+// check_rowwise: tests an assumption that rowwise() does not check: that f treats rows independently.
 #pragma once
 
 #include <string>
@@ -13,8 +13,8 @@ struct CheckRowwiseOptions {
   std::string seed = "cuts";
 };
 
-/// "" if f on the parts of the inputs, cut at random rows, gives the parts of f on the whole; else what differs where.
-/// The inputs have no layout. f may not draw random numbers without a key unless a recording lives.
+/// "" if f on the parts of the inputs, cut at random rows, gives the parts of f on the whole; else a description of the first difference.
+/// The inputs have no layout. f may not draw random numbers without a key unless a recording is live.
 std::string check_rowwise(const RowFunction& f, const std::vector<Tensor>& inputs, const CheckRowwiseOptions& options = {});
 
 }  // namespace sheaf::testing

@@ -1,4 +1,4 @@
-// Gradients that are stored into, then added to, memory of their own: what units do with the gradients of parameters.
+// Gradients that are stored into, then accumulated into, given memory: as units do with the gradients of parameters.
 #include "sheaf/autograd/ops.h"
 #include "sheaf/tests/check_op.h"
 #include "sheaf/tests/poison.h"
@@ -7,7 +7,7 @@
 namespace sheaf::testing {
 namespace {
 
-// A unit without communication: leaves at rest are the values, slots lie one after another in one buffer full of NaN.
+// A unit without communication: leaves at rest are the values, and slots are contiguous in one buffer full of NaN.
 class Slots final : public LeafGroup {
  public:
   explicit Slots(std::vector<Tensor> values) : values_(std::move(values)), contributed_(values_.size(), false) {

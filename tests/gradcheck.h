@@ -18,8 +18,8 @@ struct GradcheckOptions {
   std::vector<bool> differentiable = {};  ///< per tensor; empty: all of them
 };
 
-/// "" if Recording::gradient of f agrees with (f(x + h) − f(x − h)) / 2h in every entry of every differentiable tensor;
-/// else what differs where.
+/// "" if Recording::gradient of f agrees with (f(x + h) − f(x − h)) / 2h in every entry of every differentiable tensor; else a description
+/// of the difference.
 std::string gradcheck(const ScalarFunction& f, const std::vector<Tensor>& x, const GradcheckOptions& options = {});
 
 /// The same for the gradient of f: checks x → Σ_i <v_i, ∂f/∂x_i> for random v, which is differentiated through the

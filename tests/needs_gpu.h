@@ -1,4 +1,4 @@
-// Tests of what runs on a GPU. With --config=emulated the GPU is kernels/cuda/emulation.h.
+// Tests of GPU code. With --config=emulated the GPU is kernels/cuda/emulation.h.
 #pragma once
 
 #include <gtest/gtest.h>

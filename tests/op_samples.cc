@@ -10,7 +10,7 @@ namespace {
 
 Outputs both(const NormedSum& s) { return std::vector<Tensor>{s.sum, s.normed}; }
 
-// The log-sum-exp over all parts, whose number depends on the cut, beside the target's logits.
+// The log-sum-exp over all parts, whose number depends on the cut, in addition to the target's logits.
 Outputs of_all_parts(const LinearLse& y) {
   Layout whole = y.lse.layout();
   for (int a = 0; a < whole.num_axes(); ++a)
@@ -18,12 +18,12 @@ Outputs of_all_parts(const LinearLse& y) {
   return std::vector<Tensor>{logsumexp(redistribute(y.lse, whole), {0}), y.target_logits};
 }
 
-// A choice's weights, of the type in which rows are computed.
+// A choice's weights, in the dtype in which rows are computed.
 Tensor weights_of(const Tensor& w) { return cast(w, w.dtype() == kF64 ? kF64 : kF32); }
 
 GatedDeltaRuleOptions delta_heads() { return {.heads = 4, .key_heads = 2, .key_width = 3}; }
 
-// Rows behind those in use are zero.
+// Rows after those in use are zero.
 Tensor in_use(const Tensor& rows, const Tensor& counts) {
   const Tensor used = lt(arange(rows.size(-2), kI32), unsqueeze(counts, {counts.rank()}));
   return where(unsqueeze(used, {used.rank()}), rows, 0.0);
@@ -549,9 +549,9 @@ const std::vector<OpSample>& op_samples() {
        .rules = {"S0 S0 -> S0", "S1 S1 -> S1", "S2|8/2 R -> S2|8,8,8/2", "S2|8/4 R -> S2|8,8,8/4", "P P -> P"}},
       {.op = "pack_heads", .variant = "three key heads", .inputs = {{1, 2, 30}, {1, 2, 12}},
        .f = [](Args x) { return pack_heads(x[0], x[1], 15, 3, 1); }, .rules = {"S2|30/3 R -> S2|30,6,6/3", "S2|30/1 R -> S2|30,6,6/1"}},
-      {.op = "pack_heads", .variant = "three copies", .inputs = {{1, 2, 12}, {1, 2, 8}},  // two ranks share one of a head's
+      {.op = "pack_heads", .variant = "three copies", .inputs = {{1, 2, 12}, {1, 2, 8}},  // two ranks share one of a head's copies
        .f = [](Args x) { return pack_heads(x[0], x[1], 6, 2, 3); }, .rules = {"S2|12/6 R -> S2|12,12,12/6", "S2|12/3 R -> S2|12,12,12/3"}},
-      {.op = "packed_attention", .variant = "repeated keys", .inputs = {{2, 5, 16}},  // each query reads a copy of its own
+      {.op = "packed_attention", .variant = "repeated keys", .inputs = {{2, 5, 16}},  // each query reads its own copy
        .f = [](Args x) { return packed_attention(repeat_key_heads(x[0], 4, 2, 2), 4, 4); },
        .tolerance = 4, .rules = {"S0 -> S0", "S2|8,4,4/2 -> S2"}},
       {.op = "document_begins", .inputs = {integers({3, 5, 7}, 3, kI32)}, .f = [](Args x) { return document_begins(x[0], 1); },
@@ -577,7 +577,7 @@ const std::vector<OpSample>& op_samples() {
       {.op = "packed_attention", .variant = "three key heads", .inputs = {{2, 3, 24}},
        .f = [](Args x) { return packed_attention(x[0], 6, 3); }, .tolerance = 4,
        .rules = {"S0 -> S0", "S2|12,6,6/3 -> S2", "S2|12,6,6/1 -> S2"}},
-      // As a transformer's block makes it: H 4, G 2, D 2.
+      // Like a transformer block's: H 4, G 2, D 2.
       {.op = "packed_attention", .variant = "of a projection", .inputs = {{2, 3, 5}, {16, 5}, {16}},
        .f = [](Args x) {
          Tensor qkv = linear(x[0], x[1], x[2]);
@@ -593,7 +593,7 @@ const std::vector<OpSample>& op_samples() {
        .f = [](Args x) { return rotary(x[0], {.theta = 100.0, .first_position = 3, .width = 6, .neighbours = true}); },
        .rules = {"S0 -> S0", "S2 -> S2", "P -> P", "S1 -> S1"}, .zero_size = false},
       {.op = "rotary", .variant = "offset", .inputs = {{1, 3, 2, 4}}, .f = [](Args x) { return rotary(x[0], {.theta = 500.0, .first_position = 70}); }},
-      {.op = "rotary", .variant = "rows", .inputs = {{2, 3, 4, 6}, integers({2, 3}, 3, kI32)},  // that begin at any place before the token
+      {.op = "rotary", .variant = "rows", .inputs = {{2, 3, 4, 6}, integers({2, 3}, 3, kI32)},  // from any position before the token
        .f = [](Args x) { return rotary(x[0], {.theta = 100.0, .first_position = 2, .heads = 3, .begins = x[1]}); },
        .rules = {"S0 S0 -> S0", "S1 S1 -> S1", "P R -> P"}},
       {.op = "rotary", .variant = "scaled", .inputs = {{2, 3, 2, 6}},  // a frequency that stays, one between, one divided
@@ -614,7 +614,7 @@ const std::vector<OpSample>& op_samples() {
       {.op = "cross_entropy", .variant = "z-loss", .inputs = {{6, 5}, integers({6}, 5, kI32, -1)},
        .f = [](Args x) { return cross_entropy(x[0], x[1], {.divide_by = 3.0, .z_loss = 0.3}); },
        .tolerance = 2, .rules = {"S0 S0 -> P"}},
-      // Classes that are alike would leave the input a gradient of nothing but rounding.
+      // With classes that are alike, the input's gradient would be only rounding errors.
       {.op = "linear_cross_entropy", .inputs = {{2, 3, 4}, distinct({7, 4}), integers({2, 3}, 7)},
        .f = [](Args x) { return linear_cross_entropy(x[0], x[1], x[2]); }, .no_second = "linear_cross_entropy_fused",
        .tolerance = 4, .rules = {"S0 R S0 -> P", "S1 R S1 -> P", "R S0 R -> P"}, .tables = {1}, .redistributes = true},
@@ -642,7 +642,7 @@ const std::vector<OpSample>& op_samples() {
       {.op = "linear_cross_entropy", .variant = "z-loss, softcap, recompute", .inputs = {{6, 4}, distinct({5, 4}), integers({6}, 5, kI32, -1)},
        .f = [](Args x) { return linear_cross_entropy(x[0], x[1], x[2], {.recompute = true, .softcap = 1.5, .z_loss = 0.3}); },
        .tolerance = 4, .rules = {"S0 R S0 -> P", "R S0 R -> P"}, .tables = {1}, .redistributes = true},
-      // Of a frozen head, and of a head behind what is frozen.
+      // With a frozen head, and with a head on frozen layers.
       {.op = "linear_cross_entropy", .variant = "constant weight", .inputs = {{2, 3, 4}, constant(distinct({7, 4})), integers({2, 3}, 7)},
        .f = [](Args x) { return linear_cross_entropy(x[0], x[1], x[2]); }, .no_second = "linear_cross_entropy_fused",
        .tolerance = 4, .rules = {"S0 R S0 -> P", "S1 R S1 -> P"}, .tables = {1}, .redistributes = true},

@@ -1,11 +1,11 @@
-// The one table that drives the generated tests of every op: gradients, second derivatives, f32 and bf16 against f64,
-// strides, zero sizes, meta, replay and every placement rule at worlds 1 to 5. One row in op_samples.cc is one sample:
+// The single table that drives the generated tests of every op: gradients, second derivatives, f32 and bf16 against f64, strides, zero
+// sizes, meta, replay and every placement rule at worlds 1 to 5. One row in op_samples.cc is one sample:
 //
-//   {.op = "matmul", .inputs = {{3, 5}, {5, 4}}, .f = [](Args x) { return matmul(x[0], x[1]); }, .exact = true,
-//    .rules = {"S0 R -> S0", "S1 S0 -> P"}},
+//     {.op = "matmul", .inputs = {{3, 5}, {5, 4}}, .f = [](Args x) { return matmul(x[0], x[1]); }, .exact = true,
+//      .rules = {"S0 R -> S0", "S1 S0 -> P"}},
 //
-// Sizes: small (a gradient check evaluates f twice per element), different for dimensions that mean different things (a
-// zero-size test sets all dimensions of one size to 0), and not multiples of anything.
+// Sizes: small (a gradient check evaluates f twice per element), different for dimensions that mean different things (a zero-size test sets
+// all dimensions of one size to 0), and not multiples of anything.
 #pragma once
 
 #include <algorithm>
@@ -18,17 +18,17 @@
 
 namespace sheaf::testing {
 
-/// What the function under test gets: one tensor per In.
+/// The arguments of the function under test: one tensor per In.
 using Args = const std::vector<Tensor>&;
 
-/// What it returns: a tensor or several.
+/// Its result: one tensor or several.
 struct Outputs : std::vector<Tensor> {
   Outputs(const Tensor& t) : std::vector<Tensor>{t} {}                       // NOLINT: implicit by design
   Outputs(const Tensors& ts) : std::vector<Tensor>(ts.begin(), ts.end()) {}  // NOLINT
   Outputs(std::vector<Tensor> t) : std::vector<Tensor>(std::move(t)) {}      // NOLINT
 };
 
-/// One input: shape and the values to draw. A plain {3, 4} is uniform in [-1, 1), of the dtype under test.
+/// One input: shape and the values to draw. A plain {3, 4} is uniform in [-1, 1), in the dtype under test.
 struct In {
   In(std::initializer_list<int64_t> sizes) : shape(sizes) {}  // NOLINT: implicit by design
   In(const Shape& s) : shape(s) {}                            // NOLINT
@@ -53,7 +53,7 @@ inline In away_from(const Shape& shape, std::vector<double> kinks, double low = 
   in.avoid = std::move(kinks);
   return in;
 }
-/// No two values are equal.
+/// All values are distinct.
 inline In distinct(const Shape& shape, double low = -1, double high = 1) {
   In in = uniform(shape, low, high);
   in.distinct = true;
@@ -77,31 +77,30 @@ struct OpSample {
   std::string op = "";       ///< name of the public function
   std::string variant = "";  ///< tells the samples of one op apart
   std::vector<In> inputs = {};
-  /// Must be a pure function of its arguments. Dropout may key itself from the recording, which is always there.
+  /// Must be a pure function of its arguments. Dropout may take its key from the recording, which always exists.
   std::function<Outputs(Args)> f = {};
 
-  /// Multilinear in its inputs: over integers every result, gradients included, is exact, and the placement test
-  /// compares without tolerance.
+  /// Multilinear in its inputs: on integers every result, including gradients, is exact, and the placement test compares without tolerance.
   bool exact = false;
-  /// The op of the backward that cannot be differentiated; "" if second derivatives work.
+  /// The backward op that cannot be differentiated; "" if second derivatives work.
   std::string no_second = "";
-  /// Multiplies the bounds of f32 and bf16 against f64.
+  /// Factor on the tolerances of f32 and bf16 against f64.
   double tolerance = 1;
-  /// Placement rules that must be accepted on one mesh axis, as "S0 R -> S0": R, P, S<dim>, F (flat) per input, then per
-  /// output. Others that are accepted are tested as well.
+  /// Placement rules that must be accepted on one mesh axis, as "S0 R -> S0": R, P, S<dim>, F (flat) per input, then per output. Other
+  /// accepted ones are tested as well.
   std::vector<std::string> rules = {};
-  /// Inputs whose rows f takes cut over ranks as one run each: S0, if that is not a cut of parts.
+  /// Inputs of which f accepts a cut of rows if each rank has one run: S0, unless that is a cut of parts.
   std::vector<int> tables = {};
   bool cuts_a_table(const std::vector<std::string>& placements) const {
     return std::ranges::any_of(tables, [&](int i) { return placements[static_cast<size_t>(i)] == "S0"; });
   }
-  /// If the first of them is cut so, f communicates, by redistributions of its own.
+  /// If the first of them is cut this way, f communicates, by its own redistributions.
   bool redistributes = false;
   /// False for functions that only make sense unsharded.
   bool placements = true;
-  /// Accepts nothing but Replicate and Invariant.
+  /// Accepts only Replicate and Invariant.
   bool replicate_only = false;
-  /// False where no dimension may be empty.
+  /// False if no dimension may be empty.
   bool zero_size = true;
   bool low_precision = true;  ///< f32 and bf16 exist
 };

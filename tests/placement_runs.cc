@@ -13,8 +13,7 @@ namespace {
 
 constexpr size_t kMaxAssignments = 1500;
 
-// `left` is what the axes before this one leave to each rank,
-// with -1 for dimensions where that differs from rank to rank.
+// `left` is what the earlier axes leave to each rank, with -1 for dimensions where that differs between ranks.
 Placement placement_of(const std::string& token, const Shape& left, int ranks, Cuts cuts) {
   const bool uneven = cuts == Cuts::uneven;
   switch (token[0]) {
@@ -81,7 +80,7 @@ std::set<std::string> op_names(const Tape& tape) {
   return names;
 }
 
-// What one rank saw under one assignment.
+// The results on one rank under one assignment.
 struct Seen {
   bool accepted = false;
   std::string refusal, failure;
@@ -89,7 +88,7 @@ struct Seen {
   std::vector<LocalPart> outputs, gradients, seconds;
 };
 
-// The gradient of a tensor without a mesh is an addend on every axis, as that of a Replicate one is.
+// The gradient of a tensor without a mesh is Partial on every axis, like that of a Replicate one.
 bool is_dual(const Type& gradient, const Type& value) {
   if (!gradient.layout.mesh() || value.layout.mesh()) return gradient == value.dual() || !gradient.layout.mesh();
   return gradient.layout == Layout(gradient.layout.mesh(), Placement::partial());
@@ -114,7 +113,7 @@ Seen try_assignment(const OpSample& sample, const std::vector<Values>& values, c
   Recording recording;
   OpSample forward = sample;
   try {
-    // Refusals count only while f runs: a backward that cannot be placed is an error.
+    // A refusal is accepted only while f runs: a backward that cannot be placed is an error.
     forward.f = [&](Args x) {
       Outputs y = sample.f(x);
       seen.accepted = true;
@@ -217,7 +216,7 @@ std::vector<Tokens> enumerate(const OpSample& sample) {
     Tokens mixed(n, "R");
     mixed[0] = "I";
     out.push_back(mixed);
-    mixed[0] = "O";  // and what is on one rank goes with what all have, in either order, but not with what another has
+    mixed[0] = "O";  // and a value on one rank is compatible with a replicated one, in either order, but not with a value on another rank
     out.push_back(mixed);
     std::swap(mixed[0], mixed.back());
     out.push_back(mixed);

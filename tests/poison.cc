@@ -12,14 +12,14 @@ namespace {
 
 class PoisonAllocator final : public Allocator {
  public:
-  /// `gpu`: whose memory it is; null for that of the host.
+  /// `gpu`: the GPU whose memory it is; null for host memory.
   PoisonAllocator(std::shared_ptr<Allocator> inner, int byte, Gpu* gpu = nullptr)
       : inner_(std::move(inner)), byte_(byte), gpu_(gpu) {}
   void* allocate(size_t bytes, MemoryKind where) override {
     void* p = inner_->allocate(bytes, where);
     if (!p || !bytes) return p;
     if (!gpu_) return std::memset(p, byte_, bytes);
-    // Tensors of tests are no larger. A product's workspace is, and all of it would take long.
+    // Test tensors are not larger. A product's workspace is, and filling all of it would take long.
     const std::vector<char> poison(std::min(bytes, size_t{1} << 20), static_cast<char>(byte_));
     gpu_->copy(gpu_->compute(), p, poison.data(), poison.size(), Gpu::Copy::to_device);
     return p;

@@ -1,4 +1,4 @@
-// Memory whose use before it is written shows.
+// Poisons memory so that reads before writes show.
 #pragma once
 
 #include <memory>
@@ -8,8 +8,8 @@
 
 namespace sheaf::testing {
 
-/// Fills the memory of every allocation on this thread's rank with a byte while it lives: by default all bits set, which
-/// is NaN. What differs between runs under two bytes was not written.
+/// Fills the memory of every allocation on this thread's rank with a byte while it lives: by default all bits set, which is NaN. Values
+/// that differ between runs under two bytes were not written.
 class PoisonScope {
  public:
   explicit PoisonScope(int byte = 0xff);

@@ -63,7 +63,7 @@ void write(const View& v, const Values& values) {
 
 Values read(const Tensor& t) { return read(t.to(Device::cpu()).view()); }
 
-// An output that the host fills, wherever it lies.
+// An output that the host fills, on any device.
 class HostOutput {
  public:
   HostOutput(Execute& c, int output) : c_(c), stream_(c.stream()), there_(c.output(output)), view_(there_) {
@@ -231,7 +231,7 @@ OwnershipMap parts_of(int dim, int64_t rows) {
 OwnershipMap owned_of(int dim, int64_t rows, int ranks) {
   std::vector<int64_t> sizes;
   std::vector<int> owners;
-  for (int i = 0; rows > 0; ++i) {  // 1, 2, 1, 2, .. rows from the last rank to the first, and round again
+  for (int i = 0; rows > 0; ++i) {  // 1, 2, 1, 2, .. rows from the last rank to the first, and again
     const int owner = ranks - 1 - i % ranks;
     if (owner == 1 && ranks > 2) continue;
     sizes.push_back(std::min<int64_t>(1 + i % 2, rows));
@@ -279,7 +279,7 @@ Tensor make_local(const Values& whole, const Type& type, const std::string& stre
   const Layout& l = type.layout;
   const std::vector<int> here = coordinates_here(l);
   Values mine = whole;
-  for (int a = 0; a < l.num_axes(); ++a) {  // the addend of this rank, as a whole
+  for (int a = 0; a < l.num_axes(); ++a) {  // this rank's addend, as a whole tensor
     if (!l[a].is_partial()) continue;
     const int n = l.mesh()->size(a);
     Values addend = mine;
@@ -310,7 +310,7 @@ LocalPart local_part(const Tensor& t) {
 Values assemble(std::span<const LocalPart> parts, std::string& error) {
   const Type& type = parts[0].type;
   const auto n = static_cast<size_t>(type.shape.numel());
-  // Addends of the same elements are summed over the coordinates on Partial axes; everything else must agree.
+  // Addends of the same elements are summed over the coordinates on Partial axes; all other copies must agree.
   std::map<std::vector<int>, Values> by_others;
   const double kMissing = std::numeric_limits<double>::quiet_NaN();
   Values whole(n, kMissing);

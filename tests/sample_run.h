@@ -1,4 +1,4 @@
-// Running one row of the table: drawing its inputs and evaluating outputs and gradients. What the checks share.
+// Runs one row of the table: draws its inputs and evaluates outputs and gradients. Shared by the checks.
 #pragma once
 
 #include <string>
@@ -14,7 +14,7 @@ std::string name_of(const OpSample& sample);
 
 /// Values of every input, row-major; integers where `sample.exact`.
 std::vector<Values> draw_inputs(const OpSample& sample, const std::string& stream);
-/// Weights for pairing the given output.
+/// Weights for the inner product with the given output.
 Values draw_weights(const OpSample& sample, size_t output, const Shape& shape);
 
 /// The tensors of a run, without layout. `dtype` replaces kF64.
@@ -26,8 +26,8 @@ struct Run {
   std::vector<size_t> differentiated;  ///< which inputs those are
   std::vector<Tensor> seconds;    ///< if asked for: of Σ <weight, gradient>, likewise
 };
-/// Evaluates f and the gradients of its floating outputs inside `recording`, on the device of the inputs; and, if `second`
-/// and the sample has them, second derivatives.
+/// Evaluates f and the gradients of its floating outputs inside `recording`, on the device of the inputs; and, if `second` is set and the
+/// sample has them, second derivatives.
 Run run_sample(const OpSample& sample, Recording& recording, const std::vector<Tensor>& inputs,
                const ProbeOptions& options = {}, bool second = false);
 
@@ -39,8 +39,8 @@ struct Result {
 Result evaluate(const OpSample& sample, const std::vector<Tensor>& inputs, const ProbeOptions& options = {},
                 bool second = false);
 
-/// Compares outputs and gradients; "" if all scaled errors are within `bound`, and those of second derivatives within
-/// `of_seconds`, if that is given.
+/// Compares outputs and gradients; "" if all scaled errors are within `bound`, and those of second derivatives within `of_seconds`, if
+/// given.
 std::string compare(const Result& got, const Result& want, double bound, double of_seconds = -1);
 
 }  // namespace sheaf::testing

@@ -1,5 +1,5 @@
-// Places in one block of memory: what lives at the same time does not overlap, in little more memory than what lives
-// at once.
+// Placing values in one block of memory: values that are live at the same time do not overlap, and the block is little larger than the most
+// that is live at once.
 #include <gtest/gtest.h>
 
 #include <random>
@@ -39,7 +39,7 @@ TEST(Arrangement, LivesThatMeetLieApart) {
   }
 }
 
-// Of a forward that keeps what its backward frees in the opposite order, with scratch in between.
+// Like a forward whose saved values the backward frees in reverse order, with scratch in between.
 TEST(Arrangement, AStackTakesNoMoreThanItsPeak) {
   std::vector<Lifetime> lives;
   constexpr int kLayers = 40;
@@ -57,7 +57,7 @@ TEST(Arrangement, WhatIsAliveIsCounted) {
   EXPECT_EQ(most_alive({}), 0);
   EXPECT_EQ(arrange({}).total, 0);
   const std::vector<Lifetime> lives{{0, 2, 128}, {2, 3, 256}, {3, 5, 512}, {6, 6, 1}};
-  EXPECT_EQ(most_alive(lives), 768);  // the second still lives when the third begins
+  EXPECT_EQ(most_alive(lives), 768);  // the second is still live when the third begins
   EXPECT_EQ(arrange(lives).total, 768);
 }
 

@@ -1,5 +1,5 @@
-// Programs on meshes of two and three axes: a transformer block with the batch cut over one axis and heads, columns and rows
-// of its weights over the other; random ops, whose values no cut changes; constants without a mesh.
+// Programs on meshes of two and three axes: a transformer block with the batch cut over one axis and heads, columns and rows of its weights
+// over the other; random ops, whose values do not depend on the cut; constants without a mesh.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -35,8 +35,8 @@ Values draw(const Shape& shape, const std::string& stream) {
 
 constexpr int64_t kB = 3, kT = 4, kC = 5, kHeads = 4, kKeys = 2, kD = 2, kF = 7, kV = 6;
 
-// The block's parameters in the order in which forward takes them. Queries read the keys of their group: both are cut in
-// units of a key head.
+// The block's parameters in the order in which forward uses them. Queries read the keys of their group: both are cut in units of a key
+// head.
 struct Weight {
   const char* name;
   Shape shape;
@@ -65,7 +65,7 @@ struct Block {
   bool sequence = false;   ///< the residual stream is cut along T between the products
   bool recompute = false;  ///< the block is computed again in the backward
 
-  // What the products of a block put out is a sum over "model"; it becomes whole, or cut along the sequence.
+  // The output of a block's second products is Partial over "model"; it is all-reduced, or reduce-scattered along the sequence.
   Tensor reduced(const Tensor& y) const {
     return on_mesh ? redistribute(y, "model", sequence ? kS1 : kR) : y;
   }
@@ -155,8 +155,8 @@ TEST(AxesBlock, IsTheUnshardedBlock) {
         tapes.push_back(&s.tape);
       }
       EXPECT_EQ(all(check_collectives(tapes)), "");
-      // Per direction one collective before and one behind each half of the block, or one behind it; and in sequence
-      // parallel one before the loss.
+      // In each direction one collective before and one after each half of the block, or only one after it; with sequence parallelism one
+      // more before the loss.
       if (model > 1 && !recompute) {
         EXPECT_EQ(count(steps[0].tape, "all_reduce"), sequence ? 0 : 4);
         EXPECT_EQ(count(steps[0].tape, "all_gather"), sequence ? 5 : 0);
@@ -238,7 +238,7 @@ TEST(AxesRows, AreThoseOfBothAxes) {
     EXPECT_TRUE(identical(y, cumsum(matmul(x, weight), 1)));
     EXPECT_EQ(recording.gradient(sum(y), std::span(&weight, 1))[0].type().to_string(),
               "f64[3,2] Partial@data Partial@model");
-    // Rows that a later axis alone has cut are not what both would cut.
+    // Rows cut by a later axis alone differ from rows cut by both axes.
     const auto first = [](const Tensor& r, const Tensor&) { return r; };
     EXPECT_THROW(rowwise(first, x, make({7, 1}, kR, kS0)), PlacementError);
     EXPECT_TRUE(identical(rowwise(first, x, make({7, 1}, kS0, kR)), x));
@@ -247,7 +247,7 @@ TEST(AxesRows, AreThoseOfBothAxes) {
 
 // ---- constants ---------------------------------------------------------------------------------------------------------
 
-// A value without a mesh is Replicate on every mesh, whatever it meets there; its gradients add up.
+// A value without a mesh is Replicate on every mesh it is used with; its gradients add up.
 TEST(AxesConstants, GradientsArePartialBesideInvariantOperandsToo) {
   const Shape shape{4, 3};
   std::vector<LocalPart> parts(4);
@@ -275,7 +275,7 @@ TEST(AxesConstants, GradientsArePartialBesideInvariantOperandsToo) {
   EXPECT_EQ(error, "");
 }
 
-// The order of the axes, by hand: each cuts what those before it have left.
+// The order of the axes, by hand: each one cuts what the axes before it have left.
 TEST(AxesOrder, LaterAxesCutWhatEarlierOnesLeave) {
   const MeshSpec* mesh = MeshSpec::intern({{"host", 2}, {"data", 2}, {"model", 2}});
   const auto block = [&](const Layout& l, int host, int data, int model) {

@@ -1,5 +1,5 @@
-// The checks of ops themselves: ops with one deliberate mistake each, defined as a user would define them, and the check
-// that has to find it. The same op without a mistake passes them all.
+// Tests of the op checks themselves: ops with one deliberate mistake each, defined as a user would define them, and the check that must
+// find it. The same op without the mistake passes all checks.
 #include "sheaf/tests/check_op.h"
 
 #include <gmock/gmock.h>
@@ -18,15 +18,15 @@ enum class Mistake : int32_t {
   ignores_strides,        // the kernel reads its input as if it were dense
   gradient_strides,       // the backward kernel does so with the incoming gradient
   skips_last,             // one element of the output is not written
-  low_precision,          // f32 works with a rounded intermediate
-  accepts_partial,        // the rule lets a nonlinearity see addends
-  wrong_output,           // the rule says that a sum of what is cut is whole
+  low_precision,          // f32 computes with a rounded intermediate
+  accepts_partial,        // the rule applies a nonlinearity to Partial values
+  wrong_output,           // the rule says that a sum over a cut dimension is whole
   not_dual,               // the gradient's placement is not the dual
   refuses_all,            // the demanded rule is missing
   nameless_refusal,       // the error does not name op, axis and rules
   communicates,           // the backward gathers, which no rule needs
-  one_axis_only,          // a cut beside a cut on another axis gives other values
-  refuses_second_cut,     // a cut beside a cut on another axis is refused
+  one_axis_only,          // cuts on two axes together give other values
+  refuses_second_cut,     // cuts on two axes together are refused
   remembers,              // not a function of its inputs: cannot be replayed
 };
 
@@ -43,7 +43,7 @@ double get(const View& v, int64_t i, bool dense) {
 double value_at(const View& v, int64_t i, bool dense) {
   if (v.dtype == kBF16) return get<bf16>(v, i, dense);
   if (v.dtype == kF32) return get<float>(v, i, dense);
-  View halves = v;  // f64: get() rounds to f32, so read it here
+  View halves = v;  // f64: get() rounds to f32, so it is read here
   int64_t at = dense ? i : 0;
   int64_t rest = i;
   for (int d = v.rank() - 1; d >= 0 && !dense; --d) at += rest % v.shape[d] * v.strides[d], rest /= v.shape[d];

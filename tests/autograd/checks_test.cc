@@ -132,7 +132,7 @@ TEST(Checks, GathersFindsAMissingDiscard) {
 }
 
 TEST(Checks, GathersFindsUseAfterDiscard) {
-  Tape t = step();  // the discard of blocks.0 moves before the use of its weight, which is a view inside the buffer
+  Tape t = step();  // the discard of blocks.0 moves before the use of its weight, which is a view into the buffer
   const NodeId discard = find(t, "discard", "blocks.0"), linear = find(t, "linear", "blocks.0");
   t.swap_nodes(discard, linear);
   EXPECT_THAT(all(check_gathers(t)), HasSubstr(str("discarded")));
@@ -198,7 +198,7 @@ TEST(Checks, CollectivesFindsTheFirstDifference) {
   std::vector<Tape> tapes = unit_step_tapes(3);
   const std::vector<const Tape*> pointers{&tapes[0], &tapes[1], &tapes[2]};
   EXPECT_EQ(all(check_collectives(pointers)), "");
-  // Rank 2 reduces two units in the other order.
+  // Rank 2 reduces two units in the opposite order.
   std::vector<NodeId> reductions;
   for (NodeId id = 0; id < tapes[2].num_nodes(); ++id)
     if (tapes[2].op_name(tapes[2].node(id)) == "reduce_scatter") reductions.push_back(id);

@@ -1,4 +1,4 @@
-// The clock on tapes made by hand, with times given by hand.
+// The clock, on handmade tapes with given times.
 #include "sheaf/autograd/clock.h"
 
 #include <gmock/gmock.h>
@@ -24,7 +24,7 @@ struct Travels {
   using Attrs = NoAttrs;
 };
 
-// A tape of nodes with one output each, and its times.
+// A tape of nodes with one output each, and the nodes' times.
 class Steps {
  public:
   ValueId computes(double seconds, std::vector<ValueId> inputs = {}) {
@@ -135,7 +135,7 @@ TEST(Clock, RanksMeetWhenTheLastOneComes) {
   EXPECT_EQ(lines[1].waits[0].seconds, 3);
 }
 
-// Neither waits for its own: the first's second call is issued before the second's first one is there.
+// Neither rank waits for its own collective: the first rank issues its second call before the second rank reaches its second one.
 TEST(Clock, CallsOfALaneMeetInTheirOrder) {
   Steps first, second;
   const ValueId a = first.travels(1, {}, "there");
@@ -168,7 +168,7 @@ TEST(Clock, WhatIsElsewhereWaitsForNothing) {
   EXPECT_TRUE(line.waits.empty());
 }
 
-// A prefetch: each turn reads what the one before it asked for.
+// A prefetch: each iteration reads what the previous one issued.
 TEST(Clock, StretchesRunAsOftenAsTheyAreListed) {
   const auto of_turns = [](Steps& s, int turns) {
     ValueId ahead = s.travels(3, {s.computes(1)}, "gathers");
@@ -184,7 +184,7 @@ TEST(Clock, StretchesRunAsOftenAsTheyAreListed) {
   of_turns(five, 5), of_turns(three, 3);
   const RankTimes all[] = {five.times()};
   RankTimes times = three.times();
-  times.order = {{0, 5}, {5, 8}, {5, 8}, {5, 8}, {8, 12}};  // the turn in the middle three times
+  times.order = {{0, 5}, {5, 8}, {5, 8}, {5, 8}, {8, 12}};  // the middle iteration three times
   const RankTimes repeated[] = {times};
   const Timeline whole = clock(all)[0], line = clock(repeated)[0];
   EXPECT_EQ(whole.seconds, 29);  // 1, 3, five times 4, and what reads

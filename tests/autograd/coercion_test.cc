@@ -1,5 +1,5 @@
-// What happens to operands whose placements do not fit: what moves no byte is done implicitly, everything else is
-// refused with the line to write. And which losses are refused, on one rank as on several.
+// Operands whose placements do not match: conversions that need no communication are implicit, everything else is refused with the line to
+// write. Also which losses are refused, on one rank as on several.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -27,7 +27,7 @@ int count(const Tape& tape, std::string_view op) {
 
 Tensor rows() { return arange(-2.0, 2.0, 0.25, kF64); }
 
-// The loss of the cut batch is Partial, the penalty on a weight Replicate.
+// The loss of the sharded batch is Partial, the penalty on a weight Replicate.
 TEST(Coercion, APenaltyCountsOnceAndMovesNoByte) {
   std::vector<double> expected;
   double expected_loss = 0;
@@ -84,7 +84,7 @@ TEST(Coercion, RefusalsSayWhatToWrite) {
                           "implied: write redistribute(x, \"data\", Placement::replicate()) for x = input 0"));
     relu(redistribute(in(kP), "data", Placement::replicate()));
 
-    // A rank's rows among zeros are an addend.
+    // A rank's rows, padded with zeros, are a partial sum.
     EXPECT_THAT(refusal([&] { in(kP) + in(Placement::shard(0)); }),
                 HasSubstr("write redistribute(x, \"data\", Placement::partial()) for x = input 1 (moves no byte)"));
     in(kP) + redistribute(in(Placement::shard(0)), "data", Placement::partial());
@@ -97,11 +97,11 @@ TEST(Coercion, RefusalsSayWhatToWrite) {
     EXPECT_THAT(refusal([&] { in(Placement::shard(0)) * in(Placement::shard(1)); }),
                 HasSubstr("write redistribute(x, \"data\", Placement::shard(0)) for x = input 1"));
     in(Placement::shard(0)) * redistribute(in(Placement::shard(1)), "data", Placement::shard(0));
-    // Nor are both addends, each as large as the whole, where nothing is one.
+    // Nor does it suggest making both Partial, each as large as the whole, if neither is.
     const std::string cuts = refusal([&] { in(Placement::shard(0)) + in(Placement::shard(1)); });
     EXPECT_THAT(cuts, HasSubstr("write redistribute(x, \"data\", Placement::shard(0)) for x = input 1"));
     EXPECT_THAT(cuts, Not(HasSubstr("write redistribute(x, \"data\", Placement::partial())")));
-    // Cuts that print alike say in what they differ.
+    // Cuts that print alike: the message says how they differ.
     const auto uneven = [&](const std::vector<int64_t>& sizes) {
       return full_of({kF64, {4}, Layout(mesh, Placement::shard(OwnershipMap::uneven(0, sizes)))}, 1);
     };
@@ -110,7 +110,7 @@ TEST(Coercion, RefusalsSayWhatToWrite) {
   }, kLocal);
 }
 
-// Axes cut a dimension in their order: what a later one has cut, an earlier one cannot slice without communication.
+// Axes cut a dimension in order: if a later axis cuts it, an earlier one cannot slice it without communication.
 TEST(Coercion, WhatALaterAxisCutsIsNotSliced) {
   run_local(4, [](World& world) {
     const MeshSpec* mesh = world.mesh({{"data", 2}, {"model", 2}}).spec;
@@ -130,7 +130,7 @@ TEST(Coercion, WhatALaterAxisCutsIsNotSliced) {
   }, kLocal);
 }
 
-// A program that works alone works on a cluster.
+// A program that works on one rank works on a cluster.
 TEST(Item, IsOneValueOfAllRanksOnOneRankToo) {
   EXPECT_EQ(Tensor::scalar(2.5).item(), 2.5f);
   for (int ranks : {1, 2}) {
@@ -176,7 +176,7 @@ TEST(Loss, WholeOnEveryRankIsRefusedOnOneRankToo) {
         }
         return full_gradient(model.weight).to_vector<double>();
       };
-      // What the message says gives the same gradient either way.
+      // The line that the message suggests gives the same gradient either way.
       const auto cut = gradient_after([&] { return loss_of(redistribute(x, Layout(mesh.spec, Placement::shard(0)))); });
       const auto once = gradient_after([&] { return redistribute(loss_of(x), "data", Placement::partial()); });
       ASSERT_EQ(cut.size(), 12u);
@@ -185,7 +185,7 @@ TEST(Loss, WholeOnEveryRankIsRefusedOnOneRankToo) {
   }
 }
 
-// A unit reduces over its own mesh: parameters of none would take each rank's share for the whole gradient.
+// A unit reduces over its own mesh: with parameters on no mesh it would take each rank's share for the whole gradient.
 TEST(Loss, OfParametersOnNoMeshIsRefusedOnOneRankToo) {
   for (int ranks : {1, 2}) {
     run_local(ranks, [&](World& world) {

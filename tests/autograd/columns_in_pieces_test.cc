@@ -1,5 +1,5 @@
-// Exchanges in pieces between a cut of rows and one of columns, as around attention: sent while a product makes them, received by one
-// that reads them; with the bits of products of the whole.
+// Redistributions in pieces between a cut of rows and a cut of columns, as around attention: sent while a product computes them, received
+// by a product that reads them; the bits are those of products of the whole.
 #include <gtest/gtest.h>
 
 #include "sheaf/autograd/compile.h"
@@ -13,11 +13,11 @@ namespace {
 
 constexpr int64_t kUnits = 5, kWide = 4 * kUnits;  // columns, in units of which each rank has some
 
-// Cuts of rows, of one sequence and of several, and of columns behind them: even and uneven, of packed parts.
+// Cuts of rows, of one sequence and of several, converted to cuts of columns: even and uneven, of packed parts.
 struct Case {
   Shape leading;
   Placement rows, columns;
-  bool goes = true;  // in pieces
+  bool goes = true;  // sent in pieces
 };
 std::vector<Case> cases(int ranks) {
   std::vector<int64_t> uneven(static_cast<size_t>(ranks), 2);
@@ -28,9 +28,9 @@ std::vector<Case> cases(int ranks) {
           {Shape{17}, Placement::shard(OwnershipMap::uneven(0, uneven)), columns(1)},
           {Shape{3, 17}, Placement::shard(OwnershipMap::uneven(1, uneven)), packed(2)},
           {Shape{7, 8}, Placement::shard(1), columns(2)},
-          {Shape{1, 17, 3}, Placement::shard(1), columns(3)},  // of a token three rows
+          {Shape{1, 17, 3}, Placement::shard(1), columns(3)},  // three rows per token
           {Shape{2, 11, 3}, Placement::shard(1), packed(3)},
-          {Shape{2, 3, 11}, Placement::shard(2), columns(3), false},                                        // more than sequences before them
+          {Shape{2, 3, 11}, Placement::shard(2), columns(3), false},                                        // more than sequences before
           {Shape{2, 20}, Placement::shard(OwnershipMap::from_both_ends(1, 20, ranks)), columns(2), false}};  // a rank has two intervals
 }
 
@@ -59,7 +59,7 @@ TEST_P(ColumnsInPieces, ProductsHaveTheBitsOfTheWhole) {
             const Tensor y = linear(overlap ? redistribute_in_pieces(mixed, by_rows) : redistribute(mixed, by_rows), leaves[3]);
             EXPECT_EQ(nodes_in_pieces(recording.tape()), overlap && goes ? 2 : 0);
             const auto gradients = recording.gradient(sum(cast(y, kF64) * cast(value("w", dtype, in, by_rows), kF64)), leaves);
-            EXPECT_EQ(nodes_in_pieces(recording.tape()), overlap && goes ? 3 : 0);  // what came back to the product that sent it
+            EXPECT_EQ(nodes_in_pieces(recording.tape()), overlap && goes ? 3 : 0);  // gradients back to the product that sent the value
             std::vector<Tensor> out = {inside, y};
             out.insert(out.end(), gradients.begin(), gradients.end());
             return out;
@@ -70,7 +70,7 @@ TEST_P(ColumnsInPieces, ProductsHaveTheBitsOfTheWhole) {
 }
 INSTANTIATE_TEST_SUITE_P(Worlds, ColumnsInPieces, ::testing::Range(1, 6));
 
-// An op of rows that notes how many it is executed for, and that needs workspace of its own.
+// A row-wise op that records how many rows it is executed for, and that needs workspace.
 thread_local std::vector<int64_t> executed;
 
 struct Noted : DoublesRows {
@@ -85,7 +85,7 @@ struct Noted : DoublesRows {
   }
 };
 
-// Rows of this rank some at a time, both ways; of links so slow that nothing is there before it is asked for.
+// This rank's rows in pieces, both ways; links are so slow that nothing arrives before it is waited for.
 TEST(ColumnsInPiecesOrder, SomeRowsOfEachRankAtATime) {
   run_local(2, [](World& world) {
     const MeshSpec* mesh = world.mesh({{"context", 2}}).spec;
@@ -115,7 +115,7 @@ TEST(ColumnsInPiecesOrder, SomeRowsOfEachRankAtATime) {
   }, links(1e5));
 }
 
-// Whoever is no product waits for all.
+// A reader that is not a product waits for all pieces.
 TEST(ColumnsInPiecesOrder, OthersWaitForAll) {
   run_local(3, [](World& world) {
     const MeshSpec* mesh = world.mesh({{"context", 3}}).spec;
@@ -133,7 +133,7 @@ TEST(ColumnsInPiecesOrder, OthersWaitForAll) {
   }, links(1e6));
 }
 
-// What is sent from and received in is memory that outlives the nodes, until all has come.
+// Send and receive buffers outlive the nodes until all pieces have arrived.
 TEST(ColumnsInPiecesOrder, ProgramsHaveTheBitsOfTheRecording) {
   for (const int ranks : {2, 3})
     for (const int64_t sequences : {1, 4})
@@ -165,7 +165,7 @@ TEST(ColumnsInPiecesOrder, ProgramsHaveTheBitsOfTheRecording) {
       }, links());
 }
 
-// By hand: a step of a product and an exchange behind it, or before it, in four pieces.
+// By hand: a step of a product followed, or preceded, by an exchange in four pieces.
 TEST(ColumnsInPiecesOrder, TheClockLetsThemOverlap) {
   run_local(2, [](World& world) {
     const MeshSpec* mesh = world.mesh({{"context", 2}}).spec;
@@ -182,11 +182,11 @@ TEST(ColumnsInPiecesOrder, TheClockLetsThemOverlap) {
       EXPECT_EQ(seconds(sends, 4, 8), 9);
       EXPECT_EQ(seconds(sends, 16, 8), 18);
     }
-    EXPECT_EQ(seconds(true, 8, 8, 4), 14);  // what a piece packs is behind its product
+    EXPECT_EQ(seconds(true, 8, 8, 4), 14);  // pieces are packed after their product
   }, links());
 }
 
-// Of a batch that leaves a rank no sequences it sends none, in pieces or whole.
+// If the batch leaves a rank no sequences, it sends none, in pieces or whole.
 TEST(ColumnsInPiecesOrder, OfNoSequencesNothingIsSent) {
   run_local(4, [](World& world) {
     const Layout whole(world.mesh({{"data", 2}, {"context", 2}}).spec);
@@ -202,7 +202,7 @@ TEST(ColumnsInPiecesOrder, OfNoSequencesNothingIsSent) {
   }, links());
 }
 
-// A peer that is gone is an error, where rows are waited for and where they are sent.
+// A lost peer is an error, both where rows are waited for and where they are sent.
 TEST(ColumnsInPiecesOrder, ALostRankIsAnError) {
   for (const bool sends : {true, false})
     EXPECT_THROW(run_local(2, [&](World& world) {

@@ -1,5 +1,5 @@
-// Rows of experts in pieces: from one rank after another where each has a part of the experts, or some experts after others where
-// each expert is a part. Products have the bits of the whole, forward and backward.
+// Rows of experts in pieces: rank by rank where each rank has a part of the experts, or group by group of experts where each expert is a
+// part. Products have the bits of the whole, forward and backward.
 #include <gtest/gtest.h>
 
 #include "sheaf/autograd/compile.h"
@@ -15,7 +15,7 @@ constexpr int64_t kChoices = 2;
 struct Case {
   int64_t experts, parts;  // 0 parts: one for each rank
   int64_t sequences, tokens, groups;
-  int cut;                 // of x [B, T, C], what ranks have: sequences, or tokens
+  int cut;                 // of x [B, T, C], cut over ranks by sequences or tokens
   bool bias;
   bool (*travels)(int ranks);  // in pieces
 };
@@ -23,12 +23,13 @@ struct Case {
 bool always(int) { return true; }
 bool never(int) { return false; }
 
-// Of experts that are parts each, one rank has fewer than two where five have seven: then that is nothing to cut.
+// Where each expert is a part, four or five ranks that share seven experts leave one of them fewer than two: then there is nothing to
+// split.
 const Case kCases[] = {
     {11, 0, 7, 6, 1, 0, false, always},
     {5, 0, 5, 4, 2, 0, true, always},
     {6, 0, 1, 60, 60, 1, true, always},   // ranks share a sequence
-    {6, 0, 3, 60, 60, 1, false, never},   // several: their rows do not lie together
+    {6, 0, 3, 60, 60, 1, false, never},   // several: their rows are not contiguous
     {7, 7, 7, 6, 1, 0, true, [](int ranks) { return ranks < 4; }},
     {12, 12, 5, 6, 1, 0, false, always},
 };
@@ -66,7 +67,7 @@ TEST_P(ExpertsInPieces, ProductsHaveTheBitsOfTheWhole) {
             EXPECT_EQ(nodes_in_pieces(recording.tape()), overlap ? 2 * travels : 0);
             const Tensor y = from_experts(back, routes);
             const auto gradients = recording.gradient(sum(cast(y, kF64) * cast(value("w", dtype, y.shape(), tokens), kF64)), leaves);
-            EXPECT_EQ(nodes_in_pieces(recording.tape()), overlap ? 3 * travels : 0);  // what came back from tokens to the product that sent it
+            EXPECT_EQ(nodes_in_pieces(recording.tape()), overlap ? 3 * travels : 0);  // gradients back to the product that sent the tokens
             std::vector<Tensor> out = {y};
             out.insert(out.end(), gradients.begin(), gradients.end());
             return out;
@@ -78,7 +79,7 @@ TEST_P(ExpertsInPieces, ProductsHaveTheBitsOfTheWhole) {
 }
 INSTANTIATE_TEST_SUITE_P(Worlds, ExpertsInPieces, ::testing::Range(1, 6));
 
-// Of one sequence, which one group of ranks has and another has not.
+// With one sequence, one group of ranks has it and the other has none.
 TEST(ExpertsInPieces, ARankMayHaveNoRows) {
   for (const int64_t sequences : {1, 2})
     run_local(4, [&](World& world) {
@@ -111,7 +112,7 @@ TEST(ExpertsInPieces, ARankMayHaveNoRows) {
     }, links());
 }
 
-// Rows that are no whole parts, as an expert's of one part and one sequence, are waited for, and so they go.
+// Rows that do not form whole parts, such as those of an expert with one part and one sequence, are sent and waited for as a whole.
 TEST(ExpertsInPieces, RowsThatAreNoPartsGoWhole) {
   run_local(2, [](World& world) {
     const Layout parts(world.mesh({{"expert", 2}}).spec, even(0));
@@ -128,7 +129,7 @@ TEST(ExpertsInPieces, RowsThatAreNoPartsGoWhole) {
   }, links());
 }
 
-// An op of any rows that needs no memory of its own.
+// A row-wise op that needs no workspace.
 struct Plain {
   static constexpr const char* kName = "plain";
   struct Attrs { int64_t none; };
@@ -151,7 +152,7 @@ TEST(ExpertsInPieces, AnOpNeedsNoWorkspace) {
   }, links());
 }
 
-// An op of rows in whole sequences, or experts, that notes which it is executed for, and that needs workspace of its own.
+// An op on rows of whole sequences, or experts, that records which rows it is executed for, and that needs workspace.
 thread_local std::vector<Interval> executed;
 
 struct Noted : DoublesRows {
@@ -169,8 +170,8 @@ struct Noted : DoublesRows {
   static double products(const Attrs& a, InputTypes) { return a.products; }
 };
 
-// Which rows of its own rank 1 of `ranks` sees at a time, of links so slow that nothing is there before it is asked for: sending, and
-// receiving.
+// The pieces of its own rows that rank 1 of `ranks` processes, when sending and when receiving, over links so slow that nothing arrives
+// before it is waited for.
 std::array<std::vector<Interval>, 2> rows_of_a_call(int ranks, const Shape& shape, double products, int64_t least) {
   std::array<std::vector<Interval>, 2> out;
   run_local(ranks, [&](World& world) {
@@ -191,14 +192,15 @@ std::array<std::vector<Interval>, 2> rows_of_a_call(int ranks, const Shape& shap
 
 TEST(ExpertsInPiecesOrder, OneRankAfterAnother) {
   using Rows = std::vector<Interval>;
-  // Each sequence has three rows of a part. What others wait for first; its own before theirs.
+  // Each sequence has three rows of a part. When sending, the rows that others wait for come first; when receiving, the rank's own rows
+  // come first.
   const auto [sent, come] = rows_of_a_call(3, {3, 7, 1, 3, 4}, 1, 2);
   EXPECT_EQ(sent, (Rows{{12, 21}, {0, 6}, {6, 12}}));
   EXPECT_EQ(come, (Rows{{6, 12}, {12, 21}, {0, 6}}));
   const auto whole = std::array<Rows, 2>{Rows{{0, 21}}, Rows{{0, 21}}};
   EXPECT_EQ(rows_of_a_call(3, {3, 7, 1, 3, 4}, 1, 7), whole);  // the fewest that a rank sends are six
   EXPECT_EQ(rows_of_a_call(3, {3, 7, 1, 3, 4}, 2, 2)[0].size(), 3u);
-  EXPECT_EQ(rows_of_a_call(3, {3, 7, 1, 3, 4}, 3.5, 2), whole);  // of which each of several products has too few
+  EXPECT_EQ(rows_of_a_call(3, {3, 7, 1, 3, 4}, 3.5, 2), whole);  // split over several products, each would have too few rows
   EXPECT_EQ(rows_of_a_call(3, {3, 7, 1, 3, 4}, 1, 0), whole);
 }
 
@@ -211,7 +213,7 @@ TEST(ExpertsInPiecesOrder, SomeExpertsAfterOthers) {
   EXPECT_EQ(rows_of_a_call(2, {4, 2, 1, 3, 4}, 1, 7), both({{0, 12}}));
 }
 
-// What is sent from and received in is memory that outlives the nodes, until all has come.
+// Send and receive buffers outlive the nodes until all pieces have arrived.
 TEST(ExpertsInPieces, ProgramsHaveTheBitsOfTheRecording) {
   for (const int ranks : {2, 3})
     for (const int64_t parts : {ranks, 8})
@@ -235,7 +237,7 @@ TEST(ExpertsInPieces, ProgramsHaveTheBitsOfTheRecording) {
       }, links());
 }
 
-// By hand: of four ranks a quarter is there, and a quarter need not go.
+// By hand: with four ranks a quarter of the rows is local: there at once, and never sent.
 TEST(ExpertsInPiecesOrder, TheClockLetsThemOverlap) {
   run_local(4, [](World& world) {
     const Layout sequences(world.mesh({{"expert", 4}}).spec, even(1)), parts = sequences.with(0, even(0));
@@ -248,14 +250,14 @@ TEST(ExpertsInPiecesOrder, TheClockLetsThemOverlap) {
       EXPECT_EQ(nodes_in_pieces(recording.tape()), 1);
       return timeline(recording.take(), travels, computes).seconds;
     };
-    EXPECT_EQ(seconds(false, 3, 8), 8);    // a piece each second, behind two of computing its own
+    EXPECT_EQ(seconds(false, 3, 8), 8);    // a piece each second, after two seconds of computing with its own rows
     EXPECT_EQ(seconds(false, 12, 8), 14);
     EXPECT_EQ(seconds(true, 4, 8), 9);
     EXPECT_EQ(seconds(true, 16, 8), 18);
   }, links());
 }
 
-// A peer that is gone is an error, where rows are waited for and where they are sent.
+// A lost peer is an error, both where rows are waited for and where they are sent.
 TEST(ExpertsInPiecesOrder, ALostRankIsAnError) {
   for (const bool sends : {true, false})
     EXPECT_THROW(run_local(2, [&](World& world) {

@@ -1,4 +1,4 @@
-// What checks of a tape found, for tests to compare.
+// The findings of the tape checks, as text for tests to compare.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace sheaf::testing {
 
-/// A line each; empty if there are none.
+/// One line per finding; empty if there are none.
 inline std::string all(const std::vector<Finding>& findings) {
   std::string out;
   for (const Finding& f : findings) out += f.to_string() + "\n";

@@ -1,5 +1,5 @@
-// Elementwise ops fused by the pass: the bits of one op after another, whatever the ops, dtypes, shapes and strides, on the CPU and
-// on a GPU; and nothing is fused that others need, or change, in between.
+// Elementwise ops fused by the pass: the bits equal those of the separate ops, for all ops, dtypes, shapes and strides, on the CPU and on a
+// GPU; and nothing is fused that others need, or change, in between.
 #include "sheaf/autograd/passes/fuse_elementwise.h"
 
 #include <random>
@@ -28,14 +28,14 @@ std::vector<NodeId> fused_nodes(const Tape& tape) {
     if (tape.node(id).op == &fused_op()) out.push_back(id);
   return out;
 }
-// What the fused nodes compute, as the tape's text has it.
+// What the fused nodes compute, as printed in the tape's text.
 std::vector<std::string> fused_text(const Tape& tape) {
   std::vector<std::string> out;
   for (const NodeId id : fused_nodes(tape)) fused_op().describe(tape.attrs(tape.node(id)), out.emplace_back());
   return out;
 }
 
-// A recorded step: what it was computed from, and what is wanted of it.
+// A recorded step: its inputs and its outputs.
 struct Step {
   Tape tape;
   std::unordered_map<ValueId, Tensor> leaves;
@@ -53,14 +53,14 @@ Step record(const std::function<std::vector<Tensor>()>& code) {
   return step;
 }
 
-// On the CPU. A NaN has the sign of an operand that a compiler may choose: those of emulated kernels are made alike.
+// On the CPU. The compiler may choose the operand whose sign a NaN gets, so emulated kernels' signs of NaN are normalised.
 Tensor here(const Tensor& t) {
   const Tensor out = t.to(Device::cpu());
   if (t.device().is_cpu() || !is_floating(t.dtype())) return out;
   return where(ne(out, out), full_like(out, std::numeric_limits<double>::quiet_NaN()), out);
 }
 
-// The step has the same bits when it is fused. Returns what was fused.
+// The fused step has the same bits. Returns what was fused.
 Tape expect_same_bits(const Step& step) {
   SCOPED_TRACE(to_text(step.tape));
   Tape fused = step.tape;
@@ -91,7 +91,7 @@ class Drawn {
     for (int i = 0; i < 3; ++i) values_.push_back(leaf(shape_));
     const int ops = draw(2, 45);
     for (int i = 0; i < ops; ++i) values_.push_back(op());
-    std::vector<Tensor> kept;  // reductions, as outputs that nothing reads would be taken for wanted ones
+    std::vector<Tensor> kept;  // reductions, as outputs that nothing reads would be taken for the step's outputs
     for (const Tensor& t : values_)
       if (draw(0, 4) == 0 || &t == &values_.back()) kept.push_back(t.dtype() == kBool ? logical_not(logical_not(t)) : reshape(t, t.shape()));
     std::vector<Tensor> out;
@@ -101,13 +101,13 @@ class Drawn {
 
  private:
   int draw(int low, int high) { return std::uniform_int_distribution(low, high)(random_); }
-  // Not elementwise, so that what it reads is an output.
+  // Not elementwise, so that its input is an output.
   static Tensor stop(const Tensor& t) { return t.dtype() == kBool ? concat({t, t}) : cumsum(t, 0); }
 
   Tensor leaf(const Shape& shape) {
     const DType wide = double_ ? kF64 : kF32;
     Tensor t = randn({wide, shape, {}}, Key{static_cast<uint64_t>(draw(1, 1 << 30))});
-    // Values of all sizes, and some that are no numbers.
+    // Values of all magnitudes, including NaN and infinities.
     Tensor out = Tensor::empty(t.type(), Device::cpu());
     const Tensor drawn = t.to(Device::cpu());
     visit_dtype("leaf", wide, [&]<class T>() {
@@ -203,7 +203,7 @@ class Drawn {
 
   std::mt19937 random_;
   const bool double_ = random_() % 5 == 0;
-  // Sizes that fill blocks, that do not, and none.
+  // Sizes that are multiples of blocks, others, and 0.
   const Shape shape_{std::array{1, 3, 5, 40}[random_() % 4], std::array{1, 2, 7, 16}[random_() % 4],
                      std::array{1, 5, 8, 64, 0}[random_() % 17 ? random_() % 4 : 4]};
   std::vector<Tensor> values_;
@@ -251,7 +251,7 @@ TEST(Fuse, BackwardsHaveTheBitsOfOneOpAfterTheOther) {
     }
 }
 
-// A gate with limits is several steps, with its kernel's bits where its operands are beyond them or no numbers, of either sign.
+// A gate with limits is several steps, with its kernel's bits also for operands beyond the limits and NaN of either sign.
 TEST(Fuse, AGateWithLimitsHasItsBits) {
   const double nan = std::numeric_limits<double>::quiet_NaN(), inf = std::numeric_limits<double>::infinity();
   std::vector<double> gates, ups;
@@ -292,7 +292,7 @@ TEST(Fuse, WhatOthersReadMeanwhileIsThere) {
     const Tensor a = exp(x), b = mul(a, 2.0), product = matmul(b, x), c = add(product, b);
     return std::vector<Tensor>{matmul(c, a)};
   });
-  EXPECT_THAT(fused_text(expect_same_bits(step)), ElementsAre("exp, mul"));  // the addition comes behind the product of them
+  EXPECT_THAT(fused_text(expect_same_bits(step)), ElementsAre("exp, mul"));  // the addition comes after their product
 }
 
 TEST(Fuse, SeveralGroupsThatMeetBecomeOne) {
@@ -334,7 +334,7 @@ TEST(Fuse, MoreOpsThanACodeHoldsAreSeveralNodes) {
   EXPECT_EQ(fused_nodes(fused).size(), 4u);
 }
 
-// An op as a user may write it, that says what it is made of: 1.7 x + by, rounded once.
+// A user-defined op that declares its formula: 1.7 x + by, rounded once.
 struct Shifted {
   static constexpr const char* kName = "shifted";
   struct Attrs {
@@ -353,7 +353,7 @@ struct Shifted {
     f.yields(f.binary(add, f.binary(mul, f.input(0), f.constant(1.7)), f.constant(a.by)));
   }
 };
-// One that has nothing to compute.
+// An op that has nothing to compute.
 struct Marked {
   static constexpr const char* kName = "marked";
   using Attrs = NoAttrs;
@@ -380,7 +380,7 @@ TEST(Fuse, OpsOfOnesOwnTakePartIfTheySayWhatTheyAreMadeOf) {
   EXPECT_THAT(fused_text(expect_same_bits(step)), ElementsAre("exp, mul"));
 }
 
-// Two leaves of one memory.
+// Two leaves that share memory.
 TEST(Fuse, AnOverwrittenLeafIsReadBeforeByWhateverName) {
   const Tensor state = Tensor::from(std::vector<float>(64, 2), {8, 8}), other_name = Tensor::view_into(state, state.type(), 0);
   Step step = record([&] {
@@ -398,7 +398,7 @@ TEST(Fuse, AnOverwrittenLeafIsReadBeforeByWhateverName) {
   EXPECT_EQ(fused_nodes(fuse_elementwise(step.program(step.tape)).tape()).size(), 0u);
 }
 
-// A tape in which an operand is overwritten between two nodes that could be one.
+// A tape in which an operand is overwritten between two nodes that could be fused.
 TEST(Fuse, AnOperandThatIsOverwrittenMeanwhileIsReadBefore) {
   Step step = record([] {
     const Tensor x = given({4, 8}), state = cumsum(x, 0), a = mul(state, 2.0), other = cumsum(x, 1);

@@ -1,5 +1,5 @@
-// Keys and values that ranks gather for attention of their own queries, some heads after others: the bits of waiting for all, forward
-// and backward.
+// Keys and values that ranks gather for attention of their own queries, in groups of heads: the bits equal those of waiting for all,
+// forward and backward.
 #include <gtest/gtest.h>
 
 #include "sheaf/autograd/compile.h"
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kWidth = 6;
 
-// Heads of queries and of keys; how ranks cut tokens, of one sequence and of several.
+// Numbers of query heads and key heads; how ranks cut tokens, of one sequence and of several.
 struct Case {
   int64_t batch, tokens, heads, key_heads;
   OwnershipMap cut;
@@ -24,13 +24,13 @@ std::vector<Case> cases(int ranks) {
   std::vector<int64_t> uneven(static_cast<size_t>(ranks), 3);
   uneven.back() = 23 - 3 * (ranks - 1);
   return {{1, 20, 4, 4, OwnershipMap::from_both_ends(1, 20, ranks)},
-          {1, 21, 6, 3, OwnershipMap::from_both_ends(1, 21, ranks)},  // ranks have unlike many
+          {1, 21, 6, 3, OwnershipMap::from_both_ends(1, 21, ranks)},  // unequal numbers of tokens
           {3, 20, 10, 5, OwnershipMap::from_both_ends(1, 20, ranks), {.window = 4}, /*sinks=*/true},
           {1, 23, 4, 2, OwnershipMap::uneven(1, uneven)},
           {2, 20, 7, 7, OwnershipMap::even(1)}};
 }
 
-// As layers do it: keys and values are one tensor, of which the parts are views, gathered again in the backward.
+// As layers do it: keys and values are views of one packed tensor, which is gathered again in the backward.
 Tensor attend(const Tensor& q, const Tensor& kv, const Layout& whole, bool overlap, const AttentionOptions& options) {
   std::vector<Tensor> of_all;
   {
@@ -70,7 +70,7 @@ TEST_P(HeadsInPieces, HaveTheBitsOfWaitingForAll) {
 }
 INSTANTIATE_TEST_SUITE_P(Worlds, HeadsInPieces, ::testing::Range(1, 6));
 
-// An op of heads that notes which it is executed for, and how much workspace there is.
+// An op on heads that records which heads it is executed for, and how much workspace it gets.
 thread_local std::vector<Interval> executed;
 
 struct Noted {
@@ -124,13 +124,13 @@ TEST(HeadsInPiecesOrder, SomeHeadsAtATime) {
   EXPECT_EQ(heads_of_a_call(1, 1), (Heads{{0, 1}}));   // one head: whole
   EXPECT_EQ(heads_of_a_call(4, 5), (Heads{{0, 4}}));   // too few rows of a rank
   EXPECT_EQ(heads_of_a_call(4, 0), (Heads{{0, 4}}));
-  // All have come for whoever reads them in another way; what else comes is waited for.
+  // An op that reads them otherwise starts when all heads have arrived; other inputs in flight are waited for in full.
   EXPECT_EQ(heads_of_a_call(4, 1, From::other_keys), (Heads{{0, 4}}));
   EXPECT_EQ(heads_of_a_call(4, 1, From::values_first), (Heads{{0, 4}}));
   EXPECT_EQ(heads_of_a_call(4, 1, From::queries_come_too), (Heads{{0, 1}, {1, 2}, {2, 3}, {3, 4}}));
 }
 
-// What is sent from and received in is memory that outlives the nodes, until all has come.
+// Send and receive buffers outlive the nodes until all pieces have arrived.
 TEST(HeadsInPieces, ProgramsHaveTheBitsOfTheRecording) {
   for (const int ranks : {2, 3})
     run_local(ranks, [&](World& world) {
@@ -157,7 +157,7 @@ TEST(HeadsInPieces, ProgramsHaveTheBitsOfTheRecording) {
     }, links());
 }
 
-// Whoever is no attention waits for all.
+// A reader that is not attention waits for all pieces.
 TEST(HeadsInPieces, OthersWaitForAll) {
   run_local(3, [](World& world) {
     const Layout cut(world.mesh({{"context", 3}}).spec, Placement::shard(OwnershipMap::from_both_ends(1, 12, 3))), whole(cut.mesh());
@@ -167,13 +167,13 @@ TEST(HeadsInPieces, OthersWaitForAll) {
     EXPECT_TRUE(identical(come(), expected));
     EXPECT_EQ(sum(chunk(come(), 2, 2)[1]).to_vector(), sum(chunk(expected, 2, 2)[1]).to_vector());
     EXPECT_TRUE(identical(contiguous(transpose(come(), 0, 2)), contiguous(transpose(expected, 0, 2))));
-    const Tensor weight = value("weight", kF32, {3, kWidth}, whole);  // of a product that computes with rows as they come
+    const Tensor weight = value("weight", kF32, {3, kWidth}, whole);  // of a product that computes with rows as they arrive
     EXPECT_TRUE(identical(linear(come(), weight), linear(expected, weight)));
     come();
   }, links(1e6));
 }
 
-// A rank that is lost while they travel is named, and nobody hangs.
+// A rank that is lost during the gather is an error, and no rank hangs.
 TEST(HeadsInPieces, ALostRankIsAnError) {
   EXPECT_ANY_THROW(run_local(2, [](World& world) {
     const Layout cut(world.mesh({{"context", 2}}).spec, Placement::shard(OwnershipMap::from_both_ends(1, 8, 2))), whole(cut.mesh());
@@ -184,7 +184,7 @@ TEST(HeadsInPieces, ALostRankIsAnError) {
   }, links(1e4)));
 }
 
-// Four pieces that travel for as long as attention computes: three of them beside it.
+// Four pieces that take as long to send as attention takes to compute: three of them overlap with it.
 TEST(HeadsInPiecesClock, AttentionGoesOnWithWhatHasCome) {
   run_local(2, [](World& world) {
     const Layout cut(world.mesh({{"context", 2}}).spec, Placement::shard(OwnershipMap::from_both_ends(1, 8, 2))), whole(cut.mesh());

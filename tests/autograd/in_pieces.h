@@ -1,4 +1,4 @@
-// What tests of redistributions in pieces share.
+// Helpers shared by the tests of redistributions in pieces.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -16,7 +16,7 @@
 
 namespace sheaf::testing {
 
-inline constexpr double kLink = 1e8;  // bytes a second: lanes work beside the ranks
+inline constexpr double kLink = 1e8;  // bytes a second: lanes run concurrently with the ranks
 inline constexpr int64_t kIn = 12, kOut = 10;
 
 inline LocalOptions links(double bytes_per_second = kLink) {
@@ -33,7 +33,7 @@ inline Tensor value(const std::string& name, DType dtype, const Shape& shape, co
   return make_local(drawn(shape, name), {dtype, shape, layout}, addends);
 }
 
-/// An op that doubles its rows, shared by these tests; it notes which rows it is executed for, and needs workspace of its own.
+/// An op that doubles its rows, shared by these tests; it records which rows it is executed for, and needs workspace.
 struct DoublesRows {
   static constexpr const char* kName = "noted";
   static void infer(const auto&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
@@ -49,8 +49,7 @@ inline int64_t nodes_in_pieces(const Tape& tape) {
   return n;
 }
 
-/// The result of compute(recording, overlap) has the bits of a run that waits for all, and receives as many bytes as its tape
-/// says.
+/// The result of compute(recording, overlap) has the bits of a run that waits for all pieces, and receives as many bytes as its tape says.
 inline void expect_bits_of_the_whole(const Mesh& mesh, const std::string& what,
                                      const std::function<std::vector<Tensor>(Recording&, bool overlap)>& compute) {
   const auto run = [&](bool overlap) {
@@ -69,7 +68,7 @@ inline void expect_bits_of_the_whole(const Mesh& mesh, const std::string& what,
   for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(identical(pieces[i], expected[i])) << "result " << i << " of " << what;
 }
 
-/// The time of a step with this tape if redistributions travel for `travels` and compute for `packs`, and ops for `computes`.
+/// The time of a step with this tape if redistributions take `travels` on the link and `packs` to compute, and ops take `computes`.
 inline Timeline timeline(const Tape& tape, double travels, double computes, double packs = 0) {
   RankTimes times{.tape = &tape, .nodes = std::vector<NodeTime>(static_cast<size_t>(tape.num_nodes())), .order = {}, .lanes = {"lane"}};
   for (NodeId id = 0; id < tape.num_nodes(); ++id) {

@@ -1,5 +1,5 @@
-// What travels in pieces between products: the bits of products of the whole, on uneven ranks, of one sequence and of several; and
-// that rows are computed piece by piece, each once.
+// Redistributions in pieces between products: the bits are those of products of the whole, on uneven ranks, of one sequence and of several;
+// and rows are computed piece by piece, each once.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -14,7 +14,7 @@
 namespace sheaf::testing {
 namespace {
 
-// Cuts of rows, of one sequence and of several: even and uneven, with more dimensions behind them.
+// Cuts of rows, of one sequence and of several: even and uneven, with trailing dimensions.
 struct Case {
   Shape leading;
   Placement cut;
@@ -36,7 +36,7 @@ std::vector<Case> cases(int ranks) {
 
 class InPieces : public ::testing::TestWithParam<int> {};
 
-// Through every kind of product, gathered before and scattered behind.
+// Through every kind of product, gathered before it and scattered after it.
 TEST_P(InPieces, ProductsHaveTheBitsOfTheWhole) {
   const int ranks = GetParam();
   for (const double speed : {kLink, 0.0})
@@ -74,7 +74,7 @@ TEST_P(InPieces, ProductsHaveTheBitsOfTheWhole) {
 }
 INSTANTIATE_TEST_SUITE_P(Worlds, InPieces, ::testing::Range(1, 6));
 
-// An op of rows that notes which it is executed for.
+// A row-wise op that records which rows it is executed for.
 thread_local std::vector<std::vector<Interval>> executed;  // each call's, in the order of its output
 
 struct Doubled {
@@ -123,7 +123,7 @@ std::vector<Interval> flat(const std::vector<std::vector<Interval>>& calls) {
 Interval rows(int64_t begin, int64_t end) { return {begin, end}; }
 using ::testing::ElementsAre;
 
-// Of a link so slow that nothing is there before it is asked for.
+// Over a link so slow that nothing arrives before it is waited for.
 TEST(InPiecesOrder, OwnRowsComeFirstThenThoseOfTheNextRanks) {
   run_local(3, [](World& world) {
     const Layout cut(world.mesh({{"model", 3}}).spec, Placement::shard(1)), whole(cut.mesh());
@@ -136,7 +136,7 @@ TEST(InPiecesOrder, OwnRowsComeFirstThenThoseOfTheNextRanks) {
                                             rows(second + 3, second + 6)));
     EXPECT_TRUE(identical(y, value("x", kF32, {1, 18, 4}, whole) * 2.0));
     executed.clear();
-    apply<Doubled>({}, all);  // now all of them are here
+    apply<Doubled>({}, all);  // now all have arrived
     EXPECT_EQ(executed.size(), 1u);
   }, links(1e5));
 }
@@ -165,10 +165,10 @@ TEST(InPiecesOrder, WhatIsSentOnIsMadeInTheOrderOfTheWire) {
       EXPECT_TRUE(identical(y, redistribute(x * 2.0, Layout(mesh, Placement::shard(1)))));
       return calls;
     };
-    // A part of the rows of both at once; of uneven ones rank by rank; of several sequences theirs.
+    // A part of the rows of both at once; of uneven cuts rank by rank; of several sequences, sequence by sequence.
     EXPECT_THAT(sent({1, 8, 4}), ElementsAre(ElementsAre(rows(0, 2), rows(4, 6)), ElementsAre(rows(2, 4), rows(6, 8))));
     EXPECT_THAT(flat(sent({1, 9, 4})), ElementsAre(rows(0, 2), rows(4, 6), rows(2, 4), rows(6, 9)));
-    // Of what is not dense a copy.
+    // A non-dense operand is copied.
     const Tensor across = transpose(value("x", kF32, {4, 6, 5}, addends, "a"), 0, 2);
     EXPECT_TRUE(identical(apply_and_redistribute(op_def<Doubled>(), nullptr, std::span(&across, 1), along(0, Placement::shard(1))),
                           redistribute(across * 2.0, Layout(mesh, Placement::shard(1)))));
@@ -176,7 +176,7 @@ TEST(InPiecesOrder, WhatIsSentOnIsMadeInTheOrderOfTheWire) {
   }, links(1e6));
 }
 
-// Whoever is no product waits for all: a sum, a view, the host; and nobody need ask.
+// A reader that is not a product (a sum, a view, the host) waits for all pieces; no explicit wait is needed.
 TEST(InPiecesOrder, OthersWaitForAll) {
   run_local(3, [](World& world) {
     const Layout cut(world.mesh({{"model", 3}}).spec, Placement::shard(1)), whole(cut.mesh());
@@ -190,7 +190,7 @@ TEST(InPiecesOrder, OthersWaitForAll) {
       EXPECT_TRUE(identical(contiguous(transpose(gathered(), 1, 2)), contiguous(transpose(expected, 1, 2))));
       EXPECT_TRUE(identical(linear(reshape(gathered(), {sequences * 9, 4}), value("w", kF32, {5, 4}, whole)),
                             linear(reshape(expected, {sequences * 9, 4}), value("w", kF32, {5, 4}, whole))));
-      // Rows of other lengths are not those that come.
+      // Rows along another dimension are not the rows that arrive.
       EXPECT_TRUE(identical(linear(reshape(gathered(), {sequences * 18, 2}), value("w", kF32, {5, 2}, whole)),
                             linear(reshape(expected, {sequences * 18, 2}), value("w", kF32, {5, 2}, whole))));
       gathered();
@@ -198,7 +198,7 @@ TEST(InPiecesOrder, OthersWaitForAll) {
   }, links(1e6));
 }
 
-// Where all of it is asked for is told beforehand: its memory, and what is lent to lanes, outlive the nodes before.
+// Where pieces are first needed is known in advance: their memory, and what is lent to lanes, outlives the earlier nodes.
 TEST(InPiecesOrder, ProgramsHaveTheBitsOfTheRecording) {
   for (const int ranks : {2, 3})
     for (const int64_t sequences : {1, 4})
@@ -229,7 +229,7 @@ TEST(InPiecesOrder, ProgramsHaveTheBitsOfTheRecording) {
       }, links());
 }
 
-// What is scattered comes while rows are still read: of a rank that has most of them over rows that are not.
+// Scattered rows arrive while the op's input is still read: a rank that owns most rows must not overwrite rows that are yet to be sent.
 TEST(InPiecesOrder, ProgramsKeepWhatIsStillMultiplied) {
   run_local(2, [](World& world) {
     const Layout addends(world.mesh({{"model", 2}}).spec, Placement::partial());
@@ -245,8 +245,7 @@ TEST(InPiecesOrder, ProgramsKeepWhatIsStillMultiplied) {
   }, links(1e8));
 }
 
-// By hand: so long is a step of a gather that travels so long and a product of it that takes so long, or of a product and the
-// scatter behind it.
+// By hand: the time of a step of a gather and a product that reads it, or of a product and the scatter after it, for given times of both.
 TEST(InPiecesOrder, TheClockLetsThemOverlap) {
   run_local(2, [](World& world) {
     const Layout cut(world.mesh({{"model", 2}}).spec, Placement::shard(1)), whole(cut.mesh());
@@ -263,12 +262,12 @@ TEST(InPiecesOrder, TheClockLetsThemOverlap) {
       return line.seconds;
     };
     double waits = 0;
-    // Its own rows, and four parts of the other rank's.
+    // Its own rows, and four pieces of the other rank's.
     EXPECT_EQ(seconds(1, true, 4, 10, &waits), 10);
     EXPECT_EQ(waits, 0);
     EXPECT_EQ(seconds(1, true, 16, 10, &waits), 17.25);
     EXPECT_EQ(waits, 7.25);
-    // Four parts of the sequences.
+    // Four pieces, by sequences.
     EXPECT_EQ(seconds(4, true, 4, 8, &waits), 9);
     EXPECT_EQ(waits, 1);
     EXPECT_EQ(seconds(4, true, 16, 8, &waits), 18);
@@ -279,7 +278,7 @@ TEST(InPiecesOrder, TheClockLetsThemOverlap) {
   }, links());
 }
 
-// Products that round to FP8 are made of the whole, and nothing says otherwise.
+// Products that round to FP8 are computed as a whole, and the tape does not claim otherwise.
 TEST(InPiecesOrder, ProductsInFp8AreWhole) {
   run_local(2, [](World& world) {
     const Layout cut(world.mesh({{"model", 2}}).spec, Placement::shard(1)), addends(cut.mesh(), Placement::partial());
@@ -291,7 +290,7 @@ TEST(InPiecesOrder, ProductsInFp8AreWhole) {
   }, links());
 }
 
-// Two inputs of an op that come at the same time, and one that is both.
+// Two inputs of an op that arrive at the same time, and one gathered tensor used as both inputs.
 TEST(InPiecesOrder, OneInputComesInPiecesOthersAreWaitedFor) {
   run_local(2, [](World& world) {
     const Layout cut(world.mesh({{"model", 2}}).spec, Placement::shard(0)), whole(cut.mesh());
@@ -305,7 +304,7 @@ TEST(InPiecesOrder, OneInputComesInPiecesOthersAreWaitedFor) {
   }, links(1e6));
 }
 
-// A peer that is gone is an error where rows are waited for.
+// A lost peer is an error where rows are waited for.
 TEST(InPiecesOrder, RowsOfALostRankAreAnError) {
   EXPECT_THROW(run_local(2, [](World& world) {
     const Layout cut(world.mesh({{"model", 2}}).spec, Placement::shard(1)), whole(cut.mesh());

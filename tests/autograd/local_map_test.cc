@@ -1,5 +1,5 @@
-// local_map at worlds 1 to 5, with uneven cuts: values and gradients are those of the ops that it stands for, no byte moves, the
-// tape replays; what cannot be a rank's own is refused.
+// local_map at worlds 1 to 5, with uneven cuts: values and gradients equal those of the ops that it replaces, no communication, the tape
+// replays; placements that cannot be local are refused.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -30,7 +30,7 @@ Values draw(const Shape& shape, const std::string& stream) {
 }
 
 struct Results {
-  std::vector<LocalPart> y, x, weight;  // the value, and gradients of the input and of what is captured
+  std::vector<LocalPart> y, x, weight;  // the value, and the gradients of the input and of the captured tensor
   explicit Results(int ranks) : y(static_cast<size_t>(ranks)), x(y), weight(y) {}
 };
 
@@ -86,7 +86,7 @@ std::vector<Placement> cuts_of_columns(int ranks) {
 
 class LocalMap : public ::testing::TestWithParam<int> {};
 
-// Addends over a cut dimension, which is what sum() would yield, and a softmax over it would refuse.
+// Partial over a cut dimension, which is what sum() would yield, and which a softmax over it would refuse.
 TEST_P(LocalMap, AddendsOfACutDimension) {
   const Function plain = [](const Tensor& x, const Tensor& w, const MeshSpec*) { return sum(exp(x * w), 1); };
   const Results one = run(1, kS1, plain);
@@ -127,7 +127,7 @@ TEST(LocalMapLayouts, TwoAxesSeveralOutputsAndConstants) {
     const Shape shape{5, 6};
     const Layout cut(mesh, {kS0, kS1});
     const Tensor x = make_local(draw(shape, "x"), {kF64, shape, cut}, "");
-    const Tensor scale = make_tensor({0.5}, {1}, kF64);  // no layout: the same everywhere
+    const Tensor scale = make_tensor({0.5}, {1}, kF64);  // no layout: the same on all ranks
     const std::vector<Tensor> y = local_map(
         [](const Tensor& mine, const Tensor& s) {
           EXPECT_EQ(mine.layout()[0], kR);

@@ -27,7 +27,7 @@ void check_on_gpu(const OpSample& sample) {
   }
 }
 
-struct Halve {  // as a user may write it, who thinks of the CPU alone
+struct Halve {  // as a user may write it who has only the CPU in mind
   static constexpr const char* kName = "halve";
   using Attrs = NoAttrs;
   static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }

@@ -15,7 +15,7 @@ TEST(LinearGradients, EachAloneHasADerivative) {
     const Tensor y = linear(x, w, b);
     const auto g = recording.gradient(sum(0.5 * y * y), std::vector{w, b}, {.keep = true});  // dy = y
     const Tensor dx = recording.gradient(of_weight ? sum(g[0] * u) : sum(g[1] * v), std::vector{x})[0];
-    // sum(yᵀx * u) = sum(y * x uᵀ), whose x stands twice; sum(y v).
+    // sum(yᵀx * u) = sum(y * x uᵀ), in which x occurs twice; sum(y v).
     const Tensor want = of_weight ? matmul(y, u) + matmul(matmul(x, transpose(u, 0, 1)), w)
                                   : matmul(expand(v, {3, 2}), w);
     const auto got = dx.to_vector<double>(), wanted = want.to_vector<double>();
@@ -23,7 +23,7 @@ TEST(LinearGradients, EachAloneHasADerivative) {
   }
 }
 
-// At the limits, beyond them and of what is no number, too.
+// Also at the limits, beyond them, and for NaN.
 TEST(ClampedSwiglu, IsWhatItsPartsAre) {
   constexpr double kInf = std::numeric_limits<double>::infinity(), kNan = std::numeric_limits<double>::quiet_NaN();
   std::vector<double> gates, ups;
@@ -58,7 +58,7 @@ TEST(ClampedSwiglu, WhatItCannotTake) {
   EXPECT_THROW(clamped_swiglu(whole, whole), DTypeError);
 }
 
-// On a CPU the ops around a gelu are its parts, one after the other.
+// On a CPU the ops around a gelu are computed as separate parts.
 TEST(GeluLinear, HasTheBitsOfItsParts) {
   for (DType d : {kF32, kBF16}) {
     std::vector<Tensor> x;
@@ -78,7 +78,7 @@ TEST(GeluLinear, HasTheBitsOfItsParts) {
   }
 }
 
-// Gradients that are made with the loss, before it is scaled, keep what the scale is to save.
+// Gradients that are computed together with the loss, before it is scaled, must not lose what the scale protects from underflow.
 TEST(LinearCrossEntropy, TheScaleOfALossReachesRareTokensInF16) {
   const auto x = cast(Tensor::from<float>({1, 0, 1, 0.5, 1, 0}, {3, 2}), kF16),
              w = cast(Tensor::from<float>({0, 0, -18, 0, -17, 0}, {3, 2}), kF16);

@@ -1,5 +1,5 @@
-// Cuts of parts on ranks that share a GPU: the middle of a transformer's block against one rank of the CPU, forward and
-// backward, and the redistributions of its packed projection.
+// Cuts of parts on ranks that share a GPU: the middle of a transformer's block against one rank on the CPU, forward and backward, and the
+// redistributions of its packed projection.
 #include <gtest/gtest.h>
 
 #include "sheaf/autograd/ops.h"
@@ -88,7 +88,7 @@ TEST(PartsGpu, RedistributionsMoveTheBitsOfTheCpu) {
     }, {.threads_per_rank = 1, .device = Device::cuda()});
 }
 
-// An MLP that a tensor axis cuts, whose input comes in pieces and whose sums are sent on in pieces: output and gradients.
+// A tensor-parallel MLP whose input arrives in pieces and whose partial sums are sent in pieces: output and gradients.
 std::vector<Tensor> mlp(int64_t sequences, DType dtype, const Mesh& mesh, Device device) {
   Layout whole, tokens, rows, columns;
   OutputLayout output_layout;
@@ -112,7 +112,7 @@ std::vector<Tensor> mlp(int64_t sequences, DType dtype, const Mesh& mesh, Device
   return out;
 }
 
-// What lies around attention that a context axis cuts: rows that are sent to their columns while a product makes them, and come back into
+// The ops around attention that is cut by a context axis: rows are sent to their columns while a product computes them, and come back into
 // a product; with heads of several parts.
 std::vector<Tensor> exchanged(int64_t sequences, DType dtype, const Mesh& mesh, Device device) {
   constexpr int64_t kHeads = 3, kWide = 8 * kHeads;
@@ -137,7 +137,7 @@ std::vector<Tensor> exchanged(int64_t sequences, DType dtype, const Mesh& mesh, 
   return out;
 }
 
-// Attention of a rank's own queries, with keys and values that come some heads after others.
+// Attention of a rank's own queries, with keys and values that arrive in groups of heads.
 std::vector<Tensor> attended(int64_t sequences, DType dtype, const Mesh& mesh, Device device) {
   constexpr int64_t kKeyHeads = 3;
   Layout whole, tokens;
@@ -161,8 +161,8 @@ std::vector<Tensor> attended(int64_t sequences, DType dtype, const Mesh& mesh, D
   return {y, gradients[0], gradients[1]};
 }
 
-// A product of experts, and one back, of rows that come from one rank after another and go back so, or, of three sequences, of some experts
-// after others, which the library multiplies.
+// The products of experts, to and back, whose rows arrive and return rank by rank, or, with three sequences, in groups of experts, which
+// the library multiplies.
 std::vector<Tensor> of_experts(int64_t sequences, DType dtype, const Mesh& mesh, Device device) {
   constexpr int64_t kExperts = 6, kHidden = 24;
   Layout tokens, experts;
@@ -186,7 +186,7 @@ std::vector<Tensor> of_experts(int64_t sequences, DType dtype, const Mesh& mesh,
   return out;
 }
 
-// So that a GPU has enough to do with each of them.
+// So that a GPU has enough work with each of them.
 TEST(PartsGpu, HeadsComeInPartsOfEnoughRows) {
   SHEAF_NEEDS_GPU();
   run_local(2, [&](World& world) {
@@ -203,7 +203,7 @@ TEST(PartsGpu, HeadsComeInPartsOfEnoughRows) {
   }, {.bytes_per_second = 1e9, .threads_per_rank = 1, .device = Device::cuda()});
 }
 
-// Of a weight that every rank has, the results are one value, to the bit, whoever's rows came first.
+// The weight is Replicate, so its gradient must be bitwise the same on all ranks, regardless of which rank's rows arrived first.
 TEST(PartsGpu, ProductsInPiecesAreAlikeOnAllRanks) {
   SHEAF_NEEDS_GPU();
   std::vector<std::vector<float>> got(3);

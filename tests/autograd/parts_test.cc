@@ -1,4 +1,4 @@
-// Cuts of a dimension that is several parts: what ops refuse, and what the samples do not reach.
+// Cuts of a dimension that consists of several parts: what ops refuse, and what the samples do not cover.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -27,7 +27,7 @@ Values drawn(const Shape& shape, const std::string& stream) {
   return v;
 }
 
-// What the backward of packed attention reads and gives on one rank: its node on a tape, and the values.
+// The inputs and result of packed attention's backward on one rank: its node on a tape, and the values.
 struct Backward {
   const OpDef* op;
   std::vector<char> attrs;
@@ -63,7 +63,7 @@ Backward backward_of(int64_t heads, int64_t key_heads, int64_t width) {
   return out;
 }
 
-// Every operand that has a cut says what it is; the others are sliced.
+// Any operand with a cut determines the cut of the others, which are sliced.
 TEST(Parts, OneCutOperandCutsTheBackwardOfPackedAttention) {
   struct Heads { int64_t queries, keys, units; };
   for (const auto& [queries, keys, units] : {Heads{4, 2, 2}, Heads{4, 2, 1}, Heads{6, 3, 3}, Heads{4, 4, 2}}) {
@@ -91,7 +91,7 @@ TEST(Parts, OneCutOperandCutsTheBackwardOfPackedAttention) {
   }
 }
 
-// On every rank, and by the op's name: nobody waits for those that would have gone on.
+// On every rank, and with the op's name: no rank waits for ranks that would have gone on.
 TEST(Parts, WhatWouldTearThemApartIsRefused) {
   run_local(3, [](World& world) {
     const MeshSpec* mesh = world.mesh({{"model", 3}}).spec;
@@ -121,7 +121,7 @@ TEST(Parts, WhatWouldTearThemApartIsRefused) {
                   const Tensor k = full_of({kF64, {2, 3, 4, 2}, Layout(q.layout().mesh())}, 1.0);
                   attention(q, k, k);
                 }), HasSubstr("[attention] on mesh axis model")) << "two queries read a key";
-    // Other units than key heads, other parts, and none.
+    // Units other than key heads, other parts, and none.
     const auto attend = [](const Tensor& x) { packed_attention(x, 4, 2); };
     for (const Placement& p : {parts(2, {8, 4, 4}, 4), parts(2, {4, 8, 4}, 2), parts(2, {12, 4}, 2), Placement::shard(2)})
       EXPECT_THAT(refusal(qkv, p, attend), HasSubstr("[packed_attention] on mesh axis model"));
@@ -132,7 +132,7 @@ TEST(Parts, WhatWouldTearThemApartIsRefused) {
   }, kLocal);
 }
 
-// The fix of a refusal is a line of C++, which no short one is for parts: it names what else leads on.
+// Refusals suggest a line of C++ as the fix; there is no short one for parts, so the message names the alternative.
 TEST(Parts, ARefusalSaysWhatWorks) {
   run_local(2, [](World& world) {
     const MeshSpec* mesh = world.mesh({{"model", 2}}).spec;
@@ -147,7 +147,7 @@ TEST(Parts, ARefusalSaysWhatWorks) {
   }, kLocal);
 }
 
-// Cuts that differ in the rows they keep together look different, and so does the line that makes them one.
+// Cuts that keep different numbers of rows together print differently, and so does the line that converts between them.
 TEST(Parts, ARefusalNamesTheRowsThatStayTogether) {
   run_local(2, [](World& world) {
     const MeshSpec* mesh = world.mesh({{"model", 2}}).spec;
@@ -172,7 +172,7 @@ TEST(Parts, ARefusalNamesTheRowsThatStayTogether) {
   }, kLocal);
 }
 
-// Two axes share the heads, the first of the mesh what the second leaves: whole sequences from tokens, and back.
+// Two axes share the heads, the first axis of the mesh cutting what the second leaves: from tokens to whole sequences, and back.
 TEST(Parts, AnInnerCutSharesWhatAnotherAxisHas) {
   constexpr int64_t kQueries = 10, kKeys = 5, kWidth = 4, kQ = kQueries * kWidth, kK = kKeys * kWidth;
   const Shape shape{2, 3, kQ + 2 * kK}, out_shape{2, 3, kQ};
@@ -216,7 +216,7 @@ TEST(Parts, AnInnerCutSharesWhatAnotherAxisHas) {
     }
 }
 
-// Samples lie along dimension 0: what is cut in parts beside it does not matter.
+// Samples are cut along dimension 0: a cut of parts on another axis does not matter.
 TEST(Parts, RowsMayBeCutInThem) {
   run_local(6, [](World& world) {
     const MeshSpec* mesh = world.mesh({{"data", 2}, {"model", 3}}).spec;

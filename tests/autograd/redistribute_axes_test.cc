@@ -1,5 +1,5 @@
-// Redistribution on meshes of two and three axes: every pair of layouts keeps the value exactly and has its adjoint, also
-// where axes cut one dimension, one inside of the other; the tape says what is sent, passes the checks and replays.
+// Redistribution on meshes of two and three axes: every pair of layouts preserves the value exactly and has the correct adjoint, also where
+// axes cut one dimension, one nested in the other; the tape says what is sent, passes the checks and replays.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -35,7 +35,7 @@ Values integers(size_t n, const std::string& stream) {
   return v;
 }
 
-// All but the first rank own one row, as far as it goes; the first owns the rest.
+// All but the first rank own one row, as long as there are rows; the first owns the rest.
 OwnershipMap uneven(int dim, int64_t rows, int ranks) {
   std::vector<int64_t> sizes(static_cast<size_t>(ranks), 0);
   for (size_t r = sizes.size(); r-- > 1;)
@@ -54,8 +54,8 @@ bool fits(const Layout& layout, const Shape& shape) {
   }
 }
 
-// Every layout of `shape` that exists on the mesh, of R, P, I, even and uneven cuts of every dimension and cuts of its parts
-// (those of what the axes before leave, where all blocks are alike) and flat cuts with and without an offset.
+// Every valid layout of `shape` on the mesh, from R, P, I, even and uneven cuts of every dimension, cuts of its parts (the parts of what
+// the earlier axes leave, if all blocks are alike) and flat cuts with and without an offset.
 std::vector<Layout> layouts(const MeshSpec* mesh, const Shape& shape) {
   std::vector<Layout> out = {Layout(mesh)};
   for (int axis = 0; axis < mesh->num_axes(); ++axis) {
@@ -85,7 +85,7 @@ std::vector<Layout> layouts(const MeshSpec* mesh, const Shape& shape) {
   return out;
 }
 
-// <a, b> of what all ranks hold: summed over ranks, but once along Invariant axes.
+// <a, b> of the values on all ranks: summed over ranks, but once along Invariant axes.
 double pairing(const std::vector<LocalPart>& a, const std::vector<LocalPart>& b) {
   double sum = 0;
   for (size_t r = 0; r < a.size(); ++r) {
@@ -110,7 +110,7 @@ struct Parts {
   uint64_t collectives = 0;
 };
 
-// One pair on one rank. Returns what the tape says is received.
+// One pair on one rank. Returns the bytes received according to the tape.
 int64_t try_pair(const Values& x, const Values& w, const Shape& shape, const Layout& from, const Layout& to, bool replayed,
                  Parts& parts) {
   const Tensor source = make_local(x, {kF64, shape, from}, "x addends");
@@ -125,7 +125,7 @@ int64_t try_pair(const Values& x, const Values& w, const Shape& shape, const Lay
   parts.x = local_part(source);
   parts.y = local_part(result);
   parts.g = local_part(gradient);
-  // The cotangent that the probe gave: its weight, of which one rank of a Replicate axis has all.
+  // The cotangent that the probe gave: its weight, which along a Replicate axis one rank contributes in full.
   parts.w = local_part(make_local(w, result.type().dual(), "w addends"));
   const auto captured = recording.captured();
   const ValueId wanted[] = {recording.value_of(result), recording.value_of(gradient)};
@@ -141,7 +141,7 @@ int64_t try_pair(const Values& x, const Values& w, const Shape& shape, const Lay
   return 2 * foreseen;
 }
 
-// All pairs of layouts, or `some` of them, drawn.
+// All pairs of layouts, or a random sample of `some` of them.
 void try_pairs(const Axes& axes, const Shape& shape, size_t some = 0,
                std::vector<Layout> (*layouts_of)(const MeshSpec*, const Shape&) = layouts) {
   int ranks = 1;
@@ -188,7 +188,7 @@ TEST(RedistributeAxes, EveryPairOnTwoByTwo) {
   for (const Shape& shape : {Shape{7, 5}, Shape{3}, Shape{0, 4}, Shape{}}) try_pairs({{"data", 2}, {"model", 2}}, shape);
 }
 TEST(RedistributeAxes, EveryPairOnTwoByThree) { try_pairs({{"data", 2}, {"model", 3}}, {7, 4}); }
-// Of meshes and shapes that differ from those in little, some.
+// For meshes and shapes that differ little from those, only some pairs.
 TEST(RedistributeAxes, DrawnPairsOnTwoAxes) {
   try_pairs({{"data", 2}, {"model", 2}}, {8, 2}, 2000);
   try_pairs({{"data", 2}, {"model", 3}}, {4, 2}, 2000);
@@ -197,8 +197,8 @@ TEST(RedistributeAxes, DrawnPairsOnTwoAxes) {
   try_pairs({{"data", 3}, {"model", 1}}, {7, 2}, 2000);
 }
 TEST(RedistributeAxes, EveryPairOnOneRank) { try_pairs({{"data", 1}, {"model", 1}}, {3, 2}); }
-// Cuts that are made last, wherever their axes stand: rows, rows that stay together and parts of which a block has fewer units.
-// On an axis that has such a cut, all that an even cut, a sum and a whole value can become.
+// Cuts that are made last, regardless of the order of axes: of rows, of rows that stay together and of parts of which a block has fewer
+// units. On an axis with such a cut: all conversions from and to even cuts, partial sums and whole values.
 std::vector<Layout> inner_layouts(const MeshSpec* mesh, const Shape& shape) {
   const OwnershipMap packed = OwnershipMap::parts(1, {shape[1] / 2, shape[1] / 4, shape[1] / 4}, shape[1] / 4);
   const Placement options[] = {kR, kP, kS0, kS1, Placement::shard(packed), Placement::shard(OwnershipMap::even(0).inner()),
@@ -226,7 +226,7 @@ TEST(RedistributeAxes, DrawnPairsOnThreeAxes) {
   try_pairs({{"host", 2}, {"data", 2}, {"model", 2}}, {9, 4}, 1500);
 }
 
-// A transposed view lies in memory in another order than its elements count.
+// A transposed view's order in memory differs from the order of its elements.
 TEST(RedistributeAxes, ViewsAreSentAsTheirCopies) {
   const Shape shape{5, 4}, turned{4, 5};
   const Values x = integers(20, "x");
@@ -242,7 +242,7 @@ TEST(RedistributeAxes, ViewsAreSentAsTheirCopies) {
   }, kLocal);
 }
 
-// What happens on which axis, as dumps name it.
+// Which redistributions happen on which axis, by their names in dumps.
 std::vector<std::string> steps(const Tape& tape) {
   std::vector<std::string> out;
   for (NodeId id = 0; id < tape.num_nodes(); ++id) {
@@ -277,20 +277,20 @@ TEST(RedistributeAxes, WhatIsInsideIsPutTogetherFirst) {
                             "reduce_scatter data", "reduce_scatter model"));
     EXPECT_THAT(steps(tape_of(kR, kS0, kS0, kS1)), ElementsAre("all_to_all model", "slice data", "zero_embed data",
                                                                "all_to_all model"));
-    // An inner cut comes last, though its axis does not: what the other has cut stays as it is.
+    // An inner cut comes last, though its axis does not: the other axis' cut stays as it is.
     const Placement inner = Placement::shard(OwnershipMap::even(1).inner());
     EXPECT_THAT(steps(tape_of(kS0, kS1, inner, kS1)), ElementsAre("all_to_all data", "all_to_all data"));
     EXPECT_THAT(steps(tape_of(inner, kS1, kR, kS1)), ElementsAre("all_gather data", "reduce_scatter data"));
     EXPECT_THAT(steps(tape_of(inner, kS1, inner, kR)),
                 ElementsAre("all_gather data", "all_gather model", "slice data", "zero_embed data", "reduce_scatter model",
                             "reduce_scatter data"));
-    // Other dimensions are let alone.
+    // Other dimensions are left alone.
     EXPECT_THAT(steps(tape_of(kS0, kS1, kR, kS1)), ElementsAre("all_gather data", "reduce_scatter data"));
     EXPECT_THAT(to_text(tape_of(kS0, kS0, kR, kR)), HasSubstr("Shard(0)→Replicate@model"));
   }, kLocal);
 }
 
-// An axis between the two is not in place yet: the last one's cut fits only what that will leave.
+// An axis between the two is not in its final placement yet: the last axis' cut fits only after that one is.
 TEST(RedistributeAxes, WhatIsCutLastWaitsForTheAxesBeforeIt) {
   run_local(8, [](World& world) {
     const MeshSpec* mesh = world.mesh({{"host", 2}, {"data", 2}, {"model", 2}}).spec;
@@ -300,7 +300,7 @@ TEST(RedistributeAxes, WhatIsCutLastWaitsForTheAxesBeforeIt) {
   }, kLocal);
 }
 
-// On every rank, also on those whose own block would fit: else the others would be waited for.
+// On every rank, also on those whose own block would fit: otherwise the others would wait for them.
 TEST(RedistributeAxes, CutsThatDoNotFitAreRefusedOnEveryRank) {
   run_local(4, [](World& world) {
     const MeshSpec* mesh = world.mesh({{"data", 2}, {"model", 2}}).spec;
@@ -323,7 +323,7 @@ TEST(RedistributeAxes, CutsThatDoNotFitAreRefusedOnEveryRank) {
                                                                       "other"));
     EXPECT_THAT(refusal({9, 2}, Layout(mesh, {flat, kS0})), HasSubstr("a flat cut goes with no other"));
     EXPECT_THAT(refusal({9, 2}, Layout(mesh, {flat, flat})), HasSubstr("a flat cut goes with no other"));
-    // What does fit: blocks of one size, and rows of ten cut in rows of five.
+    // Cases that do fit: blocks of equal size, and rows of ten cut into rows of five.
     EXPECT_EQ(Tensor::empty({kF64, {6, 2}, Layout(mesh, {kS0, of_three})}).local_shape()[0],
               1 + RankContext::current().coordinate(mesh, 1));
     EXPECT_EQ(Tensor::empty({kF64, {20, 2}, Layout(mesh, {Placement::shard(OwnershipMap::even(0, 10)), by_five})})

@@ -1,5 +1,5 @@
-// Every pair of the table in core/placement.h at worlds 1 to 5, by hand-made parts: the value is kept exactly, and the
-// recorded gradient is the adjoint.
+// Every pair of the table in core/placement.h at worlds 1 to 5, with parts made by hand: the value is preserved exactly, and the recorded
+// gradient is the adjoint.
 #include <gtest/gtest.h>
 
 #include "sheaf/autograd/checks.h"
@@ -24,13 +24,13 @@ Values integers(size_t n, const std::string& stream) {
   return v;
 }
 
-// Even and uneven cuts of every dimension, cuts of its parts, intervals with owners, flat cuts with and without an offset, all on
-// one rank, and the three that do not cut.
+// Even and uneven cuts of every dimension, cuts of its parts, intervals with owners, flat cuts with and without an offset, all on one rank,
+// and the three placements that do not cut.
 std::vector<Placement> placements(const Shape& shape, int ranks) {
   std::vector<Placement> out = {Placement::replicate(), Placement::partial(), Placement::invariant()};
   for (int d = 0; d < shape.rank(); ++d) {
     out.push_back(Placement::shard(d));
-    std::vector<int64_t> sizes(static_cast<size_t>(ranks), 0);  // all but the last rank own one row, as far as it goes
+    std::vector<int64_t> sizes(static_cast<size_t>(ranks), 0);  // all but the last rank own one row, as long as there are rows
     int64_t left = shape[d];
     for (int r = 0; r + 1 < ranks && left > 0; ++r) sizes[static_cast<size_t>(r)] = 1, --left;
     sizes.back() += left;
@@ -47,7 +47,7 @@ std::vector<Placement> placements(const Shape& shape, int ranks) {
   return out;
 }
 
-// <a, b> of what all ranks hold: summed over ranks, but once for Invariant.
+// <a, b> of the values on all ranks: summed over ranks, but once for Invariant.
 double pairing(const std::vector<LocalPart>& a, const std::vector<LocalPart>& b) {
   double sum = 0;
   const size_t ranks = a[0].type.layout[0].is_invariant() ? 1 : a.size();
@@ -100,14 +100,14 @@ TEST_P(Redistribute, EveryPairKeepsTheValueAndHasItsAdjoint) {
           Recording recording;
           recording.watch(source);
           const Tensor result = redistribute(source, Layout(mesh, all[to]));
-          // The cotangent is given in the dual type, a Partial one as addends that differ from rank to rank.
+          // The cotangent is given in the dual type; a Partial one as addends that differ between ranks.
           const Tensor cotangent = make_local(w, result.type().dual(), "w addends");
           const Tensor gradient = from == to ? cotangent : redistribute(cotangent, source.layout().dual());
           parts.x[rank] = local_part(source);
           parts.y[rank] = local_part(result);
           parts.w[rank] = local_part(cotangent);
           parts.g[rank] = local_part(gradient);
-          // What the tape derives is the same map.
+          // The gradient that the tape derives is the same map.
           const Tensor weight = make_local(w, {kF64, shape, probe_weight_layout(result.layout())}, "");
           const Tensor derived = recording.gradient(probe(std::span(&result, 1), std::span(&weight, 1)),
                                                     std::span(&source, 1))[0];
@@ -119,7 +119,7 @@ TEST_P(Redistribute, EveryPairKeepsTheValueAndHasItsAdjoint) {
           parts.g[rank].type = gradient.type();
           Parts check;
           check.g = {local_part(derived)};
-          if (!all[from].is_replicate() && !all[from].is_partial()) {  // addends may be split in another way
+          if (!all[from].is_replicate() && !all[from].is_partial()) {  // partial sums may be split differently
             EXPECT_EQ(check.g[0].values, parts.g[rank].values) << all[from].to_string() << "→" << all[to].to_string();
           }
         }
@@ -140,7 +140,7 @@ TEST_P(Redistribute, EveryPairKeepsTheValueAndHasItsAdjoint) {
   }
 }
 
-// A transposed view lies in memory in another order than its elements count.
+// A transposed view's order in memory differs from the order of its elements.
 TEST_P(Redistribute, ViewsAreSentAsTheirCopies) {
   const auto [ranks, links] = GetParam();
   const Shape shape{7, 5}, turned{5, 7};
@@ -159,7 +159,8 @@ TEST_P(Redistribute, ViewsAreSentAsTheirCopies) {
   }, {.timeout = std::chrono::seconds(20), .threads_per_rank = 1});
 }
 
-// In two halves, with another between them, of a value that is gone by then; over links, beside which the ranks go on.
+// In two halves, start and wait, with another redistribution between them, and the source freed by then; over links that transfer while the
+// ranks go on.
 TEST_P(Redistribute, WhatTravelsArrives) {
   const auto [ranks, links] = GetParam();
   for (const Shape& shape : {Shape{7, 5}, Shape{4, 1, 6}, Shape{3}, Shape{0, 4}, Shape{}}) {
@@ -183,7 +184,7 @@ TEST_P(Redistribute, WhatTravelsArrives) {
           pending = {};
           EXPECT_TRUE(identical(result, redistribute(source(), after))) << what;
           EXPECT_EQ(summed.to_vector<double>(), other) << what;
-          // Its gradient comes back as that of redistribute() does, in two halves again.
+          // Its gradient is that of redistribute(), again in two halves.
           const auto gradient_through = [&](const auto& there) {
             const Tensor from_here = recording.watch(source()), y = there(from_here);
             const Tensor weight = make_local(x, {kF64, shape, probe_weight_layout(after)}, "");
@@ -198,7 +199,7 @@ TEST_P(Redistribute, WhatTravelsArrives) {
         }
       EXPECT_EQ(travelled > 0, ranks > 1);
       EXPECT_EQ(foreseen, received(*joined.runtime, ranks, links));
-      // One that nobody waits for.
+      // A redistribution that nobody waits for.
       if (ranks > 1) start_redistribute(make_local(other, {kF64, {4, 3}, Layout(joined.spec, Placement::partial())}, "others"),
                                         Layout(joined.spec, Placement::shard(0)));
     }, {.bytes_per_second = 1e8, .timeout = std::chrono::seconds(20), .threads_per_rank = 1});
@@ -207,7 +208,7 @@ TEST_P(Redistribute, WhatTravelsArrives) {
 
 INSTANTIATE_TEST_SUITE_P(Worlds, Redistribute, ::testing::Combine(::testing::Range(1, 6), ::testing::Values(Links::none, Links::chain, Links::ring)));
 
-// What has an owner is one kind of cut, however it is written.
+// Intervals with owners are one kind of cut, in whichever form they are written.
 TEST(Ownership, IntervalsGoToTheirOwners) {
   const OwnershipMap map = OwnershipMap::by_owner(0, {2, 1, 0, 3, 1}, {2, 2, 1, 0, 2});
   EXPECT_EQ(map, OwnershipMap::by_owner(0, {3, 3, 1}, {2, 0, 2}));
@@ -225,7 +226,7 @@ TEST(Ownership, IntervalsGoToTheirOwners) {
   EXPECT_THROW(OwnershipMap::by_owner(0, {-1}, {0}), PlacementError);
 }
 
-// Of rows whose work grows with those before them, ranks have alike much.
+// Rows whose cost grows with the number of rows before them are balanced over ranks.
 TEST(OwnershipMap, FromBothEndsEvensOutWhatGrows) {
   for (const int ranks : {1, 2, 3, 4, 5, 8}) {
     const int64_t tokens = 2 * ranks * 7;
@@ -252,7 +253,7 @@ TEST(OwnershipMap, FromBothEndsEvensOutWhatGrows) {
     }
 }
 
-// Two gradients of one departure would be added up in the order of the wire.
+// Two gradients of one started redistribution would be added up in order of arrival.
 TEST(Redistribute, WhatTravelsArrivesOnce) {
   run_local(2, [](World& world) {
     const Layout cut(world.mesh({{"data", 2}}).spec, Placement::shard(1)), whole(cut.mesh());
@@ -267,7 +268,7 @@ TEST(Redistribute, WhatTravelsArrivesOnce) {
   });
 }
 
-// Rows go straight from where they are to where they belong, if those of each rank lie one behind another.
+// Rows are sent without packing if those of each rank are contiguous, at the source and at the destination.
 TEST(Redistribute, WhatLiesInOrderIsNotPacked) {
   run_local(3, [](World& world) {
     const MeshSpec* mesh = world.mesh({{"data", 3}}).spec;
@@ -315,7 +316,7 @@ TEST(Redistribute, SaysWhatItDoes) {
   });
 }
 
-// A cut that leaves elements to nobody, or gives some out twice, is refused where a tensor is made.
+// A cut in which elements have no owner, or several, is refused where a tensor is created.
 TEST(Redistribute, CutsThatDoNotFitAreRefused) {
   run_local(2, [](World& world) {
     const MeshSpec* mesh = world.mesh({{"data", 2}}).spec;
@@ -331,7 +332,7 @@ TEST(Redistribute, CutsThatDoNotFitAreRefused) {
       EXPECT_THROW(redistribute(x, layout), PlacementError) << layout.to_string();
     }
   }, {.timeout = std::chrono::seconds(20), .threads_per_rank = 1});
-  run_local(1, [](World& world) {  // no such dimension: where nothing is cut, too
+  run_local(1, [](World& world) {  // no such dimension: also where nothing is cut
     const Tensor x = full_of({kF32, {7, 2}, Layout(world.mesh({{"data", 1}}).spec)}, 1.0);
     EXPECT_THROW(redistribute(x, "data", Placement::shard(2)), PlacementError);
   });

@@ -1,4 +1,4 @@
-// rowwise at worlds 1 to 5: values and gradients are those of one rank, no byte moves, the tape replays.
+// rowwise at worlds 1 to 5: values and gradients are those of one rank, no communication, the tape replays.
 #include <gtest/gtest.h>
 
 #include "sheaf/autograd/checks.h"
@@ -26,7 +26,7 @@ Values draw(const Shape& shape, const std::string& stream) {
   return v;
 }
 
-// Even, one row each and the rest to the last, everything to the first rank.
+// Even, one row each and the rest to the last, everything on the first rank.
 std::vector<Placement> cuts(int64_t rows, int ranks) {
   std::vector<int64_t> last(static_cast<size_t>(ranks), 1), first(static_cast<size_t>(ranks), 0);
   last.back() = rows - (ranks - 1);
@@ -35,7 +35,7 @@ std::vector<Placement> cuts(int64_t rows, int ranks) {
           Placement::shard(OwnershipMap::uneven(0, first))};
 }
 
-// Rows x[n, 3] and position[n, 1]; a weight[3, 4] that f captures. Sorting or anything else per row could stand here.
+// Rows x[n, 3] and position[n, 1]; f captures weight[3, 4]. Stands for sorting or anything else that is done per row.
 Tensor experts(const Tensor& x, const Tensor& position, const Tensor& weight) {
   const Tensor hidden = tanh(mul(x, exp(position)));
   return cumsum(matmul(hidden, weight), 1);
@@ -151,7 +151,7 @@ TEST(RowwiseLayouts, OtherCutsStayVisibleAndReplicateRowsAreSliced) {
       return mul(rows, s);
     }, x, scale);
     EXPECT_TRUE(identical(y, mul(x, scale)));
-    // Both axes cut rows; nested calls see what the outer one sees.
+    // Both axes cut rows; nested calls see the rows that the outer call sees.
     const Tensor z = make_local(values, {kF64, shape, Layout(mesh, Placement::shard(0))}, "");
     const auto f = [](const Tensor& rows) { return rowwise([](const Tensor& r) { return exp(r); }, rows); };
     EXPECT_TRUE(identical(rowwise(f, z), exp(z)));
@@ -159,7 +159,7 @@ TEST(RowwiseLayouts, OtherCutsStayVisibleAndReplicateRowsAreSliced) {
   }, kLocal);
 }
 
-// Weights of units, gathered inside of f: one all_gather and one reduce_scatter each, whatever the rows are.
+// Weights of units, gathered inside f: one all_gather and one reduce_scatter each, however many rows there are.
 struct Expert : nn::Module {
   nn::Linear up{3, 5}, down{5, 3};
   Tensor forward(const Tensor& x) {

@@ -1,4 +1,4 @@
-// What the generated tests share: a parameterised suite over the table of samples, with readable names.
+// Shared by the generated tests: a parameterised suite over the table of samples, with readable names.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -24,7 +24,7 @@ TEST(TapeDump, TextReadsLikeTheStep) {
   EXPECT_THAT(text, ContainsRegex("= linear %[0-9]+, %[0-9]+, %[0-9]+ +blocks.0 +f32\\[7,3\\] Shard\\(0\\)@data"));
   EXPECT_THAT(text, ContainsRegex("= all_gather %[0-9]+ +blocks.0 .*gather lane  mirror of its discard"));
   EXPECT_THAT(text, ContainsRegex("= reduce_scatter %[0-9]+ +root +Partial→Shard\\(flat\\)@data f32\\[96\\] +256 B  reduce lane"));
-  // A layer's two gradients are one op, which stores both where they belong.
+  // A layer's two gradients come from one op, which stores both in place.
   EXPECT_THAT(text, ContainsRegex("= linear_gradients .*  stored into slot %[0-9]+, stored into slot %[0-9]+\n"));
   EXPECT_THAT(text, HasSubstr("added to slot %"));  // the tied table's second use
   EXPECT_THAT(text, ContainsRegex("= permute .* view of %"));
@@ -69,7 +69,7 @@ TEST(TapeDump, DotHasANodePerNodeAndBytesOnTheWire) {
   EXPECT_TRUE(dot.ends_with("}\n"));
   for (NodeId id = 0; id < tape.num_nodes(); ++id) EXPECT_THAT(dot, HasSubstr(str("  n", id, " [label=")));
   EXPECT_THAT(dot, HasSubstr("B\", penwidth=3]"));
-  // Gradients go into slots, which the reduction reads, and the update goes into the masters.
+  // Gradients are written to slots, which the reduction reads, and the update writes to the masters.
   int stores = 0;
   for (NodeId id = 0; id < tape.num_nodes(); ++id)
     for (int o = 0; o < tape.node(id).num_outputs; ++o) {

@@ -91,7 +91,7 @@ TEST(TapeEditor, CodeMayHaveViewsAndSeveralResults) {
   EXPECT_GE(probes, 4);
 }
 
-// The stand-in of a strided view is dense: what is a view of that may be a copy of this.
+// The replacement of a strided view is dense: its views may become copies.
 TEST(TapeEditor, ViewsOfStridedValuesHaveTheirElements) {
   Recording recording;
   const Tensor x = Tensor::from<float>({1, 2, 3, 4, 5, 6}, {2, 3}), t = transpose(x * 2.0, 0, 1);
@@ -158,7 +158,7 @@ TEST(TapeEditor, RefusesWhatATapeDoesNotHave) {
   EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { s.program->with_tape(early.take()); }), HasSubstr("which no earlier node makes"));
 }
 
-// What collectives it takes follows from types.
+// Which collectives are needed follows from the types.
 TEST(TapeEditor, ASumOfWhatRanksShareIsAllReduced) {
   for (int world = 1; world <= 5; ++world)
     run_local(world, [&](World& w) {

@@ -14,7 +14,7 @@
 namespace sheaf {
 namespace {
 
-/// A shared range as ranks of one host have it.
+/// A memory range shared by the ranks of one host.
 struct Shared {
   explicit Shared(size_t bytes) : bytes(bytes), file(memfd_create("allocator_test", MFD_CLOEXEC)) {
     EXPECT_EQ(ftruncate(file, static_cast<off_t>(bytes)), 0);
@@ -42,7 +42,7 @@ constexpr size_t kMiB = size_t{1} << 20;
 TEST(Allocator, WireBlocksLieInTheSharedRange) {
   const Shared shared(64 * kMiB);
   const auto memory = make_cpu_allocator();
-  void* before = memory->allocate(100, MemoryKind::wire);  // there is none yet
+  void* before = memory->allocate(100, MemoryKind::wire);  // nothing of that kind exists yet
   memory->add_wire(shared.range());
   void* wire = memory->allocate(100, MemoryKind::wire);
   void* normal = memory->allocate(100);
@@ -101,7 +101,7 @@ TEST(Allocator, GivesPagesOfSharedMemoryBack) {
   std::memset(small, 1, kMiB);
   memory->free(once, 64 * kMiB);
   EXPECT_GE(shared.resident(), static_cast<int64_t>(65 * kMiB));
-  // What is free now is too small for this. Of its pages, a sixteenth of the peak and 8 MiB may stay, and do.
+  // The free block is too small for this allocation. Of its pages, a sixteenth of the peak and 8 MiB may stay, and do.
   void* large = memory->allocate(100 * kMiB, MemoryKind::wire);
   EXPECT_NEAR(static_cast<double>(shared.resident()) / kMiB, 1 + 101.0 / 16 + 8, 2.1);
   EXPECT_EQ(static_cast<char*>(small)[12345], 1);

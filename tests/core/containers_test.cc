@@ -38,7 +38,7 @@ TEST(SmallVector, MovesLeaveNothingBehind) {
     ASSERT_EQ(to.size(), static_cast<size_t>(n));
     from.push_back("again");
     EXPECT_EQ(from.back(), "again");
-    to = std::move(from);  // what it held goes
+    to = std::move(from);  // its previous content is freed
     ASSERT_EQ(to.size(), 1u);
     EXPECT_EQ(to[0], "again");
     to = letters(n);
@@ -68,7 +68,7 @@ TEST(SmallVector, ElementsDieOnce) {
   EXPECT_EQ(counted.use_count(), 1);
 }
 
-// Blocks that one thread takes and another gives back, in any order, stay apart from one another.
+// Blocks that one thread allocates and another frees, in any order, never overlap.
 TEST(Recycled, BlocksAreOneOwnersAtATime) {
   struct Thing {
     explicit Thing(int64_t v) : value(v), again(v) {}
@@ -84,7 +84,7 @@ TEST(Recycled, BlocksAreOneOwnersAtATime) {
     std::vector<std::shared_ptr<Thing>> theirs;
     std::thread([&] {
       theirs = make(10000 * round);
-      for (size_t i = 0; i < mine.size(); i += 2) mine[i].reset();  // more than a thread keeps
+      for (size_t i = 0; i < mine.size(); i += 2) mine[i].reset();  // more than a thread caches
     }).join();
     for (size_t i = 1; i < mine.size(); i += 2) {
       ASSERT_EQ(mine[i]->value, mine[i]->again);

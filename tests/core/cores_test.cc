@@ -11,7 +11,7 @@
 namespace sheaf {
 namespace {
 
-// Of how many cores the quota in files of `root` is, at most as many as the machine has.
+// The number of cores that the quota in the files under `root` allows, at most those of the machine.
 void expect_cores(const FakeRoot& root, size_t quota) {
   EXPECT_EQ(static_cast<size_t>(available_cores(root.path())), std::min(quota, affinity().size()));
 }

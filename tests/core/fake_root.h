@@ -1,4 +1,4 @@
-// A "/" that describes the machine as a test wants it.
+// A "/" that describes the machine a test needs.
 #pragma once
 
 #include <fstream>

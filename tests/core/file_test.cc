@@ -149,10 +149,10 @@ TEST(AtomicFolder, CanBeCheckedBeforeItIsNeeded) {
   };
   EXPECT_THAT(error(folder / "file"), HasSubstr("file': Not a directory"));
   EXPECT_THAT(error(folder / std::string(300, 'x')), HasSubstr("xxx': File name too long"));
-  EXPECT_THAT(error("/proc/checkpoints"), HasSubstr("/proc/checkpoints"));  // which even root cannot make
+  EXPECT_THAT(error("/proc/checkpoints"), HasSubstr("/proc/checkpoints"));  // which even root cannot create
 }
 
-// An old file system, and one that fails when the new version is about to take the old one's place.
+// An old file system, and one that fails when the new version is about to replace the old one.
 int without_exchange(const char* operation, const char*) { return std::string_view(operation) == "exchange" ? EINVAL : 0; }
 int fail_to_replace(const char* operation, const char* path) {
   return std::string_view(operation) == "rename" && std::string_view(path).ends_with("/step-1") ? EIO
@@ -191,8 +191,8 @@ int kill_when_due_without_exchange(const char* operation, const char* path) {
   return kill_when_due(operation, path), without_exchange(operation, path);
 }
 
-// Kills the process before every single system call of a replacement: the folder is the old or the new one, never a mix,
-// for one who recovers it before reading and for one who saves next.
+// Kills the process before every single system call of a replacement: the folder is the old or the new one, never a mix, both for a reader
+// that recovers it first and for the next save.
 TEST(AtomicFolder, KilledAnywhereItIsOldOrNew) {
   for (const auto& [exchange, recover] : {std::pair(true, true), {true, false}, {false, true}, {false, false}}) {
     ScratchFolder folder;

@@ -25,7 +25,7 @@ TEST(HostMemory, TheLeastBoundOfTheGroupAndThoseAboveIt) {
   root.write("sys/fs/cgroup/user/job/memory.max", "max\n");
   EXPECT_EQ(host_memory_limit(root.path()), 500100);
   root.write("sys/fs/cgroup/user/job/memory.max", "400000\n");
-  EXPECT_EQ(host_memory_limit(root.path()), 400000 + 24 * 1024);  // the swap there is: the job's has no bound of its own
+  EXPECT_EQ(host_memory_limit(root.path()), 400000 + 24 * 1024);  // the machine's swap: the job itself has no swap limit
   root.write("sys/fs/cgroup/user/job/memory.swap.max", "0\n");
   EXPECT_EQ(host_memory_limit(root.path()), 400000);
 }

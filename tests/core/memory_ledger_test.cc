@@ -21,7 +21,7 @@ Block take(int64_t bytes, HeldFor use = HeldFor::activations, std::string_view o
   return Storage::allocate(Device::cpu(), bytes);
 }
 
-/// The one holder of that use.
+/// The only holder with that use.
 MemoryLedger::Holder holder(const MemoryLedger::Peak& peak, HeldFor use) {
   MemoryLedger::Holder found;
   int count = 0;
@@ -77,7 +77,7 @@ TEST_F(Ledger, APeakLaterIsAnother) {
   const Block kept = take(10, HeldFor::optimizer_state, "", "");
   memory.reset_peak();
   ledger.reset_peak();
-  // What is there now.
+  // Only what is live now.
   EXPECT_EQ(ledger.peak(memory).held_for(HeldFor::optimizer_state), 10);
   EXPECT_EQ(ledger.peak(memory).last.bytes, 0);
   take(70);
@@ -133,7 +133,7 @@ TEST_F(Ledger, PartsOfOneBlockPassFromOneToAnother) {
   log.pass_on(memory, 300, to, from);
   log.pass_on(memory, 200, from, to);
   log.pass_on(memory, 600, to, from);
-  const Block result = take(8, HeldFor::other, "", "");  // more is alive, and less of it is used
+  const Block result = take(8, HeldFor::other, "", "");  // more is live, and less of it is used
   const MemoryLedger::Peak peak = ledger.peak(memory);
   EXPECT_EQ(peak.bytes, 1008);
   EXPECT_EQ(peak.held_for(HeldFor::activations), 700);

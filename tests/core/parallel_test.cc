@@ -19,7 +19,7 @@
 namespace sheaf {
 namespace {
 
-// How often each of n items was covered; ranges that are too short or out of place count for many.
+// How often each of n items was covered; ranges that are too short or out of bounds count 100 times.
 std::vector<int> coverage(int64_t n, int64_t grain) {
   std::vector<std::atomic<int>> seen(static_cast<size_t>(n));
   parallel_for(n, grain, [&](int64_t begin, int64_t end) {
@@ -58,7 +58,7 @@ TEST(ParallelFor, TheCutDependsOnTheSizesAlone) {
   });
 }
 
-// So that what a message names does not depend on threads.
+// So that which error is reported does not depend on threads.
 TEST(ParallelFor, ThrowsWhatTheFirstRangeThrew) {
   RankContext context;
   context.threads = 4;
@@ -102,7 +102,7 @@ TEST(ParallelFor, FromInsideRunsInline) {
   });
 }
 
-// Ranks are threads: each has a team of its own, which ends with it.
+// Ranks are threads: each has its own team, which ends with it.
 TEST(ParallelFor, ManyCallersAtOnce) {
   std::vector<std::thread> callers;
   std::atomic<int64_t> sum{0};
@@ -117,7 +117,7 @@ TEST(ParallelFor, ManyCallersAtOnce) {
   EXPECT_EQ(sum, 4 * 300 * 30);
 }
 
-// What one range wrote, the caller and the ranges of the next call can read.
+// Writes of one range are visible to the caller and to the ranges of the next call.
 TEST(ParallelFor, CallsAreOrdered) {
   with_threads(3, [] {
     std::vector<int64_t> values(999, 0);
@@ -131,8 +131,7 @@ TEST(ParallelFor, CallsAreOrdered) {
   });
 }
 
-// The workers of a forked process do not exist: its calls must not wait for them, as no call may for one that has
-// not begun.
+// The workers do not exist in a forked process: its calls must not wait for them, as no call may wait for one that has not started.
 TEST(ParallelFor, DoesNotWaitForWorkersThatNeverBegin) {
   with_threads(4, [] {
     EXPECT_EQ(coverage(40, 1), std::vector<int>(40, 1));  // the team is there
@@ -148,8 +147,8 @@ TEST(ParallelFor, DoesNotWaitForWorkersThatNeverBegin) {
   });
 }
 
-// More threads than cores, and ranges of which some take long: then a worker sleeps until the one who took its part is
-// done, beside the caller, and both must be woken.
+// More threads than cores, and some slow ranges: a worker, like the caller, then sleeps until the thread that took its part is done, and
+// both must be woken.
 TEST(ParallelFor, CallsEndWhereOthersTakeTheParts) {
   const int threads = 2 * available_cores() + 1;
   with_threads(threads, [threads] {
@@ -185,9 +184,9 @@ TEST(ParallelFor, WorkersThatSleepAreWoken) {
   });
 }
 
-// A thread that is in no RankScope computes parts as the workers do: which of them computed what shows nowhere.
+// A thread outside any RankScope computes parts like the workers: the result does not show which thread computed what.
 TEST(ParallelFor, AllThreadsFlushDenormals) {
-  constexpr unsigned kAsAProgramBegins = 0x1f80;  // a thread begins as the one that made it is
+  constexpr unsigned kAsAProgramBegins = 0x1f80;  // a thread starts with the settings of its creator
   std::thread([] {
     _mm_setcsr(kAsAProgramBegins);
     std::vector<float> x(100000, 1e-30f);

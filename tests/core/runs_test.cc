@@ -1,4 +1,4 @@
-// Runs of a flat index that a cut of a dimension leaves a rank, against the elements counted one by one.
+// Runs of flat indices that a cut of a dimension leaves a rank, against a count element by element.
 #include "sheaf/core/runs.h"
 
 #include <gtest/gtest.h>
@@ -10,7 +10,7 @@
 namespace sheaf {
 namespace {
 
-// Flat indices of what a rank owns, in the order of its block.
+// Flat indices of a rank's elements, in the order of its block.
 std::vector<int64_t> block_of(const OwnershipMap& map, int rank, int ranks, const Shape& global) {
   int64_t outer = 1, inner = 1;
   for (int d = 0; d < map.dim(); ++d) outer *= global[d];
@@ -67,11 +67,11 @@ TEST(Runs, AreTheElementsOfEveryIntervalOfABlock) {
 }
 
 TEST(Runs, AreFew) {
-  // Columns of a matrix are at most the end of a row, whole rows, the beginning of one.
+  // A range of a column block is at most the end of a row, whole rows, and the beginning of a row.
   EXPECT_EQ(runs_of(OwnershipMap::even(1), 1, 2, {100, 8}, {3, 397}).size(), 3u);
   EXPECT_EQ(runs_of(OwnershipMap::even(1), 1, 2, {100, 8}, {0, 400}),
             (std::vector<LocalRuns>{{{4, 4, 100, 8}, 0}}));
-  // And what nothing was cut from is an interval.
+  // Without a cut, the runs are one interval.
   EXPECT_EQ(runs_of(OwnershipMap::even(1), 0, 1, {100, 8}, {3, 797}), (std::vector<LocalRuns>{{{3, 794}, 3}}));
   EXPECT_EQ(runs_of(OwnershipMap::parts(0, {8, 4, 4}, 4), 0, 1, {16, 3}, {0, 48}), (std::vector<LocalRuns>{{{0, 48}, 0}}));
 }

@@ -34,7 +34,7 @@ class Safetensors : public ::testing::Test {
   const std::string path;
   Safetensors() : path(folder_ / "model.safetensors") {}
 
-  // The reason why a file with this header and so many bytes of data is refused.
+  // The error for a file with this header and this number of data bytes.
   std::string refusal(const std::string& header, size_t data_bytes = 0) {
     return raw_refusal(file_of(header, data_bytes));
   }
@@ -67,7 +67,7 @@ TEST_F(Safetensors, RoundTripWithPiecesAndMetadata) {
   file.read("a", 2, 5, middle);
   EXPECT_EQ(middle[0], 3);
   EXPECT_EQ(middle[2], 5);
-  // Every tensor of ours is aligned to its element size, and the data starts at a multiple of 8.
+  // Every tensor we write is aligned to its element size, and the data starts at a multiple of 8.
   for (const auto& [name, entry] : file.tensors()) EXPECT_EQ(entry.begin % size_of(entry.dtype), 0u) << name;
 }
 
@@ -106,7 +106,7 @@ TEST_F(Safetensors, Accepts) {
   EXPECT_EQ(opens(file_of("  {}  \n", 0)), 0u);
   EXPECT_EQ(opens(file_of(R"({"a":{"dtype":"F32","shape":[],"data_offsets":[0,4]}})", 4)), 1u);
   EXPECT_EQ(opens(file_of(R"({"a":{"dtype":"F32","shape":[0,281474976710656],"data_offsets":[0,0]}})", 0)), 1u);
-  // Offsets decide the order, not the header; fields in any order.
+  // Offsets decide the order, not the header; fields may be in any order.
   EXPECT_EQ(opens(file_of(R"({"a":{"data_offsets":[4,6],"shape":[2],"dtype":"U8"},)"
                           R"("b":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}})", 6)), 2u);
 }
@@ -227,7 +227,7 @@ TEST_F(Safetensors, MutatedFilesOpenOrAreRefused) {
       }
       if (mutant.size() < 16) mutant = valid;
     }
-    // Half of the time the header length is made right again, so that the header's content is what is tested.
+    // Half of the time the header length is corrected, so that the header's content is what is tested.
     if (below(2)) {
       const size_t end = mutant.rfind('}');
       if (end != std::string::npos && end > 8) {

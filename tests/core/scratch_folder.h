@@ -25,7 +25,7 @@ class ScratchFolder {
   std::string path_;
 };
 
-/// Runs `f` and returns the message of the E it throws, which must carry `code`; a failure message otherwise.
+/// Runs `f` and returns the message of the E that it throws, which must carry `code`; otherwise a failure message.
 template <class E, class F>
 std::string message_of(ExitCode code, F&& f) {
   try {

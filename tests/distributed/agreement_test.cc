@@ -7,13 +7,13 @@
 namespace sheaf {
 namespace {
 
-/// What each of `ranks` ranks throws, "" for nothing, when it says `facts(rank)`.
+/// The error that each of `ranks` ranks throws, "" for none, if its facts are `facts(rank)`.
 std::vector<std::string> outcomes(int ranks, const std::function<std::vector<Fact>(int)>& facts) {
   std::vector<std::string> thrown(static_cast<size_t>(ranks));
   run_local(ranks, [&](World& world) {
     try {
       require_agreement(world, "config", facts(world.rank()));
-      // Who agrees goes on together.
+      // Ranks that agree go on together.
       world.mesh({{"data", world.size()}}).runtime->gather_lane(0).barrier("after").sync();
     } catch (const ConfigError& e) {
       EXPECT_EQ(e.exit_code(), 64);

@@ -1,5 +1,5 @@
-// Every collective with every dtype and awkward counts, checked element by element against its formula. Used on all
-// kinds of communicators; the digest of all outputs shows that they agree bitwise.
+// Every collective with every dtype and awkward counts, checked element by element against its formula. Used for all kinds of
+// communicators; the digest of all outputs shows that they agree bitwise.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -22,8 +22,8 @@ inline uint64_t scramble(uint64_t x) {
   return x ^ (x >> 33);
 }
 
-/// Element i of rank r's input: floats whose sums round differently in every order. Without a division: it is called a hundred
-/// million times.
+/// Element i of rank r's input: floats whose sums round differently in every order. Without a division, as it is called a hundred million
+/// times.
 template <class T>
 T sample(int rank, int64_t i, int salt) {
   const uint64_t h = scramble(static_cast<uint64_t>(i) * 1315423911u + static_cast<uint64_t>(rank) * 2654435761u +
@@ -58,15 +58,14 @@ T reduce_reference(int n, Reduction reduction, Term&& term) {
   }
 }
 
-/// Which memory buffers are in; mixed: some in one, some in the other, differently on other ranks.
+/// The memory that buffers are in; mixed: some in one kind, some in the other, differently on each rank.
 enum class BufferMemory { normal, wire, mixed };
 
-/// Whose results are checked: sums in rank order, bit by bit; or in the transport's own order, which then has no
-/// reductions of u16 (NCCL).
+/// The expected order of sums: in rank order, bit by bit; or in the transport's own order, which then has no reductions of u16 (NCCL).
 enum class SumOrder { of_ranks, any };
 
 template <class T>
-class Buffer {  // std::vector<bool> is no array
+class Buffer {  // since std::vector<bool> is no array
  public:
   Buffer(int64_t n, MemoryKind where)
       : size(n), bytes_(static_cast<size_t>(n + 1) * sizeof(T)), memory_(RankContext::current().cpu),
@@ -106,7 +105,7 @@ class Battery {
   }
 
  private:
-  /// Uneven, with an empty rank from three ranks on; scale 0 is empty everywhere, scale 1 almost.
+  /// Uneven, with an empty rank from three ranks on; with scale 0 everything is empty, with scale 1 almost everything.
   std::vector<int64_t> uneven(int64_t scale) const {
     std::vector<int64_t> counts(n_);
     for (int r = 0; r < n_; ++r) counts[r] = r == 1 && n_ >= 3 ? 0 : scale + (scale ? (r * 5) % 3 : 0);
@@ -148,7 +147,7 @@ class Battery {
     broadcast<T>(scale);
   }
 
-  /// What is done piece by piece if it is large.
+  /// Collectives that are executed piece by piece if they are large.
   template <class T>
   void large_ops(int64_t scale) {
     gather<T>(uneven(scale));
@@ -210,7 +209,7 @@ class Battery {
       int64_t wrong = 0;
       for (int64_t i = 0; i < counts[me_]; ++i) wrong += !agrees(out[i], mine + i, 2, Reduction::sum);
       EXPECT_EQ(wrong, 0) << "reduce_scatter " << name(dtype_of<T>) << " of " << total << (in_place ? " in place" : "");
-      // Own results differ from rank to rank: gather them, so that digests are comparable.
+      // A rank's own results differ between ranks: gather them, so that digests are comparable.
       Buffer<T> all(total, where());
       comm_.all_gather(out, all.get(), counts, dtype_of<T>, "battery.scatter").sync();
       absorb(all);
@@ -230,7 +229,7 @@ class Battery {
 
   template <class T>
   void exchange(int64_t scale) {
-    // Rank a sends scale + a - b elements to rank b (nothing if that is negative, or to the next rank).
+    // Rank a sends scale + a - b elements to rank b (none if that is negative, or if b is the next rank).
     const auto count = [&](int a, int b) { return (a + 1) % n_ == b ? 0 : std::max<int64_t>(0, scale + a - b); };
     std::vector<int64_t> send(n_), recv(n_);
     for (int r = 0; r < n_; ++r) send[r] = count(me_, r), recv[r] = count(r, me_);

@@ -10,7 +10,7 @@ namespace {
 
 using Shares = std::vector<std::vector<int>>;
 
-// Two packages of two cores with two hardware threads, numbered as Linux does: the second threads after all first ones.
+// Two packages of two cores with two hardware threads, numbered as Linux does: all first threads, then the second ones.
 const std::vector<Cpu> kServer{{0, 0, 0}, {1, 0, 1}, {2, 1, 0}, {3, 1, 1}, {4, 0, 0}, {5, 0, 1}, {6, 1, 0}, {7, 1, 1}};
 
 TEST(CoreShares, ThreadsOfACoreAndCoresOfAPackageStayTogether) {

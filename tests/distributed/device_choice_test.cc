@@ -40,7 +40,7 @@ TEST(DeviceChoice, EachRankHasTheGpuOfItsNumber) {
   EXPECT_THAT([] { choose(gpus({90}), "gpu"); }, ThrowsMessage<ConfigError>(HasSubstr("'gpu' is none of auto, cpu and cuda")));
 }
 
-// As srun --gpus-per-task 1 does it: each rank is shown one GPU, which has the number 0 for it.
+// As with srun --gpus-per-task 1: each rank sees only one GPU, as number 0.
 TEST(DeviceChoice, ALauncherMayHaveChosen) {
   NEEDS_CUDA();
   for (int rank = 0; rank < 4; ++rank) EXPECT_EQ(choose(gpus({90}), "auto", rank, 4).device, Device::cuda(0));
@@ -66,7 +66,7 @@ TEST(DeviceChoice, WhatCannotBeIsSaid) {
   const GpusHere broken{.why_none = "CUDA driver version is insufficient for CUDA runtime version", .driver = true};
   EXPECT_EQ(choose(broken).why, "there is no GPU: CUDA driver version is insufficient for CUDA runtime version");
   EXPECT_THAT([&] { choose(broken, "cuda"); }, ThrowsMessage<ConfigError>(HasSubstr("but there is no GPU: CUDA driver version")));
-  // Where nobody would expect one, nothing is said.
+  // No message where no GPU is to be expected.
   EXPECT_EQ(choose({.why_none = "no driver"}).why, "");
   EXPECT_EQ(choose({.capabilities = {90}, .emulated = true}).device, Device::cpu());
   EXPECT_EQ(choose({.capabilities = {90}, .emulated = true}, "cuda").device, Device::cuda(0));
@@ -82,7 +82,7 @@ TEST(DeviceChoice, AJobIsOnGpusOrOnCpus) {
   EXPECT_EQ(agreed_device({Device::cpu(), false, "mine"}, 0, {"cpu mine", "gpu b"}).why, "mine");
 }
 
-// A thread that cannot have its GPU ends the job with an error, not the process.
+// If a thread cannot get its GPU, the job ends with an error, but not the process.
 TEST(DeviceChoice, RanksThatAreThreadsThrow) {
   NEEDS_CUDA();
   if (!kernels::emulated_cuda() && kernels::cuda::device_count() > 7) GTEST_SKIP() << "not run: there is such a GPU";

@@ -1,6 +1,5 @@
-// EchoNccl: a stand-in for NCCL whose ranks do not meet, so that its calls can be part of graphs. A gather gives each
-// rank its own part once per rank; a sum is what one rank gave; what is received is what was sent last. Streams,
-// events and memory are used as NCCL would use them.
+// EchoNccl: a stand-in for NCCL whose ranks do not meet, so that its calls can be part of graphs. A gather gives each rank its own part
+// once per rank; a sum is one rank's input; a receive gets the last send. Streams, events and memory are used as NCCL would use them.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +16,7 @@
 
 namespace sheaf::testing {
 
-/// What can hold calls up.
+/// Can hold calls up.
 struct EchoDelays {
   std::atomic<bool> busy = false;  ///< as if a peer were missing
   std::atomic<int> graphs = 0;     ///< that hold calls: an abort waits for them, as NCCL's does
@@ -53,7 +52,7 @@ class EchoComm final : public NcclComm {
   Event record() override { return gpu_->record(stream_); }
   void group(const std::function<void()>& calls) override {
     std::this_thread::sleep_for(std::chrono::milliseconds(delays_->enqueue_ms));
-    std::atomic<int>& most = delays_->most[world_rank_];  // of one thread
+    std::atomic<int>& most = delays_->most[world_rank_];  // on one thread
     most = std::max(most.load(), 1 + static_cast<int>(LaneThread::waiting()));
     calls();
     ++delays_->enqueued[world_rank_];

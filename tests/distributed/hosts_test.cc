@@ -1,5 +1,5 @@
-// Jobs over several hosts: groups of ranks on one host talk through its memory, the others over Gloo. HOSTS=aab says
-// which ranks shall share one; two_hosts_test has hosts that the system keeps apart.
+// Jobs over several hosts: groups of ranks on one host communicate through its memory, the others over Gloo. HOSTS=aab says which ranks
+// share a host; two_hosts_test has hosts that the system isolates.
 #include "sheaf/distributed/hosts.h"
 
 #include <gtest/gtest.h>
@@ -28,8 +28,7 @@ void expect_success(const std::vector<ProcessResult>& results, const std::string
   }
 }
 
-/// All collectives on both axes of the grid have the bits that ranks in one process have. `kinds`: what each rank talks
-/// through, on its axes.
+/// All collectives on both axes of the grid have the bits that ranks in one process have. `kinds`: each rank's transports on its axes.
 void expect_bits_on_grid(const Words& environment, const Words& kinds) {
   SCOPED_TRACE(environment[0]);
   const int ranks = static_cast<int>(kinds.size());
@@ -95,7 +94,7 @@ TEST(Hosts, KilledPeerIsNamedToAll) {
                  {"rank 3 failed: [data] token 70000 is out of vocabulary"});
 }
 
-// Whoever notices it tells those who wait in groups of the other kind.
+// The rank that notices it tells those that wait in groups of the other kind.
 TEST(Hosts, HangEndsInATimeOutThatNamesTheMissing) {
   for (const char* scenario : {"grid_hang_in_row", "grid_hang_in_column"})
     for (const auto& r : run_processes(

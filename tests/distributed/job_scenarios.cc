@@ -50,7 +50,7 @@ void say_kinds(World& world) {
   std::cout << world.kind() << ": data " << kind(0) << ", model " << kind(1) << std::endl;
 }
 
-/// All collectives on both axes, and what a plan of this job says that its communicators hold.
+/// All collectives on both axes, and the memory that a plan of this job predicts for its communicators.
 void run_grid_battery(World& world) {
   const int64_t before = RankContext::current().cpu->stats().live;
   const std::string report = grid_report(world, BufferMemory::mixed);
@@ -64,10 +64,10 @@ void run_grid_battery(World& world) {
   std::cout << report << (held == planned ? "" : str(" holds ", held, ", not ", planned)) << std::endl;
 }
 
-/// All-reduces without end; `event` happens on rank 1 (or `culprit`) at the sixth.
+/// All-reduces in an endless loop; `event` happens on rank 1 (or `culprit`) at the sixth.
 void train(World& world, const std::function<void()>& event, int culprit = 1) {
   Mesh mesh = world.mesh({{"data", world.size()}});
-  static std::vector<float> x(100'000), y(100'000);  // outlive what a failure leaves behind
+  static std::vector<float> x(100'000), y(100'000);  // outlive the collectives that a failure leaves unfinished
   for (int step = 0; step < 100'000; ++step) {
     if (step == 5 && world.rank() == culprit) event();
     Event a = mesh.runtime->gather_lane(0).all_reduce(x.data(), 100'000, kF32, Reduction::sum, "blocks.3");
@@ -90,7 +90,7 @@ void train_on_grid(World& world, const std::function<void()>& event) {
   }
 }
 
-/// Inputs are overwritten as soon as a collective is over: whoever still reads then gets something else.
+/// Inputs are overwritten as soon as a collective is over: a rank that still reads them gets wrong values.
 void overwrite(World& world, MemoryKind where) {
   Communicator& comm = lane(world);
   const int n = world.size();
@@ -230,7 +230,7 @@ const std::map<std::string, std::function<void(World&)>>& scenarios() {
       {"grid_throw", [](World& w) {
          w.guard([&] { train_on_grid(w, [] { fail<DataError>("[data] token 70000 is out of vocabulary"); }); });
        }},
-      // Rank 3 hangs. One neighbour waits for it, the others come to a call on the other axis somewhat later.
+      // Rank 3 hangs. One neighbour waits for it; the others reach a call on the other axis somewhat later.
       {"grid_hang_in_row", [](World& w) { hang_on_grid(w, 2, 1); }},
       {"grid_hang_in_column", [](World& w) { hang_on_grid(w, 1, 0); }},
       // Rank 3 stops. Rank 2 waits for it in their row, rank 0 for both of them.
@@ -251,7 +251,7 @@ const std::map<std::string, std::function<void(World&)>>& scenarios() {
          if (w.rank() == 1) mesh.runtime->gather_lane(0).barrier("column").sync();
          mesh.runtime->gather_lane(1).barrier("row").sync();
        }},
-      {"held_up", [](World& w) {  // rank 3 stops; rank 2 waits for it, and so cannot come to rank 0
+      {"held_up", [](World& w) {  // rank 3 stops; rank 2 waits for it, and so cannot reach rank 0
          Communicator& all = lane(w);
          Mesh mesh = w.mesh({{"data", 2}, {"model", 2}});
          all.barrier("once").sync();
@@ -263,7 +263,7 @@ const std::map<std::string, std::function<void(World&)>>& scenarios() {
   return *all;
 }
 
-/// Rank 1 cannot or does not want to take part in shared memory.
+/// Rank 1 cannot take part in shared memory, or does not want to.
 void handicap() {
   if (std::getenv("SMALL_FILES")) {  // a memfd is larger than this
     signal(SIGXFSZ, SIG_IGN);
@@ -281,7 +281,7 @@ void choose_host() {
 std::multiset<std::string> open_files() {
   std::multiset<std::string> out;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
-    std::error_code error;  // the listing's own descriptor is gone by now
+    std::error_code error;  // the descriptor of the listing itself is closed by now
     const std::string target = std::filesystem::read_symlink(entry.path(), error).string();
     if (!error) out.insert(target.substr(0, target.find(':')));
   }
@@ -294,7 +294,7 @@ std::set<std::string> listed(const char* folder) {
   return out;
 }
 
-/// Uses shared memory, then looks for what is left of it.
+/// Uses shared memory, then looks for leftovers.
 int leftovers() {
   const auto files = open_files();
   const auto shared = listed("/dev/shm");
@@ -332,7 +332,7 @@ int run_scenario(const std::string& scenario) {
     sleep_for(60);
     return 0;
   }
-  if (scenario.starts_with("trap")) {  // what it ends with after SIGTERM
+  if (scenario.starts_with("trap")) {  // the exit code after SIGTERM
     static volatile std::sig_atomic_t asked = 0;
     std::signal(SIGTERM, [](int) { asked = 1; });
     while (!asked) sleep_for(0.01);

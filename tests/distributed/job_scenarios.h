@@ -1,4 +1,4 @@
-// What the ranks of a job of processes do in tests, whatever transports their bytes; and what is expected of them.
+// The scenarios that the ranks of a job of processes run in tests, over any transport, and the expected outcomes.
 #pragma once
 
 #include <string>
@@ -20,18 +20,18 @@ inline constexpr int kLargestWorld = 5;
 std::string battery_report(World& world, BufferMemory memory = BufferMemory::normal);
 /// The same on the gather lanes of grid(), one after the other.
 std::string grid_report(World& world, BufferMemory memory = BufferMemory::normal);
-/// All ranks in two rows, the axis "model"; a rank's peer in the other row is that of axis "data".
+/// All ranks in two rows, the axis "model"; axis "data" joins a rank and its peer in the other row.
 Mesh grid(World& world);
 
-/// The main() of a rank: runs one scenario, prints its failure and returns its exit code. "launch/<ranks>/<scenario>"
-/// starts ranks itself. With HOSTS=aab in the environment rank 2 is on a host of its own.
+/// The main() of a rank: runs one scenario, prints its failure and returns its exit code. "launch/<ranks>/<scenario>" starts ranks itself.
+/// With HOSTS=aab in the environment rank 2 is on a host of its own.
 int run_scenario(const std::string& scenario);
 
 void expect_said(const ProcessResult& result, const std::string& part);
 std::string last_line(std::string text);
 /// At worlds 1 to kLargestWorld every rank reports what ranks that are threads report.
 void expect_bits_of_local(const std::string& scenario);
-/// All ranks except `culprit` end with `code` within `seconds` and say `parts`.
+/// All ranks except `culprit` end with `code` within `seconds`, and their output contains `parts`.
 std::vector<ProcessResult> expect_fallout(const ProcessJob& job, int culprit, int culprit_code, int code,
                                           double seconds, const std::vector<std::string>& parts);
 

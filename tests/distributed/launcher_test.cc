@@ -66,7 +66,7 @@ TEST(Launcher, PassesSignalsOn) {
   EXPECT_LT(r.seconds, 5.0);
 }
 
-// A rank that fails on its way out, as where a checkpoint cannot be saved, and ranks that had come to their end.
+// A rank that fails during exit, as when a checkpoint cannot be saved, and ranks that had already finished.
 TEST(Launcher, ASignalHidesNoFailureAndMakesNone) {
   for (const auto& [scenario, code] : {std::pair{"launch/2/trap74", 74}, {"launch/2/trap0", 0}}) {
     const auto r = run_processes({.scenario = scenario, .ranks = 1, .own_variables = false, .limit = 20, .signal = SIGTERM, .signal_after = 1.0})[0];
@@ -75,7 +75,7 @@ TEST(Launcher, ASignalHidesNoFailureAndMakesNone) {
   }
 }
 
-// As under nohup, or behind `&` in a script.
+// As under nohup, or in the background of a script (`&`).
 TEST(Launcher, IgnoresWhatWasIgnoredWhenItStarted) {
   for (const int signal : {SIGHUP, SIGINT}) {
     const auto previous = std::signal(signal, SIG_IGN);
@@ -87,7 +87,7 @@ TEST(Launcher, IgnoresWhatWasIgnoredWhenItStarted) {
 }
 
 TEST(Launcher, KilledLauncherTakesItsRanksAlong) {
-  // The ranks hold the output pipe open for as long as they live, so this ends soon only if they die too.
+  // The ranks hold the output pipe open as long as they live, so this ends soon only if they die, too.
   const auto start = std::chrono::steady_clock::now();
   const auto r = run_processes({.scenario = "launch/2/wait", .ranks = 1, .own_variables = false, .limit = 20,
                                 .signal = SIGKILL, .signal_after = 1.0})[0];

@@ -1,4 +1,4 @@
-// Ranks of one process that share a GPU: the collectives on its memory, in the order of its streams.
+// Ranks of one process that share a GPU: collectives on its memory, in the order of its streams.
 #include <chrono>
 
 #include "sheaf/core/gpu.h"
@@ -50,7 +50,7 @@ TEST(LocalGpu, HostAndGpuBuffersDoNotMix) {
 
 TEST(LocalGpu, ReductionBesideOtherWorkOfTheStream) {
   SHEAF_NEEDS_GPU();
-  // What is written to the buffer before the call counts, what is written behind its event does not.
+  // Writes to the buffer before the call count; writes after its event do not.
   run_local(3, [](World& world) {
     Gpu& gpu = *RankContext::current().gpu;
     const std::vector<float> mine(1000, static_cast<float>(world.rank() + 1)), other(1000, 77.0f);

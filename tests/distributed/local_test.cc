@@ -46,9 +46,9 @@ TEST(Local, EveryCollectiveAtWorlds1To5) {
   }
 }
 
-// On the rank's own thread if the lane is idle, else behind what is on it.
+// On the rank's own thread if the lane is idle, otherwise after the lane's pending calls.
 TEST(Local, WhatIsWaitedForIsDoneAtOnceAndInOrder) {
-  std::latch looked(3);  // the last rank comes to the barrier when all have seen that it is not over
+  std::latch looked(3);  // the last rank enters the barrier only when all have seen that it is not over
   run_local(3, [&](World& world) {
     Communicator& comm = lane(world);
     std::vector<float> x(10, 1.0f);
@@ -109,7 +109,7 @@ TEST(Local, BytesReceivedFollowTheFormulas) {
     EXPECT_EQ(comm.bytes_received(), expected);
     comm.reduce_scatter(all.data(), x.data(), counts, kF32, "b").sync();
     EXPECT_EQ(comm.bytes_received(), expected += 4 * 3 * counts[me]);
-    comm.all_reduce(x.data(), 4096, kF32, Reduction::sum, "b").sync();  // a ring's bytes: 2 (n-1)/n of the data
+    comm.all_reduce(x.data(), 4096, kF32, Reduction::sum, "b").sync();  // bytes of a ring: 2 (n-1)/n of the data
     EXPECT_EQ(comm.bytes_received(), expected += 2 * 3 * 4096);
     comm.broadcast(x.data(), 100, 2, "b").sync();
     EXPECT_EQ(comm.bytes_received(), expected += me == 2 ? 0 : 100);
@@ -182,7 +182,7 @@ class NotedTransport final : public Transport {
   std::vector<std::string>& ended_;
 };
 
-// Not by where their specs lie, which differs from rank to rank.
+// Not in the order of their specs' addresses, which differs between ranks.
 TEST(Local, MeshesEndInTheOrderInWhichTheyWereMade) {
   using Axes = std::vector<MeshSpec::Axis>;
   const Axes meshes[] = {{{"last", 6}}, {{"first", 2}, {"second", 3}}, {{"middle", 6}}};
@@ -276,7 +276,7 @@ void expect_failure(int ranks, int code, std::vector<std::string> parts, const s
   EXPECT_GE(codes, 1);
 }
 
-// Of three ranks the last stays away from a gather.
+// The last of three ranks does not call a gather.
 void expect_time_out(const std::string& path, const std::string& what, LocalOptions options) {
   std::atomic<bool> over = false;
   expect_failure(3, 71, {"[all_gather] rank", what, "missing ranks: 2"},
@@ -314,7 +314,7 @@ TEST(Local, TheEnvironmentSaysHowLongAHangMayTake) {
   {
     const Variable given("0.2");
     expect_time_out("blocks.3", "time-out after 0.2 s", {});
-    expect_time_out("blocks.3", "time-out after 0.3 s", {.timeout = milliseconds(300)});  // the program knows better
+    expect_time_out("blocks.3", "time-out after 0.3 s", {.timeout = milliseconds(300)});  // options in the program win
   }
   const Variable wrong("soon");
   try {
@@ -396,7 +396,7 @@ TEST(Local, LinksBetweenHostsHaveASpeedOfTheirOwn) {
       comm.all_gather(mine.data(), all.data(), std::vector<int64_t>(static_cast<size_t>(comm.size()), kEach), kF32, "links").sync();
       return seconds_since(start);
     };
-    gather(mesh.runtime->gather_lane(1));  // its thread starts
+    gather(mesh.runtime->gather_lane(1));  // starts its thread
     EXPECT_LT(gather(mesh.runtime->gather_lane(1)), 0.04) << "on one host";
     EXPECT_GE(gather(mesh.runtime->gather_lane(0)), 0.04) << "from another";
     EXPECT_GE(gather(lane(world)), 0.08) << "from two on another";
@@ -405,7 +405,7 @@ TEST(Local, LinksBetweenHostsHaveASpeedOfTheirOwn) {
 
 TEST(Local, ManyFailuresAtOnceNeverHang) {
   for (int trial = 0; trial < 30; ++trial) {
-    // Out here, because a rank that throws leaves collectives behind that still use them.
+    // Outside, because a rank that throws leaves collectives unfinished that still use them.
     std::vector<std::vector<float>> buffers(4, std::vector<float>(4000, 1.0f));
     EXPECT_ANY_THROW(run_local(4, [&](World& world) {
       Mesh mesh = world.mesh({{"data", 4}});

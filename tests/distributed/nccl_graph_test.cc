@@ -1,5 +1,5 @@
-// NcclCommunicator's calls in graphs and its end, over EchoNccl: how calls are recorded, joined and
-// watched, not what NCCL does in a graph. That is tried with one rank on one GPU.
+// NcclCommunicator's calls in graphs, and its end, over EchoNccl: how calls are recorded, joined and watched, not what NCCL does in a
+// graph; that is tested with one rank on one GPU.
 #include "sheaf/tests/distributed/echo_nccl.h"
 #include "sheaf/tests/distributed/nccl_job.h"
 #include "sheaf/tests/needs_gpu.h"
@@ -50,7 +50,7 @@ TEST(NcclGraph, ReplaysCallsOfBothLanes) {
                           EXPECT_EQ(step.y.to_vector(), std::vector<float>(2000, value));
                           EXPECT_EQ(step.z.to_vector(), std::vector<float>(2000, value));
                         }
-                        EXPECT_EQ(lane(world).sequence(), 3u);  // replays are no calls
+                        EXPECT_EQ(lane(world).sequence(), 3u);  // replays are not calls
                       },
                       {}));
 }
@@ -126,7 +126,7 @@ TEST(NcclGraph, AReplayHearsOfAJobThatFailed) {
          {"rank 1 failed: [data] token 70000 is out of vocabulary"});
 }
 
-// Who holds the graph waits for a call, and would wait for ever if its lane waited for the graph.
+// The holder of the graph waits for a call, which would never return if its lane waited for the graph.
 TEST(NcclGraph, AnAbortWaitsForGraphsAndNobodyForIt) {
   SHEAF_NEEDS_GPU();
   EchoNccl nccl;
@@ -134,7 +134,7 @@ TEST(NcclGraph, AnAbortWaitsForGraphsAndNobodyForIt) {
       nccl,
       [&](World& world) {
         Step step(world);
-        struct Held {  // goes before the step does
+        struct Held {  // destroyed before the step
           explicit Held(std::atomic<int>& graphs) : graphs_(graphs) { ++graphs_; }
           ~Held() { --graphs_; }
           std::atomic<int>& graphs_;
@@ -164,7 +164,7 @@ TEST(NcclCommunicatorsEnd, DoesNotWaitForEverForPeers) {
   while (nccl.delays->there > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
-// A collective of one rank would be a copy; what it sends itself takes NCCL's kernel.
+// A collective of one rank would be a copy; a send to itself uses NCCL's kernel.
 TEST(NcclGraph, OfNcclItselfOneRankOnOneGpu) {
   SHEAF_NEEDS_GPU();
   SHEAF_NEEDS_NCCL();

@@ -1,4 +1,5 @@
-// Jobs whose ranks are threads that talk over a given NCCL: what tests of NcclCommunicator share.
+// Jobs whose ranks are threads that communicate over a given NCCL: shared by the tests of
+// NcclCommunicator.
 #pragma once
 
 #include <chrono>
@@ -25,20 +26,20 @@ struct Options {
   std::chrono::milliseconds timeout{60'000};
 };
 
-/// Asks for registered buffers while it lives.
+/// Requests registered buffers as long as it lives.
 struct Registered {
   Registered() { setenv("SHEAF_NCCL_REGISTER", "1", 1); }
   ~Registered() { unsetenv("SHEAF_NCCL_REGISTER"); }
 };
 
-/// What each rank threw: exit code and message, 0 if nothing.
+/// The error that each rank threw: exit code and message, 0 if none.
 struct Outcome {
   int code = 0;
   std::string what = {};
 };
 
-/// Ranks that are threads, but otherwise a job like one of processes: store, monitors, Gloo between
-/// the hosts.
+/// Ranks are threads, but otherwise this is like a job of processes: store, monitors, Gloo between
+/// hosts.
 inline std::vector<Outcome> run_job(NcclLibrary& library, const std::function<void(World&)>& body,
                              Options options) {
   Socket listener = listen_on("127.0.0.1", 0);
@@ -100,7 +101,7 @@ inline Event add(Communicator& comm, const Tensor& x, std::string_view path) {
   return comm.all_reduce(x.view().data, x.numel(), kF32, Reduction::sum, path);
 }
 
-/// Waits until `comm` has enqueued, or finished, what it was given.
+/// Waits until `comm` has enqueued, or finished, all its calls.
 inline void settle(NcclComm& comm) {
   std::string why;
   NcclComm::State state;
@@ -108,7 +109,7 @@ inline void settle(NcclComm& comm) {
   ASSERT_EQ(state, NcclComm::State::ready) << why;
 }
 
-/// Why NCCL cannot be called here; empty if it can.
+/// The reason why NCCL cannot be called here; empty if it can.
 inline std::string why_no_nccl() {
   try {
     if constexpr (kernels::kHasCuda) return nccl_library(), "";

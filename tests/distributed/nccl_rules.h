@@ -1,5 +1,5 @@
-// NcclRules: what NCCL demands of memory that is registered with it, and of its callers, checked in calls of its
-// stand-ins. Breaking a rule fails the running test.
+// NcclRules: what NCCL demands of registered memory and of its callers, checked in calls of its stand-ins. A violation fails the running
+// test.
 #pragma once
 
 #include <map>
@@ -16,12 +16,12 @@ namespace sheaf::testing {
 
 class NcclRules : public std::enable_shared_from_this<NcclRules> {
  public:
-  /// Where a buffer is in its rank's registered memory.
+  /// A buffer's place in its rank's registered memory.
   struct Place {
     size_t piece, offset;
     bool operator==(const Place&) const = default;
   };
-  /// How buffers of one kind, such as "all_gather out", were moved: those of all ranks.
+  /// How buffers of one kind, such as "all_gather out", were transferred, over all ranks.
   struct Moved {
     int64_t in_place = 0, copied = 0;
     int64_t largest_copied = 0;  ///< bytes
@@ -37,18 +37,18 @@ class NcclRules : public std::enable_shared_from_this<NcclRules> {
   void remove(const void* comm, void* registration);
   /// Finalized: nothing may be registered any more.
   void ended(const void* comm);
-  /// Aborted: NCCL forgets by itself.
+  /// Aborted: NCCL drops its registrations itself.
   void forget(const void* comm);
-  /// Notes that `kind` is moved; nothing if NCCL would copy it.
+  /// Notes a transfer of `kind`; nothing if NCCL would copy the buffer.
   std::optional<Place> note(const void* comm, const std::string& kind, const void* buffer, int64_t bytes);
-  /// Notes where all members of a communicator have one call's buffer: registered by all or by none.
+  /// Notes the places of one call's buffer on all members of a communicator: registered by all or by none.
   void compare(const std::vector<std::optional<Place>>& places);
 
   // --- of a rank: its GPU ---
   /// A communicator exists from now on, or no longer.
   void joined(const Gpu* gpu);
   void left(const Gpu* gpu);
-  /// Calls of all communicators of a GPU come from one thread, as long as there are any.
+  /// Calls of all communicators of a GPU come from one thread, as long as there are any communicators.
   void issued(const Gpu* gpu);
 
   Moved moved(const std::string& kind) const;
@@ -59,7 +59,7 @@ class NcclRules : public std::enable_shared_from_this<NcclRules> {
   class Memory;
   struct Piece {
     const Memory* owner;
-    size_t number, bytes;  // among its owner's
+    size_t number, bytes;  // index and size among its owner's
   };
 
   mutable std::mutex mutex_;

@@ -1,5 +1,5 @@
-// NcclCommunicator: over a stand-in for NCCL whose ranks are threads that share a GPU (an emulated
-// one will do), and over NCCL itself: one rank on one GPU, several where there are several GPUs.
+// NcclCommunicator: over a stand-in for NCCL whose ranks are threads that share a GPU (an emulated one will do), and over NCCL itself: one
+// rank on one GPU, or several ranks where there are several GPUs.
 #include "sheaf/core/profile.h"
 #include "sheaf/tests/distributed/collective_battery.h"
 #include "sheaf/tests/distributed/nccl_job.h"
@@ -103,7 +103,7 @@ TEST(NcclCommunicator, CountsBytesAndHasNoSumsOfU16) {
   expect(refused, ExitCode::kConfig, {"[all_reduce] narrow: NCCL has no reductions of u16"});
 }
 
-// That they are there. When a stand-in's streams get to them says nothing.
+// That they were enqueued. When a stand-in's streams reach them says nothing.
 TEST(NcclCommunicator, AProfileHasItsCalls) {
   SHEAF_NEEDS_GPU();
   testing::ThreadNccl nccl;
@@ -125,7 +125,7 @@ TEST(NcclCommunicator, AProfileHasItsCalls) {
 
 TEST(NcclCommunicator, TheLaneDoesNotWaitForTheDevice) {
   SHEAF_NEEDS_GPU();
-  // Rank 1 comes late: rank 0 enqueues all its calls before.
+  // Rank 1 is late: rank 0 enqueues all its calls before.
   testing::ThreadNccl nccl;
   expect_well(run_job(nccl,
                       [](World& world) {
@@ -212,7 +212,7 @@ TEST(NcclCommunicator, ARankThatThrowsEndsEverybodysCalls) {
         const Tensor x = ones(world), y = ones(world);
         add(lane(world), x, "blocks.0").sync();
         if (world.rank() == 1) {
-          std::this_thread::sleep_for(milliseconds(100));  // the others' calls are under way
+          std::this_thread::sleep_for(milliseconds(100));  // the others' calls are in flight
           fail<DataError>("[data] token 70000 is out of vocabulary");
         }
         const Event a = add(lane(world), x, "blocks.1"), b = add(other_lane(world), y, "blocks.2");
@@ -314,7 +314,7 @@ TEST(Nccl, OneRankOnOneGpu) {
       comm->send(in, 4000, 0);
       comm->receive(out, 4000, 0);
     });
-    // In memory that NCCL knows.
+    // In memory that is registered with NCCL.
     const std::shared_ptr<PieceSource> memory = nccl.memory();
     ASSERT_NE(memory, nullptr);
     constexpr int64_t kPiece = 4 << 20;

@@ -1,5 +1,5 @@
-// Prefetch really overlaps: with every gather and every layer's compute slowed by 20 ms, gathering ahead of use cuts the
-// forward's time by more than 35 %. Both only sleep, so the figure does not depend on how busy the machine is.
+// Prefetch really overlaps: with every gather and every layer's compute slowed by 20 ms, gathering ahead of use cuts the forward's time by
+// more than 35 %. Both only sleep, so the figure does not depend on how busy the machine is.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -61,7 +61,7 @@ double forward_seconds(int64_t budget) {
 TEST(Overlap, PrefetchHidesGathersBehindCompute) {
   const double without = forward_seconds(0);
   double with = without;
-  for (int i = 0; i < 3; ++i) with = std::min(with, forward_seconds(-1));  // a busy machine only adds to it
+  for (int i = 0; i < 3; ++i) with = std::min(with, forward_seconds(-1));  // a busy machine only makes it longer
   EXPECT_GE(without, kLayers * 0.040);
   EXPECT_LE(with, 0.65 * without) << "with prefetch " << with << " s, without " << without << " s";
   RecordProperty("cut_percent", static_cast<int>(100 * (1 - with / without)));

@@ -32,7 +32,7 @@ std::vector<ProcessResult> run_processes(const ProcessJob& job) {
   std::vector<int> pipes(job.ranks, -1);
   for (int r = 0; r < job.ranks; ++r) {
     if (std::count(job.absent.begin(), job.absent.end(), r)) continue;
-    std::vector<std::string> variables = job.environment;  // the first of a name counts
+    std::vector<std::string> variables = job.environment;  // the first variable of a name counts
     if (job.own_variables) {
       const std::string n = std::to_string(job.ranks), rank = std::to_string(r);
       for (std::string v : {"RANK=" + rank, "WORLD_SIZE=" + n, "LOCAL_RANK=" + rank, "LOCAL_WORLD_SIZE=" + n,

@@ -1,4 +1,4 @@
-// Runs this test program again as the ranks of a job, and collects what they said and how they ended.
+// Runs this test program again as the ranks of a job, and collects their output and how they ended.
 #pragma once
 
 #include <chrono>

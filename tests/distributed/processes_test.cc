@@ -1,4 +1,4 @@
-// What holds for ranks that are processes, whatever carries their bytes.
+// What holds for ranks that are processes, over any transport.
 #include <gtest/gtest.h>
 
 #include <csignal>
@@ -14,8 +14,7 @@ using testing::expect_fallout;
 using testing::expect_said;
 using testing::run_processes;
 
-/// The parameter is what ranks talk through: for "shm+gloo" rank 0 is on a host of its own, and groups of all ranks talk
-/// over Gloo.
+/// The parameter is the transport: with "shm+gloo" rank 0 is on a host of its own, and groups of all ranks communicate over Gloo.
 class Processes : public ::testing::TestWithParam<std::string> {
  protected:
   void SetUp() override {
@@ -58,7 +57,7 @@ TEST_P(Processes, AbortReachesEverybody) {
   for (const auto& r : run_processes({.scenario = "abort", .ranks = 3})) {
     EXPECT_EQ(r.code, 72) << r.output;
     expect_said(r, "had enough");
-    // A barrier of Gloo's can be over on one rank, which then aborts, and not yet on another.
+    // A Gloo barrier may be over on one rank, which then aborts, while another still waits in it.
     if (!over_gloo()) expect_said(r, "(twice)");
     EXPECT_LT(r.seconds, 3.0);
   }
@@ -106,7 +105,7 @@ TEST_P(Processes, RankThatLeavesEarlyIsNamed) {
 TEST_P(Processes, DisagreementNamesBothSides) {
   for (const auto& r : run_processes({.scenario = "mismatch", .ranks = 3})) {
     EXPECT_EQ(r.code, 70) << r.output;
-    // Over Gloo whoever finds it out names itself and its neighbour.
+    // Over Gloo the rank that detects it names itself and its neighbour.
     expect_said(r, str(over_gloo() ? "" : "rank 0 ", "calls all_gather f32 [1000, 1000, 1000] (blocks.1)"));
     expect_said(r, "rank 1 calls reduce_scatter f32 [1000, 1000, 1000] (blocks.1)");
     EXPECT_LT(r.seconds, 3.0);

@@ -1,5 +1,5 @@
-// Gathers ahead of use are issued where a layer's activations leave their lane alone for longest: before the exchanges, between them,
-// or after them, depending on where the layer's work is; on all ranks alike.
+// Prefetched gathers are issued where a layer's activations leave their lane idle for longest: before the exchanges, between them, or after
+// them, depending on where the layer computes; the same on all ranks.
 #include <gtest/gtest.h>
 
 #include "sheaf/autograd/ops.h"
@@ -14,7 +14,7 @@ namespace {
 constexpr int kLayers = 4;
 constexpr int64_t kWidth = 12;
 
-// A layer that computes so many products before, between and behind two exchanges.
+// A layer that computes the given numbers of products before, between and after two exchanges.
 struct Layer {
   int before, between, behind;
   bool reads = true;  // a parameter, between them
@@ -58,7 +58,7 @@ struct Model {
   std::vector<std::shared_ptr<Unit>> layers;
 };
 
-// How many exchanges are between the gather of the first layer and that of the second, ahead of use; else -1.
+// The number of exchanges between the gather of the first layer and the prefetched gather of the second; -1 if that is not prefetched.
 int exchanges_before_gather(const Tape& tape) {
   int exchanges = 0, gathers = 0;
   for (NodeId id = 0; id < tape.num_nodes(); ++id) {
@@ -100,7 +100,7 @@ TEST(QuietStretch, GathersAheadOfUseGoWhereActivationsDoNotForLongest) {
   }
 }
 
-// What a layer does not send this time need not be waited for: then its successor is gathered when it is used.
+// If a layer skips its exchanges once, they are not waited for: its successor is then gathered when it is used.
 TEST(QuietStretch, OfFewerExchangesThanForeseenNothingIsMissed) {
   run_local(2, [](World& w) {
     Model model(w.mesh({{"context", 2}}));
@@ -117,7 +117,7 @@ TEST(QuietStretch, OfFewerExchangesThanForeseenNothingIsMissed) {
   }, {.threads_per_rank = 1});
 }
 
-// Where a pass ends by an exception, what was put off is due no more: a recording that is left sends nothing.
+// If a pass ends by an exception, deferred gathers are dropped: an abandoned recording sends nothing.
 TEST(QuietStretch, AnExceptionGathersNothing) {
   run_local(2, [](World& w) {
     Model model(w.mesh({{"context", 2}}));

@@ -58,7 +58,7 @@ TEST(Rendezvous, TorchrunsAgentHoldsItsPort) {
   Variables v = {{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_WORLD_SIZE", "2"}, {"MASTER_ADDR", "some-host"},
                  {"MASTER_PORT", "5000"}, {"TORCHELASTIC_USE_AGENT_STORE", "True"}};
   EXPECT_EQ(read(v).port, 5001);
-  EXPECT_EQ(read(v).host, "127.0.0.1");  // all ranks are here, whatever this host is called
+  EXPECT_EQ(read(v).host, "127.0.0.1");  // all ranks are on this host, whatever its name
   v["SHEAF_PORT"] = "6000";
   EXPECT_EQ(read(v).port, 6000);
 }
@@ -70,7 +70,7 @@ TEST(Rendezvous, HowOftenTheJobWasStartedAgain) {
   EXPECT_EQ(read(v).restarts, 2);
   v["TORCHELASTIC_RESTART_COUNT"] = "often";
   expect_refused(v, "TORCHELASTIC_RESTART_COUNT='often' is not a number");
-  v.erase("RANK"), v.erase("WORLD_SIZE");  // of somebody else's job
+  v.erase("RANK"), v.erase("WORLD_SIZE");  // of another job
   EXPECT_EQ(read(v).restarts, 0);
 }
 
@@ -111,7 +111,7 @@ TEST(Rendezvous, SlurmTellsWhoSharesAHost) {
   EXPECT_EQ(local_world({{"SLURM_STEP_NUM_NODES", "1"}, {"SLURM_JOB_NUM_NODES", "2"}}), 4);
   EXPECT_EQ(local_world({{"SLURM_JOB_NUM_NODES", "1"}}), 4);
   EXPECT_EQ(local_world({{"SLURM_JOB_NUM_NODES", "2"}, {"SLURM_NTASKS_PER_NODE", "2"}}), 2);
-  // sbatch --ntasks-per-node=8, then srun -n 4: what the step is counts, not what was asked for.
+  // sbatch --ntasks-per-node=8, then srun -n 4: the actual size of the step counts, not the request.
   EXPECT_EQ(local_world({{"SLURM_NTASKS_PER_NODE", "8"}}), 4);
   EXPECT_EQ(local_world({{"SLURM_STEP_TASKS_PER_NODE", "1(x4)"}, {"SLURM_NODEID", "3"}, {"SLURM_NTASKS_PER_NODE", "4"}}), 1);
   EXPECT_EQ(local_world({{"SLURM_STEP_TASKS_PER_NODE", "many"}, {"SLURM_NODEID", "0"}}), 1);
@@ -128,7 +128,7 @@ TEST(Rendezvous, SlurmStartsRanksOfPmi) {
   v["SLURM_STEP_TASKS_PER_NODE"] = "1(x2)";
   EXPECT_EQ(read(v).local_world, 1);
   EXPECT_EQ(read(v).host, "127.0.0.2");
-  v["SLURM_STEP_NUM_TASKS"] = "1";  // that of a launcher's daemons
+  v["SLURM_STEP_NUM_TASKS"] = "1";  // the size of a step of a launcher's daemons
   expect_refused(v, "MASTER_ADDR");
 }
 
@@ -176,7 +176,7 @@ TEST(Rendezvous, JobsHaveTokensAndPortsOfTheirOwn) {
     EXPECT_EQ(read(other_rank).token, r.token);
     EXPECT_EQ(read(other_rank).port, r.port);
   }
-  // The secret counts beside the id, and an explicit port wins.
+  // The secret counts in addition to the id, and an explicit port wins.
   const Rendezvous r = read(with(jobs[0], {{"SHEAF_TOKEN", "secret"}, {"MASTER_PORT", "5000"}}));
   EXPECT_NE(r.token, read(jobs[0]).token);
   EXPECT_EQ(r.port, 5000);
@@ -223,7 +223,7 @@ TEST(Rendezvous, NamesThatDoNotResolveAreConfiguration) {
                  part);
   expect_refused({{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "8"}, {"SLURM_JOB_NODELIST", "no-such-host.invalid,b"}}, part);
   EXPECT_THROW(connect_to("no-such-host.invalid", 5000, std::chrono::steady_clock::now()), ConfigError);
-  EXPECT_THROW(listen_on("192.0.2.1", 0), ConfigError);  // nobody's address
+  EXPECT_THROW(listen_on("192.0.2.1", 0), ConfigError);  // not an address of this host
   const Socket taken = listen_on("127.0.0.1", 0);
   EXPECT_THROW(listen_on("127.0.0.1", local_port(taken)), ConfigError);
 }
@@ -312,7 +312,7 @@ TEST_F(Store, RefusesStrangers) {
   EXPECT_THROW(client(0, 2), ConfigError);
   EXPECT_THROW(client(1, 3), ConfigError);
   EXPECT_THROW(client(2, 2), ConfigError);
-  // What is no greeting at all ends that connection and nothing else.
+  // An invalid greeting ends that connection and nothing else.
   for (std::string garbage : {std::string("GET / HTTP/1.0\r\n\r\n"), std::string(4, '\xff'), std::string(3, '\0')}) {
     Socket s = connect_to("127.0.0.1", port, in(5));
     send_frame(s, garbage, in(1));
@@ -326,7 +326,7 @@ TEST_F(Store, RefusesStrangers) {
 TEST_F(Store, ADeadRankIsTold) {
   serve(3, "");
   auto a = client(0, 3, "");
-  // A rank that greets and is gone without a farewell.
+  // A rank that greets and then disconnects without a farewell.
   std::thread dies([&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
     Socket s = connect_to("127.0.0.1", port, in(5));

@@ -1,4 +1,4 @@
-// `max_restarts` of the launcher, on shell scripts: what is tried again, how often, as what job, and what ends it.
+// `max_restarts` of the launcher, on shell scripts: which failures are retried, how often, as which job, and what ends it.
 #include <csignal>
 #include <fstream>
 #include <set>
@@ -86,7 +86,7 @@ TEST(Restarts, FailuresThatWouldComeAgainOrWereAskedFor) {
   EXPECT_THAT(::testing::internal::GetCapturedStderr(), HasSubstr("cannot run /no/such/program"));
 }
 
-// Rank 0 merely follows from rank 1, though it is the first to end.
+// Rank 0's failure is only a consequence of rank 1's, though it ends first.
 TEST(Restarts, TheFailureThatIsNamedDecides) {
   const std::string others = "if [ $RANK = 0 ]; then exit 72; fi; sleep 0.3; ";
   EXPECT_THAT(launch(2, 1, others + "exit 75").starts, SizeIs(2));
@@ -112,7 +112,7 @@ TEST(Restarts, ASignalBetweenTriesEndsTheJob) {
 }
 
 TEST(Restarts, ASignalWhileAFailedTryEndsIsTheLast) {
-  // Rank 0 sends it when the launcher has seen rank 1's end; then it ends by it, as it is passed on.
+  // Rank 0 sends the signal once the launcher has seen rank 1's end; it is passed on to rank 0, which it ends.
   const Outcome r = launch(2, 3, "if [ $RANK = 1 ]; then exit 1; fi; l=$PPID; until grep -q '^0 1 ' $starts; do sleep 0.01; done; "
                                  "while grep -q ' [0-9]' /proc/$l/task/$l/children; do sleep 0.01; done; kill -TERM $l; exec sleep 60");
   EXPECT_EQ(r.code, 1);

@@ -1,4 +1,4 @@
-// Ranks that talk through shared memory: what they do not have in common with others (processes_test).
+// Ranks that communicate through shared memory: what is specific to it (for the rest see processes_test).
 #include <gtest/gtest.h>
 
 #include "sheaf/tests/distributed/job_scenarios.h"

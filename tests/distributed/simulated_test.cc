@@ -67,7 +67,7 @@ TEST(Simulated, AThousandRanksAndTheirStaging) {
   EXPECT_THROW(simulated_world(3, 3), ConfigError);
 }
 
-// On hosts of four ranks: model's groups lie within them, data's do not.
+// On hosts of four ranks: model's groups are within one host, data's span hosts.
 TEST(Simulated, EachGroupOfSeveralHostsHasStagingOfItsKind) {
   std::vector<int> hosts;
   for (int r = 0; r < 16; ++r) hosts.push_back(r / 4 * 4);

@@ -33,7 +33,7 @@ struct Op {
   int peer = 0;  // or root
   DType dtype = DType::u8;
   Reduction reduction = Reduction::sum;
-  std::vector<std::optional<NcclRules::Place>> places = {};  // of its buffers
+  std::vector<std::optional<NcclRules::Place>> places = {};  // of the op's buffers
 
   bool is_pair() const { return kind == Kind::send || kind == Kind::receive; }
   bool fits(const Op& o) const {
@@ -49,7 +49,7 @@ std::byte* bytes(const void* p) { return static_cast<std::byte*>(const_cast<void
 struct ThreadNccl::Clique {
   struct Member {
     bool here = false, aborted = false, finalized = false;
-    std::vector<std::vector<Op>> groups;  // all that it has made
+    std::vector<std::vector<Op>> groups;  // all that it has submitted
     Stream stream;
   };
 
@@ -61,7 +61,7 @@ struct ThreadNccl::Clique {
   const std::shared_ptr<NcclRules> rules;
   uint64_t done = 0;  // groups
 
-  // Under the lock: does the next group if everybody has made it.
+  // Under the lock: executes the next group once all members have submitted it.
   void advance(Gpu& gpu, const Stream& stream) {
     for (const Member& m : members)
       if (m.groups.size() <= done || m.aborted) return;
@@ -118,7 +118,7 @@ struct ThreadNccl::Clique {
     const int64_t size = op.count * static_cast<int64_t>(size_of(op.dtype));
     const auto reduced = [&](int64_t begin) {
       const auto out = Storage::allocate(gpu.device(), size);
-      gpu.record(gpu.compute()).order(stream);  // the storage may have been somebody's
+      gpu.record(gpu.compute()).order(stream);  // the storage may have had another user
       std::vector<const void*> sources;
       for (const Op& o : all) sources.push_back(o.in + begin);
       if constexpr (kernels::kHasCuda)
@@ -158,7 +158,7 @@ namespace {
 
 using Clique = ThreadNccl::Clique;
 
-/// Where one member's group is done, or aborted.
+/// The point at which one member's group is done, or aborted.
 class GroupPoint final : public DevicePoint {
  public:
   GroupPoint(std::shared_ptr<Clique> clique, int rank, uint64_t group)
@@ -195,7 +195,7 @@ class ThreadComm final : public NcclComm {
     clique_->rules->joined(gpu_.get());
   }
   ~ThreadComm() override {
-    abort();  // nobody touches the stream any more
+    abort();  // nobody uses the stream any more
     clique_->rules->left(gpu_.get());
     gpu_->destroy_lane(stream_);
   }

@@ -1,6 +1,5 @@
-// ThreadNccl: NCCL's behaviour between ranks that are threads and share a GPU. Groups of calls that match each other
-// are done when the last member has made them; groups that do not match, or that a member never makes, are never
-// done.
+// ThreadNccl: NCCL's behaviour between ranks that are threads and share a GPU. Matching groups of calls are executed when the last member
+// has submitted its group; groups that do not match, or that a member never submits, never finish.
 #pragma once
 
 #include <map>

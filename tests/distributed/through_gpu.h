@@ -1,4 +1,4 @@
-// ThroughGpu: the tests of communicators, written for buffers of the host, on those of a GPU.
+// ThroughGpu: runs the tests of communicators, written for host buffers, on GPU buffers.
 #pragma once
 
 #include <memory>
@@ -14,8 +14,8 @@
 
 namespace sheaf::testing {
 
-/// A communicator for host buffers over one for those of the GPU: copies to it, calls, and copies back, all in the
-/// order of the rank's stream, so that the host waits only at the end.
+/// A communicator for host buffers on top of one for GPU buffers: copies to the GPU, calls, and copies back, all in the order of the rank's
+/// stream, so that the host waits only at the end.
 class ThroughGpu final : public Communicator {
  public:
   explicit ThroughGpu(Communicator& inner, MemoryKind memory = MemoryKind::normal)
@@ -65,8 +65,7 @@ class ThroughGpu final : public Communicator {
     return std::accumulate(counts.begin(), counts.end(), int64_t{0});
   }
 
-  /// A copy of host memory on the GPU; if `around` covers it on the host, the same place inside
-  /// that one's copy.
+  /// A copy of host memory on the GPU; if `around` covers it on the host, at the same place inside the copy of `around`.
   class Block {
    public:
     Block(const ThroughGpu& comm, const void* host, int64_t bytes, Block* around = nullptr)

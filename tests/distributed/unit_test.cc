@@ -1,5 +1,5 @@
-// Units on the tape: how often they are gathered, discarded and reduced, and that their gradients are right, on a chain
-// of small layers that are driven by hand.
+// Units on the tape: how often they are gathered, discarded and reduced, and that their gradients are right, on a chain of small layers
+// that are driven by hand.
 #include "sheaf/distributed/unit.h"
 
 #include <gtest/gtest.h>
@@ -124,7 +124,7 @@ TEST(Unit, TapeHoldsTwoGathersAndOneReduceScatterPerLayer) {
         if (tape.kind(n) != OpKind::leaf) ++total[tape.op_name(n) + " " + tape.path(n)];
       }
       EXPECT_EQ(total["all_gather layers.0"], 2) << to_text(tape);
-      EXPECT_EQ(total["all_gather layers.1"], step == 0 ? 2 : 1);  // foreseen, it stays, as it would be gathered ahead again
+      EXPECT_EQ(total["all_gather layers.1"], step == 0 ? 2 : 1);  // foreseen, it stays, as it would be prefetched again
       EXPECT_EQ(total["all_gather layers.2"], 1);  // its discard and second gather vanish
       EXPECT_EQ(total["all_gather "], 1);
       EXPECT_EQ(total["discard layers.0"], 2);
@@ -146,7 +146,7 @@ TEST(Unit, TapeHoldsTwoGathersAndOneReduceScatterPerLayer) {
   }, {.threads_per_rank = 1});
 }
 
-// What is foreseen is held in place of what would be gathered ahead, not beside it.
+// Units that stay because they are foreseen count against the prefetch budget; they do not add to it.
 TEST(Unit, NoMoreIsGatheredThanTheBudgetSays) {
   for (const int64_t given : {-1, 2400, 4000, 0})
     run_local(2, [&](World& w) {
@@ -164,7 +164,7 @@ TEST(Unit, NoMoreIsGatheredThanTheBudgetSays) {
     }, {.threads_per_rank = 1});
 }
 
-// A unit that is open while others are gathered ahead may come back before them.
+// A unit that is open while others are prefetched may be needed again before them.
 TEST(Unit, ForeseesUnitsAroundUnitsAndTwoBackwardsInAPass) {
   run_local(2, [](World& w) {
     const auto schedule = std::make_shared<GatherSchedule>();
@@ -218,7 +218,7 @@ TEST(Unit, ForeseesUnitsAroundUnitsAndTwoBackwardsInAPass) {
     }, {.threads_per_rank = 1});
 }
 
-// Between the end of its scope and the backward a parameter may be used in the first step as in the next ones.
+// Between the end of its scope and the backward a parameter may be used, in the first step as in later ones.
 TEST(Unit, AValueStaysUntilTheBackwardBegins) {
   run_local(2, [](World& w) {
     Chain chain(w, 3, Strategy::full_shard);
@@ -275,7 +275,7 @@ TEST(Unit, AGradientClosesWhatItGathers) {
   }
 }
 
-// A gather issued ahead stands before the layer before it: the reduction must not wait until that one's backward is done.
+// A prefetched gather is placed before the previous layer: the reduction must not wait until that layer's backward is done.
 TEST(Unit, PrefetchDoesNotDelayReductions) {
   run_local(2, [&](World& w) {
     Chain chain(w, 3, Strategy::full_shard);
@@ -302,7 +302,7 @@ TEST(Unit, AnotherOrderIsMispredictedAndStillRight) {
     Chain chain(w, 3, Strategy::full_shard);
     std::vector<float> expected;
     for (int step = 0; step < 4; ++step) {
-      if (step >= 2) std::swap(chain.layers[0], chain.layers[2]);  // the schedule expects the order before
+      if (step >= 2) std::swap(chain.layers[0], chain.layers[2]);  // the schedule expects the previous order
       Recording recording({.step = step});
       Tensor loss = sum(chain.forward(input(w)));
       recording.backward(loss);

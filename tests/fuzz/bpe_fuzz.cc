@@ -1,5 +1,5 @@
-// libFuzzer target: the first bytes choose a vocabulary, the others are a text. Nothing of it is lost, except by
-// normalization, and where it may be cut changes nothing.
+// libFuzzer target: the first bytes choose a vocabulary, the others are a text. Encoding loses nothing, except by normalization, and the
+// places where a text may be cut do not change the result.
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
@@ -71,7 +71,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   std::vector<std::string> tokens;
   for (int byte = 0; byte < 256; ++byte) tokens.emplace_back(1, static_cast<char>(byte));
   std::vector<BpePair> merges;
-  // A second byte from 240 on means a merge before this one.
+  // A second byte from 240 on refers to an earlier merge.
   for (size_t i = 0; i < kMerges; ++i) {
     const int32_t left = data[2 * i], right = data[2 * i + 1] < 240 || i == 0 ? data[2 * i + 1] : 256 + data[2 * i + 1] % static_cast<int>(i);
     if (static_cast<size_t>(right) >= tokens.size()) return 0;
@@ -84,7 +84,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     check(*make_llama3_tokenizer(tokens), text);
     for (const bool characters : {false, true})
       check(*make_huggingface_tokenizer(huggingface(tokens, merges, characters), "fuzz"), text, false);
-  } catch (const sheaf::DataError&) {  // a token that is there twice
+  } catch (const sheaf::DataError&) {  // a token that occurs twice
   }
   return 0;
 }

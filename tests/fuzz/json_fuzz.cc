@@ -1,4 +1,4 @@
-// libFuzzer target: any bytes as JSON and as a tokenizer file. What is accepted survives being written and read again.
+// libFuzzer target: any bytes as JSON and as a tokenizer file. Accepted input survives being written and read again.
 #include <string_view>
 
 #include "sheaf/core/json.h"

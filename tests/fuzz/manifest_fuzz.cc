@@ -1,5 +1,5 @@
-// libFuzzer target: any bytes are what a manifest says of tensors. What is accepted covers each tensor exactly once, and
-// survives being written and read again.
+// libFuzzer target: any bytes as a manifest's entries for tensors. An accepted manifest covers each tensor exactly once, and survives being
+// written and read again.
 #include <string_view>
 #include <vector>
 

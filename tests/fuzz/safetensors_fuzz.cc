@@ -6,8 +6,8 @@
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (size < 8) return 0;
-  // The input is the header behind its length; the size of the data section is in the first 8 bytes, so that the fuzzer
-  // does not need to carry data that nobody reads.
+  // The input is the header, after its length; the size of the data section is in the first 8 bytes, so that the fuzzer need not carry data
+  // that nobody reads.
   uint64_t data_bytes = 0;
   std::memcpy(&data_bytes, data, 8);
   const std::string_view header(reinterpret_cast<const char*>(data) + 8, size - 8);

@@ -1,6 +1,6 @@
 // The headers that tests include most, parsed once for all of them (tools/bazel/precompiled.bzl).
 #ifndef SHEAF_TESTS_HEADERS_HEADERS_H_
-#define SHEAF_TESTS_HEADERS_HEADERS_H_  // g++ has a warning for #pragma once in what it precompiles
+#define SHEAF_TESTS_HEADERS_HEADERS_H_  // g++ warns about #pragma once in files that it precompiles
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// What tests of tensors, modules and ranks include most, besides headers.h.
+// In addition to headers.h: the headers that tests of tensors, modules and ranks include most.
 #ifndef SHEAF_TESTS_HEADERS_TENSORS_H_
 #define SHEAF_TESTS_HEADERS_TENSORS_H_
 

@@ -55,7 +55,7 @@ class Array {
   const View& view() const { return view_; }
   operator const View&() const { return view_; }
   size_t bytes() const { return bytes_; }  ///< gaps included
-  /// The same contents, gaps included, in memory of its own.
+  /// The same contents, gaps included, in separate memory.
   Array clone() const {
     Array out = *this;
     if (!memory_) return out;
@@ -113,7 +113,7 @@ inline std::vector<double> values(const View& v) {
   return out;
 }
 
-/// Relative error that one rounding to `d` may cause.
+/// The relative error of one rounding to `d`.
 inline double epsilon(DType d) {
   return d == kF64 ? 1e-15 : d == kF32 ? 1.2e-7 : d == kF16 ? 1e-3 : 8e-3;
 }
@@ -150,7 +150,7 @@ inline Array converted(DType dtype, const Array& x) {
 }
 inline Array in_f64(const Array& x) { return converted(kF64, x); }
 
-/// a + b, dense: one rounding, as of an addition in f32 (f64 for f64) whose result is stored.
+/// a + b, dense: rounded once, like an addition in f32 (f64 for f64) whose result is stored.
 inline Array added(const Array& a, const Array& b, DType dtype) {
   Array out(dtype, a.view().shape);
   out.fill([&](int64_t i) { return a.at(i) + b.at(i); });
@@ -160,7 +160,7 @@ inline Array added(const Array& a, const Array& b, DType dtype) {
 /// The type of a row's mean, logsumexp and the like.
 inline DType statistics_of(DType d) { return d == kF64 ? kF64 : kF32; }
 
-/// View without memory, as a meta run sees it.
+/// A view without memory, as in a meta run.
 inline View without_data(View v) {
   v.data = nullptr;
   return v;
@@ -175,7 +175,7 @@ void with_threads(int threads, F&& f) {
   f();
 }
 
-/// Scratch memory of exactly the bytes asked for, filled with NaN patterns.
+/// Workspace of exactly the requested bytes, filled with NaN patterns.
 class Scratch {
  public:
   explicit Scratch(size_t bytes)
@@ -190,8 +190,7 @@ class Scratch {
   std::shared_ptr<char> memory_;
 };
 
-/// True if elements outside the view of `after` kept the bytes they had in `before`: what a kernel
-/// must not touch.
+/// True if elements outside the view of `after` kept the bytes they had in `before`: kernels must not touch them.
 inline bool gaps_kept(const Array& before, const Array& after) {
   std::vector<char> inside(before.bytes(), 0);
   const size_t size = size_of(before.view().dtype);

@@ -1,4 +1,4 @@
-// The kernels that attention's tests go through.
+// The kernels that attention's tests run.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ struct Kernels {
   size_t (*backward_workspace)(const View& q, const View& k, const View& v);
   decltype(attention_backward)* backward;
 };
-// On a CPU workspace depends on queries, keys and values alone.
+// On a CPU the workspace depends on queries, keys and values alone.
 inline const Kernels kChosen{
     "chosen",
     [](const View& q, const View& k, const View& v) { return attention_workspace(q, k, v, true, {}, {}); },
@@ -28,7 +28,7 @@ inline const Kernels kChosen{
     },
     attention_backward};
 
-/// What this machine would choose, and the other kernels for bf16 that it could.
+/// The kernel that this machine would choose, and the other kernels for bf16 that it supports.
 inline std::vector<Kernels> kernels(DType d, int64_t width, int64_t value_width) {
   std::vector<Kernels> out{kChosen};
   if (d != kBF16 || width % 32 != 0 || value_width % 32 != 0 || !dot::available()) return out;

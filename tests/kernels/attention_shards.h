@@ -1,6 +1,5 @@
-// Attention over a context in parts: queries of an interval [begin, end) of every sequence, and all keys [0, end).
-// Each row, and its query's gradient, has the bits that it has in the whole; the gradients of keys add up to those of
-// the whole.
+// Attention over a context in parts: queries of an interval [begin, end) of every sequence, and all keys [0, end). Each row, and its
+// query's gradient, has the same bits as without parts; the gradients of keys add up to those without parts.
 #pragma once
 
 #include "sheaf/kernels/attention.h"
@@ -15,12 +14,12 @@ inline View rows_of(View v, int dim, int64_t begin, int64_t end) {
   return v;
 }
 
-/// What attention and its backward pass take and give.
+/// Inputs and outputs of attention and its backward pass.
 struct AttentionOperands {
   View q, k, v, dout, begins, out, lse, dq, dk, dv;
 };
 
-/// An array where the CPU's kernels work; OnGpu is the GPU's.
+/// An array in the memory of the CPU's kernels; OnGpu is its counterpart for the GPU.
 struct OnHost {
   Array array;
   explicit OnHost(const Array& x) : array(x) {}
@@ -31,7 +30,7 @@ struct OnHost {
 struct ContextCase {
   DType dtype;
   int64_t batch, tokens, heads, key_heads, width, value_width;
-  /// Sequence b begins with documents of these lengths from the b-th on; none: documents are not kept apart.
+  /// Sequence b begins with documents of these lengths, starting at the b-th one; none: documents are not kept apart.
   std::vector<int64_t> documents = {};
   int64_t window = 0;
 
@@ -52,8 +51,8 @@ struct ContextCase {
   }
 };
 
-/// Calls compute(operands, mask) for the whole context and for the interval between each two
-/// neighbours of `borders`, 0 and all tokens among them.
+/// Calls compute(operands, mask) for the whole context and for the interval between any two neighbours of `borders`, to which 0 and the
+/// number of tokens are added.
 template <class Place, class Compute>
 void expect_parts_are_the_whole(const ContextCase& c, const std::vector<int64_t>& borders, Compute&& compute) {
   const DType d = c.dtype;
@@ -89,7 +88,7 @@ void expect_parts_are_the_whole(const ContextCase& c, const std::vector<int64_t>
   std::vector<double> dk_sum(static_cast<size_t>(keys.view().numel())), dv_sum(static_cast<size_t>(values_of.view().numel()));
   for (size_t n = 1; n < borders.size(); ++n) {
     const int64_t begin = borders[n - 1], end = borders[n];
-    // What precedes the documents of a part is not touched.
+    // The rows before the documents of a part are not touched.
     const auto hidden = [&](Array x) {
       x = x.clone();
       const int64_t row = x.view().strides[1];
@@ -118,7 +117,7 @@ void expect_parts_are_the_whole(const ContextCase& c, const std::vector<int64_t>
     for (const auto& [a, b, dim] : {std::tuple{&parts.out, &whole.out, 1}, {&parts.lse, &whole.lse, 2}, {&parts.dq, &whole.dq, 1}})
       EXPECT_TRUE(same_bits(rows_of(a->back(), dim, begin, end), rows_of(b->back(), dim, begin, end))) << where << end;
   }
-  // Queries of a part write into no other part.
+  // Queries of one part do not write to the others.
   EXPECT_TRUE(same_bits(parts.out.back(), whole.out.back()) && same_bits(parts.lse.back(), whole.lse.back()) &&
               same_bits(parts.dq.back(), whole.dq.back())) << where << "all";
   const double bound = d == kF64 ? 1e-12 : 16 * epsilon(d);

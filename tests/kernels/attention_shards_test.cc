@@ -4,14 +4,14 @@
 
 #include "sheaf/tests/kernels/attention_kernels.h"
 
-// Beside the whole, which attention_test has against the definition.
+// Against the whole context, which attention_test compares with the definition.
 namespace sheaf::kernels::cpu {
 namespace {
 
 using namespace sheaf::testing;
 using ::testing::HasSubstr;
 
-// Of no query, of one, within a block of 64, of whole ones, over several; some parts end where documents do.
+// Intervals of no query, of one, within a block of 64, of whole blocks, over several; some parts end where documents do.
 const std::vector<std::vector<int64_t>> kBorders{{0, 64, 64, 170}, {0, 37, 40, 170}, {0, 1, 65, 129, 170}};
 const std::vector<int64_t> kDocuments{1, 64, 7, 80, 5};
 

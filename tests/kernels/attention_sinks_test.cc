@@ -10,7 +10,7 @@ namespace {
 
 using namespace sheaf::testing;
 
-// Softmax over the scores of keys and one more, of which no value is read.
+// Softmax over the scores of all keys and one more (the sink), which has no value.
 TEST(AttentionSinks, MatchTheDefinition) {
   const int64_t B = 2, T = 3, S = 5, H = 4, G = 2, D = 20, E = 35;
   for (DType d : {kF64, kF32, kBF16, kF16}) {
@@ -42,7 +42,7 @@ TEST(AttentionSinks, MatchTheDefinition) {
   }
 }
 
-// In the middle of a packed tensor, statistics of any order, and sinks apart.
+// In the middle of a packed tensor, statistics in any layout, and strided sinks.
 TEST(AttentionSinks, TakeAnyStrides) {
   for (DType d : {kF64, kF32, kBF16, kF16}) {
     const DType exact = statistics_of(d);
@@ -81,7 +81,7 @@ TEST(AttentionSinks, GradientsMatchTheDefinition) {
   }
 }
 
-// No keys and a sink, keys and none, neither, scores out of the range of exp, and what is no number.
+// No keys and a sink, keys and none, neither, scores out of the range of exp, and NaN.
 TEST(AttentionSinks, ExtremeScores) {
   const Array sinks = Array::of(kF32, {7}, {1.5, -INFINITY, -INFINITY, 300, -300, NAN, 0});
   const Array out = Array::of(kF32, {1, 1, 7, 1}, {0, 2, 0, 2, 2, 2, 2});

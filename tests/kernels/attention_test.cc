@@ -16,7 +16,7 @@ const Sizes kSizes[] = {{2, 5, 5, 3, 3, 8},    {1, 64, 64, 2, 1, 64},  {2, 130, 
                         {1, 1, 200, 4, 2, 32}, {1, 70, 193, 2, 2, 20}, {1, 100, 40, 2, 1, 16},
                         {3, 33, 33, 1, 1, 1},  {1, 65, 65, 2, 2, 80},
                         {1, 70, 193, 4, 2, 64}, {1, 100, 40, 2, 1, 96}, {2, 50, 50, 1, 1, 128},
-                        // Values of another width: narrower and wider ones, those that bf16 kernels take and others.
+                        // Values of another width: narrower and wider ones, those that bf16 kernels support and others.
                         {2, 130, 130, 4, 2, 24, 16}, {1, 70, 193, 4, 1, 192, 128}, {1, 130, 130, 4, 2, 32, 64},
                         {2, 65, 70, 2, 2, 20, 7}, {1, 100, 40, 2, 1, 40, 96}, {1, 66, 66, 2, 1, 64, 40},
                         {1, 1, 200, 4, 2, 96, 32}, {2, 33, 33, 2, 1, 1, 20}};
@@ -110,7 +110,7 @@ double largest(const View& x) {
 void expect_the_definition(DType d, const Sizes& s, const AttentionMask& mask) {
   const Array q = Array::random(d, s.q(), 1), k = Array::random(d, s.k(), 2), v = Array::random(d, s.v(), 3),
               dout = Array::random(d, s.out(), 4);
-  const double scale = std::min(0.4, 2 / std::sqrt(static_cast<double>(s.width)));  // or wide heads' scores are large, and so are errors
+  const double scale = std::min(0.4, 2 / std::sqrt(static_cast<double>(s.width)));  // or wide heads' scores, and so errors, are large
   const Result want = reference(s, q, k, v, dout, mask, scale);
   for (const Kernels& by : kernels(d, s.width, s.value_width)) {
     const Arrays got = run(s, q, k, v, dout, mask, scale, by);
@@ -137,8 +137,8 @@ TEST(Attention, MatchesTheDefinition) {
       for (bool causal : {false, true}) expect_the_definition(d, s, causal);
 }
 
-// Of the query alone, within a block, up to one, over several, and wider than all there is; of as many queries as keys, of the
-// last queries of many keys, as with a cache, and of more queries than keys.
+// Windows of the query alone, within a block, up to one block, over several, and wider than the context; with as many queries as keys, with
+// fewer queries than keys (the last ones, as with a cache), and with more.
 TEST(Attention, WindowsMatchTheDefinition) {
   for (DType d : {kF32, kF64, kBF16, kF16})
     for (const Sizes& s : {Sizes{1, 200, 200, 4, 2, 32}, {1, 70, 300, 2, 1, 20}, {2, 1, 200, 4, 2, 64}, {1, 100, 40, 2, 2, 96},
@@ -192,7 +192,7 @@ TEST(Attention, SlicesOfAPackedProjection) {
   EXPECT_TRUE(same_bits(got.out, want.out));
   EXPECT_TRUE(same_bits(got.dq, want.dq) && same_bits(got.dk, want.dk) &&
               same_bits(got.dv, want.dv));
-  // Gradients may be written into such slices too.
+  // Gradients may be written into such slices, too.
   const Array gradient(kF32, {2, 70, 3 * c});
   const View q = slice(packed, 0), k = slice(packed, 1), v = slice(packed, 2),
              dq = slice(gradient, 0), dk = slice(gradient, 1), dv = slice(gradient, 2);
@@ -203,7 +203,7 @@ TEST(Attention, SlicesOfAPackedProjection) {
               same_bits(slice(gradient, 2), want.dv));
 }
 
-/// Whether all memory between an array's elements is as it was made.
+/// Whether the memory between an array's elements is unchanged.
 bool gaps_are_untouched(const Array& x) {
   const Array copy = x.clone();
   const size_t size = size_of(x.view().dtype);
@@ -218,7 +218,7 @@ TEST(Attention, StridesChangeNothingWhateverTheWidths) {
     for (const Sizes& s : {Sizes{2, 70, 70, 4, 2, 96, 64}, {2, 70, 90, 2, 1, 24, 40}}) {
       const Array q = Array::random(d, s.q(), 1), k = Array::random(d, s.k(), 2), v = Array::random(d, s.v(), 3),
                   dout = Array::random(d, s.out(), 4);
-      // With gaps behind heads, rows and sequences.
+      // With gaps after heads, rows and sequences.
       const auto spread = [&](const Shape& shape) {
         const int64_t head = shape[3] + 8, row = shape[2] * head + 24;
         return Array(d, shape, {shape[1] * row + 40, row, head, 1});
@@ -245,7 +245,7 @@ TEST(Attention, StridesChangeNothingWhateverTheWidths) {
     }
 }
 
-// Zeros at the end of queries and keys, or of values and their results' gradients, until both have one width.
+// Zero-pads queries and keys, or values and their results' gradients, until both have one width.
 TEST(Attention, WidthsThatDifferGiveTheBitsOfZerosAtTheEnd) {
   for (const DType d : {kF32, kF64, kBF16, kF16})
     for (const auto& [width, value_width] : {std::pair{24, 16}, {192, 128}, {32, 64}, {20, 7}, {40, 80}, {1, 33}}) {
@@ -286,7 +286,8 @@ TEST(Attention, WorkspaceIsThatOfBothWidths) {
         return static_cast<double>((backward ? by.backward_workspace : by.workspace)(
             View::dense(nullptr, d, s.q()), View::dense(nullptr, d, s.k()), View::dense(nullptr, d, s.v())));
       };
-      // Packed keys and values take most: half of it values in the forward pass, in the backward one 2 of 5, or of bf16 3 of 7.
+      // Packed keys and values take most of the workspace: in the forward pass half of that is values, in the backward pass 2 of 5, or with
+      // bf16 3 of 7.
       for (const bool backward : {false, true}) {
         const double narrow = bytes(backward, 128, 128), wide = bytes(backward, 192, 192);
         for (const auto& [width, value_width] : {std::pair{192, 128}, {128, 192}}) {
@@ -345,7 +346,7 @@ TEST(Attention, BatchTimeAndThreadsChangeNothing) {
   EXPECT_TRUE(same_bits(step.out, last(one.out)));
 }
 
-// Of one token, of whole blocks, ending and beginning anywhere in one; the second sequence is one document.
+// Documents of one token, of whole blocks, beginning and ending anywhere in a block; the second sequence is one document.
 constexpr int64_t kLengths[] = {1, 64, 2, 63, 130, 7, 33};
 
 /// Where documents of these lengths begin, in the first of `batch` sequences.
@@ -429,7 +430,7 @@ TEST(Attention, AWindowOfAllKeysIsNone) {
     }
 }
 
-// The past and the last position alone, as with a cache, and with others' keys in front of the window.
+// The past and the last position alone, as with a cache, and with foreign keys before the window.
 TEST(Attention, RowsUnderAWindowDependOnWhatTheySeeAlone) {
   for (const DType d : {kF32, kBF16}) {
     const Sizes s{2, 300, 300, 4, 2, 32};
@@ -450,7 +451,7 @@ TEST(Attention, RowsUnderAWindowDependOnWhatTheySeeAlone) {
         const Arrays last = run({1, 7, 300, 4, 2, 32}, rows(q, 293, 7), rows(k, 0, 300), rows(v, 0, 300), rows(dout, 293, 7),
                                 mask, 0.4, by);
         EXPECT_TRUE(same_bits(last.out, rows(all.out, 293, 7)) && same_bits(last.dq, rows(all.dq, 293, 7))) << where;
-        // What no query from 256 on sees is something else.
+        // Replaces the keys and values that no query from 256 on sees.
         Array other_k = Array::of(d, s.k(), values(k)), other_v = Array::of(d, s.k(), values(v));
         const int64_t hidden = 256 - window + 1, row = s.key_heads * s.width;
         for (int64_t i = 0; i < hidden * row; ++i) {

@@ -54,7 +54,7 @@ void expect_same(const Results& a, const Results& b) {
   EXPECT_TRUE(same_bits(a.dweight, b.dweight));
 }
 
-// In f64, as the header writes it down.
+// In f64, by the formula in the header.
 Results in_reference(const Operands& o) {
   const Shape s = o.x.view().shape;
   const int64_t T = s[1], C = s[2], W = o.weight.view().shape[1];
@@ -98,7 +98,7 @@ TEST(CausalConv, Documents) {
     for (const bool silu : {false, true}) compare(with_documents(random(d, {2, 140, 21}, 4, silu), {1, 3, 64, 66, 130}));
 }
 
-// A document among others has the bits that it has alone.
+// A document among others has the same bits as alone.
 TEST(CausalConv, DocumentsAreThoseAlone) {
   const Operands o = with_documents(random(kF32, {1, 100, 21}, 4, true), {30, 31, 70});
   const Results packed = on_cpu(o);
@@ -114,7 +114,7 @@ TEST(CausalConv, DocumentsAreThoseAlone) {
   }
 }
 
-// What a document had before the first token is not there.
+// The tokens before a document's first one do not exist for it.
 TEST(CausalConv, TheFirstDocumentMayHaveBegunEarlier) {
   const Operands o = with_documents(random(kF32, {1, 40, 21}, 4, true), {30});
   Operands earlier = o;

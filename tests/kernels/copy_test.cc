@@ -23,7 +23,7 @@ TEST(Copy, EveryPairOfTypesKeepsSmallIntegers) {
   }
 }
 
-// Blocks are converted where they lie if they can be: here they can on both sides, on one, on none.
+// Blocks are converted in place if possible: possible on both sides, on one, on none.
 TEST(Copy, ConvertsLongRunsAnywhere) {
   RankContext context;
   context.threads = 3;

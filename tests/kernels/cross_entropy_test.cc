@@ -58,7 +58,7 @@ TEST(CrossEntropy, ForwardAndBackward) {
         EXPECT_LT(scaled_error(dlogits, gradient), 4 * epsilon(d)) << name(d) << vocabulary;
       }
       EXPECT_LT(scaled_error(lse, want.lse), d == kF64 ? 1e-14 : 1e-6) << name(d) << vocabulary;
-      // One upstream gradient a row, in place, strided.
+      // One upstream gradient per row, in place, strided.
       Array per_row = Array::random(stat, {rows}, 5),
             strided = Array::random(d, {rows, vocabulary}, 1, 2, {vocabulary + 3, 1});
       cross_entropy_backward(strided, targets, kIgnore, lse, per_row, strided);
@@ -135,7 +135,7 @@ TEST(LinearCrossEntropy, ForwardAndBackward) {
         EXPECT_LT(scaled_error(got.dx, dx), 10 * epsilon(d)) << where;
         EXPECT_LT(scaled_error(got.dw, dw), 10 * epsilon(d)) << where;
       }
-      // The pass that does both gives the same bits.
+      // The fused pass gives the same bits.
       for (const double dloss : {1.0, 256.0}) {
         const HeadArrays two = run(x, w, targets, dloss, d, rules);
         const Array fused_loss(two.loss.view().dtype, Shape{}), fused_dx(d, x.view().shape),
@@ -162,8 +162,7 @@ TEST(LinearCrossEntropy, OneGradientAlone) {
   EXPECT_TRUE(same_bits(dx, both.dx) && same_bits(dw, both.dw));
 }
 
-// Ranks with some rows of the weight each, one with none; 2,100 rows of x make two chunks, and so
-// do gradients of each row of its own.
+// Ranks with some rows of the weight each, one with none; 2,100 rows of x make two chunks, also with one upstream gradient per row.
 TEST(LinearLse, PartsOfAVocabulary) {
   const int64_t vocabulary = 17, width = 9;
   for (DType d : {kF32, kF64, kBF16, kF16})

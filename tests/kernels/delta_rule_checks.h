@@ -1,4 +1,4 @@
-// What tests of the gated delta rule on all devices share: operands, results, and what must hold of them.
+// Shared by the tests of the gated delta rule on all devices: operands, results, and their properties.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -28,7 +28,7 @@ struct Operands {
   }
 };
 
-/// Strides are those of q and k, and of v and the result; keys are of length 1, or about that if they are normalised.
+/// Strides are those of q and k, and of v and the result; keys have length 1, or about that if they are normalised.
 inline Operands random(DType d, const Sizes& s, double norm_eps = 1e-6, Shape of_q = {}, Shape of_v = {}, Shape of_gates = {}) {
   const DType exact = statistics_of(d);
   const double length = norm_eps ? 1.5 : 1 / std::sqrt(static_cast<double>(s.width));
@@ -85,7 +85,7 @@ inline Results in_reference(const Operands& o) {
   return {r.out, r.state, d.q, d.k, d.v, d.decay, d.beta, d.initial};
 }
 
-/// `narrow`: with operands of 16 bits the factors of products have as many.
+/// `narrow`: with 16-bit operands the factors of products have 16 bits, too.
 inline void compare(Compute compute, bool narrow, const Operands& o, double slack = 1) {
   each(compute(o), in_reference(o), [&](const char* what, const Array& got, const Array& want) {
     const DType d = got.view().dtype;
@@ -94,7 +94,7 @@ inline void compare(Compute compute, bool narrow, const Operands& o, double slac
   });
 }
 
-// Chunks that are full and not, tiles that are full and not, of one and several columns of tiles.
+// Full and partial chunks, full and partial tiles, one and several columns of tiles.
 inline const Sizes kSizes[] = {{2, 5, 1, 1, 3, 7}, {1, 1, 2, 2, 8, 8}, {1, 64, 1, 2, 16, 24}, {2, 65, 2, 4, 20, 12},
                         {1, 130, 1, 2, 64, 65}, {1, 70, 1, 1, 72, 20}};
 
@@ -143,7 +143,7 @@ inline void expect_the_first_document_may_have_begun_earlier(Compute compute) {
   each(compute(earlier), compute(o), [&](const char* what, const Array& a, const Array& b) { EXPECT_TRUE(same_bits(a, b)) << what; });
 }
 
-/// Forward from the state that the previous part left, backward from the gradient that the next part gave.
+/// Forward from the previous part's last state, backward from the gradient of the next part's first state.
 inline void expect_parts_are_the_whole(Compute compute) {
   for (DType d : {kF32, kBF16}) {
     const Operands o = with_states(random(d, {1, 150, 1, 2, 20, 12}));
@@ -169,7 +169,7 @@ inline void expect_runs_and_strides_change_nothing(Compute compute) {
     const Operands dense = with_documents(with_states(random(d, s)), {30, 40});
     const Results want = compute(dense), again = compute(dense);
     each(again, want, [&](const char* what, const Array& a, const Array& b) { EXPECT_TRUE(same_bits(a, b)) << what << name(d); });
-    for (int64_t gap : {8, 3}) {  // packs at 16 bytes, and not
+    for (int64_t gap : {8, 3}) {  // packs aligned to 16 bytes, and not
       Operands o = random(d, s, 1e-6, {80 * (s.width * 2 + gap), s.width * 2 + gap, s.width, 1}, {75 * (64 + gap), 64 + gap, 16, 1},
                           {1000, 9, 2});
       o.begins = dense.begins, o.initial = dense.initial, o.dstate = dense.dstate;

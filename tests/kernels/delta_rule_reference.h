@@ -1,4 +1,4 @@
-// The gated delta rule in f64, token by token, as kernels/delta_rule.h writes it down, and its gradients by the reverse recurrence.
+// The gated delta rule in f64, token by token, by the formulas in kernels/delta_rule.h, and its gradients by the reverse recurrence.
 #pragma once
 
 #include <cmath>
@@ -28,7 +28,7 @@ struct DeltaRuleReference {
   int64_t of_values() const { return v.view().shape[3]; }
 
   Result forward() const { return run(nullptr, nullptr).first; }
-  /// For gradients of the result and of the last state; this one may be without memory.
+  /// For gradients of the result and of the last state; the latter may be without memory.
   Gradients backward(const Array& dout, const Array& dstate) const { return run(&dout, &dstate).second; }
 
  private:
@@ -38,7 +38,7 @@ struct DeltaRuleReference {
   static double* row(Array& x, int64_t i, int64_t width) { return x.view().as<double>() + i * width; }
   static void clear(Array& x) { x.fill([](int64_t) { return 0.0; }); }
 
-  /// Row i of x, normalised; `norm` is what it was multiplied by.
+  /// Row i of x, normalised; `norm` is the factor.
   Vector normalised(const Array& x, int64_t i, double& norm) const {
     const double* from = row(x, i, width());
     double sum = 0;

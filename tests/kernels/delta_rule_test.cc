@@ -15,7 +15,7 @@ namespace {
 using namespace sheaf::testing;
 using namespace sheaf::testing::delta_rule;
 
-/// A workspace behind which nothing must be written.
+/// Workspace that detects writes past its end.
 class Poisoned {
  public:
   explicit Poisoned(size_t bytes) : bytes_(bytes), memory_(bytes + kBehind, '\xff') {}
@@ -57,11 +57,12 @@ TEST(DeltaRule, MatchesTheRecurrence) {
     for (const Sizes& s : kSizes) compare(random(d, s));
 }
 
-// Of one token more or less than chunks and blocks of rows have, of a whole number of lanes and not, of two and three heads that read a key.
+// One token more or less than a multiple of chunks and blocks of rows, a whole number of lanes and not, two and three heads that read a
+// key.
 TEST(DeltaRule, UnevenSizes) {
   for (DType d : {kF64, kF32, kBF16, kF16})
     for (const Sizes& s : {Sizes{1, 63, 1, 3, 16, 1}, {2, 17, 2, 2, 1, 33}, {1, 129, 2, 4, 32, 48}, {1, 97, 1, 2, 15, 17}}) {
-      if (s.width > 1) compare(random(d, s));  // a normalised number has no gradient
+      if (s.width > 1) compare(random(d, s));  // a single normalised number has no gradient
       compare(with_states(random(d, s, 0)));
     }
 }
@@ -90,7 +91,7 @@ TEST(DeltaRule, RunsAndStridesChangeNothing) { expect_runs_and_strides_change_no
 TEST(DeltaRule, DecaysThatCutTheStateOff) { expect_decays_that_cut_the_state_off(on_cpu); }
 TEST(DeltaRule, StatesOfNoTokens) { expect_states_of_no_tokens(on_cpu); }
 
-// Of a sum of the results and the last state under random weights: along a random direction of each operand.
+// Of a randomly weighted sum of the results and the last state, along a random direction of each operand.
 TEST(DeltaRule, GradientsMatchDifferences) {
   const Operands o = with_documents(with_states(random(kF64, {2, 100, 1, 2, 6, 5}, 0.1)), {30, 70});
   const Results got = on_cpu(o);
@@ -119,7 +120,8 @@ TEST(DeltaRule, GradientsMatchDifferences) {
   }
 }
 
-// A decay behind which little is left has a small gradient among large ones: every digit of it, not what differences of large sums leave.
+// A decay after which little is left has a small gradient among large ones: it must be accurate to the last digits, not the rounding error
+// of a difference of large sums.
 TEST(DeltaRule, SmallGradientsOfDecaysAreExact) {
   Operands o = random(kF32, {1, 64, 1, 1, 16, 16});
   for (int64_t t = 0; t < 64; ++t) o.decay.set(t, t == 32 ? -16 : -0.01);
@@ -156,7 +158,7 @@ TEST(DeltaRule, NothingToRead) {
   on_cpu(random(kF32, {1, 3, 0, 0, 2, 5}));
 }
 
-// A token's result has the bits that it has if there is nothing behind it.
+// A token's result has the same bits without the tokens after it.
 TEST(DeltaRule, LaterTokensChangeNothing) {
   for (DType d : {kF32, kBF16}) {
     const Operands o = random(d, {1, 140, 1, 2, 20, 12});

@@ -102,7 +102,7 @@ TEST(Unary, SpecialValues) {
   EXPECT_EQ(finite.values(), (std::vector<double>{0, 0, 0, 1, 0, 0}));
 }
 
-// Relative to each value: log(1 + exp(x)) is exp(x) to the last digits where that is small.
+// Relative to each value: log(1 + exp(x)) equals exp(x) to the last digits where that is small.
 TEST(Unary, SoftplusIsExactWhereItIsSmall) {
   Buffer x(kF32, {17 * 5}), y(kF32, {17 * 5});
   x.fill([](int64_t i) { return -0.9 * static_cast<double>(i); });
@@ -341,7 +341,7 @@ TEST(Backward, ClampedSwigluOfWhatIsNoNumber) {
   EXPECT_TRUE(std::isnan(y.get(0)) && std::isnan(y.get(1)));
   EXPECT_NEAR(y.get(2), 4 * sigmoid(4) * 3, 1e-5);
   EXPECT_NEAR(y.get(3), 2 * sigmoid(2) * -3, 1e-5);
-  // As clamp's: NaN lies within no limits, and the gradient of what lies beyond them is 0 even where the output's is infinite.
+  // Like clamp: NaN stays NaN, and the gradient beyond the limits is 0 even where the output's gradient is infinite.
   cpu::clamped_swiglu_backward(g.view(), u.view(), d.view(), 1, 4, dg.view(), du.view());
   EXPECT_EQ(scaled_error(dg.values(), {0, NAN, 0, -INFINITY}), 0);
   EXPECT_EQ(scaled_error(du.values(), {NAN, 0, INFINITY, 0}), 0);

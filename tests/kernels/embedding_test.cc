@@ -63,8 +63,8 @@ TEST(Embedding, NamesTheTokenThatIsOutside) {
                DataError);
 }
 
-// Ranks with some rows each, one with none: what they look up adds up, and what they add up lies
-// one after another.
+// Ranks with some rows each, one with none: their lookups add up to the whole lookup, and their
+// gradients concatenate to the whole gradient.
 TEST(Embedding, PartsOfATable) {
   const int64_t rows = 11, width = 37;
   for (DType d : {kF32, kF64, kBF16, kF16})

@@ -1,6 +1,6 @@
-// The matrix-tile instructions (AMX) where the machine has none: each raises SIGILL there, and a handler does its work.
-// The machine code that runs is the one a machine with tiles runs, and what such a machine refuses is refused.
-// Semantics: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2 (LDTILECFG, TDPBF16PS, ...).
+// The matrix-tile instructions (AMX) where the machine has none: each one raises SIGILL there, and a handler emulates it. The machine code
+// is the same as on a machine with tiles, and what such a machine refuses is refused. Semantics: Intel 64 and IA-32 Architectures Software
+// Developer's Manual, volume 2 (LDTILECFG, TDPBF16PS, ...).
 #include <algorithm>
 #include <atomic>
 #include <bit>
@@ -25,7 +25,7 @@ struct Tile {
   alignas(64) uint8_t row[kRows][kBytes];
 };
 
-/// What a thread's tile registers hold. Trivial, for a signal handler may be the first to touch it.
+/// The contents of a thread's tile registers. Trivial, as a signal handler may be the first to touch it.
 struct State {
   bool configured;
   int rows[kTiles], bytes[kTiles];  ///< 0: not configured
@@ -48,7 +48,7 @@ uint64_t general_register(const ucontext_t* u, int n) {
   return static_cast<uint64_t>(u->uc_mcontext.gregs[kOrder[n]]);
 }
 
-/// False: not an instruction with three bytes of VEX in the map 0F38.
+/// False: not an instruction with a three-byte VEX prefix in map 0F38.
 bool decode(const ucontext_t* u, Instruction& out) {
   const auto* begin = reinterpret_cast<const uint8_t*>(u->uc_mcontext.gregs[REG_RIP]);
   const uint8_t* p = begin;
@@ -110,7 +110,7 @@ bool load_config(const uint8_t* from) {
   return true;
 }
 
-/// Of f32, one by one, as the instruction: both halves of the pairs have a sum of their own, subnormal numbers are zero.
+/// In f32, one by one, like the instruction: both halves of the pairs are summed separately, subnormal numbers are zero.
 void multiply_pairs(const Tile& a, const Tile& b, Tile& c, int rows, int pairs, int cols) {
   const auto f32 = [](const uint8_t* bf16) {
     uint16_t bits;
@@ -135,7 +135,7 @@ void multiply_pairs(const Tile& a, const Tile& b, Tile& c, int rows, int pairs, 
   }
 }
 
-/// Does the instruction's work; false where a machine with tiles would refuse it, too.
+/// Emulates the instruction; false where a machine with tiles would refuse it, too.
 bool execute(const Instruction& i) {
   State& s = state;
   const auto configured = [&](int t) { return s.configured && t < kTiles && s.rows[t] > 0; };
@@ -186,7 +186,7 @@ bool execute(const Instruction& i) {
 
 void on_illegal_instruction(int, siginfo_t*, void* context) {
   auto* u = static_cast<ucontext_t*>(context);
-  _mm_setcsr(0x9FC0);  // rounds to nearest, subnormal numbers are zero; the return from here restores the thread's own
+  _mm_setcsr(0x9FC0);  // rounds to nearest, flushes subnormal numbers; returning from the handler restores the thread's own setting
   Instruction i;
   if (decode(u, i) && execute(i)) {
     executed.fetch_add(1, std::memory_order_relaxed);

@@ -1,4 +1,4 @@
-// Linked into a test, this lets it run what is written for matrix tiles (AMX) on machines without them.
+// Linked into a test, this lets it run code for matrix tiles (AMX) on machines without them.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The emulation of matrix tiles itself; part of every test that is linked with it, so that none passes without tiles.
+// Tests the emulation of matrix tiles itself; part of every test that is linked with it, so that none passes without tiles.
 #include "sheaf/tests/kernels/emulated_tiles.h"
 
 #include <csignal>
@@ -77,7 +77,7 @@ TEST_F(EmulatedTiles, MultiplyPairs) {
   zero_and_store(zeros, sizeof zeros[0]);
   release();
   const int64_t emulated = emulated_tile_instructions() - before;
-  EXPECT_TRUE(emulated == 0 || emulated == 9) << emulated;  // 0: by the machine itself
+  EXPECT_TRUE(emulated == 0 || emulated == 9) << emulated;  // 0: executed by the machine itself
 
   for (int i = 0; i < kRows; ++i)
     for (int j = 0; j < kStride / 4; ++j) {

@@ -33,7 +33,7 @@ TEST(TopK, OfAllTypesAsSorting) {
   }
 }
 
-// Two groups of 2 and 3 tokens, two places for each of three experts: the third choice of one in a group is dropped.
+// Two groups of 2 and 3 tokens, two places for each of three experts: the third choice of an expert in a group is dropped.
 TEST(Route, FillsPlacesInTheOrderOfTokens) {
   const Array choices = Array::of(kI64, {1, 5, 2}, {2, 0, 0, 2, 0, 1, 1, 0, 0, 1}), slots(kI32, {1, 5, 2}),
               sources(kI32, {3, 1, 2, 2}), counts(kI32, {3, 1, 2});
@@ -43,7 +43,7 @@ TEST(Route, FillsPlacesInTheOrderOfTokens) {
   EXPECT_THAT(values(counts), ElementsAre(2, 2, 0, 2, 2, 0));
 }
 
-// The same choices of three experts in two parts, [0, 1) and [1, 3): what is dropped is the same.
+// The same choices of three experts in two parts, [0, 1) and [1, 3): the same choices are dropped.
 TEST(Route, PartsHaveTheirExpertsOneBehindAnother) {
   const Array choices = Array::of(kI64, {1, 5, 2}, {2, 0, 0, 2, 0, 1, 1, 0, 0, 1}), slots(kI32, {1, 5, 2}),
               sources(kI32, {2, 1, 2, 4}), counts(kI32, {3, 1, 2});
@@ -53,7 +53,7 @@ TEST(Route, PartsHaveTheirExpertsOneBehindAnother) {
   EXPECT_THAT(values(sources), ElementsAre(1, 2, -1, -1, 0, 3, -1, -1, 0, 3, -1, -1, 1, 2, -1, -1));
 }
 
-// Tokens that choose an expert twice ask for more than a part has: the last ones are dropped.
+// Tokens that choose an expert twice ask for more rows than a part has: the last choices are dropped.
 TEST(Route, APartHasAsManyRowsAsItHas) {
   const Array choices = Array::of(kI64, {1, 3, 2}, {1, 1, 0, 0, 1, 0}), slots(kI32, {1, 3, 2}), sources(kI32, {1, 1, 1, 4}),
               counts(kI32, {2, 1, 1});
@@ -74,7 +74,7 @@ TEST(Route, NamesAChoiceThatIsNoExpert) {
 struct Sent {
   Array slots, sources, counts;
 };
-// Of choices that prefer some experts.
+// With choices that prefer some experts.
 Sent sent(int64_t sequences, int64_t tokens, int64_t choices, int64_t experts, int64_t groups, int64_t places) {
   Array chosen(kI64, {sequences, tokens, choices});
   chosen.fill([&](int64_t i) { return static_cast<double>((i * i / 3 + i) % 7 % experts); });
@@ -84,7 +84,7 @@ Sent sent(int64_t sequences, int64_t tokens, int64_t choices, int64_t experts, i
   return out;
 }
 
-// A row comes back to the token it was of, a token to the choices it had; what is dropped is left out.
+// A row returns to its token, and a token to its choices; dropped choices are skipped.
 TEST(ToExperts, AndBack) {
   for (DType d : {kF32, kF64, kBF16, kF16})
     for (const int64_t width : {1, 16, 37, 600})
@@ -126,7 +126,7 @@ TEST(ToExperts, AndBack) {
       }
 }
 
-// Rows of some parts add what is theirs: a choice's is of one of them.
+// Rows of some parts add only their own contribution: a choice's row is in one of the parts.
 TEST(ToExperts, AndBackFromSomeParts) {
   const int64_t experts = 5, width = 37, all = 2 * 11 * 3;
   const Sent s = sent(2, 11, 3, experts, 3, 4);
@@ -150,7 +150,7 @@ TEST(ToExperts, AndBackFromSomeParts) {
   EXPECT_LT(scaled_error(y, sums), 4 * epsilon(kF64));
 }
 
-// Places beyond a piece, counts inside and at the ends of units, none at all; rows that are not in use are not read.
+// Places beyond a piece, counts inside and at the ends of units, zero counts; rows that are not in use are not read.
 TEST(ExpertLinear, OfRowsInUse) {
   for (DType d : {kF32, kF64, kBF16, kF16})
     for (const int64_t places : {1, 31, 100, 600}) {
@@ -186,7 +186,7 @@ TEST(ExpertLinear, OfRowsInUse) {
     }
 }
 
-// Experts in parts: rows one behind another, of which those behind the last are left out, and biases of those in use.
+// Experts in parts: contiguous rows, of which those after the last one in use are left out, and biases only of those in use.
 TEST(ExpertLinear, OfExpertsInParts) {
   const int64_t experts = 5, sequences = 2, groups = 3, tokens = 40, k = 3, in = 20, out = 35;
   for (DType d : {kF32, kF64, kBF16, kF16})
@@ -241,7 +241,7 @@ TEST(ExpertLinear, OfExpertsInParts) {
       }
 }
 
-// Counts that no routes give: what a part has no rows for is not there.
+// Counts that no routing gives: rows beyond those of a part are ignored.
 TEST(ExpertLinear, CountsOfMoreThanThereIs) {
   const int64_t room = 40, in = 20, out = 35;
   const Array many = Array::of(kI32, {3, 2}, {30, 0, 500, 20, 7, 1 << 30}), fit = Array::of(kI32, {3, 2}, {30, 0, 10, 20, 0, 20});
@@ -256,7 +256,7 @@ TEST(ExpertLinear, CountsOfMoreThanThereIs) {
   EXPECT_EQ(results(many), results(fit));
 }
 
-// Nobody was sent to the second expert.
+// No token was sent to the second expert.
 TEST(ExpertLinear, TheGradientOfNoRowsIsZero) {
   const int64_t places = 5, in = 20, out = 35;
   const Array counts = Array::of(kI32, {3, 1}, {5, 0, 2});

@@ -15,7 +15,7 @@ Array rounded(const Array& x) {
   return out;
 }
 
-// Of all values that E4M3 has, the nearest; of two the one whose code is even.
+// Of all E4M3 values, the nearest; of two equally near ones, the one whose code is even.
 double nearest(double x) {
   double best = 0, distance = INFINITY;
   for (int code = 0; code < 256; ++code) {
@@ -27,7 +27,7 @@ double nearest(double x) {
 }
 
 TEST(Fp8, CodesAreThoseOfE4M3) {
-  // Some by hand, as the format was published (Micikevicius et al. 2022, table 1).
+  // Some by hand, from the published format (Micikevicius et al. 2022, table 1).
   EXPECT_EQ(fp8_value(0x7e), 448);
   EXPECT_EQ(fp8_value(0xfe), -448);
   EXPECT_EQ(fp8_value(0x38), 1);
@@ -43,7 +43,7 @@ TEST(Fp8, CodesAreThoseOfE4M3) {
   EXPECT_EQ(fp8_code(0x7fc00000), 0x7f);
 }
 
-// All numbers of bf16 and f16 below 448, each beside one that makes the scale 1.
+// All numbers of bf16 and f16 below 448, each in a row with one that makes the scale 1.
 TEST(Fp8, RoundsToTheNearest) {
   for (DType d : {kBF16, kF16}) {
     std::vector<double> all;
@@ -68,7 +68,7 @@ TEST(Fp8, ScalesAreTheLeastPowersOfTwo) {
     EXPECT_GT(x / (scale / 2), 448) << x;
     EXPECT_EQ(std::bit_cast<float>(fp8_inverse_bits(std::bit_cast<uint32_t>(static_cast<float>(x)))) * scale, 1);
     EXPECT_EQ(std::bit_cast<uint32_t>(scale) & 0x7fffff, 0u);  // a power of two
-    // What is rounded is so whatever the row's size: by as much as a number of four bits is.
+    // The relative rounding error is independent of the row's magnitude: that of a 4-bit significand.
     Array row = Array::of(kF32, {1, 3}, {x, x / 3, -x / 50});
     const Array y = rounded(row);
     for (int64_t i = 0; i < 3; ++i) EXPECT_NEAR(y.at(i) / row.at(i), 1, 1.0 / 16) << x;
@@ -84,7 +84,7 @@ TEST(Fp8, RowsAreRoundedAloneWhateverTheirStrides) {
     other.fill([&](int64_t i) { return x.at(i); });
     EXPECT_TRUE(same_bits(rounded(other), y)) << str(strides);
   }
-  Array larger = x.clone();  // another row's values change nothing
+  Array larger = x.clone();  // other rows' values do not matter
   for (int64_t i = 0; i < 70; ++i) larger.set(i, x.at(i) * 1000);
   const Array z = rounded(larger);
   for (int64_t i = 70; i < x.view().numel(); ++i) ASSERT_EQ(z.at(i), y.at(i));
@@ -92,7 +92,7 @@ TEST(Fp8, RowsAreRoundedAloneWhateverTheirStrides) {
   round_to_fp8(in_place, in_place);
   EXPECT_TRUE(same_bits(in_place, y));
   EXPECT_TRUE(same_bits(rounded(y), y));  // what is rounded stays
-  // To where columns are dense, whatever is dense in what is rounded.
+  // Into an output with dense columns, from inputs of any layout.
   for (const Shape& strides : {Shape{}, Shape{350, 1, 5}, Shape{1, 3, 15}}) {
     const Array in = strides.empty() ? x : Array(kF32, x.view().shape, strides), columns(kF32, x.view().shape, {350, 1, 5});
     if (!strides.empty()) const_cast<Array&>(in).fill([&](int64_t i) { return x.at(i); });
@@ -124,7 +124,7 @@ Array transposed_copy(const Array& x) {
   return out;
 }
 
-// Products of rounded rows and columns, to the bit those of what they are rounded to.
+// Products of operands that are rounded on the fly, bit for bit those of the rounded operands.
 TEST(Fp8, ProductsAreThoseOfRoundedOperands) {
   for (DType d : {kF32, kBF16, kF16}) {
     const Array x = Array::random(d, {2, 9, 50}, 1), w = Array::random(d, {33, 50}, 2), bias = Array::random(d, {33}, 3),

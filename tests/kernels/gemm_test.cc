@@ -1,4 +1,4 @@
-// Every kernel of a matrix product, whichever this machine would choose, on parts larger than its blocks.
+// Every kernel for matrix products, also those this machine would not choose, on operands larger than its blocks.
 #include "sheaf/kernels/cpu/gemm.h"
 
 #include "sheaf/kernels/cpu/bf16_instructions.h"
@@ -58,7 +58,7 @@ std::vector<double> reference(const Shapes& s, const View& a, const View& b, con
   return out;
 }
 
-/// c has gaps between its rows, which stay as they were.
+/// c has gaps between its rows, which must not change.
 Array multiply(const Kernel& kernel, const Shapes& s, DType c_dtype, const View& a, const View& b, const View* bias,
                const View* old) {
   Array c(c_dtype, {s.rows, s.cols}, {s.cols + 5, 1});
@@ -113,8 +113,8 @@ TEST(Gemm, EverySmallSizeAndLayout) {
           ++n, expect_right(d, {rows, cols, depth}, n % 3, n / 3 % 3, n % 2 == 0, n % 5 == 0 && n % 2 == 1);
 }
 
-// What lies beside the operands is not read, or at least does not matter: Array fills it with NaN patterns. Infinities in
-// a row stay in that row.
+// Memory around the operands is not read, or at least does not matter: Array fills it with NaN patterns. Infinities in a row stay in that
+// row.
 TEST(Gemm, InfinityStaysInItsRow) {
   for (DType d : {kF32, kBF16}) {
     const Shapes s{40, 50, 70};

@@ -175,7 +175,7 @@ TEST(DocumentBegins, BehindEachEndOfText) {
       x.fill([&](int64_t i) { return tokens[i]; });
       cpu::document_begins(x.view(), 7, begins.view());
       for (int64_t i = 0; i < 12; ++i) EXPECT_EQ(begins.get(i), want[i]) << name(d) << ' ' << i;
-      cpu::document_begins(x.view(), 70000, begins.view());  // no token is that
+      cpu::document_begins(x.view(), 70000, begins.view());  // no token has this id
       for (int64_t i = 0; i < 12; ++i) EXPECT_EQ(begins.get(i), 0) << name(d) << ' ' << i;
     }
   const Buffer none(kI32, {2, 0});

@@ -21,7 +21,7 @@ Array blocks_of(const Array& weight, BlockFormat format) {
   return out;
 }
 
-// To the bit, by whichever of its ways: rows in registers, in the cache, all of them; depths of more than one of the product's blocks.
+// Bitwise, for each way of computing: rows in registers, in the cache, all of them; depths of more than one of the product's blocks.
 TEST(LinearOfBlocks, HasTheBitsOfDequantizeAndLinear) {
   for (const BlockFormat format : {BlockFormat::int8, BlockFormat::nf4})
     for (const DType dtype : {kF32, kBF16, kF16, kF64})

@@ -81,7 +81,7 @@ TEST(Linear, NarrowGradientsIntoF32) {
   EXPECT_LT(scaled_error(db, sums), 1e-6);
 }
 
-// Blocks of 64 rows in order, whatever of memory is walked first.
+// In the order of blocks of 64 rows, in whichever order memory is read.
 TEST(Linear, BiasGradientIsTheSumThatItSays) {
   for (const DType d : {kF32, kBF16, kF16, kF64})
     for (const int64_t rows : {1, 3, 64, 66, 131})
@@ -108,7 +108,7 @@ TEST(Linear, BiasGradientIsTheSumThatItSays) {
       }
 }
 
-// Rows that are not evenly spaced, elements that are not neighbours.
+// Rows that are not evenly spaced, elements that are not adjacent.
 TEST(Linear, WeightGradientOfAnyStrides) {
   for (const DType d : {kF32, kBF16}) {
     const Array x = Array::random(d, {3, 40, 33}, 1), dy = Array::random(d, {3, 40, 65}, 2),

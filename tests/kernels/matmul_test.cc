@@ -124,8 +124,7 @@ TEST(Matmul, RefusesWhatDoesNotMultiply) {
   EXPECT_THROW(multiply(Array(kF32, {2, 3}), Array(kF64, {3, 5}), Array(kF32, {2, 5})), DTypeError);
 }
 
-// A rank's rows of a product must be the rows that a single process computes, whatever the batch is
-// cut into.
+// A rank's rows of a product must equal those that a single process computes, however the batch is cut.
 TEST(Matmul, RowsDoNotDependOnTheOthers) {
   for (auto [rows, n, k] : {std::array<int64_t, 3>{300, 768, 768},
                             {256, 1024, 768},
@@ -150,7 +149,7 @@ TEST(Matmul, RowsDoNotDependOnTheOthers) {
         EXPECT_TRUE(same_bits(c, expected)) << name(d) << " " << m << " rows of " << rows << "x" << n
                                             << "x" << k << (transpose ? " T" : "");
       }
-      // Neither on where they stand.
+      // Nor on their address.
       View tail = a, expected = all;
       const int64_t size = static_cast<int64_t>(size_of(d));
       tail.data = a.view().as<char>() + 37 * k * size;

@@ -97,7 +97,7 @@ TEST(Norm, StridesRowsAndThreadsChangeNothing) {
   }
 }
 
-// Of a sum: the bits of an addition and a norm of its result, whatever the strides.
+// The norm of a sum has the bits of an addition followed by a norm, whatever the strides.
 TEST(Norm, AddsTheResidualOnTheWay) {
   for (DType d : {kF32, kF64, kBF16, kF16})
     for (const Shape& shape : {Shape{5, 7}, Shape{2, 30, 64}, Shape{130, 33}, Shape{100}})

@@ -84,8 +84,7 @@ TEST(AdamW, CountsWhatIsApplied) {
   EXPECT_THROW(count_adamw(Array(kF64, {3}), View{}, applied, out), ShapeError);
 }
 
-// A shard's elements must not depend on where the shard is cut: the update of a part is the part of
-// the update.
+// The update of a shard's elements must not depend on where the shard is cut: updating a part gives that part of the whole update.
 TEST(AdamW, CutsAndThreadsChangeNothing) {
   constexpr int64_t n = 100003;
   for (const DType state : {kF32, kBF16}) {
@@ -147,7 +146,7 @@ Array clipped(const Array& g, float clip) {
   }());
 }
 
-// What is computed has the bits of f32 state with the same values; what rests is one of its neighbours.
+// The update has the bits of an update with f32 state of the same values; the stored state is one of the two nearest bf16 values.
 TEST(StateInBf16, IsComputedInF32AndRoundedWhereItRests) {
   const Array before = Array::random(kF32, {kSize}, 1), g = Array::random(kF32, {kSize}, 2);
   Array m = Array::random(kBF16, {kSize}, 3, 0.1), v = Array::random(kBF16, {kSize}, 4, 0.1);
@@ -183,7 +182,7 @@ TEST(StateInBf16, IsComputedInF32AndRoundedWhereItRests) {
     }
 }
 
-// A second moment that decays by a 1000th each step: to the nearest no bit of it would ever change.
+// A second moment that decays by a 1000th each step: with rounding to nearest its bits would never change.
 TEST(StateInBf16, DecaysAsItsMeanShould) {
   constexpr int64_t n = 4096;
   constexpr int kSteps = 1000;
@@ -206,8 +205,8 @@ TEST(StateInBf16, DecaysAsItsMeanShould) {
   }
 }
 
-// Elements that have the same parameter and gradient are not rounded alike: Muon's momentum has none, and of what nothing
-// depends on gradients are 0.
+// Elements with the same parameter and gradient must get different noise: Muon's momentum has no parameter, and gradients of unused
+// parameters are 0.
 TEST(StateInBf16, NoiseIsOfEachElement) {
   constexpr int64_t n = 10'000;
   const Array zero = Array::of(kF32, {n}, std::vector<double>(n, 0.0)), b = Array::random(kBF16, {n}, 1), before = widened(b);
@@ -235,7 +234,7 @@ TEST(StateInBf16, KeepsWhatIsNotFinite) {
     EXPECT_EQ(rounded(-1.5f), -1.5f);
     EXPECT_EQ(rounded(0.0f), 0.0f);
   }
-  // A GPU's own NaN has all bits, to which nothing can be added.
+  // A GPU's own NaN has all bits set, so that noise must not be added to it.
   for (const float g : {inf, std::numeric_limits<float>::quiet_NaN(), std::bit_cast<float>(0x7fffffffu)}) {
     const Array p = Array::random(kF32, {20}, 1), grad(kF32, {20}),
                 m = Array::of(kBF16, {20}, std::vector<double>(20, 0.5)), v = m.clone();

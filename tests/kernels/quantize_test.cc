@@ -37,7 +37,7 @@ std::vector<T> values_of(const std::vector<uint8_t>& blocks, BlockFormat format)
   return out;
 }
 
-// The level whose value is nearest, of all there are.
+// The level whose value is nearest, of all levels.
 float nearest(float value, BlockFormat format, float scale) {
   float best = 0, distance = std::numeric_limits<float>::infinity();
   const auto look_at = [&](float level) {
@@ -63,7 +63,7 @@ TEST(Quantize, TakesTheNearestOfItsLevels) {
     }
 }
 
-// Codes and scales by hand, so that the bytes in files stay what they are.
+// Codes and scales by hand, so that the bytes in files never change.
 TEST(Quantize, LaysBlocksOutAsTheFormatSays) {
   std::vector<float> values(kBlockSize, 0.0f);
   values[0] = 127, values[1] = -127, values[2] = 3.4f, values[3] = -0.5f, values[63] = 1;
@@ -93,7 +93,7 @@ TEST(Quantize, ErrorsAreThoseOfTheirBits) {
     double square = 0;
     for (size_t i = 0; i < values.size(); ++i) square += std::pow(back[i] - values[i], 2);
     const double error = std::sqrt(square / static_cast<double>(values.size()));
-    // The largest of 64 normal values is some 2.5: steps of 2.5 / 127 err by 1/sqrt(12) of one.
+    // The largest of 64 normal values is about 2.5: steps of 2.5 / 127 have an rms error of 1/sqrt(12) of a step.
     EXPECT_NEAR(error, format == BlockFormat::int8 ? 2.5 / 127 / std::sqrt(12) : 0.09, format == BlockFormat::int8 ? 5e-4 : 0.01);
   }
 }
@@ -116,7 +116,7 @@ TEST(Quantize, NothingIsZeroAndWhatIsNotFiniteIsSaid) {
   EXPECT_THROW(quantize(std::vector<float>(65), BlockFormat::int8, nullptr), ShapeError);
 }
 
-// The quantiles of a normal distribution that the paper's appendix E states, and 0.
+// The quantiles of a normal distribution that the paper's appendix E gives, and 0.
 TEST(Quantize, Nf4LevelsAreQuantiles) {
   const auto quantile = [](double p) {  // of a normal distribution, by bisection
     double low = -10, high = 10;
@@ -181,7 +181,7 @@ TEST(ToInt8Blocks, TakesOneOfTheTwoNeighboursAndTheirMeanIsTheValue) {
       if (key == 0) scales.push_back(scale);
     }
   }
-  // At most half a step's deviation in each draw: 5 of the mean's.
+  // The standard deviation of each draw is at most half a step; the tolerance is 5 of those of the mean.
   for (size_t i = 0; i < values.size(); ++i)
     EXPECT_NEAR(mean[i], values[i], 5 * 0.5 * scales[i] / std::sqrt(static_cast<double>(kDraws))) << i;
 }
@@ -196,7 +196,7 @@ TEST(ToInt8Blocks, TakesTheNearestWithoutAKey) {
   }
 }
 
-// What is a multiple of the scale stays so, whatever the noise; nothing is cut off.
+// Multiples of the scale are exact, whatever the noise; nothing is clipped.
 TEST(ToInt8Blocks, IsExactWhereCodesAre) {
   std::vector<float> values(kBlockSize);
   for (int i = 0; i < kBlockSize; ++i) values[static_cast<size_t>(i)] = static_cast<float>(4 * i - 127) * 0x1p-9f;
@@ -208,7 +208,7 @@ TEST(ToInt8Blocks, IsExactWhereCodesAre) {
   }
 }
 
-// The bytes, so that all devices and instruction sets draw the same ones.
+// The bytes, so that all devices and instruction sets round alike.
 TEST(ToInt8Blocks, DrawsTheSameEverywhere) {
   std::vector<float> values(kBlockSize);
   for (int i = 0; i < kBlockSize; ++i) values[static_cast<size_t>(i)] = 0.01f * static_cast<float>(i) - 0.3f;

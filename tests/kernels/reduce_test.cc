@@ -148,7 +148,7 @@ TEST(Reduce, EmptyAndSpecialValues) {
 }
 
 TEST(Reduce, VarianceFarFromZero) {
-  // The mean, 1e6 + 1/3, is no f32: the passes must make up for the rounded centre.
+  // The mean, 1e6 + 1/3, is no f32: the passes must compensate for the rounded centre.
   Buffer x(kF32, {3072}), y(kF32, {1});
   x.fill([](int64_t i) { return 1e6 + double(i % 3 == 0); });
   cpu::var(x.view(), 0, y.view());

@@ -16,7 +16,7 @@ Array rotate(const View& x, int64_t first, bool inverse, const RotaryScaling& sc
   return y;
 }
 
-// As its source states it, in three cases by the wavelength; "linear" has one.
+// By the formula in its source, in three cases by wavelength; "linear" has one case.
 double llama3_frequency(double f, const RotaryScaling& s) {
   const double context = static_cast<double>(s.original_context), wavelength = 2 * M_PI / f;
   if (wavelength < context / s.high_freq_factor) return f;
@@ -89,7 +89,7 @@ TEST(Rotary, ScaledFrequenciesMatchTheDefinition) {
       }
 }
 
-// As transformers states it: two ramps, cut off, between dimensions.
+// By the formula in transformers: two ramps, clamped, between dimensions.
 TEST(Rotary, YarnMatchesTheDefinition) {
   const auto definition = [](double theta, int64_t width, int64_t i, const RotaryScaling& s,
                              bool truncate) {
@@ -152,7 +152,7 @@ TEST(Rotary, OffsetsStridesAndThreadsChangeNothing) {
   with_threads(1, [&] { one = rotate(x, 3, false); });
   with_threads(2, [&] { two = rotate(x, 3, false); });
   EXPECT_TRUE(same_bits(one, two));
-  // Position 100 + 3 alone, as generation asks for it.
+  // Position 100 + 3 alone, as in generation.
   View step = x, expected = one;
   for (View* v : {&step, &expected})
     v->data = v->as<float>() + 100 * v->strides[1], v->shape[1] = 1;
@@ -203,7 +203,7 @@ TEST(Rotary, PartsMatchTheDefinition) {
             rotate_part(x, first, part, false, y, scaling);
             const std::string where = str(d, ' ', s, " part ", rotated, neighbours ? " neighbours" : "", " heads ", heads, " from ", first);
             EXPECT_LT(scaled_error(y, want), d == kF64 ? 1e-10 : 2 * epsilon(d)) << where;
-            // What is not rotated has the bits that it had, and those of a whole head are a part's.
+            // Elements that are not rotated keep their bits, and the rotated part has the bits of whole heads of its width.
             for (int64_t i = 0; i < s.numel(); ++i)
               if (i / width % 3 >= heads || i % width < width - rotated) {
                 ASSERT_EQ(y.at(i), x.at(i)) << where;
@@ -243,7 +243,7 @@ TEST(Rotary, PartsHaveTheirBitsWhateverStridesAndThreads) {
   }
 }
 
-// Fewer tokens than have a table of fine angles, and more; rows that begin anywhere.
+// Fewer tokens than get a table of fine angles, and more; rows that begin anywhere.
 TEST(Rotary, APositionHasItsBitsWhereverTheTokenLies) {
   constexpr int64_t kTokens = 150;
   const Shape s{1, kTokens, 3, 24};

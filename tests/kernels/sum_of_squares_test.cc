@@ -63,8 +63,8 @@ TEST(SumOfSquares, AnyCutAndAnyOrderGiveTheSameBits) {
 }
 
 TEST(SumOfSquares, RoundsOnceAndCorrectly) {
-  // 2^60 + 2^7 lies halfway between 2^60 and the next double, 2^60 + 2^8; to even is down. Anything
-  // more is up.
+  // 2^60 + 2^7 is halfway between 2^60 and the next double, 2^60 + 2^8; to even is down. Anything
+  // larger rounds up.
   std::vector<double> v(96, 0.0);
   v[0] = 0x1p30, v[32] = 0x1p3, v[33] = 0x1p3;
   EXPECT_EQ(finish(limbs_of(Array::of(kF32, {96}, v))), 0x1p60);

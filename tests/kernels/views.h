@@ -88,8 +88,8 @@ class Buffer {
   View view_;
 };
 
-/// Largest |got - want| / max(|want|, scale): relative for large values, absolute against the scale
-/// of the rest.
+/// Largest |got - want| / max(|want|, scale): relative error for large values, error relative to
+/// `scale` for the others.
 inline double scaled_error(const std::vector<double>& got, const std::vector<double>& want,
                            double scale = 1.0) {
   EXPECT_EQ(got.size(), want.size());

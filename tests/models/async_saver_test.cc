@@ -1,4 +1,4 @@
-// Saving while training goes on: what is saved is the state when save() was called, and a failing disk is reported.
+// Saving while training goes on: a checkpoint has the state at the time of save(), and a failing disk is reported.
 #include "sheaf/models/async_saver.h"
 
 #include <gmock/gmock.h>
@@ -25,7 +25,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
-// A tiny run on one rank of several, and its saver.
+// A tiny training run on one rank of several, and its saver.
 struct Job {
   models::TrainingStep step;
   models::AsyncSaver saver;
@@ -82,7 +82,7 @@ int hold(const char*, const char* path) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   return failing && std::string_view(path).find("shard-00001") != std::string_view::npos ? ENOSPC : 0;
 }
-// While it lives, files of shards are not written as long as `held` says so, and rank 1's cannot be if `failing` does.
+// While it lives, shard files are not written as long as `held` is set, and rank 1's cannot be if `failing` is.
 struct SlowDisk {
   SlowDisk() { set_file_fault(hold); }
   ~SlowDisk() {
@@ -99,7 +99,7 @@ TEST(AsyncSaver, ReturnsBeforeAnythingIsWrittenAndWaitsForTheSaveBefore) {
     Job run(w);
     run.train(1);
     run.save(folder.path(), 1);
-    run.train(2);  // collectives of steps beside a save under way
+    run.train(2);  // collectives of steps during a save in flight
     run.saver.check();
     EXPECT_THAT(list_steps(folder.path()), IsEmpty());
     w.communicator().barrier("test").sync();
@@ -171,7 +171,7 @@ TEST(AsyncSaver, ADiskThatFailsOneRankFailsAllAndTheNextSaveSucceeds) {
   }, {.threads_per_rank = 1});
 }
 
-// A note is seen when all of it is there, and may be committed before its rank looks again.
+// A note is seen only when it is complete, and the checkpoint may be committed before its rank looks again.
 int slow_folder_of_rank_1(const char* operation, const char* path) {
   if (std::string_view(operation) == "sync" && std::string_view(path).find("shard-") == std::string_view::npos &&
       RankContext::current().rank == 1)
@@ -200,7 +200,7 @@ TEST(AsyncSaver, IsRefusedInARecording) {
   });
 }
 
-// What rank 0 saves is what the plan says that it has.
+// Rank 0 saves what the plan says that it holds.
 TEST(AsyncSaver, ThePlanKnowsTheCopy) {
   for (const auto& [strategy, context] : {std::pair{"full_shard", 1}, {"full_shard", 2}, {"replicate", 1}}) {
     models::TrainConfig c = Job::config(strategy);
@@ -213,12 +213,12 @@ TEST(AsyncSaver, ThePlanKnowsTheCopy) {
         bytes += p.runs.numel() * static_cast<int64_t>(size_of(p.dtype));
       const int64_t planned = models::plan_step(c, 13, 0, 4, 1, "local").state_bytes;
       EXPECT_LE(bytes, planned);
-      EXPECT_GE(static_cast<double>(bytes), 0.9 * static_cast<double>(planned));  // but for padding
+      EXPECT_GE(static_cast<double>(bytes), 0.9 * static_cast<double>(planned));  // except padding
     }, {.threads_per_rank = 1});
   }
 }
 
-// The rank hears of it in a step, without asking anybody.
+// The rank learns of the failure in a step, without communication.
 TEST(AsyncSaver, CheckTellsTheRankThatFailed) {
   const ScratchFolder folder;
   const SlowDisk disk;
@@ -241,7 +241,7 @@ TEST(AsyncSaver, CheckTellsTheRankThatFailed) {
   EXPECT_THAT(list_steps(folder.path()), IsEmpty());
 }
 
-// A copy is held beside what a step takes: whether that fits is known before the first.
+// The snapshot needs memory in addition to a step's: whether both fit is checked before the first step.
 TEST(AsyncSaver, TheCopyCounts) {
   models::TrainConfig c = tiny_config();
   c.train.save_async = true;

@@ -1,5 +1,5 @@
-// Training in bf16 with f32 masters: what is bf16 and what is not, how near the gradients come to those of f32, and
-// which promises stay exact.
+// Training in bf16 with f32 masters: what is in bf16 and what is not, how close the gradients are to those of f32, and which guarantees
+// stay exact.
 #include <cmath>
 
 #include <gtest/gtest.h>
@@ -47,7 +47,7 @@ TEST(Bf16, GradientsAreNearThoseOfF32) {
   }
 }
 
-// Where nothing is gathered; and not again after the masters have changed within a recording.
+// Where nothing is gathered, masters are cast once per step; not again after they have changed within a recording.
 TEST(Bf16, OneRankCastsItsMastersOnceAStep) {
   models::TrainConfig c = in_bf16();
   c.train.batch = 6, c.train.micro_batches = 2;
@@ -61,9 +61,9 @@ TEST(Bf16, OneRankCastsItsMastersOnceAStep) {
     for (int64_t i = 0; i < 2; ++i) {
       models::RecordedStep recorded;
       step.run(i, fill_tiny, &recorded);
-      EXPECT_EQ(casts(recorded.tape), c.model.layers + 1);  // units
+      EXPECT_EQ(casts(recorded.tape), c.model.layers + 1);  // one per unit
     }
-    // And again once the masters have changed, though it is the same recording.
+    // And cast again once the masters have changed, though it is the same recording.
     const Type type{kI32, {c.train.batch, c.model.context}, Layout(step.mesh().spec, Placement::shard(0))};
     const Tensor tokens = Tensor::empty(type), targets = Tensor::empty(type);
     fill_tiny(0, c.train.batch, tokens.view().as<int32_t>(), targets.view().as<int32_t>());
@@ -80,7 +80,7 @@ TEST(Bf16, OneRankCastsItsMastersOnceAStep) {
   }, {.threads_per_rank = 1});
 }
 
-// f16, too. Reduces bf16 where it is told to.
+// Also f16, which reduces in bf16 if told to.
 TEST(Bf16, GathersBf16AndReducesF32) {
   for (const auto& [world, dtype, reduced] : {std::tuple{1, kBF16, kF32}, {3, kBF16, kF32}, {1, kF16, kF32}, {3, kF16, kF32},
                                               {1, kBF16, kBF16}, {3, kBF16, kBF16}, {3, kF32, kBF16}})
@@ -120,7 +120,7 @@ TEST(Bf16, GathersBf16AndReducesF32) {
     }
 }
 
-// A program's own configuration, which no command line has checked.
+// A config made by a program, which no command-line parser has checked.
 TEST(Bf16, OtherDTypesAreRefused) {
   for (const char* dtype : {"fp16", "f64", "half"}) {
     models::TrainConfig c = tiny_config();
@@ -129,7 +129,7 @@ TEST(Bf16, OtherDTypesAreRefused) {
   }
 }
 
-// What the cut of the batch does not change stays bitwise: strategy, prefetch, and ranks against micro-batches.
+// Results that do not depend on the cut of the batch stay bitwise equal: over strategies, prefetch, and ranks against micro-batches.
 TEST(Bf16, StrategiesAndMicroBatchesAgreeBitwise) {
   models::TrainConfig c = in_bf16();
   c.train.batch = 6;

@@ -1,5 +1,5 @@
-// Mixtures as DeepSeek-V3's: the bias by which experts are chosen is a parameter whose gradient counts choices. Gradients in f64,
-// counts exactly; the bits of every strategy on the same mesh; one rank's steps; what a step moves, and what it does not.
+// Mixtures like DeepSeek-V3's: the bias used to choose experts is a parameter whose gradient counts choices. Gradients in f64, counts
+// exactly; the bits of every strategy on the same mesh; one rank's steps; and a step's communication.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -85,7 +85,7 @@ TEST(BiasedExperts, AStepMovesTheBiasByItsRateAlone) {
       models::TrainConfig c = biased();
       c.train.optimizer = optimizer;
       c.train.micro_batches = micro_batches;
-      c.train.clip = 1e-3;  // nothing that the bias has to do with
+      c.train.clip = 1e-3;  // must not affect the bias
       const auto run = [&](double rate, double lr) {
         c.model.expert_balance_rate = rate;
         c.train.lr = lr;
@@ -145,7 +145,7 @@ TEST(BiasedExperts, TrainsAsOneRankDoes) {
   expect_stages_of_one_rank(c, 3);
 }
 
-// Biases and what they count stay in f32, whatever else travels in.
+// Biases and their counts stay in f32, whatever dtype other gradients are communicated in.
 TEST(BiasedExperts, NothingRoundsTheBias) {
   models::TrainConfig c = biased(2);
   c.train.dtype = "bf16";
@@ -196,9 +196,9 @@ TEST(BiasedExperts, CheckpointsMoveBetweenMeshes) {
   for (const Axes& from : meshes) expect_checkpoint_moves(scratch.path(), from, meshes, tiny_biased_mixture());
 }
 
-// From a bias that prefers some experts, so that others are never chosen, the load evens out without a loss for it.
+// Starting from a bias that prefers some experts, so that others are never chosen, the load evens out without an auxiliary loss.
 TEST(BiasedExperts, TheLoadEvensOut) {
-  const auto excess = [](double rate) {  // of the most loaded expert over an even share, before and after
+  const auto excess = [](double rate) {  // the most loaded expert's load over an even share, before and after
     models::TrainConfig c = biased(2);
     c.model.routing_groups = c.model.routing_groups_per_token = 1;
     c.model.expert_balance_rate = rate;

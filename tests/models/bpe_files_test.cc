@@ -1,4 +1,4 @@
-// The published files of byte-pair tokenizers, and what may be wrong with them: a DataError that says where.
+// Files in the published formats of byte-pair tokenizers, and possible errors in them: a DataError that says where.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -39,7 +39,7 @@ class BpeFiles : public ::testing::Test {
  protected:
   ScratchFolder folder;
 
-  /// GPT-2's form with a vocabulary of the bytes and `more` (JSON members), and these merges.
+  /// GPT-2's format with a vocabulary of the bytes and `more` (JSON members), and these merges.
   std::string gpt2_error(const std::string& more, const std::string& merges) {
     Json::Object vocabulary;
     for (int byte = 0; byte < 256; ++byte) {

@@ -27,7 +27,7 @@ std::vector<std::shared_ptr<const Tokenizer>> both() {
   return {load_gpt2_tokenizer(kFolder), load_llama3_tokenizer(kFolder)};
 }
 
-// Text of everything that the patterns tell apart, and with `bytes` of what is no text.
+// Text of everything that the patterns distinguish, and with `bytes` also invalid UTF-8.
 std::string random_text(std::mt19937& random, int pieces, bool bytes) {
   static const std::vector<std::string> kPieces = {
       " ",  "  ", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u3000", "\u0085", "\u180e", "'s", "'LL", "the", " of", "God",
@@ -82,7 +82,7 @@ TEST(Bpe, LosesNothing) {
   }
 }
 
-// The best pair again and again, found by looking at all of them.
+// Merges the best pair repeatedly, found by looking at all of them.
 TEST(Bpe, JoinsTheBestPairFirst) {
   std::vector<std::string> tokens;
   for (int byte = 0; byte < 256; ++byte) tokens.emplace_back(1, static_cast<char>(byte));
@@ -119,7 +119,7 @@ TEST(Bpe, JoinsTheBestPairFirst) {
   }
 }
 
-// In tiktoken's form any two that are a token together may join; of a vocabulary that no merges made, too.
+// In tiktoken's format any two tokens whose concatenation is a token may be merged; also with a vocabulary that no merges produced.
 TEST(Bpe, RanksDecide) {
   std::mt19937 random(7);
   for (int trial = 0; trial < 30; ++trial) {
@@ -184,7 +184,7 @@ TEST(Bpe, TextsMayBeCutAndThreadsDoNotMatter) {
   }
 }
 
-// A word's time must not grow with its square, nor the depth of a search with its length.
+// The time for a word must not grow with the square of its length, nor the depth of a search with its length.
 TEST(Bpe, LongWords) {
   for (const auto& tokenizer : both()) {
     for (const char* piece : {"a", "the", " ", "\n", "\t ", "1", "!", "漢", "\u3000", "\xff"}) {
@@ -200,7 +200,7 @@ TEST(Bpe, SpecialTokensAreNotMadeFromText) {
   EXPECT_EQ(gpt2->vocab_size(), 957);
   EXPECT_EQ(gpt2->end_of_text(), 956);
   EXPECT_EQ(llama3->vocab_size(), 956 + 256);
-  EXPECT_EQ(llama3->end_of_text(), 957);  // behind <|begin_of_text|>
+  EXPECT_EQ(llama3->end_of_text(), 957);  // after <|begin_of_text|>
   for (const auto& tokenizer : {gpt2, llama3}) {
     for (int32_t id = 956; id < tokenizer->vocab_size(); ++id) {
       const std::string name = tokenizer->decode({&id, 1});

@@ -1,4 +1,4 @@
-// Training a byte-pair vocabulary, against what Hugging Face's package learns (bpe_trainer/make) and against the definition.
+// Training a byte-pair vocabulary, against Hugging Face's package (bpe_trainer/make) and against the definition.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -33,7 +33,7 @@ std::string error(const std::function<void()>& f) {
   return message_of<E>(std::is_same_v<E, ConfigError> ? ExitCode::kConfig : ExitCode::kData, f);
 }
 
-// Text of everything that patterns and trainers tell apart, and with `bytes` of what is no text.
+// Text of everything that patterns and trainers distinguish, and with `bytes` also invalid UTF-8.
 std::string random_text(std::mt19937& random, int pieces, bool bytes) {
   static const std::vector<std::string> kPieces = {
       " ",  "  ", "\n", "\r\n", "\t",   "\u00a0", "'s", "the",  " of", "God", "1",   "23",
@@ -79,7 +79,7 @@ LearnedMerges learned_slowly(const std::map<std::string, int64_t>& counts, const
     int64_t most = 0;
     for (const auto& [pair, count] : pairs) {
       const std::string bytes = out.tokens[static_cast<size_t>(pair.first)] + out.tokens[static_cast<size_t>(pair.second)];
-      if (count > most && options.may_be(bytes)) most = count, best = pair;  // the first of several as frequent
+      if (count > most && options.may_be(bytes)) most = count, best = pair;  // the first of several that are equally frequent
     }
     if (most < std::max<int64_t>(options.min_frequency, 1)) break;
     const auto id = static_cast<int32_t>(out.tokens.size());
@@ -148,7 +148,7 @@ TEST(BpeMerges, OverlapsAndTies) {
   EXPECT_EQ(learn("cd\nab", 2), (Tokens{"ab", "cd"})) << "as frequent: the smaller left one";
   EXPECT_EQ(learn("ac\nab", 1), Tokens{"ab"}) << "then the smaller right one";
   EXPECT_EQ(learn("x y", 9), (Tokens{" y"})) << "a byte alone joins nothing";
-  // The space's character is behind all of ASCII, a byte of é before it.
+  // The space's character sorts after all of ASCII, a byte of é before it.
   EXPECT_EQ(learn("a\n a\né", 1), (Tokens{"é"}));
 }
 
@@ -200,7 +200,7 @@ TEST(WordCounts, AreThoseOfAMap) {
       std::map<std::string, int64_t, std::less<>> expected, found;
       for (int i = 0; i < 3; ++i) {
         std::string text = random_text(random, 100'000, true);
-        text += std::string(100'000 + i, 'w');  // longer than what the words' memory comes in
+        text += std::string(100'000 + i, 'w');  // longer than a block of the words' memory
         counts.add(text);
         for (std::string_view rest = text; !rest.empty();) {
           const size_t valid = valid_utf8_prefix(rest);
@@ -236,7 +236,7 @@ TEST(BpeTrainer, ItsTokenizerEncodes) {
   }
 }
 
-// As when a text is encoded: they end a word, and join nothing.
+// As in encoding: invalid bytes end a word, and are never merged.
 TEST(BpeTrainer, BytesThatAreNotUtf8) {
   BpeTrainer with({.vocab = 258, .min_frequency = 1}), without({.vocab = 258, .min_frequency = 1});
   with.add("\xff\xff" "ab\xff\xff\xff" "cd\xff");
@@ -246,7 +246,7 @@ TEST(BpeTrainer, BytesThatAreNotUtf8) {
   EXPECT_EQ(with.words(), 2);
 }
 
-// The time of a word must not grow with its square; names in the file must not be longer than readers take.
+// The time for a word must not grow with the square of its length; names in the file must not exceed what readers accept.
 TEST(BpeTrainer, LongWords) {
   std::mt19937 random(7);
   std::string letters;

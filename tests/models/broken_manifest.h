@@ -11,11 +11,11 @@ namespace sheaf::testing {
 
 class BrokenManifest {
  public:
-  /// From a step folder that is whole.
+  /// From an intact step folder.
   explicit BrokenManifest(const std::string& step_folder)
       : folder_(step_folder), path_(step_folder + "/manifest.json"), good_(File::open(path_).read_all()) {}
 
-  /// The original manifest with its first `from` replaced by `to`, and with the right checksum. False if it has none.
+  /// The original manifest with the first `from` replaced by `to`, and with a matching checksum. False if it has none.
   bool replace(const std::string& from, const std::string& to) const {
     std::string text = good_;
     const size_t at = text.find(from);
@@ -24,7 +24,7 @@ class BrokenManifest {
     write_file(path_ + ".xxh128", write_file(path_, text).xxh3 + "  manifest.json\n");
     return true;
   }
-  /// What opening the folder then says.
+  /// The error of then opening the folder.
   std::string reason(const std::string& from, const std::string& to) const {
     if (!replace(from, to)) return "nothing to replace: " + good_;
     return message_of<CheckpointError>(ExitCode::kData, [&] { models::Checkpoint::open(folder_); });

@@ -1,5 +1,5 @@
-// Tensors that are cut along a dimension and then flat, as weights of tensor parallelism are: what any cut has written,
-// any other reads.
+// Tensors that are cut along a dimension and then flat, like weights under tensor parallelism: checkpoints written with any cut can be read
+// with any other.
 #include <algorithm>
 #include <barrier>
 #include <cstring>
@@ -28,7 +28,7 @@ using ::testing::IsEmpty;
 const Shape kShapes[] = {{7, 5}, {2, 9}, {11, 2}, {3, 4, 5}, {6}, {1, 4}, {}};
 
 std::string name_of(const Shape& shape) { return "w" + shape.to_string(); }
-// An element of a tensor, as it is told from all others.
+// A value that identifies an element of a tensor.
 float value_at(const Shape& shape, int64_t i) { return static_cast<float>(1000 * shape.numel() + i); }
 
 std::vector<float> values_of(const Shape& shape, const Runs& runs) {
@@ -94,7 +94,7 @@ TEST(CheckpointCuts, AnyCutReadsWhatAnyCutWrote) {
   }
 }
 
-// Rows that are far apart in the file, near each other, and longer than what is read at a time.
+// Rows that are far apart in the file, close together, and longer than what is read at a time.
 TEST(CheckpointCuts, RowsOfAnyLength) {
   ScratchFolder folder;
   for (const Shape& shape : {Shape{3, 200'000}, Shape{40, 5'000}, Shape{5'000, 24}}) {
@@ -159,7 +159,7 @@ TEST(CheckpointCuts, MustCoverExactlyOnce) {
   EXPECT_THAT(reason({{4, 3, 5, 5}}), HasSubstr("5 runs of 3 elements"));
   EXPECT_THAT(reason({{0, 3, 4, 7}}), HasSubstr("4 runs of 3 elements, 7 apart"));
   EXPECT_THAT(list_steps(folder.path()), IsEmpty());
-  // Blocks that meet in every way, and runs that are an interval.
+  // Blocks that overlap in every way, and runs that form an interval.
   EXPECT_EQ(reason({{0, 2, 3, 5}, {2, 3, 2, 5}, {12, 2, 4, 5}, Runs::of({14, 15}), {15, 1, 3, 5}, Runs::of({16, 17}),
                     {19, 1, 2, 5}, Runs::of({21, 22}), {26, 1, 1, 9}, {29, 1, 1, 0}}),
             "no exception");
@@ -167,7 +167,7 @@ TEST(CheckpointCuts, MustCoverExactlyOnce) {
   EXPECT_THAT(list_steps(folder.path()), ElementsAre(1));
 }
 
-// Random parts, most of them nearly a cover: what is accepted is what counting finds, and so is what is named.
+// Random parts, most of which nearly cover the tensor: acceptance, and the element that the error names, match a count element by element.
 TEST(CheckpointCuts, CoverageIsWhatCountingFinds) {
   const Shape shape{4, 3};
   const int64_t n = shape.numel();
@@ -221,7 +221,7 @@ TEST(CheckpointCuts, CoverageIsWhatCountingFinds) {
   EXPECT_GT(missing, 5000);
 }
 
-// Manifests with a right checksum and numbers that overflow, overlap, or would take forever.
+// Manifests with a matching checksum and numbers that overflow, overlap, or would take forever.
 TEST(CheckpointCuts, HostileManifests) {
   ScratchFolder folder;
   save(folder.path(), {1, 2, 1});
@@ -244,7 +244,7 @@ TEST(CheckpointCuts, HostileManifests) {
         "2,3,7,9223372036854775807", "2,3,3074457345618258603,3", "-9223372036854775808,3,7,5",
         "2,-9223372036854775808,7,5", "2,3,7,-9223372036854775808"})
     EXPECT_THAT(reason(part, str("[1,", numbers, "]")), HasSubstr("tensor \"w[7,5]\":")) << numbers;
-  // A tensor of 2^56 elements, every second of which is in one part: without the others it is refused, and at once.
+  // A tensor of 2^56 elements, every second of which is in one part: without the others it is refused, and quickly.
   const std::string huge = R"("w[7,5]":{"dtype":"f32","shape":[36028797018963968,2],"parts":[[0,0,1,36028797018963968,2])";
   const std::string old = R"("w[7,5]":{"dtype":"f32","shape":[7,5],"parts":[[0,0,2,7,5],[1,2,3,7,5])";
   EXPECT_THAT(reason(old, huge), HasSubstr("element 1 is missing"));
@@ -252,7 +252,7 @@ TEST(CheckpointCuts, HostileManifests) {
               HasSubstr("72057594037927935 elements of 72057594037927936"));
   EXPECT_THAT(reason(old, huge + ",[1,1,1,36028797018963968,2],[1,36028797018963968,36028797018963969]"),
               HasSubstr("element 36028797018963968 is there twice"));
-  // Whole, as far as the manifest goes: but the file has no such tensor.
+  // Complete according to the manifest, but the file has no such tensor.
   ASSERT_TRUE(manifest.replace(old, huge + ",[1,1,1,36028797018963968,2]"));
   Checkpoint checkpoint = Checkpoint::open(folder / "step-1");
   float value;

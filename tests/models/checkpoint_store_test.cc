@@ -137,7 +137,7 @@ TEST(CheckpointStore, ShardsArePlainSafetensors) {
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder / "step-4"), {}), 4);
 }
 
-// Programs of before read what is cut flat, and their files are read: of these bytes none ever changes.
+// Older programs can read flat cuts, and their files can be read: none of these bytes may ever change.
 TEST(CheckpointStore, OfFlatCutsTheBytesAreFixed) {
   ScratchFolder folder;
   save(folder.path(), 3, 2);
@@ -159,7 +159,7 @@ TEST(CheckpointStore, KeepsTheNewest) {
   EXPECT_THAT(list_steps(folder.path()), ElementsAre(4, 3));
   save(folder.path(), 5, 1, 0);
   EXPECT_THAT(list_steps(folder.path()), ElementsAre(5, 4, 3));
-  // A step saved again replaces the old one; later steps neither count nor go.
+  // A step saved again replaces the old one; later steps are neither counted nor removed.
   save(folder.path(), 4, 3);
   EXPECT_THAT(list_steps(folder.path()), ElementsAre(5, 4, 3));
   Checkpoint four = Checkpoint::open(folder / "step-4");
@@ -185,7 +185,7 @@ TEST(CheckpointStore, PiecesMustCoverExactlyOnce) {
   EXPECT_THAT(list_steps(folder.path()), IsEmpty());
 }
 
-// Damages every file of the newest checkpoint in every way: it is named, and the one before it is used.
+// Damages every file of the newest checkpoint in every way: the error names it, and the previous checkpoint is used.
 TEST(CheckpointStore, BrokenNewestIsNamedAndTheOneBeforeItUsed) {
   ScratchFolder folder;
   save(folder.path(), 1, 2);
@@ -219,7 +219,7 @@ TEST(CheckpointStore, BrokenNewestIsNamedAndTheOneBeforeItUsed) {
       });
       ASSERT_EQ(warnings.size(), 1u);
       EXPECT_THAT(warnings[0], HasSubstr("step-2' is broken"));
-      EXPECT_THAT(warnings[0], HasSubstr(std::string(file).substr(0, 13)));  // the sum is the manifest's
+      EXPECT_THAT(warnings[0], HasSubstr(std::string(file).substr(0, 13)));  // the checksum is the manifest's
       EXPECT_THAT(warnings[0].find('\n'), std::string::npos);
       ++cases;
     }
@@ -235,7 +235,7 @@ TEST(CheckpointStore, BrokenNewestIsNamedAndTheOneBeforeItUsed) {
               HasSubstr("no whole checkpoint is left"));
 }
 
-// Manifests with a right checksum and hostile content.
+// Manifests with a matching checksum and hostile content.
 TEST(CheckpointStore, HostileManifests) {
   ScratchFolder folder;
   save(folder.path(), 2, 2);
@@ -264,8 +264,8 @@ int kill_when_due(const char*, const char*) {
 }
 int fail_when_due(const char*, const char*) { return countdown-- == 0 ? ENOSPC : 0; }
 
-// Kills all ranks before every file operation of a save in turn: the recovered step is the last committed one, or the
-// new one if its rename was reached; nothing else is ever read, and the next save cleans up.
+// Kills all ranks before every file operation of a save in turn: the recovered step is the last committed one, or the new one if its rename
+// was reached; nothing else is ever read, and the next save cleans up.
 TEST(CheckpointStore, KilledAtEveryFileOperation) {
   ScratchFolder folder;
   save(folder.path(), 1, 2);
@@ -302,7 +302,7 @@ int kill_when_due_without_exchange(const char* operation, const char* path) {
   return kill_when_due(operation, path), std::string_view(operation) == "exchange" ? EINVAL : 0;
 }
 
-// A step that is saved again is there all the time, also where a file system cannot exchange two folders.
+// A step that is saved again exists at all times, also where a file system cannot exchange two folders.
 TEST(CheckpointStore, KilledWhileAStepIsSavedAgain) {
   ScratchFolder folder;
   save(folder.path(), 1, 2);

@@ -1,4 +1,4 @@
-// Questions with choices: how they are read, and which answers count.
+// Multiple-choice questions: how they are read, and which answers are correct.
 #include "sheaf/models/choices.h"
 
 #include <cmath>
@@ -39,7 +39,7 @@ std::string refusal(const std::string& text) {
   return "no error";
 }
 
-// The text of a row, with | before what counts.
+// The text of a row, with | before the scored part.
 std::string shown(const ChoiceRow& row) {
   const std::span<const int32_t> tokens = row.tokens;
   const auto begin = static_cast<size_t>(row.begin);
@@ -75,7 +75,7 @@ TEST(Choices, AreReadAsHellaSwagHasThem) {
     EXPECT_EQ(shown(q->rows()[3]), "A man. he| had");
   }
   EXPECT_EQ(number.digest(), text.digest());
-  // A prompt that stands there, too, is the question; a context besides is one member more.
+  // If there is a prompt, it is the question; a context in addition to it is just one more member.
   EXPECT_EQ(shown(read(R"({"ctx": "x", "prompt": "a", "choices": ["b", "c"], "answer": 0})").rows()[0]), "a| b");
 }
 
@@ -87,7 +87,7 @@ TEST(Choices, WhatStandsBeforeATextStandsBeforeAPrompt) {
   EXPECT_EQ(read(R"({"prompt": "", "choices": ["b", "c"], "answer": 0})", 100, 0, {7}).rows()[0].begin, 1);
 }
 
-// The last target needs no place in the window.
+// The last target needs no position in the window.
 TEST(Choices, OfWhatIsTooLongTheBeginningIsLeftOut) {
   const std::string line = R"({"prompt": "abc", "choices": ["d", "defghi"], "answer": 0})";
   const ChoiceQuestions q = read(line, 4), whole = read(line, 9);
@@ -113,14 +113,14 @@ TEST(Choices, OfTheLargestLikelihoodIsChosen) {
       "{\"prompt\": \"a\", \"choices\": [\"b\", \"cdef\"], \"answer\": 1}\n"
       "{\"prompt\": \"a\", \"choices\": [\"b\", \"c\", \"d\"], \"answer\": 1}\n");
   const ChoiceQuestions q("", q_path, *kBytes, {});
-  // By sums the first of both, by characters the second.
+  // By sums the first choice of both questions, by characters the second.
   const std::vector<double> x = {-2, -4, -2, -4, -3, -1, -2};
   EXPECT_DOUBLE_EQ(q.accuracy(x).accuracy, 2.0 / 3);       // right, wrong, right
   EXPECT_DOUBLE_EQ(q.accuracy(x).accuracy_norm, 2.0 / 3);  // wrong, right, right
   const std::vector<double> y = {-2, -9, -2, -9, -3, -1, -2};
   EXPECT_DOUBLE_EQ(q.accuracy(y).accuracy, 2.0 / 3);
   EXPECT_DOUBLE_EQ(q.accuracy(y).accuracy_norm, 1.0 / 3 + 1.0 / 3);
-  // Of equals it is the first.
+  // Of equal scores the first one wins.
   EXPECT_DOUBLE_EQ(q.accuracy(std::vector<double>(7, -1)).accuracy, 1.0 / 3);
   EXPECT_DOUBLE_EQ(q.accuracy(std::vector<double>(7, -INFINITY)).accuracy, 1.0 / 3);
   std::vector<double> nan = x;

@@ -1,5 +1,5 @@
-// Context parallelism: a mesh axis that cuts sequences, or attention's heads instead, together with replicas, sharding and a
-// tensor axis. Gradients in f64; the bits of every strategy on the same mesh; what travels along which axis, and the bytes.
+// Context parallelism: a mesh axis that cuts sequences, or attention's heads instead, combined with replicas, sharding and a tensor axis.
+// Gradients in f64; the bits of every strategy on the same mesh; the communication along each axis, and its bytes.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -20,8 +20,8 @@ using ::testing::HasSubstr;
 
 constexpr int kSteps = 8;
 
-// Ten heads for GPT-2, and ten that read five key heads for Llama, so that ranks of every axis share heads unevenly, as they
-// do the 9 tokens of a sequence.
+// Ten heads for GPT-2, and ten that read five key heads for Llama, so that ranks of every axis share heads unevenly, as they do the 9
+// tokens of a sequence.
 models::ModelConfig model_of(const std::string& type) { return tiny_model(type, 10, 5); }
 
 models::TrainConfig context(int64_t ranks, const char* strategy = "full_shard", const std::string& type = "gpt2", int64_t tensor = 1) {
@@ -48,14 +48,15 @@ INSTANTIATE_TEST_SUITE_P(Meshes, ContextGradients,
                                             ::testing::Values(Sizes{0, 1, 1, 0}, Sizes{0, 1, 2, 0}, Sizes{0, 1, 3, 0},
                                                               Sizes{0, 2, 2, 0}, Sizes{0, 1, 2, 2}),
                                             ::testing::Values(7)));
-// Every rank a head and one or two tokens; parameters sharded over the axis itself; groups of which some have no row; further
-// cut by a tensor axis, of which two ranks share five key heads, on all four axes.
+// One head and one or two tokens per rank; parameters sharded over the axis itself; groups of which some have no row; combined with a
+// tensor axis over which two ranks share five key heads; all four axes.
 INSTANTIATE_TEST_SUITE_P(Uneven, ContextGradients,
                          ::testing::Combine(::testing::Values("gpt2", "llama", "qwen3", "olmo"), ::testing::Values("full_shard", "zero1"),
                                             ::testing::Values(Sizes{0, 1, 5, 0}, Sizes{0, 0, 3, 0}, Sizes{2, 0, 2, 0},
                                                               Sizes{0, 0, 2, 2}, Sizes{2, 1, 2, 2}, Sizes{0, 2, 2, 2}),
                                             ::testing::Values(3, 1)));
-// More ranks than key heads, of which some have copies: alike many for all, and not; beside a tensor axis that has cut them.
+// More ranks than key heads, some of which are replicated: the same number of copies of each, and not; combined with a tensor axis that
+// cuts them.
 INSTANTIATE_TEST_SUITE_P(Copies, ContextGradients,
                          ::testing::Combine(::testing::Values("llama", "untied llama", "qwen3", "olmo"), ::testing::Values("full_shard", "replicate"),
                                             ::testing::Values(Sizes{0, 0, 6, 0}, Sizes{0, 0, 10, 0}, Sizes{0, 2, 7, 0},
@@ -66,7 +67,7 @@ INSTANTIATE_TEST_SUITE_P(Many, ContextGradients,
                          ::testing::Combine(::testing::Values("gpt2"), ::testing::Values("full_shard"),
                                             ::testing::Values(Sizes{0, 0, 10, 0}, Sizes{0, 0, 5, 2}), ::testing::Values(2)));
 
-// Behind the tensor axis it is in the way of tensor regions, and right.
+// After the tensor axis in the mesh, it works against tensor regions, but results are right.
 TEST(Context, StandsInAnyOrder) {
   for (const char* type : {"gpt2", "llama"}) {
     const Values expected = gradients_f64(Axes{{"data", 1}}, "replicate", 3, {}, model_of(type));
@@ -94,7 +95,7 @@ TEST(Context, StrategiesPrefetchUnitsAndRecomputeChangeNoBit) {
     }
 }
 
-// What is drawn does not depend on how sequences are cut: neither first values nor what dropout drops.
+// Random draws do not depend on how sequences are cut: neither initial values nor dropout masks.
 TEST(Context, TrainsAsOneRankDoes) {
   for (const char* type : {"gpt2", "untied llama", "qwen3"}) {
     models::TrainConfig c = context(1, "full_shard", type);
@@ -145,11 +146,11 @@ TEST(Context, CheckpointsMoveBetweenMeshes) {
   for (const Axes& from : meshes) expect_checkpoint_moves(scratch.path(), from, meshes, model_of("llama"));
 }
 
-// Of rank 0, which has 3 rows of the batch and 4 of their 9 tokens, and of a block's projections what two of five groups of
-// heads read and write.
+// For rank 0, which has 3 rows of the batch, 4 of their 9 tokens and, of a block's projections, the columns of two of five groups of heads.
 //
-// Attention's operands go to whole sequences and its result comes back, as do their gradients; nothing else in a block moves.
-// Parameters travel as they do without the axis, and what a rank has of their gradients is summed along it.
+// Attention's operands are exchanged into whole sequences and its result back, as are their gradients; nothing else in a block is
+// communicated along the axis. Parameters are communicated as without the axis, and each rank's share of their gradients is summed along
+// it.
 TEST(Context, WhatTravelsAlongWhichAxis) {
   const int64_t layers = context(1).model.layers, width = context(1).model.width, head = width / 10;
   constexpr int64_t kRows = 3, kMine = 4, kOthers = 5, kSize = 4;
@@ -174,14 +175,14 @@ TEST(Context, WhatTravelsAlongWhichAxis) {
   }
 }
 
-// A rank of more than there are key heads has one copy, and sends the others theirs: of 10 ranks each has a query head and reads
-// half of what a key head is for. Here of rank 0, which has 7 rows and none of their 9 tokens.
+// With more ranks than key heads, each rank has one copy of a key head, and sends the other ranks theirs: each of 10 ranks has one query
+// head, half of those that read its key head. Here rank 0, which has 7 rows and none of their 9 tokens.
 TEST(Context, WhatTravelsWithCopies) {
   const int64_t layers = context(1).model.layers, head = 4;
   constexpr int64_t kRows = 7, kTokens = 9, kSize = 4;
   const Tape& tape = models::plan_step(context(10, "full_shard", "llama"), 13, 0, 10, 1, "local").tape;
   auto all = traffic(tape);
-  // Forward: all tokens of one query, one key and one value head come. Backward: of its output.
+  // Forward: all tokens of one query, one key and one value head are received. Backward: those of its output's gradient.
   EXPECT_EQ(all["all_to_all context"].count, 4 * layers);
   EXPECT_EQ(all["all_to_all context"].bytes, kSize * kRows * kTokens * layers * (3 + 1) * head);
   int repeats = 0, sums = 0;
@@ -191,12 +192,12 @@ TEST(Context, WhatTravelsWithCopies) {
   }
   EXPECT_EQ(repeats, layers);
   EXPECT_EQ(sums, layers);
-  // And with a head for each rank there are none.
+  // With one head for each rank there are no copies.
   const Tape& of_five = models::plan_step(context(5, "full_shard", "llama"), 13, 0, 5, 1, "local").tape;
   for (NodeId id = 0; id < of_five.num_nodes(); ++id) EXPECT_NE(of_five.op_name(of_five.node(id)), std::string("repeat_key_heads"));
 }
 
-// Each axis moves what it does without the other: tokens that a tensor region puts together, heads that ranks of it share.
+// Each axis communicates what it does without the other: tokens gathered by tensor regions, heads shared by ranks of the context axis.
 TEST(Context, AndATensorAxisKeepOutOfEachOthersWay) {
   const int64_t layers = context(1).model.layers;
   auto all = traffic(models::plan_step(context(2, "full_shard", "untied llama", 2), 13, 0, 8, 1, "local").tape);
@@ -208,7 +209,7 @@ TEST(Context, AndATensorAxisKeepOutOfEachOthersWay) {
   EXPECT_EQ(all.size(), 7u);
 }
 
-// Of queries, keys and values the backward reads what attention read, not what was sent for it.
+// Attention's backward keeps the queries, keys and values that attention read, not the buffers that were sent.
 TEST(Context, OneFormOfQueriesKeysAndValuesIsKept) {
   for (const char* type : {"gpt2", "llama"}) {
     const models::Plan plan = models::plan_step(context(2, "full_shard", type), 13, 0, 2, 1, "local");
@@ -228,7 +229,7 @@ TEST(Context, OneFormOfQueriesKeysAndValuesIsKept) {
   }
 }
 
-// Where the ranks of a sequence are more than those that have others, the parameters are cut over them.
+// If more ranks share a sequence than there are data-parallel ranks, the parameters are cut over the context axis.
 TEST(Context, ParametersAreCutOverTheLargerAxis) {
   const auto axes = [](int64_t ranks, int world, int64_t replicas = 1, int64_t tensor = 1) {
     models::TrainConfig c = context(ranks, "full_shard", "gpt2", tensor);
@@ -249,7 +250,7 @@ TEST(Context, ParametersAreCutOverTheLargerAxis) {
   EXPECT_EQ(axes(2, 16, 2, 2), "(replica=2, data=2, context=2, model=2) by data");
 }
 
-// What a rank holds of a step shrinks with the axis: activations everywhere.
+// The memory that a rank needs for a step shrinks with the axis: activations everywhere.
 TEST(Context, ARankHoldsItsTokens) {
   models::TrainConfig c = context(1);
   c.model.layers = 8;
@@ -309,7 +310,7 @@ TEST(Context, WhatCannotBeIsRefused) {
     EXPECT_THROW(shard(m, mesh, {.replica_axis = "context", .context_axis = "context"}), ConfigError);
     EXPECT_THROW(shard(m, mesh, {.tensor_axis = "context", .context_axis = "context"}), ConfigError);
   }, {.threads_per_rank = 1});
-  // Two axes that cut sequences share heads one after the other.
+  // Two axes that cut sequences share the heads successively.
   run_local(6, [](World& w) {
     const Mesh mesh = w.mesh({{"a", 2}, {"b", 3}});
     const Tensor qkv = full_of({kF32, {2, 9, 12}, Layout(mesh.spec, Placement::shard(1))}, 1.0);
@@ -318,7 +319,7 @@ TEST(Context, WhatCannotBeIsRefused) {
                 ::testing::ThrowsMessage<ConfigError>(HasSubstr("the 3 ranks of context axis 'b' cannot share 4 heads, of which "
                                                                 "a rank of axis 'a' has as few as 2; at most 2 can")));
   }, {.threads_per_rank = 1});
-  // An axis that shard() took for one of replicas cuts the sequence: said where attention meets it, before anything is sent.
+  // An axis that shard() took for replicas cuts the sequence: the error comes from attention, before anything is sent.
   run_local(11, [](World& w) {
     const Mesh mesh = w.mesh({{"data", 1}, {"more", 11}});
     const auto model = models::make_language_model(model_of("llama"), 13);

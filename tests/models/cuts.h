@@ -9,8 +9,7 @@
 
 namespace sheaf::testing {
 
-/// Dimension `dim`, if a tensor has it, is cut over `model` ranks, and what is left is cut flat over `data`, in unequal
-/// parts.
+/// Dimension `dim`, if a tensor has it, is cut over `model` ranks, and the rest is cut flat over `data`, in unequal parts.
 struct Cut {
   enum class Kind { even, uneven, parts };
   int dim = -1, model = 1, data = 1;
@@ -26,7 +25,7 @@ struct Cut {
     sizes.back() = (size + 1) / 2, sizes[0] += size / 2;
     return OwnershipMap::uneven(dim, sizes);
   }
-  /// What a rank holds of a tensor: one of runs or several, without elements where it holds nothing.
+  /// A rank's part of a tensor: one or several runs, empty if it has no elements.
   std::vector<Runs> runs(const Shape& shape, int rank) const {
     const bool cut = dim >= 0 && dim < shape.rank();
     const int m = rank % model, d = rank / model;

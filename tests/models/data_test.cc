@@ -139,7 +139,7 @@ TEST_F(TokenFiles, BadFiles) {
   EXPECT_THAT(data_error([&] { write_token_file(path, std::vector<int32_t>{-1}, 100); }), HasSubstr("token -1"));
 }
 
-/// `counts` numbers from 0 on, one file after the other, in the three forms by turns: train_000.bin, train_001.bin, ...
+/// `counts` numbers from 0 on, file by file, with the three formats in turn: train_000.bin, train_001.bin, ...
 void write_parts(const ScratchFolder& folder, const std::vector<int64_t>& counts) {
   int32_t next = 0;
   for (size_t i = 0; i < counts.size(); ++i) {
@@ -208,13 +208,13 @@ TEST_F(TokenFiles, PatternsAreTheShells) {
   EXPECT_THAT(files("train_00[13].bin"), ElementsAre(1, 3));
   EXPECT_THAT(files("train_00[!13].bin"), ElementsAre(0, 2));
   EXPECT_THAT(files("train_?02*"), ElementsAre(2));
-  // Byte by byte: capitals before small letters, 10 before 9.
+  // In byte order: capitals before small letters, 10 before 9.
   for (const char* name : {"b_9.bin", "a_9.bin", "a_10.bin", "B_1.bin"}) {
     write_token_file(folder / name, std::vector<int32_t>{name[0], name[2]}, 256);
   }
   const Tokens tokens = Tokens::open(folder / "[aBb]_*", 256);
   EXPECT_THAT(read(tokens, 0, 8), ElementsAre('B', '1', 'a', '1', 'a', '9', 'b', '9'));
-  // A file of that very name is that file.
+  // If a file has the pattern as its name, that file is used.
   write_token_file(folder / "train_*.bin", std::vector<int32_t>{77}, 100);
   EXPECT_THAT(files("train_*.bin"), ElementsAre(77));
   EXPECT_THAT(files("train_[*].bin"), ElementsAre(77));
@@ -244,7 +244,7 @@ TEST_F(TokenFiles, ErrorsOfManyNameTheOne) {
   EXPECT_THAT(data_error([&] { Tokens::open(folder / "[", 100); }), HasSubstr("no file matches"));
 }
 
-// As many as a large corpus has, each of them mapped, none of them open.
+// As many files as a large corpus has, each of them mapped, none of them open.
 TEST_F(TokenFiles, MoreThanAProcessMayOpen) {
   rlimit usual{};
   ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &usual), 0);
@@ -305,7 +305,7 @@ TEST(SequentialWindows, EveryTargetCountsOnce) {
   for (int64_t n : {2, 8, 9, 10, 16, 17, 18, 100}) {
     const SequentialWindows windows(counting(n), 8);
     EXPECT_EQ(windows.num_targets(), n - 1);
-    // Batches of three windows, as a rank would read them, and one window more than there are.
+    // Batches of three windows, as on a rank, including one window beyond the last.
     std::vector<int32_t> inputs(3 * 8), targets(3 * 8);
     std::multiset<int32_t> seen;
     int64_t counted = 0;
@@ -323,7 +323,7 @@ TEST(SequentialWindows, EveryTargetCountsOnce) {
   }
 }
 
-// Its bytes might be anybody's tokens.
+// Its bytes could be read as tokens.
 TEST(Tokens, ATextIsNoTokenFile) {
   const ScratchFolder folder;
   for (const char* name : {"a.jsonl", "a.txt", "a.parquet"}) {

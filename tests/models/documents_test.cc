@@ -1,4 +1,4 @@
-// Documents packed into one window: the loss and its gradients are those of the documents alone, on every mesh.
+// Documents packed into one window: the loss and its gradients are those of the separate documents, on every mesh.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -12,7 +12,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// fill_tiny() has it in the middle of some windows of nine tokens, twice in one, at the end of another.
+// fill_tiny() has the end token in the middle of some windows of nine tokens, twice in one, at the end of another.
 constexpr int64_t kEnd = 5;
 
 models::ModelConfig model_of(const std::string& type, int64_t end_of_text = kEnd) {
@@ -27,7 +27,7 @@ models::TrainConfig config_of(const std::string& type, int64_t end_of_text = kEn
   return c;
 }
 
-// The gradients of a window, whole or document after document, each as if there were no other.
+// The gradients of a window, packed or document by document, each as if there were no other.
 Values gradients_of(models::ModelConfig config, bool apart, int64_t rows) {
   config.end_of_text = apart ? -1 : kEnd;
   Whole whole;
@@ -63,10 +63,10 @@ Values gradients_of(models::ModelConfig config, bool apart, int64_t rows) {
   return whole.values();
 }
 
-// Rotary positions count for nothing but their differences, learned ones begin anew with each document.
+// Only differences of rotary positions matter; learned positions restart with each document.
 TEST(Documents, AWindowIsTheSumOfItsDocuments) {
-  const models::ModelConfig mixture = tiny_mixture(0, 0);  // no token counts for another's experts
-  models::ModelConfig further = model_of("llama");  // what is further than a document's end touches nothing that is predicted
+  const models::ModelConfig mixture = tiny_mixture(0, 0);  // no token takes another's place in an expert
+  models::ModelConfig further = model_of("llama");  // a token beyond a document's end affects no prediction
   further.mtp_layers = 2, further.mtp_loss = 0.7;
   for (const models::ModelConfig& config : {model_of("gpt2"), model_of("llama"), model_of("qwen3"), model_of("olmo"), model_of("gemma2"), model_of("latent"), mixture, further}) {
     const Values packed = gradients_of(config, false, 6), alone = gradients_of(config, true, 6);
@@ -89,7 +89,7 @@ INSTANTIATE_TEST_SUITE_P(Meshes, DocumentGradients,
                                                               Axes{{"stage", 2, true}, {"data", 1}},
                                                               Axes{{"stage", 2, true}, {"data", 1}, {"context", 2}})));
 
-// What is kept for the backward, sent, or computed again, is the same mask.
+// The same mask is saved for the backward, sent, or recomputed.
 TEST(Documents, StrategiesProgramsAndRecomputeChangeNoBit) {
   for (const char* type : {"gpt2", "untied llama"}) {
     const TrainedRun expected = train_tiny(config_of(type), 2, 5);
@@ -124,7 +124,7 @@ TEST(Documents, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
   }
 }
 
-// A stage has the begins from the one before it, once a micro-batch.
+// A stage receives the documents' begins from the previous one, once per micro-batch.
 TEST(Documents, BeginsGoAlongAPipeline) {
   for (const int64_t stages : {2, 3}) {
     models::TrainConfig c = tiny_pipeline(1);

@@ -1,4 +1,4 @@
-// Drafts of MTP layers: what a pass over all tokens would draft, and texts in which drafting changes nothing but the passes.
+// Drafts by MTP layers: they equal those of a pass over all tokens, and drafting changes no text, only the number of passes.
 #include "sheaf/models/drafter.h"
 
 #include <gmock/gmock.h>
@@ -30,7 +30,7 @@ models::LlamaConfig config_of(const std::string& kind, int64_t mtp_layers) {
   return c;
 }
 
-// Mostly its last two tokens say what comes next.
+// Mostly the last two tokens determine the next one.
 std::vector<int32_t> text(int64_t count, uint64_t seed = 1) {
   std::vector<int32_t> out{static_cast<int32_t>(seed % kVocab), 3};
   const Key key = key_of("text", seed);
@@ -42,7 +42,7 @@ std::vector<int32_t> text(int64_t count, uint64_t seed = 1) {
   return out;
 }
 
-// The model and its layers know some of that.
+// Trains the model and its MTP layers to predict most of that.
 template <class Model>
 void train(Model& model, int steps) {
   optim::AdamW optimizer(model, {.lr = 1e-2});
@@ -60,7 +60,7 @@ void train(Model& model, int steps) {
   model.eval();
 }
 
-// By whole passes over all tokens.
+// The drafts of whole passes over all tokens.
 std::vector<int32_t> drafts_of(models::Llama& model, std::vector<int32_t> tokens, int64_t most) {
   const int64_t n = std::ssize(tokens) - 1;
   nn::KeyValueCache cache(kContext);
@@ -73,7 +73,7 @@ std::vector<int32_t> drafts_of(models::Llama& model, std::vector<int32_t> tokens
   return {tokens.end() - most, tokens.end()};
 }
 
-// However many tokens were read since, from the first on.
+// However many tokens were read at a time, from the first one on.
 TEST(Drafter, DraftsWhatWholePassesWould) {
   for (const char* kind : {"plain", "latent", "window", "mixture"})
     for (const int64_t layers : {1, 2, 3}) {
@@ -107,7 +107,7 @@ TEST(Drafter, SaysWhatItMissed) {
   EXPECT_THAT([&] { drafter.draft(x, tokens, 1); }, ::testing::ThrowsMessage<ShapeError>(::testing::HasSubstr("has read 0 tokens of 3, and gets 2")));
 }
 
-// Notes how many tokens each pass reads.
+// Records how many tokens each pass reads.
 struct Watched : models::Llama {
   std::vector<int64_t> passes;
   using Llama::Llama;
@@ -152,11 +152,11 @@ TEST(Drafter, ChangesNoText) {
           }
         }
     EXPECT_GE(kept.size(), 2u);
-    EXPECT_GE(*kept.rbegin(), layers == 1 ? 6 : 8) << kind;  // of 17 tokens, so many were read as drafts
+    EXPECT_GE(*kept.rbegin(), layers == 1 ? 6 : 8) << kind;  // the number of 17 tokens that were accepted drafts
     }
 }
 
-// An end is one, drafted or not.
+// An end token ends the text, drafted or not.
 TEST(Drafter, StopsWhereTheTextEnds) {
   Watched model(config_of("plain", 2));
   materialize(model, Device::cpu(), {.seed = 3});
@@ -171,7 +171,7 @@ TEST(Drafter, StopsWhereTheTextEnds) {
   }
 }
 
-// On each mesh as without drafts; where tokens are few, ranks that share them have none.
+// On each mesh the same text as without drafts; if there are few tokens, some ranks that share them have none.
 TEST(Drafter, ChangesNoTextOnAnyMesh) {
   for (const std::vector<MeshSpec::Axis>& axes : {std::vector<MeshSpec::Axis>{{"data", 2}}, {{"data", 1}, {"model", 2}}, {{"stage", 2, true}, {"data", 1}}}) {
     int world = 1;

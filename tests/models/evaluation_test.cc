@@ -1,4 +1,4 @@
-// What a model makes of tokens, however it is cut: likelihoods of continuations against the logits of one rank.
+// Scores of tokens, however the model is cut: log-likelihoods of continuations against the logits on one rank.
 #include "sheaf/models/evaluation.h"
 
 #include <cmath>
@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t kContext = 256, kVocab = 256;
 
-/// Prompts and choices of many lengths, whose windows are of 64, 128 and 256 tokens.
+/// Prompts and choices of many lengths, in windows of 64, 128 and 256 tokens.
 models::ChoiceQuestions questions() {
   const ScratchFolder folder;
   std::ofstream out(folder / "q.jsonl");
@@ -64,7 +64,7 @@ double largest_difference(const std::vector<double>& a, const std::vector<double
   return worst;
 }
 
-// Row by row, of the logits of what stands before.
+// Row by row, from the logits at the preceding tokens.
 TEST(Evaluation, LikelihoodsAreThoseOfTheLogits) {
   const models::ChoiceQuestions q = questions();
   const models::TrainConfig c = config_of();
@@ -125,12 +125,13 @@ TEST(Evaluation, LikelihoodsAreTheSameOnEveryMesh) {
   EXPECT_LT(largest_difference(likelihoods(mixture, 4, q), want), 1e-10) << "experts";
 }
 
-// Places of experts go by windows, which then are all of one length: whatever a row's neighbours, and however sequences are cut.
+// Expert capacities depend on the window length, so then all windows have one length: whatever a row's neighbours, and however sequences
+// are cut.
 TEST(Evaluation, ACapacityIsThatOfTheContext) {
   const models::ChoiceQuestions q = questions();
   models::TrainConfig c = config_of();
   c.model.experts = 4, c.model.experts_per_token = 2, c.model.capacity_factor = 0.5;
-  c.model.capacity_groups = 128;  // which windows of 64 tokens do not have
+  c.model.capacity_groups = 128;  // not available with windows of 64 tokens
   const std::vector<double> want = likelihoods(c, 1, q);
   for (const int64_t batch : {1, 7}) {
     c.train.batch = batch;
@@ -148,7 +149,7 @@ TEST(Evaluation, RowsThatAreTooLongAreRefused) {
   EXPECT_THROW(likelihoods(c, 1, questions()), ShapeError);
 }
 
-// A loss that is not linear in the likelihoods of rows: log(1 + exp(-log p)) of each.
+// A loss that is not linear in the rows' log-likelihoods: log(1 + exp(-log p)) of each.
 Values gradients_of_rows(const Axes& axes, const models::ModelConfig& config, double* value) {
   Whole whole;
   run_local(num_ranks(axes), [&](World& w) {
@@ -187,7 +188,7 @@ TEST(Losses, OfEachTargetAreTrainedOn) {
   EXPECT_THROW(gradients_of_rows({{"data", 1}}, mixture, &value), ConfigError) << "its penalty belongs to no target";
 }
 
-// It changes nothing of the training around it.
+// Evaluation does not affect the training around it.
 TEST(Evaluation, TrainingGoesOnAsWithout) {
   const models::ChoiceQuestions q("", "tests/models/two_questions.jsonl", *models::make_byte_tokenizer(), {.context = 9});
   for (const bool compile : {false, true}) {

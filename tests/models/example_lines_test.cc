@@ -1,4 +1,4 @@
-// Prompts with answers and conversations, as tokens of which some are learned.
+// Prompts with answers, and conversations, as tokens of which some are trained on.
 #include "sheaf/models/example_lines.h"
 
 #include <gmock/gmock.h>
@@ -14,7 +14,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// Of the vocabulary that huggingface/make made, with more special tokens.
+// The vocabulary that huggingface/make made, with more special tokens.
 std::shared_ptr<const Tokenizer> tokenizer_with(const std::string& name, const std::vector<std::string>& special) {
   const std::string path = "tests/models/huggingface/" + name + ".json";
   Json json = Json::parse(File::open(path).read_all(), path);
@@ -38,7 +38,7 @@ std::vector<MarkedToken> read(const Tokenizer& tokenizer, const ExampleOptions& 
   return tokens;
 }
 
-// Its text, what is learned in [].
+// The text, with the trained part in [].
 std::string shown(const Tokenizer& tokenizer, const std::vector<MarkedToken>& tokens) {
   std::string text;
   bool learned = false;
@@ -73,7 +73,7 @@ TEST(ExampleLines, OfPromptsAnAnswerAndItsEndAreLearned) {
   EXPECT_EQ(shown(*tokenizer, {.prompt_field = "q", .field = "a"}, "{\"q\": \"x\", \"a\": \"y\"}"), "x[y<|endoftext|>]");
 }
 
-// SentencePiece's put a space before a text, but not before one that goes on.
+// SentencePiece tokenizers put a space before a text, but not before a continuation.
 TEST(ExampleLines, AnAnswerGoesOnWhereThePromptEnds) {
   for (const char* name : {"llama2", "mistral", "gpt2"}) {
     const auto tokenizer = tokenizer_with(name, {});
@@ -93,7 +93,7 @@ TEST(ExampleLines, SpecialTokensOnlyWhereTheyAreAskedFor) {
     EXPECT_EQ(shown(*tokenizer, tokens), "<|im_start|>user\nHi<|im_end|>\n[Yo<|im_end|><|endoftext|>]");
     EXPECT_EQ(std::ranges::count(ids(tokens), end_of_turn), special ? 2 : 0);
   }
-  // An answer that has its end needs no other.
+  // An answer that ends with an end token gets no other.
   EXPECT_EQ(shown(*tokenizer, {.prompt_field = "prompt", .special_tokens = true, .end = "<|im_end|>"},
                   "{\"prompt\": \"<|im_start|>\", \"completion\": \"Yo<|im_end|>\"}"),
             "<|im_start|>[Yo<|im_end|>]");
@@ -132,7 +132,7 @@ TEST(ExampleLines, OfLlama3sConversations) {
                              "<|end_header_id|>\n\nYo<|eot_id|><|end_of_text|>", true));
 }
 
-// A system's words are a user's there.
+// Gemma has no system role: the system's message becomes part of the user's.
 TEST(ExampleLines, OfGemmasConversations) {
   const auto tokenizer = tokenizer_with("gemma", {});
   const ChatFormat format("gemma", *tokenizer);
@@ -153,7 +153,7 @@ TEST(ExampleLines, OfGemmasConversations) {
   EXPECT_THAT(refused({{"system", "Hi"}}), HasSubstr("and none does"));
 }
 
-// As templates trim: all that Python's strip() takes away.
+// As templates trim: everything that Python's strip() removes.
 TEST(ExampleLines, Llama3TrimsAllBlanks) {
   const auto tokenizer = llama();
   const ChatFormat format("llama3", *tokenizer);
@@ -179,7 +179,7 @@ TEST(ExampleLines, WhatOthersSayIsEncodedWithItsFrame) {
   }
 }
 
-// Nobody breaks out of his turn.
+// A message cannot break out of its turn.
 TEST(ExampleLines, WhatIsSaidMakesNoSpecialToken) {
   const auto tokenizer = qwen();
   const std::vector<MarkedToken> tokens =
@@ -226,7 +226,7 @@ TEST(ExampleLines, CountsWhatTeachesNothing) {
   EXPECT_EQ(examples.num_examples(), 3);
   EXPECT_EQ(examples.num_in_vain(), 2);
   EXPECT_EQ(examples.num_learned(), 2);
-  // Of another layout than `messages`, or misspelt, an answer would be read as a question.
+  // With another layout than `messages`, or a misspelt role, an answer would be read as a question.
   EXPECT_THAT([&] { examples.read("{\"messages\": [{\"role\": \"gpt\", \"content\": \"a\"}]}\n", "'y'", count, tokens); },
               ::testing::ThrowsMessage<DataError>(HasSubstr(" of 'y': the role \"gpt\" is none of system, user, assistant")));
 }

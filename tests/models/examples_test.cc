@@ -1,4 +1,4 @@
-// Training on examples: the loss is the mean over what is to be learned, of the whole batch, however ranks and micro-batches cut it.
+// Training on examples: the loss is the mean over all trained targets of the whole batch, however ranks and micro-batches cut it.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -23,7 +23,7 @@ models::TrainConfig config_of(const std::string& type) {
   return c;
 }
 
-// Examples of all sizes, alone and packed.
+// Examples of all lengths, alone and packed.
 TEST(Examples, AWindowIsTheSumOfItsExamples) {
   constexpr int64_t kContext = 24;
   std::mt19937 random(7);
@@ -134,7 +134,7 @@ TEST(Examples, OnAllAxes) {
   expect_same({.pipeline = 2, .pipeline_schedule = "zero_bubble"}, 2);
 }
 
-// In f64 the loss is that of the definition.
+// In f64 the loss equals its definition.
 TEST(Examples, TheLossIsTheMeanOverWhatIsLearned) {
   const models::TrainConfig c = config_of("gpt2");
   const int64_t rows = c.train.batch, context = c.model.context;
@@ -177,7 +177,7 @@ TEST(Examples, EvaluationCountsWhatIsLearned) {
   for (const int world : {1, 3}) {
     train_tiny(c, world, 0, [&](models::TrainingStep& step) {
       const double loss = step.evaluate(windows);
-      EXPECT_NEAR(loss, std::log(13.0), 0.3);  // of weights as they are drawn
+      EXPECT_NEAR(loss, std::log(13.0), 0.3);  // of untrained weights
       EXPECT_GT(std::abs(loss * static_cast<double>(windows.num_targets()) / static_cast<double>(tokens.size()) - std::log(13.0)), 0.3);
     });
   }

@@ -1,5 +1,5 @@
-// Mixtures of experts, and expert parallelism: a mesh axis that cuts experts, and the batch. Gradients in f64; the bits of every
-// strategy on the same mesh; what is dropped, against a plain loop; what travels, and the bytes.
+// Mixtures of experts, and expert parallelism: a mesh axis that cuts experts, and the batch. Gradients in f64; the bits of every strategy
+// on the same mesh; dropped choices, against a plain loop; the communication, and its bytes.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -52,7 +52,7 @@ INSTANTIATE_TEST_SUITE_P(Meshes, ExpertGradients,
                                                               Axes{{"data", 2}, {"expert", 2}}, Axes{{"data", 1}, {"expert", 5}},
                                                               Axes{{"replica", 2}, {"data", 1}, {"expert", 2}}),
                                             kStrategies, ::testing::Values(0.0, 1.1), ::testing::Values(7)), mesh_name);
-// Ranks without a row; secondary shards over replicas and over the expert axis; sequences and layers that ranks share.
+// Ranks without a row; secondary shards over replicas and over the expert axis; combined with context and tensor axes.
 INSTANTIATE_TEST_SUITE_P(Uneven, ExpertGradients,
                          ::testing::Combine(::testing::Values(Axes{{"data", 2}, {"expert", 2}}, Axes{{"data", 1}, {"expert", 5}},
                                                               Axes{{"secondary", 2}, {"data", 1}, {"expert", 2}},
@@ -91,7 +91,7 @@ TEST(Experts, StrategiesPrefetchUnitsAndRecomputeChangeNoBit) {
   }
 }
 
-// First values, dropout, what is dropped and the load-balancing loss are those of one rank.
+// Initial values, dropout, dropped choices and the load-balancing loss are those of one rank.
 TEST(Experts, TrainsAsOneRankDoes) {
   for (const double capacity : {0.0, 1.1}) {
     models::TrainConfig c = experts(1, "full_shard", capacity);
@@ -144,15 +144,15 @@ TEST(Experts, CheckpointsMoveBetweenMeshes) {
   for (const Axes& from : meshes) expect_checkpoint_moves(scratch.path(), from, meshes, tiny_mixture());
 }
 
-// Rows go to the ranks of their experts and back, as do their gradients, with a few bytes that say how many are in use. Experts
-// never travel along their axis, nor are their gradients summed there.
+// Rows are sent to the ranks of their experts and back, as are their gradients, with a few bytes that say how many are in use. Expert
+// weights are never sent along their axis, nor are their gradients summed along it.
 TEST(Experts, WhatTravelsAlongWhichAxis) {
   models::TrainConfig c = experts(2);
   c.model.experts_per_token = 2;
   const models::ModelConfig& m = c.model;
   auto moved = traffic(models::plan_step(c, 13, 0, 4, 1, "local").tape);
   EXPECT_EQ(moved["all_to_all expert"].count, 5 * m.layers);
-  // What rank 0 receives, which has 1 of its pair's 3 sequences and 2 of 5 experts, in one part of 18 rows.
+  // The bytes received by rank 0, which has 1 of its pair's 3 sequences and 2 of 5 experts, in one part of 18 rows.
   const int64_t others = 2 * 18, mine = 1 * 18, counts = 2 * 2;
   EXPECT_EQ(moved["all_to_all expert"].bytes, 4 * m.layers * (m.width * 2 * (others + mine) + counts));
   EXPECT_EQ(moved["all_reduce expert"].count, m.layers + 3 + m.layers) << "of units without experts, and of shares of choices";
@@ -161,8 +161,8 @@ TEST(Experts, WhatTravelsAlongWhichAxis) {
   EXPECT_EQ(moved.size(), 5u);
 }
 
-// With three choices of a token rows would be three times as many as tokens: these are gathered, and what experts make of them, and their
-// gradients, are added up. No rows travel.
+// With three choices per token there would be three times as many rows as tokens: so tokens are gathered, and the experts' outputs and the
+// gradients are reduce-scattered. No rows are sent.
 TEST(Experts, TokensAreGatheredWhereTheyAreFewer) {
   const models::ModelConfig m = tiny_mixture();
   auto moved = traffic(models::plan_step(experts(2), 13, 0, 4, 1, "local").tape);
@@ -176,7 +176,7 @@ TEST(Experts, TokensAreGatheredWhereTheyAreFewer) {
   EXPECT_FALSE(moved.contains("all_to_all expert"));
 }
 
-// What a rank holds of the experts shrinks with the axis.
+// The memory that a rank needs for experts shrinks with the axis.
 TEST(Experts, ARankHoldsItsExperts) {
   models::TrainConfig c = experts(1, "replicate");
   c.model.experts = 8;
@@ -233,7 +233,7 @@ TEST(Experts, EvaluatesWithoutTheLoadBalancingLoss) {
   EXPECT_NEAR(loss(0, 1, 1), loss(1, 2, 4), 2e-5);
 }
 
-// In generation nothing is dropped, whatever training does.
+// Generation drops nothing, whatever the capacity in training.
 TEST(Experts, GeneratesAsOneRankDoes) {
   const auto text = [](double capacity, int64_t ranks, int64_t tensor, int world) {
     std::vector<int32_t> out;
@@ -270,7 +270,7 @@ TEST(Experts, WithACacheNothingIsDropped) {
   EXPECT_NE(tight.logits(tokens).to_vector<double>(), whole.logits(tokens).to_vector<double>());
 }
 
-// Whatever it is divided by, the load-balancing loss has its share: of a micro-batch that of its targets.
+// Whatever the loss is divided by, the load-balancing loss is divided alike: a micro-batch has the share of its targets.
 TEST(Experts, TheLoadBalancingLossIsDividedAsTheLossIs) {
   models::Llama m(llama(0, 1.0)), without(llama(0, 0));
   for (models::Llama* model : {&m, &without}) materialize(*model, Device::cpu(), {.seed = 3, .dtype = kF64});
@@ -284,13 +284,13 @@ TEST(Experts, TheLoadBalancingLossIsDividedAsTheLossIs) {
   EXPECT_NEAR(loss(m, {.divide_by = 32}) - loss(without, {.divide_by = 32}), once / 4, 1e-12);
   const Tensor divisor = full({}, 32, kF64);
   EXPECT_NEAR(loss(m, {.divisor = divisor}) - loss(without, {.divisor = divisor}), once / 4, 1e-12);
-  // Where only some of the tokens are targets, their number is for the loss, that of tokens for what all of them have.
+  // If only some tokens are targets, divide_by counts them for the cross-entropy, while the auxiliary losses use the number of tokens.
   const CrossEntropyOptions both{.divide_by = 16, .divisor = divisor};
   EXPECT_NEAR(loss(m, both) - loss(without, both), once / 2, 1e-12);
   EXPECT_NEAR(loss(without, both), loss(without, {.divide_by = 32}), 1e-12);
 }
 
-// Added to the training loss with factors of their own, and to no other.
+// Added to the training loss with its own factor, and to no other loss.
 TEST(Experts, TheRoutersZLoss) {
   models::LlamaConfig c = llama(0, 0);
   c.router_z_loss = 0.25;
@@ -307,7 +307,7 @@ TEST(Experts, TheRoutersZLoss) {
   EXPECT_EQ(m.loss(tokens, tokens).item<double>(), without.loss(tokens, tokens).item<double>());
 }
 
-// The load-balancing loss takes tokens to experts that had few.
+// The load-balancing loss moves tokens to experts that had few.
 TEST(Experts, TheLoadEvensOut) {
   const auto imbalance = [](double factor) {
     models::TrainConfig c = experts(2);

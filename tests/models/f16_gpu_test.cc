@@ -1,5 +1,4 @@
-// Training in f16 on a GPU: steps that overflow are skipped alike whether they are enqueued, replayed from a graph or a
-// program's.
+// Training in f16 on a GPU: steps that overflow are skipped alike whether they are eager, replayed from a graph or run by a program.
 #include <gtest/gtest.h>
 
 #include "sheaf/models/plan.h"

@@ -1,4 +1,4 @@
-// Runs in f16 that skip steps, and what two of them have in common.
+// Runs in f16 that skip steps, and how to compare two of them.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -26,12 +26,12 @@ inline models::TrainConfig at_the_limit(const char* type = "gpt2") {
   return c;
 }
 
-/// Bits of losses and parameters, with the scaler's outcome; the norm of a skipped step is -1, as NaN equals nothing.
+/// Bits of losses and parameters, with the scaler's state; the norm of a skipped step is -1, as NaN compares unequal to itself.
 struct F16Run {
   TrainedRun trained;
   optim::LossScaler::State scaler;
 };
-/// EXPECTs that some steps are skipped, and that all ranks know of it.
+/// EXPECTs that some steps are skipped, and that all ranks skip the same ones.
 inline F16Run train_f16(const models::TrainConfig& config, int world, Device device = {}) {
   F16Run run;
   std::vector<std::optional<int64_t>> applied(static_cast<size_t>(world));

@@ -1,5 +1,5 @@
-// Training in f16 with f32 masters and a scaled loss: how near it comes to f32, and that steps which overflow are skipped
-// alike however a step is run, cut, stopped and resumed.
+// Training in f16 with f32 masters and a scaled loss: how close it comes to f32, and that steps that overflow are skipped alike however a
+// step is run, cut, stopped and resumed.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -37,7 +37,7 @@ Values gradient(const models::TrainConfig& config, double scale, double divide_b
   return out;
 }
 
-// Of a mean over a million tokens, say. What the scale is for: without it most of that gradient is gone.
+// As with a mean over millions of tokens. The purpose of the scale: without it most of that gradient underflows.
 TEST(F16, AScaledLossHasTheGradientsOfF32) {
   for (const char* type : {"gpt2", "llama"}) {
     SCOPED_TRACE(type);
@@ -103,7 +103,7 @@ TEST(F16, OnEveryKindOfMesh) {
     models::TrainConfig compiled = c, calm = c;
     compiled.train.compile = true;
     expect_same(train_f16(compiled, 4), eager);
-    // Where nothing is skipped it is what one rank computes.
+    // Where nothing is skipped, results are those of one rank.
     calm.train.loss_scale = 1024, calm.train.loss_scale_interval = 2000;
     const TrainedRun several = train_tiny(calm, 4, kF16Steps);
     calm.sharding = {};
@@ -120,7 +120,7 @@ TEST(F16, TakesTheBytesOfItsPlan) {
   }
 }
 
-// A step that is skipped, from its tape and what it started from.
+// A skipped step, from its tape and its initial values.
 TEST(F16, ReplaysASkippedStep) {
   for (const char* optimizer : {"adamw", "muon"})
     run_local(2, [&](World& w) {
@@ -233,7 +233,7 @@ TEST(F16Checkpoint, ScalersOnOneSideOnlyAreNamed) {
                 HasSubstr("was saved with a loss scaler: load it with one (LoadOptions::scaler)"));
     // Weights alone need none.
     EXPECT_TRUE(models::load_checkpoint(with.path(), step.model(), {}, w));
-    // What was counted before is forgotten.
+    // The previous counts are discarded.
     EXPECT_EQ(load_message(without.path(), step, false, w), "");
     EXPECT_EQ(step.optimizer().applied_steps(), 0);
   });

@@ -1,4 +1,4 @@
-// Training with products in FP8: near f32 and bf16, of which layers, and which promises stay exact.
+// Training with FP8 products: how close it is to f32 and bf16, which layers use them, and which guarantees stay exact.
 #include <gtest/gtest.h>
 
 #include "sheaf/autograd/checks.h"
@@ -38,7 +38,7 @@ TEST(Fp8Training, LearnsAsWithoutIt) {
     }
 }
 
-/// A step's nodes of such an op, and how many of them say that they round.
+/// The number of nodes with this op in a step, and how many of them round to FP8.
 std::pair<int, int> rounding(const Tape& tape, std::string_view op) {
   int all = 0, rounds = 0;
   for (NodeId id = 0; id < tape.num_nodes(); ++id) {
@@ -71,7 +71,8 @@ TEST(Fp8Training, TheTapeSaysWhatIsRounded) {
     }, {.threads_per_rank = 1});
 }
 
-// What the cut of the batch does not change stays bitwise: strategy, prefetch, and ranks against micro-batches, whose rows are the same.
+// Results that do not depend on the cut of the batch stay bitwise equal: over strategies, prefetch, and ranks against micro-batches with
+// the same rows.
 TEST(Fp8Training, StrategiesAndMicroBatchesAgreeBitwise) {
   for (const char* products : {"activations", "all"}) {
     models::TrainConfig c = in_fp8(products);

@@ -1,6 +1,6 @@
-// What Qwen3-Next's blocks have besides linear attention, in blocks without it: gates for the heads' output, heads rotated in part, and
-// shared experts with a gate. Each by its formula; gradients on every mesh, the bits of every strategy, one rank's steps, the bytes of
-// plans, and the same tokens with a cache as without.
+// The features of Qwen3-Next's blocks other than linear attention, in blocks without it: gates on the heads' output, partially rotated
+// heads, and shared experts with a gate. Each by its formula; gradients on every mesh, the bits of every strategy, one rank's steps, the
+// bytes of plans, and the same tokens with a cache as without.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -47,7 +47,7 @@ void expect_near(const Tensor& got, const Tensor& want) {
   for (size_t i = 0; i < g.size(); ++i) EXPECT_NEAR(g[i], w[i], 1e-12) << i;
 }
 
-// Of each element of a head its own, from the layer's input.
+// One gate per element of a head, computed from the layer's input.
 TEST(GatedAttention, MultipliesWhatHeadsGive) {
   nn::AttentionConfig a;
   a.width = 8, a.heads = 2, a.bias = false, a.gate = true, a.init = nn::Init::normal(0.5);
@@ -62,7 +62,7 @@ TEST(GatedAttention, MultipliesWhatHeadsGive) {
   expect_near(with(x), without(x) * sigmoid(linear(x, with.gate->weight)));
 }
 
-// By one number of each token.
+// One gate per token.
 TEST(GatedAttention, MultipliesWhatSharedExpertsGive) {
   nn::MixtureConfig e;
   e.width = 8, e.hidden = 4, e.experts = 3, e.shared_hidden = 6, e.shared_gate = true, e.init = e.projection_init = nn::Init::normal(0.5);
@@ -79,7 +79,7 @@ TEST(GatedAttention, MultipliesWhatSharedExpertsGive) {
               ::testing::ThrowsMessage<ConfigError>(HasSubstr("shared_gate without shared experts (shared_hidden 0)")));
 }
 
-// Of each head the last elements alone turn: with none of them in scores, positions change nothing.
+// Only the last elements of each head are rotated: if they do not enter the scores, positions do not matter.
 TEST(GatedAttention, APartOfAHeadIsRotated) {
   nn::AttentionConfig a;
   a.width = 12, a.heads = 2, a.bias = false, a.rope_theta = 10.0, a.rotary_dim = 2;
@@ -114,7 +114,7 @@ TEST(GatedAttention, LatentAttentionHasNone) {
 
 // ---- on meshes ------------------------------------------------------------------------------------------------------
 
-// More ranks than key heads of attention have copies of these, and the gates of their queries; experts are shared.
+// With more ranks than key heads, ranks have copies of these, and the gates of their queries; experts are cut over ranks.
 class GatedGradients : public ::testing::TestWithParam<Axes> {};
 
 TEST_P(GatedGradients, EqualThoseOfOneRank) {
@@ -145,7 +145,7 @@ TEST(GatedAttention, GatesAreTrained) {
   }
 }
 
-// Ranks of a tensor axis have the gates of their heads; all have that of shared experts, one number.
+// Ranks of a tensor axis have the gates of their own heads; the shared experts' gate, one number, is replicated.
 TEST(GatedAttention, ARankHasTheGatesOfItsHeads) {
   run_local(3, [](World& world) {
     models::TrainingStep step(config_of(1, 3), 13, world, Device::meta());

@@ -1,5 +1,5 @@
-// Context parallelism where ranks send each other keys and values (ContextComm::all_gather): more ranks than heads, together with
-// every other axis. Gradients in f64; the bits of every strategy on the same mesh; what travels and what is kept.
+// Context parallelism by gathering keys and values (ContextComm::all_gather): more ranks than heads, combined with every other axis.
+// Gradients in f64; the bits of every strategy on the same mesh; what is communicated and what is kept.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -17,7 +17,7 @@ using ::testing::Values;
 
 constexpr int kSteps = 6;
 
-// Two query heads, which read one key head: of most meshes here fewer than ranks.
+// Two query heads, which read one key head: fewer than ranks on most of these meshes.
 models::ModelConfig model_of(const std::string& type) { return tiny_model(type, 2, type.find("latent") == 0 ? 2 : 1); }
 
 models::TrainConfig gathered(int64_t ranks, const std::string& type, const char* strategy = "full_shard", int64_t tensor = 1) {
@@ -44,7 +44,7 @@ INSTANTIATE_TEST_SUITE_P(Meshes, GatheredGradients,
                                             Values(Axes{{"data", 1}, {"gathered", 2}}, Axes{{"data", 2}, {"gathered", 3}},
                                                    Axes{{"data", 1}, {"gathered", 2}, {"model", 2}}),
                                             Values(7)));
-// Ranks with one token, and without any; parameters sharded over the axis itself; all four axes; groups without a row.
+// Ranks with one token, and with none; parameters sharded over the axis itself; all four axes; groups without a row.
 INSTANTIATE_TEST_SUITE_P(Uneven, GatheredGradients,
                          ::testing::Combine(Values("gpt2", "llama", "qwen3", "latent without queries"), Values("full_shard", "zero1"),
                                             Values(Axes{{"gathered", 5}}, Axes{{"gathered", 11}}, Axes{{"replica", 2}, {"gathered", 2}},
@@ -133,8 +133,8 @@ TEST(GatheredContext, CheckpointsMoveBetweenMeshes) {
 
 // ---- what travels, and what is kept -----------------------------------------------------------------------------------
 
-// Keys and values of other ranks come, forward and once more in the backward, and their gradients are summed up. Nothing else of a
-// block moves. Here on rank 0 of two, which has 7 rows and of their 9 tokens two pieces of 2 and 3 or so.
+// Keys and values of other ranks are gathered in the forward and again in the backward, and their gradients are reduce-scattered. Nothing
+// else of a block is communicated. Here on rank 0 of two, which has 7 rows and two pieces of about 2 and 3 of their 9 tokens.
 TEST(GatheredContext, WhatTravels) {
   for (const char* type : {"gpt2", "untied llama"}) {
     SCOPED_TRACE(type);
@@ -148,7 +148,7 @@ TEST(GatheredContext, WhatTravels) {
       without.sharding.context = 1;
       return without;
     }(), 13, 0, 2, 1, "local").tape);
-    // Parameters are cut over the axis, too, and travel as they would over "data".
+    // Parameters are also cut over this axis, and communicated as they would be over "data".
     EXPECT_EQ(all["all_gather context"].count, parameters["all_gather data"].count + 2 * layers);
     EXPECT_EQ(all["all_gather context"].bytes,
               parameters["all_gather data"].bytes + 2 * layers * 4 * rows * (tokens - own) * kv);
@@ -157,7 +157,7 @@ TEST(GatheredContext, WhatTravels) {
   }
 }
 
-// Tokens are those of both ends: all ranks see alike many keys.
+// Each rank has tokens from both ends: all ranks attend to equally many keys.
 TEST(GatheredContext, TokensAreCutFromBothEnds) {
   const models::TrainConfig c = gathered(2, "gpt2");
   const Tape tape = models::plan_step(c, 13, 0, 2, 1, "local").tape;
@@ -168,7 +168,8 @@ TEST(GatheredContext, TokensAreCutFromBothEnds) {
   EXPECT_TRUE(found);
 }
 
-// What is gathered for a layer is not kept for its backward, nor what is made of it: a rank holds its own tokens' alone.
+// The keys and values gathered for a layer are not kept for its backward, nor is anything computed from them: a rank keeps only those of
+// its own tokens.
 TEST(GatheredContext, WhatIsGatheredIsNotKept) {
   for (const char* type : {"gpt2", "latent"}) {
     models::TrainConfig c = gathered(1, type);
@@ -185,7 +186,7 @@ TEST(GatheredContext, WhatIsGatheredIsNotKept) {
   }
 }
 
-// Of ranks whose tokens stand in two places attention's backward has gradients beside each other.
+// On ranks with tokens in two intervals, attention's backward has gradients of both at the same time.
 TEST(GatheredContext, TheRankThatHoldsMostIsPlanned) {
   models::TrainConfig c = gathered(4, "llama");
   c.model = tiny_model("llama", 4, 4);

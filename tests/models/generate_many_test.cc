@@ -1,4 +1,4 @@
-// Many prompts at once against each of them alone, whatever is next to it.
+// Many prompts at once against each of them alone, whatever its neighbours.
 #include "sheaf/models/generate_many.h"
 
 #include <gmock/gmock.h>
@@ -119,7 +119,7 @@ TEST(GenerateMany, WhatAPromptGetsDoesNotDependOnOthers) {
   }
 }
 
-// The logits of rows behind padding are those of the row alone; chunks of the delta rule begin elsewhere, which changes roundings.
+// The logits of left-padded rows are those of the row alone; chunks of the delta rule begin elsewhere, which changes rounding.
 TEST(GenerateMany, LinearAttentionIsTheSameUpToRounding) {
   LlamaConfig c = llama();
   c.layers = 3, c.linear_key_heads = 2, c.full_attention_every = 3;
@@ -196,7 +196,7 @@ TEST(GenerateMany, SaysWhatIsWrong) {
   EXPECT_THAT(message({{1, 2}}, {.context = kContext, .vocab = kVocab, .first = 41}), HasSubstr("[generate_many] prompt 41: [generate] position 2, after"));
 }
 
-// A cache forgets where rows began.
+// Clearing a cache also clears the offsets at which rows began.
 TEST(GenerateMany, AClearedCacheHasNoPadding) {
   Gpt model(gpt());
   materialize(model, Device::cpu(), {.seed = 3});
@@ -233,7 +233,7 @@ TEST(GenerateMany, EveryWorldGivesTheSame) {
         const Mesh mesh = w.mesh({{"data", data}, {"model", model_ranks}});
         shard(model, mesh, {.axis = "data", .tensor_axis = "model", .units = nn::units_of<models::LlamaBlock>(), .strategy = strategy});
         materialize(model, Device::cpu(), {.seed = 3});
-        // Uneven shares, one of them none: the last rank has what the others leave.
+        // Uneven shares, one of them empty: the last rank has the remainder.
         const int rank = mesh.coordinate("data");
         const size_t share = data == 5 ? 3 : (all.size() + 1) / static_cast<size_t>(data), begin = std::min(all.size(), share * static_cast<size_t>(rank)),
                      end = std::min(all.size(), begin + share);
@@ -246,7 +246,7 @@ TEST(GenerateMany, EveryWorldGivesTheSame) {
           if (whole) kept.emplace(model);
           const auto got = generate_many(model, std::span(all).subspan(begin, end - begin), drawing(20), options);
           if (want.empty()) want = got;
-          // A tensor axis adds up in another order; what is drawn rarely tells.
+          // A tensor axis adds up in another order, which rarely changes the sampled tokens.
           expect_equal(got, {want.begin() + static_cast<ptrdiff_t>(begin), want.begin() + static_cast<ptrdiff_t>(end)},
                        str(data, " x ", model_ranks, ' ', name(strategy), whole ? " whole" : "", ", rank ", w.rank()));
         }

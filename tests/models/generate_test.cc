@@ -1,4 +1,4 @@
-// Generation with a cache of keys and values against the definition: every token from the logits of its whole window.
+// Generation with a key/value cache against the definition: every token from the logits of its whole window.
 #include "sheaf/models/generate.h"
 
 #include <gmock/gmock.h>
@@ -67,7 +67,7 @@ LlamaConfig latent() {
   return c;
 }
 
-// The window is no multiple of a block of keys, and begins in the third of them.
+// The window is no multiple of a block of keys, and begins in the third block.
 LlamaConfig windowed() {
   LlamaConfig c = llama();
   c.layers = 3, c.window = 40, c.full_attention_every = 2;
@@ -82,7 +82,7 @@ std::vector<int32_t> text(int64_t count) {
 
 // ---- the cache --------------------------------------------------------------------------------------------------------
 
-// Reads a text in pieces of these sizes and compares what follows each with the logits of all of it.
+// Reads a text in pieces of these sizes and compares the logits after each with those of the whole text.
 template <class M, class Config>
 void expect_rows_of_one_pass(const Config& config, DType dtype, const std::vector<int64_t>& pieces, int64_t batch = 1) {
   M model(config);
@@ -176,7 +176,7 @@ TEST(KeyValueCache, SaysWhatItCannotDo) {
 
 // ---- generate() -------------------------------------------------------------------------------------------------------
 
-// Notes every window and its logits; without the cache, it computes them from the window.
+// Records every window and its logits; without the cache, it computes them from the window.
 template <class M>
 struct Watched : M {
   bool cached = true;
@@ -234,7 +234,7 @@ TEST(Generate, GivesTheTextOfWholeWindows) {
   }
 }
 
-// Of the logits of each token the likeliest `top_k`, and of these as few as make up top_p, by trying each number of them.
+// Of each token's logits the `top_k` likeliest, and of these the fewest that make up top_p, by trying each number of them.
 std::vector<int32_t> allowed(const std::vector<float>& logits, const models::GenerateConfig& options) {
   std::vector<int32_t> ids(logits.size());
   std::iota(ids.begin(), ids.end(), 0);
@@ -280,7 +280,7 @@ TEST(Generate, ChoosesAmongTheLikeliest) {
   }
 }
 
-// Says what it is told to: of each token these logits, of all after the last row its own again.
+// A model with given outputs: for each token the given logits, after the last row the previous ones again.
 struct Says : Gpt {
   std::vector<std::vector<float>> rows;
   size_t said = 0;
@@ -295,7 +295,7 @@ struct Says : Gpt {
   }
 };
 
-// Many tokens, many of them equally likely: what is sorted in parts draws as if all were.
+// Many tokens, many of them equally likely: sorting in parts draws as if all were sorted.
 TEST(Generate, DrawsAsTheSeedSays) {
   std::vector<float> logits;
   for (int i = 0; i < 1500; ++i) logits.push_back(static_cast<float>(i * 7919 % 101) / 25);
@@ -355,7 +355,7 @@ TEST(Generate, WhatIsNoNumberIsNoText) {
         }
         EXPECT_EQ(emitted, 2);
       }
-  // A token that there is no text for takes no part.
+  // A token without a text is never drawn.
   Says model({{0, 1, kNan}});
   EXPECT_EQ(generate(model, {1}, kContext, 2, {.tokens = 3}).size(), 3u);
 }

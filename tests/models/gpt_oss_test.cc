@@ -1,5 +1,5 @@
-// Blocks as gpt-oss's: attention with sinks and windows, experts with biases and a gate that is held to a limit. Gradients on every mesh,
-// the bits of every strategy, one rank's steps, and the same tokens with a cache as without.
+// Blocks like gpt-oss's: attention with sinks and windows, experts with biases and a clamped gate. Gradients on every mesh, the bits of
+// every strategy, one rank's steps, and the same tokens with a cache as without.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -38,7 +38,7 @@ TEST_P(GptOssGradients, EqualThoseOfOneRank) {
   expect_gradients_of_one_rank(axes, "zero1", 3, m);
 }
 
-// Of three key heads more ranks have copies, and with tensor and context axes together.
+// More ranks than the three key heads, some of which are replicated; also with both tensor and context axes.
 INSTANTIATE_TEST_SUITE_P(Meshes, GptOssGradients,
                          ::testing::Combine(::testing::Values(Axes{{"data", 3}}, Axes{{"data", 1}, {"model", 2}}, Axes{{"data", 1}, {"model", 3}},
                                                               Axes{{"data", 1}, {"model", 5}}, Axes{{"data", 2}, {"context", 2}},
@@ -53,7 +53,7 @@ INSTANTIATE_TEST_SUITE_P(Meshes, GptOssGradients,
                            return out;
                          });
 
-// Every one of its own parameters has a gradient that counts.
+// Every one of its own parameters has a nonzero gradient.
 TEST(GptOss, AllOfItIsTrained) {
   const Values gradients = gradients_f64(Axes{{"data", 1}}, "replicate", 3, {}, tiny_gpt_oss());
   for (const char* name : {"attention.sinks", "attention.projection.bias", "attention.qkv.bias", "moe.router.bias", "moe.experts.gate_bias",
@@ -102,7 +102,7 @@ TEST(GptOss, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
     }
 }
 
-// Ranks that share experts have biases of their own, and those that share layers sinks.
+// Ranks that share experts have their own biases, and those that share layers their own sinks.
 TEST(GptOss, ARankHasItsBiasesAndSinks) {
   run_local(4, [](World& world) {
     models::TrainingStep step(config_of(2, "full_shard", 2), 13, world, Device::meta());
@@ -114,7 +114,7 @@ TEST(GptOss, ARankHasItsBiasesAndSinks) {
   }, {.threads_per_rank = 1});
 }
 
-// Whatever a step computes with, gradients of biases are added up in f32, each in its slot.
+// Whatever the compute dtype, gradients of biases are added up in f32, each in its slot.
 TEST(GptOss, GradientsOfBiasesAreStoredAsSums) {
   models::TrainConfig c = config_of();
   c.train.dtype = "bf16";
@@ -134,7 +134,7 @@ TEST(GptOss, CheckpointsMoveBetweenMeshes) {
   for (const Axes& from : meshes) expect_checkpoint_moves(scratch.path(), from, meshes, tiny_gpt_oss());
 }
 
-// A sink takes of a query what its keys do not get: none of it, all of it, and as much as one more key of the same score.
+// A sink takes the probability of a query that its keys do not get: none, all, and as much as one more key with the same score.
 TEST(GptOss, SinksTakeAPartOfAttention) {
   nn::AttentionConfig a;
   a.width = 8, a.heads = 2, a.sinks = true;
@@ -153,7 +153,7 @@ TEST(GptOss, SinksTakeAPartOfAttention) {
     EXPECT_NEAR(none[i], whole[i], 1e-14);
     EXPECT_NEAR(all[i], 0, 1e-14);  // the projection has a bias of zero
   }
-  // Of scores that are all zero, the t-th query's keys get t / (t + 1).
+  // If all scores are zero, the t-th query's keys get t / (t + 1).
   for (nn::CausalSelfAttention* m : {&with, &without}) {
     std::vector<double> weight = full_parameter(m->qkv.weight).to_vector<double>();
     std::fill(weight.begin(), weight.begin() + 8 * 8, 0.0);  // queries

@@ -138,7 +138,7 @@ TEST(Llama, PublishedSizes) {
   EXPECT_EQ(LlamaConfig::preset("llama3.2-1b").context, 131072);
 }
 
-// The model that a run makes of a preset is the one that a program gets by its name.
+// The model that a run builds from a preset is the one that a program gets by its name.
 TEST(Presets, AreThePublishedSizes) {
   EXPECT_EQ(presets().size(), GptConfig::published().size() + LlamaConfig::published().size());
   const auto expect_same_model = [](const std::string& name, auto model) {
@@ -188,7 +188,7 @@ void expect_loss_is_that_of_the_logits(M& model, int64_t vocab) {
   EXPECT_NEAR(model.loss(x, y).template item<double>(), cross_entropy(logits, y).item<double>(), 1e-12);
   EXPECT_NEAR(model.loss(x, y, {.divide_by = 30}).template item<double>(),
               cross_entropy(logits, y).item<double>() / 2, 1e-12);
-  // Causal: a token changes nothing before it.
+  // Causal: a token does not affect earlier ones.
   std::vector<int32_t> changed = x.to_vector<int32_t>();
   changed[3] = (changed[3] + 1) % static_cast<int32_t>(vocab);
   const auto a = logits.to_vector<double>();
@@ -244,8 +244,8 @@ TEST(Llama, ImpossibleScalingIsRefused) {
   EXPECT_THROW(make_language_model(options, 0), ConfigError);
 }
 
-// Residuals are added by norms, and so are their gradients, that of the first one of all, which has none to add, too. What
-// adds itself are `other_adds` gradients that meet inside the blocks.
+// Norms add the residuals, and their backwards the gradients, also that of the first norm, which has no residual to add. Separate additions
+// are of `other_adds` gradients inside the blocks.
 template <class M>
 void expect_norms_add_the_residuals(M& model, int64_t vocab, const std::string& norm, int64_t blocks, int64_t other_adds) {
   materialize(model, Device::cpu(), {.seed = 3});
@@ -271,7 +271,7 @@ TEST(Gpt, NormsAddTheResiduals) {
 
 TEST(Llama, NormsAddTheResiduals) {
   Llama model(small_llama());
-  expect_norms_add_the_residuals(model, 29, "rms_norm", 2, /*other_adds=*/2);  // of the inputs of gate and up
+  expect_norms_add_the_residuals(model, 29, "rms_norm", 2, /*other_adds=*/2);  // of the gradients of the inputs of gate and up
 }
 
 using Gradients = std::map<std::string, std::vector<double>>;

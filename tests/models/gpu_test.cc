@@ -1,5 +1,5 @@
-// A small GPT trained on a GPU, by one rank and by several that share it: the promises of the CPU that hold there, too,
-// and the CPU's numbers within rounding.
+// A small GPT trained on a GPU, by one rank and by several that share it: the CPU's guarantees that also hold there, and the CPU's numbers
+// within rounding.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -160,7 +160,7 @@ TEST(GpuTraining, FollowsTheCpu) {
     SCOPED_TRACE(str(k.dtype, ", dropout ", k.dropout, ", micro-batches ", k.micro_batches, ", reduced in ", k.reduced, ", fp8 ", k.fp8));
     models::TrainConfig c = tiny_config();
     c.train.fp8 = k.fp8;
-    if (c.train.fp8 != "none") c.model.width = 32;  // products of FP8 are of multiples of 16
+    if (c.train.fp8 != "none") c.model.width = 32;  // FP8 products need multiples of 16
     c.train.dtype = k.dtype;
     c.sharding.reduce_dtype = k.reduced;
     c.sharding.gather_int8 = c.sharding.reduce_dtype == "int8";
@@ -221,7 +221,7 @@ TEST(GpuTraining, MixturesOfExpertsHaveTheGradientsTheBitsAndThePeakOfThePlan) {
   }
 }
 
-// Of what is frozen there are no masters in bf16, and a frozen head has no gradient.
+// Frozen parameters have no masters in bf16, and a frozen head has no gradient.
 TEST(GpuTraining, AdaptersHaveTheBitsOfAllStrategiesThePeakOfThePlanAndTheCpusNumbers) {
   SHEAF_NEEDS_GPU();
   for (const char* type : {"gpt2", "untied llama"})
@@ -253,7 +253,7 @@ TEST(GpuTraining, AdaptersHaveTheBitsOfAllStrategiesThePeakOfThePlanAndTheCpusNu
     }
 }
 
-// Heads of 256 elements, windows with a base of their own, gates of gelu, more norms.
+// Heads of 256 elements, windows with their own rotary base, gates of gelu, more norms.
 TEST(GpuTraining, GemmaHasTheBitsOfAllStrategiesThePeakOfThePlanAndTheCpusNumbers) {
   SHEAF_NEEDS_GPU();
   models::TrainConfig c = tiny_config();
@@ -272,7 +272,7 @@ TEST(GpuTraining, GemmaHasTheBitsOfAllStrategiesThePeakOfThePlanAndTheCpusNumber
   }
 }
 
-// Each island of two ranks; masters in the host's memory are rows of a tensor there.
+// Islands of two ranks each; masters in the host's memory are rows of a tensor there.
 TEST(GpuTraining, IslandsHaveTheBitsOfAllStrategiesThePeakOfThePlanAndTheCpusNumbers) {
   SHEAF_NEEDS_GPU();
   for (const char* dtype : {"f32", "bf16", "int8"}) {
@@ -293,14 +293,14 @@ TEST(GpuTraining, IslandsHaveTheBitsOfAllStrategiesThePeakOfThePlanAndTheCpusNum
       expect_same_bits(on_gpu(changed, 4), gpu);
     }
     EXPECT_EQ(measured_peaks(c, 4), models::plan_peaks(c, c.model.vocab, 4, 1, "local", kGpu));
-    // Of islands of one rank each a step may be a graph: outer steps are outside of it.
+    // With islands of one rank each a step may be captured: outer steps are outside the graph.
     models::TrainConfig graph = c;
     graph.train.cuda_graph = true;
     expect_same_bits(on_gpu(graph, 2, 6), on_gpu(c, 2, 6));
   }
 }
 
-// What changes from step to step with the data is read on the device.
+// Data that changes from step to step is read on the device.
 TEST(GpuTraining, ExamplesHaveTheBitsOfAllStrategiesThePeakOfThePlanAndTheCpusNumbers) {
   SHEAF_NEEDS_GPU();
   for (const char* type : {"gpt2", "untied llama"}) {
@@ -323,7 +323,7 @@ TEST(GpuTraining, ExamplesHaveTheBitsOfAllStrategiesThePeakOfThePlanAndTheCpusNu
   }
 }
 
-// Ranks that share a GPU go on as stages of a pipeline do on GPUs of their own.
+// Ranks that share a GPU behave as stages of a pipeline do on separate GPUs.
 TEST(GpuTraining, PipelinesHaveTheBitsOfOneRankAndThePeakOfThePlan) {
   SHEAF_NEEDS_GPU();
   models::TrainConfig c = tiny_pipeline(1);
@@ -372,7 +372,7 @@ TEST(GpuTraining, MemorySettlesWithTheSecondStep) {
   }, {.threads_per_rank = 1, .device = kGpu});
 }
 
-// The prediction counts what Sheaf asks of the device's allocator, and so does the measurement.
+// Both the prediction and the measurement count what Sheaf requests from the device's allocator.
 void expect_planned_peaks(const std::string& dtype, const std::string& strategy, int world) {
   SCOPED_TRACE(str(dtype, ' ', strategy, " at ", world));
   models::TrainConfig c = tiny_config();
@@ -388,7 +388,7 @@ void expect_planned_peaks(const std::string& dtype, const std::string& strategy,
   if (world == 6) c.sharding.reduce_dtype = "int8", c.sharding.gather_int8 = true;
   if (dtype == "bf16" && world < 3) c.model.width = 48, c.train.fp8 = world == 1 ? "activations" : "all";
   const auto plan = [&](Device device) { return models::plan_peaks(c, c.model.vocab, world, 1, "local", device); };
-  if (world % 2 == 0) c.train.compile = true;  // runs two steps as eager ones do, and then as a program
+  if (world % 2 == 0) c.train.compile = true;  // runs two eager steps, and then a program
   EXPECT_EQ(measured_peaks(c, world), plan(kGpu));
   EXPECT_NE(plan(kGpu), plan(Device::cpu())) << "a CPU's kernels want other workspaces";
 }
@@ -401,7 +401,7 @@ TEST(GpuTraining, ThePlanIsThePeakToTheByte) {
     for (const int world : {1, 2, 3, 6}) expect_planned_peaks("bf16", strategy, world);
 }
 
-// What follows each token, read after a prompt of 70 one by one, beside the logits of all in one pass.
+// The logits at each token after a prompt of 70, read one by one, against those of one pass over all tokens.
 template <class M, class Config>
 void expect_cached_logits(Config config, DType dtype, double bound) {
   config.layers = 2, config.heads = 4, config.width = 64, config.context = 80, config.vocab = 61;
@@ -435,7 +435,7 @@ TEST(GpuGeneration, CachedKeysAndValuesGiveTheLogitsOfOnePass) {
   }, {.device = kGpu});
 }
 
-// Of rows behind padding, and where half of them have ended: what is drawn is what each prompt gets alone, and on the CPU.
+// Left-padded rows, also when half of them have ended: each prompt gets the same samples as alone, and as on the CPU.
 TEST(GpuGeneration, ManyPromptsGetWhatEachGetsAlone) {
   SHEAF_NEEDS_GPU();
   models::GptConfig gpt;

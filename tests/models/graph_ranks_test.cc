@@ -1,5 +1,5 @@
-// Captured steps of a rank that talks to others over NCCL, here EchoNccl: gathers and reductions on lanes of their own,
-// prefetched and joined in the graph, give the bits of steps that are enqueued one by one.
+// Captured steps of a rank that communicates over NCCL, here EchoNccl: gathers and reductions on their own lanes, prefetched and joined in
+// the graph, have the bits of eager steps.
 #include <gtest/gtest.h>
 
 #include "sheaf/tests/distributed/echo_nccl.h"
@@ -23,7 +23,7 @@ struct Ranks {
   bool secondary = false, offload = false, int8 = false;
 };
 
-// Echoes have nothing to say where ranks hold unequal shares: sequences that two ranks share equally.
+// An echo needs equal shares on all ranks: two ranks share these sequences equally.
 constexpr int64_t kContext = 8;
 void fill_even(int64_t first, int64_t count, int32_t* inputs, int32_t* targets) {
   for (int64_t i = 0; i < count * kContext; ++i) {
@@ -84,7 +84,7 @@ TEST(GraphTraining, LanesOfSeveralRanks) {
   }
 }
 
-// What links receive an echo does not know: that they are captured, and joined in the end, is all it can tell.
+// An echo does not know what links should receive: this only tests that they are captured, and joined at the end.
 TEST(GraphTraining, LinksBetweenStages) {
   SHEAF_NEEDS_GPU();
   for (const auto& [stages, runs, schedule] : {std::tuple{2, 1, "1f1b"}, {3, 1, "1f1b"}, {2, 2, "1f1b"}, {3, 1, "zero_bubble"}, {2, 2, "zero_bubble"}})
@@ -139,7 +139,7 @@ TEST(TrainingOnGpus, CollectivesOfTheFirstEvaluationRunInTurn) {
   }, {.ranks = 4}));
 }
 
-// Neighbours alone talk to each other, on links beside the lanes of the axis.
+// Only neighbours communicate, over links in addition to the axis' lanes.
 TEST(TrainingOnGpus, StagesPassMicroBatchesOnOverNccl) {
   SHEAF_NEEDS_GPU();
   const TrainedRun expected = train_tiny(tiny_pipeline(1), 1, 4, {}, Device::cuda());

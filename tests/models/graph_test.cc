@@ -1,5 +1,4 @@
-// Training steps that are captured and replayed (train.cuda_graph) against those that are enqueued one by one: the same
-// bits, whatever else runs between them.
+// Training steps that are captured and replayed (train.cuda_graph) against eager ones: the same bits, whatever else runs between them.
 #include <gtest/gtest.h>
 
 #include "sheaf/autograd/ops.h"
@@ -14,7 +13,7 @@ namespace sheaf::testing {
 namespace {
 
 const Device kGpu = Device::cuda();
-constexpr int kSteps = 6;  // the third one is captured, of a program the fourth
+constexpr int kSteps = 6;  // the third one is captured, the fourth for a program
 
 models::TrainConfig graph_config(bool graph) {
   models::TrainConfig c = tiny_config();
@@ -72,7 +71,7 @@ TEST(GraphTraining, HasTheBitsOfStepsThatAreEnqueuedOneByOne) {
   }
 }
 
-// Sizes at which cuDNN computes attention, where there is one.
+// Sizes at which cuDNN computes attention, if available.
 TEST(GraphTraining, HoldsTheAttentionOfALibrary) {
   SHEAF_NEEDS_GPU();
   constexpr int64_t kContext = 128;
@@ -98,7 +97,7 @@ TEST(GraphTraining, HoldsTheAttentionOfALibrary) {
       });
     EXPECT_EQ(losses[1], losses[0]) << type;
     EXPECT_LT(losses[0].back(), losses[0].front()) << type;
-    // Forward and backward of all steps, of the captured ones once.
+    // Forward and backward of all steps; captured ones count once.
     if constexpr (kernels::kHasCuda) {
       if (kernels::emulated_cuda()) {
         EXPECT_EQ(kernels::cuda::cudnn::attention_calls() - calls, 2 * (kSteps + 3)) << type;
@@ -113,7 +112,7 @@ TEST(GraphTraining, EveryReplayDrawsMasksOfItsOwn) {
   for (bool graph : {false, true})
     on_gpu([&](World& w) {
       models::TrainConfig c = graph_config(graph);
-      c.train.lr = c.train.min_lr = c.train.weight_decay = 0;  // nothing changes from step to step but the masks
+      c.train.lr = c.train.min_lr = c.train.weight_decay = 0;  // only the masks change from step to step
       models::TrainingStep step(c, c.model.vocab, w, kGpu);
       const auto same_samples = [](int64_t, int64_t count, int32_t* in, int32_t* out) { fill_tiny(0, count, in, out); };
       for (int s = 0; s < kSteps; ++s) losses[graph].push_back(step.run(s, same_samples).loss.item());
@@ -135,7 +134,7 @@ TEST(GraphTraining, AReplayIsOneLaunchThatAllocatesNothing) {
         after.push_back(gpu_memory().stats());
         peaks[graph].push_back(after.back().peak);
       }
-      const int settled = graph ? 2 : 1;  // what is freed in a capture serves nobody else, so that it may ask for more
+      const int settled = graph ? 2 : 1;  // memory freed in a capture serves nobody else, so that it may ask for more
       for (int s = settled; s < kSteps; ++s)
         EXPECT_EQ(after[s].reserved, after[settled].reserved) << "graph " << graph << ", step " << s;
       for (int s = 3; s < kSteps; ++s)
@@ -144,7 +143,7 @@ TEST(GraphTraining, AReplayIsOneLaunchThatAllocatesNothing) {
   for (int s = 1; s < kSteps; ++s) EXPECT_NEAR(peaks[true][s], peaks[false][s], 16) << "step " << s;
 }
 
-// What is allocated between replays, evaluates there, or stays alive over them.
+// Allocations between replays, evaluations, and values that outlive replays.
 TEST(GraphTraining, OtherWorkAndReplaysDoNotTouchEachOther) {
   SHEAF_NEEDS_GPU();
   std::vector<int32_t> ids(300);
@@ -225,7 +224,7 @@ TEST(GraphTraining, RanksThatMeetOnTheHostHaveNone) {
   SHEAF_NEEDS_GPU();
   expect_error<ConfigError>([] { train_tiny(graph_config(true), 2, 1, {}, kGpu); },
                             "[train] train.cuda_graph: ranks talk over 'local'");
-  // Below the trainer: a collective of ranks that meet on the host.
+  // Without the trainer: a collective of ranks that meet on the host.
   expect_error<ConfigError>([] {
     run_local(2, [](World& w) {
       const Mesh mesh = w.mesh({{"data", 2}});

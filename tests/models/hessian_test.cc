@@ -1,5 +1,5 @@
-// Products of a loss's Hessian with a direction: against differences of gradients, on every mesh, with the bits that strategies promise,
-// and what travels and is in memory for them.
+// Products of a loss's Hessian with a direction: against differences of gradients, on every mesh, with the bits that strategies guarantee,
+// and their communication and memory.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -54,7 +54,7 @@ Values difference_of_gradients(int64_t rows, const models::ModelConfig& config, 
       at[side] = whole.values();
     }
     for (const nn::Parameter& p : tiny_model_f64(mesh, {.strategy = "replicate"}, {}, 5, config)->parameters())
-      if (p.steered() > 0) at[0].erase(p.name());  // a measurement, and no slope
+      if (p.steered() > 0) at[0].erase(p.name());  // a measurement, not a gradient
     for (auto& [name, up] : at[0]) {
       const std::vector<double>& down = at[1].at(name);
       for (size_t i = 0; i < up.size(); ++i) up[i] = (up[i] - down[i]) / (2 * kStep);
@@ -112,7 +112,8 @@ INSTANTIATE_TEST_SUITE_P(Models, HessianOf, ::testing::Values("gpt2", "llama", "
                            return name;
                          });
 
-// The parts of a job that change no bit of gradients change none of their derivatives: each order is reduced by itself.
+// The parts of a configuration that do not change the bits of gradients do not change those of their derivatives: each order is reduced
+// separately.
 TEST(Hessian, StrategiesPrefetchAndRecomputingChangeNoBit) {
   const auto product = [](const ShardOptions& options, bool recompute) {
     Whole whole;
@@ -139,12 +140,12 @@ TEST(Hessian, StrategiesPrefetchAndRecomputingChangeNoBit) {
     for (const int64_t prefetch : {int64_t{0}, int64_t{-1}, int64_t{1} << 30})
       for (const bool recompute : {false, true})
         EXPECT_LE(max_difference(expected, product({.strategy = strategy, .prefetch_bytes = prefetch}, recompute)),
-                  recompute ? 1e-15 : 0)  // values and their copies have gradients that are added up in another order
+                  recompute ? 1e-15 : 0)  // gradients of values and their copies are added up in another order
             << strategy << ' ' << prefetch << ' ' << recompute;
 }
 
-// Of three blocks on two ranks, without prefetch: every unit is gathered where it is used, its gradients are reduced where each of the
-// two passes leaves it, and of gradients no more lie in memory at a time than a unit's and those that travel.
+// With three blocks on two ranks, without prefetch: every unit is gathered where it is used, its gradients are reduced where each of the
+// two passes leaves it, and only one unit's gradients, and those in flight, are whole at a time.
 TEST(Hessian, NoMoreThanAUnitIsWhole) {
   run_local(2, [&](World& w) {
     const Mesh mesh = w.mesh({{"data", 2}});
@@ -165,19 +166,19 @@ TEST(Hessian, NoMoreThanAUnitIsWhole) {
       if (op == "grad_slots") most = std::max(most, ++open);
       if (op == "reduce_scatter") ++reductions[tape.path(n)], --open;
     }
-    EXPECT_LE(most, 2);  // the root's are there until the end
+    EXPECT_LE(most, 2);  // the root's stay until the end
     EXPECT_EQ(open, 0);
     for (const char* block : {"blocks.0", "blocks.1", "blocks.2"}) {
       EXPECT_EQ(reductions[block], 2) << block;
-      // The model's in the forward, the derivative and its backward's two halves, but for one of the last block's and of the first's;
-      // the direction's in the derivative and in its backward.
+      // The model's weights in the forward, in the derivative and in the two halves of its backward, except one gather of the last block
+      // and of the first; the direction's in the derivative and in its backward.
       EXPECT_EQ(gathers[block], block == std::string("blocks.1") ? 6 : 5) << block;
     }
     EXPECT_EQ(reductions[""], 2);
   }, {.threads_per_rank = 1});
 }
 
-// A dry run on one thread, without data, knows the peak of each rank, to the byte.
+// A dry run on one thread, without data, predicts the peak of each rank, to the byte.
 TEST(Hessian, ThePeakOfADryRunIsTheMeasured) {
   const auto peak = [](World& w, const char* type, Device device) {
     const DeviceScope scope(device);
@@ -206,7 +207,7 @@ TEST(Hessian, ThePeakOfADryRunIsTheMeasured) {
   }
 }
 
-// From the second step on the order of gathers is known, of the model's and of the direction's: nearly all are issued ahead.
+// From the second step on the order of gathers, of both the model and the direction, is known: nearly all are prefetched.
 TEST(Hessian, GathersAreForeseen) {
   run_local(2, [&](World& w) {
     const Mesh mesh = w.mesh({{"data", 2}});
@@ -231,7 +232,7 @@ TEST(Hessian, GathersAreForeseen) {
   }, {.threads_per_rank = 1});
 }
 
-// Under zero1 gradients of both orders wait for the step, and travel once.
+// Under zero1 gradients of both orders wait for the step, and are communicated once.
 TEST(Hessian, GradientsThatWaitTravelOnce) {
   run_local(2, [&](World& w) {
     const Mesh mesh = w.mesh({{"data", 2}});
@@ -331,8 +332,8 @@ TEST(Hessian, SaysWhatCannotBe) {
   }, {.threads_per_rank = 1});
 }
 
-// The largest eigenvalue of a Hessian, by products alone, on ranks that never hold a whole vector: the Rayleigh quotient of what the
-// iteration converges to, whose residual says how near that is to an eigenvector.
+// The largest eigenvalue of a Hessian, by products alone, on ranks that never hold a whole vector: the Rayleigh quotient of the vector to
+// which the iteration converges; its residual tells how close that is to an eigenvector.
 TEST(Hessian, PowerIteration) {
   for (const int ranks : {1, 3}) {
     run_local(ranks, [&](World& w) {
@@ -357,7 +358,7 @@ TEST(Hessian, PowerIteration) {
   }
 }
 
-// Micro-batches' products add up, where they are asked for, or at once; with gradients that wait for the step.
+// Products over micro-batches add up, whether they are computed per micro-batch or at once; also with gradients that wait for the step.
 TEST(Hessian, ProductsAddUpOverMicroBatches) {
   const auto product = [](const Axes& axes, const char* strategy, int64_t parts) {
     Whole whole;
@@ -414,7 +415,7 @@ TEST(Hessian, MicroBatchesWithDerivativesOfUnlikeOrder) {
   }
 }
 
-// Along what is the model itself, and of a model that is on no mesh; of one with adapters, of which alone there is a product.
+// Along the model itself, for a model on no mesh, and for one with adapters, whose product has adapters only.
 TEST(Hessian, DirectionsOfManyKinds) {
   run_local(2, [](World& w) {
     const Mesh mesh = w.mesh({{"data", 2}});
@@ -441,7 +442,7 @@ TEST(Hessian, DirectionsOfManyKinds) {
       for (const double x : full_parameter(p).to_vector<double>()) along += x * expected[at++];
     EXPECT_NEAR(gradient_along(*model, *model).item<double>(), along, 1e-12 * std::abs(along));
     zero_grad(*model);
-    EXPECT_EQ(gradient_along(*model, *same).item<double>(), 0);  // there is no gradient
+    EXPECT_EQ(gradient_along(*model, *same).item<double>(), 0);  // it has no gradient
     set_to_gradient(*same, *model);
     for (const nn::Parameter& p : same->parameters())
       for (const double x : full_parameter(p).to_vector<double>()) ASSERT_EQ(x, 0) << p.name();
@@ -477,8 +478,8 @@ TEST(Hessian, DirectionsOfManyKinds) {
     }, {.threads_per_rank = 1});
 }
 
-// However many blocks there are, of gradients and directions no more are whole at a time: a block more takes its activations, and a rank's
-// half of its gradient, which stays. Also beside a derivative that nobody differentiates.
+// The number of blocks does not change how many gradients and directions are whole at a time: one more block adds its activations, and a
+// rank's half of its gradient, which stays. Also together with a derivative that nobody differentiates.
 TEST(Hessian, MemoryDoesNotGrowWithTheParameters) {
   const auto peak = [](int64_t layers, bool aside) {
     int64_t bytes = 0;
@@ -507,7 +508,7 @@ TEST(Hessian, MemoryDoesNotGrowWithTheParameters) {
   for (const bool aside : {false, true}) EXPECT_LT((peak(8, aside) - peak(4, aside)) / 4, kBlock) << aside;
 }
 
-// In bf16 products are as near to f32's as gradients are.
+// In bf16 products are as close to f32's as gradients are.
 TEST(Hessian, OfWhatIsComputedInBf16) {
   const auto values = [](const char* dtype) {
     Whole gradient, product;
@@ -537,7 +538,7 @@ TEST(Hessian, OfWhatIsComputedInBf16) {
   EXPECT_LE(relative_difference(product, product_bf16), 4 * relative_difference(gradient, gradient_bf16));
 }
 
-// A step that runs again as a program: what it leaves in the model is taken for a step of descent.
+// A step that runs again as a program: the gradients it leaves are used for a step of descent.
 TEST(Hessian, AsAProgram) {
   const auto parameters = [](bool compiled) {
     Whole whole;
@@ -548,7 +549,7 @@ TEST(Hessian, AsAProgram) {
       const TinyBatch batch = tiny_batch(mesh, 0, 4);
       const auto code = [&](const Tensor& tokens, const Tensor& targets, const Tensor& scalars) {
         const Tensor loss = loss_of(*model, {tokens, targets}), d = derivative_along(loss, *model, *v);
-        Recording::current()->backward(loss + d);  // a penalty on the slope along v
+        Recording::current()->backward(loss + d);  // a penalty on the derivative along v
         optimizer.step({.scalars = scalars});
         optimizer.zero_grad();
         return redistribute(d, "data", Placement::invariant());

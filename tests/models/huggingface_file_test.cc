@@ -1,5 +1,5 @@
-// tokenizer.json files that are wrong, or of tokenizers that Sheaf does not have: refused, and the message says which file and
-// which key.
+// tokenizer.json files that are wrong, or of tokenizers that Sheaf does not support: refused, and the message says which file and which
+// key.
 #include <filesystem>
 
 #include <gmock/gmock.h>
@@ -22,7 +22,7 @@ Json file_of(const std::string& name) {
   return Json::parse(File::open(path).read_all(), path);
 }
 
-/// `json` with another value at "model.vocab" or the like; a number stands for an element of an array.
+/// `json` with another value at "model.vocab" or the like; a number is an array index.
 Json with(const Json& json, std::string_view path, const Json& value) {
   if (path.empty()) return value;
   const size_t dot = std::min(path.find('.'), path.size());

@@ -29,7 +29,7 @@ std::vector<std::string> all_names() {
   return names;
 }
 
-// Text of everything that the forms tell apart, and with `bytes` of what is no text.
+// Text of everything that the formats distinguish, and with `bytes` also invalid UTF-8.
 std::string random_text(std::mt19937& random, int pieces, bool bytes) {
   static const std::vector<std::string> kPieces = {
       " ",  "  ", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u3000", "\u0085", "'s", "'LL", "the", " of", "God",     "1",  "23", "٣",
@@ -59,7 +59,7 @@ TEST(HuggingFace, GivesTheIdsOfItsPackage) {
   }
 }
 
-// Where their author may write special tokens by their names (huggingface/make_special).
+// Texts in which special tokens may be written by name (huggingface/make_special).
 TEST(HuggingFace, SpecialTokensByTheirNames) {
   const Json golden = file_of("special");
   EXPECT_GT(golden.as_array().size(), 30u);
@@ -85,7 +85,7 @@ TEST(HuggingFace, SpecialTokensByTheirNames) {
   }
 }
 
-// What goes on after a text has no space put before it.
+// No space is put before a continuation of a text.
 TEST(HuggingFace, SpecialTokensInTextsThatGoOn) {
   for (const std::string& name : all_names()) {
     const auto tokenizer = tokenizer_of(name);
@@ -105,14 +105,14 @@ TEST(HuggingFace, SpecialTokensThatTakeBlanks) {
               ::testing::ThrowsMessage<DataError>(::testing::HasSubstr("line 3: \"<|endoftext|>\" takes away blanks next to it")));
 }
 
-// What a tokenizer does not normalize comes back, whatever bytes it is.
+// Without normalization, any bytes survive encoding and decoding.
 TEST(HuggingFace, LosesNothing) {
   std::mt19937 random(1);
   for (const std::string name : {"gpt2", "llama3", "nemo", "o200k", "llama2", "phrases", "gemma"}) {
     const auto tokenizer = tokenizer_of(name);
     for (int i = 0; i < 300; ++i) {
       const std::string text = random_text(random, i, true);
-      // Behind an added token these put a space, which nothing takes away again.
+      // After an added token these tokenizers put a space, which decoding does not remove.
       if ((name == "llama2" || name == "phrases") && text.find("<think>") != std::string::npos) continue;
       EXPECT_EQ(tokenizer->decode(tokenizer->encode(text)), text) << name;
     }
@@ -150,7 +150,7 @@ TEST(HuggingFace, TextsMayBeCutAndThreadsDoNotMatter) {
   }
 }
 
-// A word's time must not grow with its square, nor the depth of a search with its length.
+// The time for a word must not grow with the square of its length, nor the depth of a search with its length.
 TEST(HuggingFace, LongWords) {
   for (const std::string& name : all_names()) {
     const auto tokenizer = tokenizer_of(name);

@@ -1,5 +1,5 @@
-// Hybrid sharding (HSDP): the model is cut within groups of ranks and replicated over them. Gradients in f64; in f32 the
-// bits of every strategy on the same mesh; what travels along which axis; the bytes it takes.
+// Hybrid sharding (HSDP): the model is sharded within groups of ranks and replicated over groups. Gradients in f64; in f32 the bits of
+// every strategy on the same mesh; the communication along each axis, and its bytes.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -38,7 +38,7 @@ TEST_P(HybridGradients, EqualUnshardedInF64) {
   expect_gradients_of_one_rank(Axes{{axis, groups.replicas}, {"data", groups.ranks}}, strategy, rows);
 }
 
-// With 7 rows no group and no rank has as many as the next; with 3, some have none.
+// With 7 rows groups and ranks have different numbers of rows; with 3, some have none.
 const auto kMeshes = ::testing::Values(Groups{1, 1}, Groups{1, 3}, Groups{3, 1}, Groups{2, 2}, Groups{2, 3}, Groups{3, 2},
                                        Groups{5, 1});
 INSTANTIATE_TEST_SUITE_P(Meshes, HybridGradients,
@@ -65,7 +65,7 @@ TEST(Hybrid, StrategiesPrefetchUnitsAndRecomputeChangeNoBit) {
   expect_same_bits(expected, train_tiny(c, 4, kSteps));
 }
 
-// One rank in a group holds everything: DDP. (One group is full_shard: the same mesh.)
+// With one rank per group each rank holds everything: DDP. (One group is full_shard: the same mesh.)
 TEST(Hybrid, GroupsOfOneRankAreReplicate) {
   models::TrainConfig c = tiny_config();
   c.sharding.strategy = "replicate";
@@ -79,10 +79,10 @@ TEST(Hybrid, AccumulationIsCloseToOneRank) {
   c.sharding.replicas = 2;
   const TrainedRun actual = train_tiny(c, 4, kSteps);
   EXPECT_LE(max_difference(expected.parameters, actual.parameters), 2e-5);
-  EXPECT_GT(max_difference(expected.parameters, actual.parameters), 0.0);  // other sums
+  EXPECT_GT(max_difference(expected.parameters, actual.parameters), 0.0);  // sums in another order
 }
 
-// What is gathered stays in the group; between the groups a rank's own slice is summed, which is 1/ranks of the model.
+// Gathers stay within the group; over groups each rank sums its own slice, which is 1/ranks of the model.
 TEST(Hybrid, OnlySlicesOfGradientsTravelBetweenGroups) {
   const models::Plan whole = models::plan_step(hybrid(1), 13, 0, 4, 1, "local");
   const models::Plan groups = models::plan_step(hybrid(2), 13, 0, 8, 1, "local");
@@ -94,7 +94,7 @@ TEST(Hybrid, OnlySlicesOfGradientsTravelBetweenGroups) {
     EXPECT_EQ(two[name].bytes, one.at(name).bytes) << name;
   }
   EXPECT_EQ(two["all_reduce replica"].count, two["reduce_scatter data"].count);
-  // Of two ranks each receives half of its slice and then the other half; small ones come whole, which is as much.
+  // Each of two ranks receives half of its slice and then the other half; small slices are received whole, which is as much.
   EXPECT_EQ(3 * two["all_reduce replica"].bytes, two["reduce_scatter data"].bytes);
 }
 

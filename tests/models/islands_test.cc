@@ -1,5 +1,5 @@
-// Training on islands (train.islands): against runs of each island by itself with the outer step by hand, and the same on any mesh,
-// with programs, resumed anywhere.
+// Training on islands (train.islands): against separate runs of each island with the outer step by hand, and the same on any mesh, with
+// programs, and resumed anywhere.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -30,7 +30,7 @@ models::TrainConfig with_dropout(models::TrainConfig c) {
   return c;
 }
 
-// Whole parameters of a model that one rank has, to read and to write.
+// Reads and writes the whole parameters of a model that one rank has.
 Values read(nn::Module& module) {
   Whole whole;
   whole.collect(module, false);
@@ -44,7 +44,7 @@ void write(nn::Module& module, const Values& values) {
 TEST(Islands, AreRunsWithAnOuterStep) {
   for (const int64_t count : {2, 3}) {
     const models::TrainConfig c = islands(count, 6);
-    const int steps = 2 * kInner + 1;  // behind the last there is an outer step, too
+    const int steps = 2 * kInner + 1;  // an outer step follows the last inner one, too
     models::TrainConfig ending = c;
     ending.train.steps = steps, ending.train.schedule = "constant";
     models::TrainConfig alone = ending;
@@ -81,7 +81,7 @@ TEST(Islands, AreRunsWithAnOuterStep) {
   }
 }
 
-// Ways to share out an island of four ranks.
+// Ways to divide an island over four ranks.
 std::vector<std::pair<std::string, models::TrainConfig>> ways() {
   std::vector<std::pair<std::string, models::TrainConfig>> out;
   const auto add = [&](const char* name, auto&& change) {
@@ -108,7 +108,7 @@ TEST(Islands, TrainTheSameOnAnyMesh) {
     alone.sharding = {};
     const Values same = c.train.micro_batches == 1 && c.train.optimizer == "adamw" ? one : parameters_f64(alone, 2, 2 * kInner);
     EXPECT_LT(max_difference(parameters_f64(c, 8, 2 * kInner), same), 1e-11) << name;
-    for (const char* dtype : {"bf16", "int8"}) {  // blocks lie otherwise
+    for (const char* dtype : {"bf16", "int8"}) {  // blocks have other boundaries
       models::TrainConfig rounded = c;
       rounded.train.outer_dtype = dtype;
       EXPECT_LT(max_difference(parameters_f64(rounded, 8, 2 * kInner), same), 1e-3) << name << ' ' << dtype;
@@ -119,7 +119,7 @@ TEST(Islands, TrainTheSameOnAnyMesh) {
   }
 }
 
-// Of the same tokens they learn what their masks let through.
+// With equal tokens, islands differ only by their dropout masks.
 TEST(Islands, HaveDropoutOfTheirOwn) {
   const models::FillBatch alike = [](int64_t, int64_t count, int32_t* inputs, int32_t* targets) {
     for (int64_t s = 0; s < count; ++s) fill_tiny(0, 1, inputs + s * 9, targets + s * 9);
@@ -195,7 +195,7 @@ TEST(Islands, MoveBiasesOfExpertsToTheirMean) {
   EXPECT_TRUE(differ);
 }
 
-// Saved in the middle of a round, when each island has a model of its own.
+// Saved in the middle of a round, when each island has its own model.
 void expect_resumes_anywhere(const models::TrainConfig& c, double tolerance = 1e-11) {
   const ScratchFolder folder;
   const int saved = kInner + 2, steps = 2 * kInner + 2;
@@ -230,7 +230,7 @@ void expect_resumes_anywhere(const models::TrainConfig& c, double tolerance = 1e
     };
     EXPECT_LT(max_difference(go_on(true), go_on(false)), tolerance);
   }
-  // Whoever wants the model alone gets what the islands had agreed on.
+  // Loading the model alone gives the parameters of the last outer step.
   run_local(1, [&](World& w) {
     models::TrainConfig one = c;
     one.train.islands = 1;
@@ -283,7 +283,7 @@ TEST(Islands, EvaluateTogether) {
 }
 
 TEST(Islands, TakeTheBytesOfTheirPlans) {
-  models::TrainConfig alone = islands(2, 2);  // whose outer step takes more than what is behind it
+  models::TrainConfig alone = islands(2, 2);  // whose outer step takes more memory than its inner ones
   alone.train.inner_steps = 1;
   alone.sharding.units = "none";
   expect_planned_tapes(alone, 2);

@@ -1,4 +1,4 @@
-// Multi-head latent attention: a layer against its definition, gradients on every mesh, what travels, what a cache keeps.
+// Multi-head latent attention: a layer against its definition, gradients on every mesh, communication, and the contents of a cache.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -35,11 +35,11 @@ nn::LatentAttentionConfig layer_config(int64_t q_lora_rank) {
           .projection_init = nn::Init::normal(0.5)};
 }
 
-/// As section 2.1 of its source has it, head by head, by matrices of all scores.
+/// By section 2.1 of its source, head by head, with matrices of all scores.
 Tensor defined(nn::LatentAttention& layer, const Tensor& x_BTC) {
   const nn::LatentAttentionConfig& c = layer.config;
   const int64_t b = x_BTC.size(0), t = x_BTC.size(1), n = c.qk_nope_head_dim, r = c.qk_rope_head_dim, d = n + r, e = c.v_head_dim;
-  const auto turned = [&](const Tensor& x_BTR) {  // neighbours, by angles that are computed here
+  const auto turned = [&](const Tensor& x_BTR) {  // adjacent pairs, by angles that are computed here
     std::vector<double> x = x_BTR.to_vector<double>(), out(x.size());
     for (size_t i = 0; i < x.size(); i += 2) {
       const auto pair = static_cast<int64_t>(i) % r / 2, position = static_cast<int64_t>(i) / r % t;
@@ -106,7 +106,7 @@ TEST_P(LatentGradients, EqualUnshardedInF64) {
   expect_gradients_of_one_rank(sizes.axes(), strategy, rows, tiny_model(type, 10, 10));
 }
 
-// Data alone; heads cut by a tensor axis, by a context axis, and by both, evenly and not, beside replicas.
+// Data parallel only; heads cut by a tensor axis, by a context axis, and by both, evenly and not, combined with replicas.
 INSTANTIATE_TEST_SUITE_P(Meshes, LatentGradients,
                          ::testing::Combine(::testing::Values("latent", "latent without queries"), ::testing::Values("full_shard", "shard_grad_op", "zero1", "replicate"),
                                             ::testing::Values(MeshSizes{0, 3, 0, 0}, MeshSizes{0, 2, 0, 2}, MeshSizes{0, 1, 0, 3},
@@ -163,8 +163,8 @@ TEST(LatentAttention, TooManyRanksAreRefusedByName) {
       "'blocks.0.latent_attention': the 11 ranks of context axis 'context' cannot share 10 heads; at most 10 can")));
 }
 
-// Where a tensor axis cuts tokens, what is gathered for queries, keys and values are the latents, not the residual stream; the MLP's
-// input is the residual stream.
+// Where a tensor axis cuts tokens, latents are gathered for queries, keys and values, not the residual stream; the MLP gathers the residual
+// stream.
 TEST(LatentAttention, GathersLatents) {
   const auto gathered = [](const std::string& type) {
     models::TrainConfig c = config_of(type);

@@ -1,6 +1,6 @@
-// Blocks with linear attention (Gated DeltaNet) next to blocks with attention, alone and as Qwen3-Next has them: a layer against its
-// definition, token by token; gradients on every mesh, the bits of every strategy, one rank's steps, the bytes of plans, and the same
-// tokens with a cache as without.
+// Blocks with linear attention (Gated DeltaNet) next to blocks with attention, alone and as in Qwen3-Next: a layer against its definition,
+// token by token; gradients on every mesh, the bits of every strategy, one rank's steps, the bytes of plans, and the same tokens with a
+// cache as without.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -134,7 +134,7 @@ TEST(GatedDeltaNet, IsItsDefinition) {
   }
 }
 
-// Decays are drawn for heads that remember from about a token to some thousands.
+// Initial decays give heads a memory of about one token to some thousands.
 TEST(GatedDeltaNet, BeginsWithManyTimeScales) {
   nn::GatedDeltaNet net({.width = 8, .key_heads = 100, .value_heads = 1000, .key_width = 1, .value_width = 1});
   materialize(net, Device::cpu(), {.seed = 1});
@@ -267,7 +267,7 @@ TEST(LinearAttention, HasNoWindow) {
   EXPECT_THAT([&] { models::Llama m(c); }, ::testing::ThrowsMessage<ConfigError>(HasSubstr("linear_key_heads 2 with a window of 4")));
 }
 
-// By hand: of three blocks two have states, and one keys.
+// By hand: of three blocks two have states, and one has keys.
 TEST(LinearAttention, OperationsAreCounted) {
   models::TrainConfig c = tiny_config();
   c.model = tiny_linear_attention();
@@ -293,7 +293,7 @@ std::vector<double> rows(const std::vector<double>& logits, int64_t begin, int64
   return {logits.begin() + begin * 13, logits.begin() + end * 13};
 }
 
-// Whatever is read at once, and across chunks; and after some of it was forgotten.
+// However many tokens are read at once, also across chunks; and after some were removed again.
 TEST(LinearAttention, ACacheGivesTheSameLogits) {
   for (const DType dtype : {kF64, kF32}) {
     const auto model = models::make_language_model(long_model(), 13);

@@ -1,5 +1,5 @@
-// Fine-tuning by low-rank adapters: what is frozen stays as it was and costs neither gradients nor optimizer state, and adapters
-// are trained alike however they, and the layers they belong to, are cut.
+// Fine-tuning with low-rank adapters: frozen weights do not change and need neither gradients nor optimizer state, and adapters are trained
+// alike however they, and their layers, are cut.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -26,7 +26,7 @@ constexpr int kSteps = 5;
 
 models::TrainConfig lora(const std::string& type, const std::string& layers = "all") {
   models::TrainConfig c = tiny_config();
-  if (type == "mixture") c.model = tiny_mixture(), c.model.aux_loss = 0;  // which knows no parts of a batch
+  if (type == "mixture") c.model = tiny_mixture(), c.model.aux_loss = 0;  // which cannot be computed from parts of a batch
   else c.model = tiny_model(type, 6, 3);
   c.model.lora_rank = 3;
   c.model.lora_alpha = 6;
@@ -57,7 +57,7 @@ TEST_P(LoraWays, TakeTheBytesOfTheirPlans) {
 }
 INSTANTIATE_TEST_SUITE_P(All, LoraWays, ::testing::ValuesIn(kLoraWays), [](const auto& way) { return way.param.name; });
 
-// A model with adapters is one whose weights are W + alpha / r b a: its loss, and by the chain rule its adapters' gradients.
+// A model with adapters equals one with the weights W + alpha / r b a: the same loss, and by the chain rule the adapters' gradients.
 TEST(Lora, IsTheModelOfMergedWeights) {
   for (const char* type : {"gpt2", "untied llama", "latent", "mixture"})
     run_local(1, [&](World& w) {
@@ -100,7 +100,7 @@ TEST(Lora, IsTheModelOfMergedWeights) {
     }, {.threads_per_rank = 1});
 }
 
-// At first nothing is added: the losses of the model alone. Then only adapters change.
+// At first adapters add nothing: the losses of the model alone. Then only adapters change.
 TEST(Lora, BeginsAsTheModelAndChangesNothingElse) {
   for (const char* type : {"gpt2", "untied llama", "latent", "mixture"})
     for (const char* layers : {"all", "attention"}) {
@@ -112,7 +112,7 @@ TEST(Lora, BeginsAsTheModelAndChangesNothingElse) {
       without.train.lr = without.train.min_lr = 0;
       const TrainedRun base = train_tiny(without, 2, kSteps);
       EXPECT_EQ(one.losses[0], base.losses[0]);
-      for (const char* dtype : {"bf16", "f16"}) {  // which frozen weights rest in here, and masters are cast to there
+      for (const char* dtype : {"bf16", "f16"}) {  // frozen weights are stored in this dtype, to which the other run casts masters
         c.train.dtype = without.train.dtype = dtype;
         EXPECT_EQ(train_tiny(c, 2, 1).losses[0], train_tiny(without, 2, 1).losses[0]);
       }
@@ -137,7 +137,7 @@ TEST(Lora, StrategiesRecomputingAndProgramsChangeNoBit) {
   for (const char* dtype : {"f32", "bf16"}) expect_bits_of_all_holdings(lora("llama"), dtype, kSteps);
 }
 
-// Weights are gathered as always; of gradients only the adapters' travel, and AdamW has state for these alone.
+// Weights are gathered as always; only the adapters' gradients are communicated, and only adapters have AdamW state.
 TEST(Lora, FrozenWeightsHaveNoGradients) {
   models::TrainConfig c = lora("llama");
   auto of = [&](int64_t rank) {
@@ -179,7 +179,7 @@ TEST(Lora, ACacheGivesTheSameLogits) {
   }
 }
 
-// What is frozen rests in the dtype of compute, where no master is: half the memory, the same bits.
+// Frozen weights have no masters and are stored in the compute dtype: half the memory, the same bits.
 TEST(Lora, FrozenWeightsRestAsTheyAreComputedWith) {
   models::TrainConfig c = lora("llama");
   c.train.dtype = "bf16";
@@ -188,7 +188,7 @@ TEST(Lora, FrozenWeightsRestAsTheyAreComputedWith) {
       models::TrainingStep step(c, 13, w, Device::cpu());
       for (const nn::Parameter& p : step.model().parameters()) EXPECT_EQ(p.dtype(), p.trainable() ? kF32 : kBF16) << p.name();
     }, {.threads_per_rank = 1});
-  // A checkpoint has them so, and gives them to whoever computes in f32; and the other way round.
+  // A checkpoint stores them in it, can be loaded by a run that computes in f32, and vice versa.
   const ScratchFolder folder;
   const auto saved_as = [&](const char* dtype, const std::string& name) {
     c.train.dtype = dtype;
@@ -221,7 +221,7 @@ TEST(Lora, CheckpointsMoveBetweenMeshes) {
   for (const Axes& from : meshes) expect_checkpoint_moves(folder.path(), from, meshes, lora("llama").model);
 }
 
-// Of a model whose head and routers are read by others than their layers, which would leave adapters without gradients.
+// In models whose head and routers are used outside their layers, which could leave adapters without gradients.
 TEST(Lora, EveryAdapterIsTrained) {
   for (const char* type : {"gpt2", "untied llama", "latent", "mixture"})
     run_local(2, [&](World& w) {
@@ -251,7 +251,7 @@ TEST(Lora, EveryAdapterIsTrained) {
     }, {.threads_per_rank = 1});
 }
 
-// Along a tensor axis: b with the outputs of what reads the residual stream, a with the inputs of what writes to it.
+// Along a tensor axis: b is cut with the outputs of layers that read the residual stream, a with the inputs of layers that write to it.
 TEST(Lora, AdaptersAreCutAsTheirLayersAre) {
   run_local(2, [](World& w) {
     models::TrainConfig c = lora("llama");
@@ -291,7 +291,7 @@ TEST(Lora, ClonesHaveTheAdaptersToo) {
   for (size_t i = 0; i < a.size(); ++i) EXPECT_EQ(a[i].dtype(), b[i].dtype()) << a[i].name();
 }
 
-// Who freezes a copy of a model to change it by himself keeps its dtype.
+// A frozen parameter that a user changes by hand keeps its dtype.
 TEST(Lora, OnlyWhatIsFrozenForGoodRestsInTheDtypeOfCompute) {
   nn::Linear layer(3, 5);
   layer.weight.freeze();

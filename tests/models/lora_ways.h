@@ -1,4 +1,4 @@
-// Ways to cut and to hold a model that is fine-tuned by adapters.
+// Ways to shard and to store a model that is fine-tuned with adapters.
 #pragma once
 
 #include "sheaf/models/train_config.h"
@@ -26,8 +26,8 @@ inline const Way kLoraWays[] = {
     {"zero_bubble", 2, [](models::ShardingConfig& s) { s.pipeline = 2, s.pipeline_schedule = "zero_bubble"; }},
 };
 
-/// EXPECTs that three ranks train `c`, with dropout and in this dtype, to the same bits whatever they hold of it from the forward to the
-/// backward: with different strategies, recomputing and programs.
+/// EXPECTs that three ranks train `c`, with dropout and in this dtype, to the same bits however much of it they keep from the forward to
+/// the backward: with different strategies, recomputation and programs.
 inline void expect_bits_of_all_holdings(models::TrainConfig c, const char* dtype, int steps) {
   c.train.dtype = dtype;
   c.model.dropout = 0.1;

@@ -1,4 +1,4 @@
-// What a budget of memory decides: which units a program keeps gathered, and how many blocks are computed again.
+// The effects of a memory budget: which units a program keeps gathered, and how many blocks are recomputed.
 #include <gtest/gtest.h>
 
 #include "sheaf/models/plan.h"
@@ -69,7 +69,7 @@ int64_t peak_of(const models::TrainConfig& config, int rank = 0) {
   return models::plan_step(config, 13, rank, 2, 1, "local").peak.bytes;
 }
 
-/// Whole blocks, the others selectively.
+/// Recomputes this number of blocks entirely, the others selectively.
 int64_t peak_of_blocks(int64_t blocks) {
   models::TrainConfig config = deep_config();
   models::set_fitted(config, blocks);
@@ -112,7 +112,7 @@ TEST(MemoryBudget, AsFewBlocksAsItTakesAreComputedAgain) {
   EXPECT_EQ(refusal(2, config), "[train] train.recompute fit: what to fit into is said by sharding.memory_budget");
 }
 
-// Rows that ranks share unevenly: the budget is for those with more.
+// Unequal numbers of rows per rank: the budget applies to the ranks with more.
 TEST(MemoryBudget, FitsTheRankWithTheMost) {
   models::TrainConfig config = deep_config();
   config.train.batch = 10;
@@ -137,7 +137,7 @@ TEST(MemoryBudget, BlocksThatAreComputedAgainChangeNoBit) {
   expect_planned_tapes(some, 2);
 }
 
-// What is left of the budget keeps units gathered.
+// The rest of the budget keeps units gathered.
 TEST(MemoryBudget, ServesBoth) {
   models::TrainConfig config = deep_config();
   config.train.compile = true;

@@ -89,7 +89,7 @@ TEST_F(Metrics, OneLineForPeople) {
   EXPECT_THAT(progress_line({.loss_scale = 32768}), ::testing::EndsWith(" tok/s"));
 }
 
-// By bits, as its definition has it.
+// Bit by bit, by its definition.
 uint32_t slow_crc32c(std::string_view bytes) {
   uint32_t crc = ~0u;
   for (const char c : bytes) {
@@ -104,7 +104,7 @@ TEST(EventFiles, SumsAreCastagnolis) {
   for (const char* text : {"", "a", "The quick brown fox"}) EXPECT_EQ(crc32c(text), slow_crc32c(text)) << text;
 }
 
-// The events of a file, each as bytes, whose frames are right.
+// The events in a file, each as bytes, after checks of their frames.
 std::vector<std::string> events_in(const std::string& path) {
   const std::string all = File::open(path).read_all();
   const auto sum = [&](size_t at) {

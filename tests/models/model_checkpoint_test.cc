@@ -1,4 +1,4 @@
-// Saving and resuming a model that is not one of the library's, through the umbrella header alone.
+// Saving and resuming a model that is not one of the library's, using only the umbrella header.
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -55,7 +55,7 @@ void make(Net& net, World& world, const How& how) {
   materialize(net, world.device(), {.seed = 7});
 }
 
-/// Gradients that are a function of name, index and step alone: with them a step gives the same bits at any world size.
+/// Gradients that depend only on name, index and step: with them a step gives the same bits at any world size.
 void set_gradients(Net& net, int64_t step) {
   for (const auto& unit : units(net))
     for (FlatBuffer& b : unit->buffers()) {
@@ -113,7 +113,7 @@ TEST(Checkpoint, ResumesBitwiseAtAnyWorldStrategyAndUnits) {
       assign(net.scale, Tensor::from<float>({1, 2, 3, 4, 5}, {5}));
       optim::AdamW adam(net);
       train(net, adam, 0, kSaved);
-      // The number of the checkpoint is the program's own: the optimizer's steps are saved with it.
+      // The checkpoint's number is chosen by the program: the optimizer's steps are saved with it.
       models::save_checkpoint(folder.path(), 1700, net, {&adam}, world, {.state = Json::Object{{"epoch", 4}}});
     }, {.threads_per_rank = 1});
     for (const How& after : all)
@@ -133,7 +133,7 @@ TEST(Checkpoint, ResumesBitwiseAtAnyWorldStrategyAndUnits) {
   }
 }
 
-// Steps with gradients of data, at one world size: the loop of a program that was stopped and started again.
+// Steps with gradients of data, at one world size: a program's loop that was stopped and started again.
 TEST(Checkpoint, ARunThatWasStoppedGoesOnBitForBit) {
   for (int ranks : {1, 2, 3}) {
     ScratchFolder folder;
@@ -223,7 +223,7 @@ TEST(Checkpoint, KeepsTheNewestAndPassesOverABrokenOne) {
     EXPECT_FALSE(std::filesystem::exists(folder / "step-1"));
     EXPECT_TRUE(std::filesystem::exists(folder / "step-2"));
     if (world.rank() == 0) std::ofstream(folder / "step-4/manifest.json") << "{}";
-    full_parameter(net.offset);  // collective: the file is broken on every rank from here on
+    full_parameter(net.offset);  // collective: the file is broken on every rank from this point on
     std::vector<std::string> warnings;
     const auto saved = models::load_checkpoint(folder.path(), net, {}, world,
                                                {.warn = [&](const std::string& line) { warnings.push_back(line); }});
@@ -242,7 +242,7 @@ TEST(Checkpoint, RefusesWhatItCannotMean) {
     Net net;
     EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { models::save_checkpoint(folder.path(), 1, net, {}, world); }),
                 HasSubstr("call shard(model, mesh)"));
-    materialize(net);  // each rank a model of its own
+    materialize(net);  // each rank has its own model
     EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { models::load_checkpoint(folder.path(), net, {}, world); }),
                 HasSubstr("2 ranks"));
   });

@@ -40,7 +40,7 @@ struct Batch {
     fill_tiny(0, rows, tokens.data(), targets.data());
   }
   Tensor of(const std::vector<int32_t>& values) const { return Tensor::from(values, {rows, context}); }
-  // Of the tokens that are `by` further, where there are any.
+  // Of the tokens that are `by` positions further, where there are any.
   std::vector<int32_t> further(const std::vector<int32_t>& values, int64_t by, int32_t none) const {
     std::vector<int32_t> out(values.size(), none);
     for (int64_t r = 0; r < rows; ++r)
@@ -49,7 +49,7 @@ struct Batch {
   }
 };
 
-// From logits that a test makes of the model's parts, summed up one by one.
+// From logits that the test computes with the model's parts, summed up one by one.
 double loss_of(const Tensor& logits_BTV, const std::vector<int32_t>& targets) {
   const std::vector<double> all = log_softmax(logits_BTV).to_vector<double>();
   const int64_t vocab = logits_BTV.size(2);
@@ -88,7 +88,7 @@ TEST(Mtp, TheLossIsThatOfEachDepthByHand) {
     }
 }
 
-// A window whose targets are half ignored, and one shorter than the layers reach.
+// A window half of whose targets are ignored, and one shorter than the layers' reach.
 TEST(Mtp, WhatIsNoTargetCountsNothing) {
   const auto model = models::make_language_model(model_of("untied llama"), 13);
   materialize(*model, Device::cpu(), {.seed = 4, .dtype = kF64});
@@ -97,7 +97,7 @@ TEST(Mtp, WhatIsNoTargetCountsNothing) {
   const auto loss = [&](const std::vector<int32_t>& targets) { return model->loss(tokens, batch.of(targets)).item<double>(); };
   const std::vector<int32_t> none(batch.targets.size(), -1);
   EXPECT_EQ(loss(none), 0);
-  std::vector<int32_t> last = none;  // only the head itself predicts the first target of a window
+  std::vector<int32_t> last = none;  // only the main head predicts the first target of a window
   last[0] = batch.targets[0];
   model->eval();
   const double plain = loss(last);
@@ -136,7 +136,7 @@ INSTANTIATE_TEST_SUITE_P(Meshes, MtpGradients,
                                                               Axes{{"stage", 2, true}, {"data", 1}, {"context", 2}},
                                                               Axes{{"stage", 2, true}, {"data", 1}, {"model", 2}})));
 
-// Their mixtures' balance counts, too.
+// Their mixtures' load-balancing losses count, too.
 TEST(Mtp, WithExperts) {
   for (const char* type : {"mixture", "biased mixture"})
     for (const Axes& axes : {Axes{{"data", 1}, {"expert", 2}}, Axes{{"data", 2}, {"expert", 2}}, Axes{{"stage", 2, true}, {"data", 1}, {"expert", 2}}})
@@ -151,7 +151,7 @@ TEST(Mtp, TheirMixturesBalanceCounts) {
     return model->loss(batch.of(batch.tokens), batch.of(batch.targets)).item<double>();
   };
   const auto of_balance = [&](int64_t layers) { return loss(layers, 0.1) - loss(layers, 0); };
-  // An even mixture's is 1: each layer adds at least 0.1.
+  // An even mixture's loss is 1: each layer adds at least 0.1.
   EXPECT_GE(of_balance(1), of_balance(0) + 0.099);
   EXPECT_GE(of_balance(3), of_balance(1) + 0.198);
 }
@@ -178,7 +178,7 @@ TEST(Mtp, StrategiesProgramsAndRecomputeChangeNoBit) {
   }
 }
 
-// The table is at both ends, tied or not, and the tokens go along.
+// The table is on the first and last stages, tied or not, and the tokens are passed along.
 TEST(Mtp, InStages) {
   for (const char* type : {"llama", "untied llama"})
     for (const int64_t stages : {2, 3}) {
@@ -216,7 +216,7 @@ TEST(Mtp, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
   }
 }
 
-// What the layers get wrong is known by itself: recorded, from programs, of several micro-batches, ranks and stages.
+// The layers' loss is reported separately: when recorded, by programs, with several micro-batches, ranks and stages.
 TEST(Mtp, TheirLossIsAResultOfItsOwn) {
   const auto run = [](const models::TrainConfig& c, int world) {
     std::vector<std::pair<double, double>> out;
@@ -249,7 +249,7 @@ TEST(Mtp, TheirLossIsAResultOfItsOwn) {
     }
 }
 
-// In units of their own: what is gathered for them is not held through the step.
+// As separate units: their gathered weights are not held throughout the step.
 TEST(Mtp, LayersAreUnits) {
   run_local(2, [](World& world) {
     models::TrainConfig c = config_of("untied llama");
@@ -260,7 +260,7 @@ TEST(Mtp, LayersAreUnits) {
   });
 }
 
-// Of a model of few blocks, what most can be left out of memory.
+// In a model of few blocks, recomputing these layers saves most.
 TEST(Mtp, AFewBytesMakeThemBeComputedAgain) {
   models::TrainConfig c = config_of("untied llama");
   c.model.layers = 1;
@@ -282,7 +282,7 @@ TEST(Mtp, RestInBlocksAsOthers) {
   const auto model = models::make_language_model(m, 13, /*frozen=*/true);
   int in_blocks = 0;
   for (const nn::Parameter& p : model->parameters()) in_blocks += p.name().starts_with("mtp_layers.1.") && p.blocks();
-  EXPECT_EQ(in_blocks, 6);  // what joins, two of attention, three of the MLP
+  EXPECT_EQ(in_blocks, 6);  // the joining matrix, two of attention, three of the MLP
 }
 
 TEST(Mtp, CheckpointsMoveBetweenMeshes) {

@@ -1,4 +1,4 @@
-// The promises of distributed training, with Muon: they are those of parity_test.cc and hybrid_test.cc.
+// The guarantees of distributed training, with Muon: those of parity_test.cc and hybrid_test.cc.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -68,7 +68,7 @@ TEST(MuonTraining, ReplicasAgreeInAllStrategies) {
   expect_same_bits(train_tiny(muon("replicate"), 2, kSteps), train_tiny(muon("full_shard", 2), 2, kSteps));
 }
 
-// Groups share what each would have of masters and state: no bit changes.
+// Groups share the masters and state that each would have: no bit changes.
 TEST(MuonTraining, BitsOfSecondaryShardsAreThoseOfWholeReplicas) {
   for (const int64_t groups : {2, 4})
     for (const char* dtype : {"f32", "bf16"}) {
@@ -119,7 +119,7 @@ TEST(MuonTraining, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
   }
 }
 
-// Every matrix goes to its owner and comes back: a rank receives no more than twice what it has of the model, nearly.
+// Every matrix is sent to its owner and back: a rank receives at most about twice its share of the model.
 TEST(MuonTraining, MatricesTravelOnceEachWay) {
   const models::TrainConfig c = muon();
   constexpr int kWorld = 4;
@@ -157,7 +157,7 @@ TEST(MuonTraining, HalfOfTheStateOfMatricesIsGone) {
   EXPECT_LT(peak("muon"), peak("adamw") * 6 / 10);
 }
 
-// Each stage orthogonalises its own, whatever else shares them out. In f32 batches of other sizes add up in another order.
+// Each stage orthogonalises its own matrices, whatever other axes divide them. In f32 batches of other sizes add up in another order.
 TEST(MuonTraining, StagesHaveTheNumbersOfOneRank) {
   const auto config = [](int64_t stages, int64_t runs, const char* strategy) {
     models::TrainConfig c = tiny_pipeline(stages, "untied llama", strategy);
@@ -184,7 +184,7 @@ TEST(MuonTraining, StagesHaveTheNumbersOfOneRank) {
   expect_same(8, 2, 2, "zero1", [](auto& s) { s.context = 2, s.tensor = 2; });
 }
 
-// What a stage sends for its matrices stays within it, and a rank orthogonalises none of another stage.
+// A stage's matrices are only sent within the stage, and a rank orthogonalises none of another stage.
 TEST(MuonTraining, StagesKeepTheirMatrices) {
   models::TrainConfig c = tiny_pipeline(2);
   c.train.optimizer = "muon";
@@ -205,7 +205,7 @@ TEST(MuonTraining, StagesKeepTheirMatrices) {
   }
 }
 
-// A step in f64 is that of one rank, and one more after it.
+// One step in f64 has the numbers of one rank, and so has one more step after it.
 TEST(MuonTraining, CheckpointsMoveBetweenMeshes) {
   const std::vector<Axes> meshes = {
       {{"data", 1}}, {{"data", 3}}, {{"data", 5}}, {{"replica", 3}, {"data", 1}}, {{"data", 2}, {"model", 2}},

@@ -1,4 +1,4 @@
-// What is offloaded is kept in the host's memory, and nothing else about it differs.
+// Offloaded state is stored in the host's memory, and nothing else about it differs.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -59,7 +59,7 @@ TEST(OffloadedOptimizer, LeavesTheDeviceForTheHostAsPlanned) {
     }
 }
 
-// Of both ways from and to each other.
+// Runs with and without it resume from each other's checkpoints.
 TEST(OffloadedOptimizer, ResumesFromEither) {
   SHEAF_NEEDS_GPU();
   expect_resumes_from_either(tiny_config(), 1, with_offload);
@@ -124,7 +124,7 @@ TEST(OffloadedActivations, HaveTheSameBits) {
       const TrainedRun expected = train_tiny(c, world, kSteps, {}, kGpu);
       c.train.offload_activations = true;
       for (const char* how : {"eager", "compiled", "captured"}) {
-        if ((how == std::string("captured")) != (world == 1)) continue;  // graphs are of ranks that have a GPU each
+        if ((how == std::string("captured")) != (world == 1)) continue;  // graphs need one GPU per rank
         SCOPED_TRACE(str(type, ' ', dtype, ' ', how));
         c.train.compile = how == std::string("compiled");
         c.train.cuda_graph = how == std::string("captured");
@@ -146,7 +146,7 @@ TEST(OffloadedActivations, OfSeveralMicroBatchesUnderWay) {
   EXPECT_EQ(measured(c, 3), planned(c, 3));
 }
 
-// Two blocks' at a time are on the device, however many there are; the others are on the host.
+// The data of two blocks at a time is on the device, however many there are; that of the others is on the host.
 TEST(OffloadedActivations, LeaveTheDeviceForTheHostAsPlanned) {
   SHEAF_NEEDS_GPU();
   for (const char* dtype : {"f32", "bf16"})
@@ -157,19 +157,20 @@ TEST(OffloadedActivations, LeaveTheDeviceForTheHostAsPlanned) {
         c.train.dtype = dtype;
         c.train.compile = compiled;
         EXPECT_EQ(measured(c, 1), planned(c, 1));
-        c.model.width = 64, c.model.context = 512;  // beside which parameters are small
+        c.model.width = 64, c.model.context = 512;  // sizes at which parameters are small compared with activations
         return planned(c, 1)[0];
       };
       const Peak six = peak(true, 6), nine = peak(true, 9), kept_six = peak(false, 6), kept_nine = peak(false, 9);
       const int64_t block = 7 * 512 * 64 * (dtype == std::string("f32") ? 4 : 2);  // a residual stream
       EXPECT_EQ(nine.host - six.host, 3 * block);
       EXPECT_EQ(six.host, 5 * block);
-      // Not all of it: once it is gone, the peak is somewhere else.
+      // Not the whole difference: without these, the peak is elsewhere.
       EXPECT_GT((kept_nine.device - kept_six.device) - (nine.device - six.device), 3 * block / 2);
     }
 }
 
-// Every block's leave while the next is computed, and come while that is computed again. The last one's stay.
+// Every block's activations are offloaded while the next block is computed, and fetched while that is recomputed. Those of the last block
+// stay.
 TEST(OffloadedActivations, TheTapeShowsThemComeAheadOfTheirUse) {
   SHEAF_NEEDS_GPU();
   const Tape tape = models::plan_step(recomputing(true, 3), tiny_config().model.vocab, 0, 1, 1, "nccl", kGpu).tape;
@@ -188,7 +189,7 @@ TEST(OffloadedActivations, TheTapeShowsThemComeAheadOfTheirUse) {
   EXPECT_NE(to_json(tape).find("\"lane\":\"copy\""), std::string::npos);
 }
 
-// y = f(x), f of a region: derivatives, second ones too, are those without it.
+// y = f(x), f a recomputed region: derivatives, also second ones, equal those without it.
 TEST(OffloadedActivations, AreDifferentiatedTwice) {
   SHEAF_NEEDS_GPU();
   run_local(1, [](World&) {
@@ -202,7 +203,7 @@ TEST(OffloadedActivations, AreDifferentiatedTwice) {
         if (region) scope.emplace(RecomputeOptions{.offload = offload});
         y = tanh(z * z) * z;
       }
-      if (region) RecomputeScope next;  // in which nothing is
+      if (region) RecomputeScope next;  // which contains nothing
       const Tensor loss = sum(y * y);
       z = y = Tensor();
       const Tensor dx = recording.gradient(loss, std::span(&x, 1), {.keep = true})[0];

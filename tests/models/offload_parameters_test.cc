@@ -1,5 +1,5 @@
-// Masters and gradients that rest in the host's memory: the numbers are those of masters on the GPU, to the bit, on every mesh;
-// a GPU holds nothing between steps, and in a step what plans say.
+// Masters and gradients that are stored in the host's memory: the numbers are those of masters on the GPU, bitwise, on every mesh; a GPU
+// holds none of them between steps, and in a step as much as plans say.
 #include <gtest/gtest.h>
 
 #include "sheaf/autograd/checks.h"
@@ -69,7 +69,7 @@ TEST(OffloadedParameters, GiveThemInOtherWaysToRunAStep) {
   changed("nothing ahead", [](auto& c) { c.sharding.prefetch_bytes = 0; }, 1);
 }
 
-/// The numbers of a way of training on GPUs, and what it takes.
+/// The numbers of a training configuration on GPUs, and its memory.
 struct Trained {
   std::vector<float> numbers;
   Values parameters;
@@ -158,7 +158,7 @@ TEST(OffloadedParameters, TakeWhatIsPlanned) {
       }
 }
 
-// What a GPU needs is the same, however many blocks there are.
+// The memory needed on a GPU does not depend on the number of blocks.
 TEST(OffloadedParameters, LeaveTheDeviceForTheHost) {
   SHEAF_NEEDS_GPU();
   for (const int world : {1, 2})
@@ -192,8 +192,8 @@ TEST(OffloadedParameters, RestThere) {
   }, {.threads_per_rank = 1, .device = kGpu});
 }
 
-// A block's weights come while the one before is computed, and its gradient leaves while the one behind is. Those of the last two stay
-// for the backward.
+// A block's weights are fetched while the previous block is computed, and its gradient is offloaded while the backward computes the next.
+// The weights of the last two blocks stay for the backward.
 TEST(OffloadedParameters, TheTapeShowsThemComeAheadOfTheirUse) {
   SHEAF_NEEDS_GPU();
   models::TrainConfig c = with_offload(tiny_config());
@@ -212,7 +212,7 @@ TEST(OffloadedParameters, TheTapeShowsThemComeAheadOfTheirUse) {
     if (world == 1) {
       EXPECT_EQ(seen, forward + "computes blocks.2\noffload_gradient blocks.2\nonload_shard blocks.0\n"
                                 "computes blocks.1\noffload_gradient blocks.1\ncomputes blocks.0\noffload_gradient blocks.0\n");
-    } else {  // a gradient is reduced while one more block is computed, before it leaves
+    } else {  // a gradient is reduced while one more block is computed, before it is offloaded
       EXPECT_EQ(seen, forward + "computes blocks.2\nonload_shard blocks.0\ncomputes blocks.1\n"
                                 "offload_gradient blocks.2\ncomputes blocks.0\noffload_gradient blocks.1\noffload_gradient blocks.0\n");
     }
@@ -221,13 +221,13 @@ TEST(OffloadedParameters, TheTapeShowsThemComeAheadOfTheirUse) {
   }
 }
 
-// Of both ways from and to each other.
+// Runs with and without it resume from each other's checkpoints.
 TEST(OffloadedParameters, ResumeFromEither) {
   SHEAF_NEEDS_GPU();
   expect_resumes_from_either(tiny_config(), 2, with_offload);
 }
 
-// With a loop of one's own: gradients of two recordings are added up there.
+// A user-defined loop, in which gradients of two recordings are added up in the host's memory.
 TEST(OffloadedParameters, OfALoopOfOnesOwn) {
   SHEAF_NEEDS_GPU();
   for (const int world : {1, 3}) {
@@ -248,7 +248,7 @@ TEST(OffloadedParameters, OfALoopOfOnesOwn) {
               for (const Tensor& t : {b.shard, b.grad}) EXPECT_EQ(t.storage()->where() == MemoryKind::host, offload);
           if (s % 2 == 0) continue;
           adamw.step();
-          if (s == 1) adamw.zero_grad();  // in the end they are looked at
+          if (s == 1) adamw.zero_grad();  // at the end they are compared
         }
         whole.collect(*model, true);
       }, {.threads_per_rank = 1, .device = kGpu});
@@ -260,7 +260,7 @@ TEST(OffloadedParameters, OfALoopOfOnesOwn) {
   }
 }
 
-// Within a budget a program brings less often, with one rank too.
+// With a budget a program fetches less often, also with one rank.
 TEST(OffloadedParameters, StayInAProgramThatHasRoomForThem) {
   SHEAF_NEEDS_GPU();
   for (const int world : {1, 2}) {
@@ -274,7 +274,7 @@ TEST(OffloadedParameters, StayInAProgramThatHasRoomForThem) {
       return count;
     };
     const int64_t units = c.model.layers + 1;
-    EXPECT_EQ(brought(), 2 * units - 3) << world;  // the root's and the last two blocks' once
+    EXPECT_EQ(brought(), 2 * units - 3) << world;  // the root's and the last two blocks' only once
     c.sharding.memory_budget = int64_t{1} << 40;
     EXPECT_EQ(brought(), units) << world;
     expect_same(c, world);

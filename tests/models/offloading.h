@@ -1,4 +1,4 @@
-// What tests of offloading share: peaks of a step's memory on a GPU and on its host, and resuming.
+// Helpers shared by the tests of offloading: peaks of a step's memory on a GPU and on its host, and resuming.
 #pragma once
 
 #include <ostream>
@@ -56,7 +56,8 @@ inline std::vector<Peak> planned(const models::TrainConfig& config, int world) {
   return peaks;
 }
 
-/// EXPECTs that runs with and without what with(config, true) offloads go on from each other's checkpoints, with equal losses.
+/// EXPECTs that runs with and without the offloading that with(config, true) selects resume from each other's checkpoints, with equal
+/// losses.
 inline void expect_resumes_from_either(const models::TrainConfig& config, int world, models::TrainConfig (*with)(models::TrainConfig, bool)) {
   const TrainedRun expected = train_tiny(config, world, 6, {}, kGpu);
   for (const bool first : {false, true}) {

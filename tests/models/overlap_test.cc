@@ -1,5 +1,5 @@
-// Gradients of weights that are computed while other gradients travel: the bits of a run that waits for all, and what is between a
-// departure and an arrival on the tape.
+// Gradients of weights that are computed while other gradients are in flight: the bits of a run that waits for all, and which nodes the
+// tape has between a start and its wait.
 #include <gtest/gtest.h>
 
 #include "sheaf/autograd/ops/redistribute.h"
@@ -22,7 +22,7 @@ models::TrainConfig config_of(const std::string& type, int64_t tensor, int64_t c
 
 constexpr int kSteps = 4;
 
-// Where ranks overlap what they do, as fast links let them.
+// With `overlap`, communication overlaps with compute as it does on fast links.
 TrainedRun trained(const models::TrainConfig& config, int world, bool overlap, Tape* tape = nullptr) {
   TrainedRun run;
   Whole whole;
@@ -63,7 +63,7 @@ TEST(Overlap, ChangesNoBit) {
       expect_bits_of_waiting(config_of(type, tensor, context), world, str(type, ' ', tensor, " x ", context));
 }
 
-// Keys and values come some heads after others: six of them, three, and a rank's of six that a tensor axis cuts, too.
+// Keys and values arrive in groups of heads: six heads, three, and also a rank's part of six that a tensor axis cuts.
 TEST(Overlap, OfGatheredKeysChangesNoBit) {
   for (const auto& [type, tensor, context, world] : {std::tuple("gpt2", 1, 2, 2), {"gpt2", 2, 2, 4}, {"untied llama", 1, 3, 3}, {"latent", 1, 2, 2}}) {
     models::TrainConfig c = config_of(type, tensor, context);
@@ -79,8 +79,8 @@ TEST(Overlap, OfGatheredKeysChangesNoBit) {
   }
 }
 
-// What is computed between each departure in a backward and its arrival, by the module that it belongs to; and what else travels on the
-// axis in between and is waited for, which is behind it.
+// The nodes that compute between each start in a backward and its wait, by module; and the other collectives of that module that are waited
+// for in between.
 std::multimap<std::string, std::string> meanwhile(const Tape& tape) {
   std::multimap<std::string, std::string> out;
   for (NodeId id = 0; id < tape.num_nodes(); ++id) {
@@ -148,7 +148,7 @@ TEST(Overlap, OfExpertsChangesNoBit) {
         }
 }
 
-// Where tokens are gathered the router is beside them, too.
+// If tokens are gathered, the router overlaps as well.
 TEST(Overlap, RoutersComputeWhileTokensAreGathered) {
   models::TrainConfig c = mixture_of(2);
   c.train.micro_batches = 1;
@@ -158,7 +158,7 @@ TEST(Overlap, RoutersComputeWhileTokensAreGathered) {
   for (int64_t i = c.model.dense_layers; i < c.model.layers; ++i) {
     const std::string moe = str("blocks.", i, ".moe"), shared = moe + ".shared";
     expected.emplace(moe + " all_gather", str("linear ", moe, ".router, linear ", shared, ".gate, linear ", shared, ".up, linear ", shared,
-                                              ".down, all_gather ", moe));  // of choices, behind all that can be computed
+                                              ".down, all_gather ", moe));  // of choices, after everything that can be computed meanwhile
     std::string back;
     for (const std::string& layer : {shared + ".down", shared + ".up", shared + ".gate", moe + ".router"})
       back += str(back.empty() ? "" : ", ", "matmul ", layer, ", linear_weight_gradient ", layer);
@@ -167,24 +167,25 @@ TEST(Overlap, RoutersComputeWhileTokensAreGathered) {
   EXPECT_EQ(meanwhile(tape), expected);
 }
 
-// Tokens to experts, and back, and the gradients of what comes back; those of what goes there are beside gradients of weights.
+// In pieces: tokens sent to experts, results sent back, and the results' gradients. The gradients of the sent tokens overlap with gradients
+// of weights instead.
 TEST(Overlap, RowsOfExpertsTravelInPieces) {
   for (const bool shared : {false, true}) {
     models::TrainConfig c = mixture_of(2);
     if (!shared) c.model = tiny_gpt_oss();
-    else c.model.experts_per_token = 2;  // else tokens are fewer than rows, and gathered
+    else c.model.experts_per_token = 2;  // otherwise there are fewer tokens than rows, and they are gathered
     c.train.micro_batches = 1;
     Tape tape;
     trained(c, 2, true, &tape);
     int64_t come = 0, go = 0;
     for (NodeId id = 0; id < tape.num_nodes(); ++id) come += tape.node(id).op == &in_pieces_op(), go += tape.node(id).op == &output_in_pieces_op();
     const int64_t mixtures = c.model.layers - c.model.dense_layers;
-    EXPECT_EQ(come, mixtures * (shared ? 1 : 2));  // beside shared experts tokens travel whole
+    EXPECT_EQ(come, mixtures * (shared ? 1 : 2));  // with shared experts tokens are sent whole
     EXPECT_EQ(go, mixtures);
   }
 }
 
-// The MLP that all tokens go through, while others' tokens are on their way to experts; in the backward, too.
+// The MLP for all tokens is computed while tokens are sent to experts; also in the backward.
 TEST(Overlap, SharedExpertsComputeWhileTokensTravel) {
   models::TrainConfig c = mixture_of(2);
   c.model.experts_per_token = 2;
@@ -207,14 +208,14 @@ TEST(Overlap, SharedExpertsComputeWhileTokensTravel) {
             (std::vector<std::pair<std::string, std::string>>(expected.begin(), expected.end())));
 }
 
-// Planned to the byte, with what is lent to the lanes.
+// Planned to the byte, including what is lent to the lanes.
 TEST(Overlap, PlansAreMeasured) {
   for (const char* type : {"gpt2", "untied llama"})
     for (const bool compile : {false, true}) {
       models::TrainConfig c = config_of(type, 2, 2);
       c.train.compile = compile;
       expect_planned_tapes(c, 4);
-      for (const char* recompute : {"none", "block", "selective"}) {  // most is held in a forward, in one again, or at a product
+      for (const char* recompute : {"none", "block", "selective"}) {  // the peak is in a forward, in a recomputed one, or at a product
         c = config_of(type, 2, 1);
         c.train.compile = compile, c.train.recompute = recompute;
         c.model.mlp_width = 96;

@@ -1,4 +1,4 @@
-// Examples in windows: each whole, each once, and of their targets those that are to be learned.
+// Examples packed into windows: each whole, each once, with only the trained targets set.
 #include "sheaf/models/packed_examples.h"
 
 #include <algorithm>
@@ -33,7 +33,7 @@ std::string data_error(F f) {
   return "no error";
 }
 
-// So many tokens of a prompt and of an answer, its end included.
+// The numbers of tokens of a prompt and of an answer, including its end.
 struct Sizes {
   int64_t prompt, answer;
 };
@@ -84,7 +84,7 @@ TEST(PackedExamples, SideBySideWithTheirTargets) {
   EXPECT_EQ(packed.num_targets(1), 1);
 }
 
-// The last token of a window is a target alone.
+// The last token of a window is only a target.
 TEST(PackedExamples, AFullWindowHasATokenMoreThanInputs) {
   const PackedExamples packed(make_examples({{1, 2}, {1, 3}}), 6);
   ASSERT_EQ(packed.num_windows(), 1);
@@ -128,7 +128,7 @@ TEST(PackedExamples, EachIsWholeInOneWindow) {
     const auto below = [&](int n) { return static_cast<int64_t>(random() % static_cast<unsigned>(n)); };
     const int64_t context = 3 + below(40), most = 1 + below(static_cast<int>(context));
     std::vector<Sizes> all;
-    std::map<std::vector<int32_t>, int> wanted;  // an example's targets, as often as it is there
+    std::map<std::vector<int32_t>, int> wanted;  // an example's targets, and how often it occurs
     int64_t tokens = 0, targets = 0, count = 1 + below(88), fitting = 0;
     for (MarkedToken id = 10; count-- > 0; ++id) {
       all.push_back({below(static_cast<int>(most)), below(static_cast<int>(most))});
@@ -149,7 +149,7 @@ TEST(PackedExamples, EachIsWholeInOneWindow) {
     ASSERT_EQ(packed.num_targets(), targets);
     ASSERT_EQ(packed.num_shortened(), 0);
     ASSERT_GE(packed.num_windows() * (context + 1), tokens);
-    // No two windows fit into one, as of any greedy packing.
+    // No two windows would fit into one, as in any greedy packing.
     ASSERT_LE(packed.num_windows(), std::max<int64_t>(1, 2 * tokens / (context + 1) + 1));
     std::map<std::vector<int32_t>, int> found;
     for (int64_t w = 0; w < packed.num_windows(); ++w) {
@@ -162,11 +162,11 @@ TEST(PackedExamples, EachIsWholeInOneWindow) {
         const bool last = inputs[i] == kEnd;
         if (!last) here.push_back(to[i]);
         if (last || t + 1 == context) {
-          ASSERT_TRUE(!last || to[i] == -1);  // nothing is predicted from an end
+          ASSERT_TRUE(!last || to[i] == -1);  // nothing is predicted from an end token
           if (!here.empty()) ++found[here];
           here.clear();
         }
-        // Each token is predicted from those of its own example.
+        // Each token is predicted only from those of its own example.
         ASSERT_TRUE(last || to[i] == kEnd || to[i] < 0 || to[i] == inputs[i]);
       }
     }
@@ -241,7 +241,7 @@ TEST(SequentialWindows, OfExamplesCountWhatIsLearned) {
   EXPECT_EQ(counted(targets), packed.num_targets());
   EXPECT_EQ(std::vector<int32_t>(inputs.end() - 30, inputs.end()), std::vector<int32_t>(30, 0));
   EXPECT_EQ(std::vector<int32_t>(targets.end() - 30, targets.end()), std::vector<int32_t>(30, -1));
-  // A part is whole windows, and at least one.
+  // A part consists of whole windows, at least one.
   const SequentialWindows part(tokens, 10, packed.num_targets() / 2), one(tokens, 10, 1);
   EXPECT_LE(part.num_targets(), packed.num_targets() / 2);
   EXPECT_GT(part.num_targets(), packed.num_targets() / 2 - 10);
@@ -276,7 +276,7 @@ TEST(Examples, InFiles) {
   all[0] ^= kReadOnly;
   EXPECT_NE(both.check_all(), Tokens::from_examples(all, kEnd, kVocab, "memory").check_all());
   EXPECT_THAT(data_error([&] { Tokens::open(b, 99).check_all(); }), HasSubstr("b.bin': token 99 at position 1 is outside the vocabulary of 99"));
-  // So is how they end: of the same tokens.
+  // Nor does the checksum ignore how examples end: here with the same tokens.
   const std::vector<MarkedToken> twice = {5, 2, 3, 2};
   EXPECT_NE(Tokens::from_examples(twice, 2, kVocab, "memory").check_all(),
             Tokens::from_ids(std::vector<int32_t>{5, 2, 3, 2}, kVocab, "memory").check_all());
@@ -288,7 +288,7 @@ TEST(Examples, InFiles) {
   TokenFileWriter examples(folder / "c.bin", kVocab, kEnd), plain(folder / "d.bin", kVocab);
   EXPECT_THROW(examples.write(std::vector<int32_t>{1}), ConfigError);
   EXPECT_THROW(plain.write_examples(twice), ConfigError);
-  // Of texts, targets are the tokens.
+  // In texts all tokens are targets.
   const Tokens text = Tokens::from_ids(std::vector<int32_t>{1, 2, 3}, 9, "text");
   EXPECT_EQ(text.example_end(), std::nullopt);
   text.copy_targets(0, 3, targets.data());

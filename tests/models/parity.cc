@@ -427,7 +427,7 @@ void expect_planned_tapes(const models::TrainConfig& config, int world, const st
     ranks.push_back(&t);
     for (const Finding& f : check_tape(t)) ADD_FAILURE() << f.to_string();
   }
-  if (config.sharding.pipeline > 1) return;  // stages issue collectives of their own, in orders of their own
+  if (config.sharding.pipeline > 1) return;  // stages issue their own collectives, in their own order
   for (const Finding& f : check_collectives(ranks)) ADD_FAILURE() << f.to_string();
 }
 

@@ -1,5 +1,5 @@
-// The promises that distributed training makes, on a small GPT: gradients in f64 at uneven sizes, and in f32 the same
-// bits whatever the strategy, the prefetch and, with accumulation, the world size.
+// The guarantees of distributed training, on a small GPT: gradients in f64 at uneven sizes, and in f32 the same bits whatever the strategy,
+// the prefetch and, with accumulation, the world size.
 #include "sheaf/tests/models/parity.h"
 
 #include <gtest/gtest.h>
@@ -27,7 +27,7 @@ TEST_P(GradientParity, EqualsUnshardedInF64) {
   EXPECT_LE(max_difference(expected, actual), 1e-12 * max_magnitude(expected));
 }
 
-// 7 rows divide by none of 2 to 5; with 3 rows, two of five ranks are empty.
+// 7 rows are not divisible by 2 to 5; with 3 rows, two of five ranks have none.
 INSTANTIATE_TEST_SUITE_P(Worlds, GradientParity,
                          ::testing::Combine(::testing::Values("full_shard", "shard_grad_op", "zero1", "replicate"),
                                             ::testing::Values(1, 2, 3, 4, 5), ::testing::Values(7, 3)));

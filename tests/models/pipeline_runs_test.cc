@@ -1,5 +1,5 @@
-// Pipelines whose stages have several runs of blocks, which micro-batches go round (interleaved 1F1B): the bits of one rank, the
-// bytes of the plan, what travels, and how long a step waits.
+// Pipelines whose stages have several runs of blocks (interleaved 1F1B): the bits of one rank, the bytes of the plan, the communication,
+// and how long a step waits.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -52,7 +52,7 @@ TEST(PipelineRuns, HaveTheBitsOfTheirDataParallelRanks) {
   }
 }
 
-// A tied table has gradients of the first run and of the last.
+// A tied table has gradients from the first run and from the last.
 TEST(PipelineRuns, TrainATiedModelAsOneRankDoes) {
   for (const char* type : {"gpt2", "llama"})
     for (const char* strategy : {"full_shard", "zero1"}) {
@@ -80,7 +80,7 @@ TEST(PipelineRuns, PrefetchRecomputeAndProgramsChangeNoBit) {
   same_with([](auto& c) { c.train.compile = true, c.sharding.memory_budget = int64_t{1} << 40; });
 }
 
-// In f64, beside other axes: replicas, secondary shards, layers, sequences and experts that ranks share.
+// In f64, combined with other axes: replicas, secondary shards, tensor, context and expert axes.
 TEST(PipelineRuns, GoWithAllOtherAxes) {
   const auto config = [](int64_t stages, int64_t runs, bool mixture) {
     models::TrainConfig c = going_round(stages, runs);
@@ -105,7 +105,7 @@ TEST(PipelineRuns, GoWithAllOtherAxes) {
   expect_same(2, [](auto& s) { s.strategy = "zero1"; }, true);
 }
 
-// Every rank's tape is congruent with the others', and takes the bytes that a plan of it says.
+// Every rank's tape is congruent with the others', and takes the bytes of its plan.
 TEST(PipelineRuns, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
   for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"})
     for (const auto& [stages, runs] : kShapes) {
@@ -148,7 +148,8 @@ TEST(PipelineRuns, GathersAreForeseen) {
   });
 }
 
-// What a unit is reduced along "data" for a micro-batch it is once, whatever the runs; what is in no stage has two parts.
+// A unit is reduced along "data" once per micro-batch, whatever the number of runs; the root, which is in no stage, twice: in the first
+// part and in the last.
 TEST(PipelineRuns, AUnitIsReducedOnceForEachMicroBatch) {
   const models::TrainConfig c = going_round(2, 3);
   for (const int rank : {0, 3}) {
@@ -163,7 +164,7 @@ TEST(PipelineRuns, AUnitIsReducedOnceForEachMicroBatch) {
   }
 }
 
-// What is lent comes back where the second one after it is sent, and the rest at the end of all parts: nobody stops for a send in
+// A lent buffer is returned where the second send after it is issued, and the rest at the end of all parts: no rank waits for a send in
 // between.
 TEST(PipelineRuns, SendsComeBackWhereTheSecondOnesAfterThemGo) {
   const models::TrainConfig c = going_round(3, 2);
@@ -195,7 +196,7 @@ TEST(PipelineRuns, GenerateAndEvaluateAsOneRankDoes) {
   for (const auto& [stages, runs] : kShapes) EXPECT_EQ(outcome(stages, runs), expected) << stages << runs;
 }
 
-// Parameters are those of any mesh, and so are checkpoints: saved by stages of two runs, a run goes on in others bit for bit.
+// Parameters, and so checkpoints, do not depend on the mesh: saved by stages of two runs, a run resumes on others bit for bit.
 TEST(PipelineRuns, CheckpointsGoToOtherRuns) {
   const TrainedRun expected = train_tiny(going_round(1, 1), 1, 3);
   EXPECT_EQ(train_tiny(going_round(3, 2), 3, 3).parameters, expected.parameters);

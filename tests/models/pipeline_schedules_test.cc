@@ -1,5 +1,4 @@
-// Pipelines by hand: any order of forwards and backwards has the gradients of one after another, and a user's mistakes are
-// reported.
+// Pipelines by hand: any order of forwards and backwards has the gradients of sequential ones, and misuse is reported.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -24,7 +23,7 @@ struct Step {
   std::vector<Tensor>& losses;
 };
 
-// Gradients in f64, of all parameters one after another.
+// Gradients in f64, of all parameters, concatenated.
 std::vector<double> gradients_of(const Axes& axes, const std::string& strategy, const std::function<void(Step&)>& schedule) {
   models::ModelConfig config = tiny_model("gpt2", 2, 2);
   config.layers = 3;
@@ -154,7 +153,7 @@ void on_two_stages(ShardOptions options, const F& f) {
   }, {.timeout = std::chrono::seconds(20), .threads_per_rank = 1});
 }
 
-// From the first stage to the third by way of the second, whatever micro-batch others are at.
+// From the first stage to the third via the second, whichever micro-batch other stages process.
 TEST(PipelineSchedules, StagesMayBeSkipped) {
   const auto gradients = [](int stages, auto schedule) {
     std::vector<double> out;

@@ -1,5 +1,5 @@
-// Pipeline parallelism: a mesh axis whose ranks have blocks one after another. Gradients in f64; the bits of one rank, whatever the
-// stages and their schedule; what travels between neighbours, and the bytes of each stage.
+// Pipeline parallelism: a mesh axis whose ranks have successive blocks. Gradients in f64; the bits of one rank, whatever the stages and
+// their schedule; the communication between neighbours, and the bytes of each stage.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -68,7 +68,7 @@ INSTANTIATE_TEST_SUITE_P(
                        ::testing::Values("full_shard", "zero1"), ::testing::Values("mixture"), ::testing::Values(7)),
     mesh_name);
 
-// Every parameter of an untied model is in one stage, but for the last norm, to which one stage alone contributes.
+// Every parameter of an untied model is on one stage, except the last norm, to which only one stage contributes.
 TEST(Pipeline, HasTheBitsOfOneRank) {
   for (const char* strategy : {"full_shard", "zero1"}) {
     const TrainedRun expected = train_tiny(tiny_pipeline(1, "untied llama", strategy), 1, kSteps);
@@ -80,7 +80,7 @@ TEST(Pipeline, HasTheBitsOfOneRank) {
   }
 }
 
-// A tied table has gradients of two stages, which are added in another order.
+// A tied table has gradients from two stages, which are added in another order.
 TEST(Pipeline, TrainsATiedModelAsOneRankDoes) {
   for (const char* type : {"gpt2", "llama"}) {
     const TrainedRun expected = train_tiny(tiny_pipeline(1, type), 1, kSteps);
@@ -128,11 +128,11 @@ TEST(Pipeline, AnyNumberOfMicroBatchesWillDo) {
   }
 }
 
-// But for what all stages have, of which the stages' gradients are added: each is rounded first.
+// Except for parameters that all stages have, whose gradients from the stages are rounded before they are added.
 TEST(Pipeline, HasTheBitsOfOneRankInBf16) {
   models::TrainConfig c = tiny_pipeline(1);
   c.train.dtype = "bf16";
-  c.train.clip = 0;  // by which each parameter would depend on all
+  c.train.clip = 0;  // which would make each parameter depend on all
   TrainedRun expected = train_tiny(c, 1, 1);
   const TrainedRun many = train_tiny(c, 1, kSteps);
   c.sharding.pipeline = 3;
@@ -145,7 +145,7 @@ TEST(Pipeline, HasTheBitsOfOneRankInBf16) {
   for (int s = 0; s < kSteps; ++s) EXPECT_NEAR(many.losses[s], actual.losses[s], 1e-3);
 }
 
-// What each rank issues on a communicator, by a name that ranks of other communicators do not use.
+// The calls that each rank issues on a communicator, by a name that is unique to the communicator's ranks.
 class Calls {
  public:
   void add(World& world, const Tape& tape, const Axes& axes) {
@@ -221,7 +221,7 @@ TEST(Pipeline, GeneratesAndEvaluatesAsOneRankDoes) {
   for (int count : {2, 3, 5}) EXPECT_EQ(outcome(count, count), expected) << count;
 }
 
-// Between neighbours a micro-batch is one tensor forward and its gradient back; nothing else goes along the axis but the last
+// Per micro-batch, neighbours exchange one tensor forward and its gradient backward; nothing else is sent along the axis except the last
 // norm's gradient, the norm of all gradients and the loss.
 TEST(Pipeline, WhatTravels) {
   models::TrainConfig c = tiny_pipeline(3);
@@ -245,14 +245,14 @@ TEST(Pipeline, WhatTravels) {
         sums += plan.tape.type(plan.tape.inputs(n)[0]).shape.numel() > 1;
       }
     EXPECT_EQ(sums, 2) << rank << ": the last norm's gradient, and the squares of all";
-    int64_t given_back = 0;  // before the update: it should not hold activations as well
+    int64_t given_back = 0;  // before the update, so that it does not hold activations as well
     for (NodeId id = 0; id < plan.tape.num_nodes() && plan.tape.node(id).phase != Phase::update; ++id)
       given_back += plan.tape.op_name(plan.tape.node(id)) == "sent";
     EXPECT_EQ(given_back, 4 * neighbours) << rank;
   }
 }
 
-// A stage holds its blocks' parameters and activations of as many micro-batches as there are stages from it on.
+// A stage holds its blocks' parameters, and activations of as many micro-batches as there are stages from it on.
 TEST(Pipeline, AStageHoldsItsBlocks) {
   models::TrainConfig c = tiny_pipeline(1, "untied llama", "replicate");
   c.model.layers = 4;
@@ -265,7 +265,7 @@ TEST(Pipeline, AStageHoldsItsBlocks) {
   EXPECT_GT(peaks[1], peaks[2]) << "activations of three micro-batches, and of two";
 }
 
-// A pass of a stage's step is not like the one before, but like that of the step before.
+// A pass in a stage's step differs from the previous pass, but matches that of the previous step.
 TEST(Pipeline, GathersAreForeseen) {
   models::TrainConfig c = tiny_pipeline(2);
   c.model.layers = 8;
@@ -296,7 +296,7 @@ TEST(Pipeline, EachStageRecomputesItsFirstBlocks) {
   EXPECT_THAT(repeated, ElementsAre("blocks.0", "blocks.3"));
 }
 
-// Of three stages, the one between the first and the last too.
+// Of three stages also the middle one.
 TEST(Pipeline, EveryStageFitsIntoABudget) {
   models::TrainConfig c = tiny_pipeline(3);
   c.model.layers = 9;

@@ -1,5 +1,5 @@
-// The algorithms of products on a GPU: timed in the first step of a training run, the same on all ranks, kept in
-// checkpoints and taken from them before anything is computed.
+// Algorithms of products on a GPU: timed in the first step of a training run, the same on all ranks, saved in checkpoints and restored from
+// them before anything is computed.
 #include <algorithm>
 #include <fstream>
 #include <iterator>
@@ -56,7 +56,7 @@ TEST(ProductChoicesOfRanks, BecomeThoseOfTheFirstRankThatMadeThem) {
     std::vector<std::string> texts(kRanks);
     run_local(kRanks, [&](World& w) {
       const auto rank = static_cast<uint64_t>(w.rank());
-      kernels::cuda::ProductChoices mine;  // the table of a GPU of its own
+      kernels::cuda::ProductChoices mine;  // the table of a separate GPU
       mine.set(shape(1), {.algorithm = {10 + rank}});
       if (rank > 0) mine.set(shape(2), {.algorithm = {20 + rank}});
       mine.set(shape(100 + w.rank()), {.algorithm = {30 + rank}});
@@ -78,7 +78,7 @@ TEST(ProductChoicesOfAStep, AreTimedInTheFirstOneAlone) {
   if (!kernels::emulated_cuda()) GTEST_SKIP() << "what was timed shows in the emulation's choices alone";
   for (bool tune : {false, true}) {
     models::TrainConfig c = tiny_config();
-    c.model.width = tune ? 28 : 36;  // products that nothing else here has
+    c.model.width = tune ? 28 : 36;  // products that occur nowhere else in this test
     c.train.tune_products = tune;
     const Lines before = choices_now();
     run_local(2, [&](World& w) {
@@ -124,13 +124,13 @@ struct Runs : ScratchFolder {
     }, {.threads_per_rank = 1, .device = device});
     return printed;
   }
-  /// Empty where there is none.
+  /// Empty if there are none.
   std::string kept_choices() const {
     const auto checkpoint = models::Checkpoint::open_newest(checkpoints(), [](const std::string&) {});
     const Json* kept = checkpoint->state().find("product_choices");
     return kept ? kept->as_string() : std::string();
   }
-  /// Changes them in the newest checkpoint, and what vouches for it.
+  /// Changes them in the newest checkpoint, with a matching checksum.
   void write_choices(int64_t step, const std::string& text) const {
     const std::string file = str(checkpoints(), "/step-", step, "/manifest.json");
     Json manifest = Json::parse(File::open<IoError>(file).read_all(), file);
@@ -142,7 +142,7 @@ struct Runs : ScratchFolder {
   }
   std::string checkpoints() const { return *this / "checkpoints"; }
 
-  const int64_t width;  // tests of one process know one another's choices, unless their products differ
+  const int64_t width;  // tests in one process share choices, unless their products differ
 };
 
 TEST(ProductChoicesOfARun, AreInItsCheckpointsAndTakenFromThem) {
@@ -153,7 +153,7 @@ TEST(ProductChoicesOfARun, AreInItsCheckpointsAndTakenFromThem) {
   const std::string kept = timed.kept_choices();
   EXPECT_THAT(kept, HasSubstr("sheaf products 1 "));
   EXPECT_GT(lines_of(kept).size(), 5u);
-  // As a process that knows others.
+  // As a process with other choices.
   EXPECT_GT(models::take_product_choices(kGpu, estimated.kept_choices()), 0);
   if (kernels::emulated_cuda()) {
     EXPECT_NE(minus(lines_of(kept), choices_now()), Lines{});
@@ -189,7 +189,7 @@ TEST(ProductChoicesOfARun, AreNotThereOnACpu) {
     EXPECT_EQ(runs.kept_choices(), "");
   }
   if constexpr (kernels::kHasCuda)
-    if (kernels::cuda::device_count() > 0) {  // nor are a GPU's passed on
+    if (kernels::cuda::device_count() > 0) {  // nor are a GPU's choices passed on
       runs.train(4, true, kGpu, true);
       EXPECT_NE(runs.kept_choices(), "");
       runs.train(5, true, Device::cpu(), true);

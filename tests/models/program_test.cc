@@ -1,5 +1,4 @@
-// Training steps that run as programs (train.compile): the bits of eager steps, in the memory that was planned, with nothing
-// allocated on the way.
+// Training steps that run as programs (train.compile): the bits of eager steps, in the planned memory, without any allocation on the way.
 #include <gtest/gtest.h>
 
 #include "sheaf/models/batch_sampler.h"
@@ -80,7 +79,7 @@ TEST(ProgramTraining, AllocatesItsArenaAndWhatItReturns) {
   }, {.threads_per_rank = 1});
 }
 
-// Evaluations, and steps that are recorded with their leaves, in between.
+// Evaluations, and recorded steps with their leaves, in between.
 TEST(ProgramTraining, MayBeInterrupted) {
   std::vector<int32_t> tokens(200);
   for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<int32_t>(i * i % 13);

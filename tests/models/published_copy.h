@@ -23,15 +23,15 @@ namespace sheaf::testing {
 inline std::string text_of(const std::string& path) { return File::open(path).read_all(); }
 inline void write_text(const std::string& path, const std::string& text) { std::ofstream(path, std::ios::binary) << text; }
 
-/// A folder's config.json.
+/// The model of a folder's config.json.
 inline models::ModelConfig config_of(const std::string& folder) { return models::read_published_config(folder + "/config.json"); }
 
-/// EXPECTs that they have the same shape, and an equally long context.
+/// EXPECTs that they have the same shape and context length.
 inline void expect_same(const models::ModelConfig& a, const models::ModelConfig& b) {
   models::check_published_shape(a, b, "config.json");
   models::check_published_shape(b, a, "config.json");
 }
-/// EXPECTs that a config.json for `model` is read as the same.
+/// EXPECTs that a config.json for `model` is read back as the same.
 inline void expect_read_again(const models::ModelConfig& model, const Json& json) {
   const ScratchFolder scratch;
   write_text(scratch / "config.json", json.dump());
@@ -48,7 +48,7 @@ inline std::vector<float> floats_of(const SafetensorsFile& file, const std::stri
   return out;
 }
 
-/// A copy of published files that a test breaks.
+/// A copy of published files for a test to break.
 struct Copy : ScratchFolder {
   explicit Copy(const std::string& folder) {
     for (const auto& entry : std::filesystem::directory_iterator(folder))
@@ -63,7 +63,7 @@ struct Copy : ScratchFolder {
     write_text(*this / file, text.replace(at, from.size(), to));
   }
   void remove(const std::string& file) const { std::filesystem::remove(*this / file); }
-  /// Puts all tensors, as `edit` leaves them, into one model.safetensors.
+  /// Writes all tensors, as `edit` leaves them, into one model.safetensors.
   struct Stored {
     DType dtype;
     Shape shape;

@@ -1,5 +1,5 @@
-// Published files that are wrong, and models that Sheaf does not have: refused, and the message says which file, which
-// tensor or key, what it is and what was expected.
+// Published files with errors, and models that Sheaf does not support: refused, and the message says which file, which tensor or key, what
+// it is and what was expected.
 #include <filesystem>
 #include <map>
 
@@ -44,7 +44,7 @@ TEST(PublishedFiles, TakeOneFileTooAndAnyPathToIt) {
   EXPECT_EQ(models::PublishedFiles::open(copy.path()).digest(), digest);
   copy.rewrite([](Tensors&) {});
   EXPECT_EQ(copy.load(), bytes);
-  // How the tensors are cut into files is no matter; what they hold is.
+  // How the tensors are split into files does not matter; their contents do.
   EXPECT_EQ(models::PublishedFiles::open(copy.path()).digest(), digest);
   EXPECT_EQ(models::PublishedFiles::open(copy / "model.safetensors").digest(), digest);
   copy.rewrite([](Tensors& t) { t.at("transformer.ln_f.bias").bytes[5] ^= std::byte{1}; });
@@ -83,11 +83,11 @@ TEST(PublishedFiles, TensorsThatDoNotFit) {
                 t.at("transformer.ln_f.bias").dtype = kF64;
                 t.at("transformer.ln_f.bias").bytes.resize(96);
               }), HasSubstr("\"transformer.ln_f.bias\" is f64, which ln_f.bias, f32, does not hold"));
-  // A head beside a tied embedding says nothing new; without the tie it is a weight like others.
+  // A head in addition to a tied embedding is redundant; without the tie it is a weight like others.
   const Copy tied(kGpt2);
   tied.rewrite([](Tensors& t) { t["lm_head.weight"] = t.at("transformer.wte.weight"); });
   EXPECT_GT(tied.load(), 0);
-  for (const bool at_end : {false, true}) {  // and one that is another contradicts it
+  for (const bool at_end : {false, true}) {  // and a different one contradicts it
     tied.rewrite([&](Tensors& t) {
       auto& bytes = (t["lm_head.weight"] = t.at("transformer.wte.weight")).bytes;
       bytes[at_end ? bytes.size() - 1 : 0] ^= std::byte{1};
@@ -101,7 +101,7 @@ TEST(PublishedFiles, TensorsThatDoNotFit) {
 
 TEST(PublishedFiles, HeadersThatLie) {
   const Copy f8(kBase);
-  f8.replace("model.safetensors", "\"F16\"", "\"F8_E4M3\"");  // one tensor's; the header's length is no longer right
+  f8.replace("model.safetensors", "\"F16\"", "\"F8_E4M3\"");  // one tensor's; the header's length no longer matches
   EXPECT_THAT(f8.refused(), HasSubstr("model.safetensors'"));
   const Copy same_length(kBase);
   same_length.replace("model.safetensors", "\"F16\"", "\"F8X\"");
@@ -242,7 +242,7 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(copy.refused(), HasSubstr("not valid JSON"));
 }
 
-/// How a config.json with this value of `key`, and without the other one, scales rotary positions.
+/// The model, for its rotary scaling, of a config.json with this value of `key`, and without the other key.
 models::ModelConfig rope_of(const char* key, const Json& value) {
   const Copy copy(kScaled);
   Json json = Json::parse(text_of(copy / "config.json"), "config.json");
@@ -281,7 +281,7 @@ TEST(PublishedConfig, ScaledRotaryPositions) {
     }
   }
   EXPECT_EQ(rope_of("rope_parameters", Json::Object{{"rope_theta", 5e5}, {"rope_type", "default"}}).rope_theta, 5e5);
-  // Where two keys say it, they say the same.
+  // If both keys are given, they must agree.
   const auto refused = [](const char* key, const Json& value) {
     const Copy copy(kScaled);
     Json json = Json::parse(text_of(copy / "config.json"), "config.json");
@@ -337,7 +337,7 @@ struct Windows {
 };
 std::ostream& operator<<(std::ostream& out, const Windows& w) { return out << w.window << ' ' << w.full_attention_every << ' ' << w.refusal; }
 
-/// What config.json says with these keys changed; Json() removes nothing, it is null. The key that is refused, if one is.
+/// The windows by config.json with these keys changed; Json() sets a key to null rather than removing it. Or the refused key, if any.
 Windows windows_with(const std::string& folder, const std::vector<std::pair<const char*, Json>>& changes, const char* without = nullptr) {
   const Copy copy(folder);
   Json::Object members = Json::parse(text_of(copy / "config.json"), "config.json").as_object();
@@ -365,7 +365,7 @@ TEST(PublishedConfig, WindowsAreThoseThatTransformersMakesOfIt) {
   EXPECT_EQ(windows_with(kMistral, {}, "sliding_window"), (Windows{4096, 0, ""}));
   EXPECT_EQ(windows_with(kMixtral, {{"sliding_window", 7}}), (Windows{7, 0, ""}));
   EXPECT_EQ(windows_with(kMixtral, {}, "sliding_window"), (Windows{0, 0, ""}));
-  EXPECT_EQ(windows_with(kWindow, layers({s, f})), (Windows{0, 0, "layer_types"}));  // its Mistral has no such layers
+  EXPECT_EQ(windows_with(kWindow, layers({s, f})), (Windows{0, 0, "layer_types"}));  // Sheaf's Mistral has no such layers
   EXPECT_EQ(windows_with(kWindow, layers({f, f})), (Windows{0, 0, "layer_types"}));
   EXPECT_EQ(windows_with(kWindow, layers({s, s})), (Windows{4, 0, ""}));
 
@@ -379,7 +379,7 @@ TEST(PublishedConfig, WindowsAreThoseThatTransformersMakesOfIt) {
   EXPECT_EQ(windows_with(kWindows, {{"num_hidden_layers", 4}}), (Windows{0, 0, "layer_types"}));
   EXPECT_EQ(windows_with(kWindows, {{"use_sliding_window", false}}), (Windows{0, 0, "layer_types"}));
 
-  // Qwen2 of version 4 of transformers, which lists nothing: the first max_window_layers of its 2 layers see all.
+  // Qwen2 with version 4 of transformers, which lists no layer types: the first max_window_layers of its 2 layers have full attention.
   EXPECT_EQ(windows_with(kQwen2, {}, "layer_types"), (Windows{0, 0, ""}));
   const auto from = [&](int64_t layer) {
     return windows_with(kQwen2, {{"use_sliding_window", true}, {"max_window_layers", layer}}, "layer_types");
@@ -413,7 +413,7 @@ TEST(PublishedConfig, WindowsThatNoArchitectureHasAreNotWritten) {
   EXPECT_EQ(written.at("sliding_window").as_int(), 5);
 }
 
-// Where config.json says nothing, transformers' heads are width / heads wide, and Qwen3's 128.
+// If config.json does not say, transformers' heads are width / heads wide, and Qwen3's 128.
 TEST(PublishedConfig, HeadsOfNoGivenWidth) {
   for (const auto& [folder, width] : {std::pair{kHeads, 4}, {kQwen2, 4}, {kQwen3, 128}}) {
     const Copy copy(folder);

@@ -1,4 +1,4 @@
-// Weights in FP8 by blocks, as DeepSeek-V3 and Kimi K2 are published; and GLM-4.5, whose mixtures are theirs.
+// Weights in FP8 by blocks, as DeepSeek-V3 and Kimi K2 are published; and GLM-4.5, whose mixtures are of the same kind.
 #include <cmath>
 #include <cstring>
 
@@ -41,7 +41,7 @@ std::vector<T> raw(const SafetensorsFile& file, const std::string& name) {
   return out;
 }
 
-// Each value is its code's, times the scale of its block of 5 x 7, whose sizes divide none of the matrices'.
+// Each value is its code's value times the scale of its block of 5 x 7, which divide none of the matrices' sizes.
 TEST(PublishedFp8, EachElementIsWhatTheFormulaSays) {
   const auto file = SafetensorsFile::open(kKimi + "/model.safetensors");
   const ModelConfig config = config_of(kKimi);
@@ -100,7 +100,7 @@ struct WithFp8 : Copy {
   }
 };
 
-// All codes, NaN among them; one block of 128 x 128 where no config.json says otherwise.
+// All codes, including NaN; one block of 128 x 128 if no config.json says otherwise.
 TEST(PublishedFp8, AllCodes) {
   const WithFp8 folder({1, 1});
   const ModelConfig config = config_of(folder.path());
@@ -174,7 +174,7 @@ TEST(PublishedGlm, IsReadAndWritten) {
     return json.at("model_type").as_string();
   };
   EXPECT_EQ(written(m), "glm4_moe");
-  // GLM-4.5-Air has no norms. With those, and without biases, and heads rotated whole, it is dots.llm1.
+  // GLM-4.5-Air has no norms. With norms, without biases, and with heads rotated entirely, it is dots.llm1.
   ModelConfig air = m;
   air.qk_norm = false;
   EXPECT_EQ(written(air), "glm4_moe");
@@ -183,7 +183,7 @@ TEST(PublishedGlm, IsReadAndWritten) {
   EXPECT_EQ(models::published_architecture(dots1), "dots1");
   EXPECT_TRUE(models::publishes_mtp(air));
   EXPECT_FALSE(models::publishes_mtp(dots1));
-  // What transformers has where a file says nothing.
+  // transformers' defaults where a file says nothing.
   const ModelConfig least = config_with(kGlm, {}, {"rope_parameters", "attention_bias", "use_qk_norm", "norm_topk_prob", "rms_norm_eps", "n_group",
                                                    "topk_group", "routed_scaling_factor", "head_dim"});
   EXPECT_TRUE(!least.qkv_bias && !least.qk_norm && least.normalize_experts);

@@ -36,7 +36,7 @@ TEST(PublishedGptOssConfig, IsRead) {
     EXPECT_TRUE(m.rope_scaling == (models::RopeScalingConfig{.rope_type = "yarn", .factor = 4.0, .original_max_position_embeddings = 8,
                                                              .beta_slow = 0.1, .beta_fast = 1.0, .truncate = false}));
   }
-  // What transformers has where a file says nothing.
+  // transformers' defaults where a file says nothing.
   const ModelConfig m = config_with(kDense, {}, {"swiglu_limit", "swiglu_alpha", "sliding_window", "layer_types", "rope_parameters", "head_dim",
                                                  "rms_norm_eps", "attention_bias", "tie_word_embeddings", "hidden_act"});
   EXPECT_EQ(m.expert_gate_limit, 7.0);
@@ -58,7 +58,7 @@ TEST(PublishedGptOssConfig, WhatSheafDoesNotComputeIsRefused) {
     return message_of<CheckpointError>(ExitCode::kData, [&] { config_with(folder, {{key, value}}, without); });
   };
   const Json::Object mxfp4 = {{"quant_method", "mxfp4"}}, fp8 = {{"quant_method", "fp8"}};
-  EXPECT_EQ(refused(kDense, "quantization_config", mxfp4), "no exception");  // which form it is, names say
+  EXPECT_EQ(refused(kDense, "quantization_config", mxfp4), "no exception");  // the format is determined by the tensors' names
   EXPECT_THAT(refused(kDense, "quantization_config", fp8),
               HasSubstr("quantization_config is {\"quant_method\":\"fp8\"}: Sheaf reads FP8 in blocks"));
   EXPECT_THAT(refused(kMixtral, "quantization_config", mxfp4), HasSubstr("and experts of gpt_oss in mxfp4"));

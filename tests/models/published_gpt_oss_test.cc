@@ -1,5 +1,5 @@
-// gpt-oss as it is published, its experts in one tensor or in MXFP4: every element of ours from where plain formulas say that it is, on
-// any cut. (That our model computes the same from it: published_weights_test.)
+// gpt-oss as published, with experts in one tensor or in MXFP4: every element of ours comes from where plain formulas say, on any cut.
+// (published_weights_test checks that our model computes the same from it.)
 #include <bit>
 #include <cmath>
 #include <random>
@@ -32,7 +32,7 @@ struct Value {
   std::vector<float> data;
 };
 
-/// What parameters of the blocks are to be, by the formulas of `transformers` for this layout.
+/// The expected parameters of the blocks, by the formulas of `transformers` for this layout.
 std::map<std::string, Value> expected_parameters(const std::string& folder) {
   const ModelConfig m = config_of(folder);
   const auto file = SafetensorsFile::open(folder + "/model.safetensors");
@@ -67,7 +67,7 @@ std::map<std::string, Value> expected_parameters(const std::string& folder) {
       if (folder == kDense) dense[name] = floats(experts + name);
       else blocks[name] = bytes(experts + name + "_blocks"), scales[name] = bytes(experts + name + "_scales");
     }
-    // What expert e multiplies its input i by for its output o.
+    // The factor by which expert e multiplies its input i for its output o.
     const auto at = [&](const std::string& name, int64_t e, int64_t outputs, int64_t o, int64_t inputs, int64_t i) {
       if (folder == kDense) return dense[name][static_cast<size_t>((e * inputs + i) * outputs + o)];
       const int64_t row = e * outputs + o;
@@ -123,13 +123,13 @@ TEST(PublishedGptOss, EachElementIsWhereTheFormulaSays) {
             ASSERT_EQ(memory[p][static_cast<size_t>(i)], expected.at(mine[p].name).data[static_cast<size_t>(mine[p].runs.at(i))])
                 << mine[p].name << ' ' << mine[p].runs.at(i);
       }
-      // Each byte is somebody's; of MXFP4, a piece has a whole number of them.
+      // Each byte is read by one rank; in MXFP4, a piece is rounded to whole bytes.
       EXPECT_NEAR(static_cast<double>(bytes), static_cast<double>(held), folder == kMxfp4 ? static_cast<double>(pieces) : 0.0);
     }
   }
 }
 
-// What is written is read again: all of a tensor is of some part, and no element of two.
+// Files that we write can be read back: every element of a tensor is in exactly one part.
 TEST(PublishedGptOss, PartsAreTheWhole) {
   for (const bool mxfp4 : {false, true}) {
     std::map<std::string, std::vector<int>> there, ours;
@@ -148,7 +148,7 @@ TEST(PublishedGptOss, PartsAreTheWhole) {
   }
 }
 
-/// A file of one tensor, which parts are read of.
+/// A file of one tensor, from which parts are read.
 struct OneTensor : ScratchFolder {
   OneTensor(DType dtype, std::span<const std::byte> data, std::span<const std::byte> scales = {}) {
     std::vector<SafetensorsInput> inputs = {{"x", dtype, {std::ssize(data) / static_cast<int64_t>(size_of(dtype))}, {data}}};
@@ -170,7 +170,7 @@ std::vector<T> read(const models::PublishedSource& source, int64_t begin, int64_
   return out;
 }
 
-// Every exponent and every code, in ranges that begin and end within bytes, blocks, and what is read at a time.
+// Every exponent and every code, in ranges that begin and end within bytes, within blocks, and within what is read at a time.
 TEST(PublishedGptOss, Mxfp4IsDecodedWhereverItIsCut) {
   const int64_t count = 2 * 65536 + 96, blocks = count / 32;
   std::mt19937 random(7);
@@ -205,7 +205,7 @@ TEST(PublishedGptOss, Mxfp4IsDecodedWhereverItIsCut) {
     }
 }
 
-// Every second row, and every second element, wherever it is cut.
+// Every second row, and every second element, however it is cut.
 TEST(PublishedGptOss, WhatIsApartIsReadWhereverItIsCut) {
   std::vector<double> values(2 * 70000);
   for (size_t i = 0; i < values.size(); ++i) values[i] = std::sqrt(static_cast<double>(i));  // more bits than f32 has
@@ -253,7 +253,7 @@ TEST(PublishedGptOss, FilesThatDoNotFit) {
   EXPECT_THAT(refused(kDense, [&](Tensors& t) { t.at(both).shape = {4, 48, 16}; }), HasSubstr("experts.gate asks for [4,16,48]"));
   EXPECT_THAT(refused(kDense, [](Tensors& t) { t.erase("model.layers.2.self_attn.sinks"); }),
               HasSubstr("has no \"model.layers.2.self_attn.sinks\" [4], of which the model's blocks.2.attention.sinks is made"));
-  // A model without them does not pass over them.
+  // A model without them does not ignore them.
   ModelConfig without = config_of(kDense);
   without.attention_sinks = false;
   std::vector<nn::StatePiece> none;

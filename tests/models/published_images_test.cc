@@ -1,4 +1,4 @@
-// Models of text that are published inside of models of images: Qwen3.5's and Gemma 3's; their config.json, and their names.
+// Text models that are published inside image models: Qwen3.5's and Gemma 3's; their config.json, and their names.
 #include <cmath>
 
 #include <gmock/gmock.h>
@@ -34,7 +34,7 @@ std::string refusal(const std::string& text) {
   return message_of<CheckpointError>(ExitCode::kData, [&] { read(text); });
 }
 
-/// A folder's config.json with this key of its text_config, or of the whole, changed.
+/// A folder's config.json with this key of its text_config, or of the top level, changed.
 std::string with(const std::string& folder, const char* key, const Json& value, bool of_text = true) {
   Json whole = Json::parse(text_of(folder + "/config.json"), "config.json");
   if (!of_text) return whole.set(key, value).dump();
@@ -64,7 +64,7 @@ TEST(PublishedImages, TheModelOfTextIsRead) {
   EXPECT_TRUE(gemma.tie_embeddings && gemma.post_norms);
 }
 
-// The keys of gemma-3-4b-it and 27b-it, which leave out what transformers has of itself.
+// The keys of gemma-3-4b-it and 27b-it, which leave out transformers' defaults.
 TEST(PublishedImages, Gemma3AsItIsPublished) {
   const ModelConfig small = read(R"({"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "model_type": "gemma3",
       "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
@@ -77,7 +77,7 @@ TEST(PublishedImages, Gemma3AsItIsPublished) {
   EXPECT_EQ(large.query_pre_attn_scalar, 168);
 }
 
-// Scores are divided by the root of 9, not by that of a head's width, 6: what is read is not passed over, and changes what is computed.
+// Scores are divided by the root of 9, not by that of a head's width, 6: the key is read, and changes the results.
 TEST(PublishedImages, ScoresAreDividedOtherwise) {
   const auto logits = [](int64_t divisor) {
     ModelConfig m = config_of(kGemma);
@@ -122,7 +122,7 @@ TEST(PublishedImages, WhatIsWrittenIsReadAgain) {
   };
   EXPECT_EQ(written(config_of(kQwen), ""), "qwen3_5_text");
   EXPECT_EQ(written(config_of(kGemma), ""), "gemma3_text");
-  // Qwen3-Next's mixtures and Qwen3.5's are the same: a model is written as what it came from.
+  // Qwen3-Next's mixtures and Qwen3.5's are the same: a model is written in the form it came from.
   EXPECT_EQ(written(config_of(kMoe), "qwen3_5_moe_text"), "qwen3_5_moe_text");
   EXPECT_EQ(written(config_of(kMoe), ""), "qwen3_next");
   EXPECT_EQ(written(config_of(kNext), "qwen3_next"), "qwen3_next");
@@ -131,7 +131,7 @@ TEST(PublishedImages, WhatIsWrittenIsReadAgain) {
   EXPECT_TRUE(models::PublishedForm::to_write(config_of(kQwen), "qwen3_next").linear_apart);
 }
 
-// What is of images is passed over; what is of the text must be known.
+// Tensors of the image part are skipped; all tensors of the text part must be known.
 TEST(PublishedImages, TensorsThatDoNotFit) {
   const auto refused = [](const std::string& folder, const std::function<void(Tensors&)>& edit) {
     const Copy broken(folder);
@@ -151,7 +151,7 @@ TEST(PublishedImages, TensorsThatDoNotFit) {
   EXPECT_THAT(refused(kMoe, [](Tensors& t) { t.erase("model.layers.1.linear_attn.in_proj_z.weight"); }), HasSubstr("has no \"model.layers.1."));
 }
 
-// Joined matrices of experts, or those of each, make the same parameters; and so do Qwen3-Next's names and Qwen3.5's.
+// Joined matrices of experts, or separate ones, give the same parameters; and so do Qwen3-Next's names and Qwen3.5's.
 TEST(PublishedImages, JoinedExpertsAreThoseOfEach) {
   const Copy apart(kMoe);
   apart.rewrite([](Tensors& t) {

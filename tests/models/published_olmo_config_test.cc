@@ -41,7 +41,7 @@ TEST(PublishedOlmoConfig, IsRead) {
   EXPECT_FALSE(mixture.normalize_experts);
 }
 
-// What transformers has where a file says nothing, and OLMo 3 as version 4 of it writes it.
+// transformers' defaults where a file says nothing, and OLMo 3 as written by its version 4.
 TEST(PublishedOlmoConfig, OfFewerKeysIsRead) {
   const std::set<std::string> left_out = {"rope_theta", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "attention_bias"};
   const ModelConfig two = config_with(kOlmo2, {}, left_out);
@@ -83,7 +83,7 @@ TEST(PublishedOlmoConfig, IsWrittenAndReadAgain) {
     m.rope_theta = 77.0;
     expect_read_again(m, models::published_config(m));
   }
-  // Blocks that all have a window; frequencies that nothing scales.
+  // All blocks with a window; unscaled frequencies.
   ModelConfig m = config_of(kOlmo3);
   m.full_attention_every = 0;
   expect_read_again(m, models::published_config(m));
@@ -142,7 +142,7 @@ TEST(PublishedGemma2Config, IsReadWrittenAndReadAgain) {
   }
 }
 
-// The model is Llama's or Mistral's: what has come from a Phi-3 is one again, if it still can be.
+// The model is a Llama or a Mistral: one that was read as a Phi-3 is written as one, if it still can be.
 TEST(PublishedPhi3Config, IsWrittenForWhatCameFromOne) {
   ModelConfig m = config_of(kPhi3);
   EXPECT_EQ(m.window, 6);

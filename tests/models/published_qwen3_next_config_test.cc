@@ -45,7 +45,7 @@ TEST(PublishedQwen3NextConfig, IsRead) {
   EXPECT_EQ(m.norm_eps, 1e-6);
 }
 
-// By the keys of version 4 of transformers, which the published files have.
+// With the keys of version 4 of transformers, which the published files have.
 TEST(PublishedQwen3NextConfig, OfVersion4IsRead) {
   const std::set<std::string> later = {"rope_parameters", "layer_types"};
   const ModelConfig m = read_with({{"rope_theta", 1e7}, {"rope_scaling", Json()}, {"partial_rotary_factor", 0.5},
@@ -54,7 +54,7 @@ TEST(PublishedQwen3NextConfig, OfVersion4IsRead) {
   EXPECT_EQ(m.rotary_dim, 8);
   EXPECT_EQ(m.full_attention_every, 2);
   EXPECT_TRUE(m.tie_embeddings);
-  // What transformers has where a file says nothing.
+  // transformers' defaults where a file says nothing.
   const ModelConfig least =
       read_with({}, {"rope_parameters", "layer_types", "head_dim", "norm_topk_prob", "rms_norm_eps", "mlp_only_layers",
                      "decoder_sparse_step", "hidden_act", "attention_bias", "tie_word_embeddings"});
@@ -143,7 +143,7 @@ TEST(PublishedQwen3NextConfig, WhatIsWrittenIsReadAgain) {
   m.full_attention_every = 0, m.tie_embeddings = true, m.normalize_experts = false;
   m.rope_scaling = {.rope_type = "yarn", .factor = 4.0, .original_max_position_embeddings = 8};
   expect_same(m);
-  // Whatever part of a head is rotated: what is written is multiplied, and cut to a whole number.
+  // Whatever part of a head is rotated: the written factor, multiplied by the width and truncated, gives it back.
   for (m.head_dim = 2; m.head_dim <= 256; m.head_dim += 2)
     for (m.rotary_dim = 0; m.rotary_dim < m.head_dim; m.rotary_dim += 2) {
       const double part = models::published_config(m).at("partial_rotary_factor").as_double();

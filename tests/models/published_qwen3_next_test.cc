@@ -1,5 +1,5 @@
-// Qwen3-Next as it is published, whose heads are packed otherwise than ours: every element of ours from where plain formulas say that it
-// is, on any cut. (That our model computes the same from it: published_weights_test.)
+// Qwen3-Next as published, whose heads are packed differently from ours: every element of ours comes from where plain formulas say, on any
+// cut. (published_weights_test checks that our model computes the same from it.)
 #include <cmath>
 
 #include <gmock/gmock.h>
@@ -27,15 +27,15 @@ struct Value {
   std::vector<float> data;
 };
 
-/// What each parameter is to be, by the formulas of `transformers`: fix_query_key_value_ordering, torch.chunk of what q_proj gives, and
-/// rotary positions that turn the first elements of a head, where ours turn the last.
+/// The expected value of each parameter, by the formulas of `transformers`: fix_query_key_value_ordering, torch.chunk of q_proj's output,
+/// and rotary positions that rotate the first elements of a head, where ours rotate the last.
 std::map<std::string, Value> expected_parameters() {
   const ModelConfig m = config_of(kFolder);
   const auto file = SafetensorsFile::open(kFolder + "/model.safetensors");
   const auto floats = [&](const std::string& name) { return testing::floats_of(file, name); };
   std::map<std::string, Value> out;
   const int64_t c = m.width;
-  // Row by row: `from(i)` is the published row that is row i of ours.
+  // Row by row: `from(i)` is the published row that becomes row i of ours.
   const auto put = [&](const std::string& own, const std::string& name, int64_t rows, int64_t row_size, auto from, float more = 0) {
     const std::vector<float> read = floats(name);
     Value& value = out[own];
@@ -58,7 +58,7 @@ std::map<std::string, Value> expected_parameters() {
     if (layer == 2) {
       const std::string their = theirs + "self_attn.", mine = own + "attention.";
       const int64_t d = m.head_dim, rotated = d / 4, q = m.heads * d, kv = m.kv_heads * d;
-      const auto element = [&](int64_t i) { return (i % d + rotated) % d; };  // of a head: the last `rotated` of ours are the first there
+      const auto element = [&](int64_t i) { return (i % d + rotated) % d; };  // of a head: our last `rotated` elements are the first there
       put(mine + "qkv.weight", their + "q_proj.weight", q, c, [&](int64_t i) { return i / d * 2 * d + element(i); });
       put(mine + "qkv.weight", their + "k_proj.weight", kv, c, [&](int64_t i) { return i / d * d + element(i); });
       put(mine + "qkv.weight", their + "v_proj.weight", kv, c, same);
@@ -130,11 +130,11 @@ TEST(PublishedQwen3Next, EachElementIsWhereTheFormulaSays) {
           ASSERT_EQ(memory[p][static_cast<size_t>(i)], expected.at(mine[p].name).data[static_cast<size_t>(mine[p].runs.at(i))])
               << mine[p].name << ' ' << mine[p].runs.at(i);
     }
-    EXPECT_EQ(bytes, held);  // each rank reads its own part, and no other
+    EXPECT_EQ(bytes, held);  // each rank reads only its own part
   }
 }
 
-// What is written is read again: all of a tensor is of some part, and no element of two. Also where whole heads are rotated.
+// Files that we write can be read back: every element of a tensor is in exactly one part. Also if whole heads are rotated.
 TEST(PublishedQwen3Next, PartsAreTheWhole) {
   for (const int64_t rotated : {4, 0}) {
     ModelConfig m = config_of(kFolder);
@@ -180,7 +180,7 @@ TEST(PublishedQwen3Next, FilesThatDoNotFit) {
               HasSubstr("q_proj.bias\" bf16[16] is nothing"));
 }
 
-// The published files have a layer for a further token, which `transformers` does not have.
+// The published files have an MTP layer, which `transformers` does not have.
 TEST(PublishedQwen3Next, TheLayerForAFurtherTokenIsPassedOver) {
   const Copy without(kFolder), with(kFolder), other("tests/models/published/qwen3_moe_bf16");
   with.rewrite([](Tensors& t) {

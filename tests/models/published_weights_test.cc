@@ -1,5 +1,5 @@
-// Weights as `transformers` writes them: our models compute its logits from them, and every rank holds its own part of the
-// same parameters, having read nothing else. The folders are made by tests/models/published/make.
+// Weights as `transformers` writes them: our models compute its logits from them, and every rank holds its own part of the same parameters,
+// having read nothing else. The folders are made by tests/models/published/make.
 #include <cmath>
 #include <cstring>
 #include <filesystem>
@@ -33,7 +33,7 @@ const char* const kFolders[] = {"gpt2_f32_shards", "gpt2_f16_base", "llama_bf16_
                                "qwen3_next_bf16", "qwen3_5_bf16_images", "qwen3_5_moe_bf16", "gemma3_bf16_images", "glm4_moe_bf16", "kimi_k2_fp8", "smollm3_bf16", "smollm3_f32_listed",
                                "olmo2_bf16", "olmo3_f32", "olmoe_bf16", "phi3_bf16", "gemma2_bf16", "gemma2_f32_version_4"};
 
-/// Experts rest in blocks of 17 bytes, of which a rank may have parts, or matrices in a byte a value, beside others in more.
+/// Experts are stored in blocks of 17 bytes, of which a rank may have parts, or matrices in one byte per value next to others in more.
 bool has_blocks(const std::string& name) { return name == "gpt_oss_mxfp4" || name == "kimi_k2_fp8"; }
 
 bool has_linear_attention(const std::string& name) { return name.starts_with("qwen3_next") || name.starts_with("qwen3_5"); }
@@ -46,7 +46,7 @@ models::ModelConfig config_of(const std::string& name) {
   return config;
 }
 
-/// What transformers made of these weights, in f64, and the tokens that it made it of.
+/// The outputs of transformers for these weights, in f64, and its input tokens.
 struct Expected {
   Tensor tokens_BT;
   std::vector<double> logits;
@@ -61,7 +61,7 @@ struct Expected {
   }
 };
 
-/// Largest difference, in units of the largest logit.
+/// Largest difference, relative to the largest logit.
 double relative_difference(const std::vector<double>& a, const std::vector<double>& b) {
   EXPECT_EQ(a.size(), b.size());
   double worst = 0, most = 0;
@@ -83,7 +83,7 @@ TEST(PublishedWeights, GiveTheLogitsOfTransformers) {
       const Expected expected(name);
       const double error = relative_difference(model->logits(expected.tokens_BT).to_vector<double>(), expected.logits);
       std::printf("%s in %s: relative error %.2e\n", name.c_str(), std::string(sheaf::name(dtype)).c_str(), error);
-      // Llama's norms and rotary angles are f32 in transformers, whatever the model's type, and linear attention all in all.
+      // transformers computes Llama's norms and rotary angles in f32, whatever the model's type, and all of linear attention.
       const double more = has_linear_attention(name) ? 2 : 1;
       EXPECT_LE(error, dtype == kF32 ? 1e-5 * more : name.starts_with("gpt2") ? 1e-13 : 2e-6 * more);
     }
@@ -91,7 +91,7 @@ TEST(PublishedWeights, GiveTheLogitsOfTransformers) {
 
 struct Loaded {
   Values values;
-  std::vector<int64_t> bytes;  // that each rank read
+  std::vector<int64_t> bytes;  // read by each rank
 };
 
 Loaded load_on(int world, const std::string& name, const std::string& strategy, bool units, int experts = 0) {
@@ -126,7 +126,7 @@ TEST(PublishedWeights, AreTheSameBitsOnAnyNumberOfRanks) {
           SCOPED_TRACE(str(name, ", ", world, " ranks, ", strategy, units ? ", blocks" : ", one unit"));
           const Loaded many = load_on(world, name, strategy, units);
           EXPECT_EQ(testing::max_difference(one.values, many.values), 0.0);
-          // Where parameters are cut, ranks read each byte of the weights once between them, in like shares.
+          // If parameters are cut, the ranks together read each byte of the weights once, in similar shares.
           int64_t sum = 0, most = 0;
           for (int64_t bytes : many.bytes) sum += bytes, most = std::max(most, bytes);
           const bool whole = std::string(strategy) == "replicate";
@@ -138,7 +138,7 @@ TEST(PublishedWeights, AreTheSameBitsOnAnyNumberOfRanks) {
   }
 }
 
-// A rank of any cut along a dimension gets its elements, transposed or not, and reads no others.
+// A rank gets its elements for any cut along a dimension, transposed or not, and reads no others.
 TEST(PublishedWeights, FillAnyCut) {
   for (const std::string name : kFolders) {
     const models::ModelConfig config = config_of(name);
@@ -189,7 +189,7 @@ TEST(PublishedWeights, AreTheSameBitsWhereRanksShareExperts) {
   }
 }
 
-// Half precision is held exactly, transposed or not, wherever it lands.
+// Half precision is widened exactly, transposed or not, into any parameter.
 TEST(PublishedWeights, AreWidenedExactly) {
   const auto expect_widened = [](const std::string& name, auto half) {
     using Half = decltype(half);
@@ -235,7 +235,7 @@ TEST(PublishedWeights, AShorterContextTakesTheFirstPositions) {
   }
 }
 
-// What vLLM makes of DeepSeek-V3's last layers. They are read where the model has them, on any number of ranks, and else passed over.
+// vLLM's losses of DeepSeek-V3's last layers. These are read if the model has them, on any number of ranks, and otherwise skipped.
 TEST(PublishedWeights, LayersForFurtherTokensHaveTheLossesOfTheirDepths) {
   const std::string name = "deepseek_v3_bf16";
   const Expected expected(name);
@@ -257,11 +257,11 @@ TEST(PublishedWeights, LayersForFurtherTokensHaveTheLossesOfTheirDepths) {
     const double with = loss();
     model->eval();
     if (layers < 3) EXPECT_NEAR(with - loss(), layers == 1 ? losses[0] : (losses[0] + losses[1]) / 2, 1e-5) << layers;
-    else EXPECT_GT(with, loss());  // the third is none of theirs, and stays as it was drawn
+    else EXPECT_GT(with, loss());  // the file has no third one, so it keeps its initial values
   }
 }
 
-// A model that is to be used has as many as there are; with fewer it loads, too.
+// A model for generation has as many as the files; with fewer it loads, too.
 TEST(PublishedWeights, LayersForFurtherTokensAreThereForDrafts) {
   models::SavedModel saved = models::open_saved_model("generate", folder_of("deepseek_v3_bf16"));
   EXPECT_EQ(saved.model.mtp_layers, 2);
@@ -275,7 +275,7 @@ TEST(PublishedWeights, LayersForFurtherTokensAreThereForDrafts) {
   }
 }
 
-// A model of a layer less does not take one for further tokens for its last.
+// A model with one layer less does not take an MTP layer for its last one.
 TEST(PublishedWeights, ALayerTooManyIsNamed) {
   models::ModelConfig config = config_of("deepseek_v3_bf16");
   config.layers = 2;
@@ -368,7 +368,7 @@ TEST(PublishedWeights, MustBeThoseOfTheModel) {
               HasSubstr("for Gpt and Llama, not for"));
 }
 
-// What rests in a narrower type has the values rounded to nearest even, as compute would.
+// Weights that are stored in a narrower type are rounded to nearest even, as they would be for compute.
 TEST(PublishedWeights, AreRoundedToTheTypeThatTheyRestIn) {
   for (const std::string name : {"gpt2_f32_shards", "gpt2_f16_base", "llama_bf16_shards", "gpt_oss_mxfp4"})
     for (const DType dtype : {kBF16, kF16}) {
@@ -381,7 +381,7 @@ TEST(PublishedWeights, AreRoundedToTheTypeThatTheyRestIn) {
       const auto a = wide->parameters(), b = narrow->parameters();
       for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(identical(cast(full_parameter(a[i]), dtype), full_parameter(b[i]))) << a[i].name();
     }
-  // Of what is trained that would be lost without a word.
+  // For trained parameters that rounding would be lost silently, so it is an error.
   const auto model = models::make_language_model(config_of("gpt2_f32_shards"), 0);
   materialize(*model, Device::cpu(), {.dtype = kBF16});
   EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { models::load_weights(*model, folder_of("gpt2_f32_shards")); }),

@@ -1,5 +1,5 @@
-// Fine-tuning with weights that rest in blocks (QLoRA): the model is that of the values which the blocks stand for, however it is cut,
-// and blocks are what rests, travels and is saved.
+// Fine-tuning with weights stored in blocks (QLoRA): the model equals one with the dequantized values, however it is cut, and weights are
+// stored, communicated and saved as blocks.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -69,7 +69,7 @@ TEST_P(QuantizedWays, TakeTheBytesOfTheirPlans) {
 }
 INSTANTIATE_TEST_SUITE_P(All, QuantizedWays, ::testing::ValuesIn(kLoraWays), [](const auto& way) { return way.param.name; });
 
-// To the bit: the same values enter the same ops.
+// Bitwise: the same values enter the same ops.
 TEST(Quantized, IsTheModelOfWhatItsBlocksStandFor) {
   for (const char* type : {"gpt2", "untied llama", "latent", "mixture"})
     for (const char* format : {"nf4", "int8"})
@@ -109,7 +109,7 @@ TEST(Quantized, IsTheModelOfWhatItsBlocksStandFor) {
             recording.backward(loss);
             return redistribute(loss, Layout(mesh.spec, Placement::invariant())).item<double>();
           };
-          // Along a tensor axis MLPs are cut at other places: sums are others.
+          // Along a tensor axis MLPs are cut at other places, so sums are in another order.
           const bool cut = mesh.spec->has_axis("model");
           const double loss = differentiate(*blocks), expected = differentiate(*values);
           EXPECT_LE(std::abs(loss - expected), cut ? 1e-13 : 0);
@@ -124,7 +124,7 @@ TEST(Quantized, StrategiesRecomputingAndProgramsChangeNoBit) {
   for (const char* dtype : {"f32", "bf16", "f16"}) expect_bits_of_all_holdings(quantized("untied llama"), dtype, kSteps);
 }
 
-// One matrix's values are there at a time: made where they are used, and made again in the backward, not kept.
+// One matrix's values exist at a time: dequantized where they are used, and again in the backward, not kept.
 TEST(Quantized, BlocksTravelAndValuesAreMadeWhereTheyAreUsed) {
   const auto plan = [](const char* format) {
     models::TrainConfig c = quantized("untied llama", format);
@@ -138,7 +138,7 @@ TEST(Quantized, BlocksTravelAndValuesAreMadeWhereTheyAreUsed) {
     return n;
   };
   EXPECT_EQ(count(whole, "dequantize"), 0);
-  // Two blocks of five matrices; again for the gradients of what they read, of which the first block's first read no gradient's.
+  // Two blocks of five matrices; again for the gradients of their inputs, which the first block's first ones do not need.
   EXPECT_GT(count(fours, "dequantize"), 10);
   EXPECT_LE(count(fours, "dequantize"), 20);
   EXPECT_EQ(count(whole, "all_gather"), count(fours, "all_gather"));
@@ -153,7 +153,7 @@ TEST(Quantized, CheckpointsMoveBetweenMeshesAndAreMadeOfOthers) {
   const std::vector<Axes> meshes = {Axes{{"data", 3}}, MeshSizes{0, 2, 0, 2}.axes(), MeshSizes{2, 1, 2, 0}.axes()};
   const models::ModelConfig config = quantized("untied llama").model;
   for (const Axes& from : meshes) expect_checkpoint_moves(folder.path(), from, meshes, config);
-  // Blocks made while a model loads are those of the whole matrices, wherever they are cut.
+  // Blocks made while a model loads equal those of the whole matrices, however they are cut.
   models::ModelConfig plain = config;
   plain.quantize = "none";
   Values expected;
@@ -190,7 +190,7 @@ TEST(Quantized, CheckpointsMoveBetweenMeshesAndAreMadeOfOthers) {
     }, {.threads_per_rank = 1});
     EXPECT_EQ(max_difference(expected, whole.values()), 0);
   }
-  // Blocks of another format are other bytes.
+  // Blocks in another format are other bytes.
   run_local(1, [&](World& w) {
     const auto model = models::make_language_model(quantized("untied llama", "int8").model, 13);
     materialize(*model);

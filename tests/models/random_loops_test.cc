@@ -1,9 +1,9 @@
-// Random loops of one's own: what `sheaf train` never does, on meshes that random_training.h draws. Parameters that do not
-// train, SGD, micro-batches in recordings of their own, in a program of compile() or not told which is the last, backwards in
-// another order, blocks with strategies of their own: in f64 all have the numbers of one rank that does all at once, also where
-// they go on from another mesh's checkpoint.
+// Random user-defined loops: what `sheaf train` never does, on meshes that random_training.h draws. Parameters that do not train, SGD,
+// micro-batches in separate recordings, in a program of compile() or without marking the last one, backwards in another order, blocks with
+// their own strategies: in f64 all have the numbers of one rank that does everything at once, also when resumed from another mesh's
+// checkpoint.
 //
-// A case is a seed, and random_seeds() says which: bazel test --test_env=SHEAF_SEED=1037 --test_env=SHEAF_SEEDS=1 ...
+// A case is a seed; random_seeds() chooses the seeds: bazel test --test_env=SHEAF_SEED=1037 --test_env=SHEAF_SEEDS=1 ...
 #include <gtest/gtest.h>
 
 
@@ -27,7 +27,7 @@ constexpr int kLoopSteps = 5, kSaveAfter = 1;
 
 struct Task {
   models::TrainConfig config;
-  uint64_t frozen = 0;    // parameters, by the bits of their places
+  uint64_t frozen = 0;    // parameters, as bits by their indices
   std::string optimizer = "adamw";  // or "sgd"
   double momentum = 0;
 };
@@ -35,9 +35,9 @@ struct Task {
 struct Loop {
   Way way;
   enum { one, each, program } recordings = one;  // of a step: one, one for each micro-batch, or compile()
-  int64_t keeps = 0;                             // bytes, within which a program keeps units
-  bool says_last = true, reversed = false;       // the last micro-batch, the order of backwards
-  std::vector<std::string> inner = {};  // blocks' own strategies, as long as there are any; "": the model's
+  int64_t keeps = 0;                             // bytes, the budget for units that a program keeps
+  bool says_last = true, reversed = false;       // mark the last micro-batch, reverse the order of backwards
+  std::vector<std::string> inner = {};  // the first blocks' own strategies; "": the model's
 };
 
 std::string to_string(const Task& task, const Loop& loop) {
@@ -99,7 +99,7 @@ struct Trained {
   Values parameters;
 };
 
-/// Micro-batches of step s: tokens and targets, one after another, and the optimizer's numbers.
+/// Micro-batches of step s: tokens and targets, alternating, and the optimizer's numbers.
 std::vector<Tensor> inputs_of(const Mesh& mesh, const models::TrainConfig& c, int s, const optim::Optimizer& optimizer) {
   std::vector<Tensor> out;
   const int64_t rows = c.train.batch, parts = c.train.micro_batches;
@@ -175,7 +175,7 @@ Trained train(const Task& task, const Loop& loop, bool resume, const std::string
 
 void expect_near(const Trained& got, const Trained& want) {
   const std::vector<double>&a = got.numbers, &b = want.numbers;
-  for (size_t i = 1; i <= a.size(); ++i)  // from the end: one that is resumed has fewer
+  for (size_t i = 1; i <= a.size(); ++i)  // from the end: a resumed run has fewer
     EXPECT_NEAR(a[a.size() - i], b[b.size() - i], 1e-10 * std::max(1.0, std::abs(b[b.size() - i]))) << "the last but " << i - 1;
   for (const auto& [name, values] : want.parameters)
     EXPECT_LE(max_difference({{name, got.parameters.at(name)}}, {{name, values}}), 1e-9) << name;

@@ -1,8 +1,8 @@
-// Random runs of the trainer, of tasks and ways that random_training.h draws: one that a signal stops on some rank, and that
-// goes on in another way on the same mesh, ends with the bits of one that nobody stopped, whose peaks are those of its plan;
-// and near what one rank makes of the same data.
+// Random runs of the trainer, with tasks and ways that random_training.h draws: a run that a signal stops on some rank, and that resumes in
+// another way on the same mesh, ends with the bits of an uninterrupted run, whose peaks are those of its plan; and its numbers are close to
+// those of one rank on the same data.
 //
-// A case is a seed, and random_seeds() says which: bazel test --test_env=SHEAF_SEED=1037 --test_env=SHEAF_SEEDS=1 ...
+// A case is a seed; random_seeds() chooses the seeds: bazel test --test_env=SHEAF_SEED=1037 --test_env=SHEAF_SEEDS=1 ...
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -22,7 +22,7 @@
 namespace sheaf::testing {
 namespace {
 
-/// Rank 0's report. `stop_after`: a signal reaches rank `stopped` after so many steps.
+/// Rank 0's report. `stop_after`: a signal is sent to rank `stopped` after this number of steps.
 models::TrainReport run(const Way& way, const std::string& folder, bool resume = false, int stop_after = -1, int stopped = 0) {
   models::TrainConfig config = way.config;
   config.output.folder = folder;
@@ -36,7 +36,7 @@ models::TrainReport run(const Way& way, const std::string& folder, bool resume =
   return out;
 }
 
-/// Weights to start from, as they are published, where models of its shape are.
+/// Initial weights in a published format, for models whose architecture has one.
 void draw_weights(models::TrainConfig& task, const ScratchFolder& folder, Draw& draw) {
   std::vector<models::PublishedTensor> tensors;
   try {
@@ -48,7 +48,7 @@ void draw_weights(models::TrainConfig& task, const ScratchFolder& folder, Draw& 
   std::vector<std::vector<float>> values;
   std::vector<SafetensorsInput> inputs;
   for (const models::PublishedTensor& t : tensors) {
-    if (!inputs.empty() && inputs.back().name == t.name) continue;  // another part of it
+    if (!inputs.empty() && inputs.back().name == t.name) continue;  // another part of the same tensor
     std::vector<float>& v = values.emplace_back(static_cast<size_t>(t.shape.numel()));
     for (float& x : v) x = static_cast<float>(draw.below(200) - 100) / 1000 + (t.shape.rank() == 1 ? 1 : 0);
     inputs.push_back({t.name, kF32, t.shape, {std::as_bytes(std::span(v))}});
@@ -57,7 +57,7 @@ void draw_weights(models::TrainConfig& task, const ScratchFolder& folder, Draw& 
   write_safetensors(task.model.weights, inputs);
 }
 
-/// Of examples a part is learned.
+/// In examples only a part of the tokens is trained on.
 void draw_tokens(models::TrainConfig& task, Draw& draw) {
   const auto vocab = static_cast<size_t>(task.model.vocab);
   std::vector<int32_t> ids(77);
@@ -66,7 +66,7 @@ void draw_tokens(models::TrainConfig& task, Draw& draw) {
   if (!task.data.separate_documents) task.data.separate_documents = true, task.data.end_of_text = draw.below(vocab);
   std::vector<models::MarkedToken> marked;
   for (const int32_t id : ids) marked.push_back(static_cast<models::MarkedToken>(id) | (draw.one_in(2) ? models::kReadOnly : 0));
-  marked[1] &= ~models::kReadOnly;  // something is learned, however short a window is
+  marked[1] &= ~models::kReadOnly;  // there are targets, however short a window is
   for (const int32_t id : {1, 2, static_cast<int32_t>(task.data.end_of_text)}) marked.push_back(static_cast<models::MarkedToken>(id));
   models::TokenFileWriter writer(task.data.train_file, task.model.vocab, static_cast<int32_t>(task.data.end_of_text));
   writer.write_examples(marked);
@@ -94,7 +94,7 @@ TEST_P(RandomTrainer, GoesOnAsIfNobodyHadStopped) {
   draw_sent(way.config.sharding, draw);
   if (wide) way.config.train.fp8 = draw.of<std::string>({"activations", "all"});
   Way twin = drawn_twin(way, draw);
-  if (draw.one_in(3)) {  // islands of it
+  if (draw.one_in(3)) {  // with islands
     task.train.inner_steps = draw.of<int64_t>({1, 2, 3});
     task.train.outer_dtype = draw.of<std::string>({"f32", "f32", "bf16", "int8"});
     for (models::TrainConfig* c : {&task, &way.config, &twin.config}) {
@@ -122,7 +122,7 @@ TEST_P(RandomTrainer, GoesOnAsIfNobodyHadStopped) {
   task.train.state_dtype = way.config.train.state_dtype;
   task.train.fp8 = way.config.train.fp8;
   const models::TrainReport one = run({.world = static_cast<int>(task.train.islands), .config = task}, folder / "one");
-  // In bf16 a sum over ranks is rounded otherwise; where few targets count, their loss shows it.
+  // In bf16 a sum over ranks is rounded differently; with few targets their loss shows it.
   const double tolerance = !rounds(way.config) ? 1e-3 : task.data.examples ? 0.3 : 0.1;
   EXPECT_NEAR(whole.train_loss, one.train_loss, tolerance);
   EXPECT_NEAR(whole.val_loss, one.val_loss, tolerance);
@@ -154,7 +154,7 @@ models::TrainConfig small_task(models::ModelConfig model, const ScratchFolder& f
   return task;
 }
 
-// With a learning rate of 0 nothing moves, and all islands together see what one rank sees.
+// With a learning rate of 0 nothing changes, and all islands together have the losses of one rank.
 TEST(Trainer, IslandsBeginWithTheWeightsAndSayWhatAllOfThemSee) {
   Draw draw(7);
   const ScratchFolder folder;
@@ -182,7 +182,7 @@ TEST(Trainer, IslandsBeginWithTheWeightsAndSayWhatAllOfThemSee) {
   });
 }
 
-// A run that is to end where it was stopped, in the middle of a round, ends with what islands had agreed on before.
+// A run that ends where it was stopped, in the middle of a round, ends with the parameters of the last outer step.
 TEST(Trainer, IslandsThatEndInARoundHaveOneModel) {
   Draw draw(8);
   const ScratchFolder folder;
@@ -201,7 +201,7 @@ TEST(Trainer, IslandsThatEndInARoundHaveOneModel) {
   const models::TrainReport ended = run(with_steps(3), folder / "stopped", true);
   EXPECT_EQ(ended.steps_here, 0);
   EXPECT_EQ(ended.val_loss, two.val_loss);
-  // What is best is a model alone.
+  // The best weights are a model without optimizer state.
   const models::Checkpoint best = models::Checkpoint::open(folder / "two/best/checkpoints/step-2");
   for (const auto& [name, info] : best.tensors()) EXPECT_FALSE(name.starts_with("optimizer.")) << name;
 }

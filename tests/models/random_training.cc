@@ -65,7 +65,7 @@ void draw_model(models::ModelConfig& m, Draw& draw) {
     m.head_dim = 0, m.width = m.heads * (1 + draw.below(5));
     m.qkv_bias = m.qk_norm = m.out_bias = m.attention_sinks = false;
     m.attn_logit_softcapping = 0;
-    m.kv_lora_rank = 2 + draw.below(8);  // the norm of one element is its sign: roundings would be as large as any
+    m.kv_lora_rank = 2 + draw.below(8);  // the norm of one element is its sign: rounding errors would be as large as anything
     m.q_lora_rank = draw.one_in(2) ? 0 : 2 + draw.below(8);
     m.qk_nope_head_dim = 1 + draw.below(5), m.qk_rope_head_dim = 2 * (1 + draw.below(3));
     m.v_head_dim = 1 + draw.below(6);
@@ -112,7 +112,7 @@ void draw_optimization(models::OptimizationConfig& t, Draw& draw) {
   if (draw.one_in(3)) t.weight_decay_factors = "0 blocks.0.* 0.5 *";
 }
 
-/// What shares the ranks and changes no bit.
+/// Draws how ranks hold the model, which changes no bit.
 void draw_holding(Way& way, Draw& draw) {
   models::TrainConfig& c = way.config;
   models::ShardingConfig& s = c.sharding;
@@ -138,7 +138,7 @@ models::TrainConfig drawn_task(Draw& draw) {
   models::TrainConfig c;
   draw_model(c.model, draw);
   draw_optimization(c.train, draw);
-  // A token that attends to itself alone: gradients of queries and keys would be roundings, which Muon makes as large as others.
+  // If a token attends only to itself, gradients of queries and keys are pure rounding errors, which Muon would scale up.
   if (c.model.context > 1 && c.model.window != 1 && draw.one_in(3)) c.train.optimizer = "muon";
   c.train.z_loss = draw.of<double>({0, 0, 0, 0.01});
   if (draw.one_in(3)) c.data.separate_documents = true, c.data.end_of_text = draw.below(static_cast<size_t>(c.model.vocab));
@@ -171,7 +171,7 @@ Way drawn_way(const models::TrainConfig& task, Draw& draw) {
   models::ShardingConfig& s = way.config.sharding;
   models::OptimizationConfig& t = way.config.train;
   const models::ModelConfig m = models::resolved(task.model);
-  const auto axis = [&](int64_t most) {  // 1 is as likely as all the others
+  const auto axis = [&](int64_t most) {  // 1 is as likely as all others together
     const int64_t n = draw.one_in(2) ? 1 : draw.of<int64_t>({2, 2, 3, 4});
     return n > most && !draw.one_in(40) ? int64_t{1} : n;
   };
@@ -181,7 +181,7 @@ Way drawn_way(const models::TrainConfig& task, Draw& draw) {
     s.replicas = axis(4);
     const bool gathers = draw.one_in(2);
     s.context_comm = gathers ? "all_gather" : "all_to_all";
-    // Beyond the key heads some have copies, if these can be cut; linear attention has none.
+    // With more ranks than key heads some are replicated, if they can be cut; not with linear attention.
     const int64_t most = m.linear_key_heads ? std::min(m.heads, m.linear_key_heads) : m.heads, alone = m.linear_key_heads ? most : 4;
     s.context = axis(gathers ? alone : most);
     s.tensor = axis(gathers && !m.linear_key_heads ? m.heads : most / s.context);
@@ -214,7 +214,7 @@ Way drawn_twin(const Way& way, Draw& draw) {
   if (way.config.train.micro_batches == 1) alike.push_back("zero1");
   if (std::ranges::count(alike, strategy)) strategy = draw.of(alike);
   draw_holding(twin, draw);
-  // What replicas hold is rounded once more than parts of it.
+  // Whole replicas' values are rounded once more than their parts.
   if (way.config.sharding.reduce_dtype == "int8") twin.config.sharding.secondary = way.config.sharding.secondary;
   if (way.config.sharding.pipeline > 1) twin.config.sharding.pipeline_schedule = draw.of<std::string>({"1f1b", "zero_bubble"});
   return twin;

@@ -1,10 +1,10 @@
-// Random training: what strategies, meshes, units, recomputing, programs and checkpoints promise each by itself, in
-// combinations that nobody chose (random_training.h draws them). In f64 every way of training gives the numbers of one rank
-// that does all at once, also where it goes on from another way's checkpoint; in f32, bf16 and f16 the bits depend on nothing
-// but the mesh and the order of sums. Steps take the bytes of their plans, which come back, tapes pass all checks, and what
-// cannot be is refused, by a plan in the same words, before the first step has ended.
+// Random training: the separate guarantees of strategies, meshes, units, recomputation, programs and checkpoints, in combinations that
+// nobody chose (random_training.h draws them). In f64 every way of training gives the numbers of one rank that does everything at once,
+// also when resumed from another way's checkpoint; in f32, bf16 and f16 the bits depend only on the mesh and the order of sums. Steps take
+// the bytes of their plans, and release them; tapes pass all checks; and impossible configurations are refused, with the same message as by
+// a plan, before the end of the first step.
 //
-// A case is a seed, and random_seeds() says which: bazel test --test_env=SHEAF_SEED=1037 --test_env=SHEAF_SEEDS=1 ...
+// A case is a seed; random_seeds() chooses the seeds: bazel test --test_env=SHEAF_SEED=1037 --test_env=SHEAF_SEEDS=1 ...
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -37,8 +37,8 @@ struct Trained {
 
 struct Part {
   DType masters = kF64;
-  int from = 0;         // steps, from those in the folder
-  int save_after = -1;  // so many steps, to the folder
+  int from = 0;         // steps, starting from those in the folder
+  int save_after = -1;  // steps, then saves to the folder
   std::string folder = {};
 };
 
@@ -49,7 +49,7 @@ models::SequentialWindows validation(const models::TrainConfig& config) {
   return {models::Tokens::from_ids(ids, config.model.vocab, "random"), config.model.context};
 }
 
-/// What a rank does. As the trainer: evaluations, saves and a measured step in between.
+/// The run of one rank. As in the trainer: evaluations, saves and a measured step in between.
 class Run {
  public:
   Run(const Way& way, const Part& part, World& world)
@@ -69,13 +69,13 @@ class Run {
       fill_random(config_, first, count, inputs, targets);
     };
     const bool last = s + 1 == kRandomSteps;
-    recorded_.capture_leaves = part_.masters == kF64;  // which takes memory that no plan has
+    recorded_.capture_leaves = part_.masters == kF64;  // which needs memory that is in no plan
     std::optional<models::StepProfile> profile;
     if (s + 1 == config_.output.trace_step && !part_.folder.empty()) profile.emplace(world_);
     const auto result = step_.run(s, fill, last ? &recorded_ : nullptr);
     if (profile) profile->write(part_.folder + "/trace.json");
     numbers.push_back(result.loss.item<double>());
-    const double norm = result.grad_norm.item<double>();  // in f16 not finite where the step is skipped
+    const double norm = result.grad_norm.item<double>();  // in f16 not finite if the step is skipped
     numbers.push_back(std::isfinite(norm) ? norm : -1);
     if (last && recorded_.capture_leaves) replay_last(result);
   }
@@ -150,14 +150,14 @@ Trained train(const Way& way, const Part& part) {
 
 void expect_near(const Trained& got, const Trained& want, double tolerance) {
   const std::vector<double>&a = got.numbers[0], &b = want.numbers[0];
-  for (size_t i = 1; i <= a.size(); ++i)  // from the end: one that is resumed has fewer
+  for (size_t i = 1; i <= a.size(); ++i)  // from the end: a resumed run has fewer
     EXPECT_NEAR(a[a.size() - i], b[b.size() - i], tolerance * std::max(1.0, std::abs(b[b.size() - i])))
         << "the last but " << i - 1 << " of " << b.size() << " numbers";
   for (const auto& [name, values] : want.parameters)
     EXPECT_LE(max_difference({{name, got.parameters.at(name)}}, {{name, values}}), tolerance) << name;
 }
 
-/// The message with which its plan is refused; "" where there is one.
+/// The message with which its plan is refused; "" if it is not.
 std::string refusal_of(const Way& way) {
   try {
     models::plan_step(way.config, way.config.model.vocab, 0, way.world, way.threads, "local");
@@ -177,17 +177,17 @@ void expect_refused(const Way& way, const std::string& message) {
   }
 }
 
-/// Without sharding, what is left of its tape is the step of one rank.
+/// Its tape without sharding is the step of one rank.
 void expect_one_device(const Way& way, const Trained& trained) {
   const models::ShardingConfig& s = way.config.sharding;
   if (s.pipeline > 1 || s.tensor > 1 || s.experts > 1) return;  // ops of their own
   const bool gathers = s.context_comm == "all_gather";
   if (!gathers && s.context > models::resolved(way.config.model).kv_heads) return;  // copies of key heads
-  if (s.context > 1 && way.config.model.experts > 0) return;    // places are counted by the ranks' parts of a sequence
-  if (s.context > 1 && way.config.model.lora_rank > 0) return;  // weights' gradients are deferred, to overlap with communication: two layers' in another order
-  // The gradient of what ranks made of gathered latents is Partial, and addends are not rounded.
+  if (s.context > 1 && way.config.model.experts > 0) return;    // capacities are counted per rank's part of a sequence
+  if (s.context > 1 && way.config.model.lora_rank > 0) return;  // deferred weight gradients: two layers' in another order
+  // The gradient of tensors computed from gathered latents is Partial, and partial sums are not rounded.
   if (s.context > 1 && gathers && way.config.model.kv_lora_rank > 0 && way.config.train.fp8 != "none") return;
-  if (way.config.train.compile && way.config.train.fuse) return;  // which ops become one depends on placements
+  if (way.config.train.compile && way.config.train.fuse) return;  // which ops are fused depends on placements
   models::TrainConfig one = way.config;
   one.sharding = {};
   one.sharding.context_comm = s.context_comm;
@@ -202,7 +202,7 @@ void expect_planned(const Way& way, const Trained& trained) {
   const std::vector<int64_t> planned = models::plan_peaks(way.config, way.config.model.vocab, way.world, way.threads, "local");
   if (way.config.sharding.memory_budget == 0) {
     EXPECT_EQ(trained.peaks, planned);
-  } else {  // ranks keep what all of them have room for, or nothing, and a plan knows of one rank
+  } else {  // ranks keep only what all of them have room for, and a plan knows only one rank
     models::TrainConfig plain = way.config;
     plain.sharding.memory_budget = 0;
     const std::vector<int64_t> without = models::plan_peaks(plain, plain.model.vocab, way.world, way.threads, "local");
@@ -213,14 +213,14 @@ void expect_planned(const Way& way, const Trained& trained) {
     for (const Finding& f : check_tape(t)) ADD_FAILURE() << f.to_string();
   expect_one_device(way, trained);
   const int stages = static_cast<int>(way.config.sharding.pipeline), ranks = way.world / stages;
-  for (int stage = 0; stage < stages; ++stage) {  // each has collectives of its own, in an order of its own
+  for (int stage = 0; stage < stages; ++stage) {  // each has its own collectives, in its own order
     std::vector<const Tape*> tapes;
     for (int rank = 0; rank < ranks; ++rank) tapes.push_back(&trained.tapes[static_cast<size_t>(stage * ranks + rank)]);
     for (const Finding& f : check_collectives(tapes)) ADD_FAILURE() << f.to_string();
   }
 }
 
-/// What train.recompute fit makes of it, in a budget between what it takes at most and at least.
+/// The result of train.recompute fit, with a budget between its largest and smallest peak.
 void fit(Way& way, Draw& draw) {
   models::TrainConfig& c = way.config;
   c.train.recompute_blocks = -1, c.train.offload_activations = false, c.sharding.memory_budget = 0;
@@ -233,7 +233,7 @@ void fit(Way& way, Draw& draw) {
   c.sharding.memory_budget = peaks[1] + (peaks[0] - peaks[1]) * draw.below(5) / 4;
   try {
     c = models::fit_recompute(c, c.model.vocab, way.world, way.threads, "local");
-  } catch (const OutOfMemory&) {  // other ranks take more
+  } catch (const OutOfMemory&) {  // other ranks need more
     c.train.recompute = "block", c.sharding.memory_budget = 0;
   }
 }
@@ -247,7 +247,7 @@ TEST_P(RandomTraining, HasTheNumbersOfOneRank) {
     task.model.mtp_layers = 0;
     task.model.lora_rank = 1 + draw.below(5), task.model.lora_layers = draw.of<std::string>({"all", "attention", "mlp"});
   }
-  // What is frozen beside adapters may rest in blocks, whose rows are of whole ones then, and products may be in FP8.
+  // Frozen weights of a model with adapters may be stored in blocks, whose rows must be whole blocks, and products may be in FP8.
   const bool in_blocks = task.model.lora_rank > 0 && draw.one_in(2), wide = in_blocks || draw.one_in(3);
   if (wide) draw_widths(task.model, in_blocks ? kBlockSize : 16, draw);
   if (in_blocks) task.model.quantize = draw.of<std::string>({"int8", "nf4"});
@@ -287,7 +287,7 @@ TEST_P(RandomTraining, HasTheNumbersOfOneRank) {
   const std::vector<double>&tail = same.numbers[0], &all = bits.numbers[0];
   EXPECT_EQ(tail, std::vector(all.end() - std::ssize(tail), all.end()));
   EXPECT_EQ(max_difference(same.parameters, bits.parameters), 0);
-  if (from == 0) expect_planned(twin, same);  // else prefetch may not know the order yet, nor a program be made
+  if (from == 0) expect_planned(twin, same);  // otherwise prefetch may not know the order yet, or there is no program yet
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, RandomTraining, ::testing::ValuesIn(random_seeds(40)), [](const auto& seed) { return str(seed.param); });

@@ -1,6 +1,5 @@
-// Training steps over NCCL, here ThreadNccl and EchoNccl, which check what NCCL demands of registered memory
-// (NcclRules): all that units gather and reduce-scatter is moved in place, at the same places on all ranks, and the
-// results are those of a run that registers nothing.
+// Training steps over NCCL, here ThreadNccl and EchoNccl, which check NCCL's rules for registered memory (NcclRules): all gathers and
+// reduce-scatters of units are in place, at the same offsets on all ranks, and the results are those of a run that registers nothing.
 #include <gtest/gtest.h>
 
 #include "sheaf/tests/distributed/echo_nccl.h"
@@ -14,7 +13,7 @@ namespace {
 
 constexpr int kRanks = 2, kSteps = 5;
 
-/// In bf16 gradients are reduced in it, too.
+/// In bf16 gradients are also reduced in bf16.
 models::TrainConfig config(const char* strategy, const char* dtype) {
   models::TrainConfig c = tiny_rank_config(strategy);
   c.train.dtype = c.sharding.reduce_dtype = dtype;
@@ -26,8 +25,7 @@ struct Trained {
   size_t pieces = 0;
 };
 
-/// What each rank of a job over `library` makes of `c`. From the third step on, or once that is captured, it asks for no
-/// more memory.
+/// The results of `c` on each rank of a job over `library`. From the third step on, or once that is captured, no more memory is requested.
 std::vector<Trained> train(NcclLibrary& library, const models::TrainConfig& c) {
   std::vector<Trained> ranks(kRanks);
   nccl::expect_well(nccl::run_job(library, [&](World& w) {
@@ -57,7 +55,8 @@ void expect_in_place(const NcclRules& rules, const char* kind) {
   EXPECT_EQ(rules.moved(kind).copied, 0) << kind << ", up to " << rules.moved(kind).largest_copied << " bytes";
 }
 
-/// What is gathered and reduced; gradients of `replicate` stay where they are and are copied, but for casts of them.
+/// Gathers and reductions of units are in place; gradients under `replicate` are not in registered memory and are copied, except their
+/// casts.
 void expect_units_in_place(const NcclRules& rules, const std::string& strategy, const std::string& dtype) {
   if (strategy == "replicate" && dtype == "bf16") {
     EXPECT_GT(rules.moved("all_reduce out").in_place, 0);
@@ -83,7 +82,7 @@ TEST(RegisteredBuffers, EverythingThatUnitsSend) {
       const NcclRules& rules = *nccl.rules;
       expect_units_in_place(rules, strategy, dtype);
       EXPECT_EQ(rules.at_unequal_offsets(), 0);
-      // Once a piece, rank and communicator: those for gathers, reductions and all else.
+      // Once per piece, rank and communicator: those for gathers, reductions and everything else.
       const int64_t pieces = static_cast<int64_t>(ranks[0].pieces);
       EXPECT_EQ(ranks[1].pieces, ranks[0].pieces);
       EXPECT_GT(rules.registrations(), 0);

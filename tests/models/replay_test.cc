@@ -1,5 +1,5 @@
-// A recorded training step, backward and optimizer included, runs again from its tape and the values that leaves, state
-// and inputs had before it, when the model and the recording are long gone.
+// A recorded training step, including backward and optimizer, runs again from its tape and the values that leaves, state and inputs had
+// before it, after the model and the recording are destroyed.
 #include <gtest/gtest.h>
 
 #include "sheaf/autograd/checks.h"
@@ -51,7 +51,7 @@ TEST_P(Replay, IsBitwiseEqual) {
     {
       models::TrainingStep step(config, config.model.vocab, world, Device::cpu());
       step.run(0, fill_tiny);
-      step.run(1, fill_tiny);  // from here on the order of gathers is known, and prefetched
+      step.run(1, fill_tiny);  // from this step on the order of gathers is known, and they are prefetched
       const auto result = step.run(2, fill_tiny, &recorded);
       loss = result.loss.to_vector();
       norm = result.grad_norm.to_vector();
@@ -63,7 +63,7 @@ TEST_P(Replay, IsBitwiseEqual) {
     EXPECT_EQ(values[0].to_vector(), loss);
     EXPECT_EQ(values[1].to_vector(), norm);
     size_t compared = 0;
-    for (ValueId v : recorded.tape.leaves()) {  // the optimizer wrote into the copies
+    for (ValueId v : recorded.tape.leaves()) {  // the optimizer wrote to the copies
       const auto it = after.find(recorded.tape.leaf_name(v));
       if (it == after.end()) continue;
       ++compared;

@@ -1,4 +1,4 @@
-// What a checkpoint says of its run, and what a run must share with it to go on.
+// A checkpoint's description of its run, and what a run must have in common with it to resume.
 #include "sheaf/models/run_state.h"
 
 #include <gmock/gmock.h>
@@ -43,7 +43,7 @@ TEST(RunState, ReadsBackWhatItWrites) {
   check_resumable(again, s);
 }
 
-// Of GPT-2 with documents apart, whose learned positions were counted in windows before that was written.
+// GPT-2 with separate documents: before this member existed, learned positions were counted from the window's start.
 TEST(RunState, OlderCheckpointsHaveOtherPositions) {
   RunState run = a_run();
   run.model.type = "gpt2";
@@ -73,7 +73,7 @@ TEST(RunState, NamesWhatDiffers) {
   half.train.dtype = "f16", half.train.loss_scale_interval = 7;
   const RunState again = RunState::from_json(half.to_json());
   check_resumable(again, half);
-  half.train.loss_scale = 8;  // a checkpoint has the scale
+  half.train.loss_scale = 8;  // a checkpoint has its own scale
   check_resumable(again, half);
   half.train.loss_scale_interval = 5;
   EXPECT_THAT(mismatch(again, half), HasSubstr("train.loss_scale_interval was 7 in the checkpoint and is 5 now"));
@@ -111,7 +111,7 @@ TEST(RunState, OfIslandsTheOuterStepIsCompared) {
   now.train.outer_momentum = 0;
   EXPECT_THAT(mismatch(saved, now), HasSubstr("train.outer_momentum was 0.9 in the checkpoint and is 0"));
   now = a_run();
-  now.train.outer_lr = 1;  // of no islands
+  now.train.outer_lr = 1;  // applies only to islands
   check_resumable(a_run(), now);
 }
 
@@ -143,7 +143,7 @@ TEST(RunState, RemembersTheWeightsItStartedFrom) {
   now.weights->xxh3 = "00ee";
   EXPECT_THAT(mismatch(again, now), HasSubstr("model.weights was 'gpt2' with XXH3 00dd in the checkpoint and is "
                                               "'elsewhere/gpt2' with XXH3 00ee now"));
-  now.weights = std::nullopt;  // they are not there any more, or not asked for again
+  now.weights = std::nullopt;  // they no longer exist, or are not requested any more
   check_resumable(again, now);
   now.weights = saved.weights;
   EXPECT_THAT(mismatch(a_run(), now), HasSubstr("model.weights was empty: the run started from random weights"));
@@ -159,7 +159,7 @@ TEST(RunState, TokenizersAreToldApartInALine) {
   EXPECT_THAT(mismatch(saved, now), HasSubstr("is that of token files now"));
 }
 
-// An older program wrote what its preset filled in, where a newer one leaves it to the type.
+// Older programs wrote the values that presets filled in; newer ones leave them to the type.
 TEST(RunState, WhatZeroStandsForIsTheSame) {
   for (const char* type : {"gpt2", "llama"}) {
     RunState saved = a_run(), now = a_run();
@@ -172,7 +172,7 @@ TEST(RunState, WhatZeroStandsForIsTheSame) {
   }
 }
 
-// A run may become longer where its learning rate does not notice.
+// A run may be extended where that does not change its learning rate so far.
 TEST(RunState, StepsCountThroughTheDecay) {
   RunState saved = a_run(), now = a_run();
   now.train.steps = 3000;
@@ -208,7 +208,7 @@ TEST(RunState, WhatAnOlderCheckpointDoesNotSayIsNotCompared) {
   EXPECT_THAT(mismatch(saved, now), HasSubstr("data.order was \"random\" in the checkpoint and is \"shuffled\" now"));
   now.order = "random";
   check_resumable(saved, now);
-  // It had no other decay than that of all its steps after the warm-up.
+  // Its only decay was over all its steps after the warm-up.
   now.train.decay_end = 1999;
   EXPECT_THAT(mismatch(saved, now), HasSubstr("train.decay_end, by default train.steps, was 2000"));
   // Its optimizer was AdamW.
@@ -257,7 +257,7 @@ TEST(RunState, WhatAnOlderCheckpointDoesNotSayIsNotCompared) {
   EXPECT_THAT(mismatch(saved, now), HasSubstr("model.rotary_dim was 0 in the checkpoint and is 2 now"));
   now.model.rotary_dim = 0, now.model.shared_expert_gate = true;
   EXPECT_THAT(mismatch(saved, now), HasSubstr("model.shared_expert_gate was false in the checkpoint and is true now"));
-  // All other options stand in every checkpoint.
+  // All other options are in every checkpoint.
   json.set("options", without(json.at("options"), "train.lr"));
   EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData, [&] { RunState::from_json(json); }), HasSubstr("train.lr"));
 }

@@ -1,6 +1,5 @@
-// Secondary shards: replicas, of which each rank's masters, gradients and optimizer state are a slice of what its
-// group's would be. The bits of whole replicas; how often a group gathers its copy, and what it takes. Gradients in f64
-// are in hybrid_test.cc, except those with a tensor axis.
+// Secondary shards: replicas in which each rank's masters, gradients and optimizer state are a slice of its group's. The bits of whole
+// replicas; how often a group gathers its copy, and its memory. Gradients in f64 are in hybrid_test.cc, except those with a tensor axis.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -39,7 +38,7 @@ TEST(Secondary, BesideATensorAxisInF64) {
     }
 }
 
-// Sums are of the same addends in the same order: cutting the masters changes no bit.
+// Sums have the same addends in the same order: cutting the masters changes no bit.
 TEST(Secondary, BitsAreThoseOfWholeReplicas) {
   for (const int64_t groups : {2, 4}) {
     const TrainedRun expected = train_tiny(replicas(groups, "full_shard", false), 4, kSteps);
@@ -69,7 +68,7 @@ TEST(Secondary, BitsOfBf16AndMicroBatchesAreThoseOfWholeReplicas) {
     }
 }
 
-// Ranks that share sequences hold what each group of the others holds.
+// Ranks that share sequences hold as much as each group of the other ranks.
 TEST(Secondary, CopiesOfRanksThatShareSequences) {
   models::TrainConfig c = replicas(1, "full_shard", false);
   c.sharding.context = 2;
@@ -81,8 +80,8 @@ TEST(Secondary, CopiesOfRanksThatShareSequences) {
   EXPECT_EQ(cut["reduce_scatter context"].count, kUnits);
 }
 
-// A group's copy is gathered once a step, however many micro-batches there are; between the groups travels what whole
-// replicas would sum, as a reduce_scatter, and that copy.
+// A group gathers its copy once per step, however many micro-batches there are; over groups the gradients that whole replicas would
+// all-reduce are reduce-scattered, and the copy is gathered.
 TEST(Secondary, CopiesAreGatheredOnceAStep) {
   for (const int64_t micro_batches : {1, 3}) {
     models::TrainConfig c = replicas(2, "full_shard", false);
@@ -109,7 +108,7 @@ TEST(Secondary, CopiesArePrefetchedAndGoneAtTheEnd) {
         ahead += (tape.node(id).flags & Node::kPrefetched) != 0;
       }
   EXPECT_EQ(copies, kUnits);
-  EXPECT_EQ(ahead, kUnits - 1);  // the first has nothing before it
+  EXPECT_EQ(ahead, kUnits - 1);  // nothing precedes the first
 }
 
 TEST(Secondary, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
@@ -127,7 +126,7 @@ TEST(Secondary, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
     }
 }
 
-// What whole replicas hold of masters, state and gradients, 16 bytes a parameter, is cut in groups.
+// The masters, state and gradients of whole replicas, 16 bytes per parameter, are cut over groups.
 TEST(Secondary, TakesLessMemory) {
   models::TrainConfig c = replicas(8, "full_shard", false);
   c.model.width = 128;
@@ -135,7 +134,7 @@ TEST(Secondary, TakesLessMemory) {
   const int64_t whole = models::plan_step(c, 13, 0, 8, 1, "local").peak.bytes;
   c.sharding.secondary = true;
   const models::Plan plan = models::plan_step(c, 13, 0, 8, 1, "local");
-  // Masters, two moments and the gradient are an eighth, and there is the copy.
+  // Masters, two moments and the gradient are an eighth, but the copy is added.
   EXPECT_NEAR(static_cast<double>(whole - plan.peak.bytes), static_cast<double>(plan.parameters) * 4 * (4 * 7.0 / 8 - 1),
               0.1 * static_cast<double>(whole));
 }
@@ -147,7 +146,7 @@ TEST(Secondary, CheckpointsMoveBetweenMeshes) {
   expect_checkpoint_moves(scratch.path(), to[0], to);
 }
 
-// Evaluation gathers outside of recordings; a training step after it finds nothing of that left.
+// Evaluation gathers outside recordings; a training step after it reuses none of that.
 TEST(Secondary, StepsAndPassesWithoutARecordingTakeTurns) {
   std::vector<int32_t> ids(200);
   for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int32_t>(i * i % 13);
@@ -176,7 +175,7 @@ TEST(Secondary, StepsAndPassesWithoutARecordingTakeTurns) {
   EXPECT_EQ(whole, cut);
 }
 
-// What a late block's parameter is prefetched for may come after the last backward, in its recording.
+// The prefetched parameter of a late block may still be read after the last backward, in its recording.
 TEST(Secondary, AValueMayBeReadAfterTheLastBackward) {
   run_local(4, [](World& w) {
     const Mesh mesh = w.mesh({{"secondary", 2}, {"data", 2}});
@@ -194,7 +193,7 @@ TEST(Secondary, AValueMayBeReadAfterTheLastBackward) {
   }, {.threads_per_rank = 1});
 }
 
-// They are of a forward that no recording knows: a step that comes behind it takes none of them, and no plan has them.
+// They belong to a forward that no recording knows: the next step uses none of them, and no plan includes them.
 TEST(Secondary, CopiesOfAnEvaluationGoWhereAStepBegins) {
   run_local(4, [](World& w) {
     const Mesh mesh = w.mesh({{"secondary", 4}, {"data", 1}});
@@ -216,7 +215,7 @@ TEST(Secondary, WhatCannotBeIsRefused) {
   EXPECT_THAT(refusal(4, replicas(1)), HasSubstr("sharding.secondary needs several groups of ranks"));
   models::TrainConfig c = replicas(1);
   c.sharding.context = 2;
-  EXPECT_THAT(refusal(2, c), HasSubstr("a sharding.context that is not what the parameters are cut over"));  // which cuts the parameters already
+  EXPECT_THAT(refusal(2, c), HasSubstr("a sharding.context that is not what the parameters are cut over"));  // which cuts them
   EXPECT_THAT(refusal(4, replicas(2, "replicate")), HasSubstr("one on each rank already"));
   run_local(4, [](World& w) {
     const Mesh mesh = w.mesh({{"replica", 2}, {"data", 2}});

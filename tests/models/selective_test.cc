@@ -1,4 +1,4 @@
-// train.recompute selective: what ops can cheaply recompute from what their derivatives read anyway is not kept, and no bit
+// train.recompute selective: values that ops can cheaply recompute from what their derivatives read anyway are not kept, and no bit
 // changes.
 #include <gtest/gtest.h>
 
@@ -58,7 +58,7 @@ TEST(Selective, GoesWithOtherAxesProgramsAndWholeBlocks) {
   }
 }
 
-// Two norms and an activation function of each block, once for each micro-batch.
+// Two norms and an activation function in each block, once per micro-batch.
 TEST(Selective, TheTapeSaysWhatIsComputedAgain) {
   for (const auto& [type, norm, activation] : {std::tuple("gpt2", "layer_norm", "gelu"), {"llama", "rms_norm", "swiglu"}}) {
     models::TrainConfig c = selective(config_of(type));
@@ -74,8 +74,8 @@ TEST(Selective, TheTapeSaysWhatIsComputedAgain) {
   }
 }
 
-// Beside a token's twelve others in a GPT's block, of its width: two normalised ones and four behind gelu. As many rows as make
-// parameters small.
+// A GPT block keeps twelve other values of its width per token, in addition to two normalised ones and four after gelu. Enough rows that
+// parameters are small.
 TEST(Selective, KeepsAThirdLessThanItWould) {
   models::TrainConfig c = tiny_config();
   c.model.width = 64, c.model.context = 256, c.model.bias = false;
@@ -90,7 +90,7 @@ TEST(Selective, KeepsAThirdLessThanItWould) {
   EXPECT_EQ(growth(c) - growth(selective(c)), six);
 }
 
-// What blocks that are computed again add to the peak, for twice as many rows: one residual stream each.
+// The growth of the peak per recomputed block, with twice as many rows: one residual stream.
 TEST(WholeBlocks, KeepOneResidualStream) {
   for (const char* type : {"gpt2", "llama"}) {
     models::TrainConfig c = tiny_config();
@@ -114,7 +114,7 @@ struct Derivatives {
   int64_t again = 0;
 };
 
-// A norm, if asked for, whose weight and bias are values themselves, read by nobody else; gelu and swiglu.
+// Optionally a norm, whose weight and bias are plain values with no other reader; gelu and swiglu.
 Derivatives of_activations(bool is_selective, bool has_norm) {
   const Tensor x = Tensor::from<double>({0.5, -1, 2, 0.25, 3, -0.5}, {2, 3}), w = Tensor::from<double>({1, 2, -1}, {3}),
                v = Tensor::from<double>({0.5, 1, 2, -1, 1, 0.5}, {2, 3});
@@ -152,7 +152,7 @@ TEST(Selective, DerivativesGoThroughBothCopies) {
   }
 }
 
-// Of a value that was computed again, and is asked for: what its copy leads to is part of it.
+// The gradient of a value that is recomputed, if requested, includes the paths through its copy.
 TEST(Selective, GradientsOfWhatIsComputedAgainCountItsCopies) {
   const auto gradient = [](bool is_selective) {
     const Tensor x = Tensor::from<double>({0.5, -1, 2}, {1, 3}), w = Tensor::from<double>({1, 2, -1}, {1, 3});
@@ -169,7 +169,7 @@ TEST(Selective, GradientsOfWhatIsComputedAgainCountItsCopies) {
   EXPECT_EQ(gradient(true), expected);
 }
 
-// What nobody reads in the backward is not computed again.
+// Values that nobody reads in the backward are not recomputed.
 TEST(Selective, NothingIsComputedForFrozenWeights) {
   const Tensor x = Tensor::from<double>({0.5, -1, 2}, {1, 3}), w = Tensor::from<double>({1, 2, -1}, {1, 3});
   Recording recording;

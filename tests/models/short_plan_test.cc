@@ -27,8 +27,8 @@ models::TrainConfig config_of(const std::string& type) {
   return c;
 }
 
-// A short plan is that of the whole step: its seconds, its peaks, what is received and what is waited for. Links are slow enough
-// for all to wait for each other.
+// A short plan equals that of the whole step: its seconds, its peaks, received bytes and waiting times. Links are slow enough for all ranks
+// to wait for each other.
 void expect_short_plans_are_whole(const models::TrainConfig& c, int world, int ranks_per_host, const std::string& what) {
   Machine machine = machine_named("h200");
   machine.products = {2e9, 8};
@@ -66,7 +66,7 @@ TEST_F(ShortPlans, AreWholeOnesWithAnyNumberOfMicroBatches) {
         }
 }
 
-// Of as many blocks each and not; fewer micro-batches than stages, as many, and more.
+// Equally many blocks per stage and not; fewer micro-batches than stages, as many, and more.
 TEST_F(ShortPlans, AreWholeOnesWithAnyNumberOfStages) {
   for (const int64_t stages : {2, 3, 4, 6})
     for (const int64_t layers : {stages, stages + 1, 2 * stages - 1, 2 * stages + 1})
@@ -99,7 +99,7 @@ TEST_F(ShortPlans, AreWholeOnesWithWindowsInSomeBlocks) {
   }
 }
 
-// Where micro-batches go round the stages: of many blocks and few, as many rounds as there are kinds of turns, and more.
+// Interleaved stages: with many blocks and few, as many rounds as there are kinds of turns, and more.
 TEST_F(ShortPlans, AreWholeOnesWithSeveralRuns) {
   for (const auto& [stages, runs, layers] : {std::tuple{2, 2, 21}, {2, 3, 40}, {3, 2, 31}, {4, 2, 37}, {5, 2, 31}, {4, 3, 48}, {4, 2, 9}})
     for (const int64_t rounds : {1, 2, 7}) {
@@ -141,7 +141,7 @@ TEST_F(ShortPlans, AreWholeOnesOnAllAxes) {
       }
 }
 
-// Rows of experts that come from one rank after another, or some experts after others; tokens that are gathered.
+// Rows of experts that arrive rank by rank, or in groups of experts; tokens that are gathered.
 TEST_F(ShortPlans, AreWholeOnesWithExperts) {
   models::ModelConfig many = tiny_mixture();
   many.experts = 16;

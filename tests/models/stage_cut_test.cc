@@ -1,4 +1,4 @@
-// Stages cut so that none waits for the head: what it counts, and that the cut is a choice of speed alone.
+// Stages cut so that none waits for the head: its cost, and that the cut affects only speed.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -36,7 +36,7 @@ TEST(StageCutOfAModel, TheHeadCountsAsItsOperationsDo) {
   EXPECT_EQ(models::head_in_blocks(c, 7), 0.5);
 }
 
-// Layers for further tokens are blocks that may be computed again, with a head each.
+// MTP layers count as blocks that may be recomputed, with a head each.
 TEST(StageCutOfAModel, WhatPredictsFurtherTokensCountsToo) {
   models::TrainConfig c = llama3_8b();
   const double width = 4096, projections = 2 * width * width + 2 * width * 1024, mlp = 3 * width * 14336, attention = 8192 * width;
@@ -87,7 +87,7 @@ TEST(StageCutOfAModel, IsTheOneThatTrains) {
   }, {.threads_per_rank = 1});
 }
 
-// A head of two blocks behind six: 4 and 2 rather than 3 and 3.
+// Six blocks and a head as long as two: 4 and 2 rather than 3 and 3.
 TEST(StageCutOfAModel, TakesLessTime) {
   if (!kernels::kHasCuda) GTEST_SKIP() << "estimates are of GPUs, for which this build has no kernels";
   models::TrainConfig c = llama3_8b();

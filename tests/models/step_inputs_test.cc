@@ -1,5 +1,4 @@
-// The inputs of a step are side by side, in the same place for every step, and are what the recording and the sampler
-// would have given.
+// The inputs of a step are adjacent, at the same address in every step, and are those that the recording and the sampler would have given.
 #include "sheaf/models/step_inputs.h"
 
 #include <gtest/gtest.h>

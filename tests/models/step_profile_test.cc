@@ -1,4 +1,4 @@
-// A step's measured time line has what the step's tape has.
+// A step's measured timeline has everything on the step's tape.
 #include "sheaf/models/step_profile.h"
 
 #include <chrono>
@@ -104,7 +104,7 @@ void expect_what_tapes_have(Device device, bool offload = false) {
           spans.push_back({name, begin, begin + e.at("dur").as_double()});
         }
         for (const auto& [name, count] : expected.ops) EXPECT_EQ(seen.ops[name], count) << name;
-        // What a program gives, some numbers, is copied behind its last op.
+        // A program's results, some numbers, are copied after its last op.
         EXPECT_LE(peak, peaks[static_cast<size_t>(rank)]);
         EXPECT_GE(peak, peaks[static_cast<size_t>(rank)] - (compiled ? 16 : 0));
         if (!compiled) continue;  // an eager step does more than it records
@@ -151,7 +151,7 @@ TEST(StepProfile, OfAGpuIsInItsTimeAndNotTheHosts) {
   EXPECT_GE(std::max(waits[0], waits[1]), 0.8 * kTravels);  // the emulated GPU may run a rank's lane while the other rank waits
 }
 
-// Of a rank that fails, a lane may end its call when the profile has gone.
+// If a rank fails, a lane may end its call after the profile was destroyed.
 TEST(Profile, IsOutlivedByItsSpans) {
   std::optional<Profile> profile(std::in_place);
   std::optional<ProfileSpan> span(std::in_place, "lane", "gather", "n");
@@ -173,7 +173,7 @@ TEST(StepProfile, WhatAnOpWaitedForIsNotItsOwn) {
     }
     const std::string line = profile.write(folder / "trace.json");
     const size_t waits = line.find(": waits "), op = line.find(", op ");
-    ASSERT_NE(waits, std::string::npos) << line;  // first, so the largest share
+    ASSERT_NE(waits, std::string::npos) << line;  // first, so it has the largest share
     ASSERT_NE(op, std::string::npos) << line;
     EXPECT_LT(std::stod(line.substr(op + 5)), 50) << line;
   });

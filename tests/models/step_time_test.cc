@@ -1,4 +1,4 @@
-// What a step is estimated to take: from operations that are the model's, by times that are derived independently.
+// The estimated time of a step: from the model's operations, with independently derived times.
 #include "sheaf/models/step_time.h"
 
 #include <gtest/gtest.h>
@@ -25,7 +25,7 @@ class StepTimes : public ::testing::Test {
 models::TrainConfig config_of(const std::string& type) {
   models::TrainConfig c = tiny_config();
   c.model = type == "mixture" ? tiny_mixture(1.1) : tiny_model(type, 4, 4);
-  if (type == "latent") c.model.v_head_dim = 9;  // as wide as keys: of the backward's five products each is a fifth
+  if (type == "latent") c.model.v_head_dim = 9;  // as wide as keys: each of the backward's five products is a fifth
   c.model.layers = 4;
   c.model.dropout = 0;
   c.train.batch = 24;
@@ -42,7 +42,7 @@ Operations operations_of(const models::TrainConfig& c, int world) {
   for (NodeId id = 0; id < plan.tape.num_nodes(); ++id) {
     const Work w = work_of(plan.tape, plan.tape.node(id));
     out.products += w.products;
-    // The field counts four products of attention's backward, not that of the scores, which is there a second time.
+    // The field counts four products of attention's backward, without that of the scores, which is repeated there.
     out.attention += w.attention_forward + w.attention_backward * 4 / 5;
   }
   return out;
@@ -63,7 +63,7 @@ TEST_F(StepTimes, OperationsOnTheTapeAreThoseOfTheModel) {
       }
 }
 
-// Of each layer that predicts further tokens a block, what is before it, and a head.
+// Each MTP layer adds a block, the ops before it, and a head.
 TEST_F(StepTimes, LayersForFurtherTokensHaveTheOperationsOfTheModel) {
   for (const char* type : {"llama", "latent"})
     for (const int64_t mtp_layers : {1, 2}) {
@@ -75,7 +75,7 @@ TEST_F(StepTimes, LayersForFurtherTokensHaveTheOperationsOfTheModel) {
     }
 }
 
-// Of frozen weights there are no gradients; nor, in the first block, is there one of what attention reads.
+// Frozen weights have no gradients; nor, in the first block, does attention's input.
 TEST_F(StepTimes, AdaptersHaveTheOperationsOfTheModel) {
   for (const char* type : {"gpt2", "llama"})
     for (const char* layers : {"all", "attention", "mlp"}) {
@@ -84,7 +84,7 @@ TEST_F(StepTimes, AdaptersHaveTheOperationsOfTheModel) {
       const models::ModelConfig m = models::resolved(c.model);
       const auto tokens = static_cast<double>(m.context * c.train.batch);
       double unneeded = 2 * tokens * static_cast<double>(m.width * (m.heads + 2 * m.kv_heads) * m.head_dim);
-      if (layers == std::string("mlp"))  // nor of attention, nor of what an MLP reads
+      if (layers == std::string("mlp"))  // nor do attention and the input of an MLP
         unneeded += 2 * tokens * static_cast<double>(m.width * m.heads * m.head_dim) +
                     2 * tokens * static_cast<double>((type == std::string("gpt2") ? 1 : 2) * m.width * m.mlp_width) +
                     tokens * 4 * static_cast<double>(m.context * m.heads * m.head_dim);
@@ -107,7 +107,7 @@ TEST_F(StepTimes, WindowsHaveTheOperationsOfTheirKeys) {
     const Operations counted = operations_of(c, 1);
     EXPECT_DOUBLE_EQ(counted.products + counted.attention, models::flops_per_step(c)) << every;
     EXPECT_EQ(counted.products, all.products);
-    // Of T tokens each sees two, but the first; all see T / 2 in the mean.
+    // Of T tokens each attends to two, except the first; without a window to T / 2 on average.
     const auto context = static_cast<double>(c.model.context), full = every ? static_cast<double>(4 / every) : 0;
     EXPECT_DOUBLE_EQ(counted.attention, all.attention * (full + (4 - full) * (2 - 2 / context) / (context / 2)) / 4);
   }
@@ -124,7 +124,7 @@ TEST_F(StepTimes, RanksThatShareLayersShareTheirOperations) {
     EXPECT_DOUBLE_EQ(4 * operations_of(c, 4).products, alone.products);
     c.sharding.context = 1, c.sharding.tensor = 4;
     EXPECT_DOUBLE_EQ(4 * operations_of(c, 4).attention, alone.attention);
-    // A head whose vocabulary is cut computes its logits a second time.
+    // A tensor-parallel head computes its logits a second time.
     const double logits = 2 * static_cast<double>(c.train.batch * c.model.context * c.model.width * c.model.vocab);
     EXPECT_DOUBLE_EQ(4 * operations_of(c, 4).products, alone.products + logits);
   }
@@ -141,7 +141,7 @@ TEST_F(StepTimes, StagesHaveTheOperationsOfTheirBlocks) {
   EXPECT_DOUBLE_EQ(4 * operations_of(c, 4).products, alone.products - head);
 }
 
-// By default operands are read and results written once; what is added to is read, too.
+// By default operands are read and results written once; results that are accumulated into are read, too.
 TEST_F(StepTimes, BytesAreThoseOfOperandsAndResults) {
   for (const bool tied : {false, true}) {
     models::TrainConfig c = config_of("llama");
@@ -167,7 +167,7 @@ TEST_F(StepTimes, BytesAreThoseOfOperandsAndResults) {
   }
 }
 
-// But for a block's last product, whose result nobody needs again.
+// Except a block's last product, whose result is not needed again.
 TEST_F(StepTimes, RecomputingIsWorkToo) {
   models::TrainConfig c = config_of("llama");
   c.model.vocab = 48;
@@ -181,8 +181,7 @@ TEST_F(StepTimes, RecomputingIsWorkToo) {
   EXPECT_DOUBLE_EQ(operations_of(c, 1).products - once, tokens * forward);
 }
 
-// Each stage's time line where nothing takes any but attention, 1 forward and 3 backward, of which so many are its last weight's
-// gradient.
+// Each stage's timeline if only attention takes time, 1 forward and 3 backward, of which `of_weight` is its last weight's gradient.
 std::vector<Timeline> seconds_of_attention(const models::TrainConfig& c, double of_weight = 0) {
   const Machine machine = machine_named("h200");
   const auto stages = static_cast<int>(c.sharding.pipeline);
@@ -205,7 +204,7 @@ std::vector<Timeline> seconds_of_attention(const models::TrainConfig& c, double 
   return clock(times);
 }
 
-// 1F1B: of M micro-batches through N stages the last one ends after (M + N - 1) turns of a forward and a backward.
+// 1F1B: with M micro-batches through N stages the last one ends after (M + N - 1) turns of a forward and a backward.
 TEST_F(StepTimes, APipelineTakesAsManyTurnsAsMicroBatchesAndStagesAskFor) {
   for (const int stages : {1, 2, 4})
     for (const int64_t micro_batches : {4, 8, 12}) {
@@ -220,7 +219,7 @@ TEST_F(StepTimes, APipelineTakesAsManyTurnsAsMicroBatchesAndStagesAskFor) {
     }
 }
 
-// Of that the stages wait (N - 1) (F + B - W), where gradients of weights come later.
+// Of that the stages wait (N - 1) (F + B - W), if gradients of weights are deferred.
 TEST_F(StepTimes, StagesWaitLessWhereGradientsOfWeightsComeLater) {
   for (const int stages : {2, 3, 4})
     for (const int runs : {1, 2})
@@ -240,7 +239,7 @@ TEST_F(StepTimes, StagesWaitLessWhereGradientsOfWeightsComeLater) {
       }
 }
 
-// What goes on round a ring of two has another link than what goes back.
+// In a ring of two, forward and backward sends use different links.
 TEST_F(StepTimes, ARingHasALinkEachWay) {
   models::TrainConfig c = config_of("llama");
   c.sharding.pipeline = c.sharding.pipeline_runs = 2;
@@ -253,7 +252,7 @@ TEST_F(StepTimes, ARingHasALinkEachWay) {
   EXPECT_EQ(lanes, (std::set<std::string>{"rank 0 to 1", "rank 0 back to 1", "rank 1 to 0", "rank 1 back to 0"}));
 }
 
-// Of V runs of blocks a turn is a V-th of that: (M V + N - 1) of them.
+// With V runs of blocks a turn takes a V-th of that: (M V + N - 1) of them.
 TEST_F(StepTimes, RunsOfBlocksMakeTurnsShorter) {
   for (const auto& [stages, runs] : {std::pair{2, 2}, {2, 4}, {4, 2}, {3, 3}})
     for (const int64_t rounds : {1, 2, 3}) {
@@ -291,11 +290,11 @@ std::pair<double, double> first_transfer(models::TrainConfig c, int world, const
 
 TEST_F(StepTimes, TransfersTakeTheLinksBetweenTheirRanks) {
   const models::TrainConfig c = config_of("llama");
-  const auto near = [](double a, double b) { EXPECT_NEAR(a, b, 2e-3 * b); };  // slices are padded, bytes those of rank 0
+  const auto near = [](double a, double b) { EXPECT_NEAR(a, b, 2e-3 * b); };  // slices are padded, bytes are those of rank 0
   for (const char* name : {"all_gather", "reduce_scatter"}) {
     const auto [inside, bytes] = first_transfer(c, 4, slow_links(4), name);
     near(inside, bytes / 1e3);
-    // Two hosts of two: half of everything comes in through two links.
+    // Two hosts of two ranks: half of everything comes in through two links.
     near(first_transfer(c, 4, slow_links(2), name).first, bytes / 3 * 4 / 2 / 2 / 10);
     // Every rank alone.
     near(first_transfer(c, 4, slow_links(1), name).first, bytes / 10);
@@ -312,7 +311,7 @@ TEST_F(StepTimes, TransfersTakeTheLinksBetweenTheirRanks) {
   EXPECT_DOUBLE_EQ(first_transfer(stages, 4, slow_links(1), "send").first, activations / 10);
 }
 
-// Rings are as long as there are ranks; of one rank of each host NCCL takes trees, as it does where all add up.
+// A ring has as many hops as ranks; with one rank per host NCCL uses trees, as for all-reduces.
 TEST_F(StepTimes, RingsTakeAHopForEachRank) {
   const models::TrainConfig c = config_of("llama");
   const auto hops = [&](int ranks_per_host, const char* name) {
@@ -330,7 +329,7 @@ TEST_F(StepTimes, RingsTakeAHopForEachRank) {
   EXPECT_NEAR(hops(4, "all_reduce"), 2e-3 + 1e-6, 1e-9);
 }
 
-// Half as many of them, twice as wide: as many operations.
+// Half as many heads, twice as wide: the same number of operations.
 TEST_F(StepTimes, HeadsThatCudnnRefusesTakeTwiceAsLong) {
   Machine machine = machine_named("h200");
   machine.products = {1e30, 0}, machine.attention_forward = machine.attention_backward = {1e6, 0};
@@ -358,14 +357,14 @@ TEST_F(StepTimes, WaitsAreWhatIsNotComputed) {
       EXPECT_GT(time.received, 0);
     }
   }
-  // Where the host is slower than the GPU, it is what takes the time; a graph is one launch.
+  // If the host is slower than the GPU, its time counts; a graph is one launch.
   machine.issue_seconds = 1;
   EXPECT_GT(models::time_step(c, 48, 1, machine).seconds, 50);
   c.train.cuda_graph = true;
   EXPECT_LT(models::time_step(c, 48, 1, machine).seconds, 1);
 }
 
-// Of two islands one sends the other half of its masters twice.
+// With two islands, each sends the other one half of its masters twice.
 TEST_F(StepTimes, IslandsTakeAStepOfOneAndAShareOfAnOuterStep) {
   models::TrainConfig c = models::islands_of(config_of("gpt2"), 2);
   Machine machine = machine_named("h200");
@@ -379,8 +378,8 @@ TEST_F(StepTimes, IslandsTakeAStepOfOneAndAShareOfAnOuterStep) {
   const double each = more(1);
   EXPECT_NEAR(more(10), each / 10, 1e-9 * each);
   const models::Plan plan = models::plan_step(c, 48, 7, 8, 1, "nccl", Device::cuda());
-  const auto masters = static_cast<double>(plan.outer_state_bytes);  // a tensor of them, and of their momentum, halved
-  EXPECT_GT(each, 0.95 * masters / 1e6);  // the last island has the larger part, of small units
+  const auto masters = static_cast<double>(plan.outer_state_bytes);  // one tensor of masters and one of momentum, both halved
+  EXPECT_GT(each, 0.95 * masters / 1e6);  // the last island has the larger part if units are small
   EXPECT_LT(each, 1.1 * masters / 1e6);
   c.train.inner_steps = 1;
   const models::StepTime time = models::time_step(c, 48, 8, machine);
@@ -405,7 +404,7 @@ TEST_F(StepTimes, StateInTheHostsMemoryTakesTheBus) {
               0.02 * static_cast<double>(plan.host_peak.bytes) / 1e3);
 }
 
-// What is brought and what leaves does so beside what is computed, if the bus is fast enough.
+// Onloading and offloading overlap with compute, if the bus is fast enough.
 TEST_F(StepTimes, MastersComeBesideWhatIsComputed) {
   models::TrainConfig c = config_of("gpt2");
   c.model.layers = 8;
@@ -420,15 +419,15 @@ TEST_F(StepTimes, MastersComeBesideWhatIsComputed) {
       machine.host_bytes_per_second = 1;
       return models::time_step(c, 48, world, machine);
     }();
-    machine.host_bytes_per_second = slow.seconds / (0.5 * computing);  // all that crosses the bus takes half of the step
+    machine.host_bytes_per_second = slow.seconds / (0.5 * computing);  // everything that crosses the bus takes half of the step
     const models::StepTime fast = models::time_step(c, 48, world, machine);
-    // The update and the gradients' norm read half of it, beside nothing.
+    // The update and the gradients' norm read half of it, without overlap.
     EXPECT_GT(fast.seconds, 1.2 * computing) << world;
     EXPECT_LT(fast.seconds, 1.35 * computing) << world;
   }
 }
 
-// Masters when they are brought, gradients when they leave, both in the update, and gradients once more for their norm.
+// Masters when they are onloaded, gradients when they are offloaded, both in the update, and gradients once more for their norm.
 TEST_F(StepTimes, MastersInTheHostsMemoryTakeTheBus) {
   for (const char* dtype : {"f32", "bf16"}) {
     models::TrainConfig c = config_of("gpt2");
@@ -444,7 +443,7 @@ TEST_F(StepTimes, MastersInTheHostsMemoryTakeTheBus) {
       if (tape.op_name(n) == "offload_gradient") left += 4.0 * static_cast<double>(tape.type(tape.output(n, 0)).local_shape().numel());
     }
     EXPECT_GT(brought, 1.4 * left);  // blocks twice
-    // What leaves does so while later ones come.
+    // Offloading overlaps with onloading of later ones.
     const double seconds = models::time_step(c, 48, 1, machine).seconds, update = (2 * left + left) / 1e3;
     EXPECT_GT(seconds, 0.99 * (brought / 1e3 + update)) << dtype;
     EXPECT_LT(seconds, 0.99 * ((brought + left) / 1e3 + update)) << dtype;

@@ -1,6 +1,5 @@
-// Tensor and sequence parallelism with sharding: a mesh (data, model) whose second axis cuts heads, hidden units, the
-// vocabulary and sequences. Gradients in f64; the bits of every strategy on the same mesh; what travels along which axis, and
-// the bytes.
+// Tensor and sequence parallelism with sharding: a mesh (data, model) whose second axis cuts heads, hidden units, the vocabulary and
+// sequences. Gradients in f64; the bits of every strategy on the same mesh; the communication along each axis, and its bytes.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -51,7 +50,7 @@ INSTANTIATE_TEST_SUITE_P(Meshes, TensorGradients,
                                             ::testing::Values(mesh(0, 1, 1), mesh(0, 1, 2), mesh(0, 1, 3), mesh(0, 2, 2),
                                                               mesh(0, 3, 2), mesh(0, 2, 3)),
                                             ::testing::Values(7)));
-// Groups of which some have no row, more ranks than tokens divide among, and all three axes.
+// Groups of which some have no row, more ranks than the number of tokens is divisible by, and all three axes.
 INSTANTIATE_TEST_SUITE_P(Uneven, TensorGradients,
                          ::testing::Combine(::testing::Values("gpt2"), ::testing::Values("full_shard", "zero1"),
                                             ::testing::Values(mesh(0, 1, 4), mesh(0, 1, 5), mesh(2, 1, 2), mesh(2, 2, 2)),
@@ -61,8 +60,8 @@ INSTANTIATE_TEST_SUITE_P(NormedHeads, TensorGradients,
                          ::testing::Combine(::testing::Values("qwen3", "olmo"), ::testing::Values("full_shard", "zero1"),
                                             ::testing::Values(mesh(2, 1, 2), mesh(2, 2, 2)), ::testing::Values(3, 1)));
 
-// More ranks than the three key heads, which are six halves: one for each rank, not for each, beside a context axis that shares
-// the heads that read a copy.
+// More ranks than the three key heads, which are cut into six halves: one for each rank, or not; combined with a context axis over which
+// the query heads of a copy are shared.
 INSTANTIATE_TEST_SUITE_P(Copies, TensorGradients,
                          ::testing::Combine(::testing::Values("llama", "untied llama", "qwen3", "olmo"), ::testing::Values("full_shard", "replicate"),
                                             ::testing::Values(mesh(0, 1, 4), mesh(0, 1, 6), mesh(0, 2, 5), mesh(2, 1, 4),
@@ -87,7 +86,7 @@ TEST(Tensor, StrategiesPrefetchUnitsAndRecomputeChangeNoBit) {
   }
 }
 
-// What is drawn does not depend on how layers are cut: neither first values nor what dropout drops.
+// Random draws do not depend on how layers are cut: neither initial values nor dropout masks.
 TEST(Tensor, TrainsAsOneRankDoes) {
   for (const char* type : {"gpt2", "untied llama", "qwen3"}) {
     models::TrainConfig c = tensor(1, "full_shard", type);
@@ -121,7 +120,7 @@ TEST(Tensor, FirstValuesAreThoseOfOneRank) {
   }
 }
 
-// A cut parameter as a whole, its gradient, and values given to it.
+// A cut parameter as a whole, its gradient, and setting it from whole values.
 TEST(Tensor, WholeParametersInAndOut) {
   run_local(6, [](World& w) {
     const Mesh mesh = w.mesh({{"data", 2}, {"model", 3}});
@@ -148,19 +147,19 @@ TEST(Tensor, WholeParametersInAndOut) {
   }, {.threads_per_rank = 1});
 }
 
-// Of rank 0, which has 3 rows of the batch, 4 of their 9 tokens and 6 of the 13 words.
+// For rank 0, which has 3 rows of the batch, 4 of their 9 tokens and 6 of the 13 words.
 //
-// In a block the activations are put together twice and the addends summed twice; the backward does the reverse, and puts
-// the activations together again for the weights' gradients. The embedding sums addends once, the head puts together once.
-// Beside these travel a few bytes a token: tokens, targets, and the log-sum-exps of each part of the vocabulary. Of the
-// parameters only those that no rank cuts are summed along the tensor axis, and units gather their share alone.
+// A block all-gathers activations twice and reduce-scatters partial sums twice; the backward does the reverse, and gathers the activations
+// again for the weights' gradients. The embedding reduce-scatters once, the head all-gathers once. In addition a few bytes per token are
+// sent: tokens, targets, and the log-sum-exps of each part of the vocabulary. Only the gradients of replicated parameters are summed along
+// the tensor axis, and units gather only their own share.
 TEST(Tensor, WhatTravelsAlongWhichAxis) {
   const int64_t layers = tensor(1).model.layers, width = tensor(1).model.width;
   constexpr int64_t kRows = 3, kMine = kRows * 4, kOthers = kRows * 5, kSize = 4;
   for (const char* type : {"gpt2", "llama", "untied llama"}) {
     SCOPED_TRACE(type);
     models::TrainConfig one = tensor(1, "full_shard", type), two = tensor(2, "full_shard", type);
-    one.sharding.prefetch_bytes = two.sharding.prefetch_bytes = 0;  // what stays for the backward is no matter of sizes then
+    one.sharding.prefetch_bytes = two.sharding.prefetch_bytes = 0;  // which units stay for the backward then does not depend on sizes
     auto whole = traffic(models::plan_step(one, 13, 0, 2, 1, "local").tape);
     auto cut = traffic(models::plan_step(two, 13, 0, 4, 1, "local").tape);
     const int64_t log_sum_exps = kMine + kOthers;
@@ -168,7 +167,7 @@ TEST(Tensor, WhatTravelsAlongWhichAxis) {
     EXPECT_EQ(cut["all_gather model"].bytes, kSize * ((6 * layers + 3) * kOthers * width + 2 * kOthers + log_sum_exps));
     EXPECT_EQ(cut["reduce_scatter model"].count, 4 * layers + 2 + 1);
     EXPECT_EQ(cut["reduce_scatter model"].bytes, kSize * ((4 * layers + 2) * kMine * width + log_sum_exps));
-    // Norms and biases of a block; positions and the last norm. Of these a rank's share, in lines of 32 values.
+    // Norms and biases of a block; positions and the last norm. A rank's share of these, in lines of 32 values.
     const bool gpt = std::string(type) == "gpt2";
     EXPECT_EQ(cut["all_reduce model"].count, layers + 1);
     EXPECT_EQ(cut["all_reduce model"].bytes, kSize * 32 * (layers * (gpt ? 3 : 1) + (gpt ? 5 : 1)));
@@ -179,8 +178,8 @@ TEST(Tensor, WhatTravelsAlongWhichAxis) {
   }
 }
 
-// Six ranks of which each has a query head and half a key head: what travels beside is the keys and values of a token, the others'
-// halves, and in the backward their gradients.
+// Six ranks, each with one query head and half a key head: additionally the other halves of the keys and values of each token are sent, and
+// their gradients in the backward.
 TEST(Tensor, WholeKeysArePutTogether) {
   const models::ModelConfig m = models::resolved(model_of("llama"));
   const int64_t layers = m.layers, both = 2 * m.kv_heads * m.head_dim;
@@ -210,7 +209,7 @@ struct Two : nn::Module {
   SHEAF_FIELDS(a, b);
 };
 
-// A layer that is sharded by itself, and another in what is sharded around it.
+// A layer that is sharded by itself, and one inside a module that is sharded.
 TEST(Tensor, LayersShardedAloneAreCutAlike) {
   run_local(4, [](World& w) {
     const nn::AttentionConfig config{.width = 24, .heads = 6, .kv_heads = 3};
@@ -238,7 +237,7 @@ TEST(Tensor, LayersShardedAloneAreCutAlike) {
   }, {.threads_per_rank = 1});
 }
 
-// Logits are placed as tokens are, with all of the vocabulary.
+// Logits are placed like tokens, with the whole vocabulary.
 TEST(Tensor, LogitsHaveAllOfTheVocabulary) {
   const auto logits = [](const Axes& axes, const Placement& along_model) {
     std::vector<double> out;
@@ -334,7 +333,7 @@ TEST(Tensor, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
     }
 }
 
-// What a rank holds of a step shrinks with the axis: activations and weights of the blocks.
+// The memory that a rank needs for a step shrinks with the axis: activations and weights of the blocks.
 TEST(Tensor, ARankHoldsItsShareOfABlock) {
   models::TrainConfig c = tensor(1);
   c.model.width = 96;

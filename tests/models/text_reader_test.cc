@@ -25,7 +25,7 @@ using ::testing::HasSubstr;
 
 size_t nowhere(std::string_view text, size_t) { return text.size(); }
 
-// Lines of growing length, 700 KB in all: more than what is read ahead.
+// Lines of growing length, 700 KB in all: more than is read ahead.
 std::string a_text() {
   std::string text;
   for (int i = 0; text.size() < 700'000; ++i) text += str("line ", i, ' ', std::string(static_cast<size_t>(i % 1000), 'x'), '\n');
@@ -75,7 +75,7 @@ TEST(TextReader, BlocksAreTheTextAndEndWhereItMayBeCut) {
   EXPECT_EQ(empty.bytes(), 0);
 }
 
-// What comes in pieces is cut as a file is.
+// Input that arrives in pieces is cut as a file is.
 TEST(TextReader, StandardInput) {
   ScratchFolder folder;
   const std::string text = a_text();
@@ -115,7 +115,7 @@ TEST(TextReader, StandardInputOfWhichNothingComesMayBeLeft) {
 
 volatile std::sig_atomic_t signalled = 0;
 
-// A signal comes while it waits, and `stop` says so: nothing else would end it before the pipe is closed.
+// A signal arrives while it waits, and `stop` returns true: nothing else would end the wait before the pipe is closed.
 TEST(TextReader, ASignalEndsTheWaitingForStandardInput) {
   struct sigaction noting = {}, before = {};
   noting.sa_handler = [](int) { signalled = 1; };
@@ -167,7 +167,7 @@ TEST(JsonLines, AMemberOfEachIsADocument) {
                         "\"\\u00e9\"} \r\n{\"text\":\"\"}\n{\"text\":\"end\"}"),
               ElementsAre("a\nb", "é", "end"));
   EXPECT_THAT(documents("{\"text\":1,\"content\":\"c\"}\n", "content"), ElementsAre("c"));
-  // Lines are counted on from block to block.
+  // Line numbers continue from block to block.
   JsonLines lines("text");
   std::vector<std::string> all;
   lines.read("{\"text\":\"a\"}\n\n", "a.jsonl", all);
@@ -193,7 +193,7 @@ TEST(JsonLines, AMemberOfEachIsADocument) {
   EXPECT_FALSE(is_json_lines("a/b.json"));
 }
 
-// Many small documents and large ones: the tokens of each, and its end.
+// Many small documents and large ones: the tokens of each, followed by its end.
 TEST(Tokenizer, DocumentsAreThoseOfTheirTexts) {
   std::vector<std::string> texts = {"", "one", a_text(), "", "two words", a_text() + a_text()};
   for (int i = 0; i < 3'000; ++i)
@@ -201,7 +201,7 @@ TEST(Tokenizer, DocumentsAreThoseOfTheirTexts) {
   texts.push_back("last");
   std::vector<std::shared_ptr<const Tokenizer>> tokenizers = {make_byte_tokenizer(), load_gpt2_tokenizer("tests/models/bpe"),
                                                               load_llama3_tokenizer("tests/models/bpe")};
-  for (const std::string name : {"always", "llama2", "mistral"}) {  // they begin texts with a space, each in its own way
+  for (const std::string name : {"always", "llama2", "mistral"}) {  // each of them puts a space before texts in its own way
     const std::string file = "tests/models/huggingface/" + name + ".json";
     tokenizers.push_back(make_huggingface_tokenizer(Json::parse(File::open(file).read_all(), file), file));
   }
@@ -219,7 +219,7 @@ TEST(Tokenizer, DocumentsAreThoseOfTheirTexts) {
       EXPECT_TRUE(tokenizer->encode_documents(texts) == expected) << tokenizer->kind() << ' ' << threads;
     }
     EXPECT_TRUE(tokenizer->encode_documents({}).empty());
-    // What one call cuts into parts is one text: only its beginning is one.
+    // The parts into which one call cuts a text are one text: only the first one is its beginning.
     const std::string_view large = texts[5];
     const size_t at = tokenizer->cut(large, large.size() / 2);
     std::vector<int32_t> both = tokenizer->encode(large.substr(0, at));

@@ -22,7 +22,7 @@ TEST(TokenStream, ManyRanksSeeTheBatchOfOne) {
     run_local(ranks, [&](World& world) {
       const TokenStream data(numbers(50), {.batch_per_rank = 6 / ranks, .context = 5, .seed = 3, .replica_axis = "replica"},
                              world.mesh({{"replica", replicas}, {"data", ranks / replicas}}));
-      for (int64_t step : {2, 0, 1}) {  // any order: there is no position
+      for (int64_t step : {2, 0, 1}) {  // in any order: there is no position
         const TokenBatch batch = data.batch(step);
         EXPECT_EQ(batch.tokens.shape(), (Shape{6, 5}));
         EXPECT_EQ(batch.tokens.local_shape(), (Shape{6 / ranks, 5}));
@@ -78,7 +78,7 @@ TEST(TokenStream, RanksShareSequences) {
     }
 }
 
-// Where parameters are sharded over the axis that cuts sequences there need not be another.
+// If parameters are sharded over the axis that cuts sequences, no other axis is needed.
 TEST(TokenStream, NoAxisNeedCutTheBatch) {
   run_local(3, [](World& world) {
     const TokenStream stream(numbers(90), {.batch_per_rank = 4, .context = 7, .axis = "", .context_axis = "context"},

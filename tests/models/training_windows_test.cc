@@ -1,4 +1,4 @@
-// Which windows a run trains on: in epochs, at random places, from one sequence or a mixture.
+// The windows that a run trains on: in epochs, at random places, from one sequence or a mixture.
 #include "sheaf/models/training_windows.h"
 
 #include <algorithm>
@@ -62,12 +62,12 @@ TEST(ShuffledWindows, ABatchIsAFunctionOfSeedAndIndexAlone) {
     EXPECT_EQ(std::memcmp(part.data(), inputs.data() + i * 8, 32), 0);
     EXPECT_EQ(part[0], windows.start(120 + i));
   }
-  // Golden starts: a change here breaks the resumption of every run.
+  // Golden starts: a change here breaks resuming of every run.
   EXPECT_THAT((std::vector<int64_t>{windows.start(0), windows.start(1), windows.start(124), windows.start(1'000'000'007)}),
               ElementsAre(811, 947, 98, 558));
 }
 
-// Over many epochs each window comes at each place as often, and behind each other one; the cuts are anywhere.
+// Over many epochs each window comes equally often at each position, and after each other window; offsets are uniform.
 TEST(ShuffledWindows, EpochsHaveOrdersOfTheirOwn) {
   constexpr int64_t kWindows = 13, kContext = 8, kEpochs = 20'000;
   const TrainingWindows windows(counting((kWindows + 1) * kContext), kContext, 3);
@@ -94,7 +94,7 @@ TEST(ShuffledWindows, EpochsHaveOrdersOfTheirOwn) {
   EXPECT_LT(chi2(offsets, kEpochs / 8.0), 25);
 }
 
-// Large ones: numbers that bits hold exactly, and around them.
+// Large integers: those that are represented exactly, and their neighbours.
 TEST(ShuffledWindows, PermutationsOfManyWindows) {
   for (int64_t n : {65'535, 65'536, 65'537, 262'145}) {
     const WindowStarts start(2 * (n + 1), 2, 11, WindowOrder::shuffled);
@@ -139,7 +139,7 @@ TEST(RandomWindows, ABatchIsAFunctionOfSeedAndIndexAlone) {
     EXPECT_EQ(std::memcmp(part.data(), inputs.data() + i * 8, 32), 0);
     EXPECT_EQ(part[0], windows.start(36 + i));
   }
-  // Golden starts: a change here breaks the resumption of every run.
+  // Golden starts: a change here breaks resuming of every run.
   EXPECT_THAT((std::vector<int64_t>{windows.start(0), windows.start(1), windows.start(1'000'000'007)}),
               ElementsAre(44, 948, 663));
 }
@@ -155,7 +155,7 @@ TEST(RandomWindows, StartsAreUniformAndReachBothEnds) {
   for (auto [start, n] : counts) chi2 += (n - 1000.0) * (n - 1000.0) / 1000.0;
   EXPECT_LT(chi2, 149);  // 99 degrees of freedom, p = 0.001
   EXPECT_GT(chi2, 56);
-  // Seeds one apart have no samples in common beyond chance, at any shift.
+  // Adjacent seeds have no samples in common beyond chance, at any shift.
   const TrainingWindows next(counting(108), 8, 4, WindowOrder::random);
   for (int64_t shift = -3; shift <= 3; ++shift) {
     int equal = 0;
@@ -164,7 +164,7 @@ TEST(RandomWindows, StartsAreUniformAndReachBothEnds) {
   }
 }
 
-// Any run of consecutive samples is mixed alike, and of each source its samples come one after the other.
+// Any run of consecutive samples has the same mixture, and each source's samples come in order.
 TEST(TokenMixture, PlacesFollowTheWeights) {
   for (const std::vector<double>& weights :
        {std::vector<double>{0.7, 0.3}, {1, 1, 1}, {1}, {0.001, 0.999}, {5, 1, 3, 1, 7, 2}, {1e-9, 1e9}, {1, 1e-12, 1}}) {
@@ -188,7 +188,7 @@ TEST(TokenMixture, PlacesFollowTheWeights) {
   }
 }
 
-TEST(TokenMixture, GoldenPlaces) {  // a change here breaks the resumption of every run on a mixture
+TEST(TokenMixture, GoldenPlaces) {  // a change here breaks resuming of every run on a mixture
   const TokenMixture mixture({{counting(10), 0.5}, {counting(10), 0.2}, {counting(10), 0.3}});
   std::string sources;
   for (int64_t i = 0; i < 20; ++i) sources += static_cast<char>('a' + mixture.place(i).source);
@@ -206,7 +206,7 @@ TEST(TrainingWindows, OfAMixtureComeFromItsSources) {
   for (size_t i = 0; i < inputs.size(); i += 4) firsts[inputs[i] >= 100].push_back(inputs[i]);
   EXPECT_EQ(firsts[false].size(), 300u);
   EXPECT_EQ(firsts[true].size(), 100u);
-  // Each source has epochs of its own, of 11 and of 14 windows; and what the second draws is not what the first does.
+  // Each source has its own epochs, of 11 and of 14 windows, and its own random order.
   for (bool second : {false, true}) {
     const size_t n = second ? 14 : 11;
     for (size_t epoch = 0; epoch < 7; ++epoch) {
@@ -251,14 +251,14 @@ TEST(TokenMixture, IsOpenedByWeightsAndPatterns) {
   EXPECT_EQ(mixture.num_files(), 3);
   EXPECT_EQ(mixture.sources()[1].tokens.size(), 7);
   EXPECT_EQ(mixture.sources()[1].weight, 0.3);
-  // What one sequence is, it stays; of several, weights and order count, not names.
+  // The digest of one sequence is that of its tokens; for several, weights and order count, not names.
   EXPECT_EQ(TokenMixture::open(folder / "a_*.bin", 100).check_all(), Tokens::open(folder / "a_*.bin", 100).check_all());
   const auto digest = [&](const std::string& of) { return TokenMixture::open(of, 100).check_all(); };
   EXPECT_EQ(digest(str("0.7 ", folder / "a_?.bin", " 0.3 ", folder / "b.bin")), mixture.check_all());
   EXPECT_NE(digest(str("0.6 ", folder / "a_*.bin", " 0.3 ", folder / "b.bin")), mixture.check_all());
   EXPECT_NE(digest(str("0.3 ", folder / "b.bin", " 0.7 ", folder / "a_*.bin")), mixture.check_all());
   EXPECT_NE(digest(str("0.7 ", folder / "a_1.bin", " 0.3 ", folder / "b.bin")), mixture.check_all());
-  // A file of that very name is that file.
+  // If a file has the pattern as its name, that file is used.
   write("2 b.bin", 40, 3);
   EXPECT_EQ(TokenMixture::open(folder / "2 b.bin", 100).size(), 3);
   EXPECT_EQ(TokenMixture::open(folder / "2 ?.bin", 100).size(), 3);

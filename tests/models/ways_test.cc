@@ -1,4 +1,4 @@
-// The search for ways to train finds what trying everything finds.
+// The search for the best training configuration finds what exhaustive search finds.
 #include "sheaf/models/ways.h"
 
 #include <cmath>
@@ -34,7 +34,7 @@ models::TrainConfig small() {
   return c;
 }
 
-// Slow enough that it matters what is done.
+// Slow enough that the choice matters.
 Machine machine_with(int64_t memory, int ranks_per_host = 2) {
   Machine m = machine_named("h200");
   m.products = {2e9, 8};
@@ -48,7 +48,7 @@ Machine machine_with(int64_t memory, int ranks_per_host = 2) {
   return m;
 }
 
-// The estimate of everything that can be asked for, whatever memory there is.
+// The estimate for every possible configuration, regardless of memory.
 std::vector<models::StepTime> times_of_all(const models::TrainConfig& config, int world, const Machine& machine) {
   std::vector<models::StepTime> times;
   for (const int64_t pipeline : {1, 2, 4})
@@ -78,7 +78,7 @@ std::vector<models::StepTime> times_of_all(const models::TrainConfig& config, in
   return times;
 }
 
-// Where hosts are far from each other, and micro-batches few.
+// Where hosts are far apart, and micro-batches few.
 TEST_F(Ways, StagesOfSeveralRunsAreTried) {
   models::TrainConfig c = small();
   c.model.layers = 8;
@@ -113,7 +113,7 @@ TEST_F(Ways, GradientsOfWeightsThatComeLaterAreTried) {
   EXPECT_EQ(later.time.seconds, fastest().time.seconds);
 }
 
-// A head as long as two blocks leaves stages unlike that blocks alone would make alike: they are tried.
+// With a head as long as two blocks, stages differ that would be alike by their blocks alone: all of them are tried.
 TEST_F(Ways, StagesBesideALongHeadAreTried) {
   models::TrainConfig c = small();
   c.model.layers = 32, c.model.tie_embeddings = false;
@@ -133,8 +133,7 @@ TEST_F(Ways, StagesBesideALongHeadAreTried) {
   EXPECT_TRUE(tried(4, 2));
 }
 
-// One long sequence for more ranks than there are key heads: some have copies, and none has two where others have one. Or they
-// gather keys and values.
+// One long sequence for more ranks than key heads: some are replicated, all equally often. Or ranks gather keys and values.
 TEST_F(Ways, SequencesAreSharedByMoreRanksThanKeyHeads) {
   models::TrainConfig c = small();
   c.model = tiny_model("llama", 12, 2);
@@ -152,7 +151,7 @@ TEST_F(Ways, SequencesAreSharedByMoreRanksThanKeyHeads) {
   EXPECT_TRUE(tried(4, 1, 4));
 }
 
-// Nor is the number of key heads the most that can share layers: some have copies, put together of parts of heads.
+// Nor does the number of key heads limit the tensor-parallel ranks: some are replicated, as parts of heads that are put together.
 TEST_F(Ways, LayersAreSharedByMoreRanksThanKeyHeads) {
   models::TrainConfig c = small();
   c.model = tiny_model("llama", 12, 2);
@@ -208,7 +207,7 @@ void expect_ways_are_what_their_options_say(const models::TrainConfig& config) {
       peak = std::max(peak, models::plan_step(way.config, kVocab, rank, 8, 1, "nccl", Device::cuda()).peak.bytes);
     EXPECT_EQ(way.time.peak_bytes, peak) << way.options;
   }
-  // By one thread it is the same search.
+  // The search gives the same on one thread.
   const models::Ways again = models::find_ways(config, kVocab, 8, machine);
   ASSERT_EQ(again.fitting.size(), ways.fitting.size());
   for (size_t i = 0; i < ways.front.size(); ++i) EXPECT_EQ(again.front[i].options, ways.front[i].options);
@@ -227,7 +226,7 @@ TEST_F(Ways, AreThoseOfAnIsland) {
               ::testing::ThrowsMessage<ConfigError>(HasSubstr("train.islands 2: 5 ranks cannot be divided")));
 }
 
-// One rank, and so little memory that only single sequences fit, or only if all is computed again.
+// One rank, with memory for only single sequences, or only if everything is recomputed.
 TEST_F(Ways, TakeAsManyMicroBatchesAsItTakes) {
   models::TrainConfig config = small();
   config.train.batch = 64;
@@ -265,7 +264,7 @@ TEST_F(Ways, KeepWhatIsKept) {
   }
 }
 
-// Of 9 blocks the largest of four stages has 3, a third more than its share; 15 are 4, 4, 4 and 3.
+// With 9 blocks the largest of four stages has 3, a third more than its share; with 15 they have 4, 4, 4 and 3.
 TEST_F(Ways, TakeStagesThatAreNearlyEven) {
   models::TrainConfig config = small();
   const auto most_stages = [&](int64_t layers, models::WaysOptions options) {

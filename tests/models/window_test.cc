@@ -1,4 +1,4 @@
-// Sliding-window attention in models: which tokens count for which, on every mesh, in stages and in programs.
+// Sliding-window attention in models: which tokens affect which, on every mesh, in stages and in programs.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -55,7 +55,7 @@ TEST(Windows, EachNthBlockSeesAll) {
               ::testing::ThrowsMessage<ConfigError>(HasSubstr("[attention] window -1")));
 }
 
-/// The tokens that count for the logits of the last of `tokens`: changing any other changes none of their bits.
+/// The tokens that affect the logits of the last of `tokens`: changing any other changes none of their bits.
 std::vector<bool> tokens_that_count(const models::ModelConfig& config, int64_t tokens) {
   const auto model = models::make_language_model(config, 13);
   materialize(*model, Device::cpu(), {.seed = 4, .dtype = kF64});
@@ -133,7 +133,7 @@ TEST(Windows, StrategiesProgramsAndRecomputeChangeNoBit) {
   }
 }
 
-// A stage's blocks are those of the model, not its first ones.
+// A stage's blocks have their own windows, not those of the first blocks.
 TEST(Windows, StagesHaveTheirOwnBlocks) {
   for (const int64_t stages : {2, 3}) {
     models::TrainConfig c = tiny_pipeline(1);

@@ -70,7 +70,7 @@ TEST(WithoutSharding, EveryStepIsThatOfOneRank) {
       }
 }
 
-// Packed queries, keys and values are cut in parts there, and put together again as they were cut; gradients of a rank's part of the
+// Packed queries, keys and values are cut into parts on the context axis, and put together again; gradients of a rank's part of the
 // convolution's taps stay f32.
 TEST(WithoutSharding, LinearAttentionOnAContextAxisIsThatOfOneRank) {
   for (const char* dtype : {"f32", "bf16"})

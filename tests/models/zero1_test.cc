@@ -1,5 +1,5 @@
-// Strategy zero1 under gradient accumulation: what is gathered stays for all micro-batches of a step, and gradients wait,
-// Partial, for its end. One all_gather and one reduce_scatter per unit and step.
+// Strategy zero1 under gradient accumulation: gathered weights stay for all micro-batches of a step, and gradients wait, Partial, for its
+// end. One all_gather and one reduce_scatter per unit and step.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -19,7 +19,7 @@ namespace {
 constexpr int kMicroBatches = 3;
 constexpr int64_t kRows = 7;  // of a micro-batch
 
-/// What a loop of one's own may look like.
+/// Variants of a user-defined loop.
 struct Loop {
   bool says_last = true;        // BackwardOptions::last_micro_batch
   bool one_recording = true;    // for all micro-batches of a step
@@ -118,7 +118,7 @@ TEST(Zero1, GathersAndReducesOncePerStep) {
   };
   EXPECT_THAT(collectives_of(train(2, {}).tapes[0]), ::testing::ElementsAreArray(once("backward")));
   EXPECT_THAT(collectives_of(train(2, {.says_last = false}).tapes[0]), ::testing::UnorderedElementsAreArray(once("update")));
-  // The others once per micro-batch.
+  // The other strategies once per micro-batch.
   EXPECT_EQ(collectives_of(train(2, {.strategy = "shard_grad_op"}).tapes[0]).size(), kMicroBatches * once("").size());
 }
 

@@ -1,5 +1,5 @@
-// Training in stages that compute the gradients of weights where they would wait (sharding.pipeline_schedule zero_bubble): the bits of
-// 1F1B, the bytes of the plan, and what it makes of a step's time.
+// Pipeline training with deferred gradients of weights (sharding.pipeline_schedule zero_bubble): the bits of 1F1B, the bytes of the plan,
+// and its effect on a step's time.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -79,7 +79,7 @@ TEST(ZeroBubbleTraining, ExpertsIncluded) {
   }
 }
 
-// Every rank's tape passes all checks, and takes the bytes that a plan of it says.
+// Every rank's tape passes all checks, and takes the bytes of its plan.
 TEST(ZeroBubbleTraining, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
   for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"})
     for (const auto& [stages, runs, world] : {std::tuple{3, 1, 3}, {2, 1, 4}, {2, 2, 2}, {2, 3, 4}}) {
@@ -108,7 +108,7 @@ TEST(ZeroBubbleTraining, GathersAreForeseen) {
   });
 }
 
-// A turn of weights' gradients begins no send: neighbours have theirs before. Behind the last one all that is lent comes back.
+// A turn of weights' gradients starts no send: sends are issued before it. After the last one all lent buffers are returned.
 TEST(ZeroBubbleTraining, SendsComeBeforeTheGradientsOfWeights) {
   const models::Plan plan = models::plan_step(later(staged(3)), 13, 2, 3, 1, "local");
   const std::vector<Turn> turns = zero_bubble(2, 3, 4);
@@ -129,7 +129,7 @@ TEST(ZeroBubbleTraining, SendsComeBeforeTheGradientsOfWeights) {
   EXPECT_EQ(sent, 2);
 }
 
-// The estimate has what the schedule promises, of a model whose blocks are all that takes time.
+// The estimate shows what the schedule promises, for a model in which only blocks take time.
 TEST(ZeroBubbleTraining, ItsStepsTakeLessTime) {
   if (!kernels::kHasCuda) GTEST_SKIP() << "estimates are of GPUs, for which this build has no kernels";
   models::TrainConfig c;

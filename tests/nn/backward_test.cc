@@ -1,5 +1,5 @@
-// What a backward promises for parameters in unusual places: twice in one node, frozen behind a view, on a mesh with
-// another axis, gathered ahead; and for a second backward in one recording.
+// The guarantees of a backward for parameters in unusual places: twice in one node, frozen and read through a view, on a mesh with another
+// axis, prefetched; and for a second backward in one recording.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -24,7 +24,7 @@ std::string refusal(F&& f) {
   return message_of<LifetimeError>(ExitCode::kDesync, f);
 }
 
-/// Rows that depend on the global row alone, cut along the mesh's first axis.
+/// Rows that depend only on the global row index, cut along the mesh's first axis.
 Tensor rows_of(const Mesh& mesh, int64_t width = kWidth) {
   const Type type{kF32, {kRows, width}, mesh.spec ? Layout(mesh.spec).with(0, Placement::shard(0)) : Layout()};
   const int64_t first = mesh.spec ? type.layout.local_start(type.shape)[0] : 0;
@@ -36,7 +36,7 @@ Tensor rows_of(const Mesh& mesh, int64_t width = kWidth) {
 
 Mesh data_mesh(World& w) { return w.mesh({{"data", w.size()}}); }
 
-/// A square weight that is used as it is, as a Gram matrix, and frozen beside a trainable one, twice transposed.
+/// A square weight that is used as it is, as a Gram matrix, frozen together with a trainable one, and transposed twice.
 struct Layer : nn::Module {
   nn::Parameter weight{{kWidth, kWidth}, nn::Init::normal(0.4)}, frozen{{kWidth, kWidth}, nn::Init::normal(0.4)};
   Layer() { frozen.freeze(); }
@@ -68,7 +68,7 @@ std::vector<std::vector<float>> gradients(int world, const std::string& strategy
     Net net;
     shard(net, mesh, {.units = nn::units_of<Layer>(), .strategy = strategy, .compute_dtype = compute});
     materialize(net, Device::cpu(), {.seed = 5});
-    for (int step = 0; step < 2; ++step) {  // the second follows the first one's order, with gathers ahead
+    for (int step = 0; step < 2; ++step) {  // the second one follows the first one's order, with prefetched gathers
       zero_grad(net);
       Recording recording;
       backward(recording, net, rows_of(mesh));
@@ -105,7 +105,7 @@ TEST(Backward, FrozenWeightsBehindViewsAndAnotherAxisOfOne) {
       }
 }
 
-// What enters a local_map is a view of what was gathered, which is discarded before the backward reads it.
+// The input of a local_map is a view of a gathered weight, which is discarded before the backward reads it.
 TEST(Backward, AWeightThatEntersALocalMap) {
   const auto step = [](bool maps) {
     return [maps](Recording& r, Net& net, const Tensor& rows) {
@@ -129,8 +129,8 @@ TEST(Backward, AWeightThatEntersALocalMap) {
     }
 }
 
-// A gradient in the loss, as of critics (Gulrajani et al. 2017): a unit's gradients are reduced where the backward leaves its use in
-// the gradient, and where it leaves that in the forward, so no two units' are whole at a time.
+// A gradient in the loss, as with critics (Gulrajani et al. 2017): a unit's gradients are reduced where the backward leaves its use in the
+// gradient, and where it leaves its use in the forward, so no two units' are whole at a time.
 TEST(Backward, APenaltyOnTheGradientOfInputs) {
   const auto penalized = [](Recording& r, Net& net, const Tensor& rows) {
     const Tensor x = r.watch(rows);
@@ -172,7 +172,7 @@ void on_two_ranks(F&& f) {
   }, {.threads_per_rank = 1});
 }
 
-// A derivative that nobody uses goes with what it is of: its memory too, and a step between two of them is no change in place.
+// An unused derivative is freed with the value that it is of, memory included, and a step between two of them is no in-place change.
 TEST(Backward, AKeptGradientThatNobodyUses) {
   on_two_ranks([](const Mesh& mesh, Net& net, optim::SGD& optimizer) {
     Allocator& memory = *RankContext::current().memory(Device::cpu());
@@ -195,7 +195,7 @@ TEST(Backward, AKeptGradientThatNobodyUses) {
   });
 }
 
-// Of several micro-batches each was computed from the parameters of its time.
+// Each of several micro-batches was computed from the parameters at that time.
 TEST(Backward, AStepBetweenTwoMicroBatchesIsAChange) {
   on_two_ranks([](const Mesh& mesh, Net& net, optim::SGD& optimizer) {
     Recording r;
@@ -245,7 +245,7 @@ TEST(Backward, ASecondOneIsForWhatWasComputedSince) {
     Recording r;
     const Tensor h = net.layers[0](x);
     r.backward(sum(net.layers[1](h)));
-    const Tensor late = sum(net.layers[2](h));  // its way to layer 0 is closed
+    const Tensor late = sum(net.layers[2](h));  // its path to layer 0 was already differentiated
     EXPECT_THAT(refusal([&] { r.backward(late); }), HasSubstr("its gradient would be lost"));
   }
   {
@@ -271,7 +271,7 @@ TEST(Backward, OnlyTheInnermostLivingRecording) {
   outer->take();
   EXPECT_THAT(refusal([&] { outer->backward(loss); }), HasSubstr("is over"));
   EXPECT_THAT(refusal([&] { outer->gradient(loss, std::vector{x}); }), HasSubstr("is over"));
-  // In a loop the next one begins before the one before ends.
+  // In a loop the next recording begins before the previous one ends.
   for (int step = 0; step < 3; ++step) {
     outer = std::make_unique<Recording>();
     EXPECT_EQ(Recording::current(), outer.get());
@@ -283,8 +283,8 @@ TEST(Backward, OnlyTheInnermostLivingRecording) {
   net(x);
 }
 
-// A step within a step, such as a line search or a teacher that is the model itself: the inner recording gathers for itself
-// what the outer one has open, and either tape has the discards of its own gathers.
+// A step within a step, such as a line search or a teacher that is the model itself: the inner recording does its own gathers for units
+// that the outer one has open, and each tape has the discards of its own gathers.
 TEST(Backward, ARecordingInsideAnotherOverTheSameModel) {
   for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"}) {
     SCOPED_TRACE(strategy);
@@ -315,7 +315,7 @@ TEST(Backward, ARecordingInsideAnotherOverTheSameModel) {
   }
 }
 
-// Two models in one scope, each with a backward of its own: the second is gathered ahead while the first computes.
+// Two models in one scope, with a backward each: the second is prefetched while the first computes.
 struct Adversaries : nn::Module {
   Net a{1}, b{1};
   Tensor forward(const Tensor& x) { return b(a(x)); }
@@ -345,7 +345,7 @@ TEST(Backward, WhatIsGatheredAheadOutlivesABackward) {
   }, {.timeout = std::chrono::seconds(30), .threads_per_rank = 1});
 }
 
-// The backward is done with b before it gathers a again, and b ahead of its next use.
+// The backward has finished with b before it gathers a again, and b ahead of its next use.
 TEST(Backward, WhatIsGatheredAheadAfterItsOwnEndIsForTheNext) {
   run_local(2, [](World& w) {
     Adversaries m;
@@ -397,7 +397,7 @@ TEST(Backward, GradientOfAParameterIsThatOfEveryUse) {
   });
 }
 
-// ... and adds up in the order of the uses, however often it was gathered: the strategies give the same bits.
+// ... and adds up in the order of uses, however often it was gathered: all strategies give the same bits.
 TEST(Backward, GradientOfAParameterDoesNotDependOnItsGathers) {
   std::vector<float> expected;
   with_every_strategy({}, [&](World& w, const Mesh& mesh, Net& net) {
@@ -414,7 +414,7 @@ TEST(Backward, GradientOfAParameterDoesNotDependOnItsGathers) {
   });
 }
 
-// What is gathered in an open scope is not kept beyond a change of the masters.
+// Weights gathered in an open scope are not kept beyond a change of the masters.
 TEST(Backward, AnOpenScopeSeesNewParameters) {
   for (const bool recorded : {false, true})
     with_every_strategy({}, [&](World&, const Mesh& mesh, Net& net) {
@@ -441,7 +441,7 @@ TEST(Backward, AnOpenScopeSeesNewParameters) {
     });
 }
 
-// Masters that nobody gathers are cast for compute: the cast is not kept beyond a change of the masters.
+// Masters that are not gathered are cast for compute: the cast is not kept beyond a change of the masters.
 TEST(Backward, EvaluationInBf16SeesNewParameters) {
   with_every_strategy(kBF16, [](World&, const Mesh& mesh, Net& net) {
     const Tensor x = cast(rows_of(mesh), kBF16);
@@ -477,7 +477,7 @@ TEST(Backward, AScopeMayOutliveTheRecording) {
   }, {.timeout = std::chrono::seconds(30), .threads_per_rank = 1});
 }
 
-// A table that is looked up and multiplied twice: its slot is stored once and added to in place by two kinds of nodes.
+// A table that is used twice for lookup and for a product: its slot is stored once and accumulated in place by two kinds of nodes.
 struct Tied : nn::Module {
   nn::Embedding table{11, kWidth, nn::Init::normal(0.5)};
   Tensor forward(const Tensor& tokens) {
@@ -499,7 +499,7 @@ TEST(Backward, ReplaysWhatWasAddedInPlace) {
   EXPECT_EQ(replay(tape, [&](ValueId v) { return leaves.at(v); }, wanted)[0].to_vector<float>(), grad.to_vector<float>());
 }
 
-// What another recording left in the gradient is there before this one adds to it.
+// The gradient already has another recording's contribution when this one adds to it.
 TEST(Backward, ReplaysWhatWasAddedToAnotherRecordingsGradient) {
   Layer layer;
   materialize(layer, Device::cpu(), {.seed = 8});
@@ -518,8 +518,8 @@ TEST(Backward, ReplaysWhatWasAddedToAnotherRecordingsGradient) {
   EXPECT_EQ(leaves.at(wanted[0]).to_vector<float>(), grad.to_vector<float>());  // the copy was added to
 }
 
-// d/dW of sum(f(W) · stop(f(W))) is f'(W) f(W), half of what it is without the stop; and a stopped parameter is gathered
-// again where a backward needs its value.
+// d/dW of sum(f(W) · stop(f(W))) is f'(W) f(W), half of that without the stop; and a stopped parameter is gathered again where a backward
+// needs its value.
 TEST(Backward, StopsAtStopGradient) {
   const auto with_stop = [](Recording& r, Net& net, const Tensor& x) {
     const Tensor y = net(x), h = linear(x, net.layers[1].weight);
@@ -540,7 +540,7 @@ TEST(Backward, StopsAtStopGradient) {
     }
 }
 
-// What a derivative reads must be there as it was.
+// Values that a derivative reads must not have changed.
 TEST(Backward, WhatWasSavedMayNotChangeInPlace) {
   run_local(1, [](World& w) {
     const auto change = [&](bool saved, auto&& how) {
@@ -550,7 +550,7 @@ TEST(Backward, WhatWasSavedMayNotChangeInPlace) {
       return refusal([&] {
         Recording recording;
         const Tensor x = rows_of(data_mesh(w));
-        store_into(x, full_like(x, 1));  // what is changed before it is read is as it should be
+        store_into(x, full_like(x, 1));  // a change before the value is read is allowed
         const Tensor y = square(linear(x, net.layers[0].weight)), other = x * 2.0;
         how(saved ? x : other);
         recording.backward(redistribute(sum(y), "data", Placement::partial()));
@@ -562,7 +562,7 @@ TEST(Backward, WhatWasSavedMayNotChangeInPlace) {
   }, {.threads_per_rank = 1});
 }
 
-// Sizes that are none, and axes that cannot be told apart.
+// Invalid sizes, and ambiguous axes.
 TEST(Backward, SizesAndAxesThatCannotBe) {
   EXPECT_THROW(zeros({-1, 3}), ShapeError);
   EXPECT_THROW(randn({kF32, {-2}, {}}, Key{1}), ShapeError);

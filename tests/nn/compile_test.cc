@@ -1,5 +1,5 @@
-// Steps that are compiled against the same steps run one by one: the same bits under every way to shard; and what a program
-// would get wrong is refused by name.
+// Compiled steps against the same eager steps: the same bits for every way to shard; and an error, by name, for anything that a program
+// would compute wrongly.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -50,7 +50,7 @@ struct Outcome {
   }
 };
 
-// Six steps, of which the last three are a program's if they are compiled; between them a forward reads the parameters.
+// Six steps, of which the last three are run by a program if compiled; between them a forward reads the parameters.
 Outcome train(World& w, Strategy strategy, const nn::UnitPolicy& units_by, int64_t prefetch, bool compiled,
               CompileOptions options = {}) {
   const Mesh mesh = w.mesh({{"data", w.size()}});
@@ -106,7 +106,7 @@ Outcome train(World& w, Strategy strategy, const nn::UnitPolicy& units_by, int64
 }
 
 TEST(Compile, HasTheBitsOfStepsRunOneByOne) {
-  std::atomic<int> fused = 0, plain = 0;  // where memory is that of a few elements, it may be too little to fuse
+  std::atomic<int> fused = 0, plain = 0;  // where values have only a few elements, there may be too little to fuse
   for (int world = 1; world <= 5; ++world)
     for_each_sharding(world, [&](Strategy strategy, const nn::UnitPolicy& units_by, int64_t prefetch, const char* name) {
       SCOPED_TRACE(str(name, " at ", world));
@@ -135,7 +135,7 @@ TEST(Compile, HasThemOnAGpu) {
     });
 }
 
-// Whatever stays gathered: nothing, some, or all of it.
+// Whatever stays gathered: nothing, some, or all units.
 TEST(Compile, UnitsThatStayGatheredChangeNoBit) {
   std::set<size_t> counts;
   for (const int world : {2, 3}) {
@@ -177,7 +177,7 @@ Tensor update(optim::AdamW& optimizer, const Tensor& loss, const optim::StepOpti
   return loss;
 }
 
-// Between two updates a unit's bytes change: what was gathered before the first is no use after it.
+// A unit's values change between two updates: weights gathered before the first are invalid after it.
 TEST(Compile, WhatAStepChangedIsGatheredAgain) {
   run_local(2, [](World& w) {
     const Mesh mesh = w.mesh({{"data", w.size()}});
@@ -221,7 +221,7 @@ struct Read : nn::Module {
   nn::Linear layer{2, 2};  // too small to take the other's place
   Tensor forward(const Tensor& x) {
     const Tensor twice = x + x;  // in what was another's memory
-    return twice + 0 * sum(layer.weight);  // which waits for this one's gather, behind the other's
+    return twice + 0 * sum(layer.weight);  // which waits for this unit's gather, after the other's
   }
   SHEAF_FIELDS(layer);
 };
@@ -232,7 +232,7 @@ struct UnreadAndRead : nn::Module {
   SHEAF_FIELDS(first, second);
 };
 
-// A gather that nobody reads is slow; its memory is another's as soon as it is discarded.
+// A gather that nobody reads is slow; its memory is reused as soon as it is discarded.
 TEST(Compile, MemoryThatALaneFillsIsNoneElses) {
   run_local(2, [](World& w) {
     const Mesh mesh = w.mesh({{"data", w.size()}});
@@ -241,7 +241,7 @@ TEST(Compile, MemoryThatALaneFillsIsNoneElses) {
     shard(model, mesh, {.units = both, .prefetch_bytes = 0});
     materialize(model, Device::cpu(), {.seed = 1});
     const std::vector<float> ones(64 * 65, 1.0f);
-    auto step = compile([&](const Tensor& x) { return model(x); });  // the second one's gather discards the first
+    auto step = compile([&](const Tensor& x) { return model(x); });  // the second unit's gather discards the first's
     for (int64_t s = 0; s < 6; ++s)
       EXPECT_EQ(step({.step = s}, Tensor::from(ones, {64 * 65})).to_vector(), std::vector<float>(64 * 65, 4.0f)) << s;
   }, {.ranks_per_host = 1, .bytes_per_second_between_hosts = 1e6, .threads_per_rank = 1});
@@ -252,7 +252,7 @@ struct TwoHeads : nn::Module {
   SHEAF_FIELDS(trunk, a, b);
 };
 
-// Heads in turns: what is gathered ahead of the second micro-batch is wrong, and nothing waits for it before it is discarded.
+// Alternating heads: the prefetch for the second micro-batch is wrong, and nothing waits for it before it is discarded.
 TEST(Compile, AGatherThatNobodyUsedIsNotKept) {
   run_local(2, [](World& w) {
     const Mesh mesh = w.mesh({{"data", w.size()}});
@@ -308,7 +308,7 @@ TEST(Compile, GoesOnAfterStepsThatFailed) {
   int64_t calls = 0;
   auto step = compile([&](const Tensor& x) {
     if (++calls <= 2) fail<DataError>("not yet");
-    return calls == 5 ? x * 2.0 + x : x * 3.0;  // two steps that differ, then those that do not
+    return calls == 5 ? x * 2.0 + x : x * 3.0;  // two steps that differ, then equal ones
   });
   const Tensor x = Tensor::from<float>({1, 2}, {2});
   int failed = 0, differed = 0;
@@ -320,7 +320,7 @@ TEST(Compile, GoesOnAfterStepsThatFailed) {
       ++differed;
     }
   EXPECT_EQ(failed, 2);
-  EXPECT_EQ(differed, 2);  // the step that is another, and the one after it
+  EXPECT_EQ(differed, 2);  // the step that differs, and the one after it
   EXPECT_NE(step.program(), nullptr);
   EXPECT_EQ(calls, 7);
 }
@@ -332,7 +332,7 @@ TEST(Compile, ResultsAreTheCallers) {
   for (size_t s = 0; s < 6; ++s) EXPECT_EQ(seen[s].to_vector()[0], static_cast<float>(s));
 }
 
-// What was gathered for a scope that is still open is closed by a program's run, as by an optimizer's step.
+// A program's run, like an optimizer's step, invalidates weights that were gathered for a scope that is still open.
 TEST(Compile, AnOpenScopeSeesNewParameters) {
   run_local(2, [](World& w) {
     const Mesh mesh = w.mesh({{"data", w.size()}});
@@ -441,7 +441,7 @@ TEST(Compile, InputsKeepTheirTypes) {
     const std::vector<Tensor> out = twice({.step = s}, Tensor::from<float>({static_cast<float>(s), 1}, {2}));
     EXPECT_EQ(out[0].to_vector(), (std::vector<float>{2 * static_cast<float>(s), 2}));
     EXPECT_EQ(out[1].to_vector(), (std::vector<float>{static_cast<float>(s * s), 1}));
-    if (s == 3) first = out;  // of a program: the caller's
+    if (s == 3) first = out;  // results of a program, which belong to the caller
   }
   EXPECT_EQ(first[0].to_vector(), (std::vector<float>{6, 2}));
   EXPECT_THROW(twice({}, Tensor::from<float>({1, 2, 3}, {3})), ShapeError);

@@ -1,5 +1,5 @@
-// custom_vjp: the derivative that is given is the one that is used, under every way to shard, recomputed, compiled and
-// differentiated again; what is saved is what it asks for; a gradient that would be lost is an error.
+// custom_vjp: the given derivative is the one that is used, for every way to shard, recomputed, compiled and differentiated again; only
+// what it asks for is saved; a gradient that would be lost is an error.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -65,7 +65,7 @@ TEST(CustomVjp, HasTheDerivativeThatIsGiven) {
     const auto one = [o](Recording&, const std::vector<Tensor>& in) { return sum(square(waves(in[0], in[1])[static_cast<size_t>(o)])); };
     EXPECT_EQ(gradcheck(one, x), "") << "output " << o << " alone";
   }
-  // Not what the tape would derive, which is 0.
+  // Not the derivative that the tape would derive, which is 0.
   Recording recording;
   recording.watch(x[0]);
   const Tensor y = rounded(x[0]);
@@ -93,13 +93,13 @@ TEST(CustomVjp, CallsNobodyForWhatLeadsNowhere) {
   const Tensor g = recording.gradient(sum(x * 2.0), std::span(&x, 1))[0];
   EXPECT_EQ(calls, 0);
   EXPECT_EQ(g.to_vector<double>(), Values(12, 2.0));
-  // One that sets nothing gives nothing.
+  // A derivative that sets no gradient gives zeros.
   EXPECT_EQ(recording.gradient(sum(y), std::span(&x, 1))[0].to_vector<double>(), Values(12, 0.0));
   EXPECT_EQ(calls, 1);
 }
 
-// A layer whose derivative is written by hand. Of a gated linear layer the tape would keep both products and the gate; this
-// keeps its operands and computes them again, in one go.
+// A layer with a hand-written derivative. For a gated linear layer the tape would keep both products and the gate; this one keeps its
+// operands and recomputes them in one go.
 struct Gated : nn::Module {
   nn::Parameter gate{{kWidth, kWidth}, nn::Init::normal(0.4)}, up{{kWidth, kWidth}, nn::Init::normal(0.4)};
   bool own;
@@ -128,7 +128,7 @@ struct Net : nn::Module {
   Tensor forward(Tensor x) {
     x = linear(x, table);
     for (Gated& layer : layers) x = x + layer(x);
-    // Fake quantization of a gathered weight: a straight-through estimator of a parameter.
+    // Fake quantization of a gathered weight: a straight-through estimator for a parameter.
     return linear(x, rounded(table));
   }
   SHEAF_FIELDS(layers, table);
@@ -218,7 +218,7 @@ TEST_P(CustomVjpTraining, KeepsItsBitsRecomputedAndCompiled) {
 
 INSTANTIATE_TEST_SUITE_P(Worlds, CustomVjpTraining, ::testing::Range(1, 6));
 
-// Bytes that live behind a forward of wide intermediate values.
+// Bytes that are live after a forward with wide intermediate values.
 int64_t kept_by(const std::function<Tensor(const Tensor&)>& f) {
   int64_t bytes = 0;
   run_local(1, [&](World&) {
@@ -239,7 +239,7 @@ TEST(CustomVjp, KeepsWhatItAsksForAlone) {
   constexpr int64_t kBytes = 1024 * 4;
   EXPECT_EQ(kept_by(wide), 3 * kBytes) << "by the tape's own derivative";
   EXPECT_EQ(kept_by([&](const Tensor& x) { return custom_vjp(wide, derivative, x); }), kBytes) << "the result";
-  // A result that nobody uses any more is kept if the derivative reads it, else not.
+  // A result that nobody uses any more is kept only if the derivative reads it.
   const auto used = [&](uint64_t outputs) {
     return kept_by([&](const Tensor& x) {
       return custom_vjp(wide, [](Vjp& c) { c.set(0, c.grad()); }, {.saved_outputs = outputs}, x) + 1.0;
@@ -262,7 +262,7 @@ TEST(CustomVjp, GivesGradientsToPlacedValues) {
       const Tensor loss = p.is_replicate() ? redistribute(sum(y), "data", Placement::partial()) : sum(y);
       EXPECT_EQ(recording.gradient(loss, std::span(&x, 1))[0].layout()[0], p.dual()) << str(p);
     }
-    // In another placement a gradient is refused, by the path of the layer whose it is.
+    // A gradient in another placement is refused; the message has the layer's path.
     const std::string layer = "blocks.3.act";
     const PathScope path(layer);
     const Tensor x = make(Placement::shard(0));

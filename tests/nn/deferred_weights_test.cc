@@ -1,5 +1,4 @@
-// Gradients of weights that come later (BackwardOptions::defer_weights): their bits, when they are computed and reduced, and what is
-// refused.
+// Deferred gradients of weights (BackwardOptions::defer_weights): their bits, when they are computed and reduced, and what is refused.
 #include <cstring>
 #include <functional>
 
@@ -31,7 +30,7 @@ Gradients gradients_of(nn::Module& module) {
   return out;
 }
 
-// "1 2 i1 w i2 w": forwards, backwards ("b1") and those of inputs of micro-batches, and weights of the earliest.
+// "1 2 i1 w i2 w": forwards, backwards ("b1") and input-only backwards of micro-batches, and weight gradients of the earliest one.
 Gradients gradients_in_order(const std::string& order, int world, Strategy strategy, const nn::UnitPolicy& units, DType compute = kF64,
                              bool recompute = false) {
   Gradients out;
@@ -70,7 +69,7 @@ Gradients gradients_in_order(const std::string& order, int world, Strategy strat
   return out;
 }
 
-// A table with two uses included, whose gradients add up in one order.
+// Including a table with two uses, whose gradients add up in one order.
 TEST(WeightsLater, ChangeNoBit) {
   for (const int world : {1, 2, 3})
     for_each_sharding(world, [&](Strategy strategy, const nn::UnitPolicy& units, int64_t, const std::string& name) {
@@ -113,7 +112,7 @@ TEST(WeightsLater, OtherGradientsMayBeAskedForInBetween) {
   EXPECT_EQ(gradients(true), gradients(false));
 }
 
-// Of a block that a backward has passed its parameters are gone, and the gradients of its weights are nowhere.
+// Once a backward has passed a block, its parameters are discarded, and its weight gradients are not computed yet.
 TEST(WeightsLater, AreComputedAndReducedThen) {
   run_local(2, [](World& w) {
     const Mesh mesh = w.mesh({{"data", 2}});
@@ -140,7 +139,7 @@ TEST(WeightsLater, AreComputedAndReducedThen) {
   }, {.timeout = std::chrono::seconds(20), .threads_per_rank = 1});
 }
 
-// What waits for the step under zero1, or for other replicas, is on its way while further weights' gradients are computed.
+// Reductions that wait for the step under zero1, or over other replicas, overlap with further weights' gradients.
 TEST(WeightsLater, OfTheLastMicroBatchAreReducedToTheEnd) {
   for (const bool replicas : {false, true})
     run_local(2, [&](World& w) {
@@ -232,7 +231,7 @@ TEST(WeightsLater, WhatIsForgottenIsTold) {
   }, {.timeout = std::chrono::seconds(20), .threads_per_rank = 1});
 }
 
-// Of a layer whose input is a parameter both gradients are computed at once: what is gathered of it goes.
+// If a layer's input is a parameter, both gradients are computed at once, so that its gathered weights can be discarded.
 struct Asking : nn::Module {
   nn::Parameter queries{{3, 4}, nn::Init::normal(1)};
   nn::Linear ask{4, 5};
@@ -240,7 +239,7 @@ struct Asking : nn::Module {
   SHEAF_FIELDS(queries, ask);
 };
 
-// A weight that is used twice, of which one use is no product of a linear layer; in bf16 its gradients are rounded alike.
+// A weight with two uses, one of which is not a linear layer's product; in bf16 its gradients are rounded alike.
 struct Twice : nn::Module {
   nn::Linear a{4, 4};
   nn::Parameter b{{4, 4}, nn::Init::normal(1)};
@@ -294,7 +293,7 @@ struct Failing {
   static void vjp(const Attrs&, Vjp&) { fail<ShapeError>("[failing] for once"); }
 };
 
-// What it had put off is given up, and so it is told what the step lacks.
+// The deferred work is dropped, so the error says what the step lacks.
 TEST(WeightsLater, ABackwardThatFailsLeavesNothingToDo) {
   Twice model;
   materialize(model);
@@ -308,7 +307,7 @@ TEST(WeightsLater, ABackwardThatFailsLeavesNothingToDo) {
   optimizer.step({.lr = 0.1});
 }
 
-// An op of a user's own: what it gives to weights() reads what it holds, and nothing else.
+// A user-defined op: its weights() callback may read only what it holds.
 struct Careless {
   static constexpr const char* kName = "careless";
   static constexpr bool kDefersWeights = true;

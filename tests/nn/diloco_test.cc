@@ -1,4 +1,4 @@
-// Islands that train a model each, and their outer optimizer: against its formula on each mesh, to the bit between strategies.
+// Islands that each train a model, and their outer optimizer: against its formula on each mesh, bitwise between strategies.
 #include "sheaf/nn/optim/diloco.h"
 
 #include <gmock/gmock.h>
@@ -48,7 +48,7 @@ void backward(TinyModel& m, const Meshes& meshes, int64_t round) {
 
 constexpr int kRounds = 3;
 
-// What the islands had before each outer step and behind it, by round and island.
+// The islands' parameters before and after each outer step, by round and island.
 struct Rounds {
   std::vector<std::vector<Values>> before, after;
   Values start;
@@ -127,7 +127,7 @@ double largest_difference(const Values& a, const Values& b) {
   return worst;
 }
 
-// What is sent is rounded, and all islands have the same bits nevertheless.
+// Sent moves are rounded, but all islands still have the same bits.
 TEST(DiLoCo, MovesInFewerBitsAreNearThoseInAll) {
   for (const auto& [islands, ranks] : std::vector<std::pair<int, int>>{{1, 2}, {2, 1}, {3, 1}, {5, 1}, {2, 2}, {3, 2}, {2, 3}})
     for (const char* strategy : {"full_shard", "replicate"}) {
@@ -176,7 +176,7 @@ TEST(DiLoCo, BeginsAnewWithoutMomentum) {
   });
 }
 
-// What was gathered before an outer step is not what is computed with behind it.
+// Weights gathered before an outer step are not used after it.
 TEST(DiLoCo, GathersAnewBehindAStep) {
   run_local(4, [](World& w) {
     const Meshes meshes = islands_of(w, 2);
@@ -216,7 +216,7 @@ TEST(DiLoCo, HasTheSameBitsWithEveryStrategy) {
   }
 }
 
-// Of one plain step of SGD on each, the mean is that of the mean gradient.
+// With one step of plain SGD per island, the mean equals a step with the mean gradient.
 TEST(DiLoCo, OfOneStepIsDataParallelism) {
   Values together;
   run_local(2, [&](World& w) {
@@ -225,7 +225,7 @@ TEST(DiLoCo, OfOneStepIsDataParallelism) {
     shard(m, mesh);
     materialize(m, Device::cpu(), {.seed = 4, .dtype = kF64});
     optim::SGD sgd(m, {.lr = 0.3});
-    const auto tokens = [&](int64_t shift) {  // those of both islands, one after another
+    const auto tokens = [&](int64_t shift) {  // those of both islands, concatenated
       const auto rows = testing::token_rows({}, 6, 4, 11, 29 * w.rank() + shift).to_vector<int32_t>();
       return Tensor::from_local(rows, {kI32, {12, 4}, Layout(mesh.spec, Placement::shard(0))});
     };
@@ -252,11 +252,11 @@ TEST(DiLoCo, OfOneStepIsDataParallelism) {
   });
 }
 
-// Parameters of the last outer step are whole on each island where moves are rounded.
+// If moves are rounded, each island holds all parameters of the last outer step.
 void expect_state_is_cut(optim::Moves moves) {
   for (const auto& [islands, ranks] : std::vector<std::pair<int, int>>{{2, 2}, {3, 1}, {5, 1}}) {
     std::mutex mutex;
-    std::map<std::string, std::vector<int>> times[2];  // that each element is there: of values, of momentum
+    std::map<std::string, std::vector<int>> times[2];  // how often each element is held: of values, of momentum
     int64_t bytes = 0, masters = 0;
     run_local(islands * ranks, [&, islands = islands](World& w) {
       const Meshes meshes = islands_of(w, islands);

@@ -1,5 +1,5 @@
-// A head's gradient is in its slot from the forward on; a user of its unit's slots before its turn moves it. The gradients are those
-// of a head that computes its logits again, whatever happens in between.
+// A head's gradient is in its slot from the forward on; another use of its unit's slots before the head's turn moves it. The gradients
+// equal those of a head that recomputes its logits, whatever happens in between.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kRows = 7, kLength = 5, kVocab = 11, kWidth = 6;
 
-/// A table at both ends, or a head of its own.
+/// A tied table, or a separate head.
 struct HeadModel : nn::Module {
   nn::Embedding table{kVocab, kWidth, nn::Init::normal(0.5)};
   nn::Linear body{kWidth, kWidth};
@@ -91,7 +91,7 @@ void expect_near(const Gradients& a, const Gradients& b) {
   }
 }
 
-/// How often the head's gradient was put into its slot, and how often it moved from there.
+/// How often the head's gradient was put into its slot, and how often it was moved out of it.
 std::pair<int, int> ahead_and_moved(const Tape& tape) {
   int ahead = 0, moved = 0;
   for (NodeId i = 0; i < tape.num_nodes(); ++i) {
@@ -142,7 +142,7 @@ TEST(GradientsAhead, OfMicroBatches) {
   }, std::pair(3, 0));
 }
 
-// The later one's gradient is stored first, where the earlier one's lies.
+// The later loss's gradient is stored first, where the earlier one's is.
 TEST(GradientsAhead, OfTwoLossesAddedUp) {
   expect_same([](const Step& s) {
     const Tensor first = s.loss(0), second = s.loss(3);
@@ -163,7 +163,7 @@ TEST(GradientsAhead, OfMicroBatchesThatAreAllUnderWay) {
     }, std::pair(1, in_turn ? 0 : 1));
 }
 
-// What is used behind the head contributes before it.
+// Uses after the head contribute before it.
 TEST(GradientsAhead, OfALossWithMoreBehindIt) {
   expect_same([](const Step& s) {
     const Tensor loss = s.loss(0);
@@ -180,7 +180,7 @@ TEST(GradientsAhead, OfALossThatIsNotAskedFor) {
   }, std::pair(1, 1));
 }
 
-// It finds slots of its own, and leaves what the recording around it has put ahead.
+// The inner recording has its own slots, and leaves alone the gradients that the outer recording has computed ahead.
 TEST(GradientsAhead, OfALossWithARecordingInside) {
   expect_same([](const Step& s) {
     const Tensor loss = s.loss(0);
@@ -214,7 +214,7 @@ TEST(GradientsAhead, WithWeightsLater) {
   }, std::pair(2, 0));
 }
 
-// An evaluation in a recording that nobody differentiates leaves no slots behind.
+// An evaluation in a recording without a backward leaves no slots allocated.
 TEST(GradientsAhead, ARecordingWithoutBackwardLeavesNothing) {
   RankContext context;
   const RankScope scope(context);
@@ -234,7 +234,7 @@ TEST(GradientsAhead, ARecordingWithoutBackwardLeavesNothing) {
   }
 }
 
-// Neither the gradient twice, nor, behind the forward, the head itself.
+// There is no second copy of the gradient, nor, after the forward, of the head itself.
 TEST(GradientsAhead, TakesTheMemoryOfOne) {
   run_local(2, [&](World& w) {
     MemoryLedger ledger;
@@ -242,7 +242,7 @@ TEST(GradientsAhead, TakesTheMemoryOfOne) {
     HeadModel model(false);
     shard(model, mesh, {.units = nn::units_at({"head", "table"})});
     materialize(model);
-    const int64_t head = 512;  // 11 · 6 elements, up to a multiple of 64
+    const int64_t head = 512;  // 11 · 6 elements, rounded up to a multiple of 64
     for (int step = 0; step < 3; ++step) {
       Recording recording;
       const Tensor tokens = token_rows(mesh, kRows, kLength, kVocab);

@@ -39,10 +39,10 @@ struct Expected {
   std::vector<double> y;
   double imbalance = 0, router_z = 0;
   int64_t dropped = 0;
-  std::vector<double> excess = {};  // of an expert's choices: E times those, less all
+  std::vector<double> excess = {};  // of an expert's choices: E times their number, minus the total
 };
 
-// Those in the groups whose two largest affinities, bias added, have the largest sums.
+// The experts in the groups whose two largest affinities, including bias, have the largest sums.
 std::vector<bool> allowed_experts(const nn::MixtureConfig& c, const std::vector<double>& p, const std::vector<double>& bias) {
   const int64_t size = c.experts / c.routing_groups;
   std::vector<std::pair<double, int64_t>> parts;
@@ -59,7 +59,7 @@ std::vector<bool> allowed_experts(const nn::MixtureConfig& c, const std::vector<
   return out;
 }
 
-// What of the choices of a group an expert has no place for adds nothing.
+// Choices of a group for which an expert has no place contribute nothing.
 Expected plain(nn::MixtureOfExperts& m, const std::vector<double>& x, bool drops = true) {
   const nn::MixtureConfig& c = m.config;
   const auto values = [](const nn::Parameter& p) { return full_parameter(p).to_vector<double>(); };
@@ -165,7 +165,7 @@ TEST(MixtureOfExperts, EqualsALoopOverTokens) {
     }
 }
 
-// As DeepSeek-V3's: affinities one by one, biases that decide who is chosen but weigh nothing, parts, and a shared MLP.
+// Like DeepSeek-V3's: sigmoid affinities, biases that affect the choice but not the weights, groups, and a shared MLP.
 TEST(MixtureOfExperts, ChoosesByBiasAmongAllowedParts) {
   const std::vector<double> x = tokens();
   for (const nn::Affinity affinity : {nn::Affinity::sigmoid, nn::Affinity::softmax})
@@ -193,7 +193,7 @@ TEST(MixtureOfExperts, ChoosesByBiasAmongAllowedParts) {
           }
 }
 
-// As gpt-oss's. What experts make of places without a token goes nowhere, biases or not: their gradients are sums over choices.
+// Like gpt-oss's. Experts' outputs at places without a token are not used, with biases or not: gradients of biases are sums over choices.
 TEST(MixtureOfExperts, BiasesAndAGateWithALimit) {
   const std::vector<double> x = tokens();
   for (const bool biased : {true, false})
@@ -213,7 +213,7 @@ TEST(MixtureOfExperts, BiasesAndAGateWithALimit) {
         recording.backward(sum(y));
         recording.take();
         if (!biased) continue;
-        // Weights of a token add up to 1, and so do those of what it gets of down's biases, if no choice is dropped.
+        // A token's weights add up to 1, and so does its share of down's biases, if no choice is dropped.
         const std::vector<double> of_down = full_gradient(m.experts.down_bias).to_vector<double>();
         const double kept = std::accumulate(of_down.begin(), of_down.end(), 0.0) / kWidth;
         if (expected.dropped == 0) EXPECT_NEAR(kept, kBatch * kTokens, 1e-12);
@@ -221,7 +221,7 @@ TEST(MixtureOfExperts, BiasesAndAGateWithALimit) {
       }
 }
 
-// Ranks have experts of their own where each has a part, or each expert is one: of three parts two ranks would have unlike halves.
+// Ranks have different experts if each rank has a part, or each expert is one: with three parts two ranks would have unequal halves.
 TEST(MixtureOfExperts, RanksHaveWholeParts) {
   run_local(2, [](World& w) {
     const Layout cut(w.mesh({{"expert", 2}}).spec, Placement::shard(0));
@@ -236,7 +236,7 @@ TEST(MixtureOfExperts, RanksHaveWholeParts) {
   }, {.threads_per_rank = 1});
 }
 
-// How experts stand: of 100 tokens with two choices each.
+// How experts are arranged in parts: with 100 tokens of two choices each.
 TEST(MixtureOfExperts, PartsAndHowFullTheyAre) {
   struct Case { int64_t experts, places; int ranks; bool gpu, fp8; int64_t parts; double fill; };
   for (const Case& k : {Case{8, 100, 1, false, false, 1, 1.0}, {8, 25, 1, false, false, 8, 1.0}, {8, 32, 1, false, false, 1, 1.0},
@@ -282,7 +282,8 @@ TEST(MixtureOfExperts, TheSharedMlpIsAdded) {
   EXPECT_GT(difference(y, rest), 0.1);
 }
 
-// Of a router that has no opinion everybody takes the first experts: as uneven as can be, but in probability even.
+// With a router whose logits are all equal, every token takes the first experts: the counts are as uneven as possible, the probabilities
+// even.
 TEST(MixtureOfExperts, TiesGoToTheFirstExperts) {
   nn::MixtureOfExperts m(config());
   m.router.weight.set_init(nn::Init::zeros());
@@ -292,7 +293,7 @@ TEST(MixtureOfExperts, TiesGoToTheFirstExperts) {
   EXPECT_NEAR(m.imbalance.item<double>(), 1.0, 1e-13);
 }
 
-// Whatever later tokens are, what a token gets stays, though they compete for places.
+// Later tokens do not affect a token's output, though they compete for places.
 TEST(MixtureOfExperts, LaterTokensChangeNothing) {
   nn::MixtureOfExperts m(config(0.5));
   materialize(m, Device::cpu(), {.seed = 3, .dtype = kF64});
@@ -309,15 +310,15 @@ TEST(MixtureOfExperts, LaterTokensChangeNothing) {
   }
 }
 
-// With a capacity ranks that share sequences want groups of their own.
+// With a capacity, ranks that share sequences need separate groups.
 bool mesh_refuses(const nn::MixtureConfig& c, const std::vector<MeshSpec::Axis>& axes) {
   return c.capacity_factor > 0 && std::ranges::any_of(axes, [&](const MeshSpec::Axis& a) { return a.name == "context" && c.capacity_groups % a.size != 0; });
 }
 
-// Cut anyhow, values and imbalance are those of the whole batch.
+// However the batch is cut, values and imbalance are those of the whole batch.
 TEST(MixtureOfExperts, CutOverRanks) {
   const std::vector<double> x = tokens();
-  // Of eight and of seven experts two ranks have a part each, three do not: that leaves no fewer rows empty.
+  // With eight or seven experts, two ranks have a part each, three do not, as that leaves no fewer rows empty.
   for (const auto& [experts, capacity, groups] : {std::tuple{4, 0.0, 1}, {4, 0.7, 11}, {8, 0.0, 1}, {7, 0.0, 1}, {7, 3.0, 1}}) {
     nn::MixtureConfig c = config(capacity, groups);
     c.experts = experts;
@@ -347,7 +348,7 @@ TEST(MixtureOfExperts, CutOverRanks) {
   }
 }
 
-// Tokens of a rank may stand in several places of a sequence: groups are the same then, if each lies whole in one of them.
+// A rank's tokens may be in several intervals of a sequence: groups are the same if each is within one interval.
 TEST(MixtureOfExperts, CutFromBothEnds) {
   constexpr int64_t kLength = 12;
   const Tensor x = randn({kF64, {2, kLength, kWidth}, {}}, Key{4});

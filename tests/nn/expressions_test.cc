@@ -1,5 +1,4 @@
-// Parameters and buffers in expressions of a program that does not mention namespace sheaf: there is no using-directive
-// here.
+// Parameters and buffers in expressions of a program that does not mention namespace sheaf: this file has no using-directive.
 #include <gtest/gtest.h>
 
 #include "sheaf/autograd/ops.h"

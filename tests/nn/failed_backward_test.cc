@@ -1,5 +1,5 @@
-// A derivative that throws costs the gradients of its backward, and nothing else: the recording, or the next one, goes on as if it had
-// not been.
+// An exception in a derivative loses the gradients of its backward, and nothing else: the recording, or the next one, continues as if the
+// backward had not run.
 #include <gtest/gtest.h>
 
 #include "sheaf/autograd/custom_vjp.h"
@@ -10,7 +10,7 @@ namespace sheaf::testing {
 namespace {
 
 struct Thrown : std::runtime_error { Thrown() : std::runtime_error("thrown") {} };
-thread_local int fails_at = -1, guards = 0;  // which of the guards throws in the backward; how many there were
+thread_local int fails_at = -1, guards = 0;  // the index of the guard that throws in the backward; the number of guards
 
 Tensor guarded(const Tensor& x) {
   const int me = guards++;

@@ -1,4 +1,5 @@
-// Products in FP8: what of a layer is rounded and along what, to the bit, alone and on ranks; which layers of a model take part.
+// FP8 products: which operands are rounded, and along which dimension, bitwise, on one rank and on several; which layers of a model use
+// them.
 #include "sheaf/nn/fp8.h"
 
 #include <gmock/gmock.h>
@@ -51,7 +52,7 @@ std::vector<Tensor> gradients(F&& f, const Tensor& dy, const std::vector<Tensor>
 struct Gradients {
   Values y, x, weight, bias;
 };
-/// `f`'s value and gradients for dy, by x, weight and bias.
+/// `f`'s value, and its gradients for dy with respect to x, weight and bias.
 template <class F>
 Gradients gradients_of(F&& f, const Tensor& dy) {
   const Tensor x = x_of(), weight = weight_of(), bias = bias_of();
@@ -80,7 +81,7 @@ TEST(Fp8Layer, RoundsItsOperandsAlongWhatIsAddedUp) {
   }
 }
 
-// gelu between two layers: of what was rounded, as the layers alone.
+// gelu between two layers: bitwise that of the separate layers.
 TEST(Fp8Layer, GeluBetweenLayers) {
   const Tensor down = drawn({16, kOut}, 5), dz = drawn({kRows, 16}, 6);
   for (const Fp8 fp8 : {Fp8::activations, Fp8::all}) {
@@ -105,11 +106,11 @@ TEST(Fp8Layer, ExpertsRoundEachItsOwn) {
   EXPECT_EQ(g[1].to_vector<float>(), gradients(product(false), dy, {x, weight})[1].to_vector<float>());
 }
 
-// Rows of the batch and outputs of the layer may be cut as one likes: the same bits, forward and backward. Where what is added up is
-// cut, each part has its scales: near.
+// The rows of a batch and the outputs of a layer may be cut arbitrarily: the same bits, forward and backward. If the contracted dimension
+// is cut, each part has its own scales: only close.
 TEST(Fp8Layer, CutsOfRowsAndOutputsKeepTheBits) {
   const Gradients whole = gradients_of([](auto& x, auto& w, auto& b) { return linear(x, w, b, Fp8::activations); }, dy_of());
-  const auto part = [](const Tensor& t, const Layout& layout) {  // what this rank has of a whole tensor
+  const auto part = [](const Tensor& t, const Layout& layout) {  // this rank's part of a whole tensor
     const Type type{t.dtype(), t.shape(), layout};
     Tensor own = t;
     const Shape first = layout.local_start(t.shape()), size = type.local_shape();
@@ -148,7 +149,7 @@ TEST(Fp8Layer, CutsOfRowsAndOutputsKeepTheBits) {
     }, {.threads_per_rank = 1});
 }
 
-// A rounded sum is not the sum of what is rounded: products of addends are made as without FP8.
+// The sum of rounded values is not the rounded sum: products of Partial operands are computed without FP8.
 TEST(Fp8Layer, PartialOperandsAreNotRounded) {
   run_local(2, [](World& w) {
     const Mesh mesh = w.mesh({{"ranks", 2}});
@@ -157,7 +158,7 @@ TEST(Fp8Layer, PartialOperandsAreNotRounded) {
     const Values exact = linear(partial, weight).to_vector<float>();
     EXPECT_EQ(linear(partial, weight, {}, Fp8::all).to_vector<float>(), exact);
     EXPECT_EQ(matmul(partial, transpose(weight, 0, 1), {.fp8 = true}).to_vector<float>(), exact);
-    // As where the gradient of a layer is: y is whole, its gradient Partial.
+    // Like a layer's gradient: y is whole, its gradient Partial.
     const Tensor x = like(x_of(), Placement::replicate()), dy = like(dy_of(), Placement::partial());
     const auto of = [&](Fp8 fp8) { return gradients([&] { return linear(x, weight, {}, fp8); }, dy, {x, weight}); };
     const std::vector<Tensor> got = of(Fp8::all), want = of(Fp8::none);

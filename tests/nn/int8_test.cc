@@ -1,5 +1,5 @@
-// ShardOptions::gather_int8 and ::reduce_int8: which roundings weights and gradients go through, to the bit, on meshes of replicas and
-// ranks; what the tape says of them.
+// ShardOptions::gather_int8 and ::reduce_int8: how weights and gradients are rounded, bitwise, on meshes of replicas and ranks; and what
+// the tape says of it.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -40,15 +40,15 @@ Values added(const std::vector<Values>& addends) {
 }
 Values slice(const Values& x, int64_t begin, int64_t count) { return {x.begin() + begin, x.begin() + begin + count}; }
 
-/// The sum of what ranks of an axis have sent.
+/// The sum of what the ranks of an axis have sent.
 Values sum_of_sent(const std::vector<Values>& of) {
   std::vector<Values> sent;
   for (size_t r = 0; r < of.size(); ++r) sent.push_back(of.size() == 1 ? of[r] : sent_by(r, of[r]));
   return added(sent);
 }
-/// What all of them have of it: rounded once more, by whoever has added it up.
+/// The sum as all ranks get it: rounded once more by the rank that added it up.
 Values whole_sum(const std::vector<Values>& of) { return of.size() == 1 ? of[0] : through_blocks(sum_of_sent(of), 0); }
-/// What each of them has of it where a reduce_scatter would leave parts.
+/// The parts of the sum that a reduce_scatter leaves on each rank.
 std::vector<Values> parts_of_sum(const std::vector<Values>& of) {
   const Values sum = sum_of_sent(of);
   const int64_t n = std::ssize(of), size = std::ssize(sum) / n;
@@ -72,7 +72,7 @@ struct Case {
 /// By rank, the gradient at rest of one buffer: of[rank][part] are whole buffers of a rank's own gradients.
 std::vector<Values> expected(const Case& c, const std::vector<std::vector<Values>>& of) {
   const bool waits = c.strategy == "zero1" && c.ranks > 1;  // all micro-batches are added up before anything is sent
-  std::vector<std::vector<Values>> held(static_cast<size_t>(c.world()));  // by rank, of each reduction
+  std::vector<std::vector<Values>> held(static_cast<size_t>(c.world()));  // by rank, for each reduction
   for (int r = 0; r < c.replicas; ++r) {
     std::vector<int> group;
     for (int d = 0; d < c.ranks; ++d) group.push_back(c.rank(r, d));
@@ -115,7 +115,7 @@ TEST_P(Int8, RoundsWhatIsSent) {
     materialize(own, Device::cpu(), {.seed = 5});
     const auto unit = units(net)[0], alone = units(own)[0];
     FlatBuffer& b = alone->buffers()[0];
-    if (c.gather && c.ranks > 1 && c.strategy != "replicate") {  // it computes with what others are sent
+    if (c.gather && c.ranks > 1 && c.strategy != "replicate") {  // it computes with the values that others are sent
       auto* weights = b.shard.view().as<float>();
       for (const LocalPiece& piece : alone->pieces(b)) {
         const LeafSpec& leaf = alone->leaves()[static_cast<size_t>(piece.leaf)];
@@ -134,7 +134,7 @@ TEST_P(Int8, RoundsWhatIsSent) {
         if (module == &net) y = out;
         else EXPECT_EQ(y.to_vector<float>(), out.to_vector<float>()) << "weights are rounded otherwise";
       }
-      // Its own gradients, where they lie in the buffers that are reduced.
+      // Its own gradients, at their places in the buffers that are reduced.
       const Values gradient = b.grad.to_vector<float>();
       std::lock_guard lock(mutex);
       for (const FlatBuffer& reduced : unit->buffers()) {
@@ -186,7 +186,7 @@ std::vector<Case> cases() {
 }
 INSTANTIATE_TEST_SUITE_P(Meshes, Int8, ::testing::ValuesIn(cases()));
 
-/// How often each op that has to do with what is sent is there.
+/// How often each op of the quantized communication occurs.
 std::map<std::string, int> ops_of(const Tape& tape) {
   std::map<std::string, int> out;
   for (NodeId id = 0; id < tape.num_nodes(); ++id) {
@@ -205,7 +205,7 @@ int64_t received(const Tape& tape, std::string_view op) {
   return bytes;
 }
 
-/// Tapes of a model's step of so many micro-batches on the ranks of a mesh, which pass all checks.
+/// Tapes of a model's step with this number of micro-batches on the ranks of a mesh, which pass all checks.
 template <class F>
 void with_tape(const std::vector<MeshSpec::Axis>& axes, ShardOptions options, F&& check, int64_t width = 16, int micro_batches = 1) {
   int world = 1;
@@ -218,7 +218,7 @@ void with_tape(const std::vector<MeshSpec::Axis>& axes, ShardOptions options, F&
     shard(net, mesh, options);
     materialize(net, Device::cpu(), {.seed = 5});
     Tape& tape = tapes[static_cast<size_t>(w.rank())];
-    for (int step = 0; step < 2; ++step) {  // the second one knows what to gather ahead
+    for (int step = 0; step < 2; ++step) {  // the second one knows what to prefetch
       Recording recording;
       for (int part = 0; part < micro_batches; ++part) {
         if (part > 0) recording.next_micro_batch(8 * part);
@@ -259,7 +259,7 @@ TEST(Int8Tape, HasBlocksWhereSomethingIsSent) {
             (Counts{{"all_gather", 10}, {"discard", 6}, {"quantize_gradient", 12}, {"all_to_all", 8}, {"sum_of_blocks", 12}}));
 }
 
-// zero1 keeps what it has unpacked for all micro-batches.
+// zero1 keeps unpacked weights for all micro-batches.
 TEST(Int8Tape, UnpacksOnceForAllMicroBatches) {
   with_tape({{"data", 2}}, {.strategy = Strategy::zero1, .gather_int8 = true, .reduce_int8 = true}, [&](const Tape& tape, TinyModel&) {
     const std::map<std::string, int> ops = ops_of(tape);
@@ -283,9 +283,9 @@ TEST(Int8Tape, SaysWhatTravels) {
                   reductions[int8] = received(tape, int8 ? "all_to_all" : replicate ? "all_reduce" : "reduce_scatter");
                 }, 64);
     const double quarter = 66.0 / 256;
-    if (replicate) {  // what is gathered belongs to the reductions
+    if (replicate) {  // the gathers are part of the reductions
       EXPECT_NEAR(static_cast<double>(gathers[true] + reductions[true]) / static_cast<double>(reductions[false]), quarter, 0.01);
-    } else {  // but for vectors
+    } else {  // except vectors
       EXPECT_NEAR(static_cast<double>(gathers[true]) / static_cast<double>(gathers[false]), quarter, 0.02);
       EXPECT_NEAR(static_cast<double>(reductions[true]) / static_cast<double>(reductions[false]), quarter, 0.02);
     }
@@ -303,8 +303,8 @@ TEST(Int8Tape, WithoutShardingItIsTheStepOfOneRank) {
     });
 }
 
-// What is Invariant along an axis has the same bits there, however many axes it was added up along.
-// Biases of experts stand side by side in a matrix, and are none.
+// Invariant values have the same bits along an axis, however many axes they were summed over. Biases of experts are stacked in a matrix,
+// but do not count as one.
 TEST(Int8, BiasesOfExpertsAreGatheredAsTheyAre) {
   run_local(2, [](World& world) {
     nn::MixtureConfig c;

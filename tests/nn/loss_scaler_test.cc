@@ -1,4 +1,4 @@
-// A scaled loss: the same bits where nothing overflows, and nothing at all where something does, on any number of ranks.
+// A scaled loss: the same bits if nothing overflows, and no change at all if something does, on any number of ranks.
 #include "sheaf/nn/optim/loss_scaler.h"
 
 #include <gmock/gmock.h>
@@ -29,7 +29,7 @@ std::unique_ptr<optim::Optimizer> make_optimizer(const std::string& kind, nn::Mo
   return std::make_unique<optim::AdamW>(m, optim::AdamWOptions{.lr = 0.01, .weight_decay = 0.1});
 }
 
-/// What a step must not touch where it is skipped.
+/// Everything that a skipped step must leave unchanged.
 struct Values {
   std::vector<std::vector<float>> local;  // masters, then state
   std::optional<int64_t> applied;
@@ -66,7 +66,7 @@ struct Training {
     optimizer->zero_grad();
     return norm.item<double>();
   }
-  /// One element of the gradient, of all that this rank has.
+  /// One element of this rank's part of the gradient.
   void spoil_gradient(float value) {
     for (const auto& unit : units(model)) {
       unit->reduce_waiting(), unit->complete_reduction();
@@ -112,7 +112,7 @@ TEST(LossScaler, PowersOfTwoChangeNoBit) {
         norms.push_back(plain.update(max_norm, nullptr));
       }
       Values expected = plain.values();
-      if (std::string(kind) != "sgd") expected.applied = 5;  // bias corrections of the device's count
+      if (std::string(kind) != "sgd") expected.applied = 5;  // the device's step count, for bias corrections
       for (const double initial : {1.0, 65536.0, 0x1p40}) {
         LossScaler scaler(Device::cpu(), {.initial = initial, .growth_interval = 2});
         Training scaled(w, s, policy, kind);
@@ -127,7 +127,7 @@ TEST(LossScaler, PowersOfTwoChangeNoBit) {
   });
 }
 
-// What overflows, where a loss or one element of one rank does, is as if it had not been: the outcome is that of the others.
+// Steps that overflow, in a loss or in one element on one rank, have no effect: the result is that of the other steps.
 TEST(LossScaler, SkippedStepsLeaveNoTraceOnAnyRank) {
   for_each_way([](World& w, Strategy s, const nn::UnitPolicy& policy, const char* kind) {
     const bool last = w.rank() == w.size() - 1, cut = s != Strategy::replicate;
@@ -160,7 +160,7 @@ TEST(LossScaler, SkippedStepsLeaveNoTraceOnAnyRank) {
   });
 }
 
-// Before the very first step that counts, too.
+// Also before the very first step that is applied.
 TEST(LossScaler, TheFirstStepsMayBeSkipped) {
   run_local(2, [](World& w) {
     LossScaler scaler(Device::cpu(), {.initial = 8, .minimum = 2}), other(Device::cpu());
@@ -219,7 +219,7 @@ struct Pair : nn::Module {
   SHEAF_FIELDS(a, b);
 };
 
-// Two optimizers, two norms: one of them may step where the other does not.
+// Two optimizers, two norms: one may step while the other skips.
 TEST(LossScaler, EachOptimizerIsSkippedByItsOwnNorm) {
   Pair pair;
   shard(pair, Mesh{}, {.units = nn::units_at({"a", "b"})});
@@ -267,7 +267,7 @@ TEST(LossScaler, RefusesWhatCannotBeMeant) {
     EXPECT_THAT(message<ConfigError>([&] { LossScaler(Device::cpu(), options); }), HasSubstr("[loss_scaler]"));
 }
 
-// Eight steps in two micro-batches, of which those in `bad` overflow; from the fourth on they are a program's.
+// Eight steps in two micro-batches, of which those in `bad` overflow; from the fourth on they are run by a program.
 struct Outcome {
   Values values;
   std::vector<float> losses;

@@ -1,4 +1,4 @@
-// What a step's memory is held for: after its forward, after its backward, when it is updated, and at the peak.
+// The uses of a step's memory: after its forward, after its backward, after its update, and at the peak.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -11,7 +11,7 @@
 namespace sheaf::testing {
 namespace {
 
-/// What is held at this moment, and forgets the peak before it.
+/// The memory held at this moment; resets the previous peak.
 MemoryLedger::Peak now(MemoryLedger& ledger) {
   ledger.reset_peak();
   return ledger.peak(*RankContext::current().cpu);
@@ -96,7 +96,7 @@ TEST(MemoryPhases, ActivationsAreWhatTheBackwardReads) {
   Recording recording;
   Tensor loss = sum(tanh(layer(x)));
   const MemoryLedger::Peak held = now(ledger);
-  EXPECT_EQ(held.held_for(HeldFor::activations), 7 * 3 * 4 + kScalar);  // tanh reads its output, the product the input
+  EXPECT_EQ(held.held_for(HeldFor::activations), 7 * 3 * 4 + kScalar);  // tanh reads its output, the product its input
   for (const auto& h : held.holders) {
     if (h.op == "tanh") {
       EXPECT_EQ(h.bytes, 7 * 3 * 4);
@@ -104,7 +104,7 @@ TEST(MemoryPhases, ActivationsAreWhatTheBackwardReads) {
   }
 }
 
-// Values that a backward computes again are activations there, too, in whichever way it comes to that.
+// Values that a backward recomputes also count as activations, however it is reached.
 TEST(MemoryPhases, WhatIsComputedAgainIsAnActivation) {
   for (const bool whole : {true, false}) {
     RankContext context;

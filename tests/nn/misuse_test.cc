@@ -1,6 +1,5 @@
-// What would silently compute wrong numbers, or fail without saying where: changes of memory that derivatives read, values watched too
-// late, ranks that make different things of one program, errors deep inside a model; and expressions that look like misuse but are
-// not.
+// Misuse that would silently compute wrong numbers, or fail without saying where: changes of memory that derivatives read, values watched
+// too late, ranks that compute different programs, errors deep inside a model; and expressions that look like misuse but are not.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -15,7 +14,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-/// What `f` throws, whatever it is.
+/// The message of what `f` throws, of any type.
 std::string error_of(const std::function<void()>& f) {
   try {
     f();
@@ -55,12 +54,12 @@ TEST(Changes, OfWhatHasAGradientAreRefused) {
   EXPECT_EQ(refusal([](const Tensor& h, const Tensor&) { store_into(copy_of(stop_gradient(h)), numbers({1, 2})); }), "no exception");
 }
 
-// A value is stored where no gradient is asked for: it is there, and no gradient passes through.
+// Storing a value without a gradient: the value is stored, and no gradient passes through.
 TEST(Changes, PassNoGradientOn) {
   Recording recording;
   const Tensor x = recording.watch(numbers({0.5, -1})), memory = numbers({0, 0, 0}), other = x * slice(memory + 3.0, 0, 0, 2);
   store_into(slice(memory, 0, 1, 3), x * 2.0);
-  store_into(slice(memory, 0, 0, 1), numbers({7}));  // again, which is no change of what has a gradient
+  store_into(slice(memory, 0, 0, 1), numbers({7}));  // again, where nothing with a gradient changes
   EXPECT_EQ(memory.to_vector<double>(), (std::vector<double>{7, 1, -2}));
   const Tensor xs[] = {x};
   EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { recording.gradient(sum(square(memory)), xs, {.keep = true}); }),
@@ -68,7 +67,7 @@ TEST(Changes, PassNoGradientOn) {
   EXPECT_EQ(recording.gradient(sum(other), xs)[0].to_vector<double>(), (std::vector<double>{3, 3}));
 }
 
-// One op saved it before the change, and one after: the first has no longer what it read.
+// One op saved it before the change, and one after: the first no longer has what it read.
 TEST(Changes, BetweenTwoReadersAreNoticed) {
   Recording recording;
   const Tensor x = recording.watch(numbers({0.1, 0.2})), y = numbers({1, 2}), before = x * y;
@@ -104,12 +103,12 @@ TEST(Watch, ComesBeforeTheFirstUse) {
   EXPECT_EQ(error_of([&] { recording.watch(z); }), "no exception") << "it was watched in time";
 }
 
-/// What the job ends with on two ranks, of which each runs its own `f`.
+/// The error of a job on two ranks, each of which runs its own `f`.
 std::string disagreement(const std::function<void(World&, const Mesh&)>& f) {
   return error_of([&] { run_local(2, [&](World& w) { f(w, w.mesh({{"data", 2}})); }); });
 }
 
-// As many elements travel, and they are of something else.
+// The same number of elements is sent, but of different meaning.
 TEST(Ranks, WhoseValuesDifferAreTold) {
   const auto partial = [](const Mesh& mesh, const Shape& shape) { return full_of({kF32, shape, Layout(mesh.spec, Placement::partial())}, 1); };
   EXPECT_THAT(disagreement([&](World& w, const Mesh& mesh) {
@@ -149,7 +148,7 @@ struct Two : nn::Module {
   SHEAF_FIELDS(a, b);
 };
 
-// Parameters of two units meet in one op, in no module's scope: the gather of one does not discard the other.
+// Parameters of two units in one op, outside any module's scope: the gather of one does not discard the other.
 TEST(Units, MeetOutsideOfScopes) {
   const auto gradients = [](int ranks, const std::string& strategy) {
     std::vector<std::vector<double>> out;
@@ -185,7 +184,7 @@ TEST(Units, MeetOutsideOfScopes) {
 
 using Deep = testing::Chain<Two, 2>;
 
-// Whatever op an error is of, and whatever it is about, it says in which module, and on which of several ranks.
+// Every error, of any op and any kind, says in which module, and on which of several ranks.
 TEST(Errors, SayWhere) {
   const auto message = [](int ranks) {
     return error_of([&] {

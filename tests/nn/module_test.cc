@@ -144,7 +144,7 @@ TEST(Module, FieldsThatAreNotListedFailAtFirstUse) {
   Derived d;
   materialize(d);
   EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { d(x); }), HasSubstr("a base's fields"));
-  EXPECT_EQ(nn::ModuleScope::current(), nullptr);  // all scopes were left
+  EXPECT_EQ(nn::ModuleScope::current(), nullptr);  // all scopes were closed
 }
 
 // No forward: methods of other names.
@@ -168,7 +168,7 @@ TEST(Module, NeedsNoForward) {
   EXPECT_EQ(m.decode(m.encode(Tensor::from<float>({1, 2, 3, 4}, {1, 4}))).shape(), (Shape{1, 4}));
 }
 
-// What several modules have in common; it has no forward either.
+// Common parts of several modules; it has no forward either.
 struct Scaled : nn::Module {
   nn::Parameter scale{{1}, nn::Init::constant(2)};
   SHEAF_FIELDS(scale);
@@ -187,7 +187,7 @@ TEST(Module, ABaseMayHoldFields) {
   EXPECT_EQ(m(x).item(), 2 * m.pair(x).item());
 }
 
-// Layers of several types behind one base.
+// Layers of several types with a common base.
 struct Layer : nn::Module {
   virtual Tensor forward(const Tensor& x) = 0;
   SHEAF_FIELDS();
@@ -302,7 +302,7 @@ struct Attends : nn::Module {
   SHEAF_FIELDS(attention, table);
 };
 
-// What shard() and use_fp8() say to layers, and what is said of parameters, is the copy's, too.
+// Settings of shard() and use_fp8() for layers and for parameters are copied, too.
 TEST(Module, CloneHasTheSameSettings) {
   Attends model;
   model.table.weight.set_table();

@@ -1,5 +1,5 @@
-// Muon on GPUs, where the choice of a product may depend on the batch and on how memory is aligned: bits must not depend on how
-// many ranks there are nor on how they share matrices.
+// Muon on GPUs, where the choice of a product may depend on the batch and on memory alignment: bits must not depend on the number of ranks
+// nor on how they share matrices.
 #include <gtest/gtest.h>
 
 #include "sheaf/nn/optim/muon.h"
@@ -43,7 +43,7 @@ void expect_same_bits_however_it_is_cut(Make&& make) {
 TEST(MuonGpu, BitsDoNotDependOnTheWorld) {
   SHEAF_NEEDS_GPU();
   expect_same_bits_however_it_is_cut<Zoo>([] { return Zoo(); });
-  for (const int64_t width : {8, 7})  // aligned matrices, computed together, and others
+  for (const int64_t width : {8, 7})  // aligned matrices, computed in one batch, and others
     expect_same_bits_however_it_is_cut<TinyModel>([&] { return TinyModel(5, 11, width); });
 }
 

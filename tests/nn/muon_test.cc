@@ -83,7 +83,7 @@ TEST(Muon, TheRestIsAdamW) {
     });
 }
 
-// What a matrix moves by is its factor's, and what it remembers is not.
+// A matrix's update is scaled by its factor, its momentum is not.
 TEST(Muon, FactorsAreThoseOfItsLearningRate) {
   const auto run = [](World&, const Mesh& mesh, const ShardOptions& options, double lr, const optim::Factors& factors) {
     Zoo zoo;
@@ -91,7 +91,7 @@ TEST(Muon, FactorsAreThoseOfItsLearningRate) {
     optim::Muon muon(zoo, {.lr = lr, .factors = factors, .adamw = {.lr = lr, .factors = factors}});
     for (int64_t step = 0; step < 2; ++step) {
       set_gradients(zoo, step);
-      muon.step({.lr = step == 0 ? 0 : lr});  // parameters are still alike
+      muon.step({.lr = step == 0 ? 0 : lr});  // parameters are still equal
     }
     return values(zoo);
   };
@@ -110,7 +110,7 @@ TEST(Muon, FactorsAreThoseOfItsLearningRate) {
     });
 }
 
-// A matrix does not see its norm, but the momentum remembers the clipped gradients.
+// A matrix's update is independent of its gradient's norm, but the momentum contains the clipped gradients.
 TEST(Muon, TakesTheScaleOfClipping) {
   Values plain, clipped, scaled;
   for (Values* out : {&plain, &clipped, &scaled}) {
@@ -174,7 +174,7 @@ TEST(Muon, BitsDoNotDependOnStrategyUnitsOrPrefetch) {
     }
 }
 
-// The gradients are the same at all worlds, and so is all that is made of them.
+// The gradients are the same at all worlds, and so is everything computed from them.
 TEST(Muon, BitsOfAStepDoNotDependOnTheWorld) {
   Values expected;
   for (const Way& way : ways())
@@ -210,7 +210,7 @@ TEST(Muon, WorkIsSharedByCost) {
       for (const optim::Matrix& matrix : bundle.matrices) ++owned[static_cast<size_t>(matrix.owner)];
     EXPECT_THAT(owned, ::testing::ElementsAre(3, 3, 2));  // eight of equal cost
   }, kLocal);
-  run_local(2, [&](World& w) {  // the dearest alone, against three of its third
+  run_local(2, [&](World& w) {  // the most expensive one alone, against three that cost a third each
     Four four;
     shard(four, w.mesh({{"data", 2}}));
     materialize(four);
@@ -222,7 +222,7 @@ TEST(Muon, WorkIsSharedByCost) {
   }, kLocal);
 }
 
-// The lengths of what a step orthogonalises at once: [k, M, N] of the whole mesh.
+// The batches that a step orthogonalises at once: [k, M, N] over the whole mesh.
 std::vector<int64_t> batches(const optim::Muon& muon) {
   std::vector<int> bundles;
   for (size_t i = 0; i < muon.bundles().size(); ++i)
@@ -258,7 +258,7 @@ TEST(Muon, MatricesOfEqualShapeAreOneBatch) {
     }, kLocal);
 }
 
-// Two of 6 million elements at once, on each rank.
+// Two matrices of 6 million elements at once, on each rank.
 TEST(Muon, WhatARankComputesAtOnceIsBounded) {
   const auto expect = [](std::vector<MeshSpec::Axis> axes, const std::vector<int64_t>& expected) {
     on({std::move(axes), Strategy::full_shard}, [&](World&, const Mesh& mesh, const ShardOptions& options) {
@@ -314,7 +314,7 @@ TEST(Muon, StepIsRecordedAndReplays) {
         tape = recording.take();
       }
       for (const Finding& f : check_tape(tape)) ADD_FAILURE() << f.to_string();
-      std::map<std::string, ValueId> updated;  // the last step of each unit has the parameters first
+      std::map<std::string, ValueId> updated;  // the last step of each unit reads the parameters first
       std::map<std::string, int> calls;
       for (NodeId i = 0; i < tape.num_nodes(); ++i) {
         const Node& n = tape.node(i);
@@ -336,7 +336,7 @@ TEST(Muon, StepIsRecordedAndReplays) {
     }, kLocal);
 }
 
-// A unit without a gradient stays as it is, and takes part again when it has one.
+// A unit without a gradient does not change, and takes part again when it has one.
 TEST(Muon, UnitsTakePartWhenTheyHaveAGradient) {
   for (int world : {1, 3})
     run_local(world, [&](World& w) {

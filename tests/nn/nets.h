@@ -23,7 +23,7 @@ struct TinyBlock : nn::Module {
   SHEAF_FIELDS(norm, up, down);
 };
 
-/// Blocks one after another.
+/// Successive blocks.
 template <class Block, int kCount>
 struct Chain : nn::Module {
   std::vector<Block> blocks = std::vector<Block>(kCount);
@@ -55,8 +55,7 @@ struct TinyModel : nn::Module {
   }
 };
 
-/// Rows of tokens that depend on the global row alone: [rows, length] below `vocab`, cut along rows over `mesh` if it is
-/// given.
+/// Rows of tokens that depend only on the global row index: [rows, length] below `vocab`, cut along rows over `mesh` if it is given.
 inline Tensor token_rows(const Mesh& mesh, int64_t rows, int64_t length, int64_t vocab, int64_t shift = 0) {
   const Type type{kI32, {rows, length}, mesh.spec ? Layout(mesh.spec, Placement::shard(0)) : Layout()};
   const int64_t begin = mesh.spec ? type.layout.local_start(type.shape)[0] : 0;
@@ -68,7 +67,7 @@ inline Tensor token_rows(const Mesh& mesh, int64_t rows, int64_t length, int64_t
   return Tensor::from_local(local, type);
 }
 
-/// Rows of micro-batch `part` that depend on the global row alone: [rows, width], cut along rows over `mesh`; `alone`: this rank's
+/// Rows of micro-batch `part` that depend only on the global row index: [rows, width], cut along rows over `mesh`; `alone`: this rank's
 /// rows, on no mesh.
 inline Tensor dense_rows(const Mesh& mesh, int64_t rows, int64_t width, int part, bool alone = false) {
   const Type type{kF32, {rows, width}, Layout(mesh.spec, Placement::shard(0))};

@@ -39,7 +39,7 @@ std::map<std::string, std::vector<float>> values(nn::Module& m) {
   return out;
 }
 
-// Of parameters of one unit: tables learn at 2.5 times the rate, vectors at a quarter, and these decay a little.
+// For parameters of one unit: tables get 2.5 times the learning rate, vectors a quarter, and vectors a small decay.
 double lr_factor(const nn::Parameter& p) { return p.table() ? 2.5 : p.shape().rank() >= 2 ? 1.0 : 0.25; }
 double decay_factor(const nn::Parameter& p) { return p.shape().rank() >= 2 ? 1.0 : 0.125; }
 const optim::Factors kFactors = {lr_factor, decay_factor};
@@ -150,7 +150,7 @@ Outcome train(World& w, Strategy s, const nn::UnitPolicy& policy, int steps, int
   return run;
 }
 
-// State in bf16 is rounded by chance, which is the same wherever an element lies.
+// State in bf16 is rounded stochastically, with the same noise wherever an element is stored.
 TEST(Training, BitsDoNotDependOnStrategyUnitsOrPrefetch) {
   for (const std::optional<DType> state : {std::optional<DType>(), std::optional(kBF16)})
     for (int world : {1, 2, 3}) {
@@ -192,7 +192,7 @@ TEST(Factors, AreFiniteAndAtLeastZero) {
   }
 }
 
-// ... for which a step says which one it is.
+// ... for which a step is told its number.
 TEST(Optimizer, StepsAreNumbered) {
   TinyModel m;
   materialize(m);
@@ -216,7 +216,7 @@ TEST(Optimizer, StateHasAWidthThatItCanRestIn) {
   EXPECT_THAT(refused([&] { optim::Muon(m, {.state = {.dtype = kF64}}); }), HasSubstr("state in f64 for masters in f32"));
 }
 
-// Gradients that no computation has touched: values that depend on name and index alone.
+// Gradients without any computation: values that depend only on name and index.
 void set_gradients(TinyModel& m) {
   for (const auto& unit : units(m))
     for (FlatBuffer& b : unit->buffers()) {
@@ -283,7 +283,7 @@ TEST(ClipGradNorm, ScaleEndsWithItsGradient) {
   backward(m, {});
   clip_grad_norm(m, 1e-3);
   EXPECT_LT(units(m)[0]->buffers()[0].grad_scale.item<double>(), 1.0);
-  backward(m, {});  // accumulates: the scale was of the gradient before
+  backward(m, {});  // accumulates: the scale applied to the previous gradient
   EXPECT_FALSE(units(m)[0]->buffers()[0].grad_scale.defined());
 }
 
@@ -399,12 +399,12 @@ TEST(Schedule, DecayMayStartAfterTheWarmUp) {
   }
   EXPECT_DOUBLE_EQ(optim::cosine(79, o), 1.0);
   EXPECT_DOUBLE_EQ(optim::cosine(90, o), 0.5);
-  // The warm-up comes to its end first.
+  // The warm-up is completed first.
   EXPECT_DOUBLE_EQ(optim::linear(30, {.peak = 1.0, .warmup = 20, .decay_start = 5, .total = 40}), 0.5);
   EXPECT_DOUBLE_EQ(optim::linear(50, {.peak = 1.0, .decay_start = 60, .total = 60}), 1.0);
 }
 
-// Against its formula after each step; the model is what it is without, and the average is computed with.
+// Against its formula after each step; training is unaffected by it, and forwards with it use the average.
 TEST(Ema, FollowsTheParametersOnTheirShards) {
   std::map<std::string, std::vector<float>> one;
   for (const int ranks : {1, 2, 3})
@@ -448,7 +448,7 @@ TEST(Ema, WhatCannotBeIsRefused) {
   EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { optim::Ema(model, unmade, 0.9); }), HasSubstr("has no memory: call materialize()"));
 }
 
-// Evaluations between a program's runs have the average of the last one.
+// Evaluations between a program's runs use the latest average.
 TEST(Ema, InAProgram) {
   for (const char* strategy : {"full_shard", "replicate"})
     for (const int world : {1, 2}) {

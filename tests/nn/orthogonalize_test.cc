@@ -21,7 +21,7 @@ TEST(Orthogonalize, BringsSingularValuesNearOne) {
     EXPECT_GT(trace, 3 * 0.68 * 0.68);
     EXPECT_LT(trace, 3 * 1.21 * 1.21);
   }
-  // Of a diagonal matrix it is the polynomial.
+  // For a diagonal matrix it is the polynomial.
   const Tensor d = optim::orthogonalize(Tensor::from<double>({3, 0, 0, 4}, {2, 2}), {.steps = 1, .eps = 0});
   const auto p = [](double s) { return 3.4445 * s - 4.7750 * s * s * s + 2.0315 * s * s * s * s * s; };
   EXPECT_THAT(d.to_vector<double>(), ::testing::Pointwise(::testing::DoubleNear(1e-14), {p(0.6), 0.0, 0.0, p(0.8)}));

@@ -1,4 +1,4 @@
-// Modules shared by ranks without a change to their code: Module::parallelize().
+// Modules that are parallelized without a change to their code: Module::parallelize().
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -30,7 +30,7 @@ struct Plain : Layers {
   Tensor forward(const Tensor& x) override { return down(tanh(up(x))); }
   SHEAF_FIELDS(up, down);
 };
-// The same, shared by its own code.
+// The same, parallelized by its own code.
 struct Shared : Layers {
   Tensor forward(const Tensor& x) override {
     const nn::TensorRegion region(x, up.weight);
@@ -105,7 +105,7 @@ void from_outside(Net<Plain>& net) {
   net.mlp.parallelize(kCall);
 }
 
-// One rank, and as the layer's own code would share it: the same tape, of the same paths.
+// On one rank, and when parallelized by the layer's own code: the same tape, with the same paths.
 TEST(Parallelize, IsWhatTheModulesCodeWouldSay) {
   const Outcome one = run<Plain>(1, 1, [](Net<Plain>&) {});
   for (const auto& [data, model_ranks] : {std::pair{1, 1}, {1, 2}, {1, 3}, {2, 2}, {1, 5}, {2, 1}}) {
@@ -174,7 +174,7 @@ struct OfStream : nn::Module {
   SHEAF_FIELDS();
 };
 
-// The stream goes as one tensor; where it goes nowhere the next norm adds.
+// The residual stream is passed as one tensor; where it is not passed on, the next norm adds.
 TEST(Parallelize, JoinsWhatItMoves) {
   run_local(2, [](World& w) {
     for (const std::string axis : {"model", "other"}) {
@@ -197,7 +197,7 @@ struct Squares : nn::Module {
   SHEAF_FIELDS();
 };
 
-// What comes out whole is used, and kept, as any other value.
+// The whole output is used, and kept, like any other value.
 TEST(Parallelize, GathersResultsOnce) {
   run_local(2, [](World& w) {
     const Mesh mesh = w.mesh({{"model", 2}});
@@ -235,7 +235,7 @@ TEST(Parallelize, RefusesWhatCannotBePlaced) {
   }), HasSubstr("[13,6]"));
 }
 
-// What shard() and clone() see of a module is the whole of it.
+// shard() and clone() see the whole module.
 TEST(Parallelize, IsCloned) {
   run_local(2, [](World& w) {
     const Mesh mesh = w.mesh({{"data", 1}, {"model", 2}});

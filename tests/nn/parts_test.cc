@@ -15,11 +15,11 @@ using ::testing::HasSubstr;
 
 constexpr int kMicroBatches = 3, kParts = 3;
 
-// Each part is a block; the last one reads what the first has left, too.
+// Each part is a block; the last one also reads the first one's output.
 struct Skipping : nn::Module {
   TinyBlock first{7}, second{7}, third{7};
   nn::Dropout dropout{0.3};  // of every part
-  bool penalizes = false;    // the gradient of what comes into the last one
+  bool penalizes = false;    // the gradient of the last one's input
   struct Values {
     Tensor x, skipped, loss;
   };
@@ -35,8 +35,8 @@ struct Skipping : nn::Module {
   SHEAF_FIELDS(first, second, third, dropout);
 };
 
-// A letter for each turn, of a micro-batch each: a, b, c record the parts, w all of them at once; A to C differentiate the last,
-// middle and first, W what is left.
+// A letter for each turn, on one micro-batch each: a, b, c record the parts, w all of them at once; A to C differentiate the last, middle
+// and first part, W all that are left.
 using Turns = std::vector<std::pair<char, int>>;
 
 struct Outcome {
@@ -84,7 +84,7 @@ Outcome outcome_of(const Turns& turns, bool first_is_frozen = false, bool penali
 
 const Turns kInOrder = {{'w', 0}, {'W', 0}, {'w', 1}, {'W', 1}, {'w', 2}, {'W', 2}};
 
-// The order in which a unit's micro-batches are differentiated decides the bits, and nothing else.
+// Only the order in which a unit's micro-batches are differentiated affects the bits.
 TEST(Parts, HaveTheGradientsOfTheWhole) {
   const auto expected = outcome_of(kInOrder).gradients;
   for (const Turns& turns : {Turns{{'a', 0}, {'b', 0}, {'c', 0}, {'A', 0}, {'B', 0}, {'C', 0}, {'a', 1}, {'b', 1}, {'c', 1}, {'A', 1}, {'B', 1},
@@ -96,7 +96,7 @@ TEST(Parts, HaveTheGradientsOfTheWhole) {
     EXPECT_EQ(outcome_of(turns).gradients, expected);
 }
 
-// A gradient that is kept, and its use in the loss, is no part of its own.
+// A kept gradient, and its use in the loss, is not a separate part.
 TEST(Parts, MayHaveGradientsInTheirLoss) {
   const auto expected = outcome_of(kInOrder, false, true).gradients;
   EXPECT_NE(expected, outcome_of(kInOrder).gradients);
@@ -104,7 +104,7 @@ TEST(Parts, MayHaveGradientsInTheirLoss) {
                         {'C', 1}, {'b', 2}, {'c', 2}, {'A', 2}, {'B', 2}, {'C', 2}}, false, true).gradients, expected);
 }
 
-// No gradient comes to a part all of which is frozen, but its turn does.
+// A part that is entirely frozen gets no gradient, but has its turn.
 TEST(Parts, MayBeFrozen) {
   const auto expected = outcome_of(kInOrder, true).gradients;
   EXPECT_EQ(expected.size(), outcome_of(kInOrder).gradients.size() * 2 / 3);
@@ -112,7 +112,7 @@ TEST(Parts, MayBeFrozen) {
                         {'C', 1}, {'b', 2}, {'c', 2}, {'A', 2}, {'B', 2}, {'C', 2}}, true).gradients, expected);
 }
 
-// A part that fails takes the rest with it: what reached the parts before is lost.
+// If a part fails, the rest fails: gradients that had reached the earlier parts are lost.
 TEST(Parts, AreOverWhereOneFails) {
   Skipping model;
   shard(model, {}, {.units = nn::units_of<TinyBlock>()});
@@ -138,7 +138,7 @@ TEST(Parts, AreOverWhereOneFails) {
   EXPECT_THROW(recording.backward(loss, {.last_part_only = true}), LifetimeError);
 }
 
-// Each part's backward gives back what that part kept.
+// Each part's backward frees what that part kept.
 TEST(Parts, AreFreedByTheirBackward) {
   Turns turns = {{'a', 0}, {'b', 0}, {'c', 0}, {'W', 0}};  // after which there are gradients
   for (const auto& turn : Turns{{'a', 1}, {'b', 1}, {'a', 2}, {'c', 1}, {'A', 1}, {'B', 1}, {'C', 1}}) turns.push_back(turn);

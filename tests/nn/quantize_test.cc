@@ -1,5 +1,4 @@
-// Parameters that rest in blocks: a rank makes its bytes of them from its share of the values, wherever these are
-// cut.
+// Parameters that are stored in blocks: a rank encodes its bytes from its share of the values, however these are cut.
 #include "sheaf/nn/quantize.h"
 
 #include <gmock/gmock.h>
@@ -41,7 +40,7 @@ TEST(BlockPiece, AnyCutGivesTheBytesOfTheWhole) {
     for (int64_t begin = 0; begin <= rows * row; begin += 7)
       for (int64_t end = begin; end <= rows * row; end += 13)
         EXPECT_EQ(bytes_of(Runs::of({begin, end})), std::vector<uint8_t>(whole.begin() + begin, whole.begin() + end));
-    // A column of each row, as a tensor axis cuts them; and a part of it, as a flat cut of that would.
+    // A column of each row, as a tensor axis cuts them; and a part of it, like a flat cut of that.
     for (const int64_t skipped : {int64_t{0}, int64_t{5}}) {
       const Runs runs{row / 2 + skipped, row / 2 - skipped - 3, rows, row};
       std::vector<uint8_t> want;
@@ -59,7 +58,7 @@ struct Layer : nn::Module {
   SHEAF_FIELDS(linear);
 };
 
-// On 1 to 5 ranks, with flat cuts inside of blocks; in each dtype of compute as the same values at rest would be.
+// On 1 to 5 ranks, with flat cuts inside blocks; in each compute dtype like the same values stored without blocks.
 TEST(Quantize, IsTheLayerOfTheValues) {
   for (const BlockFormat format : kFormats)
     for (const std::optional<DType> compute : {std::optional<DType>(), {kBF16}, {kF16}})
@@ -90,7 +89,7 @@ TEST(Quantize, IsTheLayerOfTheValues) {
           const Tensor y_blocks = blocks(redistribute(x, Layout(mesh.spec))), y_values = values(redistribute(x, Layout(mesh.spec)));
           EXPECT_EQ(y_blocks.to_vector<double>(), y_values.to_vector<double>());
           EXPECT_TRUE(identical(run(blocks), run(values)));
-          if (compute) return;  // roundings have other scales
+          if (compute) return;  // other scales round differently
           assign(blocks.linear.weight, stood_for);
           EXPECT_TRUE(identical(full_parameter(blocks.linear.weight), stood_for));
         }, {.threads_per_rank = 1});

@@ -5,8 +5,8 @@
 //   step     = a recording of one or two segments (micro-batches), then the optimizer
 //   program  = a model and four steps over two segments, so that a step may or may not repeat the order of the last
 //
-// Operands are earlier values, inputs, and parameters of any module, in its scope or not. An op that refuses them in a
-// trial on one rank is left out.
+// Operands are earlier values, inputs, and parameters of any module, in its scope or not. An op that refuses them in a trial on one rank is
+// left out.
 #pragma once
 
 #include <cmath>
@@ -40,13 +40,13 @@ inline Tensor everywhere(const Tensor& x, const Placement& to) {
   return mesh ? redistribute(x, Layout(mesh, to)) : x;
 }
 
-/// Without a mesh a copy, so that there are as many values with one as without.
+/// Without a mesh a copy, so that there are as many values with a mesh as without.
 inline Tensor moved(const Tensor& x, const Placement& to) {
   const Tensor y = everywhere(x, to);
   return y.id() == x.id() ? x * 1.0 : y;
 }
 
-/// The size of the last dimension; a scalar has none, and the op says so.
+/// The size of the last dimension; a scalar has none, and the op reports it.
 inline int64_t last(const Tensor& x) { return x.rank() > 0 ? x.size(-1) : 0; }
 
 inline const std::vector<Op>& ops() {
@@ -97,7 +97,7 @@ inline const std::vector<Op>& ops() {
   return *table;
 }
 
-/// Sums of the operands' elements, each with a weight of its own; Partial on every axis.
+/// Sums of the operands' elements, each with its own weight; Partial on every axis.
 inline Tensor loss_of(Args values) {
   Tensor loss;
   for (size_t i = 0; i < values.size(); ++i) {
@@ -111,7 +111,7 @@ inline Tensor loss_of(Args values) {
 struct Instruction {
   enum Kind { enter, leave, op, gradients, backward } kind;
   int module = 0;                 // that is entered
-  std::vector<int> operands = {}; // values in order of their making, inputs first; ~i is parameter i
+  std::vector<int> operands = {}; // values in order of creation, inputs first; ~i is parameter i
   std::function<Tensor(Args)> f = {};
 };
 using Segment = std::vector<Instruction>;
@@ -164,7 +164,7 @@ struct Config {
   const char* strategy = "full_shard";
   int64_t prefetch = 0;
   uint64_t units = 0;  // bit i: module i
-  bool secondary = false;  // replicas' masters are cut, too, where the strategy cuts them
+  bool secondary = false;  // replicas' masters are cut, too, if the strategy cuts them
   std::string to_string() const {
     return str(world, " ranks ", replicas ? str("in ", replicas, secondary ? " secondary copies " : " replicas ") : "", dtype, " ", strategy, " prefetch ", prefetch, " units ", units);
   }

@@ -1,7 +1,7 @@
-// Random programs: what ops, placements, units and recordings promise each by itself, in combinations that nobody chose.
-// random_programs.h has the grammar. Every program gives on several ranks what it gives on one without a mesh; in f32 its
-// bits depend neither on the strategy nor on prefetch nor on units, and one rank has the bits of no mesh. A backward gives
-// what gradient() gives. Tapes pass all checks and replay, bytes are as predicted on meta, and all of them come back.
+// Random programs: the separate guarantees of ops, placements, units and recordings, in combinations that nobody chose. random_programs.h
+// has the grammar. Every program gives on several ranks what it gives on one without a mesh; in f32 its bits do not depend on strategy,
+// prefetch or units, and one rank has the bits of no mesh. A backward gives the gradients of gradient(). Tapes pass all checks and replay,
+// bytes are as predicted on meta, and all of them are freed.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -51,7 +51,7 @@ class Run {
 
   std::vector<Tensor> inputs(uint64_t key) const { return drawn_inputs(mesh_.spec, device_, config_.dtype, key); }
 
-  /// Executes one instruction: appends to `values` what it makes, and to `seen` what is to be compared.
+  /// Executes one instruction: appends its results to `values`, and to `seen` what is to be compared.
   void execute(const Instruction& in, std::vector<Tensor>& values) {
     std::vector<Tensor> a;
     for (int i : in.operands)
@@ -68,7 +68,7 @@ class Run {
       for (Tensor& g : Recording::current()->gradient(a[0], std::span(a).subspan(1), {.keep = true})) seen_.push_back(g);
   }
 
-  /// All steps. What was seen, gradients and parameters, one list after another.
+  /// All steps. Observed values, gradients and parameters, as consecutive lists.
   std::vector<std::vector<double>> numbers() {
     std::vector<std::vector<double>> out;
     optim::SGD optimizer(root_, {.lr = 0.01});
@@ -81,7 +81,7 @@ class Run {
           batches.push_back(inputs(static_cast<uint64_t>(step) * 10 + m));
         memory.reset_peak();
         Recording recording({.step = step, .seed = program_.seed, .capture_leaves = step == kSteps - 1});
-        std::optional<nn::ModuleScope> around;  // one pass, which gathers ahead from one backward to the next segment
+        std::optional<nn::ModuleScope> around;  // one pass, which prefetches from one backward to the next segment
         if (program_.seed % 2) around.emplace(root_);
         for (size_t m = 0; m < batches.size(); ++m) {
           recording.next_micro_batch(static_cast<int64_t>(m) * kRows);
@@ -107,7 +107,7 @@ class Run {
         for (const nn::Parameter& p : parameters_) {
           out.push_back(full_parameter(p).to_vector<double>());
           if (const Tensor g = p.trainable() ? full_gradient(p) : Tensor()) out.push_back(g.to_vector<double>());
-          else out.emplace_back(p.numel(), 0.0);  // a unit that no backward met has none
+          else out.emplace_back(p.numel(), 0.0);  // a unit that no backward reached has none
         }
       }
       seen_.clear();
@@ -120,7 +120,7 @@ class Run {
 
   ~Run() { close_scopes(); }
   void close_scopes() {
-    while (!scopes_.empty()) scopes_.pop_back();  // the last opened first
+    while (!scopes_.empty()) scopes_.pop_back();  // the last opened one first
   }
   int64_t peak() const { return peak_; }
   const std::vector<nn::Parameter>& parameters() const { return parameters_; }
@@ -132,7 +132,7 @@ class Run {
   }
 
  private:
-  /// Another way to what a backward writes into slots, kernel by kernel: adds up what gradient() finds.
+  /// An alternative to a backward that writes into slots, kernel by kernel: adds up the results of gradient().
   void add_gradients(const Tensor& loss) {
     for (size_t i = 0; i < parameters_.size(); ++i) {
       if (!parameters_[i].trainable()) continue;
@@ -214,7 +214,7 @@ Segment drawn_segment(Run& run, size_t modules, uint64_t seed, Draw& draw) {
     }
     out.push_back(in);
     if (in.kind != Instruction::op) return true;
-    // Of modest size; and no view of a parameter, which may be discarded when the scope it was used in is left.
+    // Of modest size; and not a view of a parameter, which may be discarded when the scope in which it was used is left.
     bool fair = values.back().numel() > 0 && values.back().numel() < 300 && !run.lies_in_parameters(values.back());
     for (double x : values.back().to_vector<double>()) fair = fair && std::fabs(x) < 30;
     if (fair) usable.push_back(static_cast<int>(values.size()) - 1);

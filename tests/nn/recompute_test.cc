@@ -1,4 +1,4 @@
-// Modules whose activations are computed again in the backward: the same bits, fewer bytes.
+// Modules whose activations are recomputed in the backward: the same bits, fewer bytes.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -22,7 +22,7 @@ using ::testing::HasSubstr;
 
 constexpr int64_t kWidth = 16, kHidden = 64;
 
-/// Wide inside: what it computes is eight times as large as its input.
+/// Wide inside: its intermediate values are eight times as large as its input.
 struct Layer : nn::Module {
   nn::LayerNorm norm{kWidth};
   nn::Linear up{kWidth, kHidden}, down{kHidden, kWidth};
@@ -121,10 +121,10 @@ TEST(Recompute, HasTheSameBitsAtEveryWorldAndStrategy) {
       const Outcome kept = train(world, strategy, false), again = train(world, strategy, true);
       ASSERT_EQ(kept.weights.size(), 3u * 6 + 1);
       EXPECT_EQ(again.weights, kept.weights);
-      // One gather for the repetition and the derivatives.
+      // One gather for recomputation and derivatives.
       EXPECT_EQ(count(again.tape, "all_gather", Phase::backward, 0), count(kept.tape, "all_gather", Phase::backward, 0));
       EXPECT_EQ(count(kept.tape, "linear", Phase::backward, 0), 0);
-      // The last product of a layer is read by nobody in its backward.
+      // The last product of a layer is not read in its backward.
       EXPECT_EQ(count(again.tape, "linear", Phase::backward, Node::kRecomputed), 2 * 3);
     }
   EXPECT_EQ(train(2, "full_shard", true, kBF16).weights, train(2, "full_shard", false, kBF16).weights);
@@ -135,7 +135,7 @@ TEST(Recompute, KeepsOnlyWhatEntersAModule) {
   constexpr int64_t kMany = 480;
   const int64_t kept = train(1, "full_shard", false, {}, kLayers, kMany).peak,
                 again = train(1, "full_shard", true, {}, kLayers, kMany).peak;
-  // Of all layers but the one at work: the norm's result and two hidden tensors, at least.
+  // Of all layers except the current one: the norm's result and two hidden tensors, at least.
   EXPECT_LE(again, kept - (kLayers - 1) * kMany * (2 * kHidden + kWidth) * 4);
 }
 
@@ -145,7 +145,7 @@ TEST(Recompute, TheTapePassesItsChecksAndSaysWhatIsComputedAgain) {
   EXPECT_THAT(to_text(again.tape), HasSubstr("computed again"));
 }
 
-/// f64 values with gradients, of a function that is partly computed again.
+/// f64 values with gradients, of a function that is partly recomputed.
 struct Case {
   Tensor x = Tensor::from<double>({0.3, -0.7, 1.1, 0.2}, {4});
   Tensor f(bool recompute, Tensor* inner = nullptr) const {
@@ -154,7 +154,7 @@ struct Case {
     const Tensor y = tanh(x * 1.5);
     if (inner) *inner = y;
     {
-      const RecomputeScope within;  // does nothing of its own
+      const RecomputeScope within;  // does nothing itself
       return sum(exp(y) * y);
     }
   }
@@ -231,7 +231,7 @@ TEST(Recompute, ResultsMayNotBeKeptEither) {
   EXPECT_NEAR(dx.to_vector<double>()[7], 6 * std::exp(1.0), 1e-12);
 }
 
-// Layers without a gradient, a teacher's: what they read is gone when the next one begins.
+// Layers without a gradient, such as a teacher's: what they read is freed when the next one begins.
 TEST(Recompute, WhatLeadsToResultsThatNobodySavesIsNotKept) {
   constexpr int64_t kMany = 4096;
   const Allocator& memory = *RankContext::current().memory(Device::cpu());
@@ -247,7 +247,7 @@ TEST(Recompute, WhatLeadsToResultsThatNobodySavesIsNotKept) {
   EXPECT_LT(memory.stats().live - before, 2 * kMany * 8) << "the last one's";
 }
 
-// One region, before or behind what else it reads is met for the first time, and two passes over what comes from it.
+// One region, which is reached before or after its other inputs, and two passes over its outputs.
 TEST(Recompute, ResultsAreKeptForLaterPassesOnceTheirRegionIsPassed) {
   for (const bool met : {false, true})
     for (const bool keep : {false, true}) {
@@ -267,12 +267,12 @@ TEST(Recompute, ResultsAreKeptForLaterPassesOnceTheirRegionIsPassed) {
         const Tensor dw = recording.gradient(sum(w * whole) * factor, std::span(&w, 1), {.keep = keep})[0];
         EXPECT_NEAR(dw.to_vector<double>()[1], -0.7 * 6 * factor, 1e-12);
       }
-      const Tensor dw = recording.gradient(sum(w * part), std::span(&w, 1), {.keep = keep})[0];  // saved by nobody before
+      const Tensor dw = recording.gradient(sum(w * part), std::span(&w, 1), {.keep = keep})[0];  // not saved by any earlier op
       EXPECT_NEAR(dw.to_vector<double>()[1], -0.7 * 2, 1e-12);
     }
 }
 
-// Selective: the same, of what is cheap. What its op had saved is gone with the first pass.
+// Selective: the same, for cheap ops. An op's saved values are freed with the first pass.
 TEST(Recompute, WhatIsCheapIsKeptForLaterPassesOnceItsOpIsPassed) {
   for (const bool keep : {false, true}) {
     SCOPED_TRACE(str("keep ", keep));
@@ -291,7 +291,7 @@ TEST(Recompute, WhatIsCheapIsKeptForLaterPassesOnceItsOpIsPassed) {
   }
 }
 
-// A scope that lasts is none for what its derivatives compute: there would be copies of copies.
+// An open scope does not apply to what its derivatives compute: there would be copies of copies.
 TEST(Recompute, ThirdDerivativesInsideOfASelectiveScope) {
   const Tensor x = Tensor::from<double>({0.3, -0.7}, {2});
   Recording recording;
@@ -309,7 +309,7 @@ TEST(Recompute, ThirdDerivativesInsideOfASelectiveScope) {
   }
 }
 
-// The gradient of a norm has no derivative; that of what stands beside it has.
+// The gradient of a norm has no derivative; that of its neighbours has.
 TEST(Norm, WhatIsAddedToItsGradientIsDifferentiatedAgain) {
   const Tensor x = Tensor::from<double>({0.5, -1, 2}, {1, 3}), w = Tensor::from<double>({1, 2, -1}, {1, 3});
   Recording recording;
@@ -329,7 +329,7 @@ struct NoMemory : Allocator {
   void add_wire(SharedRange) override {}
 };
 
-// What the last module computed is offloaded when the next one begins.
+// The last module's activations are offloaded when the next one begins.
 TEST(Recompute, AModuleIsNotOpenIfItsRegionCannotBegin) {
   run_local(1, [](World& w) {
     RankContext& context = RankContext::current();
@@ -376,7 +376,7 @@ TEST(Recompute, WhatCannotBeSaysSo) {
   EXPECT_EQ(recording.gradient(sum(tanh(c.x)), std::span(&c.x, 1)).size(), 1u);
 }
 
-// What enters a scope is read again, also where the op inside would not have kept it.
+// A scope's input is read again, even if the op inside would not have kept it.
 TEST(Recompute, WhatEnteredAScopeMayNotChange) {
   for (const bool changes : {false, true}) {
     Recording recording;

@@ -1,4 +1,4 @@
-// ShardOptions::reduce_dtype: which roundings a gradient goes through, to the bit, on every mesh; what the tape says of it.
+// ShardOptions::reduce_dtype: how a gradient is rounded, bitwise, on every mesh; and what the tape says of it.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -36,11 +36,11 @@ void collect(nn::Module& net, Gradients& into) {
   }
 }
 
-/// What ranks add up once, from their own gradients of each micro-batch: the definition that the tape is compared with.
+/// The sum over ranks, from their own gradients of each micro-batch: the definition that the tape is compared with.
 using Sum = std::vector<float>;
 float rounded(float x, DType dtype) { return dtype == kBF16 ? static_cast<float>(bf16(x)) : static_cast<float>(f16(x)); }
 Sum sent_and_added(const std::vector<Sum>& addends, DType dtype) {
-  if (addends.size() == 1) return addends[0];  // nobody to send it to
+  if (addends.size() == 1) return addends[0];  // no rank to send it to
   Sum out(addends[0].size());
   for (size_t i = 0; i < out.size(); ++i) {
     float sum = 0;
@@ -143,7 +143,7 @@ std::vector<Case> cases() {
 }
 INSTANTIATE_TEST_SUITE_P(Meshes, ReduceDType, ::testing::ValuesIn(cases()));
 
-/// How often each op of units that has to do with gradients is there, and in what dtype its first result is.
+/// How often each op on units' gradients occurs, and the dtype of its first result.
 std::map<std::string, std::pair<int, DType>> ops_of(const Tape& tape) {
   std::map<std::string, std::pair<int, DType>> out;
   for (NodeId id = 0; id < tape.num_nodes(); ++id) {
@@ -177,7 +177,7 @@ TEST(ReduceDTypeTape, HasACastOnEachSideOfAReduction) {
   }
 }
 
-// The slots, which are as large as the unit, go when they are cast: behind a cast nothing is there that was not with the slots.
+// The slots, which are as large as the unit, are freed when they are cast: after the cast nothing is live that was not live with the slots.
 TEST(ReduceDTypeTape, SlotsGoWhenTheyAreCast) {
   run_local(2, [&](World& w) {
     const Mesh mesh = w.mesh({{"data", w.size()}});
@@ -197,7 +197,7 @@ TEST(ReduceDTypeTape, SlotsGoWhenTheyAreCast) {
       live[dtype] = memory.stats().live - before;
       EXPECT_LT(live[dtype], slots);  // the gradient's own half
       EXPECT_GE(live[dtype], slots / 2);
-      // What was gathered, the slots, and half of them: their slice in f32, or all of them in bf16.
+      // The gathered weights, the slots, and half of those: their slice in f32, or all of them in bf16.
       EXPECT_LT(memory.stats().peak - before, 5 * slots / 2 + slots / 8) << name(dtype);
     }
     EXPECT_EQ(live[kF32], live[kBF16]);

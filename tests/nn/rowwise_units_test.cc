@@ -1,4 +1,4 @@
-// Units whose modules compute row by row, with other numbers of rows on each rank.
+// Units whose modules compute row by row, with different numbers of rows on each rank.
 #include <gtest/gtest.h>
 
 #include "sheaf/autograd/rowwise.h"
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kWidth = 64, kTokens = 8;
 
-// Activations go over the lane of gathers, in front of work whose size differs from rank to rank.
+// Activations are sent over the lane of gathers, ahead of work whose size differs between ranks.
 struct Block : nn::Module {
   nn::Linear layer{kWidth, kWidth, {.bias = false}};
   Tensor forward(Tensor x) {
@@ -38,7 +38,7 @@ TEST(RowwiseUnits, AreGatheredInOneOrderOnAllRanks) {
   }, {.threads_per_rank = 1});
 }
 
-// A unit may have nothing at all.
+// A unit may have no rows at all.
 struct Nothing : nn::Module {
   nn::Parameter none{Shape{0, 4}, nn::Init::zeros()};
   Tensor forward(const Tensor& x) { return x * (sum(none) + 1.0); }

@@ -49,8 +49,7 @@ TEST(Shard, UnitsByTypePathPredicateAndCount) {
   shard(by_predicate, Mesh{}, {.units = nn::units_where([](nn::Module&, const std::string& path) {
                                  return path.ends_with(".up");
                                })});
-  // up: 7·21+21 = 168, down: 21·7+7 = 154, norm: 14. Post-order: up reaches 150, then down; what is left of the block
-  // (its norm) does not.
+  // up: 7·21+21 = 168, down: 21·7+7 = 154, norm: 14. Post-order: up reaches 150, then down; the rest of the block (its norm) does not.
   shard(by_count, Mesh{}, {.units = nn::units_of_at_least(150)});
   for (nn::Module* m : {&by_type, &by_path, &by_predicate, &by_count}) materialize(*m);
   EXPECT_THAT(unit_names(by_type), ElementsAre("", "blocks.0", "blocks.1"));
@@ -190,7 +189,7 @@ TEST(Materialize, EachRankHoldsOnlyItsPieces) {
   });
 }
 
-// What units do; slices, which move no byte, are not counted.
+// The actions of units; slices, which move no byte, are not counted.
 std::map<std::string, int> counts(const Tape& tape) {
   std::map<std::string, int> out;
   for (NodeId i = 0; i < tape.num_nodes(); ++i) {
@@ -217,7 +216,7 @@ TEST(Shard, TapeGathersAndReducesEachUnit) {
     materialize(m, Device::cpu(), {.seed = 2});
     for (int step = 0; step < 3; ++step) {
       const Tape tape = step_tape(w, m, Device::cpu());
-      const int again = step == 0 ? 2 : 1;  // while the last block computes, the one before would be gathered ahead: it stays
+      const int again = step == 0 ? 2 : 1;  // while the last block computes, the previous one would be prefetched: it stays
       const std::map<std::string, int> expected = {
           {"all_gather ", 1},             {"discard ", 1},              {"reduce_scatter ", 1},
           {"all_gather blocks.0", 2},     {"discard blocks.0", 2},      {"reduce_scatter blocks.0", 1},
@@ -274,7 +273,7 @@ TEST(Shard, GradientsEqualThoseOfOneRank) {
       }, {.threads_per_rank = 1});
 }
 
-// Gradients arrive in the masters' dtype, whatever was computed in.
+// Gradients arrive in the masters' dtype, whatever the compute dtype.
 TEST(Shard, MastersOfAnyDtypeBesideCompute) {
   const std::vector<std::pair<DType, DType>> pairs{{kF64, kF32}, {kF32, kF64}, {kF64, kBF16}, {kF32, kF16}};
   for (const auto& [master, compute] : pairs) {
@@ -285,7 +284,7 @@ TEST(Shard, MastersOfAnyDtypeBesideCompute) {
       shard(layer, Mesh{}, {.compute_dtype = casts ? std::optional(compute) : std::nullopt});
       materialize(layer, Device::cpu(), {.seed = 3, .dtype = master});
       Recording r;
-      r.backward(sum(square(layer(layer.weight))));  // of two contributions, one stored and one added
+      r.backward(sum(square(layer(layer.weight))));  // of two contributions, one stored and one accumulated
       r.take();
       EXPECT_EQ(full_gradient(layer.weight).dtype(), master);
       got[casts] = full_gradient(layer.weight).to_vector<double>();

@@ -1,4 +1,4 @@
-// Stages of several runs of units, which micro-batches go round: the order of turns, where blocks are, and a model of one's own.
+// Stages of several runs of units (interleaved): the order of turns, where blocks are, and a user-defined model.
 #include <cmath>
 #include <functional>
 
@@ -25,7 +25,7 @@ std::string order_of(int stage, int stages, int64_t micro_batches, int64_t runs)
   return out;
 }
 
-// As many micro-batches as stages go through a run before the next.
+// As many micro-batches as stages go through a run before the next run.
 TEST(TurnsOfRuns, GoesRoundTheStages) {
   EXPECT_EQ(order_of(1, 2, 4, 2), "F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a");
   EXPECT_EQ(order_of(0, 2, 4, 2), "F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a B2b B3b B2a B3a");
@@ -34,13 +34,13 @@ TEST(TurnsOfRuns, GoesRoundTheStages) {
               HasSubstr("4 micro-batches are not a multiple of the 3 stages that they go round 2 times"));
 }
 
-// A stage computes nothing whose inputs it has not sent for, and nobody waits for a message that comes behind one that nobody
-// takes: neighbours send and receive in the same order, and no send has to wait for one before it for ever.
+// A stage computes nothing whose inputs it has not asked for, and no rank waits for a message behind one that is never received: neighbours
+// send and receive in the same order, and no send waits forever for an earlier one.
 TEST(TurnsOfRuns, NoStageWaitsForEver) {
   for (int stages = 2; stages <= 6; ++stages)
     for (int64_t runs = 1; runs <= 4; ++runs)
       for (int64_t micro_batches = stages; micro_batches <= 4 * stages; micro_batches += runs > 1 ? stages : 1) {
-        // Where a value is, by micro-batch: parts of forward and backward together, in order.
+        // The rank of a value, by micro-batch: parts of forward and backward together, in order.
         const int64_t parts = 2 * stages * runs;
         std::vector<int64_t> at(static_cast<size_t>(micro_batches));
         std::vector<std::vector<Turn>> turns;
@@ -99,7 +99,7 @@ TEST(StageCut, HasRunsOfConsecutiveBlocks) {
         }
 }
 
-// Of all ways to cut them the longest run is as short as it can be, beside a head of any length.
+// Of all ways to cut them, the longest run is as short as possible, with a head of any length.
 TEST(StageCut, WaitsForTheLastRunNoMoreThanItMust) {
   const std::function<double(int64_t, int64_t, double)> shortest = [&](int64_t blocks, int64_t runs, double head) {
     if (runs == 1) return static_cast<double>(blocks) + head;
@@ -114,7 +114,7 @@ TEST(StageCut, WaitsForTheLastRunNoMoreThanItMust) {
         const double mean = (static_cast<double>(blocks) + head) / runs;
         EXPECT_NEAR(cut.imbalance(head), shortest(blocks, runs, head) / mean, 1e-12) << blocks << ' ' << runs << ' ' << head;
         EXPECT_EQ(stages_of(StageCut(blocks, 1, runs, head)), std::string(static_cast<size_t>(blocks), '0'));
-        for (int64_t i = 0; i + 2 < runs; ++i)  // but for the last they are alike
+        for (int64_t i = 0; i + 2 < runs; ++i)  // all but the last are alike
           for (int64_t j = 0; j + 2 < runs; ++j) EXPECT_LE(cut.begin(i + 1) - cut.begin(i), cut.begin(j + 1) - cut.begin(j) + 1);
       }
   EXPECT_EQ(stages_of(StageCut(8, 2, 1, 2)), "00000111");
@@ -131,10 +131,10 @@ TEST(StageCut, RefusesWhatHasNoBlock) {
 
 using Gradients = std::vector<std::vector<double>>;
 
-// A model whose forward comes in parts.
+// A model with a forward in parts.
 struct InParts : TinyModel {
   using TinyModel::TinyModel;
-  /// Blocks [begin, end) of x, which is tokens at first, and logits at last.
+  /// Blocks [begin, end) on x, which is tokens at first, and logits at last.
   Tensor part(Tensor x, int64_t begin, int64_t end) {
     const auto scope = enter();
     if (begin == 0) x = table(x);
@@ -202,7 +202,7 @@ TEST(StageRuns, HaveTheGradientsOfOneRank) {
     }
 }
 
-// A unit that all stages have, and that the last run alone uses: while others still go round, no stage waits for its sum.
+// A unit that all stages have, but only the last run uses: no stage waits for its sum while others still have turns.
 TEST(StageRuns, MayHaveAUnitOfAllStagesAtTheirEnd) {
   const Gradients expected = gradients_of_runs(1, 1, 1, "replicate");
   for (const auto& [stages, runs] : {std::pair{2, 2}, {3, 2}, {4, 2}})

@@ -1,4 +1,4 @@
-// Stages of a pipeline in a model of one's own, micro-batches of which several are under way, and what is refused.
+// Pipeline stages in a user-defined model, with several micro-batches in flight, and what is refused.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -73,7 +73,7 @@ Gradients gradients_in_order(const Order& order, int world, const std::string& s
   return out;
 }
 
-// The order of backwards is that in which gradients are added: where it is the same, so are the bits.
+// Gradients are added in the order of backwards: with the same order, the bits are the same.
 TEST(MicroBatches, SeveralMayBeUnderWay) {
   for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"})
     for (const int world : {1, 2}) {
@@ -113,7 +113,7 @@ TEST(MicroBatches, LossesOfSeveralCanBeAdded) {
 }
 
 TEST(MicroBatches, EachIsDifferentiatedOnceAndThenFreed) {
-  // What is live in the end, and where both were under way, beyond what there was before.
+  // The live bytes at the end, and with both micro-batches in flight, beyond those at the start.
   const auto live = [](bool both) {
     Allocator& memory = *RankContext::current().memory(Device::cpu());
     TinyModel model;
@@ -141,7 +141,7 @@ TEST(MicroBatches, EachIsDifferentiatedOnceAndThenFreed) {
   EXPECT_GT(live(true).second, live(true).first);
 }
 
-// What refuses a loss leaves the recording as it was.
+// A refused loss leaves the recording unchanged.
 TEST(MicroBatches, ALossThatIsNoneChangesNothing) {
   const auto gradients = [](bool mistaken) {
     TinyModel model;
@@ -165,7 +165,7 @@ Mesh stage_mesh(World& w) { return w.mesh({{"stage", w.size(), true}, {"data", 1
 
 ShardOptions in_stages() { return {.stage_axis = "stage", .units = nn::units_of<TinyBlock>()}; }
 
-// Blocks lie one after another; the tied table and the last norm are on all stages.
+// Blocks are on successive stages; the tied table and the last norm are on all stages.
 TEST(Stages, AModelOfOnesOwnTrainsInThem) {
   const auto train = [](int world) {
     std::vector<double> losses;
@@ -215,7 +215,7 @@ TEST(Stages, AModelOfOnesOwnTrainsInThem) {
   }
 }
 
-// The caller's tensor stays where it is.
+// The caller's tensor is not changed.
 TEST(Stages, AModuleMovesWhatItIsCalledWith) {
   run_local(2, [](World& w) {
     const Mesh mesh = stage_mesh(w);
@@ -277,7 +277,7 @@ TEST(Stages, WhatCannotBeIsRefused) {
   }, {.timeout = std::chrono::seconds(20), .threads_per_rank = 1});
 }
 
-// No unit is on all ranks, and what others send to each other is done before the last rank computes anything.
+// No unit is on all ranks, and the others' exchange is done before the last rank computes anything.
 struct Halved : nn::Module {
   nn::Linear layer{6, 6, {.bias = false}};
   Tensor forward(const Tensor& x) { return tanh(layer(x * 0.5)); }

@@ -1,5 +1,5 @@
-// Parameters that are steered: their gradients are measurements, summed exactly over ranks and micro-batches; a step moves them by
-// a rate against the sign, whatever the optimizer.
+// Steered parameters: their gradients are measurements, summed exactly over ranks and micro-batches; a step moves them by a rate against
+// the sign, whatever the optimizer.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -24,7 +24,7 @@ using ::testing::ThrowsMessage;
 constexpr int64_t kRows = 7, kWidth = 3;
 constexpr double kRate = 0.125;
 
-/// y = linear(x); `bias` measures how many values of each column of x are above 0, less half of the rows.
+/// y = linear(x); `bias` measures how many values in each column of x are above 0, minus half of the rows.
 struct Counting : nn::Module {
   nn::Linear linear;
   nn::Parameter level;
@@ -108,7 +108,7 @@ TEST(Steered, StepsMoveItByItsRateOnAnyRanks) {
         }, {.threads_per_rank = 1});
 }
 
-// A step that is skipped for infinity skips it, too, and the loss's factor says nothing about it.
+// A step that is skipped for infinities skips it, too, and the loss's factor does not affect it.
 TEST(Steered, IsSkippedWithTheStep) {
   run_local(2, [](World& w) {
     const Mesh mesh = w.mesh({{"data", 2}});
@@ -135,7 +135,7 @@ TEST(Steered, IsSkippedWithTheStep) {
   }, {.threads_per_rank = 1});
 }
 
-// One that nothing else is trained beside has a step all the same.
+// Without any other trained parameter, a steered one still has a step.
 TEST(Steered, MayBeAllThereIs) {
   run_local(3, [](World& w) {
     const Mesh mesh = w.mesh({{"data", 3}});

@@ -1,4 +1,4 @@
-// Units that stay gathered, or cast, between passes outside of recordings.
+// Units that stay gathered, or cast, between passes outside recordings.
 #include "sheaf/nn/unsharded.h"
 
 #include <gtest/gtest.h>
@@ -69,7 +69,7 @@ TEST(Unsharded, UnitsAreGatheredOnceUntilItEnds) {
       }, {.threads_per_rank = 1});
 }
 
-// A recording has its own gathers, on the tape, and a step of the optimizer is seen at once.
+// A recording does its own gathers, on the tape, and sees an optimizer's step at once.
 TEST(Unsharded, StepsAreSeen) {
   for (const int world : {1, 2, 3})
     for (const bool half : {false, true})

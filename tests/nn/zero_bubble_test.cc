@@ -38,12 +38,12 @@ struct Seconds {
   int64_t forward, input, weight;
 };
 
-// When all stages are done, if each takes its turns in order, as soon as what they begin with is there. -1: never.
+// The time when all stages are done, if each takes its turns in order, as soon as their inputs are there. -1: never.
 int64_t seconds_of(int stages, int64_t micro_batches, int64_t runs, const Seconds& turn, bool later) {
   std::vector<std::vector<Turn>> turns;
   for (int s = 0; s < stages; ++s)
     turns.push_back((later ? zero_bubble : one_forward_one_backward)(s, stages, micro_batches, runs));
-  const int64_t parts = 2 * stages * runs;  // of a micro-batch, forward and back
+  const int64_t parts = 2 * stages * runs;  // of a micro-batch, forward and backward
   std::vector<int64_t> at(static_cast<size_t>(micro_batches)), done = at, clock(static_cast<size_t>(stages));
   std::vector<size_t> next(clock.size());
   for (bool moved = true; moved;) {
@@ -69,7 +69,7 @@ int64_t seconds_of(int stages, int64_t micro_batches, int64_t runs, const Second
   return std::ranges::max(clock);
 }
 
-// For as long as its formula says, whatever turns take, if gradients of weights take no longer than forwards.
+// As long as its formula says, whatever turns take, if gradients of weights take no longer than forwards.
 TEST(ZeroBubble, StagesWaitLess) {
   for (int stages = 1; stages <= 6; ++stages)
     for (int64_t runs = 1; runs <= 4; ++runs)
@@ -82,8 +82,8 @@ TEST(ZeroBubble, StagesWaitLess) {
         }
 }
 
-// What came of forwards and waits for a gradient, on any stage no more than the first one has under 1F1B; of any number of
-// micro-batches, and in the same order of forwards and of backwards.
+// Micro-batches between their forward and their last gradient: on any stage no more than on the first under 1F1B; for any number of
+// micro-batches, and with the same order of forwards and of backwards.
 TEST(ZeroBubble, NoStageHoldsMoreThanTheFirst) {
   for (int stages = 1; stages <= 6; ++stages)
     for (int64_t runs = 1; runs <= 4; ++runs)

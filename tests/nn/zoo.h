@@ -1,4 +1,4 @@
-// Matrices of all kinds, whose gradients are given, for the tests of Muon; and the ways to cut them.
+// Matrices of all kinds with given gradients, for the tests of Muon; and the ways to cut them.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -19,7 +19,7 @@ using Values = std::map<std::string, std::vector<double>>;
 
 inline const LocalOptions kLocal{.threads_per_rank = 1};
 
-/// The matrices of muon/make_golden, two of them in an inner module, and a parameter that is none.
+/// The matrices of muon/make_golden, two of them in an inner module, and a parameter that is not a matrix.
 struct Inner : nn::Module {
   nn::Parameter packed{{16, 6}, nn::Init::zeros()}, beside{{5, 12}, nn::Init::zeros()};
   Inner() {
@@ -47,7 +47,7 @@ inline double gradient(int64_t i, int64_t step) { return static_cast<double>((37
 
 inline std::string last_of(const std::string& path) { return path.substr(path.find_last_of('.') + 1); }
 
-// Gives this rank's elements of `values`, which are those of the buffer, f(flat index).
+// Sets this rank's elements of `values`, which are those of the buffer, to f(flat index).
 template <class F>
 void fill(const Unit& unit, const FlatBuffer& b, const Tensor& values, F&& f) {
   for (const LocalPiece& piece : unit.pieces(b))

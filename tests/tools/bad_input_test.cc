@@ -1,5 +1,4 @@
-// Bad input gets one clear line that says what is wrong and where, and the contract's exit code, on
-// one rank and on two.
+// Bad input gives one clear line that says what is wrong and where, and the documented exit code, on one rank and on two.
 #include <csignal>
 #include <filesystem>
 #include <fstream>
@@ -29,7 +28,7 @@ struct Folder : ScratchFolder {
     std::ofstream(*this / name, std::ios::binary) << text;
     return *this / name;
   }
-  /// A training command that would run, but for `more`; what comes later wins.
+  /// A training command that would run without `more`; later options win.
   Words train(const Words& more) const {
     Words words = {"train", "--data.corpus", *this / "corpus.txt", "--output.folder",
                    *this / "out"};
@@ -47,7 +46,7 @@ void expect_line(const Outcome& r, int code, const Words& parts, const std::stri
   testing::expect_refused(r, code, parts);
 }
 
-/// The same on one rank and on two, where the line is the launcher's.
+/// The same on one rank and on two, where the launcher prints the line.
 void expect_refused(const Words& arguments, int code, const Words& parts) {
   expect_line(run_sheaf(arguments), code, parts, "one rank");
   Words launched = parts;
@@ -126,7 +125,7 @@ TEST(BadInput, CommandLine) {
               "nothing trained");
 }
 
-// Whatever they begin with, values are values, and paths are paths.
+// Values are values, and paths are paths, whatever they begin with.
 TEST(BadInput, WordsThatLookLikeOptions) {
   Folder f;
   expect_line(run_sheaf({"generate", f / "none", "--generate.prompt", "-h"}), 65, {"no checkpoint in " + f / "none"}, "a prompt of -h");
@@ -207,9 +206,9 @@ TEST(BadInput, Data) {
   expect_refused(f.train(many), 65, {"[tokens] no file matches '" + f / "no*.bin'"});
   small.insert(small.end(), {"--model.vocab", "78", "--data.val_file", f.write("one.bin", "ab")});
   expect_refused(f.train(small), 65, {"one.bin", "1 tokens leave nothing to predict"});
-  EXPECT_FALSE(std::filesystem::exists(f / "out"));  // found before anything is written
+  EXPECT_FALSE(std::filesystem::exists(f / "out"));  // detected before anything is written
   expect_refused(f.train(files), 64, {"token files need model.vocab"});
-  // 32-bit tokens without a header, and anything else of even size, would be read as tokens of 16 bits.
+  // 32-bit tokens without a header, and any other file of even size, would be read as 16-bit tokens.
   Words large = files;
   large.insert(large.end(), {"--model.vocab", "128256"});
   expect_refused(f.train(large), 65, {"train.bin' has no header, so its tokens are of 16 bits, and the vocabulary has 128256"});
@@ -231,7 +230,7 @@ TEST(BadInput, Data) {
 
 TEST(BadInput, OutputAndNumbers) {
   Folder f;
-  // Root may write anywhere; but nobody makes a folder below a file.
+  // Root may write anywhere, but not create a folder below a file.
   expect_refused(f.train({"--output.folder", f / "corpus.txt/out"}), 74, {"corpus.txt/out"});
   const std::string long_name = f / std::string(300, 'x');
   expect_refused(f.train({"--output.folder", long_name}), 74, {long_name, "File name too long"});
@@ -242,14 +241,14 @@ TEST(BadInput, OutputAndNumbers) {
   for (const char* how : {"--quiet", "--resume"})
     expect_refused(f.train({"--output.folder", f / "odd", how}), 74,
                    {f / "odd/checkpoints", "Not a directory"});
-  // What is no checkpoint is in nobody's way.
+  // Other folders next to checkpoints do no harm.
   std::filesystem::remove(f / "odd/checkpoints");
   std::filesystem::create_directories(f / "odd/checkpoints/notes");
   EXPECT_EQ(run_sheaf(f.train({"--output.folder", f / "odd"})).code, 0);
   EXPECT_TRUE(std::filesystem::exists(f / "odd/checkpoints/notes"));
   expect_refused(f.train({"--train.lr", "1e6", "--train.steps", "50", "--train.log_every", "100"}),
                  75, {"step", "loss", "a smaller train.lr or train.clip may help"});
-  // A step that is saved is looked at, too: the same one ends the run.
+  // A saved step's loss is checked, too: the same step ends the run.
   const auto ends = [&](const char* log_every, const char* save_every) {
     const Outcome r = run_sheaf(f.train({"--train.lr", "1e6", "--train.steps", "50", "--train.log_every", log_every, "--train.save_every",
                                          save_every, "--output.folder", f / str("nan", log_every)}));
@@ -260,16 +259,16 @@ TEST(BadInput, OutputAndNumbers) {
   expect_refused(f.train({"--train.lr", "1e6", "--train.steps", "50", "--train.log_every", "100",
                           "--train.clip", "0"}),
                  75, {"a smaller train.lr or a train.clip above 0 may help"});
-  // Nobody trains on for a loss that is logged late, if a validation tells before.
+  // If losses are logged rarely, a validation ends the run earlier.
   expect_refused(f.train({"--train.lr", "1e6", "--train.steps", "5000", "--train.log_every", "5000", "--train.eval_every", "50"}), 75,
                  {"[train] step 50: validation loss nan"});
-  // In f16 steps are skipped, at smaller and smaller scales, but not for ever.
+  // In f16 steps are skipped, at smaller and smaller scales, but not forever.
   expect_refused(f.train({"--train.lr", "1e6", "--train.steps", "50", "--train.dtype", "f16", "--train.log_every", "100"}),
                  75, {"[train] step 50: the gradient was not finite in ", " steps in a row, though the loss scale is at its minimum, 1;"});
-  EXPECT_FALSE(std::filesystem::exists(f / "out/checkpoints"));  // of numbers that are none
+  EXPECT_FALSE(std::filesystem::exists(f / "out/checkpoints"));  // for invalid numbers
 }
 
-/// By a shell, so that `how` may close or limit what the process has.
+/// Through a shell, so that `how` may close or limit the process's resources.
 int in_shell(const Words& arguments, const std::string& how) {
   std::string line = how + " exec tools/sheaf";
   for (const std::string& word : arguments)
@@ -279,7 +278,7 @@ int in_shell(const Words& arguments, const std::string& how) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
-// What is opened does not take the place of a standard descriptor that is closed: its messages would go into the file.
+// A file that is opened does not take the place of a closed standard descriptor: messages would be written to it.
 TEST(BadInput, StandardDescriptorsThatAreClosed) {
   Folder f;
   const std::string out = f / "st.bin";
@@ -300,7 +299,7 @@ TEST(BadInput, AFileThatMayNotGrow) {
   EXPECT_THAT(std::string(std::istreambuf_iterator<char>(said), {}), HasSubstr("File too large"));
 }
 
-// What could not be printed is an error, but no reason to give up a run.
+// A failure to print is an error, but does not stop a run.
 TEST(BadInput, StandardOutput) {
   Folder f;
   for (const Words& words : {Words{"tape", "--model.vocab", "50"}, f.train({"--print-config"}),
@@ -352,7 +351,7 @@ TEST(BadInput, Resume) {
   expect_refused(resume({"--data.val_fraction", "0.2"}), 76,
                  {"data.val_fraction was 0.1 in the checkpoint and is 0.2 now"});
   other = testing::sample_text(3000);
-  std::swap(other[0], other[1]);  // the same letters as often
+  std::swap(other[0], other[1]);  // the same letters, equally often
   expect_refused(resume({"--data.corpus", f.write("other.txt", other)}), 76,
                  {"the training data was 2700 tokens with XXH3 "});
   other = testing::sample_text(3000);
@@ -376,7 +375,7 @@ TEST(BadInput, Resume) {
     EXPECT_THAT(testing::lines_of(r.err).back(),
                 HasSubstr("no whole checkpoint is left in '" + f / "out/checkpoints"));
   }
-  EXPECT_TRUE(std::filesystem::exists(f / "out/checkpoints/step-4"));  // nothing is thrown away
+  EXPECT_TRUE(std::filesystem::exists(f / "out/checkpoints/step-4"));  // nothing is deleted
 }
 
 TEST(BadInput, ResumingWhatIsNotThere) {

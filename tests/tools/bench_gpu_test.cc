@@ -1,5 +1,5 @@
-// `sheaf bench --quick` on a GPU: every suite that has lines for one measures, and says what it measured. The figures
-// themselves are not tested.
+// `sheaf bench --quick` on a GPU: every suite with lines for one measures, and names what it measured. The figures themselves are not
+// tested.
 #include <filesystem>
 
 #include <gmock/gmock.h>
@@ -119,7 +119,7 @@ TEST(BenchOnGpu, MemoryAndItsPlan) {
 TEST(BenchOnGpu, RanksOnLinks) {
   SHEAF_NEEDS_GPU();
   const BenchRun run = on_gpu("fsdp", "-2-50GB/s");
-  ASSERT_EQ(run.lines.size(), 2u);  // one of ranks that share layers
+  ASSERT_EQ(run.lines.size(), 2u);  // one with tensor parallelism
   for (const auto& [name, line] : run.lines) {
     ASSERT_FALSE(line.find("missing")) << line.at("missing").as_string();
     EXPECT_EQ(line.at("peer").as_string(), "links without a limit");
@@ -131,7 +131,7 @@ TEST(BenchOnGpu, CommunicatorsAndAllocator) {
   SHEAF_NEEDS_GPU();
   const BenchRun comm = on_gpu("comm", "-64KiB");
   EXPECT_EQ(comm.lines.size(), 6u);
-  for (const auto& [name, line] : comm.lines) {  // NCCL is not where the GPU is emulated
+  for (const auto& [name, line] : comm.lines) {  // there is no NCCL where the GPU is emulated
     if (name.starts_with("local")) {
       EXPECT_FALSE(line.find("missing")) << name;
     }

@@ -1,4 +1,4 @@
-// A quick run of `sheaf bench`, checked for what holds for all lines.
+// A quick run of `sheaf bench`, with the checks that hold for all lines.
 #pragma once
 
 #include <map>
@@ -18,7 +18,7 @@ struct BenchRun {
 BenchRun run_bench(const std::string& suite, const std::string& filter,
                    const std::vector<std::string>& more = {});
 
-/// How much work, by a rate (GB/s, GFLOP/s, TFLOP/s), was done in the median sample.
+/// The work, in the unit of its rate (GB/s, GFLOP/s, TFLOP/s), that was done in the median sample.
 double work(const Json& line);
 
 }  // namespace sheaf::testing

@@ -1,5 +1,5 @@
-// `sheaf bench --quick`: every suite measures something, and says it in a table and in JSON that agree. The figures
-// themselves are not tested.
+// `sheaf bench --quick`: every suite measures something, and prints it in a table and in JSON that agree. The figures themselves are not
+// tested.
 #include "sheaf/tools/bench/bench.h"
 
 #include <cmath>
@@ -50,7 +50,7 @@ TEST(Bench, Step) {
               line.at("more").at("GFLOP/step").as_double(), 1e-9);
 }
 
-// Whatever the size of the models by whose names its lines go.
+// Whatever the size of the models that its lines are named after.
 TEST(Bench, QuickIsQuick) {
   const Outcome r = run_sheaf({"bench", "step", "overlap", "--quick"});
   testing::expect_ok(r);
@@ -133,9 +133,9 @@ TEST(Bench, LinearAttention) {
 TEST(Bench, Tape) {
   const auto lines = bench("tape", "mul-meta");
   ASSERT_EQ(lines.size(), 2u);
-  // A multiplication's gradient is one; the seed is one more node among thousands.
+  // A multiplication's gradient is one node per op; the seed is one more node among thousands.
   EXPECT_NEAR(lines.at("backward-mul-meta").at("more").at("nodes per op").as_double(), 1, 1e-3);
-  // More than a function call, less than anything that somebody forgot in a loop.
+  // More than a function call, less than something left in a loop by mistake.
   for (const auto& [name, line] : lines) {
     EXPECT_GT(line.at("value").as_double(), 5) << name;
     EXPECT_LT(line.at("value").as_double(), 1e6) << name;
@@ -147,9 +147,9 @@ TEST(Bench, Allocator) {
   ASSERT_EQ(lines.size(), 1u);
   const Json& more = lines.begin()->second.at("more");
   EXPECT_GT(more.at("calls a step").as_double(), 100);
-#if !defined(SHEAF_ASAN) && !defined(SHEAF_TSAN)  // there, memory is malloc's
+#if !defined(SHEAF_ASAN) && !defined(SHEAF_TSAN)  // there memory comes from malloc
   EXPECT_GE(more.at("reserved/live").as_double(), 1);
-  EXPECT_LT(more.at("reserved/live").as_double(), 1.5);  // the process would show it too
+  EXPECT_LT(more.at("reserved/live").as_double(), 1.5);  // the process's memory would show it, too
 #endif
 }
 
@@ -171,7 +171,7 @@ TEST(Bench, Ranks) {
 TEST(Bench, Hosts) {
   const auto lines = bench("hosts", "1.25GB/s");
   ASSERT_EQ(lines.size(), 17u);
-  for (const auto& [name, line] : lines)  // full_shard's layers, if each is cut on a host: half of what it moved
+  for (const auto& [name, line] : lines)  // full_shard's layers, if each is cut within a host: half of its traffic
     EXPECT_LT((name.ends_with("GB/s-reduce-bf16") || name.ends_with("GB/s-reduce-int8") ? 1.2
                : name.ends_with("-tensor") || name.ends_with("-kept") ? 1.9 : 2) * line.at("more").at("MB from the other host").as_double(),
               line.at("more").at("MB under full_shard").as_double())
@@ -260,8 +260,7 @@ TEST(BenchFigures, OperationsOfAStep) {
                    expected + 1024 * 6.0 * 12 * 1024 * 768);
 }
 
-// Llama 3 8B: 8,030,261,248 parameters, less the embedding that is looked up and the norms'
-// weights.
+// Llama 3 8B: 8,030,261,248 parameters, less the embedding, which is looked up, and the norms' weights.
 TEST(BenchFigures, OperationsOfALlamaStep) {
   const double tokens = 4 * 8192.0,
                in_products = 8030261248.0 - 128256 * 4096.0 - (2 * 32 + 1) * 4096.0;
@@ -278,8 +277,8 @@ TEST(BenchFigures, OperationsOfALlamaStep) {
                    tokens * (6 * in_products + 6.0 * 32 * 8192 * 4096));
 }
 
-// By hand, for one token: 12 layers that read and write 2 · 8 elements of width 768 for their norms
-// and 2 · 3,072 for gelu; 8 + 6 of width 768 around them; 2 · 50,304 logits; 2 bytes each.
+// By hand, for one token: 12 layers that read and write 2 · 8 elements of width 768 for their norms and 2 · 3,072 for gelu; 8 + 6 of width
+// 768 outside them; 2 · 50,304 logits; 2 bytes each.
 TEST(BenchFigures, RooflineOfAStep) {
   const models::TrainConfig gpt2 =
       bench::training_config("gpt2-124m-bf16-512x1024", {"--train.batch=64"});
@@ -294,7 +293,7 @@ TEST(BenchFigures, RooflineOfAStep) {
   EXPECT_NEAR(expected, 93.8e-3, 0.1e-3);
   EXPECT_DOUBLE_EQ(bench::roofline_seconds(gpt2, parameters, rates), expected);
 
-  // Llama: 2 · 8 elements of its width for norms, 2 · 4 of queries and keys turned, swiglu's 8.
+  // Llama: 2 · 8 elements of its width for norms, 2 · 4 of queries and keys rotated, swiglu's 8.
   const models::TrainConfig llama = bench::training_config("llama3-8b-bf16-4x8192");
   const double llama_bytes =
       2 * (32 * (16 * 4096.0 + 8 * 5120.0 / 2 + 8 * 14336.0) + 12 * 4096 + 2 * 128256.0);

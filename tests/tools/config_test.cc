@@ -78,7 +78,7 @@ TEST_F(Config, TypesAndRanges) {
   EXPECT_THAT(error("", {"--model.bias", "1"}), HasSubstr("takes true or false"));
   EXPECT_THAT(error("", {"--train.lr"}), HasSubstr("--train.lr lacks a value"));
   EXPECT_THAT(error("", {"train.lr", "1"}), HasSubstr("expected --section.key, found \"train.lr\""));
-  // As the shell makes of a pattern without quotes.
+  // As the shell expands an unquoted pattern.
   for (const char* key : {"--data.train_file", "--data.val_file"})
     EXPECT_THAT(error("", {"--train.lr", "1", key, "a_1.bin", "a_2.bin"}),
                 HasSubstr(str("found \"a_2.bin\"; a pattern of several files needs quotes to keep the shell from it: ", key)));
@@ -119,7 +119,7 @@ TEST_F(Config, APresetOfTheCommandLineWinsOverTheFilesShape) {
   EXPECT_EQ(c.model.width, 768);
   EXPECT_EQ(c.model.context, 1024);
   EXPECT_EQ(c.model.vocab, 50257);
-  // What is of the run stays.
+  // Fields of the run itself stay.
   EXPECT_EQ(c.model.dropout, 0.1);
   EXPECT_EQ(c.model.lora_rank, 8);
   EXPECT_EQ(c.train.batch, 7);
@@ -128,7 +128,7 @@ TEST_F(Config, APresetOfTheCommandLineWinsOverTheFilesShape) {
   TrainConfig alone;
   alone.train.batch = 7, alone.model = preset;
   EXPECT_EQ(print_config(shape), print_config(alone));
-  // Fields of the command line win over it, wherever they stand; so it does over a file's preset.
+  // Fields on the command line override it, regardless of order; they also override a file's preset.
   for (const std::vector<std::string>& flags : {std::vector<std::string>{"--model.context=64", "--model.preset=gpt2-124m"},
                                                 {"--model.preset=gpt2-124m", "--model.context=64"}}) {
     EXPECT_EQ(load(file, flags).model.context, 64);
@@ -140,7 +140,7 @@ TEST_F(Config, APresetOfTheCommandLineWinsOverTheFilesShape) {
   EXPECT_THAT(error(file, {"--model.preset", "llama3-8b", "--model.heads", "4"}), HasSubstr("model.kv_heads 8 (of the preset llama3-8b)"));
 }
 
-// It says nothing new there.
+// On resuming, the same preset says nothing new.
 TEST_F(Config, ARunThatGoesOnKeepsWhatWasGivenBesideItsPreset) {
   write_file(folder / "config.toml", print_config(load("", {"--model.preset", "gpt2-124m", "--model.context", "64"})));
   const auto resumed = [&](const char* preset, bool resume) {
@@ -156,7 +156,7 @@ TEST_F(Config, WhatFollowsFromAPresetsSizesFollowsFromThoseGiven) {
   EXPECT_EQ(models::resolved(c.model).kv_heads, 2);
   EXPECT_EQ(models::resolved(c.model).mlp_width, 4 * 384);
   EXPECT_EQ(models::resolved(load("", {"--model.preset", "gpt2-124m"}).model).mlp_width, 3072);
-  // A Llama's key and value heads and hidden size follow from nothing.
+  // A Llama's key and value heads and hidden size have no defaults that depend on other fields.
   EXPECT_THAT(error("", {"--model.preset", "llama3-8b", "--model.heads", "4"}),
               HasSubstr("model.heads 4 is not a multiple of model.kv_heads 8 (of the preset llama3-8b)"));
   EXPECT_THAT(error("[model]\npreset = 'llama3-8b'\nwidth = 100\n"),
@@ -230,7 +230,7 @@ TEST_F(Config, WhatWouldChangeNothingIsRefused) {
     EXPECT_THAT(error("", {"--train.schedule", "constant", key, "500"}),
                 HasSubstr("would change nothing: train.schedule constant has no decay"));
   load("[model]\ntype = 'llama'\nbias = false\n");
-  // A preset of another type gives what this one has.
+  // A preset of another type gives only the fields that this type has.
   EXPECT_FALSE(load("", {"--model.preset", "gpt2-124m", "--model.type", "llama"}).model.bias);
   EXPECT_FALSE(load("", {"--model.preset", "qwen3-0.6b", "--model.type", "gpt2", "--model.kv_heads", "0"}).model.qk_norm);
   const TrainConfig c = load("", {"--model.preset", "llama3-8b", "--model.type", "gpt2", "--model.kv_heads", "0"});
@@ -240,7 +240,7 @@ TEST_F(Config, WhatWouldChangeNothingIsRefused) {
 TEST_F(Config, ScaledRotaryPositions) {
   const std::vector<std::string> llama = {"--model.type=llama", "--model.rope_scaling.rope_type=llama3"};
   EXPECT_TRUE(models::rotary_scaling(load("", llama).model.rope_scaling) == RotaryScaling::llama3(8, 1, 4, 8192));
-  // In a file by any of TOML's ways.
+  // In a file in any of TOML's notations.
   for (const char* toml : {"[model]\ntype = 'llama'\nrope_scaling.rope_type = 'llama3'\nrope_scaling.factor = 32\n",
                            "[model]\ntype = 'llama'\n[model.rope_scaling]\nrope_type = 'llama3'\nfactor = 32.0\n",
                            "[model]\ntype = 'llama'\nrope_scaling = {rope_type = 'llama3', factor = 32}\n"}) {
@@ -350,7 +350,7 @@ TEST_F(Config, FieldsThatDoNotFitTogether) {
     more.insert(more.begin(), {"--train.islands", "2", "--train.inner_steps", "50"});
     return error("", more);
   };
-  load("", {"--train.islands", "2"});  // as evaluations are by default
+  load("", {"--train.islands", "2"});  // with the default evaluations
   EXPECT_THAT(of_islands({"--train.batch", "7"}), HasSubstr("train.batch 7 has no equal part for each"));
   EXPECT_THAT(of_islands({"--train.micro_batches", "7"}), HasSubstr("train.islands 2 have 6 sequences each of train.batch 12, less than train.micro_batches 7"));
   EXPECT_THAT(of_islands({"--train.eval_every", "60"}), HasSubstr("train.eval_every 60 is no multiple"));
@@ -359,7 +359,7 @@ TEST_F(Config, FieldsThatDoNotFitTogether) {
   load("", {"--sharding.pipeline", "2", "--sharding.pipeline_head", "0.5"});
 }
 
-// A field that the table forgets would leave 8 bytes and more of its section untouched, unless it is a bool.
+// A field missing in the table would leave 8 bytes or more of its section untouched, unless it is a bool.
 TEST_F(Config, EveryFieldIsInTheTable) {
   TrainConfig c;
   std::set<const void*> targets;
@@ -367,7 +367,7 @@ TEST_F(Config, EveryFieldIsInTheTable) {
   const std::map<std::string, size_t> sizes = {
       {"model", sizeof c.model - sizeof c.model.rope_scaling - sizeof c.model.end_of_text},  // which follows from [data]
       {"model.rope_scaling", sizeof c.model.rope_scaling},
-      {"data", sizeof c.data - sizeof c.data.examples},  // which the files say
+      {"data", sizeof c.data - sizeof c.data.examples},  // which follows from the files
       {"train", sizeof c.train},
       {"sharding", sizeof c.sharding},
       {"output", sizeof c.output},
@@ -390,9 +390,9 @@ TEST_F(Config, EveryFieldIsInTheTable) {
   EXPECT_EQ(whole + sizeof c.model.end_of_text + sizeof c.data.examples, sizeof c);  // no section is forgotten
 }
 
-// What decides values is the same when a run goes on: a field that models::RunState forgets would change them unseen.
+// Everything that determines values must be the same on resuming: a field missing in models::RunState could change silently.
 TEST_F(Config, EveryFieldOfAModelIsAskedForByResume) {
-  // Names, which say what others do, and the vocabulary, which is compared as the data's.
+  // Names, whose effect other fields describe, and the vocabulary, which is compared as the data's.
   const std::set<std::string> others = {"model.preset", "model.weights", "model.vocab"};
   const auto state = [](const TrainConfig& c) {
     models::RunState s;

@@ -1,4 +1,4 @@
-// What the documentation names exists: the files and headings that it links to, and the options in it.
+// Names in the documentation exist: the files and headings that it links to, and its options.
 #include <cctype>
 #include <filesystem>
 #include <map>
@@ -19,7 +19,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Bazel links to the files of the tree.
+// Bazel symlinks the files of the source tree.
 const fs::path& root() {
   static const fs::path path = fs::canonical("README.md").parent_path();
   return path;
@@ -39,7 +39,7 @@ std::vector<std::string> lines_of(const fs::path& page) {
   return out;
 }
 
-// As GitHub makes it from a heading: lower case, without punctuation, with hyphens for blanks.
+// Like GitHub's anchor for a heading: lower case, without punctuation, with hyphens for blanks.
 std::string anchor_of(const std::string& heading) {
   std::string out;
   for (const char c : std::regex_replace(heading, std::regex(R"(\[([^\]]*)\]\([^)]*\))"), "$1"))

@@ -1,4 +1,4 @@
-// Questions that a run answers while it trains, and `sheaf evaluate`, as a user runs them.
+// Questions that a run answers during training, and `sheaf evaluate`, as a user runs them.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -27,11 +27,11 @@ std::string line_with(const std::string& out, const std::string& word) {
   return "no line with " + word + " in " + out;
 }
 
-/// With a run of bytes, and tokens that published models know.
+/// With a run on bytes, and tokens in the vocabulary of the published models.
 struct Folder : CorpusFolder {
   Folder() {
     write_sample_tokens(*this / "tokens.bin");
-    // Of a model that has learned next to nothing, the answers are as good as drawn.
+    // The model has learned next to nothing, so its answers are practically random.
     const std::string text = sample_text(9000);
     std::ofstream many(*this / "many.jsonl");
     for (size_t i = 0; i < 60; ++i) {
@@ -56,13 +56,13 @@ double loss_in(const std::string& out) {
   return at == std::string::npos ? -1 : std::stod(out.substr(at + 6));
 }
 
-// Layers for further tokens draft, which changes no text, and are loaded for nothing else.
+// MTP layers draft, which changes no text, and are loaded for nothing else.
 TEST(Evaluate, LayersForFurtherTokensDraft) {
   const Folder folder;
   const Outcome trained = folder.train("run", {"--model.type", "llama", "--model.mtp_layers", "2"}, 2);
   ASSERT_EQ(trained.code, 0) << trained.err;
   const auto logged = folder.metrics("run").at(5);
-  EXPECT_NEAR(std::stod(logged.at("loss")), std::stod(logged.at("mtp_loss")), 1);  // both of one token, of a model that has learned next to nothing
+  EXPECT_NEAR(std::stod(logged.at("loss")), std::stod(logged.at("mtp_loss")), 1);  // both for one token, of a nearly untrained model
   const auto text = [&](int drafts, const Words& more = {}) {
     const Outcome r = run_sheaf(Words{"generate", folder / "run", "--generate.tokens", "30", "--generate.drafts", std::to_string(drafts)} + more);
     EXPECT_EQ(r.code, 0) << r.err;
@@ -89,13 +89,13 @@ TEST(Evaluate, ARunAnswersQuestionsWhileItTrains) {
   for (const int64_t step : {2, 4, 5})
     for (const char* key : {"accuracy_one", "norm_accuracy_one", "accuracy_two", "norm_accuracy_two"})
       EXPECT_TRUE(metrics.at(step).contains(key)) << step << key;
-  // Ranks, which may have a place of their own for them, answer alike; training is what it was without.
+  // Ranks, each of which may get questions, give the same answers; training is unaffected by them.
   const Outcome two = folder.train("two", sets, 2), without = folder.train("without", {}, 2);
   ASSERT_EQ(two.code, 0) << two.err;
   ASSERT_EQ(without.code, 0) << without.err;
   expect_same_curve(folder.metrics("two"), folder.metrics("without"), "with questions");
   EXPECT_EQ(folder.metrics("two").at(5).at("norm_accuracy_one"), metrics.at(5).at("norm_accuracy_one"));
-  // One set needs no name, and of many questions the first ones may do.
+  // A single set needs no name, and only the first questions may be asked.
   const Outcome first = folder.train("first", {"--data.choices", kQuestions, "--train.eval_questions", "1"});
   ASSERT_EQ(first.code, 0) << first.err;
   EXPECT_THAT(first.out, ContainsRegex("validation loss [0-9.]+  accuracy [01].0000, norm [01].0000\n"));
@@ -121,7 +121,7 @@ TEST(Evaluate, ARunOnItsOwnData) {
   std::snprintf(said, sizeof said, "accuracy %.4f, norm %.4f  (", std::stod(folder.metrics("run").at(5).at("accuracy")),
                 std::stod(folder.metrics("run").at(5).at("norm_accuracy")));
   EXPECT_THAT(accuracy, ::testing::StartsWith(said));
-  // However the model is cut, and whatever the run was; all targets or those that are asked for.
+  // However the model is cut, and whatever the run was; all targets or the requested number.
   const Words whole = {"--train.eval_tokens", "0"};
   const double loss = loss_in(run_sheaf(evaluate(folder / "run", whole)).out);
   EXPECT_GT(std::abs(loss - std::stod(last)), 1e-6);
@@ -139,7 +139,7 @@ TEST(Evaluate, ARunOnItsOwnData) {
   EXPECT_THAT(bf16.out, HasSubstr(", bf16, windows"));
 }
 
-// As the run was validated, or without.
+// In the precision of the run's validation, or without FP8.
 TEST(Evaluate, ARunInFp8) {
   const Folder folder;
   const Outcome trained = folder.train("run", {"--train.fp8", "all"});
@@ -164,7 +164,7 @@ TEST(Evaluate, OnOtherData) {
   ASSERT_EQ(file.code, 0) << file.err;
   EXPECT_THAT(file.out, ContainsRegex("\nloss of x [0-9.]+, perplexity [0-9.]+  .nats per token, of 899.\nloss of y "));
   EXPECT_THAT(file.out, Not(HasSubstr("accuracy")));
-  // All of a text, or its tail.
+  // A whole text, or its tail.
   const Words text = {"--data.corpus", folder / "other.txt", "--train.eval_tokens", "0"};
   EXPECT_THAT(run_sheaf(evaluate(folder / "run", text)).out, HasSubstr(", of 899)"));
   EXPECT_THAT(run_sheaf(evaluate(folder / "run", text + Words{"--data.val_fraction", "0.5"})).out, HasSubstr(", of 449)"));
@@ -172,7 +172,7 @@ TEST(Evaluate, OnOtherData) {
   const Outcome asked = run_sheaf(evaluate(folder / "run", {"--data.choices", folder / "many.jsonl"}));
   ASSERT_EQ(asked.code, 0) << asked.err;
   EXPECT_THAT(asked.out, Not(HasSubstr("loss")));
-  // Shorter windows see less.
+  // Shorter windows give less context.
   const Words one = {"--data.val_file", folder / "other.bin", "--train.eval_tokens", "0"};
   const Outcome longer = run_sheaf(evaluate(folder / "run", one)), shorter = run_sheaf(evaluate(folder / "run", one + Words{"--context", "4"}));
   EXPECT_THAT(longer.out, HasSubstr("windows of 16 tokens"));
@@ -189,13 +189,13 @@ TEST(Evaluate, PublishedWeights) {
     ASSERT_EQ(ranks.code, 0) << ranks.err;
     EXPECT_GT(loss_in(r.out), 0);
     EXPECT_NEAR(loss_in(ranks.out), loss_in(r.out), 1e-5);
-    // As a run that starts from them has it, before it has learned anything.
+    // Equal to that of a run that starts from them, before it has learned anything.
     const Outcome run = run_sheaf(Words{"train", "--model.weights", weights, "--data.train_file", folder / "tokens.bin", "--output.folder",
                                         folder / "from_" + std::to_string(weights.size()), "--train.steps", "1", "--train.lr", "0"} + tokens);
     ASSERT_EQ(run.code, 0) << run.err;
     EXPECT_NEAR(loss_in(r.out), std::stod(run.out.substr(run.out.rfind("validation loss") + 15)), 1e-5);
   }
-  // Ranks that look at other weights, or a run, do not mix them.
+  // Ranks that look at other weights, or at a run, are an error.
   ASSERT_EQ(folder.train("run", {}).code, 0);
   for (const std::string& other : {kLlama, folder / "run"}) {
     const Outcome mixed = run_sheaf({"launch", "--nproc-per-node", "2", "--", "sh", "-c",
@@ -208,7 +208,7 @@ TEST(Evaluate, PublishedWeights) {
   expect_refused(words, 64, Words{"data.choices", "has neither tokenizer.json nor"});
 }
 
-// Tokens need no tokenizer, so one that Sheaf does not know is in the way of texts alone.
+// Tokens need no tokenizer, so one that Sheaf does not support is an error only for texts.
 TEST(Evaluate, BesideATokenizerThatCannotBeRead) {
   const Folder folder;
   const std::string weights = folder / "weights";

@@ -1,4 +1,4 @@
-// What `sheaf export` writes is what the ranks held, in one file that any safetensors reader takes.
+// `sheaf export` writes the tensors that the ranks held, in one file that any safetensors reader accepts.
 #include <sys/stat.h>
 
 #include <filesystem>
@@ -65,7 +65,7 @@ TEST(Export, HoldsEveryWeightWhole) {
     }
 }
 
-// However the ranks that wrote a checkpoint had cut its tensors, what is exported is the same, byte for byte.
+// The exported file is the same, byte for byte, however the ranks that wrote the checkpoint had cut its tensors.
 TEST(Export, DoesNotShowHowTensorsWereCut) {
   const TrainedFolder run(1);
   const std::string checkpoints = run / "run/checkpoints";
@@ -106,7 +106,7 @@ TEST(Export, SaysWhatIsMissing) {
   EXPECT_THAT(folder.err, HasSubstr("no checkpoint in"));
   const auto target = run_sheaf({"export", run / "run", run / "no/folder/model.safetensors"});
   EXPECT_EQ(target.code, 74) << target.err;
-  // Nor is what somebody else wrote.
+  // Nor are other people's files.
   const auto corpus = run_sheaf({"export", run / "run", run / "corpus.txt"});
   EXPECT_EQ(corpus.code, 64) << corpus.err;
   EXPECT_THAT(corpus.err, HasSubstr("corpus.txt' exists and was not written by sheaf export"));
@@ -127,7 +127,7 @@ TEST(Export, SaysWhatIsMissing) {
   const auto own = run_sheaf({"export", run / "run", run / "own", "--format", "huggingface"});
   EXPECT_EQ(own.code, 0) << own.err;
   EXPECT_EQ(run_sheaf({"export", run / "run", run / "own", "--format", "huggingface"}).code, 0) << "its own may be replaced";
-  // What is no file is not replaced by one, and nothing half made stays.
+  // Only regular files are replaced, and no partial file stays.
   ASSERT_EQ(mkfifo((run / "pipe").c_str(), 0600), 0);
   for (const char* name : {"pipe", "run"}) {
     const auto taken = run_sheaf({"export", run / "run", run / name});

@@ -15,7 +15,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-/// With a run of bytes and seven prompts, of which each line has more to say.
+/// With a run on bytes and seven prompts, whose lines have further members.
 struct Folder : CorpusFolder {
   Folder() {
     const Outcome trained = run_sheaf(Words{"train"} + kTinyRun + data("run") + Words{"--data.tokenizer", "byte"});
@@ -43,7 +43,7 @@ TEST(GenerateLines, EachPromptIsContinuedInItsPlace) {
     EXPECT_EQ(line.at("id").as_int(), i);
     const std::string prompt = line.at("prompt").as_string();
     const Outcome alone = run_sheaf({"generate", f / "run", "--generate.prompt", prompt, "--generate.tokens", "6", "--generate.temperature", "0"});
-    EXPECT_EQ(json_string(prompt + line.at("completion").as_string() + "\n"), json_string(alone.out));  // bytes that are no text are replaced
+    EXPECT_EQ(json_string(prompt + line.at("completion").as_string() + "\n"), json_string(alone.out));  // invalid bytes are replaced
     EXPECT_FALSE(line.at("ended").as_bool());
     EXPECT_EQ(line.find("sample"), nullptr);
   }
@@ -92,7 +92,7 @@ TEST(GenerateLines, GoesOnBehindWhatIsThere) {
     expect_refused(f.generate("out.jsonl", {"--samples", "2", "--resume"}), 64, "another `sheaf generate` is writing to");
     EXPECT_EQ(f.text("out.jsonl"), want);
   }
-  // Other prompts, and what is no output at all.
+  // Other prompts, and an invalid output.
   write_file(f / "prompts.jsonl", "{\"prompt\": \"another\"}\n");
   expect_refused(f.generate("out.jsonl", {"--resume"}), 65, "has 14 lines, and there are only 1 to write");
   EXPECT_EQ(f.text("out.jsonl"), want);

@@ -1,4 +1,4 @@
-// The peak of a step's memory is what the tape says beforehand, and the process takes little more.
+// The peak of a step's memory equals the tape's prediction, and the process needs little more.
 #include <algorithm>
 #include <chrono>
 #include <filesystem>
@@ -27,8 +27,7 @@ int64_t forecast(const Words& model, int world, int rank, int threads,
   return number_after(r.out, ": peak ");
 }
 
-/// Trains, and compares the peak of every step from the second on with what `sheaf tape` printed
-/// beforehand.
+/// Trains, and compares the peak of every step from the second on with the earlier prediction of `sheaf tape`.
 void expect_forecast(const CorpusFolder& folder, const Words& model, int world, int threads,
                      const Words& environment = {}) {
   std::vector<int64_t> predicted;
@@ -60,7 +59,7 @@ TEST(PeakMemory, IsWhatTheTapeSays) {
   for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"}) {
     for (int world : {1, 2, 3}) {
       for (const char* type : {"gpt2", "llama"}) {
-        // Accumulation, dropout and threads come and go in another rhythm than the rest.
+        // Accumulation, dropout and threads alternate with other periods than the rest.
         ++i;
         Words model = kTinyRun + Words{"--sharding.strategy",   strategy,
                                     "--model.type",          type,
@@ -133,7 +132,7 @@ TEST(PeakMemory, OfGroupsOfRanks) {
   expect_forecast(folder, sequences + Words{"--model.heads", "4", "--sharding.tensor", "2", "--train.recompute", "block"}, 4, 1, {"SHEAF_COMM=gloo"});
 }
 
-// The first step prefetches nothing; a run that is complete takes none.
+// The first step prefetches nothing; a completed run has no steps.
 TEST(PeakMemory, IsComparedWithTheSameKindOfStep) {
   CorpusFolder folder;
   const auto peaks_of = [&](const Words& more) {
@@ -156,8 +155,8 @@ TEST(PeakMemory, IsComparedWithTheSameKindOfStep) {
   EXPECT_EQ(peaks_of({"--resume"}), "");
 }
 
-/// Bytes that rank `rank` holds now. The system counts to it also the pages of its peers' wire
-/// memory that it has read: they are its peers', who are asked for them, and are left out.
+/// Resident bytes of rank `rank`. The system also counts the pages of peers' wire memory that it has read: these are excluded, as they are
+/// counted for the peers.
 int64_t resident(pid_t pid, int rank) {
   std::ifstream maps("/proc/" + std::to_string(pid) + "/smaps");
   const std::string shared = "/memfd:sheaf-rank-", own = shared + std::to_string(rank) + " ";
@@ -172,8 +171,7 @@ int64_t resident(pid_t pid, int rank) {
   return bytes;
 }
 
-// Beside what the allocator is asked for there are code, stacks, libraries' own memory and free
-// blocks it keeps.
+// In addition to the allocator's requests there are code, stacks, libraries' own memory and cached free blocks.
 TEST(PeakMemory, OfTheProcess) {
 #if defined(SHEAF_ASAN) || defined(SHEAF_TSAN)
   GTEST_SKIP() << "a sanitizer's own memory would be counted";

@@ -1,4 +1,4 @@
-// `sheaf plan`: what it prints can be done, and is what `sheaf tape` plans.
+// `sheaf plan`: the configurations it prints can be run, and agree with `sheaf tape`.
 #include <sstream>
 
 #include <gmock/gmock.h>
@@ -91,7 +91,7 @@ TEST_F(Plan, WhatTheCommandLineGivesStays) {
   EXPECT_TRUE(other_tensor);
 }
 
-// A prime number of them, and far more of them than sequences.
+// A prime number of ranks, and far more ranks than sequences.
 TEST_F(Plan, TakesManyRanks) {
   const Outcome prime = run_sheaf(Words{"plan", "--world", "100003"} + kModel);
   ASSERT_EQ(prime.code, 0) << prime.err;

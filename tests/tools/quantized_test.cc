@@ -1,4 +1,4 @@
-// Weights in blocks as a user meets them: adapters trained with them, evaluation and generation from them.
+// Quantized weights as a user meets them: adapters trained on them, evaluation and generation.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -25,7 +25,7 @@ struct Folder : ScratchFolder {
     return Words{"train", "--data.train_file", *this / "tokens.bin", "--data.val_file", *this / "tokens.bin", "--output.folder", *this / run,
                  "--train.batch", "4", "--train.warmup", "0", "--train.schedule", "constant", "--train.eval_every", "3"} + more;
   }
-  /// Published weights of a model with rows of whole blocks.
+  /// Published weights of a model whose rows are whole blocks.
   std::string base(const std::string& type) const {
     Words model = {"--model.type", type == "mixture" ? "llama" : type, "--model.layers", "2", "--model.heads", type == "gpt2" ? "1" : "2", "--model.width", "64",
                    "--model.vocab", "29", "--model.context", "13", "--model.mlp_width", type == "gpt2" ? "256" : "128", "--train.steps", "3"};
@@ -61,7 +61,8 @@ TEST(Quantized, AdaptersAreTrainedResumedAndMerged) {
       expect_ok(run_sheaf(testing::on_ranks(2, {"train", "--resume", "--output.folder", folder / ("parts" + name), "--train.steps", "6"})));
       testing::expect_same_curve(testing::read_metrics(folder / ("parts" + name) + "/metrics.jsonl"),
                                  testing::read_metrics(folder / ("whole" + name) + "/metrics.jsonl"), "resumed");
-      // Published weights in these blocks are where the run began; the merged ones, in its dtype, are where it ended.
+      // The run's loss equals that of the quantized published weights at its start, and that of the merged weights, in its dtype, at its
+      // end.
       const auto evaluated = [&](const std::string& what, const Words& more) {
         const Outcome r = run_sheaf(testing::on_ranks(2, Words{"evaluate", what, "--data.val_file", folder / "tokens.bin", "--train.dtype", dtype} + more));
         EXPECT_EQ(r.code, 0) << r.err;

@@ -1,5 +1,4 @@
-// tools/quickstart, with a `bazel` that finds everything built: which folders it uses, and what it
-// leaves alone.
+// tools/quickstart, with a `bazel` that finds everything built: which folders it uses, and what it leaves alone.
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -39,7 +38,7 @@ class Tree {
   }
   bool has(const std::string& file) const { return fs::exists(folder_ / file); }
 
-  /// Runs it on a model of no size; returns its exit code.
+  /// Runs it with a tiny model; returns its exit code.
   int run(const std::string& options) {
     const std::string command =
         "cd '" + folder_.path() + "' && PATH=\"$PWD/path:$PATH\" SHEAF_NO_SETUP=1 SHEAF_DEVICE=cpu " +
@@ -80,7 +79,7 @@ TEST(Quickstart, RemovesNothingThatItDoesNotUse) {
   EXPECT_TRUE(tree.has("out/quickstart/keepsake"));
   EXPECT_TRUE(tree.has("else where/keepsake"));
   EXPECT_THAT(tree.text("out.txt"), HasSubstr("tape --config else\\ where/config.toml --world 8"));
-  EXPECT_EQ(tree.run("--output.folder 'else where'"), 64);  // which holds a run now
+  EXPECT_EQ(tree.run("--output.folder 'else where'"), 64);  // which contains a run now
   EXPECT_THAT(tree.text("err.txt"), HasSubstr("holds checkpoints of an earlier run"));
 }
 

@@ -1,4 +1,4 @@
-// Training that its launcher starts again ends with the bits of a run that nothing happened to.
+// A training run that its launcher restarts ends with the bits of an uninterrupted run.
 #include <algorithm>
 #include <chrono>
 #include <csignal>
@@ -48,7 +48,7 @@ struct Folder : testing::CorpusFolder {
   }
 };
 
-/// Two ranks, with so many restarts. Each is a shell that does `first` before it becomes the command.
+/// Two ranks, with up to this many restarts. Each is a shell that does `first` before it becomes the command.
 Words launch(int restarts, const std::string& first, const Words& command) {
   const Words words = on_ranks(2, command);
   const auto program = std::find(words.begin(), words.end(), "--") + 1;
@@ -59,7 +59,7 @@ Words launch(int restarts, const std::string& first, const Words& command) {
 TEST(Restarts, KilledRanksChangeNothing) {
   Folder folder;
   ASSERT_EQ(run_sheaf(on_ranks(2, folder.train("whole"))).code, 0);
-  // Once before there is anything to go on from, and once later.
+  // Once before there is a checkpoint, and once later.
   const std::string early = "if [ $RANK = 1 ] && [ $TORCHELASTIC_RESTART_COUNT = 0 ]; then kill -9 $$; fi";
   SheafProcess job(launch(2, early, folder.train("run")));
   while (job.running() && folder.newest("run") < 20) std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -77,7 +77,7 @@ TEST(Restarts, KilledRanksChangeNothing) {
   EXPECT_TRUE(folder.end("run") == folder.end("whole"));
 }
 
-// As torchrun has it on several hosts: only the agent that saw the failure counts it.
+// Like torchrun on several hosts: only the agent that saw the failure counts it.
 TEST(Restarts, OneRankThatKnowsIsEnough) {
   Folder folder;
   ASSERT_EQ(run_sheaf(on_ranks(2, folder.train("run"))).code, 0);
@@ -90,7 +90,7 @@ TEST(Restarts, OneRankThatKnowsIsEnough) {
   EXPECT_THAT(not_counted.err, HasSubstr("holds checkpoints of an earlier run"));
 }
 
-// A command that is refused is refused once.
+// A refused command is not retried.
 TEST(Restarts, WhatIsRefusedIsNotTriedAgain) {
   Folder folder;
   const Outcome r = run_sheaf(launch(3, "true", folder.train("run", {"--model.heads", "3"})));

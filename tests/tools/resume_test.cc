@@ -1,6 +1,5 @@
-// Killed at any moment and resumed at the same world, a run leaves the metrics of one that was
-// never killed, bitwise. SHEAF_KILLS=20 asks for that many kills (a quarter of them inside a save),
-// SHEAF_SEED for other moments; by default there are fewer.
+// Killed at any moment and resumed at the same world, a run leaves the metrics of one that was never killed, bitwise. SHEAF_KILLS=20 asks
+// for that many kills (a quarter of them inside a save), SHEAF_SEED for other moments; by default there are fewer.
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
@@ -33,8 +32,8 @@ using std::chrono::microseconds;
 constexpr int64_t kSteps = 60;
 
 struct Folder : testing::CorpusFolder {
-  bool async = false;  // saves go on beside the training
-  bool f16 = false;    // near the largest scale of the loss, so that steps are skipped now and then
+  bool async = false;  // saves overlap with training
+  bool f16 = false;    // near the largest scale of the loss, so that steps are occasionally skipped
   Words train(const std::string& out, bool resume = false) const {
     Words words = {"train",           "--data.corpus", *this / "corpus.txt",
                    "--output.folder", *this / out,     "--quiet"};
@@ -59,7 +58,7 @@ struct Folder : testing::CorpusFolder {
   }
 };
 
-// Where a save is going on: folders with ".tmp-" in their names are what it has not committed yet.
+// Saves in progress: folders with ".tmp-" in their names are not committed yet.
 std::set<std::string> pending_saves(const std::string& checkpoints) {
   std::set<std::string> out;
   std::error_code none;
@@ -80,7 +79,7 @@ class Killer {
   Killer(const Folder& folder, int world, uint32_t seed)
       : folder_(folder), world_(world), random_(seed) {}
 
-  /// Runs until the run is complete or the next moment has come; returns true if it was killed.
+  /// Runs until the run is complete or the next moment to kill; returns true if it was killed.
   bool run_and_kill(const std::string& out, bool inside_a_save, bool resume) {
     const std::string checkpoints = folder_.checkpoints(out),
                       metrics = folder_.path() + "/" + out + "/metrics.jsonl";
@@ -88,7 +87,7 @@ class Killer {
     SheafProcess job(testing::on_ranks(world_, folder_.train(out, resume)));
     std::set<std::string> pending;
     if (inside_a_save) {
-      // Not always the first one.
+      // Not always the first save.
       int64_t skip = below(4);
       std::string last;
       while (job.running()) {
@@ -113,7 +112,7 @@ class Killer {
       EXPECT_EQ(job.wait().code, 0) << job.wait().err;
       return false;
     }
-    // One rank, or everybody.
+    // One rank, or all ranks.
     const std::vector<pid_t> ranks = job.ranks();
     const bool one = world_ > 1 && ranks.size() == static_cast<size_t>(world_) && below(2) == 0;
     if (one)
@@ -121,7 +120,7 @@ class Killer {
     else
       job.signal_all(SIGKILL);
     const Outcome ended = job.wait();
-    if (ended.code == 0) return false;  // what was to be killed had ended by then
+    if (ended.code == 0) return false;  // the process had already ended
     EXPECT_EQ(ended.code, one ? 72 : 128 + SIGKILL) << ended.err;
     if (!inside_a_save) return true;
     const std::set<std::string> left = pending_saves(checkpoints);
@@ -174,8 +173,7 @@ void kill_and_resume(int world, int kills, bool async = false, bool f16 = false)
     ASSERT_EQ(end.code, 0) << end.err;
     EXPECT_EQ(end.err, "");
     expect_same_curve(folder.metrics(out), expected, out);
-    // A save removes what earlier ones left behind; after a kill in the last one, when all is done,
-    // there is none.
+    // A save removes leftovers of earlier ones; after a kill in the last save of a finished run, no further save follows.
     EXPECT_LE(pending_saves(folder.checkpoints(out)).size(), 1u);
     fresh = true;
   }
@@ -197,8 +195,7 @@ TEST(Resume, KilledAtAnyMomentInF16) {
   kill_and_resume(2, from_environment("SHEAF_KILLS", 6), /*async=*/true, /*f16=*/true);
 }
 
-// Makes the last steps to do again: the checkpoint of step 60 is removed, as if it had never been
-// written.
+// Lets the last steps be repeated: the checkpoint of step 60 is removed, as if it had never been written.
 void rewind(const Folder& folder, const std::string& out) {
   std::filesystem::remove_all(folder.checkpoints(out) + "/step-60");
 }
@@ -220,7 +217,7 @@ TEST(Resume, BrokenNewestIsNamedAndTheOneBeforeUsed) {
     EXPECT_THAT(lines[0], HasSubstr(shard));
     expect_same_curve(folder.metrics(out), expected, out);
     EXPECT_EQ(run_sheaf({"generate", folder / out, "--generate.tokens", "5"}).code,
-              0);  // whole again
+              0);  // intact again
   }
 }
 
@@ -234,7 +231,7 @@ TEST(Resume, StartsFromTheStartWhereThereIsNone) {
                                 ": the run starts from the beginning\n"))
       << r.out;
   EXPECT_EQ(folder.metrics("run").size(), static_cast<size_t>(kSteps));
-  // A complete run that is resumed stays as it is.
+  // Resuming a complete run changes nothing.
   const Metrics before = folder.metrics("run");
   EXPECT_EQ(run_sheaf(folder.train("run", true)).code, 0);
   EXPECT_EQ(folder.metrics("run"), before);
@@ -252,7 +249,7 @@ TEST(Resume, NeedsNoOptionsAgain) {
     EXPECT_THAT(r.out, HasSubstr("resumed from " + folder.checkpoints("run") + "/step-57"));
     if (world == 1) expect_same_curve(folder.metrics("run"), expected, "resumed");
   }
-  // What is given wins, and is compared.
+  // Given options win, and are compared.
   Words other = again;
   other.insert(other.end(), {"--train.eval_every", "0", "--train.lr", "0.5"});
   EXPECT_EQ(run_sheaf(other).code, 76);
@@ -261,7 +258,7 @@ TEST(Resume, NeedsNoOptionsAgain) {
   EXPECT_EQ(run_sheaf({"train", "--resume", "--output.folder", folder / "none"}).code, 64);
 }
 
-// A run may go on beyond the end of its decay, as one that was to from the start.
+// A run may be extended beyond the end of its decay, like one that was longer from the start.
 TEST(Resume, BeyondTheDecay) {
   Folder folder;
   const Words longer = {"--train.steps", "75", "--train.decay_end", "60"};
@@ -285,7 +282,7 @@ TEST(Resume, BeyondTheDecay) {
   expect_same_curve(resumed, folder.metrics("whole"), "resumed");
 }
 
-// A run that has as many steps as it is asked for says so, and what makes it longer: that does.
+// A run that already has all requested steps says so, and how to extend it; that works.
 TEST(Resume, NothingToTrainIsSaid) {
   Folder folder;
   ASSERT_EQ(run_sheaf(folder.train("run")).code, 0);
@@ -304,7 +301,7 @@ TEST(Resume, NothingToTrainIsSaid) {
   EXPECT_EQ(folder.metrics("run").size(), 61u);
 }
 
-// A learning rate that has only risen follows from no number of steps.
+// A learning rate that has only warmed up does not depend on the number of steps.
 TEST(Resume, ARunThatWasAllWarmUpGoesOn) {
   Folder folder;
   const auto train = [&](const std::string& out, const char* steps, bool resume) {
@@ -320,7 +317,7 @@ TEST(Resume, ARunThatWasAllWarmUpGoesOn) {
   testing::expect_refused(run_sheaf(train("run", "40", true)), 76, "train.decay_end, by default train.steps, was 30");
 }
 
-// Once, by rank 0, however often the others know it, too.
+// Once, by rank 0, though the others know it, too.
 TEST(Resume, AWarmUpBeyondTheEndIsSaid) {
   Folder folder;
   const std::string note = "note: train.warmup 70 is more than the run's 60 steps: the learning rate never reaches train.lr 0.001\n";

@@ -1,5 +1,4 @@
-// tools/bundle_run_all, on a folder like those that tools/bundle makes, with programs that say what
-// tests and `sheaf bench` would say.
+// tools/bundle_run_all, on a folder like those of tools/bundle, with programs that print what tests and `sheaf bench` would.
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -64,7 +63,7 @@ class Bundle {
     std::ofstream(path) << "#!/bin/bash\n" << script << "\n";
     fs::permissions(path, fs::perms::owner_all);
   }
-  /// Runs it and returns its exit status; report() is what it wrote.
+  /// Runs it and returns its exit status; report() is its report.
   int run(const std::string& words) {
     const std::string command = "cd '" + folder_.path() +
                                 "' && PATH=\"$PWD/path:$PATH\" CUDA_PATH=/nowhere " +
@@ -122,7 +121,7 @@ TEST(RunAll, AGpuThatIsListedMustBeFound) {
   EXPECT_THAT(bundle.report(), HasSubstr("| a_test | memcheck | test failed | "));
 }
 
-// A machine's own libraries for InfiniBand come first: of the bundle's it gets those that it lacks.
+// A machine's own libraries for InfiniBand come first: from the bundle it gets only those that it lacks.
 TEST(RunAll, LibrariesThatTheMachineLacksAreFound) {
   Bundle bundle;
   for (const char* name : {"libibverbs.so.1", "libnl-3.so.200", "librdmacm.so.1"})
@@ -134,7 +133,7 @@ if [[ $LD_LIBRARY_PATH != *lib/lacking* ]]; then echo 'libibverbs.so.1 => not fo
 elif [[ ! -e ${LD_LIBRARY_PATH%%:*}/libnl-3.so.200 ]]; then echo 'libnl-3.so.200 => not found'; fi)");
   bundle.add("bin/a_test", "echo not run: $(ls \"${LD_LIBRARY_PATH%%:*}\")");
   bundle.add("bin/sheaf", kNoGpu);
-  for (int i = 0; i < 2; ++i) {  // again, with what the first run has left
+  for (int i = 0; i < 2; ++i) {  // again, with the leftovers of the first run
     EXPECT_EQ(bundle.run("--tests"), 0) << bundle.report();
     EXPECT_THAT(bundle.report(), HasSubstr("| not run: libibverbs.so.1 libnl-3.so.200 |"));
   }
@@ -190,7 +189,7 @@ exit 1)");
 
 TEST(RunAll, WhereTheGpuFaultedTheLaunchIsNamed) {
   Bundle bundle;
-  // The second test meets a fault, whose launch is known only where the host waits for each.
+  // The second test has a GPU fault, whose launch is known only if the host waits for each launch.
   bundle.add("bin/faults_test", R"(
 echo "$@" >>words
 echo '[ RUN      ] A.Wrong'
@@ -307,7 +306,7 @@ TEST(RunAll, PyTorchIsAskedWhereItFindsAGpu) {
   bundle.add("path/python3", "exit 1");
   EXPECT_EQ(bundle.run("--peers"), 0);
   EXPECT_THAT(bundle.report(), HasSubstr("Not run: python3 has no PyTorch that finds a GPU."));
-  // One that has two cases, of which the second breaks.
+  // A test with two cases, of which the second breaks.
   bundle.add("path/python3", R"(
 case "$*" in
   *compare.py*--cases\ breaks*) echo 'out of memory' >&2; exit 1 ;;

@@ -22,7 +22,7 @@ namespace sheaf::testing {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-// Only what hangs is as slow as this.
+// Only a hanging process takes this long.
 constexpr auto kLimit = std::chrono::seconds(240);
 
 std::string binary() {
@@ -54,7 +54,7 @@ double seconds(const timeval& t) {
 SheafProcess::SheafProcess(const std::vector<std::string>& arguments,
                            const std::vector<std::string>& environment,
                            const std::string& out_to) {
-  // Ranks whose launcher was killed become children of this process, which thus sees them end.
+  // Ranks whose launcher was killed become children of this process, which can then wait for them.
   prctl(PR_SET_CHILD_SUBREAPER, 1);
   static int count = 0;
   const std::string base =

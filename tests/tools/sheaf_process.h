@@ -1,5 +1,4 @@
-// Runs the command `sheaf` as processes, as a user does, and looks at what they say and leave
-// behind.
+// Runs the command `sheaf` as processes, as a user does, and checks their output and what they leave.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +27,8 @@ struct Outcome {
 /// One running `sheaf`. Its working folder is the caller's. Destroying it kills it and its ranks.
 class SheafProcess {
  public:
-  /// `environment` ("NAME=value") is added to the test's own, without a launcher's variables. It computes on the CPU,
-  /// unless SHEAF_DEVICE is in it. Standard output is written to `out`, an existing device or pipe, if it is given.
+  /// `environment` ("NAME=value") is added to the test's own, without a launcher's variables. It computes on the CPU, unless SHEAF_DEVICE
+  /// is in it. Standard output is written to `out`, an existing device or pipe, if given.
   explicit SheafProcess(const std::vector<std::string>& arguments,
                         const std::vector<std::string>& environment = {},
                         const std::string& out = "");
@@ -43,7 +42,7 @@ class SheafProcess {
   std::vector<pid_t> ranks() const;
   /// Sends `signal` to the process and all its ranks.
   void signal_all(int signal);
-  /// Waits for the end of the process and, where it left any, of its ranks.
+  /// Waits for the end of the process and, if it left any, of its ranks.
   Outcome wait();
 
  private:
@@ -58,16 +57,16 @@ class SheafProcess {
 
 Outcome run_sheaf(const std::vector<std::string>& arguments,
                   const std::vector<std::string>& environment = {}, const std::string& out = "");
-/// EXPECTs a good end; else what it said is part of the failure.
+/// EXPECTs success; otherwise its output is part of the failure.
 void expect_ok(const Outcome& outcome);
-/// The number after the last `before` in what a command said.
+/// The number after the last `before` in a command's output.
 double last_number(const std::string& text, const std::string& before);
-/// The same command on `world` ranks: under `sheaf launch` from two on, with one thread a rank.
+/// The same command on `world` ranks: under `sheaf launch` from two on, with one thread per rank.
 std::vector<std::string> on_ranks(int world, const std::vector<std::string>& arguments);
 
 /// `bytes` characters of words and lines, the same every time.
 std::string sample_text(int64_t bytes);
-/// A file of 600 tokens below 29, 16 bits each, which every published model of the tests knows.
+/// A file of 600 tokens below 29, 16 bits each, which are in the vocabulary of every published model of the tests.
 void write_sample_tokens(const std::string& path);
 std::vector<std::string> lines_of(const std::string& text);
 /// EXPECTs exit code `code` and one line on standard error, with all `parts`.
@@ -76,8 +75,7 @@ inline void expect_refused(const Outcome& outcome, int code, const std::string& 
   expect_refused(outcome, code, Words{part});
 }
 
-/// metrics.jsonl as text: for every step, the fields of its lines with their values word for word.
-/// A step that is there twice fails the test.
+/// metrics.jsonl as text: for every step, the fields of its lines with their values verbatim. A step that occurs twice fails the test.
 using Metrics = std::map<int64_t, std::map<std::string, std::string>>;
 Metrics read_metrics(const std::string& path);
 /// Compares loss, lr, grad_norm and val_loss of every step, to the letter.

@@ -15,7 +15,7 @@ TEST(StopSignals, TheFirstIsNoted) {
     EXPECT_EQ(signals.asked(), 0);
     raise(signal);
     EXPECT_EQ(signals.asked(), signal);
-    for (int same : {SIGTERM, SIGINT, signal}) raise(same);  // at once: the same request
+    for (int same : {SIGTERM, SIGINT, signal}) raise(same);  // immediately: the same request
     EXPECT_EQ(signals.asked(), signal);
   }
 }
@@ -37,7 +37,7 @@ TEST(StopSignals, OutsideOfItAllIsAsBefore) {
     raise(SIGTERM);
   };
   EXPECT_EXIT(after(), ::testing::KilledBySignal(SIGTERM), "");
-  // What nohup ignores stays ignored.
+  // Signals ignored through nohup stay ignored.
   std::signal(SIGHUP, SIG_IGN);
   {
     const StopSignals signals;

@@ -1,5 +1,4 @@
-// A run that a signal stops saves what it has, and with --resume it becomes what it would have been without the
-// signal.
+// A run that a signal stops saves its state, and with --resume it becomes what it would have been without the signal.
 #include <chrono>
 #include <csignal>
 #include <filesystem>
@@ -51,7 +50,7 @@ void wait_for_steps(SheafProcess& job, const Folder& folder, const std::string& 
   while (job.running() && folder.metrics(out).size() < steps) std::this_thread::sleep_for(milliseconds(2));
 }
 
-/// Checks what a stopped run leaves, and goes on with it to the end.
+/// Checks what a stopped run leaves, and resumes it to the end.
 void expect_resumable(const Folder& folder, const std::string& out, int world, const Words& more, int signal,
                       const Outcome& stopped) {
   EXPECT_EQ(stopped.code, 128 + signal) << stopped.out << stopped.err;

@@ -1,5 +1,4 @@
-// `sheaf tape` shows a step of a large model at a large world, at once, with its collectives and
-// their bytes.
+// `sheaf tape` quickly shows a step of a large model at a large world, with its collectives and their bytes.
 #include <algorithm>
 #include <map>
 #include <set>
@@ -21,7 +20,7 @@ using testing::run_sheaf;
 using Words = std::vector<std::string>;
 
 constexpr int kBlocks = 12;
-// Of all parameters once, and again of the blocks but the last two, which the backward begins with.
+// All units once, and again the blocks except the last two, with which the backward begins.
 constexpr int kGathers = 1 + 2 * kBlocks - 2;
 
 Outcome tape(const Words& more) {
@@ -34,7 +33,7 @@ Outcome tape(const Words& more) {
   return r;
 }
 
-/// How often each unit's op stands on the tape, and the bytes of each.
+/// How often each unit's op is on the tape, and the bytes of each.
 struct Count {
   int nodes = 0;
   int64_t bytes = 0;
@@ -88,11 +87,11 @@ TEST(Tape, TextShowsThemWithBytes) {
   EXPECT_EQ(gathers, kGathers);
 }
 
-// Columns begin in the same places in all lines of a phase, but behind a cell that is longer than most lines of terminals.
+// Columns begin at the same positions in all lines of a phase, except after a cell that is longer than most terminals' lines.
 TEST(Tape, TextHasColumns) {
   for (const Words& more : {Words{}, Words{"--sharding.tensor", "2", "--sharding.context", "2", "--sharding.pipeline", "2", "--train.micro_batches", "2"}}) {
     const std::string out = tape(more).out;
-    std::map<std::string, std::set<size_t>> begins;  // of a phase's modules and types
+    std::map<std::string, std::set<size_t>> begins;  // by modules and types of a phase
     std::string phase;
     int rows = 0;
     for (const std::string& line : testing::lines_of(out.substr(0, out.find("\ncollectives\n")))) {
@@ -115,7 +114,7 @@ TEST(Tape, TextHasColumns) {
 
 double number_before(const std::string& line) { return std::strtod(line.c_str(), nullptr); }
 
-// The table of uses adds up to the peak, and the largest who took it are of it.
+// The table of uses adds up to the peak, and the largest holders are among them.
 TEST(Tape, TextSaysWhatThePeakIsHeldFor) {
   for (const Words& more : {Words{}, Words{"--train.compile", "true"}, Words{"--train.recompute", "block", "--train.dtype", "bf16"}}) {
     const Outcome r = tape(more);

@@ -1,4 +1,4 @@
-// What tests of the command train: a little, on a corpus in a folder of their own.
+// What the tests of the command train: a small model, on a corpus in a separate folder.
 #pragma once
 
 #include <fstream>
@@ -25,7 +25,7 @@ inline const Words kTinyRun = {"--model.layers", "3", "--model.heads", "2", "--m
                                "--train.steps", "5", "--train.batch", "5", "--train.warmup", "0", "--train.eval_every", "2",
                                "--train.eval_tokens", "150", "--train.save_every", "2"};
 
-/// "… <before> 123 …" → 123, of the first place from `from` on.
+/// "… <before> 123 …" → 123, at the first occurrence from `from` on.
 inline int64_t number_after(const std::string& text, const std::string& before, size_t from = 0) {
   const size_t at = text.find(before, from);
   if (at == std::string::npos) {

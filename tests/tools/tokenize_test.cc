@@ -1,4 +1,4 @@
-// `sheaf tokenize` writes what training reads, and runs on byte-pair tokens go on and generate from their folder alone.
+// `sheaf tokenize` writes what training reads, and runs on byte-pair tokens resume and generate from their folder alone.
 #include <chrono>
 #include <cmath>
 #include <csignal>
@@ -95,7 +95,7 @@ TEST(Tokenize, WritesDocumentsWithTheirEnds) {
     EXPECT_THAT(entry.path().string(), ::testing::Not(HasSubstr(".tmp")));
 }
 
-// JSON lines are those documents.
+// JSON lines are separate documents.
 TEST(Tokenize, TakesJsonLines) {
   const Folder f;
   std::string all;
@@ -158,7 +158,7 @@ TEST(Tokenize, RunsGoOnAndGenerateWithoutTheFiles) {
     const Outcome on = run_sheaf({"train", "--resume", "--output.folder", f / "out", "--train.steps", "3", "--generate.tokens", "60"});
     EXPECT_EQ(on.code, 0) << on.err;
     EXPECT_EQ(models::valid_utf8_prefix(on.out), on.out.size());
-    // Barely trained, it draws from all tokens: also those of single bytes.
+    // The barely trained model samples from all tokens, including those of single bytes.
     const Outcome sample = run_sheaf({"generate", f / "out", "--generate.tokens", "200", "--generate.prompt", "é"});
     EXPECT_EQ(sample.code, 0) << sample.err;
     EXPECT_THAT(sample.out, AllOf(::testing::StartsWith("é"), HasSubstr("\ufffd")));
@@ -166,7 +166,7 @@ TEST(Tokenize, RunsGoOnAndGenerateWithoutTheFiles) {
   }
 }
 
-// The tokenizer says which token ends a document; where none does, nothing is separated.
+// The tokenizer says which token ends a document; if there is none, nothing is separated.
 TEST(Tokenize, DocumentsAreSeparated) {
   const Folder f;
   f.write("c.txt", "A short one.");
@@ -200,7 +200,7 @@ TEST(Tokenize, DocumentsAreSeparated) {
   EXPECT_THAT(tape.out, HasSubstr("document_begins"));
 }
 
-// A text that is read in several parts begins once.
+// A text that is read in several parts has one beginning.
 TEST(Tokenize, PartsOfALongTextGoOn) {
   const Folder f;
   std::string text;
@@ -216,7 +216,7 @@ TEST(Tokenize, PartsOfALongTextGoOn) {
   EXPECT_TRUE(read(f / "out.bin", tokenizer->vocab_size()) == expected);
 }
 
-// What is shown of a run's sample begins as the prompt does, and its first word is not torn off.
+// The printed sample begins with the prompt, and its first word is not cut off.
 TEST(Tokenize, SamplesOfTokensWithASpaceBeforeATextBeginWithThePrompt) {
   const Folder f;
   const Outcome trained = run_sheaf(f.train({"--data.corpus", f / "a.txt", "--data.tokenizer", "huggingface", "--data.tokenizer_folder",
@@ -237,7 +237,7 @@ int pending_files(const Folder& f) {
   return count;
 }
 
-// A signal that asks leaves nothing behind; after one that does not, the next run clears up.
+// A signal to stop leaves no pending file; after a kill, the next run removes it.
 TEST(Tokenize, ASignalLeavesNoPendingFile) {
   const Folder f;
   std::string text = testing::sample_text(1 << 20);
@@ -261,7 +261,7 @@ TEST(Tokenize, ASignalLeavesNoPendingFile) {
   EXPECT_EQ(pending_files(f), 1) << "not a name of ours";
 }
 
-// Nothing comes, nor does the pipe end.
+// No input arrives, and the pipe does not end.
 TEST(Tokenize, ASignalEndsTheWaitingForStandardInput) {
   const Folder f;
   int ends[2];
@@ -272,7 +272,7 @@ TEST(Tokenize, ASignalEndsTheWaitingForStandardInput) {
                                  "--threads", "1"});
   dup2(kept, STDIN_FILENO);
   while (process.running() && pending_files(f) == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  std::this_thread::sleep_for(std::chrono::milliseconds(100));  // it waits now
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));  // it is waiting now
   kill(process.pid(), SIGTERM);
   const Outcome r = process.wait();
   EXPECT_EQ(r.code, 128 + SIGTERM) << r.err;
@@ -295,7 +295,7 @@ TEST(Tokenize, OptionsOfTraining) {
   expect_refused(run_sheaf(f.train(gpt2)), 65, "encoder.json': No such file");
 }
 
-// Prompts and answers, from JSON lines to what a model says: what tokenizes, trains and plans agrees on what is learned.
+// Prompts and answers, from JSON lines to a model's output: tokenizing, training and planning agree on what is trained on.
 TEST(Tokenize, ExamplesAreTrainedPlannedAndAnswered) {
   const Folder f;
   std::string lines;
@@ -325,14 +325,14 @@ TEST(Tokenize, ExamplesAreTrainedPlannedAndAnswered) {
     EXPECT_EQ(answer, "bb is bb\n") << dtype << ": it ends where the answer does";
   }
 
-  // Interrupted half-way it would be the same run.
+  // Interrupted half-way, it is the same run.
   const testing::Metrics whole = testing::read_metrics(f / "out/metrics.jsonl");
   EXPECT_NEAR(std::stod(whole.at(1).at("loss")), std::log(957.0), 0.5) << "the mean over what is learned, of weights as they are drawn";
   std::filesystem::remove_all(f / "out/checkpoints/step-120");
   ASSERT_EQ(run_sheaf(run + more + Words{"--resume"}).code, 0);
   testing::expect_same_curve(testing::read_metrics(f / "out/metrics.jsonl"), whole, "resumed");
 
-  // A plan looks at the file, if it is there.
+  // A plan reads the file, if it exists.
   const Words sizes = {"--model.layers", "1", "--model.heads", "2", "--model.width", "16", "--model.context", "16", "--model.vocab", "400"};
   const Outcome with = run_sheaf(Words{"tape"} + data + sizes), without = run_sheaf(Words{"tape"} + sizes);
   ASSERT_EQ(with.code, 0) << with.err;

@@ -1,4 +1,4 @@
-// `sheaf train --output.trace_step`: the measured time line of a step.
+// `sheaf train --output.trace_step`: the measured timeline of a step.
 #include <filesystem>
 #include <set>
 
@@ -48,7 +48,7 @@ TEST(Trace, IsNoPartOfWhatARunIs) {
   ASSERT_EQ(without.code, 0) << without.err;
   EXPECT_THAT(without.out, Not(HasSubstr("trace.json")));
   EXPECT_EQ(read_metrics(f / "with/metrics.jsonl").at(4).at("loss"), read_metrics(f / "without/metrics.jsonl").at(4).at("loss"));
-  // A resumed run may have another one.
+  // A resumed run may trace another step.
   const Outcome resumed = run_sheaf({"train", "--resume", "--output.folder", f / "without", "--output.trace_step", "4"});
   EXPECT_EQ(resumed.code, 0) << resumed.err;
 }

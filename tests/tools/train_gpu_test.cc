@@ -1,4 +1,4 @@
-// The command on a GPU: it trains, saves and resumes there, and a CPU goes on with what a GPU saved.
+// The command on a GPU: it trains, saves and resumes there, and a CPU resumes a GPU's checkpoint.
 #include <chrono>
 #include <csignal>
 #include <filesystem>
@@ -35,7 +35,7 @@ struct Folder : ScratchFolder {
                    "5",              "--train.save_every",  "3",                  "--train.eval_every",
                    "10",             "--train.eval_tokens", "200",                "--generate.tokens",
                    "10"};
-    // Runs that are compared need the same algorithms, and what is fastest differs from run to run.
+    // Runs that are compared need the same algorithms, and the fastest ones differ from run to run.
     words.insert(words.end(), {"--train.tune_products", tune ? "true" : "false"});
     if (resume) words.emplace_back("--resume");
     return words;
@@ -65,7 +65,7 @@ TEST(TrainOnGpu, KilledAndResumedItHasTheCurveOfAnUnbrokenRun) {
   r = run_sheaf(folder.train("broken", true), kOnGpu);
   ASSERT_EQ(r.code, 0) << r.err;
   testing::expect_same_curve(folder.metrics("broken"), folder.metrics("whole"), "resumed");
-  // The text that the model makes of a checkpoint.
+  // A text generated from a checkpoint.
   r = run_sheaf({"generate", folder / "whole", "--generate.tokens", "10"}, kOnGpu);
   EXPECT_EQ(r.code, 0) << r.err;
   EXPECT_FALSE(r.out.empty());
@@ -96,7 +96,7 @@ TEST(TrainOnGpu, ResumedItComputesWithTheAlgorithmsThatWereChosenByTiming) {
   testing::expect_same_curve(folder.metrics("run"), whole, "resumed");
 }
 
-/// Contents by name of what a run's last checkpoint holds.
+/// Contents, by name, of a run's last checkpoint.
 std::map<std::string, std::string> checkpoint_files(const std::string& out) {
   std::string newest;
   for (const auto& entry : std::filesystem::directory_iterator(out + "/checkpoints"))

@@ -1,4 +1,4 @@
-// What a run reports, and what options, data or ranks that do not fit each other lead to.
+// A run's reports, and the errors for options, data or ranks that do not match each other.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -19,7 +19,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// Replicas of the model, and groups of ranks that share sequences or layers.
+// Replicas of the model, and groups of ranks for context and tensor parallelism.
 TEST(Groups, HaveTheSameBitsOverEveryTransport) {
   for (const auto& [options, said] : {std::pair<Words, std::string>{{"--sharding.replicas", "2"}, " in 2 replicas, "},
                                       {{"--sharding.context", "2"}, " over groups of 2 that share sequences, "},
@@ -48,7 +48,7 @@ TEST(Groups, HaveTheSameBitsOverEveryTransport) {
   }
 }
 
-// However the steps run, and of whatever unit or parameter, the squares add up to that of the whole gradient.
+// However the steps run, the squares of all units' or parameters' norms add up to that of the whole gradient.
 TEST(Train, LogsNormsByUnitsAndByParameters) {
   CorpusFolder folder;
   for (const Words& options : {Words{"--train.log_norms", "units"}, {"--train.log_norms", "parameters", "--train.compile", "true"},
@@ -65,7 +65,7 @@ TEST(Train, LogsNormsByUnitsAndByParameters) {
         if (key.starts_with("grad_norm/")) squares += std::stod(value) * std::stod(value), ++with_norms;
         if (key.starts_with("weight_norm/")) weights += std::stod(value);
       }
-      // Of islands these are means of norms.
+      // With islands these are means of norms.
       const bool islands = options.size() > 2 && options[2] == "--train.islands";
       EXPECT_NEAR(std::sqrt(squares), std::stod(fields.at("grad_norm")), islands ? 0.1 : 1e-9) << name << step;
       EXPECT_GT(weights, 1) << name << step;
@@ -120,7 +120,7 @@ TEST(Train, TensorBoardHasTheSameNumbers) {
   EXPECT_FALSE(std::filesystem::exists(folder / "other/tensorboard"));
 }
 
-// A model that diverges: the lowest loss is none of the last.
+// A model that diverges: the lowest loss is not among the last.
 TEST(Train, TheBestWeightsAreKept) {
   CorpusFolder folder;
   const auto train = [&](const std::string& out, const Words& more, int world = 1) {
@@ -150,21 +150,21 @@ TEST(Train, TheBestWeightsAreKept) {
   EXPECT_NEAR(std::stod(evaluated.out.substr(evaluated.out.find("\nloss ") + 6)), loss, 1e-5);
   EXPECT_EQ(run_sheaf({"generate", folder / "run/best", "--generate.tokens", "3"}).code, 0);
   EXPECT_EQ(run_sheaf({"export", folder / "run/best", folder / "best.safetensors"}).code, 0);
-  // A run that goes on after it, on other ranks, knows what was best.
+  // A run that resumes after it, on other ranks, still knows the best step.
   ASSERT_LT(step, 7);
   ASSERT_EQ(train("parts", {"--train.steps", std::to_string(step + 1)}).code, 0);
   const Outcome parts = train("parts", {"--train.steps", "8", "--resume"}, 2);
   ASSERT_EQ(parts.code, 0) << parts.err;
   EXPECT_EQ(best_of("parts").second, step);
   EXPECT_EQ(kept("parts"), (std::vector<std::string>{"step-" + std::to_string(step)}));
-  // One that goes on from before comes there again; what it left of later steps is not mixed with it.
+  // One that resumes from an earlier step reaches it again; leftovers of later steps are not mixed with it.
   std::filesystem::remove_all(folder / "again");
   ASSERT_EQ(train("again", {"--train.steps", std::to_string(step)}).code, 0);
   std::filesystem::rename(folder / "again/best/checkpoints/step-" + std::to_string(step), folder / "again/best/checkpoints/step-7");
   std::filesystem::remove_all(folder / "again/checkpoints");
   EXPECT_EQ(train("again", {"--train.steps", std::to_string(step), "--resume"}).code, 0);
   EXPECT_EQ(kept("again"), (std::vector<std::string>{"step-" + std::to_string(step)}));
-  // Nor is what an earlier run has left mixed with a new one's.
+  // Nor are leftovers of an earlier run mixed with a new one's.
   std::filesystem::remove_all(folder / "run/checkpoints");
   expect_refused(train("run", {}), 64, "run/best/checkpoints holds checkpoints of an earlier run");
 }
@@ -185,7 +185,7 @@ TEST(Train, SkippedStepsAreSaid) {
   r = run_sheaf(f16 + Words{"--train.log_every", "4"} + folder.data("some"));
   EXPECT_THAT(r.out, ::testing::ContainsRegex("step 4/6 .* 4 of 4 skipped, loss scale 68719476736\n"));
   EXPECT_THAT(r.out, ::testing::ContainsRegex("step 6/6 .* 2 of 2 skipped, loss scale 17179869184\n"));
-  // Nothing of it where there is no scale.
+  // Not reported if there is no scale.
   r = run_sheaf(Words{"train"} + kTinyRun + folder.data("f32"));
   EXPECT_THAT(r.out, ::testing::Not(HasSubstr("scale")));
   EXPECT_FALSE(folder.metrics("f32").at(3).contains("loss_scale"));
@@ -203,7 +203,7 @@ TEST(Train, OmpNumThreadsIsAnUpperBound) {
   const Words launch = {"launch", "--nproc-per-node", "2", "--", program, "train"};
   EXPECT_THAT(train({"train"}, {"OMP_NUM_THREADS=1"}), HasSubstr("1 rank (local) x 1 thread,"));
   EXPECT_THAT(train(launch, {"OMP_NUM_THREADS=1"}), HasSubstr("2 ranks (shm) x 1 thread,"));
-  // What asks for Sheaf's own threads wins.
+  // Sheaf's own settings of threads win.
   const Words both = {"OMP_NUM_THREADS=1", "SHEAF_THREADS_PER_RANK=3"};
   EXPECT_THAT(train({"train"}, both), HasSubstr("x 3 threads,"));
   EXPECT_THAT(train(launch, both), HasSubstr("x 3 threads,"));
@@ -216,7 +216,7 @@ TEST(Train, OmpNumThreadsIsAnUpperBound) {
   EXPECT_EQ(threads_on_tape(both), 3);
 }
 
-/// Two ranks, as a launcher for several hosts starts them: each with options of its own.
+/// Two ranks, as a launcher for several hosts starts them: each with its own options.
 std::vector<Outcome> pair(const Words& first, const Words& second) {
   static int jobs = 0;
   const auto rank = [id = ++jobs](int r) {
@@ -260,13 +260,13 @@ TEST(Train, RanksWithDifferentDataAreRefused) {
                                  "' (2700 tokens to train on, 300 to validate on, XXH3 "));
     EXPECT_THAT(r.err, HasSubstr(" on rank 0 and '" + (folder / "other.txt") + "' (2700 tokens"));
   }
-  // A copy at another place is the same data.
+  // A copy at another path is the same data.
   std::filesystem::copy_file(folder / "corpus.txt", folder / "copy.txt");
   for (const Outcome& r : pair(command, command + Words{"--data.corpus", folder / "copy.txt"}))
     EXPECT_EQ(r.code, 0) << r.err;
 }
 
-/// A character a token, 16 bits each, without header.
+/// One token per character, 16 bits each, without header.
 void write_tokens(const std::string& path, const std::string& text) {
   std::ofstream out(path, std::ios::binary);
   for (const char c : text) out.put(c).put('\0');
@@ -294,10 +294,10 @@ TEST(Train, ManyTokenFilesAreOneOfAllTokens) {
     EXPECT_THAT(r.out, HasSubstr("parameters, 3000 training tokens in 50 files, 0.13 epochs\n"));
     expect_same_curve(folder.metrics("many"), folder.metrics("one"), "ranks: " + std::to_string(world));
   }
-  // Neither run minds going on with the other's files.
+  // Each run can be resumed with the other's files.
   EXPECT_EQ(run_sheaf(train("part_*.bin", "one") + Words{"--resume"}).code, 0);
   EXPECT_EQ(run_sheaf(train("all.bin", "many") + Words{"--resume"}).code, 0);
-  // All files count, wherever they are.
+  // All files count, in any folder.
   text[1500] = text[1500] == 'e' ? 'a' : 'e';
   write_parts();
   for (int world : {1, 2}) {
@@ -311,7 +311,7 @@ TEST(Train, ManyTokenFilesAreOneOfAllTokens) {
   }
 }
 
-// Each with its own loss, and all together.
+// Each set with its own loss, and all together.
 TEST(Train, ValidatesOnSeveralSets) {
   CorpusFolder folder;
   const std::string text = sample_text(3000);
@@ -332,7 +332,7 @@ TEST(Train, ValidatesOnSeveralSets) {
   EXPECT_NEAR(of("one", "val_loss"), (1999 * a + 999 * b) / 2998, 1e-9);
   EXPECT_NEAR(of("two", "val_loss_short"), b, 1e-5);
   EXPECT_THAT(one.out, HasSubstr(", of long " + last("one").at("val_loss_long").substr(0, 6)));
-  // Alone a set has the loss that it has beside others, and no name.
+  // A single set has the loss that it has among others, and no name.
   ASSERT_EQ(run_sheaf(train(folder / "b.bin", "alone")).code, 0);
   EXPECT_EQ(last("alone").at("val_loss"), last("one").at("val_loss_short"));
   EXPECT_FALSE(last("alone").contains("val_loss_short"));
@@ -373,7 +373,7 @@ TEST(Train, EpochsSayHowManyStepsThereAre) {
                  64, "sources of a mixture have epochs of their own");
 }
 
-// By weights; the same samples whatever the ranks are.
+// By weights; the same samples for any number of ranks.
 TEST(Train, MixesDataSets) {
   CorpusFolder folder;
   const std::string text = sample_text(3000);
@@ -459,7 +459,7 @@ TEST(Train, StoppedRankEndsTheJobInATimeOut) {
                            " of 3: time-out after 8.0 s at sequence ", "missing ranks: 2"})
     EXPECT_THAT(line, HasSubstr(part));
   EXPECT_THAT(line, ::testing::ContainsRegex(
-                        "sequence [0-9]+ \\([a-z][a-z_.0-9]*\\)"));  // what the call was for
+                        "sequence [0-9]+ \\([a-z][a-z_.0-9]*\\)"));  // the purpose of the call
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// `sheaf train-tokenizer` learns a vocabulary that texts are tokenized with, models train on and samples are shown in.
+// `sheaf train-tokenizer` learns a vocabulary that is used to tokenize texts, to train models and to print samples.
 #include <chrono>
 #include <csignal>
 #include <algorithm>
@@ -60,7 +60,7 @@ TEST(TrainTokenizer, WritesTheFileOfItsPeer) {
   EXPECT_THAT(f.names_in("own"), ::testing::ElementsAre("tokenizer.json"));
 }
 
-// No word reaches from one document into the next.
+// No word spans two documents.
 TEST(TrainTokenizer, TakesJsonLines) {
   const Folder f;
   std::string lines;
@@ -87,8 +87,8 @@ TEST(TrainTokenizer, OrderAndThreadsDoNotMatter) {
   EXPECT_TRUE(f.read("one/tokenizer.json") == f.read("two/tokenizer.json"));
 }
 
-// What stands before texts of the weights in `published` stands before prompts of questions, which may then be empty: also of runs that
-// start from them, whatever says how to encode, and when the weights are gone.
+// The tokens that the weights in `published` put before texts are also put before prompts of questions, which may then be empty: also in
+// runs that start from them, whichever tokenizer setting is used, and when the weights are gone.
 void expect_texts_before_questions(const Folder& f, const Words& train, const Words& tokenizer) {
   write_file(f / "q.jsonl", R"({"prompt": "", "choices": ["In the", "beginning"], "answer": 0})");
   const Words asked = {"--data.choices", f / "q.jsonl"};
@@ -151,7 +151,7 @@ TEST(TrainTokenizer, FromATextToAModel) {
     };
     const Words prompt = {"--generate.prompt", "In the beginning"};
     EXPECT_EQ(generate("published", prompt), sample.out) << "the weights alone";
-    // What its post-processor puts before a text is read, and not printed.
+    // The tokens that its post-processor puts before a text are read, and not printed.
     const std::string plain = f.read("published/tokenizer.json");
     ASSERT_THAT(plain, Not(HasSubstr("post_processor")));
     const auto put_before = [&](const std::string& token) {
@@ -169,7 +169,7 @@ TEST(TrainTokenizer, FromATextToAModel) {
     put_before("<s>");
     expect_refused(run_sheaf(Words{"generate", f / "published"} + prompt), 65,
                    "published/tokenizer.json': its post_processor puts \"<s>\" before a text, which is no special token");
-    // It ends where the model's files say, here with any token.
+    // It ends at the end tokens of the model's files, here any token.
     write_file(f / "published/tokenizer.json", plain);
     std::string ends;
     for (int id = 0; id < 400; ++id) ends += str(id ? "," : "", id);
@@ -216,7 +216,7 @@ bool handles(pid_t pid, int signal) {
   return false;
 }
 
-// A signal that asks leaves what was there.
+// A signal to stop leaves the existing files.
 TEST(TrainTokenizer, ASignalStopsIt) {
   const Folder f;
   std::string text = testing::sample_text(1 << 20);

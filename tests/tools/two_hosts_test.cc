@@ -1,5 +1,4 @@
-// One job over two hosts: network namespaces with a cable between them, each with a name and a
-// /dev/shm of its own.
+// One job over two hosts: network namespaces with a cable between them, each with its own host name and /dev/shm.
 #include <chrono>
 #include <filesystem>
 #include <fstream>
@@ -50,7 +49,7 @@ class TwoHosts : public ::testing::Test {
     for (int i : {0, 1}) shell("ip netns del " + host(i) + " 2>/dev/null");
   }
 
-  /// All ranks of one job; codes and standard errors, by rank. `meanwhile` runs beside them.
+  /// All ranks of one job; codes and standard errors, by rank. `meanwhile` runs concurrently.
   struct Job {
     std::vector<int> codes;
     std::vector<std::string> err;
@@ -140,7 +139,7 @@ TEST_F(TwoHosts, TrainAsOneHostDoes) {
   const Job job = run(train("two", "6"), {"SHEAF_TOKEN=secret"});
   for (int code : job.codes) ASSERT_EQ(code, 0) << job.err[0];
   EXPECT_THAT(job.out, HasSubstr("4 ranks (shm+gloo) x 1 thread"));
-  EXPECT_THAT(job.out, HasSubstr("(equal)"));  // peaks, of which what communicators hold is a part
+  EXPECT_THAT(job.out, HasSubstr("(equal)"));  // peaks, which include the communicators' memory
   EXPECT_THAT(job.out, Not(HasSubstr("(DIFFERENT)")));
   const testing::Outcome one = run_sheaf(testing::on_ranks(4, train("one", "6")));
   ASSERT_EQ(one.code, 0) << one.err;
@@ -157,12 +156,12 @@ TEST_F(TwoHosts, ACutCableEndsAllRanksByTheTimeOut) {
   });
   for (size_t rank = 0; rank < job.codes.size(); ++rank) {
     EXPECT_EQ(job.codes[rank], 71) << job.err[rank];
-    // Whom each one misses depends on the step it was at.
+    // Which ranks each one misses depends on the step it was at.
     EXPECT_THAT(job.err[rank], ContainsRegex("time-out after 3\\.0 s .*missing ranks: "));
   }
 }
 
-// A host that is gone is noticed long before a collective may take too long: what was on its way to it is not acknowledged.
+// A dead host is detected long before a collective times out: data sent to it is not acknowledged.
 TEST_F(TwoHosts, ADeadHostIsNoticedInSeconds) {
   using Clock = std::chrono::steady_clock;
   Clock::time_point cut;

@@ -1,5 +1,5 @@
-// A run that starts from published weights, as a user runs it: what it takes from config.json, what it refuses, how it is
-// resumed, and what it exports.
+// A run that starts from published weights, as a user runs it: what it takes from config.json, what it refuses, how it is resumed, and what
+// it exports.
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
@@ -114,7 +114,7 @@ TEST(Weights, ContradictionsAreRefused) {
           "model.rope_scaling.rope_type is default, but llama3 in " + kScaled);
   refused({"--model.weights", folder / "none"}, 64, "there is no '" + (folder / "none") + "'");
   refused({"--model.weights", folder.path(), "--model.vocab", "29"}, 64, "has neither model.safetensors");
-  // Without a config.json, the tensors themselves tell.
+  // Without a config.json, shapes are checked by the tensors themselves.
   const std::string copy = folder.copy(kGpt2, "copy");
   std::filesystem::remove(copy + "/config.json");
   const Words shape = {"--model.weights", copy, "--model.layers", "2", "--model.heads", "3", "--model.width", "12",
@@ -145,7 +145,7 @@ TEST(Weights, AResumedRunNeedsThemNoMore) {
   const std::string copy = folder.copy(kGpt2, "copy");
   expect_ok(run_sheaf(folder.train(kGpt2, "whole") + Words{"--train.steps", "6"}));
   expect_ok(run_sheaf(folder.train(copy, "parts") + Words{"--train.steps", "3"}));
-  // Other weights would not have come here; none are no matter.
+  // Other weights would not have led to this checkpoint; missing ones do not matter.
   damage(copy + "/model-00001-of-00004.safetensors");
   const Outcome other = run_sheaf(folder.train(copy, "parts") + Words{"--train.steps", "6", "--resume"});
   EXPECT_EQ(other.code, 76) << other.err;
@@ -182,7 +182,7 @@ TEST(Weights, RanksMustHaveTheSame) {
   EXPECT_THAT(r.err, HasSubstr("ranks disagree: model.weights is '" + (folder / "copy0")));
 }
 
-// Adapters are trained beside them, resumed, and become part of what is exported.
+// Adapters are trained on top of them, resumed, and merged into the export.
 TEST(Weights, AdaptersAreTrainedResumedAndMerged) {
   const Folder folder;
   for (const auto& [weights, dtype] : {std::pair(kGpt2, "f32"), {kLlama, "f32"}, {kLlama, "bf16"}, {kQwen2, "f32"}, {kMixtral, "f32"},
@@ -229,7 +229,7 @@ std::vector<float> values(const std::string& path, const std::string& name) {
   return out;
 }
 
-// As files of their own they say what is added to the weights, by the names that PEFT has for it.
+// As separate files they contain what is added to the weights, with PEFT's names.
 TEST(Weights, AdaptersAreExportedForPeft) {
   struct Case {
     std::string weights, layer, kinds;
@@ -280,7 +280,7 @@ TEST(Weights, AdaptersAreExportedForPeft) {
     EXPECT_EQ(none.code, 64) << none.err;
     EXPECT_THAT(none.err, HasSubstr("--format peft is for adapters, and this run has none (model.lora_rank)"));
   }
-  // Where one of their tensors is several of ours, each has adapters of its own.
+  // If one published tensor is several of ours, each has its own adapters.
   const Folder folder;
   expect_ok(run_sheaf(folder.train(kQwen3Next, "run") + Words{"--model.lora_rank", "3", "--train.steps", "1"}));
   const Outcome several = run_sheaf({"export", folder / "run", folder / "adapters", "--format", "peft"});
@@ -288,9 +288,10 @@ TEST(Weights, AdaptersAreExportedForPeft) {
   EXPECT_THAT(several.err, HasSubstr("--format peft: model.layers.0.linear_attn.in_proj_qkvz.weight is several of the model's tensors"));
 }
 
-/// Names of models of text in files of models of images: they are written by themselves.
+/// Names of text models' tensors in files of image models: text models are written separately.
 bool is_of_text(const std::string& name) { return name.find("language_model") != std::string::npos; }
-std::string without_images(const std::string& name) { return "model." + name.substr(std::string("model.language_model.").size()); }  // or language_model.model.
+/// Removes the prefix "model.language_model." or, of the same length, "language_model.model.".
+std::string without_images(const std::string& name) { return "model." + name.substr(std::string("model.language_model.").size()); }
 
 TEST(Weights, ExportAndImportAreInverse) {
   const Folder folder;
@@ -304,7 +305,7 @@ TEST(Weights, ExportAndImportAreInverse) {
       const Words model = mtp ? Words{"--model.mtp_layers", "2"} : Words{};
       expect_ok(run_sheaf(testing::on_ranks(world, folder.train(weights, "run" + name) + Words{"--train.steps", "2"} + model)));
       expect_ok(run_sheaf({"export", at("run"), at("published"), "--format", "huggingface"}));
-      // A step at a learning rate of 0 changes nothing.
+      // A step with a learning rate of 0 changes nothing.
       expect_ok(run_sheaf(testing::on_ranks(4 - world, folder.train(at("published"), "again" + name) +
           Words{"--train.steps", "1", "--train.lr", "0", "--train.min_lr", "0", "--train.weight_decay", "0"} + model)));
       expect_ok(run_sheaf({"export", at("run"), at("one") + ".safetensors"}));
@@ -315,7 +316,7 @@ TEST(Weights, ExportAndImportAreInverse) {
                     HasSubstr(R"("rope_scaling":{"rope_type":"llama3","factor":8.0,"low_freq_factor":1.0,)"
                               R"("high_freq_factor":4.0,"original_max_position_embeddings":32})"));
       }
-      // What was read has the names that are written.
+      // The written names are those that were read.
       const auto written = tensors(at("published") + "/model.safetensors");
       if (weights == kBase) continue;  // names without prefix, and masks
       const bool images = weights == kQwen35 || weights == kGemma3Images;
@@ -345,7 +346,7 @@ TEST(Weights, ExportAndImportAreInverse) {
     }
 }
 
-// Where rows change places and norms are what they are above 1, what was read is written, bit by bit.
+// Where rows are permuted and norms are stored minus 1, the written tensors equal those that were read, bitwise.
 TEST(Weights, WhatWasReadIsWritten) {
   const Folder folder;
   for (const std::string& weights : {kGptOss, kQwen3Next, kQwen35, kGlm}) {
@@ -367,7 +368,7 @@ TEST(Weights, WhatWasReadIsWritten) {
   }
 }
 
-// Who goes on with `transformers` finds what lay beside the weights, and stops where they did.
+// A user who continues with `transformers` finds the other files of the weights' folder, and the same end tokens.
 TEST(Weights, WhatLiesBesideThemIsExported) {
   const Folder folder;
   const std::string from = folder / "from";
@@ -391,14 +392,14 @@ TEST(Weights, WhatLiesBesideThemIsExported) {
   EXPECT_EQ(File::open(folder / "beside_hf/generation_config.json").read_all(), "{\"eos_token_id\": [0, 3]}");
   EXPECT_EQ(File::open(folder / "beside_hf/chat_template.jinja").read_all(), "{{ messages }}");
   EXPECT_FALSE(path_exists(folder / "beside_hf/special_tokens_map.json"));
-  // Without them, what the run knows.
+  // Without the weights, what the run itself knows.
   std::filesystem::remove_all(from);
   const Json alone = exported("beside");
   EXPECT_EQ(alone.at("eos_token_id"), Json(7));
   EXPECT_EQ(alone.at("max_position_embeddings"), Json(4));
 }
 
-// Layers for further tokens start where the files have none, and go where the architecture has none.
+// MTP layers get initial values if the files have none, and are dropped if the architecture has none.
 TEST(Weights, WithoutLayersForFurtherTokens) {
   const Folder folder;
   expect_ok(run_sheaf(folder.train(kLlama, "run") + Words{"--train.steps", "2", "--model.mtp_layers", "1"}));
@@ -409,7 +410,7 @@ TEST(Weights, WithoutLayersForFurtherTokens) {
   EXPECT_TRUE(tensors(folder / "own.safetensors").contains("mtp_layers.0.join.weight"));
 }
 
-// Models of our own can be published: biases that GPT-2 has and ours lacks are zeros.
+// Our own models can be published: biases that GPT-2 has and ours lack are zeros.
 TEST(Weights, ATrainedModelIsExported) {
   const Folder folder;
   const Words own = {"train", "--data.train_file", folder / "tokens.bin", "--data.val_file", folder / "tokens.bin",
@@ -429,7 +430,7 @@ TEST(Weights, ATrainedModelIsExported) {
   const Outcome unknown = run_sheaf({"export", folder / "run", folder / "x", "--format", "onnx"});
   EXPECT_EQ(unknown.code, 64);
   EXPECT_THAT(unknown.err, HasSubstr("unknown format 'onnx'; known: sheaf, huggingface"));
-  // Token files have no tokenizer, whatever the weights came from.
+  // Token files have no tokenizer, whichever tokenizer the weights have.
   const Outcome text = run_sheaf({"generate", folder / "run"});
   EXPECT_EQ(text.code, 64);
   EXPECT_THAT(text.err, HasSubstr("it has no tokenizer"));

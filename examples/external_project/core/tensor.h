@@ -1,4 +1,4 @@
-// This project has a core/tensor.h, too: Sheaf's is "sheaf/core/tensor.h", so they do not collide.
+// This project has a core/tensor.h, too: Sheaf's is included as "sheaf/core/tensor.h", so they do not collide.
 #pragma once
 
 #include "sheaf/sheaf.h"
@@ -15,8 +15,8 @@ struct Line : sheaf::nn::Module {
   SHEAF_FIELDS(slope, offset);
 };
 
-/// Fits a line through y = 3x - 1 by gradient descent in `steps` steps, its parameters sharded over all ranks:
-/// {slope, offset}. With a folder, it goes on from the checkpoint there, if any, and saves there.
+/// Fits a line through y = 3x - 1 by `steps` steps of gradient descent, with parameters sharded over all ranks; returns {slope, offset}.
+/// With a folder, resumes from the checkpoint in it, if any, and saves to it.
 std::vector<float> fit(sheaf::World& world, const std::string& folder = "", int64_t steps = 100);
 
 }  // namespace my_project

@@ -4,8 +4,8 @@
 #include "sheaf/kernels/cuda/cudnn_attention.h"
 #include "sheaf/tests/kernels/cuda/attention_data.h"
 
-// cuDNN computes what it takes, our own kernels the rest; on the emulated GPU the CPU's kernel is
-// in cuDNN's place, so that the choice is seen in the counter and in the bits.
+// cuDNN computes what it supports, our own kernels the rest; on the emulated GPU the CPU's kernel replaces cuDNN, so that the choice shows
+// in the counter and in the bits.
 namespace sheaf::kernels {
 namespace {
 
@@ -16,7 +16,7 @@ struct Results {
   int64_t by_cudnn;  ///< of two calls
 };
 
-/// Forward and backward; workspace is asked for without memory and `less` than that is given.
+/// Forward and backward; the workspace is queried without memory, and `less` bytes less are given.
 Results run(const AttentionData& data, bool causal = true, size_t less = 0) {
   const AttentionOnGpu g(data);
   const AttentionMask mask(causal, g.mask.begins, data.window),
@@ -94,7 +94,7 @@ TEST(AttentionChoice, OurOwnKernelsComputeTheRest) {
   is_ours({{1, 64, 3, 3, 20}, kBF16}, true, "rows not at 16 bytes");
 }
 
-// Its bits are those of the others: what tells is the workspace.
+// Its bits are the same as the others': the workspace shows which one ran.
 TEST(AttentionChoice, FewQueriesHaveAKernelOfTheirOwn) {
   SHEAF_NEEDS_GPU();
   const auto workspace = [](DType d, int64_t queries, int64_t keys) {
@@ -117,7 +117,7 @@ TEST(AttentionChoice, OursRunWhereTheWorkspaceIsTooSmall) {
   SHEAF_NEEDS_CUDNN();
   const AttentionData data(kGpt, kBF16);
   const AttentionOnGpu g(data);
-  // Forward ours need none, backward what they say.
+  // Our kernels need no workspace forward, and the stated size backward.
   const size_t wants = cuda::attention_backward_workspace(g.x.q, g.x.k, g.x.v, g.out, g.lse, g.dout,
                                                           true, g.d.q, g.d.k, g.d.v),
                ours = cuda::blocked::attention_backward_workspace(g.x.q);
@@ -129,8 +129,8 @@ TEST(AttentionChoice, OursRunWhereTheWorkspaceIsTooSmall) {
 
 TEST(AttentionChoice, OursRunWhereMemoryIsNotAligned) {
   SHEAF_NEEDS_CUDNN();
-  // The same values two elements further: a view without memory does not tell, so that workspace
-  // was asked for as if cuDNN took them. Emulated, cuDNN wants less of it than our own kernels do.
+  // The same values two elements further: a view without memory does not show the misalignment, so the workspace was queried as if cuDNN
+  // took them. In emulation cuDNN wants less workspace than our own kernels.
   const AttentionData data({3, 256, 4, 4, 32}, kBF16);
   Array wide(kBF16, {data.qkv.view().numel() + 2});
   wide.fill([&](int64_t i) { return i < 2 ? 0.0 : data.qkv.at(i - 2); });

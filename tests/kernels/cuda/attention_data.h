@@ -1,5 +1,4 @@
-// Causal attention on what a packed projection [B, T, (H + G) D + G E] gives, and the expected results in f64 on the
-// CPU.
+// Causal attention on packed projections [B, T, (H + G) D + G E], and the expected results in f64 on the CPU.
 #pragma once
 
 #include "sheaf/kernels/attention.h"
@@ -21,8 +20,8 @@ struct AttentionCase {
   Shape statistics() const { return {batch, heads, tokens}; }
 };
 
-/// On the host: operands filled, results blank; with a window of this many keys, if any. With `documents`, sequence b begins
-/// with documents of these lengths from the b-th on, and ends with one of the remaining tokens.
+/// On the host: operands filled, results blank; with a window of this many keys, if any. With `documents`, sequence b begins with documents
+/// of these lengths, starting at the b-th one, and ends with one of the remaining tokens.
 struct AttentionData {
   AttentionCase sizes;
   Array qkv, out, lse, dout, dqkv, begins;

@@ -4,8 +4,8 @@
 #include "sheaf/tests/kernels/attention_sizes.h"
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
 
-// Few queries to many keys: the CPU's numbers in f64, and the bits of the kernel for many queries, which attention_test has
-// against the CPU's.
+// Few queries to many keys: the CPU's numbers in f64, and the bits of the kernel for many queries, which attention_test compares with the
+// CPU's.
 namespace sheaf::kernels::cuda {
 namespace {
 
@@ -19,8 +19,8 @@ struct Inputs {
       : q(Array::random(d, s.q(), 1, scale)), k(Array::random(d, s.k(), 2, scale)), v(Array::random(d, s.v(), 3)) {}
 };
 
-/// A mask for the GPU and the same for the host; with `begins`, those of each sequence's queries. And what scores are multiplied by,
-/// times the root of the width.
+/// A mask for the GPU and the same for the host; with `begins`, those of each sequence's queries. Also the scale of scores, times the root
+/// of the width.
 struct Mask {
   bool causal = true;
   std::vector<std::vector<int64_t>> begins = {};
@@ -86,7 +86,7 @@ void expect_the_cpus(DType d, const Sizes& s, const Mask& mask) {
     else EXPECT_NEAR(got.lse.at(i), lse.at(i), 8e-6) << where;
 }
 
-// Up to a segment of keys and over several; fewer keys than queries: the first see none.
+// Up to one segment of keys and over several; with fewer keys than queries the first queries see none.
 TEST(CudaAttentionDecode, MatchesTheCpu) {
   SHEAF_NEEDS_GPU();
   for (const int64_t queries : {1, 2, 3, 5})
@@ -98,7 +98,7 @@ TEST(CudaAttentionDecode, MatchesTheCpu) {
       }
 }
 
-// More segments than are put together at once.
+// More segments than are combined at once.
 TEST(CudaAttentionDecode, ManyKeysMatchTheCpu) {
   SHEAF_NEEDS_GPU();
   expect_the_cpus(kF32, {1, 2, 33500, 1, 1, 8}, {});
@@ -127,7 +127,7 @@ TEST(CudaAttentionDecode, WidthsMatchTheCpu) {
     }
 }
 
-// Of the query alone, within a tile and a segment, over several, and of all keys.
+// Windows of the query alone, within a tile and a segment, over several, and of all keys.
 TEST(CudaAttentionDecode, WindowsMatchTheCpu) {
   SHEAF_NEEDS_GPU();
   for (const int64_t window : {1, 2, 64, 100, 255, 256, 257, 600, 1000, 2000})
@@ -143,7 +143,7 @@ TEST(CudaAttentionDecode, SoftcapsMatchTheCpu) {
       for (const DType d : {kF32, kBF16, kF16}) expect_the_cpus(d, {2, 3, 700, 4, 2, 24}, {.window = window, .softcap = cap});
 }
 
-// The first began before the queries or with them, others between them; a window in each of them.
+// The first document began before the queries or with them, the others between them; a window in each of them.
 TEST(CudaAttentionDecode, DocumentsMatchTheCpu) {
   SHEAF_NEEDS_GPU();
   const std::vector<std::vector<int64_t>> begins{{0, 0, 997, 997, 999}, {123, 123, 123, 123, 123}, {995, 996, 997, 998, 999}};
@@ -193,8 +193,8 @@ View of_cache(const View& cache, int64_t first, int64_t count, int64_t keys) {
   return v;
 }
 
-// Keys and values beside each other in memory of which a part is filled: the rest is poison. Queries and results in wider rows, in
-// f32 and 16 bits at 16 bytes and not.
+// Keys and values interleaved in partly filled memory, whose rest is poisoned. Queries and results in wider rows, in f32 and 16 bits,
+// aligned to 16 bytes and not.
 TEST(CudaAttentionDecode, ReadsACacheInPlace) {
   SHEAF_NEEDS_GPU();
   for (const DType d : {kF32, kBF16, kF16})
@@ -231,7 +231,8 @@ Array part(const Array& x, int64_t b, int64_t sequences, int64_t first, int64_t 
   return out;
 }
 
-// A sequence of a batch is that sequence alone, one of several queries that query alone, and both a row of one pass over all tokens.
+// A sequence of a batch gives the same as that sequence alone, one of several queries the same as that query alone, and both the same as a
+// row of one pass over all tokens.
 TEST(CudaAttentionDecode, ARowIsThatOfOnePass) {
   SHEAF_NEEDS_GPU();
   for (const auto& [d, width, value_width] :
@@ -260,7 +261,7 @@ TEST(CudaAttentionDecode, TilesOutsideOfAWindowAreNotTouched) {
     const Inputs in(d, s);
     Array k = in.k.clone(), v = in.v.clone();
     for (int64_t i = 0; i < 320 * 8; ++i) k.set(i, NAN), v.set(i, NAN);
-    const Mask mask{.window = 300};  // of query 638 on: keys 339 to 639, in the tile from 320 on
+    const Mask mask{.window = 300};  // from query 638 on: keys 339 to 639, in the tile from 320 on
     EXPECT_TRUE(same(run(true, s, OnGpu(in.q), OnGpu(k), OnGpu(v), mask), decode_of(s, in, mask))) << name(d);
   }
 }

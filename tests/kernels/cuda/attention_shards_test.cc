@@ -3,7 +3,7 @@
 #include "sheaf/kernels/cuda/attention_blocked.h"
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
 
-// Our own kernels' parts of a context beside their whole, which attention_test has against the CPU's.
+// Our own kernels on the parts of a context against the whole context, which attention_test compares with the CPU's.
 namespace sheaf::kernels::cuda {
 namespace {
 
@@ -19,7 +19,7 @@ void expect_parts(const ContextCase& c, const std::vector<int64_t>& borders) {
   });
 }
 
-// Of no query, of one, within a tile, of whole ones, over several; some parts end where documents do.
+// Intervals of no query, of one, within a tile, of whole tiles, over several; some parts end where documents do.
 void expect_parts_of(const std::vector<int64_t>& documents, const std::vector<int64_t>& windows) {
   for (const int64_t window : windows) {
     expect_parts({kF64, 2, 150, 2, 1, 12, 12, documents, window}, {0, 64, 64, 150});
@@ -49,7 +49,7 @@ TEST(CudaAttentionShards, WindowsAndDocumentsCrossTheirBorders) {
   expect_parts_of(kDocuments, {20, 64});
 }
 
-// They cannot be reported from there; nothing outside of the operands is touched.
+// A GPU kernel cannot report them; nothing outside the operands is touched.
 TEST(CudaAttentionShards, WhatIsNoBeginOfADocumentDoesNoHarm) {
   SHEAF_NEEDS_GPU();
   const auto array = [](int64_t tokens, int seed) { return OnGpu(Array::random(kF32, {1, tokens, 1, 8}, seed)); };

@@ -2,7 +2,7 @@
 
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
 
-// Against the CPU's kernels in f64, which have tests of their own.
+// Against the CPU's kernels in f64, which have their own tests.
 namespace sheaf::kernels {
 namespace {
 

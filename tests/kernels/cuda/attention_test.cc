@@ -4,8 +4,8 @@
 #include "sheaf/tests/kernels/attention_sizes.h"
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
 
-// Our own kernels against the CPU's in f64, which have tests of their own. Who computes where cuDNN
-// would is attention_choice_test's.
+// Our own kernels against the CPU's in f64, which have their own tests. attention_choice_test covers which kernel computes where cuDNN
+// could.
 namespace sheaf::kernels {
 namespace {
 
@@ -97,7 +97,7 @@ TEST(CudaAttention, MatchesTheCpu) {
         if (d != kF16 || s.width <= 32 || s.width == 96) expect_the_cpus(d, s, causal, causal);
 }
 
-// Sums of several segments of keys, which all threads of a block put together.
+// Sums over several segments of keys, which all threads of a block combine.
 TEST(CudaAttention, ManyKeysMatchTheCpu) {
   SHEAF_NEEDS_GPU();
   for (const auto& [d, s] : {std::pair{kF32, Sizes{1, 70, 600, 2, 1, 16}}, {kBF16, {1, 70, 600, 2, 1, 96}}, {kF16, {1, 70, 300, 2, 1, 40}},
@@ -110,13 +110,13 @@ TEST(CudaAttention, ScalesThatAreNotPositive) {
   for (const DType d : {kF32, kBF16}) {
     const Sizes s{1, 70, 90, 2, 1, 24};
     expect_the_cpus(d, s, true, true, -1.5);
-    const Inputs in = inputs_of(d, s);  // without a scale scores are alike: results are means
+    const Inputs in = inputs_of(d, s);  // without a scale all scores are equal: results are means
     EXPECT_LT(scaled_error(on_gpu(s, in, true, 0.0).out, values(on_cpu_in_f64(s, in, true, 0.0).out)), 4 * epsilon(d));
   }
 }
 
-// Of the query alone, within a tile, up to one, over several and wider than all there is. Of two keys, and of two and a tile, the last
-// query that sees a tile of keys is the first of its own tile.
+// Windows of the query alone, within a tile, up to one tile, over several and wider than the context. With windows of two keys, and of a
+// tile and two, the last query that sees a tile of keys is the first of its own tile.
 TEST(CudaAttention, WindowsMatchTheCpu) {
   SHEAF_NEEDS_GPU();
   for (const auto& [d, s] : {std::pair{kF32, Sizes{1, 150, 150, 4, 2, 24}}, {kBF16, {1, 70, 193, 2, 1, 64}}, {kF16, {2, 1, 200, 4, 2, 32}},
@@ -126,7 +126,7 @@ TEST(CudaAttention, WindowsMatchTheCpu) {
     for (const int64_t window : {1, 2, 5, 32, 64, 66, 100, 1000}) expect_the_cpus(d, s, {true, {}, window}, {true, {}, window});
 }
 
-// Caps that scores come close to, and one that they do not; of a scale that is not positive, too.
+// Caps that scores come close to, and one that they do not; also with a scale that is not positive.
 TEST(CudaAttention, SoftcapsMatchTheCpu) {
   SHEAF_NEEDS_GPU();
   for (const auto& [d, s] : {std::pair{kF32, Sizes{1, 150, 150, 4, 2, 24}}, {kBF16, {1, 70, 193, 2, 1, 64}}, {kF16, {2, 1, 200, 4, 2, 32}},
@@ -209,7 +209,7 @@ TEST(CudaAttention, StridesChangeNothing) {
                              {kF32, {2, 70, 90, 4, 2, 24, 16}}, {kBF16, {2, 70, 90, 4, 2, 12, 23}}}) {
     const Results want = on_gpu(s, inputs_of(d, s), true, 0.2);
     EXPECT_TRUE(same(on_gpu(s, inputs_of(d, s), true, 0.2), want)) << name(d);
-    // Heads beside each other in wider rows, and heads before time; rows at 16 bytes or not.
+    // Interleaved heads in wider rows, and heads before time; rows aligned to 16 bytes or not.
     for (int64_t row : {136, 133})
       for (bool head_first : {false, true}) {
         const Shape q_strides = head_first ? Shape{4 * 70 * row, row, 70 * row, 1}
@@ -259,7 +259,7 @@ TEST(CudaAttention, BatchAndTimeChangeNothing) {
   }
 }
 
-// Of one token, of whole tiles, ending and beginning anywhere in one; the second sequence is one document.
+// Documents of one token, of whole tiles, beginning and ending anywhere in a tile; the second sequence is one document.
 TEST(CudaAttention, PackedDocumentsHaveTheBitsThatTheyHaveAlone) {
   SHEAF_NEEDS_GPU();
   constexpr int64_t kLengths[] = {1, 64, 2, 63, 97, 7}, kTokens = 234;
@@ -308,7 +308,7 @@ TEST(CudaAttention, PackedDocumentsHaveTheBitsThatTheyHaveAlone) {
   }
 }
 
-// Of more than a segment of keys.
+// More than a segment of keys.
 TEST(CudaAttention, LongDocumentsHaveTheBitsThatTheyHaveAlone) {
   SHEAF_NEEDS_GPU();
   constexpr int64_t kFirst = 300, kTokens = 570;
@@ -360,13 +360,13 @@ TEST(CudaAttention, TilesOutsideOfAWindowAreNotTouched) {
     EXPECT_TRUE(same_bits(rows(without_first.out, 128, 128), rows(want.out, 128, 128)));
     EXPECT_TRUE(same_bits(rows(without_first.dq, 128, 128), rows(want.dq, 128, 128)));
     EXPECT_TRUE(same_bits(rows(without_first.dk, 128, 128), rows(want.dk, 128, 128)));
-    // Of the keys up to 128, no query of the last tile sees one.
+    // No query of the last tile sees keys before 128.
     EXPECT_TRUE(same_bits(rows(without_last.dk, 0, 128), rows(want.dk, 0, 128)));
     EXPECT_TRUE(same_bits(rows(without_last.dv, 0, 128), rows(want.dv, 0, 128)));
   }
 }
 
-// They cannot be reported from there; nothing outside of the operands is touched.
+// A GPU kernel cannot report them; nothing outside the operands is touched.
 TEST(CudaAttention, WhatIsNoBeginOfADocumentDoesNoHarm) {
   SHEAF_NEEDS_GPU();
   const Sizes s{1, 130, 130, 1, 1, 8};

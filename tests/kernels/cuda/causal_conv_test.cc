@@ -2,7 +2,7 @@
 
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
 
-// Against the sums of the header, in f64.
+// Against the sums in the header, in f64.
 namespace sheaf::kernels {
 namespace {
 
@@ -96,7 +96,7 @@ void compare(Operands o) {
   }
 }
 
-// Few taps and many, runs that are full and not, channels of part of a pack and of more than a block's.
+// Few taps and many, full and partial runs, channels of less than a pack and of more than a block's.
 TEST(CudaCausalConv, MatchesTheSums) {
   SHEAF_NEEDS_GPU();
   for (DType d : {kF64, kF32, kBF16, kF16}) {
@@ -121,7 +121,7 @@ TEST(CudaCausalConv, RunsAndStridesChangeNothing) {
       const Operands dense = random(d, shape, taps);
       const Results want = on_gpu(dense), again = on_gpu(dense);
       EXPECT_TRUE(same_bits(again.y, want.y) && same_bits(again.dx, want.dx) && same_bits(again.dweight, want.dweight)) << name(d);
-      for (int64_t gap : {8, 3}) {  // packs at 16 bytes, and not
+      for (int64_t gap : {8, 3}) {  // packs aligned to 16 bytes, and not
         const Operands o = random(d, shape, taps, {72 * (24 + gap), 24 + gap, 1}, {taps + 2, 1});
         const Results got = on_gpu(o);
         EXPECT_TRUE(same_bits(got.y, want.y) && same_bits(got.dx, want.dx) && same_bits(got.dweight, want.dweight)) << name(d);
@@ -147,7 +147,7 @@ TEST(CudaCausalConv, NoTokens) {
   on_gpu(random(kF32, {2, 3, 0}, 4));
 }
 
-// Of two taps the third token behind an infinite one has nothing of it, nor has the gradient of the third before it.
+// With two taps the second token after an infinite one is unaffected, as is the gradient of the second token before it.
 TEST(CudaCausalConv, TapsThatAreAbsentTouchNothing) {
   SHEAF_NEEDS_GPU();
   Operands o = random(kF32, {1, 9, 8}, 2);

@@ -12,7 +12,7 @@ using namespace sheaf::testing;
 constexpr DType kAll[] = {kF64, kF32, kBF16, kF16, kI64, kI32, kU32, kU16, kU8, kI8, kBool};
 constexpr DType kSizes[] = {kF64, kF32, kBF16, kU8};  // 8, 4, 2, 1 bytes
 
-/// Values that every type can tell apart or saturates: signs, fractions, large ones.
+/// Values that every type distinguishes or saturates: signs, fractions, large ones.
 Array values_for(DType d, const Shape& shape, const Shape& strides = {}, int seed = 1) {
   Array x(d, shape, strides);
   std::mt19937 engine(static_cast<unsigned>(seed));
@@ -180,8 +180,8 @@ TEST(CudaCopy, AddInto) {
     }
 }
 
-// On threads that flush subnormal numbers, as all threads of a rank do: they do so where they
-// compute, and between f32 and f64, and keep them where a narrow type is made or widened.
+// On threads that flush subnormal numbers, as all threads of a rank do: they flush in arithmetic and in conversions between f32 and f64,
+// and keep them in conversions from and to narrow types.
 TEST(CudaCopy, FewBlocksGoRound) {
   SHEAF_NEEDS_GPU();
   const cuda::FewBlocks few;

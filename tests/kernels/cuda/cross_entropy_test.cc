@@ -2,7 +2,7 @@
 
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
 
-// Against the CPU's kernels in f64, which have tests of their own.
+// Against the CPU's kernels in f64, which have their own tests.
 namespace sheaf::kernels {
 namespace {
 
@@ -92,7 +92,7 @@ TEST(CudaCrossEntropy, StridesInPlaceAndOtherRowsChangeNothing) {
                       same_bits(got.dlogits, want.dlogits))
               << name(d) << vocabulary << ' ' << gap;
           EXPECT_TRUE(gaps_kept(Array(d, shape, {vocabulary + gap, 1}), got.dlogits));
-          // The same targets, other memory; rows 3 and 8 are to be ignored there.
+          // The same targets in other memory, where rows 3 and 8 are to be ignored.
           const Results some = on_gpu(strided, spread, scale, in_place);
           for (int64_t r = 0; r < 9; ++r)
             EXPECT_EQ(some.losses.at(r), r % 5 == 3 ? 0.0 : want.losses.at(r));
@@ -131,7 +131,7 @@ TEST(CudaCrossEntropy, LargeAndInfiniteLogits) {
   EXPECT_NEAR(got.lse.at(2), want.lse.at(2), 1e-6 * std::fabs(want.lse.at(2)));
   EXPECT_TRUE(std::isnan(got.losses.at(3)));
   for (int64_t i = 0; i < 3 * n; ++i)
-    EXPECT_NEAR(got.dlogits.at(i), want.dlogits.at(i), 2e-4);  // lse of 3,000 has so few digits
+    EXPECT_NEAR(got.dlogits.at(i), want.dlogits.at(i), 2e-4);  // an lse of 3,000 has only this many digits
 }
 
 TEST(CudaCrossEntropy, NoRowsAndTwiceTheSame) {

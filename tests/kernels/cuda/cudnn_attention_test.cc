@@ -11,8 +11,8 @@
 #include "sheaf/tests/kernels/attention_shards.h"
 #include "sheaf/tests/kernels/cuda/attention_data.h"
 
-// Against the CPU's kernel in f64. The emulated GPU has the CPU's kernel in cuDNN's place, so there
-// this tests what is refused and how operands get in and out.
+// Against the CPU's kernel in f64. On the emulated GPU the CPU's kernel replaces cuDNN, so that there this tests what is refused and how
+// operands are passed in and out.
 namespace sheaf::kernels {
 namespace {
 
@@ -108,18 +108,18 @@ TEST(CudnnAttention, ForwardAndBackward) {
   check_forward_and_backward({});
 }
 
-// Of one token, within a tile of any size, beyond one; what lies before them is hidden.
+// Documents of one token, within a tile of any size, longer than one; the tokens before them are hidden.
 TEST(CudnnAttention, DocumentsAreKeptApart) {
   SHEAF_NEEDS_GPU();
   check_forward_and_backward({1, 37, 2, 24, 65});
   check_forward_and_backward({64, 1, 31});
-  // Whole tiles of queries behind whole tiles of keys of which they see nothing: the largest score so far is then a hidden one.
+  // Whole tiles of queries after whole tiles of keys that they do not see: the largest score so far is then a hidden one.
   constexpr AttentionCase kLong[] = {{1, 512, 2, 1, 64}};
   check_forward_and_backward({256, 200}, kLong);
 }
 
-// Of a few keys, up to a tile and beyond, wider than all there is, and together with documents. Where whole tiles of keys come
-// before the window, the largest score so far is a hidden one.
+// Windows of a few keys, up to a tile and beyond, wider than the context, and together with documents. Where whole tiles of keys precede
+// the window, the largest score so far is a hidden one.
 TEST(CudnnAttention, WindowsHideWhatComesBeforeThem) {
   SHEAF_NEEDS_GPU();
   constexpr AttentionCase kLong[] = {{1, 512, 2, 1, 64}};
@@ -153,7 +153,7 @@ TEST(CudnnAttention, PartsOfAContext) {
         GTEST_SKIP() << "not run: cuDNN refuses on this GPU: " << why;
       run(a);
       a.dout = part(g.dout), a.dq = part(g.d.q), a.dk = dk, a.dv = dv;
-      a.most_workspace = 1;  // cut by sequences or heads, too
+      a.most_workspace = 1;  // also cut by sequences or heads
       ASSERT_EQ(cuda::cudnn::refusal(a), "");
       run(a);
       for (const auto& [got, sum] : {std::pair{dk.back(), &dk_sum}, {dv.back(), &dv_sum}}) {
@@ -173,8 +173,7 @@ TEST(CudnnAttention, PartsOfAContext) {
   }
 }
 
-// Rows whose scores are all far below zero: exp(x - lse) is infinite from lse = -89 on where a kernel takes what it should
-// hide for a score of 0.
+// Rows whose scores are all far below zero: exp(x - lse) is infinite from lse = -89 down where a kernel treats hidden scores as 0.
 TEST(CudnnAttention, FarNegativeScoresGiveFiniteGradients) {
   SHEAF_NEEDS_GPU();
   constexpr AttentionCase kTiles[] = {
@@ -206,7 +205,7 @@ TEST(CudnnAttention, FarNegativeScoresGiveFiniteGradients) {
 
 TEST(CudnnAttention, PartsKeepToAWorkspace) {
   SHEAF_NEEDS_GPU();
-  // The gradients of a head's scores take 128 KiB, a sequence's 512. Each has documents of its own.
+  // The gradients of a head's scores take 128 KiB, a sequence's 512. Each sequence has its own documents.
   const AttentionData data({3, 256, 4, 2, 24, 16}, kBF16, {100, 20, 70});
   const ExpectedAttention want(data);
   const AttentionOnGpu g(data);
@@ -342,7 +341,7 @@ TEST(CudnnAttention, RefusesWhatItWasNotTriedFor) {
     backward.dk.shape[2] = 4;
     EXPECT_NE(layout_refusal(backward), "");
 
-    // Values of half the elements, beside each other as those were.
+    // Values of half as many elements, interleaved as before.
     Attention narrow = good;
     narrow.v.shape[3] = narrow.out.shape[3] = 32;
     EXPECT_NE(cuda::cudnn::plan_key(narrow), cuda::cudnn::plan_key(good));

@@ -9,8 +9,8 @@
 #include "sheaf/kernels/cuda/cudnn_attention.h"
 #include "sheaf/kernels/cuda/runtime.h"
 
-// cuDNN is asked to plan our attention for an H200. It compiles the kernels on the CPU, so this
-// needs no GPU, and it says nothing about what they compute: cudnn_attention_test does, on one.
+// cuDNN is asked to plan our attention for an H200. It compiles the kernels on the CPU, so this needs no GPU and says nothing about their
+// results: cudnn_attention_test covers those, on a GPU.
 namespace sheaf::kernels::cuda::cudnn {
 namespace {
 
@@ -37,8 +37,7 @@ Attention attention_of(const View& q, const View& k, const View& v, bool backwar
   return a;
 }
 
-/// What the op of a packed projection [B, T, (H + 2 G) D] passes: its heads, and those of its
-/// gradient.
+/// The operands that the op of a packed projection [B, T, (H + 2 G) D] passes: its heads, and those of its gradient.
 Attention attention_of(const Case& c, DType dtype, bool backward) {
   const View packed = View::dense(nullptr, dtype,
                                   {c.batch, c.tokens, (c.heads + 2 * c.groups) * c.width});
@@ -46,7 +45,7 @@ Attention attention_of(const Case& c, DType dtype, bool backward) {
   return attention_of(x.q, x.k, x.v, backward);
 }
 
-/// The same of dense operands, values of another width.
+/// The same with dense operands and values of another width.
 Attention attention_of(const Case& c, int64_t value_width, DType dtype, bool backward) {
   const auto dense = [&](int64_t heads, int64_t width) {
     return View::dense(nullptr, dtype, {c.batch, c.tokens, heads, width});
@@ -60,7 +59,7 @@ class CudnnPlans : public ::testing::Test {
  protected:
   void SetUp() override {
     if (!kRealCuda) GTEST_SKIP() << "not run: built without CUDA";
-    // Whoever asks for the driver from now on gets this one.
+    // From now on every lookup of the driver finds this one.
     ASSERT_TRUE(dlopen((std::string(kFolder) + "libcuda.so.1").c_str(), RTLD_NOW | RTLD_GLOBAL))
         << dlerror();
     ASSERT_FALSE(h200().empty());
@@ -72,7 +71,7 @@ class CudnnPlans : public ::testing::Test {
   }
 };
 
-/// A step is planned on machines without a GPU, too. First: then no driver was asked for yet.
+/// A step is planned on machines without a GPU, too. First test, while nothing has looked for a driver yet.
 TEST(CudnnHere, WithoutAGpuIsARefusal) {
   if constexpr (kRealCuda) {
     if (device_count() > 0) GTEST_SKIP() << "not run: there is a GPU";
@@ -88,7 +87,7 @@ TEST_F(CudnnPlans, GptAndGroupedQueryShapesAreTaken) {
         for (bool backward : {false, true})
           for (bool deterministic : {true, false}) {
             if (!backward && !deterministic) continue;
-            if (dtype == kF16 && c.batch != 8) continue;  // a second each
+            if (dtype == kF16 && c.batch != 8) continue;  // each takes a second
             Attention a = attention_of(c, dtype, backward);
             a.deterministic = deterministic;
             int64_t workspace = -1;
@@ -116,7 +115,7 @@ TEST_F(CudnnPlans, DocumentsAreTaken) {
       }
 }
 
-// Alone and with documents; how wide they are is no part of the plan.
+// Alone and with documents; the width of windows is not part of the plan.
 TEST_F(CudnnPlans, WindowsAreTaken) {
   if constexpr (kRealCuda)
     for (const Case& c : {Case{8, 1024, 12, 12, 64}, Case{1, 2048, 32, 8, 128}})
@@ -138,7 +137,7 @@ TEST_F(CudnnPlans, WindowsAreTaken) {
       }
 }
 
-// DeepSeek-V3's, with documents and a window, too, and those of small models: values narrower and wider.
+// DeepSeek-V3's, also with documents and a window, and those of small models: values narrower and wider than keys.
 TEST_F(CudnnPlans, ValuesOfAnotherWidthAreTaken) {
   if constexpr (kRealCuda) {
     const auto workspace_of = [](const Attention& a) {

@@ -1,6 +1,6 @@
-// A CUDA driver that knows no GPU, as libcuda.so.1: it says so when it is initialised, and takes
-// whatever code it is given to load. That is all that cuDNN needs to plan for a device described in
-// JSON. With it, plans can be tested on machines without a driver.
+// A CUDA driver that knows no GPU, as libcuda.so.1: it says so when it is initialised, and accepts
+// any code that it is given to load. cuDNN needs no more to plan for a device described in JSON, so
+// plans can be tested on machines without a driver.
 #include <cstdint>
 
 namespace {

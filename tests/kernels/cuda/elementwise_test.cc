@@ -2,8 +2,7 @@
 
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
 
-// Against the CPU's kernels in f64, which have tests of their own: fresh random inputs, poisoned
-// outputs.
+// Against the CPU's kernels in f64, which have their own tests: fresh random inputs, poisoned outputs.
 namespace sheaf::kernels {
 namespace {
 
@@ -19,7 +18,7 @@ constexpr UnaryOp kUnaryOps[] = {
 struct Layout2 {
   Shape shape, strides;  // no strides: dense
 };
-// Dense, with gaps, in another order of dimensions, both.
+// Dense, with gaps, with permuted dimensions, both.
 const Layout2 kLayouts[] = {
     {{3, 5}, {}},      {{2, 3, 700}, {}}, {{7, 33}, {40, 1}},
     {{7, 33}, {1, 7}}, {{7, 33}, {1, 9}}, {{5, 3, 2, 11}, {400, 1, 198, 18}},
@@ -78,8 +77,7 @@ TEST(CudaElementwise, BinaryAndBroadcast) {
     }
 }
 
-// Operands that are constant along rows, along columns or altogether, of another dtype, and outputs
-// that are operands.
+// Operands that are constant along rows, columns or altogether, of another dtype, and outputs that alias operands.
 TEST(CudaElementwise, BroadcastOfWholePieces) {
   SHEAF_NEEDS_GPU();
   const Shape shape{6, 5, 48};
@@ -180,7 +178,7 @@ TEST(CudaElementwise, Backwards) {
     }
 }
 
-// At the limits, beyond them, and where there is no number, with infinite gradients: as on the CPU, which has tests of it.
+// At the limits, beyond them, and for NaN, with infinite gradients: as on the CPU, where this has its own tests.
 TEST(CudaElementwise, ClampedSwigluAtTheLimits) {
   SHEAF_NEEDS_GPU();
   const double some[] = {2, -2, 2.5, -2.5, INFINITY, -INFINITY, NAN, 0.5};

@@ -9,7 +9,7 @@ namespace {
 
 using namespace sheaf::testing;
 
-/// Tokens whose frequencies fall off: token 0 has about `share` of all.
+/// Tokens of decreasing frequency: token 0 makes up about `share` of all.
 Array tokens_of(DType d, const Shape& shape, int64_t vocabulary, double share = 0,
                 const Shape& strides = {}, int seed = 1) {
   Array t(d, shape, strides);
@@ -28,7 +28,7 @@ void run_backward(const OnGpu& tokens, const OnGpu& dout, const OnGpu& dtable, b
       without_data(tokens), without_data(dout), without_data(dtable)));
   cuda::embedding_backward(OnGpu::stream(), tokens, dout, part.value_or(whole_table(dtable)),
                            dtable, accumulate, scratch);
-  cuda::synchronize(OnGpu::stream());  // before the scratch goes
+  cuda::synchronize(OnGpu::stream());  // before the scratch is freed
 }
 
 TEST(CudaEmbedding, Forward) {
@@ -112,8 +112,8 @@ TEST(CudaEmbedding, PartsOfATable) {
   EXPECT_EQ(y.at(6), 0.0);
 }
 
-/// Gradients of tokens with few rows have the CPU's bits, others are close to its sums in f64:
-/// f32 sums of hundreds of numbers of either sign.
+/// Gradients of tokens with few rows have the CPU's bits, others are close to its sums in f64: f32
+/// sums of hundreds of numbers of both signs.
 void compare(DType d, DType into, const Array& tokens, int64_t vocabulary, int64_t width,
              bool few) {
   Shape shape = tokens.view().shape;
@@ -204,7 +204,7 @@ TEST(CudaEmbedding, TokensOutsideAreLeftOutOfTheGradient) {
 
 TEST(CudaEmbedding, AGradientDependsOnItsOwnRowsAlone) {
   SHEAF_NEEDS_GPU();
-  // Token 5's rows stay where they are; how many smaller tokens there are changes.
+  // Token 5's rows stay the same; the number of tokens with smaller ids changes.
   const Array dout = Array::random(kF32, {4000, 40}, 1), blank(kF32, {9, 40});
   std::vector<Array> seen;
   for (int turn = 0; turn < 3; ++turn) {

@@ -1,5 +1,4 @@
-// That the emulated GPU runs blocks, barriers and warps as CUDA does, and catches what CUDA leaves
-// undefined. Empty in builds for a real one.
+// The emulated GPU runs blocks, barriers and warps as CUDA does, and detects what CUDA leaves undefined. Empty in builds for a real one.
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
 
 #if SHEAF_CUDA_EMULATED
@@ -119,7 +118,7 @@ TEST(CudaEmulation, MisalignedAccessesAreErrors) {
   EXPECT_EQ(memory.back().at(11), 3);
 }
 
-// A product of 16 x 16 matrices, whose operands are transposed on the way, by a warp.
+// A product of 16 x 16 matrices by a warp, whose operands may be transposed on loading.
 __global__ void multiply_sixteen(const bf16* a, const bf16* b, float* c, bool a_columns, bool b_columns) {
   constexpr int kPitch = 24;
   alignas(16) __shared__ bf16 tiles[2][16 * kPitch];
@@ -264,7 +263,7 @@ TEST(CudaEmulation, RacesAreErrors) {
              read_neighbours, to, tile, order, apart);
       synchronize(OnGpu::stream());
     };
-    // In shared memory, the neighbour may not have written yet.
+    // In shared memory, where the neighbour may not have written yet.
     const char* const error = tile ? "[tile] race: " : "[tile] ";
     for (Order order : {Order::none, Order::shuffle})
       expect_error([&] { run(order, 32, 1); }, error);
@@ -308,7 +307,7 @@ TEST(CudaEmulation, StreamsRunAsLateAsTheyMay) {
   const EventHandle event = make_event();
   copy_bytes(one, b.view().data, a.view().data, 4, Copy::on_device);
   record(event, one);
-  copy_bytes(two, c.view().data, b.view().data, 4, Copy::on_device);  // behind nothing
+  copy_bytes(two, c.view().data, b.view().data, 4, Copy::on_device);  // ordered after nothing
   EXPECT_EQ((synchronize(two), c.back().at(0)), 0);
   wait(two, event);
   copy_bytes(two, c.view().data, b.view().data, 4, Copy::on_device);
@@ -351,20 +350,20 @@ TEST(CudaEmulation, AGraphRunsWhatItsCaptureRecorded) {
   const TwoStreams s;
   const Cell a, b, c;
   int ten = 10;
-  add(s.one, a, b, 1);  // before the capture: in front of the graph
+  add(s.one, a, b, 1);  // before the capture: at the front of the graph
   s.begin();
   add(s.one, a, b, ten);
   add(s.two, b, c, 1);
-  ten = 1000;  // arguments are those of the launch
+  ten = 1000;  // arguments are those at launch time
   const GraphHandle graph = s.end();
   EXPECT_FALSE(capturing(s.one) || capturing(s.two));
   synchronize(s.one), synchronize(s.two);
-  EXPECT_EQ(a.value(), 1);  // nothing of it has run
+  EXPECT_EQ(a.value(), 1);  // nothing has run yet
   EXPECT_EQ(b.value(), 0);
   for (int n = 0; n < 3; ++n) launch_graph(graph, s.one);
   synchronize(s.one);
   EXPECT_EQ(b.value(), 3);
-  // Each time the other stream's part, which nothing puts behind this one, ran first.
+  // In each replay the other stream's part, which nothing orders after this one, ran first.
   EXPECT_EQ(a.value(), 1 + 3 * 10 + (1 + 2 + 3));
   destroy_graph(graph);
 }
@@ -375,7 +374,7 @@ TEST(CudaEmulation, AGraphKeepsTheOrderThatEventsGave) {
   s.begin();
   add(s.one, a, c, 1);
   record(s.fork, s.one), wait(s.two, s.fork);
-  add(s.two, b, a, 0);  // behind it
+  add(s.two, b, a, 0);  // ordered after it
   const GraphHandle graph = s.end();
   for (int n = 0; n < 3; ++n) launch_graph(graph, s.one);
   synchronize(s.one);
@@ -391,7 +390,7 @@ TEST(CudaEmulation, MisuseOfACaptureIsAnError) {
     expect_error([&] { misuse(s); }, part);
     expect_error([&] { end_capture(s.one); }, "[cudaStreamEndCapture] the capture failed before: ");
     EXPECT_FALSE(capturing(s.one));
-    add(s.one, a, b, 1);  // the stream runs again
+    add(s.one, a, b, 1);  // the stream works again
     synchronize(s.one);
   };
   capture_fails("[cudaStreamSynchronize] operation not permitted when stream is capturing",

@@ -30,7 +30,7 @@ TEST(CudaExperts, RoutesInParts) {
     Array choices(kI64, {sequences, tokens, k});
     choices.fill([&, n = experts](int64_t i) { return static_cast<double>((i * i / 3 + i) % 311 % n); });
     Array slots(kI32, {sequences, tokens, k}), sources(kI32, {parts, sequences, groups, room}), counts(kI32, {experts, sequences, groups});
-    for (Array* x : {&slots, &sources, &counts}) x->fill([](int64_t) { return 5; });  // what was there is -1 otherwise
+    for (Array* x : {&slots, &sources, &counts}) x->fill([](int64_t) { return 5; });  // previous contents are -1 elsewhere
     const OnGpu gchoices(choices), gslots(slots), gsources(sources), gcounts(counts);
     cuda::route(OnGpu::stream(), gchoices, places, gslots, gsources, gcounts);
     cpu::route(choices, places, slots, sources, counts);
@@ -41,14 +41,14 @@ TEST(CudaExperts, RoutesInParts) {
 }
 
 // Rows of one expert in several groups, none of some, and not all in use; widths of whole packs and others; weights as they are and
-// turned round; more experts than a block has threads.
+// transposed; more experts than a block has threads.
 TEST(CudaExperts, ProductsOfParts) {
   SHEAF_NEEDS_GPU();
   struct Case { int64_t experts, parts, groups, room, in, out; };
   for (DType d : {kF32, kF64, kBF16, kF16})
     for (const auto& [experts, parts, groups, room, in, out] :
          {Case{3, 1, 2, 150, 40, 136}, Case{5, 2, 3, 41, 24, 48}, Case{4, 3, 1, 70, 37, 19}, Case{270, 1, 1, 300, 16, 8},
-          Case{2, 1, 2, 400, 232, 264}, Case{2, 1, 2, 400, 201, 131}, Case{3, 3, 2, 60, 40, 48}}) {  // the last: experts that are mostly empty
+          Case{2, 1, 2, 400, 232, 264}, Case{2, 1, 2, 400, 201, 131}, Case{3, 3, 2, 60, 40, 48}}) {  // last: mostly empty experts
       Array counts(kI32, {experts, groups});
       std::vector<int64_t> begins(static_cast<size_t>(experts * groups)), used(static_cast<size_t>(parts * groups));
       const ExpertParts p{experts, parts};
@@ -105,7 +105,7 @@ TEST(CudaExperts, ProductsOfParts) {
     }
 }
 
-// Rows that do not lie behind one another, and counts of more than there is: what does not fit is not computed, as on the CPU.
+// Rows that are not contiguous, and counts larger than the number of rows: rows that do not exist are not computed, as on the CPU.
 TEST(CudaExperts, ProductsOfPartsOfAnyStridesAndCounts) {
   SHEAF_NEEDS_GPU();
   const int64_t experts = 3, groups = 2, room = 40, in = 24, out = 40;
@@ -151,7 +151,7 @@ TEST(CudaExperts, RoutesAndRows) {
     for (DType d : {kF32, kF64, kBF16, kF16})
       for (int64_t width : {1, 16, 37, 264}) {
         const DType wide = d == kF64 ? kF64 : kF32;
-        // Rows of one matrix inside of a wider one.
+        // Rows of one matrix inside a wider one.
         const Shape pitch{tokens * (width + 3), width + 3, 1};
         const Array x = Array::random(d, {sequences, tokens, width}, 1, 1, pitch), w = Array::random(wide, {sequences, tokens, k}, 2),
                     rows(d, {experts, sequences, groups, places, width}), y(d, {sequences, tokens, width}, pitch),
@@ -169,7 +169,7 @@ TEST(CudaExperts, RoutesAndRows) {
         cuda::choice_dots(OnGpu::stream(), grows, gx, gslots, gdots);
         cpu::choice_dots(rows, x, slots, dots);
         EXPECT_LT(scaled_error(gdots.back(), values(dots)), 40 * epsilon(wide)) << name(d) << width;
-        // Of the rows of some parts.
+        // Of the rows of only some parts.
         const int64_t first = 2, some = 3, part = sequences * groups * places * width * static_cast<int64_t>(size_of(d));
         const auto of_some = [&](const View& v) { return View::dense(v.as<char>() + first * part, d, {some, sequences, groups, places, width}); };
         cuda::from_experts(OnGpu::stream(), of_some(grows.view()), gw.view(), gslots, gy, first);
@@ -182,7 +182,7 @@ TEST(CudaExperts, RoutesAndRows) {
   }
 }
 
-// A choice that is no expert cannot be reported: it is dropped.
+// An invalid expert index cannot be reported: the choice is dropped.
 TEST(CudaExperts, ChoicesThatAreNoExpert) {
   SHEAF_NEEDS_GPU();
   const Array choices = Array::of(kI64, {1, 4, 1}, {0, 5, -1, 1}), slots(kI32, {1, 4, 1}), sources(kI32, {2, 1, 1, 4}),
@@ -196,7 +196,7 @@ TEST(CudaExperts, ChoicesThatAreNoExpert) {
 TEST(CudaExperts, Products) {
   SHEAF_NEEDS_GPU();
   for (DType d : {kF32, kF64, kBF16, kF16})
-    for (const bool cut : {false, true}) {  // groups of a rank, which do not lie behind one another
+    for (const bool cut : {false, true}) {  // groups of a rank, which are not contiguous
       const int64_t experts = 3, groups = 2, places = 21, in = 24, out = 40;
       const auto strides = [&](int64_t cols) {
         const int64_t step = places * cols;

@@ -11,7 +11,7 @@ namespace {
 
 using namespace sheaf::testing;
 
-// Rows and columns, whole tiles and parts of them, batches, gaps, and what has to be copied.
+// Rows and columns, whole and partial tiles, batches, gaps, and layouts that must be copied.
 struct Case {
   Shape shape, strides;  // empty: dense
 };
@@ -31,7 +31,7 @@ Array some(DType d, const Case& c) {
   const int64_t depth = c.shape.back(), rows = x.view().numel() / depth;
   for (int64_t i = 0; i < x.view().numel(); ++i)  // of many sizes, and zeros
     x.set(i, x.at(i) * std::pow(10.0, static_cast<double>(i / depth % 7 - 3)) * (i % 11 == 0 ? 0 : i % 3 == 0 ? 1e-3 : 1));
-  if (rows > 2) x.set(depth * 2 - 1, NAN);  // of the row before the last but some
+  if (rows > 2) x.set(depth * 2 - 1, NAN);  // the last element of row 1
   return x;
 }
 
@@ -77,7 +77,7 @@ TEST(CudaFp8, CodesStandForTheSame) {
     }
 }
 
-/// How often the library has, or has not, known a product of codes so far.
+/// How often the library has, or has not, supported an FP8 product so far.
 struct Known {
   int64_t yes = 0, no = 0;
 };
@@ -92,13 +92,13 @@ Known known() {
   return out;
 }
 
-/// What its sums differ by: Hopper's products of FP8 add up in fewer bits than f32 has, by the report of DeepSeek-V3 (section 3.3.2)
-/// in 14. Of the largest result.
+/// The error bound of its sums: Hopper's FP8 products accumulate in fewer bits than f32 has, in 14 according to DeepSeek-V3's report
+/// (section 3.3.2). Relative to the largest result.
 double bound_of(DType d) { return std::max(2 * epsilon(d), 0x1p-11); }
 
-// The three products of a linear layer against those of the CPU, whose bits fp8_test there pins to the definition: where cuBLASLt
-// may have products of FP8 (rows of whole 16 bytes, narrow biases), where it may not, and where it refuses them (the emulated one does
-// 48 to add up).
+// The three products of a linear layer against those of the CPU, whose bits the CPU's fp8_test pins to the definition: where cuBLASLt may
+// have FP8 products (rows of a multiple of 16 bytes, narrow biases), where it may not, and where it refuses them (the emulated one refuses
+// depth 48).
 TEST(CudaFp8, ProductsOfLinearLayers) {
   SHEAF_NEEDS_GPU();
   struct Sizes {
@@ -138,7 +138,7 @@ TEST(CudaFp8, ProductsOfLinearLayers) {
   }
 }
 
-// What cuBLASLt is there for: where a GPU has FP8 at all, it takes this.
+// On a GPU that has FP8 at all, cuBLASLt must support this product.
 TEST(CudaFp8, ALargeProductIsOneOfCodes) {
   SHEAF_NEEDS_GPU();
   const Array x = Array::random(kBF16, {256, 256}, 1), w = Array::random(kBF16, {256, 256}, 2), y(kBF16, {256, 256});
@@ -156,7 +156,7 @@ TEST(CudaFp8, ALargeProductIsOneOfCodes) {
 
 TEST(CudaFp8, ProductsOfExperts) {
   SHEAF_NEEDS_GPU();
-  for (const bool cut : {false, true}) {  // groups of a rank, which do not lie behind one another
+  for (const bool cut : {false, true}) {  // groups of a rank, which are not contiguous
     const int64_t experts = 3, groups = 2, places = 22, in = 32, out = 48;
     const auto strides = [&](int64_t cols) {
       const int64_t step = places * cols;

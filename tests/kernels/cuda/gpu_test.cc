@@ -1,4 +1,4 @@
-// A rank's GPU: its allocator, copies between host and device, and tensors that live there.
+// A rank's GPU: its allocator, copies between host and device, and tensors in its memory.
 #include "sheaf/kernels/cuda/gpu.h"
 
 #include <chrono>
@@ -53,12 +53,13 @@ TEST(Gpu, AllocatorMergesWhatIsFreeAndGrowsByWhatIsMissing) {
       ASSERT_EQ(memory->stats().peak, most);
     }
     for (const auto& [block, bytes] : blocks) memory->free(block, bytes);
-    // All is one free block again: what was reserved can be had whole, without growing.
+    // All memory is one free block again: what was reserved can be allocated as one block, without
+    // growing.
     const int64_t reserved = memory->stats().reserved;
     void* all = memory->allocate(static_cast<size_t>(reserved));
     EXPECT_EQ(memory->stats().reserved, reserved);
     memory->free(all, static_cast<size_t>(reserved));
-    // Half as much again needs half as much more.
+    // A block 48 MiB larger needs only about that much more.
     const auto larger = static_cast<size_t>(reserved) + (static_cast<size_t>(48) << 20);
     all = memory->allocate(larger);
     EXPECT_LE(memory->stats().reserved, static_cast<int64_t>(larger) + (32 << 20));
@@ -80,7 +81,7 @@ TEST(Gpu, OutOfMemorySaysWhatThereIs) {
                 std::string::npos)
           << e.what();
     }
-    memory->free(memory->allocate(1 << 20), 1 << 20);  // it goes on
+    memory->free(memory->allocate(1 << 20), 1 << 20);  // the allocator still works
     memory->free(some, 1 << 20);
   }
 }
@@ -111,7 +112,7 @@ TEST(Gpu, KernelsAndCopiesReachTheHostsMemory) {
     const int64_t bytes = 4 * kCount, live = gpu.memory()->stats().live;
     const Type type{kF32, {kCount}, {}};
     const void* first = nullptr;
-    for (const float value : {2.5f, -1.0f}) {  // the second lies where the first has lain
+    for (const float value : {2.5f, -1.0f}) {  // the second reuses the first one's memory
       const Tensor x = Tensor::empty(type, gpu.device(), MemoryKind::host);
       EXPECT_EQ(x.device(), gpu.device());
       kernels::cuda::fill(gpu.compute(), x.view(), value);
@@ -121,7 +122,7 @@ TEST(Gpu, KernelsAndCopiesReachTheHostsMemory) {
       EXPECT_FALSE(gpu.holds(x.view().data));
       EXPECT_TRUE(!first || x.view().data == first);
       first = x.view().data;
-      // A kernel of values there and on the device.
+      // A kernel whose operands are host memory and device memory.
       const Tensor y = x.clone();
       EXPECT_EQ(gpu.memory()->stats().live, live + bytes);
       kernels::cuda::add_into(gpu.compute(), x.view(), y.view());
@@ -184,13 +185,13 @@ TEST(Gpu, AGraphRunsAgainOnMemoryOfItsOwn) {
           copy(gpu, middle, in);
           out = blank(gpu, kCount);
           copy(gpu, out, middle);
-        }  // freed: to be had again in this capture, and by nobody else
+        }  // freed: reusable in this capture, and by nobody else
         const int64_t reserved = gpu.memory()->stats().reserved;
         EXPECT_NE(blank(gpu, kCount).view().data, out.view().data);
         EXPECT_EQ(gpu.memory()->stats().reserved, reserved);
         graph = capture.finish();
       }
-      // Alive: the input, and the most that the capture had at once.
+      // Live: the input, and the peak of the capture.
       EXPECT_EQ(gpu.memory()->stats().live - before.live, 3 * kCount * 4);
       std::vector<Tensor> others;
       for (int i = 0; i < 20; ++i) others.push_back(floats(kCount, 7).to(gpu.device()));
@@ -200,7 +201,7 @@ TEST(Gpu, AGraphRunsAgainOnMemoryOfItsOwn) {
         EXPECT_EQ(out.to_vector(), std::vector<float>(kCount, value));
       }
       for (const Tensor& t : others) ASSERT_EQ(t.to_vector(), std::vector<float>(kCount, 7));
-      // What lives in its memory outlives it.
+      // Tensors in its memory outlive it.
       graph.reset();
       EXPECT_EQ(out.to_vector(), std::vector<float>(kCount, 3));
       EXPECT_EQ(gpu.memory()->stats().live - before.live, (2 + 20) * kCount * 4);
@@ -253,7 +254,7 @@ TEST(Gpu, AGraphKeepsTheHostsMemoryThatItUses) {
         middle = there.view().data;
         copy(gpu, there, in), copy(gpu, out, there);
       }
-      EXPECT_EQ(on_host().view().data, middle);  // freed, and had again in the same capture
+      EXPECT_EQ(on_host().view().data, middle);  // freed, and reused in the same capture
       graph = capture.finish();
     }
     EXPECT_NE(middle, from_before);  // which each replay reads
@@ -271,7 +272,7 @@ TEST(Gpu, AGraphKeepsTheHostsMemoryThatItUses) {
       EXPECT_EQ(other_out.to_vector(), std::vector<float>(1000, 5));
     }
     for (const Tensor& t : others) ASSERT_EQ(t.to_vector(), std::vector<float>(1000, 7));
-    // Both serve others again when the graph has gone.
+    // Both can be reused by others once the graph is destroyed.
     const int64_t reserved = gpu.host_memory()->stats().reserved;
     graph.reset();
     const Tensor first = on_host(), second = on_host();
@@ -368,7 +369,7 @@ TEST(Gpu, TimedEventsTellHowLongTheDeviceTook) {
     if constexpr (kernels::kHasCuda) {
       namespace cuda = kernels::cuda;
       const auto memory = Storage::allocate(gpu.device(), 64 << 20);
-      // What the device did between two points: more of it takes longer, whatever the host does
+      // The device's time between two points: more work takes longer, whatever the host does
       // meanwhile.
       const auto seconds = [&](int fills) {
         cuda::EventHandle begin = cuda::make_timed_event(), end = cuda::make_timed_event();
@@ -398,7 +399,7 @@ TEST(Gpu, ALaunchIsNotBlamedForWhatWasRefusedBefore) {
       using namespace std::chrono_literals;
       kernels::cuda::idle(gpu.compute(), 20ms);
       const Event idle = gpu.record(gpu.compute());
-      idle.ready();  // CUDA's word for "not yet" is an error of this thread, too
+      idle.ready();  // CUDA reports "not yet" as an error of this thread, too
       EXPECT_NO_THROW(kernels::cuda::idle(gpu.compute(), 0ms));
       EXPECT_THROW(kernels::cuda::allocate(size_t{1} << 50), OutOfMemory);
       EXPECT_NO_THROW(kernels::cuda::idle(gpu.compute(), 0ms));

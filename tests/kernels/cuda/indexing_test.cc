@@ -2,7 +2,7 @@
 
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
 
-// Against the CPU's kernels: bit for bit, but for running sums of floats.
+// Against the CPU's kernels: bit for bit, except for running sums of floats.
 namespace sheaf::kernels {
 namespace {
 
@@ -118,8 +118,8 @@ TEST(CudaIndexing, ScatterAdd) {
                           {kU8, kI32}})
     for (bool strided : {false, true}) {
       for (int dim = 0; dim < 3; ++dim) {
-        compare_scatter(to, from, {5, 6, 7}, dim, 9, strided);    // a thread a line
-        compare_scatter(to, from, {5, 6, 7}, dim, 200, strided);  // parts of a line
+        compare_scatter(to, from, {5, 6, 7}, dim, 9, strided);    // a thread per line
+        compare_scatter(to, from, {5, 6, 7}, dim, 200, strided);  // several threads per line
         if (to == kF32) compare_scatter(to, from, {70, 3, 65}, dim, 33, strided);
       }
       compare_scatter(to, from, {300}, 0, 1000, strided);    // one line
@@ -147,7 +147,7 @@ TEST(CudaIndexing, TakeAdd) {
 }
 
 TEST(CudaIndexing, ManyLinesWithOneIndex) {
-  SHEAF_NEEDS_GPU();  // more groups of 32 lines than warps are worth having
+  SHEAF_NEEDS_GPU();  // more groups of 32 lines than there are useful warps
   const Shape shape{6, 140000};
   const Array before = numbers(kF32, shape, 1), src = numbers(kF32, {9, 140000}, 2),
               index = indices(kI64, {9}, 6), want = before.clone();
@@ -170,7 +170,7 @@ TEST(CudaIndexing, SumsLeaveOutIndicesOutside) {
   cuda::take_add(OnGpu::stream(), out, 0, gindex, gsrc);
   cpu::take_add(want, 0, inside, less);
   EXPECT_EQ(values(out.back()), values(want));
-  // The same with an index a line: a thread a line, and parts of a line.
+  // The same with one index per line: a thread per line, and several per line.
   for (int64_t n : {20, 90}) {
     const auto part = [n](View v) {
       v.shape = {n, 3};
@@ -260,7 +260,7 @@ TEST(CudaIndexing, DocumentsBeginWhereTheCpuSays) {
   SHEAF_NEEDS_GPU();
   for (const DType d : {kI64, kI32, kU16, kU8})
     for (const int64_t tokens : {1, 31, 32, 33, 200})
-      for (const int ends : {1, 3, 40})  // one token in so many ends a document
+      for (const int ends : {1, 3, 40})  // one token in this many ends a document
         for (const bool strided : {false, true}) {
           Array x(d, {9, tokens}, strided ? Shape{2, 20} : Shape{tokens, 1});
           std::mt19937 engine(static_cast<unsigned>(tokens));

@@ -1,5 +1,5 @@
-// Positions of strided operands, for more elements than a test can have in memory. Empty in builds
-// for a real GPU: what is tested are functions of the device, called here as the emulated one.
+// Positions in strided operands with more elements than a test can allocate. Empty in builds for a
+// real GPU: it tests device functions, which are called as on the emulated GPU.
 #include <random>
 #include <set>
 

@@ -27,7 +27,7 @@ namespace fs = std::filesystem;
 constexpr const char* kSoname = "libsheaf_test_library.so.1";
 constexpr const char* kNowhere = "libsheaf_no_such_library.so.1";
 
-/// A folder for one test; variables that libraries are looked up by are unset.
+/// A folder for one test; environment variables for library lookup are unset.
 class CudaLibrary : public ::testing::Test {
  protected:
   void SetUp() override {

@@ -24,7 +24,7 @@ struct Results {
   Array loss, lse, dx, dw;
 };
 
-/// Forward, then backward of `upstream` times the loss.
+/// Forward, then backward with `upstream` as the loss's gradient.
 Results expected(const Array& x, const Array& w, const Array& targets, double upstream, HeadRules rules = kIgnore) {
   const Array wide_x = in_f64(x), wide_w = in_f64(w), dloss = Array::of(kF64, Shape{}, {upstream});
   Results r{Array(kF64, Shape{}), Array(kF64, targets.view().shape), Array(kF64, x.view().shape),
@@ -82,7 +82,7 @@ TEST(CudaLinearCrossEntropy, ForwardAndBackward) {
         const HeadRules rules(kIgnore, cap, z_loss);
         const Results want = expected(x, w, targets, 0.5, rules), one = expected(x, w, targets, 1, rules);
         const std::string where = str(d, ' ', dw_dtype, ' ', rows, " softcap ", cap, " z ", z_loss);
-        const double most = (z_loss != 0 && rows > 1000 ? 40 : 15) * epsilon(d);  // a product may add a chunk's rows one after the other
+        const double most = (z_loss != 0 && rows > 1000 ? 40 : 15) * epsilon(d);  // a product may add a chunk's rows sequentially
         const Results got = on_gpu(x, w, targets, 0.5, dw_dtype, rules);
         EXPECT_LT(scaled_error(got.loss, values(want.loss)), d == kF64 ? 1e-13 : 1e-6) << where;
         EXPECT_LT(scaled_error(got.lse, values(want.lse)), d == kF64 ? 1e-13 : 1e-6) << where;
@@ -101,7 +101,8 @@ TEST(CudaLinearCrossEntropy, ForwardAndBackward) {
     }
 }
 
-// Rows of which shared memory holds half, and too little even of a block's own multiprocessor.
+// Rows of which shared memory holds half, and rows of which it holds too little even for a block with
+// a multiprocessor to itself.
 TEST(CudaLinearCrossEntropy, LongRows) {
   SHEAF_NEEDS_GPU();
   for (auto [d, vocabulary] :
@@ -111,7 +112,7 @@ TEST(CudaLinearCrossEntropy, LongRows) {
     const Results want = expected(x, w, targets, 1), two = on_gpu(x, w, targets, 1, d),
                   fused = fused_on_gpu(x, w, targets, d);
     EXPECT_LT(scaled_error(fused.loss, values(want.loss)), d == kF64 ? 1e-13 : 1e-6) << name(d);
-    // A product may add all of the vocabulary one after the other.
+    // A product may add up the whole vocabulary sequentially.
     const double most = (statistics_of(d) == d ? 100 : 10) * epsilon(d);
     EXPECT_LT(scaled_error(fused.dx, values(want.dx)), most) << name(d);
     EXPECT_TRUE(same_bits(fused.loss, two.loss) && same_bits(fused.dx, two.dx) &&
@@ -125,7 +126,7 @@ TEST(CudaLinearCrossEntropy, StridesAndIndexTypes) {
   const int64_t vocabulary = 45, width = 24;
   const Array w = Array::random(kBF16, {vocabulary, width}, 2, 0.5, {40, 1});
   for (DType index : {kI64, kI32, kU16, kU8}) {
-    // The last but one position of every sequence, say: rows and targets are not evenly spaced.
+    // Such as all positions but the last of every sequence: rows and targets are not evenly spaced.
     const Array x = Array::random(kBF16, {3, 6, width}, 1, 1, {10 * width, width, 1});
     const Array targets = targets_of(index, {3, 6}, vocabulary, {7, 1});
     const Results want = expected(x, w, targets, 1);
@@ -178,8 +179,7 @@ TEST(CudaLinearCrossEntropy, NoRowsAndTargetsOutOfRange) {
   }
 }
 
-// Part of a vocabulary, first, in the middle and empty; gradients of each row, strided; 8,300 rows
-// make two chunks.
+// Part of a vocabulary, the first, a middle one and an empty one; one gradient per row, strided; 8,300 rows make two chunks.
 TEST(CudaLinearLse, PartsOfAVocabulary) {
   SHEAF_NEEDS_GPU();
   const int64_t all = 61, width = 16;

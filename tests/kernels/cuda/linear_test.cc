@@ -35,7 +35,7 @@ Array bias_gradient(const Array& dy, const Array& blank) {
   return gb.back();
 }
 
-/// Both at once; `blank_bias` may be of another dtype than `blank`.
+/// Both gradients at once; `blank_bias` may be of another dtype than `blank`.
 std::pair<Array, Array> gradients(const Array& dy, const Array& x, const Array& blank,
                                   const Array& blank_bias) {
   const OnGpu gdy(dy), gx(x), gw(blank), gb(blank_bias);
@@ -147,8 +147,8 @@ TEST(CudaLinear, NarrowGradientsIntoF32) {
 
 TEST(CudaLinear, GradientsTogether) {
   SHEAF_NEEDS_GPU();
-  // Rows at 16 bytes in one kernel; else, for other dtypes and strides of the bias's gradient and
-  // for no rows, in two: then the bias's has the CPU's bits.
+  // With rows at 16 bytes in one kernel; otherwise, for other dtypes and strides of the bias's gradient and for no rows, in two: then the
+  // bias's gradient has the CPU's bits.
   for (int64_t rows : {192, 0})
     for (int64_t in : {48, 50}) {
       const Array dy = Array::random(kBF16, {rows, 40}, 1), x = Array::random(kBF16, {rows, in}, 2);
@@ -159,7 +159,7 @@ TEST(CudaLinear, GradientsTogether) {
             cpu::linear_bias_gradient(dy, want);
             const auto [dw, db] = gradients(dy, x, blank, blank_bias);
             const std::string where = str(rows, ' ', in, ' ', weight, ' ', bias, ' ', step);
-            // Sums of tensor cores are cut off, not rounded, and two kernels' in places of their own.
+            // Sums in tensor cores are truncated, not rounded, and the two kernels truncate at different places.
             constexpr double kCut = 1e-6;
             EXPECT_LT(scaled_error(dw, values(weight_gradient(dy, x, Array(kF32, {40, in})))),
                       2 * epsilon(weight) + kCut)
@@ -173,11 +173,11 @@ TEST(CudaLinear, GradientsTogether) {
     }
 }
 
-// While products are timed, the kernels that would do a fused product's further work are loaded and
-// not run: results are those that a product in two steps has, and no gradient is bent twice.
+// While products are timed, the kernels for a fused product's second step are loaded, but not run: results equal those of a product in two
+// steps, and no gradient is multiplied by the activation's derivative twice.
 TEST(CudaLinear, KernelsAreLoadedBesideFusedProducts) {
   SHEAF_NEEDS_GPU();
-  constexpr int64_t kRows = 40, kIn = 56, kOut = 24;  // of no other test here
+  constexpr int64_t kRows = 40, kIn = 56, kOut = 24;  // not used in any other test here
   const Array x = Array::random(kBF16, {kRows, kIn}, 1), w = Array::random(kBF16, {kOut, kIn}, 2),
               dy = Array::random(kBF16, {kRows, kOut}, 3), b = Array::random(kBF16, {kOut}, 4),
               in(kBF16, {kRows, kIn}), out(kBF16, {kRows, kOut});

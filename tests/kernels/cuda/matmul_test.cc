@@ -4,8 +4,8 @@
 
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
 
-// Against the CPU's product in f64 of the same (rounded) operands. Without a GPU this tests what
-// stands around cuBLASLt: which layouts, batches and copies make up a product.
+// Against the CPU's product in f64 of the same (rounded) operands. Without a GPU this tests the
+// code around cuBLASLt: which layouts, batches and copies make up a product.
 namespace sheaf::kernels {
 namespace {
 
@@ -72,9 +72,9 @@ TEST(CudaMatmul, BatchesAndStrides) {
         {{3, 1, 9, 8}, {}, {4, 8, 5}, {}, {3, 4, 9, 5}, {}},  // broadcast both ways
         {{1, 9, 8}, {}, {4, 8, 5}, {}, {4, 9, 5}, {}},        // a shared by the batches
         {{9, 8}, {}, {3, 4, 8, 5}, {}, {3, 4, 9, 5}, {}},     // of lower rank
-        // Heads of a packed projection: [B, T, H, D] as [B, H, T, D], by its transpose.
+        // Heads of a packed projection: [B, T, H, D] as [B, H, T, D], by a transpose.
         {{2, 3, 8, 16}, {8 * 48, 16, 48, 1}, {2, 3, 16, 8}, {8 * 48, 16, 1, 48}, {2, 3, 8, 8}, {}},
-        // The result goes back among heads.
+        // The result is written back between other heads.
         {{2, 3, 8, 8}, {}, {2, 3, 8, 16}, {8 * 48, 16, 48, 1}, {2, 3, 8, 16}, {8 * 48, 16, 48, 1}},
         // No unit stride in a, in b, in c.
         {{2, 9, 8}, {900, 3, 40}, {2, 8, 5}, {500, 60, 2}, {2, 9, 5}, {}},
@@ -83,7 +83,7 @@ TEST(CudaMatmul, BatchesAndStrides) {
         // Broadcast rows, batches of either operand.
         {{2, 9, 8}, {0, 8, 1}, {2, 8, 5}, {40, 0, 1}, {2, 9, 5}, {}},
         {{2, 9, 8}, {8, 0, 1}, {2, 8, 5}, {40, 5, 1}, {2, 9, 5}, {}},
-        // Rows closer than they are long: overlapping windows.
+        // Rows closer together than they are long: overlapping windows.
         {{9, 8}, {1, 1}, {8, 5}, {}, {9, 5}, {}},
         {{9, 8}, {3, 1}, {8, 5}, {}, {9, 5}, {}},
         {{90, 6, 8}, {}, {90, 8, 5}, {}, {90, 6, 5}, {}},

@@ -2,7 +2,7 @@
 
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
 
-// Against the CPU's kernels in f64, which have tests of their own.
+// Against the CPU's kernels in f64, which have their own tests.
 namespace sheaf::kernels {
 namespace {
 
@@ -104,7 +104,7 @@ void compare(const Operands& o) {
     for (int64_t r = 0; r < want.mean.view().numel(); ++r)  // of values around 1
       EXPECT_NEAR(got.mean.at(r), want.mean.at(r), statistic) << where;
   }
-  if (o.x.view().shape.back() == 1) return;  // gradients of a row of one are zero but for rounding
+  if (o.x.view().shape.back() == 1) return;  // gradients of rows of one element are zero but for rounding
   if (o.has_dx) {
     EXPECT_LT(scaled_error(got.dx, values(want.dx)), 2 * bound) << where;
   }
@@ -116,7 +116,7 @@ void compare(const Operands& o) {
   }
 }
 
-// Rows of a warp, of a block, of several pieces a thread, too wide for registers, and of 48 KiB.
+// Rows of a warp, of a block, of several pieces per thread, too wide for registers, and of 48 KiB.
 const Shape kShapes[] = {{5, 7},     {2, 3, 64}, {1100, 33}, {1, 768},  {65, 1},   {100},
                          {300, 257}, {37, 1000}, {9, 2052},  {3, 4104}, {2, 8200}, {3, 1500}, {2, 12288}};
 
@@ -145,8 +145,7 @@ TEST(CudaNorm, RowsTooLongForSharedMemory) {
   compare(random(false, kF32, {2, 60000}));
 }
 
-// The norm of x + r has the bits of the norm of the sum; so have the gradients of weight and bias,
-// and that of the sum takes in dsum.
+// The norm of x + r has the bits of the norm of the sum, and so do the gradients of weight and bias; the sum's gradient includes dsum.
 void compare_to_add_and_norm(bool layer, DType d, const Shape& shape, const Shape& strides = {}) {
   Operands o = random(layer, d, shape, strides);
   o.r = Array::random(d, shape, 5, 1, strides), o.dsum = Array::random(d, shape, 6, 1, strides);
@@ -166,7 +165,7 @@ void compare_to_add_and_norm(bool layer, DType d, const Shape& shape, const Shap
   }
   const Results exact = on_cpu_in_f64(apart);
   EXPECT_LT(scaled_error(got.dx, values(added(exact.dx, o.dsum, kF64))), 8 * epsilon(d)) << where;
-  if (statistics_of(d) == d) {  // wide elements: as an addition after the norm's backward
+  if (statistics_of(d) == d) {  // wide elements: like an addition after the norm's backward
     EXPECT_TRUE(same_bits(got.dx, added(want.dx, o.dsum, d))) << where;
   }
 }
@@ -187,7 +186,7 @@ TEST(CudaNorm, StridesAndOtherRowsChangeNothing) {
     for (int64_t width : {100, 1600}) {
       const Shape shape{2, 50, width};
       const Results dense = on_gpu(random(true, d, shape)), again = on_gpu(random(true, d, shape));
-      for (int64_t gap : {16, 17}) {  // rows at 16 bytes, and not
+      for (int64_t gap : {16, 17}) {  // rows aligned to 16 bytes, and not
         const Operands o = random(true, d, shape, {60 * (width + gap), width + gap, 1});
         const Results r = on_gpu(o);
         EXPECT_TRUE(same_bits(r.y, dense.y) && same_bits(r.dx, dense.dx)) << name(d) << width;

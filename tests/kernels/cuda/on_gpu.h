@@ -1,6 +1,6 @@
-// Running a CUDA kernel on test data: arrays are copied to the GPU with their strides, gaps and
-// poison, and back. With --config=emulated the GPU is kernels/cuda/emulation.h; without one
-// the tests skip and say so.
+// Runs a CUDA kernel on test data: arrays are copied to the GPU with their strides, gaps and
+// poison, and back. With --config=emulated the GPU is kernels/cuda/emulation.h; without a GPU the
+// tests skip and say so.
 #pragma once
 
 #include <cstdlib>
@@ -16,8 +16,8 @@
 
 namespace sheaf::testing {
 
-/// Device memory with the contents of an array, gaps included. It begins where whole packs do; with
-/// SHEAF_SHIFT_OPERANDS in the environment, one element later.
+/// Device memory with the contents of an array, gaps included. Aligned for whole packs; with
+/// SHEAF_SHIFT_OPERANDS in the environment, shifted by one element.
 class OnGpu {
  public:
   OnGpu() = default;  ///< an absent operand: View{}
@@ -34,7 +34,7 @@ class OnGpu {
   const View& view() const { return view_; }
   operator const View&() const { return view_; }
 
-  /// Brings the contents back into a copy of the array. Waits for the stream.
+  /// Copies the contents back into a copy of the array. Waits for the stream.
   Array back() const {
     Array out = host_.clone();
     kernels::cuda::synchronize(stream());
@@ -57,7 +57,7 @@ class OnGpu {
   View view_;
 };
 
-/// Workspace on the GPU of exactly the bytes asked for, filled with NaN patterns.
+/// GPU workspace of exactly the requested bytes, filled with NaN patterns.
 class GpuScratch {
  public:
   explicit GpuScratch(size_t bytes)
@@ -71,7 +71,7 @@ class GpuScratch {
   std::shared_ptr<void> memory_;
 };
 
-/// Dense values of f32 or bf16, every fifth made subnormal: in its bits, since a thread that
+/// Dense values of f32 or bf16, every fifth made subnormal: via its bits, since a thread that
 /// flushes such numbers cannot compute one.
 inline Array with_subnormals(Array x) {
   for (int64_t i = 0; i < x.view().numel(); i += 5)

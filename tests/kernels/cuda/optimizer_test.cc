@@ -2,16 +2,15 @@
 
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
 
-// The same bits as the CPU's kernels on threads that flush subnormal numbers, as all threads of a
-// rank do. What this also shows, in a build for a real GPU: that what nvcc compiled links into our
-// programs.
+// The same bits as the CPU's kernels on threads that flush subnormal numbers, as all threads of a rank do. In a build for a real GPU this
+// also shows that code compiled by nvcc links into our programs.
 namespace sheaf::kernels {
 namespace {
 
 using namespace sheaf::testing;
 
-/// A shard of n elements: padding at its begin, in between and at its end, segments that begin and
-/// end inside of vectors, some shorter than one, an empty one, and one over several thread blocks.
+/// A shard of n elements: padding at its beginning, in between and at its end, segments that begin and end inside vectors, some shorter
+/// than one, an empty one, and one over several thread blocks.
 Array segments_of(int64_t n) {
   std::vector<double> table;
   int64_t at = 1;

@@ -74,7 +74,8 @@ TEST(ProductChoices, TextAndBack) {
     EXPECT_TRUE(other.find(some_shape(5))->timed);
     EXPECT_FALSE(other.find(some_shape(4))->supported);
     EXPECT_FALSE(other.find(some_shape(6)));
-    // Damaged text is refused as a whole: cut anywhere, and with any character gone or another.
+    // Damaged text is refused as a whole: truncated anywhere, or with any character removed or
+    // replaced.
     for (size_t cut = 0; cut < text.size(); ++cut) {
       ProductChoices none;
       const std::string_view part = std::string_view(text).substr(0, cut);
@@ -309,7 +310,7 @@ TEST(Product, AppliesGeluOnlyWhereOneKernelCan) {
       EXPECT_FALSE(gemm_with(OnGpu::stream(), g, fused, gother, scratch));
     EXPECT_TRUE(same_bits(gc.back(), c) && same_bits(gother.back(), other));
   };
-  refuses(some(kF32, {16, 24}), some(kF32, {16, 24}));  // for the sake of its digits
+  refuses(some(kF32, {16, 24}), some(kF32, {16, 24}));  // for its precision
   refuses(some(kBF16, {16, 24}), some(kF32, {16, 24}));
   refuses(some(kBF16, {16, 24}), some(kBF16, {16, 24}, {32, 1}));
   refuses(some(kBF16, {16, 24}, {32, 1}), some(kBF16, {16, 24}));
@@ -349,12 +350,12 @@ TEST(Product, SumsOnlyWhatOneKernelCan) {
   const GpuScratch scratch(gemm_workspace(g));
   EXPECT_FALSE(gemm_with(OnGpu::stream(), g, Fused::row_sums, OnGpu(wide), scratch));
   EXPECT_FALSE(gemm_with(OnGpu::stream(), g, Fused::row_sums, OnGpu(gaps), scratch));
-  EXPECT_TRUE(same_bits(gc.back(), c));  // nothing has happened
+  EXPECT_TRUE(same_bits(gc.back(), c));  // nothing was done
   EXPECT_THROW(gemm_with(OnGpu::stream(), g, Fused::row_sums, OnGpu(few), scratch), ShapeError);
   const Gemm added{"test", ga, gb, OnGpu(Array(kF32, {16, 24})), {}, true};
   EXPECT_THROW(gemm_with(OnGpu::stream(), added, Fused::row_sums, OnGpu(wide), scratch),
                ShapeError);
-  if (emulated_cuda()) {  // it refuses rows that are not at 16 bytes
+  if (emulated_cuda()) {  // it refuses rows that are not aligned to 16 bytes
     EXPECT_FALSE(gemm_with(OnGpu::stream(), {"test", godd, gb, gc, {}}, Fused::row_sums,
                            OnGpu(sums), scratch));
     EXPECT_TRUE(same_bits(gc.back(), c));
@@ -391,7 +392,7 @@ TEST(Product, ChoicesAreTimedOnceExportedAndTakenOver) {
   EXPECT_EQ(import_product_choices(0, all.substr(0, all.find('\n') + 1) + estimated + '\n'), 1);
   EXPECT_EQ(line(), estimated);
   {
-    const TuneProducts tune;  // what was imported counts as timed
+    const TuneProducts tune;  // imported choices count as timed
     gemm(OnGpu::stream(), g, scratch);
   }
   EXPECT_EQ(line(), estimated);

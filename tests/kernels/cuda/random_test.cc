@@ -2,7 +2,7 @@
 
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
 
-// The bits of the CPU's kernels, whatever the type, the layout and the part of the global tensor.
+// The bits of the CPU's kernels, for every type and layout and any part of the global tensor.
 namespace sheaf::kernels {
 namespace {
 
@@ -110,7 +110,7 @@ TEST(CudaRandom, DropoutFlushesSubnormalNumbersAsTheCpuDoes) {
   });
 }
 
-// The same launch draws what the state says when it runs, and what the derived key says.
+// A launch draws by the state at the time it runs, and by the derived key.
 TEST(CudaRandom, KeysDerivedFromAStateOnTheDevice) {
   SHEAF_NEEDS_GPU();
   const Key path = key_of("blocks.0.mlp/dropout", 0);

@@ -2,7 +2,7 @@
 
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
 
-// Against the CPU's kernels in f64, which have tests of their own.
+// Against the CPU's kernels in f64, which have their own tests.
 namespace sheaf::kernels {
 namespace {
 
@@ -78,7 +78,7 @@ void check(Op op, const Array& x, const Shape& out, Shape strides = {}) {
   if (op == Op::argmax || op == Op::max || op == Op::min) {
     EXPECT_EQ(values(y), values(want)) << what;
   } else if (op == Op::sum) {
-    // Of sums of both signs, by the size of what is added.
+    // Sums of both signs, relative to the magnitude of the addends.
     const double each = std::sqrt(static_cast<double>(x.view().numel()) /
                                   static_cast<double>(std::max<int64_t>(1, out.numel())));
     double worst = 0;
@@ -90,7 +90,7 @@ void check(Op op, const Array& x, const Shape& out, Shape strides = {}) {
   }
 }
 
-/// Strides of a dense array whose dimensions lie in memory in `order`, the last one innermost.
+/// Strides of a dense array with its dimensions in memory in `order`, the last one innermost.
 Shape in_order(const Shape& shape, std::vector<int> order, int64_t gap = 0) {
   Shape strides = Shape::filled(shape.rank(), 1);
   int64_t step = 1;
@@ -165,7 +165,7 @@ TEST(CudaReduce, BitsDependOnTheReducedLengthAlone) {
               EXPECT_EQ(y.at(i), want.at(0))
                   << static_cast<int>(op) << ' ' << k << ' ' << outputs << strides.to_string();
           }
-          // Two reduced dimensions that are not neighbours.
+          // Two reduced dimensions that are not adjacent.
           if (k != 40) continue;
           Array x(d, {5, outputs, 8});
           x.fill([&](int64_t i) { return row.at(i / (outputs * 8) * 8 + i % 8); });
@@ -225,7 +225,7 @@ TEST(CudaReduce, EmptyAndSpecialValues) {
   on_cpu(Op::max, none, extremes);
   EXPECT_TRUE(same_bits(run(Op::max, none, {3, 1}), extremes));
 
-  // Nothing but -inf; an inf; an inf and a NaN; a NaN first, last and alone in its chunk.
+  // Only -inf; an inf; an inf and a NaN; a NaN first, last and alone in its chunk.
   for (int64_t k : {40, 3000}) {
     Array x = Array::random(kF32, {8, k}, 1);
     for (int64_t i = 0; i < k; ++i) x.set(i, -INFINITY);

@@ -2,7 +2,7 @@
 
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
 
-// Against the CPU's kernel in f64, which has tests of its own.
+// Against the CPU's kernel in f64, which has its own tests.
 namespace sheaf::kernels {
 namespace {
 
@@ -65,7 +65,7 @@ TEST(CudaRotary, OtherHeadsAreCopied) {
   }
 }
 
-// Widths that begin at 16 bytes and not, halves in whole packs and not; nothing, all but one element and all of a head.
+// Parts that begin at 16 bytes and not, halves of whole packs and not; nothing, all but one element and all of a head.
 TEST(CudaRotary, PartsMatchTheCpuAndTheRestIsCopied) {
   SHEAF_NEEDS_GPU();
   for (const DType d : {kF32, kBF16, kF16, kF64})
@@ -95,7 +95,7 @@ TEST(CudaRotary, PartsMatchTheCpuAndTheRestIsCopied) {
 TEST(CudaRotary, APartHasTheBitsThatItHasAlone) {
   SHEAF_NEEDS_GPU();
   for (const bool neighbours : {false, true}) {
-    const Shape strides{70 * 400, 400, 33, 1};  // rows at 16 bytes, and not
+    const Shape strides{70 * 400, 400, 33, 1};  // rows aligned to 16 bytes, and not
     const Array x = Array::random(kBF16, {2, 70, 4, 24}, 1), strided = Array::random(kBF16, {2, 70, 4, 24}, 1, 1, strides);
     const Call call{.first = 3, .heads = 3, .width = 16, .neighbours = neighbours};
     const Array got = on_gpu(x, call), in_gaps = on_gpu(strided, call, strides);
@@ -123,7 +123,7 @@ TEST(CudaRotary, StridesAndOffsetsChangeNothing) {
     const Array strided = Array::random(d, s, 1, 1, strides);
     const Array y = on_gpu(strided, {.first = 3}, strides);
     EXPECT_TRUE(same_bits(y, want) && gaps_kept(Array(d, s, strides), y));
-    // Position 50 + 3 alone, as generation asks for it.
+    // Position 50 + 3 alone, as in generation.
     Array step(d, {2, 1, 4, 32});
     for (int64_t i = 0; i < 256; ++i) step.set(i, x.at((i / 128 * 70 + 50) * 128 + i % 128));
     const Array alone = on_gpu(step, {.first = 53});
@@ -133,7 +133,7 @@ TEST(CudaRotary, StridesAndOffsetsChangeNothing) {
   on_gpu(Array(kF32, {1, 0, 2, 4}), {});
 }
 
-// More sequences than blocks of them, so that one block makes tables for several.
+// More sequences than blocks, so that one block computes tables for several.
 TEST(CudaRotary, RowsThatBeginAnywhereHaveTheirPositions) {
   SHEAF_NEEDS_GPU();
   for (const DType d : {kF32, kBF16})

@@ -2,7 +2,7 @@
 
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
 
-// Against the CPU's kernels in f64, which have tests of their own.
+// Against the CPU's kernels in f64, which have their own tests.
 namespace sheaf::kernels {
 namespace {
 
@@ -51,13 +51,14 @@ void check(DType d, const Shape& shape, Shape strides = {}) {
     const Array want(kF64, shape), want_dx(kF64, shape);
     const Array y = forward(kind, x, strides);
     kind.forward_on_cpu(in_f64(x), want);
-    // A GPU's exponential may be off by two units in the last place, and so may all of a sum.
+    // A GPU's exponential may be off by two units in the last place, and so may every term of a
+    // sum.
     EXPECT_LT(scaled_error(y, values(want)), 4 * epsilon(d))
         << kind.name << name(d) << shape.to_string();
-    // From the output as it was rounded: that is what the backward reads.
+    // From the rounded output, which is what the backward reads.
     kind.backward_on_cpu(in_f64(y), in_f64(dy), want_dx);
     const Array dx = backward(kind, y, dy, strides);
-    // The terms of the gradient may cancel: their size is the measure.
+    // The terms of the gradient may cancel: errors are relative to their magnitude.
     double largest = 1e-30, worst = 0;
     for (int64_t i = 0; i < shape.numel(); ++i) {
       const double p = kind.log ? std::exp(y.at(i)) : y.at(i), g = std::fabs(dy.at(i));
@@ -72,7 +73,7 @@ void check(DType d, const Shape& shape, Shape strides = {}) {
 TEST(CudaSoftmax, AgreesWithTheCpuAtAnyWidth) {
   SHEAF_NEEDS_GPU();
   for (DType d : {kF32, kBF16, kF16, kF64}) {
-    // Around the borders of packs, teams of lanes, warps and blocks.
+    // Around the limits of packs, teams of lanes, warps and blocks.
     for (int64_t width : {1,   2,   3,   4,   5,   7,   8,   9,    16,   17,   31,   33,   64,
                           100, 127, 128, 129, 255, 256, 257, 1000, 1024, 1025, 2048, 2049, 4097})
       check(d, {width < 100 ? 70 : 3, width});
@@ -83,7 +84,8 @@ TEST(CudaSoftmax, AgreesWithTheCpuAtAnyWidth) {
 
 TEST(CudaSoftmax, RowsBeyondTheRegistersOfABlock) {
   SHEAF_NEEDS_GPU();
-  // The widest row a block holds, and one more: forward and backward differ by a factor of two.
+  // The widest row that a block holds, and one more: the limits of forward and backward differ by a
+  // factor of two.
   for (int64_t width : {16384, 16385, 32768, 32769, 40001}) check(kF32, {2, width});
   for (int64_t width : {32768, 32769, 65536, 65537, 70003}) check(kBF16, {1, width});
   check(kF16, {1, 65600}), check(kF64, {1, 16390});

@@ -78,8 +78,8 @@ TEST(CudaSumOfSquares, AnyMagnitudesAndAnyAlignment) {
   SHEAF_NEEDS_GPU();
   for (DType d : {kF32, kBF16, kF16, kF64})
     for (int range : {3, 20, 60, 290}) {
-      // Blocks of many sizes side by side, and elements of many sizes in a block; subnormal
-      // numbers, too, but in f64, which a CPU thread flushes.
+      // Adjacent blocks of different magnitudes, and elements of different magnitudes within a
+      // block; also subnormal numbers, except in f64, which a CPU thread flushes.
       const int span = d == kF16 ? std::min(range, 28) : range, low = d == kF16 ? -20 : -149;
       Array x(d, {50000});
       std::mt19937 engine(static_cast<unsigned>(range));
@@ -137,7 +137,7 @@ TEST(CudaSumOfSquares, FinishRoundsOnceAndCorrectly) {
     const int first = round % 23, count = round / 23 % 5;
     for (int i = first; i < std::min(first + count, 23); ++i)
       limb[i] = static_cast<int64_t>(engine() >> (1 + engine() % 63));  // with carries
-    if (round % 3 == 0 && first + 2 < 23) {  // halfway between doubles, odd and even, and near it
+    if (round % 3 == 0 && first + 2 < 23) {  // halfway between doubles, odd and even, and close to halfway
       limb[first] = (1 << 11) + round / 3 % 3 - 1 + (round / 9 % 2 << 12);
       limb[first + 1] = 0, limb[first + 2] = 1;
     }

@@ -1,4 +1,4 @@
-// Blocks that NCCL moves: in pieces of a source, apart from the range that other blocks come from.
+// Blocks that NCCL transfers: in pieces of a source, apart from the range of other blocks.
 #include <map>
 
 #include "sheaf/core/tensor.h"
@@ -10,7 +10,7 @@ namespace {
 
 constexpr size_t kMiB = size_t{1} << 20;
 
-/// Pieces side by side in one allocation, as they may come to lie; `most` bytes in all.
+/// Adjacent pieces in one allocation, as may happen; `most` bytes in all.
 class Pieces final : public PieceSource {
  public:
   explicit Pieces(size_t most) : most_(most) {
@@ -46,7 +46,7 @@ void with_pool(size_t most, F&& f) {
   }
 }
 
-/// The piece that a whole block lies in.
+/// The piece that contains a whole block.
 size_t piece_of(kernels::cuda::DeviceAllocator& memory, const void* block, size_t bytes) {
   const std::vector<MemoryPiece> pieces = memory.wire_pieces();
   for (size_t i = 0; i < pieces.size(); ++i) {
@@ -80,7 +80,7 @@ TEST(WirePool, BlocksLieInsidePieces) {
     memory.free(large, 100 * kMiB + 5);
     memory.free(c, 12 * kMiB);
     EXPECT_EQ(take(90 * kMiB, 2), large);
-    EXPECT_EQ(take(12 * kMiB, 1), c);  // the first of two that fit as well
+    EXPECT_EQ(take(12 * kMiB, 1), c);  // the first of two that fit equally well
     EXPECT_EQ(take(12 * kMiB, 2), static_cast<char*>(large) + 90 * kMiB);
     memory.free(a, 12 * kMiB);
     memory.free(b, 12 * kMiB);
@@ -95,12 +95,12 @@ TEST(WirePool, WhatIsNotThereIsOutOfMemory) {
   with_pool(40 * kMiB, [](kernels::cuda::DeviceAllocator& memory, Pieces& source) {
     memory.allocate(20 * kMiB, MemoryKind::wire);
     memory.allocate(10 * kMiB, MemoryKind::wire);
-    memory.allocate(6 * kMiB, MemoryKind::wire);  // there are 32 MiB no more, but 6
+    memory.allocate(6 * kMiB, MemoryKind::wire);  // 32 MiB are no longer available, but 6 are
     EXPECT_EQ(source.sizes, (std::vector<size_t>{32 * kMiB, 6 * kMiB}));
     EXPECT_THROW(memory.allocate(3 * kMiB, MemoryKind::wire), OutOfMemory);
     memory.allocate(3 * kMiB);
   });
-  if constexpr (kernels::kHasCuda) {  // a source that gives nothing is none
+  if constexpr (kernels::kHasCuda) {  // a source that yields nothing does not count
     const auto memory = kernels::cuda::make_device_allocator(0);
     EXPECT_THROW(memory->set_wire(std::make_shared<Pieces>(kMiB)), OutOfMemory);
     memory->free(memory->allocate(kMiB, MemoryKind::wire), kMiB);
@@ -127,7 +127,7 @@ TEST(WirePool, AGraphKeepsItsBlocksThere) {
     graph = nullptr;
     EXPECT_EQ(memory.stats().live, 0);
     void* const whole = memory.allocate(32 * kMiB, MemoryKind::wire);
-    EXPECT_EQ(piece_of(memory, whole, 32 * kMiB), 0u);  // all of it is there again
+    EXPECT_EQ(piece_of(memory, whole, 32 * kMiB), 0u);  // all of it is free again
     memory.free(whole, 32 * kMiB);
   });
 }
