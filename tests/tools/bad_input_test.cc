@@ -180,7 +180,7 @@ TEST(BadInput, Environment) {
 TEST(BadInput, Data) {
   Folder f;
   expect_refused(f.train({"--data.corpus", f / "none.txt"}), 65, {"none.txt", "No such file"});
-  expect_refused(run_sheaf({"tape", "--data.corpus", f / "none.txt"}), 65, {"none.txt', which does not exist: give --model.vocab N"});
+  expect_refused(run_sheaf({"tape", "--data.corpus", f / "none.txt"}), 65, "none.txt', which does not exist: give --model.vocab N");
   expect_refused(f.train({"--data.corpus", f.path()}), 65, {f.path()});
   expect_refused(f.train({"--data.corpus", f.write("empty.txt", "")}), 65, {"empty.txt' is empty"});
   expect_refused(f.train({"--data.corpus", f.write("bytes.txt",
