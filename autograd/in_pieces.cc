@@ -94,7 +94,7 @@ bool can_take(const OpDef& op, const Execute& run, const RowBlock& block) {
 }
 void take_rows(const OpDef& op, Execute& run, uint64_t inputs, const RowBlock& block, void* to) {
   if (!op.row_parts) return run.take_rows(inputs, block, to);
-  const RowParts parts(op, run.input_tensor(0).local_shape());  // onward sends read the rows in place
+  const RowParts parts(op, run.input_tensor(0).local_shape());  // where the output is sent in pieces, rows are read in place
   if (!parts.dims && is_all(block, run.input_tensor(0))) return run.take_all();
   if (!parts.are(block)) fail<ShapeError>("[", op.name, "] rows from ", block.begin, " on, ", block.rows, " of them, of ", run.input_type(0), " are no whole parts");
   run.take_parts(parts.dims, {block.begin / parts.each, block.rows / parts.each}, parts.all);
