@@ -58,6 +58,7 @@
 #include "sheaf/nn/layers/norm.h"
 #include "sheaf/nn/layers/stages.h"
 #include "sheaf/nn/layers/tensor_region.h"
+#include "sheaf/nn/load_tensors.h"
 #include "sheaf/nn/lora.h"
 #include "sheaf/nn/module.h"
 #include "sheaf/nn/optim/adamw.h"

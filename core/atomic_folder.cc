@@ -2,13 +2,12 @@
 
 #include <fcntl.h>
 #include <stdio.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
-#include <chrono>
 #include <filesystem>
+#include <random>
 #include <system_error>
 
 #include "sheaf/core/file.h"
@@ -18,16 +17,13 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::string_view kMark = ".tmp-";
 constexpr std::string_view kAside = ".tmp-old";
 
-std::string file_name(const std::string& path) { return fs::path(path).filename().string(); }
-
-// True for "<stem>.tmp-<digits>-<digits>"; an empty stem matches any.
-bool is_pending_name(std::string_view name, std::string_view stem) {
-  const size_t mark = name.rfind(kMark);
-  if (mark == std::string_view::npos || (!stem.empty() && name.substr(0, mark) != stem)) return false;
-  const std::string_view tag = name.substr(mark + kMark.size());
+// True for "<any>.tmp-<tag>". Tags of older versions were two numbers, "12-345".
+bool is_pending_name(std::string_view name) {
+  const size_t mark = name.rfind(kPendingMark);
+  if (mark == std::string_view::npos) return false;
+  const std::string_view tag = name.substr(mark + kPendingMark.size());
   return !tag.empty() && tag.find_first_not_of("0123456789-") == std::string_view::npos;
 }
 
@@ -42,20 +38,10 @@ std::vector<std::string> paths_in(const std::string& parent, F&& wanted) {
   return found;
 }
 
-std::vector<std::string> pending_in(const std::string& parent, std::string_view stem) {
-  return paths_in(parent, [&](const std::string& name) { return is_pending_name(name, stem); });
-}
-
-void remove_tree(const std::string& path) {
-  detail::file_fault_point("remove", path);
-  std::error_code error;
-  fs::remove_all(path, error);
-  if (error) fail<IoError>("[folder] cannot remove '", path, "': ", error.message());
-}
-
-std::string fresh_name(const std::string& target) {
-  const auto now = std::chrono::steady_clock::now().time_since_epoch().count();
-  return str(target, kMark, getpid(), '-', now);
+void remove_tree(const std::string& path, const Warn& warn) {
+  std::error_code error(detail::file_fault("remove", path), std::generic_category());
+  if (!error) fs::remove_all(path, error);
+  if (error) warn(str("[folder] cannot remove '", path, "': ", error.message()));
 }
 
 std::string aside_of(const std::string& target) { return str(target, kAside); }
@@ -69,75 +55,84 @@ bool exchange_paths(const std::string& a, const std::string& b) {
   return !error;
 }
 
+/// Replaces `target` in two steps.
+void replace_by_two_renames(const std::string& pending, const std::string& target) {
+  constexpr int kMostTries = 100;
+  for (int tries = 1;; ++tries) {
+    rename_path(target, aside_of(target));
+    try {
+      return rename_path(pending, target);
+    } catch (const IoError&) {
+      const bool restored_by_a_reader = path_exists(target);
+      recover_folder(target);
+      if (!restored_by_a_reader || tries == kMostTries) throw;
+    }
+  }
+}
+
 }  // namespace
 
-void remove_leftovers(const std::string& parent) {
+void remove_leftovers(const std::string& parent, const Warn& warn) {
   if (!path_exists(parent)) return;
   for (const std::string& aside : paths_in(parent, [](const std::string& name) { return name.ends_with(kAside); })) {
     const std::string old = aside.substr(0, aside.size() - kAside.size());
-    if (path_exists(old)) remove_folder(aside);  // already replaced
-    else rename_path(aside, old);
+    recover_folder(old);
+    if (path_exists(old) && path_exists(aside)) remove_folder(aside, warn);  // already replaced
   }
-  for (const std::string& stale : pending_in(parent, "")) remove_tree(stale);
+  for (const std::string& stale : paths_in(parent, is_pending_name)) remove_tree(stale, warn);
 }
 
-std::string begin_folder(const std::string& target) {
+int64_t fresh_tag() {
+  std::random_device random;
+  return static_cast<int64_t>((uint64_t{random()} << 31) ^ random());
+}
+
+std::string pending_folder(const std::string& target, int64_t tag) { return str(target, kPendingMark, tag); }
+
+std::string begin_folder(const std::string& target, int64_t tag, const Warn& warn) {
   make_folders(parent_of(target));
-  remove_leftovers(parent_of(target));
-  const std::string pending = fresh_name(target);
+  remove_leftovers(parent_of(target), warn);
+  const std::string pending = pending_folder(target, tag);
   make_folders(pending);
   return pending;
 }
 
-std::string pending_folder(const std::string& target) {
-  const auto found = pending_in(parent_of(target), file_name(target));
-  if (found.size() != 1) {
-    fail<IoError>("[folder] ", found.size(), " folders '", target, kMark, "*' where exactly one was expected; do all ",
-                  "ranks see the same file system?");
-  }
-  return found[0];
-}
-
-void commit_folder(const std::string& pending, const std::string& target) {
+void commit_folder(const std::string& pending, const std::string& target, const Warn& warn) {
   sync_folder(pending);
-  const bool replaced = path_exists(target);
-  if (replaced && !exchange_paths(pending, target)) {
-    const std::string aside = aside_of(target);
-    rename_path(target, aside);
-    try {
-      rename_path(pending, target);
-    } catch (const IoError&) {
-      recover_folder(target);
-      throw;
-    }
-    sync_folder(parent_of(target));
-    remove_folder(aside);
-    return;
+  if (!path_exists(target)) {
+    rename_path(pending, target);
+    return sync_folder(parent_of(target));
   }
-  if (!replaced) rename_path(pending, target);
+  const bool exchanged = exchange_paths(pending, target);
+  if (!exchanged) replace_by_two_renames(pending, target);
   sync_folder(parent_of(target));
-  if (replaced) remove_tree(pending);
+  if (exchanged) remove_tree(pending, warn);
+  else remove_folder(aside_of(target), warn);
 }
 
 void recover_folder(const std::string& target) {
   if (!path_exists(target)) std::rename(aside_of(target).c_str(), target.c_str());
 }
 
-void remove_folder(const std::string& target) {
-  const std::string aside = fresh_name(target);
-  rename_path(target, aside);
-  remove_tree(aside);
+void remove_folder(const std::string& target, const Warn& warn) {
+  const std::string aside = pending_folder(target, fresh_tag());
+  try {
+    rename_path(target, aside);
+  } catch (const IoError& error) {
+    return warn(error.what());
+  }
+  remove_tree(aside, warn);
 }
 
 void check_writable(const std::string& parent) {
   const bool fresh = !path_exists(parent);
-  const std::string probe = fresh_name(parent + "/probe");
+  const std::string probe = pending_folder(parent + "/probe", fresh_tag());
   make_folders(parent);
   detail::file_fault_point("mkdir", probe);
   std::error_code error;
   fs::create_directory(probe, error);
   if (error) fail<IoError>("[folder] cannot write into '", parent, "': ", error.message());
-  remove_tree(probe);
+  remove_tree(probe, warn_on_stderr);
   if (fresh) fs::remove(parent, error);
 }
 

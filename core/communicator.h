@@ -56,6 +56,9 @@ class Communicator {
   /// The rank has nothing to do until the next call is done: if the lane is idle, the call may run on the calling thread, which saves
   /// waking two threads. Then the call itself throws its errors.
   virtual void next_call_is_awaited() {}
+  /// The next call has no deadline: other ranks may be busy for any time before they call it, with a disk for instance. Ranks that fail
+  /// or leave are noticed all the same, and those whose process gives no sign of life.
+  virtual void next_call_has_no_deadline() {}
   /// The next call communicates these values, "f32[4,3] Partial@data to Invariant@data": it fails if other ranks' calls communicate
   /// different ones, even if counts are the same.
   virtual void label_next_call(std::string /*values*/) {}

@@ -53,7 +53,7 @@ SHEAF_DEFINE_ERROR(CommError, ExitCode::kDesync);
 SHEAF_DEFINE_ERROR(DataError, ExitCode::kData);
 SHEAF_DEFINE_ERROR(CheckpointError, ExitCode::kData);
 SHEAF_DEFINE_ERROR(OutOfMemory, ExitCode::kOutOfMemory);
-SHEAF_DEFINE_ERROR(LifetimeError, ExitCode::kDesync);   ///< the value is meta, discarded, or of a finished recording
+SHEAF_DEFINE_ERROR(LifetimeError, ExitCode::kDesync);  ///< the value is meta, discarded, or of a finished recording
 SHEAF_DEFINE_ERROR(CudaError, ExitCode::kDesync);
 SHEAF_DEFINE_ERROR(IoError, ExitCode::kIo);
 SHEAF_DEFINE_ERROR(NonFiniteError, ExitCode::kNonFinite);

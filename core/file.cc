@@ -15,6 +15,8 @@
 #include <utility>
 #include <vector>
 
+#include "sheaf/core/mapped_files.h"
+
 namespace sheaf {
 namespace {
 
@@ -56,7 +58,9 @@ Mapping& Mapping::operator=(Mapping&& o) noexcept {
   return *this;
 }
 Mapping::~Mapping() {
-  if (data_) munmap(const_cast<std::byte*>(data_), static_cast<size_t>(bytes_));
+  if (!data_) return;
+  detail::forget_mapping(data_);
+  munmap(const_cast<std::byte*>(data_), static_cast<size_t>(bytes_));
 }
 
 void Mapping::release(int64_t begin, int64_t end) const {
@@ -122,6 +126,7 @@ Mapping File::map() const {
   if (size_ == 0) return {};
   void* data = mmap(nullptr, static_cast<size_t>(size_), PROT_READ, MAP_SHARED, fd_, 0);
   if (data == MAP_FAILED) io_failure("map", path_, errno);
+  detail::note_mapping(data, static_cast<size_t>(size_), path_);
   return {static_cast<const std::byte*>(data), size_};
 }
 
@@ -195,16 +200,22 @@ FileDigest write_file(const std::string& path, std::string_view text) {
   return writer.finish();
 }
 
-void replace_file(const std::string& path, std::string_view text) {
-  const std::string fresh = path + ".tmp-" + std::to_string(getpid());
+std::string pending_path(const std::string& path) { return str(path, kPendingMark, getpid()); }
+
+void replace_file(const std::string& path, const std::function<void(const std::string&)>& write) {
+  const std::string pending = pending_path(path);
   try {
-    write_file(fresh, text);
-    rename_path(fresh, path);
+    write(pending);
+    rename_path(pending, path);
   } catch (...) {
-    unlink(fresh.c_str());
+    unlink(pending.c_str());
     throw;
   }
   sync_folder(parent_of(path));
+}
+
+void replace_file(const std::string& path, std::string_view text) {
+  replace_file(path, [&](const std::string& pending) { write_file(pending, text); });
 }
 
 void sync_folder(const std::string& path) {

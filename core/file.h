@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -114,9 +115,14 @@ class FileWriter {
 
 /// Writes `path` and syncs it; not atomic: for files inside a folder that is committed by a rename.
 FileDigest write_file(const std::string& path, std::string_view text);
-/// Replaces `path` atomically: writes a new file next to it, syncs it, renames it over `path`, and syncs the
-/// folder.
+/// Replaces `path` atomically: `write` gets the name of a new file next to it, and writes and syncs that; then it is renamed over
+/// `path`, and the folder synced. If `write` throws, the new file is removed.
+void replace_file(const std::string& path, const std::function<void(const std::string& pending)>& write);
 void replace_file(const std::string& path, std::string_view text);
+/// The name of that new file: `path`, kPendingMark and the process.
+std::string pending_path(const std::string& path);
+/// In the names of files and folders that are not complete yet.
+inline constexpr std::string_view kPendingMark = ".tmp-";
 
 /// fsync of a folder, so that the names in it survive a crash.
 void sync_folder(const std::string& path);
@@ -130,7 +136,8 @@ std::string parent_of(const std::string& path);
 
 namespace testing {
 /// Called before every system call that changes files ("open", "write", "sync", "rename", "exchange", "mkdir",
-/// "remove"). A test returns an errno value to fail the call, or ends the process. Null outside tests.
+/// "remove"), and when a rank looks for another's file ("look"). A test returns an errno value to fail the call, or ends the process.
+/// Null outside tests.
 using FileFault = int (*)(const char* operation, const char* path);
 void set_file_fault(FileFault fault);
 }  // namespace testing

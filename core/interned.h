@@ -7,7 +7,8 @@
 
 namespace sheaf {
 
-/// Thread-safe.
+/// Thread-safe. Of real numbers those with the same bits are equal.
 const std::vector<int64_t>* interned(const std::vector<int64_t>& list);
+const std::vector<double>* interned(const std::vector<double>& list);
 
 }  // namespace sheaf

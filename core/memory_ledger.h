@@ -20,11 +20,11 @@ enum class HeldFor : uint8_t {
   gathered,              ///< weights as compute uses them: gathered, or cast for it
   masters,
   optimizer_state,
-  gradients,             ///< kept until the step
-  whole_gradients,       ///< before they are reduced to a rank's part
-  temporaries,           ///< workspaces of ops, and values of the step
-  inputs,                ///< tokens and other inputs that change with each step
-  idle,                  ///< a program's memory that holds no value
+  gradients,        ///< kept until the step
+  whole_gradients,  ///< before they are reduced to a rank's part
+  temporaries,      ///< workspaces of ops, and values of the step
+  inputs,           ///< tokens and other inputs that change with each step
+  idle,             ///< a program's memory that holds no value
 };
 std::string_view name(HeldFor use);
 
@@ -50,9 +50,9 @@ class MemoryLedger {
     bool operator==(const Holder&) const = default;
   };
   struct Peak {
-    int64_t bytes = 0;             ///< the sum over holders: MemoryStats::peak, except for memory allocated and freed outside Storage
-    Holder last;                   ///< who allocated the last bytes of the peak; bytes and blocks are its own
-    std::vector<Holder> holders;   ///< largest first
+    int64_t bytes = 0;            ///< the sum over holders: MemoryStats::peak, except for memory allocated and freed outside Storage
+    Holder last;                  ///< who allocated the last bytes of the peak; bytes and blocks are its own
+    std::vector<Holder> holders;  ///< largest first
     int64_t held_for(HeldFor use) const;
     bool operator==(const Peak&) const = default;
   };

@@ -61,7 +61,7 @@ class OwnershipMap {
   bool is_inner() const { return inner_; }
   /// A rank's share may be several intervals.
   bool is_scattered() const { return kind_ == Kind::parts || kind_ == Kind::owned; }
-  int dim() const { return dim_; }            ///< −1 for flat and single
+  int dim() const { return dim_; }              ///< −1 for flat and single
   int64_t granule() const { return granule_; }  ///< of parts: their units
   /// The sizes of uneven and parts; sizes and owners, alternating, of owned. Null for the others.
   const std::vector<int64_t>* table() const { return sizes_; }
@@ -89,11 +89,11 @@ class OwnershipMap {
   Kind kind_ = Kind::dim;
   int8_t dim_ = 0;
   bool inner_ = false;
-  int64_t granule_ = 1;                          // or chunk, or owner
+  int64_t granule_ = 1;  // or chunk, or owner
   int64_t offset_ = 0;
   const std::vector<int64_t>* sizes_ = nullptr;  // interned: equal tables, equal pointer
   void check_fits(int ranks, const Shape& global) const;
-  int64_t units_of(const Shape& global) const;   // of parts: how many of them a block has
+  int64_t units_of(const Shape& global) const;  // of parts: how many of them a block has
 };
 
 }  // namespace sheaf

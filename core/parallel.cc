@@ -71,8 +71,8 @@ struct alignas(64) Seat {
 
   /// All waiters are notified: besides the caller, a worker whose part another thread runs sleeps on it, too.
   void set(State next) {
-    state.store(next, std::memory_order_release);
-    state.notify_all();  // only a load if nobody sleeps
+    state.store(next, std::memory_order_seq_cst);  // before the load of notify_all(), or a waiter that counts itself in between sleeps on
+    state.notify_all();                            // only a load if nobody sleeps
   }
   /// Takes the posted part, for the worker or for another thread.
   bool take() {

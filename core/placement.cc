@@ -26,6 +26,11 @@ Layout::Layout(const MeshSpec* mesh, std::vector<Placement> placements) : mesh_(
   std::copy(placements.begin(), placements.end(), placements_);
 }
 
+int Layout::axis_named(const std::string& axis) const {
+  if (!mesh_) fail<PlacementError>("[layout] there is no mesh, and so no axis '", axis, "'");
+  return mesh_->axis(axis);
+}
+
 Layout Layout::dual() const {
   Layout out = *this;
   for (int i = 0; i < num_axes(); ++i) out.placements_[i] = placements_[i].dual();

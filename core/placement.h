@@ -79,6 +79,9 @@ class Layout {
   Placement& operator[](int axis) { return placements_[axis]; }
   /// A copy with the placement of one axis replaced.
   Layout with(int axis, Placement p) const { Layout l = *this; l.placements_[axis] = p; return l; }
+  /// By the axis's name; ConfigError if the mesh has none of it.
+  Layout with(const std::string& axis, Placement p) const { return with(axis_named(axis), std::move(p)); }
+  const Placement& operator[](const std::string& axis) const { return placements_[axis_named(axis)]; }
   Layout dual() const;
   bool has_shard() const;
   bool all_invariant() const;
@@ -102,6 +105,7 @@ class Layout {
   std::string to_string() const;  ///< "" without a mesh, else "Shard(0)@data"
 
  private:
+  int axis_named(const std::string& axis) const;
   const MeshSpec* mesh_ = nullptr;
   Placement placements_[kMaxAxes];
 };
@@ -113,6 +117,7 @@ struct Type {
   Layout layout;
 
   Shape local_shape() const { return layout.local_shape(shape); }
+  Shape local_start() const { return layout.local_start(shape); }
   Type dual() const { return {dtype, shape, layout.dual()}; }
   bool operator==(const Type&) const = default;
   std::string to_string() const;  ///< "f32[32,64] Shard(0)@data"

@@ -27,22 +27,22 @@ class RankContext {
   RankContext(const RankContext&) = delete;
   RankContext& operator=(const RankContext&) = delete;
 
-  int rank = 0;         ///< in the world
+  int rank = 0;  ///< in the world
   int world = 1;
-  int local_rank = 0;   ///< on this host
+  int local_rank = 0;  ///< on this host
   int local_world = 1;
   std::vector<int> hosts = {};  ///< which ranks of the world share memory (distributed/hosts.h); empty: not determined
-  int threads = 1;      ///< compute threads of this rank; parallel_for uses as many
+  int threads = 1;              ///< compute threads of this rank; parallel_for uses as many
 
-  std::shared_ptr<Allocator> cpu;   ///< host memory of this rank
-  std::shared_ptr<Allocator> meta;  ///< counts only: what `cpu`, or a GPU, would hold
-  std::shared_ptr<Allocator> meta_host;  ///< counts only: what a GPU would use of the host's memory
-  std::shared_ptr<Gpu> gpu;         ///< null: this rank computes on its CPU alone
-  Device device = {};               ///< where this rank computes by default
+  std::shared_ptr<Allocator> cpu;              ///< host memory of this rank
+  std::shared_ptr<Allocator> meta;             ///< counts only: what `cpu`, or a GPU, would hold
+  std::shared_ptr<Allocator> meta_host;        ///< counts only: what a GPU would use of the host's memory
+  std::shared_ptr<Gpu> gpu;                    ///< null: this rank computes on its CPU alone
+  Device device = {};                          ///< where this rank computes by default
   std::atomic<ProfileLog*> profile = nullptr;  ///< records what is done (profile.h); null: nothing does
   std::shared_ptr<ProfileLog> profile_log;     ///< the last one
   std::shared_ptr<MemoryLog> memory_log;       ///< records allocations (memory_ledger.h); null: nothing does
-  Device meta_is = {};              ///< the device that meta stands for: workspaces are those of its kernels
+  Device meta_is = {};                         ///< the device that meta stands for: workspaces are those of its kernels
 
   /// The rank's GPU if it is `device`, else a ConfigError that says which devices there are.
   Gpu& gpu_of(const Device& device) const;

@@ -35,8 +35,11 @@ class Shape {
   constexpr bool empty() const { return rank_ == 0; }
   constexpr int64_t operator[](int i) const { return v_[i]; }
   constexpr int64_t& operator[](int i) { return v_[i]; }
-  /// Size of dimension i; negative i counts from the end.
-  constexpr int64_t dim(int i) const { return v_[i < 0 ? i + rank_ : i]; }
+  /// Size of dimension i; negative i counts from the end. ShapeError if there is no such dimension.
+  constexpr int64_t dim(int i) const {
+    if (i < -rank_ || i >= rank_) [[unlikely]] fail<ShapeError>("[size] ", *this, " has no dimension ", i);
+    return v_[i < 0 ? i + rank_ : i];
+  }
   constexpr int64_t back() const { return v_[rank_ - 1]; }
   constexpr const int64_t* begin() const { return v_.data(); }
   constexpr const int64_t* end() const { return v_.data() + rank_; }

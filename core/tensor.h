@@ -42,7 +42,7 @@ class Tensor {
   const Type& type() const { return impl().type; }
   DType dtype() const { return type().dtype; }
   const Shape& shape() const { return type().shape; }  ///< global
-  int64_t size(int dim) const { return shape().dim(dim); }
+  int64_t size(int dim) const { return shape().dim(dim); }  ///< negative: from the end; ShapeError without such a dimension
   int rank() const { return shape().rank(); }
   int64_t numel() const { return shape().numel(); }
   const Layout& layout() const { return type().layout; }

@@ -14,6 +14,7 @@
 
 #include "sheaf/core/atomic_folder.h"
 #include "sheaf/core/json.h"
+#include "sheaf/core/mapped_files.h"
 #include "sheaf/tests/core/scratch_folder.h"
 
 namespace sheaf {
@@ -34,6 +35,23 @@ TEST(File, ReadsRangesAndMaps) {
   EXPECT_THAT(message_of<IoError>(ExitCode::kIo, [&] { file.read_at(8, buffer, 4); }), HasSubstr("2 bytes too early"));
   write_file(folder / "empty", "");
   EXPECT_EQ(File::open(folder / "empty").map().text(), "");
+}
+
+TEST(File, AMappedFileThatBecomesShorterIsNamed) {
+  ScratchFolder folder;
+  const std::string other = folder / "other", path = folder / "shrinks";
+  for (const std::string& file : {other, path}) write_file(file, std::string(100'000, 'x'));
+  const auto read_last = [&](bool still_mapped) {
+    name_files_that_lose_pages();
+    const Mapping first = File::open(other).map();
+    Mapping map = File::open(path).map();
+    if (!still_mapped) detail::forget_mapping(map.data());
+    if (truncate(path.c_str(), 10) != 0) _exit(1);
+    _exit(map.text()[99'000] == 'x' ? 2 : 3);
+  };
+  EXPECT_EXIT(read_last(true), ::testing::ExitedWithCode(74), "shrinks' became shorter while it was read, or its disk fails");
+  write_file(path, std::string(100'000, 'x'));
+  EXPECT_EXIT(read_last(false), ::testing::KilledBySignal(SIGBUS), "") << "a fault of other memory";
 }
 
 TEST(File, OpenThrowsWhatTheCallerMeans) {
@@ -74,8 +92,9 @@ TEST(File, ReplaceKeepsTheOldContentWhenItFails) {
 TEST(AtomicFolder, CommitsAndReplaces) {
   ScratchFolder folder;
   const std::string target = folder / "sub/step-3";
-  std::string pending = begin_folder(target);
-  EXPECT_EQ(pending_folder(target), pending);
+  const int64_t tag = fresh_tag();
+  std::string pending = begin_folder(target, tag);
+  EXPECT_EQ(pending, pending_folder(target, tag));
   write_file(pending + "/a", "first");
   EXPECT_FALSE(path_exists(target));
   commit_folder(pending, target);
@@ -85,7 +104,6 @@ TEST(AtomicFolder, CommitsAndReplaces) {
   write_file(pending + "/a", "second");
   commit_folder(pending, target);
   EXPECT_EQ(File::open(target + "/a").read_all(), "second");
-  EXPECT_THROW(pending_folder(target), IoError);
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder / "sub"), {}), 1);
 }
 
@@ -113,11 +131,14 @@ TEST(AtomicFolder, SyncsFilesAndFolderThenRenamesThenSyncsTheParent) {
 
 TEST(AtomicFolder, LeftoversGoWithTheNextSave) {
   ScratchFolder folder;
-  begin_folder(folder / "step-1");
+  const std::string left = begin_folder(folder / "step-1");
+  make_folders(folder / "step-1.tmp-12-345");  // as older versions named it
   make_folders(folder / "notes.tmp-mine");
-  begin_folder(folder / "step-2");
-  EXPECT_THROW(pending_folder(folder / "step-1"), IoError);
-  EXPECT_NO_THROW(pending_folder(folder / "step-2"));
+  const std::string pending = begin_folder(folder / "step-2");
+  EXPECT_NE(left, pending);
+  EXPECT_FALSE(path_exists(left));
+  EXPECT_FALSE(path_exists(folder / "step-1.tmp-12-345"));
+  EXPECT_TRUE(path_exists(pending));
   EXPECT_TRUE(path_exists(folder / "notes.tmp-mine"));
 }
 
@@ -178,6 +199,28 @@ TEST(AtomicFolder, ReplacesWithoutExchangeOrLeavesAllAsItWas) {
   EXPECT_THROW(save("new", fail_to_replace), IoError);
   EXPECT_EQ(File::open(target + "/a").read_all(), "old");
   save("new", without_exchange);
+  EXPECT_EQ(File::open(target + "/a").read_all(), "new");
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 1);
+}
+
+// A reader that finds no target between the two renames, and restores the old version.
+int restores_to_come = 0;
+int reader_between_renames(const char* operation, const char* path) {
+  if (std::string_view(operation) == "rename" && std::string_view(path).ends_with("/step-1") && restores_to_come-- > 0) recover_folder(path);
+  return without_exchange(operation, path);
+}
+
+TEST(AtomicFolder, AReaderMayRestoreTheOldVersionWhileItIsReplaced) {
+  ScratchFolder folder;
+  const std::string target = folder / "step-1";
+  for (const char* text : {"old", "new"}) {
+    const std::string pending = begin_folder(target);
+    write_file(pending + "/a", text);
+    restores_to_come = std::string_view(text) == "new" ? 3 : 0;
+    testing::set_file_fault(reader_between_renames);
+    commit_folder(pending, target);
+    testing::set_file_fault(nullptr);
+  }
   EXPECT_EQ(File::open(target + "/a").read_all(), "new");
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 1);
 }
