@@ -78,10 +78,11 @@ void ReversePass::add_to_value(NodeId node, ValueId v, Tensor g) {
                         "backward of this recording: its gradient would be lost. Add the losses and call backward once");
   Tensor& sum = sum_of(v);
   if (was != v && sum)
-    fail<LifetimeError>("[backward] ", path_label(PathScope::current()), ": %", v, " ", tape_.type(was), " arrived twice: keep what wait() gave");
+    fail<LifetimeError>("[backward] ", path_label(PathScope::current()), ": %", v, " ", tape_.type(was),
+                        " was waited for twice: keep the tensor that wait() returned");
   if (sum && sum.dtype() != g.dtype()) {  // one of them is wide
-    Tensor& narrow = is_wide_of(sum.dtype(), g.dtype()) ? g : sum;
-    narrow = cast(narrow, (&narrow == &g ? sum : g).dtype());
+    if (is_wide_of(sum.dtype(), g.dtype())) g = cast(g, sum.dtype());
+    else sum = cast(sum, g.dtype());
   }
   sum = sum ? add(sum, g) : std::move(g);
 }
@@ -104,7 +105,7 @@ void ReversePass::add_to_slot(NodeId node, ValueId v, Tensor g) {
     return;
   }
   const Tensor& slot = slot_of(group, index, node);
-  std::erase_if(recording_.early_gradients_, [&](const auto& a) { return a.group == owner && a.node == node; });
+  std::erase_if(recording_.early_gradients_, [&](const auto& a) { return a.group == owner && a.node == node; });  // it is in use now
   if (g.storage() != slot.storage() || g.byte_offset() != slot.byte_offset()) {  // else it was computed in place
     if (group.contributed[leaf]) add_gradient(slot, g);
     else store_gradient(slot, g);

@@ -14,8 +14,8 @@ struct Lifetime {
 };
 
 struct Arrangement {
-  std::vector<int64_t> offsets;  ///< bytes, multiples of kAlign; lifetimes that meet do not overlap
-  int64_t total = 0;             ///< bytes of the whole block
+  std::vector<int64_t> offsets;           ///< bytes, multiples of kAlign; lifetimes that meet do not overlap
+  int64_t total = 0;                      ///< bytes of the whole block
   static constexpr int64_t kAlign = 256;  ///< as in a GPU's allocator: NVIDIA's libraries require workspaces with this alignment
 };
 

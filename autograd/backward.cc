@@ -1,6 +1,7 @@
 // The reverse pass of a recording: which gradients are needed, and how each node is differentiated.
 #include <algorithm>
 #include <functional>
+#include <string_view>
 #include <ranges>
 #include <utility>
 
@@ -14,11 +15,13 @@ void Recording::backward(const Tensor& loss, const BackwardOptions& options) {
   expect_current("backward");
   const ValueId v = value_of(loss);
   if (v < 0) fail<LifetimeError>("[backward] the loss is not a value of this recording");
-  if (tape_.value(v).producer < segment_begin_ && !any_contains(pending_segments_, tape_.value(v).producer) && !remaining_.contains(v))
+  const bool is_differentiable_still =
+      tape_.value(v).producer >= segment_begin_ || any_contains(pending_segments_, tape_.value(v).producer) || remaining_.contains(v);
+  if (!is_differentiable_still)
     fail<LifetimeError>("[backward] the loss ", loss.type(), " was computed before the last backward of this recording, ",
                         "which freed what its gradient needs: add the losses and call backward once");
   if (!state(v).needs_grad) fail<LifetimeError>("[backward] no trainable parameter leads to the loss ", loss.type());
-  expect_scalar(loss);  // before anything is consumed: the caller may retry with another loss
+  expect_scalar("backward", loss);  // before anything is consumed: the caller may retry with another loss
   ReversePass pass(*this, ReversePass::Leaves::slots, /*keep=*/false);
   pass.want_parameters();
   pass.last_micro_batch_ = options.last_micro_batch;
@@ -56,6 +59,7 @@ void Recording::forget_used_groups() {
 std::vector<Tensor> Recording::gradient(const Tensor& y, std::span<const Tensor> xs, const GradientOptions& options) {
   expect_current("gradient");
   if (value_of(y) < 0) fail<LifetimeError>("[gradient] y is not a value of this recording");
+  expect_scalar("gradient", y);
   std::vector<ValueId> ids;
   for (const Tensor& x : xs) {
     ids.push_back(value_of(x));
@@ -76,17 +80,20 @@ std::vector<Tensor> Recording::gradient(const Tensor& y, std::span<const Tensor>
   return out;
 }
 
-void Recording::expect_scalar(const Tensor& y) {
-  if (y.numel() != 1) fail<ShapeError>("[backward] needs a scalar, not ", y.type());
+void Recording::expect_scalar(const char* who, const Tensor& y) {
+  if (y.numel() != 1) fail<ShapeError>("[", who, "] needs a scalar, not ", y.type());
   const Layout& l = y.layout();
+  const bool is_loss = who == std::string_view("backward");
+  const char* const subject = is_loss ? "the loss " : "y, ";
   // An axis of size 1 is treated like any other: what is valid on one rank must be valid on several.
   for (int a = 0; a < l.num_axes(); ++a) {
     if (!l[a].is_replicate() && !l[a].is_shard()) continue;
     const std::string& axis = l.mesh()->name(a);
-    const std::string once = str("recording.backward(redistribute(loss, \"", axis, "\", Placement::partial()))");
+    const std::string once =
+        str("recording.", who, "(redistribute(", is_loss ? "loss" : "y", ", \"", axis, "\", Placement::partial())", is_loss ? ")" : ", ..)");
     if (l[a].is_shard())
-      fail<PlacementError>("[backward] the loss ", y.type(), " is of one rank on mesh axis ", axis, ": write ", once);
-    fail<PlacementError>("[backward] the loss ", y.type(), " is whole on every rank of mesh axis ", axis, ", as its ",
+      fail<PlacementError>("[", who, "] ", subject, y.type(), " is of one rank on mesh axis ", axis, ": write ", once);
+    fail<PlacementError>("[", who, "] ", subject, y.type(), " is whole on every rank of mesh axis ", axis, ", as its ",
                          "inputs are: every rank would contribute all of it. Cut the batch, redistribute(x, \"", axis,
                          "\", Placement::shard(0)), and it is Partial; or, to count once what all ranks compute ",
                          "alike, write ", once);
@@ -152,7 +159,6 @@ void ReversePass::run(const Tensor& y) {
   if (to_slots() && parts_.remaining && parts_.remaining->begun) {
     for (auto& [v, gradient] : parts_.remaining->gradients) gradients_[v] = std::move(gradient);
   } else if (const ValueId v = recording_.value_of(y); wanted_[v]) {
-    Recording::expect_scalar(y);
     const Tensor seed = gradients_[v] = full_of(y.type().dual(), 1.0);
     tape_.note_cotangent(recording_.value_of(seed), v);
   }
@@ -172,6 +178,7 @@ void ReversePass::run(const Tensor& y) {
   recording_.forget_used_groups();
 }
 
+// Nodes last to first. Before each, the groups whose first use is after it are finished: their reductions start.
 void ReversePass::reverse_through(NodeId begin, NodeId end) {
   for (NodeId id = end - 1; id >= begin; --id) {
     const Node n = tape_.node(id);  // a copy: the tape grows below
@@ -186,6 +193,7 @@ void ReversePass::reverse_through(NodeId begin, NodeId end) {
   }
 }
 
+// Calls the op's vjp if a gradient of its outputs has arrived, and adds what it yields to the gradients of the inputs.
 void ReversePass::differentiate(NodeId id, const Node& n) {
   const auto outputs = std::views::iota(0, static_cast<int>(n.num_outputs));
   if (std::ranges::none_of(outputs, [&](int o) { return gradients_[tape_.output(n, o)].defined(); })) return;
@@ -206,28 +214,32 @@ void ReversePass::differentiate(NodeId id, const Node& n) {
 // Finishes groups whose uses are all after `node`, which is about to be differentiated, the last opened first. A unit counts as
 // opened when it is used, not when its prefetch was issued, so that its reduction does not wait for that point.
 void ReversePass::finish_groups(NodeId node) {
-  for (;;) {
-    auto& groups = recording_.groups_;
-    size_t next = groups.size();
-    for (size_t i = 0; i < groups.size(); ++i)
-      if (!groups[i].finished && groups[i].first_use > node && (next == groups.size() || groups[i].first_use >= groups[next].first_use))
-        next = i;
-    if (next == groups.size()) return;
-    compute_overlapped();
-    groups[next].finished = true;
-    if (groups[next].constant && std::ranges::none_of(groups[next].contributed, std::identity())) {
-      groups[next].group->release_constant();
-      continue;
-    }
-    if (!in_backward_weights_) groups[next].group->release();
-    if (groups[next].defers_weights) {
-      finish_deferring(groups[next]);
-    } else {
-      recording_.evict_early_gradients(groups[next].group.get(), -1);
-      groups[next].group->finish(groups[next].contributed);
-    }
-    std::fill(groups[next].slots.begin(), groups[next].slots.end(), Tensor());
+  for (int next; (next = next_to_finish(node)) >= 0;) finish_group(static_cast<size_t>(next));
+}
+
+int ReversePass::next_to_finish(NodeId node) const {
+  const auto& groups = recording_.groups_;
+  int next = -1;
+  for (int i = 0; i < static_cast<int>(groups.size()); ++i)
+    if (!groups[i].finished && groups[i].first_use > node && (next < 0 || groups[i].first_use >= groups[next].first_use)) next = i;
+  return next;
+}
+
+// By index: releasing and reducing record ops, which may append groups.
+void ReversePass::finish_group(size_t i) {
+  auto& groups = recording_.groups_;
+  const std::shared_ptr<LeafGroup> group = groups[i].group;
+  compute_overlapped();
+  groups[i].finished = true;
+  if (groups[i].for_direction && std::ranges::none_of(groups[i].contributed, std::identity())) return group->release_values();
+  if (!in_backward_weights_) group->release();
+  if (groups[i].defers_weights) {
+    finish_deferring(groups[i]);
+  } else {
+    recording_.evict_early_gradients(group.get(), -1);
+    group->finish(std::vector<bool>(groups[i].contributed));
   }
+  std::fill(groups[i].slots.begin(), groups[i].slots.end(), Tensor());
 }
 
 // The same for gradient(): its groups may be used again, in this recording's backward.

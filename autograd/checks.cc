@@ -55,19 +55,13 @@ void check_rule(const Tape& tape, NodeId id, std::span<const Tensor> inputs, con
     if (!together) report(out, id, "on mesh axis ", mesh->name(axis), ": what is on one rank goes with nothing else, not ", describe());
     return;
   }
-  bool any_invariant = false, others = false;
-  for (int i = 0; i < p.num_inputs(); ++i) {
-    if (p.in(i).is_invariant()) any_invariant = true;
-    else if (inputs[static_cast<size_t>(i)].layout().mesh()) others = true;
-  }
-  if (any_invariant) {
-    bool invariant = !others;
+  if (const Place::Invariants are = p.invariants(); are != Place::Invariants::none) {
+    bool invariant = are == Place::Invariants::all;
     for (int o = 0; o < n.num_outputs; ++o) invariant = invariant && output(o).is_invariant();
     if (!invariant) report(out, id, "on mesh axis ", mesh->name(axis), ": Invariant goes with Invariant only, not ", describe());
     return;
   }
-  if (n.op->place) n.op->place(tape.attrs(n), p);
-  else rules::replicate_only(p, n.num_outputs);
+  p.add_rules(*n.op, tape.attrs(n), n.num_outputs);
   for (const Place::Rule& r : p.rules) {
     bool same = r.outputs.size() == n.num_outputs;
     for (int i = 0; same && i < p.num_inputs(); ++i) same = p.in(i) == r.inputs[static_cast<size_t>(i)];

@@ -19,7 +19,7 @@ struct Call {
   struct Part {
     int rank;
     NodeId node;
-    double ready;  // when it could start if its lane and links were free
+    double ready;     // when it could start if its lane and links were free
     double last = 0;  // the same for the last of its pieces
   };
   std::vector<Part> parts;

@@ -59,7 +59,7 @@ struct Timeline {
 /// A node waits for its rank's last call on a lane (back 1), the one before it (2), and so on.
 struct LaneWait {
   int32_t lane, back;
-  bool of_call;  ///< only the node's own call has to wait, compute does not
+  bool of_call;        ///< only the node's own call has to wait, compute does not
   int32_t pieces = 0;  ///< it computes with each piece as it arrives, in order ([Note: in pieces]); 0: it waits for all
   double own = 0;      ///< the fraction of its compute that comes first and need not wait
   bool operator==(const LaneWait&) const = default;

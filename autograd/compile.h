@@ -71,7 +71,7 @@ class CompiledStep {
 
   CompileOptions options_;
   std::vector<Tensor> inputs_;
-  RecordingOptions now_;                    // of the step under way
+  RecordingOptions now_;                     // of the step under way
   std::map<int64_t, Tensor> random_states_;  // by the offset of their first sample within the step
   int64_t recorded_ = 0;
   std::optional<Recorded> last_;

@@ -19,8 +19,8 @@ void on_copy_stream(Execute& c, const Stream& (Gpu::*of)() const, Work&& work) {
   c.stream();
   for (int i = 0; i < c.num_inputs(); ++i) c.input(i);  // another lane may still be filling it: compute() is ordered after that
   gpu.record(gpu.compute()).order(stream);
-  // In a program, an outgoing copy may be assigned memory whose last reader is copies().
-  if (of == &Gpu::d2h) gpu.record(gpu.copies()).order(stream);
+  // There an outgoing copy may be assigned memory whose last reader is copies(). Elsewhere the two directions overlap.
+  if (c.in_program && of == &Gpu::d2h) gpu.record(gpu.copies()).order(stream);
   {
     const kernels::cuda::FewBlocks few;  // these kernels are limited by the bus
     const ProfileSpan span(of == &Gpu::d2h ? "leaving" : "copies", c.op_name(), PathScope::current(), &stream);

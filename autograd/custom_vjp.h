@@ -1,7 +1,7 @@
 // custom_vjp: a function of public ops with a user-defined derivative: a straight-through estimator, a gradient that is scaled or
 // clipped, a formula that is stabler or takes less memory than the derived one.
 //
-//   Tensor rounded = custom_vjp([](const Tensor& x) { return floor(x + 0.5); }, [](Vjp& c) { c.set(0, c.grad()); }, x);
+//   Tensor binary = custom_vjp([](const Tensor& w) { return sign(w); }, [](Vjp& c) { c.set(0, c.grad()); }, weight);
 //
 // [Note: custom_vjp] The function's ops are recorded on inputs without gradient, so nothing is saved for them. A node `custom_vjp`
 // then views its results and has the inputs, too: the reverse pass treats it like any other op, and the ops that the derivative calls

@@ -37,7 +37,7 @@ Tensor Recording::derivative_along(const Tensor& y, const Direction& direction) 
   const ValueId v = value_of(y);
   if (v < 0) fail<LifetimeError>("[derivative_along] y is not a value of this recording");
   if (!state(v).needs_grad) fail<LifetimeError>("[derivative_along] no trainable parameter leads to ", y.type());
-  expect_scalar(y);
+  expect_scalar("derivative_along", y);
   ReversePass pass(*this, ReversePass::Leaves::direction, /*keep=*/true);
   pass.want_parameters();
   begin_derivative();
@@ -81,7 +81,7 @@ void ReversePass::add_directional(NodeId node) {
     }
     gradients.erase(now.begin(), now.end());
     for (const GroupState& g : recording_.groups_)
-      if (g.constant) g.group->release_after_gradient();
+      if (g.for_direction) g.group->release_after_gradient();
   }
 }
 

@@ -96,7 +96,8 @@ void take_rows(const OpDef& op, Execute& run, uint64_t inputs, const RowBlock& b
   if (!op.row_parts) return run.take_rows(inputs, block, to);
   const RowParts parts(op, run.input_tensor(0).local_shape());  // where the output is sent in pieces, rows are read in place
   if (!parts.dims && is_all(block, run.input_tensor(0))) return run.take_all();
-  if (!parts.are(block)) fail<ShapeError>("[", op.name, "] rows from ", block.begin, " on, ", block.rows, " of them, of ", run.input_type(0), " are no whole parts");
+  if (!parts.are(block))
+    fail<ShapeError>("[", op.name, "] rows from ", block.begin, " on, ", block.rows, " of them, of ", run.input_type(0), " are no whole parts");
   run.take_parts(parts.dims, {block.begin / parts.each, block.rows / parts.each}, parts.all);
 }
 
@@ -125,7 +126,8 @@ std::span<const IncomingRows> incoming_heads(const OpDef& op, const Execute& run
   const int64_t heads = pieces.back().end, width = k.shape[3];
   const bool as_they_come = k.shape == v.shape && k.strides == v.strides && k.shape[2] == heads && k.strides[2] == width &&
                             k.strides[1] == 2 * heads * width && keys.byte_offset() == 0 &&
-                            values.byte_offset() == heads * width * static_cast<int64_t>(size_of(k.dtype)) && run.input_tensor(0).local_shape()[2] % heads == 0;
+                            values.byte_offset() == heads * width * static_cast<int64_t>(size_of(k.dtype)) &&
+                            run.input_tensor(0).local_shape()[2] % heads == 0;
   return as_they_come ? pieces : std::span<const IncomingRows>();
 }
 

@@ -87,10 +87,10 @@ Tensor to_experts(const Tensor& x, const ExpertRoutes& routes, const Tensor& wei
 /// The sum over each token's choices of their rows[Q, .., N, R, C], multiplied by weights[.., T, K] if given: [.., T, C].
 Tensor from_experts(const Tensor& rows, const ExpertRoutes& routes, const Tensor& weights = {});
 struct ExpertLinearOptions {
-  Tensor bias = {};   ///< [E, O]
-  bool fp8 = false;   ///< as linear() with Fp8::activations
-  double fill = 1.0;  ///< about the share of rows that will be in use: GPUs skip the others where these are most
-  OutputLayout output_layout = {}; ///< where the result goes: see apply_and_redistribute()
+  Tensor bias = {};                 ///< [E, O]
+  bool fp8 = false;                 ///< as linear() with Fp8::activations
+  double fill = 1.0;                ///< about the share of rows that will be in use: GPUs skip the others where these are most
+  OutputLayout output_layout = {};  ///< where the result goes: see apply_and_redistribute()
 };
 /// x[Q, .., R, I] weight[E, O, I]ᵀ + bias[E, O], for each expert's rows, counts[E, ..] of them, with its own matrix and bias:
 /// [Q, .., R, O]. Unused rows must be zero in the result's gradient, and finite in x, as they are if they come from to_experts and go
@@ -103,7 +103,8 @@ double expert_products(const Tensor& x, const Tensor& counts, double fill);
 struct AttentionOptions {
   bool causal = true;  ///< query t of T sees keys s <= t + S - T
   double scale = 0;    ///< of the scores; 0: 1 / sqrt(D)
-  double softcap = 0;  ///< scores s, scaled, become softcap tanh(s / softcap) (Gemma 2, https://arxiv.org/abs/2408.00118); 0: none. Not in latent_attention()
+  double softcap = 0;  ///< scores s, scaled, become softcap tanh(s / softcap) (Gemma 2, https://arxiv.org/abs/2408.00118); 0: none. Not in
+                       ///< latent_attention()
   /// Where the document of each token begins, i32[B, T] (document_begins): a token then attends only to those of its own document, up
   /// to itself, and its result has, bit for bit on CPUs and in our own kernels on GPUs, the value that it would have without other
   /// documents. Causal only, with at least as many keys as queries: positions count keys, and the first query's document may have
@@ -139,8 +140,8 @@ struct GatedDeltaRuleOptions {
   double scale = 0;       ///< of queries; 0: 1 / sqrt(D)
   /// Queries and keys are divided by sqrt(sum of their squares + norm_eps) first; 0: they are not normalised.
   double norm_eps = 1e-6;
-  Tensor begins = {};   ///< as in AttentionOptions: the state is zero before each document
-  Tensor initial = {};  ///< the state before the first token [B, H, D, E], f32 (f64 for f64); undefined: zero
+  Tensor begins = {};        ///< as in AttentionOptions: the state is zero before each document
+  Tensor initial = {};       ///< the state before the first token [B, H, D, E], f32 (f64 for f64); undefined: zero
   bool keeps_state = false;  ///< the state after the last token is a result, too
 };
 struct DeltaRuleResult {
@@ -177,7 +178,7 @@ Tensor document_begins(const Tensor& tokens, int64_t end_of_text);
 Tensor packed_rms_norm(const Tensor& x, int64_t heads, const Tensor& query_weight, const Tensor& key_weight,
                        double eps = 1e-5);
 struct RotaryOptions {
-  double theta = 10000.0;      ///< base of the frequencies
+  double theta = 10000.0;  ///< base of the frequencies
   int64_t first_position = 0;
   int64_t heads = -1;          ///< only the first `heads` are rotated, such as queries and keys of a packed projection; -1: all
   int64_t width = -1;          ///< only the last `width` elements of each; -1: all

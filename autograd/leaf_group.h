@@ -22,7 +22,7 @@ class LeafGroup {
   virtual ~LeafGroup() = default;
   /// The leaf's value ready for compute; gathers (and records that) if needed.
   virtual Tensor value(int index) = 0;
-  /// Uninitialised memory for the leaf's gradient in the slots, of the dual of the value's type.
+  /// Uninitialized memory for the leaf's gradient in the slots, of the dual of the value's type.
   virtual Tensor slot(int index) = 0;
   /// Whether a gradient of that type may be stored into the leaf's slot before a backward begins: the slots are not in use yet.
   virtual bool accepts_early_gradient(int /*index*/, const Type& /*gradient*/) const { return false; }
@@ -33,7 +33,7 @@ class LeafGroup {
   /// No derivative of this backward reads the values any more.
   virtual void release() = 0;
   /// The same for a group that was opened for its values alone: no finish() follows.
-  virtual void release_constant() = 0;
+  virtual void release_values() = 0;
   virtual void finish(const std::vector<bool>& contributed) = 0;
   virtual int num_leaves() const = 0;
   virtual bool trainable(int index) const = 0;

@@ -39,7 +39,8 @@ void Recording::end_segment() {
   const auto ahead = std::ranges::stable_partition(groups_, [](const GroupState& g) { return g.first_use >= 0; }).begin();
   std::vector<GroupState> next(std::make_move_iterator(ahead), std::make_move_iterator(groups_.end()));
   groups_.erase(ahead, groups_.end());
-  pending_segments_.push_back({segment_begin_, tape_.num_nodes(), std::exchange(groups_, std::move(next)), micro_batch_, std::exchange(is_derivative_, false)});
+  pending_segments_.push_back(
+      {segment_begin_, tape_.num_nodes(), std::exchange(groups_, std::move(next)), micro_batch_, std::exchange(is_derivative_, false)});
   segment_begin_ = tape_.num_nodes();
 }
 
@@ -70,7 +71,8 @@ recorded::Parts Recording::take_parts(ValueId loss, bool last_part_only) {
 // One state per group, with the earliest of its first uses; and one per order of derivatives that use it.
 void Recording::take_groups(std::vector<GroupState>& groups) {
   for (GroupState& g : groups) {
-    const auto own = std::ranges::find_if(groups_, [&](const GroupState& o) { return o.group == g.group && o.derivative_order == g.derivative_order; });
+    const auto own =
+        std::ranges::find_if(groups_, [&](const GroupState& o) { return o.group == g.group && o.derivative_order == g.derivative_order; });
     if (own == groups_.end()) groups_.push_back(std::move(g));
     else own->first_use = std::min(own->first_use, g.first_use);
   }
@@ -107,7 +109,9 @@ std::vector<recorded::Segment> Recording::take_segments_of(ValueId loss) {
   }
   // A part of a micro-batch takes the earlier ones with it, even if all of their parameters are frozen.
   for (size_t s = pending_segments_.size(); s-- > 0;) {
-    const auto is_part_of = [&](const Segment& t) { return !t.groups.empty() && t.micro_batch == pending_segments_[s].micro_batch && t.begin > pending_segments_[s].begin; };
+    const auto is_part_of = [&](const Segment& t) {
+      return !t.groups.empty() && t.micro_batch == pending_segments_[s].micro_batch && t.begin > pending_segments_[s].begin;
+    };
     if (pending_segments_[s].micro_batch == 0 || std::ranges::none_of(taken, is_part_of)) continue;
     std::erase_if(taken, [&](const Segment& t) { return t.begin >= pending_segments_[s].begin && t.end <= pending_segments_[s].end; });
     ends.push_back(pending_segments_[s].end);

@@ -1,4 +1,5 @@
-// Calling an op: types are inferred, operands placed, memory is allocated, a kernel runs, the call is recorded.
+// Calling an op: types are inferred, operands placed, memory is allocated, a kernel runs, the call is recorded. See [Note: what happens
+// in apply] in op.h.
 #include "sheaf/autograd/op.h"
 
 #include "sheaf/autograd/execute.h"
@@ -8,44 +9,6 @@
 #include "sheaf/core/rank_context.h"
 
 namespace sheaf {
-
-void Execute::completes_with(const Event& event) {
-  for (const Tensor& t : outputs_) t.storage()->filled_by(event);
-}
-
-Stream Execute::gpu_stream() const { return RankContext::current().stream(device()); }
-
-void Execute::fail_unasked() const {
-  fail<ConfigError>("[", op_, "] ", path_label(PathScope::current()), ": inputs on ", device().to_string(),
-                    ", but its execute() has a kernel for the CPU alone (it takes memory without asking for stream())");
-}
-
-View Execute::rows_of(const Tensor& t) const {
-  const View v = t.storage()->pieces().empty() && !types_alone_ ? t.view() : t.view_unsynced();
-  const int64_t width = v.shape.back();
-  char* const data = v.data ? v.as<char>() + block_.begin * width * static_cast<int64_t>(size_of(v.dtype)) : nullptr;
-  if (block_.groups == 1) return View::dense(data, v.dtype, {block_.rows, width});
-  return {data, v.dtype, {block_.groups, block_.rows, width}, {block_.stride * width, width, 1}};
-}
-
-View Execute::output_rows(int i) const {
-  View v = rows_of(outputs_[i]);
-  return to_ && i == 0 ? View::dense(to_, v.dtype, v.shape) : v;
-}
-
-View Execute::parts_of(const Tensor& t, int dim) const {
-  View v = t.storage()->pieces().empty() && !types_alone_ ? t.view() : t.view_unsynced();
-  if (dim < 0) return v;
-  const int64_t each = v.shape[dim] / all_parts_;
-  v.shape[dim] = each * block_.rows;
-  if (v.data) v.data = v.as<char>() + each * block_.begin * v.strides[dim] * static_cast<int64_t>(size_of(v.dtype));
-  return v;
-}
-
-void Execute::join(const Event& event) const {
-  if (device().is_cuda()) event.order(stream());
-  else event.sync();
-}
 
 namespace {
 
@@ -117,7 +80,7 @@ static Tensors execute_here(const OpDef& op, const void* attrs, std::span<const 
     run.will_execute(op.name);
     if (RankContext::current().profile) [[unlikely]] execute_noted(op, attrs, run);
     else detail::execute(op, attrs, run);
-  } else {  // on meta
+  } else {  // on meta, or an op without a kernel (open): lanes may still be filling the inputs
     for (const Tensor& t : inputs) t.storage()->settle();
   }
   if (op.kind == OpKind::step)
@@ -126,7 +89,7 @@ static Tensors execute_here(const OpDef& op, const void* attrs, std::span<const 
   return outputs;
 }
 
-// Tells the memory ledger, if there is one, what the memory is for.
+// Allocates the outputs and runs the kernel; the memory ledger, if there is one, is told what the memory is for.
 Tensors execute_node(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, std::span<const OutputSpec> specs, bool add) {
   return located([&] {
     if (!RankContext::current().memory_log) [[likely]] return execute_here(op, attrs, inputs, specs, add);
@@ -154,9 +117,9 @@ detail::Inferred::Inferred(const OpDef& op, const void* attrs, std::span<const T
 }
 
 Tensors apply(const OpDef& op, const void* attrs, std::span<const Tensor> given, std::span<const Into> into) {
-  const detail::Inferred inferred(op, attrs, given);
-  const auto inputs = inferred.inputs;
-  const auto specs = inferred.specs;
+  const detail::Inferred inferred(op, attrs, given);  // also places the operands
+  const std::span<const Tensor> inputs = inferred.inputs;
+  const std::span<OutputSpec> specs = inferred.specs;
   bool add = false;
   for (size_t i = 0; i < into.size(); ++i) {
     if (!into[i].to) continue;

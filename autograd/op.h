@@ -3,24 +3,30 @@
 //   struct Softmax {
 //     static constexpr const char* kName = "softmax";
 //     struct Attrs { int32_t dim; };                       // trivially copyable; the tape stores its bytes; NoAttrs: none
-//     static constexpr uint64_t kSavedOutputs = 0b1;       // what the backward reads: bit i = output i
 //     static void infer(const Attrs&, Infer&);             // dtypes and global shapes; throws ShapeError, DTypeError
-//     static void place(const Attrs&, Place&);             // the forward placement rule; the backward's follows
-//     static int64_t workspace(const Attrs&, const Execute&);   // bytes, an upper bound from types; optional
-//     static bool alias(const Attrs&, const View& in, View& out);   // views only, instead of execute; of the last inputs, or as
-//                                                                   // alias(attrs, o, in, out): output o of the one input
-//     static void execute(const Attrs&, Execute&);         // calls kernels::; never allocates
+//     static void place(const Attrs&, Place&);             // the forward placement rule; the backward's follows. Absent: whole operands
+//     static void execute(const Attrs&, Execute&);         // calls kernels::; never allocates. Inputs have any strides, 0 where they
+//                                                          // are expanded: for dense ones, pass contiguous(x) to apply()
+//     static constexpr uint64_t kSavedInputs = 0, kSavedOutputs = 0b1;  // what vjp reads: bit i = input or output i
 //     static void vjp(const Attrs&, Vjp&);                 // in public ops; absent: not differentiable
-//     static void work(const Attrs&, WorkOf&);             // operations and bytes, from types: work.h; optional
-//     static void fuse(const Attrs&, Fuse&);               // as steps of one kernel, of elementwise ops: fuse.h; optional
-//     static uint64_t row_inputs(const Attrs&, InputTypes);   // see OpDef::row_inputs; optional
-//     static const PartDims* row_parts(const Shape& x);       // see OpDef::row_parts; optional
-//     static double products(const Attrs&, InputTypes);       // see OpDef::products; optional
-//     static constexpr PartDims kHeads = {..};                // see OpDef::heads; optional
-//     static constexpr bool kDefersWeights = true;         // vjp gives derivatives to Vjp::weight_gradients(); optional
-//     static constexpr int kRematerializable = 0;          // an output that takes little to compute from what vjp reads: then
-//     static Tensor rematerialize(const Attrs&, Vjp&);     // this does, in public ops, with the same bits; optional
 //   };
+//
+// All else is optional:
+//
+//     static void describe(const Attrs&, std::string&);    // attributes as text, in to_json(); kMarked: in to_text(), too
+//     static int64_t workspace(const Attrs&, const Execute&);       // bytes, an upper bound from types
+//     static bool alias(const Attrs&, const View& in, View& out);   // instead of execute, for views: of the last inputs, or as
+//                                                                   // alias(attrs, o, in, out): output o of the one input
+//     static void work(const Attrs&, WorkOf&);             // operations and bytes, from types: work.h
+//     static void fuse(const Attrs&, Fuse&);               // as steps of one kernel, of elementwise ops: fuse.h
+//     static void drop_layouts(Attrs&);                    // if attributes contain any: as they would be without sharding
+//     static constexpr bool kCanAdd = true;                // output 0 can be added to what its memory holds: Execute::add
+//     static constexpr uint64_t kStoresWide = 0b1;         // bit i: output i can be stored in a wider dtype than inferred
+//     static constexpr bool kRecipe = true;                // a view or cast, repeated in the backward rather than saved
+//     static constexpr bool kDefersWeights = true;         // vjp gives derivatives to Vjp::weight_gradients()
+//     static constexpr int kRematerializable = 0;          // an output that takes little to compute from what vjp reads:
+//     static Tensor rematerialize(const Attrs&, Vjp&);     // this does, in public ops, with the same bits
+//     row_inputs, row_parts, products, kHeads              // execute() for parts of the operands: see OpDef
 //
 // [Note: what happens in apply] (1) infer: the outputs' types, as on one rank. (2) place: the inputs' placements select the rule, per
 // mesh axis; a Replicate operand that a rule wants sharded is sliced, one that it wants Partial is kept on one rank, which moves no
@@ -50,8 +56,8 @@ enum class Lane : uint8_t { compute, gather, reduce, copy };
 /// An output whose type and memory are given.
 struct OutputSpec {
   Type type;
-  Tensor into = {};         ///< defined: the output is placed at the start of this tensor's memory (an update in place)
-  int within = -1;          ///< >= 0: it is placed inside that earlier output of the same node, at `byte_offset`
+  Tensor into = {};  ///< defined: the output is placed at the start of this tensor's memory (an update in place)
+  int within = -1;   ///< >= 0: it is placed inside that earlier output of the same node, at `byte_offset`
   int64_t byte_offset = 0;
 };
 
@@ -85,11 +91,11 @@ struct OpDef {
   Lane lane;
   bool of_units;        ///< works on units' buffers, which are not values of the model
   bool stops_gradient;  ///< outputs are constants, whatever the inputs are
-  bool recipe;   ///< cheap to repeat: a view or a cast, replayed in backward on gathered parameters instead of saved
+  bool recipe;          ///< cheap to repeat: a view or a cast, replayed in backward on gathered parameters instead of saved
   bool can_add;
-  bool defers_weights;  ///< its vjp calls weight_gradients()
-  MemoryKind memory;  ///< of fresh outputs: see MemoryKind
-  HeldFor held_for;   ///< what the memory of fresh outputs is held for; other: it follows from the phase, see held_for() of a node
+  bool defers_weights;   ///< its vjp calls weight_gradients()
+  MemoryKind memory;     ///< of fresh outputs: see MemoryKind
+  HeldFor held_for;      ///< what the memory of fresh outputs is held for; other: it follows from the phase, see held_for() of a node
   uint64_t stores_wide;  ///< outputs that are stored in f32, if given f32 memory, where infer says bf16 or f16
   uint32_t attrs_size;
   uint64_t saved_inputs, saved_outputs;
@@ -106,7 +112,7 @@ struct OpDef {
   const PartDims* (*row_parts)(const Shape&);
   /// Over roughly how many products these rows are distributed, on any rank. Null: one.
   double (*products)(const void*, InputTypes);
-  const PartDims* heads;         ///< execute() can be called for a few heads of keys and values (inputs 1 and 2) at a time; null: it cannot
+  const PartDims* heads;  ///< execute() can be called for a few heads of keys and values (inputs 1 and 2) at a time; null: it cannot
   void (*vjp)(const void*, Vjp&);
   int rematerializable;          ///< the output that rematerialize() computes, cheaply, from what the derivative reads; -1: none
   uint64_t rematerialize_reads;  ///< inputs that are read by rematerialize() only
@@ -116,8 +122,8 @@ struct OpDef {
   void (*work)(const void*, WorkOf&);
   void (*fuse)(const void*, Fuse&);
   void (*describe)(const void*, std::string&);
-  bool marked;                   ///< the tape's text includes the description
-  void (*drop_layouts)(void*);   ///< of attributes: as they would be without sharding; null if they contain no layouts
+  bool marked;                  ///< the tape's text includes the description
+  void (*drop_layouts)(void*);  ///< of attributes: as they would be without sharding; null if they contain no layouts
   bool (*same_attrs)(const void*, const void*);
 };
 

@@ -21,7 +21,8 @@ struct RowBlock {
   int64_t all() const { return rows * groups; }
 };
 
-/// The arguments of a kernel call: local views, workspace, stream. On meta it is used for workspace() only; data pointers are null.
+/// The arguments of a kernel call: local views, workspace, stream. On meta data pointers are null: there only workspace(),
+/// collectives and discards are called.
 class Execute {
  public:
   Execute(std::span<const Tensor> inputs, std::span<const Tensor> outputs) : inputs_(inputs), outputs_(outputs) {}
@@ -55,12 +56,14 @@ class Execute {
   Workspace workspace;
   /// Output 0 adds to what its memory holds instead of storing (asked for by the caller, for ops with kCanAdd).
   bool add = false;
+  /// A program runs the op: memory is assigned to values ahead, in the order of the tape.
+  bool in_program = false;
   /// Makes the op's further work wait for `event`: on a GPU on its stream, otherwise on the host.
   void join(const Event& event) const;
   /// Another lane fills the outputs; their readers wait for `event`.
   void completes_with(const Event& event);
-  /// From now on these inputs and all outputs are such rows of what they are, which is dense. Output 0 is put to `to` instead, if that is
-  /// given. Rows that come (IncomingRows) are not waited for.
+  /// Until take_all(), these inputs and all outputs, which are dense, are seen as the given rows of them. With `to`, output 0 is written
+  /// there. Rows still arriving (IncomingRows) are not waited for.
   void take_rows(uint64_t inputs, const RowBlock& block, void* to = nullptr) { row_inputs_ = inputs, block_ = block, to_ = to; }
   /// The same of parts [block.begin, block.begin + block.rows) of `all`, of every operand that has them.
   void take_parts(const PartDims* dims, const RowBlock& block, int64_t all) { parts_ = dims, block_ = block, all_parts_ = all; }

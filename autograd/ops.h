@@ -25,7 +25,7 @@ class DeviceScope {
 
 // ---- placement ------------------------------------------------------------------------------------------------------
 /// The same value in another layout; see the table in docs/placements.md. Backward: dual(to) → dual(from). PlacementError for a layout
-/// on another mesh, or one that cuts a dimension which x does not have.
+/// on another mesh, or none though x is on one, and for one that cuts a dimension which x does not have.
 /// Communicates where the table says so, on the gather lane, and waits for the result. Mesh axes change in their order, a
 /// node each; if a later axis also cuts that dimension, it is gathered first and cut again afterwards.
 Tensor redistribute(const Tensor& x, const Layout& to);
@@ -38,8 +38,11 @@ Tensor redistribute_in_pieces(const Tensor& x, const Layout& to, double products
 /// each of the G: attention starts on heads as they arrive. On GPUs each part has piece_rows² rows of queries over all its heads, enough to
 /// occupy a GPU.
 Tensor redistribute_in_heads(const Tensor& keys_values, const Layout& to, int64_t readers);
-/// redistribute() with the placement of one mesh axis changed. PlacementError if x has no mesh.
+/// redistribute() with the placement of one mesh axis changed. An x without a mesh is whole on every rank, so it is returned if it is to
+/// be Replicate: a model that names an axis also runs without one. PlacementError for other placements of it.
 Tensor redistribute(const Tensor& x, const std::string& axis, const Placement& to);
+/// x gathered or added up on every rank: Replicate on every axis of its mesh, if it has one. Collective.
+Tensor full_tensor(const Tensor& x);
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
 /// `x`'s type with every element `value`.
@@ -62,9 +65,9 @@ void add_into(const Tensor& to, const Tensor& x);
 class Dims {
  public:
   Dims() = default;
-  Dims(int dim) : dims_{dim} {}                              // NOLINT: sum(x, 0)
-  Dims(std::initializer_list<int> dims) : dims_(dims) {}     // NOLINT: sum(x, {0, 2})
-  Dims(std::vector<int> dims) : dims_(std::move(dims)) {}    // NOLINT
+  Dims(int dim) : dims_{dim} {}                            // NOLINT: sum(x, 0)
+  Dims(std::initializer_list<int> dims) : dims_(dims) {}   // NOLINT: sum(x, {0, 2})
+  Dims(std::vector<int> dims) : dims_(std::move(dims)) {}  // NOLINT
   void push_back(int dim) { dims_.push_back(dim); }
   bool empty() const { return dims_.empty(); }
   size_t size() const { return dims_.size(); }
@@ -121,8 +124,8 @@ Tensor log(const Tensor& x);
 Tensor sqrt(const Tensor& x);
 Tensor rsqrt(const Tensor& x);  ///< 1 / sqrt(x)
 Tensor square(const Tensor& x);
-Tensor abs(const Tensor& x);    ///< gradient 0 at 0
-Tensor sign(const Tensor& x);   ///< -1, 0 or 1
+Tensor abs(const Tensor& x);   ///< gradient 0 at 0
+Tensor sign(const Tensor& x);  ///< -1, 0 or 1
 Tensor sin(const Tensor& x);
 Tensor cos(const Tensor& x);
 /// Conversion; floats to integers truncate and saturate, anything to bool is "not zero".
@@ -159,7 +162,7 @@ inline Tensor operator-(const Tensor& x) { return neg(x); }
 Tensor relu(const Tensor& x);  ///< gradient 0 at 0
 Tensor tanh(const Tensor& x);
 Tensor sigmoid(const Tensor& x);
-Tensor silu(const Tensor& x);  ///< x sigmoid(x)
+Tensor silu(const Tensor& x);      ///< x sigmoid(x)
 Tensor softplus(const Tensor& x);  ///< log(1 + exp(x))
 /// x Phi(x), or its approximation by tanh (Hendrycks and Gimpel 2016), as in GPT-2.
 enum class GeluKind : uint8_t { exact, tanh };
@@ -180,8 +183,12 @@ Tensor geglu(const Tensor& gate, const Tensor& up);
 // logsumexp are for floating dtypes (DTypeError). ShapeError for a dimension given twice.
 Tensor sum(const Tensor& x, const Dims& dims = {}, bool keepdim = false);
 Tensor mean(const Tensor& x, const Dims& dims = {}, bool keepdim = false);
+struct VarOptions {
+  double correction = 1;
+  bool keepdim = false;
+};
 /// sum((x - mean)^2) / (n - correction)
-Tensor var(const Tensor& x, const Dims& dims = {}, double correction = 1, bool keepdim = false);
+Tensor var(const Tensor& x, const Dims& dims = {}, const VarOptions& options = {});
 /// NaN if any element is; equal extremes share the gradient. Throws ShapeError where there is no element.
 Tensor max(const Tensor& x, const Dims& dims = {}, bool keepdim = false);
 Tensor min(const Tensor& x, const Dims& dims = {}, bool keepdim = false);
@@ -213,10 +220,12 @@ Tensor expand(const Tensor& x, const Shape& shape);
 /// Positions [begin, end) of one dimension, negative ones from the end; a view. ShapeError unless 0 <= begin <= end <= its size.
 Tensor slice(const Tensor& x, int dim, int64_t begin, int64_t end);
 /// Views, one after another along `dim`: of these sizes, or `chunks` of equal size. ShapeError if the sizes do not add up to the
-/// dimension's.
+/// dimension's. To visit all positions of a dimension, split it once: the gradients of slices are padded, each to the whole of x,
+/// those of parts are concatenated.
 std::vector<Tensor> split(const Tensor& x, const std::vector<int64_t>& sizes, int dim = 0);
 std::vector<Tensor> chunk(const Tensor& x, int64_t chunks, int dim = 0);
-/// At most 64 tensors that differ only in the size of dimension `dim`: ShapeError, DTypeError or PlacementError otherwise.
+/// Tensors that differ only in the size of dimension `dim`: ShapeError, DTypeError or PlacementError otherwise. `dim` must not be
+/// sharded: rows of a batch that is are combined by stack(xs, 1) and reshape(), in another order.
 Tensor concat(const std::vector<Tensor>& xs, int dim = 0);
 /// The inverse of split() of a tensor of type `whole`, for its parts or others of their types: if an axis shards `whole` in parts
 /// (OwnershipMap::parts), and so each of these evenly, the result is sharded as `whole` is.

@@ -108,7 +108,9 @@ OutputLayout along(int axis, const Placement& to) {
   return [axis, to](const Type& y) { return axis >= 0 && y.layout.mesh() ? y.layout.with(axis, to) : y.layout; };
 }
 
-Tensor redistribute_output(const Tensor& y, const OutputLayout& output_layout) { return output_layout ? redistribute(y, output_layout(y.type())) : y; }
+Tensor redistribute_output(const Tensor& y, const OutputLayout& output_layout) {
+  return output_layout ? redistribute(y, output_layout(y.type())) : y;
+}
 
 Tensor apply_and_redistribute(const OpDef& op, const void* attrs, std::span<const Tensor> given, const OutputLayout& output_layout) {
   const detail::Inferred inferred(op, attrs, given);

@@ -67,8 +67,8 @@ void ReversePass::compute_deferred(recorded::DeferredGradient& deferred) {
   if (!deferred.derivative) return accumulate(deferred.node, deferred.leaf, std::exchange(deferred.gradient, {}));
   for (const auto& [storage, version] : deferred.reads)
     if (const auto there = storage.lock(); there && there->version() != version)
-      fail<LifetimeError>("[backward_weights] ", path_label(PathScope::current()), ": what ", tape_.node(deferred.node).op->name, " read was changed ",
-                          "in place since the backward, and the gradient of its weight reads it: change a copy");
+      fail<LifetimeError>("[backward_weights] ", path_label(PathScope::current()), ": what ", tape_.node(deferred.node).op->name,
+                          " read was changed ", "in place since the backward, and the gradient of its weight reads it: change a copy");
   Vjp vjp(*this, deferred.node, deferred.needs, /*deferred=*/true);
   std::exchange(deferred.derivative, nullptr)(vjp);
   accumulate(deferred.node, deferred.needs, vjp);
@@ -99,7 +99,7 @@ Tensor Vjp::arrived_gradient() {
   const auto gradient = pending.find(v);
   if (gradient == pending.end()) {  // it needed no communication
     if (tape().node(tape().value(v).producer).op == &start_op())
-      fail<LifetimeError>("[backward] ", path_label(PathScope::current()), ": gradient %", v, " is on its way, and nobody knows from where");
+      fail<LifetimeError>("[backward] ", path_label(PathScope::current()), ": gradient %", v, " is on its way, but was not sent by this backward");
     return grad();
   }
   const PendingRedistribute here = std::move(gradient->second);

@@ -89,50 +89,46 @@ std::string fix_for(const Place& p, int axis, const MeshSpec* mesh) {
   return best.empty() ? other : best;
 }
 
-[[noreturn]] void no_rule(const OpDef& op, const Place& p, const MeshSpec* mesh, int axis,
-                          std::span<const Tensor> inputs) {
-  std::string have, types, accepted;
-  for (int i = 0; i < p.num_inputs(); ++i) {
-    have += (i ? " " : "") + p.in(i).to_string();
-    types += (i ? ", " : "") + inputs[i].type().to_string();
-  }
+std::string placements_of(const Place& p) {
+  std::string out;
+  for (int i = 0; i < p.num_inputs(); ++i) out += (i ? " " : "") + p.in(i).to_string();
+  return out;
+}
+
+[[noreturn]] void refuse(const OpDef& op, const Place& p, const MeshSpec* mesh, const std::string& accepted, const std::string& fix) {
+  std::string types;
+  for (int i = 0; i < p.num_inputs(); ++i) types += (i ? ", " : "") + p.type(i).to_string();
+  fail<PlacementError>("[", op.name, "] ", PathScope::current().empty() ? "" : PathScope::current() + ": ", "on mesh axis ",
+                       mesh->name(p.axis()), " rank ", RankContext::current().rank, " has ", placements_of(p), " (", types, "); accepted:", accepted,
+                       "; communication is never implied: write ", fix);
+}
+
+[[noreturn]] void no_rule(const OpDef& op, const Place& p, const MeshSpec* mesh) {
+  const std::string have = placements_of(p);
+  std::string accepted;
   for (const Place::Rule& r : p.rules) {
-    const std::string inputs_of_rule = describe(r.inputs);
-    accepted += (accepted.empty() ? " " : ", ") + inputs_of_rule;
-    if (inputs_of_rule == have)  // shards that print alike but differ
+    const std::string wanted = describe(r.inputs);
+    accepted += (accepted.empty() ? " " : ", ") + wanted;
+    if (wanted == have)  // shards that print alike but differ
       for (int i = 0; i < p.num_inputs(); ++i)
         if (!(p.in(i) == r.inputs[i])) accepted += str(" (input ", i, ' ', cut_signature(r.inputs[i]), ", not ", cut_signature(p.in(i)), ')');
     accepted += " -> " + describe(r.outputs);
   }
-  if (have.find("Invariant") != std::string::npos) accepted += (accepted.empty() ? " " : ", ") + str("all Invariant");
-  fail<PlacementError>("[", op.name, "] ", PathScope::current().empty() ? "" : PathScope::current() + ": ",
-                       "on mesh axis ", mesh->name(axis), " rank ", RankContext::current().rank, " has ", have, " (",
-                       types, "); accepted:", accepted, "; communication is never implied: write ",
-                       fix_for(p, axis, mesh));
+  if (have.find("Invariant") != std::string::npos) accepted += str(accepted.empty() ? " " : ", ", "all Invariant");
+  refuse(op, p, mesh, accepted, fix_for(p, p.axis(), mesh));
 }
 
-// Error: operands on different ranks, or sharded or Partial operands combined with one on a single rank.
-[[noreturn]] void not_on_one(const OpDef& op, const Place& p, const MeshSpec* mesh, int axis, std::span<const Tensor> inputs) {
-  std::string have, types;
+// Operands on different ranks, or sharded or Partial operands combined with one on a single rank.
+[[noreturn]] void not_on_one(const OpDef& op, const Place& p, const MeshSpec* mesh) {
   const Placement* last = nullptr;
-  for (int i = 0; i < p.num_inputs(); ++i) {
-    have += (i ? " " : "") + p.in(i).to_string();
-    types += (i ? ", " : "") + inputs[i].type().to_string();
+  for (int i = 0; i < p.num_inputs(); ++i)
     if (p.in(i).is_single() && (!last || p.in(i).map().owner() > last->map().owner())) last = &p.in(i);
-  }
   std::string fix;
   for (int i = 0; i < p.num_inputs(); ++i)
     if (!(p.in(i) == *last) && !p.in(i).is_replicate())
-      fix += str(fix.empty() ? "" : " and ", "redistribute(x, \"", mesh->name(axis), "\", Placement::on(", last->map().owner(),
+      fix += str(fix.empty() ? "" : " and ", "redistribute(x, \"", mesh->name(p.axis()), "\", Placement::on(", last->map().owner(),
                  ")) for x = input ", i);
-  fail<PlacementError>("[", op.name, "] ", PathScope::current().empty() ? "" : PathScope::current() + ": ", "on mesh axis ",
-                       mesh->name(axis), " rank ", RankContext::current().rank, " has ", have, " (", types,
-                       "); accepted: Shard(on k) with the same, or with Replicate; communication is never implied: write ", fix);
-}
-
-void rules_of(const OpDef& op, const void* attrs, Place& p, size_t outputs) {
-  if (op.place) op.place(attrs, p);
-  else rules::replicate_only(p, static_cast<int>(outputs));
+  refuse(op, p, mesh, " Shard(on k) with the same, or with Replicate", fix);
 }
 
 }  // namespace
@@ -153,78 +149,104 @@ const OwnershipMap* Place::sharded() const {
   return nullptr;
 }
 
+Place::Invariants Place::invariants() const {
+  bool any = false, others = false;
+  for (size_t i = 0; i < have_.size(); ++i) {
+    if (have_[i].is_invariant()) any = true;
+    else if (inputs_[i].layout().mesh()) others = true;
+  }
+  return !any ? Invariants::none : others ? Invariants::mixed : Invariants::all;
+}
+
+void Place::add_rules(const OpDef& op, const void* attrs, int outputs) {
+  if (op.place) op.place(attrs, *this);
+  else rules::replicate_only(*this, outputs);
+}
+
 void Place::rule(std::span<const Placement> inputs, std::span<const Placement> outputs) {
   rules.push_back({{inputs.begin(), inputs.end()}, {outputs.begin(), outputs.end()}});
 }
 
-namespace detail {
+namespace {
 
-void place(const OpDef& op, const void* attrs, std::span<const Tensor>& inputs, std::vector<Tensor>& coerced,
-           std::span<OutputSpec> outputs) {
+const MeshSpec* common_mesh(const OpDef& op, std::span<const Tensor> inputs) {
   const MeshSpec* mesh = nullptr;
   for (const Tensor& t : inputs) {
     if (!t.layout().mesh() || t.layout().mesh() == mesh) continue;
-    if (mesh) fail<PlacementError>("[", op.name, "] inputs on two meshes: ", mesh->to_string(), " and ",
-                                   t.layout().mesh()->to_string());
+    if (mesh) fail<PlacementError>("[", op.name, "] inputs on two meshes: ", mesh->to_string(), " and ", t.layout().mesh()->to_string());
     mesh = t.layout().mesh();
   }
+  return mesh;
+}
+
+const Place::Rule* first_match(const Place& p) {
+  for (const Coercion allowed : {Coercion::none, Coercion::slice, Coercion::slice_or_keep})
+    for (const Place::Rule& r : p.rules)
+      if (matches(p, r, p.axis(), allowed)) return &r;
+  return nullptr;
+}
+
+/// The layouts of a call's operands and outputs, axis by axis.
+struct CallPlacement {
+  const OpDef& op;
+  const void* attrs;
+  const MeshSpec* mesh;
+  std::span<const Tensor> inputs;
+  std::span<OutputSpec> outputs;
+  std::vector<Layout> want = {};  ///< of the inputs
+  bool coerces = false;           ///< some are other than they are
+
+  void on_axis(int axis) {
+    Place p(inputs, axis);
+    if (const Placement* owner = p.single()) return on_one(p, *owner);
+    const Place::Invariants invariants = p.invariants();
+    if (invariants == Place::Invariants::all) return as_invariant(axis);
+    p.add_rules(op, attrs, static_cast<int>(outputs.size()));
+    const Place::Rule* const rule = invariants == Place::Invariants::mixed ? nullptr : first_match(p);
+    if (!rule) no_rule(op, p, mesh);
+    for (int i = 0; i < p.num_inputs(); ++i) wants(p, i, rule->inputs[i]);
+    for (size_t o = 0; o < outputs.size(); ++o) outputs[o].type.layout[axis] = rule->outputs[o];
+  }
+
+ private:
+  // If one rank has all operands, it computes alone: a rule of every op.
+  void on_one(const Place& p, const Placement& owner) {
+    for (int i = 0; i < p.num_inputs(); ++i) {
+      if (!(p.in(i) == owner) && !p.in(i).is_replicate()) not_on_one(op, p, mesh);
+      wants(p, i, owner);
+    }
+    for (OutputSpec& o : outputs) o.type.layout[p.axis()] = owner;
+  }
+  void as_invariant(int axis) {
+    for (size_t i = 0; i < inputs.size(); ++i)  // a constant, should another axis slice it
+      if (!inputs[i].layout().mesh()) want[i][axis] = Placement::invariant();
+    for (OutputSpec& o : outputs) o.type.layout[axis] = Placement::invariant();
+  }
+  void wants(const Place& p, int i, const Placement& placement) {
+    if (p.in(i) == placement) return;
+    want[i][p.axis()] = placement;
+    coerces = true;
+  }
+};
+
+}  // namespace
+
+void detail::place(const OpDef& op, const void* attrs, std::span<const Tensor>& inputs, std::vector<Tensor>& coerced,
+                   std::span<OutputSpec> outputs) {
+  const MeshSpec* const mesh = common_mesh(op, inputs);
   if (!mesh) return;
   for (OutputSpec& o : outputs) o.type.layout = Layout(mesh);
-  std::vector<Layout> want;
-  for (const Tensor& t : inputs) want.push_back(t.layout().mesh() ? t.layout() : Layout(mesh));
-  bool coerces = false;
-  for (int axis = 0; axis < mesh->num_axes(); ++axis) {
-    Place p(inputs, axis);
-    if (const Placement* owner = p.single()) {  // if one rank has all operands, it computes alone: a rule of every op
-      for (int i = 0; i < p.num_inputs(); ++i) {
-        if (p.in(i) == *owner) continue;
-        if (!p.in(i).is_replicate()) not_on_one(op, p, mesh, axis, inputs);
-        want[i][axis] = *owner;
-        coerces = true;
-      }
-      for (OutputSpec& o : outputs) o.type.layout[axis] = *owner;
-      continue;
-    }
-    bool any_invariant = false, all_invariant = true;
-    for (int i = 0; i < p.num_inputs(); ++i) {
-      if (p.in(i).is_invariant()) any_invariant = true;
-      else if (inputs[i].layout().mesh()) all_invariant = false;
-    }
-    if (any_invariant) {
-      if (!all_invariant) {
-        rules_of(op, attrs, p, outputs.size());
-        no_rule(op, p, mesh, axis, inputs);
-      }
-      for (size_t i = 0; i < inputs.size(); ++i)  // a constant, should another axis slice it
-        if (!inputs[i].layout().mesh()) want[i][axis] = Placement::invariant();
-      for (OutputSpec& o : outputs) o.type.layout[axis] = Placement::invariant();
-      continue;
-    }
-    rules_of(op, attrs, p, outputs.size());
-    const Place::Rule* taken = nullptr;
-    for (const Coercion allowed : {Coercion::none, Coercion::slice, Coercion::slice_or_keep}) {
-      for (const Place::Rule& r : p.rules)
-        if (!taken && matches(p, r, axis, allowed)) taken = &r;
-      if (taken) break;
-    }
-    if (!taken) no_rule(op, p, mesh, axis, inputs);
-    for (int i = 0; i < p.num_inputs(); ++i) {
-      if (p.in(i) == taken->inputs[i]) continue;
-      want[i][axis] = taken->inputs[i];
-      coerces = true;
-    }
-    for (size_t o = 0; o < outputs.size(); ++o) outputs[o].type.layout[axis] = taken->outputs[o];
-  }
-  if (!coerces) return;
+  CallPlacement call{.op = op, .attrs = attrs, .mesh = mesh, .inputs = inputs, .outputs = outputs};
+  for (const Tensor& t : inputs) call.want.push_back(t.layout().mesh() ? t.layout() : Layout(mesh));
+  for (int axis = 0; axis < mesh->num_axes(); ++axis) call.on_axis(axis);
+  if (!call.coerces) return;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    const Layout& have = inputs[i].layout();
-    coerced.push_back(want[i] == have || (!have.mesh() && want[i] == Layout(mesh)) ? inputs[i]
-                                                                               : redistribute(inputs[i], want[i]));
+    const Layout &have = inputs[i].layout(), &want = call.want[i];
+    const bool stays = want == have || (!have.mesh() && want == Layout(mesh));
+    coerced.push_back(stays ? inputs[i] : redistribute(inputs[i], want));
   }
   inputs = coerced;
 }
-
-}  // namespace detail
 
 namespace rules {
 namespace {
@@ -237,28 +259,27 @@ void follow_shard(Place& p) {
     rank = std::max(rank, p.shape(i).rank());
     out = i == 0 ? p.shape(0) : broadcast_shapes("place", out, p.shape(i));
   }
-  for (int s = 0; s < p.num_inputs(); ++s) {
-    if (!p.in(s).is_shard()) continue;
-    const OwnershipMap& map = p.in(s).map();
-    std::vector<Placement> in;
-    if (map.is_flat()) {  // a flat shard cannot be broadcast, except single elements
-      for (int i = 0; i < p.num_inputs(); ++i) {
-        if (!(p.shape(i) == out) && p.shape(i).numel() != 1) return;
-        in.push_back(p.shape(i) == out ? p.in(s) : kR);
-      }
-      p.rule(in, std::span(&p.in(s), 1));
-      return;
-    }
-    const int d = map.dim() + rank - p.shape(s).rank();
+  int s = 0;  // the first that is sharded
+  while (s < p.num_inputs() && !p.in(s).is_shard()) ++s;
+  if (s == p.num_inputs()) return;
+  const OwnershipMap& map = p.in(s).map();
+  std::vector<Placement> in;
+  if (map.is_flat()) {  // a flat shard cannot be broadcast, except single elements
     for (int i = 0; i < p.num_inputs(); ++i) {
-      const int at = d - (rank - p.shape(i).rank());
-      const bool broadcast = at < 0 || (p.shape(i)[at] == 1 && out[d] != 1);
-      in.push_back(broadcast ? kR : Placement::shard(map.moved_to(at)));
+      if (!(p.shape(i) == out) && p.shape(i).numel() != 1) return;
+      in.push_back(p.shape(i) == out ? p.in(s) : kR);
     }
-    const Placement result = Placement::shard(map.moved_to(d));
-    p.rule(in, std::span(&result, 1));
+    p.rule(in, std::span(&p.in(s), 1));
     return;
   }
+  const int d = map.dim() + rank - p.shape(s).rank();
+  for (int i = 0; i < p.num_inputs(); ++i) {
+    const int at = d - (rank - p.shape(i).rank());
+    const bool broadcast = at < 0 || (p.shape(i)[at] == 1 && out[d] != 1);
+    in.push_back(broadcast ? kR : Placement::shard(map.moved_to(at)));
+  }
+  const Placement result = Placement::shard(map.moved_to(d));
+  p.rule(in, std::span(&result, 1));
 }
 
 }  // namespace
@@ -284,9 +305,11 @@ void pointwise_multilinear(Place& p) {
 
 void replicate_only(Place& p, int outputs) { rule_all(p, kR, kR, outputs); }
 
-void rows(Place& p, int outputs) {
-  if (const OwnershipMap* map = p.sharded(); map && map->dim() == 0) rule_all(p, Placement::shard(*map), Placement::shard(*map), outputs);
+void beside(Place& p, int dim, bool linear, int outputs) {
+  if (const OwnershipMap* map = p.sharded(); map && !map->is_flat() && map->dim() != dim)
+    rule_all(p, Placement::shard(*map), Placement::shard(*map), outputs);
   rule_all(p, kR, kR, outputs);
+  if (linear) rule_all(p, kP, kP, outputs);
 }
 
 }  // namespace rules

@@ -1,6 +1,7 @@
 // Place: the forward placement rules of an op, from which those of its backward follow (core/placement.h, [Note: dual]).
 #pragma once
 
+#include <cstdint>
 #include <initializer_list>
 #include <span>
 #include <vector>
@@ -9,12 +10,17 @@
 
 namespace sheaf {
 
+struct OpDef;
+
 /// The placement rule of an op on one mesh axis. `place()` offers the rules that hold for these inputs, best first. The first one
 /// that the inputs match is taken; else the first that they match after free slices of Replicate operands; else the first that they
 /// match when other Replicate operands are kept on one rank to be Partial.
 ///
-///   for (int d = 0; d < rank; ++d) if (d != dim) p.rule({Placement::shard(d)}, {Placement::shard(d)});
-///   p.rule({R}, {R});
+///   static void place(const Attrs& a, Place& p) {  // an op along dimension a.dim of one operand: any other may be sharded
+///     if (const OwnershipMap* map = p.sharded(); map && !map->is_flat() && map->dim() != a.dim)
+///       p.rule({Placement::shard(*map)}, {Placement::shard(*map)});  // the map that there is, even or not
+///     p.rule({Placement::replicate()}, {Placement::replicate()});
+///   }                                              // in short: rules::beside(p, a.dim, /*linear=*/false);
 ///
 /// Invariant is compatible only with Invariant, for every op, and needs no rule. Nor do values on one rank of the axis: if all
 /// operands are there, or Replicate, that rank alone executes any op, as if there were no axis, and owns the results.
@@ -31,6 +37,9 @@ class Place {
   const OwnershipMap* sharded() const;
   /// The placement of the first input that is on one rank of this axis, or null.
   const Placement* single() const;
+  enum class Invariants : uint8_t { none, mixed, all };
+  /// Whether inputs are Invariant on this axis: some, or all but constants, which have no mesh.
+  Invariants invariants() const;
   void rule(std::span<const Placement> inputs, std::span<const Placement> outputs);
   void rule(std::initializer_list<Placement> inputs, std::initializer_list<Placement> outputs) {
     rule(std::span(inputs.begin(), inputs.size()), std::span(outputs.begin(), outputs.size()));
@@ -38,6 +47,8 @@ class Place {
 
   struct Rule { std::vector<Placement> inputs, outputs; };
   std::vector<Rule> rules;
+  /// Those of an op with these attributes and `outputs` outputs; without OpDef::place, replicate_only().
+  void add_rules(const OpDef& op, const void* attrs, int outputs);
 
  private:
   std::span<const Tensor> inputs_;
@@ -56,8 +67,9 @@ void pointwise_linear(Place& p);
 void pointwise_multilinear(Place& p);
 /// Only Replicate operands, Replicate outputs (`outputs` of them).
 void replicate_only(Place& p, int outputs = 1);
-/// Independent along dimension 0 of every operand and every output (`outputs` of them).
-void rows(Place& p, int outputs = 1);
+/// Along dimension `dim` of every operand and every output (`outputs` of them): any other dimension may be sharded. Linear in all
+/// operands together: also Partial with Partial.
+void beside(Place& p, int dim, bool linear, int outputs = 1);
 }  // namespace rules
 
 }  // namespace sheaf

@@ -30,7 +30,7 @@ struct Program::Instruction {
   std::vector<Tensor> inputs;
   Tensors outputs;
   bool add;
-  bool updates;                   // outputs are placed in memory that outlives the step
+  bool updates;  // outputs are placed in memory that outlives the step
   Storage* workspace = nullptr;
   Tensor sent = {};  // by the next node, with which this one is executed: see [Note: in pieces]
   int64_t sent_parts = 0;
@@ -223,7 +223,7 @@ std::vector<Tensor> Program::run() {
   for (const Instruction& i : instructions_) {
     const PathScope path(*i.path);
     Execute run(i.inputs, i.outputs);
-    run.add = i.add;
+    run.add = i.add, run.in_program = true;
     if (i.workspace) run.workspace = {i.workspace->data(), static_cast<size_t>(i.workspace->bytes())};
     const bool meta = run.device().is_meta();
     if (i.op->kind != OpKind::discard && i.op->execute && (!meta || i.op->kind == OpKind::redistribute || i.sent)) {

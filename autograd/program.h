@@ -60,7 +60,7 @@ class Program {
 
   Tape tape_;
   std::shared_ptr<Storage> host_arena_;  // of values that a GPU has offloaded; else null
-  std::shared_ptr<Storage> arena_;  // declared before what is placed in it: lanes must finish before the memory is freed. Null while
+  std::shared_ptr<Storage> arena_;       // declared before what is placed in it: lanes must finish before the memory is freed. Null while
                                     // released
   std::vector<Block> blocks_;
   std::vector<Instruction> instructions_;

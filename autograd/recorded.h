@@ -20,18 +20,18 @@ class Vjp;
 namespace recorded {
 
 struct ValueState {
-  Tensor saved;                // what the backward reads, while saves > 0
-  uint64_t version = 0;        // of its storage, when it was saved; for a group's leaf that of the group, when the value was created
-  int32_t saves = 0;           // nodes that still need it
+  Tensor saved;          // what the backward reads, while saves > 0
+  uint64_t version = 0;  // of its storage, when it was saved; for a group's leaf that of the group, when the value was created
+  int32_t saves = 0;     // nodes that still need it
   bool needs_grad = false;
-  bool recipe = false;         // derived from a group's leaf through views and casts only
-  bool recomputed = false;     // a result of a region that keeps none of them
-  bool rematerialized = false; // recomputed from what its op saves: see OpDef::rematerialize
-  bool on_host = false;        // for values that entered a region: see [Note: offload]
-  NodeId changed = -1;         // the first node that stored a value with a gradient into this memory
-  LeafGroup* group = nullptr;  // the group that it is a leaf of
+  bool recipe = false;          // derived from a group's leaf through views and casts only
+  bool recomputed = false;      // a result of a region that keeps none of them
+  bool rematerialized = false;  // recomputed from what its op saves: see OpDef::rematerialize
+  bool on_host = false;         // for values that entered a region: see [Note: offload]
+  NodeId changed = -1;          // the first node that stored a value with a gradient into this memory
+  LeafGroup* group = nullptr;   // the group that it is a leaf of
   int32_t leaf_index = -1;
-  ValueId original = -1;       // recomputed in the backward: the forward's value
+  ValueId original = -1;  // recomputed in the backward: the forward's value
   void save(const Tensor& t) { saved = t, version = t.storage()->version(); }
 };
 
@@ -47,12 +47,12 @@ struct Lists {
 
 struct GroupState {
   std::shared_ptr<LeafGroup> group;
-  NodeId first_use = -1;          // the first node after it was opened; -1: gathered ahead, not used yet
+  NodeId first_use = -1;  // the first node after it was opened; -1: gathered ahead, not used yet
   bool finished = false;
   bool defers_weights = false;    // see [Note: deferred weights]
   bool last = false;              // is_last_micro_batch_of(), kept for backward_weights()
   int derivative_order = 0;       // uses in derivatives have separate state for each order: see [Note: directions]
-  bool constant = false;          // opened for a direction alone
+  bool for_direction = false;     // opened for a direction alone
   std::vector<bool> contributed;  // by leaf: to the slots or, if weight gradients are deferred, to those deferred
   std::vector<Tensor> slots;
 };
@@ -68,13 +68,13 @@ struct Kept {
 /// The nodes [begin, end) recorded by a RecomputeScope, whose values are recomputed for the backward.
 struct Region {
   NodeId begin, end;
-  std::unordered_map<ValueId, Kept> entering = {};      // values from outside that the recomputed nodes will read
-  bool results = false;                                 // see RecomputeOptions
-  PendingRedistribute pending = {};                           // its one result, on the way: see [Note: overlap]
-  std::vector<std::weak_ptr<Storage>> made = {};        // by a region that keeps no results: where these are
-  bool offloads = false, offloaded = false;             // see [Note: offload]
-  std::vector<ValueId> on_host = {};                    // entering values that are in host memory
-  std::vector<Tensor> from_host = {};                   // those being copied back
+  std::unordered_map<ValueId, Kept> entering = {};  // values from outside that the recomputed nodes will read
+  bool results = false;                             // see RecomputeOptions
+  PendingRedistribute pending = {};                 // its one result, on the way: see [Note: overlap]
+  std::vector<std::weak_ptr<Storage>> made = {};    // by a region that keeps no results: where these are
+  bool offloads = false, offloaded = false;         // see [Note: offload]
+  std::vector<ValueId> on_host = {};                // entering values that are in host memory
+  std::vector<Tensor> from_host = {};               // those being copied back
   bool contains(NodeId node) const { return begin <= node && node < end; }
 };
 

@@ -145,8 +145,8 @@ void Recording::expect_no_gradient(const char* op, const Tensor& memory) const {
   if (phase_ != Phase::forward || !has_gradient(memory)) return;
   for (ValueId v = value_of(memory); v >= 0; v = tape_.value(v).lies_in())
     if (states_[static_cast<size_t>(v)].changed >= 0) return;  // it is what was stored there
-  fail<LifetimeError>("[", op, "] ", path_label(PathScope::current()), ": %", value_of(memory), ' ', memory.type(), " was computed from what ",
-                      "gradients are asked for: changed memory has no derivative. Make a new value, or change a copy of stop_gradient()");
+  fail<LifetimeError>("[", op, "] ", path_label(PathScope::current()), ": %", value_of(memory), ' ', memory.type(), " depends on values whose ",
+                      "gradients are needed: changed memory has no derivative. Make a new value, or change a copy of stop_gradient()");
 }
 
 void Recording::note_change(const Tensor& memory, const Tensor& x) {
@@ -183,7 +183,7 @@ ValueId Recording::leaf(const Tensor& t, std::string_view name) {
   node_saves_.resize(tape_.num_nodes());
   leaves_.emplace(t.id(), std::pair(t, v));
   if (options_.capture_leaves) captured_.emplace(v, t.clone());
-  state(v);
+  state(v);  // makes room for it
   return v;
 }
 
@@ -198,10 +198,12 @@ Tensor Recording::watch(const Tensor& x) {
   return x;
 }
 
+// Called by apply() after the op has run: inputs not seen before become leaves, outputs get ids, and what derivatives will need is noted.
 NodeId Recording::record(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, std::span<Tensor> outputs,
                          std::span<const OutputSpec> specs, bool add) {
-  ValueId ids[64];
-  if (inputs.size() > 64) fail<ShapeError>("[", op.name, "] ", path_label(PathScope::current()), ": ", inputs.size(), " inputs, at most 64 can be recorded");
+  ValueId ids[kMostInputs];
+  if (inputs.size() > kMostInputs)
+    fail<ShapeError>("[", op.name, "] ", path_label(PathScope::current()), ": ", inputs.size(), " inputs, at most ", kMostInputs, " can be recorded");
   for (size_t i = 0; i < inputs.size(); ++i) ids[i] = leaf(inputs[i], "input");
   if (in_region_) note_entering(std::span(ids, inputs.size()), inputs), note_made(outputs);
   SmallVector<const Type*, 8> types;
@@ -214,22 +216,8 @@ NodeId Recording::record(const OpDef& op, const void* attrs, std::span<const Ten
   for (size_t o = 0; o < outputs.size(); ++o) {
     outputs[o].mutable_impl().recording = serial_;
     outputs[o].mutable_impl().value = first + static_cast<ValueId>(o);
-    const ValueId v = first + static_cast<ValueId>(o);
-    if (specs[o].within >= 0) {
-      tape_.mutable_value(v).base = first + specs[o].within;
-      tape_.mutable_value(v).byte_offset = specs[o].byte_offset;
-    } else if (specs[o].into) {
-      if (in_region_ && op.kind == OpKind::op)
-        fail<LifetimeError>("[", op.name, "] ", path_label(PathScope::current()), ": its result is stored into memory ",
-                            "that is there already; what is computed again in the backward cannot be");
-      ValueId base = value_of(specs[o].into);
-      if (base < 0) {  // memory not seen by this recording: a leaf that the op updates
-        base = leaf(specs[o].into, "memory");  // reallocates the tape's values
-        states_.resize(tape_.num_values());
-      }
-      tape_.mutable_value(v).base = base;
-    }
   }
+  note_places(op, first, specs);
   if (op.alias)
     for (size_t o = 0; o < outputs.size(); ++o)
       if (const size_t i = detail::viewed_input(inputs.size(), outputs.size(), o); outputs[o].storage() == inputs[i].storage())
@@ -257,14 +245,33 @@ NodeId Recording::record(const OpDef& op, const void* attrs, std::span<const Ten
   return id;
 }
 
+// Notes which outputs lie in existing memory, or in an earlier output of the node.
+void Recording::note_places(const OpDef& op, ValueId first, std::span<const OutputSpec> specs) {
+  for (size_t o = 0; o < specs.size(); ++o) {
+    const ValueId v = first + static_cast<ValueId>(o);
+    if (specs[o].within >= 0) {
+      tape_.mutable_value(v).base = first + specs[o].within;
+      tape_.mutable_value(v).byte_offset = specs[o].byte_offset;
+    } else if (specs[o].into) {
+      if (in_region_ && op.kind == OpKind::op)
+        fail<LifetimeError>("[", op.name, "] ", path_label(PathScope::current()), ": its result is stored into memory ",
+                            "that is there already; what is computed again in the backward cannot be");
+      const ValueId base = leaf(specs[o].into, "memory");  // a new leaf reallocates the tape's values
+      states_.resize(tape_.num_values());
+      tape_.mutable_value(v).base = base;
+    }
+  }
+}
+
+// The node's inputs and outputs that its derivative reads stay alive until then.
 void Recording::save_for_backward(NodeId node, std::span<const Tensor> inputs, std::span<Tensor> outputs,
                                   uint64_t needs) {
   const Node& n = tape_.node(node);
   uint64_t in = n.op->saved_inputs, out = n.op->saved_outputs;
   if (n.op->saves) n.op->saves(tape_.attrs(n), needs, in, out);
   if (n.op->rematerializable >= 0 && states_[tape_.output(n, n.op->rematerializable)].rematerialized) in |= n.op->rematerialize_reads;
-  if (inputs.size() < 64) in &= bit(static_cast<int>(inputs.size())) - 1;
-  out &= bit(static_cast<int>(outputs.size())) - 1;
+  in &= first_bits(inputs.size());
+  out &= first_bits(outputs.size());
   node_saves_[node] = {in, out};
   const auto save = [&](ValueId v, const Tensor& t) {
     ValueState& s = states_[v];
@@ -309,7 +316,7 @@ void Recording::use_group(const LeafGroup* group) {
   for (GroupState& g : groups_) {
     if (g.group.get() != group) continue;
     known = true;
-    if (!in_backward() || saves()) g.constant = g.constant && in_backward() && is_for_direction(group);
+    if (!in_backward() || saves()) g.for_direction = g.for_direction && in_backward() && is_for_direction(group);
     if (g.first_use < 0) g.first_use = tape_.num_nodes(), g.derivative_order = derivative_order_;
   }
   if (known || (in_backward() && !saves())) return;
@@ -326,7 +333,7 @@ bool Recording::is_for_direction(const LeafGroup* group) const {
   bool any = false;
   for (const Segment& s : pending_segments_)
     if (const auto g = std::ranges::find_if(s.groups, is); g != s.groups.end()) {
-      if (!g->constant) return false;
+      if (!g->for_direction) return false;
       any = true;
     }
   return any;
@@ -337,7 +344,7 @@ Recording::GroupState& Recording::new_group_state(const std::shared_ptr<LeafGrou
   GroupState& state = groups_.emplace_back();
   state.group = group;
   state.derivative_order = derivative_order_;
-  state.constant = in_backward() && is_for_direction(group.get());
+  state.for_direction = in_backward() && is_for_direction(group.get());
   state.contributed.resize(n);
   state.slots.resize(n);
   return state;

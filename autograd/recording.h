@@ -14,8 +14,8 @@
 namespace sheaf {
 
 struct RecordingOptions {
-  int64_t step = 0;           ///< part of dropout's key
-  int64_t first_sample = 0;   ///< global index of the first sample of this batch; part of dropout's key
+  int64_t step = 0;          ///< part of dropout's key
+  int64_t first_sample = 0;  ///< global index of the first sample of this batch; part of dropout's key
   uint64_t seed = 0;
   bool capture_leaves = false;  ///< keep a copy of every leaf's initial value (for replay)
   /// Gradients of this recording will be differentiated again. Then none is computed in the forward already, as a linear head's loss
@@ -107,6 +107,7 @@ class Recording {
   /// Copies of the leaves' initial values; needs capture_leaves.
   const std::unordered_map<ValueId, Tensor>& captured() const { return captured_; }
   ValueId value_of(const Tensor& t) const;  ///< -1 if not of this recording
+  static constexpr size_t kMostInputs = 64;  ///< of one op
   /// The leaves themselves: the memory that a program of this tape reads and updates.
   std::unordered_map<ValueId, Tensor> leaves() const;
   uint64_t serial() const { return serial_; }  ///< unique in the process, never 0
@@ -120,6 +121,8 @@ class Recording {
   std::optional<std::string> group_with_gradients() const;
 
   // --- for apply(), units and optimizers ---
+  /// The id of `t`, which becomes a leaf if this recording has not seen it. Called before an op changes its memory: capture_leaves
+  /// copies it here.
   ValueId leaf(const Tensor& t, std::string_view name);
   /// Records one executed op. `specs[i]` says where output i was placed.
   NodeId record(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, std::span<Tensor> outputs,
@@ -165,36 +168,44 @@ class Recording {
   using GroupState = recorded::GroupState;
   using Region = recorded::Region;
   using Segment = recorded::Segment;
-  static constexpr uint64_t bit(int i) { return uint64_t{1} << i; }
+  /// Of masks of inputs and outputs. Outputs may be more than 64: the further ones are never saved.
+  static constexpr uint64_t bit(int i) { return i < 64 ? uint64_t{1} << i : 0; }
+  static constexpr uint64_t first_bits(size_t n) { return n < 64 ? (uint64_t{1} << n) - 1 : ~uint64_t{0}; }
+  // recording.cc
   void end();
-  void complete_send(const recorded::PendingSend& l);
-  void complete_sends();
   void expect_current(const char* who) const;
   ValueState& state(ValueId v);
   bool saves() const;  // whether values recorded now are saved for derivatives
-  bool is_for_direction(const LeafGroup* group) const;
-  GroupState& new_group_state(const std::shared_ptr<LeafGroup>& group);
+  void note_places(const OpDef& op, ValueId first, std::span<const OutputSpec> specs);
   void save_for_backward(NodeId node, std::span<const Tensor> inputs, std::span<Tensor> outputs, uint64_t needs);
   void evict_early_gradients(LeafGroup* group, NodeId node);
-  void note_entering(std::span<const ValueId> ids, std::span<const Tensor> inputs);
-  void note_made(std::span<const Tensor> outputs);
-  void drop_unread_regions();
-  void end_region();
-  void set_recomputed(const Region& region, bool recomputed);
-  bool made_in_region(ValueId v) const;
-  std::vector<NodeId> nodes_to_recompute(const Region& region) const;
-  void offload_last_region();
-  void complete_offloads();
+  bool is_for_direction(const LeafGroup* group) const;
+  GroupState& new_group_state(const std::shared_ptr<LeafGroup>& group);
+  // backward.cc
+  static void expect_scalar(const char* who, const Tensor& y);
   void give_up_used_groups();
   void forget_used_groups();
+  // micro_batches.cc: what is recorded in segments, and which of them a backward takes
+  void begin_part(int64_t first_sample, const Tensor& random_state);
   void end_segment();
   void begin_derivative();
-  void begin_part(int64_t first_sample, const Tensor& random_state);
   void take_groups(std::vector<GroupState>& groups);
   recorded::Parts take_parts(ValueId loss, bool last_part_only);
   std::vector<Segment> take_segments_of(ValueId loss);
   void keep_gradients_for(recorded::RemainingParts& remaining);
-  static void expect_scalar(const Tensor& y);
+  // recompute.cc: regions whose values are computed again
+  void note_entering(std::span<const ValueId> ids, std::span<const Tensor> inputs);
+  void note_made(std::span<const Tensor> outputs);
+  bool made_in_region(ValueId v) const;
+  void end_region();
+  void drop_unread_regions();
+  void set_recomputed(const Region& region, bool recomputed);
+  std::vector<NodeId> nodes_to_recompute(const Region& region) const;
+  // ops/offload.cc, ops/send.cc
+  void offload_last_region();
+  void complete_offloads();
+  void complete_send(const recorded::PendingSend& l);
+  void complete_sends();
 
   RecordingOptions options_;
   int64_t first_sample_;  // of the step
@@ -211,27 +222,27 @@ class Recording {
   ReversePass* pass_ = nullptr;  // in progress
   std::unordered_map<const Tensor::Impl*, std::pair<Tensor, ValueId>> leaves_;
   std::vector<recorded::EarlyGradient> early_gradients_;
-  std::vector<GroupState> groups_;                       // used since the last segment
-  std::vector<std::shared_ptr<LeafGroup>> all_groups_;   // all that were used
+  std::vector<GroupState> groups_;                      // used since the last segment
+  std::vector<std::shared_ptr<LeafGroup>> all_groups_;  // all that were used
   std::vector<std::function<void()>> reruns_;
   std::deque<std::function<void(Vjp&)>> derivatives_;
   std::vector<recorded::PendingSend> pending_sends_;
-  uint64_t epoch_ = 0;                                   // micro-batches and backwards begun: identifies sends
-  NodeId segment_begin_ = 0;                             // where the last segment begins; its groups are groups_
-  int64_t micro_batch_ = 0, micro_batches_ = 0;          // number of the current one, and how many were begun
-  std::unordered_map<int64_t, int64_t> micro_batch_of_;  // the last one with this first sample
-  std::vector<Segment> pending_segments_;                         // segments before it
-  std::unordered_map<ValueId, recorded::RemainingParts> remaining_;  // parts, by loss
-  std::deque<recorded::DeferredWeights> deferred_weights_;       // the last one of the pass under way, if it puts them off
-  std::unordered_map<ValueId, PendingRedistribute> pending_gradients_;   // gradients on their way
-  std::vector<std::pair<Tensor, Tensor>> pending_offloads_;    // to the host, from the device
-  std::vector<Region> regions_;                          // in order; the last one has no end while its scope is open
+  uint64_t epoch_ = 0;                                                  // micro-batches and backwards begun: identifies sends
+  NodeId segment_begin_ = 0;                                            // where the last segment begins; its groups are groups_
+  int64_t micro_batch_ = 0, micro_batches_ = 0;                         // number of the current one, and how many were begun
+  std::unordered_map<int64_t, int64_t> micro_batch_of_;                 // the last one with this first sample
+  std::vector<Segment> pending_segments_;                               // segments before it
+  std::unordered_map<ValueId, recorded::RemainingParts> remaining_;     // parts, by loss
+  std::deque<recorded::DeferredWeights> deferred_weights_;              // the last one of the pass under way, if it puts them off
+  std::unordered_map<ValueId, PendingRedistribute> pending_gradients_;  // gradients on their way
+  std::vector<std::pair<Tensor, Tensor>> pending_offloads_;             // to the host, from the device
+  std::vector<Region> regions_;                                         // in order; the last one has no end while its scope is open
   bool in_region_ = false;
   bool selective_ = false;  // see RecomputeOptions
   std::unordered_map<ValueId, Tensor> captured_;
   std::unordered_map<int64_t, std::unordered_map<std::string, int64_t>> calls_;  // by first sample
   Tensor random_state_;
-  int derivative_order_ = 0;             // derivatives taken since the current micro-batch, or the ops after a backward, began
+  int derivative_order_ = 0;    // derivatives taken since the current micro-batch, or the ops after a backward, began
   bool is_derivative_ = false;  // whether what has been recorded since the last segment is one
 };
 

@@ -69,6 +69,8 @@ class ReversePass {
   void differentiate(NodeId id, const Node& n);
   void release_saves(NodeId node);
   void finish_groups(NodeId node);
+  int next_to_finish(NodeId node) const;  // -1: none
+  void finish_group(size_t i);
   void release_groups(NodeId node);
   // accumulate.cc
   void accumulate(NodeId node, uint64_t needs, Vjp& vjp);
@@ -107,14 +109,14 @@ class ReversePass {
   std::vector<Tensor>& gradients_;  // by value
   const Leaves leaves_;
   const bool keep_;
-  std::vector<bool> wanted_;                             // values whose gradients are needed
-  std::vector<bool> asked_;                              // of gradient(): the xs
-  std::unordered_map<ValueId, ValueId> same_value_;      // of gradient(): gathers of one parameter, or copies, mapped to the first
-  recorded::Parts parts_;                                // of backward(): what it differentiates
+  std::vector<bool> wanted_;                         // values whose gradients are needed
+  std::vector<bool> asked_;                          // of gradient(): the xs
+  std::unordered_map<ValueId, ValueId> same_value_;  // of gradient(): gathers of one parameter, or copies, mapped to the first
+  recorded::Parts parts_;                            // of backward(): what it differentiates
   bool last_micro_batch_ = false;
-  bool defers_weights_ = false;                          // weight gradients are deferred
-  bool in_backward_weights_ = false;                     // it computes those that were deferred
-  std::vector<recorded::DeferredGradient> overlapped_;   // see [Note: overlap]
+  bool defers_weights_ = false;                         // weight gradients are deferred
+  bool in_backward_weights_ = false;                    // it computes those that were deferred
+  std::vector<recorded::DeferredGradient> overlapped_;  // see [Note: overlap]
   DirectionalSum* direction_ = nullptr;
 };
 

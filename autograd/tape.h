@@ -21,19 +21,19 @@ std::string_view name(Phase phase);
 std::string_view name(Lane lane);
 
 struct Node {
-  const OpDef* op;        ///< null for a leaf
-  uint32_t attrs;         ///< offset into the tape's attribute bytes
-  uint32_t inputs;        ///< offset into the tape's edges
-  uint32_t outputs;       ///< first output value; the others follow
+  const OpDef* op;   ///< null for a leaf
+  uint32_t attrs;    ///< offset into the tape's attribute bytes
+  uint32_t inputs;   ///< offset into the tape's edges
+  uint32_t outputs;  ///< first output value; the others follow
   uint16_t num_inputs, num_outputs;
-  uint32_t path;          ///< module path
+  uint32_t path;  ///< module path
   Phase phase;
-  uint8_t flags;          ///< kAdds, kMirror, kPrefetched, kRecomputed
+  uint8_t flags;          ///< bits below
   static constexpr uint8_t kAdds = 1;        ///< output 0 adds to its memory
   static constexpr uint8_t kMirror = 2;      ///< a gather that mirrors a discard of the forward
   static constexpr uint8_t kPrefetched = 4;  ///< issued ahead of its use
-  static constexpr uint8_t kPerRank = 16;    ///< within rowwise() or local_map(), where shapes are a rank's own
   static constexpr uint8_t kRecomputed = 8;  ///< repeats a node of the forward whose values were not kept
+  static constexpr uint8_t kPerRank = 16;    ///< within rowwise() or local_map(), where shapes are a rank's own
 };
 static_assert(sizeof(Node) <= 128 && std::is_trivially_destructible_v<Node>);
 
@@ -41,7 +41,7 @@ static_assert(sizeof(Node) <= 128 && std::is_trivially_destructible_v<Node>);
 HeldFor held_for(const OpDef& op, Phase phase, uint8_t flags);
 
 struct Value {
-  uint32_t type;            ///< into the tape's types
+  uint32_t type;  ///< into the tape's types
   NodeId producer;
   ValueId base = -1;        ///< >= 0: placed inside this value's memory (a slot, or an update in place)
   ValueId view_of = -1;     ///< >= 0: an op's view of its input, which shares its memory
@@ -104,7 +104,7 @@ class Tape {
   std::vector<Value> values_;
   std::vector<ValueId> edges_;
   uint32_t last_type_ = 0, last_path_ = 0;  // interned: neighbours often share them
-  std::deque<Type> types_;         // deques: a vjp holds references while it records
+  std::deque<Type> types_;                  // deques: a vjp holds references while it records
   std::deque<std::string> paths_;
   std::vector<char> attrs_;
   std::unordered_map<std::string, uint32_t> path_ids_;

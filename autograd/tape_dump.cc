@@ -77,7 +77,11 @@ std::vector<Transfer> transfers(const Tape& tape, const Node& n) {
       const std::string name = redistribution_name(from, to);
       if (!is_here(from, to)) break;
       if (name == "all_gather" || name == "reduce_scatter" || name == "all_reduce" || name == "all_to_all" || name == "send")
-        out.push_back({inputs[static_cast<size_t>(i)], tape.output(n, i), a, name});
+      {
+        Transfer t{inputs[static_cast<size_t>(i)], tape.output(n, i), a, name};
+        t.bytes = received_bytes(tape, t);
+        out.push_back(std::move(t));
+      }
       break;
     }
   }
@@ -104,7 +108,7 @@ std::string cut_signature(const Placement& p) {
 
 int64_t Tape::wire_bytes(const Node& n) const {
   int64_t bytes = 0;
-  for (const Transfer& t : transfers(*this, n)) bytes += received_bytes(*this, t);
+  for (const Transfer& t : transfers(*this, n)) bytes += t.bytes;
   return bytes;
 }
 
@@ -134,8 +138,7 @@ std::string collective_summary(const Tape& tape) {
       const std::string axis = mesh->num_axes() > 1 ? "@" + mesh->name(t.axis) : "";
       const auto [at, fresh] = known.try_emplace({path, t.name + axis}, rows.size());
       if (fresh) rows.push_back({path, t.name + axis});
-      const int64_t bytes = received_bytes(tape, t);
-      for (Row* row : {&rows[at->second], &total_of(axis)}) ++row->count, row->bytes += bytes;
+      for (Row* row : {&rows[at->second], &total_of(axis)}) ++row->count, row->bytes += t.bytes;
     }
   }
   std::map<std::string, size_t> order;  // of the paths, by their first collective; rows of a path are adjacent

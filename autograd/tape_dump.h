@@ -23,8 +23,9 @@ std::string to_dot(const Tape& tape);
 /// One value that a node sends over the network.
 struct Transfer {
   ValueId from, to;
-  int axis;          ///< of the mesh
-  std::string name;  ///< "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"
+  int axis;           ///< of the mesh
+  std::string name;   ///< "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"
+  int64_t bytes = 0;  ///< received by this rank
 };
 /// The transfers of node `n`: one for a redistribution, one per buffer for a unit's op; none for anything local, including
 /// axes of size 1, nor for transfers between other ranks.

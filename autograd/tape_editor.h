@@ -71,9 +71,9 @@ class TapeEditor {
   void settle();
 
   Tape tape_;
-  NodeId given_;                                // number of original nodes
+  NodeId given_;  // number of original nodes
   std::vector<bool> gone_;
-  std::vector<std::vector<NodeId>> before_;     // inserted nodes, by position
+  std::vector<std::vector<NodeId>> before_;  // inserted nodes, by position
   std::unordered_map<ValueId, std::vector<Replacement>> replaced_;
 };
 

@@ -59,7 +59,7 @@ void Vjp::set(int i, Tensor gradient) { gradients.emplace_back(i, std::move(grad
 void Vjp::expect_now(const char* what) const {
   if (deferred_)
     fail<LifetimeError>("[", tape().node(node_).op->name, "] ", path_label(PathScope::current()), ": ", what,
-                        " in what its derivative gave to weight_gradients(), which holds what it reads");
+                        " in the function given to weight_gradients(), which must capture what it reads");
 }
 
 }  // namespace sheaf

@@ -26,17 +26,17 @@ class Vjp {
   int num_inputs() const;
   const Type& input_type(int i) const;
   const Type& output_type(int i) const;
-  bool needs(int i) const;            ///< input i's gradient is needed
-  bool has_grad(int output) const;    ///< false if nothing depends on that output
+  bool needs(int i) const;          ///< input i's gradient is needed
+  bool has_grad(int output) const;  ///< false if nothing depends on that output
   const Tensor& grad(int output = 0) const;
-  Tensor input(int i) const;          ///< must be in kSavedInputs
-  Tensor output(int i) const;         ///< must be in kSavedOutputs
+  Tensor input(int i) const;   ///< must be in kSavedInputs
+  Tensor output(int i) const;  ///< must be in kSavedOutputs
   /// input(i) will be read after something else is computed: starts the gather that it needs, if any.
   void will_read(int i);
   /// Where the first contribution to input i's gradient is stored, if it has a fixed place (a parameter's slot in its unit's buffer):
   /// pass it to apply() to store there without a copy. With `may_add`, later contributions too.
   Into into(int i, bool may_add = false) const;
-  bool has_place(int i) const;        ///< a fixed place, see into()
+  bool has_place(int i) const;  ///< a fixed place, see into()
   /// The sum of the contributions to the gradient of input i so far, for an op that adds its own in the same pass: the caller takes
   /// it over, and passes the total to set(). Undefined if there is none, if it has a fixed place, or if sums will be differentiated
   /// again.

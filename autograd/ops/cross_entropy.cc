@@ -14,7 +14,7 @@ struct CrossEntropyBackward {  // logits, targets, lse, dlosses -> dlogits
   using Attrs = IgnoreAttrs;
   static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
   static void place(const Attrs&, Place& p) {
-    row_rules(p, 0, 0b1111, 0b1, 1, 1);
+    row_rules(p, {.inputs = 0b1111, .outputs = 0b1});
     rule_all(p, kR, kR);
     p.rule({kR, kR, kR, kP}, {kP});  // linear in dlosses
   }
@@ -42,7 +42,7 @@ struct CrossEntropy {  // logits[.., V], targets[..] -> losses[..], lse[..]
     for (int i = 0; i < 2; ++i) c.output(statistics_dtype(c.dtype(0)), leading(c.shape(0)));
   }
   static void place(const Attrs&, Place& p) {
-    row_rules(p, 0, 0b11, 0b11, 2, 1);
+    row_rules(p, {.inputs = 0b11, .outputs = 0b11, .num_outputs = 2});
     rule_all(p, kR, kR, 2);
   }
   static void execute(const Attrs& a, Execute& c) {

@@ -146,7 +146,9 @@ DeltaRuleSecond delta_rule_second(const DeltaRuleTensors& x, const DeltaRuleTens
     const Dual back = product(U, transposed(gs)) * to_last, by_token = summed(back * k, {-1});
     dk = dk + back;
     Dual of_last = summed(by_token, {-1}, true);
-    if (s0) ds0 = ds0 + gs * over_all, of_last = of_last + linearly(summed(s0 * gs, {-1, -2}, true) * over_all, [](const Tensor& t) { return squeeze(t, {-1}); });
+    if (s0)
+      ds0 = ds0 + gs * over_all,
+      of_last = of_last + linearly(summed(s0 * gs, {-1, -2}, true) * over_all, [](const Tensor& t) { return squeeze(t, {-1}); });
     dsums = dsums - by_token + linearly(of_last, [&](const Tensor& t) { return pad(t, -1, T - 1, 0); });
   }
   const Dual ddecay = linearly(dsums, [](const Tensor& t) { return cumsum(t, -1, /*reverse=*/true); }), dv = rate * X;

@@ -30,7 +30,7 @@ struct EmbeddingBackward {  // tokens[..], dout[.., C] -> [vocabulary, C]
     // Each rank sums the rows of its tokens.
     if (a.table.mesh() && cuts_table(a.table[p.axis()]))
       return p.rule({kR, kR}, {a.table[p.axis()]});
-    row_rules(p, 1, 0b11, 0, 1, 1);
+    row_rules(p, {.like = 1, .inputs = 0b11});
     if (p.in(1).is_shard(p.shape(1).rank() - 1))
       p.rule({kR, p.in(1)}, {Placement::shard(p.in(1).map().moved_to(1))});
     p.rule({kR, kR}, {kR});
@@ -82,9 +82,9 @@ struct Embedding {
     w.work.bytes = static_cast<double>(w.output(0).numel()) * 2 * static_cast<double>(size_of(w.work.dtype));
   }
   static void vjp(const Attrs&, Vjp& c) {
-    c.weight_gradients(1, [tokens = c.input(0), dy = dense_rows(c.grad())](Vjp& c) {
-      const Type& table = c.input_type(1);
-      c.set(1, apply<EmbeddingBackward>({table.shape[0], table.layout}, {tokens, dy}, c.into(1, /*may_add=*/true)));
+    c.weight_gradients(1, [tokens = c.input(0), dy = dense_rows(c.grad())](Vjp& later) {
+      const Type& table = later.input_type(1);
+      later.set(1, apply<EmbeddingBackward>({table.shape[0], table.layout}, {tokens, dy}, later.into(1, /*may_add=*/true)));
     });
   }
 };

@@ -27,7 +27,7 @@ struct TopK {
     c.output(kI64, out);
   }
   static void place(const Attrs&, Place& p) {
-    row_rules(p, 0, 0b1, 0b1, 1, 1);
+    row_rules(p, {.inputs = 0b1, .outputs = 0b1});
     p.rule({kR}, {kR});
   }
   static void execute(const Attrs&, Execute& c) { SHEAF_ON_DEVICE(c.stream(), top_k, c.input(0), c.output(0)); }

@@ -17,7 +17,7 @@ struct LinearCrossEntropyBackward : HeadGradients {  // x, weight, targets, lse,
   static constexpr const char* kName = "linear_cross_entropy_backward";
   static void place(const Attrs& a, Place& p) {
     const int n = a.dweight + a.dx;
-    row_rules(p, 0, 0b01101, a.dx ? 1u << a.dweight : 0, n, 1);
+    row_rules(p, {.inputs = 0b01101, .outputs = a.dx ? 1u << a.dweight : 0, .num_outputs = n});
     rule_all(p, kR, kR, n);
     const Placement in[] = {kR, kR, kR, kR, kP};  // linear in dloss
     p.rule(in, std::vector<Placement>(static_cast<size_t>(n), kP));
@@ -50,7 +50,7 @@ struct LinearCrossEntropy {  // x[.., C], weight[V, C], targets[..] -> loss[], l
     c.output(statistics_dtype(c.dtype(0)), leading(c.shape(0)));
   }
   static void place(const Attrs&, Place& p) {
-    row_rules(p, 0, 0b101, 0b10, 2, 1);
+    row_rules(p, {.inputs = 0b101, .outputs = 0b10, .num_outputs = 2});
     rule_all(p, kR, kR, 2);
   }
   static int64_t workspace(const Attrs&, const Execute& c) {
@@ -116,7 +116,7 @@ struct LinearCrossEntropyFused {  // x[.., C], weight[V, C], targets[..] -> loss
   static int outputs(const Attrs& a) { return 1 + a.dweight + a.dx; }
   static int dx_output(const Attrs& a) { return 1 + a.dweight; }
   static void place(const Attrs& a, Place& p) {
-    row_rules(p, 0, 0b101, a.dx ? 1u << dx_output(a) : 0, outputs(a), 1);
+    row_rules(p, {.inputs = 0b101, .outputs = a.dx ? 1u << dx_output(a) : 0, .num_outputs = outputs(a)});
     rule_all(p, kR, kR, outputs(a));
   }
   static View dweight(const Attrs& a, const Execute& c) { return a.dweight ? c.output(1) : View{}; }

@@ -29,7 +29,7 @@ struct LinearWeightGradient {  // dy[.., O], x[.., I] -> dyᵀ x [O, I] over all
   }
   static void place(const Attrs& a, Place& p) {
     const int last = p.shape(0).rank() - 1;
-    row_rules(p, 0, 0b11, 0, 1, 1);
+    row_rules(p, {.inputs = 0b11});
     for (int i = 0; i < 2; ++i) {
       if (!p.in(i).is_shard(last)) continue;
       const Placement out = Placement::shard(p.in(i).map().moved_to(i));
@@ -66,7 +66,7 @@ struct LinearBiasGradient {  // dy[.., O] -> its rows added up, [O]
   using Attrs = NoAttrs;
   static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), {c.shape(0).back()}); }
   static void place(const Attrs&, Place& p) {
-    row_rules(p, 0, 0b1, 0, 1, 1);
+    row_rules(p, {.inputs = 0b1});
     if (p.in(0).is_shard(p.shape(0).rank() - 1))
       p.rule({p.in(0)}, {Placement::shard(p.in(0).map().moved_to(0))});
     p.rule({kR}, {kR});
@@ -96,7 +96,7 @@ struct LinearGradients {  // both: dy[.., O], x[.., I] -> [O, I], [O]
   }
   static void place(const Attrs& a, Place& p) {
     const int last = p.shape(0).rank() - 1;
-    row_rules(p, 0, 0b11, 0, 2, 1);
+    row_rules(p, {.inputs = 0b11, .num_outputs = 2});
     for (int i = 0; i < 2; ++i) {
       if (!p.in(i).is_shard(last)) continue;
       const Placement out = Placement::shard(p.in(i).map().moved_to(i));

@@ -76,6 +76,14 @@ void check_change(const char* op, const Tensor& to, const Tensor& x) {
       fail<ShapeError>("[", op, "] memory of ", to.type(), " has one address for all of dimension ", d, ": what is expanded cannot be changed");
 }
 
+// Memory that the recording has not seen becomes a leaf before it is changed: a replay starts from what it held.
+void begin_change(const char* op, const Tensor& to) {
+  Recording* const r = Recording::current();
+  if (!r) return;
+  r->expect_no_gradient(op, to);
+  r->leaf(to, "memory");
+}
+
 }  // namespace
 
 Tensor full_of(const Type& type, double value) {
@@ -94,14 +102,14 @@ Tensor contiguous(const Tensor& x) { return x.is_contiguous() ? x : apply<Contig
 
 void store_into(const Tensor& to, const Tensor& x) {
   check_change("store", to, x);
-  if (Recording* r = Recording::current()) r->expect_no_gradient("store", to);
+  begin_change("store", to);
   store_to(to, x);
   if (Recording* r = Recording::current()) r->note_change(to, x);
 }
 
 void add_into(const Tensor& to, const Tensor& x) {
   check_change("add_into", to, x);
-  if (Recording* r = Recording::current()) r->expect_no_gradient("add_into", to);
+  begin_change("add_into", to);
   add_to(to, x);
   if (Recording* r = Recording::current()) r->note_change(to, x);
 }

@@ -38,7 +38,7 @@ struct NormBackward {
   static void place(const Attrs& a, Place& p) {
     const int n = a.num_outputs();
     const uint64_t dsum = a.has_dsum ? uint64_t{1} << (p.num_inputs() - 1) : 0;
-    row_rules(p, 1, (a.layer ? 0b1111 : 0b0111) | dsum, a.dx ? 1 : 0, n, 1);
+    row_rules(p, {.like = 1, .inputs = (a.layer ? 0b1111 : 0b0111) | dsum, .outputs = a.dx ? 1u : 0u, .num_outputs = n});
     rule_all(p, kR, kR, n);
     std::vector<Placement> in(static_cast<size_t>(p.num_inputs()), kR);  // linear in dy and dsum together
     in[0] = kP;
@@ -119,7 +119,7 @@ struct Norm {
       o <= kY ? c.output(d, rows) : c.output(statistics_dtype(d), leading(rows));
   }
   static void place(const Attrs&, Place& p) {
-    row_rules(p, 0, kAdds ? 0b11 : 0b1, kAll, kNumOutputs, 1);
+    row_rules(p, {.inputs = kAdds ? 0b11 : 0b1, .outputs = kAll, .num_outputs = kNumOutputs});
     rule_all(p, kR, kR, kNumOutputs);
   }
   static void execute(const Attrs& a, Execute& c) {

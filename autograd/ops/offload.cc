@@ -92,7 +92,8 @@ void ReversePass::onload(Region& region) {
 }
 
 void ReversePass::onload_last_before(NodeId end) {
-  const auto next = std::find_if(recording_.regions_.rbegin(), recording_.regions_.rend(), [&](const Region& r) { return r.offloads && r.begin < end; });
+  const auto next =
+      std::find_if(recording_.regions_.rbegin(), recording_.regions_.rend(), [&](const Region& r) { return r.offloads && r.begin < end; });
   if (next != recording_.regions_.rend() && (!to_slots() || recorded::any_contains(parts_.segments, next->begin))) onload(*next);
 }
 

@@ -65,7 +65,8 @@ RedistributionInPieces::Coming RedistributionInPieces::coming(const Type& from, 
   if (rows.sequences == 0) return {};  // another axis has left this rank nothing
   if (m.exchanges()) {
     if (from_rows(from.layout, to, m)) return {};
-    if (const auto columns = one_row_each(from, to, m)) return columns->has_pieces_of_ranks(least_rows) ? Coming{.parts = 1, .own = m.size} : Coming();
+    if (const auto columns = one_row_each(from, to, m))
+      return columns->has_pieces_of_ranks(least_rows) ? Coming{.parts = 1, .own = m.size} : Coming();
     return {rows.parts_exchanged(least_rows), true, true};
   }
   if (m.from != Kind::shard || !Move::is_whole(m.to)) return {};
@@ -80,7 +81,8 @@ std::vector<IncomingRows> RedistributionInPieces::incoming_rows(const Type& from
   const Rows rows = columns ? *columns : Rows(from, to.layout, m);
   const int me = RankContext::current().coordinate(to.layout.mesh(), m.axis);
   std::vector<IncomingRows> out;
-  for (const Interval& i : m.exchanges() && !columns ? rows.exchanged(me, parts) : rows.gathered(me, parts, device.is_cuda())) out.push_back(rows.incoming(i));
+  for (const Interval& i : m.exchanges() && !columns ? rows.exchanged(me, parts) : rows.gathered(me, parts, device.is_cuda()))
+    out.push_back(rows.incoming(i));
   return out;
 }
 

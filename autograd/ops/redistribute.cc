@@ -202,7 +202,8 @@ Tensor step_to(const Tensor& x, const Layout& to) {
   const bool views = m.relabels() || (Move::is_whole(m.from) && m.to == Kind::shard);
   if (views || !is_send(*to.mesh(), m.axis, have[m.axis], to[m.axis])) {
     const Type now{x.dtype(), x.shape(), have};
-    const RedistributeOp::Attrs attrs{to, m.axis, m.exchanges() && Redistribution::packs(now, spec.type), m.exchanges() && Redistribution::unpacks(now, spec.type)};
+    const RedistributeOp::Attrs attrs{to, m.axis, m.exchanges() && Redistribution::packs(now, spec.type),
+                                      m.exchanges() && Redistribution::unpacks(now, spec.type)};
     return apply_typed(views ? op_def<Slice>() : op_def<RedistributeOp>(), &attrs, std::span(&x, 1), std::span(&spec, 1))[0];
   }
   return send(x, to, m.axis);
@@ -211,7 +212,8 @@ Tensor step_to(const Tensor& x, const Layout& to) {
 }  // namespace
 
 Tensor redistribute(const Tensor& x, const Layout& to) {
-  if (x.layout() == to || !to.mesh()) return x;
+  if (x.layout() == to) return x;
+  if (!to.mesh()) fail<PlacementError>("[redistribute] ", x.type(), " to a layout without a mesh: full_tensor(x) makes it whole on every rank");
   if (x.layout().mesh() && x.layout().mesh() != to.mesh())
     fail<PlacementError>("[redistribute] ", x.type(), " is on mesh ", x.layout().mesh()->to_string(), ", not ",
                          to.mesh()->to_string());
@@ -247,7 +249,8 @@ Tensor come_in_pieces(const Tensor& x, const Layout& to, int64_t least_rows) {
 
 Tensor redistribute_in_heads(const Tensor& x, const Layout& to, int64_t readers) {
   const Recording* const r = Recording::current();
-  const int64_t parts = r && r->options().overlap ? RedistributionInPieces::coming_by_heads(x.type(), to, x.device(), readers, r->options().piece_rows) : 0;
+  const int64_t parts =
+      r && r->options().overlap ? RedistributionInPieces::coming_by_heads(x.type(), to, x.device(), readers, r->options().piece_rows) : 0;
   if (parts == 0) return redistribute(x, to);
   const InPieces::Attrs attrs{.to = to, .parts = static_cast<int32_t>(parts), .by_heads = true};
   const OutputSpec come{.type = {x.dtype(), x.shape(), to}};
@@ -256,8 +259,11 @@ Tensor redistribute_in_heads(const Tensor& x, const Layout& to, int64_t readers)
 }
 
 Tensor redistribute(const Tensor& x, const std::string& axis, const Placement& to) {
+  if (!x.layout().mesh() && to.is_replicate()) return x;
   if (!x.layout().mesh()) fail<PlacementError>("[redistribute] ", x.type(), " has no mesh; give a whole layout");
-  return redistribute(x, x.layout().with(x.layout().mesh()->axis(axis), to));
+  return redistribute(x, x.layout().with(axis, to));
 }
+
+Tensor full_tensor(const Tensor& x) { return x.layout().mesh() ? redistribute(x, Layout(x.layout().mesh())) : x; }
 
 }  // namespace sheaf

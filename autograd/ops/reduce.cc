@@ -243,8 +243,8 @@ Tensor sum(const Tensor& x, const Dims& dims, bool keepdim) {
 Tensor mean(const Tensor& x, const Dims& dims, bool keepdim) {
   return apply<Mean>(attrs_of("mean", x, dims, keepdim), x);
 }
-Tensor var(const Tensor& x, const Dims& dims, double correction, bool keepdim) {
-  return apply<Var>(attrs_of("var", x, dims, keepdim, correction), x);
+Tensor var(const Tensor& x, const Dims& dims, const VarOptions& options) {
+  return apply<Var>(attrs_of("var", x, dims, options.keepdim, options.correction), x);
 }
 Tensor max(const Tensor& x, const Dims& dims, bool keepdim) {
   return apply<Max>(attrs_of("max", x, dims, keepdim), x);

@@ -26,7 +26,7 @@ struct Rotary {
     if (c.shape(0).rank() != 4 || width_of(a, c.shape(0)) % 2 != 0 || width_of(a, c.shape(0)) > c.shape(0)[3])
       fail<ShapeError>("[", kName, "] wants [B, T, H, D] and an even width, at most D, got ", c.input(0),
                        a.width < 0 ? "" : str(", width ", a.width));
-    if (const std::string problem = a.scaling.problem(); !problem.empty())
+    if (const std::string problem = a.scaling.problem(width_of(a, c.shape(0)) / 2); !problem.empty())
       fail<ConfigError>("[", kName, "] of ", c.input(0), ": the scaling's ", problem);
     if (a.rows && !(c.dtype(1) == kI32 && c.shape(1) == Shape{c.shape(0)[0], c.shape(0)[1]}))
       fail<ShapeError>("[", kName, "] of ", c.input(0), ": where rows begin is i32 [B, T], not ", c.input(1));
@@ -91,9 +91,14 @@ struct Rotary {
   static void describe(const Attrs& a, std::string& out) {
     out += str("theta ", a.theta, a.width < 0 ? "" : str(" width ", a.width), a.neighbours ? " neighbours" : "", a.inverse ? " inverse" : "");
     const RotaryScaling& s = a.scaling;
-    if (s.factor != 1.0) out += str(s.is_yarn() ? " yarn" : "", " scaled by ", s.factor);
-    if (s.factor != 1.0 && s.original_context != 0)
-      out += str(" (", s.low_freq_factor, " to ", s.high_freq_factor, " turns in ", s.original_context, ")");
+    if (s.is_longrope()) {
+      const std::vector<double>& factors = s.pair_factors();
+      out += s.is_long ? " longrope's long factors" : " longrope's short factors";
+      if (!factors.empty()) out += str(' ', factors.front(), " to ", factors.back());
+    } else if (s.factor != 1.0) {
+      out += str(s.is_yarn() ? " yarn" : "", " scaled by ", s.factor);
+      if (s.original_context != 0) out += str(" (", s.low_freq_factor, " to ", s.high_freq_factor, " turns in ", s.original_context, ")");
+    }
     if (s.amplitude != 1.0) out += str(" times ", s.amplitude);
     if (a.heads != kAllHeads) out += str(" heads 0 to ", a.heads);
     if (a.first_position) out += str(" from position ", a.first_position);

@@ -12,17 +12,22 @@ inline Tensor dense_rows(const Tensor& x) {
   return x.rank() == 0 || x.local_strides().back() == 1 ? x : contiguous(x);
 }
 
-/// Rules for a shard of one of the leading dimensions of input `rows`: shared by the inputs and outputs whose bit is set; other
-/// inputs are Replicate, other outputs (gradients of those) Partial. Dimension d of `rows` is dimension d of all.
-inline void row_rules(Place& p, int rows, uint64_t inputs, uint64_t outputs, int num_outputs,
-                      int last) {
+/// Which operands of an op have rows; bit i: input or output i.
+struct RowOperands {
+  int like = 0;  ///< the input whose dimensions, all but the last, index the rows: dimension d of it is dimension d of all
+  uint64_t inputs = 0, outputs = 0;
+  int num_outputs = 1;
+};
+/// A rule for rows that are sharded: those operands have the same shard, other inputs are Replicate, other outputs (gradients of those)
+/// Partial.
+inline void row_rules(Place& p, const RowOperands& rows) {
   for (int i = 0; i < p.num_inputs(); ++i) {
-    if (!((inputs >> i) & 1) || !p.in(i).is_shard()) continue;
+    if (!((rows.inputs >> i) & 1) || !p.in(i).is_shard()) continue;
     const OwnershipMap& map = p.in(i).map();
-    if (map.is_flat() || map.dim() >= p.shape(rows).rank() - last) return;
+    if (map.is_flat() || map.dim() >= p.shape(rows.like).rank() - 1) return;
     std::vector<Placement> in, out;
-    for (int j = 0; j < p.num_inputs(); ++j) in.push_back((inputs >> j) & 1 ? p.in(i) : kR);
-    for (int o = 0; o < num_outputs; ++o) out.push_back((outputs >> o) & 1 ? p.in(i) : kP);
+    for (int j = 0; j < p.num_inputs(); ++j) in.push_back((rows.inputs >> j) & 1 ? p.in(i) : kR);
+    for (int o = 0; o < rows.num_outputs; ++o) out.push_back((rows.outputs >> o) & 1 ? p.in(i) : kP);
     p.rule(in, out);
     return;
   }

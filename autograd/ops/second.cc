@@ -66,7 +66,7 @@ Tensor one_hot(const Tensor& targets, int64_t first, int64_t V, DType dtype) {
 
 // The inputs of the losses of rows of logits, and of the gradients of the logits.
 struct Rows {
-  Tensor dlse, dtarget;        // of each row, [.., 1] or []; 0 where the target is ignored
+  Tensor dlse, dtarget;  // of each row, [.., 1] or []; 0 where the target is ignored
   Tensor counts, p, is_target;
   Rows(const Tensor& logits, const Tensor& dlse_of, const Tensor& dtarget_of, const Tensor& targets, int64_t ignore_index,
        int64_t first_row)

@@ -2,6 +2,7 @@
 #include <optional>
 
 #include "sheaf/autograd/ops/common.h"
+#include "sheaf/autograd/recording.h"
 #include "sheaf/core/interned.h"
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
@@ -11,14 +12,6 @@ namespace sheaf {
 namespace {
 
 using namespace ops;
-
-/// Ops along one dimension, linear in their operands: any other dimension may be sharded.
-void place_beside(Place& p, int dim, bool linear = true, int outputs = 1) {
-  if (const OwnershipMap* map = p.sharded(); map && !map->is_flat() && map->dim() != dim)
-    rule_all(p, Placement::shard(*map), Placement::shard(*map), outputs);
-  rule_all(p, kR, kR, outputs);
-  if (linear) rule_all(p, kP, kP, outputs);
-}
 
 /// The shard by parts of positions [begin, end) of its dimension: none unless these are whole parts. A rank has the same fraction of
 /// each part, and so of what precedes them.
@@ -81,7 +74,7 @@ struct SliceOp {
     c.output(c.dtype(0), out);
   }
   static void place(const Attrs& a, Place& p) {
-    place_beside(p, static_cast<int>(a.dim));
+    rules::beside(p, static_cast<int>(a.dim), /*linear=*/true);
     if (const OwnershipMap* map = p.sharded(); map && map->is_parts() && map->dim() == a.dim)
       if (const auto left = parts_between(*map, a.begin, a.end))
         p.rule({Placement::shard(*map)}, {Placement::shard(*left)});
@@ -116,7 +109,7 @@ struct Pad {
   }
   static void place(const Attrs& a, Place& p) {
     const int dim = static_cast<int>(a.dim);
-    place_beside(p, dim, a.value == 0);
+    rules::beside(p, dim, /*linear=*/a.value == 0);
     if (!a.of_result.sizes || !p.in(0).is_shard(dim)) return;
     const OwnershipMap out = a.of_result.like(p.in(0).map());
     if (parts_between(out, a.before, a.before + p.shape(0)[dim]) == p.in(0).map())
@@ -167,7 +160,7 @@ struct Concat {
   }
   static void place(const Attrs& a, Place& p) {
     const int dim = static_cast<int>(a.dim);
-    place_beside(p, dim);
+    rules::beside(p, dim, /*linear=*/true);
     if (!a.of_result.sizes || !p.in(0).is_shard(dim)) return;
     const OwnershipMap out = a.of_result.like(p.in(0).map());
     std::vector<int64_t> sizes;
@@ -215,7 +208,7 @@ struct Split {
   }
   static void place(const Attrs& a, Place& p) {
     const int dim = static_cast<int>(a.dim), count = static_cast<int>(a.sizes->size());
-    place_beside(p, dim, true, count);
+    rules::beside(p, dim, /*linear=*/true, count);
     if (!p.in(0).is_shard(dim) || !p.in(0).map().is_parts()) return;
     if (const auto out = whole_parts(p.in(0).map(), *a.sizes); !out.empty()) p.rule(std::vector{p.in(0)}, out);
   }
@@ -265,6 +258,12 @@ Tensor pad(const Tensor& x, int dim, int64_t before, int64_t after, double value
 
 Tensor concat(const std::vector<Tensor>& xs, int dim) {
   if (xs.empty()) fail<ShapeError>("[concat] needs a tensor");
+  constexpr size_t kMost = Recording::kMostInputs;
+  if (xs.size() > kMost) {
+    std::vector<Tensor> joined;
+    for (size_t i = 0; i < xs.size(); i += kMost) joined.push_back(concat({xs.begin() + i, xs.begin() + std::min(i + kMost, xs.size())}, dim));
+    return concat(joined, dim);
+  }
   const Concat::Attrs attrs{wrap_dim("concat", dim, xs[0].rank())};
   return apply(op_def<Concat>(), &attrs, xs)[0];
 }
@@ -273,6 +272,7 @@ Tensor concat_as(const std::vector<Tensor>& parts, int dim, const Type& whole) {
   if (parts.empty()) fail<ShapeError>("[concat] needs a tensor");
   const int d = wrap_dim("concat", dim, whole.shape.rank());
   const Concat::Attrs attrs{d, CutParts(whole, d)};
+  if (!attrs.of_result.sizes) return concat(parts, d);
   return apply(op_def<Concat>(), &attrs, parts)[0];
 }
 

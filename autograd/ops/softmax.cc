@@ -20,7 +20,7 @@ struct OverRows {
     c.output(d, c.shape(0));
   }
   static void place(const Attrs&, Place& p) {
-    row_rules(p, 0, 0b11, 0b1, 1, 1);
+    row_rules(p, {.inputs = 0b11, .outputs = 0b1});
     rule_all(p, kR, kR);
     if (p.num_inputs() == 2) p.rule({kR, kP}, {kP});  // the backwards are linear in dy
   }

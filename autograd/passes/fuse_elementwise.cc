@@ -49,7 +49,7 @@ class Fuser {
  private:
   static constexpr int kNone = -1;
   static constexpr NodeId kFarthest = 1000;  // nodes between the first and the last of a group
-  using Members = std::vector<NodeId>;  // in order
+  using Members = std::vector<NodeId>;       // in order
 
   ValueId root(ValueId v) const {
     const ValueId whole = tape_.whole_of(v);

@@ -13,21 +13,21 @@ using ::testing::HasSubstr;
 
 enum class Mistake : int32_t {
   none,
-  gradient_scale,         // the derivative is off by a factor
-  constant_gradient,      // the backward treats an input as a constant: first derivatives are right, second are not
-  ignores_strides,        // the kernel reads its input as if it were dense
-  gradient_strides,       // the backward kernel does so with the incoming gradient
-  skips_last,             // one element of the output is not written
-  low_precision,          // f32 computes with a rounded intermediate
-  accepts_partial,        // the rule applies a nonlinearity to Partial values
-  wrong_output,           // the rule says that a sum over a cut dimension is whole
-  not_dual,               // the gradient's placement is not the dual
-  refuses_all,            // the demanded rule is missing
-  nameless_refusal,       // the error does not name op, axis and rules
-  communicates,           // the backward gathers, which no rule needs
-  one_axis_only,          // cuts on two axes together give other values
-  refuses_second_cut,     // cuts on two axes together are refused
-  remembers,              // not a function of its inputs: cannot be replayed
+  gradient_scale,      // the derivative is off by a factor
+  constant_gradient,   // the backward treats an input as a constant: first derivatives are right, second are not
+  ignores_strides,     // the kernel reads its input as if it were dense
+  gradient_strides,    // the backward kernel does so with the incoming gradient
+  skips_last,          // one element of the output is not written
+  low_precision,       // f32 computes with a rounded intermediate
+  accepts_partial,     // the rule applies a nonlinearity to Partial values
+  wrong_output,        // the rule says that a sum over a cut dimension is whole
+  not_dual,            // the gradient's placement is not the dual
+  refuses_all,         // the demanded rule is missing
+  nameless_refusal,    // the error does not name op, axis and rules
+  communicates,        // the backward gathers, which no rule needs
+  one_axis_only,       // cuts on two axes together give other values
+  refuses_second_cut,  // cuts on two axes together are refused
+  remembers,           // not a function of its inputs: cannot be replayed
 };
 
 template <class T>

@@ -30,7 +30,7 @@ std::vector<Case> cases(int ranks) {
           {Shape{7, 8}, Placement::shard(1), columns(2)},
           {Shape{1, 17, 3}, Placement::shard(1), columns(3)},  // three rows per token
           {Shape{2, 11, 3}, Placement::shard(1), packed(3)},
-          {Shape{2, 3, 11}, Placement::shard(2), columns(3), false},                                        // more than sequences before
+          {Shape{2, 3, 11}, Placement::shard(2), columns(3), false},                                         // more than sequences before
           {Shape{2, 20}, Placement::shard(OwnershipMap::from_both_ends(1, 20, ranks)), columns(2), false}};  // a rank has two intervals
 }
 
@@ -49,8 +49,8 @@ TEST_P(ColumnsInPieces, ProductsHaveTheBitsOfTheWhole) {
           const Layout by_rows(mesh.spec, c.rows), by_columns(mesh.spec, c.columns), whole(mesh.spec);
           const bool goes = c.goes && ranks > 1;
           const auto run = [&](Recording& recording, bool overlap) {
-            const std::vector<Tensor> leaves = {value("x", dtype, in, by_rows), value("read", dtype, {kWide, kIn}, whole), value("bias", dtype, {kWide}, whole),
-                                                value("write", dtype, {kIn, kWide}, whole)};
+            const std::vector<Tensor> leaves = {value("x", dtype, in, by_rows), value("read", dtype, {kWide, kIn}, whole),
+                                                value("bias", dtype, {kWide}, whole), value("write", dtype, {kIn, kWide}, whole)};
             for (const Tensor& t : leaves) recording.watch(t);
             const OutputLayout output_layout = along(0, c.columns);
             const Tensor inside = overlap ? linear(leaves[0], leaves[1], leaves[2], Fp8::none, output_layout)
@@ -93,7 +93,8 @@ TEST(ColumnsInPiecesOrder, SomeRowsOfEachRankAtATime) {
     Recording recording({.piece_rows = 2});
     const auto sent = [&](const Shape& shape) {
       executed.clear();
-      const Tensor x = value("x", kF32, shape, rows), y = apply_and_redistribute(op_def<Noted>(), nullptr, std::span(&x, 1), along(0, Placement::shard(2)));
+      const Tensor x = value("x", kF32, shape, rows),
+                   y = apply_and_redistribute(op_def<Noted>(), nullptr, std::span(&x, 1), along(0, Placement::shard(2)));
       EXPECT_TRUE(identical(y, value("x", kF32, shape, columns) * 2.0));
       return executed;
     };
@@ -196,7 +197,8 @@ TEST(ColumnsInPiecesOrder, OfNoSequencesNothingIsSent) {
     const Tensor y = linear(x, weight, {}, Fp8::none, along(1, Placement::shard(2)));
     EXPECT_TRUE(identical(y, redistribute(linear(x, weight), tokens.with(1, Placement::shard(2)))));
     EXPECT_TRUE(identical(linear(redistribute_in_pieces(y, tokens), weight), linear(redistribute(y, tokens), weight)));
-    const Tensor wide = value("x", kF32, {1, 16, kIn}, tokens.with(1, Placement::shard(2))), cut = value("w", kF32, {kIn, kIn}, whole.with(1, Placement::shard(1)));
+    const Tensor wide = value("x", kF32, {1, 16, kIn}, tokens.with(1, Placement::shard(2))),
+                 cut = value("w", kF32, {kIn, kIn}, whole.with(1, Placement::shard(1)));
     EXPECT_TRUE(identical(linear(wide, cut, {}, Fp8::none, along(1, Placement::shard(1))), redistribute(linear(wide, cut), tokens)));
     EXPECT_EQ(nodes_in_pieces(recording.tape()), x.local_shape()[0] == 0 ? 0 : 3);
   }, links());

@@ -15,7 +15,7 @@ constexpr int64_t kChoices = 2;
 struct Case {
   int64_t experts, parts;  // 0 parts: one for each rank
   int64_t sequences, tokens, groups;
-  int cut;                 // of x [B, T, C], cut over ranks by sequences or tokens
+  int cut;  // of x [B, T, C], cut over ranks by sequences or tokens
   bool bias;
   bool (*travels)(int ranks);  // in pieces
 };
@@ -28,8 +28,8 @@ bool never(int) { return false; }
 const Case kCases[] = {
     {11, 0, 7, 6, 1, 0, false, always},
     {5, 0, 5, 4, 2, 0, true, always},
-    {6, 0, 1, 60, 60, 1, true, always},   // ranks share a sequence
-    {6, 0, 3, 60, 60, 1, false, never},   // several: their rows are not contiguous
+    {6, 0, 1, 60, 60, 1, true, always},  // ranks share a sequence
+    {6, 0, 3, 60, 60, 1, false, never},  // several: their rows are not contiguous
     {7, 7, 7, 6, 1, 0, true, [](int ranks) { return ranks < 4; }},
     {12, 12, 5, 6, 1, 0, false, always},
 };
@@ -50,9 +50,11 @@ TEST_P(ExpertsInPieces, ProductsHaveTheBitsOfTheWhole) {
           const Layout tokens(mesh.spec, even(c.cut)), experts(mesh.spec, even(0));
           const int travels = c.travels(ranks) && ranks > 1 ? 1 : 0;
           const auto run = [&](Recording& recording, bool overlap) {
-            std::vector<Tensor> leaves = {value("x", dtype, {c.sequences, c.tokens, kIn}, tokens), value("up", dtype, {c.experts, kOut, kIn}, experts),
-                                          value("down", dtype, {c.experts, kIn, kOut}, experts)};
-            if (c.bias) leaves.push_back(value("up bias", dtype, {c.experts, kOut}, experts)), leaves.push_back(value("down bias", dtype, {c.experts, kIn}, experts));
+            std::vector<Tensor> leaves = {value("x", dtype, {c.sequences, c.tokens, kIn}, tokens),
+                                          value("up", dtype, {c.experts, kOut, kIn}, experts), value("down", dtype, {c.experts, kIn, kOut}, experts)};
+            if (c.bias)
+              leaves.push_back(value("up bias", dtype, {c.experts, kOut}, experts)),
+                  leaves.push_back(value("down bias", dtype, {c.experts, kIn}, experts));
             for (const Tensor& t : leaves) recording.watch(t);
             const Tensor chosen = top_k(value("affinity", kF32, {c.sequences, c.tokens, c.experts}, tokens), kChoices);
             const ExpertRoutes routes = expert_routes(chosen, c.experts, c.tokens, c.groups, parts);
@@ -72,8 +74,10 @@ TEST_P(ExpertsInPieces, ProductsHaveTheBitsOfTheWhole) {
             out.insert(out.end(), gradients.begin(), gradients.end());
             return out;
           };
-          expect_bits_of_the_whole(mesh, str(c.experts, " experts in ", parts, " parts, ", value("x", dtype, {c.sequences, c.tokens, kIn}, tokens).type(),
-                                             ", ", ranks, " ranks"), run);
+          expect_bits_of_the_whole(mesh,
+                                   str(c.experts, " experts in ", parts, " parts, ", value("x", dtype, {c.sequences, c.tokens, kIn}, tokens).type(),
+                                       ", ", ranks, " ranks"),
+                                   run);
         }, links(speed));
       }
 }
@@ -147,7 +151,8 @@ TEST(ExpertsInPieces, AnOpNeedsNoWorkspace) {
     const Tensor x = value("x", kF32, {2, 6, 4}, rows);
     Recording recording({.piece_rows = 1});
     const Plain::Attrs attrs{};
-    EXPECT_TRUE(identical(apply_and_redistribute(op_def<Plain>(), &attrs, std::span(&x, 1), along(0, even(1))), value("x", kF32, {2, 6, 4}, rows.with(0, even(1))) * 2.0));
+    EXPECT_TRUE(identical(apply_and_redistribute(op_def<Plain>(), &attrs, std::span(&x, 1), along(0, even(1))),
+                          value("x", kF32, {2, 6, 4}, rows.with(0, even(1))) * 2.0));
     EXPECT_EQ(nodes_in_pieces(recording.tape()), 1);
   }, links());
 }
@@ -180,7 +185,8 @@ std::array<std::vector<Interval>, 2> rows_of_a_call(int ranks, const Shape& shap
     const Noted::Attrs attrs{products};
     executed.clear();
     const Tensor x = value("x", kF32, shape, parts);
-    EXPECT_TRUE(identical(apply_and_redistribute(op_def<Noted>(), &attrs, std::span(&x, 1), along(0, even(1))), value("x", kF32, shape, sequences) * 2.0));
+    EXPECT_TRUE(
+        identical(apply_and_redistribute(op_def<Noted>(), &attrs, std::span(&x, 1), along(0, even(1))), value("x", kF32, shape, sequences) * 2.0));
     if (world.rank() == 1) out[0] = executed;
     const Tensor come = redistribute_in_pieces(value("x", kF32, shape, sequences), parts, products);
     executed.clear();

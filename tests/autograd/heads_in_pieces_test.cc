@@ -109,8 +109,9 @@ std::vector<Interval> heads_of_a_call(int64_t key_heads, int64_t least, From fro
     const std::vector<float> got = slice(y, 1, 0, 1).to_vector(), all = value("kv", kF32, {1, 8, 2 * key_heads, kWidth}, whole).to_vector(),
                              queries = value("q", kF32, shape, whole).to_vector();
     for (int64_t h = 0; h < 2 * key_heads; ++h)
-      EXPECT_EQ(got[static_cast<size_t>(h * kWidth)],
-                all[static_cast<size_t>(h / 2 * kWidth)] + all[static_cast<size_t>((key_heads + h / 2) * kWidth)] + queries[static_cast<size_t>(h * kWidth)]);
+      EXPECT_EQ(got[static_cast<size_t>(h * kWidth)], all[static_cast<size_t>(h / 2 * kWidth)] +
+                                                          all[static_cast<size_t>((key_heads + h / 2) * kWidth)] +
+                                                          queries[static_cast<size_t>(h * kWidth)]);
   }, links(1e5));
   return out;
 }
@@ -121,8 +122,8 @@ TEST(HeadsInPiecesOrder, SomeHeadsAtATime) {
   EXPECT_EQ(heads_of_a_call(3, 1), (Heads{{0, 1}, {1, 2}, {2, 3}}));
   EXPECT_EQ(heads_of_a_call(8, 1), (Heads{{0, 2}, {2, 4}, {4, 6}, {6, 8}}));
   EXPECT_EQ(heads_of_a_call(5, 1), (Heads{{0, 1}, {1, 2}, {2, 3}, {3, 5}}));
-  EXPECT_EQ(heads_of_a_call(1, 1), (Heads{{0, 1}}));   // one head: whole
-  EXPECT_EQ(heads_of_a_call(4, 5), (Heads{{0, 4}}));   // too few rows of a rank
+  EXPECT_EQ(heads_of_a_call(1, 1), (Heads{{0, 1}}));  // one head: whole
+  EXPECT_EQ(heads_of_a_call(4, 5), (Heads{{0, 4}}));  // too few rows of a rank
   EXPECT_EQ(heads_of_a_call(4, 0), (Heads{{0, 4}}));
   // An op that reads them otherwise starts when all heads have arrived; other inputs in flight are waited for in full.
   EXPECT_EQ(heads_of_a_call(4, 1, From::other_keys), (Heads{{0, 4}}));

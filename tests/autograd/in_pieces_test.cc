@@ -51,17 +51,22 @@ TEST_P(InPieces, ProductsHaveTheBitsOfTheWhole) {
           const Layout cut(mesh.spec, c.cut), whole(mesh.spec);
           const Layout rows(mesh.spec, Placement::shard(0)), columns(mesh.spec, Placement::shard(1));
           const auto run = [&](Recording& recording, bool overlap) {
-            std::vector<Tensor> leaves = {value("x", dtype, in, cut), value("up", dtype, {kOut * ranks, kIn}, rows), value("bias", dtype, {kOut * ranks}, rows),
-                                          value("down", dtype, {kIn, kOut * ranks}, columns), value("last", dtype, {kIn}, whole),
+            std::vector<Tensor> leaves = {value("x", dtype, in, cut),
+                                          value("up", dtype, {kOut * ranks, kIn}, rows),
+                                          value("bias", dtype, {kOut * ranks}, rows),
+                                          value("down", dtype, {kIn, kOut * ranks}, columns),
+                                          value("last", dtype, {kIn}, whole),
                                           value("gate", dtype, {kOut * ranks, kIn}, rows)};
             for (const Tensor& t : leaves) recording.watch(t);
             const auto enter = [&](const Tensor& t) { return overlap ? redistribute_in_pieces(t, whole) : redistribute(t, whole); };
             const OutputLayout output_layout = along(0, c.cut);
             const auto leave = [&](const Tensor& t) { return redistribute(t, t.layout().with(0, c.cut)); };
             const Tensor x = enter(leaves[0]), gate = linear(x, leaves[5]), up = linear(x, leaves[1], leaves[2]);
-            const Tensor y = overlap ? linear(swiglu(gate, up), leaves[3], leaves[4], Fp8::none, output_layout) : leave(linear(swiglu(gate, up), leaves[3], leaves[4]));
+            const Tensor y = overlap ? linear(swiglu(gate, up), leaves[3], leaves[4], Fp8::none, output_layout)
+                                     : leave(linear(swiglu(gate, up), leaves[3], leaves[4]));
             const GeluOfLinear gelu = linear_gelu(enter(y), leaves[1], leaves[2]);
-            const Tensor z = overlap ? gelu_linear(gelu, leaves[3], leaves[4], Fp8::none, output_layout) : leave(gelu_linear(gelu, leaves[3], leaves[4]));
+            const Tensor z =
+                overlap ? gelu_linear(gelu, leaves[3], leaves[4], Fp8::none, output_layout) : leave(gelu_linear(gelu, leaves[3], leaves[4]));
             EXPECT_EQ(nodes_in_pieces(recording.tape()), overlap && c.goes ? 4 : 0);
             const auto gradients = recording.gradient(sum(cast(z, kF64) * cast(value("w", dtype, in, cut), kF64)), leaves);
             std::vector<Tensor> out = {y, z};
@@ -172,7 +177,8 @@ TEST(InPiecesOrder, WhatIsSentOnIsMadeInTheOrderOfTheWire) {
     const Tensor across = transpose(value("x", kF32, {4, 6, 5}, addends, "a"), 0, 2);
     EXPECT_TRUE(identical(apply_and_redistribute(op_def<Doubled>(), nullptr, std::span(&across, 1), along(0, Placement::shard(1))),
                           redistribute(across * 2.0, Layout(mesh, Placement::shard(1)))));
-    EXPECT_THAT(flat(sent({4, 4, 4})), ElementsAre(rows(0, 2), rows(4, 6), rows(2, 4), rows(6, 8), rows(8, 10), rows(12, 14), rows(10, 12), rows(14, 16)));
+    EXPECT_THAT(flat(sent({4, 4, 4})),
+                ElementsAre(rows(0, 2), rows(4, 6), rows(2, 4), rows(6, 8), rows(8, 10), rows(12, 14), rows(10, 12), rows(14, 16)));
   }, links(1e6));
 }
 
@@ -283,7 +289,8 @@ TEST(InPiecesOrder, ProductsInFp8AreWhole) {
   run_local(2, [](World& world) {
     const Layout cut(world.mesh({{"model", 2}}).spec, Placement::shard(1)), addends(cut.mesh(), Placement::partial());
     Recording recording({.piece_rows = 1});
-    const Tensor x = value("x", kF32, {2, 8, kIn}, cut.with(0, Placement::shard(2))), w = value("w", kF32, {kIn, kIn}, Layout(cut.mesh(), Placement::shard(1)));
+    const Tensor x = value("x", kF32, {2, 8, kIn}, cut.with(0, Placement::shard(2))),
+                 w = value("w", kF32, {kIn, kIn}, Layout(cut.mesh(), Placement::shard(1)));
     const Tensor y = linear(x, w, {}, Fp8::activations, along(0, Placement::shard(1)));
     EXPECT_EQ(nodes_in_pieces(recording.tape()), 0);
     EXPECT_TRUE(identical(y, redistribute(linear(x, w, {}, Fp8::activations), cut)));

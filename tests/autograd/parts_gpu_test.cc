@@ -196,7 +196,7 @@ TEST(PartsGpu, HeadsComeInPartsOfEnoughRows) {
       const Tensor all = redistribute_in_heads(make_local(drawn({1, 32, 8, 4}, "kv"), {kF32, {1, 32, 8, 4}, cut}, "").to(device), whole, readers);
       return all.storage()->pieces().size();  // of four key heads, for 16 tokens of a rank
     };
-    EXPECT_EQ(parts(8, 4, world.device()), 4u);   // 256 rows of queries
+    EXPECT_EQ(parts(8, 4, world.device()), 4u);  // 256 rows of queries
     EXPECT_EQ(parts(8, 2, world.device()), 2u);
     EXPECT_EQ(parts(16, 4, world.device()), 0u);
     EXPECT_EQ(parts(16, 4, Device::cpu()), 4u);
@@ -210,7 +210,9 @@ TEST(PartsGpu, ProductsInPiecesAreAlikeOnAllRanks) {
   run_local(3, [&](World& world) {
     const Layout whole(world.mesh({{"model", 3}}).spec), cut = whole.with(0, Placement::shard(1));
     Recording recording({.piece_rows = 1});
-    const auto value = [&](const Shape& shape, const Layout& layout) { return make_local(drawn(shape, "x"), {kBF16, shape, layout}, "").to(world.device()); };
+    const auto value = [&](const Shape& shape, const Layout& layout) {
+      return make_local(drawn(shape, "x"), {kBF16, shape, layout}, "").to(world.device());
+    };
     const Tensor y = linear(redistribute_in_pieces(value({1, 31, 40}, cut), whole), value({24, 40}, whole));
     got[static_cast<size_t>(world.rank())] = y.to_vector();
   }, {.bytes_per_second = 1e9, .threads_per_rank = 1, .device = Device::cuda()});
@@ -220,7 +222,8 @@ TEST(PartsGpu, ProductsInPiecesAreAlikeOnAllRanks) {
 
 TEST(PartsGpu, WhatIsComputedInPiecesIsThatOfOneRank) {
   SHEAF_NEEDS_GPU();
-  for (const auto& [name, products] : {std::pair<const char*, decltype(&mlp)>{"mlp", mlp}, {"exchanged", exchanged}, {"attended", attended}, {"experts", of_experts}})
+  for (const auto& [name, products] :
+       {std::pair<const char*, decltype(&mlp)>{"mlp", mlp}, {"exchanged", exchanged}, {"attended", attended}, {"experts", of_experts}})
     for (const int64_t sequences : {1, 3})
       for (const auto& [dtype, bound] : {std::pair(kF64, 1e-12), std::pair(kF32, 1e-5), std::pair(kBF16, 0.05)})
         for (const int ranks : {2, 3}) {

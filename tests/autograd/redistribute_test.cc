@@ -316,6 +316,32 @@ TEST(Redistribute, SaysWhatItDoes) {
   });
 }
 
+// A value without a mesh is whole on every rank: it need not be gathered, and nothing is gathered to a layout without a mesh.
+TEST(Redistribute, ValuesAndLayoutsWithoutAMesh) {
+  run_local(2, [](World& world) {
+    const MeshSpec* mesh = world.mesh({{"data", 2}}).spec;
+    const Tensor whole = full_of({kF32, {6, 2}, {}}, 1.0), part = full_of({kF32, {6, 2}, Layout(mesh, Placement::shard(0))}, 2.0);
+    EXPECT_EQ(redistribute(whole, "data", Placement::replicate()).id(), whole.id());
+    EXPECT_THROW(redistribute(whole, "data", Placement::shard(0)), PlacementError);
+    EXPECT_THROW(redistribute(part, Layout()), PlacementError);
+    EXPECT_EQ(full_tensor(whole).id(), whole.id());
+    const Tensor gathered = full_tensor(part);
+    EXPECT_EQ(gathered.layout(), Layout(mesh));
+    EXPECT_EQ(gathered.to_vector<float>(), std::vector<float>(12, 2.0f));
+    EXPECT_EQ(full_tensor(full_of({kF32, {3}, Layout(mesh, Placement::partial())}, 5.0)).to_vector<float>(), std::vector<float>(3, 5.0f));
+  });
+}
+
+TEST(Layout, AxesByName) {
+  const MeshSpec* mesh = MeshSpec::intern({{"data", 2}, {"model", 3}});
+  const Layout layout = Layout(mesh).with("model", Placement::shard(1));
+  EXPECT_EQ(layout, Layout(mesh).with(1, Placement::shard(1)));
+  EXPECT_TRUE(layout["model"].is_shard(1));
+  EXPECT_TRUE(layout["data"].is_replicate());
+  EXPECT_THROW(layout.with("stage", Placement::partial()), ConfigError);
+  EXPECT_THROW(Layout().with("data", Placement::partial()), PlacementError);
+}
+
 // A cut in which elements have no owner, or several, is refused where a tensor is created.
 TEST(Redistribute, CutsThatDoNotFitAreRefused) {
   run_local(2, [](World& world) {
