@@ -1,6 +1,7 @@
 // Collective: one call, as data: its arguments, its caller, and the hashes by which ranks compare their calls.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -26,11 +27,12 @@ struct Collective {
   const void* in = nullptr;
   void* out = nullptr;
   std::string path = {};
-  std::string of = {};          ///< names the values, if the caller does
-  bool on_gpu = false;          ///< the buffers are on the rank's GPU
-  bool waited_for = false;      ///< the rank's thread blocks until it is done
-  bool captured = false;        ///< the call becomes part of a graph of the rank's GPU
-  Event buffers_ready = {};     ///< on_gpu: what the rank's stream had to do before the call
+  std::string of = {};       ///< names the values, if the caller does
+  bool on_gpu = false;       ///< the buffers are on the rank's GPU
+  bool waited_for = false;   ///< the rank's thread blocks until it is done
+  bool has_deadline = true;  ///< false: other ranks may come at any time
+  bool captured = false;     ///< the call becomes part of a graph of the rank's GPU
+  Event buffers_ready = {};  ///< on_gpu: what the rank's stream had to do before the call
   uint64_t sequence = 0;     ///< 1 for a communicator's first call
   uint64_t call_hash = 0;    ///< of op, dtype, counts, path and values: equal on all ranks
   uint64_t fingerprint = 0;  ///< running: of this call and all before it
@@ -39,6 +41,11 @@ struct Collective {
   /// "all_gather f32 [4, 4, 3] (blocks.3)"
   std::string to_string() const;
 };
+
+/// How long the call may take, of `timeout` for those that have a deadline; else about as long as clocks can tell.
+inline std::chrono::milliseconds time_for(const Collective& call, std::chrono::milliseconds timeout) {
+  return call.has_deadline ? timeout : std::chrono::hours(24 * 365);
+}
 
 /// Hash of everything that all ranks must agree on. The counts of an all_to_all differ between ranks and are not included.
 uint64_t hash_call(const Collective& call);

@@ -92,6 +92,7 @@ void CommunicatorBase::check_counts(const char* op, std::span<const int64_t> cou
 Event CommunicatorBase::submit(Collective call) {
   const std::vector<Event> behind = std::exchange(behind_, {});
   call.waited_for = std::exchange(waited_for_, false);
+  call.has_deadline = std::exchange(has_deadline_, true);
   call.of = std::exchange(of_, {});
   throw_if_failed(call);
   Gpu* const gpu = RankContext::current().gpu.get();

@@ -26,6 +26,11 @@ struct CommunicatorGroup {
   int world_rank() const { return members[index]; }
 };
 
+/// What a rank waits for while it connects a group, for messages: "rank 3 to connect (data=4)/data/0/gather".
+inline std::string waits_for(const CommunicatorGroup& group, int member) {
+  return str("rank ", group.members[static_cast<size_t>(member)], " to connect ", group.name);
+}
+
 /// One line of the flight recorder.
 struct FlightEntry {
   enum class State : uint8_t { queued, running, done, failed };
@@ -59,6 +64,7 @@ class CommunicatorBase : public Communicator {
 
   void wait_before_next_call(const Event& event) final { behind_.push_back(event); }
   void next_call_is_awaited() final { waited_for_ = true; }
+  void next_call_has_no_deadline() final { has_deadline_ = false; }
   void label_next_call(std::string values) final { of_ = std::move(values); }
   /// The last calls, oldest first.
   std::vector<FlightEntry> flight_record() const;
@@ -110,6 +116,7 @@ class CommunicatorBase : public Communicator {
   std::deque<FlightEntry> flight_;
   std::vector<Event> behind_;         // events that the next call must follow; only for the rank's thread, as is the next member
   bool waited_for_ = false;           // whether the rank's thread waits for the next call
+  bool has_deadline_ = true;          // whether the next call has one
   std::string of_;                    // names the next call's values
   std::unique_ptr<LaneThread> lane_;  // made by the first call that needs it
 };

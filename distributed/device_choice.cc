@@ -1,5 +1,7 @@
 #include "sheaf/distributed/device_choice.h"
 
+#include <optional>
+
 #include "sheaf/core/error.h"
 #include "sheaf/core/file.h"
 #include "sheaf/kernels/cuda/config.h"
@@ -9,6 +11,7 @@
 namespace sheaf {
 namespace {
 
+constexpr std::string_view kAsked = "asked ";  // before what a rank tells
 constexpr int kLeastCapability = 90;  // what the kernels are compiled for
 
 // The index of this rank's GPU. A launcher that binds one to each rank (srun --gpus-per-task 1) makes only that one visible.
@@ -61,21 +64,26 @@ DeviceChoice choose_device(const Rendezvous& r, const Environment& environment, 
 
 std::string choice_for_others(const DeviceChoice& choice) {
   if constexpr (kernels::kHasCuda)
-    if (choice.device.is_cuda()) return "gpu " + kernels::cuda::device_identity(choice.device.index);
+    if (choice.device.is_cuda()) return str(choice.asked ? kAsked : "", "gpu ", kernels::cuda::device_identity(choice.device.index));
   return "cpu " + choice.why;
 }
 
-DeviceChoice agreed_device(const DeviceChoice& choice, int rank, const std::vector<std::string>& told) {
-  if (!choice.device.is_cuda()) return choice;
-  std::string why;
-  for (size_t a = 0; a < told.size() && why.empty(); ++a) {
-    if (told[a].starts_with("cpu")) why = str("rank ", a, " computes on its CPU", told[a].size() > 4 ? ": " + told[a].substr(4) : "");
+DeviceChoice agreed_device(const DeviceChoice& choice, const std::vector<std::string>& told) {
+  std::vector<std::string> plain = told;
+  std::optional<size_t> asked;  // the first rank that must have a GPU
+  std::string why;              // not all have one
+  for (size_t a = 0; a < plain.size(); ++a) {
+    if (plain[a].starts_with(kAsked)) {
+      plain[a].erase(0, kAsked.size());
+      asked = asked.value_or(a);
+    }
+    if (!why.empty()) continue;
+    if (plain[a].starts_with("cpu")) why = str("rank ", a, " computes on its CPU", plain[a].size() > 4 ? ": " + plain[a].substr(4) : "");
     for (size_t b = 0; b < a && why.empty(); ++b)
-      if (told[a] == told[b]) why = str("ranks ", b, " and ", a, " have the same GPU, and each rank needs its own");
+      if (plain[a] == plain[b]) why = str("ranks ", b, " and ", a, " have the same GPU, and each rank needs its own");
   }
-  if (why.empty()) return choice;
-  if (choice.asked) fail<ConfigError>("[device] SHEAF_DEVICE=cuda on rank ", rank, ", but ", why);
-  return {Device::cpu(), false, why};
+  if (asked && !why.empty()) fail<ConfigError>("[device] SHEAF_DEVICE=cuda on rank ", *asked, ", but ", why);
+  return why.empty() || choice.device.is_cpu() ? choice : DeviceChoice{Device::cpu(), false, why};
 }
 
 void use_device(Device device, RankContext& context) {

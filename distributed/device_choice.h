@@ -30,11 +30,11 @@ struct DeviceChoice {
 /// else a ConfigError that says what is missing; "auto", the default: the same where possible, else the CPU.
 DeviceChoice choose_device(const Rendezvous& rendezvous, const Environment& environment, const GpusHere& gpus = GpusHere::look());
 
-/// The message in which a rank tells the others its choice: "cpu" and why, or "gpu" and which one.
+/// The message in which a rank tells the others its choice: "cpu" and why, or "gpu" and which one, "asked gpu" if it must be.
 std::string choice_for_others(const DeviceChoice& choice);
-/// A job computes only on GPUs, each rank on its own, or only on CPUs: the final choice of `rank`, from what all ranks told.
-/// ConfigError if a GPU was asked for and is impossible.
-DeviceChoice agreed_device(const DeviceChoice& choice, int rank, const std::vector<std::string>& told);
+/// A job computes only on GPUs, each rank on its own, or only on CPUs: a rank's final choice, from what all ranks told. ConfigError, on
+/// all ranks, if one of them was asked for a GPU that is impossible.
+DeviceChoice agreed_device(const DeviceChoice& choice, const std::vector<std::string>& told);
 
 /// Makes `device` the default device of `context`, with its own stream and allocator if it is a GPU.
 void use_device(Device device, RankContext& context);

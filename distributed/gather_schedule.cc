@@ -1,3 +1,4 @@
+// The order in which units are used, and which gathers are issued ahead of it.
 #include "sheaf/distributed/gather_schedule.h"
 
 #include <algorithm>
@@ -7,13 +8,16 @@
 #include "sheaf/distributed/unit.h"
 
 namespace sheaf {
+namespace {
+thread_local GatherSchedule* innermost_schedule = nullptr;  // of the model whose scope is innermost
+}
 
 void GatherSchedule::remove(Unit* unit) {
   std::erase(units_, unit);
   std::erase(in_flight_, unit);
-  alone_.clear();
+  order_outside_.clear();
   orders_.clear();
-  current_.clear();
+  uses_.clear();
   std::erase(put_off_, unit);
   following_ = false;
 }
@@ -43,20 +47,20 @@ int64_t GatherSchedule::usual_bytes() const {
 }
 
 // A pass is one forward and the backward that follows it: it ends where the next outermost scope begins. For a model that is used
-// only in another's backward (a direction), all uses in a recording form one pass.
-void GatherSchedule::begin_pass() {
+// only in another's backward (a direction), or outside of all scopes (see use()), all uses in a recording form one pass.
+void GatherSchedule::begin_pass(bool held_too) {
   const Recording* r = Recording::current();
   if (r && r->in_backward() && r->serial() == recording_) return;
-  flush();
+  flush(held_too);
   for (Unit* u : units_)  // of another recording, e.g. an evaluation's, or of old masters: nothing will use them
     if (!u->has_copies()) u->drop_copies();
-  if (!current_.empty() && recording_ == 0) {
-    alone_ = std::move(current_);
-  } else if (!current_.empty()) {
+  if (!uses_.empty() && recording_ == 0) {
+    order_outside_ = std::move(uses_);
+  } else if (!uses_.empty()) {
     if (orders_.size() <= pass_) orders_.resize(pass_ + 1);
-    orders_[last_ = pass_] = std::move(current_);
+    orders_[last_complete_pass_ = pass_] = std::move(uses_);
   }
-  current_.clear();
+  uses_.clear();
   cleared_at_ = 0;
   const uint64_t recording = Recording::current_serial();
   pass_ = recording == recording_ ? pass_ + 1 : 0;
@@ -66,23 +70,19 @@ void GatherSchedule::begin_pass() {
 
 const GatherSchedule::Order& GatherSchedule::foreseen() const {
   static const Order kNone;
-  if (recording_ == 0) return alone_;
+  if (recording_ == 0) return order_outside_;
   if (pass_ < orders_.size() && !orders_[pass_].empty()) return orders_[pass_];
-  return orders_.empty() ? kNone : orders_[last_];
-}
-
-namespace {
-thread_local GatherSchedule* current = nullptr;
+  return orders_.empty() ? kNone : orders_[last_complete_pass_];
 }
 
 void GatherSchedule::look_at_current() {
-  if (current) current->look();
+  if (innermost_schedule) innermost_schedule->look();
 }
 
 void GatherSchedule::enter_scope() {
   if (scopes_.empty()) {
     begin_pass();
-    around_ = std::exchange(current, this);
+    around_ = std::exchange(innermost_schedule, this);
   }
   scopes_.emplace_back();
 }
@@ -91,20 +91,21 @@ void GatherSchedule::leave_scope() {
   for (Unit* u : scopes_.back())
     if (u->state_ == Unit::State::open && u->depth_ == 0) u->state_ = Unit::State::pending;
   scopes_.pop_back();
-  if (scopes_.empty()) current = around_;
+  if (scopes_.empty()) innermost_schedule = around_;
 }
 
-// Memory peaks when the backward begins: units whose discard is pending, and which it does not use first, are discarded before.
+// Every unit of the recording calls this; the first call does it. Memory peaks when the backward begins: units whose discard is pending,
+// and which it does not use first, are discarded before.
 void GatherSchedule::backward_begins() {
-  if (!following_ || cleared_at_ == current_.size()) return;
-  cleared_at_ = current_.size();
+  if (!following_ || cleared_at_ == uses_.size()) return;
+  cleared_at_ = uses_.size();
   discard_pending(nullptr, comes_next(nullptr, /*gathers=*/false));
 }
 
-bool GatherSchedule::holds() const { return holds_ > 0 && !Recording::current(); }
+bool GatherSchedule::keeps_open() const { return keeping_open_ > 0 && !Recording::current(); }
 
-void GatherSchedule::release() {
-  if (--holds_ > 0) return;
+void GatherSchedule::end_keeping_open() {
+  if (--keeping_open_ > 0) return;
   for (Unit* u : units_)
     if (u->state_ == Unit::State::open && u->depth_ == 0 && u->opened_outside_recordings() && u->gathers()) u->state_ = Unit::State::pending;
   flush();
@@ -118,61 +119,81 @@ bool GatherSchedule::close_with_scope(Unit& unit) {
 
 void GatherSchedule::discard_pending(const Unit* except, std::span<Unit* const> next, bool held_too) {
   for (auto it = units_.rbegin(); it != units_.rend(); ++it)
-    if ((*it)->state_ == Unit::State::pending && *it != except && std::ranges::find(next, *it) == next.end() && (held_too || !(*it)->is_held()))
+    if ((*it)->state_ == Unit::State::pending && *it != except && std::ranges::find(next, *it) == next.end() && (held_too || !(*it)->values_in_use()))
       (*it)->discard_gathered();
 }
 
+// A unit whose discard is pending is opened again: the discard and the gather cancel out. Any other is taken from the prefetched ones
+// or gathered, after what is pending was discarded. Then the units that the last such pass used next are prefetched.
 void GatherSchedule::use(Unit& unit) {
   using State = Unit::State;
-  if (const Recording* r = Recording::current(); scopes_.empty() && r && r->in_backward()) begin_pass();
+  Recording* const r = Recording::current();
+  if (scopes_.empty()) {  // of a root unit, for instance, whose modules are called and not the root itself
+    const bool others_are_over = Recording::current_serial() != recording_ && !Recording::living(recording_);
+    if (r && r->in_backward()) begin_pass();
+    else if (others_are_over) begin_pass(/*held_too=*/false);
+  }
+  if (unit.state_ == State::open) {  // perhaps for another micro-batch
+    if (r) r->use_group(&unit);
+    return;
+  }
   const Order& order = foreseen();
-  const bool is_foreseen = following_ && current_.size() < order.size() && order[current_.size()].unit == &unit;
-  const bool pending = unit.state_ == State::pending;  // the discard and the gather cancel out
-  if (pending || unit.state_ == State::open) {         // open, perhaps for another micro-batch
+  const bool is_foreseen = following_ && uses_.size() < order.size() && order[uses_.size()].unit == &unit;
+  const bool reopens = unit.state_ == State::pending;
+  if (reopens) {
     unit.state_ = State::open;
-    if (Recording* r = Recording::current(); r && r->serial() == unit.recording_) r->use_group(&unit);
-    if (!pending) return;
+    if (r) r->use_group(&unit);
   }
   end_use();
-  if (unit.state_ == State::in_flight && (is_foreseen || (!in_flight_.empty() && in_flight_.front() == &unit))) {
-    std::erase(in_flight_, &unit);
-  } else if (!pending && !is_foreseen && !unit.is_cached()) {  // a foreseen one may have been open when later ones were prefetched
-    for (Unit* wrong : in_flight_) {
-      ++mispredicted_;
-      wrong->discard_gathered();
-    }
-    in_flight_.clear();
-  }
+  if (!reopens) take_prefetched(unit, is_foreseen);
   following_ = is_foreseen;
-  current_.push_back({&unit, 0});
-  const std::vector<Unit*> next = comes_next(&unit, /*gathers=*/!pending);
-  if (!pending) {
-    discard_pending(&unit, next);
-    if (unit.is_cached()) unit.open_cached();
-    if (unit.state_ == State::closed) unit.issue_gather(/*prefetched=*/false);
-    unit.settle_and_unpack();
-    unit.state_ = State::open;
-    note_gathered();
-    if (Recording* r = Recording::current()) r->use_group(&unit);
-  } else if (following_) {
-    discard_pending(&unit, next);
-  }
+  uses_.push_back({&unit, 0});
+  const std::vector<Unit*> next = comes_next(&unit, /*gathers=*/!reopens);
+  if (!reopens || following_) discard_pending(&unit, next);
+  if (!reopens) gather_now(unit);
   begin_use(unit, next);
+}
+
+// `unit` leaves the prefetched ones. If it is another than foreseen, those were the wrong ones. (A foreseen one that is not among them
+// may have been open when later ones were prefetched.)
+void GatherSchedule::take_prefetched(Unit& unit, bool is_foreseen) {
+  if (unit.state_ == Unit::State::in_flight && (is_foreseen || (!in_flight_.empty() && in_flight_.front() == &unit)))
+    std::erase(in_flight_, &unit);
+  else if (!is_foreseen && !unit.is_cached())
+    discard_in_flight();
+}
+
+void GatherSchedule::discard_in_flight() {
+  for (Unit* u : in_flight_) {
+    ++mispredicted_;
+    u->discard_gathered();
+  }
+  in_flight_.clear();
+}
+
+// The unit is open when this returns.
+void GatherSchedule::gather_now(Unit& unit) {
+  if (unit.is_cached()) unit.open_cached();
+  if (unit.state_ == Unit::State::closed) unit.issue_gather(/*prefetched=*/false);
+  unit.settle_and_unpack();
+  unit.state_ = Unit::State::open;
+  note_gathered();
+  if (Recording* r = Recording::current()) r->use_group(&unit);
 }
 
 // The next units are gathered in the longest stretch of this one's layer without communication, as observed the last time.
 void GatherSchedule::begin_use(const Unit& unit, std::vector<Unit*> next) {
   const Recording* const r = Recording::current();
-  int& behind = current_.back().behind;
+  int& exchanges_before_next = uses_.back().exchanges_before_next;
   counts_ = r && !r->in_backward() && unit.mesh();
   if (counts_) {
-    const size_t use = current_.size() - 1;
-    behind = following_ && use < foreseen().size() ? foreseen()[use].behind : -1;
-    stretch_.begin(r->tape(), unit.mesh(), unit.axis(), /*weighs=*/behind < 0);
-    counts_ = behind != 0;  // there is nothing to learn or to wait for
+    const size_t use = uses_.size() - 1;
+    exchanges_before_next = following_ && use < foreseen().size() ? foreseen()[use].exchanges_before_next : -1;
+    stretch_.begin(r->tape(), unit.mesh(), unit.axis(), /*weighs=*/exchanges_before_next < 0);
+    counts_ = exchanges_before_next != 0;  // there is nothing to learn or to wait for
   }
   if (!following_) return;
-  if (behind > 0) put_off_ = std::move(next), behind_ = behind;
+  if (exchanges_before_next > 0) put_off_ = std::move(next), exchanges_before_next_ = exchanges_before_next;
   else prefetch(next);
   prefetch_copies();
 }
@@ -181,14 +202,14 @@ void GatherSchedule::look() {
   const Recording* const r = Recording::current();
   if (!counts_ || !r || r->serial() != recording_ || r->in_backward()) return;
   stretch_.look(r->tape());
-  if (put_off_.empty() || stretch_.exchanges() < behind_) return;
+  if (put_off_.empty() || stretch_.exchanges() < exchanges_before_next_) return;
   prefetch(std::exchange(put_off_, {}));
 }
 
 void GatherSchedule::end_use() {
   put_off_.clear();  // the next use issues gathers itself; the end of a pass, by an exception or not, issues none
   look();
-  if (counts_ && !current_.empty() && current_.back().behind < 0) current_.back().behind = stretch_.longest();
+  if (counts_ && !uses_.empty() && uses_.back().exchanges_before_next < 0) uses_.back().exchanges_before_next = stretch_.longest();
   counts_ = false;
 }
 
@@ -200,7 +221,7 @@ std::vector<Unit*> GatherSchedule::comes_next(const Unit* now, bool gathers) con
   const Order& order = foreseen();
   const int64_t most = budget(), several = budget_ >= 0 ? most : with_small_ones(usual_bytes());
   int64_t ahead = 0;
-  for (size_t i = current_.size(); i < order.size(); ++i) {
+  for (size_t i = uses_.size(); i < order.size(); ++i) {
     Unit* const unit = order[i].unit;
     if (unit == now || unit->state_ == Unit::State::open || unit->is_cached() || std::ranges::find(next, unit) != next.end()) continue;
     gathers = gathers || unit->state_ != Unit::State::pending;
@@ -229,7 +250,7 @@ void GatherSchedule::prefetch(std::span<Unit* const> next) {
 void GatherSchedule::prefetch_copies() {
   const Order& order = foreseen();
   int64_t ahead = 0;
-  for (size_t i = current_.size(); i < order.size(); ++i) {
+  for (size_t i = uses_.size(); i < order.size(); ++i) {
     Unit* const next = order[i].unit;
     const int64_t bytes = next->copied_bytes();
     const bool there = next->has_copies();
@@ -239,21 +260,17 @@ void GatherSchedule::prefetch_copies() {
   }
 }
 
-void GatherSchedule::flush() {
+void GatherSchedule::flush(bool held_too) {
   end_use();
-  for (Unit* u : in_flight_) {
-    ++mispredicted_;
-    u->discard_gathered();
-  }
-  in_flight_.clear();
-  discard_pending(nullptr, {}, /*held_too=*/true);
+  discard_in_flight();
+  discard_pending(nullptr, {}, held_too);
   for (Unit* u : units_)
     if (u->copies_under_way()) {
       ++mispredicted_;
       u->drop_copies();
     }
   for (Unit* u : units_)
-    if (holds_ == 0 && u->opened_outside_recordings()) u->close_views();
+    if (keeping_open_ == 0 && u->opened_outside_recordings()) u->close_views();
 }
 
 void GatherSchedule::advance_reductions() {

@@ -26,7 +26,6 @@ constexpr uint64_t kGatherStep = uint64_t{1} << 32;
 
 /// Gloo writes to sockets in the caller's thread without MSG_NOSIGNAL: a dead peer would kill us by SIGPIPE. Threads created in this
 /// scope inherit the mask.
-/// made in this scope inherit the mask.
 class BlockSigpipe {
  public:
   BlockSigpipe() {
@@ -55,10 +54,9 @@ class BlockSigpipe {
 /// Our store with Gloo's interface.
 class GlooStore final : public gloo::rendezvous::Store {
  public:
-  GlooStore(StoreClient& store, std::string prefix, int rank, int size, Deadline deadline)
-      : store_(store), prefix_(std::move(prefix)), rank_(rank), size_(size), deadline_(deadline) {}
+  GlooStore(StoreClient& store, const CommunicatorGroup& group, Deadline deadline) : store_(store), group_(group), deadline_(deadline) {}
   void set(const std::string& key, const std::vector<char>& data) override {
-    store_.set(prefix_ + key, {data.data(), data.size()}, deadline_);
+    store_.set(path(key), {data.data(), data.size()}, deadline_);
   }
   /// A key that is a rank's number has its addresses, one for each other rank. This rank reads the one that is for it, so only that is
   /// fetched: all ranks fetch from all others. The rest are zeros.
@@ -69,23 +67,35 @@ class GlooStore final : public gloo::rendezvous::Store {
     std::ranges::copy(own, all.begin() + static_cast<std::ptrdiff_t>(own.size() * part(key)));
     return all;
   }
-  void wait(const std::vector<std::string>& keys) override {
-    for (const std::string& key : keys) fetch(key);
-  }
+  void wait(const std::vector<std::string>&) override {}  // Gloo gets what it has waited for, and get() waits
 
  private:
   static bool is_rank(const std::string& key) { return key.find_first_not_of("0123456789") == std::string::npos; }
-  uint64_t parts() const { return static_cast<uint64_t>(size_ - 1); }
-  uint64_t part(const std::string& key) const { return static_cast<uint64_t>(rank_ - (std::stoi(key) < rank_)); }
+  std::string path(const std::string& key) const { return group_.name + '/' + key; }
+  uint64_t parts() const { return static_cast<uint64_t>(group_.size() - 1); }
+  uint64_t part(const std::string& key) const { return static_cast<uint64_t>(group_.index - (std::stoi(key) < group_.index)); }
   std::string fetch(const std::string& key) {
-    return is_rank(key) ? store_.get_part(prefix_ + key, part(key), parts(), deadline_) : store_.get(prefix_ + key, deadline_);
+    const std::string what = awaited(key);
+    return is_rank(key) ? store_.get_part(path(key), part(key), parts(), deadline_, what) : store_.get(path(key), deadline_, what);
+  }
+  std::string awaited(const std::string& key) const {  // of "3" or "rank_3"
+    const std::string number = key.substr(key.find_last_not_of("0123456789") + 1);
+    const int member = number.empty() || number.size() > 6 ? group_.size() : std::stoi(number);
+    return member < group_.size() ? waits_for(group_, member) : "";
   }
 
   StoreClient& store_;
-  const std::string prefix_;
-  const int rank_, size_;
+  const CommunicatorGroup& group_;
   const Deadline deadline_;
 };
+
+// Gloo's exceptions differ in their texts alone.
+ExitCode code_of(std::string_view gloo_error) {
+  const auto says = [&](std::string_view part) { return gloo_error.find(part) != std::string_view::npos; };
+  if (says("Connect timeout")) return ExitCode::kTimeout;
+  if (says("Too many open files")) return ExitCode::kIo;  // it is this rank that has failed
+  return ExitCode::kPeerLost;
+}
 
 int64_t largest(const std::vector<int64_t>& counts) { return *std::max_element(counts.begin(), counts.end()); }
 
@@ -114,8 +124,9 @@ GlooCommunicator::GlooCommunicator(CommunicatorGroup group, std::shared_ptr<Job>
       allocator_(RankContext::current().cpu), chunk_bytes_(gloo_chunk_bytes(size())),
       staging_bytes_(gloo_staging_bytes(size())), barrier_bytes_(static_cast<size_t>(size()) + 1) {
   auto context = std::make_shared<gloo::rendezvous::Context>(rank(), size());
-  context->setTimeout(std::chrono::seconds(6));  // Gloo waits five times as long for a connection
-  GlooStore store(*job_->store, group_.name + "/", rank(), size(), Clock::now() + job_->rendezvous.init_timeout);
+  const auto longest = std::min<std::chrono::milliseconds>(std::chrono::seconds(30), job_->rendezvous.init_timeout);
+  context->setTimeout(longest / 5);  // Gloo waits five times as long for a connection
+  GlooStore store(*job_->store, group_, Clock::now() + job_->rendezvous.init_timeout);
   const std::string me = str("[mesh] rank ", group_.world_rank(), " of ", group_.world, ": ");
   try {
     const BlockSigpipe block;
@@ -125,7 +136,7 @@ GlooCommunicator::GlooCommunicator(CommunicatorGroup group, std::shared_ptr<Job>
       throw CommError(str(me, "rank ", failure->rank, " failed: ", failure->reason), ExitCode::kPeerLost);
     throw;
   } catch (const std::exception& e) {
-    throw CommError(str(me, "cannot connect ", group_.name, ": ", e.what()), ExitCode::kPeerLost);
+    throw CommError(str(me, "cannot connect ", group_.name, ": ", e.what()), code_of(e.what()));
   }
   context_ = std::move(context);
   staging_ = static_cast<std::byte*>(allocator_->allocate(static_cast<size_t>(staging_bytes_)));
@@ -186,6 +197,7 @@ void GlooCommunicator::run(const Collective& call) {
   };
   const BlockSigpipe block;
   const Running running(*this, call);
+  const Monitor::OpenEnded open(*job_->monitor, !call.has_deadline);
   const auto* in = static_cast<const std::byte*>(call.in);
   auto* out = static_cast<std::byte*>(call.out);
   switch (call.op) {

@@ -69,7 +69,7 @@ void GlooCommunicator::Transfers::post(bool is_send, int peer, void* data, int64
 }
 
 milliseconds GlooCommunicator::Transfers::time_left() const {
-  const auto deadline = comm_.started_ + comm_.job_->rendezvous.timeout;
+  const auto deadline = comm_.started_ + time_for(call_, comm_.job_->rendezvous.timeout);
   return std::max(milliseconds(0), std::chrono::ceil<milliseconds>(deadline - Clock::now()));
 }
 

@@ -1,3 +1,4 @@
+// From a unit's slots to its gradient: one collective after another, each issued where the next unit's reduction begins.
 #include "sheaf/distributed/gradient_reduction.h"
 
 #include <utility>
@@ -19,27 +20,20 @@ void GradientReduction::add_to_waiting(std::vector<Tensor> gradients) {
 
 // Makes gradients left by another recording leaves of this one.
 void GradientReduction::leaf_waiting() {
-  Recording* r = Recording::current();
-  size_t k = 0;
-  for (const FlatBuffer& b : unit_.buffers())
-    if (r && b.trainable) r->leaf(unreduced_[k++], "waiting gradient of " + b.name);
+  Recording* const r = Recording::current();
+  if (!r) return;
+  unit_.each_trainable([&](const FlatBuffer& b, size_t k) { r->leaf(unreduced_[k], "waiting gradient of " + b.name); });
 }
 
 void GradientReduction::start(std::vector<Tensor> slots, bool to_the_end) {
-  inputs_ = std::move(slots);
   to_the_end_ = to_the_end;
-  reduce_along(unit_.axis());
+  reduce_along(unit_.axis(), std::move(slots));
 }
 
 void GradientReduction::start_waiting() {
   leaf_waiting();
   to_the_end_ = true;
-  reduce_waiting_along(unit_.caches_gathered() ? unit_.axis() : unit_.axis_after(unit_.axis()));
-}
-
-void GradientReduction::reduce_waiting_along(int axis) {
-  (axis == unit_.axis() ? inputs_ : values_) = std::exchange(unreduced_, {});
-  reduce_along(axis);
+  reduce_along(unit_.caches_gathered() ? unit_.axis() : unit_.axis_after(unit_.axis()), take_waiting());
 }
 
 // [Note: reduction] First along the unit's own axis, from the slots, then the result (a slice, if the unit is sharded) along each
@@ -49,35 +43,33 @@ void GradientReduction::reduce_waiting_along(int axis) {
 // along the other axes: these cross hosts. If they are sent in another dtype (FlatBuffer::reduce), each collective is between two
 // casts: ranks add what they have sent, and a cast's memory is freed with the collective's. With int8 blocks other collectives
 // replace it: [Note: addends in blocks].
-void GradientReduction::reduce_along(int axis) {
-  if (axis == unit_.axis()) values_ = inputs_;
-  else if (unit_.scatters(axis)) inputs_ = values_;
+void GradientReduction::reduce_along(int axis, std::vector<Tensor> addends) {
+  values_ = std::move(addends);
+  if (axis == unit_.axis() || unit_.scatters(axis)) inputs_ = values_;
   std::vector<Tensor> from;
   std::vector<OutputSpec> specs;
   std::vector<size_t> which;  // of the values; those sharded by the tensor axis are no sums along it
   std::vector<Reduced> in_blocks;
-  size_t k = 0;
-  for (const FlatBuffer& b : unit_.buffers()) {
-    if (!b.trainable) continue;
-    Tensor& t = values_[k++];
-    if (!unit_.sums_along(b, axis)) continue;
+  unit_.each_trainable([&](const FlatBuffer& b, size_t k) {
+    if (!unit_.sums_along(b, axis)) return;
     if (b.reduce_int8 && !unit_.alone(axis)) {
-      in_blocks.emplace_back(&b, k - 1);
-      continue;
+      in_blocks.emplace_back(&b, k);
+      return;
     }
+    Tensor& t = values_[k];
     if (b.reduce != b.dtype && !unit_.alone(axis)) {  // each value is freed once it is cast, before the next is cast
       t = UnitOps::cast_by(UnitOps::cast_gradient(), t, b.reduce);
-      if (!inputs_.empty()) inputs_[k - 1] = t;
+      if (!inputs_.empty()) inputs_[k] = t;
     }
     Type type = t.type();
     if (unit_.mesh()) type.layout[axis] = b.shard.layout()[axis];
     from.push_back(t);
     specs.push_back({.type = type, .into = unit_.scatters(axis) ? Tensor() : t});
-    which.push_back(k - 1);
-  }
+    which.push_back(k);
+  });
   if (!in_blocks.empty()) exchange_blocks(axis, in_blocks);
   if (!which.empty()) {
-    const UnitOps::Attrs attrs{axis, static_cast<int32_t>(specs.size())};
+    const UnitOps::Attrs attrs{axis, specs.size()};
     const OpDef& op = unit_.alone(axis) ? UnitOps::open() : unit_.scatters(axis) ? UnitOps::reduce_scatter() : UnitOps::all_reduce();
     const Tensors reduced = apply_typed(op, &attrs, from, specs);
     for (size_t i = 0; i < which.size(); ++i) values_[which[i]] = reduced[i];
@@ -100,19 +92,16 @@ void GradientReduction::advance() {
   if (next < 0) return keep_gradient();
   if (along == unit_.axis() && unit_.sums_further()) {
     add_to_waiting(std::exchange(values_, {}));
-    if (to_the_end_) reduce_waiting_along(next);
+    if (to_the_end_) reduce_along(next, take_waiting());
   } else {
-    reduce_along(next);
+    reduce_along(next, std::exchange(values_, {}));
   }
 }
 
 void GradientReduction::cast_reduced() {
-  size_t k = 0;
-  for (const FlatBuffer& b : unit_.buffers()) {
-    if (!b.trainable) continue;
-    Tensor& t = values_[k++];
-    if (t.dtype() != b.dtype) t = UnitOps::cast_by(UnitOps::cast_reduced(), t, b.dtype);
-  }
+  unit_.each_trainable([&](const FlatBuffer& b, size_t k) {
+    if (Tensor& t = values_[k]; t.dtype() != b.dtype) t = UnitOps::cast_by(UnitOps::cast_reduced(), t, b.dtype);
+  });
 }
 
 void GradientReduction::complete() {
@@ -123,17 +112,15 @@ void GradientReduction::complete() {
 void GradientReduction::keep_gradient() {
   const std::vector<Tensor> reduced = std::exchange(values_, {});
   if (unit_.offloads()) offload_.from = reduced;
-  size_t k = 0;
-  for (FlatBuffer& b : unit_.buffers()) {
-    if (!b.trainable) continue;
+  unit_.each_trainable([&](FlatBuffer& b, size_t k) {
     b.grad_scale = b.found_inf = Tensor();  // they belonged to the previous gradient
     // A gradient left by another recording is a leaf of this one, with its value before the change.
     if (Recording* r = Recording::current(); r && b.grad) r->leaf(b.grad, "gradient of " + b.name);
-    const Tensor& gradient = reduced[k++];
+    const Tensor& gradient = reduced[k];
     if (unit_.offloads()) offload_gradient(b, gradient);
     else if (b.grad) add_gradient(b.grad, gradient);  // a micro-batch's gradient is complete, then added
     else b.grad = gradient;
-  }
+  });
 }
 
 // Nothing waits: the source is kept until the next unit's gradient is offloaded, or the backward ends.

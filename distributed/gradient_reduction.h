@@ -40,8 +40,7 @@ class GradientReduction {
   using Reduced = std::pair<const FlatBuffer*, size_t>;  // a buffer, and which of `values_` is its gradient
 
   void leaf_waiting();
-  void reduce_waiting_along(int axis);
-  void reduce_along(int axis);
+  void reduce_along(int axis, std::vector<Tensor> addends);
   void exchange_blocks(int axis, std::span<const Reduced> which);
   Type sum_type(const FlatBuffer& b, const Type& blocks) const;
   bool add_blocks();
@@ -52,11 +51,11 @@ class GradientReduction {
 
   UnitLayout& unit_;
   std::vector<Tensor> unreduced_;  // sums over micro-batches: zero1's slots, else what is not summed over replicas yet
-  std::vector<Tensor> inputs_;     // of a reduction to slices: the slots, a slice along a secondary axis, or casts of them
+  std::vector<Tensor> inputs_;     // what the lane reads until advance(): the slots, a slice along a secondary axis, or casts of them
   std::vector<Tensor> values_;     // one per trainable buffer; empty: nothing is pending. Destroyed before its inputs: waits for its lane
   int along_ = -1;                 // the axis of the pending collective
   bool to_the_end_ = false;
-  struct Offload {                 // to the host's memory, by the lane of copies
+  struct Offload {  // to the host's memory, by the lane of copies
     std::vector<Tensor> gradients, from;
   };
   Offload offload_;

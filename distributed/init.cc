@@ -56,15 +56,16 @@ World init_from_env() {
     use_device(choice.device, context);
   } else {
     const std::shared_ptr<Job> job = join_job(r);
+    bool agreeing = true;  // a ConfigError follows from what the ranks have told each other: all of them throw it
     try {
-      choice = agreed_device(choice, r.rank, job->agree("device", choice_for_others(choice)));
-      use_device(choice.device, context);
+      choice = agreed_device(choice, job->agree("device", choice_for_others(choice)));
       transport = connect_hosts(r, job, context.hosts);
+      agreeing = false;
+      use_device(choice.device, context);
       if (choice.device.is_cuda()) transport = nccl_transport(job, transport);
-    } catch (const ConfigError&) {  // thrown on all ranks alike
-      throw;
-    } catch (const std::exception& e) {  // there is no World yet to tell the others
-      job->board->raise({r.rank, ExitCode::kPeerLost, e.what()});
+    } catch (const std::exception& e) {
+      // There is no World yet that would tell the others.
+      if (!agreeing || !dynamic_cast<const ConfigError*>(&e)) job->board->raise({r.rank, ExitCode::kPeerLost, e.what()});
       throw;
     }
   }

@@ -194,7 +194,7 @@ class Job {
     const std::string token = random_token();
     for (int r = 0; r < n; ++r) {
       int ends[2];
-      check<IoError>(pipe2(ends, O_CLOEXEC | O_NONBLOCK) == 0, "[launch] cannot make a pipe: ", std::strerror(errno));
+      if (pipe2(ends, O_CLOEXEC | O_NONBLOCK) != 0) fail<IoError>("[launch] cannot make a pipe: ", std::strerror(errno));
       children_[r].reason_fd = ends[0];
       const std::vector<std::string> environment = changed_environment(
           {str("RANK=", r), str("WORLD_SIZE=", n), str("LOCAL_RANK=", r), str("LOCAL_WORLD_SIZE=", n),
@@ -342,9 +342,9 @@ class Job {
   std::vector<Failure> failures_;  // in order of time
   std::optional<Clock::time_point> stop_at_, kill_at_;
   bool stopping_ = false;
-  bool killed_ = false;         // ranks had to be killed
-  int signal_ = 0;              // the first signal that we received
-  int code_after_signal_ = 0;   // of the first rank that did not end by that signal
+  bool killed_ = false;        // ranks had to be killed
+  int signal_ = 0;             // the first signal that we received
+  int code_after_signal_ = 0;  // of the first rank that did not end by that signal
   Clock::time_point asked_at_;
 };
 

@@ -8,12 +8,12 @@
 namespace sheaf::distributed {
 
 struct LaunchOptions {
-  int nproc = 1;                     ///< ranks
-  int threads_per_rank = 0;          ///< 0: as threads_per_rank(nproc) of rendezvous.h says
-  bool pin = true;                   ///< pins each rank to its share of the cores, if it has at least as many cores as threads
-  int max_restarts = 0;              ///< how often, in total, all ranks are restarted after failures that a retry may fix
+  int nproc = 1;                          ///< ranks
+  int threads_per_rank = 0;               ///< 0: as threads_per_rank(nproc) of rendezvous.h says
+  bool pin = true;                        ///< pins each rank to its share of the cores, if it has at least as many cores as threads
+  int max_restarts = 0;                   ///< how often, in total, all ranks are restarted after failures that a retry may fix
   std::chrono::milliseconds pause{1000};  ///< before a retry
-  std::vector<std::string> command;  ///< program and arguments; the program is looked up in PATH
+  std::vector<std::string> command;       ///< program and arguments; the program is looked up in PATH
 };
 
 /// Runs `nproc` processes of `command` with torchrun's variables, a free port on loopback and a random job token. When one fails, the

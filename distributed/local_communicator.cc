@@ -130,7 +130,7 @@ LocalCommunicator::~LocalCommunicator() {
 
 void LocalCommunicator::gather(const Collective& call) {
   std::vector<int> absent;
-  switch (meeting_->gather(rank(), call, Clock::now() + options_.timeout, *board_, absent)) {
+  switch (meeting_->gather(rank(), call, Clock::now() + time_for(call, options_.timeout), *board_, absent)) {
     case LocalGroup::Outcome::all_here: return;
     case LocalGroup::Outcome::left:
       board_->raise({group_.members[absent[0]], ExitCode::kPeerLost, "it has left the job"});

@@ -51,7 +51,7 @@ class LocalGroup {
   struct Member {
     const Collective* call = nullptr;
     uint64_t meetings = 0;
-    Event reached[2];  // at even and odd meetings: a member may be at the next one while others still read this one's
+    Event reached[2];      // at even and odd meetings: a member may be at the next one while others still read this one's
     uint64_t gave_up = 0;  // the meeting at which it timed out
     bool left = false;
   };

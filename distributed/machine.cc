@@ -19,7 +19,7 @@ constexpr uint32_t kWithin = 1, kBetween = 2;
 
 // The ranks of one collective.
 struct Group {
-  int first = 0, ranks = 1;  // its lowest rank of the job, and the number of ranks
+  int first = 0, ranks = 1;    // its lowest rank of the job, and the number of ranks
   int stride = 1;              // between neighbours
   int hosts = 1, on_host = 1;  // number of hosts, and the most ranks on one of them
 };

@@ -25,18 +25,18 @@ struct Link {
 
 struct Machine {
   std::string name;
-  Rate products;                     ///< of matrices in bf16 and f16, by the smallest of their three dimensions
-  double f32 = 1, f64 = 1;           ///< how many times slower products and attention are in these
-  double fp8 = 1;                    ///< how many times faster products are in FP8; 1: no FP8
+  Rate products;                               ///< of matrices in bf16 and f16, by the smallest of their three dimensions
+  double f32 = 1, f64 = 1;                     ///< how many times slower products and attention are in these
+  double fp8 = 1;                              ///< how many times faster products are in FP8; 1: no FP8
   Rate attention_forward, attention_backward;  ///< in bf16, causal, with heads of 128, by the number of keys
-  double bytes_per_second = 0;       ///< of memory, read and written together
-  double least_seconds = 0;          ///< the minimum time of an op that computes
-  double issue_seconds = 0;          ///< of the host, for each node
-  double host_bytes_per_second = 0;  ///< between a GPU and its host's memory, in each direction
-  int64_t memory = 0;                ///< bytes available to a rank
-  double peak = 0;                   ///< FLOP/s in bf16 by the vendor's data sheet: the reference for MFU
+  double bytes_per_second = 0;                 ///< of memory, read and written together
+  double least_seconds = 0;                    ///< the minimum time of an op that computes
+  double issue_seconds = 0;                    ///< of the host, for each node
+  double host_bytes_per_second = 0;            ///< between a GPU and its host's memory, in each direction
+  int64_t memory = 0;                          ///< bytes available to a rank
+  double peak = 0;                             ///< FLOP/s in bf16 by the vendor's data sheet: the reference for MFU
   int ranks_per_host = 1;
-  Link within, between;              ///< hosts
+  Link within, between;  ///< hosts
 };
 
 /// "h200", "h100" or "a100", eight to a host. ConfigError for others.

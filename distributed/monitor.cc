@@ -4,15 +4,13 @@
 #include <cerrno>
 
 #include <poll.h>
-#include <sys/eventfd.h>
-#include <unistd.h>
 
 namespace sheaf {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-enum : uint8_t { kGreeting = 'h', kWelcome = 'w', kFailed = 'f', kStuck = 's', kFarewell = 'b' };
+enum : uint8_t { kGreeting = 'h', kWelcome = 'w', kFailed = 'f', kStuck = 's', kAlive = 'a', kFarewell = 'b' };
 constexpr uint64_t kMagic = 0x726f74696e6f6d66ull;
 constexpr size_t kMaxNotes = 65536;
 constexpr size_t kMaxReasonBytes = 16384;
@@ -20,16 +18,17 @@ constexpr auto kSendTime = std::chrono::seconds(1);
 
 }  // namespace
 
-Monitor::Monitor(int rank, int world, std::shared_ptr<FailureBoard> board, const std::string& host, std::string token)
-    : rank_(rank), world_(world), board_(std::move(board)), token_(std::move(token)), listener_(listen_on(host, 0)),
-      peers_(static_cast<size_t>(world)), wake_(eventfd(0, EFD_CLOEXEC)) {}
+Monitor::Monitor(int rank, int world, std::shared_ptr<FailureBoard> board, const std::string& host, std::string token,
+                 std::chrono::milliseconds timeout)
+    : rank_(rank), world_(world), board_(std::move(board)), token_(std::move(token)),
+      longest_silence_(std::max<int64_t>(timeout / kTick, 20)),  // even a process that is alive may have to wait for its turn
+      listener_(listen_on(host, 0)), peers_(static_cast<size_t>(world)), wake_(open_alarm()) {}
 
 Monitor::~Monitor() {
   if (thread_.joinable()) {
     board_->unsubscribe(subscription_);
     broadcast(FrameWriter().u8(kFarewell).bytes());
-    const uint64_t one = 1;
-    if (write(wake_.fd(), &one, sizeof one) < 0) { /* an eventfd takes a 1 */ }
+    ring(wake_);
     thread_.join();
   }
 }
@@ -58,12 +57,14 @@ std::optional<int> Monitor::greeted_rank(const Socket& socket, Deadline deadline
   return static_cast<int>(rank);
 }
 
-void Monitor::start(Deadline deadline) {
+void Monitor::start(Deadline deadline, const std::function<void()>& check) {
   const auto complete = [&] {
     return std::all_of(peers_.begin() + rank_ + 1, peers_.end(), [](const Peer& p) { return bool(p.socket); });
   };
   while (!complete()) {
-    std::optional<Socket> s = accept_from(listener_, deadline);
+    std::optional<Socket> s = accept_from(listener_, std::min<Deadline>(deadline, Clock::now() + kTick));
+    if (!s) check();
+    if (!s && Clock::now() < deadline) continue;
     if (!s) {
       std::string missing;
       for (int r = rank_ + 1; r < world_; ++r)
@@ -135,13 +136,26 @@ void Monitor::loop() {
     if (Clock::now() >= next_tick) {
       std::lock_guard lock(watchers_mutex_);
       for (auto& [id, tick] : watchers_) tick();
+      show_and_check_life();
       next_tick = Clock::now() + kTick;
     }
   }
 }
 
+// Four signs of life within the time that others wait for one, but no more than one a second.
+void Monitor::show_and_check_life() {
+  if (ticks_++ % std::clamp<int64_t>(longest_silence_ / 4, 1, 10) == 0) broadcast(FrameWriter().u8(kAlive).bytes());
+  for (int r = 0; r < world_; ++r) {
+    Peer& p = peers_[r];
+    if (++p.silent_ticks <= longest_silence_ || !open_ended_ || !p.socket || p.closed || p.left) continue;
+    board_->raise({r, ExitCode::kTimeout, str("it has given no sign of life for ", std::chrono::duration<double>(longest_silence_ * kTick).count(),
+                                              " s; is its process stopped?")});
+  }
+}
+
 void Monitor::read(int peer) {
   Peer& p = peers_[peer];
+  p.silent_ticks = 0;
   const bool closed = p.frames.fill(p.socket) == FrameBuffer::Status::closed;
   while (auto frame = p.frames.next()) handle(peer, *frame);
   if (!closed) return;
@@ -169,6 +183,7 @@ void Monitor::handle(int peer, const std::string& frame) {
       if (notes_.size() < kMaxNotes) notes_[{note.group, peer}] = std::move(note);
       return;
     }
+    case kAlive: return;
     case kFarewell: peers_[peer].left = true; return;
     default: return;
   }

@@ -1,5 +1,5 @@
 // Monitor: the side channel of a job of processes. Every rank keeps a plain TCP connection to every other; it reports who failed and
-// why, who is blocked in which collective, and who has left.
+// why, who is blocked in which collective, who has left, and who gives no sign of life.
 #pragma once
 
 #include <atomic>
@@ -20,7 +20,7 @@ namespace sheaf {
 
 /// "I have been waiting in this collective for a while", for others to compare with their own calls.
 struct StuckNote {
-  uint64_t group = 0;        ///< hash of the communicator's name
+  uint64_t group = 0;  ///< hash of the communicator's name
   uint64_t sequence = 0;
   uint64_t fingerprint = 0;
   std::string what;          ///< Collective::to_string()
@@ -38,7 +38,9 @@ class Monitor {
   /// A rank may have waited a while before it stopped: is_waiting() is conclusive only after a wait of `time`.
   static constexpr bool knows_who_waits(std::chrono::milliseconds time) { return time > kNoteLife + kNotePeriod; }
 
-  Monitor(int rank, int world, std::shared_ptr<FailureBoard> board, const std::string& host, std::string token);
+  /// `timeout`: how long a peer may give no sign of life, during an OpenEnded wait.
+  Monitor(int rank, int world, std::shared_ptr<FailureBoard> board, const std::string& host, std::string token,
+          std::chrono::milliseconds timeout);
   /// Says farewell and closes.
   ~Monitor();
   Monitor(const Monitor&) = delete;
@@ -47,8 +49,9 @@ class Monitor {
   /// The port that higher ranks connect to.
   int port() const { return local_port(listener_); }
   void connect(int peer, const std::string& host, int port, Deadline deadline);
-  /// Waits for the higher ranks, then starts watching. CommError(kTimeout) names those that did not connect.
-  void start(Deadline deadline);
+  /// Waits for the higher ranks, then starts watching. CommError(kTimeout) names those that did not connect; `check`, which is called
+  /// meanwhile, throws if one of them never will.
+  void start(Deadline deadline, const std::function<void()>& check);
 
   void post(const StuckNote& note);
   /// The last note of `peer` about `group`.
@@ -57,6 +60,18 @@ class Monitor {
   bool is_waiting(int peer) const;
   /// True once `peer` has said farewell.
   bool has_left(int peer) const { return peers_[peer].left; }
+
+  /// While one exists, a peer whose process is stopped is a failure of the job. For waits without a deadline: only others know it then.
+  class OpenEnded {
+   public:
+    OpenEnded(Monitor& monitor, bool is) : monitor_(is ? &monitor : nullptr) { if (monitor_) ++monitor_->open_ended_; }
+    ~OpenEnded() { if (monitor_) --monitor_->open_ended_; }
+    OpenEnded(const OpenEnded&) = delete;
+    OpenEnded& operator=(const OpenEnded&) = delete;
+
+   private:
+    Monitor* const monitor_;
+  };
 
   /// `tick` runs on the monitor's thread every kTick, until unwatch() returns.
   int watch(std::function<void()> tick);
@@ -69,9 +84,11 @@ class Monitor {
     std::mutex send_mutex = {};
     std::atomic<bool> left = false;
     bool closed = false;
+    int64_t silent_ticks = 0;  // of this rank, so that a stop of its own process is not held against others
   };
   void loop();
   void read(int peer);
+  void show_and_check_life();
   void handle(int peer, const std::string& frame);
   void broadcast(const std::string& frame);
   std::optional<int> greeted_rank(const Socket& socket, Deadline deadline) const;
@@ -79,6 +96,9 @@ class Monitor {
   const int rank_, world_;
   const std::shared_ptr<FailureBoard> board_;
   const std::string token_;
+  const int64_t longest_silence_;  // in ticks
+  std::atomic<int> open_ended_ = 0;
+  int64_t ticks_ = 0;
   Socket listener_;
   std::vector<Peer> peers_;
   Socket wake_;

@@ -108,7 +108,7 @@ void NcclCommunicator::connect(NcclLibrary& library) {
   if (rank() == 0)
     job_->store->set(key, id = library.unique_id(), deadline);
   else
-    id = job_->store->get(key, deadline);
+    id = job_->store->get(key, deadline, waits_for(group_, 0));
 
   const std::string me = str("[mesh] rank ", group_.world_rank(), " of ", group_.world, ": ");
   comm_ = library.join(id, size(), rank(), group_.name);
@@ -180,6 +180,7 @@ void NcclCommunicator::run(const Collective& call) {
     }
     return {};
   };
+  if (!call.has_deadline) host_->next_call_has_no_deadline();
   issue().sync();
 }
 
@@ -337,7 +338,7 @@ void NcclCommunicator::check_progress(const Collective& call, Wait& wait) {
         board_->raise({group_.members[m], ExitCode::kPeerLost, "it has left the job"});
         throw_failure(call, *board_->failure());
       }
-  const auto timeout = job_->rendezvous.timeout;
+  const auto timeout = time_for(call, job_->rendezvous.timeout);
   if (waited >= timeout)
     raise_timeout(
         call, std::chrono::duration<double>(timeout).count(),

@@ -34,7 +34,6 @@
 // it. Nothing waits longer because of that: a call already follows everything enqueued on the rank's stream before it. Streams that
 // share one of the device's queues wait for each other, too. CUDA uses 8 queues unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise,
 // and a rank of a pipeline has a dozen streams: init_from_env() asks for 32, the maximum, unless it is set already.
-// pipeline has a dozen streams: init_from_env() asks for 32, the maximum, unless it is set already.
 //
 // Untested on NCCL itself, which needs a GPU per rank. Tests run it over a stand-in whose ranks are threads.
 #pragma once

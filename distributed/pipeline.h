@@ -13,9 +13,9 @@ namespace sheaf {
 struct Turn {
   enum Kind : uint8_t {
     forward,
-    backward,        ///< all of it
-    backward_input,  ///< without backward_weight's part: Recording::backward() with defer_weights
-    backward_weight, ///< Recording::backward_weights()
+    backward,         ///< all of it
+    backward_input,   ///< without backward_weight's part: Recording::backward() with defer_weights
+    backward_weight,  ///< Recording::backward_weights()
   };
   Kind kind;
   int64_t micro_batch;

@@ -12,7 +12,7 @@ struct Rendezvous {
   int rank = 0;
   int world = 1;
   int local_rank = 0;
-  int local_world = 1;          ///< ranks on this host
+  int local_world = 1;             ///< ranks on this host
   std::string host = "127.0.0.1";  ///< where rank 0 serves the store
   int port = 29500;
   std::string token;            ///< SHEAF_TOKEN and the launcher's name of the job, so that ranks of two jobs never connect

@@ -72,7 +72,7 @@ std::unique_ptr<ShmMeeting> ShmCommunicator::connect(const CommunicatorGroup& gr
   std::vector<ShmRank*> ranks;
   for (int m = 0; m < group.size(); ++m) {
     const ShmSegment& segment = *segments[group.members[m]];
-    const size_t offset = m == group.index ? at : std::stoull(job.store->get(key(m), deadline));
+    const size_t offset = m == group.index ? at : std::stoull(job.store->get(key(m), deadline, waits_for(group, m)));
     controls.push_back(reinterpret_cast<ShmControl*>(segment.control(offset)));
     ranks.push_back(reinterpret_cast<ShmRank*>(segment.control(0)));
   }
@@ -81,8 +81,9 @@ std::unique_ptr<ShmMeeting> ShmCommunicator::connect(const CommunicatorGroup& gr
 
 void ShmCommunicator::run(const Collective& call) {
   running_ = &call;
+  const Monitor::OpenEnded open(*job_->monitor, !call.has_deadline);
   const auto now = Clock::now();
-  deadline_ = now + job_->rendezvous.timeout;
+  deadline_ = now + time_for(call, job_->rendezvous.timeout);
   next_note_ = now + Monitor::kTick;
   announced_ = false;
   windows_ = 0;

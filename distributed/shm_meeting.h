@@ -26,9 +26,9 @@ struct ShmControl {
   // The call that the owner is executing. It changes between the last meeting of one call and the first of the next.
   alignas(64) uint64_t sequence;
   uint64_t fingerprint;
-  int64_t source;          ///< offset of its input in its wire memory; negative: it is staged
-  char what[kWhatBytes];   ///< Collective::to_string(), cut off
-  int64_t counts[];        ///< all_to_all: elements sent to each rank, then received from each
+  int64_t source;         ///< offset of its input in its wire memory; negative: it is staged
+  char what[kWhatBytes];  ///< Collective::to_string(), cut off
+  int64_t counts[];       ///< all_to_all: elements sent to each rank, then received from each
 
   static size_t bytes(int members) { return sizeof(ShmControl) + 2 * sizeof(int64_t) * static_cast<size_t>(members); }
 };

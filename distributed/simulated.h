@@ -9,7 +9,7 @@
 namespace sheaf::distributed {
 
 struct SimulationOptions {
-  int threads = 1;            ///< compute threads of the rank: kernels' workspaces depend on them
+  int threads = 1;  ///< compute threads of the rank: kernels' workspaces depend on them
   /// RankContext::meta is charged with the bytes that communicators of this kind would hold (World::kind()).
   std::string comm = "shm";
   std::vector<int> hosts = {};  ///< "shm+gloo" only: which ranks share memory (hosts.h)

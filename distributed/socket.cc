@@ -12,6 +12,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -118,6 +119,7 @@ Socket connect_to(const std::string& host, int port, Deadline deadline) {
     const AddressList list = resolve(host, port, false);
     for (addrinfo* a = list.get(); a; a = a->ai_next) {
       Socket s(socket(a->ai_family, a->ai_socktype | SOCK_CLOEXEC | SOCK_NONBLOCK, a->ai_protocol));
+      if (!s && errno != EAFNOSUPPORT) fail<IoError>("[rendezvous] cannot open a socket: ", std::strerror(errno));
       if (!s) {
         reason = std::strerror(errno);
         continue;
@@ -152,6 +154,17 @@ std::optional<Socket> accept_from(const Socket& listener, Deadline deadline) {
     return s;
   }
   return std::nullopt;
+}
+
+Socket open_alarm() {
+  Socket s(eventfd(0, EFD_CLOEXEC));
+  if (!s) fail<IoError>("[rendezvous] cannot open an eventfd: ", std::strerror(errno));
+  return s;
+}
+
+void ring(const Socket& alarm) {
+  const uint64_t one = 1;
+  if (write(alarm.fd(), &one, sizeof one) < 0) { /* an eventfd takes a 1 */ }
 }
 
 int local_port(const Socket& socket) {

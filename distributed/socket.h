@@ -32,10 +32,15 @@ class Socket {
 /// A socket that listens on `host` (a name or address) and `port` (0: any free one). ConfigError for a name that does not
 /// resolve, an address that is not this host's and a port that is taken, IoError for the rest.
 Socket listen_on(const std::string& host, int port);
-/// Tries until `deadline`. ConfigError for a name that does not resolve, CommError(kTimeout) if nobody answers.
+/// Tries until `deadline`. ConfigError for a name that does not resolve, CommError(kTimeout) if nobody answers, IoError if this process
+/// may open no more files.
 Socket connect_to(const std::string& host, int port, Deadline deadline);
 /// The next connection, or none when `deadline` passes.
 std::optional<Socket> accept_from(const Socket& listener, Deadline deadline);
+
+/// A descriptor that another thread can make readable, for poll(). IoError.
+Socket open_alarm();
+void ring(const Socket& alarm);
 
 int local_port(const Socket& socket);
 std::string local_address(const Socket& socket);  ///< numeric

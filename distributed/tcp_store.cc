@@ -9,9 +9,7 @@
 #include <vector>
 
 #include <poll.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include "sheaf/core/error.h"
 
@@ -21,8 +19,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // Requests: type, then text. Answers: status, then text.
-enum : uint8_t { kHello = 'H', kSet = 'S', kGet = 'G', kMissing = 'M', kBye = 'B' };
-enum : uint8_t { kOk = 'o', kRefused = 'r', kLost = 'l', kMissingRanks = 'm' };
+enum : uint8_t { kHello = 'H', kSet = 'S', kGet = 'G', kMissing = 'M', kGiveUp = 'U', kBye = 'B' };
+enum : uint8_t { kOk = 'o', kRefused = 'r', kLost = 'l', kTimedOut = 't', kMissingRanks = 'm' };
 
 constexpr uint64_t kMagic = 0x6d6f6f7266616873ull;  // identifies our clients
 constexpr size_t kMaxClients = 65536;
@@ -32,12 +30,17 @@ constexpr size_t kMaxBytesOfPair = 2048;
 constexpr auto kGreetingTime = std::chrono::seconds(10);
 // Rank 0 ends when it learns that another has failed; clients that see its end wait this long for the reason first.
 constexpr auto kExplanationTime = std::chrono::seconds(1);
+constexpr const char* kServingRank = "rank 0, which serves the store,";
 
 /// In constant time, so that it does not reveal how much of a guess was right.
 bool equal_tokens(const std::string& a, const std::string& b) {
   unsigned difference = a.size() != b.size();
   for (size_t i = 0; i < a.size(); ++i) difference |= static_cast<unsigned char>(a[i]) ^ (i < b.size() ? b[i] : 0);
   return difference == 0;
+}
+
+std::string get_request(const std::string& key, uint64_t part, uint64_t parts) {
+  return FrameWriter().u8(kGet).text(key).u64(part).u64(parts).bytes();
 }
 
 std::string answer(uint8_t status, std::string_view text) { return FrameWriter().u8(status).text(text).bytes(); }
@@ -49,12 +52,11 @@ class StoreServer::Impl {
   Impl(Socket listener, int world, std::string token)
       : listener_(std::move(listener)), world_(world), token_(std::move(token)),
         most_stored_(kMaxStoredBytes + kMaxBytesOfPair * static_cast<size_t>(world) * static_cast<size_t>(world)),
-        wake_(eventfd(0, EFD_CLOEXEC)) {
+        wake_(open_alarm()) {
     thread_ = std::thread([this] { loop(); });
   }
   ~Impl() {
-    const uint64_t one = 1;
-    if (write(wake_.fd(), &one, sizeof one) < 0) { /* an eventfd takes a 1 */ }
+    ring(wake_);
     thread_.join();
   }
 
@@ -128,6 +130,11 @@ class StoreServer::Impl {
         c.waiting = false;
         return reply(c, kMissingRanks, ranks.empty() ? "none" : ranks);
       }
+      case kGiveUp: {
+        const bool timed_out = in.u8();
+        lose(c, timed_out ? kTimedOut : kLost, str("failed: ", in.text()));
+        return reply(c, kOk, "");
+      }
       case kBye: return void(c.said_bye = true);
       default: c.close = true;
     }
@@ -153,7 +160,7 @@ class StoreServer::Impl {
 
   void serve(Client& c) {
     if (auto it = values_.find(c.awaited); it != values_.end()) reply_part(c, it->second);
-    else if (!lost_.empty()) reply(c, kLost, lost_);
+    else if (!lost_.empty()) reply(c, lost_status_, lost_);
     else return;
     c.waiting = false;
   }
@@ -166,8 +173,13 @@ class StoreServer::Impl {
   }
 
   void drop(Client& c) {
-    if (c.rank < 0 || c.said_bye || !lost_.empty()) return;
-    lost_ = str("rank ", c.rank, " died");
+    if (c.rank >= 0 && !c.said_bye) lose(c, kLost, "died before the job was connected");
+  }
+
+  void lose(Client& c, uint8_t status, const std::string& how) {
+    if (!lost_.empty()) return;
+    lost_ = str("rank ", c.rank, ' ', how);
+    lost_status_ = status;
     for (Client& other : clients_)
       if (other.waiting && &other != &c) serve(other);
   }
@@ -185,7 +197,8 @@ class StoreServer::Impl {
   std::set<int> ranks_;
   std::map<std::string, std::string> values_;
   size_t stored_ = 0;
-  std::string lost_;
+  std::string lost_;  // what is said of the first rank that was lost; empty: none was
+  uint8_t lost_status_ = kLost;
   std::thread thread_;
 };
 
@@ -195,38 +208,77 @@ StoreServer::~StoreServer() = default;
 
 StoreClient::StoreClient(const std::string& host, int port, int rank, int world, const std::string& token,
                          Deadline deadline)
-    : rank_(rank), world_(world), socket_(connect_to(host, port, deadline)), wake_(eventfd(0, EFD_CLOEXEC)) {
+    : rank_(rank), world_(world), socket_(connect_to(host, port, deadline)), wake_(open_alarm()) {
   const std::string hello = FrameWriter().u8(kHello).u64(kMagic).u64(static_cast<uint64_t>(rank))
                                 .u64(static_cast<uint64_t>(world)).text(token).bytes();
-  ask(hello, "greeting", deadline);
+  ask(hello, str(kServingRank, " to answer"), deadline);
 }
 
-StoreClient::~StoreClient() { send_frame(socket_, FrameWriter().u8(kBye).bytes(), Clock::now()); }
+StoreClient::~StoreClient() {
+  if (may_leave_) send_frame(socket_, FrameWriter().u8(kBye).bytes(), Clock::now());
+}
+
+void StoreClient::give_up(const std::string& reason, ExitCode code) {
+  const Deadline deadline = Clock::now() + kExplanationTime;
+  send_frame(socket_, FrameWriter().u8(kGiveUp).u8(code == ExitCode::kTimeout).text(reason).bytes(), deadline);
+  receive_frame(socket_, deadline);  // rank 0 may end, with its server, once it has told the others
+}
 
 void StoreClient::set(const std::string& key, std::string_view value, Deadline deadline) {
-  ask(FrameWriter().u8(kSet).text(key).text(value).bytes(), "setting '" + key + "'", deadline);
+  ask(FrameWriter().u8(kSet).text(key).text(value).bytes(), str(kServingRank, " to take '", key, "'"), deadline);
 }
 
-std::string StoreClient::get_part(const std::string& key, uint64_t part, uint64_t parts, Deadline deadline) {
-  return ask(FrameWriter().u8(kGet).text(key).u64(part).u64(parts).bytes(), "'" + key + "'", deadline);
+std::optional<std::string> StoreClient::get_unless_late(const std::string& key, Deadline deadline) {
+  return ask_unless_late(get_request(key, 0, 1), deadline);
+}
+
+std::string StoreClient::get_part(const std::string& key, uint64_t part, uint64_t parts, Deadline deadline, const std::string& what) {
+  return ask(get_request(key, part, parts), what.empty() ? str('\'', key, '\'') : what, deadline);
+}
+
+std::optional<std::string> StoreClient::ask_missing_ranks(Deadline deadline) {
+  send_frame(socket_, FrameWriter().u8(kMissing).bytes(), deadline);
+  while (auto reply = receive_frame(socket_, deadline)) {  // a late answer to an earlier request may come first
+    FrameReader in(*reply);
+    const uint8_t status = in.u8();
+    if (status == kMissingRanks) return in.text();
+    throw_if_lost(status, in.text());
+  }
+  return std::nullopt;
 }
 
 std::string StoreClient::missing_ranks() {
   const Deadline deadline = Clock::now() + std::chrono::seconds(2);
-  send_frame(socket_, FrameWriter().u8(kMissing).bytes(), deadline);
-  while (auto reply = receive_frame(socket_, deadline)) {  // a late answer to an earlier request may come first
-    FrameReader in(*reply);
-    if (in.u8() == kMissingRanks) return in.text();
-  }
-  return "unknown";
+  if (const auto ranks = ask_missing_ranks(deadline)) return *ranks;
+  if (Clock::now() < deadline) throw_server_gone();
+  return "0";  // it hangs: its server always answers at once
+}
+
+void StoreClient::watch() {  // for a key that nobody sets
+  send_frame(socket_, get_request("", 0, 1), Clock::now() + kExplanationTime);
+}
+
+void StoreClient::throw_if_any_lost() {
+  pollfd polled{socket_.fd(), POLLIN, 0};
+  if (poll(&polled, 1, 0) <= 0) return;
+  const auto reply = receive_frame(socket_, Clock::now() + kExplanationTime);
+  if (!reply) throw_server_gone();
+  FrameReader in(*reply);
+  const uint8_t status = in.u8();
+  throw_if_lost(status, in.text());
+}
+
+void StoreClient::unwatch(Deadline deadline) {
+  if (ask_missing_ranks(deadline)) return;
+  if (Clock::now() >= deadline) throw CommError(str(me(), "time-out, waiting for ", kServingRank, " to answer"), ExitCode::kTimeout);
+  throw_server_gone();
 }
 
 void StoreClient::interrupt(const std::string& reason) {
   std::lock_guard lock(mutex_);
   if (!interrupted_.empty()) return;
   interrupted_ = reason;
-  const uint64_t one = 1;
-  if (write(wake_.fd(), &one, sizeof one) < 0) { /* an eventfd takes a 1 */ }
+  ring(wake_);
 }
 
 bool StoreClient::answered(Deadline deadline) const {
@@ -240,24 +292,40 @@ bool StoreClient::answered(Deadline deadline) const {
   return false;
 }
 
+void StoreClient::throw_if_lost(uint8_t status, const std::string& text) const {
+  if (status == kLost || status == kTimedOut)
+    throw CommError(me() + text, status == kTimedOut ? ExitCode::kTimeout : ExitCode::kPeerLost);
+}
+
+void StoreClient::throw_server_gone() const {
+  throw CommError(str(me(), kServingRank, " is gone"), ExitCode::kPeerLost);
+}
+
+std::string StoreClient::me() const { return str("[rendezvous] rank ", rank_, " of ", world_, ": "); }
+
 std::string StoreClient::ask(const std::string& request, const std::string& what, Deadline deadline) {
+  if (const auto reply = ask_unless_late(request, deadline)) return *reply;
+  throw CommError(str(me(), "time-out, waiting for ", what), ExitCode::kTimeout);
+}
+
+std::optional<std::string> StoreClient::ask_unless_late(const std::string& request, Deadline deadline) {
   std::optional<std::string> reply;
   if (send_frame(socket_, request, deadline) && answered(deadline)) reply = receive_frame(socket_, deadline);
-  const std::string me = str("[rendezvous] rank ", rank_, " of ", world_, ": ");
   if (!reply) {
+    const bool late = Clock::now() >= deadline;
     pollfd news{wake_.fd(), POLLIN, 0};
-    if (Clock::now() < deadline) poll(&news, 1, static_cast<int>(std::chrono::milliseconds(kExplanationTime).count()));
+    if (!late) poll(&news, 1, static_cast<int>(std::chrono::milliseconds(kExplanationTime).count()));
     std::lock_guard lock(mutex_);
-    if (!interrupted_.empty()) throw CommError(me + interrupted_, ExitCode::kPeerLost);
-    if (Clock::now() >= deadline) throw CommError(str(me, "time-out, waiting for ", what), ExitCode::kTimeout);
-    throw CommError(str(me, "rank 0, which serves the store, is gone"), ExitCode::kPeerLost);
+    if (!interrupted_.empty()) throw CommError(me() + interrupted_, ExitCode::kPeerLost);
+    if (late) return std::nullopt;
+    throw_server_gone();
   }
   FrameReader in(*reply);
   const uint8_t status = in.u8();
   std::string text = in.text();
-  if (status == kRefused) fail<ConfigError>(me, "refused: ", text);
-  if (status == kLost) throw CommError(str(me, text, " before the job was connected"), ExitCode::kPeerLost);
-  if (status != kOk || !in.ok()) fail<CommError>(me, "what answers is not a Sheaf job");
+  if (status == kRefused) fail<ConfigError>(me(), "refused: ", text);
+  throw_if_lost(status, text);
+  if (status != kOk || !in.ok()) fail<CommError>(me(), "what answers is not a Sheaf job");
   return text;
 }
 

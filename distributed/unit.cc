@@ -23,10 +23,10 @@ void Unit::allocate(Device device) {
   offloads_ = offload_ && kernels::is_for_gpu(device);
   for (FlatBuffer& b : buffers_) {
     const OutputSpec spec{.type = buffer_type(b, b.dtype, resting(b))};
-    const OpDef& resting = offloads_                  ? UnitOps::resting_on_host()
-                           : gathers() || secondary() ? UnitOps::resting()
-                                                      : UnitOps::resting_alone();
-    b.shard = apply_typed(resting, nullptr, {}, std::span(&spec, 1))[0];
+    const OpDef& op = offloads_                  ? UnitOps::resting_on_host()
+                      : gathers() || secondary() ? UnitOps::resting()
+                                                 : UnitOps::resting_alone();
+    b.shard = apply_typed(op, nullptr, {}, std::span(&spec, 1))[0];
   }
   allocated_ = true;
 }
@@ -45,6 +45,7 @@ void Unit::zero_grad() {
 
 // --- a module's scope ---
 
+// The module is entered: from here on its parameters can be read. The schedule derives passes from scopes.
 void Unit::enter() {
   schedule_->enter_scope();
   ++depth_;
@@ -58,23 +59,28 @@ void Unit::enter() {
   }
 }
 
+// With the last open scope the values become pending: the schedule discards them when it gathers another unit. What stays open: where
+// the strategy keeps values for the backward, and between keep_open() and its end.
 void Unit::leave() {
   --depth_;
   if (gathers() && depth_ == 0 && state_ == State::open) {
     const Recording* r = Recording::current();
-    const bool keep = (strategy_ < Strategy::full_shard && r && r->serial() == recording_) || (schedule_->holds() && recording_ == 0);
+    const bool keep = (strategy_ < Strategy::full_shard && r && r->serial() == recording_) || (schedule_->keeps_open() && recording_ == 0);
     if (!keep) state_ = State::pending;
   }
   schedule_->leave_scope();
 }
 
+// Makes values_ usable in the current recording: gathered if the strategy shards, else views of the masters. What was opened in another
+// recording is closed first: its tensors are not values of this tape.
 void Unit::ensure_open() {
   if (!allocated_)
     fail<LifetimeError>("[unit] '", path_label(name_), "' has no memory yet: call materialize(model, device) first");
   Recording* r = Recording::current();
   const uint64_t serial = Recording::current_serial();
-  if ((state_ != State::closed || is_cached()) && recording_ != serial) {
-    if (depth_ > 1)
+  const bool has_values = state_ != State::closed || is_cached();
+  if (has_values && recording_ != serial) {
+    if (depth_ > 1)  // an outer scope's values would be closed under it
       fail<LifetimeError>("[unit] '", path_label(name_), "' was gathered outside this recording: start a recording ",
                           "before entering the module");
     if (state_ == State::in_flight) schedule_->flush();
@@ -85,6 +91,7 @@ void Unit::ensure_open() {
   else if (r) r->use_group(this);  // it may still be open from a micro-batch that has not been differentiated
 }
 
+// A parameter is read: inside its module's scope the value is there; elsewhere this opens the unit, and decides what closes it.
 Tensor Unit::value(int index) {
   Recording* r = Recording::current();
   schedule_->look();
@@ -92,12 +99,12 @@ Tensor Unit::value(int index) {
   if (!usable || !values_[index]) {
     ensure_open();
     // Used outside its scope: stays open until the scope around the use ends. A reverse pass closes units itself.
-    if (gathers() && depth_ == 0 && !(caches_gathered() && r) && !schedule_->holds()) {
+    if (gathers() && depth_ == 0 && !(caches_gathered() && r) && !schedule_->keeps_open()) {
       opened_by_vjp_ = r && r->in_backward();
       if (!opened_by_vjp_ && schedule_->close_with_scope(*this)) note_holders();
     }
-  } else if (depth_ == 0 && r) {
-    r->use_group(this);  // no scope has recorded its use: another micro-batch may have opened the unit
+  } else if (r) {
+    r->use_group(this);  // opened before, perhaps for another micro-batch or before a derivative, by a scope that is still open
   }
   return values_[index];
 }
@@ -109,7 +116,7 @@ void Unit::note_holders() {
   for (const Tensor& t : values_) holders_.push_back(t.holders());
 }
 
-bool Unit::is_held() const {
+bool Unit::values_in_use() const {
   for (size_t i = 0; i < holders_.size(); ++i)
     if (values_[i] && values_[i].holders() > holders_[i]) return true;
   return false;
@@ -137,7 +144,7 @@ std::vector<Tensor> Unit::masters_for_compute() const {
       if (secondary()) layout[secondary_axis_] = b.shard.layout()[secondary_axis_];
       specs.push_back({.type = buffer_type(b, b.dtype, layout), .into = b.shard});
     }
-    const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffers_.size())};
+    const UnitOps::Attrs attrs{axis_, buffers_.size()};
     const Tensors opened = apply_typed(UnitOps::open(), &attrs, out, specs);
     out.assign(opened.begin(), opened.end());
   }
@@ -178,7 +185,7 @@ void Unit::open_cached() {
 void Unit::bind_views_into(std::span<const Tensor> buffers) {
   std::vector<OutputSpec> specs = gathered_specs();
   for (size_t b = 0; b < buffers_.size(); ++b) specs[b].into = buffers[b];
-  const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffers_.size())};
+  const UnitOps::Attrs attrs{axis_, buffers_.size()};
   Tensors outputs = apply_typed(UnitOps::open(), &attrs, buffers, specs);
   std::move(outputs.begin() + buffers_.size(), outputs.end(), values_.begin());
   recording_ = Recording::current_serial();
@@ -193,6 +200,7 @@ void Unit::bind() {
   Recording::current()->bind_group(shared_from_this(), values_[0] ? values_ : none, indices);
 }
 
+// One node: the masters, cast if needed → whole buffers, and the parameters inside them. Their readers wait for the lane.
 void Unit::issue_gather(bool prefetched) {
   const PathScope path(name_);
   Recording* r = Recording::current();
@@ -201,43 +209,44 @@ void Unit::issue_gather(bool prefetched) {
     const bool mirror = mirror_next_ && (prefetched || r->in_backward());
     r->flag_next((prefetched ? Node::kPrefetched : 0) | (mirror ? Node::kMirror : 0));
   }
-  const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffers_.size())};
+  const UnitOps::Attrs attrs{axis_, buffers_.size()};
   std::vector<OutputSpec> specs;
   if (!is_packed()) specs = gathered_specs();
   else for (const FlatBuffer& b : buffers_) specs.push_back({.type = sent_type(b, whole(b))});
-  for (size_t b = 0; b < buffers_.size() && alone(axis_); ++b) specs[b].into = shards[b];  // a single rank's buffers, copied from the host,
-                                                                                           // are the whole
+  if (alone(axis_))  // a single rank's buffers, copied from the host, are the whole
+    for (size_t b = 0; b < buffers_.size(); ++b) specs[b].into = shards[b];
   Tensors outputs = apply_typed(alone(axis_) ? UnitOps::open() : UnitOps::all_gather(), &attrs, shards, specs);
   const auto split = outputs.begin() + buffers_.size();
   gathered_.assign(outputs.begin(), split);
-  for (size_t b = 0; b < buffers_.size() && !alone(axis_) && !secondary(); ++b)
-    if (is_made_for_gather(buffers_[b])) gather_inputs_.push_back(shards[b]);
+  if (!alone(axis_) && !secondary())
+    for (size_t b = 0; b < buffers_.size(); ++b)
+      if (is_made_for_gather(buffers_[b])) gather_inputs_.push_back(shards[b]);
   std::move(split, outputs.end(), values_.begin());
   recording_ = Recording::current_serial();
   state_ = State::in_flight;
   if (r) bind();
 }
 
-// Casts lent to the gather are returned by a node where the unit is opened, not whenever the lane is done.
 void Unit::settle_and_unpack() {
   complete_gather();
   unpack();
 }
 
+// Casts lent to the gather are returned by a node where the unit is opened, not whenever the lane is done.
 void Unit::complete_gather() {
-  const bool last_use = caches_gathered() && recording_ != 0 && !copies_.buffers.empty();  // cached values are not gathered again
-  if (gather_inputs_.empty() && !last_use) return;
+  const bool copies_are_done = caches_gathered() && recording_ != 0 && !copies_.buffers.empty();  // cached values are not gathered again
+  if (gather_inputs_.empty() && !copies_are_done) return;
   const PathScope path(name_);
   std::vector<Tensor> lent = gathered_;
   lent.insert(lent.end(), gather_inputs_.begin(), gather_inputs_.end());
-  if (last_use) lent.insert(lent.end(), copies_.buffers.begin(), copies_.buffers.end());
-  const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(gathered_.size())};
+  if (copies_are_done) lent.insert(lent.end(), copies_.buffers.begin(), copies_.buffers.end());
+  const UnitOps::Attrs attrs{axis_, gathered_.size()};
   if (const Recording* r = Recording::current(); r && r->serial() == recording_)
     apply_typed(UnitOps::complete(), &attrs, lent, {});
   else
     execute_node(UnitOps::complete(), &attrs, lent, {});
   gather_inputs_.clear();
-  if (last_use) drop_copies();
+  if (copies_are_done) drop_copies();
 }
 
 void Unit::discard_gathered() {

@@ -52,7 +52,7 @@ class Unit final : public LeafGroup, public UnitLayout, public std::enable_share
   bool accepts_early_gradient(int index, const Type& gradient) const override;
   void drop_slots() override;
   void release() override;
-  void release_constant() override;
+  void release_values() override;
   void finish(const std::vector<bool>& contributed) override;
   int num_leaves() const override { return static_cast<int>(leaves_.size()); }
   bool trainable(int index) const override { return leaves_[index].trainable; }
@@ -94,10 +94,10 @@ class Unit final : public LeafGroup, public UnitLayout, public std::enable_share
 
  private:
   enum class State : uint8_t {
-    closed,    ///< at rest, or cached: kept gathered for another micro-batch
-    in_flight, ///< gather issued ahead of its use
-    open,      ///< gathered and in use
-    pending,   ///< its scope was left; discarded unless it is needed soon, see GatherSchedule
+    closed,     ///< at rest, or cached: kept gathered for another micro-batch
+    in_flight,  ///< gather issued ahead of its use
+    open,       ///< gathered and in use
+    pending,    ///< its scope was left; discarded unless it is needed soon, see GatherSchedule
   };
   friend class GatherSchedule;
 
@@ -115,35 +115,38 @@ class Unit final : public LeafGroup, public UnitLayout, public std::enable_share
   void open_masters();
   void bind_views_into(std::span<const Tensor> buffers);
   void zero_missing(const std::vector<bool>& contributed);
+  void make_slots();
   bool is_summed_over_stages() const;
   void note_holders();
-  bool is_held() const;
+  bool values_in_use() const;
 
   std::shared_ptr<GatherSchedule> schedule_;
   bool allocated_ = false;
 
   State state_ = State::closed;
-  int depth_ = 0;                  // open scopes of its module
-  bool opened_by_vjp_ = false;     // only for vjps: no scope closes it
+  int depth_ = 0;               // open scopes of its module
+  bool opened_by_vjp_ = false;  // only for vjps: no scope closes it
   // For a unit opened outside all scopes: the number of holders of each value at that time. While there are more, it is still in use
   // and not discarded.
   std::vector<int64_t> holders_;
-  uint64_t recording_ = 0;         // the recording that knows the gathered values; 0 for none
-  bool mirror_next_ = false;       // discarded in this recording's forward: the next gather mirrors that
+  uint64_t recording_ = 0;             // the recording that knows the gathered values; 0 for none
+  bool mirror_next_ = false;           // discarded in this recording's forward: the next gather mirrors that
   std::vector<Tensor> gather_inputs_;  // casts of the masters, or their copies from the host, which the gather reads until the unit is
                                        // opened
   std::vector<Tensor> gathered_;       // one per buffer; destroyed before its inputs, and waits for its lane
-  struct Copies {                  // of the masters, for all micro-batches of a recording: casts, if nothing is gathered,
-    std::vector<Tensor> inputs;    // or (buffers) what is gathered along the secondary axis, from casts until that is done
-    std::vector<Tensor> buffers;   // declared last, so destroyed first: its destructor waits for the lane
+  // What is made from the masters for all micro-batches of a recording: casts of them if nothing is gathered; along a secondary axis,
+  // what was gathered there.
+  struct Copies {
+    std::vector<Tensor> inputs;   // of that gather, until it is done
+    std::vector<Tensor> buffers;  // declared last, so destroyed first: its destructor waits for the lane
     uint64_t recording = 0, version = 0;
     bool under_way = false;
   };
   Copies copies_;
-  std::vector<Tensor> values_;     // one per leaf
+  std::vector<Tensor> values_;  // one per leaf
   std::vector<Tensor> slot_buffers_, slots_;
-  uint64_t slots_of_ = 0;          // the recording that they were made in
-  int64_t pending_finishes_ = 0;   // backwards that have passed it, but whose gradients come later
+  uint64_t slots_of_ = 0;               // the recording that they were made in
+  int64_t pending_finishes_ = 0;        // backwards that have passed it, but whose gradients come later
   GradientReduction reduction_{*this};  // declared last, so destroyed first: it waits for its lane before the slots go
 };
 

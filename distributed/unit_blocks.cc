@@ -66,7 +66,7 @@ void Unit::unpack() {
   if (!is_packed() || values_[0]) return;  // cached from another micro-batch: the values exist already
   const PathScope path(name_);
   const std::vector<Tensor> landed = gathered_;
-  const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(landed.size())};
+  const UnitOps::Attrs attrs{axis_, landed.size()};
   const Tensors outputs = apply_typed(UnitOps::unpack(), &attrs, landed, gathered_specs());
   gathered_.assign(outputs.begin(), outputs.begin() + landed.size());
   std::copy(outputs.begin() + landed.size(), outputs.end(), values_.begin());
@@ -97,7 +97,7 @@ void GradientReduction::exchange_blocks(int axis, std::span<const Reduced> which
     from.push_back(t);
     specs.push_back({.type = type});
   }
-  const UnitOps::Attrs attrs{axis, static_cast<int32_t>(specs.size())};
+  const UnitOps::Attrs attrs{axis, specs.size()};
   const Tensors arrived = apply_typed(UnitOps::exchange(), &attrs, from, specs);
   for (size_t i = 0; i < which.size(); ++i) values_[which[i].second] = arrived[i];
 }
@@ -118,11 +118,9 @@ bool GradientReduction::add_blocks() {
   std::vector<Tensor> from;
   std::vector<OutputSpec> specs;
   std::vector<size_t> which;
-  size_t k = 0;
-  for (const FlatBuffer& b : unit_.buffers()) {
-    if (!b.trainable) continue;
-    Tensor& t = values_[k++];
-    if (t.dtype() != kU8) continue;
+  unit_.each_trainable([&](const FlatBuffer& b, size_t k) {
+    Tensor& t = values_[k];
+    if (t.dtype() != kU8) return;
     const bool all = t.layout()[axis].is_invariant();  // they are sums already
     Type sum = sum_type(b, t.type());
     const bool parts = !all && !unit_.scatters(axis);
@@ -133,7 +131,7 @@ bool GradientReduction::add_blocks() {
     }
     const UnitOps::Rows rows{all ? 1 : unit_.mesh()->size(axis)};
     t = UnitOps::made_by(UnitOps::sum_of_blocks(), &rows, t, sum);
-    if (!parts) continue;
+    if (!parts) return;
     const UnitOps::Attrs of_sums{-1, 1};
     const Tensor blocks = UnitOps::made_by(UnitOps::quantize_gradient(), &of_sums, t, in_blocks(sum));
     inputs_.push_back(blocks);
@@ -141,11 +139,11 @@ bool GradientReduction::add_blocks() {
     Type whole = blocks.type();
     whole.layout[axis] = Placement::invariant();
     specs.push_back({.type = whole});
-    which.push_back(k - 1);
+    which.push_back(k);
     t = blocks;  // frees their source before more memory is used
-  }
+  });
   if (which.empty()) return false;
-  const UnitOps::Attrs attrs{axis, static_cast<int32_t>(specs.size())};
+  const UnitOps::Attrs attrs{axis, specs.size()};
   const Tensors gathered = apply_typed(UnitOps::gather_blocks(), &attrs, from, specs);
   for (size_t i = 0; i < which.size(); ++i) values_[which[i]] = gathered[i];
   return true;

@@ -21,7 +21,7 @@ void Unit::issue_copies(bool prefetched) {
       if (is_made_for_gather(b)) copies_.inputs.push_back(masters[specs.size() - 1]);
     }
     if (r && prefetched) r->flag_next(Node::kPrefetched);
-    const UnitOps::Attrs attrs{secondary_axis_, static_cast<int32_t>(buffers_.size())};
+    const UnitOps::Attrs attrs{secondary_axis_, buffers_.size()};
     const Tensors outputs = apply_typed(UnitOps::gather_copies(), &attrs, masters, specs);
     copies_.buffers.assign(outputs.begin(), outputs.end());
     copies_.under_way = true;

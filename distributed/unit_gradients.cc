@@ -18,31 +18,34 @@ Tensor Unit::slot(int index) {
     drop_slots();
     slots_of_ = recording;
   }
-  if (!slots_[index]) {
-    const PathScope path(name_);
-    std::vector<OutputSpec> specs;
-    std::vector<int> buffer_of, leaf_of;
-    for (size_t b = 0; b < buffers_.size(); ++b) {
-      if (!buffers_[b].trainable) continue;
-      buffer_of.push_back(static_cast<int>(b));
-      specs.push_back({.type = slots_type(buffers_[b])});
-    }
-    for (int i = 0; i < num_leaves(); ++i) {
-      if (!leaves_[i].trainable) continue;
-      const auto [b, position] = where_[i];
-      const int within = static_cast<int>(std::find(buffer_of.begin(), buffer_of.end(), b) - buffer_of.begin());
-      leaf_of.push_back(i);
-      specs.push_back({slot_type(i), {}, within,
-                       buffers_[b].layout.offsets[position] * static_cast<int64_t>(size_of(buffers_[b].dtype))});
-    }
-    const DeviceScope device(buffers_[0].shard.device());
-    const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffer_of.size())};
-    const OpDef& op = gathers() ? UnitOps::grad_slots() : UnitOps::lasting_grad_slots();
-    Tensors outputs = apply_typed(op, &attrs, {}, specs);
-    slot_buffers_.assign(outputs.begin(), outputs.begin() + buffer_of.size());
-    for (size_t k = 0; k < leaf_of.size(); ++k) slots_[leaf_of[k]] = outputs[buffer_of.size() + k];
-  }
+  if (!slots_[index]) make_slots();
   return slots_[index];
+}
+
+// Those of all trainable leaves, by one node: one buffer per trainable buffer, and the slots inside them.
+void Unit::make_slots() {
+  const PathScope path(name_);
+  std::vector<OutputSpec> specs;
+  std::vector<int> buffer_of, leaf_of;
+  for (size_t b = 0; b < buffers_.size(); ++b) {
+    if (!buffers_[b].trainable) continue;
+    buffer_of.push_back(static_cast<int>(b));
+    specs.push_back({.type = slot_buffer_type(buffers_[b])});
+  }
+  for (int i = 0; i < num_leaves(); ++i) {
+    if (!leaves_[i].trainable) continue;
+    const auto [b, position] = where_[i];
+    const int within = static_cast<int>(std::find(buffer_of.begin(), buffer_of.end(), b) - buffer_of.begin());
+    leaf_of.push_back(i);
+    specs.push_back({slot_type(i), {}, within,
+                     buffers_[b].layout.offsets[position] * static_cast<int64_t>(size_of(buffers_[b].dtype))});
+  }
+  const DeviceScope device(buffers_[0].shard.device());
+  const UnitOps::Attrs attrs{axis_, buffer_of.size()};
+  const OpDef& op = gathers() ? UnitOps::grad_slots() : UnitOps::lasting_grad_slots();
+  Tensors outputs = apply_typed(op, &attrs, {}, specs);
+  slot_buffers_.assign(outputs.begin(), outputs.begin() + buffer_of.size());
+  for (size_t k = 0; k < leaf_of.size(); ++k) slots_[leaf_of[k]] = outputs[buffer_of.size() + k];
 }
 
 void Unit::zero_missing(const std::vector<bool>& contributed) {
@@ -63,10 +66,10 @@ Tensor Unit::memory_like_slot(int index) {
 
 void Unit::release() {
   ++pending_finishes_;
-  release_constant();
+  release_values();
 }
 
-void Unit::release_constant() {
+void Unit::release_values() {
   const PathScope path(name_);
   mirror_next_ = false;
   if (state_ == State::in_flight) {
@@ -81,11 +84,14 @@ void Unit::release_constant() {
 }
 
 bool Unit::is_summed_over_stages() const {
-  for (int a = 0; mesh_ && stage_axis_ < 0 && a < mesh_->num_axes(); ++a)
+  if (!mesh_ || stage_axis_ >= 0) return false;
+  for (int a = 0; a < mesh_->num_axes(); ++a)
     if (mesh_->is_chain(a) && !alone(a)) return true;
   return false;
 }
 
+// All contributions are in the slots: absent ones become zeros, then the reduction starts. zero1 adds the slots to those of earlier
+// micro-batches instead, until the last one.
 void Unit::finish(const std::vector<bool>& contributed) {
   const PathScope path(name_);
   if (pending_finishes_ == 0)
@@ -104,7 +110,7 @@ void Unit::finish(const std::vector<bool>& contributed) {
     if (!last) return;
     slots = reduction_.take_waiting();
   }
-  schedule_->advance_reductions();    // at most one unit's slots are in flight
+  schedule_->advance_reductions();  // at most one unit's slots are in flight
   reduction_.start(std::move(slots), last);
 }
 

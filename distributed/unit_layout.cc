@@ -52,8 +52,9 @@ UnitLayout::UnitLayout(std::string name, std::vector<LeafSpec> leaves, const Uni
     for (int i : b.leaves) shapes.push_back(b.cut ? largest_block(i) : leaves_[i].shape);
     // Replicas of a slice each sum an equal part of it when they reduce.
     int64_t parts = 1;
-    for (int a = 0; b.reduce_int8 && mesh_ && a < mesh_->num_axes(); ++a)
-      if (a != axis_ && a != secondary_axis_ && sums_along(b, a)) parts = std::lcm(parts, int64_t{mesh_->size(a)});
+    if (b.reduce_int8 && mesh_)
+      for (int a = 0; a < mesh_->num_axes(); ++a)
+        if (a != axis_ && a != secondary_axis_ && sums_along(b, a)) parts = std::lcm(parts, int64_t{mesh_->size(a)});
     b.layout = FlatLayout::of(shapes, slices, o.whole_blocks || b.gather_int8 || b.reduce_int8 ? kBlockSize : FlatLayout::kAlign, parts);
     b.name = path_label(name_);
     if (b.cut) b.name += " cut";
@@ -84,8 +85,9 @@ Shape UnitLayout::largest_block(int leaf) const {
     if (block.numel() > 0) continue;
     const int64_t units = cut.is_parts() ? cut.granule() : l.shape[cut.dim()] / cut.granule();
     const Shape shape = l.blocks ? values_shape(l.shape, *l.blocks) : l.shape;
-    fail<ConfigError>("[shard] '", l.name, "' ", shape, l.blocks ? str(" in ", sheaf::name(*l.blocks), " blocks") : "", ": cut as ", Placement::shard(cut), " over the ", ranks, " ranks of tensor axis '", mesh_->name(tensor_axis_),
-                      "' it leaves rank ", rank, " nothing; at most ", units, " can share it");
+    fail<ConfigError>("[shard] '", l.name, "' ", shape, l.blocks ? str(" in ", sheaf::name(*l.blocks), " blocks") : "", ": cut as ",
+                      Placement::shard(cut), " over the ", ranks, " ranks of tensor axis '", mesh_->name(tensor_axis_), "' it leaves rank ",
+                      rank, " nothing; at most ", units, " can share it");
   }
   return largest;
 }
@@ -131,7 +133,7 @@ Type UnitLayout::buffer_type(const FlatBuffer& b, DType dtype, const Layout& lay
 }
 
 // In the masters' dtype, with the dual placement of the gathered values.
-Type UnitLayout::slots_type(const FlatBuffer& b) const { return buffer_type(b, b.dtype, whole(b)).dual(); }
+Type UnitLayout::slot_buffer_type(const FlatBuffer& b) const { return buffer_type(b, b.dtype, whole(b)).dual(); }
 Type UnitLayout::slot_type(int leaf) const { return value_type(leaf, leaves_[leaf].dtype).dual(); }
 
 std::vector<LocalPiece> UnitLayout::pieces(const FlatBuffer& b, Interval part) const {
@@ -167,7 +169,8 @@ std::vector<LocalPiece> UnitLayout::pieces(const FlatBuffer& b, Interval part) c
 
 // The axes in the order of reduction: the unit's own, then the others along which something is a sum; -1 after the last.
 int UnitLayout::axis_after(int axis) const {
-  for (int next = axis == axis_ ? 0 : axis + 1; mesh_ && next < mesh_->num_axes(); ++next)
+  if (!mesh_) return -1;
+  for (int next = axis == axis_ ? 0 : axis + 1; next < mesh_->num_axes(); ++next)
     if (next != axis_ && std::ranges::any_of(buffers_, [&](const FlatBuffer& b) { return b.trainable && sums_along(b, next); }))
       return next;
   return -1;

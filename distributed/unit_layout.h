@@ -1,7 +1,8 @@
 // UnitLayout: the parameters of a unit, their positions in its flat buffers, and each rank's part of these at rest, gathered and as
 // gradients. All of it follows from the parameters' shapes and the mesh, identically on every rank.
 //
-// A buffer is the wire layout of a unit's collectives. Every parameter and every rank's slice starts on 128 bytes; padding stays zero.
+// A buffer is the wire layout of a unit's collectives. Every parameter and every rank's slice starts on a multiple of 32 elements (128
+// bytes in f32, 64 in bf16), or of 64 where blocks are sent; padding stays zero.
 // Along the unit's axis masters are cut into equal slices, Shard(flat). Along a secondary axis slices are cut again: a buffer is
 // [ranks of the unit's axis, elements of a slice], Shard(0) on that axis and Shard(1) on the secondary one. Along a tensor axis
 // parameters that it does not cut are replicated; of the others a rank has its block, which is neither gathered nor reduced along that
@@ -30,18 +31,18 @@ struct LeafSpec {
   DType dtype = kF32;
   bool trainable = true;
   std::optional<OwnershipMap> cut = std::nullopt;  ///< along the unit's tensor axis; absent: replicated there
-  bool exact = false;      ///< computes in its own dtype, whatever that of the unit's other leaves
-  bool bias = false;       ///< nn::Parameter::bias()
-  double steered = 0;      ///< a step moves it by this against its gradient's sign (nn::Parameter::steer); 0: an optimizer decides
+  bool exact = false;  ///< computes in its own dtype, whatever that of the unit's other leaves
+  bool bias = false;   ///< nn::Parameter::bias()
+  double steered = 0;  ///< a step moves it by this against its gradient's sign (nn::Parameter::steer); 0: an optimizer decides
   std::optional<BlockFormat> blocks = std::nullopt;  ///< it is the bytes (u8, frozen) of values stored in blocks
 };
 
 /// The position of each parameter in its flat buffer: a pure function of the shapes and the number of ranks, so any rank can compute
 /// any other's intervals locally.
 struct FlatLayout {
-  std::vector<int64_t> offsets;  ///< elements, multiples of `align`
-  int64_t total = 0;             ///< elements, a multiple of ranks · parts · align
-  int64_t chunk = 0;             ///< total / ranks
+  std::vector<int64_t> offsets;          ///< elements, multiples of `align`
+  int64_t total = 0;                     ///< elements, a multiple of ranks · parts · align
+  int64_t chunk = 0;                     ///< total / ranks
   static constexpr int64_t kAlign = 32;  // elements: 128 bytes of f32, and the block of the gradient norm
   /// Each rank's slice can be cut again into `parts` equal parts.
   static FlatLayout of(const std::vector<Shape>& shapes, int ranks, int64_t align = kAlign, int64_t parts = 1);
@@ -52,9 +53,9 @@ struct FlatLayout {
 /// for the largest block; a smaller one leaves padding.
 struct FlatBuffer {
   std::string name;
-  DType dtype = kF32;       ///< of the master values and of gradients
-  DType compute = kF32;     ///< of the values that are gathered for compute
-  DType reduce = kF32;      ///< of gradients when sent between ranks
+  DType dtype = kF32;        ///< of the master values and of gradients
+  DType compute = kF32;      ///< of the values that are gathered for compute
+  DType reduce = kF32;       ///< of gradients when sent between ranks
   bool gather_int8 = false;  ///< its values are gathered in int8 blocks, if there are other ranks to send them to
   bool reduce_int8 = false;  ///< its gradients are sent in int8 blocks
   bool trainable = true;
@@ -63,12 +64,13 @@ struct FlatBuffer {
   double steered = 0;       ///< the rate of its leaves, whose gradients are measurements; 0: slopes
   std::vector<int> leaves;  ///< indices into the unit's leaves, in buffer order
   FlatLayout layout;
-  Tensor shard;             ///< master values: [total] Shard(flat), or Invariant, or without a mesh; other axes Invariant.
-                            ///< Of cut leaves [ranks, total], Shard(0) on the tensor axis and Shard(1) or Invariant. With
-                            ///< a secondary axis [.., ranks, slice], Shard of the last but one and the last dimension
-  Tensor grad;              ///< of the same type; undefined until it was reduced, see reduce_waiting()
-  Tensor grad_scale;        ///< scalar that the optimizer multiplies grad with (clipping); undefined: 1
-  Tensor found_inf;         ///< i32 scalar: not 0 if the optimizer's step is to be skipped (loss scaling); undefined: 0
+  /// Master values: [total] Shard(flat), or Invariant, or without a mesh; other axes Invariant. Of cut leaves [ranks, total], Shard(0)
+  /// on the tensor axis and Shard(1) or Invariant. With a secondary axis [.., ranks, slice], Shard of the last but one and the last
+  /// dimension.
+  Tensor shard;
+  Tensor grad;        ///< of the same type; undefined until it was reduced, see reduce_waiting()
+  Tensor grad_scale;  ///< scalar that the optimizer multiplies grad with (clipping); undefined: 1
+  Tensor found_inf;   ///< i32 scalar: not 0 if the optimizer's step is to be skipped (loss scaling); undefined: 0
   /// Whether the optimizer's rule and the norm of gradients include it.
   bool has_slope() const { return trainable && steered == 0; }
 };
@@ -88,17 +90,18 @@ struct UnitOptions {
   std::optional<DType> compute = std::nullopt;  ///< what masters are cast to before they are gathered; gradients stay in the
                                                 ///< masters' dtype
   std::optional<DType> reduce = std::nullopt;   ///< what gradients are cast to before each reduction, and back from after it
-  bool gather_int8 = false;        ///< parameters of two or more dimensions, except biases, are gathered in int8 blocks
-  bool reduce_int8 = false;        ///< gradients are sent in int8 blocks instead of in `reduce`
-  bool whole_blocks = false;       ///< parameters begin on whole blocks even without either
-  int tensor_axis = -1;            ///< cuts leaves that have a `cut`; -1: none
-  int secondary_axis = -1;         ///< cuts the masters once more after `axis`; -1: none. Needs a strategy that shards
-  int stage_axis = -1;             ///< the unit is on one rank of it; -1: on all
-  int stage = 0;                   ///< of its stage
-  bool offload = false;            ///< on a GPU, masters and gradients are kept in the host's memory. Needs a strategy that shards
+  bool gather_int8 = false;                     ///< parameters of two or more dimensions, except biases, are gathered in int8 blocks
+  bool reduce_int8 = false;                     ///< gradients are sent in int8 blocks instead of in `reduce`
+  bool whole_blocks = false;                    ///< parameters begin on whole blocks even without either
+  int tensor_axis = -1;                         ///< cuts leaves that have a `cut`; -1: none
+  int secondary_axis = -1;                      ///< cuts the masters once more after `axis`; -1: none. Needs a strategy that shards
+  int stage_axis = -1;                          ///< the unit is on one rank of it; -1: on all
+  int stage = 0;                                ///< that rank's coordinate
+  bool offload = false;                         ///< on a GPU, masters and gradients are kept in the host's memory. Needs a strategy that shards
 };
 
-/// The part of a Unit that does not change during computation.
+/// A unit's parameters, their places in its buffers, and these buffers: masters and reduced gradients. What is gathered or in flight is
+/// in Unit.
 class UnitLayout {
  public:
   /// Throws ConfigError for a cut that leaves a rank without elements.
@@ -107,6 +110,13 @@ class UnitLayout {
   const std::string& name() const { return name_; }
   const std::vector<LeafSpec>& leaves() const { return leaves_; }
   std::vector<FlatBuffer>& buffers() { return buffers_; }
+  /// f(buffer, k) for the trainable buffers, counted by k: the order of a unit's gradients.
+  template <class F>
+  void each_trainable(F&& f) {
+    size_t k = 0;
+    for (FlatBuffer& b : buffers_)
+      if (b.trainable) f(b, k++);
+  }
   Strategy strategy() const { return strategy_; }
   const MeshSpec* mesh() const { return mesh_; }
   int axis() const { return axis_; }
@@ -163,7 +173,7 @@ class UnitLayout {
   Type buffer_type(const FlatBuffer& b, DType dtype, const Layout& layout) const;
   /// The type in which a buffer placed so is sent.
   Type sent_type(const FlatBuffer& b, const Layout& layout) const;
-  Type slots_type(const FlatBuffer& b) const;
+  Type slot_buffer_type(const FlatBuffer& b) const;
   Type slot_type(int leaf) const;
 
  protected:
@@ -174,8 +184,8 @@ class UnitLayout {
   const MeshSpec* mesh_;
   int axis_, tensor_axis_, secondary_axis_, stage_axis_, stage_;
   Strategy strategy_;
-  bool offload_;           // if there is a GPU,
-  bool offloads_ = false;  // and there is
+  bool offload_;           // masters and gradients are to be kept in the host's memory, if there is a GPU
+  bool offloads_ = false;  // and they are
 
  private:
   /// The shape of the block of a leaf that `rank` of the tensor axis has.

@@ -362,7 +362,7 @@ Tensor UnitOps::made_by(const OpDef& op, const void* attrs, const Tensor& from, 
 }
 
 void UnitOps::discard_buffers(int axis, std::span<const Tensor> buffers, uint64_t recording) {
-  const Attrs attrs{axis, static_cast<int32_t>(buffers.size())};
+  const Attrs attrs{axis, buffers.size()};
   execute_node(discard(), &attrs, buffers, {});
   if (Recording* r = Recording::living(recording)) r->record(discard(), &attrs, buffers, {}, {});
 }
@@ -370,7 +370,7 @@ void UnitOps::discard_buffers(int axis, std::span<const Tensor> buffers, uint64_
 void UnitOps::complete_results(int axis, std::span<const Tensor> results, std::span<const Tensor> lent) {
   std::vector<Tensor> all(results.begin(), results.end());
   all.insert(all.end(), lent.begin(), lent.end());
-  const Attrs attrs{axis, static_cast<int32_t>(results.size())};
+  const Attrs attrs{axis, results.size()};
   apply_typed(complete(), &attrs, all, {});
 }
 

@@ -45,12 +45,14 @@ TEST(DeviceChoice, ALauncherMayHaveChosen) {
   NEEDS_CUDA();
   for (int rank = 0; rank < 4; ++rank) EXPECT_EQ(choose(gpus({90}), "auto", rank, 4).device, Device::cuda(0));
   const DeviceChoice third = {Device::cuda(0)};
-  EXPECT_EQ(agreed_device(third, 2, {"gpu a", "gpu b", "gpu c"}).device, Device::cuda(0));
-  const DeviceChoice same = agreed_device(third, 2, {"gpu a", "gpu b", "gpu a"});
+  EXPECT_EQ(agreed_device(third, {"gpu a", "gpu b", "gpu c"}).device, Device::cuda(0));
+  const DeviceChoice same = agreed_device(third, {"gpu a", "gpu b", "gpu a"});
   EXPECT_EQ(same.device, Device::cpu());
   EXPECT_EQ(same.why, "ranks 0 and 2 have the same GPU, and each rank needs its own");
-  EXPECT_THAT([] { agreed_device({Device::cuda(0), true}, 1, {"gpu a", "gpu a"}); },
-              ThrowsMessage<ConfigError>(HasSubstr("SHEAF_DEVICE=cuda on rank 1, but ranks 0 and 1 have the same GPU")));
+  // On all ranks, also those that could do without.
+  for (const DeviceChoice& choice : {DeviceChoice{Device::cuda(0), true}, {Device::cuda(0)}, {Device::cpu()}})
+    EXPECT_THAT([&] { agreed_device(choice, {"gpu a", "asked gpu a", "asked gpu b"}); },
+                ThrowsMessage<ConfigError>(HasSubstr("SHEAF_DEVICE=cuda on rank 1, but ranks 0 and 1 have the same GPU")));
 }
 
 TEST(DeviceChoice, WhatCannotBeIsSaid) {
@@ -75,11 +77,13 @@ TEST(DeviceChoice, WhatCannotBeIsSaid) {
 TEST(DeviceChoice, AJobIsOnGpusOrOnCpus) {
   NEEDS_CUDA();
   const DeviceChoice mine = {Device::cuda(1)};
-  EXPECT_EQ(agreed_device(mine, 1, {"gpu a", "gpu b"}).device, Device::cuda(1));
-  EXPECT_EQ(agreed_device(mine, 1, {"gpu a", "gpu b", "cpu of old age"}).why, "rank 2 computes on its CPU: of old age");
-  EXPECT_EQ(agreed_device(mine, 1, {"cpu ", "gpu b"}).why, "rank 0 computes on its CPU");
+  EXPECT_EQ(agreed_device(mine, {"asked gpu a", "gpu b"}).device, Device::cuda(1));
+  EXPECT_EQ(agreed_device(mine, {"gpu a", "gpu b", "cpu of old age"}).why, "rank 2 computes on its CPU: of old age");
+  EXPECT_EQ(agreed_device(mine, {"cpu ", "gpu b"}).why, "rank 0 computes on its CPU");
   EXPECT_EQ(choice_for_others({Device::cpu(), false, "why not"}), "cpu why not");
-  EXPECT_EQ(agreed_device({Device::cpu(), false, "mine"}, 0, {"cpu mine", "gpu b"}).why, "mine");
+  EXPECT_THAT([&] { agreed_device({Device::cpu(), false, "old"}, {"asked gpu a", "cpu old"}); },
+              ThrowsMessage<ConfigError>(HasSubstr("SHEAF_DEVICE=cuda on rank 0, but rank 1 computes on its CPU: old")));
+  EXPECT_EQ(agreed_device({Device::cpu(), false, "mine"}, {"cpu mine", "gpu b"}).why, "mine");
 }
 
 // If a thread cannot get its GPU, the job ends with an error, but not the process.

@@ -18,10 +18,10 @@ namespace sheaf::testing {
 
 /// Can hold calls up.
 struct EchoDelays {
-  std::atomic<bool> busy = false;  ///< as if a peer were missing
-  std::atomic<int> graphs = 0;     ///< that hold calls: an abort waits for them, as NCCL's does
-  std::atomic<int> peers = 0;      ///< that have not ended: a communicator's end waits for them
-  std::atomic<int> there = 0;      ///< communicators
+  std::atomic<bool> busy = false;     ///< as if a peer were missing
+  std::atomic<int> graphs = 0;        ///< that hold calls: an abort waits for them, as NCCL's does
+  std::atomic<int> peers = 0;         ///< that have not ended: a communicator's end waits for them
+  std::atomic<int> there = 0;         ///< communicators
   std::atomic<int> enqueue_ms = 0;    ///< that it takes to enqueue a call
   std::atomic<int> enqueued[4] = {};  ///< calls, by rank of the world
   std::atomic<int> most[4] = {};      ///< under way at once: the one that is enqueued, and those that wait for that

@@ -118,10 +118,14 @@ void overwrite(World& world, MemoryKind where) {
 
 void sleep_for(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
 
+double timeout() { return std::stod(std::getenv("SHEAF_TIMEOUT")); }
+/// For longer than the others wait, even if they come late.
+void hang() { sleep_for(2 * timeout()); }
+
 void hang_on_grid(World& world, int neighbour, int axis) {
   const Mesh mesh = grid(world);
   lane(world).barrier("once").sync();
-  if (world.rank() == 3) sleep_for(2.5);
+  if (world.rank() == 3) hang();
   if (world.rank() != neighbour) sleep_for(0.3);
   mesh.runtime->gather_lane(world.rank() == neighbour ? axis : 1 - axis).barrier("hang").sync();
   lane(world).barrier("end").sync();
@@ -139,7 +143,23 @@ const std::map<std::string, std::function<void(World&)>>& scenarios() {
        }},
       {"throw_unguarded", [](World& w) { train(w, [] { fail<DataError>("[data] bad token"); }); }},
       {"exit", [](World& w) { train(w, [] { std::_Exit(65); }); }},
-      {"hang", [](World& w) { train(w, [] { sleep_for(2.5); }, 2); }},
+      {"hang", [](World& w) { train(w, hang, 2); }},
+      {"patient", [](World& w) {  // the last rank comes long after the time-out, and the call after that has one again
+         Communicator& comm = lane(w);
+         int32_t all = 1;
+         if (w.rank() + 1 == w.size()) sleep_for(1.5 * timeout());
+         comm.next_call_has_no_deadline();
+         comm.all_reduce(&all, 1, kI32, Reduction::sum, "patient").sync();
+         check<DataError>(all == w.size(), "[patient] ", all);
+         if (w.rank() + 1 == w.size()) hang();
+         comm.barrier("hang").sync();
+       }},
+      {"stopped_before_a_patient_call", [](World& w) {
+         lane(w).barrier("once").sync();
+         if (w.rank() + 1 == w.size()) raise(SIGSTOP);
+         lane(w).next_call_has_no_deadline();
+         lane(w).barrier("patient").sync();
+       }},
       {"stopped", [](World& w) { train(w, [] { raise(SIGSTOP); }, 2); }},
       {"leave", [](World& w) {
          Communicator& comm = lane(w);
@@ -199,6 +219,7 @@ const std::map<std::string, std::function<void(World&)>>& scenarios() {
        }},
       {"nap", [](World& w) {
          lane(w).barrier("start").sync();
+         if (w.rank() == 0) std::cout << "started" << std::endl;
          sleep_for(2.5);
          lane(w).barrier("end").sync();
        }},
@@ -270,6 +291,10 @@ void handicap() {
     const rlimit limit{1 << 20, 1 << 20};
     setrlimit(RLIMIT_FSIZE, &limit);
   }
+  if (const char* files = std::getenv("FEW_FILES")) {
+    const rlimit limit{std::stoul(files), std::stoul(files)};
+    setrlimit(RLIMIT_NOFILE, &limit);
+  }
   if (std::getenv("OTHER_WISH")) setenv("SHEAF_COMM", "gloo", 1);
 }
 
@@ -335,6 +360,7 @@ int run_scenario(const std::string& scenario) {
   if (scenario.starts_with("trap")) {  // the exit code after SIGTERM
     static volatile std::sig_atomic_t asked = 0;
     std::signal(SIGTERM, [](int) { asked = 1; });
+    std::cout << "ready" << std::endl;
     while (!asked) sleep_for(0.01);
     return std::stoi(scenario.substr(4));
   }

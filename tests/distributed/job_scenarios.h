@@ -27,6 +27,9 @@ Mesh grid(World& world);
 /// With HOSTS=aab in the environment rank 2 is on a host of its own.
 int run_scenario(const std::string& scenario);
 
+/// Seconds in which a busy machine, too, tells all ranks of a failure: far below the default time-out.
+inline constexpr double kSoon = 15;
+
 void expect_said(const ProcessResult& result, const std::string& part);
 std::string last_line(std::string text);
 /// At worlds 1 to kLargestWorld every rank reports what ranks that are threads report.

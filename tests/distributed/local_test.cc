@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <latch>
@@ -241,7 +242,7 @@ TEST(Local, ThrowingRankWakesTheOthersAndIsRethrown) {
     EXPECT_EQ(e.exit_code(), 65);
   }
   EXPECT_EQ(told, 2);
-  EXPECT_LT(seconds_since(start), 2.0);
+  EXPECT_LT(seconds_since(start), 20.0);  // no time-out
 }
 
 TEST(Local, AFailedJobRefusesLaterCalls) {
@@ -302,8 +303,19 @@ void expect_time_out(const std::string& path, const std::string& what, LocalOpti
 
 TEST(Local, HangEndsInATimeOutThatNamesTheMissing) {
   for (const std::string path : {"blocks.3", ""})  // the root unit's collectives have the empty path
-    expect_time_out(path, "of 3: time-out after 0.3 s at sequence 2 (" + (path.empty() ? "root" : path) + ")",
-                    {.timeout = milliseconds(300)});
+    expect_time_out(path, "of 3: time-out after 3.0 s at sequence 2 (" + (path.empty() ? "root" : path) + ")",
+                    {.timeout = milliseconds(3000)});
+}
+
+TEST(Local, ACallWithoutADeadlineWaits) {
+  run_local(3, [](World& world) {
+    Communicator& comm = lane(world);
+    if (world.rank() == 2) std::this_thread::sleep_for(milliseconds(700));
+    int32_t all = 1;
+    comm.next_call_has_no_deadline();
+    comm.all_reduce(&all, 1, kI32, Reduction::sum, "patient").sync();
+    EXPECT_EQ(all, 3);
+  }, {.timeout = milliseconds(200)});
 }
 
 TEST(Local, TheEnvironmentSaysHowLongAHangMayTake) {
@@ -312,9 +324,9 @@ TEST(Local, TheEnvironmentSaysHowLongAHangMayTake) {
     ~Variable() { unsetenv("SHEAF_TIMEOUT"); }
   };
   {
-    const Variable given("0.2");
-    expect_time_out("blocks.3", "time-out after 0.2 s", {});
-    expect_time_out("blocks.3", "time-out after 0.3 s", {.timeout = milliseconds(300)});  // options in the program win
+    const Variable given("2.5");
+    expect_time_out("blocks.3", "time-out after 2.5 s", {});
+    expect_time_out("blocks.3", "time-out after 3.0 s", {.timeout = milliseconds(3000)});  // options in the program win
   }
   const Variable wrong("soon");
   try {
@@ -361,14 +373,20 @@ TEST(Local, ARankThatLeavesEarlyIsNamed) {
   });
 }
 
+constexpr int kTries = 6;  // a busy machine may make some of them longer
+
 TEST(Local, DelayLengthensACollectiveButNotTheCaller) {
   run_local(2, [](World& world) {
     Communicator& comm = lane(world);
-    const auto start = Clock::now();
-    Event e = comm.barrier("slow");
-    EXPECT_LT(seconds_since(start), 0.04);
-    e.sync();
-    EXPECT_GE(seconds_since(start), 0.05);
+    double calling = 1;
+    for (int i = 0; i < kTries; ++i) {
+      const auto start = Clock::now();
+      Event e = comm.barrier("slow");
+      calling = std::min(calling, seconds_since(start));
+      e.sync();
+      EXPECT_GE(seconds_since(start), 0.05);
+    }
+    EXPECT_LT(calling, 0.04);
   }, {.delay = milliseconds(50)});
 }
 
@@ -376,11 +394,15 @@ TEST(Local, ASlowLinkTakesItsTimeForWhatARankReceives) {
   constexpr int64_t kEach = 10'000;
   run_local(3, [&](World& world) {
     std::vector<float> mine(kEach, static_cast<float>(world.rank())), all(3 * kEach);
-    const auto start = Clock::now();
-    Event e = lane(world).all_gather(mine.data(), all.data(), std::vector<int64_t>(3, kEach), kF32, "slow");
-    EXPECT_LT(seconds_since(start), 0.04);
-    e.sync();
-    EXPECT_GE(seconds_since(start), 0.08);
+    double calling = 1;
+    for (int i = 0; i < kTries; ++i) {
+      const auto start = Clock::now();
+      Event e = lane(world).all_gather(mine.data(), all.data(), std::vector<int64_t>(3, kEach), kF32, "slow");
+      calling = std::min(calling, seconds_since(start));
+      e.sync();
+      EXPECT_GE(seconds_since(start), 0.08);
+    }
+    EXPECT_LT(calling, 0.04);
     for (int r = 0; r < 3; ++r) EXPECT_EQ(all[(r + 1) * kEach - 1], static_cast<float>(r));
   }, {.bytes_per_second = 1e6});
 }
@@ -396,8 +418,9 @@ TEST(Local, LinksBetweenHostsHaveASpeedOfTheirOwn) {
       comm.all_gather(mine.data(), all.data(), std::vector<int64_t>(static_cast<size_t>(comm.size()), kEach), kF32, "links").sync();
       return seconds_since(start);
     };
-    gather(mesh.runtime->gather_lane(1));  // starts its thread
-    EXPECT_LT(gather(mesh.runtime->gather_lane(1)), 0.04) << "on one host";
+    double on_one_host = 1;
+    for (int i = 0; i < kTries; ++i) on_one_host = std::min(on_one_host, gather(mesh.runtime->gather_lane(1)));
+    EXPECT_LT(on_one_host, 0.04);
     EXPECT_GE(gather(mesh.runtime->gather_lane(0)), 0.04) << "from another";
     EXPECT_GE(gather(lane(world)), 0.08) << "from two on another";
   }, {.ranks_per_host = 2, .bytes_per_second_between_hosts = 1e6});

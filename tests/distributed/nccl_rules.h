@@ -52,8 +52,8 @@ class NcclRules : public std::enable_shared_from_this<NcclRules> {
   void issued(const Gpu* gpu);
 
   Moved moved(const std::string& kind) const;
-  int64_t registrations() const;         ///< so far
-  int64_t at_unequal_offsets() const;    ///< calls so far whose buffers are elsewhere on other ranks
+  int64_t registrations() const;       ///< so far
+  int64_t at_unequal_offsets() const;  ///< calls so far whose buffers are elsewhere on other ranks
 
  private:
   class Memory;

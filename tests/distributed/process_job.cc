@@ -63,6 +63,7 @@ std::vector<ProcessResult> run_processes(const ProcessJob& job) {
 
   bool signalled = job.signal == 0;
   const auto any = [&] { return std::any_of(pids.begin(), pids.end(), [](pid_t p) { return p > 0; }); };
+  std::vector<bool> stopped(job.ranks);
   bool killed = false;
   std::vector<pollfd> polled(job.ranks);
   while (any() || std::any_of(pipes.begin(), pipes.end(), [](int p) { return p >= 0; })) {
@@ -76,17 +77,22 @@ std::vector<ProcessResult> run_processes(const ProcessJob& job) {
         else close(std::exchange(pipes[r], -1));
       }
       int status;
-      if (pids[r] > 0 && waitpid(pids[r], &status, WNOHANG) == pids[r]) {
+      if (pids[r] <= 0 || waitpid(pids[r], &status, WNOHANG | WUNTRACED) != pids[r]) continue;
+      if (WIFSTOPPED(status)) {
+        stopped[r] = true;
+      } else {
         results[r].code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
         results[r].seconds = elapsed();
         pids[r] = -1;
       }
     }
-    if (!signalled && elapsed() > job.signal_after) {
+    if (!signalled && results[0].output.find(job.signal_after) != std::string::npos) {
       signalled = true;
       if (pids[0] > 0) kill(pids[0], job.signal);
     }
-    if (!killed && elapsed() > job.limit) {
+    bool only_stopped = any();
+    for (int r = 0; r < job.ranks; ++r) only_stopped = only_stopped && (pids[r] <= 0 || stopped[r]);
+    if (only_stopped || (!killed && elapsed() > job.limit)) {
       killed = true;
       for (pid_t p : pids)
         if (p > 0) kill(p, SIGKILL);

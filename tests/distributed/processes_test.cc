@@ -12,6 +12,7 @@ namespace {
 using testing::expect_bits_of_local;
 using testing::expect_fallout;
 using testing::expect_said;
+using testing::kSoon;
 using testing::run_processes;
 
 /// The parameter is the transport: with "shm+gloo" rank 0 is on a host of its own, and groups of all ranks communicate over Gloo.
@@ -36,21 +37,21 @@ TEST_P(Processes, MeshOfTwoAxes) {
   expect_said(results[0], str(", ", GetParam()));
 }
 
-TEST_P(Processes, KilledPeerIsNamedWithinTwoSeconds) {
-  expect_fallout({.scenario = "kill", .ranks = 3}, 1, 128 + SIGKILL, 72, 2.0,
+TEST_P(Processes, KilledPeerIsNamedSoon) {
+  expect_fallout({.scenario = "kill", .ranks = 3}, 1, 128 + SIGKILL, 72, kSoon,
                  {"[all_reduce] rank", "of 3: rank 1 failed: it died", "(blocks."});
-  expect_fallout({.scenario = "kill0", .ranks = 3}, 0, 128 + SIGKILL, 72, 2.0, {"rank 0 failed: it died"});
+  expect_fallout({.scenario = "kill0", .ranks = 3}, 0, 128 + SIGKILL, 72, kSoon, {"rank 0 failed: it died"});
 }
 
 TEST_P(Processes, ThrowingPeerTellsWhatItThrew) {
-  expect_fallout({.scenario = "throw", .ranks = 3}, 1, 65, 72, 2.0,
+  expect_fallout({.scenario = "throw", .ranks = 3}, 1, 65, 72, kSoon,
                  {"rank 1 failed: [data] token 70000 is out of vocabulary"});
-  expect_fallout({.scenario = "throw_unguarded", .ranks = 3}, 1, 65, 72, 2.0, {"rank 1 failed: an exception ended it"});
-  expect_fallout({.scenario = "exit", .ranks = 2}, 1, 65, 72, 2.0, {"rank 1 failed: it died"});
+  expect_fallout({.scenario = "throw_unguarded", .ranks = 3}, 1, 65, 72, kSoon, {"rank 1 failed: an exception ended it"});
+  expect_fallout({.scenario = "exit", .ranks = 2}, 1, 65, 72, kSoon, {"rank 1 failed: it died"});
 }
 
 TEST_P(Processes, WhoFailsBeforeItConnectsIsNotWaitedFor) {
-  expect_fallout({.scenario = "no_mesh", .ranks = 3}, 1, 65, 72, 2.0, {"rank 1 failed: [corpus] missing"});
+  expect_fallout({.scenario = "no_mesh", .ranks = 3}, 1, 65, 72, kSoon, {"rank 1 failed: [corpus] missing"});
 }
 
 TEST_P(Processes, AbortReachesEverybody) {
@@ -59,34 +60,46 @@ TEST_P(Processes, AbortReachesEverybody) {
     expect_said(r, "had enough");
     // A Gloo barrier may be over on one rank, which then aborts, while another still waits in it.
     if (!over_gloo()) expect_said(r, "(twice)");
-    EXPECT_LT(r.seconds, 3.0);
+    EXPECT_LT(r.seconds, kSoon);
   }
 }
 
 TEST_P(Processes, HangEndsInATimeOutThatNamesTheMissing) {
-  const auto results = run_processes({.scenario = "hang", .ranks = 3, .environment = {"SHEAF_TIMEOUT=1"}});
+  const auto results = run_processes({.scenario = "hang", .ranks = 3, .environment = {"SHEAF_TIMEOUT=3"}});
   for (const auto& r : results) {
     EXPECT_EQ(r.code, 71) << r.output;
     expect_said(r, "[all_reduce] rank");
-    expect_said(r, "time-out after 1.0 s at sequence 6 (blocks.");
+    expect_said(r, "time-out after 3.0 s at sequence 6 (blocks.");
     expect_said(r, "missing ranks: 2");
-    EXPECT_LT(r.seconds, 5.0);
+  }
+}
+
+TEST_P(Processes, ACallWithoutADeadlineWaits) {
+  for (const auto& r : run_processes({.scenario = "patient", .ranks = 3, .environment = {"SHEAF_TIMEOUT=3"}})) {
+    EXPECT_EQ(r.code, 71) << r.output;
+    expect_said(r, "time-out after 3.0 s at sequence 2 (hang)");
+  }
+}
+
+TEST_P(Processes, ACallWithoutADeadlineWaitsOnlyForTheLiving) {
+  const auto results = run_processes({.scenario = "stopped_before_a_patient_call", .ranks = 3, .environment = {"SHEAF_TIMEOUT=3"}});
+  for (int r = 0; r < 2; ++r) {
+    EXPECT_EQ(results[r].code, 71) << results[r].output;
+    expect_said(results[r], "rank 2 failed: it has given no sign of life for 3 s");
+    expect_said(results[r], "(patient)");
   }
 }
 
 TEST_P(Processes, StoppedProcessIsMissing) {
-  const auto results =
-      run_processes({.scenario = "stopped", .ranks = 3, .environment = {"SHEAF_TIMEOUT=1"}, .limit = 4});
+  const auto results = run_processes({.scenario = "stopped", .ranks = 3, .environment = {"SHEAF_TIMEOUT=3"}});
   for (int r = 0; r < 2; ++r) {
     EXPECT_EQ(results[r].code, 71) << results[r].output;
     expect_said(results[r], "missing ranks: 2");
-    EXPECT_LT(results[r].seconds, 3.5);
   }
 }
 
 TEST_P(Processes, WhoIsHeldUpByAnotherIsNotBlamed) {
-  const auto results =
-      run_processes({.scenario = "held_up", .ranks = 4, .environment = {"SHEAF_TIMEOUT=2"}, .limit = 6});
+  const auto results = run_processes({.scenario = "held_up", .ranks = 4, .environment = {"SHEAF_TIMEOUT=5"}});
   for (int r = 0; r < 3; ++r) {
     EXPECT_EQ(results[r].code, 71) << results[r].output;
     expect_said(results[r], "missing ranks: 3");
@@ -108,7 +121,7 @@ TEST_P(Processes, DisagreementNamesBothSides) {
     // Over Gloo the rank that detects it names itself and its neighbour.
     expect_said(r, str(over_gloo() ? "" : "rank 0 ", "calls all_gather f32 [1000, 1000, 1000] (blocks.1)"));
     expect_said(r, "rank 1 calls reduce_scatter f32 [1000, 1000, 1000] (blocks.1)");
-    EXPECT_LT(r.seconds, 3.0);
+    EXPECT_LT(r.seconds, kSoon);
   }
   for (const auto& r : run_processes({.scenario = "skip", .ranks = 2})) {
     EXPECT_EQ(r.code, 70) << r.output;

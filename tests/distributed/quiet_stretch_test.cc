@@ -109,7 +109,8 @@ TEST(QuietStretch, OfFewerExchangesThanForeseenNothingIsMissed) {
       Recording recording;
       model.forward(x, {1, 2, 3}, exchanges);
       int gathers = 0;
-      for (NodeId id = 0; id < recording.tape().num_nodes(); ++id) gathers += recording.tape().op_name(recording.tape().node(id)) == "all_gather" && !is_redistribute(recording.tape().node(id).op);
+      for (NodeId id = 0; id < recording.tape().num_nodes(); ++id)
+        gathers += recording.tape().op_name(recording.tape().node(id)) == "all_gather" && !is_redistribute(recording.tape().node(id).op);
       EXPECT_EQ(gathers, kLayers);
     }
     model.schedule->flush();

@@ -1,5 +1,6 @@
 #include "sheaf/distributed/rendezvous.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <map>
@@ -8,11 +9,14 @@
 
 #include "sheaf/core/cores.h"
 #include "sheaf/core/error.h"
+#include "sheaf/distributed/job.h"
 #include "sheaf/distributed/tcp_store.h"
 
 namespace sheaf {
 namespace {
 
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
 using Variables = std::map<std::string, std::string>;
 
 Rendezvous read(const Variables& variables) {
@@ -285,6 +289,72 @@ TEST_F(Store, TimeOutAndMissingRanks) {
   EXPECT_EQ(a->missing_ranks(), "0, 2");
 }
 
+// Rank 0 may end, with its server, as soon as it has told the others.
+TEST_F(Store, WhoTimesOutAfterAnotherSaysWhatThatSaid) {
+  serve(3, "t");
+  auto a = client(1, 3), first = client(0, 3);
+  EXPECT_THAT([&] { a->get("nothing", in(0.1)); }, ThrowsMessage<CommError>(HasSubstr("time-out, waiting for 'nothing'")));
+  first->give_up("time-out after 1 s, missing ranks: 2", ExitCode::kTimeout);
+  first.reset();
+  server.reset();
+  try {
+    FAIL() << a->missing_ranks();
+  } catch (const CommError& e) {
+    EXPECT_EQ(e.exit_code(), 71);
+    EXPECT_THAT(e.what(), HasSubstr("rank 1 of 3: rank 0 failed: time-out after 1 s, missing ranks: 2"));
+  }
+}
+
+// Both give up at the same moment: whatever comes first, the second says what the first was missing.
+TEST_F(Store, TwoThatTimeOutTogetherSayTheSame) {
+  int told = 0;
+  for (int round = 0; round < 60; ++round) {
+    serve(3, "t");
+    auto a = client(1, 3), first = client(0, 3);
+    const Deadline deadline = in(0.01);
+    std::thread other([&] {
+      std::this_thread::sleep_until(deadline + std::chrono::microseconds(20 * (round - 30)));
+      first->give_up("time-out, missing ranks: 2", ExitCode::kTimeout);
+      first.reset();
+      server.reset();
+    });
+    try {
+      const auto late = a->get_unless_late("nothing", deadline);
+      EXPECT_FALSE(late);
+      EXPECT_EQ(a->missing_ranks(), "2");
+    } catch (const CommError& e) {
+      ++told;
+      EXPECT_EQ(e.exit_code(), 71);
+      EXPECT_THAT(e.what(), HasSubstr("rank 0 failed: time-out, missing ranks: 2"));
+    }
+    other.join();
+  }
+  EXPECT_GE(told, 1);
+}
+
+// Rank 0 is there, but its process is stopped, or has not come to the store yet.
+TEST_F(Store, ARankZeroThatHangsIsNamed) {
+  const Socket listener = listen_on("127.0.0.1", 0);
+  const auto join = [&](double seconds) {
+    return std::make_unique<StoreClient>("127.0.0.1", local_port(listener), 1, 2, "t", in(seconds));
+  };
+  EXPECT_THAT([&] { join(0.1); }, ThrowsMessage<CommError>(HasSubstr("time-out, waiting for rank 0, which serves the store, to answer")));
+  accept_from(listener, in(5));  // and closes it
+  std::optional<Socket> server;
+  std::thread greeter([&] {
+    server = accept_from(listener, in(5));
+    receive_frame(*server, in(5));
+    send_frame(*server, FrameWriter().u8('o').text("").bytes(), in(5));
+  });
+  const auto a = join(5);
+  greeter.join();
+  EXPECT_THAT([&] { a->set("key", "value", in(0.1)); },
+              ThrowsMessage<CommError>(HasSubstr("time-out, waiting for rank 0, which serves the store, to take 'key'")));
+  EXPECT_EQ(a->missing_ranks(), "0");
+  server.reset();
+  EXPECT_THAT([&] { a->missing_ranks(); }, ThrowsMessage<CommError>(HasSubstr("rank 0, which serves the store, is gone")));
+}
+
 TEST_F(Store, InterruptEndsAWait) {
   serve(2, "t");
   auto a = client(0, 2);
@@ -321,6 +391,55 @@ TEST_F(Store, RefusesStrangers) {
   auto b = client(1, 2);
   b->set("alive", "yes", in(5));
   EXPECT_EQ(a->get("alive", in(5)), "yes");
+}
+
+// A rank that throws before the job is connected, and closes everything in an orderly way.
+TEST_F(Store, ARankThatGivesUpIsTold) {
+  serve(3, "t");
+  auto a = client(0, 3), quits = client(1, 3), leaves = client(2, 3);
+  leaves->may_leave();
+  leaves.reset();
+  EXPECT_THAT([&] { a->get("never set", in(0.2)); }, ThrowsMessage<CommError>(HasSubstr("time-out")));
+  quits.reset();
+  EXPECT_THAT([&] { a->get("never set", in(20)); }, ThrowsMessage<CommError>(HasSubstr("rank 1 died before the job was connected")));
+}
+
+TEST_F(Store, ARankThatGivesUpSaysWhy) {
+  serve(4, "t");
+  auto a = client(0, 4), quits = client(1, 4), follows = client(2, 4);
+  const auto code_of = [&](const std::string& key) {
+    try {
+      a->get(key, in(20));
+    } catch (const CommError& e) {
+      EXPECT_THAT(e.what(), HasSubstr("rank 0 of 4: rank 1 failed: time-out after 1 s, missing ranks: 3"));
+      return e.exit_code();
+    }
+    return 0;
+  };
+  std::thread later([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    quits->give_up("time-out after 1 s, missing ranks: 3", ExitCode::kTimeout);
+    quits.reset();
+  });
+  EXPECT_EQ(code_of("never set"), 71);
+  later.join();
+  follows->give_up("it has no GPU", ExitCode::kConfig);
+  EXPECT_EQ(code_of("nor this"), 71) << "the first reason stays";
+}
+
+// All addresses are known, and rank 0 waits for rank 1 to connect.
+TEST(Job, WhoDiesBeforeItConnectsToTheOthersIsNotWaitedFor) {
+  Socket listener = listen_on("127.0.0.1", 0);
+  Rendezvous r;
+  r.world = 2, r.port = local_port(listener), r.token = "t", r.listen_fd = listener.release();
+  std::thread other([&] {
+    const Deadline deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    StoreClient client("127.0.0.1", r.port, 1, 2, "t", deadline);
+    client.set("monitor/1", "127.0.0.1 1", deadline);
+    client.get("monitor/0", deadline);
+  });
+  EXPECT_THAT([&] { join_job(r); }, ThrowsMessage<CommError>(HasSubstr("rank 0 of 2: rank 1 died before the job was connected")));
+  other.join();
 }
 
 TEST_F(Store, ADeadRankIsTold) {

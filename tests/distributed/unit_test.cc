@@ -67,7 +67,7 @@ struct Chain {
 Tensor input(World& world) {
   const Type type{kF32, {kRows, kWidth}, Layout(world.mesh({{"data", world.size()}}).spec, Placement::shard(0))};
   Tensor x = Tensor::empty(type);
-  const int64_t first = type.layout.local_start(type.shape)[0];
+  const int64_t first = type.local_start()[0];
   for (int64_t i = 0; i < x.local_shape().numel(); ++i)
     x.view().as<float>()[i] = 0.02f * static_cast<float>((first * kWidth + i) % 23) - 0.2f;
   return x;
