@@ -14,7 +14,7 @@ namespace sheaf::kernels {
 struct FusedStep {
   enum Kind : uint8_t { unary, binary, backward, swiglu, shifted_swiglu, where, clamp, cast };
   Kind kind = cast;
-  uint8_t op = 0;                   ///< UnaryOp, BinaryOp or BackwardOp, by kind
+  uint8_t op = 0;  ///< UnaryOp, BinaryOp or BackwardOp, by kind
   uint8_t num_operands = 0;
   uint8_t operands[3] = {0, 0, 0};  ///< values; clamp: x, lo, hi; shifted_swiglu: gate, up, alpha; bounds and alpha are constants
   DType dtype = kF32;               ///< of the value

@@ -21,7 +21,7 @@ struct RowValues {
   const View *loss = nullptr, *target_logits = nullptr;  ///< summed over all rows; of each row
   const View* lse = nullptr;                             ///< of each row: a result, or given
   bool compute_lse = true;
-  const View* dloss = nullptr;                     ///< gradient of the loss; null: `constant`
+  const View* dloss = nullptr;  ///< gradient of the loss; null: `constant`
   double constant = 1;
   const View *dlse = nullptr, *dtarget = nullptr;  ///< gradients of each row's values, if the weight is a part of the vocabulary
   TablePart part;

@@ -12,16 +12,16 @@ namespace sheaf::kernels {
 
 /// How the scale changes.
 struct LossScaleRule {
-  double growth, backoff;    ///< factors
+  double growth, backoff;  ///< factors
   double minimum, maximum;
-  int64_t growth_interval;   ///< steps without overflow after which it grows
+  int64_t growth_interval;  ///< steps without overflow after which it grows
 };
 
 /// The counts, in this order.
 enum LossScaleCount : int {
-  kGoodSteps,    ///< steps without overflow since the scale changed or a step was skipped
-  kLostSteps,    ///< consecutive steps skipped although the scale was already at its minimum
-  kSkippedSteps, ///< all skipped steps
+  kGoodSteps,     ///< steps without overflow since the scale changed or a step was skipped
+  kLostSteps,     ///< consecutive steps skipped although the scale was already at its minimum
+  kSkippedSteps,  ///< all skipped steps
   kLossScaleCounts
 };
 

@@ -28,7 +28,8 @@ __global__ void __launch_bounds__(kRowsABlock* kWarp)
   const T* y = static_cast<const T*>(dout.data) + dout.offset(b, t, h);
   C sum = C(0);
   for (int at = static_cast<int>(threadIdx.x) % kWarp * kSize; at < out.width; at += kWarp * kSize) {
-    const Pack<T> px = load_chunk(x, at, out.width), py = load_chunk(y, at, out.width);
+    const uint4 raw_x = load_raw(x, at, out.width), raw_y = load_raw(y, at, out.width);
+    const Pack<T> px = unpressed<T>(raw_x), py = unpressed<T>(raw_y);
 #pragma unroll
     for (int k = 0; k < kSize; ++k) sum += convert_to<C>(px.v[k]) * convert_to<C>(py.v[k]);
   }

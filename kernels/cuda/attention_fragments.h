@@ -73,7 +73,9 @@ struct Scale {
 /// An operand, and whether its rows consist of whole packs of 16 bytes at multiples of 16.
 struct Operand : Heads {
   bool packed;
-  explicit Operand(const View& v) : Heads(v), packed(in_whole_packs(v)) {}
+  explicit Operand(const View& v) : Heads(v), packed(in_whole_packs(v)) {
+    if (v.shape[1] <= 1) time = 0;  // any stride is accepted then, but a copy needs an aligned address, even for a row that is not there
+  }
 };
 
 /// Rows of a head in shared memory, with 16 bytes of padding, so that eight rows cover all banks.

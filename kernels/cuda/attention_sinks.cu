@@ -76,7 +76,8 @@ __global__ void __launch_bounds__(kThreads) sink_gradients(SinkRows<const T> r, 
   const bool exists = row < r.rows.count;
   C sum = 0;
   for (int64_t i = lane * Pack<T>::kSize; exists && i < r.rows.cols; i += r.team * Pack<T>::kSize) {
-    const Pack<T> y = load_chunk(r.rows[row], i, r.rows.cols), dy = load_chunk(dout[row], i, r.rows.cols);
+    const uint4 raw_y = load_raw(r.rows[row], i, r.rows.cols), raw_dy = load_raw(dout[row], i, r.rows.cols);
+    const Pack<T> y = unpressed<T>(raw_y), dy = unpressed<T>(raw_dy);
 #pragma unroll
     for (int k = 0; k < Pack<T>::kSize; ++k) sum += convert_to<C>(y.v[k]) * convert_to<C>(dy.v[k]);
   }

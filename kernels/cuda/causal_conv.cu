@@ -4,7 +4,8 @@
 #include "sheaf/kernels/cuda/workspace.h"
 
 // A thread has 16 bytes of channels and loops over a run of tokens. With up to kFew taps it keeps the tokens that they reach in
-// registers, so that each is read once, except for those around the run; with more, tokens and weights are reread from caches.
+// registers, so that each is read once, except for those around the run, and requests the next one before it computes; with more,
+// tokens and weights are reread from caches.
 namespace sheaf::kernels::cuda {
 namespace {
 
@@ -61,6 +62,11 @@ struct Values {
 #pragma unroll
     for (int k = 0; k < kSize; ++k) v[k] = convert_to<C>(pack.v[k]);
   }
+  /// From load_raw.
+  __device__ explicit Values(const uint4& raw) {
+#pragma unroll
+    for (int k = 0; k < kSize; ++k) v[k] = convert_to<C>(element_of<T>(raw, k));
+  }
   /// Tap j of a weight.
   __device__ Values(const Conv<T>& p, int64_t channel, int j) {
 #pragma unroll
@@ -98,18 +104,22 @@ struct Window {
   int absent;  ///< this many of the first are not taps
 
   __device__ Window(const Conv<T>& p, int64_t b, int64_t first, int64_t channel) : absent(kFew - p.taps) {
+    uint4 raw[kFew];  // all are requested, with the weights, before one is taken apart, which waits for it
 #pragma unroll
-    for (int j = 0; j < kFew; ++j) {
-      const int tap = j - absent;
-      if (tap >= 0) weight[j] = Values<T>(p, channel, tap);
-      if (j > 0 && first + j >= kFew) x[j] = Values<T>(p.x.row(b, first - kFew + j), channel, p.channels);
-    }
+    for (int j = 1; j < kFew; ++j)
+      if (first + j >= kFew) raw[j] = load_raw(p.x.row(b, first - kFew + j), channel, p.channels);
+#pragma unroll
+    for (int j = 0; j < kFew; ++j)
+      if (j >= absent) weight[j] = Values<T>(p, channel, j - absent);
+#pragma unroll
+    for (int j = 1; j < kFew; ++j)
+      if (first + j >= kFew) x[j] = Values<T>(raw[j]);
   }
-  /// Moves on to token t, the next.
-  __device__ void advance(const Conv<T>& p, int64_t b, int64_t t, int64_t channel) {
+  /// Moves on to the next token.
+  __device__ void advance(const Values<T>& token) {
 #pragma unroll
     for (int j = 0; j + 1 < kFew; ++j) x[j] = x[j + 1];
-    x[kFew - 1] = Values<T>(p.x.row(b, t), channel, p.channels);
+    x[kFew - 1] = token;
   }
   /// True if there is a tap j, and at token t it reads one of the same document.
   __device__ bool reaches(int64_t t, int j, int64_t begin) const { return j >= absent && t - (kFew - 1) + j >= begin; }
@@ -153,10 +163,12 @@ template <class T>
 __global__ void __launch_bounds__(kThreads) convolve(Conv<T> p, Channels<T> y) {
   const Run<T> r(p, kForwardRun);
   if (r.channel >= p.channels) return;
+  uint4 next = load_raw(p.x.row(r.b, r.first), r.channel, p.channels);
   Window<T> window(p, r.b, r.first, r.channel);
 #pragma unroll 4
   for (int64_t t = r.first; t < r.behind; ++t) {
-    window.advance(p, r.b, t, r.channel);
+    window.advance(Values<T>(next));
+    if (t + 1 < r.behind) next = load_raw(p.x.row(r.b, t + 1), r.channel, p.channels);
     Values<T> sum = window.sum(t, p.begin(r.b, t));
     if (p.silu) sum.silu();
     sum.store(y.row(r.b, t), r.channel, p.channels);
@@ -197,19 +209,25 @@ template <class T>
 __global__ void __launch_bounds__(kThreads) convolve_backward(Conv<T> p, Gradients<T> d) {
   const Run<T> r(p, kBackwardRun);
   if (r.channel >= p.channels) return;
+  const int64_t reached = r.behind + kFew - 1, end = reached < p.tokens ? reached : p.tokens;
+  uint4 next = load_raw(p.x.row(r.b, r.first), r.channel, p.channels), next_dy = load_raw(d.dy.row(r.b, r.first), r.channel, p.channels);
   Window<T> window(p, r.b, r.first, r.channel);
   Values<T> dsum[kFew], dweight[kFew];  // dsum[i]: of token t - (kFew - 1) + i
   int64_t begins[kFew];
 #pragma unroll
   for (int i = 0; i < kFew; ++i) begins[i] = p.tokens;
-  for (int64_t t = r.first; t < r.behind + kFew - 1; ++t) {
+  for (int64_t t = r.first; t < reached; ++t) {
 #pragma unroll
     for (int i = 0; i + 1 < kFew; ++i) dsum[i] = dsum[i + 1], begins[i] = begins[i + 1];
     dsum[kFew - 1] = {}, begins[kFew - 1] = p.tokens;  // a token past the end reaches no other
-    if (t < p.tokens) {
-      window.advance(p, r.b, t, r.channel);
+    if (t < end) {
+      window.advance(Values<T>(next));
       begins[kFew - 1] = p.begin(r.b, t);
-      dsum[kFew - 1] = Values<T>(d.dy.row(r.b, t), r.channel, p.channels);
+      dsum[kFew - 1] = Values<T>(next_dy);
+      if (t + 1 < end) {
+        next = load_raw(p.x.row(r.b, t + 1), r.channel, p.channels);
+        next_dy = load_raw(d.dy.row(r.b, t + 1), r.channel, p.channels);
+      }
       if (p.silu) dsum[kFew - 1].scale_by_slope(window.sum(t, begins[kFew - 1]));
     }
     if (t < r.behind)

@@ -136,17 +136,21 @@ __global__ void cast_units(const From* src, To* dst, Layout<2> at, int tail) {
     return element<To>(kAdd ? sum : convert_to<float>(x));
   };
   for (int64_t first = begin; first < at.numel; first += static_cast<int64_t>(gridDim.x) * (kThreads * kUnroll)) {
-    Group<From, kWidth> in[kUnroll] = {};
-    Group<To, kWidth> out[kUnroll] = {};
-    int64_t to[kUnroll] = {};
+    Group<From, kWidth> in[kUnroll];
+    Group<To, kWidth> out[kUnroll];
+    int64_t to[kUnroll], from[kUnroll];
+    // Past the end, the first unit is loaded once more: after a branch each load would be waited for.
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
       const int64_t i = first + k * kThreads;
-      if (i >= at.numel) continue;
       int64_t offset[2];
-      at.offsets(i, offset);
-      in[k] = reinterpret_cast<const Group<From, kWidth>*>(src)[offset[1]], to[k] = offset[0];
-      if (kAdd) out[k] = reinterpret_cast<const Group<To, kWidth>*>(dst)[offset[0]];
+      at.offsets(i < at.numel ? i : first, offset);
+      to[k] = offset[0], from[k] = offset[1];
+    }
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) {
+      in[k] = reinterpret_cast<const Group<From, kWidth>*>(src)[from[k]];
+      if (kAdd) out[k] = reinterpret_cast<const Group<To, kWidth>*>(dst)[to[k]];
     }
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kLogSumExpThreads, 2)
   }
   const T* x = logits[row];
   LogSumExp<T> seen;
-  seen.add_row(n, [&](int64_t at) { return load_shifted_chunk(x, at, n); });
+  seen.add_row(n, [&](int64_t at) { return load_raw_shifted(x, at, n); });
   const C total = seen.over_block(scratch);
   if (threadIdx.x != 0) return;
   lse[row] = total;

@@ -32,12 +32,13 @@ enum Id : int64_t {
   kDQ,
   kDK,
   kDV,
-  kSumOfDQ,  // dq in f32, in our workspace, unless deterministic
+  kRowSums,  // of dout * out, in our workspace
+  kSumOfDQ,  // dq in f32, there, too, unless deterministic
   kScale,    // by value
   kMasked,
   kOne,
   kBegins,
-  kBefore,  // by value: keys of the window before the query's own, less those of kPast
+  kWindow,  // by value, in f32: keys of the window, less those of kPast
   kPast,    // by value: keys before the first query's own
 };
 
@@ -88,25 +89,30 @@ bool has_documents(const Attention& a) { return a.begins.rank() > 0; }
 int64_t past(const Attention& a) { return a.k.shape[1] - a.q.shape[1]; }
 
 /// scores, or kMasked if the key is after the query, or before its document or its window. Each condition is a separate select, in
-/// any order: cuDNN 9.19 does not recognise attention if two are combined. A query's position is its index plus kPast. NVIDIA's own
-/// graphs shift the same diagonals by such a sum.
+/// any order: cuDNN 9.19 does not recognise attention if two are combined. A query's position is its index plus kPast. Diagonals are
+/// those of NVIDIA's own graphs, which compare a window's in f32, with indices of its own: its frontend says of others that they give
+/// the same results, but may be slower.
 Handle mask(Graph& g, const Attention& a, Handle scores) {
   const Sizes s(a);
-  const Handle query = g.index(2, scores, g.between(CUDNN_DATA_INT32, s.scores()));
-  const Handle key = g.index(3, scores, g.between(CUDNN_DATA_INT32, s.scores()));
-  const auto keep = [&](Handle x, Handle at_least) {
-    const Handle seen = g.at_least(x, at_least, g.between(CUDNN_DATA_BOOLEAN, s.scores()));
+  const auto index = [&](int64_t axis) { return g.index(axis, scores, g.between(CUDNN_DATA_INT32, s.scores())); };
+  const auto plus = [&](Handle x, Id id, cudnnDataType_t type) {
+    return g.plus(x, g.scalar(id, type), type, g.between(type, s.scores()));
+  };
+  const auto keep = [&](Handle x, cudnnPointwiseMode_t comparison, Handle with) {
+    const Handle seen = g.compare(comparison, x, with, g.between(CUDNN_DATA_BOOLEAN, s.scores()));
     scores = g.select(seen, scores, g.scalar(kMasked), g.between(kFloat, s.scores()));
   };
   if (has_documents(a)) {
     const int64_t stride = a.begins.strides[0];
-    keep(key, g.tensor(kBegins, CUDNN_DATA_INT32, {s.batch, 1, s.queries, 1}, {stride, stride, 1, 1}));
+    keep(index(3), CUDNN_POINTWISE_CMP_GE,
+         g.tensor(kBegins, CUDNN_DATA_INT32, {s.batch, 1, s.queries, 1}, {stride, stride, 1, 1}));
   }
-  const auto plus = [&](Handle x, Id id) {
-    return g.plus(x, g.scalar(id, CUDNN_DATA_INT32), g.between(CUDNN_DATA_INT32, s.scores()));
-  };
-  keep(past(a) ? plus(query, kPast) : query, key);
-  if (a.window) keep(plus(key, kBefore), query);
+  const Handle query = index(2), key = index(3);
+  keep(past(a) ? plus(query, kPast, CUDNN_DATA_INT32) : query, CUDNN_POINTWISE_CMP_GE, key);
+  if (a.window) {
+    const Handle row = index(2), column = index(3);
+    keep(plus(column, kWindow, kFloat), CUDNN_POINTWISE_CMP_GT, row);
+  }
   return scores;
 }
 
@@ -146,10 +152,9 @@ Graph backward_graph(const Attention& a) {
                 {s.heads * s.queries * s.value_width, s.queries * s.value_width,
                  s.heads * s.value_width, 1}));
   const Handle sums = g.reduce(CUDNN_REDUCE_TENSOR_ADD, outputs, g.between(kFloat, s.statistics()));
-  // Multiplications by 1, here and below: the pattern requires these operands, which are dropout's.
-  const Handle one = g.scalar(kOne);
-  const Handle row_sums =
-      g.pointwise(CUDNN_POINTWISE_MUL, sums, one, g.between(kFloat, s.statistics()));
+  // The multiplication by 1 is dropout's. As in NVIDIA's own graphs, it is always there, and these sums are in memory.
+  const Handle row_sums = g.pointwise(CUDNN_POINTWISE_MUL, sums, g.scalar(kOne),
+                                      g.tensor(kRowSums, kFloat, s.statistics(), dense_strides(s.statistics())));
 
   const Handle products = g.matmul(q, k, scores());
   const Handle scaled = g.pointwise(CUDNN_POINTWISE_MUL, products, scale, scores());
@@ -169,8 +174,7 @@ Graph backward_graph(const Attention& a) {
   };
   into_keys(probabilities, dout, s.key_rows(s.value_width), s.tensor(g, kDV, a.dv));
 
-  const Handle products_of_v = g.matmul(dout, v, scores());
-  const Handle dprobabilities = g.pointwise(CUDNN_POINTWISE_MUL, products_of_v, one, scores());
+  const Handle dprobabilities = g.matmul(dout, v, scores());
   const Handle centred = g.pointwise(CUDNN_POINTWISE_SUB, dprobabilities, row_sums, scores());
   const Handle weighted = g.pointwise(CUDNN_POINTWISE_MUL, centred, probabilities, scores());
   const Handle dscores = g.pointwise(CUDNN_POINTWISE_MUL, weighted, scale, scores());
@@ -243,14 +247,17 @@ DeviceAttention& current_device() {
   return attention_of(device);
 }
 
-/// Our own part of the workspace; cuDNN's comes before it.
+/// Our own parts of the workspace; cuDNN's comes before them.
+size_t row_sum_bytes(const Attention& a) {
+  return is_backward(a) ? align_part(a.lse.numel() * static_cast<int64_t>(sizeof(float))) : 0;
+}
 size_t dq_bytes(const Attention& a) {
   return is_backward(a) && !a.deterministic
              ? align_part(a.q.numel() * static_cast<int64_t>(sizeof(float)))
              : 0;
 }
 size_t workspace_of(const Attention& a, const Plan& plan) {
-  return align_part(plan.workspace()) + dq_bytes(a);
+  return align_part(plan.workspace()) + row_sum_bytes(a) + dq_bytes(a);
 }
 /// Precedes the workspace of the parts, and is shared by them: an lse that is not packed as required is copied there.
 size_t lse_bytes(const Attention& a) {
@@ -266,14 +273,16 @@ void run(const Stream& stream, cudnnHandle_t handle, const Plan& plan, const Att
   std::vector<void*> pointers{a.q.data,   a.k.data, a.v.data, a.out.data,
                               a.lse.data, &scale,   &masked};
   if (has_documents(a)) ids.push_back(kBegins), pointers.push_back(a.begins.data);
-  auto before = static_cast<int32_t>(std::min(a.window, a.k.shape[1]) - 1 - past(a)), after = static_cast<int32_t>(past(a));
-  if (a.window) ids.push_back(kBefore), pointers.push_back(&before);
+  auto window = static_cast<float>(std::min(a.window, a.k.shape[1]) - past(a));
+  auto after = static_cast<int32_t>(past(a));
+  if (a.window) ids.push_back(kWindow), pointers.push_back(&window);
   if (after) ids.push_back(kPast), pointers.push_back(&after);
   if (is_backward(a)) {
-    ids.insert(ids.end(), {kDOut, kDQ, kDK, kDV, kOne});
-    pointers.insert(pointers.end(), {a.dout.data, a.dq.data, a.dk.data, a.dv.data, &one});
+    char* const row_sums = static_cast<char*>(workspace.data) + align_part(plan.workspace());
+    ids.insert(ids.end(), {kDOut, kDQ, kDK, kDV, kRowSums, kOne});
+    pointers.insert(pointers.end(), {a.dout.data, a.dq.data, a.dk.data, a.dv.data, row_sums, &one});
     if (!a.deterministic) {
-      char* const sum = static_cast<char*>(workspace.data) + align_part(plan.workspace());
+      char* const sum = row_sums + row_sum_bytes(a);
       fill_bytes(stream, sum, 0, dq_bytes(a));  // cuDNN adds to it
       ids.push_back(kSumOfDQ), pointers.push_back(sum);
     }

@@ -16,7 +16,7 @@ struct Attention {
   View q, k, v, out, lse;
   View dout = {}, dq = {}, dk = {}, dv = {};  ///< backward only
   bool causal = true;
-  View begins = {};  ///< i32[B, T], where documents begin (AttentionMask), if there are documents
+  View begins = {};    ///< i32[B, T], where documents begin (AttentionMask), if there are documents
   int64_t window = 0;  ///< keys that a query sees; 0: no window
   double softcap = 0;  ///< of scores; always refused; 0: none
   double scale = 1;

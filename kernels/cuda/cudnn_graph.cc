@@ -175,12 +175,11 @@ Handle Graph::index(int64_t axis, Handle like, Handle to) {
                     .x = like,
                     .to = to});
 }
-Handle Graph::plus(Handle x, Handle b, Handle to) {
-  return pointwise({.mode = CUDNN_POINTWISE_ADD, .compute = CUDNN_DATA_INT32, .x = x, .b = b, .to = to});
+Handle Graph::plus(Handle x, Handle b, cudnnDataType_t type, Handle to) {
+  return pointwise({.mode = CUDNN_POINTWISE_ADD, .compute = type, .x = x, .b = b, .to = to});
 }
-Handle Graph::at_least(Handle x, Handle b, Handle to) {
-  return pointwise(
-      {.mode = CUDNN_POINTWISE_CMP_GE, .compute = CUDNN_DATA_BOOLEAN, .x = x, .b = b, .to = to});
+Handle Graph::compare(cudnnPointwiseMode_t mode, Handle x, Handle b, Handle to) {
+  return pointwise({.mode = mode, .compute = CUDNN_DATA_BOOLEAN, .x = x, .b = b, .to = to});
 }
 Handle Graph::select(Handle mask, Handle x, Handle b, Handle to) {
   return pointwise({.mode = CUDNN_POINTWISE_BINARY_SELECT, .x = x, .b = b, .mask = mask, .to = to});

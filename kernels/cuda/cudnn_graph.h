@@ -87,10 +87,10 @@ class Graph {
   Handle pointwise(cudnnPointwiseMode_t mode, Handle x, Handle b, Handle to);
   /// The index of each element along `axis`.
   Handle index(int64_t axis, Handle like, Handle to);
-  /// x + b, for integers.
-  Handle plus(Handle x, Handle b, Handle to);
-  /// x >= b as booleans.
-  Handle at_least(Handle x, Handle b, Handle to);
+  /// x + b, computed in `type`.
+  Handle plus(Handle x, Handle b, cudnnDataType_t type, Handle to);
+  /// x >= b, for example, as booleans.
+  Handle compare(cudnnPointwiseMode_t mode, Handle x, Handle b, Handle to);
   /// mask ? x : b
   Handle select(Handle mask, Handle x, Handle b, Handle to);
   /// Reduces over the dimensions that have size 1 in `to`.

@@ -22,7 +22,7 @@ struct Gradients {
   const C *inverses, *shares, *writes, *states;  // Kept
   Heads<const T> dout;
   States<const C> dlast;  ///< of the last state
-  C *dvalues, *dstates;  ///< dr, [B, H, T, E]; dS, laid out as `states`
+  C *dvalues, *dstates;   ///< dr, [B, H, T, E]; dS, laid out as `states`
   Heads<T> dv;
   States<C> dinitial;
   Heads<C> ddecay, dbeta;

@@ -70,16 +70,21 @@ __global__ void map_packs(F f, Walk<M + N> w) {
   int64_t at = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kSize;
   for (; at < w.numel; at += round) {
     const int count = w.numel - at < kSize ? static_cast<int>(w.numel - at) : kSize;
-    Pack<T> in[N > 0 ? N : 1], out[M];
+    uint4 raw[N > 0 ? N : 1];
     for (int n = 0; n < N; ++n) {
       const T* from = static_cast<const T*>(w.data[M + n]) + at;
-      if (count == kSize)
-        in[n] = load_pack(from);
-      else
+      if (count == kSize) {
+        raw[n] = *reinterpret_cast<const uint4*>(from);
+      } else {
+        Pack<T> part;
 #pragma unroll
         for (int k = 0; k < kSize; ++k)  // not to `count`: run-time indices mean local memory
-          if (k < count) in[n].v[k] = from[k];
+          part.v[k] = k < count ? from[k] : T{};
+        raw[n] = pressed(part);
+      }
     }
+    Pack<T> in[N > 0 ? N : 1], out[M];
+    for (int n = 0; n < N; ++n) in[n] = unpressed<T>(raw[n]);
     choose<C>(f, [&](const auto& one) {
 #pragma unroll
       for (int k = 0; k < kSize; ++k) {
@@ -112,19 +117,22 @@ __global__ void map_broadcast(F f, Walk<M + N> w, unsigned wide) {
   if (i >= w.numel) return;
   int64_t at[M + N];
   w.offsets(i, at);
-  C x[N][kSize];
+  uint4 raw[N];  // of wide operands
+  C single[N];
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     const void* const from = w.data[M + n];
-    if (wide >> (M + n) & 1) {
-      const Pack<T> pack = load_pack(static_cast<const T*>(from) + at[M + n] * kSize);
+    if (wide >> (M + n) & 1)
+      raw[n] = *reinterpret_cast<const uint4*>(static_cast<const T*>(from) + at[M + n] * kSize);
+    else
+      single[n] = load_any<C>(w.dtype[M + n], from, at[M + n]);
+  }
+  C x[N][kSize];
 #pragma unroll
-      for (int k = 0; k < kSize; ++k) x[n][k] = convert_to<C>(pack.v[k]);
-    } else {
-      const C one = load_any<C>(w.dtype[M + n], from, at[M + n]);
+  for (int n = 0; n < N; ++n) {
+    const Pack<T> pack = unpressed<T>(raw[n]);
 #pragma unroll
-      for (int k = 0; k < kSize; ++k) x[n][k] = one;
-    }
+    for (int k = 0; k < kSize; ++k) x[n][k] = wide >> (M + n) & 1 ? convert_to<C>(pack.v[k]) : single[n];
   }
   Pack<T> out[M];
   choose<C>(f, [&](const auto& one) {

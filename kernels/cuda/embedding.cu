@@ -64,16 +64,17 @@ __global__ void find_starts(const uint32_t* keys, int64_t count, int64_t vocabul
 template <class T, class C, int kWidth>
 __device__ void add_rows(const T* columns, const Layout<1>& at, const uint32_t* positions,
                          int64_t begin, int64_t end, C (&sum)[kWidth]) {
-  constexpr int kUnroll = 8;  // loads in flight
+  constexpr int kUnroll = 8;  // loads in flight: of positions, then of rows; past the end, once more of the last one, without a branch
   for (int64_t i = begin; i < end; i += kUnroll) {
+    int64_t offset[kUnroll][1];
     Group<T, kWidth> row[kUnroll];
+    uint32_t position[kUnroll];
 #pragma unroll
-    for (int k = 0; k < kUnroll; ++k)
-      if (i + k < end) {
-        int64_t offset[1];
-        at.offsets(positions[i + k], offset);
-        row[k] = *reinterpret_cast<const Group<T, kWidth>*>(columns + offset[0]);
-      }
+    for (int k = 0; k < kUnroll; ++k) position[k] = positions[i + k < end ? i + k : end - 1];
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) at.offsets(position[k], offset[k]);
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) row[k] = *reinterpret_cast<const Group<T, kWidth>*>(columns + offset[k][0]);
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k)
       if (i + k < end)

@@ -173,17 +173,12 @@ void use_device(int device) {
 }
 
 void* allocate(size_t bytes) { return device_memory().allocate(bytes); }
-void free(void* memory) {
-  Streams::get().synchronize_all();
-  device_memory().free(memory);
-}
+// Freeing waits for nothing, as CUDA's may: work that comes later and still uses the memory crashes.
+void free(void* memory) { device_memory().free(memory); }
 size_t map_granularity(int) { return kHugePage; }  // an H200's, too
 DeviceRange reserve(int, size_t bytes) { return device_memory().reserve(bytes); }
 bool map(int, DeviceRange& range, size_t bytes) { return device_memory().map(range, bytes); }
-void release(DeviceRange& range) {
-  Streams::get().synchronize_all();
-  device_memory().release(range);
-}
+void release(DeviceRange& range) { device_memory().release(range); }
 DeviceMemoryInfo memory_info() { return device_memory().info(); }
 
 void* allocate_pinned(size_t bytes) {
@@ -193,7 +188,6 @@ void* allocate_pinned(size_t bytes) {
   return memory;
 }
 void free_pinned(void* memory) {
-  Streams::get().synchronize_all();
   {
     std::lock_guard lock(pinned_mutex);
     pinned_blocks.erase(static_cast<char*>(memory));

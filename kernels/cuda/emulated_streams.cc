@@ -121,11 +121,6 @@ void Streams::synchronize(const EmulatedEvent& event) {
   if (event.stream) run(*event.stream, event.ticket);
 }
 
-void Streams::synchronize_all() {
-  std::lock_guard lock(mutex_);
-  for (const auto& s : streams_) run(*s, s->enqueued);
-}
-
 EmulatedEvent Streams::now(const Stream& stream) {
   std::lock_guard lock(mutex_);
   const auto s = of(stream);

@@ -68,7 +68,6 @@ class Streams {
   void enqueue(const Stream& stream, Work work);
   void synchronize(const Stream& stream);
   void synchronize(const EmulatedEvent& event);
-  void synchronize_all();
   EmulatedEvent now(const Stream& stream);
   void wait(const Stream& stream, const EmulatedEvent& event);
 

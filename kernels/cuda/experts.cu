@@ -52,39 +52,70 @@ __global__ void top_k_rows(const T* x, int64_t rows, int64_t n, int64_t k, int64
   }
 }
 
-/// The choices of one expert among those of a group: a warp searches for them, 32 at a time.
-struct ChoicesOfExpert {
-  int64_t expert, sequence, group, first, last;
+constexpr int kMostSearching = 32;  // warps of a block
 
-  __device__ ChoicesOfExpert(const Routing& r, int64_t item)
-      : expert(item / r.groups / r.sequences),
-        sequence(item / r.groups % r.sequences),
-        group(item % r.groups),
-        first((sequence * r.tokens + r.first_of(group)) * r.choices),
-        last((sequence * r.tokens + r.first_of(group + 1)) * r.choices) {}
-  /// f(place in `choices`, choice, whether it is the expert's, number of the expert's before it), in all lanes; returns the number of
-  /// the expert's.
+/// The choices of one expert among those of a group: a block searches for them, each of its warps in a stretch.
+struct ChoicesOfExpert {
+  int64_t expert, sequence, group, first, begin, end;  ///< `first` of the group; [begin, end) of the warp
+
+  __device__ explicit ChoicesOfExpert(const Routing& r)
+      : expert(blockIdx.x / r.groups / r.sequences),
+        sequence(blockIdx.x / r.groups % r.sequences),
+        group(blockIdx.x % r.groups),
+        first((sequence * r.tokens + r.first_of(group)) * r.choices) {
+    const int64_t last = (sequence * r.tokens + r.first_of(group + 1)) * r.choices;
+    const int64_t stretch = (last - first + blockDim.x - 1) / blockDim.x * kWarp;
+    begin = first + stretch * (threadIdx.x / kWarp);
+    begin = begin < last ? begin : last;
+    end = begin + stretch < last ? begin + stretch : last;
+  }
+  /// f(place in `choices`, choice, whether it is the expert's, number of the expert's before it in the stretch), in all lanes; returns
+  /// the number of the expert's in the stretch.
   template <class F>
   __device__ int64_t each(const int64_t* choices, F f) const {
+    constexpr int kAtOnce = 4;  // loads in flight: a warp has many rounds, and little else to do
     const int lane = lane_of_thread();
     int64_t count = 0;
-    for (int64_t base = first; base < last; base += kWarp) {
-      const int64_t at = base + lane, choice = at < last ? choices[at] : expert + 1;
-      const bool mine = choice == expert;
-      const unsigned all = __ballot_sync(kFullWarp, mine);
-      if (at < last) f(at, choice, mine, count + __popc(all & ((1u << lane) - 1u)));
-      count += __popc(all);
+    for (int64_t base = begin; base < end; base += kAtOnce * kWarp) {
+      int64_t choice[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int64_t at = base + k * kWarp + lane;
+        choice[k] = choices[at < end ? at : end - 1];
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int64_t at = base + k * kWarp + lane;
+        const bool mine = at < end && choice[k] == expert;
+        const unsigned all = __ballot_sync(kFullWarp, mine);
+        if (at < end) f(at, choice[k], mine, count + __popc(all & ((1u << lane) - 1u)));
+        count += __popc(all);
+      }
     }
     return count;
+  }
+  /// The number of the expert's in the stretches before this warp's, and in the group. For all threads of the block at once.
+  struct Counts { int64_t before, all; };
+  __device__ Counts count(const int64_t* choices) const {
+    __shared__ int64_t of_warps[kMostSearching];
+    const int64_t own = each(choices, [](int64_t, int64_t, bool, int64_t) {});
+    const int warp = static_cast<int>(threadIdx.x) / kWarp;
+    if (lane_of_thread() == 0) of_warps[warp] = own;
+    __syncthreads();
+    Counts counts{0, 0};
+    for (int w = 0; w < static_cast<int>(blockDim.x) / kWarp; ++w) {
+      if (w < warp) counts.before += of_warps[w];
+      counts.all += of_warps[w];
+    }
+    return counts;
   }
 };
 
 /// counts[E, B, N]: at most `places` of each.
-__global__ void count_choices(Routing r, int64_t experts, int64_t places, const int64_t* choices, int32_t* counts) {
-  const int64_t item = item_of_warp();
-  if (item >= experts * r.sequences * r.groups) return;
-  const int64_t count = ChoicesOfExpert(r, item).each(choices, [](int64_t, int64_t, bool, int64_t) {});
-  if (lane_of_thread() == 0) counts[item] = static_cast<int32_t>(count < places ? count : places);
+__global__ void __launch_bounds__(kMostSearching * kWarp)
+count_choices(Routing r, int64_t places, const int64_t* choices, int32_t* counts) {
+  const int64_t count = ChoicesOfExpert(r).count(choices).all;
+  if (threadIdx.x == 0) counts[blockIdx.x] = static_cast<int32_t>(count < places ? count : places);
 }
 
 /// Limits the counts to the rows that parts have: one thread for each group of a part.
@@ -99,21 +130,22 @@ __global__ void fit_counts(Routing r, ExpertParts p, int32_t* counts) {
   }
 }
 
-__global__ void fill_rows(Routing r, ExpertParts p, const int64_t* choices, int32_t* slots, int32_t* sources, const int32_t* counts) {
-  const int64_t item = item_of_warp(), groups = r.sequences * r.groups;
-  if (item >= p.experts * groups) return;
-  const ChoicesOfExpert own(r, item);
-  const int64_t part = p.part_of(own.expert), count = counts[item];
-  int64_t begin = 0;
+__global__ void __launch_bounds__(kMostSearching * kWarp)
+fill_rows(Routing r, ExpertParts p, const int64_t* choices, int32_t* slots, int32_t* sources, const int32_t* counts) {
+  const ChoicesOfExpert own(r);
+  const int64_t groups = r.sequences * r.groups, item = blockIdx.x, part = p.part_of(own.expert), count = counts[item];
+  const int64_t before_stretch = own.count(choices).before;
+  int64_t begin = 0;  // of the expert's rows
   for (int64_t e = p.first_of(part); e < own.expert; ++e) begin += counts[e * groups + item % groups];
   own.each(choices, [&](int64_t at, int64_t choice, bool mine, int64_t before) {
     if (own.expert == 0 && (choice < 0 || choice >= p.experts)) slots[at] = -1;
     if (!mine) return;
-    slots[at] = before < count ? static_cast<int32_t>(part * r.room + begin + before) : -1;
-    if (before < count) sources[r.row(part, own.sequence, own.group, begin + before)] = static_cast<int32_t>(at - own.first);
+    const int64_t place = before_stretch + before;
+    slots[at] = place < count ? static_cast<int32_t>(part * r.room + begin + place) : -1;
+    if (place < count) sources[r.row(part, own.sequence, own.group, begin + place)] = static_cast<int32_t>(at - own.first);
   });
   if (own.expert + 1 < p.first_of(part + 1)) return;
-  for (int64_t row = begin + count + lane_of_thread(); row < r.room; row += kWarp)
+  for (int64_t row = begin + count + threadIdx.x; row < r.room; row += blockDim.x)
     sources[r.row(part, own.sequence, own.group, row)] = -1;
 }
 
@@ -150,21 +182,46 @@ template <class T>
 __global__ void return_rows(Routing r, Rows<const T> rows, bool weighted, Each<Compute<T>> weights,
                             Each<int32_t> slots, Rows<T> y) {
   using C = Compute<T>;
+  constexpr int kSize = Pack<T>::kSize, kAtOnce = 4;  // loads in flight
   const int64_t token = item_of_warp(), cols = y.cols;
   if (token >= r.sequences * r.tokens) return;
-  for (int64_t at = lane_of_thread() * Pack<T>::kSize; at < cols; at += kWarp * Pack<T>::kSize) {
-    C total[Pack<T>::kSize] = {};
-    for (int64_t c = token * r.choices; c < (token + 1) * r.choices; ++c) {
-      const int64_t slot = *slots[c];
-      if (!r.has(slot)) continue;
-      const C weight = weighted ? *weights[c] : C(1);
-      const Pack<T> pack = load_chunk(rows[r.row_at(c, slot)], at, cols);
+  const int lane = lane_of_thread();
+  // To find a choice's row takes divisions: each lane finds one, for all columns.
+  constexpr int64_t kNone = INT64_MIN;
+  int64_t place_of_lane = kNone;
+  C weight_of_lane = C(1);
+  const auto find = [&](int64_t first) {
+    const int64_t choice = token * r.choices + first + lane, slot = first + lane < r.choices ? *slots[choice] : -1;
+    const bool there = r.has(slot);
+    place_of_lane = there ? rows.at.offset(0, r.row_at(choice, slot)) : kNone;
+    weight_of_lane = there && weighted ? *weights[choice] : C(1);
+  };
+  find(0);
+  for (int64_t begin = 0; begin < cols; begin += kWarp * kSize) {
+    const int64_t at = begin + lane * kSize;
+    C total[kSize] = {};
+    for (int64_t c = 0; c < r.choices; c += kAtOnce) {
+      if (r.choices > kWarp && c % kWarp == 0) find(c);
+      const int first = static_cast<int>(c % kWarp);
+      int64_t place[kAtOnce];
+      uint4 raw[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < Pack<T>::kSize; ++i) total[i] += weight * convert_to<C>(pack.v[i]);
+      for (int k = 0; k < kAtOnce; ++k) {  // lanes past the last choice have no row
+        place[k] = __shfl_sync(kFullWarp, place_of_lane, first + k);
+        if (place[k] != kNone) raw[k] = load_raw(rows.data + place[k], at, cols);
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const C weight = __shfl_sync(kFullWarp, weight_of_lane, first + k);
+        if (place[k] == kNone) continue;
+        const Pack<T> pack = unpressed<T>(raw[k]);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) total[i] += weight * convert_to<C>(pack.v[i]);
+      }
     }
     Pack<T> out;
 #pragma unroll
-    for (int i = 0; i < Pack<T>::kSize; ++i) out.v[i] = element<T>(total[i]);
+    for (int i = 0; i < kSize; ++i) out.v[i] = element<T>(total[i]);
     store_chunk(y[token], at, cols, out);
   }
 }
@@ -220,8 +277,10 @@ void route(const Stream& stream, const View& choices, int64_t places, const View
   const Routing r = Routing::of(slots, sources, 0);
   const ExpertParts p{counts.shape[0], r.parts};
   const auto* const choice = choices.as<const int64_t>();
-  const LaunchShape each = warps_for(counts.numel());
-  launch(who, stream, each, count_choices, r, p.experts, std::min(places, r.room), choice, counts.as<int32_t>());
+  constexpr int64_t kLeast = 128;  // choices of a warp
+  const int64_t searching = std::clamp<int64_t>(blocks_for(r.tokens * r.choices, r.groups * kLeast), 1, kMostSearching);
+  const LaunchShape each{.blocks = counts.numel(), .threads = static_cast<int>(searching) * kWarp};
+  launch(who, stream, each, count_choices, r, std::min(places, r.room), choice, counts.as<int32_t>());
   if (p.parts != p.experts)
     launch(who, stream, {.blocks = blocks_for(r.parts * r.sequences * r.groups, kThreads), .threads = kThreads}, fit_counts, r, p,
            counts.as<int32_t>());

@@ -52,22 +52,46 @@ struct Slots {
   }
 };
 
-template <class T, class C, int K>
-__device__ void load_group(const void* from, int64_t at, C (&x)[K]) {
-  const auto group = *reinterpret_cast<const Group<T, K>*>(static_cast<const T*>(from) + at);
-#pragma unroll
-  for (int k = 0; k < K; ++k) x[k] = convert_to<C>(group.v[k]);
-}
+/// K elements of an operand on their way, as words: converted where it is loaded, each operand would be waited for before the next.
 template <class C, int K>
-__device__ void load(DType dtype, const void* from, int64_t at, bool wide, C (&x)[K]) {
-  if constexpr (K > 1) {
-    if (wide && dtype == kF32) return load_group<float>(from, at, x);
-    if (wide && dtype == kBF16) return load_group<bf16>(from, at, x);
-    if (wide && dtype == kF16) return load_group<f16>(from, at, x);
-  }
+struct Loaded {
+  static constexpr int kWords = K * static_cast<int>(sizeof(C)) / 4;
+  Group<unsigned, kWords> words;
+
+  template <class T>
+  __device__ void load_group(const void* from, int64_t at) {
+    using Words = Group<unsigned, K * static_cast<int>(sizeof(T)) / 4>;
+    const Words group = *reinterpret_cast<const Words*>(static_cast<const T*>(from) + at);
 #pragma unroll
-  for (int k = 0; k < K; ++k) x[k] = k == 0 || wide ? load_any<C>(dtype, from, at + k) : x[0];
-}
+    for (int k = 0; k < static_cast<int>(sizeof(Words)) / 4; ++k) words.v[k] = group.v[k];
+  }
+  __device__ void load(DType dtype, const void* from, int64_t at, bool wide) {
+    if constexpr (K > 1) {
+      if (wide && dtype == kF32) return load_group<float>(from, at);
+      if (wide && (dtype == kBF16 || dtype == kF16)) return load_group<bf16>(from, at);
+    }
+    C x[K];
+#pragma unroll
+    for (int k = 0; k < K; ++k) x[k] = k == 0 || wide ? load_any<C>(dtype, from, at + k) : x[0];
+    memcpy(&words, x, sizeof x);
+  }
+  template <class T>
+  __device__ void narrow_values(C (&x)[K]) const {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      T half;
+      half.bits = static_cast<uint16_t>(words.v[k / 2] >> (k % 2 * 16));
+      x[k] = convert_to<C>(half);
+    }
+  }
+  __device__ void values(DType dtype, bool wide, C (&x)[K]) const {
+    if constexpr (K > 1) {
+      if (wide && dtype == kBF16) return narrow_values<bf16>(x);
+      if (wide && dtype == kF16) return narrow_values<f16>(x);
+    }
+    memcpy(x, &words, sizeof x);
+  }
+};
 
 template <class T, class C, int K>
 __device__ void store_group(void* to, int64_t at, const C (&x)[K]) {
@@ -143,16 +167,20 @@ __global__ void run_code(SHEAF_GRID_CONSTANT FusedCode code, SHEAF_GRID_CONSTANT
   };
   constexpr int kAtOnce = 4;  // loads in flight together
   for (int first = 0; first < code.num_inputs; first += kAtOnce) {
-    C x[kAtOnce][K];
+    Loaded<C, K> loaded[kAtOnce];
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       const int operand = FusedCode::kMaxOutputs + first + j;
-      if (first + j < code.num_inputs)
-        load(at.dtype[operand], at.data[operand], offset(operand), (at.wide >> operand & 1) != 0, x[j]);
+      if (first + j < code.num_inputs) loaded[j].load(at.dtype[operand], at.data[operand], offset(operand), (at.wide >> operand & 1) != 0);
     }
 #pragma unroll
-    for (int j = 0; j < kAtOnce; ++j)
-      if (first + j < code.num_inputs) kept.put(slots.of[first + j], x[j]);
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int operand = FusedCode::kMaxOutputs + first + j;
+      if (first + j >= code.num_inputs) continue;
+      C x[K];
+      loaded[j].values(at.dtype[operand], (at.wide >> operand & 1) != 0, x);
+      kept.put(slots.of[first + j], x);
+    }
   }
   const auto value = [&](int number, C (&x)[K]) {
     if (number < FusedCode::kFirstConstant || number >= FusedCode::kFirstStep) return kept.get(slots.of[number], x);

@@ -22,15 +22,18 @@ __global__ void sum_blocks(Rows<const T> rows, Compute<T>* sums) {
     const int count =
         rows.count - first < kBlockRows ? static_cast<int>(rows.count - first) : kBlockRows;
     C sum[kColumns] = {};
-#pragma unroll 8
-    for (int r = 0; r < count; ++r) {
-      const T* row = rows[first + r] + at;
-      if constexpr (kColumns == 1) {
-        sum[0] += convert_to<C>(row[0]);
-      } else {
-        const Pack<T> pack = load_pack(row);
-        for (int k = 0; k < kColumns; ++k) sum[k] += convert_to<C>(pack.v[k]);
-      }
+    constexpr int kAtOnce = 8;  // loads in flight: past the end, once more of the last row, without a branch
+    for (int r = 0; r < count; r += kAtOnce) {
+      const T* row[kAtOnce];
+      Group<T, kColumns> piece[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) row[k] = rows[first + (r + k < count ? r + k : count - 1)] + at;
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) piece[k] = *reinterpret_cast<const Group<T, kColumns>*>(row[k]);
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k)
+        if (r + k < count)
+          for (int j = 0; j < kColumns; ++j) sum[j] += convert_to<C>(piece[k].v[j]);
     }
     for (int k = 0; k < kColumns; ++k) sums[block * rows.cols + at + k] = sum[k];
   }

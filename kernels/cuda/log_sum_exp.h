@@ -51,16 +51,20 @@ class LogSumExp {
     else
       take(packs, [&](int u, int k) { return u * step + k < left; });
   }
-  /// Adds this thread's packs of a row of n elements; load(at) returns the one at column `at`.
+  /// Adds this thread's packs of a row of n elements; load(at) returns the one at column `at`, as words: narrow elements would be
+  /// waited for, to be taken apart.
   template <class Load>
   __device__ void add_row(int64_t n, Load load) {
     constexpr int kSize = Pack<T>::kSize;
     const int step = static_cast<int>(blockDim.x) * kSize;
     for (int64_t first = threadIdx.x * kSize; first < n; first += kLogSumExpBatch * step) {
-      Pack<T> packs[kLogSumExpBatch];
+      uint4 raw[kLogSumExpBatch];
 #pragma unroll
       for (int u = 0; u < kLogSumExpBatch; ++u)
-        if (first + u * step < n) packs[u] = load(first + u * step);
+        if (first + u * step < n) raw[u] = load(first + u * step);
+      Pack<T> packs[kLogSumExpBatch];
+#pragma unroll
+      for (int u = 0; u < kLogSumExpBatch; ++u) packs[u] = unpressed<T>(raw[u]);
       add(packs, step, static_cast<int>(std::min<int64_t>(n - first, INT32_MAX)));
     }
   }

@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kLogSumExpThreads, 2)
   }
   const C* const x = logits + row * pitch;
   LogSumExp<C> seen;
-  seen.add_row(n, [&](int64_t at) { return load_pack(x + at); });
+  seen.add_row(n, [&](int64_t at) { return *reinterpret_cast<const uint4*>(x + at); });
   const C total = seen.over_block(scratch);
   if (threadIdx.x != 0) return;
   lse[row] = total;

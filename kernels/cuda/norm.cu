@@ -48,27 +48,28 @@ __global__ void __launch_bounds__(kMostThreads, 2) norm_forward(Forward<T> f) {
   C sum = C(0);  // of x, or of its squares if there is no mean
   constexpr int kAtOnce = kAdds ? kBatch / 2 : kBatch;
   for (int64_t first = thread; first < chunks; first += kAtOnce * f.row_threads) {
-    Pack<T> packs[kAtOnce], addends[kAtOnce];
+    uint4 raw[kAtOnce], addends[kAtOnce];  // a load of narrow elements would be waited for, to divide it into them
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u)
       if (const int64_t c = first + u * f.row_threads; c < chunks) {
-        packs[u] = load_chunk(in, c * kSize, width);
-        if (kAdds) addends[u] = load_chunk(more, c * kSize, width);
+        raw[u] = load_raw(in, c * kSize, width);
+        if (kAdds) addends[u] = load_raw(more, c * kSize, width);
       }
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
       const int64_t c = first + u * f.row_threads;
       if (c >= chunks) break;
-      if (kAdds) {
-#pragma unroll
-        for (int k = 0; k < kSize; ++k)
-          packs[u].v[k] = element<T>(convert_to<C>(packs[u].v[k]) + convert_to<C>(addends[u].v[k]));
-        store_chunk(total, c * kSize, width, packs[u]);
-      }
-      if (f.kept) kept[c] = packs[u];
+      Pack<T> pack;
 #pragma unroll
       for (int k = 0; k < kSize; ++k) {
-        const C x = convert_to<C>(packs[u].v[k]);  // zeros past the end
+        pack.v[k] = element_of<T>(raw[u], k);
+        if (kAdds) pack.v[k] = element<T>(convert_to<C>(pack.v[k]) + convert_to<C>(element_of<T>(addends[u], k)));
+      }
+      if (kAdds) store_chunk(total, c * kSize, width, pack);
+      if (f.kept) kept[c] = pack;
+#pragma unroll
+      for (int k = 0; k < kSize; ++k) {
+        const C x = convert_to<C>(pack.v[k]);  // zeros past the end
         sum += f.mean ? x : x * x;
       }
     }

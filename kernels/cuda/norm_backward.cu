@@ -55,6 +55,7 @@ __global__ void __launch_bounds__(kRowThreads, blocks_at_once(kPacks))
   // As raw words: elements of 2 bytes would take a register each.
   uint4 weight[kPacks], dy[kPacks], x[kPacks], dsum[kPacks];  // dsum only with kAdds
   uint4 next_dy[kPacks], next_x[kPacks], next_dsum[kPacks];
+  C next_scale = C(0), next_centre = C(0);
   C dweight[kPacks][kSize] = {}, dbias[kPacks][kSize] = {};
   const auto column = [&](int p) { return (p * b.row_threads + thread) * kSize; };
   const auto load_next = [&](int64_t row) {
@@ -65,6 +66,8 @@ __global__ void __launch_bounds__(kRowThreads, blocks_at_once(kPacks))
       next_x[p] = load_raw(from_x, column(p), width);
       if (kAdds) next_dsum[p] = load_raw(from_dsum, column(p), width);
     }
+    next_scale = *b.rstd[row];  // in time, too: else the row would wait for it, and for all loads before it
+    if (b.has_mean) next_centre = *b.mean[row];
   };
   if (b.weight)
 #pragma unroll
@@ -78,8 +81,8 @@ __global__ void __launch_bounds__(kRowThreads, blocks_at_once(kPacks))
       dy[p] = next_dy[p], x[p] = next_x[p];
       if (kAdds) dsum[p] = next_dsum[p];
     }
+    const C scale = next_scale, centre = next_centre;
     if (kAhead && row + b.sets < b.x.count) load_next(row + b.sets);
-    const C scale = *b.rstd[row], centre = b.has_mean ? *b.mean[row] : C(0);
     const auto xhat_of = [&](int p, int k) {
       return (convert_to<C>(element_of<T>(x[p], k)) - centre) * scale;
     };

@@ -139,6 +139,20 @@ __device__ inline void store_global_pack(T* to, const Pack<T>& pack) {
   store_pack(to, pack);
 #endif
 }
+/// A pack as it is kept in registers until it is used. As separate elements, narrow ones would take a register each; and if it is loaded
+/// on one of two branches, each load would be waited for at once, to divide it into them.
+template <class T>
+__device__ inline uint4 pressed(const Pack<T>& pack) {
+  uint4 raw;
+  memcpy(&raw, &pack, sizeof raw);
+  return raw;
+}
+template <class T>
+__device__ inline Pack<T> unpressed(const uint4& raw) {
+  Pack<T> out;
+  memcpy(static_cast<void*>(&out), &raw, sizeof raw);
+  return out;
+}
 inline bool aligned16(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
 /// Neighbours that are read and written together, 16 bytes at a time.

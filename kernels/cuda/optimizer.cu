@@ -30,9 +30,9 @@ struct Shard {
   const Segment* segments;
   int64_t count;
   Scalars scalars;
-  Scalars clip_scale;  // replaces one of them, unless null
+  Scalars clip_scale;        // replaces one of them, unless null
   const int32_t* found_inf;  // if set, no step; null: not set
-  bool vectors;        // all arrays are aligned for whole vectors
+  bool vectors;              // all arrays are aligned for whole vectors
 };
 
 // The order of operations is guaranteed by the header; the file is compiled with -fmad=false -ftz=true.
@@ -87,12 +87,24 @@ struct alignas(sizeof(T) * kSize < 16 ? sizeof(T) * kSize : 16) Vector {
   T v[kSize];
 };
 
+/// As they are loaded: narrow elements would be waited for at once, to be taken apart.
 template <class T, int kSize>
-__device__ Vector<T, kSize> load(const T* from, int count, bool whole) {
-  Vector<T, kSize> out;
-  if (whole) return *reinterpret_cast<const Vector<T, kSize>*>(from);
+using Words = Vector<unsigned, static_cast<int>(sizeof(T)) * kSize / 4>;
+
+template <class T, int kSize>
+__device__ Words<T, kSize> load(const T* from, int count, bool whole) {
+  if (whole) return *reinterpret_cast<const Words<T, kSize>*>(from);
+  Vector<T, kSize> part;
 #pragma unroll
-  for (int k = 0; k < kSize; ++k) out.v[k] = k < count ? from[k] : T{};
+  for (int k = 0; k < kSize; ++k) part.v[k] = k < count ? from[k] : T{};
+  Words<T, kSize> out;
+  memcpy(&out, &part, sizeof out);
+  return out;
+}
+template <class T, int kSize>
+__device__ Vector<T, kSize> elements_of(const Words<T, kSize>& words) {
+  Vector<T, kSize> out;
+  memcpy(static_cast<void*>(&out), &words, sizeof out);
   return out;
 }
 template <class T, int kSize>
@@ -143,17 +155,17 @@ __global__ void __launch_bounds__(kThreads) step(Rule rule, Shard<Rule::kStates>
   const G* const grad = static_cast<const G*>(shard.grad);
 
   // The arrays are loaded while the segments are searched for.
-  Vector<C, kSize> p[kVectors];
-  Vector<S, kSize> state[kVectors][kStates > 0 ? kStates : 1];
-  Vector<G, kSize> g[kVectors];
+  Words<C, kSize> param_words[kVectors];
+  Words<S, kSize> state_words[kVectors][kStates > 0 ? kStates : 1];
+  Words<G, kSize> grad_words[kVectors];
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     const int64_t i = begin + (int64_t{j} * kThreads + threadIdx.x) * kSize;
     const int count = i > last ? 0 : static_cast<int>(std::min(last - i + 1, int64_t{kSize}));
     const bool whole = shard.vectors && count == kSize;
-    p[j] = load<C, kSize>(param + i, count, whole), g[j] = load<G, kSize>(grad + i, count, whole);
+    param_words[j] = load<C, kSize>(param + i, count, whole), grad_words[j] = load<G, kSize>(grad + i, count, whole);
     for (int k = 0; k < kStates; ++k)
-      state[j][k] = load<S, kSize>(static_cast<const S*>(shard.state[k]) + i, count, whole);
+      state_words[j][k] = load<S, kSize>(static_cast<const S*>(shard.state[k]) + i, count, whole);
   }
 
   __shared__ int64_t first_and_last[2];  // segments of this block's elements
@@ -172,6 +184,10 @@ __global__ void __launch_bounds__(kThreads) step(Rule rule, Shard<Rule::kStates>
     const int64_t i = begin + (int64_t{j} * kThreads + threadIdx.x) * kSize;
     if (i > last) return;
     const int count = static_cast<int>(std::min(last - i + 1, int64_t{kSize}));
+    Vector<C, kSize> p = elements_of<C, kSize>(param_words[j]);
+    const Vector<G, kSize> g = elements_of<G, kSize>(grad_words[j]);
+    Vector<S, kSize> state[kStates > 0 ? kStates : 1];
+    for (int n = 0; n < kStates; ++n) state[n] = elements_of<S, kSize>(state_words[j][n]);
     int64_t segment = find_segment(shard.segments, first_and_last[0], first_and_last[1], i) - 1;
     int64_t from = 0, to = i;
     Rates<C> rates{};
@@ -188,22 +204,22 @@ __global__ void __launch_bounds__(kThreads) step(Rule rule, Shard<Rule::kStates>
                  s[Rule::kDecay] * static_cast<C>(at.weight_decay)};
       }
       if (i + k < from || k >= count) continue;  // padding
-      const C gradient = convert_to<C>(g[j].v[k]);
+      const C gradient = convert_to<C>(g.v[k]);
       C own[kStates > 0 ? kStates : 1];
-      for (int n = 0; n < kStates; ++n) own[n] = convert_to<C>(state[j][n].v[k]);
+      for (int n = 0; n < kStates; ++n) own[n] = convert_to<C>(state[n].v[k]);
       uint32_t noise = 0;
       if constexpr (kStates > 0 && kRounds<S, C>)
-        noise = noise_of(__float_as_uint(p[j].v[k]), __float_as_uint(own[0]),
+        noise = noise_of(__float_as_uint(p.v[k]), __float_as_uint(own[0]),
                          __float_as_uint(s[Rule::kClip] * gradient), key);
-      Rule::update(rule, s, rates, gradient, p[j].v[k], own);
-      for (int n = 0; n < kStates; ++n) state[j][n].v[k] = at_rest<S>(own[n], noise >> (16 * n));
+      Rule::update(rule, s, rates, gradient, p.v[k], own);
+      for (int n = 0; n < kStates; ++n) state[n].v[k] = at_rest<S>(own[n], noise >> (16 * n));
       changed = true;
     }
     if (!changed) continue;
     const bool whole = shard.vectors && count == kSize;
-    store<C, kSize>(param + i, p[j], count, whole);
+    store<C, kSize>(param + i, p, count, whole);
     for (int n = 0; n < kStates; ++n)
-      store<S, kSize>(static_cast<S*>(shard.state[n]) + i, state[j][n], count, whole);
+      store<S, kSize>(static_cast<S*>(shard.state[n]) + i, state[n], count, whole);
   }
 }
 

@@ -300,7 +300,11 @@ class DeviceProducts {
                                Workspace workspace) {
     check_can_be_timed(stream, p);
     const ProductShape& s = p.shape;
-    std::unique_ptr<void, void (*)(void*)> trial(nullptr, cuda::free);
+    const auto free_after_use = [&stream](void* memory) {  // the fill at least, if every candidate is refused
+      cudaStreamSynchronize(static_cast<cudaStream_t>(stream.handle));
+      cuda::free(memory);
+    };
+    std::unique_ptr<void, decltype(free_after_use)> trial(nullptr, free_after_use);
     if (s.accumulate) {  // adding several times would corrupt the result
       const int64_t cells = (s.batches - 1) * s.stride_d + (s.n - 1) * s.ld_d + s.m;
       const size_t bytes = static_cast<size_t>(cells) * size_of(s.out);

@@ -116,7 +116,7 @@ template <class T>
 struct HeldSource {
   using C = Compute<T>;
   static constexpr int kRun = Pack<T>::kSize, kRuns = kPerLane / kRun;
-  C x[kPerLane];
+  uint4 held[kRuns];  // as narrow elements, each would be waited for before the next is loaded
   int first, stride, count;
 
   __device__ void open(const Plan& plan, int64_t base, int64_t begin, int lane, int n) {
@@ -128,13 +128,12 @@ struct HeldSource {
       const int at = j * stride + first;
       if (j * stride >= count) break;
       if (plan.packs && at + kRun <= count) {
-        const Pack<T> pack = load_pack(from + at);
-#pragma unroll
-        for (int k = 0; k < kRun; ++k) x[j * kRun + k] = convert_to<C>(pack.v[k]);
+        held[j] = *reinterpret_cast<const uint4*>(from + at);
       } else {
+        Pack<T> pack;
 #pragma unroll
-        for (int k = 0; k < kRun; ++k)
-          x[j * kRun + k] = at + k < count ? convert_to<C>(from[(at + k) * apart]) : C(0);
+        for (int k = 0; k < kRun; ++k) pack.v[k] = at + k < count ? from[(at + k) * apart] : T{};
+        held[j] = pressed(pack);
       }
     }
   }
@@ -144,9 +143,10 @@ struct HeldSource {
 #pragma unroll
     for (int j = 0; j < kRuns; ++j) {
       if (j * stride >= count) break;
+      const Pack<T> pack = unpressed<T>(held[j]);
 #pragma unroll
       for (int k = 0; k < kRun; ++k)
-        if (j * stride + first + k < count) f(x[j * kRun + k], j * stride + first + k);
+        if (j * stride + first + k < count) f(convert_to<C>(pack.v[k]), j * stride + first + k);
     }
   }
 };

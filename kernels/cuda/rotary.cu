@@ -65,7 +65,8 @@ __global__ void __launch_bounds__(kThreads) rotate(Rotation<T> r) {
       T* y = r.y + b * r.yb + (first + t) * r.yt + h * r.yh + kept;
       const int from[] = {kNeighbours ? 2 * at : at, kNeighbours ? 2 * at + kSize : r.half + at},
                 end[] = {kNeighbours ? 2 * r.half : r.half, 2 * r.half};
-      Pack<T> packs[] = {load_chunk(x, from[0], end[0]), load_chunk(x, from[1], end[1])};
+      const uint4 raw[] = {load_raw(x, from[0], end[0]), load_raw(x, from[1], end[1])};
+      Pack<T> packs[] = {unpressed<T>(raw[0]), unpressed<T>(raw[1])};
       const C *c = cosine + t * r.half + at, *s = sine + t * r.half + at;
 #pragma unroll
       for (int k = 0; k < kSize; ++k) {

@@ -63,13 +63,20 @@ __device__ inline Pack<T> load_chunk(const T* row, int64_t at, int64_t n) {
   return out;
 }
 
+/// Like load_chunk, but whole pieces are never handled as elements, which would take a register each.
+template <class T>
+__device__ inline uint4 load_raw(const T* row, int64_t at, int64_t n) {
+  if (at + Pack<T>::kSize <= n && reinterpret_cast<uintptr_t>(row + at) % 16 == 0)
+    return *reinterpret_cast<const uint4*>(row + at);
+  return pressed(load_chunk(row, at, n));
+}
 /// The same for rows that may begin anywhere: inside the row, the two aligned pieces around the required one are read and shifted.
 template <class T>
-__device__ inline Pack<T> load_shifted_chunk(const T* row, int64_t at, int64_t n) {
+__device__ inline uint4 load_raw_shifted(const T* row, int64_t at, int64_t n) {
   constexpr int kSize = Pack<T>::kSize;
   const auto past = static_cast<unsigned>(reinterpret_cast<uintptr_t>(row + at) % 16);
   const T* from = row + at - past / sizeof(T);
-  if (past == 0 || from < row || from + 2 * kSize > row + n) return load_chunk(row, at, n);
+  if (past == 0 || from < row || from + 2 * kSize > row + n) return load_raw(row, at, n);
   const uint4 low = *reinterpret_cast<const uint4*>(from),
               high = *reinterpret_cast<const uint4*>(from + kSize);
   unsigned w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -79,26 +86,16 @@ __device__ inline Pack<T> load_shifted_chunk(const T* row, int64_t at, int64_t n
     for (int i = 0; i < 5; ++i) w[i] = w[i + 1];
   if (past & 2)
     for (int i = 0; i < 4; ++i) w[i] = w[i] >> 16 | w[i + 1] << 16;
-  Pack<T> out;
-  memcpy(static_cast<void*>(&out), w, 16);
-  return out;
+  return {w[0], w[1], w[2], w[3]};
+}
+template <class T>
+__device__ inline Pack<T> load_shifted_chunk(const T* row, int64_t at, int64_t n) {
+  return unpressed<T>(load_raw_shifted(row, at, n));
 }
 
-/// Like load_chunk, but whole pieces are never handled as elements, which would take a register each.
-template <class T>
-__device__ inline uint4 load_raw(const T* row, int64_t at, int64_t n) {
-  if (at + Pack<T>::kSize <= n && reinterpret_cast<uintptr_t>(row + at) % 16 == 0)
-    return *reinterpret_cast<const uint4*>(row + at);
-  const Pack<T> pack = load_chunk(row, at, n);
-  uint4 out;
-  memcpy(&out, &pack, sizeof out);
-  return out;
-}
 template <class T>
 __device__ inline T element_of(const uint4& raw, int k) {
-  Pack<T> pack;
-  memcpy(static_cast<void*>(&pack), &raw, sizeof raw);
-  return pack.v[k];
+  return unpressed<T>(raw).v[k];
 }
 
 /// Stores the part of the pack that is before the row's end.

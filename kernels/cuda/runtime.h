@@ -31,6 +31,7 @@ void use_device(int device);
 /// Memory of the current device, 256-byte aligned; throws OutOfMemory with the free and the total
 /// size.
 void* allocate(size_t bytes);
+/// No work may use it any more: CUDA does not promise to wait for kernels that do.
 void free(void* memory);
 
 /// A range of device addresses that grows: `reserve` takes only addresses, `map` backs the next `bytes` of them

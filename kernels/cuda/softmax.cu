@@ -93,19 +93,6 @@ __device__ Pack<T> load_part(const T* from, int count, bool packs, T none) {
   for (int k = 0; k < Pack<T>::kSize; ++k) out.v[k] = k < count ? from[k] : none;
   return out;
 }
-/// A pack as it is kept in registers: as separate elements, narrow ones would take one register each.
-template <class T>
-__device__ uint4 pressed(const Pack<T>& pack) {
-  uint4 raw;
-  memcpy(&raw, &pack, sizeof raw);
-  return raw;
-}
-template <class T>
-__device__ Pack<T> unpressed(const uint4& raw) {
-  Pack<T> out;
-  memcpy(static_cast<void*>(&out), &raw, sizeof raw);
-  return out;
-}
 template <class T>
 __device__ uint4 load_pressed(const T* from, int count, bool packs, T none) {
   if (packs && count == Pack<T>::kSize) return *reinterpret_cast<const uint4*>(from);
@@ -179,6 +166,19 @@ __global__ void __launch_bounds__(kMaxTeam) forward(Walk<2> walk, RowForm row, b
   }
 }
 
+/// use(at, load(at)) for a thread's packs of a long row; kAtOnce are loaded at once.
+template <int kAtOnce, class Load, class Use>
+__device__ void for_packs(int64_t first, int64_t step, int64_t cols, Load load, Use use) {
+  for (int64_t at = first; at < cols; at += kAtOnce * step) {
+    decltype(load(at)) raw[kAtOnce];
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) raw[u] = load(at + u * step);
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u)
+      if (at + u * step < cols) use(at + u * step, raw[u]);
+  }
+}
+
 /// A block per row, which is read twice: the first time for both its maximum and the sum of its exponentials.
 template <class T>
 __global__ void __launch_bounds__(kMaxTeam) forward_long(Walk<2> walk, RowForm row, bool log) {
@@ -191,10 +191,9 @@ __global__ void __launch_bounds__(kMaxTeam) forward_long(Walk<2> walk, RowForm r
   const C lowest = -infinity<C>();
 
   C most = lowest, sum = 0;  // of what this thread has read
-#pragma unroll 4
-  for (int64_t at = first; at < row.cols; at += step) {
-    const Pack<T> pack =
-        load_part(in + at, count_at<T>(at, row.cols), row.packs, element<T>(lowest));
+  for_packs<4>(first, step, row.cols, [&](int64_t at) { return load_pressed(in + at, count_at<T>(at, row.cols), row.packs, element<T>(lowest)); },
+            [&](int64_t, const uint4& raw) {
+    const Pack<T> pack = unpressed<T>(raw);
     C top = most;
 #pragma unroll
     for (int k = 0; k < Pack<T>::kSize; ++k) top = Max()(top, convert_to<C>(pack.v[k]));
@@ -204,18 +203,16 @@ __global__ void __launch_bounds__(kMaxTeam) forward_long(Walk<2> walk, RowForm r
       const C x = convert_to<C>(pack.v[k]);
       if (most > lowest || x != x) sum += exp_for<T>(x - most);
     }
-  }
+  });
   const C mine = most;
   most = reduce_team(mine, row.team, lowest, parts[0], Max());
   if (mine < most) sum *= exp_for<T>(mine - most);
   sum = reduce_team(sum, row.team, C(0), parts[1], Add());
 
-#pragma unroll 4
-  for (int64_t at = first; at < row.cols; at += step) {
-    const int count = count_at<T>(at, row.cols);
-    const Pack<T> pack = load_part(in + at, count, row.packs, element<T>(lowest));
-    store_part(out + at, outputs<T>(pack, most, sum, log), count, row.packs);
-  }
+  for_packs<4>(first, step, row.cols, [&](int64_t at) { return load_pressed(in + at, count_at<T>(at, row.cols), row.packs, element<T>(lowest)); },
+            [&](int64_t at, const uint4& raw) {
+    store_part(out + at, outputs<T>(unpressed<T>(raw), most, sum, log), count_at<T>(at, row.cols), row.packs);
+  });
 }
 
 /// A pack's contribution to the row's sum: y dy, or dy alone for the logarithm.
@@ -285,24 +282,21 @@ __global__ void __launch_bounds__(kMaxTeam) backward_long(Walk<3> walk, RowForm 
   const T *y = place.of<T>(walk, 1), *dy = place.of<T>(walk, 2);
   T* out = place.of<T>(walk, 0);
   const int64_t step = int64_t{row.team} * Pack<T>::kSize, first = place.lane * Pack<T>::kSize;
-  const T none = element<T>(C(0));
+  struct Two {
+    uint4 y, dy;
+  };
+  const auto load = [&](int64_t at) {
+    const int count = count_at<T>(at, row.cols);
+    const T none = element<T>(C(0));
+    return Two{load_pressed(y + at, count, row.packs, none), load_pressed(dy + at, count, row.packs, none)};
+  };
 
   C sum = 0;
-#pragma unroll 2
-  for (int64_t at = first; at < row.cols; at += step) {
-    const int count = count_at<T>(at, row.cols);
-    sum += weight(load_part(y + at, count, row.packs, none),
-                  load_part(dy + at, count, row.packs, none), log);
-  }
+  for_packs<2>(first, step, row.cols, load, [&](int64_t, const Two& raw) { sum += weight(unpressed<T>(raw.y), unpressed<T>(raw.dy), log); });
   sum = reduce_team(sum, row.team, C(0), parts, Add());
-#pragma unroll 2
-  for (int64_t at = first; at < row.cols; at += step) {
-    const int count = count_at<T>(at, row.cols);
-    store_part(out + at,
-               gradients(load_part(y + at, count, row.packs, none),
-                         load_part(dy + at, count, row.packs, none), sum, log),
-               count, row.packs);
-  }
+  for_packs<2>(first, step, row.cols, load, [&](int64_t at, const Two& raw) {
+    store_part(out + at, gradients(unpressed<T>(raw.y), unpressed<T>(raw.dy), sum, log), count_at<T>(at, row.cols), row.packs);
+  });
 }
 
 /// Threads for a row of `packs`, of which a thread can hold `held`: depends on the width alone.

@@ -123,13 +123,14 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   for (int64_t begin = (int64_t{blockIdx.x} * kWarps + warp) * kTile; begin < numel;
        begin += step) {
     uint4 raw[kPacks];
-    const bool whole = packs && numel - begin >= kTile;
+    const T* from = x + begin + lane * kSize;
+    if (packs && numel - begin >= kTile) {  // around the loop: else each load would be waited for
 #pragma unroll
-    for (int j = 0; j < kPacks; ++j) {
-      const int64_t at = begin + (j * kWarp + lane) * kSize;
-      if (whole) {
-        raw[j] = *reinterpret_cast<const uint4*>(x + at);
-      } else {
+      for (int j = 0; j < kPacks; ++j) raw[j] = *reinterpret_cast<const uint4*>(from + j * kWarp * kSize);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kPacks; ++j) {
+        const int64_t at = begin + (j * kWarp + lane) * kSize;
         Pack<T> pack;
 #pragma unroll
         for (int k = 0; k < kSize; ++k) pack.v[k] = at + k < numel ? x[at + k] : T{};

@@ -245,7 +245,8 @@ TEST(ExpertLinear, OfExpertsInParts) {
 TEST(ExpertLinear, CountsOfMoreThanThereIs) {
   const int64_t room = 40, in = 20, out = 35;
   const Array many = Array::of(kI32, {3, 2}, {30, 0, 500, 20, 7, 1 << 30}), fit = Array::of(kI32, {3, 2}, {30, 0, 10, 20, 0, 20});
-  const Array x = Array::random(kF32, {1, 2, room, in}, 1), dy = Array::random(kF32, {1, 2, room, out}, 2), weight = Array::random(kF32, {3, out, in}, 3);
+  const Array x = Array::random(kF32, {1, 2, room, in}, 1), dy = Array::random(kF32, {1, 2, room, out}, 2),
+              weight = Array::random(kF32, {3, out, in}, 3);
   const auto results = [&](const Array& counts) {
     const Array y(kF32, {1, 2, room, out}), dweight(kF32, {3, out, in}), dbias(kF32, {3, out});
     expert_linear(x, weight, View{}, counts, y, Scratch(expert_linear_workspace(x, weight, View{}, counts, y)));

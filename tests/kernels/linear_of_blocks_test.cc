@@ -36,7 +36,8 @@ TEST(LinearOfBlocks, HasTheBitsOfDequantizeAndLinear) {
             for (const View& b : {bias.view(), View{}}) {
               Array y(dtype, {rows, outputs}), want(dtype, {rows, outputs});
               linear(x, values, b, want, Scratch(linear_workspace(x, values, b, want)));
-              linear_of_blocks(x, blocks, format, b, y, Scratch(linear_of_blocks_workspace(without_data(x), without_data(blocks), format, b, without_data(y))));
+              linear_of_blocks(x, blocks, format, b, y,
+                               Scratch(linear_of_blocks_workspace(without_data(x), without_data(blocks), format, b, without_data(y))));
               ASSERT_EQ(std::memcmp(y.view().data, want.view().data, y.bytes()), 0)
                   << name(format) << " " << name(dtype) << " " << rows << " x " << inputs << " x " << outputs << (b.rank() ? " bias" : "");
             }

@@ -1,5 +1,7 @@
 #include "sheaf/kernels/rotary.h"
 
+#include <functional>
+
 #include <gmock/gmock.h>
 
 #include "sheaf/tests/kernels/array.h"
@@ -89,6 +91,27 @@ TEST(Rotary, ScaledFrequenciesMatchTheDefinition) {
       }
 }
 
+// EXPECTs heads of 16 elements to be turned by these frequencies, and back by the inverse; the amplitude counts both times.
+void expect_turns(const RotaryScaling& scaling, const std::function<double(int64_t)>& frequency) {
+  for (DType d : {kF32, kF64, kBF16})
+    for (int64_t first : {0, 61, 100000}) {
+      const Shape shape{2, 70, 2, 16};
+      const Array x = Array::random(d, shape, 1);
+      std::vector<double> want(shape.numel()), twice(shape.numel());
+      for (int64_t row = 0; row < shape.numel() / 16; ++row)
+        for (int64_t i = 0; i < 8; ++i) {
+          const double angle = static_cast<double>(first + row / 2 % 70) * frequency(i);
+          const double a = x.at(row * 16 + i), b = x.at(row * 16 + 8 + i), c = scaling.amplitude;
+          want[row * 16 + i] = c * (a * std::cos(angle) - b * std::sin(angle));
+          want[row * 16 + 8 + i] = c * (b * std::cos(angle) + a * std::sin(angle));
+          twice[row * 16 + i] = c * c * a, twice[row * 16 + 8 + i] = c * c * b;
+        }
+      const Array y = rotate(x, first, false, scaling);
+      EXPECT_LT(scaled_error(y, want), d == kF64 ? 1e-10 : 2 * epsilon(d)) << name(d) << first;
+      EXPECT_LT(scaled_error(rotate(y, first, true, scaling), twice), d == kF64 ? 1e-14 : 4 * epsilon(d)) << name(d) << first;
+    }
+}
+
 // By the formula in transformers: two ramps, clamped, between dimensions.
 TEST(Rotary, YarnMatchesTheDefinition) {
   const auto definition = [](double theta, int64_t width, int64_t i, const RotaryScaling& s,
@@ -116,27 +139,45 @@ TEST(Rotary, YarnMatchesTheDefinition) {
       blended += f < 0.999 * whole && f > 1.001 * whole / 4;
     }
     EXPECT_GT(blended, 5);
-    for (DType d : {kF32, kF64, kBF16})
-      for (int64_t first : {0, 61, 100000}) {
-        const Shape shape{2, 70, 2, 16};
-        const Array x = Array::random(d, shape, 1);
-        std::vector<double> want(shape.numel()), twice(shape.numel());
-        for (int64_t row = 0; row < shape.numel() / 16; ++row)
-          for (int64_t i = 0; i < 8; ++i) {
-            const double angle = static_cast<double>(first + row / 2 % 70) *
-                                 definition(10000, 16, i, scaling, truncate);
-            const double a = x.at(row * 16 + i), b = x.at(row * 16 + 8 + i), c = scaling.amplitude;
-            want[row * 16 + i] = c * (a * std::cos(angle) - b * std::sin(angle));
-            want[row * 16 + 8 + i] = c * (b * std::cos(angle) + a * std::sin(angle));
-            twice[row * 16 + i] = c * c * a, twice[row * 16 + 8 + i] = c * c * b;
-          }
-        const Array y = rotate(x, first, false, scaling);
-        EXPECT_LT(scaled_error(y, want), d == kF64 ? 1e-10 : 2 * epsilon(d)) << name(d) << first;
-        EXPECT_LT(scaled_error(rotate(y, first, true, scaling), twice),
-                  d == kF64 ? 1e-14 : 4 * epsilon(d))
-            << name(d) << first;
-      }
+    expect_turns(scaling, [&](int64_t i) { return definition(10000, 16, i, scaling, truncate); });
   }
+}
+
+// By the formula in transformers, 1 / (factor theta^(2i/d)).
+TEST(Rotary, LongropeMatchesTheDefinition) {
+  const std::vector<double> short_factors = {1, 1.05, 1.1, 1.3, 1.25, 2, 2.5, 3}, long_factors = {1.02, 1.5, 4, 9, 20.5, 40, 63, 64.75};
+  const RotaryScaling scaling = RotaryScaling::longrope(short_factors, long_factors, 32, 4096);
+  EXPECT_NEAR(scaling.amplitude, 1.1902380714238083, 1e-15);  // sqrt(1 + 5 ln(2) / (12 ln(2)))
+  EXPECT_EQ(RotaryScaling::longrope(short_factors, long_factors, 1, 4096).amplitude, 1.0);
+  for (const int64_t context : {1, 4096, 4097}) {
+    const RotaryScaling chosen = scaling.for_context(context);
+    const std::vector<double>& factors = context > 4096 ? long_factors : short_factors;
+    EXPECT_EQ(chosen.problem(8), "");
+    expect_turns(chosen, [&](int64_t i) { return 1 / (factors[static_cast<size_t>(i)] * std::pow(10000.0, static_cast<double>(i) / 8)); });
+  }
+  // Equal lists are the same, wherever they came from.
+  EXPECT_TRUE(RotaryScaling::longrope(std::vector(short_factors), std::vector(long_factors), 32, 4096) == scaling);
+  EXPECT_FALSE(scaling.for_context(4097) == scaling);
+  EXPECT_FALSE(RotaryScaling::longrope(short_factors, short_factors, 32, 4096) == scaling);
+  EXPECT_TRUE(RotaryScaling::yarn(8, 100).for_context(1000) == RotaryScaling::yarn(8, 100));
+}
+
+TEST(Rotary, ImpossibleFactorsOfPairsAreRefused) {
+  const std::vector<double> three = {1, 2, 3};
+  const auto problem = [&](const std::vector<double>& short_factors, const std::vector<double>& long_factors, int64_t pairs = 3) {
+    return RotaryScaling::longrope(short_factors, long_factors, 4, 64).problem(pairs);
+  };
+  EXPECT_EQ(problem(three, three), "");
+  EXPECT_EQ(problem({}, three), "short_factor has 0 numbers: expected one for each of the 3 pairs of a head's rotated elements");
+  EXPECT_EQ(problem(three, {1, 2, 3, 4}), "long_factor has 4 numbers: expected one for each of the 3 pairs of a head's rotated elements");
+  EXPECT_EQ(problem(three, three, 4), "short_factor has 3 numbers: expected one for each of the 4 pairs of a head's rotated elements");
+  EXPECT_EQ(problem(three, {1, 0, 3}), "long_factor[1] is 0: expected a positive number up to 1000000");
+  for (const double bad : {-1.0, 1e7, double{INFINITY}, std::nan("")})
+    EXPECT_THAT(problem({1, 2, bad}, three), ::testing::HasSubstr("short_factor[2] is "));
+  const std::vector<double> many(129, 1.0);
+  EXPECT_EQ(problem(many, many, 129), "short_factor is for at most 128 pairs of a head's rotated elements, which are 129");
+  for (const int64_t context : {0, 1}) EXPECT_NE(RotaryScaling::longrope(three, three, 4, context).problem(3), "");
+  EXPECT_THROW(rotate(Array(kF32, {1, 2, 1, 8}), 0, false, RotaryScaling::longrope(three, three, 4, 64)), ConfigError);
 }
 
 TEST(Rotary, AFactorOfOneChangesNoBit) {

@@ -179,8 +179,8 @@ TEST(CudaEmulation, TensorCoresRoundTowardsZero) {
       launch("add", OnGpu::stream(), {.threads = 32}, add_to_sum, sum.view().as<float>(), x, y);
       return sum.back().at(0);
     };
-    EXPECT_EQ(add(sign, 0.75f), sign * 0x1.000002p24);   // by 3, the neighbours are 2 and 4
-    EXPECT_EQ(add(sign, -0.25f), sign * 0x1p24);         // by -1, from 2
+    EXPECT_EQ(add(sign, 0.75f), sign * 0x1.000002p24);    // by 3, the neighbours are 2 and 4
+    EXPECT_EQ(add(sign, -0.25f), sign * 0x1p24);          // by -1, from 2
     EXPECT_EQ(add(sign, -0.125f), sign * 0x1.fffffep23);  // by a half, where neighbours are 1 apart
   }
 }

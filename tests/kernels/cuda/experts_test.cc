@@ -24,9 +24,10 @@ TEST(CudaExperts, TopK) {
 
 TEST(CudaExperts, RoutesInParts) {
   SHEAF_NEEDS_GPU();
-  for (const auto& [experts, parts, groups, places, room] :
-       {std::tuple{6, 1, 1, 67, 201}, {6, 1, 4, 5, 30}, {6, 4, 1, 67, 134}, {300, 2, 3, 9, 69}, {300, 7, 1, 20, 201}, {6, 3, 2, 34, 20}}) {
-    const int64_t sequences = 3, tokens = 67, k = 3;
+  for (const auto& [tokens, experts, parts, groups, places, room] :
+       {std::tuple{67, 6, 1, 1, 67, 201}, {67, 6, 1, 4, 5, 30}, {67, 6, 4, 1, 67, 134}, {67, 300, 2, 3, 9, 69}, {67, 300, 7, 1, 20, 201},
+        {67, 6, 3, 2, 34, 20}, {500, 6, 2, 1, 500, 700}, {1500, 5, 1, 2, 90, 400}, {2100, 3, 3, 1, 1999, 1999}}) {
+    const int64_t sequences = 3, k = 3;
     Array choices(kI64, {sequences, tokens, k});
     choices.fill([&, n = experts](int64_t i) { return static_cast<double>((i * i / 3 + i) % 311 % n); });
     Array slots(kI32, {sequences, tokens, k}), sources(kI32, {parts, sequences, groups, room}), counts(kI32, {experts, sequences, groups});
@@ -34,9 +35,9 @@ TEST(CudaExperts, RoutesInParts) {
     const OnGpu gchoices(choices), gslots(slots), gsources(sources), gcounts(counts);
     cuda::route(OnGpu::stream(), gchoices, places, gslots, gsources, gcounts);
     cpu::route(choices, places, slots, sources, counts);
-    EXPECT_TRUE(same_bits(gcounts.back(), counts)) << experts << ' ' << parts << ' ' << places;
-    EXPECT_TRUE(same_bits(gslots.back(), slots)) << experts << ' ' << parts << ' ' << places;
-    EXPECT_TRUE(same_bits(gsources.back(), sources)) << experts << ' ' << parts << ' ' << places;
+    EXPECT_TRUE(same_bits(gcounts.back(), counts)) << tokens << ' ' << experts << ' ' << parts << ' ' << places;
+    EXPECT_TRUE(same_bits(gslots.back(), slots)) << tokens << ' ' << experts << ' ' << parts << ' ' << places;
+    EXPECT_TRUE(same_bits(gsources.back(), sources)) << tokens << ' ' << experts << ' ' << parts << ' ' << places;
   }
 }
 
@@ -73,8 +74,8 @@ TEST(CudaExperts, ProductsOfParts) {
           const OnGpu gx(x), gweight(weight), gbias(bias), gcounts(counts), gy(y);
           const View b = has_bias ? bias.view() : View{}, gb = has_bias ? gbias.view() : View{};
           {
-            const GpuScratch scratch(cuda::expert_linear_workspace(without_data(gx), without_data(gweight), without_data(gb), without_data(gcounts), gy,
-                                                                           {.mostly_empty = parts == experts}));
+            const GpuScratch scratch(cuda::expert_linear_workspace(without_data(gx), without_data(gweight), without_data(gb), without_data(gcounts),
+                                                                   gy, {.mostly_empty = parts == experts}));
             cuda::expert_linear(OnGpu::stream(), gx, gweight, gb, gcounts, gy, scratch, {.mostly_empty = parts == experts});
             cuda::synchronize(OnGpu::stream());
           }

@@ -169,8 +169,10 @@ TEST(CudaFp8, ProductsOfExperts) {
     const OnGpu gx(x), gweight(weight), gcounts(counts), gy(y);
     cuda::expert_linear(
         OnGpu::stream(), gx, gweight, View{}, gcounts, gy,
-        GpuScratch(cuda::expert_linear_workspace(without_data(gx), without_data(gweight), View{}, without_data(gcounts), gy, {.fp8 = true})), {.fp8 = true});
-    cpu::expert_linear(x, weight, View{}, counts, y, Scratch(cpu::expert_linear_workspace(x, weight, View{}, counts, y, {.fp8 = true})), {.fp8 = true});
+        GpuScratch(cuda::expert_linear_workspace(without_data(gx), without_data(gweight), View{}, without_data(gcounts), gy, {.fp8 = true})),
+        {.fp8 = true});
+    cpu::expert_linear(x, weight, View{}, counts, y, Scratch(cpu::expert_linear_workspace(x, weight, View{}, counts, y, {.fp8 = true})),
+                       {.fp8 = true});
     EXPECT_LT(scaled_error(gy.back(), values(y)), bound_of(kBF16)) << cut;
   }
 }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdlib>
+#include <exception>
 #include <memory>
 #include <string>
 #include <vector>
@@ -16,6 +17,23 @@
 
 namespace sheaf::testing {
 
+/// The stream of the tests.
+inline const Stream& stream_of_tests() {
+  static const Stream stream = kernels::cuda::make_stream(0);
+  return stream;
+}
+
+/// Frees device memory. Tests drop operands and workspaces right after the calls that use them, and CUDA does not promise that cudaFree()
+/// waits for kernels.
+inline void free_after_use(void* memory) {
+  try {
+    kernels::cuda::synchronize(stream_of_tests());
+  } catch (const std::exception& e) {  // destructors call this
+    ADD_FAILURE() << e.what();
+  }
+  kernels::cuda::free(memory);
+}
+
 /// Device memory with the contents of an array, gaps included. Aligned for whole packs; with
 /// SHEAF_SHIFT_OPERANDS in the environment, shifted by one element.
 class OnGpu {
@@ -24,7 +42,7 @@ class OnGpu {
   explicit OnGpu(const Array& array) : host_(array) {
     const size_t bytes = array.bytes();
     const size_t shift = std::getenv("SHEAF_SHIFT_OPERANDS") ? size_of(array.view().dtype) : 0;
-    memory_.reset(kernels::cuda::allocate(shift + bytes), kernels::cuda::free);
+    memory_.reset(kernels::cuda::allocate(shift + bytes), free_after_use);
     data_ = static_cast<char*>(memory_.get()) + shift;
     kernels::cuda::copy_bytes(stream(), data_, array.view().data, bytes,
                               kernels::cuda::Copy::to_device);
@@ -44,11 +62,7 @@ class OnGpu {
     return out;
   }
 
-  /// The stream of the tests.
-  static const Stream& stream() {
-    static const Stream stream = kernels::cuda::make_stream(0);
-    return stream;
-  }
+  static const Stream& stream() { return stream_of_tests(); }
 
  private:
   Array host_;
@@ -61,7 +75,7 @@ class OnGpu {
 class GpuScratch {
  public:
   explicit GpuScratch(size_t bytes)
-      : bytes_(bytes), memory_(kernels::cuda::allocate(bytes), kernels::cuda::free) {
+      : bytes_(bytes), memory_(kernels::cuda::allocate(bytes), free_after_use) {
     kernels::cuda::fill_bytes(OnGpu::stream(), memory_.get(), 0xff, bytes);
   }
   operator Workspace() const { return {memory_.get(), bytes_}; }

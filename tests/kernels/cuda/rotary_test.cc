@@ -92,6 +92,23 @@ TEST(CudaRotary, PartsMatchTheCpuAndTheRestIsCopied) {
             }
 }
 
+// Of heads of up to 256 elements, for contexts up to the original one and beyond.
+TEST(CudaRotary, PairsHaveFactorsOfTheirOwn) {
+  SHEAF_NEEDS_GPU();
+  for (const DType d : {kF32, kBF16, kF64})
+    for (const int64_t width : {2, 6, 96, 256})
+      for (const bool neighbours : {false, true})
+        for (const int64_t context : {100, 101}) {
+          std::vector<double> short_factors(static_cast<size_t>(width / 2)), long_factors(short_factors.size());
+          for (size_t i = 0; i < short_factors.size(); ++i)
+            short_factors[i] = 1 + 0.01 * static_cast<double>(i), long_factors[i] = 1.02 + 0.5 * static_cast<double>(i);
+          const Array x = Array::random(d, {2, 37, 3, width}, 1);
+          const Call call{.first = 61, .heads = 2, .neighbours = neighbours, .inverse = width == 6,
+                          .scaling = RotaryScaling::longrope(short_factors, long_factors, 8, 100).for_context(context)};
+          EXPECT_LT(scaled_error(on_gpu(x, call), values(on_cpu_in_f64(x, call))), d == kF64 ? 1e-12 : 2 * epsilon(d)) << name(d) << width;
+        }
+}
+
 TEST(CudaRotary, APartHasTheBitsThatItHasAlone) {
   SHEAF_NEEDS_GPU();
   for (const bool neighbours : {false, true}) {
