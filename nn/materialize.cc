@@ -1,17 +1,14 @@
 // From marked modules to units with memory and values.
 #include <algorithm>
-#include <typeinfo>
 #include <unordered_map>
 
 #include "sheaf/core/communicator.h"
 #include "sheaf/core/random.h"
-#include "sheaf/core/transfer.h"
 #include "sheaf/distributed/agreement.h"
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/random.h"
 #include "sheaf/nn/block_piece.h"
-#include "sheaf/nn/lora.h"
 #include "sheaf/nn/shard.h"
 #include "sheaf/nn/unit_mark.h"
 
@@ -33,8 +30,8 @@ struct UnitNode {
 // Names everything, finds the marked modules, and for each leaf the lowest one that holds all of its uses.
 struct Survey : nn::Visitor {
   std::vector<UnitNode> nodes;
-  std::vector<Parameter> leaves;                             // each once, in visiting order
-  std::unordered_map<const Parameter::State*, int> owner;    // leaf -> node
+  std::vector<Parameter> leaves;                           // each once, in visiting order
+  std::unordered_map<const Parameter::State*, int> owner;  // leaf -> node
   std::vector<nn::Buffer> buffers;
   int inside = -1;
 
@@ -129,7 +126,7 @@ void make_unit(UnitNode& node, const std::shared_ptr<GatherSchedule>& schedule, 
   std::vector<LeafSpec> specs;
   for (const Parameter& p : node.leaves) {
     // Nothing is ever added to it: it is kept in the compute dtype.
-    if (p.state().constant && !p.exact() && options.compute && size_of(*options.compute) < size_of(p.dtype()))
+    if (p.state().frozen_for_good && !p.exact() && options.compute && size_of(*options.compute) < size_of(p.dtype()))
       p.state().dtype = *options.compute;
     if (p.blocks()) {
       p.state().dtype = options.compute.value_or(p.dtype());
@@ -215,56 +212,4 @@ Device device_of(nn::Module& module) {
   return all[0]->buffers()[0].shard.device();
 }
 
-namespace nn {
-
-void copy_model(Module& source, Module& target) {
-  copy_lora(source, target);
-  const auto from = source.named_modules(), to = target.named_modules();
-  const auto old_leaves = source.parameters(), new_leaves = target.parameters();
-  const auto old_buffers = source.buffers(), new_buffers = target.buffers();
-  const auto refuse = [&](const std::string& what) {
-    fail<ConfigError>("[clone] the new ", target.type_name(), " differs from the old one: ", what);
-  };
-  if (from.size() != to.size()) refuse("other modules");
-  if (old_leaves.size() != new_leaves.size() || old_buffers.size() != new_buffers.size()) refuse("other leaves");
-  for (size_t i = 0; i < from.size(); ++i) {
-    if (from[i].first != to[i].first || typeid(*from[i].second) != typeid(*to[i].second)) refuse("'" + to[i].first + "'");
-    to[i].second->take_settings(*from[i].second);
-    ModuleAccess::mark(*to[i].second) = ModuleAccess::mark(*from[i].second);
-    ModuleAccess::set_training(*to[i].second, from[i].second->training());
-    ModuleAccess::recompute(*to[i].second) = ModuleAccess::recompute(*from[i].second);
-    ModuleAccess::call_placements(*to[i].second) = ModuleAccess::call_placements(*from[i].second);
-  }
-  Device device;
-  bool materialized = false;
-  for (size_t i = 0; i < old_leaves.size(); ++i) {
-    const Parameter &a = old_leaves[i], &b = new_leaves[i];
-    if (!(a.shape() == b.shape())) refuse("'" + b.name() + "'");
-    b.state().dtype = a.dtype();
-    b.state().init = a.init();
-    b.state().trainable = a.trainable();
-    b.state().constant = a.state().constant;
-    b.state().exact = a.exact();
-    b.state().table = a.table();
-    b.state().bias = a.bias();
-    b.state().blocks = a.blocks();
-    b.state().steered = a.steered();
-    b.state().cut = a.cut();
-    if (!a.unit()) continue;
-    materialized = true;
-    device = a.unit()->buffers()[0].shard.device();
-  }
-  if (!materialized) return;
-  materialize(target, device);
-  if (device.is_meta()) return;
-  const auto old_units = units(source), new_units = units(target);
-  for (size_t u = 0; u < old_units.size(); ++u)
-    for (size_t b = 0; b < old_units[u]->buffers().size(); ++b) {
-      const Tensor &from = old_units[u]->buffers()[b].shard, &to = new_units[u]->buffers()[b].shard;
-      transfer(device, to.view().data, device, from.view().data, static_cast<size_t>(from.local_bytes()));
-    }
-  for (size_t i = 0; i < old_buffers.size(); ++i) assign(new_buffers[i], old_buffers[i].value());
-}
-
-}  // namespace nn
 }  // namespace sheaf

@@ -150,6 +150,10 @@ std::vector<std::pair<std::string, Module*>> Module::named_modules() {
   return std::move(collect.out);
 }
 
+void freeze(Module& module) {
+  for (Parameter& p : module.parameters()) p.freeze();
+}
+
 void Module::train(bool on) {
   for (auto& [path, module] : named_modules()) module->training_ = on;
 }

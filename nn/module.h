@@ -226,7 +226,7 @@ class Module {
   friend class ModuleScope;
   friend struct ModuleAccess;
   std::string path_;
-  bool listed_ = false;    // reached by some SHEAF_FIELDS
+  bool listed_ = false;  // reached by some SHEAF_FIELDS
   bool training_ = true;
   std::optional<RecomputeOptions> recompute_;
   std::vector<CallPlacements> call_placements_;
@@ -284,6 +284,10 @@ void Visitor::field(std::string_view name, T& member) {
   }
   path_.resize(length);
 }
+
+/// Parameter::freeze() for all parameters of a module: a body that is not fine-tuned, a teacher. Those that it shares with other modules
+/// (tie()) are frozen there, too. Before materialize(); ConfigError, naming the parameter, after it.
+void freeze(Module& module);
 
 /// A model like `source`: constructed by M(args...), with the same sharding, the same frozen parameters, the settings that use_fp8()
 /// and shard() have made in layers, and, if `source` is materialized, the same values on the same device: the reference of a

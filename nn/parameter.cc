@@ -64,7 +64,7 @@ void Parameter::freeze() {
 
 void Parameter::freeze_for_good() {
   freeze();
-  state().constant = true;
+  state().frozen_for_good = true;
 }
 
 void Parameter::keep_exact() {
@@ -75,7 +75,7 @@ void Parameter::keep_exact() {
 
 void Parameter::quantize(BlockFormat format) {
   if (unit()) fail<ConfigError>("[quantize] '", name(), "' is materialized: its unit is laid out; quantize before");
-  if (!state().constant || exact())
+  if (!state().frozen_for_good || exact())
     fail<ConfigError>("[quantize] '", name(), "' ", dtype(), shape(), exact() ? " is kept exact" : " is not frozen for good",
                       ": only what nothing changes rests in blocks");
   check<ShapeError>(shape().rank() > 0 && shape().back() % kBlockSize == 0, "[quantize] '", name(), "' ", shape(),
@@ -93,6 +93,7 @@ void Parameter::steer(double rate) {
 void Parameter::set_init(Init init) {
   if (unit()) fail<ConfigError>("[init] '", name(), "' is materialized: it has its values already");
   state().init = init;
+  state().init_is_set = true;
 }
 
 void Parameter::set_cut(const OwnershipMap& map) {
@@ -109,9 +110,18 @@ int Parameter::cut_axis() const { return unit() ? unit()->cut_axis(index()) : -1
 
 void tie(Parameter& a, const Parameter& b) {
   if (!(a.shape() == b.shape()) || a.dtype() != b.dtype())
-    fail<ShapeError>("[tie] ", a.dtype(), a.shape(), " and ", b.dtype(), b.shape(), " cannot be one parameter");
-  if (a.cut() != b.cut())
-    fail<ConfigError>("[tie] '", a.name(), "' and '", b.name(), "' are cut differently along a tensor axis");
+    fail<ShapeError>("[tie] '", a.name(), "' ", a.dtype(), a.shape(), " and '", b.name(), "' ", b.dtype(), b.shape(), " cannot be one parameter");
+  const Parameter::Settings &of_a = a.state(), &of_b = b.state();
+  const auto agree = [&](bool equal, const char* otherwise) {
+    check<ConfigError>(equal, "[tie] '", a.name(), "' and '", b.name(), "' ", b.dtype(), b.shape(), " would be one parameter, but ", otherwise);
+  };
+  agree(of_a.trainable == of_b.trainable, "only one of them is frozen: freeze() both, or after tie()");
+  agree(of_a.frozen_for_good == of_b.frozen_for_good, "only one of them is frozen for good: freeze both so, or after tie()");
+  agree(of_a.exact == of_b.exact, "only one of them is exact: keep_exact() both, or after tie()");
+  agree(of_a.steered == of_b.steered, "they are not steered alike: steer() both by one rate, or after tie()");
+  agree(of_a.blocks == of_b.blocks, "they do not rest in the same blocks: quantize() both alike, or after tie()");
+  agree(of_a.cut == of_b.cut, "they are cut differently along a tensor axis");
+  agree(!of_a.init_is_set || of_a.init == of_b.init, "the first has an init that the second lacks: set_init() of both, or after tie()");
   if (a.unit() || b.unit()) fail<ConfigError>("[tie] '", a.name(), "' and '", b.name(), "': tie before materialize()");
   b.state().table = a.table() || b.table();
   b.state().bias = a.bias() && b.bias();
@@ -192,8 +202,9 @@ void check_whole(const char* who, const std::string& name, DType dtype, const Sh
     if (const Placement& p = whole.layout()[a]; p.is_partial() || p.is_shard())
       fail<PlacementError>("[", who, "] ", whole.type(), " is not whole on every rank; for '", name, "' write ",
                            "redistribute(x, \"", whole.layout().mesh()->name(a), "\", Placement::invariant())");
-  if (!(whole.shape() == shape) || whole.dtype() != dtype || !(whole.local_shape() == shape))
+  if (!(whole.shape() == shape) || !(whole.local_shape() == shape))
     fail<ShapeError>("[", who, "] ", whole.type(), " for '", name, "' ", dtype, shape);
+  if (whole.dtype() != dtype) fail<DTypeError>("[", who, "] ", whole.type(), " for '", name, "' ", dtype, shape, ": cast() it");
 }
 
 }  // namespace

@@ -106,14 +106,19 @@ class Parameter : public TensorOperand {
   const std::shared_ptr<Unit>& unit() const { return state().unit; }
   int index() const { return state().index; }
 
-  struct State {
-    Shape shape;
+  /// What code has said about a leaf of this shape: clone() copies all of it.
+  struct Settings {
     DType dtype = kF32;
     Init init;
-    bool trainable = true, constant = false, table = false, bias = false, exact = false;
+    bool trainable = true, frozen_for_good = false, table = false, bias = false, exact = false;
+    bool init_is_set = false;  ///< by set_init()
     double steered = 0;
     std::optional<OwnershipMap> cut;
     std::optional<BlockFormat> blocks;
+  };
+  struct State : Settings {
+    Settings& settings() { return *this; }
+    Shape shape;
     std::string name;
     std::shared_ptr<Unit> unit;
     int index = -1;
@@ -127,7 +132,11 @@ class Parameter : public TensorOperand {
   std::shared_ptr<State> state_;
 };
 
-/// Makes `a` the same leaf as `b`: one value used twice, whose gradients are summed. The shapes must agree; before materialize().
+/// Makes `a` the same leaf as `b`: one value used twice, whose gradients are summed. Its name, in messages, checkpoints and optimizers,
+/// is the path of whichever of the two the model lists first. Its initial values are b's; it is a table if one of them is, and holds
+/// biases if both do. Other settings must be equal, so that none is lost: ConfigError, naming both, if only one is frozen, frozen for
+/// good, exact, steered (or by another rate), in blocks or cut along a tensor axis, or if `a` has another init by set_init().
+/// ShapeError for another shape or dtype. Before materialize(); later settings of either are those of both.
 void tie(Parameter& a, const Parameter& b);
 
 /// State without gradient, whole on every rank: a running mean, a table. Allocated by materialize(). It is changed by assign(),
@@ -168,7 +177,9 @@ Tensor full_parameter(const nn::Parameter& p);
 /// The same for its gradient; undefined if there is none. Collective.
 Tensor full_gradient(const nn::Parameter& p);
 /// Gives a parameter the values of a whole tensor (no layout, same shape and dtype): each rank copies its own piece, without
-/// communication. Outside of any recording, whose backward may read the old values.
+/// communication. Outside of any recording, whose backward may read the old values. ShapeError or DTypeError for another shape or dtype,
+/// PlacementError for a value that is sharded or Partial along an axis, LifetimeError in a recording or before materialize(); all name
+/// the parameter. Of a parameter in blocks NonFiniteError for a value that is not finite.
 void assign(const nn::Parameter& p, const Tensor& whole);
 /// The same for a buffer, on every rank. The value may have a layout in which it is whole, such as Invariant.
 void assign(const nn::Buffer& b, const Tensor& whole);

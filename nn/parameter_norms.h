@@ -21,5 +21,9 @@ Tensor parameter_norms(std::span<const nn::Parameter> parameters);
 
 inline Tensor grad_norms(const std::vector<nn::Parameter>& parameters) { return grad_norms(std::span(parameters)); }
 inline Tensor parameter_norms(const std::vector<nn::Parameter>& parameters) { return parameter_norms(std::span(parameters)); }
+/// Of all parameters of a module, in the order of Module::parameters().
+inline Tensor grad_norms(nn::Module& module) { return grad_norms(module.parameters()); }
+inline Tensor grad_norms(nn::Module& module, const optim::LossScaler& scaler) { return grad_norms(module.parameters(), scaler); }
+inline Tensor parameter_norms(nn::Module& module) { return parameter_norms(module.parameters()); }
 
 }  // namespace sheaf

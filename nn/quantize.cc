@@ -17,7 +17,7 @@ void cut_in_blocks(Module* module) {
 int64_t quantize(Module& model, BlockFormat format, const std::function<bool(const std::string&)>& picks) {
   int64_t count = 0;
   for (Parameter& p : model.parameters()) {
-    if (!p.state().constant || p.exact() || p.table() || p.bias() || p.shape().rank() < 2 || (picks && !picks(p.name()))) continue;
+    if (!p.state().frozen_for_good || p.exact() || p.table() || p.bias() || p.shape().rank() < 2 || (picks && !picks(p.name()))) continue;
     p.quantize(format);
     ++count;
   }

@@ -77,7 +77,7 @@ struct AttentionToCut : Visitor {
   const MeshSpec* mesh;
   int tensor, context;
   ContextComm comm;
-  std::vector<std::pair<CausalSelfAttention*, int64_t>> layers;  // and the units of their heads
+  std::vector<std::pair<SelfAttention*, int64_t>> layers;  // and the units of their heads
   std::vector<LatentAttention*> latent_layers;
 
   AttentionToCut(const MeshSpec* mesh, int tensor_axis, int context_axis, ContextComm comm)
@@ -85,7 +85,7 @@ struct AttentionToCut : Visitor {
 
   void module(Module& m) override {
     if (ModuleAccess::mark(m)) return;
-    if (auto* a = dynamic_cast<CausalSelfAttention*>(&m)) {
+    if (auto* a = dynamic_cast<SelfAttention*>(&m)) {
       const int64_t units = head_units(a->heads, a->kv_heads, a->head_dim, tensor < 0 ? 1 : mesh->size(tensor));
       layers.emplace_back(a, units);
       check_context(units, a->heads / units);
@@ -124,8 +124,8 @@ int axis_of_experts(const MeshSpec& mesh, int experts, int context, const std::v
   if (context >= 0) return context;
   for (int a = 0; a < mesh.num_axes(); ++a)
     if (a != experts && !std::ranges::count(taken, a)) return a;
-  fail<ConfigError>("[shard] mesh ", mesh.to_string(), " has no axis over which what a rank of '", mesh.name(experts),
-                    "' has of the experts is sharded; where it is whole, the size of that axis is 1");
+  fail<ConfigError>("[shard] mesh ", mesh.to_string(), " needs one more axis, over which the experts of each rank of '", mesh.name(experts),
+                    "' are sharded (of size 1 if they are not)");
 }
 
 /// Experts are separate units: no other parameters are sharded like them.

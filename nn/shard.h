@@ -58,14 +58,14 @@ inline UnitPolicy units_where(UnitPolicy::Predicate predicate) { return UnitPoli
 /// A strategy, or its name ("full_shard"); an unknown name is a ConfigError.
 struct StrategyChoice {
   Strategy value;
-  StrategyChoice(Strategy s) : value(s) {}                                     // NOLINT
-  StrategyChoice(std::string_view name) : value(strategy_from(name)) {}        // NOLINT
-  StrategyChoice(const char* name) : value(strategy_from(name)) {}             // NOLINT
-  StrategyChoice(const std::string& name) : value(strategy_from(name)) {}      // NOLINT
+  StrategyChoice(Strategy s) : value(s) {}                                 // NOLINT
+  StrategyChoice(std::string_view name) : value(strategy_from(name)) {}    // NOLINT
+  StrategyChoice(const char* name) : value(strategy_from(name)) {}         // NOLINT
+  StrategyChoice(const std::string& name) : value(strategy_from(name)) {}  // NOLINT
 };
 
 struct ShardOptions {
-  std::string axis = "data";            ///< the mesh axis over which the strategy shards, and which shards the batch
+  std::string axis = "data";  ///< the mesh axis over which the strategy shards, and which shards the batch
   /// A mesh axis that also shards the batch, but along which the model is replicated (hybrid sharding, HSDP): the strategy applies
   /// within a group of ranks along `axis`, and gradients are also summed over the groups. "": no such axis.
   std::string replica_axis = "";
@@ -95,9 +95,9 @@ struct ShardOptions {
   /// Runs of units per stage (interleaved pipelines): the units, in their order, are assigned to the stages in this many rounds. The
   /// axis is a ring (MeshSpec::Axis::ring). Not together with stage_of, which assigns all units itself.
   int64_t stage_runs = 1;
-  nn::UnitPolicy units = {};            ///< which modules below become separate units
+  nn::UnitPolicy units = {};  ///< which modules below become separate units
   StrategyChoice strategy = Strategy::full_shard;
-  int64_t prefetch_bytes = -1;          ///< prefetched bytes, for the whole model; -1: a unit, see GatherSchedule
+  int64_t prefetch_bytes = -1;  ///< prefetched bytes, for the whole model; -1: a unit, see GatherSchedule
   /// Parameters are cast to it and gathered in it, so that activations have it too: bf16 for mixed precision, or f16, whose gradients
   /// underflow unless the loss is scaled (optim::LossScaler). Masters, gradients and the optimizer stay in the parameters' own dtype
   /// (f32). Absent: no cast.

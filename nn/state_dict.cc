@@ -70,7 +70,8 @@ std::vector<StatePiece> state_pieces(Module& module, const std::vector<optim::Op
     const std::vector<int>& leaves = shard.flat().leaves;
     for (const int leaf : leaves) trained.insert(shard.unit->leaves()[static_cast<size_t>(leaf)].name);
     append_pieces(*shard.unit, leaves, shard.values.parts, shard.values.tensor, "", out);
-    if (shard.momentum.tensor && !optimizers.empty()) append_pieces(*shard.unit, leaves, shard.momentum.parts, shard.momentum.tensor, "optimizer.outer.momentum.", out);
+    if (shard.momentum.tensor && !optimizers.empty())
+      append_pieces(*shard.unit, leaves, shard.momentum.parts, shard.momentum.tensor, "optimizer.outer.momentum.", out);
   }
   const auto append_row = [&](StatePiece p) {
     const int64_t before = outer.island() * p.shape.numel();

@@ -15,10 +15,10 @@ namespace sheaf::nn {
 /// Elements of one tensor that this rank holds contiguously in memory. If the tensor is sharded along a dimension there may be
 /// several such pieces, one after another; every tensor has at least one, possibly empty.
 struct StatePiece {
-  std::string name;    ///< "blocks.3.mlp.up.weight"; of optimizer state "optimizer.m.blocks.3.mlp.up.weight"
+  std::string name;  ///< "blocks.3.mlp.up.weight"; of optimizer state "optimizer.m.blocks.3.mlp.up.weight"
   DType dtype = kF32;
-  Shape shape;         ///< global
-  Runs runs;           ///< of the row-major flat index; empty if the rank holds nothing
+  Shape shape;  ///< global
+  Runs runs;    ///< of the row-major flat index; empty if the rank holds nothing
   Device device = {};
   void* data = nullptr;  ///< on `device`
   bool owner = true;   ///< this rank saves it: if several ranks hold it whole, the first does

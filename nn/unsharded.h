@@ -19,9 +19,9 @@ class Unsharded {
   explicit Unsharded(Module& model) {
     gather_schedule(model);
     schedule_ = units(model).at(0)->schedule();
-    schedule_->hold();
+    schedule_->keep_open();
   }
-  ~Unsharded() { schedule_->release(); }
+  ~Unsharded() { schedule_->end_keeping_open(); }
   Unsharded(const Unsharded&) = delete;
   Unsharded& operator=(const Unsharded&) = delete;
 

@@ -15,6 +15,7 @@ int64_t checked_head_dim(const AttentionConfig& c) {
                      " heads are not a multiple of ", c.kv_heads, " key and value heads");
   check<ConfigError>(c.softcap >= 0, "[attention] softcap ", c.softcap, ": a positive number; 0: scores are not capped");
   check<ConfigError>(c.window >= 0, "[attention] window ", c.window, ": a token sees at least itself; 0: all keys");
+  check<ConfigError>(c.causal || c.window == 0, "[attention] window ", c.window, ", not causal: windows are of a causal mask");
   const int64_t d = head_dim_of(c);
   check<ConfigError>(c.rope_theta == 0.0 || c.rotary_dim > 0 || d % 2 == 0, "[attention] rotary positions need heads of even width, not ", d);
   check<ConfigError>(c.rotary_dim % 2 == 0 && c.rotary_dim >= 0 && c.rotary_dim <= d, "[attention] rotary_dim ", c.rotary_dim,
@@ -42,11 +43,12 @@ LinearOptions writes(const AttentionConfig& c) {
 
 }  // namespace
 
-CausalSelfAttention::CausalSelfAttention(const AttentionConfig& c)
+SelfAttention::SelfAttention(const AttentionConfig& c)
     : heads(c.heads),
       kv_heads(kv_heads_of(c)),
       head_dim(checked_head_dim(c)),
       window(c.window),
+      causal(c.causal),
       scale(c.scale / std::sqrt(static_cast<double>(head_dim))),
       softcap(c.softcap),
       rope_theta(c.rope_theta),
@@ -82,7 +84,7 @@ int64_t head_units(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t ra
   return kv_heads * most;
 }
 
-void CausalSelfAttention::cut_heads(int64_t units) {
+void SelfAttention::cut_heads(int64_t units) {
   if (qkv.weight.cut()->granule() == units) return;
   qkv.set_cut(head_cut(0, heads, kv_heads, head_dim, units));
   if (gate) gate->set_cut(gate_cut(heads, head_dim, units));
@@ -93,7 +95,11 @@ void CausalSelfAttention::cut_heads(int64_t units) {
   key_norm->weight.set_cut(norm_cut(kv_heads, head_dim, units));
 }
 
-Tensor CausalSelfAttention::normed_over_heads(const Tensor& qkv_BTE) const {
+AttentionOptions SelfAttention::options(const Tensor& begins_BT) const {
+  return {.causal = causal, .scale = scale, .softcap = softcap, .begins = begins_BT, .window = window, .sinks = sinks};
+}
+
+Tensor SelfAttention::normed_over_heads(const Tensor& qkv_BTE) const {
   const int64_t keys = kv_heads * head_dim;
   const std::vector<Tensor> parts = split(qkv_BTE, {heads * head_dim, keys, keys}, 2);
   const std::vector<Tensor> normed = rms_norms_of_shared_rows({parts[0], parts[1]}, {&*query_norm, &*key_norm});
@@ -102,15 +108,17 @@ Tensor CausalSelfAttention::normed_over_heads(const Tensor& qkv_BTE) const {
 
 // If units are parts of key heads, each rank has its queries but only parts of their keys: keys and values, few elements per token,
 // are gathered on all ranks, and each takes the heads that its queries read.
-Tensor CausalSelfAttention::with_whole_keys(const Tensor& qkv_BTE, int64_t units) const {
+Tensor SelfAttention::with_whole_keys(const Tensor& qkv_BTE, int64_t units) const {
   const auto parts = split(qkv_BTE, {heads * head_dim, 2 * kv_heads * head_dim}, 2);
   const Tensor &q_BTE = parts[0], &kv_BTE = parts[1];
   const Tensor whole = redistribute(kv_BTE, kv_BTE.layout().with(qkv.weight.cut_axis(), Placement::replicate()));
   return pack_heads(q_BTE, whole, heads, kv_heads, units / kv_heads);
 }
 
-Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const Tensor& begins_BT) {
+Tensor SelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const Tensor& begins_BT) {
   check<ConfigError>(!cache || !begins_BT, "[attention] '", path(), "': the tokens of a cache are one document");
+  check<ConfigError>(causal || !cache, "[attention] '", path(), "' is not causal: tokens in a cache would have to see those that follow");
+  check<ConfigError>(causal || !begins_BT, "[attention] '", path(), "' is not causal: documents need a causal mask");
   const Tensor rows_BT = cache ? cache->begins(x_BTC.size(1)) : Tensor();
   const TensorRegion region(x_BTC, qkv.weight);
   // If more ranks share a layer, or a sequence, than there are key heads, some have copies.
@@ -146,7 +154,7 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
   Tensor mixed_BTC;
   if (cache) mixed_BTC = attend(qkv_BTE, keys, rows_BT, [&](const Tensor& kv_BTGD) { return cache->append(path(), kv_BTGD); });
   else if (gathers) mixed_BTC = attend(qkv_BTE, keys, begins_BT, [&](const Tensor& kv_BTGD) { return whole_keys_values(kv_BTGD, heads / keys); });
-  else mixed_BTC = packed_attention(qkv_BTE, heads, keys, {.scale = scale, .softcap = softcap, .begins = begins_BT, .window = window, .sinks = sinks});
+  else mixed_BTC = packed_attention(qkv_BTE, heads, keys, options(begins_BT));
   mixed_BTC = context.leave(mixed_BTC, !gate && !region && projection.fp8 == Fp8::none);
   if (gate) mixed_BTC = mixed_BTC * sigmoid((*gate)(in_BTC));
   return dropout(projection(mixed_BTC, region.output_layout()));
@@ -154,7 +162,7 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
 
 // Queries are those of these tokens, keys and values of more. The backward keeps the sharded keys and values, not the gathered ones.
 template <class WholeKeys>
-Tensor CausalSelfAttention::attend(const Tensor& qkv_BTE, int64_t keys, const Tensor& begins_BT, WholeKeys&& whole_keys) const {
+Tensor SelfAttention::attend(const Tensor& qkv_BTE, int64_t keys, const Tensor& begins_BT, WholeKeys&& whole_keys) const {
   const int64_t b = qkv_BTE.size(0), t = qkv_BTE.size(1), both = 2 * keys;
   const auto parts = split(reshape(qkv_BTE, {b, t, heads + both, head_dim}), {heads, both}, 2);
   const Tensor &q_BTHD = parts[0], &kv_BTGD = parts[1];
@@ -163,7 +171,7 @@ Tensor CausalSelfAttention::attend(const Tensor& qkv_BTE, int64_t keys, const Te
     const RecomputeScope again({.results = true});
     of_all = chunk(whole_keys(kv_BTGD), 2, 2);
   }
-  return reshape(attention(q_BTHD, of_all[0], of_all[1], {.scale = scale, .softcap = softcap, .begins = begins_BT, .window = window, .sinks = sinks}), {b, t, heads * head_dim});
+  return reshape(attention(q_BTHD, of_all[0], of_all[1], options(begins_BT)), {b, t, heads * head_dim});
 }
 
 }  // namespace sheaf::nn

@@ -1,4 +1,4 @@
-// Causal self-attention with one projection for queries, keys and values.
+// Self-attention, causal or not, with one projection for queries, keys and values.
 //
 //   B batch   T tokens   C width   H query heads   G key and value heads   D width of a head
 #pragma once
@@ -16,7 +16,8 @@ struct AttentionConfig {
   int64_t heads = 0;
   int64_t kv_heads = 0;     ///< key and value heads, a divisor of heads (grouped queries, https://arxiv.org/abs/2305.13245);
                             ///< 0: as many as heads
-  int64_t head_dim = 0;   ///< 0: width / heads
+  int64_t head_dim = 0;     ///< 0: width / heads
+  bool causal = true;       ///< a token sees itself and those before it; false: all, as in encoders, without window, documents or cache
   bool bias = true;         ///< in both linear layers
   bool qkv_bias = false;    ///< in the first of them, if not in both
   bool out_bias = false;    ///< in the second
@@ -41,7 +42,7 @@ struct AttentionConfig {
 /// / kv_heads (queries per key head) and head_dim (a key head is assembled from that many parts). If none suffices, the maximum.
 int64_t head_units(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t ranks);
 
-/// sheaf::document_begins for CausalSelfAttention: placed as tokens[B, T], but whole on every rank of axes that shard sequences,
+/// sheaf::document_begins for SelfAttention: placed as tokens[B, T], but whole on every rank of axes that shard sequences,
 /// because attention sees whole sequences there. Gathers four bytes per token.
 Tensor document_begins(const Tensor& tokens_BT, int64_t end_of_text);
 
@@ -49,24 +50,29 @@ Tensor document_begins(const Tensor& tokens_BT, int64_t end_of_text);
 /// → [B, T, C]. With a cache, the T tokens follow those that it has read, and are appended to it. With `begins` (document_begins),
 /// a token attends only to its own document; not with a cache, whose tokens are one document. With a window it attends to itself
 /// and the window - 1 tokens before it, including those in the cache.
-struct CausalSelfAttention : Module {
+///
+/// With AttentionConfig::causal = false each token attends to all of its sequence, as in encoders (Devlin et al.,
+/// https://arxiv.org/abs/1810.04805), on every mesh like causal attention. ConfigError for a window, and in the call for a cache or
+/// `begins`: these need a causal mask. Sequences of a batch have one length: nothing hides padding.
+struct SelfAttention : Module {
   int64_t heads, kv_heads, head_dim, window;
+  bool causal;
   double scale;  ///< of scores, including 1 / sqrt(head_dim)
   double softcap;
   double rope_theta;
   int64_t rotary_dim;
   RotaryScaling rope_scaling;
-  Linear qkv;         ///< rows of the weight: H·D of queries, G·D of keys, G·D of values
+  Linear qkv;                  ///< rows of the weight: H·D of queries, G·D of keys, G·D of values
   std::optional<Linear> gate;  ///< to H·D
-  Linear projection;  ///< from H·D
-  Parameter sinks;    ///< [H]
+  Linear projection;           ///< from H·D
+  Parameter sinks;             ///< [H]
   bool qk_norm_all_heads;
   std::optional<RMSNorm> query_norm, key_norm;  ///< of a head each or, with qk_norm_all_heads, of all H·D and G·D
   Dropout dropout;
   ContextComm context_comm = ContextComm::all_to_all;  ///< if ranks share sequences (set by shard())
 
-  explicit CausalSelfAttention(const AttentionConfig& config);
-  void take_settings(const Module& source) override { context_comm = static_cast<const CausalSelfAttention&>(source).context_comm; }
+  explicit SelfAttention(const AttentionConfig& config);
+  void take_settings(const Module& source) override { context_comm = static_cast<const SelfAttention&>(source).context_comm; }
   Tensor forward(const Tensor& x_BTC, KeyValueCache* cache = nullptr, const Tensor& begins_BT = {});
   /// Called before materialize(), by shard(): a tensor axis will shard the heads in this many head_units(). If there are more of
   /// these than key heads, key heads are split, too: ranks compute parts of them, gather all parts, and take the heads that their
@@ -75,6 +81,7 @@ struct CausalSelfAttention : Module {
   SHEAF_FIELDS(qkv, gate, projection, sinks, query_norm, key_norm, dropout);
 
  private:
+  AttentionOptions options(const Tensor& begins_BT) const;
   Tensor normed_over_heads(const Tensor& qkv_BTE) const;
   Tensor with_whole_keys(const Tensor& qkv_BTE, int64_t units) const;
   template <class WholeKeys>

@@ -38,7 +38,7 @@ class ContextRegion {
   /// tensor axis has already sharded are sharded further. ConfigError on every rank if one would get nothing.
   ContextRegion(const Type& x, const OwnershipMap& heads);
   ContextRegion(const Tensor& x, const OwnershipMap& heads) : ContextRegion(x.type(), heads) {}
-  Tensor enter(const Tensor& x) const { return redistribute(x, inside_); }
+  Tensor enter(const Tensor& x) const { return inside_.mesh() ? redistribute(x, inside_) : x; }
   /// For the product that makes x, which then enters in pieces: *this becomes the region of x. The result must not outlive
   /// *this.
   OutputLayout output_layout(const OwnershipMap& heads);

@@ -33,13 +33,13 @@ struct DeltaNetConfig {
 /// read them, as do those of a context axis, whatever attention does there: a state needs all tokens.
 struct GatedDeltaNet : Module {
   DeltaNetConfig config;
-  Linear qkv;         ///< to F: queries of all heads, keys, values
-  Linear gate;        ///< to H·E
-  Linear rates;       ///< to 2 H: b of all value heads, then a
-  Parameter taps;     ///< [F, W]
+  Linear qkv;                       ///< to F: queries of all heads, keys, values
+  Linear gate;                      ///< to H·E
+  Linear rates;                     ///< to 2 H: b of all value heads, then a
+  Parameter taps;                   ///< [F, W]
   Parameter log_decay, decay_bias;  ///< [H], f32
-  RMSNorm norm;       ///< over E
-  Linear projection;  ///< from H·E
+  RMSNorm norm;                     ///< over E
+  Linear projection;                ///< from H·E
   Dropout dropout;
 
   explicit GatedDeltaNet(const DeltaNetConfig& config);

@@ -156,7 +156,8 @@ Experts::Rows Experts::rows_of(const Tensor& x, int64_t tokens, int64_t choices,
 Tensor Experts::forward(const Tensor& rows_QBNRC, const Tensor& counts_EBN, double fill) {
   const Tensor counts = redistribute(counts_EBN, inside(counts_EBN));  // before the rows, so that it does not wait for them
   const Layout to = inside(rows_QBNRC);
-  const Tensor x = fp8 == Fp8::none ? redistribute_in_pieces(rows_QBNRC, to, expert_products(rows_QBNRC, counts_EBN, fill)) : redistribute(rows_QBNRC, to);
+  const Tensor x =
+      fp8 == Fp8::none ? redistribute_in_pieces(rows_QBNRC, to, expert_products(rows_QBNRC, counts_EBN, fill)) : redistribute(rows_QBNRC, to);
   return of_own(x, counts, rows_QBNRC.layout(), fill);
 }
 
@@ -304,7 +305,8 @@ Tensor MixtureOfExperts::of_exchanged(const Tensor& x_BTC, const Tensor& choices
 }
 
 // By placements alone: what is Replicate is sent to parts of the experts without moving, and comes back Partial.
-Tensor MixtureOfExperts::of_gathered(const Tensor& x_BTC, const PendingRedistribute& all, const Tensor& choices_BTK, const Tensor& weights_BTK, const Plan& plan) {
+Tensor MixtureOfExperts::of_gathered(const Tensor& x_BTC, const PendingRedistribute& all, const Tensor& choices_BTK, const Tensor& weights_BTK,
+                                     const Plan& plan) {
   const Layout& whole = all.value.layout();
   const Tensor beside = shared ? shared_of(x_BTC) : Tensor();
   ExpertRoutes routes = expert_routes(redistribute(choices_BTK, whole), config.experts, plan.places, plan.groups, plan.parts);

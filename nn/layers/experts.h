@@ -17,14 +17,14 @@ enum class Affinity : uint8_t { softmax, sigmoid };
 
 struct MixtureConfig {
   int64_t width = 0;
-  int64_t hidden = 0;      ///< of an expert
+  int64_t hidden = 0;  ///< of an expert
   int64_t experts = 8;
-  int64_t choices = 2;     ///< experts of a token
+  int64_t choices = 2;  ///< experts of a token
   Affinity affinity = Affinity::softmax;
-  bool normalize = true;   ///< a token's weights sum to `scale` (Mixtral, Qwen3), or are affinities times it (Switch)
-  double scale = 1.0;      ///< of a token's weights
-  bool choice_bias = false;   ///< each expert has a bias, which is added to affinities when experts are chosen, and only then
-  double balance_rate = 1e-3; ///< how far a step moves the bias, against the sign of an expert's load above the mean (Wang et al.,
+  bool normalize = true;       ///< a token's weights sum to `scale` (Mixtral, Qwen3), or are affinities times it (Switch)
+  double scale = 1.0;          ///< of a token's weights
+  bool choice_bias = false;    ///< each expert has a bias, which is added to affinities when experts are chosen, and only then
+  double balance_rate = 1e-3;  ///< how far a step moves the bias, against the sign of an expert's load above the mean (Wang et al.,
                               ///< https://arxiv.org/abs/2408.15664); 0: it stays
   /// Experts form this many equal groups, and a token chooses only within `routing_groups_per_token` of them, the ones whose two
   /// largest affinities, bias included, have the largest sum (DeepSeek-V3; https://arxiv.org/abs/2412.19437).
@@ -50,12 +50,12 @@ struct MixtureConfig {
 /// on one of its ranks, to which its rows are sent: one all_to_all there and one back, and two in the backward. The matrices are
 /// never sent along it. The output is placed as the rows are.
 struct Experts : Module {
-  Parameter gate, up;  ///< [E, H, C]
-  Parameter down;      ///< [E, C, H]
+  Parameter gate, up;            ///< [E, H, C]
+  Parameter down;                ///< [E, C, H]
   Parameter gate_bias, up_bias;  ///< [E, H]
   Parameter down_bias;           ///< [E, C]
   double gate_limit, gate_alpha;
-  Fp8 fp8 = Fp8::none; ///< their products round their operands, except for the matrices' gradients; use_fp8() sets it
+  Fp8 fp8 = Fp8::none;  ///< their products round their operands, except for the matrices' gradients; use_fp8() sets it
 
   explicit Experts(const MixtureConfig& config);
   void take_settings(const Module& source) override { fp8 = static_cast<const Experts&>(source).fp8; }
@@ -115,7 +115,7 @@ struct MixtureOfExperts : Module {
   SHEAF_FIELDS(router, choice_bias, experts, shared, shared_gate, dropout);
 
  private:
-  struct Plan {  // for expert_routes()
+  struct Plan {              // for expert_routes()
     int64_t groups, tokens;  ///< the most tokens of a group
     int64_t places, parts;
     double fill;

@@ -78,7 +78,7 @@ class KeyValueCache {
 
  private:
   int64_t capacity_, length_ = 0;
-  Tensor begins_, shown_;  // [B]; the result of begins() for this pass
+  Tensor begins_, shown_;               // [B]; the result of begins() for this pass
   std::map<std::string, Tensor> kept_;  // [B, capacity, G, D]
   std::map<std::string, RecurrentTail> tails_;
 };

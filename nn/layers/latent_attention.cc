@@ -63,7 +63,9 @@ Tensor LatentAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const
   const auto parts = split(latents_BTL, {c.q_lora_rank, c.kv_lora_rank + c.qk_rope_head_dim}, 2);
   const bool gathers = context_comm == ContextComm::all_gather;
   ContextRegion of_queries, of_keys;
-  const auto into = [&](ContextRegion& context, int64_t width) { return gathers ? OutputLayout() : context.output_layout(OwnershipMap::even(2, width)); };
+  const auto into = [&](ContextRegion& context, int64_t width) {
+    return gathers ? OutputLayout() : context.output_layout(OwnershipMap::even(2, width));
+  };
   const OutputLayout whole_queries = into(of_queries, key_width(c)), whole_keys = into(of_keys, up_width(c));
   Tensor q_BTD, up_BTE, shared_BTR;
   if (query_norm) q_BTD = queries((*query_norm)(parts[0]), whole_queries);
@@ -82,7 +84,8 @@ Tensor LatentAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const
     make_keys(parts[1]);
     shared_BTR = rotated(whole_sequences(shared_BTR), 1, cache);
   }
-  const AttentionOptions options{.scale = c.scale / std::sqrt(static_cast<double>(key_width(c))), .begins = cache ? cache->begins(x_BTC.size(1)) : begins_BT,
+  const AttentionOptions options{.scale = c.scale / std::sqrt(static_cast<double>(key_width(c))),
+                                 .begins = cache ? cache->begins(x_BTC.size(1)) : begins_BT,
                                  .window = c.window};
   const Tensor mixed_BTE = cache ? attend_to_cache(q_BTD, up_BTE, shared_BTR, options, *cache)
                                  : latent_attention(q_BTD, up_BTE, shared_BTR, c.heads, options);

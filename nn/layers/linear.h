@@ -18,7 +18,8 @@ struct LinearOptions {
   std::optional<OwnershipMap> cut = std::nullopt;
 };
 
-/// y[.., out] = x[.., in] weight[out, in]ᵀ + bias[out]. The bias starts at 0. The result may be sent `output_layout` at once: see apply_and_redistribute().
+/// y[.., out] = x[.., in] weight[out, in]ᵀ + bias[out]. The bias starts at 0. The result may be sent to `output_layout` at once: see
+/// apply_and_redistribute().
 struct Linear : Module {
   Parameter weight, bias;
   std::optional<Lora> lora;  ///< for fine-tuning: created by add_lora()

@@ -14,10 +14,11 @@ enum class Gate : uint8_t { silu, gelu };
 
 struct MlpConfig {
   int64_t width = 0;
-  int64_t hidden = 0;    ///< 0: 4 · width
+  int64_t hidden = 0;  ///< 0: 4 · width
   bool bias = true;
   double dropout = 0.0;  ///< of the output
   Gate gate = Gate::silu;  ///< of gated ones
+  GeluKind gelu = GeluKind::tanh;  ///< of MLP: by default GPT-2's approximation, unlike sheaf::gelu's; exact: BERT's and ViT's
   Init init = Init::normal(0.02);             ///< of the layers that read the residual stream
   Init projection_init = Init::normal(0.02);  ///< of the one that writes to it
 
@@ -27,13 +28,18 @@ struct MlpConfig {
   LinearOptions writes() const { return {bias, projection_init, OwnershipMap::even(1, std::gcd(hidden_width(), int64_t{8}))}; }
 };
 
-/// down(gelu(up(x))), with GPT-2's tanh approximation of gelu.
+/// down(gelu(up(x))), with GPT-2's tanh approximation of gelu unless MlpConfig::gelu is exact. On GPUs the approximation is part of the
+/// products, the exact one an op of its own.
 struct MLP : Module {
   Linear up, down;
   Dropout dropout;
+  GeluKind kind;
 
   explicit MLP(const MlpConfig& c)
-      : up(c.width, c.hidden_width(), c.reads()), down(c.hidden_width(), c.width, c.writes()), dropout(c.dropout) {}
+      : up(c.width, c.hidden_width(), c.reads()),
+        down(c.hidden_width(), c.width, c.writes()),
+        dropout(c.dropout),
+        kind(c.gelu) {}
   /// Makes a tensor axis shard hidden units in groups of `units`. Before materialize().
   void cut_hidden_in(int64_t units) {
     if (!down.weight.cut()) return;
@@ -41,7 +47,9 @@ struct MLP : Module {
   }
   Tensor forward(const Tensor& x_BTC) {
     const TensorRegion region(x_BTC, up.weight);
-    return dropout(down.of_gelu(up.gelu(region.enter(x_BTC, up.fp8 == Fp8::none)), region.output_layout()));
+    const Tensor whole_BTC = region.enter(x_BTC, up.fp8 == Fp8::none);
+    if (kind == GeluKind::exact) return dropout(down(gelu(up(whole_BTC), kind), region.output_layout()));
+    return dropout(down.of_gelu(up.gelu(whole_BTC), region.output_layout()));
   }
   SHEAF_FIELDS(up, down, dropout);
 };

@@ -44,8 +44,8 @@ std::vector<double> AdamW::scalars(const StepOptions& step_options, int64_t step
   return detail::adamw_scalars(options_, step_options.lr.value_or(options_.lr), step);
 }
 
-void AdamW::update(ShardState& shard, const Tensor& scalars, const Tensor& clip_scale) {
-  apply_step(op_def<AdamWStep>(), nullptr, shard, scalars, clip_scale);
+void AdamW::update(ShardState& shard, const Tensor& scalars) {
+  apply_step(op_def<AdamWStep>(), nullptr, shard, scalars);
 }
 
 }  // namespace sheaf::optim

@@ -6,9 +6,9 @@
 namespace sheaf::optim {
 
 struct AdamWOptions {
-  double lr = 1e-3;            ///< learning rate, unless step() is told another
-  double beta1 = 0.9;          ///< decay of the first moment
-  double beta2 = 0.999;        ///< decay of the second moment
+  double lr = 1e-3;      ///< learning rate, unless step() is told another
+  double beta1 = 0.9;    ///< decay of the first moment
+  double beta2 = 0.999;  ///< decay of the second moment
   double eps = 1e-8;
   double weight_decay = 0.01;  ///< decoupled, times the learning rate
   Factors factors = {};        ///< of learning rate and weight decay, per parameter
@@ -27,7 +27,7 @@ class AdamW final : public Optimizer {
  private:
   std::vector<double> scalars(const StepOptions& options, int64_t step) const override;
   bool corrects_bias() const override { return true; }
-  void update(ShardState& shard, const Tensor& scalars, const Tensor& clip_scale) override;
+  void update(ShardState& shard, const Tensor& scalars) override;
   AdamWOptions options_;
 };
 

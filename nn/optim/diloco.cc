@@ -83,7 +83,8 @@ Layout DiLoCo::layout_of(const OuterShard& shard, Placement islands) const {
 OuterState DiLoCo::state(const OuterShard& shard, std::optional<OwnershipMap> cut, bool offload) const {
   const Tensor& rows = shard.rows;
   const Placement islands = cut ? Placement::shard(*cut) : Placement::replicate();
-  OuterState out{detail::zero_state({rows.dtype(), {rows.size(1), rows.size(2)}, layout_of(shard, islands)}, rows.device(), {.offload = offload}), {}};
+  OuterState out{detail::zero_state({rows.dtype(), {rows.size(1), rows.size(2)}, layout_of(shard, islands)}, rows.device(), {.offload = offload}),
+                 {}};
   const Interval mine = cut ? cut->owned(island(), this->islands(), out.tensor.shape()) : Interval{0, rows.size(2)};
   for (const LocalPiece& piece : shard.unit->pieces(shard.flat(), mine))
     if (piece.runs.numel() > 0) out.parts.push_back({piece, piece.shard_offset});

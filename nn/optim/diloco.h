@@ -52,7 +52,7 @@ struct DiLoCoOptions {
   double lr = 0.7;        ///< of the outer step; 1 without momentum: parameters become their mean (local SGD, FedAvg)
   double momentum = 0.9;  ///< Nesterov's, in [0, 1)
   Moves moves = Moves::whole;
-  bool offload = false;   ///< on a GPU the momentum is kept in host memory
+  bool offload = false;  ///< on a GPU the momentum is kept in host memory
 };
 
 /// A tensor of the outer optimizer, and which parts of which parameters this rank has in it.
@@ -64,11 +64,11 @@ struct OuterState {
 /// A flat buffer of a unit, as the outer optimizer sees it.
 struct OuterShard {
   std::shared_ptr<Unit> unit;
-  size_t buffer;         ///< index into unit->buffers()
-  Tensor rows;           ///< its masters, by island
-  OuterState values;     ///< parameters after the last outer step
-  OuterState momentum;   ///< undefined without momentum, and for parameters that no optimizer updates (nn::Parameter::steer)
-  Tensor segments;       ///< f64 [1, 4]: all of a rank's elements of the momentum, none decayed; [0, 4] if it has none
+  size_t buffer;        ///< index into unit->buffers()
+  Tensor rows;          ///< its masters, by island
+  OuterState values;    ///< parameters after the last outer step
+  OuterState momentum;  ///< undefined without momentum, and for parameters that no optimizer updates (nn::Parameter::steer)
+  Tensor segments;      ///< f64 [1, 4]: all of a rank's elements of the momentum, none decayed; [0, 4] if it has none
   FlatBuffer& flat() const { return unit->buffers()[buffer]; }
 };
 

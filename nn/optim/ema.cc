@@ -6,7 +6,8 @@
 
 namespace sheaf::optim {
 
-Ema::Ema(nn::Module& model, nn::Module& average, double decay) : model_(units(model)), average_(units(average)), decay_(decay) {
+Ema::Ema(nn::Module& model, nn::Module& average, double decay)
+    : model_(units(model)), average_(units(average)), model_buffers_(model.buffers()), average_buffers_(average.buffers()), decay_(decay) {
   check<ConfigError>(decay >= 0 && decay < 1, "[ema] decay ", decay, ": a number from 0 up to, and without, 1");
   if (model_.empty() || average_.empty())
     fail<LifetimeError>("[ema] the ", model_.empty() ? "model, a " : "average, a ", (model_.empty() ? model : average).type_name(),
@@ -20,6 +21,12 @@ Ema::Ema(nn::Module& model, nn::Module& average, double decay) : model_(units(mo
     for (size_t b = 0; b < from.size(); ++b)
       if (!(from[b].shard.type() == to[b].shard.type())) differ(str(unit, " has ", to[b].shard.type(), ", not ", from[b].shard.type()));
   }
+  if (model_buffers_.size() != average_buffers_.size())
+    fail<ConfigError>("[ema] the average has ", average_buffers_.size(), " buffers, the model ", model_buffers_.size());
+  for (size_t b = 0; b < model_buffers_.size(); ++b)
+    if (const Tensor from = model_buffers_[b].value(), to = average_buffers_[b].value(); !(from.type() == to.type()))
+      fail<ConfigError>("[ema] the average's buffer '", average_buffers_[b].name(), "' is ", to.type(), ", the model's '",
+                        model_buffers_[b].name(), "' ", from.type());
 }
 
 void Ema::update() {
@@ -34,6 +41,7 @@ void Ema::update() {
       store_into(to.shard, to.shard * decay_ + from.shard * (1 - decay_));
     }
   }
+  for (size_t b = 0; b < model_buffers_.size(); ++b) store_into(average_buffers_[b].value(), model_buffers_[b].value());
 }
 
 }  // namespace sheaf::optim

@@ -16,17 +16,20 @@ namespace sheaf::optim {
 ///   for (...) { ...; optimizer.step(); ema.update(); }
 ///
 /// It works on shards: there is no communication, and no bit depends on the number of ranks. The average is a model like others,
-/// which can be evaluated, saved and exported. Parameters frozen in the model are not updated; those in blocks (quantize()) cannot
-/// be.
+/// which can be evaluated, saved (with its model: models::SaveOptions::also) and exported. Parameters frozen in the model are not
+/// updated; those in blocks (quantize()) cannot be. Buffers are not averaged but copied, so that the average is evaluated with the
+/// model's current statistics.
 class Ema {
  public:
-  /// Throws ConfigError for a decay outside of [0, 1), or models whose units differ; LifetimeError for one without memory.
+  /// Throws ConfigError for a decay outside of [0, 1), or models whose units or buffers differ; LifetimeError for one without memory.
   Ema(nn::Module& model, nn::Module& average, double decay);
-  /// average = decay average + (1 - decay) model, in the masters' dtype, as part of the update if there is a recording.
+  /// average = decay average + (1 - decay) model, in the masters' dtype, and the average's buffers = the model's as they are now; as part
+  /// of the update if there is a recording.
   void update();
 
  private:
   std::vector<std::shared_ptr<Unit>> model_, average_;
+  std::vector<nn::Buffer> model_buffers_, average_buffers_;
   double decay_;
 };
 

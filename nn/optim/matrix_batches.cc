@@ -11,7 +11,7 @@
 namespace sheaf::optim {
 namespace {
 
-constexpr size_t kBundlesOfBatch = 48;    // a node has at most 64 inputs
+constexpr size_t kBundlesOfBatch = 48;        // a node has at most 64 inputs
 constexpr int64_t kBatch = int64_t{1} << 24;  // elements that a rank orthogonalises at once, if these are several matrices
 
 int64_t overlap(const Interval& a, const Interval& b) {
@@ -152,7 +152,7 @@ Bundle make_bundle(const ShardState& all, std::vector<Matrix> matrices, ShardSta
     out.at_rest.shape = blocks;
     out.at_rest.shape.push_back(ranks), out.at_rest.shape.push_back(groups * *std::ranges::max_element(slices));
     out.at_rest.layout[out.axis] = Placement::shard(dim), out.at_rest.layout[secondary] = Placement::shard(dim + 1);
-    out.slices = interned({slices.begin() + first, slices.begin() + first + groups});
+    out.slices = interned(std::vector<int64_t>(slices.begin() + first, slices.begin() + first + groups));
     out.before = std::accumulate(slices.begin() + first, slices.begin() + mine, int64_t{0});
   }
   return out;

@@ -32,16 +32,16 @@ using Table = const std::vector<int64_t>*;
 /// The unit of orthogonalisation: a parameter, or a part of one that its cut names (nn::Parameter::set_cut).
 struct MatrixPart {
   int64_t rows, cols;
-  OwnershipMap cut;                 ///< by the tensor axis, if one shards the parameter
-  int64_t begin, stride;            ///< of this rank's block within the parameter's: its first element, and the row stride
+  OwnershipMap cut;       ///< by the tensor axis, if one shards the parameter
+  int64_t begin, stride;  ///< of this rank's block within the parameter's: its first element, and the row stride
 };
 
 /// A parameter. All of it is sent to one rank.
 struct Matrix {
-  int leaf;                         ///< index in its unit
+  int leaf;  ///< index in its unit
   std::vector<MatrixPart> parts;
-  int64_t room;                     ///< elements: of the largest block of a rank of the tensor axis
-  int owner = 0;                    ///< the rank that orthogonalises it, on the axis that shares the work
+  int64_t room;   ///< elements: of the largest block of a rank of the tensor axis
+  int owner = 0;  ///< the rank that orthogonalises it, on the axis that shares the work
   /// Multiplications per iteration, up to a factor common to all.
   int64_t cost() const;
 };
@@ -55,15 +55,15 @@ struct Stage {
 
 /// Some parameters of a flat buffer, one after another: all its matrices, or all others.
 struct Bundle {
-  std::vector<Matrix> matrices;     ///< empty for others
-  int axis = -1;                    ///< of the mesh, that shares the work; -1 without a mesh
-  int tensor_axis = -1;             ///< the one that shards these
+  std::vector<Matrix> matrices;  ///< empty for others
+  int axis = -1;                 ///< of the mesh, that shares the work; -1 without a mesh
+  int tensor_axis = -1;          ///< the one that shards these
   Stage stage = {};
-  Type at_rest, joined, owned;      ///< of all elements, in the masters' dtype
-  Table parts = nullptr;            ///< pieces: offset in the shard, offset in `at_rest`, elements
-  Table slices = nullptr;           ///< of the ranks of a secondary axis: elements; null without one
-  int64_t before = 0;               ///< elements of the slices that precede this rank's
-  Tensor whole;                     ///< for matrices: the shard's segments with learning rates of 1, which are the momentum's
+  Type at_rest, joined, owned;  ///< of all elements, in the masters' dtype
+  Table parts = nullptr;        ///< pieces: offset in the shard, offset in `at_rest`, elements
+  Table slices = nullptr;       ///< of the ranks of a secondary axis: elements; null without one
+  int64_t before = 0;           ///< elements of the slices that precede this rank's
+  Tensor whole;                 ///< for matrices: the shard's segments with learning rates of 1, which are the momentum's
 };
 
 /// The bundle of these leaves of a shard; fills in `shard.parts`, with offsets in `at_rest`.
@@ -79,11 +79,11 @@ void choose_owners(std::span<Bundle> bundles);
 /// Matrices of equal shape and kind.
 struct Batch {
   int64_t rows, cols;
-  std::vector<int> bundles = {};    ///< that they come from
+  std::vector<int> bundles = {};  ///< that they come from
   Type stacked = {}, shared = {};
-  Type matrices = {};               ///< what is distributed, [k, M, N]: the same if no tensor axis shards them
+  Type matrices = {};                    ///< what is distributed, [k, M, N]: the same if no tensor axis shards them
   std::optional<OwnershipMap> cut = {};  ///< by a tensor axis
-  Table own = nullptr;              ///< this rank's, in order: index into `bundles`, first element, rows, columns, row stride
+  Table own = nullptr;                   ///< this rank's, in order: index into `bundles`, first element, rows, columns, row stride
 };
 
 /// All matrices of these bundles, which are indices into `all`, in batches. A rank's work on a batch is bounded

@@ -100,9 +100,9 @@ const Bundle& Muon::bundle_of(const ShardState& shard) const {
   return bundles_[static_cast<size_t>(&shard - shards().data())];
 }
 
-void Muon::update(ShardState& shard, const Tensor& scalars, const Tensor& clip_scale) {
+void Muon::update(ShardState& shard, const Tensor& scalars) {
   const MuonOps::Parts attrs{bundle_of(shard).parts};
-  apply_step(MuonOps::adamw(), &attrs, shard, scalars, clip_scale);
+  apply_step(MuonOps::adamw(), &attrs, shard, scalars);
 }
 
 void Muon::update_all(std::span<ShardState* const> work, const Tensor& scalars) {
@@ -113,7 +113,7 @@ void Muon::update_all(std::span<ShardState* const> work, const Tensor& scalars) 
     const Bundle& bundle = bundle_of(*shard);
     name_leaves(*shard);
     if (bundle.matrices.empty()) {
-      update(*shard, scalars, shard->flat().grad_scale);
+      update(*shard, scalars);
       continue;
     }
     bundles.push_back(static_cast<int>(&bundle - bundles_.data()));

@@ -38,25 +38,25 @@ using MatrixRule = std::function<bool(const nn::Parameter&)>;
 bool hidden_matrices(const nn::Parameter& p);
 
 struct MuonOptions {
-  double lr = 1e-3;            ///< learning rate of the matrices, unless step() is told another
-  double momentum = 0.95;      ///< in [0, 1)
+  double lr = 1e-3;        ///< learning rate of the matrices, unless step() is told another
+  double momentum = 0.95;  ///< in [0, 1)
   bool nesterov = true;
-  double weight_decay = 0.1;   ///< of the matrices: decoupled, times the learning rate. Of the others: adamw.weight_decay
+  double weight_decay = 0.1;  ///< of the matrices: decoupled, times the learning rate. Of the others: adamw.weight_decay
   MuonScale scale = MuonScale::match_rms;
   OrthogonalizeOptions orthogonalize = {};
   /// The dtype in which directions are sent and orthogonalised: bf16 halves the bytes and is the original's choice. Absent: the
   /// masters' dtype.
   std::optional<DType> compute_dtype = std::nullopt;
   MatrixRule matrices = hidden_matrices;
-  Factors factors = {};        ///< of the matrices; of the others: adamw.factors
-  StateOptions state = {};     ///< of the momentum; of the others: adamw.state
+  Factors factors = {};     ///< of the matrices; of the others: adamw.factors
+  StateOptions state = {};  ///< of the momentum; of the others: adamw.state
   /// For all other parameters. Their learning rate follows the one passed to step(), in the ratio of adamw.lr to lr.
   AdamWOptions adamw = {};
 };
 
-/// Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/), for each matrix p [M, N] with gradient g:
+/// Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/), for each matrix p [M, N] with gradient g and clip scale c:
 ///
-///   b = momentum b + clip_scale g,   d = clip_scale g + momentum b if nesterov, else b
+///   b = momentum b + c g,   d = c g + momentum b if nesterov, else b
 ///   p = p - lr (scale orthogonalize(d) + weight_decay p)
 ///
 /// A matrix whose cut names parts (nn::Parameter::set_cut: queries, keys and values of one projection) is orthogonalised part by
@@ -78,7 +78,7 @@ class Muon final : public Optimizer {
  private:
   std::vector<double> scalars(const StepOptions& options, int64_t step) const override;
   bool corrects_bias() const override { return true; }
-  void update(ShardState& shard, const Tensor& scalars, const Tensor& clip_scale) override;
+  void update(ShardState& shard, const Tensor& scalars) override;
   void update_all(std::span<ShardState* const> shards, const Tensor& scalars) override;
   void add_shard(const ShardState& all, std::vector<Matrix> matrices, std::vector<int> leaves, std::span<const kernels::Segment> of_leaf);
   const Bundle& bundle_of(const ShardState& shard) const;
@@ -88,7 +88,7 @@ class Muon final : public Optimizer {
 
   MuonOptions options_;
   std::vector<Bundle> bundles_;
-  std::vector<int> batched_;    // the bundles in batches_, those that had a gradient in the last step
+  std::vector<int> batched_;  // the bundles in batches_, those that had a gradient in the last step
   std::vector<Batch> batches_;
 };
 

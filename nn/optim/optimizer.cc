@@ -60,8 +60,8 @@ void Optimizer::step(const StepOptions& options) {
   if (units_.empty()) return;
   const PhaseScope phase(Phase::update);
   nn::reduce_waiting(units_);  // or refuse, before the step counts
-  const int64_t before = steps_++;
-  if (Recording* r = Recording::current()) r->on_rerun([this] { ++steps_; });
+  const int64_t before = (*steps_)++;
+  if (Recording* r = Recording::current()) r->on_rerun([steps = steps_] { ++*steps; });
   for (const auto& unit : units_) unit->close_for_change();
   steer();
   if (shards_.empty()) return;
@@ -70,7 +70,7 @@ void Optimizer::step(const StepOptions& options) {
     if (const Recording* r = Recording::current(); r && r->is_for_program())
       fail<ConfigError>("[", name_, "] in a step that is compiled the learning rate and what else changes from step to step have to ",
                         "come in: give next_scalars() to step() as StepOptions::scalars");
-    const std::vector<double> values = this->scalars(options, steps_);
+    const std::vector<double> values = this->scalars(options, *steps_);
     const Shape shape{static_cast<int64_t>(values.size())};
     const Device device = shards_[0].flat().shard.device();
     scalars = device.is_meta() ? Tensor::empty({kF64, shape, {}}, device) : Tensor::from(values, shape).to(device);
@@ -123,13 +123,13 @@ Tensor Optimizer::count_applied(const Tensor& scalars, const Tensor& found_inf) 
 }
 
 void Optimizer::set_steps(int64_t steps) {
-  steps_ = steps;
+  *steps_ = steps;
   if (applied_) set_applied_steps(steps);
 }
 
 std::optional<int64_t> Optimizer::applied_steps() const {
   if (!applied_) return std::nullopt;
-  return applied_.device().is_meta() ? steps_ : applied_.item<int64_t>();
+  return applied_.device().is_meta() ? *steps_ : applied_.item<int64_t>();
 }
 
 void Optimizer::set_applied_steps(int64_t steps) {
@@ -143,7 +143,7 @@ void Optimizer::update_all(std::span<ShardState* const> shards, const Tensor& sc
   for (ShardState* shard : shards) {
     const PathScope path(shard->unit->name());
     name_leaves(*shard);
-    update(*shard, scalars, shard->flat().grad_scale);
+    update(*shard, scalars);
   }
 }
 
@@ -229,7 +229,7 @@ kernels::Segment segment_of(const kernels::Segment& leaf, int64_t begin, int64_t
 
 View optional_input(const Execute& c, int index) { return c.num_inputs() > index ? c.input(index) : View{}; }
 
-void apply_step(const OpDef& op, const void* attrs, ShardState& shard, const Tensor& scalars, const Tensor& clip_scale) {
+void apply_step(const OpDef& op, const void* attrs, ShardState& shard, const Tensor& scalars) {
   FlatBuffer& b = shard.flat();
   std::vector<Tensor> inputs{b.shard, b.grad};
   std::vector<OutputSpec> outputs{{.type = b.shard.type(), .into = b.shard}};
@@ -239,7 +239,9 @@ void apply_step(const OpDef& op, const void* attrs, ShardState& shard, const Ten
   }
   inputs.push_back(shard.segments);
   inputs.push_back(scalars);
-  if (clip_scale) inputs.push_back(clip_scale);
+  if (b.found_inf && !b.grad_scale)
+    fail<LifetimeError>("[", op.name, "] ", b.name, ": found_inf without grad_scale, which a loss scaler sets with it");
+  if (b.grad_scale) inputs.push_back(b.grad_scale);
   if (b.found_inf) inputs.push_back(b.found_inf);
   apply_typed(op, attrs, inputs, outputs);
 }

@@ -82,12 +82,12 @@ class Optimizer {
   void step(const StepOptions& options = {});
   /// The values that change from step to step, for the next step: for a caller that copies them to the device together with other
   /// data, or before each replay of a graph.
-  std::vector<double> next_scalars(const StepOptions& options = {}) const { return scalars(options, steps_ + 1); }
+  std::vector<double> next_scalars(const StepOptions& options = {}) const { return scalars(options, *steps_ + 1); }
   /// Frees the gradients.
   void zero_grad();
   /// Steps taken so far, skipped ones included: with shards()' state and, if there is a LossScaler, applied_steps() all that resuming
   /// needs.
-  int64_t steps() const { return steps_; }
+  int64_t steps() const { return *steps_; }
   void set_steps(int64_t steps);
   /// Steps that were not skipped, which the device counts; nothing if the optimizer has not been used with a LossScaler, or does not
   /// need the count. Waits for the device.
@@ -108,8 +108,8 @@ class Optimizer {
   virtual std::vector<double> scalars(const StepOptions& options, int64_t step) const = 0;
   /// Whether the scalars begin with AdamW's, including bias corrections.
   virtual bool corrects_bias() const { return false; }
-  /// Updates one shard, unless its flat().found_inf is set; scalars and clip scale (undefined: 1) are tensors.
-  virtual void update(ShardState& shard, const Tensor& scalars, const Tensor& clip_scale) = 0;
+  /// Updates one shard by its flat().grad times flat().grad_scale (undefined: 1), unless flat().found_inf is set. All are tensors.
+  virtual void update(ShardState& shard, const Tensor& scalars) = 0;
   /// Updates all shards that have a gradient, by default one after another.
   virtual void update_all(std::span<ShardState* const> shards, const Tensor& scalars);
   /// Names for the tape the tensors that are new to this recording.
@@ -122,7 +122,7 @@ class Optimizer {
   std::string name_;
   std::vector<std::shared_ptr<Unit>> units_;  // those with trainable parameters, each once
   std::vector<ShardState> shards_;
-  int64_t steps_ = 0;
+  std::shared_ptr<int64_t> steps_ = std::make_shared<int64_t>(0);  // programs count, too, also after the optimizer was moved
   Tensor applied_;  // i64 []; undefined: all of them were
 };
 
@@ -145,7 +145,7 @@ kernels::Segment segment_of(const kernels::Segment& leaf, int64_t begin, int64_t
 /// For update() of a custom optimizer: runs its step op (OpKind::step), whose inputs are the shard's parameters [n], their gradient
 /// [n], each state [n], segments f64 [k, 4] (kernels::Segment), scalars f64 (Optimizer::scalars) [, clip scale, one f32 or f64
 /// [, found_inf, one i32]], and whose outputs are the parameters and each state, in place: examples/lion.h.
-void apply_step(const OpDef& op, const void* attrs, ShardState& shard, const Tensor& scalars, const Tensor& clip_scale);
+void apply_step(const OpDef& op, const void* attrs, ShardState& shard, const Tensor& scalars);
 /// Input `index` of such an op, or View{} if absent: the clip scale, which is then 1, and found_inf, a number that forbids any change
 /// unless it is 0.
 View optional_input(const Execute& c, int index);

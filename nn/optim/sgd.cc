@@ -43,9 +43,9 @@ std::vector<double> SGD::scalars(const StepOptions& step_options, int64_t step) 
   return s;
 }
 
-void SGD::update(ShardState& shard, const Tensor& scalars, const Tensor& clip_scale) {
+void SGD::update(ShardState& shard, const Tensor& scalars) {
   const SgdStep::Attrs attrs{options_.momentum != 0.0, options_.nesterov};
-  apply_step(op_def<SgdStep>(), &attrs, shard, scalars, clip_scale);
+  apply_step(op_def<SgdStep>(), &attrs, shard, scalars);
 }
 
 void detail::nesterov_step(const Tensor& param, const Tensor& grad, const Tensor& momentum, const Tensor& segments,

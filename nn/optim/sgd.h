@@ -6,8 +6,8 @@
 namespace sheaf::optim {
 
 struct SgdOptions {
-  double lr = 1e-2;           ///< learning rate, unless step() is told another
-  double momentum = 0.0;      ///< 0: no momentum, and no state
+  double lr = 1e-2;       ///< learning rate, unless step() is told another
+  double momentum = 0.0;  ///< 0: no momentum, and no state
   bool nesterov = false;
   double weight_decay = 0.0;  ///< added to the gradient
   Factors factors = {};       ///< of learning rate and weight decay, per parameter
@@ -25,7 +25,7 @@ class SGD final : public Optimizer {
 
  private:
   std::vector<double> scalars(const StepOptions& options, int64_t step) const override;
-  void update(ShardState& shard, const Tensor& scalars, const Tensor& clip_scale) override;
+  void update(ShardState& shard, const Tensor& scalars) override;
   SgdOptions options_;
 };
 

@@ -27,7 +27,7 @@ std::string refusal(F&& f) {
 /// Rows that depend only on the global row index, cut along the mesh's first axis.
 Tensor rows_of(const Mesh& mesh, int64_t width = kWidth) {
   const Type type{kF32, {kRows, width}, mesh.spec ? Layout(mesh.spec).with(0, Placement::shard(0)) : Layout()};
-  const int64_t first = mesh.spec ? type.layout.local_start(type.shape)[0] : 0;
+  const int64_t first = mesh.spec ? type.local_start()[0] : 0;
   std::vector<float> local;
   for (int64_t i = 0; i < type.local_shape().numel(); ++i)
     local.push_back(0.1f * static_cast<float>((first * width + i) * 7 % 11) - 0.4f);
@@ -390,7 +390,7 @@ TEST(Backward, GradientOfAParameterIsThatOfEveryUse) {
     const Tensor weight = net.layers[0].weight;
     const Tensor y = sum(net.layers[0](net.layers[1](net.layers[0](rows_of(mesh)))));
     const Tensor g = r.gradient(y, std::vector{weight})[0];
-    const std::vector<float> whole = redistribute(g, Layout(mesh.spec, Placement::replicate())).to_vector<float>();
+    const std::vector<float> whole = full_tensor(g).to_vector<float>();
     if (w.rank() != 0) return;
     if (expected.empty()) expected = whole;
     for (size_t i = 0; i < whole.size(); ++i) EXPECT_NEAR(whole[i], expected[i], 2e-6) << i;
@@ -407,11 +407,39 @@ TEST(Backward, GradientOfAParameterDoesNotDependOnItsGathers) {
     y = net.layers[1](y);
     y = linear(y, net.layers[0].weight);
     const Tensor g = r.gradient(sum(y), std::vector<Tensor>{net.layers[0].weight})[0];
-    const std::vector<float> whole = redistribute(g, Layout(mesh.spec, Placement::replicate())).to_vector<float>();
+    const std::vector<float> whole = full_tensor(g).to_vector<float>();
     if (w.size() == 1 || w.rank() != 0) return;
     if (expected.empty()) expected = whole;
     EXPECT_EQ(whole, expected);
   });
+}
+
+// Within one open scope: what a unit is used for after a gradient that is kept, or in a later micro-batch, is its own part.
+TEST(Backward, AnOpenScopeIsUsedInEachPart) {
+  std::vector<float> expected;
+  for (const bool micro_batches : {false, true})
+    for (const bool in_scope : {false, true})
+      with_every_strategy({}, [&](World& w, const Mesh& mesh, Net& net) {
+        Layer& layer = net.layers[0];
+        const Tensor x = rows_of(mesh);
+        for (int step = 0; step < 2; ++step) {
+          zero_grad(net);
+          Recording r;
+          std::optional<nn::ModuleScope> scope;
+          if (in_scope) scope.emplace(layer);
+          r.next_micro_batch(0);
+          const Tensor first = sum(tanh(linear(x, layer.weight)));
+          if (micro_batches) r.next_micro_batch(kRows);
+          else r.gradient(first, std::vector<Tensor>{layer.weight}, {.keep = true});
+          const Tensor second = sum(square(linear(x, layer.weight)));
+          r.backward(second);
+          if (micro_batches) r.backward(first * 0.0);
+        }
+        const std::vector<float> whole = full_gradient(layer.weight).to_vector<float>();
+        if (w.rank() != 0) return;
+        if (expected.empty()) expected = whole;
+        for (size_t i = 0; i < whole.size(); ++i) EXPECT_NEAR(whole[i], expected[i], 2e-6) << i;
+      });
 }
 
 // Weights gathered in an open scope are not kept beyond a change of the masters.

@@ -105,6 +105,52 @@ Outcome train(World& w, Strategy strategy, const nn::UnitPolicy& units_by, int64
   return out;
 }
 
+// Modules of the root's unit that are called by themselves: no scope of a unit is entered, and parameters are gathered where they are read.
+// The order of gathers is known after one step here, too.
+struct Coder : nn::Module {
+  nn::Linear encode{6, 4}, decode{4, 6};
+  SHEAF_FIELDS(encode, decode);
+};
+
+TEST(Compile, TakesModulesThatAreCalledWithoutTheirRoot) {
+  for (const bool evaluates : {false, true})
+    for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"}) {
+      SCOPED_TRACE(str(strategy, evaluates ? " with evaluations" : ""));
+      run_local(3, [&](World& w) {
+        const Mesh mesh = w.mesh({{"data", w.size()}});
+        std::vector<std::vector<float>> parameters;
+        for (const bool compiled : {false, true}) {
+          Coder model;
+          shard(model, mesh, {.strategy = strategy});
+          materialize(model, Device::cpu(), {.seed = 5});
+          optim::AdamW optimizer(model);
+          const auto decoded = [&](const Tensor& x) { return model.decode(tanh(model.encode(x))); };
+          const auto code = [&](const Tensor& x, const Tensor& scalars) {
+            const Tensor loss = sum(square(decoded(x) - x));
+            Recording::current()->backward(loss);
+            optimizer.step({.scalars = scalars});
+            optimizer.zero_grad();
+            return redistribute(loss, "data", Placement::invariant());
+          };
+          auto step = compile(code);
+          for (int s = 0; s < 5; ++s) {
+            const Tensor x = dense_rows(mesh, 5, 6, s), scalars = scalars_of(optimizer, 0.02);
+            if (compiled) {
+              step({.step = s}, x, scalars);
+            } else {
+              Recording recording({.step = s});
+              code(x, scalars);
+            }
+            if (evaluates) decoded(x);
+          }
+          EXPECT_EQ(step.program() != nullptr, compiled);
+          parameters.push_back(full_parameter(model.encode.weight).to_vector<float>());
+        }
+        EXPECT_EQ(parameters[0], parameters[1]);
+      }, {.timeout = std::chrono::seconds(30), .threads_per_rank = 1});
+    }
+}
+
 TEST(Compile, HasTheBitsOfStepsRunOneByOne) {
   std::atomic<int> fused = 0, plain = 0;  // where values have only a few elements, there may be too little to fuse
   for (int world = 1; world <= 5; ++world)

@@ -153,7 +153,9 @@ TEST(WeightsLater, OfTheLastMicroBatchAreReducedToTheEnd) {
       for (const bool last : {false, true}) {
         recording.next_micro_batch(last ? kRows : 0);
         const Layout cut(mesh.spec, Placement::shard(0));
-        const auto rows = [&](int64_t shift) { return redistribute(token_rows({}, 4, kLength, kVocab, shift), replicas ? cut.with(1, Placement::replicate()) : cut); };
+        const auto rows = [&](int64_t shift) {
+          return redistribute(token_rows({}, 4, kLength, kVocab, shift), replicas ? cut.with(1, Placement::replicate()) : cut);
+        };
         const Tensor loss = model.loss(rows(0), rows(1));
         recording.backward(replicas ? redistribute(loss, "data", Placement::partial()) : loss, {.last_micro_batch = last, .defer_weights = true});
       }
@@ -276,7 +278,8 @@ TEST(WeightsLater, OfLayersWhoseInputIsAParameterComeAtOnce) {
 }
 
 TEST(WeightsLater, OfWeightsWithSeveralUsesAreRoundedAlike) {
-  for (const DType compute : {kF32, kBF16}) EXPECT_EQ(gradients_of_whole<Twice>(true, {6, 4}, compute), gradients_of_whole<Twice>(false, {6, 4}, compute));
+  for (const DType compute : {kF32, kBF16})
+    EXPECT_EQ(gradients_of_whole<Twice>(true, {6, 4}, compute), gradients_of_whole<Twice>(false, {6, 4}, compute));
 }
 
 TEST(WeightsLater, OfABiasBesideAFrozenWeightComeLaterToo) {
@@ -289,7 +292,9 @@ struct Failing {
   static constexpr const char* kName = "failing";
   using Attrs = NoAttrs;
   static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
-  static void execute(const Attrs&, Execute& c) { std::memcpy(c.output(0).data, c.input(0).data, static_cast<size_t>(c.output_tensor(0).local_bytes())); }
+  static void execute(const Attrs&, Execute& c) {
+    std::memcpy(c.output(0).data, c.input(0).data, static_cast<size_t>(c.output_tensor(0).local_bytes()));
+  }
   static void vjp(const Attrs&, Vjp&) { fail<ShapeError>("[failing] for once"); }
 };
 
@@ -314,7 +319,9 @@ struct Careless {
   using Attrs = NoAttrs;
   static constexpr uint64_t kSavedInputs = 0b11;
   static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
-  static void execute(const Attrs&, Execute& c) { std::memcpy(c.output(0).data, c.input(0).data, static_cast<size_t>(c.output_tensor(0).local_bytes())); }
+  static void execute(const Attrs&, Execute& c) {
+    std::memcpy(c.output(0).data, c.input(0).data, static_cast<size_t>(c.output_tensor(0).local_bytes()));
+  }
   static void vjp(const Attrs&, Vjp& c) {
     c.set(0, mul(c.grad(), c.input(1)));
     c.weight_gradients(1, [](Vjp& c) { c.set(1, c.grad()); });
@@ -333,7 +340,7 @@ TEST(WeightsLater, AnOpHoldsWhatItReads) {
   Recording recording;
   recording.backward(sum(layer(Tensor::from<float>({1, 2, 3}, {3}))), {.defer_weights = true});
   EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { recording.backward_weights(); }),
-              HasSubstr("[careless] root: grad() in what its derivative gave to weight_gradients(), which holds what it reads"));
+              HasSubstr("[careless] root: grad() in the function given to weight_gradients(), which must capture what it reads"));
 }
 
 TEST(WeightsLater, WhatTheyReadMayNotChangeBefore) {
@@ -345,7 +352,9 @@ TEST(WeightsLater, WhatTheyReadMayNotChangeBefore) {
     recording.backward(sum(layer(x)), {.defer_weights = true});
     if (changes) store_into(x, Tensor::from<float>({5, 5, 5}, {1, 3}));
     if (!changes) recording.backward_weights();
-    else EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { recording.backward_weights(); }), HasSubstr("what linear read was changed in place"));
+    else
+      EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { recording.backward_weights(); }),
+                  HasSubstr("what linear read was changed in place"));
   }
 }
 

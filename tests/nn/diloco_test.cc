@@ -323,7 +323,8 @@ TEST(DiLoCo, RefusesOtherMeshes) {
       }
       return "";
     };
-    EXPECT_THAT(message([&] { optim::DiLoCo(m, all, "island"); }), HasSubstr("is sharded over (data=2), and islands have that of (island=2, data=1)"));
+    EXPECT_THAT(message([&] { optim::DiLoCo(m, all, "island"); }),
+                HasSubstr("is sharded over (data=2), and islands have that of (island=2, data=1)"));
     EXPECT_THAT(message([&] { w.slice(data, "data"); }), HasSubstr("has none"));
     EXPECT_EQ(w.slice(all, "island").spec, w.slice(all, "island").spec);
     EXPECT_THAT(message([&] { w.slice(w.mesh({{"replica", 2}, {"data", 1}}), "replica"); }), HasSubstr("is in use already"));
@@ -335,7 +336,8 @@ TEST(DiLoCo, RefusesOtherMeshes) {
     TinyModel half(0, 11, 5);  // 64 elements, and 32
     shard(half, w.slice(all, "island"));
     materialize(half, Device::cpu());
-    EXPECT_THAT(message([&] { optim::DiLoCo(half, all, "island", {.moves = optim::Moves::int8}); }), HasSubstr("shard it with ShardOptions::whole_blocks"));
+    EXPECT_THAT(message([&] { optim::DiLoCo(half, all, "island", {.moves = optim::Moves::int8}); }),
+                HasSubstr("shard it with ShardOptions::whole_blocks"));
   });
 }
 

@@ -194,13 +194,16 @@ TEST(GradientsAhead, OfALossWithARecordingInside) {
 
 TEST(GradientsAhead, BehindGradientsOfValues) {
   for (const bool keep : {true, false})
-    expect_same([&](const Step& s) {
-      const Tensor x = s.recording.watch(full_of({kF64, {kRows, kLength, kWidth}, s.mesh.spec ? Layout(s.mesh.spec, Placement::shard(0)) : Layout()}, 0.25));
-      const auto scope = s.model.enter();
-      const Tensor aside = linear_cross_entropy(x, s.model.weight(), s.tokens(1), {.divide_by = 70.0, .recompute = s.recompute});
-      s.recording.gradient(aside, std::vector{x}, {.keep = keep});
-      s.recording.backward(s.loss(0), {.last_micro_batch = true});
-    }, keep ? std::pair(1, 1) : std::pair(2, 0));
+    expect_same(
+        [&](const Step& s) {
+          const Tensor x =
+              s.recording.watch(full_of({kF64, {kRows, kLength, kWidth}, s.mesh.spec ? Layout(s.mesh.spec, Placement::shard(0)) : Layout()}, 0.25));
+          const auto scope = s.model.enter();
+          const Tensor aside = linear_cross_entropy(x, s.model.weight(), s.tokens(1), {.divide_by = 70.0, .recompute = s.recompute});
+          s.recording.gradient(aside, std::vector{x}, {.keep = keep});
+          s.recording.backward(s.loss(0), {.last_micro_batch = true});
+        },
+        keep ? std::pair(1, 1) : std::pair(2, 0));
 }
 
 TEST(GradientsAhead, WithWeightsLater) {

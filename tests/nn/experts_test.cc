@@ -204,7 +204,8 @@ TEST(MixtureOfExperts, BiasesAndAGateWithALimit) {
         c.linear_bias = biased, c.gate_limit = limit, c.gate_alpha = 1.3;
         nn::MixtureOfExperts m(c);
         if (biased)
-          for (nn::Parameter* p : {&m.router.bias, &m.experts.gate_bias, &m.experts.up_bias, &m.experts.down_bias}) p->set_init(nn::Init::normal(0.5));
+          for (nn::Parameter* p : {&m.router.bias, &m.experts.gate_bias, &m.experts.up_bias, &m.experts.down_bias})
+            p->set_init(nn::Init::normal(0.5));
         materialize(m, Device::cpu(), {.seed = 3, .dtype = kF64});
         const Expected expected = plain(m, x);
         Recording recording;
@@ -312,7 +313,8 @@ TEST(MixtureOfExperts, LaterTokensChangeNothing) {
 
 // With a capacity, ranks that share sequences need separate groups.
 bool mesh_refuses(const nn::MixtureConfig& c, const std::vector<MeshSpec::Axis>& axes) {
-  return c.capacity_factor > 0 && std::ranges::any_of(axes, [&](const MeshSpec::Axis& a) { return a.name == "context" && c.capacity_groups % a.size != 0; });
+  return c.capacity_factor > 0 &&
+         std::ranges::any_of(axes, [&](const MeshSpec::Axis& a) { return a.name == "context" && c.capacity_groups % a.size != 0; });
 }
 
 // However the batch is cut, values and imbalance are those of the whole batch.
@@ -405,7 +407,7 @@ TEST(MixtureOfExperts, WhatCannotBeIsRefused) {
     EXPECT_THROW(shard(m, mesh, {.expert_axis = "experts"}), ConfigError);
     const Mesh alone = w.mesh({{"expert", 4}});
     EXPECT_THAT([&] { shard(m, alone, {.axis = "expert", .expert_axis = "expert"}); },
-                ThrowsMessage<ConfigError>(HasSubstr("where it is whole, the size of that axis is 1")));
+                ThrowsMessage<ConfigError>(HasSubstr("needs one more axis, over which the experts of each rank of 'expert' are sharded")));
   }, {.threads_per_rank = 1});
 }
 

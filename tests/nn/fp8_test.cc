@@ -153,7 +153,9 @@ TEST(Fp8Layer, CutsOfRowsAndOutputsKeepTheBits) {
 TEST(Fp8Layer, PartialOperandsAreNotRounded) {
   run_local(2, [](World& w) {
     const Mesh mesh = w.mesh({{"ranks", 2}});
-    const auto like = [&](const Tensor& t, const Placement& p) { return Tensor::from_local(t.to_vector<float>(), {kF32, t.shape(), Layout(mesh.spec, p)}); };
+    const auto like = [&](const Tensor& t, const Placement& p) {
+      return Tensor::from_local(t.to_vector<float>(), {kF32, t.shape(), Layout(mesh.spec, p)});
+    };
     const Tensor partial = like(x_of(), Placement::partial()), weight = like(weight_of(), Placement::replicate());
     const Values exact = linear(partial, weight).to_vector<float>();
     EXPECT_EQ(linear(partial, weight, {}, Fp8::all).to_vector<float>(), exact);

@@ -104,8 +104,8 @@ TEST_P(Int8, RoundsWhatIsSent) {
   const Case c = GetParam();
   const auto world = static_cast<size_t>(c.world());
   std::mutex mutex;
-  std::map<std::string, std::vector<Values>> got;                    // by buffer and rank
-  std::map<std::string, std::vector<std::vector<Values>>> of;        // by buffer, rank and part
+  std::map<std::string, std::vector<Values>> got;              // by buffer and rank
+  std::map<std::string, std::vector<std::vector<Values>>> of;  // by buffer, rank and part
   run_local(c.world(), [&](World& w) {
     const Mesh mesh = w.mesh({{"replica", c.replicas}, {"data", c.ranks}});
     TinyBlock net(kWidth), own(kWidth);
@@ -367,7 +367,8 @@ TEST(Int8, RanksThatHoldTheSameHaveTheSame) {
 TEST(Int8, IsRefusedBesideAnotherDtypeOfGradients) {
   TinyBlock net(kWidth);
   EXPECT_THAT([&] { shard(net, Mesh{}, {.reduce_dtype = kBF16, .reduce_int8 = true}); },
-              ::testing::ThrowsMessage<ConfigError>(::testing::HasSubstr("gradients are sent in int8 blocks (reduce_int8) or as bf16 (reduce_dtype), not both")));
+              ::testing::ThrowsMessage<ConfigError>(
+                  ::testing::HasSubstr("gradients are sent in int8 blocks (reduce_int8) or as bf16 (reduce_dtype), not both")));
 }
 
 }  // namespace

@@ -47,11 +47,21 @@ TEST(Changes, OfWhatHasAGradientAreRefused) {
       change(h, x);
     });
   };
-  EXPECT_THAT(refusal([](const Tensor& h, const Tensor&) { store_into(h, numbers({1, 2})); }),
-              AllOf(HasSubstr("[store] root: %"), HasSubstr("f64[2] was computed from what gradients are asked for: changed memory has no derivative")));
+  EXPECT_THAT(
+      refusal([](const Tensor& h, const Tensor&) { store_into(h, numbers({1, 2})); }),
+      AllOf(HasSubstr("[store] root: %"), HasSubstr("f64[2] depends on values whose gradients are needed: changed memory has no derivative")));
   EXPECT_THAT(refusal([](const Tensor& h, const Tensor& x) { add_into(h, x); }), HasSubstr("[add_into] root: %"));
   EXPECT_THAT(refusal([](const Tensor& h, const Tensor&) { store_into(slice(h, 0, 0, 1), numbers({1})); }), HasSubstr("[store] root: %"));
   EXPECT_EQ(refusal([](const Tensor& h, const Tensor&) { store_into(copy_of(stop_gradient(h)), numbers({1, 2})); }), "no exception");
+}
+
+// Also where nothing leads from x to y, and the gradient is 0.
+TEST(Gradients, AreOfScalars) {
+  Recording recording;
+  const Tensor x = recording.watch(numbers({1, 2})), other = recording.watch(numbers({3, 4}));
+  EXPECT_THAT(message_of<ShapeError>(ExitCode::kConfig, [&] { recording.gradient(square(other), std::vector{x}); }),
+              HasSubstr("[gradient] needs a scalar, not f64[2]"));
+  EXPECT_EQ(recording.gradient(sum(square(other)), std::vector{x})[0].to_vector<double>(), (std::vector<double>{0, 0}));
 }
 
 // Storing a value without a gradient: the value is stored, and no gradient passes through.
@@ -162,7 +172,8 @@ TEST(Units, MeetOutsideOfScopes) {
       const Tensor x = redistribute(Tensor::from(rows, {6, 6}), Layout(mesh.spec, Placement::shard(0)));
       Recording recording;
       Tensor loss = sum(square(model(x)));
-      const Tensor a = model.a.weight, apart = sum(square(a - slice(model.b.weight, 0, 0, 6))), all = sum(concat({a, model.b.weight, model.a.weight}, 0));
+      const Tensor a = model.a.weight, apart = sum(square(a - slice(model.b.weight, 0, 0, 6))),
+                   all = sum(concat({a, model.b.weight, model.a.weight}, 0));
       recording.backward(loss + redistribute(apart + all * 0.5, "data", Placement::partial()));
       recording.take();
       for (const nn::Parameter& p : model.parameters()) {

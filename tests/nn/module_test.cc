@@ -12,6 +12,7 @@
 namespace sheaf {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -25,6 +26,13 @@ struct Pair : nn::Module {
   nn::Linear first{2, 3}, second{3, 1, {.bias = false}};
   Tensor forward(const Tensor& x) { return second(first(x)); }
   SHEAF_FIELDS(first, second);
+};
+
+struct Tuned : nn::Module {
+  Pair body;
+  nn::Linear head{1, 2};
+  Tensor forward(const Tensor& x) { return head(body(x)); }
+  SHEAF_FIELDS(body, head);
 };
 
 // Every kind of member.
@@ -92,6 +100,81 @@ TEST(Module, TiedLeavesAreOne) {
   materialize(p);
   EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { tie(p.second.weight, p.first.weight); }), HasSubstr("before materialize"));
   EXPECT_TRUE(identical(full_parameter(p.first.weight), full_parameter(p.second.weight)));
+}
+
+// Two parameters that become one, after a setting of either.
+struct Twins : nn::Module {
+  nn::Parameter a{{2, 64}, nn::Init::normal(1)}, b{{2, 64}, nn::Init::ones()};
+  Twins() { parameters(); }  // has them named
+  SHEAF_FIELDS(a, b);
+};
+
+TEST(Module, TieRefusesSettingsThatDiffer) {
+  const std::pair<std::function<void(nn::Parameter&)>, const char*> settings[] = {
+      {[](nn::Parameter& p) { p.freeze(); }, "only one of them is frozen:"},
+      {[](nn::Parameter& p) { p.freeze_for_good(); }, "only one of them is frozen:"},
+      {[](nn::Parameter& p) { p.keep_exact(); }, "only one of them is exact"},
+      {[](nn::Parameter& p) { p.steer(0.1); }, "only one of them is exact"},
+      {[](nn::Parameter& p) { p.set_cut(OwnershipMap::even(0)); }, "cut differently"},
+  };
+  for (const auto& [set, message] : settings)
+    for (const bool first : {true, false}) {
+      Twins m;
+      set(first ? m.a : m.b);
+      EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { tie(m.a, m.b); }),
+                  AllOf(HasSubstr("[tie] 'a' and 'b' f32[2,64] would be one parameter"), HasSubstr(message)));
+      EXPECT_NE(m.a.id(), m.b.id());
+      set(first ? m.b : m.a);
+      tie(m.a, m.b);
+      EXPECT_EQ(m.a.id(), m.b.id());
+    }
+  Twins frozen, steered, blocks;
+  frozen.a.freeze_for_good(), frozen.b.freeze();
+  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { tie(frozen.a, frozen.b); }), HasSubstr("frozen for good"));
+  steered.a.steer(0.1), steered.b.steer(0.2);
+  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { tie(steered.a, steered.b); }), HasSubstr("not steered alike"));
+  for (nn::Parameter* p : {&blocks.a, &blocks.b}) p->freeze_for_good();
+  blocks.b.quantize(BlockFormat::int8);
+  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { tie(blocks.a, blocks.b); }), HasSubstr("the same blocks"));
+}
+
+TEST(Module, TieHasTheInitOfTheSecondAndTheNameOfTheFirstListed) {
+  Twins m;
+  m.b.set_table();
+  m.b.set_init(nn::Init::constant(3));
+  tie(m.a, m.b);
+  EXPECT_THAT(names(m), ElementsAre("a"));
+  EXPECT_TRUE(m.a.table());
+  m.a.freeze();  // later settings are of both
+  EXPECT_FALSE(m.b.trainable());
+  materialize(m);
+  EXPECT_EQ(full_parameter(m.b).to_vector<float>(), std::vector<float>(128, 3));
+  Twins lost;
+  lost.a.set_init(nn::Init::constant(3));
+  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { tie(lost.a, lost.b); }), HasSubstr("the first has an init that the second lacks"));
+  lost.b.set_init(nn::Init::constant(3));
+  tie(lost.a, lost.b);
+}
+
+TEST(Module, FreezeIsOfAllItsParameters) {
+  Tuned m;
+  nn::freeze(m.body);
+  for (const nn::Parameter& p : m.parameters()) EXPECT_EQ(p.trainable(), p.name().starts_with("head.")) << p.name();
+  for (const int ranks : {1, 2, 3})
+    run_local(ranks, [&](World& w) {
+      Tuned model;
+      nn::freeze(model.body);
+      shard(model, w.mesh({{"data", ranks}}));
+      materialize(model, w.device());
+      const Tensor x = redistribute(full({6, 2}, 1.0), Layout(w.mesh({{"data", ranks}}).spec, Placement::shard(0)));
+      Recording recording;
+      recording.backward(sum(model(x)));
+      recording.take();
+      for (const nn::Parameter& p : model.parameters()) EXPECT_EQ(full_gradient(p).defined(), p.trainable()) << p.name();
+    });
+  Pair made;
+  materialize(made);
+  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { nn::freeze(made); }), HasSubstr("'first.weight' is materialized"));
 }
 
 TEST(Module, UseBeforeMaterializeNamesTheParameter) {
@@ -296,7 +379,7 @@ TEST(Module, CloneHasTheSameValuesInMemoryOfItsOwn) {
 }
 
 struct Attends : nn::Module {
-  nn::CausalSelfAttention attention{{.width = 16, .heads = 2}};
+  nn::SelfAttention attention{{.width = 16, .heads = 2}};
   nn::Linear table{16, 32};
   Tensor forward(const Tensor& x) { return table(attention(x)); }
   SHEAF_FIELDS(attention, table);
@@ -317,6 +400,16 @@ TEST(Module, CloneHasTheSameSettings) {
   EXPECT_EQ(copy.table.fp8, Fp8::none);
 }
 
+TEST(Module, CloneHasTheSameBuffers) {
+  Zoo zoo;
+  materialize(zoo, Device::cpu(), {.dtype = kF64});
+  assign(zoo.table, Tensor::from<double>({1, 2}, {2}));
+  Zoo copy = nn::clone(zoo);
+  EXPECT_TRUE(identical(copy.table.value(), zoo.table.value()));
+  assign(zoo.table, Tensor::from<double>({3, 4}, {2}));
+  EXPECT_EQ(copy.table.value().to_vector<double>(), (std::vector<double>{1, 2}));
+}
+
 TEST(Module, BuffersAreWholeAndAssignable) {
   Zoo zoo;
   EXPECT_THROW(zoo.table.value(), LifetimeError);
@@ -324,6 +417,8 @@ TEST(Module, BuffersAreWholeAndAssignable) {
   EXPECT_EQ(zoo.table.value().to_vector<float>(), (std::vector<float>{4, 4}));
   assign(zoo.table, Tensor::from<float>({1, 2}, {2}));
   EXPECT_EQ(zoo.table.value().to_vector<float>(), (std::vector<float>{1, 2}));
+  EXPECT_THAT(message_of<DTypeError>(ExitCode::kConfig, [&] { assign(zoo.table, Tensor::from<double>({1, 2}, {2})); }),
+              HasSubstr("[assign] f64[2] for 'table' f32[2]: cast() it"));
   Recording recording;
   EXPECT_THROW(assign(zoo.table, Tensor::from<float>({1, 2}, {2})), LifetimeError);
 }

@@ -58,7 +58,7 @@ struct TinyModel : nn::Module {
 /// Rows of tokens that depend only on the global row index: [rows, length] below `vocab`, cut along rows over `mesh` if it is given.
 inline Tensor token_rows(const Mesh& mesh, int64_t rows, int64_t length, int64_t vocab, int64_t shift = 0) {
   const Type type{kI32, {rows, length}, mesh.spec ? Layout(mesh.spec, Placement::shard(0)) : Layout()};
-  const int64_t begin = mesh.spec ? type.layout.local_start(type.shape)[0] : 0;
+  const int64_t begin = mesh.spec ? type.local_start()[0] : 0;
   std::vector<int32_t> local;
   for (int64_t i = 0; i < type.local_shape().numel(); ++i) {
     const int64_t global = begin * length + i + shift;
@@ -71,7 +71,7 @@ inline Tensor token_rows(const Mesh& mesh, int64_t rows, int64_t length, int64_t
 /// rows, on no mesh.
 inline Tensor dense_rows(const Mesh& mesh, int64_t rows, int64_t width, int part, bool alone = false) {
   const Type type{kF32, {rows, width}, Layout(mesh.spec, Placement::shard(0))};
-  const int64_t first = type.layout.local_start(type.shape)[0] + part * rows;
+  const int64_t first = type.local_start()[0] + part * rows;
   std::vector<float> local;
   for (int64_t i = 0; i < type.local_shape().numel(); ++i)
     local.push_back(0.1f * static_cast<float>((first * width + i) * 7 % 23) - 0.9f);

@@ -448,6 +448,79 @@ TEST(Ema, WhatCannotBeIsRefused) {
   EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { optim::Ema(model, unmade, 0.9); }), HasSubstr("has no memory: call materialize()"));
 }
 
+// A layer with statistics of its inputs.
+struct Centered : nn::Module {
+  nn::Buffer mean{{3}, nn::Init::zeros()}, seen{{}, nn::Init::zeros(), kI64};
+  nn::Linear linear{3, 2};
+  Tensor forward(const Tensor& x) { return linear(x - mean); }
+  SHEAF_FIELDS(mean, seen, linear);
+};
+
+TEST(Ema, HasTheModelsBuffers) {
+  const auto set = [](Centered& m, int64_t step) {
+    assign(m.mean, Tensor::from<float>(std::vector<float>(3, static_cast<float>(step)), {3}));
+    assign(m.seen, Tensor::from<int64_t>({step}, {}));
+  };
+  for (const int ranks : {1, 2, 3})
+    run_local(ranks, [&](World& w) {
+      Centered model;
+      shard(model, data_mesh(w));
+      materialize(model, w.device(), {.seed = 3});
+      Centered average = nn::clone(model);
+      optim::Ema ema(model, average, 0.5);
+      const auto expect = [&](int64_t step) {
+        EXPECT_EQ(average.mean.value().to_vector<float>(), std::vector<float>(3, static_cast<float>(step)));
+        EXPECT_EQ(average.seen.value().to_vector<int64_t>(), std::vector<int64_t>{step});
+      };
+      for (int64_t step = 1; step < 4; ++step) {
+        set(model, step);
+        expect(step - 1);
+        if (step == 2) {
+          Recording recording({.step = step});
+          ema.update();
+        } else {
+          ema.update();
+        }
+        expect(step);
+      }
+      EXPECT_TRUE(identical(full_parameter(average.linear.weight), full_parameter(model.linear.weight)));
+    }, {.threads_per_rank = 1});
+  Centered model;
+  materialize(model);
+  Centered other;
+  other.mean = nn::Buffer({4}, nn::Init::zeros());
+  materialize(other);
+  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { optim::Ema(model, other, 0.9); }),
+              HasSubstr("[ema] the average's buffer 'mean' is f32[4], the model's 'mean' f32[3]"));
+}
+
+TEST(Ema, HasTheModelsBuffersInAProgram) {
+  run_local(2, [&](World& w) {
+    const Mesh mesh = data_mesh(w);
+    Centered model;
+    shard(model, mesh);
+    materialize(model, w.device(), {.seed = 3});
+    Centered average = nn::clone(model);
+    optim::SGD optimizer(model, {.lr = 0.1});
+    optim::Ema ema(model, average, 0.5);
+    auto step = compile([&](const Tensor& x, const Tensor& scalars) {
+      const Tensor loss = mean(square(model(x)));
+      Recording::current()->backward(loss, {.last_micro_batch = true});
+      optimizer.step({.scalars = scalars});
+      optimizer.zero_grad();
+      ema.update();
+      return redistribute(loss, Layout(mesh.spec, Placement::invariant()));
+    });
+    const Tensor x = testing::dense_rows(mesh, 4, 3, 0);
+    for (int64_t s = 0; s < 5; ++s) {
+      assign(model.mean, Tensor::from<float>(std::vector<float>(3, static_cast<float>(s)), {3}));
+      const std::vector<double> values = optimizer.next_scalars({.lr = 0.1});
+      step({.step = s}, x, Tensor::from(values, {static_cast<int64_t>(values.size())}));
+      EXPECT_EQ(average.mean.value().to_vector<float>(), std::vector<float>(3, static_cast<float>(s)));
+    }
+  }, {.threads_per_rank = 1});
+}
+
 // Evaluations between a program's runs use the latest average.
 TEST(Ema, InAProgram) {
   for (const char* strategy : {"full_shard", "replicate"})

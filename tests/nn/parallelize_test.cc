@@ -54,7 +54,7 @@ const nn::CallPlacements kCall{.axis = "model", .inputs = Placement::replicate()
 
 Tensor rows(const Mesh& mesh) {
   const Type type{kF64, {kRows, kWidth}, Layout(mesh.spec, Placement::shard(0))};
-  const int64_t begin = type.layout.local_start(type.shape)[0] * kWidth;
+  const int64_t begin = type.local_start()[0] * kWidth;
   std::vector<double> local;
   for (int64_t i = 0; i < type.local_shape().numel(); ++i) local.push_back(std::sin(static_cast<double>(begin + i)));
   return Tensor::from_local(local, type);

@@ -41,6 +41,8 @@ TEST(ParameterNorms, AreThoseOfTheWholeHoweverItIsCut) {
         squares += of_gradient * of_gradient;
       }
       EXPECT_NEAR(std::sqrt(squares), grad_norm(zoo).item<double>(), 1e-10);
+      EXPECT_EQ(grad_norms(zoo).to_vector<double>(), gradients.to_vector<double>());
+      EXPECT_EQ(parameter_norms(zoo).to_vector<double>(), weights.to_vector<double>());
     });
 }
 
@@ -83,6 +85,7 @@ TEST(ParameterNorms, HaveNoFactorOfTheLoss) {
   const optim::LossScaler scaler(Device::cpu(), {.initial = 8});
   const std::vector<nn::Parameter> all = zoo.parameters();
   const std::vector<double> norms = grad_norms(all).to_vector<double>(), scaled = grad_norms(all, scaler).to_vector<double>();
+  EXPECT_EQ(grad_norms(zoo, scaler).to_vector<double>(), scaled);
   for (size_t i = 0; i < norms.size(); ++i) EXPECT_EQ(scaled[i], norms[i] / 8);
 }
 

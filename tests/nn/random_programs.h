@@ -163,10 +163,13 @@ struct Config {
   DType dtype = kF64;
   const char* strategy = "full_shard";
   int64_t prefetch = 0;
-  uint64_t units = 0;  // bit i: module i
+  uint64_t units = 0;      // bit i: module i
   bool secondary = false;  // replicas' masters are cut, too, if the strategy cuts them
+  uint64_t recompute = 0;  // bit i: module i
+  RecomputeOptions how = {};
   std::string to_string() const {
-    return str(world, " ranks ", replicas ? str("in ", replicas, secondary ? " secondary copies " : " replicas ") : "", dtype, " ", strategy, " prefetch ", prefetch, " units ", units);
+    return str(world, " ranks ", replicas ? str("in ", replicas, secondary ? " secondary copies " : " replicas ") : "", dtype, " ", strategy,
+               " prefetch ", prefetch, " units ", units, " recompute ", recompute, how.selective ? " selectively" : how.results ? " results" : "");
   }
 };
 
@@ -175,7 +178,7 @@ inline std::vector<Tensor> drawn_inputs(const MeshSpec* mesh, Device device, DTy
   const auto make = [&](const Shape& shape, DType dtype, int64_t below = 0, bool cut = true) {
     const Type type{dtype, shape, mesh && cut ? Layout(mesh, Placement::shard(0)) : Layout()};
     if (device.is_meta()) return Tensor::empty(type, device);
-    const int64_t row = shape.numel() / shape[0], first = type.layout.mesh() ? type.layout.local_start(shape)[0] * row : 0;
+    const int64_t row = shape.numel() / shape[0], first = type.layout.mesh() ? type.local_start()[0] * row : 0;
     std::vector<double> local;
     for (int64_t i = first; i < first + type.local_shape().numel(); ++i) {
       const double u = static_cast<double>(Draw(key * 1000 + static_cast<uint64_t>(i)).bits() >> 11) * 0x1p-53;
@@ -188,8 +191,11 @@ inline std::vector<Tensor> drawn_inputs(const MeshSpec* mesh, Device device, DTy
 }
 
 inline Config drawn_config(int world, int replicas, DType dtype, Draw& draw) {
-  return {world, replicas, dtype, draw.of<const char*>({"full_shard", "full_shard", "shard_grad_op", "zero1", "replicate"}),
-          draw.of<int64_t>({0, -1, 500, 1 << 30}), draw.one_in(4) ? 0 : draw.bits(), draw.one_in(2)};
+  Config c{world, replicas, dtype, draw.of<const char*>({"full_shard", "full_shard", "shard_grad_op", "zero1", "replicate"}),
+           draw.of<int64_t>({0, -1, 500, 1 << 30}), draw.one_in(4) ? 0 : draw.bits(), draw.one_in(2)};
+  c.recompute = draw.one_in(4) ? 0 : draw.bits();
+  c.how = draw.of<RecomputeOptions>({{}, {.selective = true}, {.results = true}});
+  return c;
 }
 
 }  // namespace sheaf::testing

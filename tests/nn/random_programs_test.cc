@@ -1,7 +1,7 @@
 // Random programs: the separate guarantees of ops, placements, units and recordings, in combinations that nobody chose. random_programs.h
 // has the grammar. Every program gives on several ranks what it gives on one without a mesh; in f32 its bits do not depend on strategy,
-// prefetch or units, and one rank has the bits of no mesh. A backward gives the gradients of gradient(). Tapes pass all checks and replay,
-// bytes are as predicted on meta, and all of them are freed.
+// prefetch or units, and one rank has the bits of no mesh. A backward gives the gradients of gradient(), which may be operands themselves.
+// Recomputation changes nothing but the order in which derivatives of derivatives are added up. Tapes pass all checks and replay, bytes are as predicted on meta, and all of them are freed.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -34,8 +34,9 @@ class Run {
       modules_.push_back(&module);
       for (const Leaf& leaf : node.leaves) {
         parameters_.emplace_back(leaf.shape, nn::Init::normal(0.6));
-        if (leaf.tied >= 0) tie(parameters_.back(), parameters_[static_cast<size_t>(leaf.tied)]);
-        else if (leaf.frozen) parameters_.back().freeze();
+        const nn::Parameter* first = leaf.tied < 0 ? nullptr : &parameters_[static_cast<size_t>(leaf.tied)];
+        if (first ? !first->trainable() : leaf.frozen) parameters_.back().freeze();
+        if (first) tie(parameters_.back(), *first);
         module.leaves.push_back(parameters_.back());
       }
     }
@@ -46,6 +47,8 @@ class Run {
     if (world)
       shard(root_, mesh_, {.replica_axis = config.replicas ? "replica" : "", .secondary = secondary, .units = nn::units_where(chosen),
                            .strategy = config.strategy, .prefetch_bytes = config.prefetch});
+    for (size_t m = 1; m < modules_.size(); ++m)
+      if (config.recompute >> m & 1) modules_[m]->recompute(config.how);
     materialize(root_, device, {.seed = program.seed, .dtype = config.dtype});
   }
 
@@ -65,7 +68,8 @@ class Run {
       seen_.push_back(a[0]);
     }
     if (in.kind == Instruction::gradients)
-      for (Tensor& g : Recording::current()->gradient(a[0], std::span(a).subspan(1), {.keep = true})) seen_.push_back(g);
+      for (Tensor& g : Recording::current()->gradient(a[0], std::span(a).subspan(1), {.keep = true}))
+        seen_.push_back(g), values.push_back(g);
   }
 
   /// All steps. Observed values, gradients and parameters, as consecutive lists.
@@ -80,7 +84,7 @@ class Run {
         for (size_t m = 0; m < program_.steps[step].size(); ++m)
           batches.push_back(inputs(static_cast<uint64_t>(step) * 10 + m));
         memory.reset_peak();
-        Recording recording({.step = step, .seed = program_.seed, .capture_leaves = step == kSteps - 1});
+        Recording recording({.step = step, .seed = program_.seed, .capture_leaves = step == kSteps - 1, .higher_order = true});
         std::optional<nn::ModuleScope> around;  // one pass, which prefetches from one backward to the next segment
         if (program_.seed % 2) around.emplace(root_);
         for (size_t m = 0; m < batches.size(); ++m) {
@@ -203,6 +207,7 @@ Segment drawn_segment(Run& run, size_t modules, uint64_t seed, Draw& draw) {
   Segment out;
   std::vector<Tensor> values = run.inputs(0);
   std::vector<int> usable{0, 1, 2, 3, 4, 0, 1};
+  size_t known = values.size();
   const auto attempt = [&](const Instruction& in) {
     try {
       run.execute(in, values);
@@ -213,11 +218,15 @@ Segment drawn_segment(Run& run, size_t modules, uint64_t seed, Draw& draw) {
     } catch (const Error&) { return false;  // shapes, dtypes, placements, a token that the table lacks
     }
     out.push_back(in);
-    if (in.kind != Instruction::op) return true;
-    // Of modest size; and not a view of a parameter, which may be discarded when the scope in which it was used is left.
-    bool fair = values.back().numel() > 0 && values.back().numel() < 300 && !run.lies_in_parameters(values.back());
-    for (double x : values.back().to_vector<double>()) fair = fair && std::fabs(x) < 30;
-    if (fair) usable.push_back(static_cast<int>(values.size()) - 1);
+    for (; known < values.size(); ++known) {
+      // Of modest size; and not a view of a parameter, which may be discarded when the scope in which it was used is left.
+      const Tensor& v = values[known];
+      bool fair = v.numel() > 0 && v.numel() < 300 && !run.lies_in_parameters(v);
+      for (double x : v.to_vector<double>()) fair = fair && std::fabs(x) < 30;
+      if (!fair) continue;
+      // There are few gradients: each is a likely operand.
+      usable.insert(usable.end(), in.kind == Instruction::gradients ? 2 : 1, static_cast<int>(known));
+    }
     return true;
   };
   const auto parameter = [&] { return ~draw.below(run.parameters().size()); };
@@ -230,6 +239,12 @@ Segment drawn_segment(Run& run, size_t modules, uint64_t seed, Draw& draw) {
   for (int i = 0; i < 40; ++i) {
     if (draw.one_in(8)) attempt({.kind = Instruction::enter, .module = draw.below(modules)}), ++open;
     if (open > 1 && draw.one_in(8)) attempt({.kind = Instruction::leave}), --open;
+    if (draw.one_in(16)) {
+      while (open > 1) attempt({.kind = Instruction::leave}), --open;
+      const int scalar = static_cast<int>(values.size());
+      if (attempt({.kind = Instruction::op, .operands = {operand(), operand(), operand()}, .f = loss_of}))
+        attempt({.kind = Instruction::gradients, .operands = {scalar, operand(), parameter()}});
+    }
     Instruction in{.kind = Instruction::op};
     for (int tries = 0; tries < 8; ++tries) {
       const Op& op = draw.of(ops());
@@ -239,6 +254,7 @@ Segment drawn_segment(Run& run, size_t modules, uint64_t seed, Draw& draw) {
       if (attempt(in)) break;
     }
   }
+  while (open > 1) attempt({.kind = Instruction::leave}), --open;
   const int scalar = static_cast<int>(values.size());
   Instruction loss{.kind = Instruction::op, .f = loss_of};
   do {
@@ -285,7 +301,9 @@ TEST_P(RandomPrograms, GiveTheSameEverywhere) {
     Config others = drawn_config(world, groups, kF32, draw);
     const auto waits = [](const Config& c) { return c.strategy == std::string("zero1"); };
     if (waits(some) != waits(others)) others.strategy = waits(some) ? "zero1" : "shard_grad_op";  // sums in another order
-    EXPECT_EQ(numbers_of(p, one), numbers_of(p, {.dtype = kF32}));
+    const auto recompute_alike = [](Config c, const Config& other) { return c.recompute = other.recompute, c.how = other.how, c; };
+    others = recompute_alike(others, some);
+    EXPECT_EQ(numbers_of(p, one), numbers_of(p, recompute_alike({.dtype = kF32}, one)));
     EXPECT_EQ(numbers_of(p, some), numbers_of(p, others)) << some.to_string() << " and " << others.to_string();
   }
 }

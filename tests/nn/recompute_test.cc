@@ -44,7 +44,7 @@ struct Net : nn::Module {
 
 Tensor rows_of(const Mesh& mesh, int64_t rows, float shift) {
   const Type type{kF32, {rows, kWidth}, mesh.spec ? Layout(mesh.spec).with(0, Placement::shard(0)) : Layout()};
-  const int64_t first = mesh.spec ? type.layout.local_start(type.shape)[0] : 0;
+  const int64_t first = mesh.spec ? type.local_start()[0] : 0;
   std::vector<float> local;
   for (int64_t i = 0; i < type.local_shape().numel(); ++i)
     local.push_back(0.1f * static_cast<float>((first * kWidth + i) * 7 % 11) - shift);

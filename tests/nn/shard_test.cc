@@ -333,6 +333,8 @@ TEST(Assign, EachRankTakesItsPiece) {
     EXPECT_EQ(full_parameter(p).to_vector<float>(), host);
     EXPECT_TRUE(identical(full_parameter(m.blocks[1].down.weight), before));
     EXPECT_THROW(assign(p, Tensor::from<float>({1}, {1})), ShapeError);
+    EXPECT_THAT([&] { assign(p, cast(full_parameter(p), kBF16)); },
+                ::testing::ThrowsMessage<DTypeError>(::testing::AllOf(HasSubstr(p.name()), HasSubstr("bf16"), HasSubstr("f32"))));
   });
 }
 

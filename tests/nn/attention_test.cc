@@ -1,0 +1,157 @@
+// Attention without a causal mask: against its formula, its gradients on meshes whose ranks share batches, sequences and heads, and what it
+// refuses.
+#include "sheaf/nn/layers/attention.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <map>
+
+#include "sheaf/distributed/run_local.h"
+#include "sheaf/nn/shard.h"
+#include "sheaf/tests/core/scratch_folder.h"
+
+namespace sheaf {
+namespace {
+
+using ::testing::HasSubstr;
+
+using Values = std::map<std::string, std::vector<double>>;
+
+/// softmax(scale q kT) v of every head, over all keys of the sequence, and the projection.
+std::vector<double> by_formula(const nn::SelfAttention& m, const Tensor& x_BTC) {
+  const int64_t batch = x_BTC.size(0), tokens = x_BTC.size(1), width = x_BTC.size(2), d = m.head_dim, queries = m.heads * d;
+  const auto x = x_BTC.to_vector<double>(), read = full_parameter(m.qkv.weight).to_vector<double>(),
+             write = full_parameter(m.projection.weight).to_vector<double>();
+  const auto product = [](const double* a, const double* b, int64_t n) {
+    double sum = 0;
+    for (int64_t i = 0; i < n; ++i) sum += a[i] * b[i];
+    return sum;
+  };
+  std::vector<double> out;
+  for (int64_t b = 0; b < batch; ++b) {
+    const auto feature = [&](int64_t t, int64_t row) { return product(&x[(b * tokens + t) * width], &read[row * width], width); };
+    for (int64_t t = 0; t < tokens; ++t) {
+      std::vector<double> mixed(queries);
+      for (int64_t h = 0; h < m.heads; ++h) {
+        const int64_t key = queries + h / (m.heads / m.kv_heads) * d, value = key + m.kv_heads * d;
+        std::vector<double> weights(tokens);
+        double all = 0;
+        for (int64_t s = 0; s < tokens; ++s) {
+          double score = 0;
+          for (int64_t i = 0; i < d; ++i) score += feature(t, h * d + i) * feature(s, key + i);
+          score *= m.scale;
+          if (m.softcap > 0) score = m.softcap * std::tanh(score / m.softcap);
+          all += weights[s] = std::exp(score);
+        }
+        for (int64_t s = 0; s < tokens; ++s)
+          for (int64_t i = 0; i < d; ++i) mixed[h * d + i] += weights[s] / all * feature(s, value + i);
+      }
+      for (int64_t c = 0; c < width; ++c) out.push_back(product(mixed.data(), &write[c * queries], queries));
+    }
+  }
+  return out;
+}
+
+TEST(AttentionOfAll, IsASoftmaxOverAllKeys) {
+  for (const int64_t kv_heads : {4, 2, 1})
+    for (const double softcap : {0.0, 0.7}) {
+      nn::AttentionConfig c{.width = 12, .heads = 4, .kv_heads = kv_heads, .causal = false, .bias = false, .scale = 1.3, .softcap = softcap};
+      c.init = c.projection_init = nn::Init::normal(0.5);
+      nn::SelfAttention all(c);
+      c.causal = true;
+      nn::SelfAttention causal(c);
+      for (auto* m : {&all, &causal}) materialize(*m, Device::cpu(), {.seed = 2, .dtype = kF64});
+      const Tensor x = randn({kF64, {2, 5, 12}, {}}, Key{1});
+      const std::vector<double> got = all(x).to_vector<double>(), want = by_formula(all, x), masked = causal(x).to_vector<double>();
+      ASSERT_EQ(got.size(), want.size());
+      for (size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], want[i], 1e-12) << i;
+      for (size_t i = 4 * 12; i < 5 * 12; ++i) EXPECT_NEAR(got[i], masked[i], 1e-12) << "the last token sees all keys either way";
+      EXPECT_GT(std::abs(got[0] - masked[0]), 1e-3) << "and the first does not";
+    }
+}
+
+struct Way {
+  std::vector<MeshSpec::Axis> axes;
+  Strategy strategy = Strategy::full_shard;
+};
+
+// The output and the gradients of sum(y * c), with everything that attention may have.
+Values values_on(const Way& way) {
+  Values out;
+  int ranks = 1;
+  for (const auto& axis : way.axes) ranks *= axis.size;
+  run_local(ranks, [&](World& w) {
+    const Mesh mesh = w.mesh(way.axes);
+    nn::AttentionConfig c{.width = 12, .heads = 6, .kv_heads = 3, .causal = false, .gate = true, .sinks = true, .qk_norm = true, .rope_theta = 100.0};
+    c.init = c.projection_init = nn::Init::normal(0.5);
+    nn::SelfAttention m(c);
+    ShardOptions options{.strategy = way.strategy};
+    Layout layout(mesh.spec, Placement::shard(0));
+    for (int a = 0; a < layout.num_axes(); ++a) {
+      const std::string& name = mesh.spec->name(a);
+      if (name == "data") continue;
+      layout[a] = Placement::shard(1);
+      if (name == "model") options.tensor_axis = name;
+      else options.context_axis = name;
+      if (name != "gathered") continue;
+      options.context_comm = nn::ContextComm::all_gather;
+      layout[a] = Placement::shard(OwnershipMap::from_both_ends(1, 7, mesh.spec->size(a)));
+    }
+    shard(m, mesh, options);
+    materialize(m, w.device(), {.seed = 4, .dtype = kF64});
+    const Tensor x = redistribute(randn({kF64, {3, 7, 12}, {}}, Key{1}), layout),
+                 factors = redistribute(randn({kF64, {3, 7, 12}, {}}, Key{2}), layout);
+    {
+      Recording recording;
+      recording.backward(sum(m(x) * factors));
+      recording.take();
+    }
+    const Tensor whole = redistribute(m(x), Layout(mesh.spec));
+    Values mine{{"y", whole.to_vector<double>()}};
+    for (const nn::Parameter& p : m.parameters()) mine[p.name()] = full_gradient(p).to_vector<double>();
+    if (w.rank() == 0) out = mine;
+  }, {.threads_per_rank = 1});
+  return out;
+}
+
+TEST(AttentionOfAll, HasTheSameGradientsOnEveryMesh) {
+  const Values expected = values_on({{{"data", 1}}, Strategy::replicate});
+  const Way ways[] = {{{{"data", 2}}},
+                      {{{"data", 3}}, Strategy::replicate},
+                      {{{"data", 1}, {"context", 2}}},
+                      {{{"data", 1}, {"context", 3}}},
+                      {{{"data", 1}, {"gathered", 2}}},
+                      {{{"data", 1}, {"gathered", 3}}, Strategy::zero1},
+                      {{{"data", 1}, {"model", 2}}},
+                      {{{"data", 1}, {"model", 3}}},
+                      {{{"data", 1}, {"context", 2}, {"model", 2}}},
+                      {{{"data", 1}, {"gathered", 2}, {"model", 2}}}};
+  for (const Way& way : ways) {
+    const Values actual = values_on(way);
+    ASSERT_EQ(actual.size(), expected.size());
+    for (const auto& [name, want] : expected) {
+      const std::vector<double>& got = actual.at(name);
+      ASSERT_EQ(got.size(), want.size());
+      for (size_t i = 0; i < want.size(); ++i) EXPECT_NEAR(got[i], want[i], 1e-11) << name << ' ' << i << " on " << way.axes.back().name;
+    }
+  }
+}
+
+TEST(AttentionOfAll, RefusesWhatNeedsACausalMask) {
+  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [] { nn::SelfAttention({.width = 8, .heads = 2, .causal = false, .window = 3}); }),
+              HasSubstr("[attention] window 3, not causal"));
+  nn::SelfAttention m({.width = 8, .heads = 2, .causal = false});
+  materialize(m);
+  const Tensor x = full({1, 4, 8}, 0.5);
+  nn::KeyValueCache cache(8);
+  nn::KeyValueCache* const at = &cache;
+  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { m(x, at); }), HasSubstr("is not causal: tokens in a cache"));
+  nn::KeyValueCache* const none = nullptr;
+  const Tensor begins = Tensor::from<int32_t>({0, 0, 2, 2}, {1, 4});
+  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { m(x, none, begins); }), HasSubstr("is not causal: documents"));
+}
+
+}  // namespace
+}  // namespace sheaf
