@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
 #include <utility>
 
 #include "sheaf/core/rank_context.h"
@@ -17,34 +18,45 @@ void AsyncSaver::save(const std::string& folder, int64_t step, nn::Module& modul
                       const SaveOptions& options) {
   check_outside("AsyncSaver::save");
   finish();
-  group_ = checkpoint_group(module, world_, options.outer);
+  group_ = checkpoint_group(module, world_, options.outer, options.also);
   pieces_ = checkpoint_pieces(module, optimizers, options, &copy_);
-  pending_ = PendingCheckpoint::begin(folder, step, group_);
+  pending_ = PendingCheckpoint::begin(folder, step, group_, options.warn);
   given_up_ = all_written_ = false;
   progress_ = Progress::writing;
-  thread_ = std::thread([this, &context = RankContext::current(), state = options.state, keep = options.keep] {
+  thread_ = std::thread([this, &context = RankContext::current(), state = options.state, keep = options.keep, abandoned = options.abandoned] {
     const RankScope scope(context);
-    run(state, keep);
+    run(state, keep, abandoned);
   });
 }
 
-void AsyncSaver::run(const Json& state, int64_t keep) {
+void AsyncSaver::run(const Json& state, int64_t keep, const std::vector<int64_t>& abandoned) {
   try {
     pending_.write(pieces_);
     advance(Progress::written);
     if (pending_.rank == 0) {
-      int next = 0;
-      for (auto wait = std::chrono::milliseconds(1); (next = pending_.first_missing(next)) < pending_.world;) {
-        if (given_up_ || all_written_) break;
-        std::this_thread::sleep_for(wait);
-        wait = std::min(2 * wait, std::chrono::milliseconds(100));
-      }
-      if (next == pending_.world || all_written_) pending_.commit(state, keep);
+      if (wait_for_parts()) pending_.commit(state, keep, abandoned);
     }
     advance(Progress::over);
   } catch (...) {
     advance(Progress::over, std::current_exception());
   }
+}
+
+// False if the save is given up. When all ranks say that they have written, this one may still see an old state of the folder.
+bool AsyncSaver::wait_for_parts() const {
+  std::optional<std::chrono::steady_clock::time_point> see_all_by;
+  int next = 0;
+  for (auto wait = std::chrono::milliseconds(1); (next = pending_.first_missing(next)) < pending_.world;) {
+    const auto now = std::chrono::steady_clock::now();
+    if (given_up_) return false;
+    if (all_written_ && !see_all_by) see_all_by = now + group_.patience;
+    if (see_all_by && now > *see_all_by)
+      fail<IoError>("[checkpoint] cannot save '", pending_.target(), "': rank ", next, " has written its part into '", pending_.pending,
+                    "', but rank 0 does not see it; do all ranks see the same file system?");
+    std::this_thread::sleep_for(wait);
+    wait = std::min(2 * wait, std::chrono::milliseconds(100));
+  }
+  return true;
 }
 
 void AsyncSaver::advance(Progress to, std::exception_ptr error) {

@@ -41,7 +41,8 @@ class AsyncSaver {
 
  private:
   enum class Progress : uint8_t { writing, written, over };  ///< this rank's part
-  void run(const Json& state, int64_t keep);
+  void run(const Json& state, int64_t keep, const std::vector<int64_t>& abandoned);
+  bool wait_for_parts() const;
   void advance(Progress to, std::exception_ptr error = nullptr);
 
   World& world_;

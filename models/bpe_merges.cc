@@ -86,7 +86,7 @@ class Neighbours {
   struct Found {
     int64_t lost = 0, won = 0;  // of the former pair, and of the one with the new token
     bool any = false;
-    Places places;              // of the new one
+    Places places;  // of the new one
   };
   Found& of(int32_t token) {
     Found& found = found_[static_cast<size_t>(token)];

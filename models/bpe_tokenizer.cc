@@ -103,7 +103,7 @@ class BpeTokenizer : public Tokenizer {
   const WordPattern& pattern_;
   Bpe bpe_;
   std::vector<BpePair> merges_;  // gpt2
-  int64_t listed_;                 // tokens that the JSON form lists: all but Llama 3's special ones
+  int64_t listed_;               // tokens that the JSON form lists: all but Llama 3's special ones
   int32_t end_of_text_;
   AddedTokens special_;
 };

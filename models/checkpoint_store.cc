@@ -3,7 +3,8 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdio>
+#include <exception>
+#include <thread>
 
 #include "sheaf/core/atomic_folder.h"
 #include "sheaf/models/checkpoint_manifest.h"
@@ -53,6 +54,27 @@ FileDigest write_shard(const std::string& path, const std::vector<CheckpointPiec
                             {"sheaf.world", std::to_string(p.world)}});
 }
 
+// Whether this rank sees what another one has written.
+bool sees(const std::string& path) { return !detail::file_fault("look", path) && path_exists(path); }
+
+// The same in the end, for what rank 0 has seen or made.
+bool comes_to_see(const std::string& path, const CheckpointGroup& group) {
+  const auto until = std::chrono::steady_clock::now() + group.patience;
+  for (auto wait = std::chrono::milliseconds(1); group.rank != 0 && !sees(path); wait = std::min(2 * wait, std::chrono::milliseconds(100))) {
+    if (std::chrono::steady_clock::now() >= until) return false;
+    std::this_thread::sleep_for(wait);
+  }
+  return true;
+}
+
+std::string manifest_in(const std::string& step_folder) { return step_folder + "/manifest.json"; }
+
+// On all ranks, unless it is not there or a rank has lost patience, which that finds out when it opens it.
+void wait_for_manifest(const std::string& step_folder, const CheckpointGroup& group) {
+  if (group.rank == 0) recover_folder(step_folder);
+  if (group.of_first(path_exists(manifest_in(step_folder)))) comes_to_see(manifest_in(step_folder), group);
+}
+
 // Gathers the notes of all ranks into the manifest and removes them.
 void write_manifest(const std::string& pending, const std::vector<std::string>& notes, int64_t step, const Json& state) {
   const int world = static_cast<int>(notes.size());
@@ -71,8 +93,33 @@ void write_manifest(const std::string& pending, const std::vector<std::string>& 
   check_coverage(tensors);
   const Json manifest = Json::Object{{"format", kFormat}, {"version", kVersion}, {"step", step}, {"world", world},
                                      {"files", files},    {"state", state},      {"tensors", json_of(tensors)}};
-  const FileDigest digest = write_file(pending + "/manifest.json", manifest.dump() + "\n");
-  write_file(pending + "/manifest.json.xxh128", digest.xxh3 + "  manifest.json\n");
+  const FileDigest digest = write_file(manifest_in(pending), manifest.dump() + "\n");
+  write_file(manifest_in(pending) + ".xxh128", digest.xxh3 + "  manifest.json\n");
+}
+
+// Collective: does this rank's part. Throws its error; false if another rank's part has thrown.
+template <class F>
+bool together(const CheckpointGroup& group, F&& part) {
+  std::exception_ptr error;
+  try {
+    part();
+  } catch (const Error&) {
+    error = std::current_exception();
+  }
+  const bool everywhere = group.all_true(!error);
+  if (error) std::rethrow_exception(error);
+  return everywhere;
+}
+
+// The steps in a folder, on rank 0; the others get as many, which they must ask it for. If rank 0 cannot list them, all throw.
+std::vector<int64_t> steps_on_first(const std::string& folder, const CheckpointGroup& group) {
+  std::vector<int64_t> steps;
+  const bool listed = together(group, [&] {
+    if (group.rank == 0) steps = list_steps(folder);
+  });
+  check<IoError>(listed, "[checkpoint] rank 0 cannot list '", folder, "'");
+  steps.resize(static_cast<size_t>(group.of_first(std::ssize(steps))));
+  return steps;
 }
 
 template <class F>
@@ -86,17 +133,27 @@ auto saving(const std::string& target, F&& f) {
   }
 }
 
+// The same for a part of a save; says what another rank could not do.
+template <class F>
+void save_together(const PendingCheckpoint& p, const CheckpointGroup& group, const char* failed_elsewhere, F&& part) {
+  check<IoError>(together(group, part), "[checkpoint] cannot save '", p.target(), "': ", failed_elsewhere);
+}
+
 }  // namespace
 
 std::string PendingCheckpoint::target() const { return step_folder(folder, step); }
 std::string PendingCheckpoint::note(int rank) const { return str(pending, "/", shard_name(rank, world), ".json"); }
 
-PendingCheckpoint PendingCheckpoint::begin(const std::string& folder, int64_t step, const CheckpointGroup& group) {
-  PendingCheckpoint p{folder, step, group.rank, group.world, ""};
-  saving(p.target(), [&] {
-    if (p.rank == 0) p.pending = begin_folder(p.target());
-    group.barrier();  // The folder exists, and it is the only one of its kind.
-    if (p.rank != 0) p.pending = pending_folder(p.target());
+PendingCheckpoint PendingCheckpoint::begin(const std::string& folder, int64_t step, const CheckpointGroup& group, Warn warn) {
+  PendingCheckpoint p{folder, step, group.rank, group.world, "", std::move(warn)};
+  const int64_t tag = group.of_first(fresh_tag());
+  p.pending = pending_folder(p.target(), tag);
+  save_together(p, group, "rank 0 could not make a folder for it", [&] {
+    if (p.rank == 0) saving(p.target(), [&] { begin_folder(p.target(), tag, p.warn); });
+  });
+  save_together(p, group, "another rank does not see the folder that rank 0 has made", [&] {
+    check<IoError>(comes_to_see(p.pending, group), "[checkpoint] cannot save '", p.target(), "': rank ", p.rank, " cannot see '", p.pending,
+                   "', which rank 0 has made; do all ranks see the same file system?");
   });
   return p;
 }
@@ -114,30 +171,33 @@ void PendingCheckpoint::write(const std::vector<CheckpointPiece>& pieces) const 
 }
 
 int PendingCheckpoint::first_missing(int from) const {
-  while (from < world && path_exists(note(from))) ++from;
+  while (from < world && sees(note(from))) ++from;
   return from;
 }
 
-void PendingCheckpoint::commit(const Json& state, int64_t keep) const {
+void PendingCheckpoint::commit(const Json& state, int64_t keep, const std::vector<int64_t>& abandoned) const {
   saving(target(), [&] {
     std::vector<std::string> notes;
     for (int r = 0; r < world; ++r) notes.push_back(note(r));
     write_manifest(pending, notes, step, state);
-    commit_folder(pending, target());
-    // Later steps, if there are any, belong to a history that was abandoned because it was broken: they do not count.
-    std::vector<int64_t> steps = list_steps(folder);
-    std::erase_if(steps, [&](int64_t other) { return other > step; });
-    for (size_t i = static_cast<size_t>(keep); keep > 0 && i < steps.size(); ++i) remove_folder(step_folder(folder, steps[i]));
+    commit_folder(pending, target(), warn);
+    if (keep == 0) return;
+    for (const int64_t other : list_steps(folder)) {  // the newest first
+      const bool is_abandoned = other != step && std::ranges::find(abandoned, other) != abandoned.end();
+      if (other > step && !is_abandoned) continue;  // of another history, perhaps somebody's
+      if (is_abandoned || --keep < 0) remove_folder(step_folder(folder, other), warn);
+    }
   });
 }
 
 void save_checkpoint(const std::string& folder, int64_t step, const std::vector<CheckpointPiece>& pieces,
-                     const Json& state, int64_t keep, const CheckpointGroup& group) {
-  const PendingCheckpoint p = PendingCheckpoint::begin(folder, step, group);
-  p.write(pieces);
-  group.barrier();  // All shards are on disk.
-  if (p.rank == 0) p.commit(state, keep);
-  group.barrier();  // Committed: no rank returns before.
+                     const Json& state, int64_t keep, const CheckpointGroup& group, const Warn& warn,
+                     const std::vector<int64_t>& abandoned) {
+  const PendingCheckpoint p = PendingCheckpoint::begin(folder, step, group, warn);
+  save_together(p, group, "another rank could not write its part", [&] { p.write(pieces); });
+  save_together(p, group, "rank 0 could not commit it", [&] {
+    if (p.rank == 0) p.commit(state, keep, abandoned);
+  });
 }
 
 void Checkpoint::parse(const Json& manifest) {
@@ -160,13 +220,11 @@ void Checkpoint::parse(const Json& manifest) {
   tensors_ = tensors_of(manifest.at("tensors"), world);
 }
 
-void warn_on_stderr(const std::string& warning) { std::fprintf(stderr, "sheaf: warning: %s\n", warning.c_str()); }
-
 Checkpoint Checkpoint::open(const std::string& step_folder, const CheckpointGroup& group) {
   Checkpoint checkpoint;
   checkpoint.path_ = step_folder;
   recover_folder(step_folder);
-  const std::string path = step_folder + "/manifest.json";
+  const std::string path = manifest_in(step_folder);
   const std::string text = File::open<CheckpointError>(path).read_all();
   const std::string sum = File::open<CheckpointError>(path + ".xxh128").read_all();
   check<CheckpointError>(sum == digest_of_text(text).xxh3 + "  manifest.json\n", "[checkpoint] '", path,
@@ -187,13 +245,27 @@ Checkpoint Checkpoint::open(const std::string& step_folder, const CheckpointGrou
   return checkpoint;
 }
 
-std::optional<Checkpoint> Checkpoint::open_newest(const std::string& folder,
-                                                  const std::function<void(const std::string&)>& warn,
-                                                  const CheckpointGroup& group) {
-  const std::vector<int64_t> steps = list_steps(folder);
+Checkpoint Checkpoint::open_step(const std::string& folder, int64_t step, const CheckpointGroup& group) {
+  const std::vector<int64_t> steps = steps_on_first(folder, group);
+  if (!group.of_first(std::ranges::find(steps, step) != steps.end())) {
+    std::string there;
+    for (const int64_t other : steps) there += str(there.empty() ? "; there are " : ", ", group.of_first(other));
+    fail<CheckpointError>("[checkpoint] no checkpoint of step ", step, " in '", folder, "'", there);
+  }
+  wait_for_manifest(step_folder(folder, step), group);
+  std::optional<Checkpoint> opened;
+  const bool everywhere = together(group, [&] { opened = open(step_folder(folder, step), group); });
+  check<CheckpointError>(everywhere, "[checkpoint] '", opened->path(), "' is broken, as another rank found");
+  return std::move(*opened);
+}
+
+std::optional<Checkpoint> Checkpoint::open_newest(const std::string& folder, const Warn& warn, const CheckpointGroup& group) {
+  std::vector<int64_t> steps = steps_on_first(folder, group);
   std::string newest_reason;
-  for (int64_t step : steps) {
+  for (int64_t& step : steps) {
+    step = group.of_first(step);
     const std::string path = step_folder(folder, step);
+    wait_for_manifest(path, group);
     std::optional<Checkpoint> candidate;
     std::string reason;
     try {

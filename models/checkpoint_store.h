@@ -13,6 +13,7 @@
 // sharded, runs of it at a distance of one row. A checkpoint written with one sharding can be read with any other.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <map>
 #include <optional>
@@ -23,6 +24,7 @@
 #include "sheaf/core/json.h"
 #include "sheaf/core/runs.h"
 #include "sheaf/core/safetensors.h"
+#include "sheaf/core/warning.h"
 
 namespace sheaf::models {
 
@@ -30,27 +32,33 @@ namespace sheaf::models {
 /// replicated tensor, one rank passes it. Parts that are not intervals all have the same stride, the row length, and none of their
 /// runs crosses the end of its row.
 struct CheckpointPiece {
-  std::string name;            ///< of the tensor, such as "blocks.0.mlp.up.weight"
+  std::string name;  ///< of the tensor, such as "blocks.0.mlp.up.weight"
   DType dtype = DType::f32;
-  Shape shape;                 ///< global
-  Runs runs;                   ///< of the row-major flat index; empty if this rank holds nothing of it
-  const void* data = nullptr;  ///< runs.numel() elements, in host memory
+  Shape shape;                           ///< global
+  Runs runs;                             ///< of the row-major flat index; empty if this rank holds nothing of it
+  const void* data = nullptr;            ///< runs.numel() elements, in host memory
   std::shared_ptr<void> keep = nullptr;  ///< owns `data` if it is a copy from a GPU
 };
 
-/// How the ranks of a job cooperate. The default is one rank alone. All ranks must see the same file system.
+/// How the ranks of a job cooperate. The default is one rank alone. All ranks must see the same file system, but what a folder lists
+/// on one machine may lag behind what another has written: only rank 0 lists, and tells the others.
 struct CheckpointGroup {
   int rank = 0, world = 1;
-  std::function<void()> barrier = [] {};                              ///< returns when all ranks have called it
-  std::function<bool(bool)> all_true = [](bool mine) { return mine; };  ///< true if it is true on every rank
+  std::function<bool(bool)> all_true = [](bool mine) { return mine; };        ///< true if it is true on every rank
+  std::function<int64_t(int64_t)> of_first = [](int64_t mine) { return mine; };  ///< rank 0's, on every rank
+  /// How long a rank waits for what another has written: NFS remembers for up to a minute (acdirmax) that a file was not there.
+  std::chrono::milliseconds patience = std::chrono::minutes(2);
 };
 
 /// Writes checkpoint `step` into `folder`, collectively; when it returns, the checkpoint is committed. An older checkpoint of the
-/// same step is replaced. Then, of the checkpoints up to this step, all but the newest `keep` are removed (0 keeps all). `state` is
+/// same step is replaced. Then, of the checkpoints up to this step, all but the newest `keep` are removed (0 keeps all), and all of
+/// `abandoned`: steps that the run does not go on from, such as broken ones, which must not push out good ones. `state` is
 /// any JSON of rank 0: training position, configuration, tokenizer. Throws IoError if the disk fails, CheckpointError if the pieces
-/// do not cover a tensor exactly; then existing checkpoints are untouched.
+/// do not cover a tensor exactly, on all ranks if on one; then existing checkpoints are untouched. Rank 0 calls `warn` for what cannot be
+/// removed.
 void save_checkpoint(const std::string& folder, int64_t step, const std::vector<CheckpointPiece>& pieces,
-                     const Json& state, int64_t keep = 2, const CheckpointGroup& group = {});
+                     const Json& state, int64_t keep = 2, const CheckpointGroup& group = {}, const Warn& warn = warn_on_stderr,
+                     const std::vector<int64_t>& abandoned = {});
 
 /// A checkpoint being written, of which nothing is visible yet: save_checkpoint() in parts, for callers that write while they do
 /// something else. Only the beginning is collective, and nothing after it communicates with other ranks.
@@ -59,23 +67,21 @@ struct PendingCheckpoint {
   int64_t step = 0;
   int rank = 0, world = 1;
   std::string pending;  ///< where it is built
+  Warn warn = warn_on_stderr;  ///< called on rank 0 for what cannot be removed
 
   /// Collective. One at a time may be begun in a folder.
-  static PendingCheckpoint begin(const std::string& folder, int64_t step, const CheckpointGroup& group);
+  static PendingCheckpoint begin(const std::string& folder, int64_t step, const CheckpointGroup& group, Warn warn = warn_on_stderr);
   /// Writes this rank's pieces.
   void write(const std::vector<CheckpointPiece>& pieces) const;
   /// The first rank, from this one on, whose part is missing; `world` if none is.
   int first_missing(int from) const;
   /// On rank 0, when all parts exist: makes it visible, and removes those that are not to be kept.
-  void commit(const Json& state, int64_t keep) const;
+  void commit(const Json& state, int64_t keep, const std::vector<int64_t>& abandoned) const;
   std::string target() const;  ///< its final path
 
  private:
   std::string note(int rank) const;  ///< appears when this rank's part is on disk
 };
-
-/// Writes "sheaf: warning: ..." to standard error: the default for warnings.
-void warn_on_stderr(const std::string& warning);
 
 /// An open checkpoint. Moves; one thread at a time.
 class Checkpoint {
@@ -98,12 +104,14 @@ class Checkpoint {
   /// the problem on the rank that finds it.
   static Checkpoint open(const std::string& step_folder, const CheckpointGroup& group = {});
 
-  /// Opens the newest whole checkpoint of `folder`, the same on all ranks. Every newer one that is broken is named to
-  /// `warn` in one line, on rank 0 if it sees the damage, else on the ranks that do. Returns nothing if there is no checkpoint; throws CheckpointError if there are some, but none
-  /// is whole.
-  static std::optional<Checkpoint> open_newest(const std::string& folder,
-                                               const std::function<void(const std::string&)>& warn,
-                                               const CheckpointGroup& group = {});
+  /// Opens checkpoint `step` of `folder`, collectively. Throws CheckpointError on all ranks if it is broken, or if there is none: then
+  /// with the steps that there are.
+  static Checkpoint open_step(const std::string& folder, int64_t step, const CheckpointGroup& group = {});
+
+  /// Opens the newest whole checkpoint of `folder`, the same on all ranks. Every newer one that is broken is named to `warn` in one line,
+  /// on rank 0 if it sees the damage, else on the ranks that do. Returns nothing if there is no checkpoint; throws CheckpointError if
+  /// there are some, but none is whole.
+  static std::optional<Checkpoint> open_newest(const std::string& folder, const Warn& warn, const CheckpointGroup& group = {});
 
   const std::string& path() const { return path_; }
   int64_t step() const { return step_; }

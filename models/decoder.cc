@@ -45,7 +45,7 @@ Decoder::Decoder(const Sizes& sizes) : sizes_(sizes) {
   check<ConfigError>(sizes.layers > 0 && sizes.vocab > 0 && sizes.context > 0, "[", sizes.type, "] layers ", sizes.layers,
                      ", vocab ", sizes.vocab, ", context ", sizes.context, ": all must be positive");
   check<ConfigError>(sizes.mtp_layers >= 0 && sizes.mtp_layers < sizes.context, "[", sizes.type, "] mtp_layers ", sizes.mtp_layers,
-                     ": in a context of ", sizes.context, " tokens there is none so much further");
+                     ": at least 0, and less than the context of ", sizes.context, " tokens");
   check<ConfigError>(sizes.final_logit_softcapping >= 0, "[", sizes.type, "] final_logit_softcapping ", sizes.final_logit_softcapping,
                      ": a positive number; 0: logits are not capped");
   if (sizes.tied) return;
@@ -75,6 +75,7 @@ Tensor Decoder::loss(const Tensor& tokens_BT, const Tensor& targets_BT, const Cr
   return loss_until(sizes_.layers, whole, tokens_BT, targets_BT, options);
 }
 
+// Blocks [progress.block, until). The first part embeds and the last one computes the loss: only these open the model's own unit.
 Tensor Decoder::loss_until(int64_t until, ForwardProgress& progress, const Tensor& tokens_BT, const Tensor& targets_BT,
                            const CrossEntropyOptions& options) {
   const bool is_first = !progress.stream.x, is_last = until == sizes_.layers;
@@ -85,7 +86,7 @@ Tensor Decoder::loss_until(int64_t until, ForwardProgress& progress, const Tenso
     progress.stream.begins = begins_BT;
     if (sizes_.mtp_layers && training()) progress.tokens = tokens_BT;
   }
-  const int64_t first_block = progress.block;
+  const int64_t first_block = progress.block;  // of this part
   for (; progress.block < until; ++progress.block) {
     progress.stream = block(progress.block)(std::move(progress.stream), nullptr);
     if (progress.tokens) progress.tokens = in_stage_of(progress.tokens, progress.stream.x);
@@ -94,18 +95,22 @@ Tensor Decoder::loss_until(int64_t until, ForwardProgress& progress, const Tenso
     add_penalties(first_block, until, progress.penalty);
     return {};
   }
-  nn::Residual last{.x = {}, .begins = progress.stream.begins};
-  last.x = normed(std::move(progress.stream));
-  Tensor loss = loss_of(last.x, targets_BT, options);
-  if (progress.tokens) {
-    progress.mtp = mtp_losses(std::move(last), std::exchange(progress.tokens, {}), targets_BT, options);
-    loss = loss + progress.mtp * sizes_.mtp_loss;
-  }
+  const Tensor loss = loss_after_blocks(progress, targets_BT, options);
   add_penalties(first_block, until + sizes_.mtp_layers, progress.penalty);
   const Tensor penalty = std::exchange(progress.penalty, {});
   check<ConfigError>(!penalty || !options.per_target, "[", sizes_.type, "] what blocks add to the loss in training belongs to no target: ask for ",
                      "the mean, or call eval()");
   return penalty ? with_penalty(loss, penalty, targets_BT.numel(), options) : loss;
+}
+
+// With that of the MTP layers.
+Tensor Decoder::loss_after_blocks(ForwardProgress& progress, const Tensor& targets_BT, const CrossEntropyOptions& options) {
+  nn::Residual last{.x = {}, .begins = progress.stream.begins};
+  last.x = normed(std::move(progress.stream));
+  const Tensor loss = loss_of(last.x, targets_BT, options);
+  if (!progress.tokens) return loss;
+  progress.mtp = mtp_losses(std::move(last), std::exchange(progress.tokens, {}), targets_BT, options);
+  return loss + progress.mtp * sizes_.mtp_loss;
 }
 
 Tensor Decoder::loss_of(const Tensor& x_BTC, const Tensor& targets_BT, const CrossEntropyOptions& options) {

@@ -18,9 +18,9 @@ namespace sheaf::models {
 struct ForwardProgress {
   nn::Residual stream = {};  ///< before `block`; undefined before the first part
   int64_t block = 0;
-  Tensor penalty = {};       ///< of the blocks so far, if they have any
-  Tensor tokens = {};        ///< placed where the stream is, for MTP layers
-  Tensor mtp = {};           ///< after the last part: the mean of their losses, as in the loss but without its factor
+  Tensor penalty = {};  ///< of the blocks so far, if they have any
+  Tensor tokens = {};   ///< placed where the stream is, for MTP layers
+  Tensor mtp = {};      ///< after the last part: the mean of their losses, as in the loss but without its factor
 };
 
 /// A block of the residual stream. With a cache it also attends to the tokens that the cache has read.
@@ -80,9 +80,9 @@ struct Decoder : nn::Module {
     const char* type = "decoder";  ///< for messages
     int64_t layers = 0;            ///< block(i) exists for all i below it, and for MTP layers
     int64_t width = 0, vocab = 0;
-    int64_t context = 0;           ///< longest sequence
-    int64_t end_of_text = -1;      ///< token that ends a document; -1: none does
-    bool tied = false;             ///< the head is the token embedding
+    int64_t context = 0;                 ///< longest sequence
+    int64_t end_of_text = -1;            ///< token that ends a document; -1: none does
+    bool tied = false;                   ///< the head is the token embedding
     double final_logit_softcapping = 0;  ///< logits l become this times tanh(l / this), as Gemma 2's (https://arxiv.org/abs/2408.00118); 0:
                                          ///< no cap
     /// Layers that each predict one token further, in training and for drafts (multi-token prediction, DeepSeek-V3:
@@ -112,6 +112,7 @@ struct Decoder : nn::Module {
 
   nn::Residual stream_of(const Tensor& tokens_BT, nn::KeyValueCache* cache, const Tensor& begins_BT = {});
   Tensor hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache);
+  Tensor loss_after_blocks(ForwardProgress& progress, const Tensor& targets_BT, const CrossEntropyOptions& options);
   Tensor loss_of(const Tensor& x_BTC, const Tensor& targets_BT, const CrossEntropyOptions& options);
   Tensor mtp_losses(nn::Residual stream, const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options);
   const nn::Parameter& head_weight() { return head ? head->weight : table().weight; }

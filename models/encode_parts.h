@@ -24,7 +24,7 @@ std::vector<int32_t> encode_in_parts(std::span<const Text> texts, std::optional<
     bool is_first, is_last;
   };
   std::vector<Piece> pieces;
-  std::vector<size_t> ends;  // of parts, in pieces
+  std::vector<size_t> ends;   // of parts, in pieces
   size_t bytes = 0, all = 0;  // of the last part, of all
   for (const Text& text : texts) {
     const std::string_view whole = text;

@@ -18,9 +18,9 @@ struct EvaluateOptions {
 };
 
 struct EvaluationReport {
-  std::string model;                   ///< path of the checkpoint or the weights
+  std::string model;  ///< path of the checkpoint or the weights
   int64_t parameters = 0;
-  int64_t context = 0;                 ///< tokens of a window
+  int64_t context = 0;  ///< tokens of a window
   std::vector<Validation> validation = {};
   std::vector<AnsweredQuestions> questions = {};
 };

@@ -12,11 +12,11 @@
 namespace sheaf::models {
 
 struct ExampleOptions {
-  std::string prompt_field = {};     ///< of prompts with answers: the member that is the prompt; "": these are conversations
-  std::string field = {};            ///< the member that is the answer ("": "completion") or the list of messages ("": "messages")
-  std::string chat_format = {};      ///< of conversations: see ChatFormat
-  bool special_tokens = false;       ///< prompts and answers may contain special tokens, by their names
-  std::string end = {};              ///< the special token that ends an example; "": the tokenizer's end of text
+  std::string prompt_field = {};  ///< of prompts with answers: the member that is the prompt; "": these are conversations
+  std::string field = {};         ///< the member that is the answer ("": "completion") or the list of messages ("": "messages")
+  std::string chat_format = {};   ///< of conversations: see ChatFormat
+  bool special_tokens = false;    ///< prompts and answers may contain special tokens, by their names
+  std::string end = {};           ///< the special token that ends an example; "": the tokenizer's end of text
 };
 
 /// Each line an object: {"prompt": "...", "completion": "..."}, or {"messages": [{"role": "...", "content": "..."}, ...]}.
@@ -33,7 +33,7 @@ class ExampleLines {
   /// Appends the examples in the lines of `block`; empty lines are skipped. `lines` counts all lines of a text, of which `block` is
   /// the next part. On the rank's threads. Throws DataError that names the line, of `name`.
   void read(std::string_view block, const std::string& name, int64_t& lines, std::vector<MarkedToken>& examples);
-  int64_t num_examples() const { return count_; }  ///< that have been read
+  int64_t num_examples() const { return count_; }   ///< that have been read
   int64_t num_learned() const { return learned_; }  ///< tokens in them that are learned
   int64_t num_in_vain() const { return in_vain_; }  ///< examples without anything to learn
 

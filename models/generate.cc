@@ -24,7 +24,8 @@ void check_chat(const GenerateConfig& config) {
 }
 
 // The conversation so far.
-std::vector<int32_t> encode_chat(const Tokenizer& tokenizer, const GenerateConfig& config, const std::vector<Message>& said, const std::string& origin) {
+std::vector<int32_t> encode_chat(const Tokenizer& tokenizer, const GenerateConfig& config, const std::vector<Message>& said,
+                                 const std::string& origin) {
   std::vector<Message> messages;
   if (!config.system.empty()) messages.push_back({"system", config.system});
   messages.insert(messages.end(), said.begin(), said.end());
@@ -145,6 +146,10 @@ void generate_from_folder(const std::string& folder, const GenerateConfig& confi
   saved.expect_tokenizer("[generate] ");
   const Tokenizer& tokenizer = *saved.text.tokenizer;
   std::vector<int32_t> prompt = encode_prompt(tokenizer, config);
+  const std::string shown = tokenizer.decode(prompt);
+  // A rendered chat contains the tokens that precede a text.
+  if (config.chat.empty() && !config.special_tokens)
+    prompt.insert(prompt.begin(), saved.text.before.begin(), saved.text.before.end());
   const std::vector<int32_t> ends = ends_of(tokenizer, config, saved.text.ends);
   const auto length = static_cast<int64_t>(prompt.size());
   if (!config.chat.empty() && length >= saved.model.context)
@@ -157,10 +162,7 @@ void generate_from_folder(const std::string& folder, const GenerateConfig& confi
   materialize(*model, device, {.values = false});
   saved.load(*model);
   Utf8Assembler text;
-  emit(text.add(tokenizer.decode(prompt)));
-  // A rendered chat contains the tokens that precede a text.
-  if (config.chat.empty() && !config.special_tokens)
-    prompt.insert(prompt.begin(), saved.text.before.begin(), saved.text.before.end());
+  emit(text.add(shown));
   generate(*model, prompt, saved.model.context, tokenizer.vocab_size(), config,
            [&](int32_t token) { emit(text.add(tokenizer.decode_more(std::span(&token, 1)))); }, ends);
   emit(text.finish());

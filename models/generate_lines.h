@@ -11,18 +11,18 @@
 namespace sheaf::models {
 
 struct GenerateLinesOptions {
-  std::string prompts;                ///< file of JSON lines, an object each
+  std::string prompts;                  ///< file of JSON lines, an object each
   std::string prompt_field = "prompt";  ///< the member that is a prompt: a text or, in a chat, also a list of messages
-  std::string output;                 ///< file to write: the same lines, in their order, with the continuation of each prompt
-  std::string field = "completion";   ///< the member of these lines that holds the continuation
-  int64_t samples = 1;                ///< continuations of each prompt, in consecutive lines
-  int64_t at_once = 32;               ///< sequences that each rank reads together
-  bool resume = false;                ///< continue after the existing lines
+  std::string output;                   ///< file to write: the same lines, in their order, with the continuation of each prompt
+  std::string field = "completion";     ///< the member of these lines that holds the continuation
+  int64_t samples = 1;                  ///< continuations of each prompt, in consecutive lines
+  int64_t at_once = 32;                 ///< sequences that each rank reads together
+  bool resume = false;                  ///< continue after the existing lines
 };
 
 struct GenerateLinesProgress {
-  int64_t done = 0, all = 0;          ///< continuations in the output
-  int64_t tokens = 0, ended = 0;      ///< of those generated now: tokens, and continuations that ended before their maximum
+  int64_t done = 0, all = 0;      ///< continuations in the output
+  int64_t tokens = 0, ended = 0;  ///< of those generated now: tokens, and continuations that ended before their maximum
 };
 
 /// Continues each prompt as config.generate says, by the newest whole checkpoint of a run's output folder or by published weights,

@@ -19,14 +19,14 @@ struct Continuation {
 };
 
 struct GenerateManyOptions {
-  int64_t context = 0;               ///< most tokens of a prompt with its continuation: at most the model's
-  int64_t vocab = 0;                 ///< only tokens below are drawn
+  int64_t context = 0;  ///< most tokens of a prompt with its continuation: at most the model's
+  int64_t vocab = 0;    ///< only tokens below are drawn
   std::span<const int32_t> ends = {};
-  int64_t at_once = 32;              ///< sequences that each rank reads together
+  int64_t at_once = 32;  ///< sequences that each rank reads together
   /// How sequences are placed on the ranks of a sharded model, such as Shard(0)@data: each rank has its own prompts, any number of
   /// them, except that some ranks, such as those of a tensor axis, hold the same ones. Without a mesh all ranks have the same.
   Layout rows = {};
-  int64_t first = 0;                 ///< number of this rank's first prompt among all: draws depend on it
+  int64_t first = 0;  ///< number of this rank's first prompt among all: draws depend on it
 };
 
 /// The continuation of each of `prompts`, drawn as `config` says: up to config.tokens tokens (the text, chat and drafts of `config`

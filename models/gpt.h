@@ -14,21 +14,21 @@
 namespace sheaf::models {
 
 struct GptConfig {
-  int64_t layers = 12;          ///< blocks
+  int64_t layers = 12;  ///< blocks
   int64_t heads = 12;
-  int64_t width = 768;          ///< of the residual stream
-  int64_t context = 1024;       ///< longest sequence
+  int64_t width = 768;     ///< of the residual stream
+  int64_t context = 1024;  ///< longest sequence
   int64_t vocab = 50257;
-  int64_t mlp_width = 0;        ///< 0: 4 · width
-  bool bias = true;             ///< in linear layers and norms
-  double dropout = 0.0;         ///< of embeddings, attention outputs and MLP outputs
-  bool tie_embeddings = true;   ///< the head is the token embedding
+  int64_t mlp_width = 0;       ///< 0: 4 · width
+  bool bias = true;            ///< in linear layers and norms
+  double dropout = 0.0;        ///< of embeddings, attention outputs and MLP outputs
+  bool tie_embeddings = true;  ///< the head is the token embedding
   double norm_eps = 1e-5;
-  int64_t window = 0;           ///< keys that a token sees, itself and those before it; 0: all
+  int64_t window = 0;                    ///< keys that a token sees, itself and those before it; 0: all
   double attn_logit_softcapping = 0.0;   ///< scores of attention are softly limited to it (AttentionConfig::softcap), as Gemma 2's; 0: none
   double final_logit_softcapping = 0.0;  ///< the same for logits (CrossEntropyOptions::softcap)
-  int64_t full_attention_every = 0;  ///< blocks N, 2 N, .. see all (window_of_block); 0: none, if there is a window
-  int64_t end_of_text = -1;     ///< token that ends a document: in loss() tokens attend only to their own document's; -1: to all before
+  int64_t full_attention_every = 0;      ///< blocks N, 2 N, .. see all (window_of_block); 0: none, if there is a window
+  int64_t end_of_text = -1;              ///< token that ends a document: in loss() tokens attend only to their own document's; -1: to all before
                                 ///< them
 
   /// The published sizes by name, "gpt2-124m", smallest first.
@@ -40,7 +40,7 @@ struct GptConfig {
 /// x + attention(norm(x)), then x + mlp(norm(x)), whose addition is done by the next norm.
 struct Block : DecoderBlock {
   nn::LayerNorm ln1;
-  nn::CausalSelfAttention attention;
+  nn::SelfAttention attention;
   nn::LayerNorm ln2;
   nn::MLP mlp;
 

@@ -26,24 +26,24 @@ struct HuggingFaceFile {
   /// Whether a space is put before a text, and before each piece that follows an added token.
   enum class Prefix {
     none,
-    text,             ///< before the text, if it does not begin with one
-    piece,            ///< before each piece that does not begin with one
-    piece_always,     ///< before each piece
+    text,          ///< before the text, if it does not begin with one
+    piece,         ///< before each piece that does not begin with one
+    piece_always,  ///< before each piece
   };
 
   std::vector<std::string> tokens;  ///< of the vocabulary, as bytes, by id; "": never produced from words
   std::vector<std::string> shown;   ///< the text of every id
   std::vector<BpePair> merges;      ///< the best first
   std::vector<Added> added;
-  bool nfc = false;                 ///< texts are normalized first
+  bool nfc = false;  ///< texts are normalized first
 
   const WordPattern* pattern = nullptr;  ///< of tokens of bytes; null: of characters
   bool whole_words = false;              ///< a word that is a token is that token
 
   std::array<int32_t, 256> bytes{};  ///< of characters: the tokens of bytes
   Prefix prefix = Prefix::none;
-  bool each_space = false;           ///< each space begins a word, not only the first of several
-  bool strips_prefix = false;        ///< decoding drops the space at the beginning
+  bool each_space = false;     ///< each space begins a word, not only the first of several
+  bool strips_prefix = false;  ///< decoding drops the space at the beginning
 
   /// Throws DataError that names the problem, `where` and the key.
   static HuggingFaceFile parse(const Json& json, const std::string& where);

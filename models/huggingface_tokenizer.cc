@@ -192,7 +192,7 @@ class HuggingFaceTokenizer : public Tokenizer {
   Json json_;
   HuggingFaceFile file_;
   Bpe bpe_;
-  bool whole_;       // a piece is one word
+  bool whole_;  // a piece is one word
   bool cuttable_;
   int64_t least_vocab_;
   Added ordinary_, all_;  // without and with special ones

@@ -26,7 +26,9 @@ void add_adapters(Decoder& model, const ModelConfig& m) {
 // As `peft` and `bitsandbytes` do: not embeddings, nor the head.
 void rest_in_blocks(Decoder& model, const ModelConfig& m) {
   const BlockFormat format = block_format_from("model", m.quantize);
-  const auto is_matrix_of_block = [](const std::string& name) { return (name.starts_with("blocks.") || name.starts_with("mtp_layers.")) && !nn::is_lora(name); };
+  const auto is_matrix_of_block = [](const std::string& name) {
+    return (name.starts_with("blocks.") || name.starts_with("mtp_layers.")) && !nn::is_lora(name);
+  };
   check<ConfigError>(nn::quantize(model, format, is_matrix_of_block) > 0, "[model] quantize ", m.quantize,
                      ": all weights are trained; only those with adapters (model.lora_rank) rest in blocks");
 }

@@ -11,7 +11,7 @@ template <class Config>
 void set_window_and_rotary(Config& a, const LlamaConfig& c, int64_t block) {
   a.window = window_of_block(block, c.window, c.full_attention_every);
   a.rope_theta = c.rope_theta;
-  a.rope_scaling = c.rope_scaling;
+  a.rope_scaling = c.rope_scaling.for_context(c.context);
   if (a.window && c.window_rope_theta != 0) a.rope_theta = c.window_rope_theta, a.rope_scaling = {};
   if (c.nope_every > 0 && (block + 1) % c.nope_every == 0) a.rope_theta = 0.0, a.rope_scaling = {};
 }
@@ -169,7 +169,8 @@ Tensor LlamaMtpLayer::forward(nn::Residual stream, const Tensor& next_BTC, nn::K
 
 Llama::Llama(const LlamaConfig& c)
     : Decoder({.type = "llama", .layers = c.layers, .width = c.width, .vocab = c.vocab, .context = c.context,
-               .end_of_text = c.end_of_text, .tied = c.tie_embeddings, .final_logit_softcapping = c.final_logit_softcapping, .mtp_layers = c.mtp_layers, .mtp_loss = c.mtp_loss}),
+               .end_of_text = c.end_of_text, .tied = c.tie_embeddings, .final_logit_softcapping = c.final_logit_softcapping,
+               .mtp_layers = c.mtp_layers, .mtp_loss = c.mtp_loss}),
       config(c),
       embedding(token_table(c.vocab, c.width)),
       norm(c.width, c.norm_eps) {
@@ -177,11 +178,11 @@ Llama::Llama(const LlamaConfig& c)
                      " have no mixture: none has");
   check<ConfigError>(c.pre_norms || c.post_norms, "[llama] without pre_norms and post_norms nothing in the blocks is normalised");
   check<ConfigError>(c.experts == 0 || !c.gelu_gate, "[llama] gelu_gate: mixtures of experts are SwiGLU");
-  check<ConfigError>(c.kv_lora_rank == 0 || ((c.kv_heads == 0 || c.kv_heads == c.heads) && !c.qk_norm && !c.qkv_bias && !c.out_bias &&
-                                             !c.attention_sinks && !c.attention_gate && !c.rotary_dim && !c.query_pre_attn_scalar &&
-                                             c.attn_logit_softcapping == 0),
-                     "[llama] kv_lora_rank ", c.kv_lora_rank, ": latent attention has as many key heads as heads (kv_heads 0, not ",
-                     c.kv_heads, "), and neither qk_norm, qkv_bias, out_bias, attention_sinks, attention_gate, rotary_dim, query_pre_attn_scalar nor attn_logit_softcapping");
+  check<ConfigError>(
+      c.kv_lora_rank == 0 || ((c.kv_heads == 0 || c.kv_heads == c.heads) && !c.qk_norm && !c.qkv_bias && !c.out_bias && !c.attention_sinks &&
+                              !c.attention_gate && !c.rotary_dim && !c.query_pre_attn_scalar && c.attn_logit_softcapping == 0),
+      "[llama] kv_lora_rank ", c.kv_lora_rank, ": latent attention has as many key heads as heads (kv_heads 0, not ", c.kv_heads,
+      "), and neither qk_norm, qkv_bias, out_bias, attention_sinks, attention_gate, rotary_dim, query_pre_attn_scalar nor attn_logit_softcapping");
   check<ConfigError>(c.linear_key_heads == 0 || c.window == 0, "[llama] linear_key_heads ", c.linear_key_heads, " with a window of ", c.window,
                      ": blocks without linear attention see all keys");
   blocks.reserve(static_cast<size_t>(c.layers));

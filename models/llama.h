@@ -19,33 +19,33 @@
 namespace sheaf::models {
 
 struct LlamaConfig {
-  int64_t layers = 2;             ///< blocks
-  int64_t heads = 4;              ///< query heads
-  int64_t kv_heads = 2;           ///< key and value heads; 0: as many as heads
-  int64_t width = 64;             ///< of the residual stream
-  int64_t head_dim = 0;           ///< width of a head; 0: width / heads
-  int64_t mlp_width = 0;          ///< 0: 8/3 · width, up to a multiple of 64
-  int64_t context = 64;           ///< longest sequence
+  int64_t layers = 2;     ///< blocks
+  int64_t heads = 4;      ///< query heads
+  int64_t kv_heads = 2;   ///< key and value heads; 0: as many as heads
+  int64_t width = 64;     ///< of the residual stream
+  int64_t head_dim = 0;   ///< width of a head; 0: width / heads
+  int64_t mlp_width = 0;  ///< 0: 8/3 · width, up to a multiple of 64
+  int64_t context = 64;   ///< longest sequence
   int64_t vocab = 256;
-  double rope_theta = 10000.0;    ///< base of the rotary frequencies
+  double rope_theta = 10000.0;      ///< base of the rotary frequencies
   RotaryScaling rope_scaling = {};  ///< of these frequencies, such as RotaryScaling::llama3(8)
   double norm_eps = 1e-5;
-  double dropout = 0.0;           ///< of attention and MLP outputs
-  bool tie_embeddings = false;    ///< the head is the token embedding
-  bool qkv_bias = false;          ///< queries, keys and values have biases, as Qwen2's
-  bool out_bias = false;          ///< attention's output layer has a bias, as gpt-oss's
-  bool attention_gate = false;    ///< the heads' output is gated, as Qwen3-Next's (AttentionConfig::gate)
-  int64_t rotary_dim = 0;       ///< how many of a head's last elements are rotated; 0: all
+  double dropout = 0.0;               ///< of attention and MLP outputs
+  bool tie_embeddings = false;        ///< the head is the token embedding
+  bool qkv_bias = false;              ///< queries, keys and values have biases, as Qwen2's
+  bool out_bias = false;              ///< attention's output layer has a bias, as gpt-oss's
+  bool attention_gate = false;        ///< the heads' output is gated, as Qwen3-Next's (AttentionConfig::gate)
+  int64_t rotary_dim = 0;             ///< how many of a head's last elements are rotated; 0: all
   int64_t query_pre_attn_scalar = 0;  ///< scores are divided by its root, as in Gemma 3 27B; 0: by that of the head's width
-  bool attention_sinks = false;   ///< each head's softmax has a sink, as gpt-oss's (AttentionConfig::sinks)
-  bool qk_norm = false;           ///< queries and keys are normalised before they are rotated, as Qwen3's
-  bool qk_norm_all_heads = false;  ///< in that case, all heads together, as OLMo 2's (AttentionConfig::qk_norm_all_heads)
-  bool gelu_gate = false;         ///< MLPs are GeGLU, as Gemma's; not with experts, whose mixtures are SwiGLU
-  bool pre_norms = true;          ///< the inputs of attention and MLPs are normalised
-  bool post_norms = false;        ///< their outputs are, before they are added: in addition, as Gemma 3's, or only they, as OLMo 2's
-  bool scale_embedding = false;   ///< the embedding of a token is multiplied by sqrt(width), as Gemma's
+  bool attention_sinks = false;       ///< each head's softmax has a sink, as gpt-oss's (AttentionConfig::sinks)
+  bool qk_norm = false;               ///< queries and keys are normalised before they are rotated, as Qwen3's
+  bool qk_norm_all_heads = false;     ///< in that case, all heads together, as OLMo 2's (AttentionConfig::qk_norm_all_heads)
+  bool gelu_gate = false;             ///< MLPs are GeGLU, as Gemma's; not with experts, whose mixtures are SwiGLU
+  bool pre_norms = true;              ///< the inputs of attention and MLPs are normalised
+  bool post_norms = false;            ///< their outputs are, before they are added: in addition, as Gemma 3's, or only they, as OLMo 2's
+  bool scale_embedding = false;       ///< the embedding of a token is multiplied by sqrt(width), as Gemma's
 
-  int64_t experts = 0;            ///< of a mixture replacing each MLP; 0: none
+  int64_t experts = 0;  ///< of a mixture replacing each MLP; 0: none
   int64_t experts_per_token = 2;
   int64_t expert_hidden = 0;      ///< hidden width of an expert; 0: that of the MLP
   double capacity_factor = 0.0;   ///< of places for an expert's tokens (MixtureConfig::capacity_factor); 0: one for each
@@ -65,8 +65,8 @@ struct LlamaConfig {
   double aux_loss = 0.0;          ///< factor of each mixture's imbalance in the training loss
   double router_z_loss = 0.0;     ///< and of its MixtureOfExperts::router_z
 
-  int64_t mtp_layers = 0;         ///< layers that predict further tokens, see Decoder::Sizes
-  double mtp_loss = 0.3;          ///< factor of their losses' mean in the training loss
+  int64_t mtp_layers = 0;  ///< layers that predict further tokens, see Decoder::Sizes
+  double mtp_loss = 0.3;   ///< factor of their losses' mean in the training loss
 
   int64_t kv_lora_rank = 0;       ///< attention is nn::LatentAttention with this width of its latent; 0: it is not
   int64_t q_lora_rank = 0;        ///< width of the latent of queries; 0: they have none
@@ -80,14 +80,14 @@ struct LlamaConfig {
   int64_t linear_key_head_dim = 0, linear_value_head_dim = 0;  ///< widths of its heads; 0: that of attention's, that of its keys
   int64_t linear_conv_kernel = 4;  ///< taps of its convolutions
 
-  int64_t window = 0;             ///< as in GptConfig
-  double window_rope_theta = 0.0;  ///< base of the rotary frequencies of blocks with a window, which are not scaled; 0: the others'
+  int64_t window = 0;                    ///< as in GptConfig
+  double window_rope_theta = 0.0;        ///< base of the rotary frequencies of blocks with a window, which are not scaled; 0: the others'
                                    ///< frequencies
   double attn_logit_softcapping = 0.0;   ///< scores of attention are softly limited to it (AttentionConfig::softcap), as Gemma 2's; 0: none
   double final_logit_softcapping = 0.0;  ///< the same for logits (CrossEntropyOptions::softcap)
-  int64_t full_attention_every = 0;  ///< as in GptConfig
-  int64_t nope_every = 0;         ///< attention of blocks N, 2 N, .., counted from 1, has no rotary positions; 0: all have them
-  int64_t end_of_text = -1;       ///< as in GptConfig
+  int64_t full_attention_every = 0;      ///< as in GptConfig
+  int64_t nope_every = 0;                ///< attention of blocks N, 2 N, .., counted from 1, has no rotary positions; 0: all have them
+  int64_t end_of_text = -1;              ///< as in GptConfig
 
   static LlamaConfig tiny() { return {}; }
   /// The published sizes by name, "llama3-8b": those of Llama 3 at its context of 8,192, then those of Llama 3.1 and 3.2
@@ -101,7 +101,7 @@ struct LlamaConfig {
 /// may be a mixture, and the output of either may be normalised, in addition to or instead of its input.
 struct LlamaBlock : DecoderBlock {
   std::optional<nn::RMSNorm> attention_norm;
-  std::optional<nn::CausalSelfAttention> attention;
+  std::optional<nn::SelfAttention> attention;
   std::optional<nn::LatentAttention> latent_attention;
   std::optional<nn::GatedDeltaNet> linear_attention;
   std::optional<nn::RMSNorm> attention_post_norm;

@@ -18,9 +18,28 @@
 namespace sheaf::models {
 namespace {
 
-std::vector<nn::StatePiece> all_pieces(nn::Module& module, const Optimizers& optimizers, const optim::DiLoCo* outer) {
+void check_prefixes(const PrefixedModules& also, const optim::DiLoCo* outer) {
+  for (size_t i = 0; i < also.size(); ++i) {
+    const std::string& prefix = also[i].prefix;
+    check<ConfigError>(also[i].module, "[checkpoint] '", prefix, "' is the prefix of no module");
+    check<ConfigError>(!prefix.empty() && !prefix.starts_with("optimizer."), "[checkpoint] '", prefix, "' as the prefix of a ",
+                       also[i].module->type_name(), ": its tensors would pass for those of the model or its optimizers");
+    for (size_t j = 0; j < i; ++j)
+      check<ConfigError>(also[j].prefix != prefix, "[checkpoint] two modules have the prefix '", prefix, "'");
+    check<ConfigError>(!outer, "[checkpoint] '", prefix, "': beside a model that islands train there are no further modules");
+  }
+}
+
+std::vector<nn::StatePiece> all_pieces(nn::Module& module, const Optimizers& optimizers, const optim::DiLoCo* outer,
+                                       const PrefixedModules& also) {
+  check_prefixes(also, outer);
   if (outer) return nn::state_pieces(module, optimizers, *outer);
   std::vector<nn::StatePiece> pieces = nn::state_pieces(module);
+  for (const auto& [prefix, other] : also)
+    for (nn::StatePiece& p : nn::state_pieces(*other)) {
+      p.name = prefix + p.name;
+      pieces.push_back(std::move(p));
+    }
   for (optim::Optimizer* optimizer : optimizers)
     for (nn::StatePiece& p : nn::state_pieces(*optimizer)) pieces.push_back(std::move(p));
   return pieces;
@@ -59,7 +78,9 @@ void check_outside(const char* who) {
   if (Recording::current()) fail<LifetimeError>("[", who, "] not inside a recording: end it by recording.take()");
 }
 
-CheckpointGroup checkpoint_group(nn::Module& module, World& world, const optim::DiLoCo* outer) {
+CheckpointGroup checkpoint_group(nn::Module& module, World& world, const optim::DiLoCo* outer, const PrefixedModules& also) {
+  check_prefixes(also, outer);
+  for (const PrefixedModule& other : also) checkpoint_group(*other.module, world);
   const auto all = units(module);
   const int islands = outer ? outer->islands() : 1;
   const auto is_shared = [&](const auto& unit) { return unit->mesh() && unit->mesh()->num_ranks() * islands == world.size(); };
@@ -75,11 +96,17 @@ CheckpointGroup checkpoint_group(World& world) {
   group.world = world.size();
   if (world.size() == 1) return group;
   Communicator* lane = &world.communicator();
-  group.barrier = [lane] { lane->barrier("checkpoint").sync(); };
+  // Ranks wait for the one whose disk is slowest, or that has most to write or to check.
   group.all_true = [lane](bool mine) {
     int32_t value = mine;
+    lane->next_call_has_no_deadline();
     lane->all_reduce(&value, 1, kI32, Reduction::min, "checkpoint").sync();
     return value != 0;
+  };
+  group.of_first = [lane](int64_t mine) {
+    lane->next_call_has_no_deadline();
+    lane->broadcast(&mine, sizeof mine, 0, "checkpoint").sync();
+    return mine;
   };
   return group;
 }
@@ -97,7 +124,7 @@ char* HostCopy::reserve(size_t bytes) {
 std::vector<CheckpointPiece> checkpoint_pieces(nn::Module& module, const Optimizers& optimizers,
                                                const SaveOptions& options, HostCopy* copy) {
   std::vector<CheckpointPiece> out;
-  const std::vector<nn::StatePiece> pieces = all_pieces(module, optimizers, options.outer);
+  const std::vector<nn::StatePiece> pieces = all_pieces(module, optimizers, options.outer, options.also);
   const auto bytes_of = [](const nn::StatePiece& p) {
     return p.owner ? static_cast<size_t>(p.runs.numel()) * size_of(p.dtype) : 0;
   };
@@ -163,93 +190,129 @@ void convert(DType from_dtype, const void* from, DType to_dtype, void* to, int64
   });
 }
 
+// Compares what a checkpoint contains with what a model and its optimizers need.
+class Comparison {
+ public:
+  Comparison(const Checkpoint& checkpoint, nn::Module& module, const PrefixedModules& also) : checkpoint_(checkpoint) {
+    for (const nn::Parameter& p : module.parameters()) parameters_[p.name()] = p;
+    for (const auto& [prefix, other] : also)
+      for (const nn::Parameter& p : other->parameters()) parameters_[prefix + p.name()] = p;
+  }
+  void needs(const nn::StatePiece& p) {
+    const Checkpoint::TensorInfo& saved = checkpoint_.at(p.name);
+    if (quantizes(p, saved.dtype, saved.shape)) needed_.insert(p.name);
+    else needs(p.name, p.dtype, p.shape, p.blocks);
+  }
+  void needs(const std::string& name, DType dtype, const Shape& shape, std::optional<BlockFormat> blocks = {}) {
+    needed_.insert(name);
+    const Checkpoint::TensorInfo& saved = checkpoint_.at(name);
+    const auto p = parameters_.find(name);
+    const bool fits = saved.dtype == dtype || (p != parameters_.end() && converts(p->second, saved.dtype, dtype));
+    if (!fits || !(saved.shape == shape))
+      fail<CheckpointError>("[checkpoint] ", checkpoint_.path(), ": ", name, " is ", saved.dtype, saved.shape, ", the model has ", dtype, shape,
+                            blocks ? str(": ", sheaf::name(*blocks), " blocks of ", values_shape(shape, *blocks)) : "");
+  }
+  /// The first tensor that nothing needs and that may not be `skipped`: null if there is none.
+  template <class F>
+  const std::string* left_over(F&& skipped) const {
+    for (const auto& [name, info] : checkpoint_.tensors())
+      if (!needed_.contains(name) && !skipped(name)) return &name;
+    return nullptr;
+  }
+
+ private:
+  const Checkpoint& checkpoint_;
+  std::map<std::string, nn::Parameter> parameters_;
+  std::set<std::string> needed_;
+};
+
+// Throws before anything is changed.
+void check_state(const Checkpoint& checkpoint, nn::Module& module, std::span<const nn::StatePiece> pieces, size_t optimizers,
+                 const LoadOptions& options) {
+  const auto has = [&](const std::string& name) { return checkpoint.tensors().contains(name); };
+  Comparison model(checkpoint, module, options.also);
+  for (const nn::StatePiece& p : pieces) model.needs(p);
+  for (size_t i = 0; i < optimizers; ++i) {
+    model.needs(steps_name(i), kI64, {});
+    if (has(applied_name(i))) model.needs(applied_name(i), kI64, {});
+  }
+  if (options.scaler && !has(kFactor))
+    fail<CheckpointError>("[checkpoint] ", checkpoint.path(), " was saved without a loss scaler: load it without one, and the "
+                          "scaler starts anew");
+  if (!options.scaler && optimizers > 0 && has(kFactor))
+    fail<CheckpointError>("[checkpoint] ", checkpoint.path(), " was saved with a loss scaler: load it with one "
+                          "(LoadOptions::scaler)");
+  if (options.scaler) model.needs(kFactor, kF32, {}), model.needs(kCounts, kI64, {3});
+  const auto skipped = [&](const std::string& name) {
+    return (optimizers == 0 && name.starts_with("optimizer.")) || (!options.passes_over.empty() && name.starts_with(options.passes_over));
+  };
+  if (const std::string* name = model.left_over(skipped))
+    fail<CheckpointError>("[checkpoint] ", checkpoint.path(), ": the model has no ", *name);
+}
+
+// Host memory for one piece after the other.
+struct Staging {
+  std::vector<char> values, as_saved;
+};
+
+void fill_piece(const nn::StatePiece& p, Checkpoint& checkpoint, Staging& staging) {
+  const Checkpoint::TensorInfo& saved = checkpoint.at(p.name);
+  const auto read = [&](const Runs& runs, DType dtype, void* to) {
+    if (saved.dtype == dtype) return checkpoint.read(p.name, runs, to);
+    staging.as_saved.resize(static_cast<size_t>(runs.numel()) * size_of(saved.dtype));
+    checkpoint.read(p.name, runs, staging.as_saved.data());
+    convert(saved.dtype, staging.as_saved.data(), dtype, to, runs.numel());
+  };
+  if (quantizes(p, saved.dtype, saved.shape)) {
+    nn::BlockPiece piece(p.name, *p.blocks, p.runs);
+    read(piece.elements(), kF32, piece.values().data());
+    piece.store(p.device, p.data);
+  } else if (p.device.is_cpu()) {
+    read(p.runs, p.dtype, p.data);
+  } else {
+    staging.values.resize(static_cast<size_t>(p.runs.numel()) * size_of(p.dtype));
+    read(p.runs, p.dtype, staging.values.data());
+    transfer(p.device, p.data, Device::cpu(), staging.values.data(), staging.values.size());
+  }
+}
+
 }  // namespace
 
 void load_state(Checkpoint& checkpoint, nn::Module& module, const Optimizers& optimizers, const LoadOptions& options) {
-  optim::LossScaler* const scaler = options.scaler;
-  std::set<std::string> wanted;
-  std::vector<nn::StatePiece> pieces = all_pieces(module, optimizers, options.outer);
+  std::vector<nn::StatePiece> pieces = all_pieces(module, optimizers, options.outer, options.also);
   if (optimizers.empty())
     std::erase_if(pieces, [&](const nn::StatePiece& p) { return nn::is_lora(p.name) && !checkpoint.tensors().contains(p.name); });
-  std::map<std::string, nn::Parameter> parameters;
-  for (const nn::Parameter& p : module.parameters()) parameters[p.name()] = p;
-  const auto check_saved = [&](const std::string& name, DType dtype, const Shape& shape, std::optional<BlockFormat> blocks = {}) {
-    wanted.insert(name);
-    const Checkpoint::TensorInfo& saved = checkpoint.at(name);
-    const auto p = parameters.find(name);
-    const bool fits = saved.dtype == dtype || (p != parameters.end() && converts(p->second, saved.dtype, dtype));
-    if (!fits || !(saved.shape == shape))
-      fail<CheckpointError>("[checkpoint] ", checkpoint.path(), ": ", name, " is ", saved.dtype, saved.shape,
-                            ", the model has ", dtype, shape, blocks ? str(": ", sheaf::name(*blocks), " blocks of ", values_shape(shape, *blocks)) : "");
-  };
-  for (const nn::StatePiece& p : pieces) {
-    const Checkpoint::TensorInfo& saved = checkpoint.at(p.name);
-    if (quantizes(p, saved.dtype, saved.shape)) wanted.insert(p.name);
-    else check_saved(p.name, p.dtype, p.shape, p.blocks);
-  }
-  const auto has = [&](const std::string& name) { return checkpoint.tensors().contains(name); };
-  for (size_t i = 0; i < optimizers.size(); ++i) {
-    check_saved(steps_name(i), kI64, {});
-    if (has(applied_name(i))) check_saved(applied_name(i), kI64, {});
-  }
-  if (scaler && !has(kFactor))
-    fail<CheckpointError>("[checkpoint] ", checkpoint.path(), " was saved without a loss scaler: load it without one, and the "
-                          "scaler starts anew");
-  if (!scaler && !optimizers.empty() && has(kFactor))
-    fail<CheckpointError>("[checkpoint] ", checkpoint.path(), " was saved with a loss scaler: load it with one "
-                          "(LoadOptions::scaler)");
-  if (scaler) check_saved(kFactor, kF32, {}), check_saved(kCounts, kI64, {3});
-  for (const auto& [name, info] : checkpoint.tensors())
-    if (!wanted.contains(name) && (!optimizers.empty() || !name.starts_with("optimizer.")) &&
-        (options.passes_over.empty() || !name.starts_with(options.passes_over)))
-      fail<CheckpointError>("[checkpoint] ", checkpoint.path(), ": the model has no ", name);
-  std::vector<char> host, as_saved;
-  for (const nn::StatePiece& p : pieces) {
-    const int64_t count = p.runs.numel();
-    if (count == 0) continue;
-    if (const Checkpoint::TensorInfo& saved = checkpoint.at(p.name); quantizes(p, saved.dtype, saved.shape)) {
-      nn::BlockPiece piece(p.name, *p.blocks, p.runs);
-      as_saved.resize(piece.values().size() * size_of(saved.dtype));
-      checkpoint.read(p.name, piece.elements(), as_saved.data());
-      convert(saved.dtype, as_saved.data(), kF32, piece.values().data(), std::ssize(piece.values()));
-      piece.store(p.device, p.data);
-      continue;
-    }
-    if (!p.device.is_cpu()) host.resize(static_cast<size_t>(count) * size_of(p.dtype));
-    void* const to = p.device.is_cpu() ? p.data : host.data();
-    if (const DType saved = checkpoint.at(p.name).dtype; saved == p.dtype) {
-      checkpoint.read(p.name, p.runs, to);
-    } else {
-      as_saved.resize(static_cast<size_t>(count) * size_of(saved));
-      checkpoint.read(p.name, p.runs, as_saved.data());
-      convert(saved, as_saved.data(), p.dtype, to, count);
-    }
-    if (!p.device.is_cpu()) transfer(p.device, p.data, Device::cpu(), host.data(), host.size());
-  }
+  check_state(checkpoint, module, pieces, optimizers.size(), options);
+  Staging staging;
+  for (const nn::StatePiece& p : pieces)
+    if (p.runs.numel() > 0) fill_piece(p, checkpoint, staging);
   for (size_t i = 0; i < optimizers.size(); ++i) {
     int64_t steps = 0;
     checkpoint.read(steps_name(i), 0, 1, &steps);
     optimizers[i]->set_steps(steps);
-    if (!has(applied_name(i))) continue;
+    if (!checkpoint.tensors().contains(applied_name(i))) continue;
     checkpoint.read(applied_name(i), 0, 1, &steps);
     optimizers[i]->set_applied_steps(steps);
   }
-  if (scaler) load_scaler(checkpoint, *scaler);
+  if (options.scaler) load_scaler(checkpoint, *options.scaler);
 }
 
 void save_checkpoint(const std::string& folder, int64_t step, nn::Module& module, const Optimizers& optimizers,
                      World& world, const SaveOptions& options) {
   check_outside("save_checkpoint");
-  const CheckpointGroup group = checkpoint_group(module, world, options.outer);
-  save_checkpoint(folder, step, checkpoint_pieces(module, optimizers, options), options.state, options.keep, group);
+  const CheckpointGroup group = checkpoint_group(module, world, options.outer, options.also);
+  save_checkpoint(folder, step, checkpoint_pieces(module, optimizers, options), options.state, options.keep, group, options.warn,
+                  options.abandoned);
 }
 
 std::optional<LoadedCheckpoint> load_checkpoint(const std::string& folder, nn::Module& module,
                                                 const Optimizers& optimizers, World& world,
                                                 const LoadOptions& options) {
   check_outside("load_checkpoint");
-  std::optional<Checkpoint> checkpoint = Checkpoint::open_newest(folder, options.warn ? options.warn : warn_on_stderr,
-                                                                checkpoint_group(module, world, options.outer));
+  const CheckpointGroup group = checkpoint_group(module, world, options.outer, options.also);
+  std::optional<Checkpoint> checkpoint;
+  if (options.step) checkpoint = Checkpoint::open_step(folder, *options.step, group);
+  else checkpoint = Checkpoint::open_newest(folder, options.warn, group);
   if (!checkpoint) return std::nullopt;
   load_state(*checkpoint, module, optimizers, options);
   return LoadedCheckpoint{checkpoint->path(), checkpoint->step(), checkpoint->state()};

@@ -85,6 +85,8 @@ void for_each_model_field(F&& f, Model&... m) {
   f("rope_scaling.attention_factor", m.rope_scaling.attention_factor...);
   f("rope_scaling.mscale", m.rope_scaling.mscale...);
   f("rope_scaling.mscale_all_dim", m.rope_scaling.mscale_all_dim...);
+  f("rope_scaling.short_factor", m.rope_scaling.short_factor...);
+  f("rope_scaling.long_factor", m.rope_scaling.long_factor...);
   f("norm_eps", m.norm_eps...);
   f("lora_rank", m.lora_rank...);
   f("lora_alpha", m.lora_alpha...);

@@ -1,5 +1,7 @@
 #include "sheaf/models/model_options.h"
 
+#include "sheaf/models/number_words.h"
+
 namespace sheaf::models {
 namespace {
 
@@ -89,12 +91,18 @@ constexpr auto kToField = [](auto& field, const auto& option) { field = option; 
 RopeScalingConfig options_of(const RotaryScaling& s) {
   RopeScalingConfig c;
   if (s == RotaryScaling{}) return c;
-  c.rope_type = s.is_yarn() ? "yarn" : s.original_context == 0 ? "linear" : "llama3";
+  c.rope_type = s.is_yarn() ? "yarn" : s.is_longrope() ? "longrope" : s.original_context == 0 ? "linear" : "llama3";
   c.factor = s.factor;
   if (s.is_yarn()) {
     c.original_max_position_embeddings = s.original_context;
     c.beta_slow = s.low_freq_factor, c.beta_fast = s.high_freq_factor;
     c.truncate = s.blend == RotaryScaling::Blend::by_whole_index;
+    c.attention_factor = s.amplitude;
+    return c;
+  }
+  if (s.is_longrope()) {
+    c.original_max_position_embeddings = s.original_context;
+    c.short_factor = text_of_numbers(*s.short_factors), c.long_factor = text_of_numbers(*s.long_factors);
     c.attention_factor = s.amplitude;
     return c;
   }

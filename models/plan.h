@@ -17,17 +17,17 @@
 namespace sheaf::models {
 
 struct Plan {
-  Tape tape;               ///< of a step in which prefetch knows the order (the second and later); with train.compile, of the
+  Tape tape;                     ///< of a step in which prefetch knows the order (the second and later); with train.compile, of the
                            ///< program
-  MemoryLedger::Peak peak;  ///< requested from the allocator at the peak of such a step, on this rank
+  MemoryLedger::Peak peak;       ///< requested from the allocator at the peak of such a step, on this rank
   MemoryLedger::Peak host_peak;  ///< of the host memory that a GPU uses in addition to its own (train.offload_...)
-  Tape outer;              ///< of an outer step, where there are islands
-  int64_t parameters = 0;  ///< elements of the whole model
-  int64_t trained = 0;     ///< of them those that are not frozen
-  int64_t state_bytes = 0; ///< masters and the optimizer's state on this rank, the outer one's included
+  Tape outer;                    ///< of an outer step, where there are islands
+  int64_t parameters = 0;        ///< elements of the whole model
+  int64_t trained = 0;           ///< of them those that are not frozen
+  int64_t state_bytes = 0;       ///< masters and the optimizer's state on this rank, the outer one's included
   int64_t outer_state_bytes = 0;
-  RankTimes times;         ///< how long its nodes take, if a machine was given; times.tape is not set
-  std::vector<NodeId> turns;  ///< the first node of each turn of the rank's stage, and of the part after the last
+  RankTimes times;                ///< how long its nodes take, if a machine was given; times.tape is not set
+  std::vector<NodeId> turns;      ///< the first node of each turn of the rank's stage, and of the part after the last
   int64_t micro_batch_bytes = 0;  ///< the memory of the tokens of each micro-batch
 };
 

@@ -36,7 +36,7 @@ ModelConfig read_gpt2(const ConfigReader& r) {
   m.width = r.positive("n_embd");
   m.mlp_width = r.positive("n_inner", 0);
   m.context = r.positive("n_positions");
-  m.norm_eps = r.number("layer_norm_epsilon", 1e-5);
+  m.norm_eps = r.at_least(0, "layer_norm_epsilon", 1e-5);
   m.tie_embeddings = r.flag("tie_word_embeddings", true);
   m.bias = true;
   return m;
@@ -58,7 +58,8 @@ void check_gemmas_gate(const ConfigReader& r) {
 ModelConfig read_llama(const ConfigReader& r, const std::string& type) {
   const bool llama = type == "llama", mixtral = type == "mixtral", qwen3_moe = type == "qwen3_moe";
   const bool dots1 = type == "dots1", glm = type == "glm4_moe", deepseek = type.starts_with("deepseek") || type == "kimi_k2";
-  const bool gemma = type.starts_with("gemma"), gemma2 = type == "gemma2", gemma3 = type == "gemma3_text", gpt_oss = type == "gpt_oss", smollm3 = type == "smollm3";
+  const bool gemma = type.starts_with("gemma"), gemma2 = type == "gemma2", gemma3 = type == "gemma3_text", gpt_oss = type == "gpt_oss",
+             smollm3 = type == "smollm3";
   const bool qwen3_5_moe = type == "qwen3_5_moe_text", linear = type == "qwen3_next" || type == "qwen3_5_text" || qwen3_5_moe;
   const bool olmo3 = type == "olmo3", olmoe = type == "olmoe", olmo = type == "olmo2" || olmo3 || olmoe, phi3 = type == "phi3";
   const bool qwen = type == "qwen2" || type == "qwen3" || qwen3_moe || linear;
@@ -77,7 +78,7 @@ ModelConfig read_llama(const ConfigReader& r, const std::string& type) {
     r.only("sliding_window", false, str("attention of ", type, " sees all tokens before").c_str());
   if (olmo) r.only("clip_qkv", Json(), "Sheaf's queries, keys and values are not clipped");
   double part = r.number("partial_rotary_factor", linear ? 0.25 : glm ? 0.5 : 1.0);
-  const bool in_parts = linear || glm;
+  const bool in_parts = linear || glm || phi3;
   if (!in_parts && part != 1.0) r.refuse("partial_rotary_factor", "Sheaf rotates whole heads of this model_type");
   ModelConfig m;
   m.type = "llama";
@@ -88,9 +89,9 @@ ModelConfig read_llama(const ConfigReader& r, const std::string& type) {
   m.width = r.positive("hidden_size");
   m.mlp_width = r.positive(qwen3_5_moe ? "moe_intermediate_size" : "intermediate_size");
   m.context = gemma3 ? r.positive("max_position_embeddings", 131072) : r.positive("max_position_embeddings");
-  m.norm_eps = r.number("rms_norm_eps", mixtral || gpt_oss || glm || olmo || phi3 ? 1e-5 : 1e-6);
-  m.rope_theta = r.number("rope_theta", mixtral || gemma3 ? 1e6 : gpt_oss ? 150000.0 : smollm3 ? 2e6 : olmo3 ? 500000.0 : 10000.0);
-  double window_theta = olmo3 ? m.rope_theta : r.number("rope_local_base_freq", 10000.0);
+  m.norm_eps = r.at_least(0, "rms_norm_eps", mixtral || gpt_oss || glm || olmo || phi3 ? 1e-5 : 1e-6);
+  m.rope_theta = r.at_least(1, "rope_theta", mixtral || gemma3 ? 1e6 : gpt_oss ? 150000.0 : smollm3 ? 2e6 : olmo3 ? 500000.0 : 10000.0);
+  double window_theta = olmo3 ? m.rope_theta : r.at_least(1, "rope_local_base_freq", 10000.0);
   read_rotary(r, m, gemma3 || olmo3, window_theta, in_parts ? &part : nullptr);
   m.tie_embeddings = r.flag("tie_word_embeddings", gemma || smollm3);
   m.bias = false;
@@ -106,7 +107,8 @@ ModelConfig read_llama(const ConfigReader& r, const std::string& type) {
   if (m.head_dim % 2 != 0) r.refuse("head_dim", "rotary positions turn pairs");
   if (in_parts) read_rotated_part(r, part, m);
   if (gemma2) read_softcaps(r, m);
-  if (const int64_t divisor = gemma2 || gemma3 ? r.positive("query_pre_attn_scalar", 256) : 0; divisor != m.head_dim) m.query_pre_attn_scalar = divisor;
+  if (const int64_t divisor = gemma2 || gemma3 ? r.positive("query_pre_attn_scalar", 256) : 0; divisor != m.head_dim)
+    m.query_pre_attn_scalar = divisor;
   // Qwen uses its window only if a flag says so, and then Qwen2 and Qwen3 not in the first layers, as dots.llm1 always does. If the
   // key is missing altogether, transformers gives it and Mistral a window.
   int64_t window = 0;
@@ -132,6 +134,7 @@ ModelConfig read_llama(const ConfigReader& r, const std::string& type) {
   if (olmoe) read_olmoe_experts(r, m);
   if (qwen3_moe || qwen3_5_moe || type == "qwen3_next") read_qwen_experts(r, type, m);
   m.vocab = gemma3 ? r.positive("vocab_size", 262208) : r.positive("vocab_size");
+  check_rotary_scaling(r, resolved(m));
   return m;
 }
 

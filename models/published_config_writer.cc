@@ -4,7 +4,9 @@
 
 #include "sheaf/models/attention_window.h"
 #include "sheaf/models/model_fields.h"
+#include "sheaf/models/number_words.h"
 #include "sheaf/models/published_config.h"
+#include "sheaf/models/published_layers.h"
 
 namespace sheaf::models {
 
@@ -14,7 +16,7 @@ namespace {
 bool is_published(std::string_view key, const ModelConfig& m) {
   for (const std::string_view own : {"context", "dropout", "capacity_factor", "capacity_groups", "expert_balance_rate", "aux_loss", "router_z_loss",
                                      "mtp_layers", "mtp_loss", "lora_rank", "lora_alpha", "lora_layers", "quantize", "end_of_text",
-                                     "rope_scaling.mscale", "rope_scaling.attention_factor"})
+                                     "rope_scaling.mscale", "rope_scaling.attention_factor", "rope_scaling.short_factor", "rope_scaling.long_factor"})
     if (key == own) return false;
   for (const std::string_view gpt : {"type", "layers", "heads", "kv_heads", "width", "head_dim", "mlp_width", "tie_embeddings", "norm_eps", "window",
                                      "attn_logit_softcapping", "final_logit_softcapping"})
@@ -41,16 +43,40 @@ void check_published_shape(const ModelConfig& model, const ModelConfig& publishe
     if (is_published(key, m)) same(key, ours, theirs);
   }, m, published);
   same("vocab", m.vocab, published.vocab);
-  if (m.type == "llama")
-    same("rope_scaling.attention_factor", rotary_scaling(m.rope_scaling).amplitude, rotary_scaling(published.rope_scaling).amplitude);
+  if (m.type == "llama") {
+    const RotaryScaling ours = rotary_scaling(m.rope_scaling), theirs = rotary_scaling(published.rope_scaling);
+    const auto list = [](const std::vector<double>* numbers) { return numbers ? text_of_numbers(*numbers) : ""; };  // however they are written
+    same("rope_scaling.attention_factor", ours.amplitude, theirs.amplitude);
+    same("rope_scaling.short_factor", list(ours.short_factors), list(theirs.short_factors));
+    same("rope_scaling.long_factor", list(ours.long_factors), list(theirs.long_factors));
+  }
   if (m.context > published.context)
     fail<ConfigError>("[weights] model.context is ", m.context, ", more than the ", published.context, " of ", file);
 }
 
 namespace {
 
-Json published_rope_scaling(const RopeScalingConfig& s) {
+Json::Array numbers_in(const std::string& option) {
+  const std::vector<double> numbers = numbers_of("model.rope_scaling", option);
+  return {numbers.begin(), numbers.end()};
+}
+
+// With the three keys of Phi-3's files, which version 4 of transformers requires of these, if the others follow from the context.
+Json published_longrope(const ModelConfig& m, const std::string& type) {
+  const RopeScalingConfig& s = m.rope_scaling;
+  Json json;
+  json.set("type", s.rope_type).set("short_factor", numbers_in(s.short_factor)).set("long_factor", numbers_in(s.long_factor));
+  if (type == "phi3" && s.attention_factor == 0 && s.factor == longrope_factor(m.context, s.original_max_position_embeddings)) return json;
+  json.set("original_max_position_embeddings", s.original_max_position_embeddings)
+      .set("factor", s.factor)
+      .set("attention_factor", rotary_scaling(s).amplitude);
+  return json;
+}
+
+Json published_rope_scaling(const ModelConfig& m, const std::string& type) {
+  const RopeScalingConfig& s = m.rope_scaling;
   if (s.rope_type == "default") return {};
+  if (s.rope_type == "longrope") return published_longrope(m, type);
   Json json;
   json.set("rope_type", s.rope_type).set("factor", s.factor);
   if (s.rope_type == "llama3")
@@ -100,16 +126,18 @@ Architecture gemma(const ModelConfig& m) {
   if (base && m.post_norms && !m.qk_norm && m.window_rope_theta == 0) return {"gemma2", "Gemma2ForCausalLM"};
   if (base && !has_softcaps(m) && m.post_norms && m.qk_norm && (!m.window || m.window_rope_theta != 0)) return {"gemma3_text", "Gemma3ForCausalLM"};
   if (base && !has_softcaps(m) && !m.post_norms && !m.qk_norm && !m.window && !m.query_pre_attn_scalar) return {"gemma", "GemmaForCausalLM"};
-  fail<ConfigError>("[weights] model.gelu_gate, .post_norms, .scale_embedding, .query_pre_attn_scalar and .window_rope_theta are published with "
-                    "the first and the third alone (gemma), with model.qk_norm all together (gemma3_text), or all but the last with "
-                    "model.attn_logit_softcapping and .final_logit_softcapping (gemma2), without mixtures, model.qkv_bias and .rotary_dim: this model "
-                    "cannot be written as one");
+  fail<ConfigError>(
+      "[weights] model.gelu_gate, .post_norms, .scale_embedding, .query_pre_attn_scalar and .window_rope_theta are published with "
+      "the first and the third alone (gemma), with model.qk_norm all together (gemma3_text), or all but the last with "
+      "model.attn_logit_softcapping and .final_logit_softcapping (gemma2), without mixtures, model.qkv_bias and .rotary_dim: this model "
+      "cannot be written as one");
 }
 
 // OLMo 2, OLMo 3, whose blocks with a window have unscaled rotary frequencies, or OLMoE.
 Architecture olmo(const ModelConfig& m) {
-  const bool base = m.qk_norm_all_heads && !has_softcaps(m) && !m.gelu_gate && !m.scale_embedding && !m.query_pre_attn_scalar && !m.qkv_bias && !m.out_bias && !m.rotary_dim &&
-                    !m.kv_lora_rank && !m.nope_every && !m.attention_sinks && !m.attention_gate && !m.linear_key_heads && !has_deepseek_experts(m);
+  const bool base = m.qk_norm_all_heads && !has_softcaps(m) && !m.gelu_gate && !m.scale_embedding && !m.query_pre_attn_scalar && !m.qkv_bias &&
+                    !m.out_bias && !m.rotary_dim && !m.kv_lora_rank && !m.nope_every && !m.attention_sinks && !m.attention_gate &&
+                    !m.linear_key_heads && !has_deepseek_experts(m);
   if (base && !m.pre_norms && m.post_norms && !m.experts) {
     if (!m.window) return {"olmo2", "Olmo2ForCausalLM"};
     if (m.window_rope_theta != 0 || m.rope_scaling.rope_type == "default") return {"olmo3", "Olmo3ForCausalLM"};
@@ -117,9 +145,10 @@ Architecture olmo(const ModelConfig& m) {
   if (base && m.pre_norms && !m.post_norms && m.experts && !m.expert_linear_bias && m.expert_gate_limit == 0 && !m.window &&
       m.head_dim * m.heads == m.width)
     return {"olmoe", "OlmoeForCausalLM"};
-  fail<ConfigError>("[weights] model.qk_norm_all_heads is published with model.post_norms in place of .pre_norms and without mixtures (olmo2; with a "
-                    "model.window, whose blocks have model.window_rope_theta, olmo3), or with mixtures, Llama's norms and heads that are together as wide as the model (olmoe), and "
-                    "nothing that other models have in addition: this model cannot be written as one");
+  fail<ConfigError>(
+      "[weights] model.qk_norm_all_heads is published with model.post_norms in place of .pre_norms and without mixtures (olmo2; with a "
+      "model.window, whose blocks have model.window_rope_theta, olmo3), or with mixtures, Llama's norms and heads that are together as wide as the "
+      "model (olmoe), and nothing that other models have in addition: this model cannot be written as one");
 }
 
 bool has_any_of_qwen3_next(const ModelConfig& m) { return m.linear_key_heads || m.attention_gate || (m.experts && m.shared_expert_gate); }
@@ -180,6 +209,12 @@ bool publishes_mtp(const ModelConfig& m) {
 
 namespace {
 
+bool is_phi3(const ModelConfig& m) {
+  const bool all_or_none = m.window == 0 || m.full_attention_every == 0;
+  return m.type == "llama" && m.experts == 0 && !m.qk_norm && !m.qkv_bias && all_or_none && m.head_dim * m.heads == m.width &&
+         (m.rope_scaling.rope_type == "default" || m.rope_scaling.rope_type == "longrope");
+}
+
 // ConfigError for a model of no published architecture.
 Architecture architecture_of(const ModelConfig& m, const std::string& like) {
   if (m.qk_norm_all_heads || !m.pre_norms) return olmo(m);
@@ -189,9 +224,11 @@ Architecture architecture_of(const ModelConfig& m, const std::string& like) {
   if (has_any_of_gemma(m)) return gemma(m);
   if (m.kv_lora_rank) return deepseek(m);
   if (has_deepseek_experts(m)) return dots1_or_glm(m);
+  if ((like == "phi3" || m.rotary_dim) && is_phi3(m)) return {"phi3", "Phi3ForCausalLM"};
   if (m.rotary_dim)
-    fail<ConfigError>("[weights] model.rotary_dim ", m.rotary_dim, ": published with mixtures as DeepSeek-V3's (glm4_moe), or with "
-                      "model.linear_key_heads (qwen3_next, qwen3_5_text): this model cannot be written as one");
+    fail<ConfigError>("[weights] model.rotary_dim ", m.rotary_dim, ": published with mixtures as DeepSeek-V3's (glm4_moe), with "
+                      "model.linear_key_heads (qwen3_next, qwen3_5_text), or with Llama's blocks, whose heads are together as wide as the model, "
+                      "and positions that are not scaled or longrope (phi3): this model cannot be written as one");
   if (m.qk_norm && m.qkv_bias)
     fail<ConfigError>("[weights] model.qk_norm with model.qkv_bias: no published architecture has both but with mixtures as DeepSeek-V3's");
   const bool mixtral = m.experts != 0 && !m.qk_norm;
@@ -208,7 +245,6 @@ Architecture architecture_of(const ModelConfig& m, const std::string& like) {
   if (m.experts != 0) return {"qwen3_moe", "Qwen3MoeForCausalLM"};
   if (m.qk_norm) return {"qwen3", "Qwen3ForCausalLM"};
   if (m.qkv_bias) return {"qwen2", "Qwen2ForCausalLM"};
-  if (like == "phi3" && m.rope_scaling.rope_type == "default" && m.head_dim * m.heads == m.width) return {"phi3", "Phi3ForCausalLM"};
   if (m.window) return {"mistral", "MistralForCausalLM"};
   return {"llama", "LlamaForCausalLM"};
 }
@@ -267,7 +303,7 @@ void write_windows(const ModelConfig& m, const std::string& type, Json& json) {
   if (type == "mixtral" || type == "mistral" || type == "phi3" || dots1 || olmo3) json.set("sliding_window", window);
   if (dots1) json.set("max_window_layers", 0);
   if (gemma2) json.set("sliding_window", m.window ? m.window : m.context);  // required by transformers even if no layer has a window
-  if (gpt_oss) json.set("sliding_window", m.window ? m.window : 128);  // required by transformers even if no layer has a window
+  if (gpt_oss) json.set("sliding_window", m.window ? m.window : 128);       // required by transformers even if no layer has a window
   if (gemma3 && m.window)
     json.set("sliding_window", window)
         .set("sliding_window_pattern", m.full_attention_every ? m.full_attention_every : m.layers + 1)  // for readers that know no layer_types
@@ -306,7 +342,7 @@ void write_llama(const ModelConfig& m, const std::string& type, Json& json) {
       .set("max_position_embeddings", m.context)
       .set("rms_norm_eps", m.norm_eps)
       .set("rope_theta", m.rope_theta)
-      .set("rope_scaling", published_rope_scaling(m.rope_scaling));
+      .set("rope_scaling", published_rope_scaling(m, type));
   const bool next = type == "qwen3_next", later = type == "qwen3_5_moe_text", olmoe = type == "olmoe";
   const bool qwen = type == "qwen3_moe" || next || later;
   if (qwen) json.set("moe_intermediate_size", m.expert_hidden);
@@ -335,10 +371,14 @@ void write_llama(const ModelConfig& m, const std::string& type, Json& json) {
   if (type == "gemma2" || type == "gemma3_text") json.set("query_pre_attn_scalar", m.query_pre_attn_scalar ? m.query_pre_attn_scalar : m.head_dim);
   if (type == "llama" || type == "smollm3") json.set("attention_bias", false).set("mlp_bias", false);
   if (type.starts_with("olmo")) json.set("attention_bias", false);
-  if (type == "phi3") json.set("original_max_position_embeddings", m.context).set("resid_pdrop", m.dropout).set("embd_pdrop", 0.0);
+  const bool longrope = m.rope_scaling.rope_type == "longrope";
+  if (longrope || type == "phi3")
+    json.set("original_max_position_embeddings", longrope ? m.rope_scaling.original_max_position_embeddings : m.context);
+  if (type == "phi3") json.set("resid_pdrop", m.dropout).set("embd_pdrop", 0.0);
+  if (type == "phi3" && m.rotary_dim) json.set("partial_rotary_factor", rotated_part(m));
   if (type == "olmo3") {
     // Since version 5 of transformers, by the kind of layer; before, layers with a window have no scaling and the same base.
-    Json full = published_rope_scaling(m.rope_scaling), window;
+    Json full = published_rope_scaling(m, type), window;
     if (m.rope_scaling.rope_type == "default") full.set("rope_type", "default");
     full.set("rope_theta", m.rope_theta);
     window.set("rope_type", "default").set("rope_theta", m.window_rope_theta != 0 ? m.window_rope_theta : m.rope_theta);

@@ -5,13 +5,25 @@
 #include <vector>
 
 #include "sheaf/models/attention_window.h"
+#include "sheaf/models/number_words.h"
 
 namespace sheaf::models {
 namespace {
 
-// How an object under `key` scales rotary positions. Their base, if the object has one, is written to `theta`, and the rotated part of a
-// head to `part`, if a model may rotate less than all.
-RopeScalingConfig read_rope(const ConfigReader& r, const char* key, const Json* rope, double& theta, double* part) {
+// The rope_type: "default" if none is said. Files of Phi-3 have earlier names for "longrope".
+std::string rope_type_of(const ConfigReader& r, const char* key, const Json& rope) {
+  const Json* type = rope.find("rope_type") ? rope.find("rope_type") : rope.find("type");
+  if (!type) return "default";
+  const bool phi3 = r.text("model_type", "") == "phi3";
+  if (phi3 && (*type == Json("su") || *type == Json("yarn"))) return "longrope";
+  for (const char* known : {"default", "linear", "llama3", "yarn", "longrope"})
+    if (*type == Json(known)) return known;
+  r.refuse(key, str("Sheaf's rotary positions are of the rope_type default, linear, llama3, yarn or longrope, not ", type->dump()));
+}
+
+// How an object under `key` scales rotary positions in a model of this context. Their base, if the object has one, is written to
+// `theta`, and the rotated part of a head to `part`, if a model may rotate less than all.
+RopeScalingConfig read_rope(const ConfigReader& r, const char* key, const Json* rope, int64_t context, double& theta, double* part) {
   if (!rope->is_object()) r.refuse(key, "expected an object");
   const auto number = [&](const char* name) {
     try {
@@ -23,26 +35,25 @@ RopeScalingConfig read_rope(const ConfigReader& r, const char* key, const Json* 
   if (const Json* factor = rope->find("partial_rotary_factor"); factor && part) *part = number("partial_rotary_factor");
   else if (factor && !(*factor == Json(1.0) || *factor == Json(1))) r.refuse(key, "Sheaf rotates whole heads of this model_type");
   if (rope->find("rope_theta")) theta = number("rope_theta");
+  if (!(theta >= 1)) r.refuse(key, str("rope_theta is ", theta, ": expected at least 1"));
 
   RopeScalingConfig s;
-  const Json* type = rope->find("rope_type") ? rope->find("rope_type") : rope->find("type");
-  if (!type || *type == Json("default")) return s;
-  if (!(*type == Json("linear") || *type == Json("llama3") || *type == Json("yarn")))
-    r.refuse(key, str("Sheaf's rotary positions are of the rope_type default, linear, llama3 or yarn, not ", type->dump()));
-  s.rope_type = type->as_string();
-  s.factor = number("factor");
+  s.rope_type = rope_type_of(r, key, *rope);
+  if (s.rope_type == "default") return s;
+  const bool longrope = s.rope_type == "longrope";
+  // If transformers treats null or 0 as absent.
+  const auto optional = [&](const char* name, double& value, bool zero_is_none = true) {
+    const Json* given = rope->find(name);
+    if (!given || given->is_null()) return;
+    const double x = number(name);
+    if (x == 0 && zero_is_none) return;
+    if (!(x > 0)) r.refuse(key, str(name, " is ", x, ": expected a positive number"));
+    value = x;
+  };
+  if (!longrope) s.factor = number("factor");
   if (s.rope_type == "llama3") {
     s.low_freq_factor = number("low_freq_factor"), s.high_freq_factor = number("high_freq_factor");
   } else if (s.rope_type == "yarn") {
-    // If transformers treats null or 0 as absent.
-    const auto optional = [&](const char* name, double& value, bool zero_is_none = true) {
-      const Json* given = rope->find(name);
-      if (!given || given->is_null()) return;
-      const double x = number(name);
-      if (x == 0 && zero_is_none) return;
-      if (!(x > 0)) r.refuse(key, str(name, " is ", x, ": expected a positive number"));
-      value = x;
-    };
     optional("beta_slow", s.beta_slow), optional("beta_fast", s.beta_fast);
     optional("mscale", s.mscale), optional("mscale_all_dim", s.mscale_all_dim);
     optional("attention_factor", s.attention_factor, false);
@@ -51,7 +62,9 @@ RopeScalingConfig read_rope(const ConfigReader& r, const char* key, const Json* 
       s.truncate = *truncate == Json(true);
     }
   }
-  if (s.rope_type != "linear") {
+  if (longrope && !rope->find("original_max_position_embeddings")) {  // as in Phi-3's files
+    s.original_max_position_embeddings = r.positive("original_max_position_embeddings");
+  } else if (s.rope_type != "linear") {
     const double tokens = number("original_max_position_embeddings");
     if (!(tokens >= 1 && tokens <= ConfigReader::kLargest) || tokens != std::floor(tokens))
       r.refuse(key, "original_max_position_embeddings is no number of tokens");
@@ -59,7 +72,23 @@ RopeScalingConfig read_rope(const ConfigReader& r, const char* key, const Json* 
     // transformers prefers this one.
     r.only("original_max_position_embeddings", s.original_max_position_embeddings, str(key, " says otherwise").c_str());
   }
-  if (const std::string problem = rotary_scaling(s).problem(); !problem.empty()) r.refuse(key, problem);
+  if (!longrope) return s;
+  const auto list = [&](const char* name) {
+    const Json* given = rope->find(name);
+    if (!given) r.refuse(key, str(name, " is missing"));
+    std::vector<double> numbers;
+    try {
+      for (const Json& x : given->as_array()) numbers.push_back(x.as_double());
+    } catch (const DataError&) {
+      r.refuse(key, str(name, " is not a list of numbers"));
+    }
+    return text_of_numbers(numbers);
+  };
+  s.short_factor = list("short_factor"), s.long_factor = list("long_factor");
+  for (const char* own : {"short_mscale", "long_mscale"})
+    if (rope->find(own)) r.refuse(key, str(own, ": Sheaf's longrope has one attention_factor for contexts of any length"));
+  s.factor = longrope_factor(context, s.original_max_position_embeddings);
+  optional("factor", s.factor, false), optional("attention_factor", s.attention_factor, false);
   return s;
 }
 
@@ -84,22 +113,28 @@ void read_linear_layers(const ConfigReader& r, ModelConfig& m) {
 }  // namespace
 
 void read_rotary(const ConfigReader& r, ModelConfig& m, bool by_layer, double& window_theta, double* part) {
-  if (const Json* given = r.find("rope_scaling")) m.rope_scaling = read_rope(r, "rope_scaling", given, m.rope_theta, part);
+  if (const Json* given = r.find("rope_scaling")) m.rope_scaling = read_rope(r, "rope_scaling", given, m.context, m.rope_theta, part);
   const char* const key = "rope_parameters";  // since version 5 of transformers, the base and the scaling
   const Json* rope = r.find(key);
   if (!rope) return;
   const bool nested = rope->is_object() && (rope->find("full_attention") || rope->find("sliding_attention"));
-  if (nested != by_layer) r.refuse(key, by_layer ? "expected full_attention and sliding_attention" : "all of Sheaf's layers of this model_type turn alike");
+  if (nested != by_layer)
+    r.refuse(key, by_layer ? "expected full_attention and sliding_attention" : "all of Sheaf's layers of this model_type turn alike");
   if (nested) {
     const Json *full = rope->find("full_attention"), *sliding = rope->find("sliding_attention");
     if (!full || !sliding) r.refuse(key, "expected full_attention and sliding_attention");
-    if (read_rope(r, key, sliding, window_theta, part) != RopeScalingConfig{})
+    if (read_rope(r, key, sliding, m.context, window_theta, part) != RopeScalingConfig{})
       r.refuse(key, "Sheaf scales no frequencies in layers with a window");
     rope = full;
   }
-  const RopeScalingConfig scaling = read_rope(r, key, rope, m.rope_theta, part);
+  const RopeScalingConfig scaling = read_rope(r, key, rope, m.context, m.rope_theta, part);
   if (r.find("rope_scaling") && !(scaling == m.rope_scaling)) r.refuse(key, "rope_scaling says otherwise");
   m.rope_scaling = scaling;
+}
+
+void check_rotary_scaling(const ConfigReader& r, const ModelConfig& m) {
+  const std::string problem = rotary_scaling(m.rope_scaling).problem(rotated_pairs(m));
+  if (!problem.empty()) r.refuse(r.find("rope_parameters") ? "rope_parameters" : "rope_scaling", problem);
 }
 
 void read_windows(const ConfigReader& r, int64_t window, const char* derived, const std::function<bool(int64_t)>& sliding, ModelConfig& m) {

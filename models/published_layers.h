@@ -2,6 +2,7 @@
 // keys into a model's options, and refuses what Sheaf does not compute.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <string>
 
@@ -10,10 +11,18 @@
 
 namespace sheaf::models {
 
-/// The scaling of rotary positions, and their base: of all layers or, as in Gemma 3 (by_layer), of those that see all tokens and of
-/// those with a window, whose base is written to `window_theta`. The rotated part of a head is written to `part`, if a model may
-/// rotate less than all.
+/// The scaling of rotary positions, in a model of m.context tokens, and their base: of all layers or, as in Gemma 3 (by_layer), of those
+/// that see all tokens and of those with a window, whose base is written to `window_theta`. The rotated part of a head is written to
+/// `part`, if a model may rotate less than all.
 void read_rotary(const ConfigReader& r, ModelConfig& m, bool by_layer, double& window_theta, double* part);
+
+/// LongRoPE's factor if a file does not say it: by how much a context is longer than the original one.
+inline double longrope_factor(int64_t context, int64_t original) {
+  return std::max(1.0, static_cast<double>(context) / static_cast<double>(original));
+}
+
+/// Refuses a scaling that is impossible for the heads of `m`, which is resolved.
+void check_rotary_scaling(const ConfigReader& r, const ModelConfig& m);
 
 /// m.rotary_dim, of this part of a head; m.head_dim is known.
 void read_rotated_part(const ConfigReader& r, double part, ModelConfig& m);

@@ -136,7 +136,10 @@ void push_head(std::vector<PublishedTensor>& out, const ModelConfig& m, const Pu
 void push_attention(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& name, const std::string& own, bool fused) {
   const int64_t c = m.width, d = m.head_dim, q = m.heads * d, kv = m.kv_heads * d, of_head = m.attention_gate ? 2 * d : d;
   if (fused) {
-    out.push_back({name + ".qkv_proj.weight", {q + 2 * kv, c}, own + ".qkv.weight"});
+    const PublishedTensor qkv = {name + ".qkv_proj.weight", {q + 2 * kv, c}, own + ".qkv.weight"};
+    if (!m.rotary_dim) out.push_back(qkv);
+    for (int64_t first = 0; m.rotary_dim && first < q + kv; first += d) push_head(out, m, qkv, first, qkv.own, first);
+    if (m.rotary_dim) out.push_back(rows_of(qkv, q + kv, kv, qkv.own, q + kv));
     out.push_back({name + ".o_proj.weight", {c, q}, own + ".projection.weight"});
     return;
   }
@@ -159,7 +162,8 @@ void push_attention(std::vector<PublishedTensor>& out, const ModelConfig& m, con
   if (m.qkv_bias) push_qkv("bias", [](int64_t rows) { return Shape{rows}; });
   if (m.qk_norm) {
     const int64_t of_q = m.qk_norm_all_heads ? q : d, of_k = m.qk_norm_all_heads ? kv : d;
-    for (const PublishedTensor& norm : {norm_of(m, name + ".q_norm", of_q, own + ".query_norm"), norm_of(m, name + ".k_norm", of_k, own + ".key_norm")}) {
+    for (const PublishedTensor& norm :
+         {norm_of(m, name + ".q_norm", of_q, own + ".query_norm"), norm_of(m, name + ".k_norm", of_k, own + ".key_norm")}) {
       if (m.rotary_dim) push_head(out, m, norm, 0, norm.own, 0);
       else out.push_back(norm);
     }
@@ -280,7 +284,7 @@ PublishedForm PublishedForm::of(const std::map<std::string, const SafetensorsFil
 
 PublishedForm PublishedForm::to_write(const ModelConfig& model, const std::string& like) {
   const auto written_as = [&](const char* type) { return published_architecture(model, like) == type; };
-  return {.fused = like == "phi3" && written_as("phi3"), .linear_apart = model.linear_key_heads && !written_as("qwen3_next")};
+  return {.fused = (like == "phi3" || model.rotary_dim) && written_as("phi3"), .linear_apart = model.linear_key_heads && !written_as("qwen3_next")};
 }
 
 std::vector<PublishedTensor> published_tensors(const ModelConfig& model, const PublishedForm& form) {

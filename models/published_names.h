@@ -30,7 +30,7 @@ struct PublishedTensor {
   int64_t step = 1;         ///< and the next ones begin `step` times as far on
   bool mxfp4 = false;       ///< its values are in MXFP4 (PublishedSource); `shape` is theirs
 
-  int64_t rows() const { return held()[transposed ? 1 : 0]; }                              ///< of ours
+  int64_t rows() const { return held()[transposed ? 1 : 0]; }                               ///< of ours
   int64_t row_size() const { return held().rank() == 2 ? held()[transposed ? 0 : 1] : 1; }  ///< elements
   const Shape& held() const { return part.rank() ? part : shape; }
   /// The offset in the tensor of element i of ours.
@@ -53,10 +53,11 @@ struct PublishedForm {
 /// All tensors of Hugging Face's GPT2LMHeadModel or LlamaForCausalLM (MistralForCausalLM has the same), by model.type, or, with
 /// model.qkv_bias, Qwen2ForCausalLM, with model.qk_norm Qwen3ForCausalLM, with model.experts MixtralForCausalLM, with
 /// model.kv_lora_rank DeepseekV3ForCausalLM, with model.expert_bias alone Dots1ForCausalLM or Glm4MoeForCausalLM, with
-/// model.scale_embedding GemmaForCausalLM or, with model.post_norms, Gemma2ForCausalLM or Gemma3ForCausalLM, with model.qk_norm_all_heads Olmo2ForCausalLM, Olmo3ForCausalLM or OlmoeForCausalLM, with model.expert_linear_bias
-/// GptOssForCausalLM, with model.attention_gate and model.linear_key_heads Qwen3NextForCausalLM, Qwen3_5ForCausalLM or
-/// Qwen3_5MoeForCausalLM; vocab must be known. Without model.bias, GPT-2's biases are not among them, nor are MTP layers but where
-/// publishes_mtp(), whose last layers they are.
+/// model.scale_embedding GemmaForCausalLM or, with model.post_norms, Gemma2ForCausalLM or Gemma3ForCausalLM, with
+/// model.qk_norm_all_heads Olmo2ForCausalLM, Olmo3ForCausalLM or OlmoeForCausalLM, with model.rotary_dim alone Phi3ForCausalLM, with
+/// model.expert_linear_bias GptOssForCausalLM, with model.attention_gate and model.linear_key_heads Qwen3NextForCausalLM,
+/// Qwen3_5ForCausalLM or Qwen3_5MoeForCausalLM; vocab must be known. Without model.bias, GPT-2's biases are not among them, nor are MTP
+/// layers but where publishes_mtp(), whose last layers they are.
 std::vector<PublishedTensor> published_tensors(const ModelConfig& model, const PublishedForm& form = {});
 
 /// The tensor that only an MTP layer has, number `layer` of all layers.

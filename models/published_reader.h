@@ -60,6 +60,11 @@ class ConfigReader {
     return value;
   }
   double number(const char* key, double otherwise) const { return get(key, otherwise, &Json::as_double); }
+  double at_least(double least, const char* key, double otherwise) const {
+    const double value = number(key, otherwise);
+    if (!(value >= least)) refuse(key, str("expected at least ", least));
+    return value;
+  }
   int64_t whole(const char* key, int64_t otherwise) const {
     const int64_t value = get(key, otherwise, &Json::as_int);
     if (value < 0 || value > kLargest) refuse(key, "expected a whole number, at most 10^9");

@@ -56,7 +56,7 @@ void PublishedSource::read_scales(int64_t first, std::vector<float>& row) const 
   visit_floating("weights", scales_file->at(scales).dtype, [&]<class S>() {
     std::vector<S> there(row.size());
     scales_file->read(scales, first, first + std::ssize(row), there.data());
-    for (size_t i = 0; i < row.size(); ++i) row[i] = as<float>(there[i]);
+    for (size_t i = 0; i < row.size(); ++i) row[i] = nn::converted<float>(there[i]);
   });
 }
 

@@ -9,6 +9,7 @@
 #include "sheaf/core/safetensors.h"
 #include "sheaf/models/published_config.h"
 #include "sheaf/models/published_names.h"
+#include "sheaf/nn/fill_pieces.h"
 
 namespace sheaf::models {
 
@@ -25,7 +26,7 @@ struct PublishedSource {
   DType dtype = kF32;   ///< of values after reading; f32 for MXFP4 and FP8
   const SafetensorsFile* scales_file = nullptr;  ///< in MXFP4 and FP8
   std::string scales = {};
-  Fp8Block fp8 = {};    ///< in FP8
+  Fp8Block fp8 = {};  ///< in FP8
 
   /// Reads elements [begin, end) of ours, in their order in the file, as our values.
   template <class T>
@@ -40,7 +41,7 @@ struct PublishedSource {
       }
     }
     if (!t.above_one) return;
-    for (T* x = out; x != out + (end - begin); ++x) *x = as<T>(as_computed(*x) + 1);
+    for (T* x = out; x != out + (end - begin); ++x) *x = nn::converted<T>(as_computed(*x) + 1);
   }
 
   /// The bytes that this many elements take in the files, in FP8 without the scales, which are few.
@@ -50,32 +51,18 @@ struct PublishedSource {
   }
 
  private:
-  static constexpr int64_t kChunk = 1 << 16;  // elements read at a time
+  static constexpr int64_t kChunk = 1 << 16;  // elements decoded at a time
 
   template <class S>
   static auto as_computed(S x) {
     if constexpr (std::is_same_v<S, double>) return x;
     else return static_cast<float>(x);
   }
-  template <class T, class S>
-  static T as(S x) {
-    if constexpr (std::is_same_v<T, double>) return static_cast<T>(as_computed(x));
-    else return static_cast<T>(static_cast<float>(x));
-  }
 
   /// Elements at `first`, first + step, .. of the tensor's flat index.
   template <class T>
   void read_every(int64_t step, int64_t first, int64_t count, T* out) const {
-    if (step == 1 && dtype == dtype_of<T>) return fetch(first, first + count, out);
-    visit_floating("weights", dtype, [&]<class S>() {
-      const int64_t most = std::max<int64_t>(1, kChunk / step);
-      std::vector<S> chunk(static_cast<size_t>(std::min(count, most) * step));
-      for (int64_t at = 0; at < count; at += most) {
-        const int64_t n = std::min(count - at, most), begin = first + at * step;
-        fetch(begin, begin + (n - 1) * step + 1, chunk.data());
-        for (int64_t i = 0; i < n; ++i) out[at + i] = as<T>(chunk[static_cast<size_t>(i * step)]);
-      }
-    });
+    nn::read_values(dtype, first, step, count, out, [this](int64_t begin, int64_t end, void* to) { fetch(begin, end, to); });
   }
 
   /// Elements [begin, end) of the tensor's flat index, as `dtype`.

@@ -1,5 +1,7 @@
 #include "sheaf/models/published_text.h"
 
+#include <cstdint>
+
 #include "sheaf/core/file.h"
 #include "sheaf/core/json.h"
 #include "sheaf/models/bpe_tokenizer.h"
@@ -22,7 +24,7 @@ const Json* template_in(const Json& processor) {
   return nullptr;
 }
 
-std::vector<int32_t> tokens_before(const Json& file, const std::string& path, const Tokenizer& tokenizer) {
+std::vector<int32_t> tokens_before(const Json& file, const Tokenizer& tokenizer) {
   std::vector<int32_t> ids;
   const Json* const processor = file.find("post_processor");
   const Json* const single = processor ? template_in(*processor) : nullptr;
@@ -32,20 +34,24 @@ std::vector<int32_t> tokens_before(const Json& file, const std::string& path, co
     if (!special) break;  // the text
     const std::string& name = special->at("id").as_string();
     const auto id = tokenizer.special_token(name);
-    if (!id)
-      fail<DataError>("[tokenizer] '", path, "': its post_processor puts ", json_string(name),
-                      " before a text, which is no special token");
+    check<DataError>(id.has_value(), "it puts ", json_string(name), " before a text, which is no special token");
     ids.push_back(*id);
   }
   return ids;
 }
 
+int32_t end_id(const Json& id) {
+  const int64_t value = id.as_int();
+  check<DataError>(value >= 0 && value <= INT32_MAX, value, " is no id of a token");
+  return static_cast<int32_t>(value);
+}
+
 std::vector<int32_t> end_ids(const Json& file) {
   const Json* const value = find_published(file, "eos_token_id");
   if (!value || value->is_null()) return {};
-  if (value->is_int()) return {static_cast<int32_t>(value->as_int())};
+  if (value->is_int()) return {end_id(*value)};
   std::vector<int32_t> ids;
-  for (const Json& id : value->as_array()) ids.push_back(static_cast<int32_t>(id.as_int()));
+  for (const Json& id : value->as_array()) ids.push_back(end_id(id));
   return ids;
 }
 
@@ -60,7 +66,11 @@ PublishedText read_published_text(const std::string& folder) {
   if (const std::string file = folder + "/tokenizer.json"; path_exists(file)) {
     const Json json = read_json(file);
     out.tokenizer = make_huggingface_tokenizer(json, str("'", file, "'"));
-    out.before = tokens_before(json, file, *out.tokenizer);
+    try {
+      out.before = tokens_before(json, *out.tokenizer);
+    } catch (const DataError& error) {
+      fail<DataError>("[tokenizer] '", file, "': post_processor: ", error.what());
+    }
   } else if (has_published_text(folder)) {
     out.tokenizer = load_gpt2_tokenizer(folder);
   } else {

@@ -5,19 +5,18 @@
 
 #include "sheaf/autograd/recording.h"
 #include "sheaf/core/json.h"
-#include "sheaf/core/transfer.h"
 #include "sheaf/models/matrix_blocks.h"
 #include "sheaf/models/model_options.h"
 #include "sheaf/models/published_config.h"
 #include "sheaf/models/published_names.h"
 #include "sheaf/models/published_source.h"
-#include "sheaf/nn/block_piece.h"
+#include "sheaf/nn/fill_pieces.h"
 #include "sheaf/nn/lora.h"
 
 namespace sheaf::models {
 namespace {
 
-constexpr int64_t kPanel = 16;       // columns of ours transposed at a time: a cache line of f32
+constexpr int64_t kPanel = 16;  // columns of ours transposed at a time: a cache line of f32
 
 /// A block of ours, with rows relative to those in the tensor of the table, and the memory that holds it.
 template <class T>
@@ -97,8 +96,8 @@ using Tensors = std::map<std::string, const SafetensorsFile*, std::less<>>;
 /// The files' names of the table's tensors. Files of a model without its head, such as GPT-2's, lack the table's prefix; those of a
 /// model that also reads images have a longer one for the text model.
 struct FileNames {
-  std::string_view prefix;  ///< in the table
-  std::string there, head;  ///< in the files, where the head may have one, too
+  std::string_view prefix;    ///< in the table
+  std::string there, head;    ///< in the files, where the head may have one, too
   bool among_others = false;  ///< in a model of images, tensors with other prefixes do not belong to the text model
 
   FileNames(const Tensors& tensors, const ModelConfig& model) : prefix(published_prefix(model)) {
@@ -164,46 +163,13 @@ class Loader {
 
   /// Fills the pieces of one parameter; returns the bytes read.
   int64_t fill(std::span<const nn::StatePiece> pieces) const {
-    if (pieces[0].blocks) return fill_blocks(pieces);
-    return visit_floating("weights", pieces[0].dtype, [&]<class T>() { return fill_values<T>(pieces); });
+    return nn::fill_pieces(pieces, [&]<class T>(std::span<const nn::WantedValues<T>> values) { return read(pieces[0].name, values); });
   }
 
  private:
-  template <class T>
-  int64_t fill_values(std::span<const nn::StatePiece> pieces) const {
-    std::vector<std::vector<T>> staged(pieces.size());
-    std::vector<Values<T>> wanted;
-    for (size_t i = 0; i < pieces.size(); ++i) {
-      if (!pieces[i].device.is_cpu()) staged[i].resize(static_cast<size_t>(pieces[i].runs.numel()));
-      wanted.push_back({pieces[i].runs, pieces[i].device.is_cpu() ? static_cast<T*>(pieces[i].data) : staged[i].data()});
-    }
-    const int64_t bytes = read<T>(pieces[0].name, wanted);
-    for (size_t i = 0; i < pieces.size(); ++i)
-      if (!staged[i].empty())
-        transfer(pieces[i].device, pieces[i].data, Device::cpu(), staged[i].data(), staged[i].size() * sizeof(T));
-    return bytes;
-  }
-
-  int64_t fill_blocks(std::span<const nn::StatePiece> pieces) const {
-    std::vector<nn::BlockPiece> staged;
-    std::vector<Values<float>> wanted;
-    for (const nn::StatePiece& p : pieces) {
-      nn::BlockPiece& piece = staged.emplace_back(p.name, *p.blocks, p.runs);
-      wanted.push_back({piece.elements(), piece.values().data()});  // in place
-    }
-    const int64_t bytes = read<float>(pieces[0].name, wanted);
-    for (size_t i = 0; i < pieces.size(); ++i) staged[i].store(pieces[i].device, pieces[i].data);
-    return bytes;
-  }
-
   /// Reads elements of a parameter to where they are stored, contiguously.
   template <class T>
-  struct Values {
-    Runs runs;
-    T* out;
-  };
-  template <class T>
-  int64_t read(const std::string& name, std::span<const Values<T>> values) const {
+  int64_t read(const std::string& name, std::span<const nn::WantedValues<T>> values) const {
     int64_t bytes = 0;
     for (const PublishedSource& source : parts_.at(name)) {
       const PublishedTensor& t = source.tensor;
@@ -235,7 +201,8 @@ class Loader {
     };
     const auto differ = [&](int64_t begin) { return elements(file, head, begin) != elements(*table.file, table.name, begin); };
     if (a.shape == b.shape && (a.dtype != b.dtype || !(differ(0) || differ(count - looked)))) return;
-    fail<CheckpointError>("[weights] '", file.path(), "': ", json_string(head), " is not ", json_string(table.name), ", though config.json has them tied "
+    fail<CheckpointError>("[weights] '", file.path(), "': ", json_string(head), " is not ", json_string(table.name),
+                          ", though config.json has them tied "
                           "(tie_word_embeddings)");
   }
   PublishedSource find(const PublishedTensor& t, const std::string& name) const {

@@ -19,8 +19,8 @@ struct SplitState {
 
 /// The published weights that a run started from.
 struct WeightsState {
-  std::string path;  ///< as given
-  std::string xxh3;  ///< PublishedFiles::digest()
+  std::string path;                  ///< as given
+  std::string xxh3;                  ///< PublishedFiles::digest()
   std::vector<int32_t> before = {};  ///< tokens that precede each text (PublishedText); not compared
 };
 
@@ -31,20 +31,20 @@ struct BestState {
 };
 
 struct RunState {
-  int64_t step = 0;                            ///< optimizer steps done
+  int64_t step = 0;  ///< optimizer steps done
   int64_t vocab = 0;
   ModelConfig model;
-  OptimizationConfig train;                    ///< dtype is "" in checkpoints from before it was written
-  double val_fraction = 0;                     ///< of a text; 0 for token files
-  std::string order = "random";                ///< of training windows (DataConfig); the former order in checkpoints from before it was
+  OptimizationConfig train;                        ///< dtype is "" in checkpoints from before it was written
+  double val_fraction = 0;                         ///< of a text; 0 for token files
+  std::string order = "random";                    ///< of training windows (DataConfig); the former order in checkpoints from before it was
                                                ///< written
-  std::shared_ptr<const Tokenizer> tokenizer;  ///< null if the data came as token files
+  std::shared_ptr<const Tokenizer> tokenizer;      ///< null if the data came as token files
   std::optional<SplitState> train_data, val_data;  ///< none in checkpoints from before they were written
-  bool positions_of_documents = true;          ///< learned ones restart in separate documents; false in checkpoints from before this was
+  bool positions_of_documents = true;              ///< learned ones restart in separate documents; false in checkpoints from before this was
                                                ///< written
-  std::optional<WeightsState> weights;         ///< none in a run that started from random ones
-  std::optional<BestState> best;               ///< of a run with output.keep_best, once it was validated
-  std::string product_choices;                 ///< of a run on GPUs (product_choices.h); else empty, and not written
+  std::optional<WeightsState> weights;             ///< none in a run that started from random ones
+  std::optional<BestState> best;                   ///< of a run with output.keep_best, once it was validated
+  std::string product_choices;                     ///< of a run on GPUs (product_choices.h); else empty, and not written
 
   Json to_json() const;
   /// Throws CheckpointError if something is missing or of the wrong type.

@@ -25,7 +25,7 @@ void read_text(SavedModel& out, const std::string& folder, const std::string& fi
 }
 
 SavedModel from_run(const char* who, const std::string& folder, const CheckpointGroup& group) {
-  auto checkpoint = Checkpoint::open_newest(folder + "/checkpoints", warn_on_stderr, group);
+  auto checkpoint = Checkpoint::open_newest(checkpoints_in(folder), warn_on_stderr, group);
   if (!checkpoint)
     fail<CheckpointError>("[", who, "] no checkpoint in ", folder, "/checkpoints, and no published weights (config.json) in ", folder);
   const RunState state = RunState::from_json(checkpoint->state());
@@ -36,12 +36,15 @@ SavedModel from_run(const char* who, const std::string& folder, const Checkpoint
     // It reads text as it was tokenized for training: if it started from published weights, by their tokenizer.
     read_text(out, parent_of(config));
   } else if (!state.tokenizer) {
-    out.no_tokenizer = str("the run was trained on token files, without data.tokenizer gpt2, llama3, huggingface or byte",
-                           state.weights ? str(", and there is none in '", state.weights->path, "', from where it started") : "", ": it has no tokenizer");
+    out.no_tokenizer =
+        str("the run was trained on token files, without data.tokenizer gpt2, llama3, huggingface or byte",
+            state.weights ? str(", and there is none in '", state.weights->path, "', from where it started") : "", ": it has no tokenizer");
   }
   if (state.weights && !state.weights->before.empty()) out.text.before = state.weights->before;
   if (state.model.end_of_text >= 0) out.text.ends.push_back(static_cast<int32_t>(state.model.end_of_text));
-  out.load = [opened = std::make_shared<Checkpoint>(std::move(*checkpoint))](Decoder& model) { load_state(*opened, model, {}, {.passes_over = "mtp_layers."}); };
+  out.load = [opened = std::make_shared<Checkpoint>(std::move(*checkpoint))](Decoder& model) {
+    load_state(*opened, model, {}, {.passes_over = "mtp_layers."});
+  };
   return out;
 }
 
@@ -77,7 +80,7 @@ void SavedModel::expect_tokenizer(const std::string& who) const {
 }
 
 bool has_published_weights(const std::string& folder) {
-  return !path_exists(folder + "/checkpoints") && !published_config_file(folder).empty();
+  return !path_exists(checkpoints_in(folder)) && !published_config_file(folder).empty();
 }
 
 SavedModel open_saved_model(const char* who, const std::string& folder, const CheckpointGroup& group) {

@@ -14,13 +14,13 @@
 namespace sheaf::models {
 
 struct SavedModel {
-  ModelConfig model;                       ///< vocab may be 0; it can also be loaded with fewer MTP layers
+  ModelConfig model;  ///< vocab may be 0; it can also be loaded with fewer MTP layers
   int64_t vocab = 0;
-  PublishedText text = {};                 ///< its text conventions; without a tokenizer if none is known
-  std::string no_tokenizer = {};           ///< if there is none: why, or
-  std::exception_ptr unreadable = {};      ///< the exception from reading it
-  std::string origin = {};                 ///< path of the checkpoint or the weights
-  std::string digest = {};                 ///< of the files' content, to compare among ranks
+  PublishedText text = {};                  ///< its text conventions; without a tokenizer if none is known
+  std::string no_tokenizer = {};            ///< if there is none: why, or
+  std::exception_ptr unreadable = {};       ///< the exception from reading it
+  std::string origin = {};                  ///< path of the checkpoint or the weights
+  std::string digest = {};                  ///< of the files' content, to compare among ranks
   std::function<void(Decoder&)> load = {};  ///< fills a materialized model, which may be sharded over the ranks of the group
 
   /// Stores its matrices in these blocks; "none": as saved. ConfigError, prefixed with `who`, if it was saved with others.

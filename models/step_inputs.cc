@@ -26,8 +26,8 @@ StepInputs::StepInputs(const TrainConfig& config, const Mesh& mesh, Device devic
     const Shape shape{rows * (i + 1) / parts - rows * i / parts, config.model.context};
     samples_.push_back({{kI32, shape, tokens}, {kI32, shape, targets}});
   }
-  there_ = make(device);
-  here_ = device.is_cuda() ? make(Device::cpu()) : there_;
+  device_ = make(device);
+  host_ = device.is_cuda() ? make(Device::cpu()) : device_;
 }
 
 namespace {
@@ -41,7 +41,7 @@ int64_t aligned_bytes(const Type& type) {
 }  // namespace
 
 int64_t StepInputs::bytes_of_micro_batch(int64_t i) const {
-  const MicroBatch& part = there_.micro_batches[static_cast<size_t>(i)];
+  const MicroBatch& part = device_.micro_batches[static_cast<size_t>(i)];
   return aligned_bytes(part.tokens.type()) + aligned_bytes(part.targets.type()) + aligned_bytes(part.random_state.type());
 }
 
@@ -80,35 +80,35 @@ StepInputs::Block StepInputs::make(Device device) const {
 }
 
 void StepInputs::write_samples(int64_t first, const FillBatch& fill) {
-  for (const MicroBatch& part : here_.micro_batches) {
+  for (const MicroBatch& part : host_.micro_batches) {
     fill_block(first, fill, part.tokens, part.targets);
     first += part.tokens.size(0);
   }
 }
 
 void StepInputs::send() {
-  if (there_.bytes.device().is_cuda())
-    transfer(there_.bytes.device(), there_.bytes.view().data, Device::cpu(), here_.bytes.view().data,
-             static_cast<size_t>(here_.bytes.local_bytes()));
+  if (device_.bytes.device().is_cuda())
+    transfer(device_.bytes.device(), device_.bytes.view().data, Device::cpu(), host_.bytes.view().data,
+             static_cast<size_t>(host_.bytes.local_bytes()));
 }
 
 void StepInputs::set_samples(int64_t first, const FillBatch& fill) {
-  if (there_.bytes.device().is_meta()) return;
+  if (device_.bytes.device().is_meta()) return;
   write_samples(first, fill);
   send();
 }
 
 void StepInputs::set_step(int64_t step, int64_t first, const FillBatch& fill, const std::vector<double>& scalars,
                           double targets) {
-  if (there_.bytes.device().is_meta()) return;
+  if (device_.bytes.device().is_meta()) return;
   write_samples(first, fill);
-  for (const MicroBatch& part : here_.micro_batches) {
+  for (const MicroBatch& part : host_.micro_batches) {
     int64_t* state = part.random_state.view().as<int64_t>();
     state[0] = seed_, state[1] = step, state[2] = first;
     first += part.tokens.size(0);
   }
-  std::ranges::copy(scalars, here_.scalars.view().as<double>());
-  *here_.num_targets.view().as<double>() = targets;
+  std::ranges::copy(scalars, host_.scalars.view().as<double>());
+  *host_.num_targets.view().as<double>() = targets;
   send();
 }
 

@@ -30,12 +30,12 @@ class StepInputs {
 
   int64_t num_micro_batches() const { return static_cast<int64_t>(samples_.size()); }
   int64_t num_rows() const;  ///< of all micro-batches, on all ranks
-  const MicroBatch& micro_batch(int64_t i) const { return there_.micro_batches[i]; }
+  const MicroBatch& micro_batch(int64_t i) const { return device_.micro_batches[i]; }
   /// One micro-batch's share of the memory that holds all of them.
   int64_t bytes_of_micro_batch(int64_t i) const;
-  const Tensor& scalars() const { return there_.scalars; }
+  const Tensor& scalars() const { return device_.scalars; }
   /// f64: targets of the step that count.
-  const Tensor& num_targets() const { return there_.num_targets; }
+  const Tensor& num_targets() const { return device_.num_targets; }
 
  private:
   struct Block {
@@ -52,8 +52,8 @@ class StepInputs {
   };
   std::vector<Samples> samples_;  // of the micro-batches
   int64_t scalar_count_, seed_;
-  Block there_;
-  Block here_;  // the host's, if that is a separate one
+  Block device_;  // in the memory of the device that computes
+  Block host_;    // in the host's: the same block if that computes
 };
 
 }  // namespace sheaf::models

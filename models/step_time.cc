@@ -18,11 +18,11 @@ namespace {
 // A turn's nodes depend on its neighbours: the next may still have what one has gathered, and prefetching looks ahead.
 struct Kind {
   int kind;
-  int earlier;        // turns of its kind, up to two: the third one gets back what these have sent
-  bool first, last;   // of its kind and run
+  int earlier;       // turns of its kind, up to two: the third one gets back what these have sent
+  bool first, last;  // of its kind and run
   int64_t run;
-  int before, behind; // kinds of its neighbours, and whether they belong to another run; -1: none
-  int before_of_run;  // kind of the last one of its run
+  int before, behind;  // kinds of its neighbours, and whether they belong to another run; -1: none
+  int before_of_run;   // kind of the last one of its run
   auto operator<=>(const Kind&) const = default;
 };
 
@@ -38,8 +38,8 @@ std::vector<Kind> kinds_of(const std::vector<Turn>& turns) {
     const auto beside = [&](size_t other) {
       return other < turns.size() ? 2 * turns[other].kind + (turns[other].run != turn.run) : -1;
     };
-    out.push_back({turn.kind, std::min(2, of_kind[turn.kind]++), turn.micro_batch == 0, turn.micro_batch + 1 == micro_batches, turn.run, beside(i - 1), beside(i + 1),
-                   before_of_run});
+    out.push_back({turn.kind, std::min(2, of_kind[turn.kind]++), turn.micro_batch == 0, turn.micro_batch + 1 == micro_batches, turn.run,
+                   beside(i - 1), beside(i + 1), before_of_run});
   }
   return out;
 }
@@ -262,8 +262,10 @@ Planned plan_ranks(const TrainConfig& given, int64_t vocab, int all_ranks, const
       const auto look = [&](const Plan& plan) {
         if (islands > 1) {
           const auto every = static_cast<double>(given.train.inner_steps);
-          const RankTimes outer = times_on(machine, plan.outer, {.rank = all_ranks - world + all.ranks[static_cast<size_t>(s)],
-                                                                             .offloads_state = config.train.offload_optimizer, .stages = stages.count()});
+          const RankTimes outer = times_on(machine, plan.outer,
+                                           {.rank = all_ranks - world + all.ranks[static_cast<size_t>(s)],
+                                            .offloads_state = config.train.offload_optimizer,
+                                            .stages = stages.count()});
           const Timeline line = clock(std::span(&outer, 1))[0];
           all.outer_seconds = std::max(all.outer_seconds, line.seconds / every);
           all.outer_received = std::max(all.outer_received, static_cast<double>(line.received) / every);

@@ -16,10 +16,10 @@ namespace sheaf::models {
 /// parts. All other ranks are assumed to take equally long.
 struct StepTime {
   double seconds = 0;
-  double computing = 0;      ///< of these, seconds in which the compute lane is busy
-  int64_t peak_bytes = 0;    ///< of the planned ranks
-  int64_t host_bytes = 0;    ///< of host memory, of a rank
-  int64_t received = 0;      ///< bytes, of the rank that receives the most
+  double computing = 0;    ///< of these, seconds in which the compute lane is busy
+  int64_t peak_bytes = 0;  ///< of the planned ranks
+  int64_t host_bytes = 0;  ///< of host memory, of a rank
+  int64_t received = 0;    ///< bytes, of the rank that receives the most
   /// The waits of that rank's compute lane, in seconds by name ("all_gather", "send", ...), the longest first.
   std::vector<std::pair<std::string, double>> waits;
 };

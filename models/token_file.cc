@@ -292,12 +292,10 @@ bool is_token_file(const std::string& path) {
 
 namespace {
 
-constexpr std::string_view kPending = ".tmp-";  // and the process
-
 // Removes leftovers of processes that wrote `path`: live ones hold a lock on theirs.
 void remove_leftovers(const std::string& path) {
   const std::filesystem::path target(path);
-  const std::string prefix = target.filename().string() + std::string(kPending);
+  const std::string prefix = target.filename().string() + std::string(kPendingMark);
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator(parent_of(path), error)) {
     const std::string name = entry.path().filename().string();
@@ -317,7 +315,7 @@ std::unique_ptr<FileLock> lock_pending(const std::string& path, const std::strin
 
 TokenFileWriter::TokenFileWriter(const std::string& path, int64_t vocab, std::optional<int32_t> example_end)
     : path_(path),
-      pending_(str(path, kPending, getpid())),
+      pending_(pending_path(path)),
       lock_((check_vocab(vocab), lock_pending(path, pending_))),
       vocab_(vocab),
       example_end_(example_end),

@@ -106,7 +106,7 @@ class TokenFileWriter {
   int64_t size() const { return size_; }
 
  private:
-  std::string path_, pending_;  // pending_ is empty once the file exists
+  std::string path_, pending_;      // pending_ is empty once the file exists
   std::unique_ptr<FileLock> lock_;  // of pending_: tells other processes that it is being written
   int64_t vocab_, size_ = 0;
   std::optional<int32_t> example_end_;

@@ -10,17 +10,17 @@
 namespace sheaf::models {
 
 struct TokenStreamOptions {
-  int64_t batch_per_rank = 32;  ///< sequences; ranks that share sequences count as one
-  int64_t context = 1024;       ///< tokens per sequence
-  uint64_t seed = 0;            ///< of the order of samples
+  int64_t batch_per_rank = 32;                ///< sequences; ranks that share sequences count as one
+  int64_t context = 1024;                     ///< tokens per sequence
+  uint64_t seed = 0;                          ///< of the order of samples
   WindowOrder order = WindowOrder::shuffled;  ///< in epochs, or at random positions
-  std::string axis = "data";    ///< of the mesh, that shards the batch; "": none
-  std::string replica_axis = "";  ///< that shards it too, under hybrid sharding; "": none
-  std::string expert_axis = "";    ///< that shards it too: the expert axis of ShardOptions; "": none
-  std::string context_axis = "";   ///< that shards each sequence: the context axis of ShardOptions; "": none
-  bool from_both_ends = false;     ///< its ranks have tokens of both halves, for ContextComm::all_gather
-  std::string stage_axis = "";     ///< whose first rank has the tokens and whose last the targets: that of ShardOptions; "": none
-  std::string sequence_axis = "";  ///< that shards each sequence, too: the tensor axis of ShardOptions; "": none
+  std::string axis = "data";                  ///< of the mesh, that shards the batch; "": none
+  std::string replica_axis = "";              ///< that shards it too, under hybrid sharding; "": none
+  std::string expert_axis = "";               ///< that shards it too: the expert axis of ShardOptions; "": none
+  std::string context_axis = "";              ///< that shards each sequence: the context axis of ShardOptions; "": none
+  bool from_both_ends = false;                ///< its ranks have tokens of both halves, for ContextComm::all_gather
+  std::string stage_axis = "";                ///< whose first rank has the tokens and whose last the targets: that of ShardOptions; "": none
+  std::string sequence_axis = "";             ///< that shards each sequence, too: the tensor axis of ShardOptions; "": none
 };
 
 struct TokenBatch {

@@ -239,14 +239,14 @@ class Trainer::Loop {
   std::unique_ptr<MetricsWriter> metrics_;  // on rank 0
   std::unique_ptr<EventFile> events_;       // null unless asked for
   TrainReport report_;
-  RecordedStep recorded_;                 // the last step
-  double grad_norm_ = 0, mtp_loss_ = 0;   // of the last step that was read
-  std::vector<Metric> norms_;             // of that, with train.log_norms
-  int64_t skipped_ = 0;                   // steps, up to the last line
+  RecordedStep recorded_;                // the last step
+  double grad_norm_ = 0, mtp_loss_ = 0;  // of the last step that was read
+  std::vector<Metric> norms_;            // of that, with train.log_norms
+  int64_t skipped_ = 0;                  // steps, up to the last line
   const double start_ = now();
-  double since_ = start_;                 // the last line, excluding evaluations and saves
-  double beside_ = 0;                     // seconds of evaluations and saves
-  int64_t steps_since_ = 0;               // the last line
+  double since_ = start_;    // the last line, excluding evaluations and saves
+  double beside_ = 0;        // seconds of evaluations and saves
+  int64_t steps_since_ = 0;  // the last line
 };
 
 void Trainer::evaluate(TrainReport& report) {

@@ -1,5 +1,7 @@
 #include "sheaf/models/trainer.h"
 
+#include <filesystem>
+#include <system_error>
 #include <utility>
 
 #include "sheaf/core/atomic_folder.h"
@@ -20,7 +22,7 @@ namespace {
 void require_same_data(World& world, const Corpus& corpus, const SplitState& train, const SplitState& val,
                        const std::vector<AnsweredQuestions>& questions, const std::optional<WeightsState>& weights) {
   const std::string value = str(train.tokens, " tokens to train on, ", val.tokens, " to validate on, XXH3 ", train.xxh3,
-                                val.xxh3);
+                                " and ", val.xxh3);
   const std::string tokenizer = corpus.tokenizer ? digest_of_text(corpus.tokenizer->to_json().dump()).xxh3 : "none";
   const std::string start = weights ? str("XXH3 ", weights->xxh3) : "none";
   require_agreement(world, "data", {{"the size of the vocabulary", str(corpus.vocab)},
@@ -44,7 +46,7 @@ PublishedText published_text(const std::string& weights, std::string& error) {
 
 // Published files may be gone when a run is continued: its checkpoints contain everything needed of them.
 std::optional<RunState> saved_state(const TrainConfig& config) {
-  const auto checkpoint = Checkpoint::open_newest(config.output.folder + "/checkpoints", [](const std::string&) {});
+  const auto checkpoint = Checkpoint::open_newest(checkpoints_in(config.output.folder), [](const std::string&) {});
   return checkpoint ? std::optional(RunState::from_json(checkpoint->state())) : std::nullopt;
 }
 
@@ -55,6 +57,16 @@ std::shared_ptr<const Tokenizer> saved_tokenizer(const TrainConfig& config, cons
   return state && state->tokenizer && state->tokenizer->kind() == data.tokenizer ? state->tokenizer : nullptr;
 }
 
+// New versions of these files in `folder` whose processes were killed before they could be renamed (replace_file()).
+void remove_pending(const std::string& folder, std::initializer_list<std::string_view> files) {
+  std::error_code error;
+  for (std::filesystem::directory_iterator it(folder, error), end; !error && it != end; it.increment(error)) {
+    const std::string name = it->path().filename().string();
+    for (const std::string_view file : files)
+      if (std::error_code stays; name.starts_with(str(file, kPendingMark))) std::filesystem::remove(it->path(), stays);
+  }
+}
+
 }  // namespace
 
 Trainer::Trainer(const TrainConfig& config, World& world, Device device, const TrainOptions& options)
@@ -63,12 +75,14 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
       windows_(corpus_.train, config.model.context, static_cast<uint64_t>(config.train.seed),
                window_order(config.data.order)),
       validation_(validations(corpus_.val, config.model.context, config.train.eval_tokens)), saver_(world) {
+  options_.warn = one_at_a_time(options.warn);  // the saver's thread warns, too
   refuse_earlier_run();
   take_epochs();
   train_data_ = {corpus_.train.size(), corpus_.train.check_all()};
   val_data_ = {corpus_.val.size(), corpus_.val.check_all()};
   if (const OptimizationConfig& t = config_.train; t.islands > 1 && t.eval_every % std::max<int64_t>(1, t.inner_steps) != 0)
-    fail<ConfigError>("[train] train.eval_every ", t.eval_every, ": islands have one model to evaluate every train.inner_steps ", t.inner_steps, " steps");
+    fail<ConfigError>("[train] train.eval_every ", t.eval_every, ": islands have one model to evaluate every train.inner_steps ", t.inner_steps,
+                      " steps");
   if (config_.model.vocab == 0) config_.model.vocab = corpus_.vocab;
   const int64_t least = corpus_.tokenizer ? corpus_.tokenizer->least_vocab() : corpus_.vocab;
   if (least > config_.model.vocab)
@@ -101,7 +115,7 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
   restore();
   files_.reset();
   // So that this is not discovered only at the first save.
-  if (world_.rank() == 0) check_writable(config_.output.folder + "/checkpoints");
+  if (world_.rank() == 0) check_writable(checkpoints_in(config_.output.folder));
 }
 
 // From now on the number of steps is treated as given.
@@ -130,7 +144,10 @@ void Trainer::lock_folder() {
   if (lock_->state() == FileLock::State::impossible)
     options_.warn(str("the file system of '", folder, "' has no locks: no other run must write there"));
   // Leftovers of a save that failed, e.g. on a full disk, where nothing else can be written.
-  for (const std::string& parent : {folder, best_folder()}) remove_leftovers(parent + "/checkpoints");
+  for (const std::string& parent : {folder, best_folder()}) {
+    remove_leftovers(checkpoints_in(parent), options_.warn);
+    remove_pending(parent, {"config.toml", "metrics.jsonl"});
+  }
 }
 
 // A run that has a checkpoint no longer needs the weights: they may be gone.
@@ -140,7 +157,7 @@ void Trainer::find_weights() {
     fail<ConfigError>("[model] lora_rank ", config_.model.lora_rank, " trains adapters of weights that stay as they are; "
                       "model.weights, where these come from, is not given");
   if (path.empty()) return;
-  if (options_.resume && !path_exists(path) && !list_steps(config_.output.folder + "/checkpoints").empty()) {
+  if (options_.resume && !path_exists(path) && !list_steps(checkpoints_in(config_.output.folder)).empty()) {
     if (const auto state = saved_state(config_)) weights_ = state->weights;
     return;
   }
@@ -166,7 +183,7 @@ void Trainer::open_questions() {
   questions_ = models::open_questions(config_.data.choices, *tokenizer, options);
 }
 
-void Trainer::start() {
+void Trainer::load_initial_weights() {
   if (!files_) return;
   load_weights(step_->model(), *files_);
   if (step_->outer()) step_->outer()->begin();
@@ -175,24 +192,27 @@ void Trainer::start() {
 
 // Before anything can fail: a launcher's retry would mistake these checkpoints for those of the first attempt.
 void Trainer::refuse_earlier_run() const {
-  for (const std::string& folder : {config_.output.folder + "/checkpoints", best_folder() + "/checkpoints"})
+  for (const std::string& folder : {checkpoints_in(config_.output.folder), checkpoints_in(best_folder())})
     if (!options_.resume && !list_steps(folder).empty())
       fail<ConfigError>("[train] ", folder, " holds checkpoints of an earlier run: continue it with --resume, or choose "
                         "another output.folder");
 }
 
 void Trainer::restore() {
-  const std::string folder = config_.output.folder + "/checkpoints";
-  if (!options_.resume) return start();
+  const std::string folder = checkpoints_in(config_.output.folder);
+  if (!options_.resume) return load_initial_weights();
   auto checkpoint = Checkpoint::open_newest(folder, options_.warn, checkpoint_group(step_->model(), world_, step_->outer()));
   if (!checkpoint) {
     if (world_.rank() == 0) options_.print(str("no checkpoint in ", folder, ": the run starts from the beginning"));
-    return start();
+    return load_initial_weights();
   }
   const RunState state = RunState::from_json(checkpoint->state());
   check_resumable(state, this->state(0));
   load_state(*checkpoint, step_->model(), {&step_->optimizer()}, {.scaler = step_->scaler(), .outer = step_->outer()});
   first_step_ = state.step;
+  if (world_.rank() == 0)
+    for (const int64_t step : list_steps(folder))
+      if (step > checkpoint->step()) abandoned_.push_back(step);  // they are broken
   best_ = state.best;
   const std::optional<WeightsState> found = std::exchange(weights_, state.weights);
   if (weights_ && weights_->before.empty() && found) weights_->before = found->before;  // which older checkpoints lack
@@ -232,8 +252,10 @@ RunState Trainer::state(int64_t step) const {
 void Trainer::save(int64_t step) {
   RunState state = this->state(step);
   state.product_choices = product_choices(device_);
-  const std::string folder = config_.output.folder + "/checkpoints";
-  const SaveOptions options{.state = state.to_json(), .keep = config_.output.keep_checkpoints, .scaler = step_->scaler(), .outer = step_->outer()};
+  const std::string folder = checkpoints_in(config_.output.folder);
+  const SaveOptions options{.state = state.to_json(), .keep = config_.output.keep_checkpoints, .abandoned = abandoned_,
+                            .scaler = step_->scaler(), .outer = step_->outer(), .warn = options_.warn};
+  std::erase(abandoned_, step);
   if (config_.train.save_async) saver_.save(folder, step, step_->model(), {&step_->optimizer()}, options);
   else save_checkpoint(folder, step, step_->model(), {&step_->optimizer()}, world_, options);
 }
@@ -243,15 +265,14 @@ void Trainer::save(int64_t step) {
 void Trainer::save_if_best(int64_t step, double val_loss) {
   if (!config_.output.keep_best || (best_ && val_loss >= best_->val_loss)) return;
   best_ = {step, val_loss};
-  const std::string best = best_folder(), folder = best + "/checkpoints", options = config_.output.folder + "/config.toml";
+  const std::string best = best_folder(), folder = checkpoints_in(best), options = config_.output.folder + "/config.toml";
   if (world_.rank() == 0 && path_exists(options)) {
     make_folders(best);
     replace_file(best + "/config.toml", File::open(options).read_all());
   }
-  save_checkpoint(folder, step, step_->model(), {}, world_, {.state = state(step).to_json(), .keep = 1, .outer = step_->outer()});
-  if (world_.rank() != 0) return;
-  for (const int64_t other : list_steps(folder))
-    if (other > step) remove_folder(step_folder(folder, other));
+  SaveOptions save{.state = state(step).to_json(), .keep = 1, .outer = step_->outer(), .warn = options_.warn};
+  if (world_.rank() == 0) save.abandoned = list_steps(folder);
+  save_checkpoint(folder, step, step_->model(), {}, world_, save);
 }
 
 }  // namespace sheaf::models

@@ -23,15 +23,15 @@ struct TrainOptions {
   bool resume = false;  ///< continue from the newest whole checkpoint, from the start if there is none
   /// Called with each console progress line, on rank 0.
   std::function<void(const std::string&)> print = [](const std::string&) {};
-  /// Called with each warning, on the rank that notices the problem.
-  std::function<void(const std::string&)> warn = [](const std::string&) {};
+  /// Called with each warning, on the rank that notices the problem, maybe by the thread that saves.
+  Warn warn = [](const std::string&) {};
 };
 
 struct TrainReport {
-  int64_t steps = 0;             ///< of the whole run
-  int64_t done = 0;              ///< of them, in this process and before a resumption
-  int64_t steps_here = 0;        ///< that ran in this process, without those before a resumption
-  int stopped_by = 0;            ///< signal that ended it after step `done`, which is saved; the same on all ranks; 0: none
+  int64_t steps = 0;       ///< of the whole run
+  int64_t done = 0;        ///< of them, in this process and before a resumption
+  int64_t steps_here = 0;  ///< that ran in this process, without those before a resumption
+  int stopped_by = 0;      ///< signal that ended it after step `done`, which is saved; the same on all ranks; 0: none
   double train_loss = 0;
   double val_loss = 0;           ///< of all validation sets together
   std::vector<std::pair<std::string, double>> val_losses;  ///< of each that has a name
@@ -70,7 +70,7 @@ class Trainer {
   const std::vector<AnsweredQuestions>& questions() const { return questions_; }
   int64_t num_parameters();
   std::string best_folder() const { return config_.output.folder + "/best"; }  ///< of output.keep_best
-  bool complete() const { return first_step_ >= config_.train.steps; }  ///< nothing is left to train
+  bool complete() const { return first_step_ >= config_.train.steps; }         ///< nothing is left to train
 
  private:
   class Loop;
@@ -78,7 +78,7 @@ class Trainer {
   void lock_folder();
   void find_weights();
   void open_questions();
-  void start();
+  void load_initial_weights();
   void refuse_earlier_run() const;
   void restore();
   void take_choices(const RunState& state, const std::string& checkpoint);
@@ -103,6 +103,7 @@ class Trainer {
   std::unique_ptr<FileLock> lock_;  ///< on rank 0
   std::unique_ptr<TrainingStep> step_;
   int64_t first_step_ = 0;
+  std::vector<int64_t> abandoned_;  ///< on rank 0: steps of checkpoints that were too broken to resume from, and are still there
   std::optional<BestState> best_;
   AsyncSaver saver_;  ///< idle without train.save_async
 };

@@ -197,7 +197,7 @@ TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep*
     run_turns(recording, result, recorded);
     update(result);
     {
-      const PhaseScope update(Phase::update);
+      const PhaseScope phase(Phase::update);
       const Layout everywhere(sharded_.mesh.spec, Placement::invariant());
       result.loss = redistribute(result.loss, everywhere);
       if (result.mtp) result.mtp = redistribute(result.mtp, everywhere);

@@ -41,13 +41,13 @@ namespace sheaf::models {
 
 /// A step as a value: its tape and, if requested, the values that a replay starts from.
 struct RecordedStep {
-  bool capture_leaves = false;                   ///< set by the caller
+  bool capture_leaves = false;  ///< set by the caller
   Tape tape;
-  std::unordered_map<ValueId, Tensor> leaves;    ///< copies of their values before the step
-  std::unordered_map<ValueId, Tensor> memory;    ///< the leaves themselves, as long as this lives
+  std::unordered_map<ValueId, Tensor> leaves;  ///< copies of their values before the step
+  std::unordered_map<ValueId, Tensor> memory;  ///< the leaves themselves, as long as this lives
   ValueId loss = -1, grad_norm = -1, mtp = -1, grad_norms = -1;
-  std::vector<std::function<void()>> reruns;     ///< see Recording::on_rerun()
-  std::vector<NodeId> turns;                     ///< the first node of each turn, and of the part after the last
+  std::vector<std::function<void()>> reruns;  ///< see Recording::on_rerun()
+  std::vector<NodeId> turns;                  ///< the first node of each turn, and of the part after the last
 };
 
 /// A shorter step that a plan records instead of a rank's: an estimate repeats its parts (step_time.h).
@@ -74,7 +74,7 @@ class TrainingStep {
     Tensor loss;       ///< mean over the step's targets that count, of this rank's island, f32, whole on every rank of it
     Tensor grad_norm;  ///< of its gradient, before clipping; in f16 not finite if the step was skipped
     double lr = 0;
-    Tensor mtp = {};   ///< the mean loss of the model's MTP layers, if it has some; `loss` contains it times model.mtp_loss
+    Tensor mtp = {};         ///< the mean loss of the model's MTP layers, if it has some; `loss` contains it times model.mtp_loss
     Tensor grad_norms = {};  ///< of each of trained() (sheaf::grad_norms), with train.log_norms
   };
   /// One optimizer step: forward and backward of every micro-batch, clipping, update. If `recorded` is given, the step is stored
@@ -143,7 +143,7 @@ class TrainingStep {
   bool first_evaluation_ = true, first_questions_ = true, first_outer_step_ = true;
   std::unique_ptr<Program> program_;
   RecordedStep compiled_;  // that of program_: the parts still needed; the rest was moved there
-  Result captured_;  // what every replay writes
+  Result captured_;        // what every replay writes
   RecordedStep captured_step_;
   std::unique_ptr<GpuGraph> graph_;
 };

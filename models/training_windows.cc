@@ -77,7 +77,8 @@ TrainingWindows::TrainingWindows(TokenMixture tokens, int64_t context, uint64_t 
       continue;
     }
     const int64_t size = source.tokens.size();
-    check<DataError>(size > context, "[data] '", source.tokens.name(), "': ", size, " tokens are too few for a context of ", context, ", which needs ", context + 1);
+    check<DataError>(size > context, "[data] '", source.tokens.name(), "': ", size, " tokens are too few for a context of ", context,
+                     ", which needs ", context + 1);
     sources_.push_back({WindowStarts(size, context, own, order), std::nullopt});
   }
 }

@@ -29,6 +29,7 @@ using ::testing::IsEmpty;
 struct Job {
   models::TrainingStep step;
   models::AsyncSaver saver;
+  std::string warning;  // the last one
   int64_t done = 0;
   explicit Job(World& w, const char* strategy = "full_shard") : step(config(strategy), 13, w, w.device()), saver(w) {}
   static models::TrainConfig config(const char* strategy) {
@@ -40,7 +41,7 @@ struct Job {
     for (int64_t end = done + steps; done < end; ++done) step.run(done, fill_tiny).loss.item();
   }
   void save(const std::string& folder, int64_t keep = 2) {
-    saver.save(folder, done, step.model(), {&step.optimizer()}, {.keep = keep});
+    saver.save(folder, done, step.model(), {&step.optimizer()}, {.keep = keep, .warn = [this](const std::string& line) { warning = line; }});
   }
 };
 
@@ -112,7 +113,9 @@ TEST(AsyncSaver, ReturnsBeforeAnythingIsWrittenAndWaitsForTheSaveBefore) {
 }
 
 std::atomic<int> countdown = 0;
-int fail_when_due(const char*, const char*) { return countdown-- == 0 ? ENOSPC : 0; }
+int fail_when_due(const char* operation, const char*) {
+  return std::string_view(operation) != "look" && countdown-- == 0 ? ENOSPC : 0;
+}
 
 TEST(AsyncSaver, DiskFullAtEveryFileOperation) {
   const ScratchFolder folder;
@@ -126,6 +129,7 @@ TEST(AsyncSaver, DiskFullAtEveryFileOperation) {
     for (int k = 0;; ++k) {
       countdown = k;
       set_file_fault(fail_when_due);
+      run.warning = "";
       std::string reason;
       try {
         run.save(folder.path());
@@ -135,6 +139,7 @@ TEST(AsyncSaver, DiskFullAtEveryFileOperation) {
         reason = error.what();
       }
       set_file_fault(nullptr);
+      if (reason.empty() && !run.warning.empty()) reason = str("cannot save all: ", run.warning);
       EXPECT_EQ(models::Checkpoint::open(step_folder(folder.path(), 1)).step(), 1);
       if (reason.empty()) break;
       EXPECT_THAT(reason, HasSubstr("cannot save"));
@@ -145,6 +150,28 @@ TEST(AsyncSaver, DiskFullAtEveryFileOperation) {
   }, {.threads_per_rank = 1});
   EXPECT_GE(failures, 15);
   EXPECT_THAT(list_steps(folder.path()), ElementsAre(2, 1));
+}
+
+std::atomic<int> looks_in_vain = 0;
+int see_nothing_at_first(const char* operation, const char* path) {
+  const bool of_rank_1 = std::string_view(path).find("shard-00001") != std::string_view::npos;
+  return std::string_view(operation) == "look" && of_rank_1 && looks_in_vain-- > 0 ? ENOENT : 0;
+}
+
+// NFS may remember for a while that a file was not there.
+TEST(AsyncSaver, WaitsForPartsThatItDoesNotSeeYet) {
+  const ScratchFolder folder;
+  looks_in_vain = 12;  // more than fit into the time until all ranks know that both have written
+  set_file_fault(see_nothing_at_first);
+  run_local(2, [&](World& w) {
+    Job run(w);
+    run.train(1);
+    run.save(folder.path());
+    run.saver.finish();
+    EXPECT_LT(looks_in_vain.load(), 0);
+    EXPECT_THAT(list_steps(folder.path()), ElementsAre(1));
+  }, {.threads_per_rank = 1});
+  set_file_fault(nullptr);
 }
 
 TEST(AsyncSaver, ADiskThatFailsOneRankFailsAllAndTheNextSaveSucceeds) {

@@ -26,7 +26,7 @@ Values first_gradient(const models::TrainConfig& config, int world) {
     models::TrainingStep step(config, config.model.vocab, w, Device::cpu());
     const Type type{kI32, {config.train.batch, config.model.context}, Layout(step.mesh().spec, Placement::shard(0))};
     const Tensor tokens = Tensor::empty(type), targets = Tensor::empty(type);
-    fill_tiny(type.layout.local_start(type.shape)[0], tokens.local_shape()[0], tokens.view().as<int32_t>(),
+    fill_tiny(type.local_start()[0], tokens.local_shape()[0], tokens.view().as<int32_t>(),
               targets.view().as<int32_t>());
     Recording recording;
     recording.backward(step.model().loss(tokens, targets, {.divide_by = static_cast<double>(tokens.numel())}));

@@ -1,11 +1,9 @@
 // Tensors that are cut along a dimension and then flat, like weights under tensor parallelism: checkpoints written with any cut can be read
 // with any other.
 #include <algorithm>
-#include <barrier>
 #include <cstring>
 #include <numeric>
 #include <random>
-#include <thread>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -14,6 +12,7 @@
 #include "sheaf/models/checkpoint_manifest.h"
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/models/broken_manifest.h"
+#include "sheaf/tests/models/checkpoint_ranks.h"
 #include "sheaf/tests/models/cuts.h"
 
 namespace sheaf::models {
@@ -38,19 +37,15 @@ std::vector<float> values_of(const Shape& shape, const Runs& runs) {
 }
 
 void save(const std::string& folder, const Cut& cut) {
-  std::barrier barrier(cut.world());
-  std::vector<std::thread> ranks;
-  for (int rank = 0; rank < cut.world(); ++rank)
-    ranks.emplace_back([&, rank] {
-      std::vector<CheckpointPiece> pieces;
-      for (const Shape& shape : kShapes)
-        for (const Runs& runs : cut.runs(shape, rank)) {
-          const auto values = std::make_shared<std::vector<float>>(values_of(shape, runs));
-          pieces.push_back({name_of(shape), DType::f32, shape, runs, values->data(), values});
-        }
-      save_checkpoint(folder, 1, pieces, {}, 0, {rank, cut.world(), [&] { barrier.arrive_and_wait(); }, {}});
-    });
-  for (auto& rank : ranks) rank.join();
+  testing::Ranks(cut.world()).run([&](const CheckpointGroup& group) {
+    std::vector<CheckpointPiece> pieces;
+    for (const Shape& shape : kShapes)
+      for (const Runs& runs : cut.runs(shape, group.rank)) {
+        const auto values = std::make_shared<std::vector<float>>(values_of(shape, runs));
+        pieces.push_back({name_of(shape), DType::f32, shape, runs, values->data(), values});
+      }
+    save_checkpoint(folder, 1, pieces, {}, 0, group);
+  });
 }
 
 void expect_read(Checkpoint& checkpoint, const Shape& shape, const Runs& runs) {

@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <barrier>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
@@ -20,6 +19,7 @@
 #include "sheaf/core/atomic_folder.h"
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/models/broken_manifest.h"
+#include "sheaf/tests/models/checkpoint_ranks.h"
 
 namespace sheaf::models {
 namespace {
@@ -27,37 +27,7 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
-
-// N ranks as threads.
-class Ranks {
- public:
-  explicit Ranks(int world) : world_(world), barrier_(world) {}
-  template <class F>
-  void run(F&& f) {
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < world_; ++rank) {
-      threads.emplace_back([&, rank] {
-        CheckpointGroup group{rank, world_, [&] { barrier_.arrive_and_wait(); }, {}};
-        group.all_true = [&](bool mine) {
-          if (!mine) all_ = false;
-          barrier_.arrive_and_wait();
-          const bool result = all_;
-          barrier_.arrive_and_wait();
-          all_ = true;
-          barrier_.arrive_and_wait();
-          return result;
-        };
-        f(group);
-      });
-    }
-    for (auto& thread : threads) thread.join();
-  }
-
- private:
-  int world_;
-  std::barrier<> barrier_;
-  std::atomic<bool> all_{true};
-};
+using testing::Ranks;
 
 // A small "model": global values that depend on the step; each rank holds a flat cut of every tensor.
 struct Model {
@@ -334,7 +304,170 @@ TEST(CheckpointStore, KilledWhileAStepIsSavedAgain) {
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 2);
 }
 
-// The disk fills up at every operation in turn: exit code 74, and the old checkpoints stay.
+TEST(CheckpointStore, AbandonedStepsDoNotCountAmongThoseThatAreKept) {
+  ScratchFolder folder;
+  const auto save_last = [&](int step, int64_t keep, const std::vector<int64_t>& abandoned) {
+    save_checkpoint(folder.path(), step, Model(step).pieces(0, 1), {}, keep, {}, warn_on_stderr, abandoned);
+  };
+  for (const int step : {10, 13, 20, 30}) save(folder.path(), step, 1, 0);
+  save_last(15, 0, {13, 20});
+  EXPECT_THAT(list_steps(folder.path()), ElementsAre(30, 20, 15, 13, 10)) << "all are kept";
+  save_last(15, 2, {13, 15, 20});
+  EXPECT_THAT(list_steps(folder.path()), ElementsAre(30, 15, 10)) << "of later steps only those that are known";
+  save_last(16, 2, {13, 20});
+  EXPECT_THAT(list_steps(folder.path()), ElementsAre(30, 16, 15));
+}
+
+// What a folder lists may lag behind on one of the machines: that rank's view lacks the newest step, for longer than it has patience.
+TEST(CheckpointStore, RanksThatListDifferentStepsOpenTheSame) {
+  ScratchFolder folder;
+  for (const int step : {1, 2, 3}) save(folder / "c", step, 2, 0);
+  make_folders(folder / "late");
+  for (const int step : {1, 2}) std::filesystem::create_symlink(step_folder(folder / "c", step), step_folder(folder / "late", step));
+  for (const int late_rank : {0, 1, 2}) {
+    std::atomic<int> warnings = 0;
+    Ranks(3).run([&](CheckpointGroup group) {
+      group.patience = std::chrono::milliseconds(20);
+      const std::string view = folder / (group.rank == late_rank ? "late" : "c");
+      const auto checkpoint = Checkpoint::open_newest(view, [&](const std::string&) { ++warnings; }, group);
+      ASSERT_TRUE(checkpoint);
+      EXPECT_EQ(checkpoint->step(), 2);
+      EXPECT_EQ(Checkpoint::open_step(view, 1, group).step(), 1);
+      EXPECT_THROW(Checkpoint::open_step(view, 3, group), CheckpointError);
+    });
+    EXPECT_EQ(warnings, late_rank == 0 ? 0 : 1);
+  }
+}
+
+TEST(CheckpointStore, AFolderThatRank0CannotListIsAnErrorOnAllRanks) {
+  ScratchFolder folder;
+  save(folder / "c", 1, 2, 0);
+  write_file(folder / "file", "no folder");
+  Ranks(3).run([&](const CheckpointGroup& group) {
+    const std::string view = folder / (group.rank == 0 ? "file" : "c");
+    const auto matches = HasSubstr(group.rank == 0 ? "[folder] cannot list '" : "rank 0 cannot list '");
+    EXPECT_THAT(message_of<IoError>(ExitCode::kIo, [&] { Checkpoint::open_newest(view, warn_on_stderr, group); }), matches);
+    EXPECT_THAT(message_of<IoError>(ExitCode::kIo, [&] { Checkpoint::open_step(view, 1, group); }), matches);
+    // Nor need others list it.
+    const std::string other = folder / (group.rank == 0 ? "c" : "file");
+    EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData, [&] { Checkpoint::open_step(other, 2, group); }), HasSubstr("; there are 1"));
+  });
+}
+
+std::atomic<int> looks_in_vain = 0;
+int see_nothing_at_first(const char* operation, const char*) {
+  return std::string_view(operation) == "look" && looks_in_vain-- > 0 ? ENOENT : 0;
+}
+
+// NFS may remember for a while that its parent was not there.
+TEST(CheckpointStore, ARankMaySeeThePendingFolderLate) {
+  ScratchFolder folder;
+  looks_in_vain = 3;
+  testing::set_file_fault(see_nothing_at_first);
+  save(folder.path(), 1, 2);
+  testing::set_file_fault(nullptr);
+  EXPECT_LT(looks_in_vain, 0);
+  EXPECT_THAT(list_steps(folder.path()), ElementsAre(1));
+}
+
+// A rank that is started again goes on with what another one has just saved.
+TEST(CheckpointStore, ARankMaySeeTheNewestCheckpointLate) {
+  ScratchFolder folder;
+  save(folder / "c", 1, 2, 0);
+  save(folder / "c", 2, 2, 0);
+  make_folders(folder / "late");
+  for (const bool newest : {true, false}) {
+    std::filesystem::remove(step_folder(folder / "late", 2));
+    looks_in_vain = 3;
+    testing::set_file_fault([](const char* operation, const char* path) {
+      if (see_nothing_at_first(operation, path)) return ENOENT;
+      const std::filesystem::path late = std::filesystem::path(path).parent_path();  // now it is seen
+      if (std::string_view(operation) == "look") std::filesystem::create_directory_symlink(late.parent_path().parent_path() / "c/step-2", late);
+      return 0;
+    });
+    Ranks(2).run([&](const CheckpointGroup& group) {
+      const std::string view = folder / (group.rank == 1 ? "late" : "c");
+      if (newest) {
+        const auto checkpoint = Checkpoint::open_newest(view, no_warning, group);
+        ASSERT_TRUE(checkpoint);
+        EXPECT_EQ(checkpoint->step(), 2);
+      } else {
+        EXPECT_EQ(Checkpoint::open_step(view, 2, group).step(), 2);
+      }
+    });
+    testing::set_file_fault(nullptr);
+  }
+}
+
+TEST(CheckpointStore, ARankWithAnotherFileSystemIsTold) {
+  ScratchFolder folder;
+  Ranks(2).run([&](CheckpointGroup group) {
+    group.patience = std::chrono::milliseconds(20);
+    const std::string mine = folder / (group.rank == 0 ? "a" : "b");
+    const std::string message = message_of<IoError>(ExitCode::kIo, [&] { PendingCheckpoint::begin(mine, 1, group); });
+    if (group.rank == 0) EXPECT_THAT(message, HasSubstr("another rank does not see the folder that rank 0 has made"));
+    else EXPECT_THAT(message, AllOf(HasSubstr("rank 1 cannot see"), HasSubstr("do all ranks see the same file system?")));
+  });
+}
+
+// So that ranks whose callers catch it stay in step.
+TEST(CheckpointStore, WhatOneRankCannotWriteIsAnErrorOnAll) {
+  struct Case {
+    int culprit;
+    const char* others;
+    testing::FileFault fault;
+  };
+  const Case cases[] = {{0, "rank 0 could not make a folder for it",
+                         [](const char* operation, const char*) { return std::string_view(operation) == "mkdir" ? ENOSPC : 0; }},
+                        {1, "another rank could not write its part",
+                         [](const char*, const char* path) { return std::string_view(path).ends_with("00001-of-00003.safetensors") ? ENOSPC : 0; }},
+                        {0, "rank 0 could not commit it",
+                         [](const char*, const char* path) { return std::string_view(path).ends_with("manifest.json") ? ENOSPC : 0; }}};
+  for (const Case& c : cases) {
+    ScratchFolder folder;
+    testing::set_file_fault(c.fault);
+    Ranks(3).run([&](const CheckpointGroup& group) {
+      EXPECT_THAT(message_of<IoError>(ExitCode::kIo, [&] { save_checkpoint(folder / "c", 1, {}, {}, 0, group); }),
+                  HasSubstr(group.rank == c.culprit ? "No space left on device" : c.others));
+    });
+    testing::set_file_fault(nullptr);
+    EXPECT_THAT(list_steps(folder / "c"), ElementsAre());
+  }
+}
+
+int fail_to_remove(const char* operation, const char* path) {
+  const std::string name = std::filesystem::path(path).filename();
+  const bool moved_away = std::string_view(operation) == "rename" && name.find(".tmp-") != std::string::npos;
+  return moved_away || std::string_view(operation) == "remove" ? EPERM : 0;
+}
+
+TEST(CheckpointStore, WhatCannotBeRemovedIsAWarning) {
+  ScratchFolder folder;
+  std::vector<std::string> warnings;
+  const auto save_one = [&](int step) {
+    warnings.clear();
+    save_checkpoint(folder.path(), step, Model(step).pieces(0, 1), {}, 1, {}, [&](const std::string& line) { warnings.push_back(line); });
+  };
+  save_one(1);
+  testing::set_file_fault(fail_to_remove);
+  save_one(2);
+  EXPECT_THAT(warnings, ElementsAre(HasSubstr("step-1.tmp-")));
+  save_one(2);  // exchanged with the older one, which stays under its temporary name
+  EXPECT_THAT(warnings, ElementsAre(HasSubstr("cannot remove"), HasSubstr("step-1.tmp-")));
+  save_one(3);
+  EXPECT_THAT(warnings, ElementsAre(HasSubstr("cannot remove"), HasSubstr("step-2.tmp-"), HasSubstr("step-1.tmp-")));
+  testing::set_file_fault(nullptr);
+  EXPECT_THAT(list_steps(folder.path()), ElementsAre(3, 2, 1));
+  for (const int step : {1, 2, 3}) {
+    Checkpoint checkpoint = Checkpoint::open(step_folder(folder.path(), step));
+    Model(step).expect_in(checkpoint);
+  }
+  save_one(4);
+  EXPECT_THAT(warnings, IsEmpty());
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 1);
+}
+
+// The disk fails at every operation in turn: exit code 74, and the old checkpoints stay; a warning if it was removing something.
 TEST(CheckpointStore, DiskFullAtEveryFileOperation) {
   ScratchFolder folder;
   save(folder.path(), 1, 1);
@@ -343,9 +476,10 @@ TEST(CheckpointStore, DiskFullAtEveryFileOperation) {
     countdown = k;
     testing::set_file_fault(fail_when_due);
     std::string reason;
+    const auto warn = [&](const std::string& line) { reason = str("cannot save all: ", line); };
     try {
       const Model model(2);
-      save_checkpoint(folder.path(), 2, model.pieces(0, 1), {}, 2);
+      save_checkpoint(folder.path(), 2, model.pieces(0, 1), {}, 2, {}, warn);
     } catch (const IoError& error) {
       EXPECT_EQ(error.exit_code(), 74);
       reason = error.what();

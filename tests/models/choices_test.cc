@@ -69,7 +69,8 @@ TEST(Choices, ContinueThePromptBehindABlank) {
 TEST(Choices, AreReadAsHellaSwagHasThem) {
   const std::string line =
       R"({"ind": 24, "activity_label": "Roof shingle removal", "ctx_a": "A man.", "ctx": "A man. he", "split": "val", "label": )";
-  const ChoiceQuestions number = read(line + R"(3, "endings": ["is", "was", "has", "had"]})"), text = read(line + R"("3", "endings": ["is", "was", "has", "had"]})");
+  const ChoiceQuestions number = read(line + R"(3, "endings": ["is", "was", "has", "had"]})"),
+                        text = read(line + R"("3", "endings": ["is", "was", "has", "had"]})");
   for (const ChoiceQuestions* q : {&number, &text}) {
     EXPECT_EQ(q->questions()[0].answer, 3);
     EXPECT_EQ(shown(q->rows()[3]), "A man. he| had");
@@ -99,7 +100,8 @@ TEST(Choices, OfWhatIsTooLongTheBeginningIsLeftOut) {
 }
 
 TEST(Choices, TheFirstOnesOnlyIfAskedFor) {
-  const std::string text = "{\"prompt\": \"a\", \"choices\": [\"b\", \"c\"], \"answer\": 0}\n{\"prompt\": \"d\", \"choices\": [\"e\", \"f\"], \"answer\": 1}\n";
+  const std::string text =
+      "{\"prompt\": \"a\", \"choices\": [\"b\", \"c\"], \"answer\": 0}\n{\"prompt\": \"d\", \"choices\": [\"e\", \"f\"], \"answer\": 1}\n";
   EXPECT_EQ(read(text, 10, 1).questions().size(), 1);
   EXPECT_EQ(read(text, 10, 2).questions().size(), 2);
   EXPECT_EQ(read(text, 10, 3).questions().size(), 2);

@@ -68,7 +68,8 @@ TEST(Documents, AWindowIsTheSumOfItsDocuments) {
   const models::ModelConfig mixture = tiny_mixture(0, 0);  // no token takes another's place in an expert
   models::ModelConfig further = model_of("llama");  // a token beyond a document's end affects no prediction
   further.mtp_layers = 2, further.mtp_loss = 0.7;
-  for (const models::ModelConfig& config : {model_of("gpt2"), model_of("llama"), model_of("qwen3"), model_of("olmo"), model_of("gemma2"), model_of("latent"), mixture, further}) {
+  for (const models::ModelConfig& config :
+       {model_of("gpt2"), model_of("llama"), model_of("qwen3"), model_of("olmo"), model_of("gemma2"), model_of("latent"), mixture, further}) {
     const Values packed = gradients_of(config, false, 6), alone = gradients_of(config, true, 6);
     EXPECT_LE(max_difference(packed, alone), 1e-11 * max_magnitude(alone)) << config.experts << ' ' << config.mtp_layers;
   }
@@ -156,7 +157,7 @@ TEST(Documents, EvaluationSeesTheSameMask) {
 }
 
 TEST(Documents, ACacheHasOne) {
-  nn::CausalSelfAttention attention({.width = 8, .heads = 2});
+  nn::SelfAttention attention({.width = 8, .heads = 2});
   materialize(attention, Device::cpu(), {.seed = 1});
   nn::KeyValueCache cache(4);
   const Tensor x = ones({1, 3, 8}), begins = document_begins(zeros({1, 3}, kI32), 0);

@@ -91,7 +91,8 @@ TEST(Drafter, DraftsWhatWholePassesWould) {
           read += more;
           const std::vector<int32_t> known(all.begin(), all.begin() + read + 1);
           ASSERT_EQ(drafter.draft(x, known, layers), drafts_of(model, known, layers)) << kind << ' ' << layers << " behind " << read;
-          more = 1 + static_cast<int64_t>(random_u64(key_of("more", static_cast<uint64_t>(first)), static_cast<uint64_t>(step)) % static_cast<uint64_t>(layers + 1));
+          more = 1 + static_cast<int64_t>(random_u64(key_of("more", static_cast<uint64_t>(first)), static_cast<uint64_t>(step)) %
+                                          static_cast<uint64_t>(layers + 1));
         }
       }
     }
@@ -173,7 +174,8 @@ TEST(Drafter, StopsWhereTheTextEnds) {
 
 // On each mesh the same text as without drafts; if there are few tokens, some ranks that share them have none.
 TEST(Drafter, ChangesNoTextOnAnyMesh) {
-  for (const std::vector<MeshSpec::Axis>& axes : {std::vector<MeshSpec::Axis>{{"data", 2}}, {{"data", 1}, {"model", 2}}, {{"stage", 2, true}, {"data", 1}}}) {
+  for (const std::vector<MeshSpec::Axis>& axes :
+       {std::vector<MeshSpec::Axis>{{"data", 2}}, {{"data", 1}, {"model", 2}}, {{"stage", 2, true}, {"data", 1}}}) {
     int world = 1;
     for (const auto& axis : axes) world *= axis.size;
     run_local(world, [&](World& w) {

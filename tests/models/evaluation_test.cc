@@ -176,8 +176,8 @@ TEST(Losses, OfEachTargetAreTrainedOn) {
     const models::ModelConfig config = tiny_model(type, 4, 2);
     double want = 0, value = 0;
     const Values expected = gradients_of_rows({{"data", 1}}, config, &want);
-    for (const Axes& axes : {Axes{{"data", 3}}, Axes{{"replica", 2}, {"data", 2}}, Axes{{"data", 2}, {"context", 2}}, Axes{{"data", 2}, {"gathered", 3}},
-                             Axes{{"data", 2}, {"model", 2}}, Axes{{"stage", 2, true}, {"data", 2}}}) {
+    for (const Axes& axes : {Axes{{"data", 3}}, Axes{{"replica", 2}, {"data", 2}}, Axes{{"data", 2}, {"context", 2}},
+                             Axes{{"data", 2}, {"gathered", 3}}, Axes{{"data", 2}, {"model", 2}}, Axes{{"stage", 2, true}, {"data", 2}}}) {
       const Values actual = gradients_of_rows(axes, config, &value);
       EXPECT_NEAR(value, want, 1e-12 * want);
       EXPECT_LE(max_difference(expected, actual), 1e-12 * max_magnitude(expected)) << type << ' ' << axes.back().name;

@@ -147,7 +147,8 @@ TEST(ExampleLines, OfGemmasConversations) {
   EXPECT_EQ(tokenizer->end_of_text(), tokenizer->special_token("<eos>"));
   EXPECT_EQ(tokenizer->least_vocab(), *tokenizer->special_token("<start_of_turn>")) << "what stands behind all others a model may lack";
   const auto refused = [&](std::vector<Message> said) { return error_of<DataError>([&] { format.encode(said); }); };
-  EXPECT_THAT(refused({{"user", "Hi"}, {"user", "Hi"}}), HasSubstr("a user and an assistant take turns, after a system message, perhaps; message 2 is of the role \"user\""));
+  EXPECT_THAT(refused({{"user", "Hi"}, {"user", "Hi"}}),
+              HasSubstr("a user and an assistant take turns, after a system message, perhaps; message 2 is of the role \"user\""));
   EXPECT_THAT(refused({{"assistant", "Hi"}}), HasSubstr("message 1 is of the role \"assistant\""));
   EXPECT_THAT(refused({{"user", "Hi"}, {"system", "Hi"}}), HasSubstr("message 2"));
   EXPECT_THAT(refused({{"system", "Hi"}}), HasSubstr("and none does"));
@@ -240,8 +241,9 @@ TEST(ExampleLines, ErrorsNameTheLine) {
   EXPECT_THAT(of(asks, "{\"prompt\": \"a\", \"completion\": \"b\"}\n{\"prompt\": \"a\"}\n"), HasSubstr("line 2 of 'lines'"));
   EXPECT_THAT(of(asks, "\n{\"prompt\": 3, \"completion\": \"b\"}\n"), HasSubstr("line 2 of 'lines'"));
   EXPECT_THAT(of(talks, "{\"messages\": \"Hi\"}"), HasSubstr("line 1 of 'lines', message 1: [json] expected"));
-  EXPECT_THAT(of(talks, "{\"messages\": [{\"role\": \"user\", \"content\": \"x\"}, {\"role\": \"assistant\", \"content\": \"\", \"tool_calls\": []}]}"),
-              HasSubstr("line 1 of 'lines', message 2: it has tool_calls, which no format here writes down; \"messages\" is a list of {"));
+  EXPECT_THAT(
+      of(talks, "{\"messages\": [{\"role\": \"user\", \"content\": \"x\"}, {\"role\": \"assistant\", \"content\": \"\", \"tool_calls\": []}]}"),
+      HasSubstr("line 1 of 'lines', message 2: it has tool_calls, which no format here writes down; \"messages\" is a list of {"));
   EXPECT_THAT(of(talks, "{\"conversations\": []}"), HasSubstr("line 1 of 'lines': no member \"messages\""));
   read(*tokenizer, talks, "{\"messages\": [{\"role\": \"user\", \"content\": \"x\", \"tool_calls\": null}]}");
   EXPECT_THAT(of(talks, "{\"messages\": [{\"role\": \"user\"}]}"), HasSubstr("line 1 of 'lines', message 1: [json] lacks"));

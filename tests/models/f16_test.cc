@@ -210,7 +210,7 @@ TEST(F16Checkpoint, IsWhatItWasWithoutAScaler) {
 
 std::string load_message(const std::string& folder, models::TrainingStep& step, bool scaler, World& w) {
   try {
-    models::load_checkpoint(folder, step.model(), {&step.optimizer()}, w, {.scaler = scaler ? step.scaler() : nullptr});
+    EXPECT_TRUE(models::load_checkpoint(folder, step.model(), {&step.optimizer()}, w, {.scaler = scaler ? step.scaler() : nullptr}));
   } catch (const CheckpointError& e) {
     return e.what();
   }

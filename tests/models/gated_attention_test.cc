@@ -51,9 +51,9 @@ void expect_near(const Tensor& got, const Tensor& want) {
 TEST(GatedAttention, MultipliesWhatHeadsGive) {
   nn::AttentionConfig a;
   a.width = 8, a.heads = 2, a.bias = false, a.gate = true, a.init = nn::Init::normal(0.5);
-  nn::CausalSelfAttention with(a);
+  nn::SelfAttention with(a);
   a.gate = false;
-  nn::CausalSelfAttention without(a);
+  nn::SelfAttention without(a);
   for (auto* m : {&with, &without}) {
     materialize(*m, Device::cpu(), {.seed = 2, .dtype = kF64});
     assign(m->projection.weight, identity(8));
@@ -83,9 +83,9 @@ TEST(GatedAttention, MultipliesWhatSharedExpertsGive) {
 TEST(GatedAttention, APartOfAHeadIsRotated) {
   nn::AttentionConfig a;
   a.width = 12, a.heads = 2, a.bias = false, a.rope_theta = 10.0, a.rotary_dim = 2;
-  nn::CausalSelfAttention layer(a);
+  nn::SelfAttention layer(a);
   a.rope_theta = 0;
-  nn::CausalSelfAttention still(a);
+  nn::SelfAttention still(a);
   for (auto* m : {&layer, &still}) materialize(*m, Device::cpu(), {.seed = 2, .dtype = kF64});
   const Tensor x = randn({kF64, {2, 5, 12}, {}}, Key{1});
   EXPECT_NE(layer(x).to_vector<double>(), still(x).to_vector<double>());
@@ -98,7 +98,7 @@ TEST(GatedAttention, APartOfAHeadIsRotated) {
   for (const int64_t bad : {3, 8, -2}) {
     a.rotary_dim = bad;
     const std::string said = str("rotary_dim ", bad, ": an even number of elements of a head, which has 6");
-    EXPECT_THAT([&] { nn::CausalSelfAttention m(a); }, ::testing::ThrowsMessage<ConfigError>(HasSubstr(said)));
+    EXPECT_THAT([&] { nn::SelfAttention m(a); }, ::testing::ThrowsMessage<ConfigError>(HasSubstr(said)));
   }
 }
 
@@ -108,7 +108,8 @@ TEST(GatedAttention, LatentAttentionHasNone) {
     c.kv_heads = 0, c.kv_lora_rank = 4;
     if (gate) c.attention_gate = true;
     else c.rotary_dim = 2;
-    EXPECT_THAT([&] { models::Llama m(c); }, ::testing::ThrowsMessage<ConfigError>(HasSubstr("attention_gate, rotary_dim, query_pre_attn_scalar nor attn_logit_softcapping")));
+    EXPECT_THAT([&] { models::Llama m(c); },
+                ::testing::ThrowsMessage<ConfigError>(HasSubstr("attention_gate, rotary_dim, query_pre_attn_scalar nor attn_logit_softcapping")));
   }
 }
 

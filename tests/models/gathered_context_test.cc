@@ -40,7 +40,8 @@ TEST_P(GatheredGradients, EqualUnshardedInF64) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Meshes, GatheredGradients,
-                         ::testing::Combine(Values("gpt2", "untied llama", "qwen3", "olmo", "gemma2", "latent"), Values("full_shard", "shard_grad_op", "zero1", "replicate"),
+                         ::testing::Combine(Values("gpt2", "untied llama", "qwen3", "olmo", "gemma2", "latent"),
+                                            Values("full_shard", "shard_grad_op", "zero1", "replicate"),
                                             Values(Axes{{"data", 1}, {"gathered", 2}}, Axes{{"data", 2}, {"gathered", 3}},
                                                    Axes{{"data", 1}, {"gathered", 2}, {"model", 2}}),
                                             Values(7)));

@@ -193,7 +193,8 @@ TEST(GenerateMany, SaysWhatIsWrong) {
   EXPECT_EQ(message({}, {.context = kContext, .vocab = kVocab}), "");
   EXPECT_EQ(message({{1}}, {.context = kContext + 1, .vocab = kVocab}), "[generate_many] context 151: the model's is 150");
   assign(model.wte.weight, full({kVocab, 64}, std::nan("")));
-  EXPECT_THAT(message({{1, 2}}, {.context = kContext, .vocab = kVocab, .first = 41}), HasSubstr("[generate_many] prompt 41: [generate] position 2, after"));
+  EXPECT_THAT(message({{1, 2}}, {.context = kContext, .vocab = kVocab, .first = 41}),
+              HasSubstr("[generate_many] prompt 41: [generate] position 2, after"));
 }
 
 // Clearing a cache also clears the offsets at which rows began.
@@ -235,8 +236,8 @@ TEST(GenerateMany, EveryWorldGivesTheSame) {
         materialize(model, Device::cpu(), {.seed = 3});
         // Uneven shares, one of them empty: the last rank has the remainder.
         const int rank = mesh.coordinate("data");
-        const size_t share = data == 5 ? 3 : (all.size() + 1) / static_cast<size_t>(data), begin = std::min(all.size(), share * static_cast<size_t>(rank)),
-                     end = std::min(all.size(), begin + share);
+        const size_t share = data == 5 ? 3 : (all.size() + 1) / static_cast<size_t>(data),
+                     begin = std::min(all.size(), share * static_cast<size_t>(rank)), end = std::min(all.size(), begin + share);
         Layout rows(mesh.spec, Placement::replicate());
         rows[mesh.spec->axis("data")] = Placement::shard(0);
         const GenerateManyOptions options{.context = kContext, .vocab = kVocab, .ends = ends, .at_once = 2, .rows = rows,
@@ -266,9 +267,11 @@ TEST(GenerateMany, RanksThatShareExpertsHavePromptsOfTheirOwn) {
       const Mesh mesh = w.mesh({{"data", shares ? 2 : 1}, {"expert", shares ? 2 : 1}});
       shard(model, mesh, {.axis = "data", .expert_axis = "expert", .units = nn::units_of<models::LlamaBlock>()});
       materialize(model, Device::cpu(), {.seed = 3});
-      const size_t share = shares ? 1 : 3, begin = std::min<size_t>(3, share * static_cast<size_t>(w.rank())), end = std::min<size_t>(3, begin + share);
-      const auto got = generate_many(model, std::span(all).subspan(begin, end - begin), drawing(12),
-                                     {.context = kContext, .vocab = kVocab, .rows = Layout(mesh.spec, Placement::shard(0)), .first = static_cast<int64_t>(begin)});
+      const size_t share = shares ? 1 : 3, begin = std::min<size_t>(3, share * static_cast<size_t>(w.rank())),
+                   end = std::min<size_t>(3, begin + share);
+      const auto got =
+          generate_many(model, std::span(all).subspan(begin, end - begin), drawing(12),
+                        {.context = kContext, .vocab = kVocab, .rows = Layout(mesh.spec, Placement::shard(0)), .first = static_cast<int64_t>(begin)});
       if (!shares) want = got;
       expect_equal(got, {want.begin() + static_cast<ptrdiff_t>(begin), want.begin() + static_cast<ptrdiff_t>(end)}, str("rank ", w.rank()));
     }, {.threads_per_rank = 1});

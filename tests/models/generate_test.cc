@@ -117,7 +117,9 @@ TEST(KeyValueCache, GivesTheBitsOfOnePass) {
       expect_rows_of_one_pass<Llama>(windowed(), dtype, pieces);
       expect_rows_of_one_pass<Llama>(latent(), dtype, pieces);
       LlamaConfig scaled = llama();
-      for (const RotaryScaling& scaling : {RotaryScaling::llama3(8, 1, 4, 60), RotaryScaling::yarn(8, 60)}) {
+      const std::vector<double> short_factors(16, 1.5), long_factors(16, 7.25);
+      for (const RotaryScaling& scaling : {RotaryScaling::llama3(8, 1, 4, 60), RotaryScaling::yarn(8, 60),
+                                           RotaryScaling::longrope(short_factors, long_factors, 2.5, 60)}) {
         scaled.rope_scaling = scaling;
         expect_rows_of_one_pass<Llama>(scaled, dtype, pieces);
       }

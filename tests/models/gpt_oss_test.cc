@@ -108,7 +108,8 @@ TEST(GptOss, ARankHasItsBiasesAndSinks) {
     models::TrainingStep step(config_of(2, "full_shard", 2), 13, world, Device::meta());
     auto& llama = dynamic_cast<models::Llama&>(step.model());
     const auto axis = [&](const nn::Parameter& p) { return p.cut_axis() < 0 ? "" : step.mesh().spec->name(p.cut_axis()); };
-    for (const nn::Parameter* p : {&llama.blocks[1].moe->experts.gate_bias, &llama.blocks[1].moe->experts.up_bias, &llama.blocks[1].moe->experts.down_bias})
+    for (const nn::Parameter* p :
+         {&llama.blocks[1].moe->experts.gate_bias, &llama.blocks[1].moe->experts.up_bias, &llama.blocks[1].moe->experts.down_bias})
       EXPECT_EQ(axis(*p), "expert") << p->name();
     EXPECT_EQ(axis(llama.blocks[1].attention->sinks), "model");
   }, {.threads_per_rank = 1});
@@ -138,9 +139,9 @@ TEST(GptOss, CheckpointsMoveBetweenMeshes) {
 TEST(GptOss, SinksTakeAPartOfAttention) {
   nn::AttentionConfig a;
   a.width = 8, a.heads = 2, a.sinks = true;
-  nn::CausalSelfAttention with(a);
+  nn::SelfAttention with(a);
   a.sinks = false;
-  nn::CausalSelfAttention without(a);
+  nn::SelfAttention without(a);
   materialize(with, Device::cpu(), {.seed = 2, .dtype = kF64});
   materialize(without, Device::cpu(), {.seed = 2, .dtype = kF64});
   const Tensor x = randn({kF64, {2, 5, 8}, {}}, Key{1});
@@ -154,7 +155,7 @@ TEST(GptOss, SinksTakeAPartOfAttention) {
     EXPECT_NEAR(all[i], 0, 1e-14);  // the projection has a bias of zero
   }
   // If all scores are zero, the t-th query's keys get t / (t + 1).
-  for (nn::CausalSelfAttention* m : {&with, &without}) {
+  for (nn::SelfAttention* m : {&with, &without}) {
     std::vector<double> weight = full_parameter(m->qkv.weight).to_vector<double>();
     std::fill(weight.begin(), weight.begin() + 8 * 8, 0.0);  // queries
     assign(m->qkv.weight, Tensor::from(weight, {24, 8}));

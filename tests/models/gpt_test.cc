@@ -61,7 +61,7 @@ Mesh data_mesh(World& w) { return w.mesh({{"data", w.size()}}); }
 
 Tensor tokens(const Mesh& mesh, int64_t rows, int64_t length, int64_t vocab, int64_t shift) {
   const Type type{kI32, {rows, length}, mesh.spec ? Layout(mesh.spec, Placement::shard(0)) : Layout()};
-  const int64_t begin = mesh.spec ? type.layout.local_start(type.shape)[0] : 0;
+  const int64_t begin = mesh.spec ? type.local_start()[0] : 0;
   std::vector<int32_t> local;
   for (int64_t i = 0; i < type.local_shape().numel(); ++i) {
     const int64_t global = begin * length + i + shift;
@@ -156,6 +156,10 @@ TEST(Presets, AreThePublishedSizes) {
   LlamaConfig yarn;
   yarn.rope_scaling = RotaryScaling::yarn(4, 32768, 2, 20, false);
   EXPECT_TRUE(rotary_scaling(options_of(yarn).rope_scaling) == yarn.rope_scaling);
+  LlamaConfig longrope;
+  longrope.rope_scaling = RotaryScaling::longrope({1, 1.0199999809265137, 1.1}, {1.1, 2e-3, 1.0 / 3}, 32, 4096);
+  EXPECT_EQ(options_of(longrope).rope_scaling.short_factor, "1 1.0199999809265137 1.1");
+  EXPECT_TRUE(rotary_scaling(options_of(longrope).rope_scaling) == longrope.rope_scaling);
 }
 
 TEST(Gpt, InitialWeights) {
@@ -233,14 +237,15 @@ TEST(Llama, ImpossibleScalingIsRefused) {
       {"original_context is -1: expected a number of tokens", RotaryScaling::llama3(8, 1, 4, -1)},
       {"original_context is 0: expected a number of tokens", RotaryScaling::yarn(8, 0)},
       {"beta_slow is 0: expected a positive number", RotaryScaling::yarn(8, 64, 0)},
-      {"beta_fast is 1: expected a number not below beta_slow, 2", RotaryScaling::yarn(8, 64, 2, 1)}};
+      {"beta_fast is 1: expected a number not below beta_slow, 2", RotaryScaling::yarn(8, 64, 2, 1)},
+      {"short_factor has 2 numbers: expected one for each of the 3 pairs", RotaryScaling::longrope({1, 2}, {1, 2}, 8, 64)}};
   for (const auto& [expected, scaling] : impossible) {
     const std::string text = message(scaling);
     EXPECT_NE(text.find("[rotary] of "), std::string::npos) << text;
     EXPECT_NE(text.find("the scaling's " + expected), std::string::npos) << text;
   }
   models::ModelConfig options;
-  options.type = "llama", options.vocab = 29, options.rope_scaling.rope_type = "longrope";
+  options.type = "llama", options.vocab = 29, options.rope_scaling.rope_type = "dynamic";
   EXPECT_THROW(make_language_model(options, 0), ConfigError);
 }
 

@@ -264,7 +264,8 @@ TEST(GpuTraining, GemmaHasTheBitsOfAllStrategiesThePeakOfThePlanAndTheCpusNumber
   for (const char* dtype : {"f32", "bf16"}) {
     c.train.dtype = dtype;
     const TrainedRun gpu = on_gpu(c, 2), cpu = train_tiny(c, 2, kSteps);
-    for (size_t s = 0; s < cpu.losses.size(); ++s) EXPECT_NEAR(gpu.losses[s], cpu.losses[s], (c.train.dtype == "f32" ? 1e-4 : 2e-2) * cpu.losses[s]) << s;
+    for (size_t s = 0; s < cpu.losses.size(); ++s)
+      EXPECT_NEAR(gpu.losses[s], cpu.losses[s], (c.train.dtype == "f32" ? 1e-4 : 2e-2) * cpu.losses[s]) << s;
     models::TrainConfig other = c;
     other.sharding.strategy = "replicate";
     expect_same_bits(on_gpu(other, 2), gpu);

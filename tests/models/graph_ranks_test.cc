@@ -87,7 +87,8 @@ TEST(GraphTraining, LanesOfSeveralRanks) {
 // An echo does not know what links should receive: this only tests that they are captured, and joined at the end.
 TEST(GraphTraining, LinksBetweenStages) {
   SHEAF_NEEDS_GPU();
-  for (const auto& [stages, runs, schedule] : {std::tuple{2, 1, "1f1b"}, {3, 1, "1f1b"}, {2, 2, "1f1b"}, {3, 1, "zero_bubble"}, {2, 2, "zero_bubble"}})
+  for (const auto& [stages, runs, schedule] :
+       {std::tuple{2, 1, "1f1b"}, {3, 1, "1f1b"}, {2, 2, "1f1b"}, {3, 1, "zero_bubble"}, {2, 2, "zero_bubble"}})
     for (const bool compile : {false, true}) {
       SCOPED_TRACE(str(schedule, " of ", stages, " stages of ", runs, compile ? " of a program" : ""));
       models::TrainConfig c = tiny_pipeline(stages);
@@ -143,7 +144,8 @@ TEST(TrainingOnGpus, CollectivesOfTheFirstEvaluationRunInTurn) {
 TEST(TrainingOnGpus, StagesPassMicroBatchesOnOverNccl) {
   SHEAF_NEEDS_GPU();
   const TrainedRun expected = train_tiny(tiny_pipeline(1), 1, 4, {}, Device::cuda());
-  for (const auto& [stages, runs, schedule] : {std::tuple{3, 1, "1f1b"}, {2, 1, "1f1b"}, {2, 2, "1f1b"}, {3, 1, "zero_bubble"}, {2, 2, "zero_bubble"}}) {
+  for (const auto& [stages, runs, schedule] :
+       {std::tuple{3, 1, "1f1b"}, {2, 1, "1f1b"}, {2, 2, "1f1b"}, {3, 1, "zero_bubble"}, {2, 2, "zero_bubble"}}) {
     models::TrainConfig c = tiny_pipeline(stages);
     c.sharding.pipeline_runs = runs, c.sharding.pipeline_schedule = schedule;
     ThreadNccl nccl;

@@ -105,7 +105,8 @@ TEST_P(HessianOf, ProductsAreThoseOfOneRank) {
   expect_same({{"gathered", 2}, {"data", 1}, {"model", 2}}, "zero1");
 }
 
-INSTANTIATE_TEST_SUITE_P(Models, HessianOf, ::testing::Values("gpt2", "llama", "untied llama", "qwen3", "olmo", "gemma2", "latent", "mixture", "biased mixture"),
+INSTANTIATE_TEST_SUITE_P(Models, HessianOf,
+                         ::testing::Values("gpt2", "llama", "untied llama", "qwen3", "olmo", "gemma2", "latent", "mixture", "biased mixture"),
                          [](const auto& info) {
                            std::string name = info.param;
                            std::ranges::replace(name, ' ', '_');
@@ -184,7 +185,8 @@ TEST(Hessian, ThePeakOfADryRunIsTheMeasured) {
     const DeviceScope scope(device);
     const Mesh mesh = w.mesh({{"data", 2}});
     const models::ModelConfig c = model_of(type);
-    const auto model = tiny_model_f64(mesh, {.strategy = "full_shard"}, device, 5, c), v = tiny_model_f64(mesh, {.strategy = "full_shard"}, device, 6, c);
+    const auto model = tiny_model_f64(mesh, {.strategy = "full_shard"}, device, 5, c),
+               v = tiny_model_f64(mesh, {.strategy = "full_shard"}, device, 6, c);
     TinyBatch batch = tiny_batch(mesh, 0, 3);
     if (device.is_meta())
       for (Tensor* t : {&batch.tokens, &batch.targets}) *t = Tensor::empty(t->type(), device);
@@ -211,7 +213,8 @@ TEST(Hessian, ThePeakOfADryRunIsTheMeasured) {
 TEST(Hessian, GathersAreForeseen) {
   run_local(2, [&](World& w) {
     const Mesh mesh = w.mesh({{"data", 2}});
-    const auto model = tiny_model_f64(mesh, {.strategy = "full_shard"}), v = tiny_model_f64(mesh, {.strategy = "full_shard"}, {}, 6, tiny_config().model, draw_all);
+    const auto model = tiny_model_f64(mesh, {.strategy = "full_shard"}),
+               v = tiny_model_f64(mesh, {.strategy = "full_shard"}, {}, 6, tiny_config().model, draw_all);
     const TinyBatch batch = tiny_batch(mesh, 0, 4);
     int ahead = 0, all = 0;
     for (int step = 0; step < 3; ++step) {
@@ -236,7 +239,8 @@ TEST(Hessian, GathersAreForeseen) {
 TEST(Hessian, GradientsThatWaitTravelOnce) {
   run_local(2, [&](World& w) {
     const Mesh mesh = w.mesh({{"data", 2}});
-    const auto model = tiny_model_f64(mesh, {.strategy = "zero1"}), v = tiny_model_f64(mesh, {.strategy = "zero1"}, {}, 6, tiny_config().model, draw_all);
+    const auto model = tiny_model_f64(mesh, {.strategy = "zero1"}),
+               v = tiny_model_f64(mesh, {.strategy = "zero1"}, {}, 6, tiny_config().model, draw_all);
     Recording recording({.higher_order = true});
     recording.backward(derivative_along(loss_of(*model, tiny_batch(mesh, 0, 4)), *model, *v), {.last_micro_batch = true});
     const auto moved = traffic(recording.take());
@@ -315,7 +319,8 @@ TEST(Hessian, SaysWhatCannotBe) {
     EXPECT_THAT(message([&] { set_to_gradient(*v, *model); }), HasSubstr("not inside a recording"));
     recording.take();
     EXPECT_THAT(message([&] { gradient_along(*model, *other); }), HasSubstr("[gradient_along] "));
-    const auto frozen = tiny_model_f64(mesh, {}, {}, 6, tiny_config().model, [](models::Decoder& m, const ShardOptions&) { m.parameters()[3].freeze(); });
+    const auto frozen =
+        tiny_model_f64(mesh, {}, {}, 6, tiny_config().model, [](models::Decoder& m, const ShardOptions&) { m.parameters()[3].freeze(); });
     EXPECT_THAT(message([&] { set_to_gradient(*frozen, *model); }), HasSubstr("freeze() the same parameters"));
   }, {.threads_per_rank = 1});
   run_local(2, [](World& w) {
@@ -338,7 +343,8 @@ TEST(Hessian, PowerIteration) {
   for (const int ranks : {1, 3}) {
     run_local(ranks, [&](World& w) {
       const Mesh mesh = w.mesh({{"data", ranks}});
-      const auto model = tiny_model_f64(mesh, {.strategy = "full_shard"}), v = tiny_model_f64(mesh, {.strategy = "full_shard"}, {}, 6, tiny_config().model, draw_all);
+      const auto model = tiny_model_f64(mesh, {.strategy = "full_shard"}),
+                 v = tiny_model_f64(mesh, {.strategy = "full_shard"}, {}, 6, tiny_config().model, draw_all);
       const TinyBatch batch = tiny_batch(mesh, 0, 4);
       double value = 0, residual = 1;
       for (int i = 0; i < 400 && residual > 1e-3; ++i) {
@@ -364,7 +370,8 @@ TEST(Hessian, ProductsAddUpOverMicroBatches) {
     Whole whole;
     run_local(num_ranks(axes), [&](World& w) {
       const Mesh mesh = w.mesh(axes);
-      const auto model = tiny_model_f64(mesh, {.strategy = strategy}), v = tiny_model_f64(mesh, {.strategy = strategy}, {}, 6, tiny_config().model, draw_all);
+      const auto model = tiny_model_f64(mesh, {.strategy = strategy}),
+                 v = tiny_model_f64(mesh, {.strategy = strategy}, {}, 6, tiny_config().model, draw_all);
       Recording recording({.higher_order = true});
       for (int64_t part = 0; part < parts; ++part) {
         const int64_t rows = 4 / parts;
@@ -390,7 +397,8 @@ TEST(Hessian, MicroBatchesWithDerivativesOfUnlikeOrder) {
     Whole whole;
     run_local(2, [&](World& w) {
       const Mesh mesh = w.mesh({{"data", 2}});
-      const auto model = tiny_model_f64(mesh, {.strategy = strategy}), v = tiny_model_f64(mesh, {.strategy = strategy}, {}, 6, tiny_config().model, draw_all);
+      const auto model = tiny_model_f64(mesh, {.strategy = strategy}),
+                 v = tiny_model_f64(mesh, {.strategy = strategy}, {}, 6, tiny_config().model, draw_all);
       std::optional<Recording> recording;
       Tensor all;
       for (const int64_t part : {0, 1}) {
@@ -544,7 +552,8 @@ TEST(Hessian, AsAProgram) {
     Whole whole;
     run_local(2, [&](World& w) {
       const Mesh mesh = w.mesh({{"data", 2}});
-      const auto model = tiny_model_f64(mesh, {.strategy = "full_shard"}), v = tiny_model_f64(mesh, {.strategy = "full_shard"}, {}, 6, tiny_config().model, draw_all);
+      const auto model = tiny_model_f64(mesh, {.strategy = "full_shard"}),
+                 v = tiny_model_f64(mesh, {.strategy = "full_shard"}, {}, 6, tiny_config().model, draw_all);
       optim::SGD optimizer(*model, {.lr = 0.05});
       const TinyBatch batch = tiny_batch(mesh, 0, 4);
       const auto code = [&](const Tensor& tokens, const Tensor& targets, const Tensor& scalars) {

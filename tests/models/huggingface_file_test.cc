@@ -103,7 +103,8 @@ TEST(HuggingFaceFile, WhatSheafDoesNotKnowIsRefused) {
   EXPECT_THAT(refused("mistral", "normalizer", type("NFC")), HasSubstr("normalizer is {\"type\":\"NFC\"}"));
   EXPECT_THAT(refused("mistral", "pre_tokenizer.prepend_scheme", "last"), HasSubstr("prepend_scheme is \"last\": Sheaf knows always"));
   EXPECT_THAT(refused("mistral", "pre_tokenizer.replacement", "_"), HasSubstr("pre_tokenizer.replacement is \"_\""));
-  EXPECT_THAT(refused("mistral", "decoder.decoders.1", type("ByteLevel")), HasSubstr("decoder.decoders[1] is {\"type\":\"ByteLevel\"}: Sheaf knows ByteFallback here"));
+  EXPECT_THAT(refused("mistral", "decoder.decoders.1", type("ByteLevel")),
+              HasSubstr("decoder.decoders[1] is {\"type\":\"ByteLevel\"}: Sheaf knows ByteFallback here"));
   EXPECT_THAT(refused("mistral", "decoder.decoders.3.start", 2), HasSubstr("Sheaf knows start 1 and stop 0"));
   Json plain = file_of("mistral").at("added_tokens").as_array()[3];
   plain.set("normalized", true);

@@ -222,7 +222,9 @@ void expect_resumes_anywhere(const models::TrainConfig& c, double tolerance = 1e
       Whole whole;
       run_local(resumes ? world : 2, [&](World& w) {
         models::TrainingStep step(resumes ? to : c, 13, w, Device::cpu(), {.masters = kF64});
-        if (resumes) models::load_checkpoint(folder.path(), step.model(), {&step.optimizer()}, w, {.outer = step.outer()});
+        if (resumes) {
+          EXPECT_TRUE(models::load_checkpoint(folder.path(), step.model(), {&step.optimizer()}, w, {.outer = step.outer()}));
+        }
         for (int s = resumes ? saved : 0; s < 3 * kInner; ++s) step.run(s, fill_tiny);
         whole.collect(step.model(), false);
       });
@@ -235,7 +237,7 @@ void expect_resumes_anywhere(const models::TrainConfig& c, double tolerance = 1e
     models::TrainConfig one = c;
     one.train.islands = 1;
     models::TrainingStep step(one, 13, w, Device::cpu(), {.masters = kF64});
-    models::load_checkpoint(folder.path(), step.model(), {}, w);
+    EXPECT_TRUE(models::load_checkpoint(folder.path(), step.model(), {}, w));
     EXPECT_EQ(read(step.model()), agreed);
   });
 }

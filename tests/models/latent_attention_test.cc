@@ -108,7 +108,8 @@ TEST_P(LatentGradients, EqualUnshardedInF64) {
 
 // Data parallel only; heads cut by a tensor axis, by a context axis, and by both, evenly and not, combined with replicas.
 INSTANTIATE_TEST_SUITE_P(Meshes, LatentGradients,
-                         ::testing::Combine(::testing::Values("latent", "latent without queries"), ::testing::Values("full_shard", "shard_grad_op", "zero1", "replicate"),
+                         ::testing::Combine(::testing::Values("latent", "latent without queries"),
+                                            ::testing::Values("full_shard", "shard_grad_op", "zero1", "replicate"),
                                             ::testing::Values(MeshSizes{0, 3, 0, 0}, MeshSizes{0, 2, 0, 2}, MeshSizes{0, 1, 0, 3},
                                                               MeshSizes{0, 2, 2, 0}, MeshSizes{0, 1, 3, 0}, MeshSizes{0, 0, 2, 2}),
                                             ::testing::Values(7)));

@@ -194,7 +194,7 @@ TEST(Checkpoint, SeveralOptimizersAndNone) {
     make_two(net, world);
     optim::AdamW body(body_of(net));
     optim::SGD head(net.head, {.momentum = 0.9});
-    models::load_checkpoint(folder.path(), net, {&body, &head}, world);
+    EXPECT_TRUE(models::load_checkpoint(folder.path(), net, {&body, &head}, world));
     EXPECT_EQ(body.steps(), 2);
     EXPECT_EQ(head.steps(), 1);
     const Values trained = values(net);
@@ -204,7 +204,7 @@ TEST(Checkpoint, SeveralOptimizersAndNone) {
     EXPECT_TRUE(models::load_checkpoint(folder.path(), weights, {}, world));
     EXPECT_EQ(values(weights), trained);
     try {
-      models::load_checkpoint(folder.path(), net, {&head}, world);
+      (void)models::load_checkpoint(folder.path(), net, {&head}, world);
       ADD_FAILURE() << "the state of the other optimizer was passed over";
     } catch (const CheckpointError& e) {
       EXPECT_THAT(e.what(), HasSubstr("the model has no optimizer."));
@@ -236,6 +236,122 @@ TEST(Checkpoint, KeepsTheNewestAndPassesOverABrokenOne) {
   });
 }
 
+// A model and its average in one checkpoint, saved by some ranks and read by others.
+TEST(Checkpoint, WithAFurtherModule) {
+  const How all[] = {{1}, {2}, {3}, {3, Strategy::replicate}, {2, Strategy::shard_grad_op, false}};
+  const auto set = [](Net& net, float first) { assign(net.scale, Tensor::from<float>({first, 2, 3, 4, 5}, {5})); };
+  for (const bool async : {false, true})
+    for (const How& before : all) {
+      if (async && before.world == 3) continue;
+      ScratchFolder folder;
+      Values of_model, of_average;
+      std::mutex mutex;
+      run_local(before.world, [&](World& world) {
+        Net net;
+        make(net, world, before);
+        Net average = nn::clone(net);
+        optim::AdamW adam(net);
+        optim::Ema ema(net, average, 0.5);
+        for (int64_t step = 0; step < kSaved; ++step) {
+          set(net, static_cast<float>(step + 10));
+          train(net, adam, step, step + 1);
+          ema.update();
+        }
+        const models::SaveOptions options{.also = {{"average.", &average}}};
+        if (async) {
+          models::AsyncSaver saver(world);
+          saver.save(folder.path(), kSaved, net, {&adam}, options);
+          saver.finish();
+        } else {
+          models::save_checkpoint(folder.path(), kSaved, net, {&adam}, world, options);
+        }
+        const Values model = values(net), mean = values(average);
+        const std::lock_guard lock(mutex);
+        if (world.rank() == 0) of_model = model, of_average = mean;
+      }, {.threads_per_rank = 1});
+      EXPECT_NE(of_model, of_average);
+      EXPECT_EQ(of_average.at("scale"), (std::vector<float>{12, 2, 3, 4, 5}));
+      for (const How& after : all)
+        run_local(after.world, [&](World& world) {
+          Net net, average;
+          make(net, world, after);
+          make(average, world, after);
+          optim::AdamW adam(net);
+          const auto saved = models::load_checkpoint(folder.path(), net, {&adam}, world, {.also = {{"average.", &average}}});
+          ASSERT_TRUE(saved);
+          EXPECT_EQ(saved->step, kSaved);
+          EXPECT_EQ(adam.steps(), kSaved);
+          EXPECT_EQ(values(net), of_model) << before.to_string() << ", then " << after.to_string();
+          EXPECT_EQ(values(average), of_average) << before.to_string() << ", then " << after.to_string();
+          Net alone;  // without the average, if that is said
+          make(alone, world, after);
+          ASSERT_TRUE(models::load_checkpoint(folder.path(), alone, {}, world, {.passes_over = "average."}));
+          EXPECT_EQ(values(alone), of_model);
+          EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData, [&] { (void)models::load_checkpoint(folder.path(), alone, {}, world); }),
+                      HasSubstr("the model has no average.head.bias"));
+        }, {.threads_per_rank = 1});
+    }
+}
+
+TEST(Checkpoint, FurtherModulesAreThereIfTheyAreAskedFor) {
+  for (const int ranks : {1, 2, 3}) {
+    ScratchFolder folder;
+    run_local(ranks, [&](World& world) {
+      Net net;
+      make(net, world, {ranks});
+      Net average = nn::clone(net);
+      models::save_checkpoint(folder.path(), 1, net, {}, world);
+      EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData, [&] {
+                    (void)models::load_checkpoint(folder.path(), net, {}, world, {.also = {{"average.", &average}}});
+                  }), HasSubstr("has no tensor \"average."));
+      EXPECT_TRUE(models::load_checkpoint(folder.path(), net, {}, world));
+      const auto refusal = [&](const models::PrefixedModules& also) {
+        return message_of<ConfigError>(ExitCode::kConfig, [&] { models::save_checkpoint(folder.path(), 2, net, {}, world, {.also = also}); });
+      };
+      EXPECT_THAT(refusal({{"", &average}}), HasSubstr("as the prefix of a"));
+      EXPECT_THAT(refusal({{"optimizer.average.", &average}}), HasSubstr("'optimizer.average.' as the prefix of a"));
+      EXPECT_THAT(refusal({{"a.", &average}, {"a.", &net}}), HasSubstr("two modules have the prefix 'a.'"));
+      EXPECT_THAT(refusal({{"a.", nullptr}}), HasSubstr("'a.' is the prefix of no module"));
+      Net alone;  // each rank's own
+      materialize(alone);
+      if (ranks > 1) {
+        EXPECT_THAT(refusal({{"a.", &alone}}), HasSubstr("call shard(model, mesh)"));
+      }
+      EXPECT_FALSE(std::filesystem::exists(folder / "step-2"));
+    }, {.threads_per_rank = 1});
+  }
+}
+
+TEST(Checkpoint, OfAChosenStep) {
+  for (const int ranks : {1, 2, 3}) {
+    ScratchFolder folder;
+    run_local(ranks, [&](World& world) {
+      Net net;
+      make(net, world, {ranks});
+      const auto set = [&](float value) { assign(net.scale, Tensor::from<float>(std::vector<float>(5, value), {5})); };
+      for (int64_t step = 1; step <= 3; ++step) {
+        set(static_cast<float>(step));
+        models::save_checkpoint(folder.path(), step, net, {}, world, {.keep = 0});
+      }
+      for (const int64_t step : {2, 1, 3}) {
+        const auto saved = models::load_checkpoint(folder.path(), net, {}, world, {.step = step});
+        ASSERT_TRUE(saved);
+        EXPECT_EQ(saved->step, step);
+        EXPECT_EQ(net.scale.value().to_vector<float>(), std::vector<float>(5, static_cast<float>(step)));
+      }
+      const auto message = [&](const std::string& path, int64_t step) {
+        return message_of<CheckpointError>(ExitCode::kData, [&] { (void)models::load_checkpoint(path, net, {}, world, {.step = step}); });
+      };
+      EXPECT_THAT(message(folder.path(), 7), HasSubstr("no checkpoint of step 7 in '" + folder.path() + "'; there are 3, 2, 1"));
+      EXPECT_THAT(message(folder / "none", 7), HasSubstr("no checkpoint of step 7 in"));
+      if (world.rank() == 0) std::ofstream(folder / "step-2/shard-00000-of-0000" + std::to_string(ranks) + ".safetensors") << "?";
+      full_parameter(net.offset);  // collective: the file is broken on every rank from this point on
+      EXPECT_THAT(message(folder.path(), 2), HasSubstr("step-2"));
+      EXPECT_TRUE(models::load_checkpoint(folder.path(), net, {}, world, {.step = 3})) << "others can be read";
+    });
+  }
+}
+
 TEST(Checkpoint, RefusesWhatItCannotMean) {
   ScratchFolder folder;
   run_local(2, [&](World& world) {
@@ -243,7 +359,7 @@ TEST(Checkpoint, RefusesWhatItCannotMean) {
     EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { models::save_checkpoint(folder.path(), 1, net, {}, world); }),
                 HasSubstr("call shard(model, mesh)"));
     materialize(net);  // each rank has its own model
-    EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { models::load_checkpoint(folder.path(), net, {}, world); }),
+    EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { (void)models::load_checkpoint(folder.path(), net, {}, world); }),
                 HasSubstr("2 ranks"));
   });
   run_local(1, [&](World& world) {
@@ -256,11 +372,11 @@ TEST(Checkpoint, RefusesWhatItCannotMean) {
     }
     models::save_checkpoint(folder.path(), 1, net, {}, world);
     optim::AdamW adam(net);
-    EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData, [&] { models::load_checkpoint(folder.path(), net, {&adam}, world); }),
+    EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData, [&] { (void)models::load_checkpoint(folder.path(), net, {&adam}, world); }),
                 HasSubstr("has no tensor \"optimizer.m."));
     Layer other(5);
     materialize(other);
-    EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData, [&] { models::load_checkpoint(folder.path(), other, {}, world); }),
+    EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData, [&] { (void)models::load_checkpoint(folder.path(), other, {}, world); }),
                 HasSubstr("has no tensor \"up.weight\""));
   });
 }

@@ -36,7 +36,8 @@ models::TrainConfig config_of(const std::string& type) {
 struct Batch {
   int64_t rows, context;
   std::vector<int32_t> tokens, targets;
-  explicit Batch(int64_t rows, int64_t context = 9) : rows(rows), context(context), tokens(static_cast<size_t>(rows * context)), targets(tokens.size()) {
+  explicit Batch(int64_t rows, int64_t context = 9)
+      : rows(rows), context(context), tokens(static_cast<size_t>(rows * context)), targets(tokens.size()) {
     fill_tiny(0, rows, tokens.data(), targets.data());
   }
   Tensor of(const std::vector<int32_t>& values) const { return Tensor::from(values, {rows, context}); }
@@ -139,7 +140,8 @@ INSTANTIATE_TEST_SUITE_P(Meshes, MtpGradients,
 // Their mixtures' load-balancing losses count, too.
 TEST(Mtp, WithExperts) {
   for (const char* type : {"mixture", "biased mixture"})
-    for (const Axes& axes : {Axes{{"data", 1}, {"expert", 2}}, Axes{{"data", 2}, {"expert", 2}}, Axes{{"stage", 2, true}, {"data", 1}, {"expert", 2}}})
+    for (const Axes& axes :
+         {Axes{{"data", 1}, {"expert", 2}}, Axes{{"data", 2}, {"expert", 2}}, Axes{{"stage", 2, true}, {"data", 1}, {"expert", 2}}})
       expect_gradients_of_one_rank(axes, "full_shard", 4, model_of(type));
 }
 
@@ -273,7 +275,8 @@ TEST(Mtp, AFewBytesMakeThemBeComputedAgain) {
   EXPECT_GT(fitted.train.recompute_blocks, 0);
   EXPECT_LE(peak(fitted), c.sharding.memory_budget);
   c.sharding.memory_budget = peak(block) / 2;
-  EXPECT_THAT([&] { models::fit_recompute(c, 13, 2, 1, "local"); }, ::testing::ThrowsMessage<OutOfMemory>(HasSubstr("with all 3 blocks computed again")));
+  EXPECT_THAT([&] { models::fit_recompute(c, 13, 2, 1, "local"); },
+              ::testing::ThrowsMessage<OutOfMemory>(HasSubstr("with all 3 blocks computed again")));
 }
 
 TEST(Mtp, RestInBlocksAsOthers) {
@@ -301,7 +304,7 @@ TEST(Mtp, WhatCannotBeIsRefused) {
     return std::string();
   };
   EXPECT_THAT(refused(with_mtp(tiny_model("gpt2", 4, 4))), HasSubstr("model.mtp_layers 2: only model.type llama"));
-  EXPECT_THAT(refused(with_mtp(tiny_model("llama", 4, 2), 9)), HasSubstr("[llama] mtp_layers 9: in a context of 9 tokens"));
+  EXPECT_THAT(refused(with_mtp(tiny_model("llama", 4, 2), 9)), HasSubstr("[llama] mtp_layers 9: at least 0, and less than the context of 9 tokens"));
   models::ModelConfig adapted = model_of("llama");
   adapted.lora_rank = 2;
   EXPECT_THAT(refused(adapted), HasSubstr("model.mtp_layers 2: with adapters"));
@@ -309,7 +312,8 @@ TEST(Mtp, WhatCannotBeIsRefused) {
   materialize(*model);
   const Batch batch(1);
   const auto losses = [&] { return model->loss(batch.of(batch.tokens), batch.of(batch.targets), {.per_target = true}); };
-  EXPECT_THAT([&] { losses(); }, ::testing::ThrowsMessage<ConfigError>(HasSubstr("what MTP layers add to the loss in training belongs to no target")));
+  EXPECT_THAT([&] { losses(); },
+              ::testing::ThrowsMessage<ConfigError>(HasSubstr("what MTP layers add to the loss in training belongs to no target")));
   model->eval();
   EXPECT_EQ(losses().numel(), 9);
 }

@@ -206,7 +206,8 @@ TEST(OffloadedParameters, TheTapeShowsThemComeAheadOfTheirUse) {
       const std::string op(tape.op_name(n)), path(tape.path(n).substr(0, 8));
       if (!path.starts_with("blocks.") || n.phase == Phase::update) continue;
       if (op == "onload_shard" || op == "offload_gradient") seen += str(op, ' ', path, '\n');
-      else if (n.op && tape.kind(n) == OpKind::op && !n.op->of_units && !seen.ends_with(str("computes ", path, '\n'))) seen += str("computes ", path, '\n');
+      else if (n.op && tape.kind(n) == OpKind::op && !n.op->of_units && !seen.ends_with(str("computes ", path, '\n')))
+        seen += str("computes ", path, '\n');
     }
     const std::string forward = "onload_shard blocks.0\nonload_shard blocks.1\ncomputes blocks.0\nonload_shard blocks.2\ncomputes blocks.1\n";
     if (world == 1) {

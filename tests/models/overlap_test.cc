@@ -65,7 +65,8 @@ TEST(Overlap, ChangesNoBit) {
 
 // Keys and values arrive in groups of heads: six heads, three, and also a rank's part of six that a tensor axis cuts.
 TEST(Overlap, OfGatheredKeysChangesNoBit) {
-  for (const auto& [type, tensor, context, world] : {std::tuple("gpt2", 1, 2, 2), {"gpt2", 2, 2, 4}, {"untied llama", 1, 3, 3}, {"latent", 1, 2, 2}}) {
+  for (const auto& [type, tensor, context, world] :
+       {std::tuple("gpt2", 1, 2, 2), {"gpt2", 2, 2, 4}, {"untied llama", 1, 3, 3}, {"latent", 1, 2, 2}}) {
     models::TrainConfig c = config_of(type, tensor, context);
     if (type == std::string("latent")) c.model = tiny_model(type, 6, 6);
     c.sharding.context_comm = "all_gather";
@@ -94,7 +95,8 @@ std::multimap<std::string, std::string> meanwhile(const Tape& tape) {
       const std::string name = tape.op_name(n);
       const bool waits = name == "all_gather" || name == "reduce_scatter" || name == "all_to_all" || name == "all_reduce";
       if (waits && n.op != &start_op() && tape.path(n) == tape.path(start)) computed += (computed.empty() ? "" : ", ") + name + " " + tape.path(n);
-      if (name == "matmul" || name.starts_with("linear") || name == "expert_weight_gradient") computed += (computed.empty() ? "" : ", ") + name + " " + tape.path(n);
+      if (name == "matmul" || name.starts_with("linear") || name == "expert_weight_gradient")
+        computed += (computed.empty() ? "" : ", ") + name + " " + tape.path(n);
     }
     EXPECT_LT(next, tape.num_nodes()) << "node " << id << " never arrives";
     out.emplace(tape.path(start) + " " + tape.op_name(start), computed);

@@ -181,7 +181,8 @@ TinyBatch tiny_batch(const Mesh& mesh, int64_t first, int64_t rows, Device devic
   Layout layout(mesh.spec, Placement::shard(0));
   for (int a = 0; a < layout.num_axes(); ++a) {
     if (mesh.spec->name(a) == "context" || mesh.spec->name(a) == "model") layout[a] = Placement::shard(1);
-    if (mesh.spec->name(a) == "gathered") layout[a] = Placement::shard(OwnershipMap::from_both_ends(1, tiny_config().model.context, mesh.spec->size(a)));
+    if (mesh.spec->name(a) == "gathered")
+      layout[a] = Placement::shard(OwnershipMap::from_both_ends(1, tiny_config().model.context, mesh.spec->size(a)));
   }
   Layout of_targets = layout;
   if (mesh.spec->has_axis("stage")) {

@@ -131,8 +131,10 @@ TEST(PublishedFp8, FilesThatDoNotFit) {
   EXPECT_EQ(blocks(Json::Array{24, 16}, {1, 1}), "no exception");
   EXPECT_EQ(blocks(Json::Array{23, 15}, {2, 2}), "no exception");
   EXPECT_THAT(blocks(Json::Array{23, 15}, {1, 1}), AllOf(HasSubstr("_scale_inv\" is bf16[1,1]"), HasSubstr("asks for [2,2]")));
-  for (const Json& sizes : {Json(), Json(128), Json(Json::Array{128}), Json(Json::Array{0, 128}), Json(Json::Array{128, 128, 1}), Json(Json::Array{128, "x"})})
-    EXPECT_THAT(blocks(sizes, {1, 1}), HasSubstr("Sheaf reads FP8 in blocks with a scale each: expected two sizes as weight_block_size")) << sizes.dump();
+  for (const Json& sizes :
+       {Json(), Json(128), Json(Json::Array{128}), Json(Json::Array{0, 128}), Json(Json::Array{128, 128, 1}), Json(Json::Array{128, "x"})})
+    EXPECT_THAT(blocks(sizes, {1, 1}), HasSubstr("Sheaf reads FP8 in blocks with a scale each: expected two sizes as weight_block_size"))
+        << sizes.dump();
   const auto refused = [](const std::function<void(Tensors&)>& edit, const std::string& fp8 = "") {
     const Copy broken(kLlama);
     broken.rewrite(edit);

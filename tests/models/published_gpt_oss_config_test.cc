@@ -73,8 +73,8 @@ TEST(PublishedGptOssConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(refused(kDense, "layer_types", Json::Array{f, s, f}), HasSubstr("full attention in every N-th layer, or in none or all"));
   EXPECT_EQ(config_with(kDense, {{"layer_types", Json::Array{s, s, f}}}).full_attention_every, 3);
   EXPECT_EQ(config_with(kDense, {{"layer_types", Json::Array{f, f, f}}}).window, 0);
-  EXPECT_THAT(refused(kDense, "rope_scaling", Json::Object{{"rope_type", "longrope"}, {"factor", 2.0}}, {"rope_parameters"}),
-              HasSubstr("of the rope_type default, linear, llama3 or yarn, not \"longrope\""));
+  EXPECT_THAT(refused(kDense, "rope_scaling", Json::Object{{"rope_type", "dynamic"}, {"factor", 2.0}}, {"rope_parameters"}),
+              HasSubstr("of the rope_type default, linear, llama3, yarn or longrope, not \"dynamic\""));
 }
 
 TEST(PublishedGptOssConfig, WhatIsWrittenIsReadAgain) {

@@ -1,11 +1,10 @@
-// config.json of OLMo 2, OLMo 3, OLMoE, Phi-3 and Gemma 2: read, written and refused.
+// config.json of OLMo 2, OLMo 3, OLMoE and Gemma 2: read, written and refused.
 #include <set>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "sheaf/core/json.h"
-#include "sheaf/models/published_names.h"
 #include "sheaf/tests/models/published_copy.h"
 
 namespace sheaf {
@@ -19,8 +18,8 @@ using testing::config_with;
 using testing::expect_read_again;
 
 const std::string kOlmo2 = "tests/models/published/olmo2_bf16", kOlmo3 = "tests/models/published/olmo3_f32",
-                  kOlmoe = "tests/models/published/olmoe_bf16", kPhi3 = "tests/models/published/phi3_bf16",
-                  kGemma2 = "tests/models/published/gemma2_bf16", kLlama = "tests/models/published/llama_bf16_shards", kGemma3 = "tests/models/published/gemma3_bf16";
+                  kOlmoe = "tests/models/published/olmoe_bf16", kGemma2 = "tests/models/published/gemma2_bf16",
+                  kLlama = "tests/models/published/llama_bf16_shards", kGemma3 = "tests/models/published/gemma3_bf16";
 
 TEST(PublishedOlmoConfig, IsRead) {
   const ModelConfig two = config_of(kOlmo2), three = config_of(kOlmo3), mixture = config_of(kOlmoe);
@@ -68,8 +67,6 @@ TEST(PublishedOlmoConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(refused(kOlmo2, "attention_bias", true), HasSubstr("attention_bias is true"));
   EXPECT_THAT(refused(kOlmo3, "rope_parameters", Json::Object{{"rope_type", "default"}, {"rope_theta", 1e4}}),
               HasSubstr("expected full_attention and sliding_attention"));
-  EXPECT_THAT(refused(kPhi3, "rope_scaling", Json::Object{{"type", "longrope"}, {"short_factor", Json::Array{1.0}}}), HasSubstr("longrope"));
-  EXPECT_THAT(refused(kPhi3, "partial_rotary_factor", 0.75), HasSubstr("Sheaf rotates whole heads of this model_type"));
 }
 
 TEST(PublishedOlmoConfig, IsWrittenAndReadAgain) {
@@ -140,24 +137,6 @@ TEST(PublishedGemma2Config, IsReadWrittenAndReadAgain) {
     capped.final_logit_softcapping = 30;
     EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { models::published_config(capped); }), HasSubstr("cannot be written as one"));
   }
-}
-
-// The model is a Llama or a Mistral: one that was read as a Phi-3 is written as one, if it still can be.
-TEST(PublishedPhi3Config, IsWrittenForWhatCameFromOne) {
-  ModelConfig m = config_of(kPhi3);
-  EXPECT_EQ(m.window, 6);
-  EXPECT_EQ(m.full_attention_every, 0);
-  EXPECT_EQ(models::published_architecture(m), "mistral");
-  EXPECT_EQ(models::published_architecture(m, "phi3"), "phi3");
-  EXPECT_TRUE(models::PublishedForm::to_write(m, "phi3").fused);
-  EXPECT_FALSE(models::PublishedForm::to_write(m, "").fused);
-  expect_read_again(m, models::published_config(m, kBF16, "phi3"));
-  m.window = 0;
-  expect_read_again(m, models::published_config(m, kBF16, "phi3"));
-  m.rope_scaling.rope_type = "linear";
-  EXPECT_EQ(models::published_architecture(m, "phi3"), "llama");
-  EXPECT_FALSE(models::PublishedForm::to_write(m, "phi3").fused);
-  EXPECT_EQ(models::published_architecture(config_of(kLlama), "llama"), "llama");
 }
 
 }  // namespace

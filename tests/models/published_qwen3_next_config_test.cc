@@ -126,7 +126,7 @@ TEST(PublishedQwen3NextConfig, WhatSheafDoesNotComputeIsRefused) {
                           "linear_conv_kernel_dim"})
     for (const Json& value : {Json(), Json(0)})
       EXPECT_THAT(refused(key, value), HasSubstr(str(key, " is ", value.dump(), ": expected a positive integer")));
-  EXPECT_THAT(refused("rope_parameters", Json::Object{{"rope_type", "longrope"}, {"factor", 2.0}}), HasSubstr("not \"longrope\""));
+  EXPECT_THAT(refused("rope_parameters", Json::Object{{"rope_type", "dynamic"}, {"factor", 2.0}}), HasSubstr("not \"dynamic\""));
 }
 
 TEST(PublishedQwen3NextConfig, WhatIsWrittenIsReadAgain) {

@@ -25,13 +25,14 @@ using ::testing::HasSubstr;
 using testing::Values;
 using testing::Whole;
 
-const char* const kFolders[] = {"gpt2_f32_shards", "gpt2_f16_base", "llama_bf16_shards", "llama_f32_tied",
-                               "llama_f32_scaled", "mistral_f32", "mistral_f32_heads", "qwen2_bf16_tied", "qwen3_bf16_tied", "qwen3_f32_yarn",
-                               "mixtral_bf16_shards", "qwen3_moe_bf16", "mistral_f32_window", "qwen3_bf16_windows",
-                               "dots1_bf16", "dots1_f32_window", "deepseek_v3_bf16", "deepseek_v2_f32",
-                               "gemma_bf16", "gemma3_bf16", "gemma3_f32_version_4", "gpt_oss_bf16", "gpt_oss_mxfp4",
-                               "qwen3_next_bf16", "qwen3_5_bf16_images", "qwen3_5_moe_bf16", "gemma3_bf16_images", "glm4_moe_bf16", "kimi_k2_fp8", "smollm3_bf16", "smollm3_f32_listed",
-                               "olmo2_bf16", "olmo3_f32", "olmoe_bf16", "phi3_bf16", "gemma2_bf16", "gemma2_f32_version_4"};
+const char* const kFolders[] = {"gpt2_f32_shards",      "gpt2_f16_base",       "llama_bf16_shards",  "llama_f32_tied",     "llama_f32_scaled",
+                                "mistral_f32",          "mistral_f32_heads",   "qwen2_bf16_tied",    "qwen3_bf16_tied",    "qwen3_f32_yarn",
+                                "mixtral_bf16_shards",  "qwen3_moe_bf16",      "mistral_f32_window", "qwen3_bf16_windows", "dots1_bf16",
+                                "dots1_f32_window",     "deepseek_v3_bf16",    "deepseek_v2_f32",    "gemma_bf16",         "gemma3_bf16",
+                                "gemma3_f32_version_4", "gpt_oss_bf16",        "gpt_oss_mxfp4",      "qwen3_next_bf16",    "qwen3_5_bf16_images",
+                                "qwen3_5_moe_bf16",     "gemma3_bf16_images",  "glm4_moe_bf16",      "kimi_k2_fp8",        "smollm3_bf16",
+                                "smollm3_f32_listed",   "olmo2_bf16",          "olmo3_f32",          "olmoe_bf16",         "phi3_bf16",
+                                "gemma2_bf16",          "gemma2_f32_version_4", "phi3_bf16_longrope"};
 
 /// Experts are stored in blocks of 17 bytes, of which a rank may have parts, or matrices in one byte per value next to others in more.
 bool has_blocks(const std::string& name) { return name == "gpt_oss_mxfp4" || name == "kimi_k2_fp8"; }
@@ -50,14 +51,14 @@ models::ModelConfig config_of(const std::string& name) {
 struct Expected {
   Tensor tokens_BT;
   std::vector<double> logits;
-  explicit Expected(const std::string& name) {
+  explicit Expected(const std::string& name, const char* which = "logits") {
     const auto file = SafetensorsFile::open(folder_of(name) + "/logits.safetensors");
     const Shape shape = file.at("tokens").shape;
     std::vector<int32_t> tokens(static_cast<size_t>(shape.numel()));
     file.read("tokens", 0, shape.numel(), tokens.data());
     tokens_BT = Tensor::from(tokens, shape);
-    logits.resize(static_cast<size_t>(file.at("logits").shape.numel()));
-    file.read("logits", 0, file.at("logits").shape.numel(), logits.data());
+    logits.resize(static_cast<size_t>(file.at(which).shape.numel()));
+    file.read(which, 0, file.at(which).shape.numel(), logits.data());
   }
 };
 
@@ -224,8 +225,8 @@ TEST(PublishedWeights, AShorterContextTakesTheFirstPositions) {
     const auto model = models::make_language_model(config, 0);
     materialize(*model, Device::cpu(), {.dtype = kF64});
     models::load_weights(*model, folder_of(name));
-    const Expected expected(name);
-    const int64_t context = expected.tokens_BT.size(1), vocab = config.vocab;
+    const Expected expected(name, config.rope_scaling.rope_type == "longrope" ? "short_logits" : "logits");  // whose factors are others
+    const int64_t vocab = config.vocab, context = std::ssize(expected.logits) / (2 * vocab);
     const std::vector<double> actual = model->logits(slice(expected.tokens_BT, 1, 0, 5)).to_vector<double>();
     std::vector<double> first;
     for (int64_t row = 0; row < 2; ++row)
@@ -320,6 +321,12 @@ TEST(PublishedWeights, MustBeThoseOfTheModel) {
   EXPECT_THAT(yarn([](Scaling& s) { s.truncate = false; }), HasSubstr("rope_scaling.truncate is false, but true in"));
   EXPECT_THAT(yarn([](Scaling& s) { s.attention_factor = 2; }), HasSubstr("rope_scaling.attention_factor is 2, but 1.06931472 in"));
   EXPECT_THAT(yarn([](Scaling& s) { s.mscale = 2, s.mscale_all_dim = 1; }), HasSubstr("attention_factor is 1.06482163, but 1.0693"));
+  const auto longrope = [&](auto change) { return message("phi3_bf16_longrope", [&](Config& c) { change(c.rope_scaling); }); };
+  EXPECT_THAT(longrope([](Scaling& s) { s.short_factor = "1 1.25 1.75"; }), HasSubstr("rope_scaling.short_factor is 1 1.25 1.75, but 1 1.25 1.5 in"));
+  EXPECT_THAT(longrope([](Scaling& s) { s.long_factor = s.short_factor; }), HasSubstr("rope_scaling.long_factor is 1 1.25 1.5, but 1.125 3 8.5 in"));
+  EXPECT_THAT(longrope([](Scaling& s) { s.attention_factor = 2; }), HasSubstr("rope_scaling.attention_factor is 2, but 1.23625274 in"));
+  EXPECT_THAT(longrope([](Scaling& s) { s.original_max_position_embeddings = 9; }), HasSubstr("original_max_position_embeddings is 9, but 8 in"));
+  EXPECT_EQ(longrope([](Scaling& s) { s.short_factor = "1.0 125e-2 1.50"; }), "no exception");
   EXPECT_THAT(message("qwen2_bf16_tied", [](Config& c) { c.qkv_bias = false; }), HasSubstr("model.qkv_bias is false, but true in"));
   EXPECT_THAT(message("qwen3_moe_bf16", [](Config& c) { c.normalize_experts = true; }),
               HasSubstr("model.normalize_experts is true, but false in"));

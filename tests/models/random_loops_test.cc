@@ -43,9 +43,11 @@ struct Loop {
 std::string to_string(const Task& task, const Loop& loop) {
   std::string inner;
   for (const std::string& strategy : loop.inner) inner += str(", ", strategy.empty() ? "-" : strategy);
-  return str(to_string(loop.way), ", frozen ", task.frozen, ", ", task.optimizer, " ", task.momentum, loop.recordings == Loop::each ? ", recordings" : loop.recordings == Loop::program ? str(", program within ", loop.keeps) : "",
-             loop.says_last ? "" : ", not told the last", loop.reversed ? ", backwards reversed" : "",
-             inner);
+  return str(to_string(loop.way), ", frozen ", task.frozen, ", ", task.optimizer, " ", task.momentum,
+             loop.recordings == Loop::each      ? ", recordings"
+             : loop.recordings == Loop::program ? str(", program within ", loop.keeps)
+                                                : "",
+             loop.says_last ? "" : ", not told the last", loop.reversed ? ", backwards reversed" : "", inner);
 }
 
 Axes axes_of(const Way& way) {

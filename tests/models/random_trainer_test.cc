@@ -175,7 +175,7 @@ TEST(Trainer, IslandsBeginWithTheWeightsAndSayWhatAllOfThemSee) {
   best.model.weights.clear();
   run_local(1, [&](World& w) {
     models::TrainingStep step(best, 13, w, Device::cpu());
-    models::load_checkpoint(folder / "two/best/checkpoints", step.model(), {}, w);
+    EXPECT_TRUE(models::load_checkpoint(folder / "two/best/checkpoints", step.model(), {}, w));
     models::TrainingStep start(best, 13, w, Device::cpu());
     models::load_weights(start.model(), models::PublishedFiles::open(task.model.weights));
     EXPECT_EQ(shards(step.model()), shards(start.model()));

@@ -81,9 +81,11 @@ void draw_model(models::ModelConfig& m, Draw& draw) {
   }
   m.rope_theta = draw.of<double>({10000, 100});
   if (m.kv_lora_rank == 0) m.nope_every = draw.of<int64_t>({0, 0, 0, 1, 2, 3});
-  m.rope_scaling.rope_type = draw.of<std::string>({"default", "default", "linear", "llama3", "yarn"});
+  m.rope_scaling.rope_type = draw.of<std::string>({"default", "default", "linear", "llama3", "yarn", "longrope"});
   m.rope_scaling.original_max_position_embeddings = 8;
   m.rope_scaling.high_freq_factor = 4;
+  for (int64_t i = 0; m.rope_scaling.rope_type == "longrope" && i < models::rotated_pairs(models::resolved(m)); ++i)
+    m.rope_scaling.short_factor += " 1.5", m.rope_scaling.long_factor += str(' ', i + 2);
   if (draw.one_in(3)) draw_experts(m, draw);
   if (!draw.one_in(3)) return;
   m.gelu_gate = draw.one_in(2) && m.experts == 0;
@@ -226,8 +228,8 @@ void draw_sent(models::ShardingConfig& sharding, Draw& draw) {
 }
 
 bool rounds(const models::TrainConfig& c) {
-  return c.train.dtype != "f32" || c.train.outer_dtype != "f32" || c.train.state_dtype != "f32" || c.train.fp8 != "none" || c.sharding.reduce_dtype != "f32" ||
-         c.sharding.gather_int8;
+  return c.train.dtype != "f32" || c.train.outer_dtype != "f32" || c.train.state_dtype != "f32" || c.train.fp8 != "none" ||
+         c.sharding.reduce_dtype != "f32" || c.sharding.gather_int8;
 }
 
 std::string to_string(const Way& way) {

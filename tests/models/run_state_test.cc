@@ -91,6 +91,8 @@ TEST(RunState, NamesWhatDiffers) {
   EXPECT_THAT(with([](RunState& s) { s.model.rope_scaling.high_freq_factor = 2; }), HasSubstr("high_freq_factor was 4"));
   EXPECT_THAT(with([](RunState& s) { s.model.rope_scaling.original_max_position_embeddings = 2; }),
               HasSubstr("original_max_position_embeddings was 8192"));
+  EXPECT_THAT(with([](RunState& s) { s.model.rope_scaling.long_factor = "1 2"; }),
+              HasSubstr("model.rope_scaling.long_factor was \"\" in the checkpoint and is \"1 2\" now"));
 }
 
 TEST(RunState, OfIslandsTheOuterStepIsCompared) {
@@ -198,7 +200,8 @@ TEST(RunState, WhatAnOlderCheckpointDoesNotSayIsNotCompared) {
                           "model.linear_conv_kernel", "model.attention_gate", "model.rotary_dim", "model.shared_expert_gate"})
     json.set("options", without(json.at("options"), key));
   for (const char* name : {"rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
-                           "beta_slow", "beta_fast", "truncate", "attention_factor", "mscale", "mscale_all_dim"})
+                           "beta_slow", "beta_fast", "truncate", "attention_factor", "mscale", "mscale_all_dim", "short_factor",
+                           "long_factor"})
     json.set("options", without(json.at("options"), str("model.rope_scaling.", name)));
   const RunState saved = RunState::from_json(json);
   RunState now = a_run();

@@ -163,19 +163,23 @@ TEST(Profile, IsOutlivedByItsSpans) {
 TEST(StepProfile, WhatAnOpWaitedForIsNotItsOwn) {
   const ScratchFolder folder;
   run_local(1, [&](World& w) {
-    models::StepProfile profile(w);
     const auto rest = [](int milliseconds) { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); };
-    {
-      const ProfileSpan op(Profile::kCompute, "op", "m");
-      rest(5);
-      const ProfileSpan waits(Profile::kCompute, "waits", {});
-      rest(50);
+    std::string line;
+    bool smaller = false;
+    for (int tries = 0; tries < 5 && !smaller; ++tries) {  // a busy machine may hold up the op
+      models::StepProfile profile(w);
+      {
+        const ProfileSpan op(Profile::kCompute, "op", "m");
+        rest(5);
+        const ProfileSpan waits(Profile::kCompute, "waits", {});
+        rest(50);
+      }
+      line = profile.write(folder / "trace.json");
+      // What is first has the largest share.
+      const size_t waits = line.find(": waits "), op = line.find(", op ");
+      smaller = waits != std::string::npos && op != std::string::npos && std::stod(line.substr(op + 5)) < 50;
     }
-    const std::string line = profile.write(folder / "trace.json");
-    const size_t waits = line.find(": waits "), op = line.find(", op ");
-    ASSERT_NE(waits, std::string::npos) << line;  // first, so it has the largest share
-    ASSERT_NE(op, std::string::npos) << line;
-    EXPECT_LT(std::stod(line.substr(op + 5)), 50) << line;
+    EXPECT_TRUE(smaller) << line;
   });
 }
 

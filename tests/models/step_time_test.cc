@@ -235,7 +235,8 @@ TEST_F(StepTimes, StagesWaitLessWhereGradientsOfWeightsComeLater) {
           EXPECT_EQ(line.computing, 4.0 * 2 * runs * static_cast<double>(micro_batches));
           last = std::max(last, line.seconds);
         }
-        EXPECT_EQ(last, 4.0 * 2 * runs * static_cast<double>(micro_batches) + 2.0 * 2 * (stages - 1)) << stages << ' ' << runs << ' ' << micro_batches;
+        EXPECT_EQ(last, 4.0 * 2 * runs * static_cast<double>(micro_batches) + 2.0 * 2 * (stages - 1))
+            << stages << ' ' << runs << ' ' << micro_batches;
       }
 }
 

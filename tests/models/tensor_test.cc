@@ -142,8 +142,10 @@ TEST(Tensor, WholeParametersInAndOut) {
       EXPECT_EQ(full_gradient(from[i]).shape(), from[i].shape());
     }
     EXPECT_EQ(cut, 2 * 5 + 2);
-    const double loss = redistribute(model->loss(batch.tokens, batch.targets, {.divide_by = 63.0}), Layout(mesh.spec, Placement::invariant())).item<double>();
-    EXPECT_EQ(loss, redistribute(other->loss(batch.tokens, batch.targets, {.divide_by = 63.0}), Layout(mesh.spec, Placement::invariant())).item<double>());
+    const double loss =
+        redistribute(model->loss(batch.tokens, batch.targets, {.divide_by = 63.0}), Layout(mesh.spec, Placement::invariant())).item<double>();
+    EXPECT_EQ(loss,
+              redistribute(other->loss(batch.tokens, batch.targets, {.divide_by = 63.0}), Layout(mesh.spec, Placement::invariant())).item<double>());
   }, {.threads_per_rank = 1});
 }
 
@@ -203,7 +205,7 @@ TEST(Tensor, UnitsOfHeads) {
 }
 
 struct Two : nn::Module {
-  nn::CausalSelfAttention a, b;
+  nn::SelfAttention a, b;
   explicit Two(const nn::AttentionConfig& c) : a(c), b(c) {}
   Tensor forward(const Tensor& x) { return a(b(x)); }
   SHEAF_FIELDS(a, b);

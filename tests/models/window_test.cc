@@ -50,8 +50,9 @@ TEST(Windows, EachNthBlockSeesAll) {
   EXPECT_EQ(model_windows(models::Gpt({.layers = 4, .heads = 2, .width = 8, .window = 5, .full_attention_every = 3})),
             (std::vector<int64_t>{5, 5, 0, 5}));
   EXPECT_EQ(model_windows(models::Llama({.layers = 3, .window = 5})), (std::vector<int64_t>{5, 5, 5}));
-  EXPECT_EQ(model_windows(models::Llama({.layers = 3, .kv_heads = 0, .kv_lora_rank = 4, .window = 5, .full_attention_every = 2})), (std::vector<int64_t>{5, 0, 5}));
-  EXPECT_THAT([] { nn::CausalSelfAttention({.width = 8, .heads = 2, .window = -1}); },
+  EXPECT_EQ(model_windows(models::Llama({.layers = 3, .kv_heads = 0, .kv_lora_rank = 4, .window = 5, .full_attention_every = 2})),
+            (std::vector<int64_t>{5, 0, 5}));
+  EXPECT_THAT([] { nn::SelfAttention({.width = 8, .heads = 2, .window = -1}); },
               ::testing::ThrowsMessage<ConfigError>(HasSubstr("[attention] window -1")));
 }
 

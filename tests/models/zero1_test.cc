@@ -21,8 +21,8 @@ constexpr int64_t kRows = 7;  // of a micro-batch
 
 /// Variants of a user-defined loop.
 struct Loop {
-  bool says_last = true;        // BackwardOptions::last_micro_batch
-  bool one_recording = true;    // for all micro-batches of a step
+  bool says_last = true;      // BackwardOptions::last_micro_batch
+  bool one_recording = true;  // for all micro-batches of a step
   int replicas = 1;
   int steps = 2;
   std::string strategy = "zero1";

@@ -150,7 +150,8 @@ TEST(ZeroBubbleTraining, ItsStepsTakeLessTime) {
 TEST(ZeroBubbleTraining, WhatCannotBeIsRefused) {
   models::TrainConfig c = tiny_config();
   c.sharding.pipeline_schedule = "zero_bubble";
-  EXPECT_THAT(refusal(2, c), HasSubstr("sharding.pipeline_schedule zero_bubble: it is about the turns of several stages (sharding.pipeline), which is 1"));
+  EXPECT_THAT(refusal(2, c),
+              HasSubstr("sharding.pipeline_schedule zero_bubble: it is about the turns of several stages (sharding.pipeline), which is 1"));
   c = staged(2);
   c.sharding.pipeline_schedule = "gpipe";
   EXPECT_THAT(refusal(2, c), HasSubstr("sharding.pipeline_schedule is gpipe, not 1f1b or zero_bubble"));

@@ -1,4 +1,4 @@
-// A way to distribute a training step, as its options: what find_ways() (ways.h) searches.
+// How a training step is distributed, as its options: what search_configs() (config_search.h) searches.
 #pragma once
 
 #include <compare>
@@ -9,7 +9,7 @@
 
 #include "sheaf/models/train_config.h"
 
-namespace sheaf::models::ways {
+namespace sheaf::models::config_search {
 
 struct Choice {
   int64_t pipeline, pipeline_runs;
@@ -36,7 +36,8 @@ using Config = TrainConfig;
 inline const std::tuple kOptions{
     Option<int64_t>{"sharding.pipeline", &Choice::pipeline, [](Config& c) -> auto& { return c.sharding.pipeline; }, 1},
     Option<int64_t>{"sharding.pipeline_runs", &Choice::pipeline_runs, [](Config& c) -> auto& { return c.sharding.pipeline_runs; }, 1},
-    Option<std::string>{"sharding.pipeline_schedule", &Choice::pipeline_schedule, [](Config& c) -> auto& { return c.sharding.pipeline_schedule; }, "1f1b"},
+    Option<std::string>{"sharding.pipeline_schedule", &Choice::pipeline_schedule, [](Config& c) -> auto& { return c.sharding.pipeline_schedule; },
+                        "1f1b"},
     Option<int64_t>{"sharding.context", &Choice::context, [](Config& c) -> auto& { return c.sharding.context; }, 1},
     Option<std::string>{"sharding.context_comm", &Choice::context_comm, [](Config& c) -> auto& { return c.sharding.context_comm; }, "all_to_all"},
     Option<int64_t>{"sharding.experts", &Choice::experts, [](Config& c) -> auto& { return c.sharding.experts; }, 1},
@@ -75,7 +76,7 @@ inline TrainConfig with(TrainConfig c, const Choice& x) {
   return c;
 }
 
-// The options that lead from `before` to x and are not defaults: they tell ways apart.
+// The options that lead from `before` to x and are not defaults: they tell choices apart.
 inline std::string options_of(const Choice& x, const Choice& before) {
   std::string out;
   for_each_option([&](const auto& option) {
@@ -88,4 +89,4 @@ inline std::string options_of(const Choice& x, const Choice& before) {
   return out;
 }
 
-}  // namespace sheaf::models::ways
+}  // namespace sheaf::models::config_search

@@ -1,4 +1,4 @@
-#include "sheaf/models/ways.h"
+#include "sheaf/models/config_search.h"
 
 #include <algorithm>
 #include <atomic>
@@ -11,21 +11,21 @@
 
 #include "sheaf/distributed/pipeline.h"
 #include "sheaf/models/sharded_model.h"
-#include "sheaf/models/ways_choice.h"
+#include "sheaf/models/config_choice.h"
 #include "sheaf/nn/layers/attention.h"
 
 namespace sheaf::models {
 namespace {
 
-using namespace ways;
+using namespace config_search;
 
 class Search {
  public:
-  Search(const TrainConfig& config, int64_t vocab, int world, const Machine& machine, const WaysOptions& options)
+  Search(const TrainConfig& config, int64_t vocab, int world, const Machine& machine, const ConfigSearchOptions& options)
       : islands_(config.train.islands), config_(island_of(config)), vocab_(vocab), world_(ranks_of_island("plan", config, world)),
         machine_(machine), options_(options) {}
 
-  Ways run() {
+  ConfigSearchResult run() {
     const std::vector<Choice> axes = choices_of_axes();
     for_all(axes, [&](const Choice& x) { plan(x); });
     // Any measure to make it fit takes more time, except that more micro-batches save some for stages.
@@ -54,10 +54,10 @@ class Search {
   }
 
  private:
-  Ways found() const {
+  ConfigSearchResult found() const {
     if (std::ranges::none_of(done_, [](const auto& d) { return d.second.has_value(); }))
-      fail<ConfigError>("[plan] no way to share ", world_, " ranks suits: ", refused_.empty() ? "there is none" : refused_.begin()->second);
-    Ways out;
+      fail<ConfigError>("[plan] no configuration of ", world_, " ranks suits: ", refused_.empty() ? "there is none" : refused_.begin()->second);
+    ConfigSearchResult out;
     out.least_bytes = std::numeric_limits<int64_t>::max();
     for (const auto& [choice, time] : done_) {
       if (!time) continue;
@@ -65,14 +65,14 @@ class Search {
       if (time->peak_bytes > machine_.memory) out.least_bytes = std::min(out.least_bytes, time->peak_bytes);
     }
     for (const Choice& x : fitting()) {
-      Way way{islands_of(with(config_, x), islands_), *done_.at(x), options_of(x, choice_of(config_))};
-      int64_t& peak = way.time.peak_bytes;
+      PlannedConfig planned{islands_of(with(config_, x), islands_), *done_.at(x), options_of(x, choice_of(config_))};
+      int64_t& peak = planned.time.peak_bytes;
       if (const int64_t least = out.front.empty() ? machine_.memory + 1 : out.front.back().time.peak_bytes; peak < least) {
-        peak = std::max(peak, peak_of_first_ranks(way.config, vocab_, all_ranks(), machine_));
+        peak = std::max(peak, peak_of_first_ranks(planned.config, vocab_, all_ranks(), machine_));
         if (peak > machine_.memory) continue;
-        if (peak < least) out.front.push_back(way);
+        if (peak < least) out.front.push_back(planned);
       }
-      out.fitting.push_back(std::move(way));
+      out.fitting.push_back(std::move(planned));
     }
     return out;
   }
@@ -338,9 +338,9 @@ class Search {
   const int64_t islands_;
   const TrainConfig config_;  // of one of them
   const int64_t vocab_;
-  const int world_;           // its ranks
+  const int world_;  // its ranks
   const Machine& machine_;
-  const WaysOptions& options_;
+  const ConfigSearchOptions& options_;
   std::mutex mutex_;
   std::map<Choice, std::optional<StepTime>> done_;
   std::map<Choice, std::string> refused_;
@@ -348,7 +348,7 @@ class Search {
 
 }  // namespace
 
-Ways find_ways(const TrainConfig& config, int64_t vocab, int world, const Machine& machine, const WaysOptions& options) {
+ConfigSearchResult search_configs(const TrainConfig& config, int64_t vocab, int world, const Machine& machine, const ConfigSearchOptions& options) {
   return Search(config, vocab, world, machine, options).run();
 }
 

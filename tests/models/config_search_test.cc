@@ -1,5 +1,5 @@
 // The search for the best training configuration finds what exhaustive search finds.
-#include "sheaf/models/ways.h"
+#include "sheaf/models/config_search.h"
 
 #include <cmath>
 
@@ -16,7 +16,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-class Ways : public ::testing::Test {
+class ConfigSearch : public ::testing::Test {
  protected:
   void SetUp() override {
     if (!kernels::kHasCuda) GTEST_SKIP() << "estimates are of GPUs, for which this build has no kernels";
@@ -79,33 +79,33 @@ std::vector<models::StepTime> times_of_all(const models::TrainConfig& config, in
 }
 
 // Where hosts are far apart, and micro-batches few.
-TEST_F(Ways, StagesOfSeveralRunsAreTried) {
+TEST_F(ConfigSearch, StagesOfSeveralRunsAreTried) {
   models::TrainConfig c = small();
   c.model.layers = 8;
   c.train.batch = c.train.micro_batches = 8;
-  models::WaysOptions options;
+  models::ConfigSearchOptions options;
   options.keep = {"sharding.pipeline", "sharding.pipeline_schedule", "train.micro_batches"};
   c.sharding.pipeline = 4;
   const auto fastest_with = [&](bool runs) {
     options.keep.erase("sharding.pipeline_runs");
     if (!runs) options.keep.insert("sharding.pipeline_runs");
-    return models::find_ways(c, kVocab, 4, machine_with(int64_t{1} << 40), options).front.front();
+    return models::search_configs(c, kVocab, 4, machine_with(int64_t{1} << 40), options).front.front();
   };
-  const models::Way round = fastest_with(true), once = fastest_with(false);
+  const models::PlannedConfig round = fastest_with(true), once = fastest_with(false);
   EXPECT_EQ(round.config.sharding.pipeline_runs, 2);
   EXPECT_THAT(round.options, HasSubstr("--sharding.pipeline_runs 2"));
   EXPECT_LT(round.time.seconds, 0.95 * once.time.seconds);
 }
 
-TEST_F(Ways, GradientsOfWeightsThatComeLaterAreTried) {
+TEST_F(ConfigSearch, GradientsOfWeightsThatComeLaterAreTried) {
   models::TrainConfig c = small();
   c.model.layers = 8;
   c.train.batch = c.train.micro_batches = 8;
   c.sharding.pipeline = 4;
-  models::WaysOptions options;
+  models::ConfigSearchOptions options;
   options.keep = {"sharding.pipeline", "sharding.pipeline_runs", "train.micro_batches"};
-  const auto fastest = [&] { return models::find_ways(c, kVocab, 4, machine_with(int64_t{1} << 40), options).front.front(); };
-  const models::Way later = fastest();
+  const auto fastest = [&] { return models::search_configs(c, kVocab, 4, machine_with(int64_t{1} << 40), options).front.front(); };
+  const models::PlannedConfig later = fastest();
   EXPECT_THAT(later.options, HasSubstr("--sharding.pipeline_schedule zero_bubble"));
   options.keep.insert("sharding.pipeline_schedule");
   EXPECT_LT(later.time.seconds, 0.93 * fastest().time.seconds);
@@ -114,18 +114,18 @@ TEST_F(Ways, GradientsOfWeightsThatComeLaterAreTried) {
 }
 
 // With a head as long as two blocks, stages differ that would be alike by their blocks alone: all of them are tried.
-TEST_F(Ways, StagesBesideALongHeadAreTried) {
+TEST_F(ConfigSearch, StagesBesideALongHeadAreTried) {
   models::TrainConfig c = small();
   c.model.layers = 32, c.model.tie_embeddings = false;
   c.train.batch = c.train.micro_batches = 16;
   const models::FlopsOfParts parts = models::flops_of_parts(c);
   c.model.vocab = std::llround(2.1 * static_cast<double>(c.model.vocab) * parts.block / parts.head);
-  models::WaysOptions options;
+  models::ConfigSearchOptions options;
   options.keep = {"sharding.tensor", "sharding.context", "sharding.replicas", "sharding.strategy", "train.micro_batches", "train.recompute"};
   const auto tried = [&](int64_t stages, int64_t runs) {
-    return std::ranges::any_of(models::find_ways(c, c.model.vocab, 8, machine_with(int64_t{1} << 40), options).fitting, [&](const models::Way& w) {
-      return w.config.sharding.pipeline == stages && w.config.sharding.pipeline_runs == runs;
-    });
+    return std::ranges::any_of(
+        models::search_configs(c, c.model.vocab, 8, machine_with(int64_t{1} << 40), options).fitting,
+        [&](const models::PlannedConfig& w) { return w.config.sharding.pipeline == stages && w.config.sharding.pipeline_runs == runs; });
   };
   EXPECT_TRUE(tried(8, 1));
   c.sharding.pipeline = 4;
@@ -134,33 +134,33 @@ TEST_F(Ways, StagesBesideALongHeadAreTried) {
 }
 
 // One long sequence for more ranks than key heads: some are replicated, all equally often. Or ranks gather keys and values.
-TEST_F(Ways, SequencesAreSharedByMoreRanksThanKeyHeads) {
+TEST_F(ConfigSearch, SequencesAreSharedByMoreRanksThanKeyHeads) {
   models::TrainConfig c = small();
   c.model = tiny_model("llama", 12, 2);
   c.train.batch = 1;
   const auto tried = [&](int64_t context, int64_t tensor, int world, const char* comm = "all_to_all") {
-    return std::ranges::any_of(models::find_ways(c, kVocab, world, machine_with(int64_t{1} << 40)).fitting, [&](const models::Way& w) {
+    return std::ranges::any_of(models::search_configs(c, kVocab, world, machine_with(int64_t{1} << 40)).fitting, [&](const models::PlannedConfig& w) {
       return w.config.sharding.context == context && w.config.sharding.tensor == tensor && w.config.sharding.context_comm == comm;
     });
   };
-  EXPECT_TRUE(tried(6, 1, 6));   // three copies of each
-  EXPECT_TRUE(tried(12, 1, 12)); // a copy for each head
-  EXPECT_TRUE(tried(6, 2, 12));  // of the one that a rank of the tensor axis has
+  EXPECT_TRUE(tried(6, 1, 6));    // three copies of each
+  EXPECT_TRUE(tried(12, 1, 12));  // a copy for each head
+  EXPECT_TRUE(tried(6, 2, 12));   // of the one that a rank of the tensor axis has
   EXPECT_FALSE(tried(8, 1, 8)) << "twelve heads are not even shares of eight ranks";
   EXPECT_TRUE(tried(8, 1, 8, "all_gather"));
   EXPECT_TRUE(tried(4, 1, 4));
 }
 
 // Nor does the number of key heads limit the tensor-parallel ranks: some are replicated, as parts of heads that are put together.
-TEST_F(Ways, LayersAreSharedByMoreRanksThanKeyHeads) {
+TEST_F(ConfigSearch, LayersAreSharedByMoreRanksThanKeyHeads) {
   models::TrainConfig c = small();
   c.model = tiny_model("llama", 12, 2);
   c.model.head_dim = 8;
   c.train.batch = 1;
   const auto tried = [&](int64_t context, int64_t tensor, int world) {
-    return std::ranges::any_of(models::find_ways(c, kVocab, world, machine_with(int64_t{1} << 40, world)).fitting, [&](const models::Way& w) {
-      return w.config.sharding.context == context && w.config.sharding.tensor == tensor;
-    });
+    return std::ranges::any_of(
+        models::search_configs(c, kVocab, world, machine_with(int64_t{1} << 40, world)).fitting,
+        [&](const models::PlannedConfig& w) { return w.config.sharding.context == context && w.config.sharding.tensor == tensor; });
   };
   EXPECT_TRUE(tried(1, 4, 4));
   EXPECT_TRUE(tried(3, 4, 12)) << "the three heads that read a copy";
@@ -168,66 +168,66 @@ TEST_F(Ways, LayersAreSharedByMoreRanksThanKeyHeads) {
   EXPECT_FALSE(tried(1, 8, 8)) << "twelve heads are not even shares of eight ranks";
 }
 
-TEST_F(Ways, TheFastestIsNearlyThatOfAll) {
+TEST_F(ConfigSearch, TheFastestIsNearlyThatOfAll) {
   const models::TrainConfig config = small();
-  const auto front = models::find_ways(config, kVocab, 4, machine_with(int64_t{1} << 40)).front;
+  const auto front = models::search_configs(config, kVocab, 4, machine_with(int64_t{1} << 40)).front;
   ASSERT_GT(front.size(), 2u);
   const std::vector<models::StepTime> all = times_of_all(config, 4, machine_with(int64_t{1} << 40));
-  for (const models::Way* way : {&front.front(), &front[front.size() / 2], &front.back()}) {
-    const int64_t memory = way->time.peak_bytes;
+  for (const models::PlannedConfig* planned : {&front.front(), &front[front.size() / 2], &front.back()}) {
+    const int64_t memory = planned->time.peak_bytes;
     const Machine machine = machine_with(memory);
-    const models::Ways ways = models::find_ways(config, kVocab, 4, machine);
+    const models::ConfigSearchResult found = models::search_configs(config, kVocab, 4, machine);
     double best = 1e300;
     for (const models::StepTime& time : all)
       if (time.peak_bytes <= memory) best = std::min(best, time.seconds);
-    ASSERT_FALSE(ways.front.empty()) << memory;
-    EXPECT_GE(ways.front[0].time.seconds, best) << memory;
-    EXPECT_LE(ways.front[0].time.seconds, 1.05 * best) << memory << ' ' << ways.front[0].options;
+    ASSERT_FALSE(found.front.empty()) << memory;
+    EXPECT_GE(found.front[0].time.seconds, best) << memory;
+    EXPECT_LE(found.front[0].time.seconds, 1.05 * best) << memory << ' ' << found.front[0].options;
   }
 }
 
-void expect_ways_are_what_their_options_say(const models::TrainConfig& config) {
+void expect_configs_are_what_their_options_say(const models::TrainConfig& config) {
   const Machine machine = machine_with(models::time_step(config, kVocab, 8, machine_with(1)).peak_bytes, 4);
-  models::WaysOptions options;
+  models::ConfigSearchOptions options;
   options.threads = 2;
-  const models::Ways ways = models::find_ways(config, kVocab, 8, machine, options);
-  ASSERT_GT(ways.fitting.size(), 10u);
-  ASSERT_GT(ways.front.size(), 1u);
-  EXPECT_LT(ways.fitting.size(), static_cast<size_t>(ways.planned));
-  for (size_t i = 1; i < ways.fitting.size(); ++i) EXPECT_GE(ways.fitting[i].time.seconds, ways.fitting[i - 1].time.seconds);
-  for (const models::Way& way : ways.fitting) EXPECT_LE(way.time.peak_bytes, machine.memory);
-  for (size_t i = 0; i < ways.front.size(); ++i) {
-    const models::Way& way = ways.front[i];
+  const models::ConfigSearchResult found = models::search_configs(config, kVocab, 8, machine, options);
+  ASSERT_GT(found.fitting.size(), 10u);
+  ASSERT_GT(found.front.size(), 1u);
+  EXPECT_LT(found.fitting.size(), static_cast<size_t>(found.planned));
+  for (size_t i = 1; i < found.fitting.size(); ++i) EXPECT_GE(found.fitting[i].time.seconds, found.fitting[i - 1].time.seconds);
+  for (const models::PlannedConfig& planned : found.fitting) EXPECT_LE(planned.time.peak_bytes, machine.memory);
+  for (size_t i = 0; i < found.front.size(); ++i) {
+    const models::PlannedConfig& planned = found.front[i];
     if (i > 0) {
-      EXPECT_LT(way.time.peak_bytes, ways.front[i - 1].time.peak_bytes);
+      EXPECT_LT(planned.time.peak_bytes, found.front[i - 1].time.peak_bytes);
     }
-    EXPECT_EQ(models::time_step(way.config, kVocab, 8, machine).seconds, way.time.seconds) << way.options;
+    EXPECT_EQ(models::time_step(planned.config, kVocab, 8, machine).seconds, planned.time.seconds) << planned.options;
     int64_t peak = 0;
-    for (const int rank : models::ranks_that_hold_most(way.config, 8))
-      peak = std::max(peak, models::plan_step(way.config, kVocab, rank, 8, 1, "nccl", Device::cuda()).peak.bytes);
-    EXPECT_EQ(way.time.peak_bytes, peak) << way.options;
+    for (const int rank : models::ranks_that_hold_most(planned.config, 8))
+      peak = std::max(peak, models::plan_step(planned.config, kVocab, rank, 8, 1, "nccl", Device::cuda()).peak.bytes);
+    EXPECT_EQ(planned.time.peak_bytes, peak) << planned.options;
   }
   // The search gives the same on one thread.
-  const models::Ways again = models::find_ways(config, kVocab, 8, machine);
-  ASSERT_EQ(again.fitting.size(), ways.fitting.size());
-  for (size_t i = 0; i < ways.front.size(); ++i) EXPECT_EQ(again.front[i].options, ways.front[i].options);
+  const models::ConfigSearchResult again = models::search_configs(config, kVocab, 8, machine);
+  ASSERT_EQ(again.fitting.size(), found.fitting.size());
+  for (size_t i = 0; i < found.front.size(); ++i) EXPECT_EQ(again.front[i].options, found.front[i].options);
 }
 
-TEST_F(Ways, AreSortedFitAndAreWhatTheirOptionsSay) { expect_ways_are_what_their_options_say(small()); }
+TEST_F(ConfigSearch, FindsSortedConfigsThatFit) { expect_configs_are_what_their_options_say(small()); }
 
-TEST_F(Ways, AreThoseOfAnIsland) {
+TEST_F(ConfigSearch, OfAnIsland) {
   const models::TrainConfig config = models::islands_of(small(), 2);
-  expect_ways_are_what_their_options_say(config);
-  for (const models::Way& way : models::find_ways(config, kVocab, 8, machine_with(1 << 30)).fitting) {
-    EXPECT_EQ(way.config.train.islands, 2);
-    EXPECT_EQ(way.config.train.batch, 16);
+  expect_configs_are_what_their_options_say(config);
+  for (const models::PlannedConfig& planned : models::search_configs(config, kVocab, 8, machine_with(1 << 30)).fitting) {
+    EXPECT_EQ(planned.config.train.islands, 2);
+    EXPECT_EQ(planned.config.train.batch, 16);
   }
-  EXPECT_THAT([&] { models::find_ways(config, kVocab, 5, machine_with(1 << 30)); },
+  EXPECT_THAT([&] { models::search_configs(config, kVocab, 5, machine_with(1 << 30)); },
               ::testing::ThrowsMessage<ConfigError>(HasSubstr("train.islands 2: 5 ranks cannot be divided")));
 }
 
 // One rank, with memory for only single sequences, or only if everything is recomputed.
-TEST_F(Ways, TakeAsManyMicroBatchesAsItTakes) {
+TEST_F(ConfigSearch, TakesAsManyMicroBatchesAsNeeded) {
   models::TrainConfig config = small();
   config.train.batch = 64;
   for (const char* fits : {"none", "selective", "block"})
@@ -244,34 +244,34 @@ TEST_F(Ways, TakeAsManyMicroBatchesAsItTakes) {
           if (time.peak_bytes <= machine.memory) best = std::min(best, time.seconds);
         }
       config.train.batch = batch;
-      const models::Ways ways = models::find_ways(config, kVocab, 1, machine);
-      ASSERT_FALSE(ways.fitting.empty()) << fits << ' ' << batch;
-      EXPECT_LE(ways.fitting[0].time.seconds, best) << fits << ' ' << batch;
+      const models::ConfigSearchResult found = models::search_configs(config, kVocab, 1, machine);
+      ASSERT_FALSE(found.fitting.empty()) << fits << ' ' << batch;
+      EXPECT_LE(found.fitting[0].time.seconds, best) << fits << ' ' << batch;
     }
 }
 
-TEST_F(Ways, KeepWhatIsKept) {
+TEST_F(ConfigSearch, KeepsWhatIsKept) {
   models::TrainConfig config = small();
   config.sharding.tensor = 2;
   config.train.recompute = "block";
-  models::WaysOptions options;
+  models::ConfigSearchOptions options;
   options.keep = {"sharding.tensor", "train.recompute", "sharding.strategy"};
-  for (const models::Way& way : models::find_ways(config, kVocab, 4, machine_with(int64_t{1} << 40), options).fitting) {
-    EXPECT_EQ(way.config.sharding.tensor, 2);
-    EXPECT_EQ(way.config.train.recompute, "block");
-    EXPECT_EQ(way.config.sharding.strategy, config.sharding.strategy);
-    EXPECT_THAT(way.options, HasSubstr("--sharding.tensor 2"));
+  for (const models::PlannedConfig& planned : models::search_configs(config, kVocab, 4, machine_with(int64_t{1} << 40), options).fitting) {
+    EXPECT_EQ(planned.config.sharding.tensor, 2);
+    EXPECT_EQ(planned.config.train.recompute, "block");
+    EXPECT_EQ(planned.config.sharding.strategy, config.sharding.strategy);
+    EXPECT_THAT(planned.options, HasSubstr("--sharding.tensor 2"));
   }
 }
 
 // With 9 blocks the largest of four stages has 3, a third more than its share; with 15 they have 4, 4, 4 and 3.
-TEST_F(Ways, TakeStagesThatAreNearlyEven) {
+TEST_F(ConfigSearch, TakesStagesThatAreNearlyEven) {
   models::TrainConfig config = small();
-  const auto most_stages = [&](int64_t layers, models::WaysOptions options) {
+  const auto most_stages = [&](int64_t layers, models::ConfigSearchOptions options) {
     config.model.layers = layers;
     int64_t most = 0;
-    for (const models::Way& way : models::find_ways(config, kVocab, 4, machine_with(int64_t{1} << 40), options).fitting)
-      most = std::max(most, way.config.sharding.pipeline);
+    for (const models::PlannedConfig& planned : models::search_configs(config, kVocab, 4, machine_with(int64_t{1} << 40), options).fitting)
+      most = std::max(most, planned.config.sharding.pipeline);
     return most;
   };
   EXPECT_EQ(most_stages(15, {}), 4);
@@ -280,22 +280,22 @@ TEST_F(Ways, TakeStagesThatAreNearlyEven) {
   EXPECT_EQ(most_stages(9, {.keep = {"sharding.pipeline"}}), 4) << "who asks for it gets it";
 }
 
-TEST_F(Ways, AreAskedForWithCutsThatAreNotEven) {
+TEST_F(ConfigSearch, CutsThatAreNotEven) {
   models::TrainConfig config = small();
   config.sharding.tensor = 3;
-  const models::WaysOptions options{.keep = {"sharding.tensor"}};
-  EXPECT_FALSE(models::find_ways(config, kVocab, 3, machine_with(int64_t{1} << 40), options).fitting.empty());
+  const models::ConfigSearchOptions options{.keep = {"sharding.tensor"}};
+  EXPECT_FALSE(models::search_configs(config, kVocab, 3, machine_with(int64_t{1} << 40), options).fitting.empty());
 }
 
-TEST_F(Ways, SayWhyThereIsNone) {
+TEST_F(ConfigSearch, SaysWhyThereIsNone) {
   models::TrainConfig config = small();
   config.sharding.pipeline = 2;
   config.sharding.units = "none";
-  models::WaysOptions options;
+  models::ConfigSearchOptions options;
   options.keep = {"sharding.pipeline"};
   const auto reason = [&](int world) -> std::string {
     try {
-      models::find_ways(config, kVocab, world, machine_with(int64_t{1} << 40), options);
+      models::search_configs(config, kVocab, world, machine_with(int64_t{1} << 40), options);
     } catch (const ConfigError& e) {
       return e.what();
     }
@@ -303,19 +303,19 @@ TEST_F(Ways, SayWhyThereIsNone) {
   };
   EXPECT_THAT(reason(4), HasSubstr("sharding.units none"));
   EXPECT_THAT(reason(3), HasSubstr("3 ranks"));
-  const models::Ways none = models::find_ways(small(), kVocab, 4, machine_with(1000));
+  const models::ConfigSearchResult none = models::search_configs(small(), kVocab, 4, machine_with(1000));
   EXPECT_TRUE(none.fitting.empty());
   EXPECT_GT(none.least_bytes, 1000);
 }
 
-TEST_F(Ways, ShareExpertsOut) {
+TEST_F(ConfigSearch, ShardsExperts) {
   models::TrainConfig config = small();
   config.model = tiny_mixture(1.1);
   config.model.dropout = 0;
   config.train.batch = 10;
   bool shared = false;
-  for (const models::Way& way : models::find_ways(config, kVocab, 10, machine_with(int64_t{1} << 40, 10)).fitting)
-    shared = shared || way.config.sharding.experts > 1;
+  for (const models::PlannedConfig& planned : models::search_configs(config, kVocab, 10, machine_with(int64_t{1} << 40, 10)).fitting)
+    shared = shared || planned.config.sharding.experts > 1;
   EXPECT_TRUE(shared);
 }
 
