@@ -8,8 +8,8 @@
 namespace sheaf::testing {
 
 struct CheckRowwiseOptions {
-  int cuts = 8;            ///< random cuts into 2 to 4 parts, some of them empty
-  double tolerance = 0;    ///< largest |difference| relative to an output's largest |element|; 0: the same bits
+  int cuts = 8;          ///< random cuts into 2 to 4 parts, some of them empty
+  double tolerance = 0;  ///< largest |difference| relative to an output's largest |element|; 0: the same bits
   std::string seed = "cuts";
 };
 

@@ -27,7 +27,7 @@ class Slots final : public LeafGroup {
     return Tensor::empty(slot(i).type());
   }
   void release() override {}
-  void release_constant() override {}
+  void release_values() override {}
   void finish(const std::vector<bool>& contributed) override { contributed_ = contributed; }
   int num_leaves() const override { return static_cast<int>(values_.size()); }
   bool trainable(int) const override { return true; }

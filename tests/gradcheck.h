@@ -13,8 +13,8 @@ namespace sheaf::testing {
 using ScalarFunction = std::function<Tensor(Recording&, const std::vector<Tensor>&)>;
 
 struct GradcheckOptions {
-  double step = 1e-5;        ///< of the central difference
-  double tolerance = 1e-6;   ///< largest |difference|, relative to the largest |entry| of all the gradients (at least 1e-3)
+  double step = 1e-5;                     ///< of the central difference
+  double tolerance = 1e-6;                ///< largest |difference|, relative to the largest |entry| of all the gradients (at least 1e-3)
   std::vector<bool> differentiable = {};  ///< per tensor; empty: all of them
 };
 

@@ -35,9 +35,9 @@ struct In {
 
   Shape shape;
   double low = -1, high = 1;
-  DType dtype = kF64;          ///< kF64 stands for the dtype under test; integral types are taken as they are
-  bool differentiable = true;  ///< false: a constant, or a tensor that takes no gradient
-  bool distinct = false;       ///< evenly spaced values, shuffled: no ties even in bf16
+  DType dtype = kF64;              ///< kF64 stands for the dtype under test; integral types are taken as they are
+  bool differentiable = true;      ///< false: a constant, or a tensor that takes no gradient
+  bool distinct = false;           ///< evenly spaced values, shuffled: no ties even in bf16
   std::vector<double> avoid = {};  ///< where f is not smooth: values stay 1/16 of the range away
 };
 

@@ -21,10 +21,10 @@ Values draw_weights(const OpSample& sample, size_t output, const Shape& shape);
 std::vector<Tensor> make_inputs(const OpSample& sample, const std::vector<Values>& values, DType dtype);
 
 struct Run {
-  std::vector<Tensor> outputs;    ///< all of them
-  std::vector<Tensor> gradients;  ///< of Σ <weight, floating output>, with respect to the differentiable inputs
+  std::vector<Tensor> outputs;         ///< all of them
+  std::vector<Tensor> gradients;       ///< of Σ <weight, floating output>, with respect to the differentiable inputs
   std::vector<size_t> differentiated;  ///< which inputs those are
-  std::vector<Tensor> seconds;    ///< if asked for: of Σ <weight, gradient>, likewise
+  std::vector<Tensor> seconds;         ///< if asked for: of Σ <weight, gradient>, likewise
 };
 /// Evaluates f and the gradients of its floating outputs inside `recording`, on the device of the inputs; and, if `second` is set and the
 /// sample has them, second derivatives.

@@ -16,7 +16,7 @@ struct TrainArguments {
   std::string config;                  ///< TOML file, "" for defaults
   std::vector<std::string> overrides;  ///< --section.key value
   bool resume = false, print_config = false, quiet = false;
-  int threads_per_rank = 0;            ///< 0: cores / local ranks
+  int threads_per_rank = 0;  ///< 0: cores / local ranks
 };
 int train_command(const TrainArguments& arguments);
 
@@ -37,17 +37,17 @@ struct EvaluateArguments {
 int evaluate_command(const EvaluateArguments& arguments);
 
 struct ExportArguments {
-  std::string folder;  ///< output folder of a run
-  std::string file;    ///< to write; a folder, for huggingface
+  std::string folder;            ///< output folder of a run
+  std::string file;              ///< to write; a folder, for huggingface
   std::string format = "sheaf";  ///< whose names: "sheaf", "huggingface"
-  int64_t step = -1;   ///< which checkpoint; -1: the newest whole one
+  int64_t step = -1;             ///< which checkpoint; -1: the newest whole one
 };
 int export_command(const ExportArguments& arguments);
 
 /// How a command reads its texts.
 struct TextArguments {
-  bool json_lines = false;             ///< JSON lines, all of them; else only those named .jsonl are, and others are documents
-  std::string field;                   ///< the member of a line that is the document; "": "text"
+  bool json_lines = false;  ///< JSON lines, all of them; else only those named .jsonl are, and others are documents
+  std::string field;        ///< the member of a line that is the document; "": "text"
   bool in_json_lines(const std::string& path) const { return json_lines || models::is_json_lines(path); }
   models::JsonLines lines() const { return models::JsonLines(field.empty() ? "text" : field); }
   /// Throws ConfigError for a field if no text has fields.
@@ -55,22 +55,22 @@ struct TextArguments {
 };
 
 struct TokenizeArguments {
-  std::vector<std::string> files;      ///< texts, "-" for standard input, then the token file to write
+  std::vector<std::string> files;  ///< texts, "-" for standard input, then the token file to write
   TextArguments texts;
-  models::ExampleOptions examples;     ///< with a prompt's field or a chat's format: texts are lines of examples
+  models::ExampleOptions examples;  ///< with a prompt's field or a chat's format: texts are lines of examples
   bool are_examples() const { return !examples.prompt_field.empty() || !examples.chat_format.empty(); }
-  std::string tokenizer;               ///< "gpt2", "llama3", "huggingface" or "byte"
-  std::string tokenizer_folder;        ///< with its published files
-  int threads = 0;                     ///< 0: all cores
+  std::string tokenizer;         ///< "gpt2", "llama3", "huggingface" or "byte"
+  std::string tokenizer_folder;  ///< with its published files
+  int threads = 0;               ///< 0: all cores
 };
 int tokenize_command(const TokenizeArguments& arguments);
 
 struct TrainTokenizerArguments {
-  std::vector<std::string> files;      ///< texts, "-" for standard input, then the tokenizer.json to write
+  std::vector<std::string> files;  ///< texts, "-" for standard input, then the tokenizer.json to write
   TextArguments texts;
   models::BpeTrainerOptions options;
-  std::vector<std::string> special;    ///< in place of the default ones, if there are any
-  int threads = 0;                     ///< 0: all cores
+  std::vector<std::string> special;  ///< in place of the default ones, if there are any
+  int threads = 0;                   ///< 0: all cores
 };
 int train_tokenizer_command(const TrainTokenizerArguments& arguments);
 
@@ -79,9 +79,9 @@ struct TapeArguments {
   std::vector<std::string> overrides;
   int world = 1;
   int rank = 0;
-  int threads_per_rank = 0;            ///< 0: cores / world, as if all ranks were on this machine
-  std::string format = "text";         ///< "text", "json", "dot"
-  std::string device = "cpu";          ///< whose kernels: "cpu", "cuda"; it need not exist on this machine
+  int threads_per_rank = 0;     ///< 0: cores / world, as if all ranks were on this machine
+  std::string format = "text";  ///< "text", "json", "dot"
+  std::string device = "cpu";   ///< whose kernels: "cpu", "cuda"; it need not exist on this machine
 };
 int tape_command(const TapeArguments& arguments);
 
@@ -89,12 +89,12 @@ struct PlanArguments {
   std::string config;
   std::vector<std::string> overrides;  ///< fixed options; the search varies the others
   int world = 1;
-  std::string machine = "h200";        ///< of each rank: see machine_named()
-  int ranks_per_host = 0;              ///< 0: the machine's
-  int64_t memory = 0;                  ///< bytes available to a rank; 0: the machine's
-  double network = 0;                  ///< bytes per second received by a rank from other hosts; 0: the machine's
-  bool all = false;                    ///< print all configurations that fit, not only the Pareto front of time and memory
-  std::string trace;                   ///< file for the timeline of the first configuration; "": none
+  std::string machine = "h200";  ///< of each rank: see machine_named()
+  int ranks_per_host = 0;        ///< 0: the machine's
+  int64_t memory = 0;            ///< bytes available to a rank; 0: the machine's
+  double network = 0;            ///< bytes per second received by a rank from other hosts; 0: the machine's
+  bool all = false;              ///< print all configurations that fit, not only the Pareto front of time and memory
+  std::string trace;             ///< file for the timeline of the first configuration; "": none
 };
 int plan_command(const PlanArguments& arguments);
 

@@ -73,7 +73,7 @@ void apply_weights(TrainConfig& config, std::vector<ConfigField>& fields, const 
   const std::string& weights = config.model.weights;
   if (weights.empty()) return;
   if (!path_exists(weights)) {
-    if (resume && !list_steps(config.output.folder + "/checkpoints").empty()) return;
+    if (resume && !list_steps(models::checkpoints_in(config.output.folder)).empty()) return;
     fail<ConfigError>("[config] model.weights: there is no '", weights, "'");
   }
   const std::string file = models::published_config_file(weights);

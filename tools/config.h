@@ -19,10 +19,10 @@ struct ConfigField {
   std::string key;  ///< "section.name"
   std::variant<bool*, int64_t*, double*, std::string*> target;
   std::string doc;
-  std::vector<std::string> choices = {};     ///< of a string; empty: any
-  double min = -1e300, max = 1e300;          ///< of a number, inclusive
-  std::vector<std::string> later = {};       ///< choices that have a name but are not implemented yet
-  std::string missing = {};                  ///< what these wait for, if worth saying
+  std::vector<std::string> choices = {};  ///< of a string; empty: any
+  double min = -1e300, max = 1e300;       ///< of a number, inclusive
+  std::vector<std::string> later = {};    ///< choices that have a name but are not implemented yet
+  std::string missing = {};               ///< what these wait for, if worth saying
 };
 
 /// The table of all options, pointing into `config`.

@@ -110,24 +110,29 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
        "every N-th block has no rotary positions (NoPE), as in SmolLM3; 0: all have them (llama)", any, 0, 10000},
       {"model.rope_scaling.rope_type", &rope.rope_type,
        "how rotary frequencies are scaled for longer contexts (llama); default: they are not",
-       {"default", "linear", "llama3", "yarn"}, {}, {}, {"dynamic", "longrope"}},
-      {"model.rope_scaling.factor", &rope.factor, "divisor of low frequencies (linear: of all)", any, 1, 1e6},
+       {"default", "linear", "llama3", "yarn", "longrope"}, {}, {}, {"dynamic"}},
+      {"model.rope_scaling.factor", &rope.factor, "divisor of low frequencies (linear: of all; longrope: see attention_factor)", any, 1, 1e6},
       {"model.rope_scaling.low_freq_factor", &rope.low_freq_factor,
        "frequencies with fewer turns in the original context are low (llama3)", any, 0, 1e6},
       {"model.rope_scaling.high_freq_factor", &rope.high_freq_factor,
        "frequencies with more turns in the original context are not scaled (llama3)", any, 0, 1e6},
       {"model.rope_scaling.original_max_position_embeddings", &rope.original_max_position_embeddings,
-       "context before the scaling (llama3, yarn)", any, 1, 1e9},
+       "context before the scaling (llama3, yarn, longrope)", any, 1, 1e9},
       {"model.rope_scaling.beta_slow", &rope.beta_slow, "frequencies with fewer turns in the original context are low (yarn)", any, 0, 1e6},
       {"model.rope_scaling.beta_fast", &rope.beta_fast,
        "frequencies with more turns in the original context are not scaled (yarn)", any, 0, 1e6},
       {"model.rope_scaling.truncate", &rope.truncate, "the range between them is rounded to whole indices (yarn)"},
       {"model.rope_scaling.attention_factor", &rope.attention_factor,
-       "factor of rotated queries and keys; 0: 0.1 ln(factor) + 1 (yarn)", any, 0, 1e6},
+       "factor of rotated queries and keys; 0: 0.1 ln(factor) + 1 (yarn), or sqrt(1 + ln(factor) / ln(original_max_position_embeddings)) (longrope)",
+       any, 0, 1e6},
       {"model.rope_scaling.mscale", &rope.mscale,
        "if not 0, this factor is (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1) (yarn)", any, 0, 1e6},
       {"model.rope_scaling.mscale_all_dim", &rope.mscale_all_dim,
        "see mscale; latent attention multiplies scores by the square of that divisor (yarn)", any, 0, 1e6},
+      {"model.rope_scaling.short_factor", &rope.short_factor,
+       "divisors of the frequencies, one for each rotated pair of a head, separated by spaces (longrope)"},
+      {"model.rope_scaling.long_factor", &rope.long_factor,
+       "the same if model.context is longer than original_max_position_embeddings (longrope)"},
       {"model.norm_eps", &m.norm_eps, "added to the variance in norms", any, 0, 1},
 
       {"data.corpus", &d.corpus, "UTF-8 text file"},
@@ -263,7 +268,8 @@ const char* unused(const std::string& key, const TrainConfig& config) {
   if (key == "model.qkv_bias" && config.model.type != "llama") return "only model.type llama has such biases alone";
   if (key == "model.qk_norm" && config.model.type != "llama") return "only model.type llama has such norms";
   if (key == "model.qk_norm_all_heads" && !config.model.qk_norm) return "without model.qk_norm there is no norm";
-  for (const char* name : {"gelu_gate", "pre_norms", "post_norms", "qk_norm_all_heads", "scale_embedding", "query_pre_attn_scalar", "out_bias", "attention_sinks", "attention_gate", "rotary_dim", "nope_every"})
+  for (const char* name : {"gelu_gate", "pre_norms", "post_norms", "qk_norm_all_heads", "scale_embedding", "query_pre_attn_scalar", "out_bias",
+                           "attention_sinks", "attention_gate", "rotary_dim", "nope_every"})
     if (key == str("model.", name) && config.model.type != "llama") return "only model.type llama has it";
   if (key == "model.window_rope_theta" && (config.model.type != "llama" || config.model.window == 0))
     return "only model.type llama has it, with model.window";
@@ -276,7 +282,8 @@ const char* unused(const std::string& key, const TrainConfig& config) {
     return "without model.window and model.linear_key_heads all blocks see all keys";
   const auto& m = config.model;
   if (m.linear_key_heads && m.full_attention_every == 0 && m.mtp_layers == 0)
-    for (const char* name : {"attention_gate", "attention_sinks", "qk_norm", "qk_norm_all_heads", "qkv_bias", "out_bias", "rotary_dim", "query_pre_attn_scalar", "attn_logit_softcapping", "kv_heads", "kv_lora_rank", "rope_theta", "nope_every"})
+    for (const char* name : {"attention_gate", "attention_sinks", "qk_norm", "qk_norm_all_heads", "qkv_bias", "out_bias", "rotary_dim",
+                             "query_pre_attn_scalar", "attn_logit_softcapping", "kv_heads", "kv_lora_rank", "rope_theta", "nope_every"})
       if (key == str("model.", name)) return "all blocks have linear attention; see model.full_attention_every";
   if (key.starts_with("model.linear_") && config.model.type != "llama") return "only model.type llama has linear attention";
   if (key.starts_with("model.linear_") && key != "model.linear_key_heads" && config.model.linear_key_heads == 0)
@@ -298,12 +305,16 @@ const char* unused(const std::string& key, const TrainConfig& config) {
   if (key.starts_with("model.rope_") && config.model.type != "llama") return "only model.type llama has rotary embeddings";
   const std::string& scaling = config.model.rope_scaling.rope_type;
   if (key == "model.rope_scaling.factor" && scaling == "default")
-    return "only model.rope_scaling.rope_type linear, llama3 and yarn have it";
-  if (key == "model.rope_scaling.original_max_position_embeddings" && scaling != "llama3" && scaling != "yarn")
-    return "only model.rope_scaling.rope_type llama3 and yarn have it";
+    return "only model.rope_scaling.rope_type linear, llama3, yarn and longrope have it";
+  if (key == "model.rope_scaling.original_max_position_embeddings" && scaling != "llama3" && scaling != "yarn" && scaling != "longrope")
+    return "only model.rope_scaling.rope_type llama3, yarn and longrope have it";
   if (key.starts_with("model.rope_scaling.") && key.ends_with("_freq_factor") && scaling != "llama3")
     return "only model.rope_scaling.rope_type llama3 has it";
-  for (const char* name : {"beta_slow", "beta_fast", "truncate", "attention_factor", "mscale", "mscale_all_dim"})
+  if (key == "model.rope_scaling.attention_factor" && scaling != "yarn" && scaling != "longrope")
+    return "only model.rope_scaling.rope_type yarn and longrope have it";
+  if ((key == "model.rope_scaling.short_factor" || key == "model.rope_scaling.long_factor") && scaling != "longrope")
+    return "only model.rope_scaling.rope_type longrope has it";
+  for (const char* name : {"beta_slow", "beta_fast", "truncate", "mscale", "mscale_all_dim"})
     if (key == str("model.rope_scaling.", name) && scaling != "yarn") return "only model.rope_scaling.rope_type yarn has it";
   if (key == "train.steps" && config.train.epochs > 0) return "train.epochs says how many steps there are";
   if (key.starts_with("train.decay_") && config.train.schedule == "constant")
@@ -342,8 +353,8 @@ void validate(const TrainConfig& config, const std::function<std::string(const c
   const int64_t head_dim = models::resolved(m).head_dim;
   require(m.rotary_dim % 2 == 0 && (m.rotary_dim <= head_dim || m.kv_lora_rank > 0), "model.rotary_dim ", m.rotary_dim,
           origin("model.rotary_dim"), ": an even number of elements of a head, which has ", head_dim);
-  require(m.type != "llama" || m.kv_lora_rank > 0 || m.head_dim > 0 || m.rotary_dim > 0 || m.width / m.heads % 2 == 0, width, " / ", heads, " is ", m.width / m.heads,
-          "; rotary embedding needs an even size");
+  require(m.type != "llama" || m.kv_lora_rank > 0 || m.head_dim > 0 || m.rotary_dim > 0 || m.width / m.heads % 2 == 0, width, " / ", heads, " is ",
+          m.width / m.heads, "; rotary embedding needs an even size");
   require(m.head_dim % 2 == 0 || m.type != "llama" || m.kv_lora_rank > 0 || m.rotary_dim > 0, "model.head_dim ", m.head_dim, origin("model.head_dim"),
           ": rotary embedding needs an even size");
   if (m.kv_lora_rank) {
@@ -357,8 +368,8 @@ void validate(const TrainConfig& config, const std::function<std::string(const c
     require(m.query_pre_attn_scalar == 0, latent, ": latent attention divides by the root of its own width, not model.query_pre_attn_scalar's");
     require(m.attn_logit_softcapping == 0, latent, ": latent attention has no model.attn_logit_softcapping");
     require(m.rotary_dim == 0, latent, ": model.qk_rope_head_dim says how much is rotated, not model.rotary_dim");
-    require(m.head_dim == 0 || m.head_dim == r.head_dim, latent, " with model.head_dim ", m.head_dim, origin("model.head_dim"), ": that follows from model.qk_nope_head_dim ",
-            r.qk_nope_head_dim, " and model.qk_rope_head_dim ", r.qk_rope_head_dim);
+    require(m.head_dim == 0 || m.head_dim == r.head_dim, latent, " with model.head_dim ", m.head_dim, origin("model.head_dim"),
+            ": that follows from model.qk_nope_head_dim ", r.qk_nope_head_dim, " and model.qk_rope_head_dim ", r.qk_rope_head_dim);
     require(r.qk_nope_head_dim > 0, width, " is less than ", heads, ": give model.qk_nope_head_dim");
     require(r.qk_rope_head_dim > 0 && r.qk_rope_head_dim % 2 == 0, "model.qk_rope_head_dim ", r.qk_rope_head_dim,
             origin("model.qk_rope_head_dim"), ": rotary embedding needs an even size");
@@ -371,10 +382,11 @@ void validate(const TrainConfig& config, const std::function<std::string(const c
     require(m.window == 0, linear, " with model.window ", m.window, origin("model.window"), ": blocks without linear attention see all keys");
     require(m.full_attention_every != 1, linear, " would change nothing: with model.full_attention_every 1 all blocks have full attention");
   }
-  require(m.nope_every == 0 || m.kv_lora_rank == 0, "model.nope_every ", m.nope_every, origin("model.nope_every"), " with model.kv_lora_rank ", m.kv_lora_rank,
-          origin("model.kv_lora_rank"), ": latent attention always has rotary positions");
-  const std::string scaling = models::rotary_scaling(m.rope_scaling).problem();
-  require(m.pre_norms || m.post_norms, "model.pre_norms", origin("model.pre_norms"), ": without model.post_norms, too, nothing in the blocks is normalised");
+  require(m.nope_every == 0 || m.kv_lora_rank == 0, "model.nope_every ", m.nope_every, origin("model.nope_every"), " with model.kv_lora_rank ",
+          m.kv_lora_rank, origin("model.kv_lora_rank"), ": latent attention always has rotary positions");
+  const std::string scaling = models::rotary_scaling(m.rope_scaling).problem(models::rotated_pairs(models::resolved(m)));
+  require(m.pre_norms || m.post_norms, "model.pre_norms", origin("model.pre_norms"),
+          ": without model.post_norms, too, nothing in the blocks is normalised");
   require(m.experts == 0 || !m.gelu_gate, "model.gelu_gate", origin("model.gelu_gate"), ": mixtures of experts (model.experts ", m.experts,
           ") are SwiGLU");
   require(m.window == 0 || m.full_attention_every != 1, "model.window ", m.window, origin("model.window"),

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
+#include <cstdlib>
 #include <utility>
 
 #include <toml++/toml.h>
@@ -46,13 +48,15 @@ std::string join(const std::vector<std::string>& items) {
     // A right name in a wrong section, or a section's name, counts as one typing error.
     const bool same_name = field.key.substr(field.key.find('.') + 1) == name || field.key.starts_with(key + ".");
     const bool renamed = field.key != key && models::earlier_name(field.key) == key;
+    const auto longer = std::ssize(key) - std::ssize(field.key);  // at least so many edits
+    if (!renamed && !same_name && std::abs(longer) >= distance) continue;
     const int d = renamed ? 0 : same_name ? 1 : edit_distance(key, field.key);
     if (d < distance) {
       distance = d;
       nearest = &field;
     }
   }
-  fail<ConfigError>("[config] ", where, ": unknown key ", json_string(key),
+  fail<ConfigError>("[config] ", where, ": unknown key ", json_string(key.size() > 100 ? key.substr(0, 100) + "..." : key),
                     nearest ? "; did you mean \"" + nearest->key + "\"?" : "; see --help for all keys");
 }
 
@@ -77,11 +81,11 @@ std::string number_text(double value) {
   fail<ConfigError>("[config] ", where, ": '", field.key, "' takes ", type_name(field), ", not ", found);
 }
 
-void check_range(const std::string& where, const ConfigField& field, double value) {
+void check_range(const std::string& where, const ConfigField& field, double value, const std::string& found) {
   if (value >= field.min && value <= field.max) return;
   const std::string bounds = field.max >= 1e300 ? "at least " + number_text(field.min)
                                                 : "in [" + number_text(field.min) + ", " + number_text(field.max) + "]";
-  fail<ConfigError>("[config] ", where, ": '", field.key, "' must be ", bounds, ", not ", number_text(value));
+  fail<ConfigError>("[config] ", where, ": '", field.key, "' must be ", bounds, ", not ", found);
 }
 
 void set(const std::string& where, ConfigField& field, bool value) {
@@ -90,10 +94,10 @@ void set(const std::string& where, ConfigField& field, bool value) {
 }
 void set(const std::string& where, ConfigField& field, int64_t value) {
   if (auto** target = std::get_if<int64_t*>(&field.target)) {
-    check_range(where, field, static_cast<double>(value));
+    check_range(where, field, static_cast<double>(value), std::to_string(value));
     **target = value;
   } else if (auto** real = std::get_if<double*>(&field.target)) {
-    check_range(where, field, static_cast<double>(value));
+    check_range(where, field, static_cast<double>(value), std::to_string(value));
     **real = static_cast<double>(value);
   } else {
     wrong_type(where, field, std::to_string(value));
@@ -101,8 +105,8 @@ void set(const std::string& where, ConfigField& field, int64_t value) {
 }
 void set(const std::string& where, ConfigField& field, double value) {
   auto** target = std::get_if<double*>(&field.target);
-  if (!target) wrong_type(where, field, number_text(value));
-  check_range(where, field, value);  // refuses NaN
+  if (!target) wrong_type(where, field, std::isfinite(value) ? json_number(value) : number_text(value));  // "1.0", not "1"
+  check_range(where, field, value, number_text(value));  // refuses NaN
   **target = value;
 }
 void set(const std::string& where, ConfigField& field, const std::string& value) {

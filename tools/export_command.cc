@@ -3,9 +3,6 @@
 #include <filesystem>
 #include <functional>
 
-#include <unistd.h>
-
-#include "sheaf/core/atomic_folder.h"
 #include "sheaf/core/file.h"
 #include "sheaf/models/checkpoint_store.h"
 #include "sheaf/models/language_model.h"
@@ -45,33 +42,10 @@ void check_folder_is_free(const std::string& folder, const std::string& weights)
                        ", which was not written by sheaf export: remove it, or name another folder");
 }
 
-// Writes `to` atomically.
-FileDigest write_whole(const std::string& to, std::vector<SafetensorsInput> tensors, const std::map<std::string, std::string>& metadata) {
-  const std::string pending = str(to, ".tmp-", getpid());
-  try {
-    const FileDigest digest = write_safetensors(pending, std::move(tensors), metadata);
-    rename_path(pending, to);
-    sync_folder(parent_of(to));
-    return digest;
-  } catch (...) {
-    std::error_code ignored;
-    std::filesystem::remove(pending, ignored);
-    throw;
-  }
-}
-
 models::Checkpoint open_checkpoint(const ExportArguments& arguments) {
-  const std::string folder = arguments.folder + "/checkpoints";
-  if (arguments.step >= 0) {
-    const std::string at = step_folder(folder, arguments.step);
-    if (!path_exists(at)) {
-      std::string there;
-      for (const int64_t step : list_steps(folder)) there += str(there.empty() ? "; there are " : ", ", step);
-      fail<CheckpointError>("[export] no checkpoint of step ", arguments.step, " in ", folder, there);
-    }
-    return models::Checkpoint::open(at);
-  }
-  auto newest = models::Checkpoint::open_newest(folder, models::warn_on_stderr);
+  const std::string folder = models::checkpoints_in(arguments.folder);
+  if (arguments.step >= 0) return models::Checkpoint::open_step(folder, arguments.step);
+  auto newest = models::Checkpoint::open_newest(folder, warn_on_stderr);
   if (!newest) fail<CheckpointError>("[export] no checkpoint in ", folder);
   return std::move(*newest);
 }
@@ -132,7 +106,8 @@ std::vector<SafetensorsInput> own_tensors(models::Checkpoint& checkpoint) {
 }
 
 // Block-quantized weights are written in `dtype`, everything else in its stored dtype.
-std::vector<SafetensorsInput> published_tensors(models::Checkpoint& checkpoint, models::ModelConfig model, const models::PublishedForm& form, DType dtype) {
+std::vector<SafetensorsInput> published_tensors(models::Checkpoint& checkpoint, models::ModelConfig model, const models::PublishedForm& form,
+                                                DType dtype) {
   // Published GPT-2 has biases: where our model has none, they are zeros.
   const bool zeros = model.type == "gpt2" && !model.bias;
   model.bias = model.type == "gpt2";
@@ -196,10 +171,12 @@ int export_command(const ExportArguments& arguments) {
     check_folder_is_free(arguments.file, file);
     tensors = adapters ? adapter_tensors(checkpoint, model, form) : published_tensors(checkpoint, model, form, dtype_of(state));
     finish = [=, folder = arguments.file, dtype = tensors.front().dtype] {
-      if (adapters) replace_file(folder + "/adapter_config.json", adapter_config(model, form, state.weights ? state.weights->path : "").dump() + "\n");
+      if (adapters)
+        replace_file(folder + "/adapter_config.json", adapter_config(model, form, state.weights ? state.weights->path : "").dump() + "\n");
       else export_config(state, model, dtype, folder);
       const bool leaves_out = model.mtp_layers > 0 && !adapters && !models::publishes_mtp(model);
-      return export_tokenizer(state, folder) + (leaves_out ? ", without model.mtp_layers, which are published with DeepSeek-V3's and GLM-4.5's mixtures alone" : "");
+      return export_tokenizer(state, folder) +
+             (leaves_out ? ", without model.mtp_layers, which are published with DeepSeek-V3's and GLM-4.5's mixtures alone" : "");
     };
   } else {
     tensors = own_tensors(checkpoint);
@@ -209,7 +186,8 @@ int export_command(const ExportArguments& arguments) {
   const size_t count = tensors.size();
   int64_t elements = 0;
   for (const SafetensorsInput& tensor : tensors) elements += tensor.shape.numel();
-  const FileDigest digest = write_whole(file, std::move(tensors), metadata);
+  FileDigest digest;
+  replace_file(file, [&](const std::string& pending) { digest = write_safetensors(pending, std::move(tensors), metadata); });
   const std::string beside = finish();
   say(str(file, ": ", count, " tensors, ", elements, " elements, ", digest.bytes, " bytes", beside, ", of ", checkpoint.path()));
   return 0;

@@ -35,47 +35,63 @@ std::string published_like(const models::RunState& state) {
 }
 
 void export_config(const models::RunState& state, const models::ModelConfig& model, DType dtype, const std::string& folder) {
-  Json config = models::published_config(model, dtype, published_like(state));
-  config.set("eos_token_id", ends(state));
+  models::ModelConfig exported = model;
+  Json theirs;
   if (const std::string from = published_folder(state); !from.empty()) {
     const std::string path = from + "/config.json";
-    const Json theirs = Json::parse(File::open<DataError>(path).read_all(), str("'", path, "'"));
-    for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"})
-      if (const Json* value = models::find_published(theirs, key)) config.set(key, *value);
-    const char* const context = "max_position_embeddings";
-    const Json* const length = models::find_published(theirs, context);
-    if (length && length->is_int() && config.find(context) && length->as_int() > model.context) config.set(context, *length);
+    theirs = Json::parse(File::open<DataError>(path).read_all(), str("'", path, "'"));
+    const Json* const length = models::find_published(theirs, "max_position_embeddings");
+    if (length && length->is_int() && model.type != "gpt2") exported.context = std::max(exported.context, length->as_int());
   }
+  Json config = models::published_config(exported, dtype, published_like(state));
+  config.set("eos_token_id", ends(state));
+  for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"})
+    if (const Json* value = theirs.is_null() ? nullptr : models::find_published(theirs, key)) config.set(key, *value);
   replace_file(folder + "/config.json", config.dump() + "\n");
 }
 
-std::string export_tokenizer(const models::RunState& state, const std::string& folder) {
-  std::vector<std::string> copied;
-  if (const std::string from = published_folder(state); !from.empty())
-    for (const char* name : {"generation_config.json", "chat_template.jinja", "special_tokens_map.json", "tokenizer_config.json"}) {
+namespace {
+
+// Writes what belongs next to the weights besides config.json, and reports it. `written` receives the names of the files.
+std::string write_companions(const models::RunState& state, const std::string& folder, std::vector<std::string>& written) {
+  if (const std::string from = published_folder(state); !from.empty()) {
+    std::vector<std::string> names = {"generation_config.json", "chat_template.jinja", "special_tokens_map.json", "tokenizer_config.json"};
+    // Without a tokenizer of its own the run's tokens are from elsewhere, made with its weights' tokenizer.
+    if (!state.tokenizer) names.insert(names.end(), {"tokenizer.json", "vocab.json", "merges.txt"});
+    for (const std::string& name : names) {
       const std::string path = from + "/" + name;
       if (!path_exists(path)) continue;
       replace_file(folder + "/" + name, File::open<DataError>(path).read_all());
-      copied.push_back(name);
-    }
-  if (!state.tokenizer && !published_folder(state).empty()) {  // tokenized elsewhere, with its weights' tokenizer
-    for (const char* name : {"tokenizer.json", "vocab.json", "merges.txt"}) {
-      const std::string path = published_folder(state) + "/" + name;
-      if (!path_exists(path)) continue;
-      replace_file(folder + "/" + name, File::open<DataError>(path).read_all());
-      copied.push_back(name);
+      written.push_back(name);
     }
   }
-  if (!copied.empty() && (!state.tokenizer || state.tokenizer->kind() != "huggingface")) return ", and what was next to the published weights";
+  const bool copied = !written.empty();
+  if (copied && (!state.tokenizer || state.tokenizer->kind() != "huggingface")) return ", and what was next to the published weights";
   if (!state.tokenizer) return "";
   if (state.tokenizer->kind() != "huggingface") return str(", without a tokenizer (the run's, ", state.tokenizer->kind(), ", is no tokenizer.json)");
   replace_file(folder + "/tokenizer.json", state.tokenizer->to_json().at("file").dump() + "\n");
-  if (std::ranges::find(copied, "tokenizer_config.json") == copied.end()) {
+  written.push_back("tokenizer.json");
+  if (std::ranges::find(written, "tokenizer_config.json") == written.end()) {
     Json config = Json::Object{{"tokenizer_class", "PreTrainedTokenizerFast"}};
     if (const auto end = state.tokenizer->end_of_text()) config.set("eos_token", Json(state.tokenizer->decode({&*end, 1})));
     replace_file(folder + "/tokenizer_config.json", config.dump() + "\n");
+    written.push_back("tokenizer_config.json");
   }
-  return str(", and its tokenizer.json", copied.empty() ? "" : ", with what was next to the published weights");
+  return str(", and its tokenizer.json", copied ? ", with what was next to the published weights" : "");
+}
+
+}  // namespace
+
+std::string export_tokenizer(const models::RunState& state, const std::string& folder) {
+  std::vector<std::string> written;
+  std::string said = write_companions(state, folder, written);
+  // They may be of another run, whose export this one replaces, or the user's own: they stay.
+  std::string others;
+  for (const char* name : {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "chat_template.jinja",
+                           "vocab.json", "merges.txt"})
+    if (path_exists(folder + "/" + name) && std::ranges::find(written, name) == written.end()) others += (others.empty() ? "" : ", ") + str(name);
+  if (!others.empty()) said += str(", next to ", others, " from before, which may not fit them");
+  return said;
 }
 
 }  // namespace sheaf::tools

@@ -17,9 +17,12 @@ int generate_one(const GenerateArguments& arguments) {
   if (const Rendezvous r = read_rendezvous(); r.world > 1)
     fail<ConfigError>("[generate] one prompt takes one process, and this is rank ", r.rank, " of ", r.world, "; several ranks share --prompts");
   const models::GenerateLinesOptions none, &given = arguments.lines;
-  for (const auto& [name, is_given] : {std::pair{"--output", given.output != none.output}, {"--prompt-field", given.prompt_field != none.prompt_field},
-                                       {"--field", given.field != none.field}, {"--samples", given.samples != none.samples},
-                                       {"--at-once", given.at_once != none.at_once}, {"--resume", given.resume}})
+  for (const auto& [name, is_given] : {std::pair{"--output", given.output != none.output},
+                                       {"--prompt-field", given.prompt_field != none.prompt_field},
+                                       {"--field", given.field != none.field},
+                                       {"--samples", given.samples != none.samples},
+                                       {"--at-once", given.at_once != none.at_once},
+                                       {"--resume", given.resume}})
     check<ConfigError>(!is_given, "[generate] ", name, " is for --prompts");
   const models::GenerateConfig config = load_generate_config(arguments.folder + "/config.toml", arguments.overrides);
   RankContext::current().threads = arguments.threads_per_rank > 0 ? arguments.threads_per_rank : threads_per_rank(1);

@@ -15,6 +15,7 @@
 #include <CLI/CLI.hpp>
 
 #include "sheaf/core/error.h"
+#include "sheaf/core/mapped_files.h"
 #include "sheaf/core/version.h"
 #include "sheaf/distributed/launcher.h"
 #include "sheaf/kernels/cuda/config.h"
@@ -69,7 +70,8 @@ void add_options(CLI::App& command, GenerateArguments& generate) {
   sheaf::models::GenerateLinesOptions& lines = generate.lines;
   command.add_option("--prompts", lines.prompts, "many prompts: a file of JSON lines, continued together; under `sheaf launch`, on several ranks");
   command.add_option("--output", lines.output, "file for the same lines with what follows each prompt");
-  command.add_option("--prompt-field", lines.prompt_field, "the member that is a prompt: a text or, with generate.chat, also a list of messages (prompt)");
+  command.add_option("--prompt-field", lines.prompt_field,
+                     "the member that is a prompt: a text or, with generate.chat, also a list of messages (prompt)");
   command.add_option("--field", lines.field, "the member for what follows (completion)");
   command.add_option("--samples", lines.samples, "continuations of each prompt (1)")->check(CLI::Range(int64_t{1}, int64_t{1'000'000}));
   command.add_option("--at-once", lines.at_once, "sequences that a rank reads together (32)")->check(CLI::Range(int64_t{1}, int64_t{1'000'000}));
@@ -272,7 +274,8 @@ int run(int argc, char** argv) {
     }};
   };
   add("train", "train a model; under `sheaf launch`, on several ranks", train_command);
-  add("generate", "continue a prompt with a trained or published model, or many of them; these under `sheaf launch`, on several ranks", generate_command);
+  add("generate", "continue a prompt with a trained or published model, or many of them; these under `sheaf launch`, on several ranks",
+      generate_command);
   add("evaluate", "the loss of a trained or published model, and how many questions it answers right; under `sheaf launch`, on several ranks",
       evaluate_command);
   add("export", "write a trained model's weights to one safetensors file", export_command);
@@ -315,6 +318,7 @@ int run(int argc, char** argv) {
 int main(int argc, char** argv) {
   keep_standard_descriptors();
   std::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow makes its write fail with a message
+  sheaf::name_files_that_lose_pages();
   try {
     return run(argc, argv);
   } catch (const sheaf::Error& e) {

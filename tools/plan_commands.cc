@@ -13,7 +13,7 @@
 #include "sheaf/models/plan.h"
 #include "sheaf/models/tokenizer.h"
 #include "sheaf/models/trainer.h"
-#include "sheaf/models/ways.h"
+#include "sheaf/models/config_search.h"
 #include "sheaf/tools/commands.h"
 #include "sheaf/tools/config.h"
 #include "sheaf/tools/output.h"
@@ -65,15 +65,15 @@ std::string formatted(const char* format, Args... args) {
   return text;
 }
 
-std::string row(const models::Way& way, const Machine& machine, int world) {
-  const models::StepTime& t = way.time;
+std::string row(const models::PlannedConfig& planned, const Machine& machine, int world) {
+  const models::StepTime& t = planned.time;
   const double ranks_seconds = t.seconds * world;
   return formatted("%12.3f  %10.0f  %5.1f  %7.1f  %8.1f  %7.1f  ", t.seconds,
-                   static_cast<double>(way.config.train.batch * way.config.model.context) / ranks_seconds,
-                   100 * models::flops_per_step(way.config) / (ranks_seconds * machine.peak),
+                   static_cast<double>(planned.config.train.batch * planned.config.model.context) / ranks_seconds,
+                   100 * models::flops_per_step(planned.config) / (ranks_seconds * machine.peak),
                    static_cast<double>(t.peak_bytes) * 1e-9,
                    static_cast<double>(t.received) / (1 << 30), 100 * (1 - t.computing / t.seconds)) +
-         way.options;
+         planned.options;
 }
 
 }  // namespace
@@ -112,7 +112,8 @@ int tape_command(const TapeArguments& arguments) {
 }
 
 int plan_command(const PlanArguments& arguments) {
-  check<ConfigError>(kernels::kHasCuda, "[plan] ways are planned for GPUs, and this build has no CUDA: one that found CUDA needs no GPU for that; "
+  check<ConfigError>(kernels::kHasCuda,
+                     "[plan] configurations are planned for GPUs, and this build has no CUDA: one that found CUDA needs no GPU for that; "
                      "`sheaf tape` prints a step on CPUs");
   models::TrainConfig config = config_to_plan(arguments.config, arguments.overrides);
   constexpr int kMostRanks = 1 << 20;
@@ -126,22 +127,22 @@ int plan_command(const PlanArguments& arguments) {
   if (arguments.memory > 0) machine.memory = arguments.memory;
   if (arguments.network > 0) machine.between.bytes_per_second = arguments.network;
   if (!arguments.trace.empty()) AppendFile("plan", arguments.trace);  // check that it is writable before all the work
-  models::WaysOptions options;
+  models::ConfigSearchOptions options;
   options.threads = available_cores();
   for (const std::string& word : arguments.overrides)
     if (word.starts_with("--")) options.keep.insert(word.substr(2, word.find('=') - 2));
-  const models::Ways ways = models::find_ways(config, vocab, arguments.world, machine, options);
-  if (ways.fitting.empty())
-    fail<OutOfMemory>("[plan] none of ", ways.planned, " ways fits ", machine.memory, " bytes a rank: the least takes ", ways.least_bytes,
+  const models::ConfigSearchResult found = models::search_configs(config, vocab, arguments.world, machine, options);
+  if (found.fitting.empty())
+    fail<OutOfMemory>("[plan] none of ", found.planned, " configurations fits ", machine.memory, " bytes a rank: the least takes ", found.least_bytes,
                       config.train.offload_parameters && config.train.offload_optimizer ? "" : "; train.offload_parameters and "
                       "train.offload_optimizer leave masters, gradients and states to the host's memory");
   say(str(counted(config.train.batch, "sequence"), " of ", counted(config.model.context, "token"), ", ", counted(arguments.world, "rank"), " ",
           config.train.islands > 1 ? str("in ", config.train.islands, " islands ") : "", "on ", machine.name, ", ",
-          machine.ranks_per_host, " to a host: ", counted(ways.planned, "way"), " planned, ", ways.fitting.size(), " of them within ",
+          machine.ranks_per_host, " to a host: ", counted(found.planned, "configuration"), " planned, ", found.fitting.size(), " of them within ",
           formatted("%.1f GB", static_cast<double>(machine.memory) * 1e-9)));
   say(" estimated s  tok/s/rank  MFU %  peak GB  recv GiB  waits %  options");
-  for (const models::Way& way : arguments.all ? ways.fitting : ways.front) say(row(way, machine, arguments.world));
-  const models::Way& best = ways.fitting[0];
+  for (const models::PlannedConfig& planned : arguments.all ? found.fitting : found.front) say(row(planned, machine, arguments.world));
+  const models::PlannedConfig& best = found.fitting[0];
   if (!best.time.waits.empty()) {
     std::string waits;
     for (const auto& [name, seconds] : best.time.waits)

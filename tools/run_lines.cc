@@ -28,8 +28,8 @@ std::string epochs_line(const models::Trainer& trainer, int source) {
 std::string examples_line(const std::string& what, const models::PackedExamples& e, int64_t context) {
   const auto tokens = static_cast<double>(e.num_tokens()), places = static_cast<double>(e.num_windows() * (context + 1));
   const auto note = [](int64_t count, const char* what) { return count == 0 ? str() : str("; ", count, what); };
-  return str("  ", what, counted(e.num_examples(), "example"), " in ", counted(e.num_windows(), "window"), ", ", rounded(100 * tokens / places), " % full, ",
-             rounded(100 * static_cast<double>(e.num_targets()) / tokens), " % of their tokens are learned",
+  return str("  ", what, counted(e.num_examples(), "example"), " in ", counted(e.num_windows(), "window"), ", ", rounded(100 * tokens / places),
+             " % full, ", rounded(100 * static_cast<double>(e.num_targets()) / tokens), " % of their tokens are learned",
              note(e.num_shortened(), " longer than a window, without their ends"),
              note(e.num_left_out(), " left out, where nothing is learned within a window"));
 }
@@ -107,7 +107,7 @@ void RunLines::say(const std::string& line) {
     tools::say(line);
   } catch (const IoError& error) {
     broken_ = true;
-    models::warn_on_stderr(str(error.what(), "; training goes on without it"));
+    warn_on_stderr(str(error.what(), "; training goes on without it"));
   }
 }
 
@@ -140,9 +140,11 @@ void describe_end(const models::TrainConfig& config, World& world, models::Train
   if (result.steps_here > 0) report_peaks(world, trainer, result, threads, lines);
   if (result.train_loss != 0) lines.say(str("\ntraining loss    ", result.train_loss));
   const char* const of = trainer.corpus().val.example_end() ? "nats per token that is learned" : "nats per token";
-  lines.say(str("validation loss  ", result.val_loss, models::losses_by_name(result), "  (", of, ", whole split unless train.eval_tokens says less)"));
+  lines.say(
+      str("validation loss  ", result.val_loss, models::losses_by_name(result), "  (", of, ", whole split unless train.eval_tokens says less)"));
   if (result.best)
-    lines.say(str("lowest of all    ", result.best->val_loss, "  (after step ", result.best->step, "; its weights are in ", trainer.best_folder(), ")"));
+    lines.say(
+        str("lowest of all    ", result.best->val_loss, "  (after step ", result.best->step, "; its weights are in ", trainer.best_folder(), ")"));
   for (const auto& [name, of] : result.accuracies) lines.say(models::accuracy_line(name, of));
 }
 

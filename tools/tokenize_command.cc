@@ -44,9 +44,10 @@ class Tokenizing {
   /// False if a signal requests a stop: then the text is incomplete.
   bool add(const std::string& path) {
     models::TextReader reader(path, block_, [this] { return signals_.asked() != 0; });
+    const int64_t before = documents_;
     examples_ ? add_examples(reader) : texts_.in_json_lines(path) ? add_documents(reader) : add_document(reader);
     check<DataError>(reader.bytes() > 0 || signals_.asked(), "[tokenize] ", reader.name(), " is empty");
-    check<DataError>(documents_ > 0 || signals_.asked(), "[tokenize] ", reader.name(), " has no ", examples_ ? "examples" : "documents");
+    check<DataError>(documents_ > before || signals_.asked(), "[tokenize] ", reader.name(), " has no ", examples_ ? "examples" : "documents");
     bytes_ += reader.bytes();
     return !signals_.asked();
   }
@@ -151,12 +152,12 @@ int tokenize_command(const TokenizeArguments& arguments) {
   Tokenizing tokenizing(*tokenizer, out, arguments, threads);
   for (const std::string& text : texts)
     if (!tokenizing.add(text)) {
-      models::warn_on_stderr(str("'", out, "' is not written: signal ", tokenizing.signal(), " asked to stop"));
+      warn_on_stderr(str("'", out, "' is not written: signal ", tokenizing.signal(), " asked to stop"));
       return 128 + tokenizing.signal();
     }
   tokenizing.finish();
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
-  if (!tokenizing.note().empty()) models::warn_on_stderr(tokenizing.note());
+  if (!tokenizing.note().empty()) warn_on_stderr(tokenizing.note());
   say(out + ": " + tokenizing.summary(seconds.count(), threads));
   return 0;
 }

@@ -66,7 +66,7 @@ int train_command(const TrainArguments& arguments) {
     const bool first = world.rank() == 0;
     models::TrainOptions options;
     options.resume = arguments.resume || started_again(world);
-    options.warn = models::warn_on_stderr;
+    options.warn = warn_on_stderr;
     if (first) options.print = [&](const std::string& line) { if (!arguments.quiet) lines.say(line); };
     models::Trainer trainer(config, world, world.device(), options);
     // Check at the start what is needed only at the end.

@@ -125,13 +125,13 @@ int train_tokenizer_command(const TrainTokenizerArguments& arguments) {
   const double counting_seconds = clock.lap();
   const Json file = signals.asked() ? Json() : trainer.train([&] { return signals.asked() != 0; });
   if (file.is_null()) {
-    models::warn_on_stderr(str("'", out, "' is not written: signal ", signals.asked(), " asked to stop"));
+    warn_on_stderr(str("'", out, "' is not written: signal ", signals.asked(), " asked to stop"));
     return 128 + signals.asked();
   }
   models::make_huggingface_tokenizer(file, "what was learned");
   const double learned = clock.lap();
   replace_file(out, file.dump() + "\n");
-  if (!counting.note().empty()) models::warn_on_stderr(counting.note());
+  if (!counting.note().empty()) warn_on_stderr(counting.note());
   char speed[160];
   std::snprintf(speed, sizeof speed, "%.1f MB counted in %.2f s = %.1f MB/s with %s, merges learned in %.2f s",
                 counting.megabytes(), counting_seconds, counting.megabytes() / counting_seconds, counted(threads, "thread").c_str(), learned);

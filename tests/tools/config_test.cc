@@ -52,6 +52,7 @@ TEST_F(Config, UnknownKeysNameTheNearest) {
               AllOf(HasSubstr("c.toml:3: unknown key \"train.learing_rate\""), HasSubstr("see --help")));
   EXPECT_THAT(error("\n[train]\nwarmpu = 1\n"), HasSubstr("c.toml:3: unknown key \"train.warmpu\"; did you mean \"train.warmup\"?"));
   EXPECT_THAT(error("[model]\nlr = 1\n"), HasSubstr("did you mean \"train.lr\"?"));
+  EXPECT_THAT(error("[train]\n" + std::string(1 << 20, 'a') + " = 1\n"), HasSubstr("aaa...\"; see --help"));
   EXPECT_THAT(error("[trian]\nlr = 1\n"), HasSubstr("c.toml:1: unknown key \"[trian]\""));
   EXPECT_THAT(error("steps = 1\n"), HasSubstr("did you mean \"train.steps\"?"));
   EXPECT_THAT(error("", {"--model.expert_groups", "1"}), HasSubstr("did you mean \"model.capacity_groups\"?"));
@@ -62,6 +63,8 @@ TEST_F(Config, UnknownKeysNameTheNearest) {
 
 TEST_F(Config, TypesAndRanges) {
   EXPECT_THAT(error("[train]\nsteps = 1.5\n"), HasSubstr("c.toml:2: 'train.steps' takes an integer, not 1.5"));
+  EXPECT_THAT(error("[train]\nsteps = 2.0\n"), HasSubstr("takes an integer, not 2.0"));
+  EXPECT_THAT(error("", {"--train.batch", "9223372036854775807"}), HasSubstr("must be in [1, 1e+09], not 9223372036854775807"));
   EXPECT_THAT(error("[train]\nsteps = '1'\n"), HasSubstr("takes an integer, not \"1\""));
   EXPECT_THAT(error("[train]\nlr = true\n"), HasSubstr("takes a number, not true"));
   EXPECT_THAT(error("[train]\nlr = nan\n"), HasSubstr("must be"));
@@ -168,7 +171,8 @@ TEST_F(Config, WhatWouldChangeNothingIsRefused) {
               HasSubstr("'model.bias' would change nothing: only model.type gpt2 has biases"));
   EXPECT_THAT(error("", {"--model.head_dim", "64"}), HasSubstr("only model.type llama has heads of another width"));
   EXPECT_THAT(error("", {"--model.qk_norm", "true"}), HasSubstr("only model.type llama has such norms"));
-  EXPECT_THAT(error("", {"--model.full_attention_every", "2"}), HasSubstr("would change nothing: without model.window and model.linear_key_heads all blocks see all"));
+  EXPECT_THAT(error("", {"--model.full_attention_every", "2"}),
+              HasSubstr("would change nothing: without model.window and model.linear_key_heads all blocks see all"));
   EXPECT_THAT(error("", {"--model.window", "8", "--model.full_attention_every", "1"}),
               HasSubstr("would change nothing: with model.full_attention_every 1 all blocks see all keys"));
   EXPECT_THAT(error("", {"--model.window", "-1"}), HasSubstr("model.window"));
@@ -193,7 +197,8 @@ TEST_F(Config, WhatWouldChangeNothingIsRefused) {
   EXPECT_THAT(error("", {"--model.kv_lora_rank", "8"}), HasSubstr("only model.type llama has latent attention"));
   EXPECT_THAT(error("", {"--model.type", "llama", "--model.q_lora_rank", "8"}), HasSubstr("only latent attention (model.kv_lora_rank) has it"));
   EXPECT_THAT(error("", latent({"--model.qk_norm", "true"})), HasSubstr("neither model.qk_norm nor model.qkv_bias"));
-  EXPECT_THAT(error("", latent({"--model.attention_sinks", "true"})), HasSubstr("neither model.out_bias, model.attention_sinks nor model.attention_gate"));
+  EXPECT_THAT(error("", latent({"--model.attention_sinks", "true"})),
+              HasSubstr("neither model.out_bias, model.attention_sinks nor model.attention_gate"));
   EXPECT_THAT(error("", latent({"--model.kv_heads", "2"})), HasSubstr("each head has keys of its own"));
   EXPECT_THAT(error("", latent({"--model.head_dim", "32"})), HasSubstr("follows from model.qk_nope_head_dim 32 and model.qk_rope_head_dim 16"));
   EXPECT_THAT(error("", latent({"--model.qk_rope_head_dim", "3"})), HasSubstr("model.qk_rope_head_dim 3"));
@@ -213,12 +218,14 @@ TEST_F(Config, WhatWouldChangeNothingIsRefused) {
   };
   EXPECT_EQ(load("", linear({"--model.full_attention_every", "4", "--model.linear_value_heads", "6"})).model.linear_key_heads, 2);
   EXPECT_THAT(error("", {"--model.linear_key_heads", "2"}), HasSubstr("only model.type llama has linear attention"));
-  EXPECT_THAT(error("", {"--model.type", "llama", "--model.linear_conv_kernel", "2"}), HasSubstr("only linear attention (model.linear_key_heads) has it"));
+  EXPECT_THAT(error("", {"--model.type", "llama", "--model.linear_conv_kernel", "2"}),
+              HasSubstr("only linear attention (model.linear_key_heads) has it"));
   EXPECT_THAT(error("", linear({"--model.linear_value_heads", "5"})), HasSubstr("model.linear_value_heads 5"));
   EXPECT_THAT(error("", linear({"--model.window", "8"})), HasSubstr("blocks without linear attention see all keys"));
   EXPECT_THAT(error("", linear({"--model.attention_sinks", "true"})), HasSubstr("all blocks have linear attention; see model.full_attention_every"));
   EXPECT_EQ(load("", {"--model.preset", "qwen3-next-80b-a3b", "--model.linear_key_heads", "0"}).model.linear_value_heads, 0);
-  EXPECT_THAT(error("", linear({"--model.full_attention_every", "1"})), HasSubstr("with model.full_attention_every 1 all blocks have full attention"));
+  EXPECT_THAT(error("", linear({"--model.full_attention_every", "1"})),
+              HasSubstr("with model.full_attention_every 1 all blocks have full attention"));
   EXPECT_THAT(error("", {"--sharding.min_parameters", "1000000"}), HasSubstr("only sharding.units count"));
   EXPECT_THAT(error("[sharding]\nmin_parameters = 1000\n"), HasSubstr("only sharding.units count"));
   EXPECT_EQ(load("[sharding]\nmin_parameters = 1000\n", {"--sharding.units", "count"}).sharding.min_parameters, 1000);
@@ -258,20 +265,22 @@ TEST_F(Config, ScaledRotaryPositions) {
   const auto refused = [&](const std::string& key, const std::string& value, const std::string& type = "llama3") {
     return error("", {"--model.type=llama", "--model.rope_scaling.rope_type", type, "--model.rope_scaling." + key, value});
   };
-  EXPECT_THAT(error("", {"--model.type=llama", "--model.rope_scaling.rope_type=longrope"}),
-              HasSubstr("'model.rope_scaling.rope_type' cannot be \"longrope\" yet; it is one of default, linear, llama3, yarn"));
+  EXPECT_THAT(error("", {"--model.type=llama", "--model.rope_scaling.rope_type=dynamic"}),
+              HasSubstr("'model.rope_scaling.rope_type' cannot be \"dynamic\" yet; it is one of default, linear, llama3, yarn, longrope"));
   const TrainConfig yarn = load("", {"--model.type=llama", "--model.rope_scaling.rope_type=yarn", "--model.rope_scaling.factor=4",
                                      "--model.rope_scaling.original_max_position_embeddings=32768"});
   EXPECT_TRUE(models::rotary_scaling(yarn.model.rope_scaling) == RotaryScaling::yarn(4, 32768));
   EXPECT_EQ(print_config(load(print_config(yarn))), print_config(yarn));
   EXPECT_THAT(refused("beta_fast", "0.5", "yarn"), HasSubstr("model.rope_scaling.beta_fast is 0.5: expected a number not below beta_slow, 1"));
   EXPECT_THAT(refused("low_freq_factor", "2", "yarn"), HasSubstr("would change nothing: only model.rope_scaling.rope_type llama3"));
-  for (const char* key : {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"})
+  EXPECT_THAT(refused("attention_factor", "3"), HasSubstr("would change nothing: only model.rope_scaling.rope_type yarn and longrope have it"));
+  for (const char* key : {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
     EXPECT_THAT(refused(key, "3"), HasSubstr("would change nothing: only model.rope_scaling.rope_type yarn has it"));
   EXPECT_THAT(error("", {"--model.rope_scaling.rope_type", "llama3"}), HasSubstr("only model.type llama has rotary embeddings"));
   EXPECT_THAT(refused("factor", "0.5"), HasSubstr("'model.rope_scaling.factor' must be in [1, 1e+06], not 0.5"));
   EXPECT_THAT(refused("factor", "nan"), HasSubstr("not nan"));
-  EXPECT_THAT(refused("factor", "8", "default"), HasSubstr("would change nothing: only model.rope_scaling.rope_type linear, llama3 and yarn have it"));
+  EXPECT_THAT(refused("factor", "8", "default"),
+              HasSubstr("would change nothing: only model.rope_scaling.rope_type linear, llama3, yarn and longrope have it"));
   EXPECT_THAT(refused("low_freq_factor", "1", "linear"), HasSubstr("would change nothing: only model.rope_scaling.rope_type llama3"));
   EXPECT_THAT(refused("low_freq_factor", "0"), HasSubstr("model.rope_scaling.low_freq_factor is 0: expected a positive number"));
   EXPECT_THAT(refused("low_freq_factor", "4"),
@@ -283,6 +292,34 @@ TEST_F(Config, ScaledRotaryPositions) {
   EXPECT_THAT(error("[model.rope_scaling]\nfactr = 2\n"),
               HasSubstr("unknown key \"model.rope_scaling.factr\"; did you mean \"model.rope_scaling.factor\"?"));
   EXPECT_THAT(error("[model]\nlayers = {n = 1}\n"), HasSubstr("'model.layers' takes an integer, not a table"));
+}
+
+// Lists of numbers are words of a text.
+TEST_F(Config, FactorsOfRotaryPairs) {
+  const std::vector<std::string> longrope = {"--model.type=llama", "--model.rope_scaling.rope_type=longrope", "--model.width=24", "--model.heads=4",
+                                             "--model.rope_scaling.original_max_position_embeddings=32", "--model.rope_scaling.factor=2"};
+  const auto with = [&](const std::string& short_factor, const std::string& long_factor, std::vector<std::string> more = {}) {
+    more.insert(more.begin(), longrope.begin(), longrope.end());
+    for (const std::string& flag : {"short_factor=" + short_factor, "long_factor=" + long_factor}) more.push_back("--model.rope_scaling." + flag);
+    return more;
+  };
+  const TrainConfig c = load("", with("1 1.05 1.1", "  2e0 3.50 \t4"));
+  EXPECT_TRUE(models::rotary_scaling(c.model.rope_scaling) == RotaryScaling::longrope({1, 1.05, 1.1}, {2, 3.5, 4}, 2, 32));
+  EXPECT_EQ(print_config(load(print_config(c))), print_config(c));
+  const TrainConfig by_file = load("[model]\ntype = 'llama'\nrotary_dim = 4\nrope_scaling = {rope_type = 'longrope', short_factor = '1 2', "
+                                   "long_factor = '3 4', attention_factor = 1.5}\n");
+  EXPECT_EQ(models::rotary_scaling(by_file.model.rope_scaling).amplitude, 1.5);
+  EXPECT_THAT(error("", with("1 x 3", "1 2 3")),
+              HasSubstr("model.rope_scaling.short_factor '1 x 3': numbers separated by spaces, \"1 1.05 1.1\"; found 'x'"));
+  EXPECT_THAT(error("", with("1, 2, 3", "1 2 3")), HasSubstr("found '1,'"));
+  EXPECT_THAT(error("", with("1 2 3", "1 2")),
+              HasSubstr("model.rope_scaling.long_factor has 2 numbers: expected one for each of the 3 pairs of a head's rotated elements"));
+  EXPECT_THAT(error("", with("1 2 3", "1 2 3", {"--model.rotary_dim=4"})), HasSubstr("model.rope_scaling.short_factor has 3 numbers: expected one"));
+  EXPECT_THAT(error("", with("1 2 nan", "1 2 3")), HasSubstr("model.rope_scaling.short_factor[2] is nan: expected a positive number"));
+  EXPECT_THAT(error("", longrope), HasSubstr("model.rope_scaling.short_factor has 0 numbers"));
+  EXPECT_THAT(error("", {"--model.type=llama", "--model.rope_scaling.rope_type=yarn", "--model.rope_scaling.long_factor=1"}),
+              HasSubstr("would change nothing: only model.rope_scaling.rope_type longrope has it"));
+  EXPECT_THAT(error("", with("1 2 3", "1 2 3", {"--model.rope_scaling.beta_fast=2"})), HasSubstr("only model.rope_scaling.rope_type yarn has it"));
 }
 
 TEST_F(Config, SamplingStartsFromItsSectionOnly) {
@@ -339,11 +376,14 @@ TEST_F(Config, FieldsThatDoNotFitTogether) {
   EXPECT_THAT(error("", {"--data.train_file", "x"}), HasSubstr("go together"));
   EXPECT_THAT(error("", {"--data.train_file", "x", "--data.val_file", "y", "--data.corpus", "z"}), HasSubstr("exclude"));
   EXPECT_THAT(error("", {"--output.keep_checkpoints", "1"}), HasSubstr("at least 2"));
-  EXPECT_THAT(error("", {"--sharding.pipeline", "2", "--sharding.pipeline_head", "-0.5"}), HasSubstr("sharding.pipeline_head -0.5 is no number of blocks"));
+  EXPECT_THAT(error("", {"--sharding.pipeline", "2", "--sharding.pipeline_head", "-0.5"}),
+              HasSubstr("sharding.pipeline_head -0.5 is no number of blocks"));
   load("", {"--sharding.pipeline", "2", "--sharding.pipeline_head", "-1"});
-  EXPECT_THAT(error("", {"--model.type", "llama", "--model.experts", "4", "--model.gelu_gate", "true"}), HasSubstr("mixtures of experts (model.experts 4) are SwiGLU"));
+  EXPECT_THAT(error("", {"--model.type", "llama", "--model.experts", "4", "--model.gelu_gate", "true"}),
+              HasSubstr("mixtures of experts (model.experts 4) are SwiGLU"));
   EXPECT_THAT(error("", {"--model.type", "llama", "--model.window_rope_theta", "5"}), HasSubstr("only model.type llama has it, with model.window"));
-  const models::ModelConfig gemma = load("", {"--model.preset", "gemma3-1b"}).model, whole = load("", {"--model.preset", "gemma3-1b", "--model.window", "0"}).model;
+  const models::ModelConfig gemma = load("", {"--model.preset", "gemma3-1b"}).model,
+                            whole = load("", {"--model.preset", "gemma3-1b", "--model.window", "0"}).model;
   EXPECT_EQ(gemma.window_rope_theta, 10000);
   EXPECT_TRUE(whole.window == 0 && whole.full_attention_every == 0 && whole.window_rope_theta == 0 && whole.post_norms);
   const auto of_islands = [&](std::vector<std::string> more) {
@@ -352,10 +392,12 @@ TEST_F(Config, FieldsThatDoNotFitTogether) {
   };
   load("", {"--train.islands", "2"});  // with the default evaluations
   EXPECT_THAT(of_islands({"--train.batch", "7"}), HasSubstr("train.batch 7 has no equal part for each"));
-  EXPECT_THAT(of_islands({"--train.micro_batches", "7"}), HasSubstr("train.islands 2 have 6 sequences each of train.batch 12, less than train.micro_batches 7"));
+  EXPECT_THAT(of_islands({"--train.micro_batches", "7"}),
+              HasSubstr("train.islands 2 have 6 sequences each of train.batch 12, less than train.micro_batches 7"));
   EXPECT_THAT(of_islands({"--train.eval_every", "60"}), HasSubstr("train.eval_every 60 is no multiple"));
   EXPECT_THAT(of_islands({"--train.dtype", "f16"}), HasSubstr("each would skip steps of its own"));
-  EXPECT_THAT(error("", {"--train.inner_steps", "50"}), HasSubstr("'train.inner_steps' would change nothing: without train.islands there is one model"));
+  EXPECT_THAT(error("", {"--train.inner_steps", "50"}),
+              HasSubstr("'train.inner_steps' would change nothing: without train.islands there is one model"));
   load("", {"--sharding.pipeline", "2", "--sharding.pipeline_head", "0.5"});
 }
 
@@ -409,7 +451,8 @@ TEST_F(Config, EveryFieldOfAModelIsAskedForByResume) {
     std::visit(
         [&](auto* target) {
           using T = std::remove_pointer_t<decltype(target)>;
-          if constexpr (std::is_same_v<T, std::string>) *target = *target == field.choices.at(0) ? field.choices.at(1) : field.choices.at(0);
+          if constexpr (std::is_same_v<T, std::string>)
+            *target = field.choices.empty() ? "1 2" : *target == field.choices.at(0) ? field.choices.at(1) : field.choices.at(0);
           else if constexpr (std::is_same_v<T, bool>) *target = !*target;
           else *target += 1;
         },

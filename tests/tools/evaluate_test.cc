@@ -83,7 +83,8 @@ TEST(Evaluate, ARunAnswersQuestionsWhileItTrains) {
   const Words sets = {"--data.choices", "one=" + kQuestions + " two=" + kQuestions};
   const Outcome r = folder.train("run", sets);
   ASSERT_EQ(r.code, 0) << r.err;
-  EXPECT_THAT(r.out, ContainsRegex("step 2  validation loss [0-9.]+  accuracy of one [01].[05]000, norm [01].[05]000  accuracy of two [01].[05]000, norm "));
+  EXPECT_THAT(r.out,
+              ContainsRegex("step 2  validation loss [0-9.]+  accuracy of one [01].[05]000, norm [01].[05]000  accuracy of two [01].[05]000, norm "));
   EXPECT_THAT(r.out, ContainsRegex("\naccuracy of one [01].[05]000, norm [01].[05]000\naccuracy of two "));
   const Metrics metrics = folder.metrics("run");
   for (const int64_t step : {2, 4, 5})
@@ -198,9 +199,10 @@ TEST(Evaluate, PublishedWeights) {
   // Ranks that look at other weights, or at a run, are an error.
   ASSERT_EQ(folder.train("run", {}).code, 0);
   for (const std::string& other : {kLlama, folder / "run"}) {
-    const Outcome mixed = run_sheaf({"launch", "--nproc-per-node", "2", "--", "sh", "-c",
-                                     "if [ $RANK = 0 ]; then folder=" + kGpt2 + "; else folder=" + other + "; fi; exec \"$0\" evaluate $folder \"$@\"",
-                                     std::getenv("SHEAF_BINARY") ? std::getenv("SHEAF_BINARY") : "tools/sheaf", "--data.val_file", folder / "tokens.bin"});
+    const Outcome mixed =
+        run_sheaf({"launch", "--nproc-per-node", "2", "--", "sh", "-c",
+                   "if [ $RANK = 0 ]; then folder=" + kGpt2 + "; else folder=" + other + "; fi; exec \"$0\" evaluate $folder \"$@\"",
+                   std::getenv("SHEAF_BINARY") ? std::getenv("SHEAF_BINARY") : "tools/sheaf", "--data.val_file", folder / "tokens.bin"});
     EXPECT_EQ(mixed.code, 64) << mixed.out << mixed.err;
     EXPECT_THAT(mixed.err, HasSubstr("ranks disagree"));
   }

@@ -99,7 +99,7 @@ TEST(Export, SaysWhatIsMissing) {
   const TrainedFolder run(1);
   const auto step = run.exported({"--step", "3"});
   EXPECT_EQ(step.code, 65) << step.err;
-  EXPECT_THAT(step.err, HasSubstr("no checkpoint of step 3 in "));
+  EXPECT_THAT(step.err, HasSubstr("no checkpoint of step 3 in '"));
   EXPECT_THAT(step.err, HasSubstr("; there are "));
   const auto folder = run_sheaf({"export", run / "nowhere", run / "model.safetensors"});
   EXPECT_EQ(folder.code, 65) << folder.err;

@@ -21,7 +21,8 @@ struct Folder : CorpusFolder {
     const Outcome trained = run_sheaf(Words{"train"} + kTinyRun + data("run") + Words{"--data.tokenizer", "byte"});
     EXPECT_EQ(trained.code, 0) << trained.err;
     std::string lines;
-    for (int i = 0; i < 7; ++i) lines += str(R"({"id":)", i, R"(,"prompt":"pr)", std::string(static_cast<size_t>(i), 'o'), R"(mpt"})", i == 3 ? "\n\n" : "\n");
+    for (int i = 0; i < 7; ++i)
+      lines += str(R"({"id":)", i, R"(,"prompt":"pr)", std::string(static_cast<size_t>(i), 'o'), R"(mpt"})", i == 3 ? "\n\n" : "\n");
     write_file(*this / "prompts.jsonl", lines);
   }
   Words command(const std::string& out, const Words& more = {}) const {

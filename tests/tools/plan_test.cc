@@ -45,7 +45,7 @@ std::vector<Row> rows_of(const std::string& out) {
 
 TEST(PlanWithoutCuda, SaysSo) {
   if (kernels::kHasCuda) GTEST_SKIP() << "this build has CUDA";
-  expect_refused(run_sheaf(Words{"plan", "--world", "4"} + kModel), 64, "[plan] ways are planned for GPUs, and this build has no CUDA");
+  expect_refused(run_sheaf(Words{"plan", "--world", "4"} + kModel), 64, "[plan] configurations are planned for GPUs, and this build has no CUDA");
 }
 
 // Each line's options, given to `sheaf tape`, have the line's peak.
@@ -85,7 +85,7 @@ TEST_F(Plan, WhatTheCommandLineGivesStays) {
     const auto at = std::ranges::find(row.options, "--sharding.strategy");
     EXPECT_TRUE(at == row.options.end() || at[1] == "shard_grad_op");
     const auto tensor = std::ranges::find(row.options, "--sharding.tensor");
-    ASSERT_NE(tensor, row.options.end()) << "the file says 2, so each way says what it takes";
+    ASSERT_NE(tensor, row.options.end()) << "the file says 2, so each line says what it takes";
     other_tensor = other_tensor || tensor[1] != "2";
   }
   EXPECT_TRUE(other_tensor);

@@ -64,7 +64,8 @@ TEST(Quantized, AdaptersAreTrainedResumedAndMerged) {
       // The run's loss equals that of the quantized published weights at its start, and that of the merged weights, in its dtype, at its
       // end.
       const auto evaluated = [&](const std::string& what, const Words& more) {
-        const Outcome r = run_sheaf(testing::on_ranks(2, Words{"evaluate", what, "--data.val_file", folder / "tokens.bin", "--train.dtype", dtype} + more));
+        const Outcome r =
+            run_sheaf(testing::on_ranks(2, Words{"evaluate", what, "--data.val_file", folder / "tokens.bin", "--train.dtype", dtype} + more));
         EXPECT_EQ(r.code, 0) << r.err;
         return last_number(r.out, "loss ");
       };
@@ -95,7 +96,8 @@ TEST(Quantized, ModelsGenerateFromBlocks) {
                        "--model.heads", "2", "--model.width", "64", "--model.head_dim", "64", "--model.mlp_width", "128", "--model.context", "24",
                        "--train.steps", "60", "--train.lr", "5e-3", "--train.warmup", "5", "--train.batch", "8"}));
   const auto says = [&](const Words& more) {
-    const Outcome r = run_sheaf(Words{"generate", run, "--generate.prompt", "the cat ", "--generate.tokens", "40", "--generate.temperature", "0"} + more);
+    const Outcome r =
+        run_sheaf(Words{"generate", run, "--generate.prompt", "the cat ", "--generate.tokens", "40", "--generate.temperature", "0"} + more);
     EXPECT_EQ(r.code, 0) << r.err;
     return r.out;
   };
@@ -111,7 +113,8 @@ TEST(Quantized, WhatCannotBeIsRefused) {
     EXPECT_THAT(r.err, HasSubstr(why));
   };
   const std::string base = folder.base("llama");
-  refused(folder.train("run", {"--model.weights", base, "--model.quantize", "nf4"}), "quantize nf4: all weights are trained; only those with adapters");
+  refused(folder.train("run", {"--model.weights", base, "--model.quantize", "nf4"}),
+          "quantize nf4: all weights are trained; only those with adapters");
   refused(folder.train("run", {"--model.weights", base, "--model.lora_rank", "3", "--model.quantize", "int4"}), "model.quantize");
   refused({"evaluate", "tests/models/published/llama_bf16_shards", "--data.val_file", folder / "tokens.bin", "--model.quantize", "nf4"},
           "[32,16]: rows in blocks (nf4) are multiples of 64 elements");

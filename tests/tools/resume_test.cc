@@ -221,6 +221,23 @@ TEST(Resume, BrokenNewestIsNamedAndTheOneBeforeUsed) {
   }
 }
 
+TEST(Resume, ABrokenCheckpointDoesNotPushOutAGoodOne) {
+  Folder folder;
+  for (const bool async : {false, true}) {
+    folder.async = async;
+    const std::string out = async ? "async" : "run", shard = folder.shard(out, 60, 0, 1);
+    ASSERT_EQ(run_sheaf(folder.train(out)).code, 0);
+    std::filesystem::resize_file(shard, std::filesystem::file_size(shard) - 1);
+    Words further = folder.train(out, true);
+    further.insert(further.end(), {"--train.steps", "62", "--train.decay_end", "60", "--train.save_every", "0"});
+    const Outcome r = run_sheaf(further);
+    EXPECT_EQ(r.code, 0) << r.err;
+    std::set<std::string> steps;
+    for (const auto& step : std::filesystem::directory_iterator(folder.checkpoints(out))) steps.insert(step.path().filename());
+    EXPECT_EQ(steps, (std::set<std::string>{"step-57", "step-62"}));
+  }
+}
+
 TEST(Resume, StartsFromTheStartWhereThereIsNone) {
   Folder folder;
   Words loud = folder.train("run", true);
@@ -235,6 +252,17 @@ TEST(Resume, StartsFromTheStartWhereThereIsNone) {
   const Metrics before = folder.metrics("run");
   EXPECT_EQ(run_sheaf(folder.train("run", true)).code, 0);
   EXPECT_EQ(folder.metrics("run"), before);
+}
+
+TEST(Resume, WhatAKillLeftOfReplacedFilesIsRemoved) {
+  Folder folder;
+  const std::filesystem::path run = folder / "run";
+  std::filesystem::create_directories(run);
+  for (const char* name : {"config.toml.tmp-12", "metrics.jsonl.tmp-12", "model.safetensors.tmp-12"}) std::ofstream(run / name) << "half";
+  ASSERT_EQ(run_sheaf(folder.train("run", true)).code, 0);
+  EXPECT_FALSE(std::filesystem::exists(run / "config.toml.tmp-12"));
+  EXPECT_FALSE(std::filesystem::exists(run / "metrics.jsonl.tmp-12"));
+  EXPECT_TRUE(std::filesystem::exists(run / "model.safetensors.tmp-12")) << "which an export may be writing";
 }
 
 TEST(Resume, NeedsNoOptionsAgain) {
@@ -293,8 +321,9 @@ TEST(Resume, NothingToTrainIsSaid) {
     testing::expect_ok(r);
     return r.out;
   };
-  EXPECT_THAT(resumed({}), HasSubstr("the run is complete at step 60: nothing is left to train, as train.steps is 60; to go on, give --train.steps above "
-                                     "60 and --train.decay_end 60, after which the learning rate stays at train.min_lr\n"));
+  EXPECT_THAT(resumed({}),
+              HasSubstr("the run is complete at step 60: nothing is left to train, as train.steps is 60; to go on, give --train.steps above "
+                        "60 and --train.decay_end 60, after which the learning rate stays at train.min_lr\n"));
   const Words longer = {"--train.decay_end", "60", "--train.steps"};
   EXPECT_THAT(resumed(longer + Words{"40"}), HasSubstr("nothing is left to train, as train.steps is 40; to go on, give --train.steps above 60\n"));
   EXPECT_THAT(resumed(longer + Words{"61"}), HasSubstr("step 61/61"));

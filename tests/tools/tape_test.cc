@@ -89,7 +89,8 @@ TEST(Tape, TextShowsThemWithBytes) {
 
 // Columns begin at the same positions in all lines of a phase, except after a cell that is longer than most terminals' lines.
 TEST(Tape, TextHasColumns) {
-  for (const Words& more : {Words{}, Words{"--sharding.tensor", "2", "--sharding.context", "2", "--sharding.pipeline", "2", "--train.micro_batches", "2"}}) {
+  for (const Words& more :
+       {Words{}, Words{"--sharding.tensor", "2", "--sharding.context", "2", "--sharding.pipeline", "2", "--train.micro_batches", "2"}}) {
     const std::string out = tape(more).out;
     std::map<std::string, std::set<size_t>> begins;  // by modules and types of a phase
     std::string phase;

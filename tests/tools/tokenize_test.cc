@@ -118,6 +118,7 @@ TEST(Tokenize, TakesJsonLines) {
   expect_refused(f.tokenize({"all.json", "new.bin"}, "gpt2", {"--field", "content"}), 64, "--field content: no text is JSON lines");
   f.write("none.jsonl", "\n\n");
   expect_refused(f.tokenize({"none.jsonl", "new.bin"}), 65, "none.jsonl' has no documents");
+  expect_refused(f.tokenize({"all.json", "none.jsonl", "new.bin"}, "gpt2", {"--field", "content", "--jsonl"}), 65, "none.jsonl' has no documents");
   EXPECT_FALSE(std::filesystem::exists(f / "new.bin"));
 }
 
@@ -401,6 +402,7 @@ TEST(Tokenize, ExamplesThatAreNone) {
   expect_refused(tokenize({"good.jsonl", "out.bin"}, asks + Words{"--chat", "chatml"}), 64, "either prompts with answers or conversations");
   f.write("blank.jsonl", "\n\n");
   expect_refused(tokenize({"blank.jsonl", "out.bin"}, asks), 65, "has no examples");
+  expect_refused(tokenize({"good.jsonl", "blank.jsonl", "out.bin"}, asks), 65, "blank.jsonl' has no examples");
 
   ASSERT_EQ(tokenize({"good.jsonl", "one.bin"}, asks).code, 0);
   const std::string one = f / "one.bin";

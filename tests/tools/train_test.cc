@@ -125,8 +125,9 @@ TEST(Train, TheBestWeightsAreKept) {
   CorpusFolder folder;
   const auto train = [&](const std::string& out, const Words& more, int world = 1) {
     return run_sheaf(on_ranks(world, Words{"train"} + kTinyRun + folder.data(out) +
-                                         Words{"--output.keep_best", "true", "--train.schedule", "constant", "--train.lr", "0.3", "--train.eval_every", "1",
-                                               "--train.save_every", "2"} + more));
+                                         Words{"--output.keep_best", "true", "--train.schedule", "constant", "--train.lr", "0.3",
+                                               "--train.eval_every", "1", "--train.save_every", "2"} +
+                                         more));
   };
   const auto best_of = [&](const std::string& out) {
     std::pair<double, int64_t> best{1e9, 0};
@@ -360,8 +361,9 @@ TEST(Train, EpochsSayHowManyStepsThereAre) {
   EXPECT_LT(std::stod(folder.metrics("two").rbegin()->second.at("lr")), 1.1e-4) << "the schedule ends with them";
   const Outcome again = run_sheaf({"train", "--output.folder", folder / "two", "--resume", "--generate.tokens", "2"});
   ASSERT_EQ(again.code, 0) << again.err;
-  EXPECT_THAT(again.out, HasSubstr("the run is complete at step 67: nothing is left to train, as train.epochs 2 are 67 steps; to go on, give a larger "
-                                   "--train.epochs and --train.decay_end 67, after which"));
+  EXPECT_THAT(again.out,
+              HasSubstr("the run is complete at step 67: nothing is left to train, as train.epochs 2 are 67 steps; to go on, give a larger "
+                        "--train.epochs and --train.decay_end 67, after which"));
   expect_refused(run_sheaf(train("3", "two") + Words{"--resume"}), 76, "train.decay_end, by default train.steps, was 67");
   expect_refused(run_sheaf(train("3", "new") + Words{"--train.steps", "7"}), 64, "train.epochs says how many steps there are");
   expect_refused(run_sheaf(train("1", "new") + Words{"--train.decay_start", "40"}), 64,

@@ -99,7 +99,8 @@ void expect_texts_before_questions(const Folder& f, const Words& train, const Wo
   for (const bool own : {true, false}) {
     if (!own && !files) continue;
     for (const char* left : {"tuned", "gone"}) std::filesystem::remove_all(f / left);
-    const Words tune = train + (own ? tokenizer : Words{}) + Words{"--model.weights", f / "published", "--output.folder", f / "tuned", "--train.steps", "1"};
+    const Words tune =
+        train + (own ? tokenizer : Words{}) + Words{"--model.weights", f / "published", "--output.folder", f / "tuned", "--train.steps", "1"};
     const Outcome tuned = run_sheaf(tune + asked);
     ASSERT_EQ(tuned.code, 0) << tuned.err;
     EXPECT_EQ(evaluate("tuned").code, 0);
@@ -165,10 +166,16 @@ TEST(TrainTokenizer, FromATextToAModel) {
     EXPECT_EQ("<|endoftext|>" + with_begin, generate("out", rendered));
     EXPECT_EQ("<|endoftext|>" + with_begin, generate("published", rendered)) << "which has it already";
     EXPECT_NE(with_begin, sample.out);
+    // They take room in the context.
+    const Words full = {"--generate.prompt", std::string(16, '~'), "--generate.tokens", "1"};
+    EXPECT_EQ(run_sheaf(Words{"generate", f / "out"} + full).err, "");
+    EXPECT_THAT(run_sheaf(Words{"generate", f / "published"} + full).err, HasSubstr("the prompt has 17 tokens, the model's context 16"));
     expect_texts_before_questions(f, small + data, tokenizer);
     put_before("<s>");
     expect_refused(run_sheaf(Words{"generate", f / "published"} + prompt), 65,
-                   "published/tokenizer.json': its post_processor puts \"<s>\" before a text, which is no special token");
+                   "published/tokenizer.json': post_processor: it puts \"<s>\" before a text, which is no special token");
+    write_file(f / "published/tokenizer.json", R"({"post_processor":{"single":[1]},)" + plain.substr(1));
+    expect_refused(run_sheaf(Words{"generate", f / "published"} + prompt), 65, "published/tokenizer.json': post_processor: [json] expected an object");
     // It ends at the end tokens of the model's files, here any token.
     write_file(f / "published/tokenizer.json", plain);
     std::string ends;
@@ -178,6 +185,8 @@ TEST(TrainTokenizer, FromATextToAModel) {
     EXPECT_EQ(generate("published", prompt + Words{"--generate.ignore_end_of_text", "true"}), sample.out);
     write_file(f / "published/generation_config.json", "{\"eos_token_id\": \"x\"}");
     expect_refused(run_sheaf(Words{"generate", f / "published"} + prompt), 65, "published/generation_config.json': eos_token_id: ");
+    write_file(f / "published/generation_config.json", "{\"eos_token_id\": [4294967296]}");  // token 0, in 32 bits
+    expect_refused(run_sheaf(Words{"generate", f / "published"} + prompt), 65, "generation_config.json': eos_token_id: 4294967296 is no id of a token");
     std::filesystem::remove(f / "published/tokenizer.json");
     expect_refused(run_sheaf({"generate", f / "published"}), 64, "has neither tokenizer.json nor GPT-2's vocab.json and merges.txt");
     std::filesystem::remove_all(f / "published");

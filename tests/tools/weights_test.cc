@@ -33,7 +33,7 @@ const std::string kGpt2 = "tests/models/published/gpt2_f32_shards", kBase = "tes
                   kQwen3Next = "tests/models/published/qwen3_next_bf16", kQwen35 = "tests/models/published/qwen3_5_bf16_images",
                   kQwen35Moe = "tests/models/published/qwen3_5_moe_bf16", kGemma3Images = "tests/models/published/gemma3_bf16_images",
                   kGlm = "tests/models/published/glm4_moe_bf16", kKimi = "tests/models/published/kimi_k2_fp8",
-                  kSmol = "tests/models/published/smollm3_bf16";
+                  kSmol = "tests/models/published/smollm3_bf16", kPhi3 = "tests/models/published/phi3_bf16_longrope";
 
 struct Folder : ScratchFolder {
   Folder() { testing::write_sample_tokens(*this / "tokens.bin"); }
@@ -236,10 +236,11 @@ TEST(Weights, AdaptersAreExportedForPeft) {
     int64_t in;
     bool transposed;
   };
-  for (const Case& c : {Case{kGpt2, "transformer.h.1.attn.c_attn", R"(["attn.c_attn","attn.c_proj","mlp.c_fc","mlp.c_proj"])", 12, true},
-                        Case{kScaled, "model.layers.1.self_attn.k_proj",
-                             R"(["mlp.down_proj","mlp.gate_proj","mlp.up_proj","self_attn.k_proj","self_attn.o_proj","self_attn.q_proj","self_attn.v_proj"])",
-                             16, false}}) {
+  for (const Case& c :
+       {Case{kGpt2, "transformer.h.1.attn.c_attn", R"(["attn.c_attn","attn.c_proj","mlp.c_fc","mlp.c_proj"])", 12, true},
+        Case{kScaled, "model.layers.1.self_attn.k_proj",
+             R"(["mlp.down_proj","mlp.gate_proj","mlp.up_proj","self_attn.k_proj","self_attn.o_proj","self_attn.q_proj","self_attn.v_proj"])", 16,
+             false}}) {
     SCOPED_TRACE(c.weights);
     const Folder folder;
     expect_ok(run_sheaf(folder.train(c.weights, "run") + Words{"--model.lora_rank", "3", "--train.lr", "0.05", "--train.steps", "4"}));
@@ -296,7 +297,8 @@ std::string without_images(const std::string& name) { return "model." + name.sub
 TEST(Weights, ExportAndImportAreInverse) {
   const Folder folder;
   for (const std::string& weights : {kGpt2, kBase, kLlama, kScaled, kQwen2, kQwen3, kYarn, kMixtral, kQwen3Moe, kDots1, kDeepseek2, kDeepseek3,
-                                     kGemma, kGemma3, kGptOss, kMxfp4, kQwen3Next, kQwen35, kQwen35Moe, kGemma3Images, kGlm, kKimi, kSmol})
+                                     kGemma, kGemma3, kGptOss, kMxfp4, kQwen3Next, kQwen35, kQwen35Moe, kGemma3Images, kGlm, kKimi, kSmol,
+                                     kPhi3})
     for (int world : {1, 3}) {
       SCOPED_TRACE(str(weights, " on ", world));
       const std::string name = str(world, weights.substr(weights.rfind('/') + 1));
@@ -368,6 +370,26 @@ TEST(Weights, WhatWasReadIsWritten) {
   }
 }
 
+// Readers compute LongRoPE's amplitude from the contexts in Phi-3's config.json, which are therefore kept by a run on shorter texts.
+TEST(Weights, ContextsOfLongropeAreExportedAsTheyWere) {
+  const Folder folder;
+  const auto config_in = [](const std::string& path) { return Json::parse(File::open(path + "/config.json").read_all(), "config.json"); };
+  for (const char* context : {"8", "9"}) {
+    expect_ok(run_sheaf(folder.train(kPhi3, str("run", context)) + Words{"--train.steps", "1", "--model.context", context}));
+    expect_ok(run_sheaf({"export", folder / str("run", context), folder / str("hf", context), "--format", "huggingface"}));
+    const Json config = config_in(folder / str("hf", context)), theirs = config_in(kPhi3);
+    for (const char* key : {"model_type", "rope_theta", "max_position_embeddings", "original_max_position_embeddings", "partial_rotary_factor",
+                            "tie_word_embeddings"})
+      EXPECT_EQ(config.at(key), theirs.at(key)) << key;
+    EXPECT_EQ(config.at("rope_scaling").as_object().size(), 3u);
+    for (const char* key : {"type", "short_factor", "long_factor"}) EXPECT_EQ(config.at("rope_scaling").at(key), theirs.at("rope_scaling").at(key));
+    const Outcome tape = run_sheaf({"tape", "--model.weights", kPhi3, "--model.context", context, "--format", "json", "--world", "2"});
+    ASSERT_EQ(tape.code, 0) << tape.err;
+    EXPECT_THAT(tape.out, HasSubstr(context == std::string("8") ? "longrope's short factors 1 to 1.5 times 1.236"
+                                                                : "longrope's long factors 1.125 to 8.5 times 1.236"));
+  }
+}
+
 // A user who continues with `transformers` finds the other files of the weights' folder, and the same end tokens.
 TEST(Weights, WhatLiesBesideThemIsExported) {
   const Folder folder;
@@ -380,8 +402,11 @@ TEST(Weights, WhatLiesBesideThemIsExported) {
     return run_sheaf(folder.train(from, out) + Words{"--train.steps", "1", "--model.context", "4", "--data.separate_documents", "true",
                                                      "--data.end_of_text", "7"});
   };
+  std::string said;
   const auto exported = [&](const std::string& out) {
-    expect_ok(run_sheaf({"export", folder / out, folder / (out + "_hf"), "--format", "huggingface"}));
+    const Outcome r = run_sheaf({"export", folder / out, folder / (out + "_hf"), "--format", "huggingface"});
+    expect_ok(r);
+    said = r.out;
     return Json::parse(File::open(folder / (out + "_hf/config.json")).read_all(), "config.json");
   };
   ASSERT_EQ(train("beside").code, 0);
@@ -392,11 +417,13 @@ TEST(Weights, WhatLiesBesideThemIsExported) {
   EXPECT_EQ(File::open(folder / "beside_hf/generation_config.json").read_all(), "{\"eos_token_id\": [0, 3]}");
   EXPECT_EQ(File::open(folder / "beside_hf/chat_template.jinja").read_all(), "{{ messages }}");
   EXPECT_FALSE(path_exists(folder / "beside_hf/special_tokens_map.json"));
+  EXPECT_THAT(said, Not(HasSubstr("from before")));
   // Without the weights, what the run itself knows.
   std::filesystem::remove_all(from);
   const Json alone = exported("beside");
   EXPECT_EQ(alone.at("eos_token_id"), Json(7));
   EXPECT_EQ(alone.at("max_position_embeddings"), Json(4));
+  EXPECT_THAT(said, HasSubstr(", next to generation_config.json, chat_template.jinja from before, which may not fit them, of "));
 }
 
 // MTP layers get initial values if the files have none, and are dropped if the architecture has none.

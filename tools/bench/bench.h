@@ -70,7 +70,7 @@ struct Comparison {
   std::function<void()> peer_run = {};
   bool by_memory = false;                ///< see Line
   std::optional<DType> arithmetic = {};  ///< see Line
-  bool on_host = false;  ///< on a GPU too this measures the host, by the host's clock
+  bool on_host = false;                  ///< on a GPU too this measures the host, by the host's clock
   /// Called before anything else; may set `run`, `peer_run` and the amounts. An exception makes the line "not available".
   std::function<void()> prepare = {};
   std::vector<std::pair<std::string, double>> more = {};  ///< figures to print in addition

@@ -78,7 +78,7 @@ void measure_hidden(Session& session, DType dtype, const AttentionSize& full, co
 struct OurOwn {
   const char *name, *peer;
   double softcap;
-  bool peer_is_ours;     ///< else the one chosen by default
+  bool peer_is_ours;  ///< else the one chosen by default
   int64_t quick_tokens;
 };
 

@@ -19,6 +19,9 @@ _NVCC_FLAGS = [
     "-Xcompiler=-fPIC,-Wall,-Wno-restrict,-ffp-contract=off",
 ]
 
+# Device code, with its line numbers, was most of every program that links the kernels.
+_NVCC_COMPRESS = ["-compress-mode=size"] if HAS_CUDA and CUDA_RELEASE >= (12, 8) else []
+
 _NVCC_OPTIMISE = select({
     str(Label("//tools/bazel:debug")): ["-G"],
     "//conditions:default": [
@@ -58,7 +61,7 @@ def _cuda_objects_impl(ctx):
         args.add("-o", output)
         args.add("-ccbin", toolchain.compiler_executable)
         args.add("-DSHEAF_CUDA_EMULATED=0")
-        args.add_all(_NVCC_FLAGS + ctx.attr.copts)
+        args.add_all(_NVCC_FLAGS + _NVCC_COMPRESS + ctx.attr.copts)
         args.add_all(context.defines, before_each = "-D")
         args.add_all(context.includes, before_each = "-I")
         args.add_all(context.quote_includes, before_each = "-I")
