@@ -11,7 +11,7 @@ using namespace sheaf;
 
 struct ParallelBlock : models::DecoderBlock {
   nn::RMSNorm norm;
-  nn::CausalSelfAttention attention;
+  nn::SelfAttention attention;
   nn::MLP mlp;
 
   ParallelBlock(const nn::AttentionConfig& a, const nn::MlpConfig& m) : norm(a.width), attention(a), mlp(m) {}

@@ -20,7 +20,7 @@ void imitate(models::Gpt& model, optim::Optimizer& optimizer, int64_t step, cons
   constexpr int64_t kRows = 64;
   const Type type{kI32, {kRows, Letters::kContext}, rows};
   std::vector<int32_t> tokens, targets;
-  const int64_t first = step * kRows + type.layout.local_start(type.shape)[0];
+  const int64_t first = step * kRows + type.local_start()[0];
   for (int64_t row = first; row < first + type.local_shape()[0]; ++row) {
     std::vector<int32_t> all = Letters::prompt(row);
     const std::vector<int32_t> answer = Letters::demonstration(row);

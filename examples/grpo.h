@@ -31,8 +31,8 @@ using Reward = std::function<double(std::span<const int32_t> prompt, std::span<c
 struct Answers {
   Tensor tokens_BT = {}, targets_BT = {};
   Tensor advantages_B1 = {};  ///< reward less its prompt's mean, over its prompt's standard deviation
-  double mean_reward = 0;  ///< on all ranks
-  double num_targets = 0;  ///< on all ranks
+  double mean_reward = 0;     ///< on all ranks
+  double num_targets = 0;     ///< on all ranks
 };
 
 /// Sum of a value over the ranks that have rows of their own.

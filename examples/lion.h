@@ -55,7 +55,7 @@ struct LionStep {
 struct LionOptions {
   double lr = 1e-4;  ///< unless step() is told another
   double beta1 = 0.9, beta2 = 0.99;
-  double weight_decay = 1.0;  ///< decoupled, times the learning rate
+  double weight_decay = 1.0;           ///< decoupled, times the learning rate
   sheaf::optim::Factors factors = {};  ///< of both, per parameter
 };
 
@@ -72,8 +72,8 @@ struct Lion final : sheaf::optim::Optimizer {
   std::vector<double> scalars(const sheaf::optim::StepOptions& step, int64_t /*number*/) const override {
     return {step.lr.value_or(options.lr), options.beta1, options.beta2, options.weight_decay};
   }
-  void update(sheaf::optim::ShardState& shard, const sheaf::Tensor& scalars, const sheaf::Tensor& clip_scale) override {
-    sheaf::optim::apply_step(sheaf::op_def<LionStep>(), nullptr, shard, scalars, clip_scale);
+  void update(sheaf::optim::ShardState& shard, const sheaf::Tensor& scalars) override {
+    sheaf::optim::apply_step(sheaf::op_def<LionStep>(), nullptr, shard, scalars);
   }
 };
 

@@ -1,4 +1,4 @@
-// A user-defined optimizer against its formula, on any number of ranks.
+// A user-defined optimizer against its formula, on any number of ranks; and the same one written in public ops, which run on every device.
 #include "sheaf/examples/lion.h"
 
 #include <cmath>
@@ -79,6 +79,77 @@ TEST(Lion, IsItsFormula) {
   for (size_t p = 0; p < end.size(); ++p)
     for (size_t i = 0; i < end[p].size(); ++i) EXPECT_NEAR(end[p][i], expected[p][i], 1e-12) << p << ' ' << i;
   EXPECT_NE(end, start);
+}
+
+/// A number that all ranks have, as operand for values of this buffer: Replicate on the axes that shard it.
+Tensor beside(const Tensor& number, const Tensor& buffer) {
+  Layout layout = buffer.layout();
+  for (int a = 0; a < layout.num_axes(); ++a)
+    if (layout[a].is_shard()) layout[a] = Placement::replicate();
+  return redistribute(number, layout);
+}
+
+/// Lion without weight decay.
+struct LionOfOps final : optim::Optimizer {
+  std::vector<Tensor> lr_factors;  // for each shard, of its type
+
+  explicit LionOfOps(nn::Module& model, const optim::Factors& factors)
+      : Optimizer("lion_of_ops", model.parameters(), factors, /*states=*/{"m"}, {}) {
+    for (const optim::ShardState& shard : shards()) {
+      const Tensor& x = shard.flat().shard;
+      std::vector<double> values(static_cast<size_t>(x.local_shape().numel()), 1.0);
+      const std::vector<double> rows = shard.segments.to_vector<double>();  // begin, end, factors of learning rate and weight decay
+      for (size_t k = 0; k < rows.size(); k += 4)
+        std::fill(values.begin() + static_cast<int64_t>(rows[k]), values.begin() + static_cast<int64_t>(rows[k + 1]), rows[k + 2]);
+      lr_factors.push_back(Tensor::from_local(values, x.type()).to(x.device()));
+    }
+  }
+
+ private:
+  std::vector<double> scalars(const optim::StepOptions& step, int64_t /*number*/) const override { return {step.lr.value_or(0.01)}; }
+  void update(optim::ShardState& shard, const Tensor& scalars) override {
+    const FlatBuffer& b = shard.flat();
+    const Tensor &x = b.shard, &m = shard.state[0];
+    const Tensor gradient = b.grad_scale ? b.grad * beside(b.grad_scale, x) : b.grad;
+    const Tensor lr = cast(scalars, x.dtype()) * lr_factors[static_cast<size_t>(&shard - shards().data())];
+    Tensor next = x - lr * sign(0.9 * m + 0.1 * gradient), next_m = 0.99 * m + 0.01 * gradient;
+    if (b.found_inf) {
+      const Tensor skipped = beside(b.found_inf, x);
+      next = where(skipped, x, next), next_m = where(skipped, m, next_m);
+    }
+    store_into(x, next);
+    store_into(m, next_m);
+  }
+};
+
+TEST(LionOfOps, IsLion) {
+  for (const int ranks : {1, 2, 3})
+    for (const char* strategy : {"full_shard", "replicate"})
+      run_local(ranks, [&](World& world) {
+        const Mesh mesh = world.mesh({{"data", ranks}});
+        Net a, b;
+        for (Net* model : {&a, &b}) {
+          shard(*model, mesh, {.units = nn::units_of<nn::Linear>(), .strategy = strategy});
+          materialize(*model, world.device(), {.seed = 2, .dtype = kF64});
+        }
+        Lion lion(a, {.lr = 0.01, .weight_decay = 0, .factors = {.lr = lr_factor}});
+        LionOfOps of_ops(b, {.lr = lr_factor});
+        const auto step = [&](Net& model, optim::Optimizer& optimizer, bool overflows) {
+          optim::LossScaler scaler(world.device());
+          Recording recording;
+          const Tensor loss = sum(square(model(redistribute(rows(), Layout(mesh.spec, Placement::shard(0))))));
+          recording.backward(scaler.scale(loss * (overflows ? HUGE_VAL : 1)));
+          clip_grad_norm(model, 0.5, scaler);
+          optimizer.step();
+          optimizer.zero_grad();
+        };
+        for (int i = 0; i < 5; ++i) step(a, lion, i == 2), step(b, of_ops, i == 2);
+        const auto values = a.parameters(), others = b.parameters();
+        for (size_t p = 0; p < values.size(); ++p) {
+          const auto x = full_parameter(values[p]).to_vector<double>(), y = full_parameter(others[p]).to_vector<double>();
+          for (size_t i = 0; i < x.size(); ++i) EXPECT_NEAR(x[i], y[i], 1e-12) << values[p].name() << ' ' << ranks << strategy;
+        }
+      });
 }
 
 TEST(Lion, KnowsNothingOfRanks) {

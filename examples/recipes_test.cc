@@ -2,11 +2,8 @@
 // accumulation, half precision, a running mean, a learning rate per part of a model, fine-tuning, tensor and sequence parallelism,
 // generation.
 #include <cmath>
-#include <map>
 
-#include <gtest/gtest.h>
-
-#include "sheaf/sheaf.h"
+#include "sheaf/examples/expect_gradients.h"
 
 namespace examples {
 namespace {
@@ -23,7 +20,7 @@ struct Batch {
 Batch batch_of(World& world, const Mesh& mesh, int64_t first, int64_t n) {
   const Layout rows(mesh.spec, Placement::shard(0));
   const Type x_type{kF32, {n, kFeatures}, rows}, label_type{kI64, {n}, rows};
-  const int64_t begin = first + x_type.layout.local_start(x_type.shape)[0];
+  const int64_t begin = first + x_type.local_start()[0];
   const int64_t count = x_type.local_shape()[0];
   std::vector<float> x;
   std::vector<int64_t> label;
@@ -53,24 +50,6 @@ struct Binary : nn::Module {
   }
   SHEAF_FIELDS(weight);
 };
-
-using Gradients = std::map<std::string, std::vector<float>>;
-
-Gradients gradients(nn::Module& model) {
-  Gradients out;
-  for (const nn::Parameter& p : model.parameters())
-    out[p.name()] = full_gradient(p).to_vector<float>();
-  return out;
-}
-
-// All other ranks must have the first rank's first gradients.
-void expect_gradients(nn::Module& model, Gradients& expected, int rank, const std::string& where) {
-  const Gradients got = gradients(model);
-  if (rank != 0) return;
-  if (expected.empty()) expected = got;
-  for (const auto& [name, values] : expected)
-    for (size_t i = 0; i < values.size(); ++i) EXPECT_NEAR(got.at(name)[i], values[i], 1e-6) << name << " at " << where;
-}
 
 // A step over `rows` samples in `micro_batches` parts.
 void step_of(World& world, const Mesh& mesh, Classifier& model, int64_t step, int64_t rows,
@@ -194,7 +173,7 @@ TEST(Programs, HaveTheBitsOfSteps) {
 
 // Its hidden units can be sharded over a tensor axis.
 struct SharedClassifier : nn::Module {
-  nn::Linear up{kFeatures, 12, {.cut = OwnershipMap::even(0)}};   // cut by outputs
+  nn::Linear up{kFeatures, 12, {.cut = OwnershipMap::even(0)}};    // cut by outputs
   nn::Linear down{12, kFeatures, {.cut = OwnershipMap::even(1)}};  // cut by inputs
   nn::Linear head{kFeatures, kClasses};
   Tensor forward(const Tensor& x) {
@@ -450,8 +429,8 @@ TEST(FineTuning, TrainsAdaptersOfASavedModel) {
     EXPECT_EQ(nn::add_lora(model, {.rank = 2, .alpha = 4}, [](const std::string& path) { return path == "body"; }), 1);
     shard(model, mesh);
     materialize(model, world.device(), {.seed = 1});
-    models::load_checkpoint(folder, model, {}, world);  // of the model without adapters, which contribute nothing yet
-    optim::AdamW optimizer(model, {.lr = 1e-3});        // has state only for adapters
+    EXPECT_TRUE(models::load_checkpoint(folder, model, {}, world));  // of the model without adapters, which contribute nothing yet
+    optim::AdamW optimizer(model, {.lr = 1e-3});                     // has state only for adapters
 
     const double first = loss_of(saved, of_saved, 0);
     EXPECT_EQ(loss_of(model, optimizer, 0), first);
