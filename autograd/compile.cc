@@ -61,9 +61,9 @@ std::vector<Tensor> CompiledStep::record(const RecordingOptions& options, const 
   Recording recording(own);
   std::vector<Tensor> results = code(inputs_);
   Recorded now;
-  for (Tensor& t : results) {
-    now.results.push_back(recording.value_of(t));
-    if (now.results.back() < 0) fail<ConfigError>("[compile] result ", now.results.size() - 1, " is no value of this step");
+  for (const Tensor& t : results) {
+    check<ConfigError>(t.defined(), "[compile] result ", now.results.size(), " is no tensor");
+    now.results.push_back(recording.leaf(t, "result"));  // an input that no op reads is new to the recording
   }
   const auto group = recording.group_with_gradients();
   now.leaves = recording.leaves();

@@ -218,6 +218,13 @@ void replace_file(const std::string& path, std::string_view text) {
   replace_file(path, [&](const std::string& pending) { write_file(pending, text); });
 }
 
+void expect_writable_file(const char* who, const std::string& path) {
+  check<IoError>(!path.empty(), "[", who, "] '' cannot be the name of a file");
+  std::error_code unreadable;
+  if (path.ends_with('/') || std::filesystem::is_directory(path, unreadable)) fail<IoError>("[", who, "] '", path, "' is a folder");
+  if (access(parent_of(path).c_str(), W_OK) != 0) fail<IoError>("[", who, "] cannot write '", path, "': ", reason_of(errno));
+}
+
 void sync_folder(const std::string& path) {
   detail::file_fault_point("sync", path);
   const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);

@@ -124,6 +124,10 @@ std::string pending_path(const std::string& path);
 /// In the names of files and folders that are not complete yet.
 inline constexpr std::string_view kPendingMark = ".tmp-";
 
+/// Throws IoError if no file `path` could be written: it is empty or a folder, or its own folder is missing or takes no files. For
+/// commands that write last, after hours of work; `who` begins the message.
+void expect_writable_file(const char* who, const std::string& path);
+
 /// fsync of a folder, so that the names in it survive a crash.
 void sync_folder(const std::string& path);
 /// rename(2).

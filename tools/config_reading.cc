@@ -138,11 +138,24 @@ void set_from_text(const std::string& where, ConfigField& field, const std::stri
   set(where, field, text == "true");
 }
 
+// toml++ calls itself for each part of a dotted key, and would end with the stack.
+void refuse_deep_keys(const std::string& path, std::string_view text) {
+  constexpr int64_t kMostDots = 100;
+  for (int64_t line = 1; !text.empty(); ++line) {
+    const std::string_view one = text.substr(0, text.find('\n')), before = one.substr(0, one.find('='));
+    text.remove_prefix(std::min(text.size(), one.size() + 1));
+    const bool has_key = before.size() < one.size() || one.starts_with('[');
+    if (has_key && std::ranges::count(before, '.') > kMostDots && !one.starts_with('#'))
+      fail<ConfigError>("[config] ", path, ":", line, ": a key of more than ", kMostDots, " parts");
+  }
+}
+
 }  // namespace
 
 void read_file(const std::string& path, std::vector<ConfigField>& fields, std::set<std::string>& given,
                const std::function<bool(const std::string&)>& wanted) {
   const std::string text = File::open<ConfigError>(path).read_all();
+  refuse_deep_keys(path, text);
   toml::table document;
   try {
     document = toml::parse(text, path);

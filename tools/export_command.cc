@@ -149,6 +149,7 @@ int export_command(const ExportArguments& arguments) {
     fail<ConfigError>("[export] unknown format '", format, "'; known: sheaf, huggingface, peft");
   models::Checkpoint checkpoint = open_checkpoint(arguments);
   std::string file = arguments.file;
+  check<ConfigError>(!file.empty(), "[export] '' cannot be the name of a ", format == "sheaf" ? "file" : "folder");
   std::map<std::string, std::string> metadata = {{"format", "pt"}, {"step", str(checkpoint.step())}};
   std::vector<SafetensorsInput> tensors;
   std::function<std::string()> finish = [] { return ""; };  // writes the files that belong next to the weights, and reports them

@@ -145,6 +145,7 @@ int tokenize_command(const TokenizeArguments& arguments) {
                       " is for gpt2, llama3 and huggingface");
   const auto tokenizer = models::open_tokenizer(arguments.tokenizer, arguments.tokenizer_folder);
   require_no_text(out);
+  expect_writable_file("tokenize", out);
   const int threads = arguments.threads > 0 ? arguments.threads : threads_per_rank(1);
   RankContext::current().threads = threads;
   const RankScope scope(RankContext::current());

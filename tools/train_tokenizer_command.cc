@@ -1,11 +1,6 @@
-#include <cerrno>
 #include <chrono>
 #include <cstdio>
-#include <filesystem>
-#include <system_error>
 #include <utility>
-
-#include <unistd.h>
 
 #include "sheaf/core/file.h"
 #include "sheaf/core/rank_context.h"
@@ -29,15 +24,6 @@ constexpr size_t kBlockPerThread = size_t{8} << 20;
 void require_tokenizer_file(const std::string& path) {
   if (path.substr(path.rfind('/') + 1) != "tokenizer.json")
     fail<ConfigError>("[train-tokenizer] name the file to write last, FOLDER/tokenizer.json, not '", path, "'");
-}
-
-// Fails early instead of after all the work.
-void require_writable(const std::string& path) {
-  const std::string folder = parent_of(path);
-  make_folders(folder);
-  if (std::filesystem::is_directory(path)) fail<IoError>("[train-tokenizer] '", path, "' is a folder");
-  if (access(folder.c_str(), W_OK) != 0)
-    fail<IoError>("[train-tokenizer] cannot write in '", folder, "': ", std::generic_category().message(errno));
 }
 
 // Joins documents into one text: the byte between them ends words and is not part of one (WordCounts).
@@ -113,7 +99,8 @@ int train_tokenizer_command(const TrainTokenizerArguments& arguments) {
   models::BpeTrainerOptions options = arguments.options;
   if (!arguments.special.empty()) options.special = arguments.special;
   models::BpeTrainer trainer(options);
-  require_writable(out);
+  make_folders(parent_of(out));
+  expect_writable_file("train-tokenizer", out);
   const int threads = arguments.threads > 0 ? arguments.threads : threads_per_rank(1);
   RankContext::current().threads = threads;
   const RankScope scope(RankContext::current());

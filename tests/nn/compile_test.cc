@@ -23,6 +23,7 @@ namespace sheaf::testing {
 namespace {
 
 using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
 
 constexpr int64_t kVocab = 11;
 
@@ -477,7 +478,7 @@ TEST(Compile, RefusesGradientsThatStayAndResultsThatAreNone) {
               }),
               HasSubstr("leaves gradients of unit 'root' behind"));
   EXPECT_THAT(refused([](Net&, optim::AdamW&, const Tensor&, const Tensor&) { return Tensor::scalar(1); }),
-              HasSubstr("result 0 is no value of this step"));
+              HasSubstr("leaf 'result', f32[], used in the root, is not what it was in the step before"));
 }
 
 TEST(Compile, InputsKeepTheirTypes) {
@@ -491,6 +492,21 @@ TEST(Compile, InputsKeepTheirTypes) {
   }
   EXPECT_EQ(first[0].to_vector(), (std::vector<float>{6, 2}));
   EXPECT_THROW(twice({}, Tensor::from<float>({1, 2, 3}, {3})), ShapeError);
+}
+
+TEST(Compile, AnInputThatNoOpReadsCanBeAResult) {
+  auto step = compile([](const Tensor& x, const Tensor& y) { return std::vector<Tensor>{x + x, y}; });
+  std::vector<Tensor> first;
+  for (int64_t s = 0; s < 6; ++s) {
+    const auto at = static_cast<float>(s);
+    const std::vector<Tensor> out = step({.step = s}, Tensor::scalar(at), Tensor::scalar(10 + at));
+    EXPECT_EQ(out[0].item(), 2 * at);
+    EXPECT_EQ(out[1].item(), 10 + at);
+    if (s == 3) first = out;
+  }
+  EXPECT_EQ(first[1].item(), 13);
+  auto none = compile([](const Tensor& x) { return std::vector<Tensor>{x + x, Tensor()}; });
+  EXPECT_THAT([&] { none({}, Tensor::scalar(1)); }, ThrowsMessage<ConfigError>(HasSubstr("[compile] result 1 is no tensor")));
 }
 
 }  // namespace

@@ -53,6 +53,10 @@ TEST_F(Config, UnknownKeysNameTheNearest) {
   EXPECT_THAT(error("\n[train]\nwarmpu = 1\n"), HasSubstr("c.toml:3: unknown key \"train.warmpu\"; did you mean \"train.warmup\"?"));
   EXPECT_THAT(error("[model]\nlr = 1\n"), HasSubstr("did you mean \"train.lr\"?"));
   EXPECT_THAT(error("[train]\n" + std::string(1 << 20, 'a') + " = 1\n"), HasSubstr("aaa...\"; see --help"));
+  std::string deep = "a";
+  for (int i = 0; i < 100'000; ++i) deep += ".a";
+  EXPECT_THAT(error("[train]\n" + deep + " = 1\n"), HasSubstr(":2: a key of more than 100 parts"));
+  EXPECT_THAT(error("[" + deep + "]\n"), HasSubstr(":1: a key of more than 100 parts"));
   EXPECT_THAT(error("[trian]\nlr = 1\n"), HasSubstr("c.toml:1: unknown key \"[trian]\""));
   EXPECT_THAT(error("steps = 1\n"), HasSubstr("did you mean \"train.steps\"?"));
   EXPECT_THAT(error("", {"--model.expert_groups", "1"}), HasSubstr("did you mean \"model.capacity_groups\"?"));

@@ -127,6 +127,7 @@ TEST(Export, SaysWhatIsMissing) {
   const auto own = run_sheaf({"export", run / "run", run / "own", "--format", "huggingface"});
   EXPECT_EQ(own.code, 0) << own.err;
   EXPECT_EQ(run_sheaf({"export", run / "run", run / "own", "--format", "huggingface"}).code, 0) << "its own may be replaced";
+  EXPECT_EQ(run_sheaf({"export", run / "run", ""}).code, 64);
   // Only regular files are replaced, and no partial file stays.
   ASSERT_EQ(mkfifo((run / "pipe").c_str(), 0600), 0);
   for (const char* name : {"pipe", "run"}) {

@@ -132,6 +132,7 @@ TEST(Tokenize, SaysWhatIsWrong) {
   f.write("empty.txt", "");
   expect_refused(f.tokenize({"a.txt", "empty.txt", "out.bin"}), 65, "empty.txt' is empty");
   expect_refused(f.tokenize({"a.txt", "no/out.bin"}), 74, "no/out.bin");
+  expect_refused(run_sheaf({"tokenize", f / "a.txt", "", "--tokenizer", "byte"}), 74, "'' cannot be the name of a file");
   expect_refused(f.tokenize({"a.txt", "out.bin"}, "gpt2", {"--threads", "0"}), 64, "--threads");
   f.write("bpe/tokenizer.json", R"({"model":{"type":"WordPiece"}})");
   expect_refused(f.tokenize({"a.txt", "out.bin"}, "huggingface"), 65, "tokenizer.json': model.type is \"WordPiece\": Sheaf knows BPE");

@@ -33,6 +33,9 @@ void check_suites(const Options& options, Device device) {
 
 // --device, or else SHEAF_DEVICE, as in `sheaf train`.
 Device device_of(const Options& options) {
+  constexpr std::string_view kKnown[] = {"", "auto", "cpu", "cuda"};
+  check<ConfigError>(std::ranges::find(kKnown, options.device) != std::end(kKnown), "[bench] --device ", options.device,
+                     " is none of auto, cpu and cuda");
   return choose_device({},
                        [&](const char* name) -> const char* {
                          const bool given =
@@ -64,10 +67,8 @@ int bench_command(const Options& options) {
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", /*overwrite=*/0);
   const Device device = device_of(options);
   check_suites(options, device);
-  // Before anything is measured: check that the output files are writable.
   for (const std::string& file : {options.json, options.markdown})
-    if (!file.empty() && !path_exists(parent_of(file)))
-      fail<IoError>("[bench] no folder for '", file, "'");
+    if (!file.empty()) expect_writable_file("bench", file);
   if (!options.traces.empty() && !path_exists(options.traces))
     fail<IoError>("[bench] no folder '", options.traces, "'");
   RankContext& context = RankContext::current();
