@@ -88,7 +88,7 @@ std::vector<Tensor> CompiledStep::record(const RecordingOptions& options, const 
 }
 
 void CompiledStep::expect_same(const Recorded& before, const Recorded& now) {
-  if (now.tape.num_nodes() == 0)
+  if (now.tape.num_nodes() == std::ssize(now.tape.leaves()))
     fail<ConfigError>("[compile] the step computes nothing in its recording, which compile() makes: it must not make one of its ",
                       "own");
   if (const auto difference = first_difference(before.tape, now.tape))

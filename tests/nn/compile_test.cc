@@ -478,7 +478,13 @@ TEST(Compile, RefusesGradientsThatStayAndResultsThatAreNone) {
               }),
               HasSubstr("leaves gradients of unit 'root' behind"));
   EXPECT_THAT(refused([](Net&, optim::AdamW&, const Tensor&, const Tensor&) { return Tensor::scalar(1); }),
-              HasSubstr("leaf 'result', f32[], used in the root, is not what it was in the step before"));
+              HasSubstr("the step computes nothing in its recording"));
+  double count = 0;
+  EXPECT_THAT(refused([&](Net& net, optim::AdamW&, const Tensor& x, const Tensor&) {
+                net.layer(x);
+                return Tensor::scalar(++count);
+              }),
+              HasSubstr("leaf 'result', f32[], used in root, is not what it was in the step before"));
 }
 
 TEST(Compile, InputsKeepTheirTypes) {
