@@ -6,6 +6,7 @@ namespace sheaf::kernels::cpu::amx {
 namespace {
 
 using squares::kStepBytes;
+using squares::Rows;
 using squares::Square;
 
 inline void load_square(Square s) {
@@ -28,7 +29,7 @@ struct Tiles {
   static constexpr int64_t kRoom = 512;      // 1 MiB of the 2 that these machines have
 
   template <class F>
-  static void multiply(int64_t steps, int64_t, const char* a, const char* b, const Square* from,
+  static void multiply(int64_t steps, int64_t, Rows a, const char* b, const Square* from,
                        Square to, F&& between) {
     __asm__ volatile("" ::: "memory");  // as in amx_tiles.h
     if (from) {
@@ -39,13 +40,13 @@ struct Tiles {
       _tile_zero(2);
       _tile_zero(3);
     }
-    for (int64_t s = 0; s < steps; ++s, a += kStepBytes, b += kStepBytes) {
-      _tile_loadd(4, a, 64);
+    for (int64_t s = 0; s < steps; ++s, a.data += a.step, b += kStepBytes) {
+      _tile_loadd(4, a.data, a.stride);
       _tile_loadd(6, b, 128);
       _tile_dpbf16ps(0, 4, 6);
       _tile_loadd(7, b + 64, 128);
       _tile_dpbf16ps(1, 4, 7);
-      _tile_loadd(5, a + 1024, 64);
+      _tile_loadd(5, a.data + 16 * a.stride, a.stride);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
       between();

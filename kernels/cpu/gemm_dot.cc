@@ -5,7 +5,7 @@
 namespace sheaf::kernels::cpu::dot {
 namespace {
 
-using squares::kStepBytes;
+using squares::Rows;
 using squares::Square;
 
 /// A square is four blocks of 8 rows; only blocks with rows that count are multiplied.
@@ -15,14 +15,14 @@ struct Dots {
   static constexpr int64_t kRoom = 256;      // half a MiB: the second-level cache may have no more than one
 
   template <class F>
-  static void multiply(int64_t steps, int64_t rows, const char* a, const char* b,
+  static void multiply(int64_t steps, int64_t rows, Rows a, const char* b,
                        const Square* from, Square to, F&& between) {
     const int64_t blocks = (rows + kRows - 1) / kRows;
     int64_t done = 0;
     for (int64_t block = 0; block < blocks; ++block) {
       for (; done * blocks < (block + 1) * steps; ++done) between();
       const int64_t row = block * kRows;
-      multiply_rows(steps, a + row * 64, 64, kStepBytes, b, 128,
+      multiply_rows(steps, a.data + row * a.stride, a.stride, a.step, b, 128,
                     from ? from->data + row * from->stride : nullptr, from ? from->stride : 0,
                     to.data + row * to.stride, to.stride);
     }

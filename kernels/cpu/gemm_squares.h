@@ -1,14 +1,15 @@
 // The product of bf16 matrices in squares of 32 x 32, by any Engine with
 //   Scope           per-thread setup for its products
 //   kBlockSteps, kRoom, kSquares   how much is packed at once, by its machines' caches, see Cut
-//   multiply(steps, rows, a, b, from, to, between)   to = from (zero if nullptr) + a b, a square
+//   multiply(steps, rows, a, b, from, to, between)   to = from (zero if nullptr) + a b, a square; a of Rows, b packed
 //       over some steps of the depth, with one call of between() for each step, the first before
 //       anything is stored; only the first `rows` rows count, the others may have any values
 //
 // [Note: products by squares] Each square is computed over a block of the depth small enough that both its sides fit in L1. One
 // operand is "resident": a packed block of it stays in L2. The other, the "stream", arrives in panels of some sides over a block of
 // the depth; a panel multiplies all of the resident block. Meanwhile the next panel is packed and the one after it prefetched, a
-// little at every step: tile instructions leave nearly all of the core idle, so transposing and memory accesses cost little there.
+// little at every step: tile instructions leave much of the core idle. Packing there still takes longer than packing alone, so rows of
+// a that lie well are read where they are.
 //
 // Panels have four sides, because memory is fast only where 256 or more bytes are contiguous; in dense rows of a they are.
 //
@@ -24,6 +25,12 @@
 
 namespace sheaf::kernels::cpu::squares {
 
+/// 32 rows of a, over steps of 64 bytes. Strides in bytes.
+struct Rows {
+  const char* data;
+  int64_t stride, step;
+};
+
 inline constexpr int64_t kSquareBytes = kSide * kSide * 4;
 constexpr int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
@@ -36,6 +43,7 @@ struct Cut {
   int64_t steps, resident_sides, stream_sides;  ///< of the whole
   int64_t block_steps, chunk_steps;             ///< summed in tiles; resident at once
   int64_t block_sides, group_sides;             ///< of resident and stream: squares in progress at once
+  bool in_place;                                ///< the stream, rows of a, is not packed
 
   explicit Cut(const GemmPart& p) {
     const auto words = [](const MatrixOperand& m) { return reinterpret_cast<const uint16_t*>(m.data); };
@@ -62,6 +70,11 @@ struct Cut {
     }
     block_sides = ceil_div(resident_sides, ceil_div(resident_sides, block_sides));
     group_sides = std::min(group_sides, stream_sides);
+
+    // Whole squares, in whole cache lines; but rows 2 KiB apart share sets of the first-level cache, which cannot hold 32 of them.
+    const int64_t stride = a.lane_stride * 2;
+    in_place = a_streams && a.depth_stride == 1 && p.rows % kSide == 0 && p.depth % kSide == 0 && stride % 64 == 0 && stride % 2048 != 0 &&
+               reinterpret_cast<uintptr_t>(a.data) % 64 == 0;
   }
   int64_t resident_bytes() const { return block_sides * std::min(chunk_steps, steps) * kStepBytes; }
   int64_t panel_bytes() const { return std::min(panel_sides, stream_sides) * block_steps * kStepBytes; }
@@ -175,7 +188,7 @@ class Part {
   void run() {
     Stage now, next, after;
     int64_t resident = -1, chunk = -1;
-    errands_.set(&now, nullptr, next_panel_, 1);
+    if (!cut_.in_place) errands_.set(&now, nullptr, next_panel_, 1);
     bool more = true, fetches = after.advance(cut_);
     while (more) {
       errands_.all();
@@ -184,7 +197,8 @@ class Part {
         pack_resident(now), resident = now.resident, chunk = now.chunk;
       next = now, more = next.advance(cut_);
       fetches = more && after.advance(cut_);
-      errands_.set(more ? &next : nullptr, fetches ? &after : nullptr, next_panel_,
+      const bool is_near = cut_.in_place && after.resident > 0;  // it was read for the block before
+      errands_.set(more && !cut_.in_place ? &next : nullptr, fetches && !is_near ? &after : nullptr, next_panel_,
                    now.sides(cut_) * now.resident_sides(cut_) * now.steps(cut_));
       multiply_panel(now);
       now = next;
@@ -218,14 +232,21 @@ class Part {
     for (int64_t i = 0; i < outer; ++i)
       for (int64_t j = 0; j < inner; ++j, square += kSquareBytes) {
         if (cut_.a_streams)
-          multiply_square(t, t.panel + i, t.resident + j, panel_ + i * side_bytes, resident + j * side_bytes, square);
+          multiply_square(t, t.panel + i, t.resident + j, rows_of_stream(t, i), resident + j * side_bytes, square);
         else
-          multiply_square(t, t.resident + i, t.panel + j, resident + i * side_bytes, panel_ + j * side_bytes, square);
+          multiply_square(t, t.resident + i, t.panel + j, packed(resident + i * side_bytes), panel_ + j * side_bytes, square);
       }
   }
 
+  static Rows packed(const char* side) { return {side, 64, kStepBytes}; }
+  Rows rows_of_stream(const Stage& t, int64_t side) const {
+    if (!cut_.in_place) return packed(panel_ + side * t.steps(cut_) * kStepBytes);
+    const Sides& s = cut_.stream;
+    return {reinterpret_cast<const char*>(s.data + (t.panel + side) * kSide * s.lane_stride + t.depth * kSide), s.lane_stride * 2, 64};
+  }
+
   /// a and b: sides `i` and `j`. `memory` holds the square until the depth is done.
-  void multiply_square(const Stage& t, int64_t i, int64_t j, const char* a, const char* b, char* memory) {
+  void multiply_square(const Stage& t, int64_t i, int64_t j, Rows a, const char* b, char* memory) {
     const int64_t row = i * kSide, col = j * kSide;
     const Square here{memory, 128};
     const int64_t steps = t.steps(cut_);

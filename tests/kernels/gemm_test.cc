@@ -1,6 +1,8 @@
 // Every kernel for matrix products, also those this machine would not choose, on operands larger than its blocks.
 #include "sheaf/kernels/cpu/gemm.h"
 
+#include <cstring>
+
 #include "sheaf/kernels/cpu/bf16_instructions.h"
 #include "sheaf/kernels/cpu/gemm_bf16.h"
 #include "sheaf/kernels/cpu/gemm_part.h"
@@ -39,9 +41,10 @@ struct Shapes {
   int64_t rows, cols, depth;
 };
 
-/// A matrix in rows, in columns, or with gaps between all elements.
+/// A matrix in rows with gaps between them, in columns, with gaps between all elements, or dense in rows.
+constexpr int kDense = 3;
 Array matrix(DType d, int64_t rows, int64_t cols, int layout, int seed) {
-  const Shape strides[] = {{cols + 3, 1}, {1, rows + 1}, {2 * cols + 1, 2}};
+  const Shape strides[] = {{cols + 3, 1}, {1, rows + 1}, {2 * cols + 1, 2}, {cols, 1}};
   return Array::random(d, {rows, cols}, seed, 1, strides[layout]);
 }
 
@@ -66,7 +69,9 @@ Array multiply(const Kernel& kernel, const Shapes& s, DType c_dtype, const View&
   const GemmPart part{s.rows, s.cols, s.depth, operand(a), operand(b), operand(c.view()),
                       bias ? MatrixOperand{bias->as<char>(), bias->dtype, 0, bias->strides[0]} : MatrixOperand{},
                       old != nullptr};
-  const Scratch scratch(kernel.scratch(part));
+  GemmPart unknown = part;  // how much scratch is needed is asked before there are addresses
+  for (MatrixOperand* m : {&unknown.a, &unknown.b, &unknown.c}) m->data = nullptr;
+  const Scratch scratch(kernel.scratch(unknown));
   kernel.multiply(part, static_cast<Workspace>(scratch).data);
   for (int64_t i = 0; i + 1 < s.rows; ++i)
     for (int64_t j = s.cols; j < s.cols + 5; ++j) {
@@ -102,6 +107,27 @@ TEST(Gemm, PartsLargerThanTheBlocks) {
     for (const Shapes& s : {Shapes{250, 800, 400}, {530, 70, 1000}, {33, 1570, 390}, {70, 50, 5000}})
       for (int layout = 0; layout < 4; ++layout)
         expect_right(d, s, layout & 1, layout >> 1, layout == 1, layout == 2);
+}
+
+// Rows of a that are read where they are, rows that would collide in the cache, columns, and a depth in chunks.
+TEST(Gemm, SeveralBlocksOfTheResidentOperand) {
+  for (const auto& [s, a_layout] : {std::pair{Shapes{544, 1570, 320}, kDense}, {{544, 900, 1024}, kDense}, {{160, 1100, 640}, 1}, {{70, 500, 2500}, 1}})
+    for (int layout = 0; layout < 2; ++layout) expect_right(kBF16, s, a_layout, layout, layout == 0, layout == 1);
+}
+
+// The same bits as from where they are.
+TEST(Gemm, RowsThatBeginAnywhere) {
+  const Shapes s{544, 800, 96};
+  const Array a = matrix(kBF16, s.rows, s.depth, kDense, 1), b = matrix(kBF16, s.depth, s.cols, kDense, 2);
+  std::vector<char> moved(static_cast<size_t>(s.rows * s.depth * 2) + 128);
+  for (const Kernel& kernel : kernels(kBF16)) {
+    const Array expected = multiply(kernel, s, kF32, a, b, nullptr, nullptr);
+    for (size_t by : {size_t{0}, size_t{2}, size_t{32}}) {
+      char* const to = moved.data() + 64 - reinterpret_cast<uintptr_t>(moved.data()) % 64 + by;
+      std::memcpy(to, a.view().data, static_cast<size_t>(s.rows * s.depth * 2));
+      EXPECT_TRUE(same_bits(multiply(kernel, s, kF32, View::dense(to, kBF16, {s.rows, s.depth}), b, nullptr, nullptr), expected)) << kernel.name << by;
+    }
+  }
 }
 
 TEST(Gemm, EverySmallSizeAndLayout) {
