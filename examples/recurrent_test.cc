@@ -4,6 +4,7 @@
 //   B sequences   T tokens   I features   W width
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "sheaf/examples/expect_gradients.h"
 
@@ -72,40 +73,43 @@ double row_times(const std::vector<double>& weight, int64_t row, std::span<const
   return sum;
 }
 
-std::vector<double> by_definition(const Gru& model) {
-  const auto input = full_parameter(model.input.weight).to_vector<double>(), state = full_parameter(model.state.weight).to_vector<double>();
+/// The states of all sequences after each position: `advance` gets an input and the state before, and returns the next.
+template <class F>
+std::vector<double> states(F&& advance) {
   std::vector<double> out;
   for (int64_t b = 0; b < kB; ++b) {
     std::vector<double> h(kW, 0.0);
     for (int64_t t = 0; t < kT; ++t) {
-      const std::vector<double> x{x_at(b, t, 0), x_at(b, t, 1), x_at(b, t, 2)}, before = h;
-      for (int64_t w = 0; w < kW; ++w) {
-        const double reset = logistic(row_times(input, w, x) + row_times(state, w, before));
-        const double keep = logistic(row_times(input, kW + w, x) + row_times(state, kW + w, before));
-        const double candidate = std::tanh(row_times(input, 2 * kW + w, x) + reset * row_times(state, 2 * kW + w, before));
-        h[static_cast<size_t>(w)] = (1 - keep) * candidate + keep * before[static_cast<size_t>(w)];
-      }
+      h = advance(std::vector<double>{x_at(b, t, 0), x_at(b, t, 1), x_at(b, t, 2)}, std::as_const(h));
       out.insert(out.end(), h.begin(), h.end());
     }
   }
   return out;
 }
 
+std::vector<double> by_definition(const Gru& model) {
+  const auto input = full_parameter(model.input.weight).to_vector<double>(), state = full_parameter(model.state.weight).to_vector<double>();
+  return states([&](const std::vector<double>& x, const std::vector<double>& before) {
+    std::vector<double> h(kW);
+    for (int64_t w = 0; w < kW; ++w) {
+      const double reset = logistic(row_times(input, w, x) + row_times(state, w, before));
+      const double keep = logistic(row_times(input, kW + w, x) + row_times(state, kW + w, before));
+      const double candidate = std::tanh(row_times(input, 2 * kW + w, x) + reset * row_times(state, 2 * kW + w, before));
+      h[static_cast<size_t>(w)] = (1 - keep) * candidate + keep * before[static_cast<size_t>(w)];
+    }
+    return h;
+  });
+}
+
 std::vector<double> by_definition(const GatedAverage& model) {
   const auto value = full_parameter(model.value.weight).to_vector<double>(), gate = full_parameter(model.gate.weight).to_vector<double>();
-  std::vector<double> out;
-  for (int64_t b = 0; b < kB; ++b) {
-    std::vector<double> h(kW, 0.0);
-    for (int64_t t = 0; t < kT; ++t) {
-      const std::vector<double> x{x_at(b, t, 0), x_at(b, t, 1), x_at(b, t, 2)};
-      for (int64_t w = 0; w < kW; ++w) {
-        const double z = logistic(row_times(gate, w, x));
-        h[static_cast<size_t>(w)] += z * (row_times(value, w, x) - h[static_cast<size_t>(w)]);
-      }
-      out.insert(out.end(), h.begin(), h.end());
+  return states([&](const std::vector<double>& x, std::vector<double> h) {
+    for (int64_t w = 0; w < kW; ++w) {
+      const double z = logistic(row_times(gate, w, x));
+      h[static_cast<size_t>(w)] += z * (row_times(value, w, x) - h[static_cast<size_t>(w)]);
     }
-  }
-  return out;
+    return h;
+  });
 }
 
 // Its values are those of its definition, its gradients those of one rank, and a step has no op of this name.

@@ -2,6 +2,8 @@
 #include <cstring>
 #include <filesystem>
 #include <functional>
+#include <iterator>
+#include <vector>
 
 #include "sheaf/core/file.h"
 #include "sheaf/models/checkpoint_store.h"
@@ -36,8 +38,9 @@ void check_is_ours(const std::string& to) {
 // Refuses to write into a folder with another model: files next to weights are ours only if the weights are.
 void check_folder_is_free(const std::string& folder, const std::string& weights) {
   if (path_exists(weights)) return;  // check_is_ours() checks who wrote them
-  for (const char* name : {"config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
-                           "special_tokens_map.json", "chat_template.jinja", "vocab.json", "merges.txt"})
+  std::vector<const char*> names = {"config.json", "adapter_config.json"};
+  names.insert(names.end(), std::begin(kCompanions), std::end(kCompanions));
+  for (const char* name : names)
     check<ConfigError>(!path_exists(folder + "/" + name), "[export] '", folder, "' has a ", name,
                        ", which was not written by sheaf export: remove it, or name another folder");
 }

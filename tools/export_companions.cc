@@ -87,8 +87,7 @@ std::string export_tokenizer(const models::RunState& state, const std::string& f
   std::string said = write_companions(state, folder, written);
   // They may be of another run, whose export this one replaces, or the user's own: they stay.
   std::string others;
-  for (const char* name : {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "chat_template.jinja",
-                           "vocab.json", "merges.txt"})
+  for (const char* name : kCompanions)
     if (path_exists(folder + "/" + name) && std::ranges::find(written, name) == written.end()) others += (others.empty() ? "" : ", ") + str(name);
   if (!others.empty()) said += str(", next to ", others, " from before, which may not fit them");
   return said;

@@ -8,6 +8,10 @@
 
 namespace sheaf::tools {
 
+/// What can stand next to weights besides config.json.
+inline constexpr const char* kCompanions[] = {"tokenizer.json",          "tokenizer_config.json", "generation_config.json",
+                                              "special_tokens_map.json", "chat_template.jinja",   "vocab.json", "merges.txt"};
+
 /// The model_type of the published weights that the run started from, if they still exist; else "".
 std::string published_like(const models::RunState& state);
 
