@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads, 2) multiply_parts(LinearProduct<T> p
   const int64_t expert = p.tiles.experts[tile];
   if (expert < 0) return;
   for (int r = threadIdx.x; r < S::kRows; r += kThreads) {
-    RowCursor at;
+    RowCursor at(p.rows, expert);
     at.advance(p.rows, expert, p.tiles.firsts[tile] + r);
     s.row[r] = at.row(p.rows, expert);
   }
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, 2) multiply_rows(GradientProduct<T, 
   const int64_t expert = blockIdx.y, first_row = blockIdx.x / p.column_tiles * S::kRows, first_column = blockIdx.x % p.column_tiles * S::kColumns;
   int64_t count = 0;
   for (int64_t j = 0; j < p.rows.groups; ++j) count += p.rows.count(expert, j);
-  RowCursor at;  // for the first threads, one for each row of a round
+  RowCursor at(p.rows, expert);  // for the first threads, one for each row of a round
   if (threadIdx.x < S::kInner) at.advance(p.rows, expert, threadIdx.x);
   const int64_t a_column = first_row + OfA::element(), b_column = first_column + OfB::element();
   Sums<T> sums;
@@ -211,11 +211,22 @@ __global__ void __launch_bounds__(kThreads) sum_rows(PartRows r, const T* dy, in
   __shared__ C of_warps[kWarps][kWarp];
   const int64_t expert = blockIdx.y, column = static_cast<int64_t>(blockIdx.x) * kWarp + lane_of_thread();
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  RowCursor at;
+  RowCursor at(r, expert);
   at.advance(r, expert, warp);
+  const T* const from = dy + (column < cols ? column : 0);
   C sum = 0;
-  for (; at.group < r.groups; at.advance(r, expert, kWarps))
-    if (column < cols) sum += convert_to<C>(dy[at.row(r, expert) * cols + column]);
+  constexpr int kAtOnce = 8;  // loads in flight: past the last row, once more of an earlier one, without a branch
+  while (at.group < r.groups) {
+    int64_t row[kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) row[k] = at.row(r, expert), at.advance(r, expert, kWarps);
+    T x[kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) x[k] = from[(row[k] < 0 ? row[0] : row[k]) * cols];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k)
+      if (row[k] >= 0) sum += convert_to<C>(x[k]);
+  }
   of_warps[warp][lane_of_thread()] = sum;
   __syncthreads();
   if (warp > 0 || column >= cols) return;

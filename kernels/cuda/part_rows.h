@@ -29,9 +29,9 @@ struct PartRows {
     begins = carver.take<int32_t>(parts.experts * groups), counts = carver.take<int32_t>(parts.experts * groups);
   }
   __device__ int64_t count(int64_t expert, int64_t group) const { return counts[expert * groups + group]; }
-  /// The expert's first row in a group, among the rows of all parts.
-  __device__ int64_t first_row(int64_t expert, int64_t group) const {
-    return (parts.part_of(expert) * groups + group) * room + begins[expert * groups + group];
+  /// The first row in a group of an expert of this part, among the rows of all parts.
+  __device__ int64_t first_row(int64_t part, int64_t expert, int64_t group) const {
+    return (part * groups + group) * room + begins[expert * groups + group];
   }
 };
 
@@ -50,14 +50,16 @@ struct RowTiles {
 
 /// Iterates over the rows of an expert: those of its groups, one group after another.
 struct RowCursor {
+  int part;                       ///< the expert's: to find it takes a division, which the compiler would repeat for each row
   int64_t group = 0, offset = 0;  ///< in the group
 
+  __device__ RowCursor(const PartRows& r, int64_t expert) : part(static_cast<int>(r.parts.part_of(expert))) {}
   __device__ void advance(const PartRows& r, int64_t expert, int64_t rows) {
     offset += rows;
     while (group < r.groups && offset >= r.count(expert, group)) offset -= r.count(expert, group), ++group;
   }
   /// The row among those of all parts; -1 after the last.
-  __device__ int64_t row(const PartRows& r, int64_t expert) const { return group < r.groups ? r.first_row(expert, group) + offset : -1; }
+  __device__ int64_t row(const PartRows& r, int64_t expert) const { return group < r.groups ? r.first_row(part, expert, group) + offset : -1; }
 };
 
 }  // namespace sheaf::kernels::cuda::part_products
