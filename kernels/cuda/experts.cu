@@ -122,11 +122,20 @@ count_choices(Routing r, int64_t places, const int64_t* choices, int32_t* counts
 __global__ void fit_counts(Routing r, ExpertParts p, int32_t* counts) {
   const int64_t groups = r.sequences * r.groups, item = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (item >= r.parts * groups) return;
+  const int64_t end = p.first_of(item / groups + 1);
+  int32_t* const of_group = counts + item % groups;
   int64_t left = r.room;
-  for (int64_t e = p.first_of(item / groups); e < p.first_of(item / groups + 1); ++e) {
-    const int64_t at = e * groups + item % groups, count = counts[at];
-    if (count > left) counts[at] = static_cast<int32_t>(left);
-    left -= count < left ? count : left;
+  constexpr int kAtOnce = 8;  // loads in flight: after a store each would be waited for
+  for (int64_t first = p.first_of(item / groups); first < end; first += kAtOnce) {
+    int64_t count[kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) count[k] = of_group[(first + k < end ? first + k : end - 1) * groups];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (first + k >= end) break;
+      if (count[k] > left) of_group[(first + k) * groups] = static_cast<int32_t>(left);
+      left -= count[k] < left ? count[k] : left;
+    }
   }
 }
 
