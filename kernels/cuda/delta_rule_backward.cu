@@ -106,10 +106,11 @@ __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) chunk_gradients(R
   __shared__ C of_warps[kThreads / kWarp];
   const int64_t places = blocks_for(p.tokens, kTile), pair = blockIdx.x / places, b = pair / p.key_heads, g = pair % p.key_heads;
   const int64_t place = blockIdx.x % places * kTile, end = place + kTile < p.tokens ? place + kTile : p.tokens;
+  const int64_t group = p.group(), first_head = g * group;  // a division, which the compiler would repeat for each element
   for (int64_t t = p.chunks.next(b, place - 1), behind; t < end; t = behind) {
     behind = p.chunks.next(b, t);
     const auto count = static_cast<int>(behind - t);
-    for (int64_t h = g * p.group(); h < (g + 1) * p.group(); ++h) {
+    for (int64_t h = first_head; h < first_head + group; ++h) {
       gates.load(p, b, t, h, count);
       const C *state = nullptr, *dstate = nullptr;  // before the chunk; gradient of the state after it
       if (t == 0) state = p.initial.at(b, h);
@@ -187,7 +188,7 @@ __global__ void __launch_bounds__(kThreads, kHeld<Compute<T>>) chunk_gradients(R
             const int i = Sums<T>::row(n), c = Sums<T>::column(m) + d;
             if (i >= count || c >= p.width) continue;
             const int64_t at = (((b * p.tokens + t + i) * p.key_heads) + g) * p.width + c;
-            const bool first = h == g * p.group();
+            const bool first = h == first_head;
             w.dq[at] = dq.at(n, m) + (first ? C(0) : w.dq[at]);
             w.dk[at] = dk.at(n, m) + dk_behind.at(n, m) + (first ? C(0) : w.dk[at]);
           }
