@@ -90,6 +90,7 @@ void reduce(const char* who, const Stream& stream, Kind kind, const View& x, con
   plan.kept = walk_of<2>(who, {kept_out, kept}, Order::row_major),
   plan.reduced = walk_of<1>(who, {reduced}, Order::row_major);
   plan.kind = kind, plan.number = number, plan.groups = groups_of(plan.count());
+  plan.by_groups = Divider(plan.groups);
   plan.run = 16 / static_cast<int>(is_floating(x.dtype) ? size_of(x.dtype) : size_of(kI64));
   plan.lanes = 1;
   while (plan.lanes < kWarp && plan.lanes * plan.run < plan.count()) plan.lanes *= 2;

@@ -23,6 +23,7 @@ struct Plan {
   Kind kind;
   double number;  ///< scale or correction
   int64_t groups;
+  Divider by_groups;
   int run;    ///< elements
   int lanes;  ///< lanes that take part: a power of two
   bool packs;
@@ -293,10 +294,11 @@ __global__ void __launch_bounds__(kThreads) join_groups(Plan plan, const Part<W>
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   if (output >= plan.kept.numel) return;
   State<W> state = nothing<W>(plan.kind);
+  // Like first_chunk(), which divides: here that would take longer than the rest.
+  const auto begin_of = [&](int64_t group) { return plan.by_groups.quotient(plan.chunks() * group) * kChunk; };
   for (int64_t group = lane; group < plan.groups; group += kWarp) {
     const Part<W> part = parts[output * plan.groups + group];
-    const int64_t begin = plan.first_chunk(group) * kChunk,
-                  end = plan.first_chunk(group + 1) * kChunk;
+    const int64_t begin = begin_of(group), end = begin_of(group + 1);
     state = join<W>(plan.kind, state,
                     {part.a, part.b, (end < plan.count() ? end : plan.count()) - begin});
   }
