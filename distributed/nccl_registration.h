@@ -4,7 +4,7 @@
 // communicator has registered is transferred in place, on fewer multiprocessors: over NVLink SHARP if available, else between peers'
 // memories. Registered memory must be memory that peers can be given a handle to, whole allocations of ncclMemAlloc, and a buffer
 // must not span two of them. So the buffers that units gather and reduce are in a pool of such pieces (MemoryKind;
-// kernels/cuda/wire_pool.h), which grows by pieces and never releases one. A communicator registers new pieces before the first call
+// kernels/cuda/piece_pool.h), which grows by pieces and never releases one. A communicator registers new pieces before the first call
 // that can use them; after the second step of a training run there are none.
 //
 // Members may not mix: a call whose buffer one has registered and another has not may hang. The op determines which buffers are in

@@ -3,10 +3,11 @@
 #include <vector>
 
 #include "sheaf/core/error.h"
+#include "sheaf/core/warning.h"
 #include "sheaf/kernels/cuda/free_blocks.h"
 #include "sheaf/kernels/cuda/gpu.h"
+#include "sheaf/kernels/cuda/piece_pool.h"
 #include "sheaf/kernels/cuda/runtime.h"
-#include "sheaf/kernels/cuda/wire_pool.h"
 
 namespace sheaf::kernels::cuda {
 namespace {
@@ -16,10 +17,12 @@ constexpr size_t kLeastGrowth = size_t{32} << 20;  // mapping takes the driver t
 
 size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
-/// Free blocks of the range and of the wire pool, by their offsets.
+constexpr size_t kWire = size_t{1} << 60;  // where the offsets of the wire pool begin
+
+/// Free blocks of the range, or of the pieces in its place, and of the wire pool, by their offsets.
 struct Free {
   FreeBlocks range, pool;
-  FreeBlocks& of(size_t offset) { return WirePool::owns(offset) ? pool : range; }
+  FreeBlocks& of(size_t offset) { return offset >= kWire ? pool : range; }
   void put(size_t offset, size_t size) { of(offset).put(offset, size); }
   void put_all(const Free& other) {
     for (const auto& [offset, size] : other.range.pieces()) range.put(offset, size);
@@ -46,10 +49,26 @@ struct GraphMemory {
   }
 };
 
+/// Where the driver cannot map memory.
+class SeparatePieces final : public PieceSource {
+ public:
+  void* allocate(int device, size_t bytes) override {
+    use_device(device);
+    try {
+      return cuda::allocate(bytes);
+    } catch (const OutOfMemory&) {
+      return nullptr;
+    }
+  }
+  void free(void* piece) override { cuda::free(piece); }
+};
+
 class GrowingAllocator : public DeviceAllocator,
                          public std::enable_shared_from_this<GrowingAllocator> {
  public:
-  explicit GrowingAllocator(int device) : device_(device), pool_(device) {}
+  GrowingAllocator(int device, bool can_map) : device_(device), pieces_(device, 0), pool_(device, kWire) {
+    if (!can_map) pieces_.set_source(std::make_shared<SeparatePieces>());
+  }
   ~GrowingAllocator() override {
     try {
       use_device(device_);
@@ -70,13 +89,12 @@ class GrowingAllocator : public DeviceAllocator,
     }
     count(static_cast<int64_t>(bytes));
     ++stats_.allocations;
-    return wire ? pool_.address(offset) : range_.base + offset;
+    return address_of(offset);
   }
 
   void free(void* block, size_t bytes) override {
     std::lock_guard lock(mutex_);
-    const size_t offset = pool_.offset(block).value_or(
-        static_cast<size_t>(static_cast<char*>(block) - range_.base));
+    const size_t offset = offset_of(block);
     const auto asked = static_cast<int64_t>(bytes);
     for (const auto& graph : graphs_)
       if (graph->holds(offset)) {
@@ -108,7 +126,7 @@ class GrowingAllocator : public DeviceAllocator,
   MemoryStats stats() const override {
     std::lock_guard lock(mutex_);
     MemoryStats s = stats_;
-    s.reserved = static_cast<int64_t>(range_.mapped + pool_.bytes());
+    s.reserved = static_cast<int64_t>(reserved());
     return s;
   }
   void reset_peak() override {
@@ -119,14 +137,14 @@ class GrowingAllocator : public DeviceAllocator,
     std::lock_guard lock(mutex_);
     // The end counts as inside: an empty view of its last block may point there.
     return (address >= range_.base && address <= range_.base + range_.mapped && range_.base) ||
-           pool_.holds(address);
+           pieces_.holds(address) || pool_.holds(address);
   }
   void set_wire(std::shared_ptr<PieceSource> source) override {
     std::lock_guard lock(mutex_);
     if (pool_.there()) return;
     pool_.set_source(std::move(source));
     try {
-      grow_pool(WirePool::kPiece, WirePool::kPiece);
+      grow_in(pool_, PiecePool::kPiece, PiecePool::kPiece);
     } catch (...) {
       pool_.set_source(nullptr);
       throw;
@@ -151,7 +169,7 @@ class GrowingAllocator : public DeviceAllocator,
     FreeBlocks& blocks = wire ? free_.pool : free_.range;
     std::optional<size_t> offset = blocks.take(size);
     if (!offset) {
-      wire ? grow_pool(bytes, size) : grow(bytes, size);
+      wire ? grow_in(pool_, bytes, size) : grow(bytes, size);
       offset = blocks.take(size);
     }
     return *offset;
@@ -173,30 +191,61 @@ class GrowingAllocator : public DeviceAllocator,
     count(graph->live - graph->peak - graph->older_bytes);
   }
 
-  // Creates a free block of `size` at the end of the range, extending a free one that is there.
-  void grow(size_t bytes, size_t size) {
-    if (!range_.base) {
-      use_device(device_);
+  char* address_of(size_t offset) const {
+    return offset >= kWire ? pool_.address(offset) : pieces_.there() ? pieces_.address(offset) : range_.base + offset;
+  }
+  size_t offset_of(const void* block) const {
+    if (const auto offset = pool_.offset(block)) return *offset;
+    if (const auto offset = pieces_.offset(block)) return *offset;
+    return static_cast<size_t>(static_cast<const char*>(block) - range_.base);
+  }
+  size_t reserved() const { return range_.mapped + pieces_.bytes() + pool_.bytes(); }
+
+  // With a free block of `size` in it, if there is so much memory. False, with a warning, if the driver cannot map memory.
+  bool begin_range(size_t size) {
+    use_device(device_);
+    try {
       granularity_ = map_granularity(device_);
       range_ = reserve(device_, round_up(memory_info().total, granularity_));
+      if (map(device_, range_, round_up(std::max(size, kLeastGrowth), granularity_))) free_.range.put(0, range_.mapped);
+      return true;
+    } catch (const CudaError& error) {
+      warn_on_stderr(str("[allocator] ", Device::cuda(device_).to_string(), " cannot map memory into one range (", error.what(),
+                         "): it is allocated in pieces, between which some is lost"));
     }
+    try {
+      release(range_);
+    } catch (const CudaError&) {
+      range_ = {};  // addresses without memory
+    }
+    pieces_.set_source(std::make_shared<SeparatePieces>());
+    return false;
+  }
+
+  // Creates a free block of `size`.
+  void grow(size_t bytes, size_t size) {
+    if (pieces_.there() || (!range_.base && !begin_range(size))) return grow_in(pieces_, bytes, size);
+    if (free_.range.before(range_.mapped) < size) grow_range(bytes, size);
+  }
+  // At the end of the range, extending a free one that is there.
+  void grow_range(size_t bytes, size_t size) {
     const size_t missing = round_up(size - free_.range.before(range_.mapped), granularity_);
     const size_t generous = std::max(missing, round_up(kLeastGrowth, granularity_));
     const size_t end = range_.mapped;
     if (!map(device_, range_, generous) && !map(device_, range_, missing)) fail_to_give(bytes);
     free_.range.put(end, range_.mapped - end);
   }
-  void grow_pool(size_t bytes, size_t size) {
-    const std::optional<size_t> offset = pool_.grow(size);
+  void grow_in(PiecePool& pool, size_t bytes, size_t size) {
+    const std::optional<size_t> offset = pool.grow(size);
     if (!offset) fail_to_give(bytes);
-    free_.pool.put(*offset, pool_.pieces().back().bytes);
+    free_.put(*offset, pool.pieces().back().bytes);
   }
   [[noreturn]] void fail_to_give(size_t bytes) {
     use_device(device_);
     const DeviceMemoryInfo info = memory_info();
     const size_t free = free_.range.bytes() + free_.pool.bytes();
     fail<OutOfMemory>("[allocator] ", Device::cuda(device_).to_string(), " cannot give ", bytes,
-                      " bytes: ", range_.mapped + pool_.bytes() - free, " in use and ", free,
+                      " bytes: ", reserved() - free, " in use and ", free,
                       " free in pieces here, ", info.free, " of ", info.total,
                       " free on the device");
   }
@@ -205,7 +254,8 @@ class GrowingAllocator : public DeviceAllocator,
   mutable std::mutex mutex_;
   DeviceRange range_;
   size_t granularity_ = 0;
-  WirePool pool_;
+  PiecePool pieces_;  // in place of the range, if it has a source
+  PiecePool pool_;    // of wire and landing blocks
   Free free_;
   std::vector<std::shared_ptr<GraphMemory>> graphs_;
   std::shared_ptr<GraphMemory> open_;  // of the current capture
@@ -214,8 +264,8 @@ class GrowingAllocator : public DeviceAllocator,
 
 }  // namespace
 
-std::shared_ptr<DeviceAllocator> make_device_allocator(int device) {
-  return std::make_shared<GrowingAllocator>(device);
+std::shared_ptr<DeviceAllocator> make_device_allocator(int device, bool can_map) {
+  return std::make_shared<GrowingAllocator>(device, can_map);
 }
 
 }  // namespace sheaf::kernels::cuda

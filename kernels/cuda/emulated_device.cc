@@ -1,11 +1,13 @@
 // The emulated device: its memory, and the functions of runtime.h.
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string_view>
 #include <vector>
 
 #include <sys/mman.h>
@@ -54,8 +56,10 @@ class DeviceMemory {
     munmap(it->second.base, it->second.reserved);
     ranges_.erase(it);
   }
-  // Huge pages, so that mprotect changes few.
+  // Huge pages, so that mprotect changes few. Like a virtual GPU, which may have no ranges, with SHEAF_EMULATED_RANGES=0.
   DeviceRange reserve(size_t bytes) {
+    const char* ranges = std::getenv("SHEAF_EMULATED_RANGES");
+    if (ranges && std::string_view(ranges) == "0") fail<CudaError>("[reserve] not supported (emulated GPU)");
     const size_t more = bytes + kHugePage;
     void* memory =
         mmap(nullptr, more, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

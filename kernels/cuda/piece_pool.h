@@ -1,7 +1,8 @@
-// WirePool: memory for data that ranks send each other over NCCL, in pieces.
+// PiecePool: device memory in separate pieces, for data that ranks send each other over NCCL, and for all data where the driver cannot
+// map memory into one range.
 //
-// Its cost: memory that has no other use. Planned for GPT-2 of 124M to 1.5B parameters in bf16, sharded over 2 and 8 ranks: the total
-// is 1.04 to 1.07 times the peak of live bytes; without the pool it is 1.00 to 1.02 times that.
+// Its cost on the wire: memory that has no other use. Planned for GPT-2 of 124M to 1.5B parameters in bf16, sharded over 2 and 8 ranks:
+// the total is 1.04 to 1.07 times the peak of live bytes; without the pool it is 1.00 to 1.02 times that.
 #pragma once
 
 #include <algorithm>
@@ -17,19 +18,20 @@ namespace sheaf::kernels::cuda {
 /// but each piece begins at a multiple of kSpan and is shorter than that, so free blocks of two pieces never merge. Offsets do not
 /// depend on addresses. So ranks that allocate and free in the same order have the same pieces, and their blocks at the same offsets
 /// in them, as NVLink SHARP requires.
-class WirePool {
+class PiecePool {
  public:
   static constexpr size_t kSpan = size_t{1} << 40;
   /// A piece has room for as many blocks of the requested size as kPiece bytes hold, at least for one: so less than
   /// a granule is lost at its end, whatever the sizes are.
   static constexpr size_t kPiece = size_t{32} << 20, kGranule = size_t{2} << 20;
 
-  explicit WirePool(int device) : device_(device) {}
-  ~WirePool() {
+  /// Its offsets begin at `begin`, a multiple of kSpan.
+  PiecePool(int device, size_t begin) : device_(device), begin_(begin) {}
+  ~PiecePool() {
     for (const MemoryPiece& piece : pieces_) source_->free(piece.base);
   }
-  WirePool(const WirePool&) = delete;
-  WirePool& operator=(const WirePool&) = delete;
+  PiecePool(const PiecePool&) = delete;
+  PiecePool& operator=(const PiecePool&) = delete;
 
   bool there() const { return source_ != nullptr; }
   void set_source(std::shared_ptr<PieceSource> source) { source_ = std::move(source); }
@@ -42,7 +44,7 @@ class WirePool {
     if (!base && bytes > whole(size)) base = source_->allocate(device_, bytes = whole(size));
     if (!base) return {};
     pieces_.push_back({base, bytes});
-    return pieces_.size() * kSpan;
+    return begin_ + (pieces_.size() - 1) * kSpan;
   }
 
   const std::vector<MemoryPiece>& pieces() const { return pieces_; }
@@ -52,9 +54,8 @@ class WirePool {
     return sum;
   }
 
-  static bool owns(size_t offset) { return offset >= kSpan; }
   char* address(size_t offset) const {
-    return static_cast<char*>(pieces_[offset / kSpan - 1].base) + offset % kSpan;
+    return static_cast<char*>(pieces_[(offset - begin_) / kSpan].base) + offset % kSpan;
   }
   /// The offset of a block.
   std::optional<size_t> offset(const void* block) const {
@@ -62,7 +63,7 @@ class WirePool {
     for (size_t i = 0; i < pieces_.size(); ++i) {
       const auto* const base = static_cast<const char*>(pieces_[i].base);
       if (at >= base && at < base + pieces_[i].bytes)
-        return (i + 1) * kSpan + static_cast<size_t>(at - base);
+        return begin_ + i * kSpan + static_cast<size_t>(at - base);
     }
     return {};
   }
@@ -77,6 +78,7 @@ class WirePool {
 
  private:
   const int device_;
+  const size_t begin_;
   std::shared_ptr<PieceSource> source_;
   std::vector<MemoryPiece> pieces_;
 };

@@ -1,5 +1,8 @@
-// Blocks that NCCL transfers: in pieces of a source, apart from the range of other blocks.
+// Blocks in pieces of a source: those that NCCL transfers, apart from the range of other blocks, and all where there is no range.
+#include <cstdlib>
 #include <map>
+
+#include <gmock/gmock.h>
 
 #include "sheaf/core/tensor.h"
 #include "sheaf/kernels/cuda/gpu.h"
@@ -56,7 +59,7 @@ size_t piece_of(kernels::cuda::DeviceAllocator& memory, const void* block, size_
   return SIZE_MAX;
 }
 
-TEST(WirePool, BlocksLieInsidePieces) {
+TEST(PiecePool, BlocksLieInsidePieces) {
   SHEAF_NEEDS_GPU();
   with_pool(400 * kMiB, [](kernels::cuda::DeviceAllocator& memory, Pieces& source) {
     EXPECT_EQ(source.sizes, std::vector<size_t>{32 * kMiB});
@@ -90,7 +93,7 @@ TEST(WirePool, BlocksLieInsidePieces) {
   });
 }
 
-TEST(WirePool, WhatIsNotThereIsOutOfMemory) {
+TEST(PiecePool, WhatIsNotThereIsOutOfMemory) {
   SHEAF_NEEDS_GPU();
   with_pool(40 * kMiB, [](kernels::cuda::DeviceAllocator& memory, Pieces& source) {
     memory.allocate(20 * kMiB, MemoryKind::wire);
@@ -108,7 +111,7 @@ TEST(WirePool, WhatIsNotThereIsOutOfMemory) {
   }
 }
 
-TEST(WirePool, AGraphKeepsItsBlocksThere) {
+TEST(PiecePool, AGraphKeepsItsBlocksThere) {
   SHEAF_NEEDS_GPU();
   with_pool(100 * kMiB, [](kernels::cuda::DeviceAllocator& memory, Pieces&) {
     memory.begin_capture();
@@ -130,6 +133,63 @@ TEST(WirePool, AGraphKeepsItsBlocksThere) {
     EXPECT_EQ(piece_of(memory, whole, 32 * kMiB), 0u);  // all of it is free again
     memory.free(whole, 32 * kMiB);
   });
+}
+
+// In place of the range, where the driver cannot map memory.
+TEST(PiecePool, HoldsAllBlocksWhereMemoryCannotBeMapped) {
+  SHEAF_NEEDS_GPU();
+  if constexpr (kernels::kHasCuda) {
+    const auto source = std::make_shared<Pieces>(100 * kMiB);
+    const auto memory = kernels::cuda::make_device_allocator(0, /*can_map=*/false);
+    void* const a = memory->allocate(20 * kMiB);
+    void* const b = memory->allocate(50 * kMiB + 1);
+    EXPECT_EQ(memory->stats().reserved, static_cast<int64_t>((20 + 52) * kMiB));
+    memory->set_wire(source);
+    void* const wire = memory->allocate(kMiB, MemoryKind::wire);
+    EXPECT_EQ(piece_of(*memory, wire, kMiB), 0u);
+    for (void* block : {a, b}) {
+      EXPECT_EQ(piece_of(*memory, block, kMiB), SIZE_MAX) << "not on the wire";
+      EXPECT_TRUE(memory->holds(block));
+    }
+    EXPECT_FALSE(memory->holds(source.get()));
+    memory->free(b, 50 * kMiB + 1);
+    memory->free(wire, kMiB);
+
+    memory->begin_capture();
+    void* const c = memory->allocate(30 * kMiB);
+    EXPECT_EQ(c, b) << "taken from the larger piece";
+    memory->free(c, 30 * kMiB);
+    std::shared_ptr<void> graph = memory->end_capture();
+    void* const d = memory->allocate(20 * kMiB);
+    EXPECT_EQ(d, static_cast<char*>(b) + 30 * kMiB) << "the rest of it belongs to the graph";
+    graph = nullptr;
+    memory->free(d, 20 * kMiB);
+    EXPECT_EQ(memory->allocate(52 * kMiB), b) << "merged";
+    memory->free(b, 52 * kMiB);
+    memory->free(a, 20 * kMiB);
+    EXPECT_EQ(memory->stats().live, 0);
+    EXPECT_EQ(memory->stats().reserved, static_cast<int64_t>((20 + 52 + 32) * kMiB));
+    EXPECT_THROW(memory->allocate(size_t{1} << 50), OutOfMemory);
+  }
+}
+
+// Only the emulated driver can be told to refuse.
+TEST(PiecePool, IsTheFallbackOfADriverThatRefuses) {
+  SHEAF_NEEDS_GPU();
+  if (!kernels::emulated_cuda()) GTEST_SKIP() << "a driver that maps memory";
+  if constexpr (kernels::kHasCuda) {
+    setenv("SHEAF_EMULATED_RANGES", "0", 1);
+    const auto memory = kernels::cuda::make_device_allocator(0);
+    ::testing::internal::CaptureStderr();
+    void* const block = memory->allocate(kMiB);
+    EXPECT_THAT(::testing::internal::GetCapturedStderr(),
+                ::testing::HasSubstr("cuda:0 cannot map memory into one range ([reserve] not supported (emulated GPU)): it is allocated in pieces"));
+    unsetenv("SHEAF_EMULATED_RANGES");
+    EXPECT_EQ(memory->stats().reserved, static_cast<int64_t>(32 * kMiB));
+    EXPECT_EQ(memory->allocate(kMiB), static_cast<char*>(block) + kMiB);
+    memory->free(static_cast<char*>(block) + kMiB, kMiB);
+    memory->free(block, kMiB);
+  }
 }
 
 }  // namespace
