@@ -58,6 +58,9 @@ bool refuses(cudnnStatus_t status) {
     case CUDNN_STATUS_NOT_INITIALIZED:
     case CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH:
     case CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED:
+    // Of one engine, when its code is generated: another one, or our own kernel, may still do.
+    case CUDNN_STATUS_INTERNAL_ERROR_COMPILATION_FAILED:
+    case CUDNN_STATUS_INTERNAL_ERROR_UNEXPECTED_VALUE:
       return true;
     default:
       return CUDNN_STATUS_CATEGORY(status) == CUDNN_STATUS_BAD_PARAM ||

@@ -170,17 +170,22 @@ __global__ void find_begins(Layout<2> lines, int32_t* out, DType type, const voi
   if (line >= lines.numel) return;
   int64_t offset[2];
   lines.offsets(line, offset);
+  constexpr int kAtOnce = 8;  // loads in flight
   int last = 0;
-  for (int64_t start = 0; start < count; start += kWarp) {
-    const int64_t t = start + lane;
-    const bool begins = t > 0 && t < count && load_index(type, tokens, offset[1] + (t - 1) * step) == end_of_text;
-    int begin = begins ? static_cast<int>(t) : last;
-    for (int by = 1; by < kWarp; by *= 2) {
-      const int other = __shfl_up_sync(kFullWarp, begin, by);
-      if (lane >= by && other > begin) begin = other;
+  for (int64_t start = 0; start < count; start += kAtOnce * kWarp) {
+    bool begins[kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int64_t t = start + k * kWarp + lane;
+      begins[k] = t > 0 && t < count && load_index(type, tokens, offset[1] + (t - 1) * step) == end_of_text;
     }
-    last = __shfl_sync(kFullWarp, begin, kWarp - 1);
-    if (t < count) out[offset[0] + t] = begin;
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const auto first = static_cast<int>(start) + k * kWarp;
+      const unsigned all = __ballot_sync(kFullWarp, begins[k]), so_far = all & (~0u >> (kWarp - 1 - lane));
+      if (first + lane < count) out[offset[0] + first + lane] = so_far ? first + kWarp - 1 - __clz(so_far) : last;
+      if (all) last = first + kWarp - 1 - __clz(all);
+    }
   }
 }
 

@@ -143,7 +143,8 @@ __global__ void __launch_bounds__(kRowThreads) norm_backward_wide(Backward<T> b)
     for (int64_t i = threadIdx.x; i < width; i += blockDim.x) {
       const C d = convert_to<C>(dy[i]), xhat = (convert_to<C>(x[i]) - centre) * scale,
               g = b.weight ? d * convert_to<C>(b.weight[i]) : d;
-      if (dweight) dweight[i] += d * xhat, dbias[i] += d;
+      if (dweight) dweight[i] += d * xhat;
+      if (dweight && b.has_mean) dbias[i] += d;
       sum_g += g, sum_gx += g * xhat;
     }
     if (!b.has_dx) continue;
@@ -203,7 +204,7 @@ struct Plan {
     // As many blocks as the 132 multiprocessors of an H100 or H200 hold at once: with more, the last would leave
     // most of them idle, and the partial sums would be large compared to the rows.
     const int64_t rows = x.shape.back() == 0 ? 0 : x.numel() / x.shape.back();
-    const int held = packs ? blocks_at_once(packs) * kRowThreads : 1024;
+    const int held = packs ? blocks_at_once(packs) * kRowThreads : 512;
     const int64_t most = int64_t{132} * (held / (row_threads * takers) * takers);
     sets = std::min(rows, std::clamp<int64_t>(rows / 8, 132, most));
   }
