@@ -46,15 +46,19 @@ GpusHere GpusHere::look() {
   return here;
 }
 
-DeviceChoice choose_device(const Rendezvous& r, const Environment& environment, const GpusHere& gpus) {
-  const char* value = environment("SHEAF_DEVICE");
-  const std::string wish = value && *value ? value : "auto";
-  if (wish == "cpu") return {Device::cpu()};
-  if (wish != "auto" && wish != "cuda")
-    fail<ConfigError>("[device] SHEAF_DEVICE='", wish, "' is none of auto, cpu and cuda");
+DeviceWish DeviceWish::from(const Environment& environment) {
+  DeviceWish wish;
+  if (const char* value = environment(wish.source.c_str()); value && *value) wish.device = value;
+  return wish;
+}
+
+DeviceChoice choose_device(const Rendezvous& r, const DeviceWish& wish, const GpusHere& gpus) {
+  if (wish.device == "cpu") return {Device::cpu()};
+  if (wish.device != "auto" && wish.device != "cuda")
+    fail<ConfigError>("[device] ", wish.source, "='", wish.device, "' is none of auto, cpu and cuda");
   const std::string why = obstacle(r, gpus);
-  if (wish == "cuda") {
-    if (!why.empty()) fail<ConfigError>("[device] SHEAF_DEVICE=cuda, but ", why);
+  if (wish.device == "cuda") {
+    if (!why.empty()) fail<ConfigError>("[device] ", wish.source, "=cuda, but ", why);
     return {Device::cuda(index_for(r, gpus)), true};
   }
   if (gpus.emulated) return {Device::cpu()};

@@ -22,13 +22,22 @@ struct GpusHere {
 
 struct DeviceChoice {
   Device device;
-  bool asked = false;    ///< by SHEAF_DEVICE=cuda
+  bool asked = false;    ///< by "cuda"
   std::string why = {};  ///< why an available GPU is not used; empty otherwise
 };
 
-/// By SHEAF_DEVICE: "cpu"; "cuda": the GPU with this rank's number on its host, or the only one that its launcher lets it see,
-/// else a ConfigError that says what is missing; "auto", the default: the same where possible, else the CPU.
-DeviceChoice choose_device(const Rendezvous& rendezvous, const Environment& environment, const GpusHere& gpus = GpusHere::look());
+/// "cpu"; "cuda": the GPU with this rank's number on its host, or the only one that its launcher lets it see; "auto": the same where
+/// possible, else the CPU.
+struct DeviceWish {
+  std::string device = "auto";
+  std::string source = "SHEAF_DEVICE";  ///< named in errors
+
+  /// SHEAF_DEVICE; "auto" if it is unset or empty.
+  static DeviceWish from(const Environment& environment);
+};
+
+/// ConfigError if the wish is none of the three, or "cuda" and impossible: says what is missing.
+DeviceChoice choose_device(const Rendezvous& rendezvous, const DeviceWish& wish, const GpusHere& gpus = GpusHere::look());
 
 /// The message in which a rank tells the others its choice: "cpu" and why, or "gpu" and which one, "asked gpu" if it must be.
 std::string choice_for_others(const DeviceChoice& choice);

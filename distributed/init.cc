@@ -38,7 +38,7 @@ void tell(const DeviceChoice& choice) {
 }  // namespace
 
 Device init_device() {
-  const DeviceChoice choice = choose_device({}, variable);
+  const DeviceChoice choice = choose_device({}, DeviceWish::from(variable));
   tell(choice);
   use_device(choice.device, RankContext::current());
   return choice.device;
@@ -49,7 +49,7 @@ World init_from_env() {
   // Before CUDA is initialized: so that no stream waits for another one's kernel (nccl_communicator.h).
   if (r.world > 1) setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", /*overwrite=*/0);
   RankContext& context = RankContext::current();
-  DeviceChoice choice = choose_device(r, variable);
+  DeviceChoice choice = choose_device(r, DeviceWish::from(variable));
   std::shared_ptr<Transport> transport;
   if (r.world == 1) {
     transport = std::make_shared<LocalTransport>(std::make_shared<LocalJob>(1, LocalOptions{}));

@@ -24,7 +24,7 @@ Rendezvous rank_of(int local_rank, int local_world) {
   return r;
 }
 DeviceChoice choose(const GpusHere& gpus, const char* wish = nullptr, int local_rank = 0, int local_world = 1) {
-  return choose_device(rank_of(local_rank, local_world), [wish](const char*) { return wish; }, gpus);
+  return choose_device(rank_of(local_rank, local_world), DeviceWish::from([wish](const char*) { return wish; }), gpus);
 }
 GpusHere gpus(std::vector<int> capabilities) { return {.capabilities = std::move(capabilities), .driver = true}; }
 

@@ -159,7 +159,7 @@ TEST(BenchOnGpu, WithoutOneItSaysSo) {
     if (kernels::cuda::device_count() > 0) return;
   const Outcome r = run_sheaf({"bench", "gemm", "--device", "cuda", "--quick"});
   EXPECT_EQ(r.code, 64);
-  EXPECT_THAT(r.err, HasSubstr("[device] SHEAF_DEVICE=cuda, but "));
+  EXPECT_THAT(r.err, HasSubstr("[device] --device=cuda, but "));
 }
 
 // By the plan alone: no GPU is needed.

@@ -206,7 +206,7 @@ TEST(Bench, BadInput) {
   refused({"bench", "gemm", "--samples", "0"}, 64, "--samples");
   refused({"bench", "gemm", "--json", "/no/such/folder/b.json"}, 74, "/no/such/folder/b.json");
   refused({"bench", "gemm", "--markdown", "/tmp"}, 74, "'/tmp' is a folder");
-  refused({"bench", "gemm", "--device", "gpu"}, 64, "--device gpu is none of auto, cpu and cuda");
+  refused({"bench", "gemm", "--device", "gpu"}, 64, "[device] --device='gpu' is none of auto, cpu and cuda");
   refused({"bench", "step", "--traces", "/no/such/folder"}, 74, "/no/such/folder");
 }
 

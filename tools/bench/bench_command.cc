@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "sheaf/core/atomic_file.h"
 #include "sheaf/core/error.h"
 #include "sheaf/core/file.h"
 #include "sheaf/core/rank_context.h"
@@ -33,16 +34,9 @@ void check_suites(const Options& options, Device device) {
 
 // --device, or else SHEAF_DEVICE, as in `sheaf train`.
 Device device_of(const Options& options) {
-  constexpr std::string_view kKnown[] = {"", "auto", "cpu", "cuda"};
-  check<ConfigError>(std::ranges::find(kKnown, options.device) != std::end(kKnown), "[bench] --device ", options.device,
-                     " is none of auto, cpu and cuda");
-  return choose_device({},
-                       [&](const char* name) -> const char* {
-                         const bool given =
-                             std::string_view(name) == "SHEAF_DEVICE" && !options.device.empty();
-                         return given ? options.device.c_str() : std::getenv(name);
-                       })
-      .device;
+  const DeviceWish wish = options.device.empty() ? DeviceWish::from([](const char* name) -> const char* { return std::getenv(name); })
+                                                 : DeviceWish{options.device, "--device"};
+  return choose_device({}, wish).device;
 }
 
 // On a GPU each suite gets its own allocator, which releases its memory afterwards.
