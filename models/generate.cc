@@ -138,6 +138,10 @@ std::unique_ptr<Decoder> model_of(const SavedModel& saved, const std::string& dt
 
 }  // namespace
 
+void begin_as_text(std::vector<int32_t>& prompt, const GenerateConfig& config, std::span<const int32_t> before) {
+  if (config.chat.empty() && !config.special_tokens) prompt.insert(prompt.begin(), before.begin(), before.end());
+}
+
 void generate_from_folder(const std::string& folder, const GenerateConfig& config, Device device,
                           const std::function<void(const std::string&)>& emit) {
   SavedModel saved = open_saved_model("generate", folder);
@@ -147,9 +151,7 @@ void generate_from_folder(const std::string& folder, const GenerateConfig& confi
   const Tokenizer& tokenizer = *saved.text.tokenizer;
   std::vector<int32_t> prompt = encode_prompt(tokenizer, config);
   const std::string shown = tokenizer.decode(prompt);
-  // A rendered chat contains the tokens that precede a text.
-  if (config.chat.empty() && !config.special_tokens)
-    prompt.insert(prompt.begin(), saved.text.before.begin(), saved.text.before.end());
+  begin_as_text(prompt, config, saved.text.before);
   const std::vector<int32_t> ends = ends_of(tokenizer, config, saved.text.ends);
   const auto length = static_cast<int64_t>(prompt.size());
   if (!config.chat.empty() && length >= saved.model.context)

@@ -20,6 +20,9 @@ std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateCon
 /// The same for `said`, which messages call `origin`: a text or, in a chat, also a list of messages, as in a file. DataError if it is
 /// neither, or empty.
 std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateConfig& config, const Json& said, const std::string& origin);
+/// Puts the tokens that precede a text (SavedModel::text) before such a prompt, unless it is a chat's frame, or text with special
+/// tokens: these begin as they are meant to.
+void begin_as_text(std::vector<int32_t>& prompt, const GenerateConfig& config, std::span<const int32_t> before);
 
 /// Continues `prompt` by config.tokens tokens below `vocab` (a model may have more than the tokenizer knows), with at most `context`
 /// of them in view at a time, or until one of `ends` is drawn; returns the new ones without the end. Collective if the model is

@@ -12,7 +12,7 @@
 #include "sheaf/core/parallel.h"
 #include "sheaf/distributed/agreement.h"
 #include "sheaf/distributed/gather_texts.h"
-#include "sheaf/models/file_lock.h"
+#include "sheaf/core/file_lock.h"
 #include "sheaf/models/generate.h"
 #include "sheaf/models/generate_many.h"
 #include "sheaf/models/model_checkpoint.h"
@@ -52,8 +52,7 @@ Line read_line(const NumberedLine& one, const SavedModel& saved, const GenerateC
   const Json* said = line.members.find(o.prompt_field);
   check<DataError>(said != nullptr, "[generate] ", place, " has no member ", json_string(o.prompt_field));
   line.prompt = encode_prompt(*saved.text.tokenizer, config, *said, place);
-  if (config.chat.empty() && !config.special_tokens)  // a rendered chat contains the tokens that precede a text
-    line.prompt.insert(line.prompt.begin(), saved.text.before.begin(), saved.text.before.end());
+  begin_as_text(line.prompt, config, saved.text.before);
   check<DataError>(std::ssize(line.prompt) <= saved.model.context, "[generate] ", place, ": the prompt has ", line.prompt.size(),
                    " tokens, the model's context ", saved.model.context);
   return line;
@@ -174,6 +173,12 @@ GenerateLinesProgress generate_lines(const std::string& folder, TrainConfig conf
   const std::vector<int32_t> ends = ends_of(tokenizer, config.generate, saved.text.ends);
   require_agreement(world, "prompts", {{"the model", saved.digest, str("'", saved.origin, "' (XXH3 ", saved.digest, ")")},
                                        {"the prompts", digest_of_text(text).xxh3}});
+  // Before anything is written: not every model can be sharded in every way.
+  const DeviceScope scope(device);
+  config.model = saved.model;
+  config.train.dtype = config.generate.dtype;
+  const ShardedModel sharded = sharded_model(config, saved.vocab, world, {.frozen = true});
+
   // Rank 0 writes; the others use its findings.
   There there;
   std::optional<FileLock> lock;
@@ -192,10 +197,6 @@ GenerateLinesProgress generate_lines(const std::string& folder, TrainConfig conf
     return now;
   }
 
-  const DeviceScope scope(device);
-  config.model = saved.model;
-  config.train.dtype = config.generate.dtype;
-  const ShardedModel sharded = sharded_model(config, saved.vocab, world, {.frozen = true});
   materialize(*sharded.model, device, {.values = false});
   saved.load(*sharded.model);
 

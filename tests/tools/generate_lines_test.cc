@@ -7,7 +7,7 @@
 
 #include "sheaf/core/file.h"
 #include "sheaf/core/json.h"
-#include "sheaf/models/file_lock.h"
+#include "sheaf/core/file_lock.h"
 #include "sheaf/tests/tools/tiny_run.h"
 
 namespace sheaf::testing {
@@ -89,7 +89,7 @@ TEST(GenerateLines, GoesOnBehindWhatIsThere) {
       EXPECT_EQ(f.text("out.jsonl"), want) << bytes << " bytes, " << world << " ranks";
     }
   {
-    const models::FileLock theirs(f / "out.jsonl");
+    const FileLock theirs(f / "out.jsonl");
     expect_refused(f.generate("out.jsonl", {"--samples", "2", "--resume"}), 64, "another `sheaf generate` is writing to");
     EXPECT_EQ(f.text("out.jsonl"), want);
   }
@@ -128,6 +128,7 @@ TEST(GenerateLines, SaysWhatIsWrong) {
   refused("{\"prompt\": \"a\", \"sample\": 1}\n", 65, "has a member \"sample\"", {"--samples", "2"});
   for (const char* field : {"ended", "sample", "prompt", ""}) refused(good, 64, "lines need it for what follows", {"--field", field});
   refused(good, 64, "--sharding.pipeline is not for sampling", {"--sharding.pipeline", "2"});
+  refused(good, 64, "sharding.tensor 2: 1 rank cannot be divided", {"--sharding.tensor", "2"});
   refused(good, 64, "--generate.prompt would change nothing", {"--generate.prompt", "x"});
   expect_refused(run_sheaf({"generate", f / "run", "--prompts", f / "prompts.jsonl"}), 64, "wants --output");
   expect_refused(run_sheaf({"generate", f / "run", "--prompts", f / "none", "--output", f / "o"}), 65, "cannot open");
