@@ -7,10 +7,7 @@
 #include <cerrno>
 #include <charconv>
 #include <filesystem>
-#include <random>
 #include <system_error>
-
-#include "sheaf/core/file.h"
 
 namespace sheaf {
 namespace {
@@ -82,17 +79,10 @@ void remove_leftovers(const std::string& parent, const Warn& warn) {
   for (const std::string& stale : paths_in(parent, is_pending_name)) remove_tree(stale, warn);
 }
 
-int64_t fresh_tag() {
-  std::random_device random;
-  return static_cast<int64_t>((uint64_t{random()} << 31) ^ random());
-}
-
-std::string pending_folder(const std::string& target, int64_t tag) { return str(target, kPendingMark, tag); }
-
 std::string begin_folder(const std::string& target, int64_t tag, const Warn& warn) {
   make_folders(parent_of(target));
   remove_leftovers(parent_of(target), warn);
-  const std::string pending = pending_folder(target, tag);
+  const std::string pending = pending_path(target, tag);
   make_folders(pending);
   return pending;
 }
@@ -115,7 +105,7 @@ void recover_folder(const std::string& target) {
 }
 
 void remove_folder(const std::string& target, const Warn& warn) {
-  const std::string aside = pending_folder(target, fresh_tag());
+  const std::string aside = pending_path(target, fresh_tag());
   try {
     rename_path(target, aside);
   } catch (const IoError& error) {
@@ -126,7 +116,7 @@ void remove_folder(const std::string& target, const Warn& warn) {
 
 void check_writable(const std::string& parent) {
   const bool fresh = !path_exists(parent);
-  const std::string probe = pending_folder(parent + "/probe", fresh_tag());
+  const std::string probe = pending_path(parent + "/probe", fresh_tag());
   make_folders(parent);
   detail::file_fault_point("mkdir", probe);
   std::error_code error;

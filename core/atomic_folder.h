@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "sheaf/core/file.h"
 #include "sheaf/core/warning.h"
 
 namespace sheaf {
@@ -22,11 +23,7 @@ namespace sheaf {
 /// Removes leftovers of killed processes in `parent`, and restores folders that they had renamed: only one process at a time may
 /// write into it. Does nothing if there is no such folder.
 void remove_leftovers(const std::string& parent, const Warn& warn = warn_on_stderr);
-/// A number for a pending folder that no other one has.
-int64_t fresh_tag();
-/// The path of the pending folder of `target` with this tag.
-std::string pending_folder(const std::string& target, int64_t tag);
-/// Makes an empty folder in which to build a new version of `target`, and returns its path: pending_folder(). Leftovers of earlier
+/// Makes an empty folder in which to build a new version of `target`, and returns its path: pending_path(). Leftovers of earlier
 /// attempts at any folder next to `target` are removed: only one process at a time may write into the parent.
 std::string begin_folder(const std::string& target, int64_t tag = fresh_tag(), const Warn& warn = warn_on_stderr);
 /// Makes a pending folder, whose files are all synced, the content of `target`. If it throws (IoError), `target` is

@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <filesystem>
+#include <random>
 #include <system_error>
 #include <utility>
 #include <vector>
@@ -200,23 +201,12 @@ FileDigest write_file(const std::string& path, std::string_view text) {
   return writer.finish();
 }
 
-std::string pending_path(const std::string& path) { return str(path, kPendingMark, getpid()); }
-
-void replace_file(const std::string& path, const std::function<void(const std::string&)>& write) {
-  const std::string pending = pending_path(path);
-  try {
-    write(pending);
-    rename_path(pending, path);
-  } catch (...) {
-    unlink(pending.c_str());
-    throw;
-  }
-  sync_folder(parent_of(path));
+int64_t fresh_tag() {
+  std::random_device random;
+  return static_cast<int64_t>((uint64_t{random()} << 31) ^ random());
 }
 
-void replace_file(const std::string& path, std::string_view text) {
-  replace_file(path, [&](const std::string& pending) { write_file(pending, text); });
-}
+std::string pending_path(const std::string& path, int64_t tag) { return str(path, kPendingMark, tag); }
 
 void expect_writable_file(const char* who, const std::string& path) {
   check<IoError>(!path.empty(), "[", who, "] '' cannot be the name of a file");

@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -115,14 +114,13 @@ class FileWriter {
 
 /// Writes `path` and syncs it; not atomic: for files inside a folder that is committed by a rename.
 FileDigest write_file(const std::string& path, std::string_view text);
-/// Replaces `path` atomically: `write` gets the name of a new file next to it, and writes and syncs that; then it is renamed over
-/// `path`, and the folder synced. If `write` throws, the new file is removed.
-void replace_file(const std::string& path, const std::function<void(const std::string& pending)>& write);
-void replace_file(const std::string& path, std::string_view text);
-/// The name of that new file: `path`, kPendingMark and the process.
-std::string pending_path(const std::string& path);
+
 /// In the names of files and folders that are not complete yet.
 inline constexpr std::string_view kPendingMark = ".tmp-";
+/// A number for such a name that no other one has.
+int64_t fresh_tag();
+/// The name of a new version of `path`, until it is complete: `path`, kPendingMark and the tag.
+std::string pending_path(const std::string& path, int64_t tag);
 
 /// Throws IoError if no file `path` could be written: it is empty or a folder, or its own folder is missing or takes no files. For
 /// commands that write last, after hours of work; `who` begins the message.

@@ -147,7 +147,7 @@ std::string PendingCheckpoint::note(int rank) const { return str(pending, "/", s
 PendingCheckpoint PendingCheckpoint::begin(const std::string& folder, int64_t step, const CheckpointGroup& group, Warn warn) {
   PendingCheckpoint p{folder, step, group.rank, group.world, "", std::move(warn)};
   const int64_t tag = group.of_first(fresh_tag());
-  p.pending = pending_folder(p.target(), tag);
+  p.pending = pending_path(p.target(), tag);
   save_together(p, group, "rank 0 could not make a folder for it", [&] {
     if (p.rank == 0) saving(p.target(), [&] { begin_folder(p.target(), tag, p.warn); });
   });

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdio>
 
+#include "sheaf/core/atomic_file.h"
 #include "sheaf/core/file.h"
 #include "sheaf/core/json.h"
 

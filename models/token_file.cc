@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <filesystem>
 #include <system_error>
 #include <type_traits>
 #include <utility>
@@ -290,47 +289,15 @@ bool is_token_file(const std::string& path) {
   return magic == kMagic16 || magic == kMagic32 || magic == kMagicExamples;
 }
 
-namespace {
-
-// Removes leftovers of processes that wrote `path`: live ones hold a lock on theirs.
-void remove_leftovers(const std::string& path) {
-  const std::filesystem::path target(path);
-  const std::string prefix = target.filename().string() + std::string(kPendingMark);
-  std::error_code error;
-  for (const auto& entry : std::filesystem::directory_iterator(parent_of(path), error)) {
-    const std::string name = entry.path().filename().string();
-    if (!name.starts_with(prefix) || name.find_first_not_of("0123456789", prefix.size()) != std::string::npos) continue;
-    if (access(entry.path().c_str(), W_OK) != 0) continue;
-    const FileLock lock(entry.path().string());
-    if (lock.state() == FileLock::State::taken) unlink(entry.path().c_str());
-  }
-}
-
-std::unique_ptr<FileLock> lock_pending(const std::string& path, const std::string& pending) {
-  remove_leftovers(path);
-  return std::make_unique<FileLock>(pending);
-}
-
-}  // namespace
-
 TokenFileWriter::TokenFileWriter(const std::string& path, int64_t vocab, std::optional<int32_t> example_end)
-    : path_(path),
-      pending_(pending_path(path)),
-      lock_((check_vocab(vocab), lock_pending(path, pending_))),
-      vocab_(vocab),
-      example_end_(example_end),
-      file_(pending_) {
+    : pending_((check_vocab(vocab), path)), vocab_(vocab), example_end_(example_end), file_(pending_.name()) {
   const int32_t header[256] = {};
   file_.write(header, sizeof header);
 }
 
-TokenFileWriter::~TokenFileWriter() {
-  if (!pending_.empty()) unlink(pending_.c_str());
-}
-
 void TokenFileWriter::write(std::span<const int32_t> ids) {
-  check<ConfigError>(!example_end_, "[tokens] '", path_, "' is a file of examples");
-  check_ids(ids, vocab_, str('\'', path_, '\''), size_);
+  check<ConfigError>(!example_end_, "[tokens] '", pending_.path(), "' is a file of examples");
+  check_ids(ids, vocab_, str('\'', pending_.path(), '\''), size_);
   if (vocab_ <= 65536) {
     const std::vector<uint16_t> narrow(ids.begin(), ids.end());
     file_.write(narrow.data(), static_cast<int64_t>(narrow.size() * sizeof(uint16_t)));
@@ -341,8 +308,8 @@ void TokenFileWriter::write(std::span<const int32_t> ids) {
 }
 
 void TokenFileWriter::write_examples(std::span<const MarkedToken> tokens) {
-  check<ConfigError>(example_end_.has_value(), "[tokens] '", path_, "' is no file of examples");
-  check_ids(tokens, vocab_, str('\'', path_, '\''), size_);
+  check<ConfigError>(example_end_.has_value(), "[tokens] '", pending_.path(), "' is no file of examples");
+  check_ids(tokens, vocab_, str('\'', pending_.path(), '\''), size_);
   file_.write(tokens.data(), static_cast<int64_t>(tokens.size_bytes()));
   size_ += static_cast<int64_t>(tokens.size());
 }
@@ -354,14 +321,12 @@ void TokenFileWriter::finish() {
   const int32_t header[4] = {example_end_ ? kMagicExamples : narrow ? kMagic16 : kMagic32,
                              example_end_ ? kVersionExamples : narrow ? kVersion16 : kVersion32, static_cast<int32_t>(size_),
                              example_end_.value_or(0)};
-  const int file = ::open(pending_.c_str(), O_WRONLY | O_CLOEXEC);
+  const int file = ::open(pending_.name().c_str(), O_WRONLY | O_CLOEXEC);
   const bool written = file >= 0 && pwrite(file, header, sizeof header, 0) == sizeof header && fsync(file) == 0;
   const int error = errno;
   if (file >= 0) close(file);
-  if (!written) fail<IoError>("[tokens] cannot write '", pending_, "': ", std::generic_category().message(error));
-  rename_path(pending_, path_);
-  pending_.clear();
-  sync_folder(parent_of(path_));
+  if (!written) fail<IoError>("[tokens] cannot write '", pending_.path(), "': ", std::generic_category().message(error));
+  pending_.commit();
 }
 
 void write_token_file(const std::string& path, std::span<const int32_t> ids, int64_t vocab) {

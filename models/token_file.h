@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
+#include "sheaf/core/atomic_file.h"
 #include "sheaf/core/dtype.h"
 #include "sheaf/core/file.h"
-#include "sheaf/models/file_lock.h"
 
 namespace sheaf::models {
 
@@ -94,9 +94,6 @@ class TokenFileWriter {
  public:
   /// Throws DataError for an invalid vocabulary.
   TokenFileWriter(const std::string& path, int64_t vocab, std::optional<int32_t> example_end = std::nullopt);
-  ~TokenFileWriter();
-  TokenFileWriter(const TokenFileWriter&) = delete;
-  TokenFileWriter& operator=(const TokenFileWriter&) = delete;
 
   /// Throws DataError for an id outside the vocabulary.
   void write(std::span<const int32_t> ids);
@@ -106,8 +103,7 @@ class TokenFileWriter {
   int64_t size() const { return size_; }
 
  private:
-  std::string path_, pending_;      // pending_ is empty once the file exists
-  std::unique_ptr<FileLock> lock_;  // of pending_: tells other processes that it is being written
+  PendingFile pending_;
   int64_t vocab_, size_ = 0;
   std::optional<int32_t> example_end_;
   FileWriter file_;

@@ -4,6 +4,7 @@
 #include <system_error>
 #include <utility>
 
+#include "sheaf/core/atomic_file.h"
 #include "sheaf/core/atomic_folder.h"
 #include "sheaf/core/file.h"
 #include "sheaf/core/parallel.h"
@@ -55,16 +56,6 @@ std::shared_ptr<const Tokenizer> saved_tokenizer(const TrainConfig& config, cons
   if (!options.resume || !is_published(data.tokenizer) || path_exists(data.tokenizer_folder)) return nullptr;
   const std::optional<RunState> state = saved_state(config);
   return state && state->tokenizer && state->tokenizer->kind() == data.tokenizer ? state->tokenizer : nullptr;
-}
-
-// New versions of these files in `folder` whose processes were killed before they could be renamed (replace_file()).
-void remove_pending(const std::string& folder, std::initializer_list<std::string_view> files) {
-  std::error_code error;
-  for (std::filesystem::directory_iterator it(folder, error), end; !error && it != end; it.increment(error)) {
-    const std::string name = it->path().filename().string();
-    for (const std::string_view file : files)
-      if (std::error_code stays; name.starts_with(str(file, kPendingMark))) std::filesystem::remove(it->path(), stays);
-  }
 }
 
 }  // namespace
@@ -146,7 +137,7 @@ void Trainer::lock_folder() {
   // Leftovers of a save that failed, e.g. on a full disk, where nothing else can be written.
   for (const std::string& parent : {folder, best_folder()}) {
     remove_leftovers(checkpoints_in(parent), options_.warn);
-    remove_pending(parent, {"config.toml", "metrics.jsonl"});
+    for (const char* name : {"/config.toml", "/metrics.jsonl"}) remove_pending_files(parent + name);
   }
 }
 

@@ -5,6 +5,7 @@
 #include <iterator>
 #include <vector>
 
+#include "sheaf/core/atomic_file.h"
 #include "sheaf/core/file.h"
 #include "sheaf/models/checkpoint_store.h"
 #include "sheaf/models/language_model.h"

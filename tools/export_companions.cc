@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <vector>
 
+#include "sheaf/core/atomic_file.h"
 #include "sheaf/core/file.h"
 #include "sheaf/models/published_config.h"
 

@@ -2,6 +2,7 @@
 #include <csignal>
 #include <cstdio>
 
+#include "sheaf/core/atomic_file.h"
 #include "sheaf/core/file.h"
 #include "sheaf/distributed/init.h"
 #include "sheaf/distributed/rendezvous.h"

@@ -2,6 +2,7 @@
 #include <cstdio>
 #include <utility>
 
+#include "sheaf/core/atomic_file.h"
 #include "sheaf/core/file.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/rendezvous.h"

@@ -12,6 +12,7 @@
 #include <cmath>
 #include <vector>
 
+#include "sheaf/core/atomic_file.h"
 #include "sheaf/core/atomic_folder.h"
 #include "sheaf/core/json.h"
 #include "sheaf/core/mapped_files.h"
@@ -89,12 +90,34 @@ TEST(File, ReplaceKeepsTheOldContentWhenItFails) {
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 1);
 }
 
+// Leftovers of killed processes have nobody's lock.
+TEST(File, NewVersionsThatNobodyWritesAreRemoved) {
+  ScratchFolder folder;
+  for (const char* name : {"a.tmp-12", "a.tmp-notes", "ab.tmp-12"}) write_file(folder / name, "half");
+  make_folders(folder / "a.tmp-13");
+  PendingFile first(folder / "a");
+  EXPECT_FALSE(path_exists(folder / "a.tmp-12"));
+  for (const char* name : {"a.tmp-notes", "ab.tmp-12", "a.tmp-13"}) EXPECT_TRUE(path_exists(folder / name)) << "not one of a";
+
+  write_file(first.name(), "first");
+  {
+    const PendingFile abandoned(folder / "a");
+    EXPECT_NE(abandoned.name(), first.name());
+    EXPECT_TRUE(path_exists(first.name())) << "it is being written";
+  }
+  replace_file(folder / "a", "second");
+  EXPECT_EQ(File::open(folder / "a").read_all(), "second");
+  first.commit();
+  EXPECT_EQ(File::open(folder / "a").read_all(), "first");
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 4) << "a, and the three";
+}
+
 TEST(AtomicFolder, CommitsAndReplaces) {
   ScratchFolder folder;
   const std::string target = folder / "sub/step-3";
   const int64_t tag = fresh_tag();
   std::string pending = begin_folder(target, tag);
-  EXPECT_EQ(pending, pending_folder(target, tag));
+  EXPECT_EQ(pending, pending_path(target, tag));
   write_file(pending + "/a", "first");
   EXPECT_FALSE(path_exists(target));
   commit_folder(pending, target);

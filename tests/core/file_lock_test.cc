@@ -1,4 +1,4 @@
-#include "sheaf/models/file_lock.h"
+#include "sheaf/core/file_lock.h"
 
 #include <gtest/gtest.h>
 
@@ -10,7 +10,7 @@
 #include "sheaf/core/error.h"
 #include "sheaf/tests/core/scratch_folder.h"
 
-namespace sheaf::models {
+namespace sheaf {
 namespace {
 
 using State = FileLock::State;
@@ -42,4 +42,4 @@ TEST(FileLock, AProcessThatIsKilledLetsGo) {
 }
 
 }  // namespace
-}  // namespace sheaf::models
+}  // namespace sheaf

@@ -3,7 +3,7 @@
 
 #include <string>
 
-namespace sheaf::models {
+namespace sheaf {
 
 /// flock(2) on a file, which is created if missing and stays afterwards. Released by the destructor, or when the process ends in any
 /// way.
@@ -28,4 +28,4 @@ class FileLock {
   State state_ = State::taken;
 };
 
-}  // namespace sheaf::models
+}  // namespace sheaf

@@ -1,4 +1,4 @@
-#include "sheaf/models/file_lock.h"
+#include "sheaf/core/file_lock.h"
 
 #include <cerrno>
 #include <cstring>
@@ -9,9 +9,9 @@
 
 #include "sheaf/core/error.h"
 
-namespace sheaf::models {
+namespace sheaf {
 
-FileLock::FileLock(const std::string& path) : fd_(open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644)) {
+FileLock::FileLock(const std::string& path) : fd_(open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666)) {
   if (fd_ < 0) fail<IoError>("[file] cannot open '", path, "': ", std::strerror(errno));
   while (flock(fd_, LOCK_EX | LOCK_NB) != 0) {
     if (errno == EINTR) continue;
@@ -22,4 +22,4 @@ FileLock::FileLock(const std::string& path) : fd_(open(path.c_str(), O_RDWR | O_
 
 FileLock::~FileLock() { close(fd_); }
 
-}  // namespace sheaf::models
+}  // namespace sheaf
