@@ -36,8 +36,10 @@ std::vector<Tensor> local_map(const TensorFunction& f, std::span<const Type> out
   for (const Tensor& x : inputs) expect_local(x.type(), "the input");
   for (const Type& y : outputs) expect_local(y, "the output");
   std::vector<Tensor> local;
-  for (const Tensor& x : inputs)
-    local.push_back(mesh ? relabel(x, {x.dtype(), x.local_shape(), Layout(mesh)}, /*enters=*/true) : x);
+  for (const Tensor& x : inputs) {  // the gradient of a constant without a mesh is Partial: it goes through Replicate
+    const Tensor here = mesh && !x.layout().mesh() ? redistribute(x, Layout(mesh)) : x;
+    local.push_back(mesh ? relabel(here, {x.dtype(), x.local_shape(), Layout(mesh)}, /*enters=*/true) : x);
+  }
   std::vector<Tensor> out = [&] {
     const PerRankScope per_rank;
     return f(local);

@@ -142,6 +142,24 @@ TEST(LocalMapLayouts, TwoAxesSeveralOutputsAndConstants) {
   EXPECT_TRUE(identical(local_map([](const Tensor& v) { return square(v); }, Type{kF64, {3}, {}}, alone), square(alone)));
 }
 
+// Each rank has an addend of its gradient, as of that of a captured one.
+TEST(LocalMapLayouts, ConstantsHaveGradients) {
+  run_local(2, [](World& world) {
+    const MeshSpec* mesh = world.mesh({{"data", 2}}).spec;
+    const Type type{kF64, {5, 3}, Layout(mesh, kS0)};
+    const Tensor x = make_local(draw({5, 3}, "x"), type, ""), scale = make_tensor({0.5, -1, 2}, {3}, kF64);
+    Recording recording;
+    recording.watch(scale);
+    const auto gradient = [&](const Tensor& y) { return recording.gradient(sum(y), std::span(&scale, 1), {.keep = true})[0]; };
+    const Tensor want = gradient(x * scale);
+    const Tensor got = gradient(local_map([](const Tensor& mine, const Tensor& s) { return mine * s; }, type, x, scale));
+    EXPECT_EQ(got.type(), want.type()) << got.type().to_string();
+    EXPECT_TRUE(identical(got, want));
+    const Tensor both = gradient(local_map([](const Tensor& mine, const Tensor& s) { return mine * s; }, type, x, scale) + x * scale);
+    EXPECT_EQ(full_tensor(both).to_vector<double>(), full_tensor(want * 2.0).to_vector<double>());
+  }, kLocal);
+}
+
 TEST(LocalMapLayouts, EntersAndLeavesOnTheTape) {
   run_local(2, [](World& world) {
     const MeshSpec* mesh = world.mesh({{"data", 2}}).spec;
