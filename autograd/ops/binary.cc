@@ -83,14 +83,16 @@ struct Pow : Binary<Pow, BinaryOp::pow> {
     out = needs & 2 ? 1 : 0;
   }
   static void vjp(const Attrs&, Vjp& c) {
+    // Where a slope is 0 by definition its operand is replaced, not its value: the derivative of a value that is not chosen, infinite
+    // there, would be multiplied by 0.
     const Tensor a = c.input(0), b = c.input(1);
     if (c.needs(0)) {  // the gradient of x⁰ is 0, also at x = 0
-      const Tensor slope = where(eq(b, 0.0), 0.0, mul(b, pow(a, sub(b, 1.0))));
-      c.set(0, sum_to(mul(c.grad(), slope), c.input_type(0)));
+      const Tensor less = sub(b, 1.0), infinite = logical_and(eq(b, 0.0), logical_not(isfinite(pow(a, less))));
+      c.set(0, sum_to(mul(c.grad(), mul(b, pow(where(infinite, 1.0, a), less))), c.input_type(0)));
     }
     if (c.needs(1)) {  // and so is that of 0ˣ for x >= 0
-      const Tensor slope = mul(c.output(0), log(a));
-      c.set(1, sum_to(mul(c.grad(), where(eq(a, 0.0), where(ge(b, 0.0), 0.0, slope), slope)), c.input_type(1)));
+      const Tensor zero = logical_and(eq(a, 0.0), ge(b, 0.0));
+      c.set(1, sum_to(mul(c.grad(), mul(c.output(0), log(where(zero, 1.0, a)))), c.input_type(1)));
     }
   }
 };

@@ -110,6 +110,24 @@ TEST(Pow, SlopesWhereOneIsZero) {
   EXPECT_EQ(of(pow(0.0, a)), (std::vector<double>{0, 0, 0}));
 }
 
+// d/db d/da aᵇ = aᵇ⁻¹ (1 + b log a) = d/da d/db aᵇ, and the other two.
+TEST(Pow, SecondDerivativesWhereOneIsZero) {
+  Recording r;
+  const Tensor a = r.watch(Tensor::from<double>({2, 4, 0, 0, 0}, {5})), b = r.watch(Tensor::from<double>({0, 0, 0, 2, 3}, {5}));
+  const Tensor both[] = {a, b};
+  const auto first = r.gradient(sum(pow(a, b)), both, {.keep = true});
+  const auto of_a = r.gradient(sum(first[0]), both, {.keep = true}), of_b = r.gradient(sum(first[1]), both);
+  const auto expect = [](const Tensor& got, const std::vector<double>& want) {
+    for (size_t i = 0; i < want.size(); ++i) {
+      if (!std::isnan(want[i])) { EXPECT_NEAR(got.to_vector<double>()[i], want[i], 1e-12) << i; }
+    }
+  };
+  constexpr double kNone = std::numeric_limits<double>::quiet_NaN();
+  expect(of_a[0], {0, 0, 0, 2, 0});
+  for (const Tensor& mixed : {of_a[1], of_b[0]}) expect(mixed, {0.5, 0.25, kNone, 0, 0});
+  expect(of_b[1], {std::log(2) * std::log(2), std::log(4) * std::log(4), kNone, 0, 0});
+}
+
 TEST_P(Op, Gradient) { EXPECT_EQ(check_gradient(GetParam()), ""); }
 TEST_P(Op, SecondGradient) { EXPECT_EQ(check_second_gradient(GetParam()), ""); }
 
