@@ -12,7 +12,7 @@
 namespace sheaf {
 
 void Recording::backward(const Tensor& loss, const BackwardOptions& options) {
-  expect_current("backward");
+  expect_can_differentiate("backward");
   const ValueId v = value_of(loss);
   if (v < 0) fail<LifetimeError>("[backward] the loss is not a value of this recording");
   const bool is_differentiable_still =
@@ -57,7 +57,7 @@ void Recording::forget_used_groups() {
 }
 
 std::vector<Tensor> Recording::gradient(const Tensor& y, std::span<const Tensor> xs, const GradientOptions& options) {
-  expect_current("gradient");
+  expect_can_differentiate("gradient");
   if (value_of(y) < 0) fail<LifetimeError>("[gradient] y is not a value of this recording");
   expect_scalar("gradient", y);
   std::vector<ValueId> ids;
@@ -144,14 +144,10 @@ void ReversePass::want(std::span<const ValueId> xs) {
 
 // --- the pass ---
 
-ReversePass::Running::Running(ReversePass& pass) : recording(pass.recording_), phase(Phase::backward) {
-  if (recording.pass_) fail<LifetimeError>("[backward] inside of another one of the same recording");
-  recording.pass_ = &pass;
-}
+ReversePass::Running::Running(ReversePass& pass) : recording(pass.recording_), phase(Phase::backward) { recording.pass_ = &pass; }
 ReversePass::Running::~Running() { recording.pass_ = nullptr; }
 
 void ReversePass::run(const Tensor& y) {
-  if (recording_.in_region_) fail<LifetimeError>("[backward] inside of a RecomputeScope: it must end first");
   const Running running(*this);
   recording_.complete_offloads();
   const NodeId end = tape_.num_nodes();

@@ -34,8 +34,7 @@ void ReversePass::finish_deferring(GroupState& group) {
 }
 
 void Recording::backward_weights() {
-  expect_current("backward_weights");
-  if (in_region_) fail<LifetimeError>("[backward_weights] inside of a RecomputeScope: it must end first");
+  expect_can_differentiate("backward_weights");
   if (deferred_weights_.empty()) fail<LifetimeError>("[backward_weights] no backward with defer_weights is without its weights' gradients");
   if (tape_.num_nodes() > segment_begin_) end_segment();
   recorded::DeferredWeights weights = std::move(deferred_weights_.front());

@@ -33,7 +33,7 @@ Tensor inner_product(const Tensor& g, const Tensor& v, DType dtype) {
 }  // namespace
 
 Tensor Recording::derivative_along(const Tensor& y, const Direction& direction) {
-  expect_current("derivative_along");
+  expect_can_differentiate("derivative_along");
   const ValueId v = value_of(y);
   if (v < 0) fail<LifetimeError>("[derivative_along] y is not a value of this recording");
   if (!state(v).needs_grad) fail<LifetimeError>("[derivative_along] no trainable parameter leads to ", y.type());

@@ -69,9 +69,12 @@ void Recording::end() {
     }
 }
 
-void Recording::expect_current(const char* who) const {
+// Before anything is taken for a derivative: the caller may try again later.
+void Recording::expect_can_differentiate(const char* who) const {
   if (current_recording != this)
     fail<LifetimeError>("[", who, "] this recording is over, or another one has begun in it");
+  if (in_region_) fail<LifetimeError>("[", who, "] inside of a RecomputeScope: it must end first");
+  if (pass_) fail<LifetimeError>("[", who, "] inside of another derivative of the same recording");
 }
 
 Tape Recording::take() {

@@ -173,7 +173,7 @@ class Recording {
   static constexpr uint64_t first_bits(size_t n) { return n < 64 ? (uint64_t{1} << n) - 1 : ~uint64_t{0}; }
   // recording.cc
   void end();
-  void expect_current(const char* who) const;
+  void expect_can_differentiate(const char* who) const;
   ValueState& state(ValueId v);
   bool saves() const;  // whether values recorded now are saved for derivatives
   void note_places(const OpDef& op, ValueId first, std::span<const OutputSpec> specs);

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "sheaf/autograd/checks.h"
+#include "sheaf/autograd/custom_vjp.h"
 #include "sheaf/autograd/local_map.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/run_local.h"
@@ -255,6 +256,30 @@ TEST(Backward, ASecondOneIsForWhatWasComputedSince) {
   Recording r;
   r.backward(sum(net(x)));
   r.backward(sum(net(x)));  // the next micro-batch
+}
+
+// What is refused has taken nothing.
+TEST(Backward, MayComeLaterThanWhereItCannotBe) {
+  const auto backward = [](bool tries) {
+    return [=](Recording& r, Net& net, const Tensor& x) {
+      Tensor loss;
+      {
+        const RecomputeScope scope;
+        loss = sum(square(net(x)));
+        if (tries) { EXPECT_THAT(refusal([&] { r.backward(loss); }), HasSubstr("[backward] inside of a RecomputeScope: it must end first")); }
+      }
+      r.backward(custom_vjp([](const Tensor& t) { return t; }, [&r, loss, tries](Vjp& c) {
+        if (tries) {
+          EXPECT_THAT(refusal([&] { r.backward(loss); }), HasSubstr("[backward] inside of another derivative"));
+          EXPECT_THAT(refusal([&] { r.gradient(loss, std::vector{loss}, {.keep = true}); }), HasSubstr("[gradient] inside of another derivative"));
+        }
+        c.set(0, c.grad());
+      }, loss));
+    };
+  };
+  for (const std::string& strategy : kStrategies)
+    for (int world : {1, 2})
+      EXPECT_EQ(gradients(world, strategy, false, backward(true)), gradients(world, strategy, false, backward(false))) << strategy << world;
 }
 
 TEST(Backward, OnlyTheInnermostLivingRecording) {
