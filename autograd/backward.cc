@@ -74,6 +74,7 @@ std::vector<Tensor> Recording::gradient(const Tensor& y, std::span<const Tensor>
   std::vector<Tensor> out;
   for (size_t i = 0; i < ids.size(); ++i) {
     const Tensor& g = pass.sum_of(ids[i]);
+    const DeviceScope device(xs[i].device());
     out.push_back(g ? g : full_of(xs[i].type().dual(), 0.0));
   }
   gradients_.clear();
@@ -148,6 +149,7 @@ ReversePass::Running::Running(ReversePass& pass) : recording(pass.recording_), p
 ReversePass::Running::~Running() { recording.pass_ = nullptr; }
 
 void ReversePass::run(const Tensor& y) {
+  const DeviceScope device(y.device());  // of seeds, and of the zeros that derivatives add to
   const Running running(*this);
   recording_.complete_offloads();
   const NodeId end = tape_.num_nodes();

@@ -64,6 +64,14 @@ TEST(Gradients, AreOfScalars) {
   EXPECT_EQ(recording.gradient(sum(square(other)), std::vector{x})[0].to_vector<double>(), (std::vector<double>{0, 0}));
 }
 
+// Whatever the rank's device: that of values.
+TEST(Gradients, AreWhereTheirValuesAre) {
+  Recording recording;
+  const Tensor x = recording.watch(Tensor::empty({kF32, {4, 3}, {}}, Device::meta())), other = recording.watch(Tensor::empty(x.type(), Device::meta()));
+  const Tensor index = Tensor::empty({kI64, {2}, {}}, Device::meta()), xs[] = {x, other};
+  for (const Tensor& g : recording.gradient(sum(take(x, index)), xs)) EXPECT_TRUE(g.device().is_meta());
+}
+
 // Storing a value without a gradient: the value is stored, and no gradient passes through.
 TEST(Changes, PassNoGradientOn) {
   Recording recording;
