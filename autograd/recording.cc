@@ -144,10 +144,16 @@ bool Recording::has_gradient(const Tensor& t) const {
   return v >= 0 && static_cast<size_t>(v) < states_.size() && states_[static_cast<size_t>(v)].needs_grad;
 }
 
+// Also where it is seen through stop_gradient().
 void Recording::expect_no_gradient(const char* op, const Tensor& memory) const {
-  if (phase_ != Phase::forward || !has_gradient(memory)) return;
-  for (ValueId v = value_of(memory); v >= 0; v = tape_.value(v).lies_in())
-    if (states_[static_cast<size_t>(v)].changed >= 0) return;  // it is what was stored there
+  if (phase_ != Phase::forward) return;
+  bool differentiable = false;
+  for (ValueId v = value_of(memory); v >= 0; v = tape_.value(v).lies_in()) {
+    const ValueState& s = states_[static_cast<size_t>(v)];
+    if (s.changed >= 0) return;  // it is what was stored there
+    differentiable = differentiable || s.needs_grad;
+  }
+  if (!differentiable) return;
   fail<LifetimeError>("[", op, "] ", path_label(PathScope::current()), ": %", value_of(memory), ' ', memory.type(), " depends on values whose ",
                       "gradients are needed: changed memory has no derivative. Make a new value, or change a copy of stop_gradient()");
 }

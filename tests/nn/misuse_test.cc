@@ -52,6 +52,9 @@ TEST(Changes, OfWhatHasAGradientAreRefused) {
       AllOf(HasSubstr("[store] root: %"), HasSubstr("f64[2] depends on values whose gradients are needed: changed memory has no derivative")));
   EXPECT_THAT(refusal([](const Tensor& h, const Tensor& x) { add_into(h, x); }), HasSubstr("[add_into] root: %"));
   EXPECT_THAT(refusal([](const Tensor& h, const Tensor&) { store_into(slice(h, 0, 0, 1), numbers({1})); }), HasSubstr("[store] root: %"));
+  for (const bool of_input : {false, true})
+    EXPECT_THAT(refusal([=](const Tensor& h, const Tensor& x) { store_into(slice(stop_gradient(of_input ? x : h), 0, 0, 1), numbers({1})); }),
+                HasSubstr("[store] root: %")) << of_input;
   EXPECT_EQ(refusal([](const Tensor& h, const Tensor&) { store_into(copy_of(stop_gradient(h)), numbers({1, 2})); }), "no exception");
 }
 
