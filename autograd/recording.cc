@@ -158,6 +158,12 @@ void Recording::expect_no_gradient(const char* op, const Tensor& memory) const {
                       "gradients are needed: changed memory has no derivative. Make a new value, or change a copy of stop_gradient()");
 }
 
+void Recording::expect_no_recomputation(const char* op) const {
+  if (in_region_)
+    fail<LifetimeError>("[", op, "] ", path_label(PathScope::current()), ": its result is stored into memory ",
+                        "that is there already; what is computed again in the backward cannot be");
+}
+
 void Recording::note_change(const Tensor& memory, const Tensor& x) {
   if (phase_ != Phase::forward || !has_gradient(x)) return;
   for (ValueId v = value_of(memory); v >= 0; v = tape_.value(v).lies_in()) {
@@ -262,9 +268,7 @@ void Recording::note_places(const OpDef& op, ValueId first, std::span<const Outp
       tape_.mutable_value(v).base = first + specs[o].within;
       tape_.mutable_value(v).byte_offset = specs[o].byte_offset;
     } else if (specs[o].into) {
-      if (in_region_ && op.kind == OpKind::op)
-        fail<LifetimeError>("[", op.name, "] ", path_label(PathScope::current()), ": its result is stored into memory ",
-                            "that is there already; what is computed again in the backward cannot be");
+      if (op.kind == OpKind::op) expect_no_recomputation(op.name);
       const ValueId base = leaf(specs[o].into, "memory");  // a new leaf reallocates the tape's values
       states_.resize(tape_.num_values());
       tape_.mutable_value(v).base = base;

@@ -138,6 +138,8 @@ class Recording {
   bool has_gradient(const Tensor& t) const;
   /// For memory that an op of the forward changes: LifetimeError if a value computed there has a derivative, since it would change.
   void expect_no_gradient(const char* op, const Tensor& memory) const;
+  /// For an op that stores into existing memory: LifetimeError inside of a RecomputeScope.
+  void expect_no_recomputation(const char* op) const;
   /// `memory` now holds `x`, whose gradient a store does not propagate: asking for it through `memory` is an error.
   void note_change(const Tensor& memory, const Tensor& x);
   /// Derivatives of composites, by number; see [Note: custom_vjp].

@@ -80,6 +80,7 @@ void check_change(const char* op, const Tensor& to, const Tensor& x) {
 void begin_change(const char* op, const Tensor& to) {
   Recording* const r = Recording::current();
   if (!r) return;
+  r->expect_no_recomputation(op);
   r->expect_no_gradient(op, to);
   r->leaf(to, "memory");
 }

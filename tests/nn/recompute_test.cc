@@ -364,7 +364,7 @@ TEST(Recompute, WhatCannotBeSaysSo) {
   Case c;
   Recording recording;
   recording.watch(c.x);
-  const Tensor memory = Tensor::from<double>({0, 0, 0, 0}, {4});
+  const Tensor memory = Tensor::from<double>({0, 0, 0, 0}, {4}), before = sum(c.x * memory);
   {
     const RecomputeScope scope;
     const Tensor y = tanh(c.x);
@@ -373,6 +373,8 @@ TEST(Recompute, WhatCannotBeSaysSo) {
     EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { recording.gradient(sum(y), std::span(&c.x, 1)); }),
                 HasSubstr("inside of a RecomputeScope: it must end first"));
   }
+  EXPECT_EQ(recording.gradient(before, std::span(&c.x, 1), {.keep = true})[0].to_vector<double>(), (std::vector<double>{0, 0, 0, 0}))
+      << "what is refused changes nothing";
   EXPECT_EQ(recording.gradient(sum(tanh(c.x)), std::span(&c.x, 1)).size(), 1u);
 }
 
