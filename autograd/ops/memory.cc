@@ -64,11 +64,17 @@ void add_to(const Tensor& to, const Tensor& x) {
   to.storage()->changed();
 }
 
+bool is_whole(const Layout& l) {
+  for (int a = 0; a < l.num_axes(); ++a)
+    if (!l[a].is_replicate() && !l[a].is_invariant()) return false;
+  return true;
+}
+
 // For an in-place change: values of `x`'s type, each at a distinct address.
 void check_change(const char* op, const Tensor& to, const Tensor& x) {
   if (!(x.shape() == to.shape())) fail<ShapeError>("[", op, "] a value ", x.type(), " into memory of ", to.type());
   if (x.dtype() != to.dtype()) fail<DTypeError>("[", op, "] a value ", x.type(), " into memory of ", to.type(), ": cast() it");
-  if (x.layout().mesh() && to.layout().mesh() && !(x.layout() == to.layout()))
+  if (x.layout().mesh() && (to.layout().mesh() ? !(x.layout() == to.layout()) : !is_whole(x.layout())))
     fail<PlacementError>("[", op, "] a value ", x.type(), " into memory of ", to.type(), ": redistribute() it");
   const View view = to.view_unsynced();
   for (int d = 0; d < view.rank(); ++d)
@@ -84,6 +90,9 @@ void begin_change(const char* op, const Tensor& to) {
   r->expect_no_gradient(op, to);
   r->leaf(to, "memory");
 }
+
+// x as it is stored into `to`, or added to it: without a mesh it is Replicate on that of `to`.
+Tensor operand(const Tensor& to, const Tensor& x) { return !x.layout().mesh() && to.layout().mesh() ? redistribute(x, to.layout()) : x; }
 
 }  // namespace
 
@@ -104,14 +113,14 @@ Tensor contiguous(const Tensor& x) { return x.is_contiguous() ? x : apply<Contig
 void store_into(const Tensor& to, const Tensor& x) {
   check_change("store", to, x);
   begin_change("store", to);
-  store_to(to, x);
+  store_to(to, operand(to, x));
   if (Recording* r = Recording::current()) r->note_change(to, x);
 }
 
 void add_into(const Tensor& to, const Tensor& x) {
   check_change("add_into", to, x);
   begin_change("add_into", to);
-  add_to(to, x);
+  add_to(to, operand(to, x));
   if (Recording* r = Recording::current()) r->note_change(to, x);
 }
 

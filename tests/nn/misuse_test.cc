@@ -111,6 +111,26 @@ TEST(Changes, AreOfOneType) {
     const Tensor whole = full_of({kF32, {2}, Layout(mesh.spec)}, 0), part = full_of({kF32, {2}, Layout(mesh.spec, Placement::partial())}, 1);
     EXPECT_THAT(message_of<PlacementError>(ExitCode::kConfig, [&] { store_into(whole, part); }),
                 HasSubstr("a value f32[2] Partial@data into memory of f32[2] Replicate@data: redistribute() it"));
+    const Tensor constant = Tensor::from<float>({0, 0}, {2});
+    for (const Placement& p : {Placement::partial(), Placement::shard(0), Placement::on(1)})
+      EXPECT_THAT(message_of<PlacementError>(ExitCode::kConfig, [&] { add_into(constant, full_of({kF32, {2}, Layout(mesh.spec, p)}, 1)); }),
+                  HasSubstr("into memory of f32[2]: redistribute() it"));
+    add_into(constant, whole);
+  });
+}
+
+// What has no mesh is Replicate on every one, as the operand of an op is.
+TEST(Changes, ByWhatHasNoMesh) {
+  run_local(2, [](World& w) {
+    const Mesh mesh = w.mesh({{"data", 2}});
+    const Tensor x = Tensor::from<float>({1, 2, 3}, {3});
+    for (const Placement& p : {Placement::replicate(), Placement::invariant(), Placement::partial(), Placement::shard(0), Placement::on(1)}) {
+      const Tensor memory = full_of({kF32, {3}, Layout(mesh.spec, p)}, 7);
+      store_into(memory, x);
+      EXPECT_EQ(full_tensor(memory).to_vector<float>(), (std::vector<float>{1, 2, 3})) << str(p);
+      add_into(memory, x);
+      EXPECT_EQ(full_tensor(memory).to_vector<float>(), (std::vector<float>{2, 4, 6})) << str(p);
+    }
   });
 }
 
