@@ -54,9 +54,9 @@ Tensor copy_of(const Tensor& x);
 /// x itself where it is dense; else a dense copy.
 Tensor contiguous(const Tensor& x);
 /// Stores x into `to`'s memory, or adds it to the contents: averages of weights, caches, slots of gradients. `to` may be a view, but
-/// not an expanded one (ShapeError); x has its shape (ShapeError), dtype (DTypeError) and layout (PlacementError), or no mesh. In-place
-/// changes are not differentiable: it is an error (LifetimeError) to change memory whose gradients are asked for or that a derivative
-/// reads, and to ask through that memory for a gradient of what was stored into it.
+/// not an expanded one (ShapeError); x has its shape (ShapeError), dtype (DTypeError) and layout (PlacementError), or no mesh, and may
+/// be a view of the same memory. In-place changes are not differentiable: it is an error (LifetimeError) to change memory whose
+/// gradients are asked for or that a derivative reads, and to ask through that memory for a gradient of what was stored into it.
 void store_into(const Tensor& to, const Tensor& x);
 void add_into(const Tensor& to, const Tensor& x);
 

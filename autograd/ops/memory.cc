@@ -91,8 +91,13 @@ void begin_change(const char* op, const Tensor& to) {
   r->leaf(to, "memory");
 }
 
-// x as it is stored into `to`, or added to it: without a mesh it is Replicate on that of `to`.
-Tensor operand(const Tensor& to, const Tensor& x) { return !x.layout().mesh() && to.layout().mesh() ? redistribute(x, to.layout()) : x; }
+// x as it is stored into `to`, or added to it: without a mesh it is Replicate on that of `to`; a copy, if it lies elsewhere in the same
+// memory, where elements could be written before they are read.
+Tensor operand(const Tensor& to, const Tensor& x) {
+  const Tensor here = !x.layout().mesh() && to.layout().mesh() ? redistribute(x, to.layout()) : x;
+  const bool moves = here.byte_offset() != to.byte_offset() || !(here.local_strides() == to.local_strides());
+  return here.storage() == to.storage() && moves ? copy_of(here) : here;
+}
 
 }  // namespace
 

@@ -119,6 +119,21 @@ TEST(Changes, AreOfOneType) {
   });
 }
 
+// The value is that before the change, wherever it lies.
+TEST(Changes, ByWhatLiesInTheSameMemory) {
+  const std::vector<double> all{1, 2, 3, 4, 5, 6, 7, 8, 9};
+  const auto after = [&](auto&& change) {
+    const Tensor memory = Tensor::from(all, {3, 3});
+    change(memory);
+    return memory.to_vector<double>();
+  };
+  EXPECT_EQ(after([](const Tensor& m) { store_into(m, transpose(m, 0, 1)); }), (std::vector<double>{1, 4, 7, 2, 5, 8, 3, 6, 9}));
+  EXPECT_EQ(after([](const Tensor& m) { add_into(m, transpose(m, 0, 1)); }), (std::vector<double>{2, 6, 10, 6, 10, 14, 10, 14, 18}));
+  EXPECT_EQ(after([](const Tensor& m) { store_into(slice(m, 0, 1, 3), slice(m, 0, 0, 2)); }), (std::vector<double>{1, 2, 3, 1, 2, 3, 4, 5, 6}));
+  EXPECT_EQ(after([](const Tensor& m) { add_into(slice(m, 0, 1, 3), slice(m, 0, 0, 2)); }), (std::vector<double>{1, 2, 3, 5, 7, 9, 11, 13, 15}));
+  EXPECT_EQ(after([](const Tensor& m) { add_into(m, m); }), (std::vector<double>{2, 4, 6, 8, 10, 12, 14, 16, 18}));
+}
+
 // What has no mesh is Replicate on every one, as the operand of an op is.
 TEST(Changes, ByWhatHasNoMesh) {
   run_local(2, [](World& w) {
