@@ -56,6 +56,7 @@ void Recording::offload_last_region() {
   for (const auto& [v, kept] : region.entering) {
     const Tensor& t = kept.value;
     const ValueState& s = states_[v];
+    if (kept.is_changed()) continue;  // a copy on the host would not show it
     if (s.needs_grad && s.saves == saves[v] && kernels::is_for_gpu(t.device()) && t.is_contiguous() && t.local_bytes() > 0)
       region.on_host.push_back(v);
   }
@@ -86,7 +87,7 @@ void ReversePass::onload(Region& region) {
     kept = value;
     recording_.state(recording_.value_of(value)).original = v;
     ValueState& s = recording_.state(v);
-    if (s.saves > 0) s.saved = value;
+    if (s.saves > 0) s.save(value);
     s.on_host = false;
   }
 }

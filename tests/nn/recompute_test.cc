@@ -321,6 +321,16 @@ TEST(Norm, WhatIsAddedToItsGradientIsDifferentiatedAgain) {
     EXPECT_NEAR(dw.to_vector<double>()[static_cast<size_t>(i)], 2 * x.to_vector<double>()[static_cast<size_t>(i)], 1e-12);
 }
 
+/// The message of what `f` throws.
+std::string error_of(const std::function<void()>& f) {
+  try {
+    f();
+  } catch (const Error& e) {
+    return e.what();
+  }
+  return "no exception";
+}
+
 struct NoMemory : Allocator {
   void* allocate(size_t, MemoryKind) override { fail<OutOfMemory>("no memory of the host's"); }
   void free(void*, size_t) override {}
@@ -343,6 +353,33 @@ TEST(Recompute, AModuleIsNotOpenIfItsRegionCannotBegin) {
     const Tensor y = net.layers[0](recording.watch(Tensor::empty({kF32, {4, kWidth}, {}}, Device::meta())));
     EXPECT_THROW(net.layers[1](y), OutOfMemory);
     EXPECT_EQ(nn::ModuleScope::current(), nullptr);
+  }, {.threads_per_rank = 1});
+}
+
+// Before what is offloaded enters its scope it may change; then it may not.
+TEST(Recompute, ChangesOfWhatIsOffloadedAreNoticed) {
+  run_local(1, [](World&) {
+    RankContext::current().meta_is = Device::cuda();
+    const auto changed_after = [](int layers) {
+      const Tensor x = Tensor::empty({kF32, {4}, {}}, Device::meta()), memory = reshape(x, {2, 2});
+      const auto change = [&](int now) { if (now == layers) store_into(memory, full_like(memory, 1)); };
+      return error_of([&] {
+        change(0);
+        Recording recording;
+        Tensor y = recording.watch(x);
+        for (int layer = 1; layer <= 3; ++layer) {
+          {
+            const RecomputeScope scope({.offload = true});
+            y = tanh(square(y));
+          }
+          change(layer);
+        }
+        recording.gradient(sum(y), std::span(&x, 1));
+      });
+    };
+    EXPECT_EQ(changed_after(-1), "no exception");
+    EXPECT_EQ(changed_after(0), "no exception");
+    EXPECT_THAT(changed_after(1), HasSubstr("was changed in place between forward and backward"));
   }, {.threads_per_rank = 1});
 }
 
