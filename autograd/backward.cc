@@ -193,7 +193,7 @@ void ReversePass::reverse_through(NodeId begin, NodeId end) {
 
 // Calls the op's vjp if a gradient of its outputs has arrived, and adds what it yields to the gradients of the inputs.
 void ReversePass::differentiate(NodeId id, const Node& n) {
-  const auto outputs = std::views::iota(0, static_cast<int>(n.num_outputs));
+  const auto outputs = std::views::iota(0, n.num_outputs);
   if (std::ranges::none_of(outputs, [&](int o) { return gradients_[tape_.output(n, o)].defined(); })) return;
   uint64_t needs = 0;
   for (int i = 0; i < n.num_inputs; ++i)

@@ -63,7 +63,7 @@ void check_rule(const Tape& tape, NodeId id, std::span<const Tensor> inputs, con
   }
   p.add_rules(*n.op, tape.attrs(n), n.num_outputs);
   for (const Place::Rule& r : p.rules) {
-    bool same = r.outputs.size() == n.num_outputs;
+    bool same = std::ssize(r.outputs) == n.num_outputs;
     for (int i = 0; same && i < p.num_inputs(); ++i) same = p.in(i) == r.inputs[static_cast<size_t>(i)];
     for (int o = 0; same && o < n.num_outputs; ++o) same = output(o) == r.outputs[static_cast<size_t>(o)];
     if (same) return;
@@ -77,7 +77,7 @@ void check_inferred(const Tape& tape, NodeId id, const std::shared_ptr<Storage>&
   for (ValueId v : tape.inputs(n)) inputs.push_back(typed(tape.type(v), none));
   Infer infer(inputs);
   n.op->infer(tape.attrs(n), infer);
-  if (infer.outputs.size() != n.num_outputs)
+  if (static_cast<int>(infer.outputs.size()) != n.num_outputs)
     return report(out, id, "[", n.op->name, "] has ", n.num_outputs, " outputs, infers ", infer.outputs.size());
   for (int o = 0; o < n.num_outputs; ++o) {
     const Type& have = tape.type(tape.output(n, o));

@@ -71,7 +71,7 @@ NodeId Tape::add_node(const OpDef& op, const void* attrs, std::span<const ValueI
   n.num_inputs = static_cast<uint16_t>(inputs.size());
   edges_.insert(edges_.end(), inputs.begin(), inputs.end());
   n.outputs = static_cast<uint32_t>(values_.size());
-  n.num_outputs = static_cast<uint16_t>(outputs.size());
+  n.num_outputs = static_cast<int32_t>(outputs.size());
   n.path = intern_path(path);
   n.phase = phase;
   n.flags = flags;

@@ -25,8 +25,9 @@ struct Node {
   uint32_t attrs;    ///< offset into the tape's attribute bytes
   uint32_t inputs;   ///< offset into the tape's edges
   uint32_t outputs;  ///< first output value; the others follow
-  uint16_t num_inputs, num_outputs;
+  int32_t num_outputs;
   uint32_t path;  ///< module path
+  uint16_t num_inputs;
   Phase phase;
   uint8_t flags;          ///< bits below
   static constexpr uint8_t kAdds = 1;        ///< output 0 adds to its memory

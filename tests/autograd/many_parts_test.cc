@@ -49,6 +49,16 @@ TEST(ManyParts, ALoopOverTimeHasItsGradient) {
     });
 }
 
+TEST(ManyParts, MoreThan16BitsCount) {
+  constexpr int64_t kParts = (int64_t{1} << 16) + 1;
+  Recording recording;
+  const Tensor x = recording.watch(full({kParts}, 2.0));
+  const Tensor last = chunk(x, kParts)[kParts - 1];
+  const std::vector<float> dx = recording.gradient(sum(square(last)), std::vector{x})[0].to_vector<float>();
+  EXPECT_EQ(dx.front(), 0);
+  EXPECT_EQ(dx.back(), 4);
+}
+
 TEST(ManyParts, AreStacked) {
   std::vector<Tensor> rows;
   for (int i = 0; i < 200; ++i) rows.push_back(Tensor::from<double>({1.0 * i, 2.0 * i}, {2}));

@@ -46,7 +46,7 @@ TEST(TapeDump, JsonHoldsEverything) {
     EXPECT_EQ(n.at("path").as_string(), tape.path(tape.node(id)));
     EXPECT_EQ(n.at("phase").as_string(), name(tape.node(id).phase));
     EXPECT_EQ(n.at("inputs").as_array().size(), tape.node(id).num_inputs);
-    EXPECT_EQ(n.at("outputs").as_array().size(), tape.node(id).num_outputs);
+    EXPECT_EQ(std::ssize(n.at("outputs").as_array()), tape.node(id).num_outputs);
     bytes += n.at("bytes").as_int();
     expected += tape.wire_bytes(tape.node(id));
     if (n.at("op").as_string() == "reduce_scatter") { EXPECT_EQ(n.at("lane").as_string(), "reduce"); }
