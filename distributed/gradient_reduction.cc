@@ -26,6 +26,7 @@ void GradientReduction::leaf_waiting() {
 }
 
 void GradientReduction::start(std::vector<Tensor> slots, bool to_the_end) {
+  complete();  // a unit that is used in several orders of derivatives is reduced once for each, perhaps one right after the other
   to_the_end_ = to_the_end;
   reduce_along(unit_.axis(), std::move(slots));
 }

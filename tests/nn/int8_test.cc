@@ -364,6 +364,48 @@ TEST(Int8, RanksThatHoldTheSameHaveTheSame) {
     }
 }
 
+struct Smooth : nn::Module {
+  nn::Linear up{kWidth, 21}, down{21, kWidth};
+  Tensor forward(const Tensor& x) { return down(tanh(up(x))); }
+  SHEAF_FIELDS(up, down);
+};
+
+// A loss with a gradient in it differentiates a unit twice, and both reductions may follow each other: whole sums take two exchanges.
+TEST(Int8, GradientsOfBothOrdersAreSummed) {
+  const auto gradients_of = [](const char* strategy, bool int8) {
+    Values out;
+    run_local(2, [&](World& w) {
+      const Mesh mesh = w.mesh({{"data", 2}});
+      Smooth net;
+      shard(net, mesh, {.strategy = strategy, .reduce_int8 = int8});
+      materialize(net, Device::cpu(), {.seed = 5});
+      {
+        Recording recording({.higher_order = true});
+        const Tensor x = recording.watch(dense_rows(mesh, 6, kWidth, 0)), loss = sum(square(net(x)));
+        const Tensor dx = recording.gradient(loss, std::span(&x, 1), {.keep = true})[0];
+        recording.backward(loss + sum(square(dx)));
+      }
+      Values mine;
+      for (const nn::Parameter& p : net.parameters()) {
+        const Values g = full_gradient(p).to_vector<float>();
+        mine.insert(mine.end(), g.begin(), g.end());
+      }
+      if (w.rank() == 0) out = mine;
+    }, {.threads_per_rank = 1});
+    return out;
+  };
+  for (const char* strategy : {"full_shard", "zero1", "replicate"}) {
+    const Values exact = gradients_of(strategy, false), rounded = gradients_of(strategy, true);
+    float largest = 0, worst = 0;
+    for (size_t i = 0; i < exact.size(); ++i) {
+      largest = std::max(largest, std::abs(exact[i]));
+      worst = std::max(worst, std::abs(exact[i] - rounded[i]));
+    }
+    EXPECT_GT(worst, 0) << strategy;
+    EXPECT_LT(worst, 0.05f * largest) << strategy;
+  }
+}
+
 TEST(Int8, IsRefusedBesideAnotherDtypeOfGradients) {
   TinyBlock net(kWidth);
   EXPECT_THAT([&] { shard(net, Mesh{}, {.reduce_dtype = kBF16, .reduce_int8 = true}); },
