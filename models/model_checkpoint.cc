@@ -280,6 +280,8 @@ void fill_piece(const nn::StatePiece& p, Checkpoint& checkpoint, Staging& stagin
 
 void load_state(Checkpoint& checkpoint, nn::Module& module, const Optimizers& optimizers, const LoadOptions& options) {
   std::vector<nn::StatePiece> pieces = all_pieces(module, optimizers, options.outer, options.also);
+  if (options.outer && optimizers.empty())  // no island has parameters of its own there: all go on from those that they agreed on
+    for (nn::StatePiece& p : nn::state_pieces(module)) pieces.push_back(std::move(p));
   if (optimizers.empty())
     std::erase_if(pieces, [&](const nn::StatePiece& p) { return nn::is_lora(p.name) && !checkpoint.tensors().contains(p.name); });
   check_state(checkpoint, module, pieces, optimizers.size(), options);

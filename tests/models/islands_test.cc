@@ -240,6 +240,17 @@ void expect_resumes_anywhere(const models::TrainConfig& c, double tolerance = 1e
     EXPECT_TRUE(models::load_checkpoint(folder.path(), step.model(), {}, w));
     EXPECT_EQ(read(step.model()), agreed);
   });
+  // On islands, too: an outer step changes nothing then.
+  Whole whole, after;
+  run_local(4, [&](World& w) {
+    models::TrainingStep step(c, 13, w, Device::cpu(), {.masters = kF64});
+    EXPECT_TRUE(models::load_checkpoint(folder.path(), step.model(), {}, w, {.outer = step.outer()}));
+    whole.collect(step.model(), false);
+    step.outer()->step();
+    after.collect(step.model(), false);
+  });
+  EXPECT_EQ(whole.values(), agreed);
+  EXPECT_EQ(after.values(), agreed);
 }
 
 TEST(Islands, ResumeAnywhere) {
