@@ -284,6 +284,22 @@ nn::Module::UnitMark mark_of_experts(nn::Module::UnitMark mark, const Axes& axes
   return mark;
 }
 
+/// Gives modules the marks that they had before, unless keep() is called: a call that is refused leaves none.
+class MarksAsBefore {
+ public:
+  explicit MarksAsBefore(nn::Module& module) {
+    for (const auto& [path, m] : module.named_modules()) before_.emplace_back(m, nn::ModuleAccess::mark(*m));
+  }
+  ~MarksAsBefore() {
+    for (auto& [m, mark] : before_) nn::ModuleAccess::mark(*m) = std::move(mark);
+  }
+  MarksAsBefore(const MarksAsBefore&) = delete;
+  void keep() { before_.clear(); }
+
+ private:
+  std::vector<std::pair<nn::Module*, nn::Mark>> before_;
+};
+
 }  // namespace
 
 void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
@@ -296,6 +312,7 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   const nn::Module::UnitMark mark = mark_of(mesh.spec, axes, options);
   nn::AttentionToCut attention(mesh.spec, axes.tensor, axes.context, options.context_comm);
   attention.module(module);
+  MarksAsBefore marks(module);
   if (axes.experts >= 0) mark_experts(module, mark_of_experts(mark, axes, options));
   const auto shared = std::make_shared<const nn::Module::UnitMark>(mark);
   nn::UnitMarker marker(options.units, shared);
@@ -304,6 +321,7 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   attention.cut();
   if (axes.stages >= 0) mark_stages(module, options, shared, axes.stages);
   ModuleAccess::mark(module) = shared;
+  marks.keep();
 }
 
 }  // namespace sheaf

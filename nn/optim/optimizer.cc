@@ -60,6 +60,10 @@ void Optimizer::step(const StepOptions& options) {
   if (units_.empty()) return;
   const PhaseScope phase(Phase::update);
   nn::reduce_waiting(units_);  // or refuse, before the step counts
+  const Tensor found_inf = this->found_inf();
+  if (const Recording* r = Recording::current(); !options.scalars && !shards_.empty() && r && r->is_for_program())
+    fail<ConfigError>("[", name_, "] in a step that is compiled the learning rate and what else changes from step to step have to ",
+                      "come in: give next_scalars() to step() as StepOptions::scalars");
   const int64_t before = (*steps_)++;
   if (Recording* r = Recording::current()) r->on_rerun([steps = steps_] { ++*steps; });
   for (const auto& unit : units_) unit->close_for_change();
@@ -67,9 +71,6 @@ void Optimizer::step(const StepOptions& options) {
   if (shards_.empty()) return;
   Tensor scalars = options.scalars;
   if (!scalars) {
-    if (const Recording* r = Recording::current(); r && r->is_for_program())
-      fail<ConfigError>("[", name_, "] in a step that is compiled the learning rate and what else changes from step to step have to ",
-                        "come in: give next_scalars() to step() as StepOptions::scalars");
     const std::vector<double> values = this->scalars(options, *steps_);
     const Shape shape{static_cast<int64_t>(values.size())};
     const Device device = shards_[0].flat().shard.device();
@@ -79,7 +80,6 @@ void Optimizer::step(const StepOptions& options) {
   std::vector<ShardState*> shards;
   for (ShardState& shard : shards_)
     if (shard.flat().grad) shards.push_back(&shard);
-  const Tensor found_inf = this->found_inf();
   if (found_inf && !applied_ && corrects_bias()) set_applied_steps(before);
   if (applied_) scalars = count_applied(scalars, found_inf);
   update_all(shards, scalars);

@@ -258,6 +258,7 @@ TEST(LossScaler, RefusesWhatCannotBeMeant) {
     t.backward(0, &scaler);
     for (TinyBlock& block : t.model.blocks) clip_grad_norm(block, 1.0, scaler);
     EXPECT_THAT(message<ConfigError>([&] { t.optimizer->step(); }), HasSubstr("'blocks.0' were not clipped together"));
+    EXPECT_EQ(t.optimizer->steps(), 0) << "a step that is refused does not count";
   });
   const optim::LossScalerOptions wrong[] = {
       {.initial = 0},        {.initial = NAN},        {.initial = 0x1p65},   {.growth_factor = 0.5}, {.backoff_factor = 0},

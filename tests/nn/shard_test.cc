@@ -83,6 +83,21 @@ TEST(Shard, UnknownPathsAxesAndStrategiesAreNamed) {
   });
 }
 
+// A call that is refused marks nothing: the next one is as the first.
+TEST(Shard, MayBeCalledAgainAfterItWasRefused) {
+  run_local(2, [](World& w) {
+    TinyModel m;
+    shard(m.blocks[1], data_mesh(w), {.strategy = "zero1"});
+    EXPECT_THROW(shard(m, data_mesh(w), {.units = nn::units_at({"blocks.0", "blocks.7"})}), ConfigError);
+    EXPECT_THROW(shard(m, data_mesh(w), {.units = nn::units_at({"blocks.0", "blocks.1"})}), ConfigError);
+    shard(m, data_mesh(w), {.units = nn::units_at({"blocks.0"}), .strategy = "replicate"});
+    materialize(m);
+    EXPECT_THAT(unit_names(m), ElementsAre("", "blocks.0", "blocks.1"));
+    EXPECT_EQ(units(m)[1]->strategy(), Strategy::replicate);
+    EXPECT_EQ(units(m)[2]->strategy(), Strategy::zero1);
+  });
+}
+
 TEST(Shard, BottomUpWithOptionsPerUnit) {
   run_local(2, [](World& w) {
     TinyModel m;
