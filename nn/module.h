@@ -291,7 +291,8 @@ void freeze(Module& module);
 
 /// A model like `source`: constructed by M(args...), with the same sharding, the same frozen parameters, the settings that use_fp8()
 /// and shard() have made in layers, and, if `source` is materialized, the same values on the same device: the reference of a
-/// fine-tuned model, or an average of its weights. Throws ConfigError if the new one has other parameters.
+/// fine-tuned model, or an average of its weights. Throws ConfigError if the new one has other parameters, or if `source` is a part of a
+/// model and its parameters are in units around it.
 template <class M, class... Args>
 M clone(M& source, Args&&... args);
 

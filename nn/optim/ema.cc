@@ -1,5 +1,7 @@
 #include "sheaf/nn/optim/ema.h"
 
+#include <algorithm>
+
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/nn/shard.h"
@@ -20,7 +22,18 @@ Ema::Ema(nn::Module& model, nn::Module& average, double decay)
     if (model_[u]->name() != average_[u]->name() || from.size() != to.size()) differ(unit);
     for (size_t b = 0; b < from.size(); ++b)
       if (!(from[b].shard.type() == to[b].shard.type())) differ(str(unit, " has ", to[b].shard.type(), ", not ", from[b].shard.type()));
+    const auto same = [&](int of_model, int of_average) {
+      const LeafSpec &p = model_[u]->leaves()[static_cast<size_t>(of_model)], &q = average_[u]->leaves()[static_cast<size_t>(of_average)];
+      return p.name == q.name && p.shape == q.shape;
+    };
+    for (size_t b = 0; b < from.size(); ++b)
+      if (!std::ranges::equal(from[b].leaves, to[b].leaves, same)) differ(str(unit, " has other parameters, or others are frozen"));
   }
+  for (const auto& [module, units] : {std::pair(&model, &model_), std::pair(&average, &average_)})
+    for (const nn::Parameter& p : module->parameters())
+      if (std::ranges::find(*units, p.unit()) == units->end())
+        fail<ConfigError>("[ema] '", p.name(), "' is in unit '", path_label(p.unit()->name()), "' of a model around this ", module->type_name(),
+                          ": average the whole model, or shard() this part of it as a unit");
   if (model_buffers_.size() != average_buffers_.size())
     fail<ConfigError>("[ema] the average has ", average_buffers_.size(), " buffers, the model ", model_buffers_.size());
   for (size_t b = 0; b < model_buffers_.size(); ++b)

@@ -378,6 +378,17 @@ TEST(Module, CloneHasTheSameValuesInMemoryOfItsOwn) {
   EXPECT_THROW(nn::clone(model, 3), ConfigError);
 }
 
+// A part of a model is cloned if its parameters are in units of its own.
+TEST(Module, CloneOfAPartHasItsValues) {
+  testing::TinyModel model(2);
+  shard(model, Mesh{}, {.units = nn::units_of<testing::TinyBlock>()});
+  materialize(model, Device::cpu(), {.seed = 3});
+  testing::TinyBlock block = nn::clone(model.blocks[1], 7);
+  EXPECT_TRUE(identical(full_parameter(block.up.weight), full_parameter(model.blocks[1].up.weight)));
+  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { nn::clone(model.blocks[1].up, 7, 21); }),
+              HasSubstr("[clone] 'blocks.1.up.weight' is in unit 'blocks.1' of a model around this sheaf::nn::Linear"));
+}
+
 struct Attends : nn::Module {
   nn::SelfAttention attention{{.width = 16, .heads = 2}};
   nn::Linear table{16, 32};

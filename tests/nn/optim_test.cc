@@ -446,6 +446,33 @@ TEST(Ema, WhatCannotBeIsRefused) {
   EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { optim::Ema(model, average, 1.0); }), HasSubstr("[ema] decay 1:"));
   EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { optim::Ema(model, other, 0.9); }), HasSubstr("unit 'root' has f32["));
   EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { optim::Ema(model, unmade, 0.9); }), HasSubstr("has no memory: call materialize()"));
+  // Of equal sizes, but not the same.
+  TinyModel first(2), second(2);
+  first.blocks[0].up.weight.freeze(), second.blocks[1].up.weight.freeze();
+  materialize(first), materialize(second);
+  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { optim::Ema(first, second, 0.9); }), HasSubstr("unit 'root' has other parameters"));
+}
+
+// A part of a model that shares a unit with the rest would be averaged in part.
+struct Body : nn::Module {
+  TinyBlock block{7};
+  nn::LayerNorm norm{7};
+  SHEAF_FIELDS(block, norm);
+};
+struct Around : nn::Module {
+  Body body;
+  SHEAF_FIELDS(body);
+};
+
+TEST(Ema, OfAPartThatIsInUnitsAroundItIsRefused) {
+  Around model, average;
+  for (Around* m : {&model, &average}) {
+    shard(*m, Mesh{}, {.units = nn::units_of<TinyBlock>()});
+    materialize(*m);
+  }
+  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { optim::Ema(model.body, average.body, 0.9); }),
+              HasSubstr("[ema] 'body.norm.weight' is in unit 'root' of a model around this"));
+  EXPECT_NO_THROW(optim::Ema(model, average, 0.9));
 }
 
 // A layer with statistics of its inputs.
