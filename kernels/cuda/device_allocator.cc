@@ -201,34 +201,27 @@ class GrowingAllocator : public DeviceAllocator,
   }
   size_t reserved() const { return range_.mapped + pieces_.bytes() + pool_.bytes(); }
 
-  // With a free block of `size` in it, if there is so much memory. False, with a warning, if the driver cannot map memory.
-  bool begin_range(size_t size) {
-    use_device(device_);
-    try {
-      granularity_ = map_granularity(device_);
-      range_ = reserve(device_, round_up(memory_info().total, granularity_));
-      if (map(device_, range_, round_up(std::max(size, kLeastGrowth), granularity_))) free_.range.put(0, range_.mapped);
-      return true;
-    } catch (const CudaError& error) {
-      warn_on_stderr(str("[allocator] ", Device::cuda(device_).to_string(), " cannot map memory into one range (", error.what(),
-                         "): it is allocated in pieces, between which some is lost"));
-    }
-    try {
-      release(range_);
-    } catch (const CudaError&) {
-      range_ = {};  // addresses without memory
-    }
-    pieces_.set_source(std::make_shared<SeparatePieces>());
-    return false;
-  }
-
-  // Creates a free block of `size`.
+  // Creates a free block of `size`: in pieces from the first on that the driver cannot map.
   void grow(size_t bytes, size_t size) {
-    if (pieces_.there() || (!range_.base && !begin_range(size))) return grow_in(pieces_, bytes, size);
-    if (free_.range.before(range_.mapped) < size) grow_range(bytes, size);
+    if (!pieces_.there()) {
+      try {
+        return grow_range(bytes, size);
+      } catch (const CudaError& error) {
+        if (range_.mapped > 0) throw;
+        warn_on_stderr(str("[allocator] ", Device::cuda(device_).to_string(), " cannot map memory into one range (", error.what(),
+                           "): it is allocated in pieces, between which some is lost"));
+      }
+      pieces_.set_source(std::make_shared<SeparatePieces>());
+    }
+    grow_in(pieces_, bytes, size);
   }
   // At the end of the range, extending a free one that is there.
   void grow_range(size_t bytes, size_t size) {
+    if (!range_.base) {
+      use_device(device_);
+      granularity_ = map_granularity(device_);
+      range_ = reserve(device_, round_up(memory_info().total, granularity_));
+    }
     const size_t missing = round_up(size - free_.range.before(range_.mapped), granularity_);
     const size_t generous = std::max(missing, round_up(kLeastGrowth, granularity_));
     const size_t end = range_.mapped;
