@@ -31,7 +31,7 @@ struct Plan {
   __host__ __device__ int64_t count() const { return reduced.numel; }
   __host__ __device__ int64_t chunks() const { return blocks_for(count(), kChunk); }
   /// First chunk of a group; for group + 1, its end.
-  __device__ int64_t first_chunk(int64_t group) const { return chunks() * group / groups; }
+  __device__ int64_t first_chunk(int64_t group) const { return by_groups.quotient(chunks() * group); }
   __device__ int length(int64_t chunk) const {
     return static_cast<int>(std::min<int64_t>(kChunk, count() - chunk * kChunk));
   }
@@ -294,11 +294,10 @@ __global__ void __launch_bounds__(kThreads) join_groups(Plan plan, const Part<W>
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   if (output >= plan.kept.numel) return;
   State<W> state = nothing<W>(plan.kind);
-  // Like first_chunk(), which divides: here that would take longer than the rest.
-  const auto begin_of = [&](int64_t group) { return plan.by_groups.quotient(plan.chunks() * group) * kChunk; };
   for (int64_t group = lane; group < plan.groups; group += kWarp) {
     const Part<W> part = parts[output * plan.groups + group];
-    const int64_t begin = begin_of(group), end = begin_of(group + 1);
+    const int64_t begin = plan.first_chunk(group) * kChunk,
+                  end = plan.first_chunk(group + 1) * kChunk;
     state = join<W>(plan.kind, state,
                     {part.a, part.b, (end < plan.count() ? end : plan.count()) - begin});
   }
