@@ -1,5 +1,4 @@
 // A second model like a first one.
-#include <algorithm>
 #include <typeinfo>
 
 #include "sheaf/core/transfer.h"
@@ -27,17 +26,14 @@ void copy_model(Module& source, Module& target) {
     ModuleAccess::recompute(*to[i].second) = ModuleAccess::recompute(*from[i].second);
     ModuleAccess::call_placements(*to[i].second) = ModuleAccess::call_placements(*from[i].second);
   }
+  expect_own_units("clone", "clone", source);
   Device device;
   bool materialized = false;
-  const auto old_units = units(source);
   for (size_t i = 0; i < old_leaves.size(); ++i) {
     const Parameter &a = old_leaves[i], &b = new_leaves[i];
     if (!(a.shape() == b.shape())) refuse("'" + b.name() + "'");
     b.state().settings() = a.state().settings();
     if (!a.unit()) continue;
-    if (std::ranges::find(old_units, a.unit()) == old_units.end())
-      fail<ConfigError>("[clone] '", a.name(), "' is in unit '", path_label(a.unit()->name()), "' of a model around this ", source.type_name(),
-                        ": clone the whole model, or shard() this part of it as a unit");
     materialized = true;
     device = a.unit()->buffers()[0].shard.device();
   }
@@ -45,7 +41,7 @@ void copy_model(Module& source, Module& target) {
   if (!materialized) return;
   materialize(target, device);
   if (device.is_meta()) return;
-  const auto new_units = units(target);
+  const auto old_units = units(source), new_units = units(target);
   for (size_t u = 0; u < old_units.size(); ++u)
     for (size_t b = 0; b < old_units[u]->buffers().size(); ++b) {
       const Tensor &from = old_units[u]->buffers()[b].shard, &to = new_units[u]->buffers()[b].shard;

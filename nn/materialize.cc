@@ -205,6 +205,14 @@ std::vector<std::shared_ptr<Unit>> units(nn::Module& module) {
   return out;
 }
 
+void expect_own_units(const char* who, const char* act, nn::Module& module) {
+  const auto own = units(module);
+  for (const nn::Parameter& p : module.parameters())
+    if (p.unit() && std::ranges::find(own, p.unit()) == own.end())
+      fail<ConfigError>("[", who, "] '", p.name(), "' is in unit '", path_label(p.unit()->name()), "' of a model around this ",
+                        module.type_name(), ": ", act, " the whole model, or shard() this part of it as a unit");
+}
+
 Device device_of(nn::Module& module) {
   const auto all = units(module);
   check<LifetimeError>(!all.empty() && !all[0]->buffers().empty() && all[0]->buffers()[0].shard, "[device_of] ", module.type_name(),

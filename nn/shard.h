@@ -145,6 +145,8 @@ void materialize(nn::Module& module, Device device = default_device(), const Mat
 GatherSchedule& gather_schedule(nn::Module& module);
 /// The units of a materialized model in the order of their modules, the root first.
 std::vector<std::shared_ptr<Unit>> units(nn::Module& module);
+/// Throws ConfigError if `module` is a part of a model with parameters in units around it: "[who] ...: `act` the whole model, or ...".
+void expect_own_units(const char* who, const char* act, nn::Module& module);
 /// The device on which a materialized model computes.
 Device device_of(nn::Module& module);
 

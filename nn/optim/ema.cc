@@ -29,11 +29,7 @@ Ema::Ema(nn::Module& model, nn::Module& average, double decay)
     for (size_t b = 0; b < from.size(); ++b)
       if (!std::ranges::equal(from[b].leaves, to[b].leaves, same)) differ(str(unit, " has other parameters, or others are frozen"));
   }
-  for (const auto& [module, units] : {std::pair(&model, &model_), std::pair(&average, &average_)})
-    for (const nn::Parameter& p : module->parameters())
-      if (std::ranges::find(*units, p.unit()) == units->end())
-        fail<ConfigError>("[ema] '", p.name(), "' is in unit '", path_label(p.unit()->name()), "' of a model around this ", module->type_name(),
-                          ": average the whole model, or shard() this part of it as a unit");
+  for (nn::Module* module : {&model, &average}) expect_own_units("ema", "average", *module);
   if (model_buffers_.size() != average_buffers_.size())
     fail<ConfigError>("[ema] the average has ", average_buffers_.size(), " buffers, the model ", model_buffers_.size());
   for (size_t b = 0; b < model_buffers_.size(); ++b)
