@@ -8,11 +8,11 @@
 
 #include "sheaf/core/append_file.h"
 #include "sheaf/core/file.h"
+#include "sheaf/core/file_lock.h"
 #include "sheaf/core/json.h"
 #include "sheaf/core/parallel.h"
 #include "sheaf/distributed/agreement.h"
 #include "sheaf/distributed/gather_texts.h"
-#include "sheaf/core/file_lock.h"
 #include "sheaf/models/generate.h"
 #include "sheaf/models/generate_many.h"
 #include "sheaf/models/model_checkpoint.h"

@@ -5,10 +5,10 @@
 #include <memory>
 #include <string>
 
+#include "sheaf/core/file_lock.h"
 #include "sheaf/models/async_saver.h"
 #include "sheaf/models/batch_sampler.h"
 #include "sheaf/models/corpus.h"
-#include "sheaf/core/file_lock.h"
 #include "sheaf/models/metrics.h"
 #include "sheaf/models/published_files.h"
 #include "sheaf/models/published_text.h"

@@ -1,6 +1,7 @@
 // Filling, copying and accumulating memory.
 #include "sheaf/autograd/leaf_group.h"
 #include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/ops/redistribution.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/kernels/copy.h"
@@ -66,7 +67,7 @@ void add_to(const Tensor& to, const Tensor& x) {
 
 bool is_whole(const Layout& l) {
   for (int a = 0; a < l.num_axes(); ++a)
-    if (!l[a].is_replicate() && !l[a].is_invariant()) return false;
+    if (!Redistribution::Move::is_whole(l[a].kind())) return false;
   return true;
 }
 

@@ -321,16 +321,6 @@ TEST(Norm, WhatIsAddedToItsGradientIsDifferentiatedAgain) {
     EXPECT_NEAR(dw.to_vector<double>()[static_cast<size_t>(i)], 2 * x.to_vector<double>()[static_cast<size_t>(i)], 1e-12);
 }
 
-/// The message of what `f` throws.
-std::string error_of(const std::function<void()>& f) {
-  try {
-    f();
-  } catch (const Error& e) {
-    return e.what();
-  }
-  return "no exception";
-}
-
 struct NoMemory : Allocator {
   void* allocate(size_t, MemoryKind) override { fail<OutOfMemory>("no memory of the host's"); }
   void free(void*, size_t) override {}
@@ -363,7 +353,7 @@ TEST(Recompute, ChangesOfWhatIsOffloadedAreNoticed) {
     const auto changed_after = [](int layers) {
       const Tensor x = Tensor::empty({kF32, {4}, {}}, Device::meta()), memory = reshape(x, {2, 2});
       const auto change = [&](int now) { if (now == layers) store_into(memory, full_like(memory, 1)); };
-      return error_of([&] {
+      return message_of<LifetimeError>(ExitCode::kDesync, [&] {
         change(0);
         Recording recording;
         Tensor y = recording.watch(x);

@@ -6,8 +6,8 @@
 #include <gtest/gtest.h>
 
 #include "sheaf/core/file.h"
-#include "sheaf/core/json.h"
 #include "sheaf/core/file_lock.h"
+#include "sheaf/core/json.h"
 #include "sheaf/tests/tools/tiny_run.h"
 
 namespace sheaf::testing {
