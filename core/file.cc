@@ -212,6 +212,8 @@ void expect_writable_file(const char* who, const std::string& path) {
   check<IoError>(!path.empty(), "[", who, "] '' cannot be the name of a file");
   std::error_code unreadable;
   if (path.ends_with('/') || std::filesystem::is_directory(path, unreadable)) fail<IoError>("[", who, "] '", path, "' is a folder");
+  if (path_exists(path) && !std::filesystem::is_regular_file(path, unreadable))
+    fail<IoError>("[", who, "] '", path, "' is a device or a pipe, and files are replaced whole");
   if (access(parent_of(path).c_str(), W_OK) != 0) fail<IoError>("[", who, "] cannot write '", path, "': ", reason_of(errno));
 }
 

@@ -122,8 +122,8 @@ int64_t fresh_tag();
 /// The name of a new version of `path`, until it is complete: `path`, kPendingMark and the tag.
 std::string pending_path(const std::string& path, int64_t tag);
 
-/// Throws IoError if no file `path` could be written: it is empty or a folder, or its own folder is missing or takes no files. For
-/// commands that write last, after hours of work; `who` begins the message.
+/// Throws IoError if no file `path` could be replaced: it is empty, a folder, a device or a pipe, or its own folder is missing or takes
+/// no files. For commands that write last, after hours of work; `who` begins the message.
 void expect_writable_file(const char* who, const std::string& path);
 
 /// fsync of a folder, so that the names in it survive a crash.

@@ -2,6 +2,8 @@
 // tested.
 #include "sheaf/tools/bench/bench.h"
 
+#include <sys/stat.h>
+
 #include <cmath>
 #include <fstream>
 
@@ -206,6 +208,9 @@ TEST(Bench, BadInput) {
   refused({"bench", "gemm", "--samples", "0"}, 64, "--samples");
   refused({"bench", "gemm", "--json", "/no/such/folder/b.json"}, 74, "/no/such/folder/b.json");
   refused({"bench", "gemm", "--markdown", "/tmp"}, 74, "'/tmp' is a folder");
+  const ScratchFolder folder;
+  ASSERT_EQ(mkfifo((folder / "pipe").c_str(), 0600), 0);
+  refused({"bench", "gemm", "--json", folder / "pipe"}, 74, "/pipe' is a device or a pipe");
   refused({"bench", "gemm", "--device", "gpu"}, 64, "[device] --device='gpu' is none of auto, cpu and cuda");
   refused({"bench", "step", "--traces", "/no/such/folder"}, 74, "/no/such/folder");
 }
