@@ -136,6 +136,7 @@ void DiLoCo::step() {
     const PathScope path(shard.unit->name());
     shard.unit->close_for_change();
     if (Recording* r = Recording::current()) {
+      r->on_rerun([unit = shard.unit] { unit->close_for_change(); });
       const std::string& name = shard.flat().name;
       r->leaf(shard.rows, name + " of all islands");
       r->leaf(shard.values.tensor, "diloco.values of " + name);

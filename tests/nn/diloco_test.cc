@@ -8,9 +8,11 @@
 #include <mutex>
 
 #include "sheaf/autograd/checks.h"
+#include "sheaf/autograd/compile.h"
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/nn/optim/sgd.h"
+#include "sheaf/nn/unsharded.h"
 #include "sheaf/tests/nn/nets.h"
 
 namespace sheaf {
@@ -201,6 +203,46 @@ TEST(DiLoCo, GathersAnewBehindAStep) {
     }
     EXPECT_EQ(loss(), behind);
   });
+}
+
+// Nor are those of a model that is kept whole used after an outer step in a program.
+TEST(DiLoCo, IsSeenByWholeModelsInPrograms) {
+  const auto losses = [](bool compiled) {
+    std::vector<double> out;
+    run_local(4, [&](World& w) {
+      const Meshes meshes = islands_of(w, 2);
+      TinyModel m;
+      shard(m, meshes.island, {.units = nn::units_of<TinyBlock>(), .strategy = "full_shard"});
+      materialize(m, Device::cpu(), {.seed = 4});
+      optim::SGD sgd(m, {.lr = 0.3});
+      optim::DiLoCo outer(m, meshes.all, "island");
+      const auto code = [&](const Tensor& x) {
+        outer.step();
+        return x + 1;
+      };
+      auto step = compile(code);
+      const nn::Unsharded whole(m);
+      const Tensor x = Tensor::from(std::vector<float>{1}, {1});
+      for (int64_t round = 0; round < 5; ++round) {  // the last two run the program
+        backward(m, meshes, round);
+        sgd.step();
+        sgd.zero_grad();
+        if (compiled) {
+          step({.step = round}, x);
+        } else {
+          const Recording recording({.step = round});
+          code(x);
+        }
+        const Tensor l = m.loss(testing::token_rows(meshes.island, 6, 4, 11), testing::token_rows(meshes.island, 6, 4, 11, 1));
+        const double loss = redistribute(l, "data", Placement::invariant()).item<float>();
+        if (w.rank() == 0) out.push_back(loss);
+      }
+    });
+    return out;
+  };
+  const std::vector<double> eager = losses(false);
+  EXPECT_NE(eager[3], eager[4]);
+  EXPECT_EQ(losses(true), eager);
 }
 
 TEST(DiLoCo, HasTheSameBitsWithEveryStrategy) {
