@@ -58,23 +58,28 @@ class Search {
     if (std::ranges::none_of(done_, [](const auto& d) { return d.second.has_value(); }))
       fail<ConfigError>("[plan] no configuration of ", world_, " ranks suits: ", refused_.empty() ? "there is none" : refused_.begin()->second);
     ConfigSearchResult out;
-    out.least_bytes = std::numeric_limits<int64_t>::max();
+    const Choice* least = nullptr;
     for (const auto& [choice, time] : done_) {
       if (!time) continue;
       ++out.planned;
-      if (time->peak_bytes > machine_.memory) out.least_bytes = std::min(out.least_bytes, time->peak_bytes);
+      if (!least || time->peak_bytes < done_.at(*least)->peak_bytes) least = &choice;
     }
     for (const Choice& x : fitting()) {
       PlannedConfig planned{islands_of(with(config_, x), islands_), *done_.at(x), options_of(x, choice_of(config_))};
       int64_t& peak = planned.time.peak_bytes;
       if (const int64_t least = out.front.empty() ? machine_.memory + 1 : out.front.back().time.peak_bytes; peak < least) {
-        peak = std::max(peak, peak_of_first_ranks(planned.config, vocab_, all_ranks(), machine_));
+        peak = std::max(peak, first_ranks_peak(x));
         if (peak > machine_.memory) continue;
         if (peak < least) out.front.push_back(planned);
       }
       out.fitting.push_back(std::move(planned));
     }
+    if (out.fitting.empty()) out.least_bytes = std::max(done_.at(*least)->peak_bytes, first_ranks_peak(*least));
     return out;
+  }
+
+  int64_t first_ranks_peak(const Choice& x) const {
+    return peak_of_first_ranks(islands_of(with(config_, x), islands_), vocab_, all_ranks(), machine_);
   }
 
   template <class T>

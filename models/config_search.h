@@ -29,7 +29,7 @@ struct ConfigSearchResult {
   /// most (plan.h).
   std::vector<PlannedConfig> front;
   int planned = 0;          ///< number of plans made
-  int64_t least_bytes = 0;  ///< the smallest peak among those that do not fit
+  int64_t least_bytes = 0;  ///< if none fits: the memory that the smallest of them takes
 };
 
 /// Varies sharding.pipeline, .pipeline_runs, .pipeline_schedule, .tensor, .context, .context_comm, .experts, .replicas, .secondary,

@@ -306,6 +306,9 @@ TEST_F(ConfigSearch, SaysWhyThereIsNone) {
   const models::ConfigSearchResult none = models::search_configs(small(), kVocab, 4, machine_with(1000));
   EXPECT_TRUE(none.fitting.empty());
   EXPECT_GT(none.least_bytes, 1000);
+  // It is enough; less is not.
+  EXPECT_FALSE(models::search_configs(small(), kVocab, 4, machine_with(none.least_bytes)).fitting.empty());
+  EXPECT_TRUE(models::search_configs(small(), kVocab, 4, machine_with(none.least_bytes - 1)).fitting.empty());
 }
 
 TEST_F(ConfigSearch, ShardsExperts) {
