@@ -200,6 +200,8 @@ EvaluateConfig load_evaluate_config(const std::string& path, std::span<const std
   for (const std::string& key : flags)
     if (const char* reason = unused(key, config)) fail<ConfigError>("[config] '", key, "' would change nothing: ", reason);
   const auto require = [](bool condition, const auto&... parts) { check<ConfigError>(condition, "[config] ", parts...); };
+  require(data.separate_documents || !flags.contains("data.separate_documents"), "'data.separate_documents false' would change nothing: ",
+          "documents that were kept apart in training, and examples, are so in evaluation");
   require(data.corpus.empty() || data.val_file.empty(), "data.corpus and data.val_file exclude each other");
   require(!flags.contains("data.val_fraction") || !data.corpus.empty(), "'data.val_fraction' would change nothing: it is of a data.corpus");
   require(data.val_fraction > 0, "data.val_fraction is 0: nothing is left to validate on");

@@ -12,11 +12,12 @@ namespace sheaf::tools {
 namespace {
 
 std::string perplexity(double loss) {
+  constexpr double kLong = 1e9;  // above it digits behind the point only hide how large it is
+  const double value = std::exp(loss);
   char text[32];
-  std::snprintf(text, sizeof text, "%.4f", std::exp(loss));
+  std::snprintf(text, sizeof text, value < kLong ? "%.4f" : "%.4g", value);
   return text;
 }
-
 
 void say_all(const models::EvaluationReport& report) {
   for (const models::Validation& v : report.validation)

@@ -243,6 +243,7 @@ TEST(Evaluate, WhatDoesNotFitIsRefused) {
   refused({"--train.lr", "1"}, 64, "--train.lr is not for evaluation");
   refused({"--model.layers", "1"}, 64, "--model.layers is not for evaluation");
   refused({"--data.choice", "x"}, 64, "did you mean");
+  refused({"--data.separate_documents", "false"}, 64, "'data.separate_documents false' would change nothing: ");
   refused({"--context", "17"}, 64, "windows of 17 tokens: the model's context is 16");
   refused({"--context", "0"}, 64, "--context");
   refused({"--train.eval_questions", "3"}, 64, "without data.choices there are no questions");
