@@ -55,7 +55,9 @@ namespace {
 
 // Writes what belongs next to the weights besides config.json, and reports it. `written` receives the names of the files.
 std::string write_companions(const models::RunState& state, const std::string& folder, std::vector<std::string>& written) {
-  if (const std::string from = published_folder(state); !from.empty()) {
+  const std::string from = published_folder(state);
+  const std::string missing = state.weights && from.empty() ? str(", without what was next to '", state.weights->path, "', which is no longer there") : "";
+  if (!from.empty()) {
     std::vector<std::string> names = {"generation_config.json", "chat_template.jinja", "special_tokens_map.json", "tokenizer_config.json"};
     // Without a tokenizer of its own the run's tokens are from elsewhere, made with its weights' tokenizer.
     if (!state.tokenizer) names.insert(names.end(), {"tokenizer.json", "vocab.json", "merges.txt"});
@@ -68,8 +70,8 @@ std::string write_companions(const models::RunState& state, const std::string& f
   }
   const bool copied = !written.empty();
   if (copied && (!state.tokenizer || state.tokenizer->kind() != "huggingface")) return ", and what was next to the published weights";
-  if (!state.tokenizer) return "";
-  if (state.tokenizer->kind() != "huggingface") return str(", without a tokenizer (the run's, ", state.tokenizer->kind(), ", is no tokenizer.json)");
+  if (!state.tokenizer) return missing;
+  if (state.tokenizer->kind() != "huggingface") return str(missing, ", without a tokenizer (the run's, ", state.tokenizer->kind(), ", is no tokenizer.json)");
   replace_file(folder + "/tokenizer.json", state.tokenizer->to_json().at("file").dump() + "\n");
   written.push_back("tokenizer.json");
   if (std::ranges::find(written, "tokenizer_config.json") == written.end()) {
@@ -78,7 +80,7 @@ std::string write_companions(const models::RunState& state, const std::string& f
     replace_file(folder + "/tokenizer_config.json", config.dump() + "\n");
     written.push_back("tokenizer_config.json");
   }
-  return str(", and its tokenizer.json", copied ? ", with what was next to the published weights" : "");
+  return str(missing, ", and its tokenizer.json", copied ? ", with what was next to the published weights" : "");
 }
 
 }  // namespace
