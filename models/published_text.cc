@@ -13,26 +13,33 @@ namespace {
 
 Json read_json(const std::string& path) { return Json::parse(File::open<DataError>(path).read_all(), str("'", path, "'")); }
 
-/// The template {"single": [{"SpecialToken": {"id": "<s>"}}, {"Sequence": ..}, ..]}, alone or one of several post-processors.
-const Json* template_in(const Json& processor) {
-  if (!processor.is_object()) return nullptr;
-  if (const Json* single = processor.find("single")) return single;
-  const Json* all = processor.find("processors");
-  if (!all) return nullptr;
-  for (const Json& one : all->as_array())
-    if (const Json* single = template_in(one)) return single;
-  return nullptr;
+/// The special tokens that a post-processor puts before a text.
+std::vector<std::string> names_before(const Json& processor) {
+  std::vector<std::string> names;
+  if (processor.is_null()) return names;
+  const std::string& type = processor.at("type").as_string();
+  if (type == "TemplateProcessing") {  // "single": [{"SpecialToken": {"id": "<s>"}}, {"Sequence": ..}, ..]
+    for (const Json& piece : processor.at("single").as_array()) {
+      const Json* special = piece.find("SpecialToken");
+      if (!special) break;  // the text
+      names.push_back(special->at("id").as_string());
+    }
+  } else if (type == "BertProcessing" || type == "RobertaProcessing") {
+    names.push_back(processor.at("cls").as_array().at(0).as_string());
+  } else if (type == "Sequence") {
+    for (const Json& one : processor.at("processors").as_array())
+      if (names.empty()) names = names_before(one);
+  } else {
+    check<DataError>(type == "ByteLevel", "it is of the type ", json_string(type), ", which is not known");
+  }
+  return names;
 }
 
 std::vector<int32_t> tokens_before(const Json& file, const Tokenizer& tokenizer) {
   std::vector<int32_t> ids;
   const Json* const processor = file.find("post_processor");
-  const Json* const single = processor ? template_in(*processor) : nullptr;
-  if (!single) return ids;
-  for (const Json& piece : single->as_array()) {
-    const Json* special = piece.find("SpecialToken");
-    if (!special) break;  // the text
-    const std::string& name = special->at("id").as_string();
+  if (!processor) return ids;
+  for (const std::string& name : names_before(*processor)) {
     const auto id = tokenizer.special_token(name);
     check<DataError>(id.has_value(), "it puts ", json_string(name), " before a text, which is no special token");
     ids.push_back(*id);

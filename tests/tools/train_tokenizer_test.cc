@@ -166,6 +166,14 @@ TEST(TrainTokenizer, FromATextToAModel) {
     EXPECT_EQ("<|endoftext|>" + with_begin, generate("out", rendered));
     EXPECT_EQ("<|endoftext|>" + with_begin, generate("published", rendered)) << "which has it already";
     EXPECT_NE(with_begin, sample.out);
+    const auto processed = [&](const std::string& processor) {
+      write_file(f / "published/tokenizer.json", R"({"post_processor":)" + processor + "," + plain.substr(1));
+    };
+    processed(R"({"type":"RobertaProcessing","sep":["<|endoftext|>",0],"cls":["<|endoftext|>",0],"trim_offsets":true,"add_prefix_space":false})");
+    EXPECT_EQ(generate("published", prompt), with_begin);
+    processed(R"({"type":"Magic"})");
+    expect_refused(run_sheaf(Words{"generate", f / "published"} + prompt), 65, "post_processor: it is of the type \"Magic\", which is not known");
+    put_before("<|endoftext|>");
     // They take room in the context.
     const Words full = {"--generate.prompt", std::string(16, '~'), "--generate.tokens", "1"};
     EXPECT_EQ(run_sheaf(Words{"generate", f / "out"} + full).err, "");
@@ -174,7 +182,7 @@ TEST(TrainTokenizer, FromATextToAModel) {
     put_before("<s>");
     expect_refused(run_sheaf(Words{"generate", f / "published"} + prompt), 65,
                    "published/tokenizer.json': post_processor: it puts \"<s>\" before a text, which is no special token");
-    write_file(f / "published/tokenizer.json", R"({"post_processor":{"single":[1]},)" + plain.substr(1));
+    write_file(f / "published/tokenizer.json", R"({"post_processor":{"type":"TemplateProcessing","single":[1]},)" + plain.substr(1));
     expect_refused(run_sheaf(Words{"generate", f / "published"} + prompt), 65, "published/tokenizer.json': post_processor: [json] expected an object");
     // It ends at the end tokens of the model's files, here any token.
     write_file(f / "published/tokenizer.json", plain);
