@@ -84,30 +84,21 @@ class Block {
     for (unsigned i = 0; i < threads; ++i) prepare(fibers_[i], i);
   }
 
-  // Cycles through the fibers until all are done; `first` is where each round begins, `step` (odd times) its
-  // stride.
+  // Cycles through the fibers, each time from `first` on, until all are done. One that waits continues the next one itself.
   void run(unsigned first, bool backwards) {
     current = this;
     failure_ = nullptr;
+    done_ = 0, backwards_ = backwards;
     for (;;) {
-      bool progress = false;
-      done_ = 0;
-      for (unsigned n = 0; n < threads_; ++n) {
-        const unsigned i = backwards ? (first + threads_ - n) % threads_ : (first + n) % threads_;
-        if (fibers_[i].state == State::ready) {
-          progress = true;
-          fetch((backwards ? i + threads_ - 1 : i + 1) % threads_);
-          enter(i);
-          if (failure_) {
-            current = nullptr;
-            std::rethrow_exception(failure_);
-          }
-        }
-        done_ += fibers_[i].state == State::done;
+      turn_ = first, turns_left_ = threads_;
+      const Fiber* const next = next_ready();
+      if (next) sheaf_switch_fiber(&home_, next->pointer);
+      if (failure_) {
+        current = nullptr;
+        std::rethrow_exception(failure_);
       }
       if (done_ == threads_) break;
-      if (release_block_barrier()) progress = true;
-      if (!progress) stuck();
+      if (!release_block_barrier() && !next) stuck();
     }
     current = nullptr;
   }
@@ -129,7 +120,7 @@ class Block {
 
   void block_barrier() { leave(State::at_block_barrier); }
 
-  const void* exchange(const void* value, size_t bytes, unsigned mask, bool sync) {
+  const void* exchange(const void* value, size_t bytes, unsigned mask, bool sync, void (*together)(void* slots) = nullptr) {
     const unsigned warp = running_ / 32, lane = running_ % 32;
     if (mask != 0xffffffffu || (warp + 1) * 32 > threads_)
       fail<CudaError>('[', name_, "] a warp operation must name a full warp (emulated GPU)");
@@ -138,6 +129,7 @@ class Block {
     std::memcpy(slots[lane], value, bytes);
     if (++w.arrived == 32) {
       w.arrived = 0, w.turn ^= 1, w.syncs += sync;
+      if (together) together(slots);
       for (unsigned i = warp * 32; i < warp * 32 + 32; ++i)
         if (fibers_[i].state == State::at_warp) fibers_[i].state = State::ready;
     } else {
@@ -175,20 +167,27 @@ class Block {
     fiber.copies.clear(), fiber.rounds = 0;
   }
 
-  // Prefetches the data that the next thread will read first.
-  void fetch(unsigned i) const {
-    const char* top = static_cast<const char*>(fibers_[i].pointer);
-    for (const int line : {0, 64, 128}) __builtin_prefetch(top + line);
-  }
-  void enter(unsigned i) {
-    running_ = i;
-    place.thread = {i, 0, 0};
-    sheaf_switch_fiber(&home_, fibers_[i].pointer);
+  // The next one of this cycle that can run, which is to run now; null at the cycle's end.
+  const Fiber* next_ready() {
+    while (turns_left_ > 0) {
+      --turns_left_;
+      const unsigned i = turn_;
+      turn_ = backwards_ ? (i == 0 ? threads_ : i) - 1 : i + 1 == threads_ ? 0 : i + 1;
+      if (fibers_[i].state != State::ready) continue;
+      const char* top = static_cast<const char*>(fibers_[turn_].pointer);  // what the one after it will read first
+      for (const int line : {0, 64, 128}) __builtin_prefetch(top + line);
+      running_ = i;
+      place.thread = {i, 0, 0};
+      return &fibers_[i];
+    }
+    return nullptr;
   }
   void leave(State state) {
     Fiber& fiber = fibers_[running_];
     fiber.state = state;
-    sheaf_switch_fiber(&fiber.pointer, home_);
+    done_ += state == State::done;
+    const Fiber* const next = failure_ ? nullptr : next_ready();
+    sheaf_switch_fiber(&fiber.pointer, next ? next->pointer : home_);
   }
 
   bool release_block_barrier() {
@@ -218,6 +217,8 @@ class Block {
   const char* name_ = "";
   unsigned launch_ = 0, block_ = 0, barriers_ = 0;
   unsigned threads_ = 0, running_ = 0, done_ = 0;
+  unsigned turn_ = 0, turns_left_ = 0;  // of the fibers' present cycle
+  bool backwards_ = false;
   const std::function<void()>* body_ = nullptr;
   std::exception_ptr failure_;
   void* home_ = nullptr;
@@ -232,8 +233,8 @@ thread_local std::unique_ptr<Block> worker;
 
 void* dynamic_shared() { return current->shared(); }
 void block_barrier() { current->block_barrier(); }
-const void* exchange(const void* value, size_t bytes, unsigned mask) {
-  return current->exchange(value, bytes, mask, false);
+const void* exchange(const void* value, size_t bytes, unsigned mask, void (*together)(void*)) {
+  return current->exchange(value, bytes, mask, false, together);
 }
 void warp_barrier(unsigned mask) { current->exchange("", 1, mask, true); }
 

@@ -85,10 +85,11 @@ void run(const char* name, dim3 grid, unsigned threads, size_t shared_bytes,
          const std::function<void()>& body);
 void* dynamic_shared();
 void block_barrier();
-inline constexpr size_t kSlot = 32;
+inline constexpr size_t kSlot = 48;
 /// Gives `bytes` (at most kSlot) of this lane to its warp and waits for all lanes; returns the slots
-/// of all 32, kSlot bytes apart, valid until the warp operation after this lane's next.
-const void* exchange(const void* value, size_t bytes, unsigned mask);
+/// of all 32, kSlot bytes apart, valid until the warp operation after this lane's next. The last lane
+/// calls `together`, if given, with the slots, before any other goes on.
+const void* exchange(const void* value, size_t bytes, unsigned mask, void (*together)(void* slots) = nullptr);
 void warp_barrier(unsigned mask);
 
 /// The position of the running thread at a memory access.
@@ -146,6 +147,19 @@ T from_lane(T value, int lane, unsigned mask) {
   return from_lanes(value, mask)[lane];
 }
 inline int lane() { return static_cast<int>(place.thread.x % 32); }
+
+/// Computes what each lane of a warp gets from what all have given, once per warp.
+template <class Out, auto kTogether, class In>
+Out from_warp(const In& value) {
+  static_assert(sizeof(In) <= kSlot && sizeof(Out) <= kSlot);
+  return Lanes<Out>(exchange(&value, sizeof value, 0xffffffffu, [](void* slots) {
+    In in[32];
+    Out out[32];
+    for (int i = 0; i < 32; ++i) in[i] = Lanes<In>(slots)[i];
+    kTogether(in, out);
+    for (int i = 0; i < 32; ++i) std::memcpy(static_cast<char*>(slots) + kSlot * i, &out[i], sizeof(Out));
+  }))[lane()];
+}
 
 }  // namespace sheaf::kernels::cuda::emulation
 
