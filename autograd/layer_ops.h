@@ -106,9 +106,10 @@ struct AttentionOptions {
   double softcap = 0;  ///< scores s, scaled, become softcap tanh(s / softcap) (Gemma 2, https://arxiv.org/abs/2408.00118); 0: none. Not in
                        ///< latent_attention()
   /// Where the document of each token begins, i32[B, T] (document_begins): a token then attends only to those of its own document, up
-  /// to itself, and its result has, bit for bit on CPUs and in our own kernels on GPUs, the value that it would have without other
-  /// documents. Causal only, with at least as many keys as queries: positions count keys, and the first query's document may have
-  /// begun before it. Sharded like the batch.
+  /// to itself if `causal`, and its result has, bit for bit on CPUs and in our own kernels on GPUs, the value that it would have
+  /// without other documents. If causal, there are at least as many keys as queries: positions count keys, and the first query's
+  /// document may have begun before it. If not, there are as many. Sharded like the batch. Padding is a document, too: with `begins` 0
+  /// for the first n tokens of a row and n for the others, the former are as in a row of n tokens.
   Tensor begins = {};
   /// How many keys a query sees, itself and those before it: query t sees those of the above with t + S - T - window < s
   /// (sliding-window attention; Beltagy et al., https://arxiv.org/abs/2004.05150). Causal only, and the work is proportional to the
@@ -121,7 +122,7 @@ struct AttentionOptions {
 };
 /// softmax(scale q kᵀ) v per head for q[B, T, H, D], k[B, S, G, D] and v[B, S, G, E]: [B, T, H, E]. H is a multiple of G, and head h
 /// reads key head h / (H / G). q, k and v have one floating dtype (DTypeError), the result's; ShapeError for other shapes, or for a
-/// window or `begins` without `causal`. Never builds the T x S matrix. A query that sees no key gives zeros. Queries may be Shard(1)
+/// window without `causal`. Never builds the T x S matrix. A query that sees no key gives zeros. Queries may be Shard(1)
 /// with keys and values Replicate, whose gradients are then Partial: each rank computes its own queries, at their positions.
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options = {});
 /// The same for a packed projection [B, T, (H + 2 G) D] of queries, keys and values, to [B, T, H D]. Its gradient is one tensor,

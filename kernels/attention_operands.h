@@ -51,9 +51,11 @@ inline void check_attention_mask(const char* who, const AttentionMask& mask, con
                     mask.causal ? "" : ", not causal", "; wants 0 for none, or a causal mask and at least 1");
   check<ShapeError>(mask.softcap >= 0, "[", who, "] a softcap of ", mask.softcap, "; wants 0 for none, or a positive number");
   if (!mask.has_documents()) return;
-  check<ShapeError>(mask.causal && k.shape[1] >= q.shape[1] && mask.begins.shape == Shape{q.shape[0], q.shape[1]}, "[", who,
-                    "] begins of documents ", mask.begins.shape, " for queries ", q.shape, " and keys ", k.shape,
-                    mask.causal ? "" : ", not causal", "; wants [B,T], causal, no fewer keys than queries");
+  const View& rows = mask.causal ? q : k;
+  const bool enough = k.shape[1] >= q.shape[1] + (mask.causal ? 0 : mask.first) && mask.first >= 0;
+  check<ShapeError>(enough && mask.begins.shape == Shape{rows.shape[0], rows.shape[1]}, "[", who, "] begins of documents ", mask.begins.shape,
+                    " for queries ", q.shape, mask.causal ? "" : str(" from token ", mask.first, " on"), " and keys ", k.shape,
+                    mask.causal ? "; wants [B,T], no fewer keys than queries" : ", not causal; wants [B,S], with all queries among the keys");
   check<DTypeError>(mask.begins.dtype == kI32, "[", who, "] begins of documents must be i32, not ", mask.begins.dtype);
   check<ShapeError>(mask.begins.strides.back() == 1 || mask.begins.shape.back() <= 1, "[", who,
                     "] begins of documents must be dense in the last dimension");

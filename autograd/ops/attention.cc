@@ -108,7 +108,7 @@ struct Attention {
       fail<ShapeError>("[", kName, "] wants q [B,T,H,D], k [B,S,G,D] and v [B,S,G,E] with H a multiple of G; got ",
                        c.input(0), ", ", c.input(1), " and ", c.input(2));
     if (kSinks) check_sinks(kName, c.input(3), q[2], d);
-    if (c.num_inputs() > kBegins) check_begins(kName, c.input(kBegins), {q[0], q[1]}, a.causal, k[1] >= q[1]);
+    if (c.num_inputs() > kBegins) check_begins(kName, c.input(kBegins), {q[0], q[1]}, a.causal, k[1]);
     c.output(d, {q[0], q[1], q[2], v[3]});
     c.output(statistics_dtype(d), {q[0], q[2], q[1]});
   }

@@ -79,11 +79,12 @@ inline std::string describe_mask(bool causal, int64_t window, double softcap = 0
   return str(causal ? "causal " : "", window ? str("window ", window, " ") : "", softcap != 0 ? str("softcap ", softcap, " ") : "");
 }
 
-inline void check_begins(const char* op, const Type& begins, const Shape& rows_BT, bool causal, bool enough_keys) {
+inline void check_begins(const char* op, const Type& begins, const Shape& rows_BT, bool causal, int64_t keys) {
   if (begins.dtype != kI32) fail<DTypeError>("[", op, "] where documents begin is i32, not ", begins);
-  if (!(begins.shape == rows_BT) || !causal || !enough_keys)
-    fail<ShapeError>("[", op, "] documents want a causal mask, no fewer keys than queries and their begins as [B,T] ", rows_BT,
-                     "; got ", begins, causal ? "" : ", not causal", enough_keys ? "" : ", fewer keys");
+  if (!(begins.shape == rows_BT) || (causal ? keys < rows_BT[1] : keys != rows_BT[1]))
+    fail<ShapeError>("[", op, "] documents want their begins as [B,T] ", rows_BT, ", and ",
+                     causal ? "no fewer keys than queries" : "without a causal mask as many keys as queries", "; got ", begins, " and ", keys,
+                     " keys");
 }
 
 inline void check_sinks(const char* op, const Type& sinks, int64_t heads, DType d) {

@@ -67,7 +67,7 @@ struct CausalConv {
     const Shape &x = c.shape(0), &weight = c.shape(1);
     if (x.rank() != 3 || weight.rank() != 2 || weight[0] != x[2] || weight[1] < 1)
       fail<ShapeError>("[", kName, "] wants x [B, T, C] and a weight [C, W] with W at least 1; got ", c.input(0), " and ", c.input(1));
-    if (a.documents) check_begins(kName, c.input(2), {x[0], x[1]}, true, true);
+    if (a.documents) check_begins(kName, c.input(2), {x[0], x[1]}, true, x[1]);
     c.output(d, x);
   }
   static void place(const Attrs& a, Place& p) {

@@ -28,7 +28,7 @@ size_t bytes(const View& q, int64_t slots, int64_t cells) {
 
 // Blocks are placed by `begins`. If the first document began earlier, the keys before the first query's are present, too.
 void check_mask(const char* who, const AttentionMask& mask, const View& q, const View& k) {
-  check_documents(who, mask.begins, k.shape[1] - q.shape[1], 0);
+  check_documents(who, mask.begins, mask.causal ? k.shape[1] - q.shape[1] : 0, 0);
 }
 
 }  // namespace

@@ -2,6 +2,8 @@
 // kernels.
 #pragma once
 
+#include <algorithm>
+
 #include "sheaf/kernels/attention.h"
 #include "sheaf/kernels/cpu/head_rows.h"
 #include "sheaf/kernels/cpu/inline.h"
@@ -77,13 +79,24 @@ struct DocumentShape : AttentionShape {
 class Documents {
  public:
   Documents(const AttentionMask& mask, const AttentionShape& s)
-      : begins_(mask.has_documents() && s.queries > 0 ? &mask.begins : nullptr), whole_{0, s.queries, 0, s.keys} {}
+      : begins_(mask.has_documents() && s.queries > 0 ? &mask.begins : nullptr),
+        of_keys_(!mask.causal),
+        past_(of_keys_ ? mask.first : s.keys - s.queries),
+        whole_{0, s.queries, 0, s.keys} {}
   Documents(AttentionMask&&, const AttentionShape&) = delete;  // it keeps a pointer to the mask's begins
 
-  /// Calls f(document) for all of sequence b, in order. Keys before the first document form one without queries.
+  /// Calls f(document) for all of sequence b, in order. Keys that no query sees are in documents without queries.
   template <class F>
   void for_each(int64_t b, F&& f) const {
     if (!begins_) return f(whole_);
+    if (of_keys_) {
+      for (int64_t key = 0; key < whole_.keys;) {
+        const Document d = from_row(b, key);
+        f(d);
+        key = d.first_key + d.keys;
+      }
+      return;
+    }
     if (const int64_t unseen = at(b, 0).first_key; unseen > 0) f(Document{0, 0, 0, unseen});
     for (int64_t t = 0; t < whole_.queries;) {
       const Document d = at(b, t);
@@ -108,15 +121,20 @@ class Documents {
 
  private:
   /// The document of query t.
-  SHEAF_INLINE Document at(int64_t b, int64_t t) const {
+  Document at(int64_t b, int64_t t) const { return from_row(b, of_keys_ ? t + past_ : t); }
+  /// That of the token whose begin is number i, where the document goes on from there.
+  SHEAF_INLINE Document from_row(int64_t b, int64_t i) const {
     const int32_t* row = begins_->as<int32_t>() + b * begins_->strides[0];
-    const int32_t begin = row[t];
-    while (t < whole_.queries && row[t] == begin) ++t;
-    const int64_t past = whole_.keys - whole_.queries, first = std::max<int64_t>(0, begin - past);
-    return {first, t - first, begin, t + past - begin};
+    const int64_t rows = begins_->shape[1], begin = row[i];
+    while (i < rows && row[i] == begin) ++i;
+    const int64_t end = of_keys_ ? i : i + past_, first = std::clamp<int64_t>(begin - past_, 0, whole_.queries),
+                  behind = std::clamp<int64_t>(end - past_, 0, whole_.queries);
+    return {first, behind - first, begin, end - begin};
   }
 
   const View* begins_;
+  bool of_keys_;  // begins are those of keys, not of queries
+  int64_t past_;  // keys before the first query's own
   Document whole_;
 };
 

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
 #pragma unroll
     for (int i = 0; i < S::kPer; ++i) {
       const int64_t t = first + ty() + kSide * i;
-      seen[i] = t < d.queries ? p.visible(t) : 0;
+      seen[i] = t < d.queries ? d.visible(p, t) : 0;
     }
     load_tile<S>(q, b, h, first, d.queries, q_tile);
     for (int64_t key = first_key_seen<S::kTile, kHides>(p, d, first); key < keys;) {

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
 #pragma unroll
     for (int i = 0; i < S::kPer; ++i) {
       const int64_t t = first + ty() + kSide * i;
-      seen[i] = t < d.queries ? p.visible(t) : 0;
+      seen[i] = t < d.queries ? d.visible(p, t) : 0;
       lse[i] = seen[i] ? rows.lse.at(b, h, t) : C(0);
       dot[i] = seen[i] ? rows.dot[pair * p.queries + t] : C(0);
     }
@@ -94,8 +94,8 @@ __global__ void __launch_bounds__(kThreads)
                 g = pair % p.key_heads, group = p.heads / p.key_heads;
   const int64_t at = blockIdx.x / (p.batch * p.key_heads) * S::kTile;
   for_each_tile<S::kTile, kHides, TilesOf::keys>(p, begins, b, at, [&](const Document& d, int64_t key) {
-    int64_t first = 0;  // first query that sees one of the keys
-    if (p.causal && key > p.past()) first = key - p.past();
+    int64_t first = d.first_query;  // that sees one of the keys
+    if (p.causal && key - p.past() > first) first = key - p.past();
     if (kHides == Hides::nothing) first = first / S::kTile * S::kTile;
     int64_t behind = d.queries;
     if (kHides != Hides::nothing && p.window) {  // the last that sees the last of the keys
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int j = 0; j < S::kPer; ++j) {
           const int64_t query = t + tx() + kSide * j;
-          const int64_t seen = query < d.queries ? p.visible(query) : 0;
+          const int64_t seen = query < d.queries ? d.visible(p, query) : 0;
           const C lse = seen ? rows.lse.at(b, h, query) : C(0),
                   dot = seen ? rows.dot[(b * p.heads + h) * p.queries + query] : C(0);
           const SeenKeys sees = seen_keys<S::kTile, kHides>(p, key, seen);

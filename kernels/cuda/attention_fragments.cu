@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads, Forward<T, kWidth, kValueWidth>::kBl
     Softmax<float> rows[2];
     int64_t seen[2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) seen[i] = p.visible(first + row_of(i));
+    for (int i = 0; i < 2; ++i) seen[i] = d.visible(p, first + row_of(i));
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) so_far[n * kThreads] = {};
     SixteenRows<T, kWidth, kWidth <= 128> own(queries.matrix(), warp_of_thread() * 16);

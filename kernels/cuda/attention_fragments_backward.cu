@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads, QueryGradient<T, kWidth, kValueWidth
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int64_t t = first + row_of(i);
-      seen[i] = t < d.queries ? p.visible(t) : 0;
+      seen[i] = t < d.queries ? d.visible(p, t) : 0;
       binary_lse[i] = seen[i] ? statistics.lse.at(b, h, t) * kLog2E : 0.0f;
       dot[i] = seen[i] ? statistics.dot[pair * p.queries + t] : 0.0f;
     }
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(kThreads, KeyGradient<T, kWidth, kValueWidth>:
         to.queries.template load<kQueries>(q, b, h, t, d.queries);
         to.douts.template load<kQueries>(dout, b, h, t, d.queries);
         if (const int i = static_cast<int>(threadIdx.x); i < kQueries) {
-          const bool seen = t + i < d.queries && p.visible(t + i) > 0;
+          const bool seen = t + i < d.queries && d.visible(p, t + i) > 0;
           to.binary_lse[i] = seen ? statistics.lse.at(b, h, t + i) * kLog2E : 0.0f;
           to.dot[i] = seen ? statistics.dot[(b * p.heads + h) * p.queries + t + i] : 0.0f;
         }
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(kThreads, KeyGradient<T, kWidth, kValueWidth>:
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const int64_t query = now + column_of(m, e);
-            const SeenKeys sees = seen_keys<kRows, kHides>(p, key, p.visible(query));
+            const SeenKeys sees = seen_keys<kRows, kHides>(p, key, d.visible(p, query));
 #pragma unroll
             for (int i = 0; i < 2; ++i)
               if (!sees.has(row_of(i))) {

@@ -17,9 +17,10 @@ struct Problem {
   int64_t window;  ///< at most as many as keys
   double scale;
   double softcap;  ///< of scores; 0: none
+  int64_t first;   ///< documents without a causal mask: the token that query 0 is
 
   /// Keys before the first query's own; less than 0 if some queries see none.
-  __host__ __device__ int64_t past() const { return keys - queries; }
+  __host__ __device__ int64_t past() const { return causal ? keys - queries : first; }
   /// The number of keys, from the first on, that query t sees.
   __host__ __device__ int64_t visible(int64_t t) const {
     if (!causal) return keys;
@@ -90,9 +91,16 @@ struct QueryBlock {
 /// keys [first_key, keys).
 struct Document {
   int64_t first_query, queries, first_key, keys;
+
+  /// The end of the keys that query t, one of its own, sees: without a causal mask, of the document's.
+  __device__ int64_t visible(const Problem& p, int64_t t) const {
+    const int64_t seen = p.visible(t);
+    return seen < keys ? seen : keys;
+  }
 };
 
-/// Where the document of each query begins, i32[B, T] dense in T; null if a sequence is one document.
+/// Where the document of each query or, without a causal mask, of each key begins, i32[B, T] or [B, S], dense in the last dimension;
+/// null if a sequence is one document.
 struct Begins {
   const int32_t* data = nullptr;
   int64_t batch = 0;  ///< stride
@@ -101,23 +109,32 @@ struct Begins {
       data = mask.begins.as<const int32_t>(), batch = mask.begins.strides[0];
   }
   /// The document of query t. Whatever values `begins` has, t is in it.
-  __device__ Document of_query(const Problem& p, int64_t b, int64_t t) const {
+  __device__ Document of_query(const Problem& p, int64_t b, int64_t t) const { return of_row(p, b, p.causal ? t : t + p.past()); }
+  /// The document of key s. Keys that no query sees are in documents without queries.
+  __device__ Document of_key(const Problem& p, int64_t b, int64_t s) const {
+    if (!p.causal || s >= p.past()) return of_row(p, b, p.causal ? s - p.past() : s);
+    const Document first = of_query(p, b, 0);
+    return s < first.first_key ? Document{0, 0, 0, first.first_key} : first;
+  }
+
+ private:
+  /// That of the token whose begin is number i.
+  __device__ Document of_row(const Problem& p, int64_t b, int64_t i) const {
     const int32_t* row = data + b * batch;
-    const int64_t begin = row[t];
-    int64_t low = t + 1, high = p.queries;  // the first query after it is in [low, high]
+    const int64_t begin = row[i], key_of_row = p.causal ? p.past() : 0;
+    int64_t low = i + 1, high = p.causal ? p.queries : p.keys;  // the first token after it is in [low, high]
     while (low < high) {
       const int64_t middle = (low + high) / 2;
       if (row[middle] > begin) high = middle;
       else low = middle + 1;
     }
-    const int64_t itself = t + p.past(), key = begin < 0 ? 0 : begin < itself ? begin : itself;
-    return {key < p.past() ? 0 : key - p.past(), low, key, low + p.past()};
+    const int64_t itself = i + key_of_row, key = begin < 0 ? 0 : begin < itself ? begin : itself, behind = low + key_of_row;
+    return {query_from(p, key), query_from(p, behind), key, behind};
   }
-  /// The document of key s. Keys before the first query's document form one without queries.
-  __device__ Document of_key(const Problem& p, int64_t b, int64_t s) const {
-    if (s >= p.past()) return of_query(p, b, s - p.past());
-    const Document first = of_query(p, b, 0);
-    return s < first.first_key ? Document{0, 0, 0, first.first_key} : first;
+  /// The first query that is token `key` or one after it.
+  __device__ static int64_t query_from(const Problem& p, int64_t key) {
+    const int64_t t = key - p.past();
+    return t < 0 ? 0 : t < p.queries ? t : p.queries;
   }
 };
 
@@ -161,7 +178,7 @@ __device__ inline void for_each_tile(const Problem& p, const Begins& begins, int
 /// The end of the keys that any query of the tile from `first` on sees.
 template <int kTile>
 __device__ inline int64_t keys_seen(const Problem& p, const Document& d, int64_t first) {
-  return p.visible((first + kTile < d.queries ? first + kTile : d.queries) - 1);
+  return d.visible(p, (first + kTile < d.queries ? first + kTile : d.queries) - 1);
 }
 
 /// The number of keys before the window of a query to which the first `seen` keys are visible; 0 or less if there are
@@ -174,7 +191,7 @@ __device__ inline int64_t keys_hidden(const Problem& p, int64_t seen) {
 /// Whether each of queries [first, first + kQueries) sees each of keys [key, key + kKeys): most tiles need no mask.
 template <int kQueries, int kKeys, Hides kHides>
 __device__ inline bool all_see_all(const Problem& p, const Document& d, int64_t first, int64_t key) {
-  if (first + kQueries > d.queries || key + kKeys > p.visible(first)) return false;
+  if (first + kQueries > d.queries || key + kKeys > d.visible(p, first)) return false;
   return keys_hidden<kHides>(p, p.visible(first + kQueries - 1)) <= key;
 }
 
@@ -234,7 +251,7 @@ void visit_widths(const char* who, const View& q, const View& v, F&& f) {
 
 inline Problem problem_of(const View& q, const View& k, const AttentionMask& mask, double scale) {
   return {q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], mask.causal,
-          mask.window < k.shape[1] ? mask.window : k.shape[1], scale, mask.softcap};
+          mask.window < k.shape[1] ? mask.window : k.shape[1], scale, mask.softcap, mask.first};
 }
 
 }  // namespace sheaf::kernels::cuda::attention_tiles

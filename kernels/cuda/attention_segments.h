@@ -53,7 +53,7 @@ struct SeenSegments {
   int64_t first, behind;
 };
 __device__ inline SeenSegments segments_seen(const Problem& p, const Document& d, int64_t t) {
-  const int64_t seen = p.visible(t) - d.first_key, hidden = p.window ? seen - p.window : 0;
+  const int64_t seen = d.visible(p, t) - d.first_key, hidden = p.window ? seen - p.window : 0;
   return {hidden > 0 ? hidden / kSegment : 0, seen > 0 ? blocks_for(seen, kSegment) : 0};
 }
 
@@ -71,7 +71,7 @@ struct SegmentPart {
   __device__ SeenKeys seen_by(const Problem& p, const SegmentBlock& block, int row) const {
     const int64_t visible = row >= low && row < high ? p.visible(block.query(row)) : 0;
     const auto from_first = [&](int64_t key) { return static_cast<int>(std::clamp<int64_t>(key - first, 0, kSegment)); };
-    return {p.window ? from_first(visible - p.window) : 0, from_first(visible)};
+    return {p.window ? from_first(visible - p.window) : 0, std::min(from_first(visible), there)};
   }
 };
 
@@ -85,7 +85,7 @@ __device__ void for_each_part(const Problem& p, const Begins& begins, const Segm
     behind = std::min(d.queries, queries_behind);
     // This block's segment among those that they see, which begin with number `seen`.
     const int64_t seen = segments_seen(p, d, t).first, c = seen + (block.slot - seen % slots + slots) % slots,
-                  begin = d.first_key + c * kSegment, end = std::min(begin + kSegment, p.visible(behind - 1));
+                  begin = d.first_key + c * kSegment, end = std::min(begin + kSegment, d.visible(p, behind - 1));
     if (begin >= end) continue;
     const int64_t hidden = p.window ? p.visible(t) - p.window - begin : 0, first = hidden > 0 ? begin + hidden / kTile * kTile : begin;
     const auto row_of = [&](int64_t query) { return query * block.group - block.first_row; };

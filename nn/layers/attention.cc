@@ -118,7 +118,6 @@ Tensor SelfAttention::with_whole_keys(const Tensor& qkv_BTE, int64_t units) cons
 Tensor SelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const Tensor& begins_BT) {
   check<ConfigError>(!cache || !begins_BT, "[attention] '", path(), "': the tokens of a cache are one document");
   check<ConfigError>(causal || !cache, "[attention] '", path(), "' is not causal: tokens in a cache would have to see those that follow");
-  check<ConfigError>(causal || !begins_BT, "[attention] '", path(), "' is not causal: documents need a causal mask");
   const Tensor rows_BT = cache ? cache->begins(x_BTC.size(1)) : Tensor();
   const TensorRegion region(x_BTC, qkv.weight);
   // If more ranks share a layer, or a sequence, than there are key heads, some have copies.

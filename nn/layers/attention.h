@@ -17,7 +17,7 @@ struct AttentionConfig {
   int64_t kv_heads = 0;     ///< key and value heads, a divisor of heads (grouped queries, https://arxiv.org/abs/2305.13245);
                             ///< 0: as many as heads
   int64_t head_dim = 0;     ///< 0: width / heads
-  bool causal = true;       ///< a token sees itself and those before it; false: all, as in encoders, without window, documents or cache
+  bool causal = true;       ///< a token sees itself and those before it; false: all, as in encoders, without window or cache
   bool bias = true;         ///< in both linear layers
   bool qkv_bias = false;    ///< in the first of them, if not in both
   bool out_bias = false;    ///< in the second
@@ -52,8 +52,8 @@ Tensor document_begins(const Tensor& tokens_BT, int64_t end_of_text);
 /// and the window - 1 tokens before it, including those in the cache.
 ///
 /// With AttentionConfig::causal = false each token attends to all of its sequence, as in encoders (Devlin et al.,
-/// https://arxiv.org/abs/1810.04805), on every mesh like causal attention. ConfigError for a window, and in the call for a cache or
-/// `begins`: these need a causal mask. Sequences of a batch have one length: nothing hides padding.
+/// https://arxiv.org/abs/1810.04805), or of its document, on every mesh like causal attention. ConfigError for a window, and in the call
+/// for a cache: these need a causal mask. Padding is hidden by making it a document of its own (AttentionOptions::begins).
 struct SelfAttention : Module {
   int64_t heads, kv_heads, head_dim, window;
   bool causal;

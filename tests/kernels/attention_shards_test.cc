@@ -31,18 +31,19 @@ void expect_parts(const ContextCase& c) {
     }
 }
 
-void expect_parts_of(const std::vector<int64_t>& documents, const std::vector<int64_t>& windows) {
+void expect_parts_of(const std::vector<int64_t>& documents, const std::vector<int64_t>& windows, bool causal = true) {
   for (const DType d : {kF32, kF64, kBF16, kF16})
     for (const int64_t window : windows) {
-      expect_parts({d, 2, 170, 4, 2, 32, 32, documents, window});
-      expect_parts({d, 2, 170, 2, 1, 64, 32, documents, window});
-      expect_parts({d, 1, 170, 2, 2, 20, 40, documents, window});
+      expect_parts({d, 2, 170, 4, 2, 32, 32, documents, window, causal});
+      expect_parts({d, 2, 170, 2, 1, 64, 32, documents, window, causal});
+      expect_parts({d, 1, 170, 2, 2, 20, 40, documents, window, causal});
     }
 }
 
 TEST(AttentionShards, HaveTheBitsOfTheWhole) { expect_parts_of({}, {0}); }
 TEST(AttentionShards, WindowsCrossTheirBorders) { expect_parts_of({}, {1, 20, 100}); }
 TEST(AttentionShards, DocumentsCrossTheirBorders) { expect_parts_of(kDocuments, {0}); }
+TEST(AttentionShards, DocumentsWithoutACausalMaskCrossTheirBorders) { expect_parts_of(kDocuments, {0}, false); }
 TEST(AttentionShards, WindowsAndDocumentsCrossTheirBorders) { expect_parts_of(kDocuments, {20, 64}); }
 
 TEST(AttentionShards, ThreadsChangeNothing) {

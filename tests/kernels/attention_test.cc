@@ -47,10 +47,10 @@ Result reference(const Sizes& s, const View& q, const View& k, const View& v, co
   for (int64_t b = 0; b < s.batch; ++b)
     for (int64_t h = 0; h < s.heads; ++h)
       for (int64_t t = 0; t < s.queries; ++t) {
-        const int64_t g = h / (s.heads / s.key_heads),
-                      position = t + s.keys - s.queries,
-                      seen = mask.causal ? std::max<int64_t>(0, std::min(s.keys, position + 1)) : s.keys;
-        int64_t from = mask.has_documents() ? mask.begins.as<int32_t>()[b * mask.begins.strides[0] + t] : 0;
+        const int64_t g = h / (s.heads / s.key_heads), position = t + s.keys - s.queries;
+        const int32_t* const begins = mask.has_documents() ? mask.begins.as<int32_t>() + b * mask.begins.strides[0] : nullptr;
+        int64_t from = begins ? begins[t] : 0, seen = mask.causal ? std::max<int64_t>(0, std::min(s.keys, position + 1)) : s.keys;
+        while (begins && !mask.causal && begins[seen - 1] != begins[t]) --seen;
         if (mask.window) from = std::max(from, position - mask.window + 1);
         const auto capped = [cap = mask.softcap](double score) { return cap != 0 ? cap * std::tanh(score / cap) : score; };
         std::vector<double> p(static_cast<size_t>(seen)), slopes(static_cast<size_t>(seen), 1.0);
@@ -375,20 +375,21 @@ TEST(Attention, PackedDocumentsHaveTheBitsThatTheyHaveAlone) {
   const Array begins = begins_of(2);
   const int64_t tokens = begins.view().shape[1];
   for (const DType d : {kF32, kF64, kBF16, kF16})
-    for (const Sizes& s : {Sizes{2, tokens, tokens, 4, 2, 64}, {2, tokens, tokens, 2, 2, 20}, {2, tokens, tokens, 2, 1, 96, 64},
-                           {2, tokens, tokens, 2, 1, 20, 40}}) {
+    for (const auto& [s, causal] : {std::pair{Sizes{2, tokens, tokens, 4, 2, 64}, true}, {{2, tokens, tokens, 2, 2, 20}, true},
+                                    {{2, tokens, tokens, 2, 1, 96, 64}, true}, {{2, tokens, tokens, 2, 1, 20, 40}, true},
+                                    {{2, tokens, tokens, 4, 2, 64}, false}, {{2, tokens, tokens, 2, 1, 20, 40}, false}}) {
       const Array q = Array::random(d, s.q(), 1), k = Array::random(d, s.k(), 2), v = Array::random(d, s.v(), 3),
                   dout = Array::random(d, s.out(), 4);
       for (const Kernels& by : kernels(d, s.width, s.value_width)) {
         Arrays got, again;
-        with_threads(1, [&] { got = run(s, q, k, v, dout, {true, begins}, 0.4, by); });
-        with_threads(3, [&] { again = run(s, q, k, v, dout, {true, begins}, 0.4, by); });
+        with_threads(1, [&] { got = run(s, q, k, v, dout, {causal, begins}, 0.4, by); });
+        with_threads(3, [&] { again = run(s, q, k, v, dout, {causal, begins}, 0.4, by); });
         EXPECT_TRUE(same_bits(got.out, again.out) && same_bits(got.dq, again.dq) && same_bits(got.dk, again.dk) &&
                     same_bits(got.dv, again.dv)) << by.name << ' ' << name(d) << " threads";
         const auto compare = [&](int64_t b, int64_t begin, int64_t n) {
           const auto rows = [&](const View& x) { return part(x, b, 1, begin, n); };
           const Arrays alone = run({1, n, n, s.heads, s.key_heads, s.width, s.value_width}, rows(q), rows(k), rows(v), rows(dout),
-                                   true, 0.4, by);
+                                   causal, 0.4, by);
           const std::string where = str(by.name, ' ', d, s.q(), " document from ", begin, " of ", b);
           EXPECT_TRUE(same_bits(alone.out, rows(got.out))) << where;
           EXPECT_TRUE(same_bits(alone.lse, part(got.lse, b, 2, begin, n))) << where;
@@ -401,6 +402,13 @@ TEST(Attention, PackedDocumentsHaveTheBitsThatTheyHaveAlone) {
         compare(1, 0, tokens);
       }
     }
+}
+
+TEST(Attention, DocumentsWithoutACausalMask) {
+  const Array begins = begins_of(2);
+  const int64_t tokens = begins.view().shape[1];
+  for (const DType d : {kF32, kF64, kBF16, kF16})
+    for (const int64_t value_width : {32, 16}) expect_the_definition(d, {2, tokens, tokens, 4, 2, 32, value_width}, {false, begins});
 }
 
 TEST(Attention, WindowsAndDocumentsTogether) {
@@ -503,9 +511,10 @@ TEST(Attention, RefusesWindowsAndCapsThatAreNone) {
 TEST(Attention, RefusesWhatIsNoBeginOfADocument) {
   const Array q = Array::random(kF32, {1, 4, 2, 8}, 1);
   const Array lse(kF32, {1, 2, 4}), out(kF32, {1, 4, 2, 8});
-  const auto refusal = [&](const View& begins, bool causal = true) -> std::string {
+  const auto refusal = [&](const View& begins, bool causal = true, int64_t keys = 4) -> std::string {
+    const Array k = Array::random(kF32, {1, keys, 2, 8}, 2);
     try {
-      attention(q, q, q, {causal, begins}, 1, out, lse, Scratch(1 << 20));
+      attention(q, k, k, {causal, begins}, 1, out, lse, Scratch(1 << 20));
     } catch (const Error& e) {
       return e.what();
     }
@@ -517,7 +526,9 @@ TEST(Attention, RefusesWhatIsNoBeginOfADocument) {
   EXPECT_THAT(refusal(begins({0, 1, 0, 0})), HasSubstr("begins[0,2] is 0"));
   EXPECT_THAT(refusal(begins({-1, 0, 0, 0})), HasSubstr("begins[0,0] is -1"));
   EXPECT_THAT(refusal(begins({0, 0, 9, 9})), HasSubstr("begins[0,2] is 9"));
-  EXPECT_THAT(refusal(begins({0, 0, 2, 2}), false), HasSubstr("not causal"));
+  EXPECT_EQ(refusal(begins({0, 0, 2, 2}), false), "");
+  EXPECT_THAT(refusal(begins({1, 1, 3, 3}), false, 5), HasSubstr("not causal; wants [B,S], with all queries among the keys"));
+  EXPECT_THAT(refusal(begins({0, 0, 2, 2}), true, 3), HasSubstr("no fewer keys than queries"));
   EXPECT_THAT(refusal(begins({0, 0, 2, 2}, kI64)), HasSubstr("must be i32, not i64"));
   EXPECT_THAT(refusal(Array::of(kI32, {2, 2}, {0, 0, 0, 0})), HasSubstr("wants [B,T]"));
 }

@@ -78,7 +78,7 @@ struct Way {
 };
 
 // The output and the gradients of sum(y * c), with everything that attention may have.
-Values values_on(const Way& way) {
+Values values_on(const Way& way, bool documents) {
   Values out;
   int ranks = 1;
   for (const auto& axis : way.axes) ranks *= axis.size;
@@ -103,12 +103,16 @@ Values values_on(const Way& way) {
     materialize(m, w.device(), {.seed = 4, .dtype = kF64});
     const Tensor x = redistribute(randn({kF64, {3, 7, 12}, {}}, Key{1}), layout),
                  factors = redistribute(randn({kF64, {3, 7, 12}, {}}, Key{2}), layout);
+    std::vector<int64_t> ends;  // of documents: tokens 3 of all rows and 1 of the first, and the last one
+    for (int64_t i = 0; i < 3 * 7; ++i) ends.push_back(i % 7 != 3 && i != 1 && i != 20);
+    const Tensor tokens = redistribute(Tensor::from(ends, {3, 7}), layout), begins = documents ? nn::document_begins(tokens, 0) : Tensor();
+    nn::KeyValueCache* const none = nullptr;
     {
       Recording recording;
-      recording.backward(sum(m(x) * factors));
+      recording.backward(sum(m(x, none, begins) * factors));
       recording.take();
     }
-    const Tensor whole = redistribute(m(x), Layout(mesh.spec));
+    const Tensor whole = redistribute(m(x, none, begins), Layout(mesh.spec));
     Values mine{{"y", whole.to_vector<double>()}};
     for (const nn::Parameter& p : m.parameters()) mine[p.name()] = full_gradient(p).to_vector<double>();
     if (w.rank() == 0) out = mine;
@@ -116,8 +120,8 @@ Values values_on(const Way& way) {
   return out;
 }
 
-TEST(AttentionOfAll, HasTheSameGradientsOnEveryMesh) {
-  const Values expected = values_on({{{"data", 1}}, Strategy::replicate});
+void expect_same_on_every_mesh(bool documents) {
+  const Values expected = values_on({{{"data", 1}}, Strategy::replicate}, documents);
   const Way ways[] = {{{{"data", 2}}},
                       {{{"data", 3}}, Strategy::replicate},
                       {{{"data", 1}, {"context", 2}}},
@@ -129,7 +133,7 @@ TEST(AttentionOfAll, HasTheSameGradientsOnEveryMesh) {
                       {{{"data", 1}, {"context", 2}, {"model", 2}}},
                       {{{"data", 1}, {"gathered", 2}, {"model", 2}}}};
   for (const Way& way : ways) {
-    const Values actual = values_on(way);
+    const Values actual = values_on(way, documents);
     ASSERT_EQ(actual.size(), expected.size());
     for (const auto& [name, want] : expected) {
       const std::vector<double>& got = actual.at(name);
@@ -137,6 +141,22 @@ TEST(AttentionOfAll, HasTheSameGradientsOnEveryMesh) {
       for (size_t i = 0; i < want.size(); ++i) EXPECT_NEAR(got[i], want[i], 1e-11) << name << ' ' << i << " on " << way.axes.back().name;
     }
   }
+}
+
+TEST(AttentionOfAll, HasTheSameGradientsOnEveryMesh) { expect_same_on_every_mesh(false); }
+TEST(AttentionOfAll, HasTheSameGradientsOfDocumentsOnEveryMesh) { expect_same_on_every_mesh(true); }
+
+// Rows of 3 and 5 tokens, the former padded.
+TEST(AttentionOfAll, DoesNotSeePadding) {
+  nn::SelfAttention m({.width = 12, .heads = 4, .kv_heads = 2, .causal = false});
+  materialize(m, Device::cpu(), {.seed = 2});
+  const Tensor x = randn({kF32, {2, 5, 12}, {}}, Key{1}), lengths = Tensor::from<int64_t>({3, 5}, {2});
+  const Tensor real = lt(arange(5), unsqueeze(lengths, 1)), begins = cast(where(real, 0.0, unsqueeze(lengths, 1)), kI32);
+  const Tensor got = m(x, nullptr, begins);
+  const auto first = [](const Tensor& t) { return slice(slice(t, 0, 0, 1), 1, 0, 3); };
+  EXPECT_TRUE(identical(first(got).clone(), m(first(x).clone())));
+  EXPECT_TRUE(identical(slice(got, 0, 1, 2).clone(), m(slice(x, 0, 1, 2).clone())));
+  EXPECT_FALSE(identical(first(got).clone(), first(m(x)).clone()));
 }
 
 TEST(AttentionOfAll, RefusesWhatNeedsACausalMask) {
@@ -148,9 +168,6 @@ TEST(AttentionOfAll, RefusesWhatNeedsACausalMask) {
   nn::KeyValueCache cache(8);
   nn::KeyValueCache* const at = &cache;
   EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { m(x, at); }), HasSubstr("is not causal: tokens in a cache"));
-  nn::KeyValueCache* const none = nullptr;
-  const Tensor begins = Tensor::from<int32_t>({0, 0, 2, 2}, {1, 4});
-  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { m(x, none, begins); }), HasSubstr("is not causal: documents"));
 }
 
 }  // namespace

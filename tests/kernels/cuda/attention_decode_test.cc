@@ -152,6 +152,7 @@ TEST(CudaAttentionDecode, DocumentsMatchTheCpu) {
       for (const DType d : {kF32, kF16}) expect_the_cpus(d, {3, 5, 1000, 2 * group, 2, 8}, {.begins = begins, .window = window});
       expect_the_cpus(kBF16, {1, 1, 1000, 2 * group, 2, 8}, {.begins = {{321}}, .window = window});
     }
+  for (const DType d : {kF32, kF16}) expect_the_cpus(d, {2, 5, 5, 4, 2, 8}, {.causal = false, .begins = {{0, 0, 2, 2, 4}, {0, 0, 0, 0, 0}}});
 }
 
 TEST(CudaAttentionDecode, QueriesThatSeeNothingGiveZeros) {

@@ -20,12 +20,12 @@ void expect_parts(const ContextCase& c, const std::vector<int64_t>& borders) {
 }
 
 // Intervals of no query, of one, within a tile, of whole tiles, over several; some parts end where documents do.
-void expect_parts_of(const std::vector<int64_t>& documents, const std::vector<int64_t>& windows) {
+void expect_parts_of(const std::vector<int64_t>& documents, const std::vector<int64_t>& windows, bool causal = true) {
   for (const int64_t window : windows) {
-    expect_parts({kF64, 2, 150, 2, 1, 12, 12, documents, window}, {0, 64, 64, 150});
-    expect_parts({kF32, 2, 150, 2, 2, 16, 24, documents, window}, {0, 37, 40, 150});
-    expect_parts({kBF16, 2, 150, 4, 2, 24, 8, documents, window}, {0, 1, 65, 129, 150});
-    expect_parts({kF16, 1, 150, 1, 1, 80, 80, documents, window}, {0, 100, 150});
+    expect_parts({kF64, 2, 150, 2, 1, 12, 12, documents, window, causal}, {0, 64, 64, 150});
+    expect_parts({kF32, 2, 150, 2, 2, 16, 24, documents, window, causal}, {0, 37, 40, 150});
+    expect_parts({kBF16, 2, 150, 4, 2, 24, 8, documents, window, causal}, {0, 1, 65, 129, 150});
+    expect_parts({kF16, 1, 150, 1, 1, 80, 80, documents, window, causal}, {0, 100, 150});
   }
 }
 
@@ -44,6 +44,11 @@ TEST(CudaAttentionShards, DocumentsCrossTheirBorders) {
   expect_parts_of(kDocuments, {0});
 }
 
+TEST(CudaAttentionShards, DocumentsWithoutACausalMaskCrossTheirBorders) {
+  SHEAF_NEEDS_GPU();
+  expect_parts_of(kDocuments, {0}, false);
+}
+
 TEST(CudaAttentionShards, WindowsAndDocumentsCrossTheirBorders) {
   SHEAF_NEEDS_GPU();
   expect_parts_of(kDocuments, {20, 64});
@@ -59,7 +64,12 @@ TEST(CudaAttentionShards, WhatIsNoBeginOfADocumentDoesNoHarm) {
     Array begins(kI32, {1, 70});
     begins.fill([&](int64_t t) { return negative ? -5.0 : static_cast<double>(1000 + t); });
     const OnGpu on(begins);
-    for (const AttentionMask& mask : {AttentionMask(true, on), AttentionMask(true, on, 30)}) {
+    Array of_keys(kI32, {1, 150});
+    of_keys.fill([&](int64_t t) { return negative ? -5.0 : static_cast<double>(1000 + t); });
+    const OnGpu on_keys(of_keys);
+    AttentionMask both_ways(false, on_keys);
+    both_ways.first = 40;
+    for (const AttentionMask& mask : {AttentionMask(true, on), AttentionMask(true, on, 30), both_ways}) {
       blocked::attention(OnGpu::stream(), q, k, v, mask, 1, out, lse);
       blocked::attention_backward(OnGpu::stream(), q, k, v, out, lse, dout, mask, 1, dq, dk, dv,
                                   GpuScratch(blocked::attention_backward_workspace(q)));

@@ -153,6 +153,16 @@ TEST(CudaAttention, WindowsAndDocumentsTogether) {
     for (const int64_t window : {30, 64}) expect_the_cpus(d, {2, 150, 150, 2, 1, width}, {true, on, window}, {true, begins, window});
 }
 
+TEST(CudaAttention, DocumentsWithoutACausalMask) {
+  SHEAF_NEEDS_GPU();
+  Array begins(kI32, {2, 150});
+  begins.fill([](int64_t t) { return t >= 150 || t < 20 ? 0 : t < 120 ? 20 : 120; });
+  const OnGpu on(begins);
+  for (const auto& [d, width, value_width] : {std::tuple{kF32, 16, 16}, {kF64, 16, 40}, {kF32, 136, 136}, {kBF16, 64, 64}, {kF16, 80, 80},
+                                              {kBF16, 192, 128}, {kF16, 136, 136}})
+    expect_the_cpus(d, {2, 150, 150, 2, 1, width, value_width}, {false, on}, {false, begins});
+}
+
 TEST(CudaAttention, QueriesThatSeeNothingGiveZeros) {
   SHEAF_NEEDS_GPU();
   const Sizes s{1, 70, 3, 1, 1, 8, 12};
@@ -275,12 +285,13 @@ TEST(CudaAttention, PackedDocumentsHaveTheBitsThatTheyHaveAlone) {
   constexpr struct {
     DType d;
     int64_t width, value_width;
-  } kWidths[] = {{kF32, 24, 24},    {kBF16, 64, 64}, {kF32, 80, 80},  {kF16, 136, 136}, {kF64, 20, 20},
-                 {kBF16, 192, 128}, {kF32, 20, 7},   {kF16, 40, 96}};
-  for (const auto& [d, width, value_width] : kWidths) {
+    bool causal = true;
+  } kWidths[] = {{kF32, 24, 24},    {kBF16, 64, 64}, {kF32, 80, 80}, {kF16, 136, 136},      {kF64, 20, 20},
+                 {kBF16, 192, 128}, {kF32, 20, 7},   {kF16, 40, 96}, {kF32, 24, 40, false}, {kBF16, 64, 64, false}};
+  for (const auto& [d, width, value_width, causal] : kWidths) {
     const Sizes s{2, kTokens, kTokens, 2, 1, width, value_width};
     const Inputs in = inputs_of(d, s);
-    const Results got = on_gpu(s, in, {true, on}, 0.4);
+    const Results got = on_gpu(s, in, {causal, on}, 0.4);
     // `count` positions of sequence b, along dimension 1, or of lse 2.
     const auto part = [](const Array& x, int64_t b, int dim, int64_t first, int64_t count) {
       View v = x.view();
@@ -294,7 +305,7 @@ TEST(CudaAttention, PackedDocumentsHaveTheBitsThatTheyHaveAlone) {
         return Array::of(v.dtype, v.shape, values(v));
       };
       const Results alone = on_gpu({1, count, count, s.heads, s.key_heads, s.width, s.value_width},
-                                   {copy(in.q), copy(in.k), copy(in.v), copy(in.dout)}, true, 0.4);
+                                   {copy(in.q), copy(in.k), copy(in.v), copy(in.dout)}, causal, 0.4);
       const std::string where = str(d, s.to_string(), " document from ", first, " of ", b);
       EXPECT_TRUE(same_bits(alone.out, part(got.out, b, 1, first, count))) << where;
       EXPECT_TRUE(same_bits(alone.lse, part(got.lse, b, 2, first, count))) << where;
@@ -374,7 +385,8 @@ TEST(CudaAttention, WhatIsNoBeginOfADocumentDoesNoHarm) {
     Array begins(kI32, {1, 130});
     begins.fill([&](int64_t t) { return which == 0 ? -5.0 : which == 1 ? 1e6 : static_cast<double>((t * 37) % 130); });
     const OnGpu on(begins);
-    for (const DType d : {kF32, kF16}) on_gpu(s, inputs_of(d, s), {true, on}, 1.0);
+    for (const DType d : {kF32, kF16})
+      for (const bool causal : {true, false}) on_gpu(s, inputs_of(d, s), {causal, on}, 1.0);
   }
 }
 
