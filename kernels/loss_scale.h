@@ -28,12 +28,12 @@ enum LossScaleCount : int {
 /// One step of the rule, on one scale and its counts.
 SHEAF_HOST_DEVICE inline void move_loss_scale(const LossScaleRule& rule, bool found_inf,
                                               float& scale, int64_t* counts) {
-  const double now = scale;
+  const double now = scale, minimum = static_cast<float>(rule.minimum);  // which may be no f32 number
   if (found_inf) {
     const double less = now * rule.backoff;
-    scale = static_cast<float>(less > rule.minimum ? less : rule.minimum);
+    scale = static_cast<float>(less > minimum ? less : minimum);
     counts[kGoodSteps] = 0;
-    counts[kLostSteps] = now > rule.minimum ? 0 : counts[kLostSteps] + 1;
+    counts[kLostSteps] = now > minimum ? 0 : counts[kLostSteps] + 1;
     ++counts[kSkippedSteps];
     return;
   }

@@ -29,6 +29,7 @@ TEST(LossScale, GrowsAndBacksOff) {
       {"the way down is no loss", usual, 8, "xx", {4, 2}, {0, 0, 2}},
       {"others", {3, 0.25, 0.5, 0x1p64, 1}, 4, "..xxx", {12, 36, 9, 2.25, 0.5625}, {0, 0, 3}},
       {"a minimum between", {2, 0.5, 3, 0x1p64, 1}, 8, "xxx.", {4, 3, 3, 6}, {0, 0, 3}},
+      {"a minimum that is no f32 number", {2, 0.5, 0.1, 0x1p64, 1}, 0.125, "xxx", {0.1f, 0.1f, 0.1f}, {0, 2, 3}},
       {"no higher than the maximum", {2, 0.5, 1, 20, 1}, 8, "...", {16, 20, 20}, {0, 0, 0}},
       {"a constant", {1, 1, 1, 0x1p64, 2}, 128, "..x..", {128, 128, 128, 128, 128}, {0, 0, 1}},
   };
