@@ -17,6 +17,7 @@ AsyncSaver::~AsyncSaver() {
 void AsyncSaver::save(const std::string& folder, int64_t step, nn::Module& module, const Optimizers& optimizers,
                       const SaveOptions& options) {
   check_outside("AsyncSaver::save");
+  check_save(step, options.keep);
   finish();
   group_ = checkpoint_group(module, world_, options.outer, options.also);
   pieces_ = checkpoint_pieces(module, optimizers, options, &copy_);

@@ -190,9 +190,15 @@ void PendingCheckpoint::commit(const Json& state, int64_t keep, const std::vecto
   });
 }
 
+void check_save(int64_t step, int64_t keep) {
+  check<ConfigError>(step >= 0, "[checkpoint] step ", step, ": they count from 0");
+  check<ConfigError>(keep >= 0, "[checkpoint] keep ", keep, ": the newest checkpoints that stay; 0 keeps all");
+}
+
 void save_checkpoint(const std::string& folder, int64_t step, const std::vector<CheckpointPiece>& pieces,
                      const Json& state, int64_t keep, const CheckpointGroup& group, const Warn& warn,
                      const std::vector<int64_t>& abandoned) {
+  check_save(step, keep);
   const PendingCheckpoint p = PendingCheckpoint::begin(folder, step, group, warn);
   save_together(p, group, "another rank could not write its part", [&] { p.write(pieces); });
   save_together(p, group, "rank 0 could not commit it", [&] {

@@ -50,6 +50,9 @@ struct CheckpointGroup {
   std::chrono::milliseconds patience = std::chrono::minutes(2);
 };
 
+/// Throws ConfigError for numbers that cannot be those of a save: a step that no reader would find, or fewer checkpoints than none to keep.
+void check_save(int64_t step, int64_t keep);
+
 /// Writes checkpoint `step` into `folder`, collectively; when it returns, the checkpoint is committed. An older checkpoint of the
 /// same step is replaced. Then, of the checkpoints up to this step, all but the newest `keep` are removed (0 keeps all), and all of
 /// `abandoned`: steps that the run does not go on from, such as broken ones, which must not push out good ones. `state` is

@@ -318,6 +318,17 @@ TEST(CheckpointStore, AbandonedStepsDoNotCountAmongThoseThatAreKept) {
   EXPECT_THAT(list_steps(folder.path()), ElementsAre(30, 16, 15));
 }
 
+TEST(CheckpointStore, RefusesNumbersThatAreNone) {
+  ScratchFolder folder;
+  save(folder.path(), 1, 1);
+  const auto refused = [&](int64_t step, int64_t keep) {
+    return message_of<ConfigError>(ExitCode::kConfig, [&] { save_checkpoint(folder.path(), step, Model(1).pieces(0, 1), {}, keep); });
+  };
+  EXPECT_THAT(refused(2, -1), HasSubstr("keep -1"));
+  EXPECT_THAT(refused(-1, 2), HasSubstr("step -1"));
+  EXPECT_THAT(list_steps(folder.path()), ElementsAre(1));
+}
+
 // What a folder lists may lag behind on one of the machines: that rank's view lacks the newest step, for longer than it has patience.
 TEST(CheckpointStore, RanksThatListDifferentStepsOpenTheSame) {
   ScratchFolder folder;
