@@ -45,7 +45,7 @@ Type in_blocks(const Type& values) {
       continue;
     }
     const int64_t size = map.is_flat() ? map.chunk() : map.granule() > 1 ? map.granule() : values.shape.back() / mesh->size(a);
-    const OwnershipMap cut = OwnershipMap::even(last, size / kBlockSize * kBytes);
+    const OwnershipMap cut = OwnershipMap::even(last, std::max<int64_t>(size / kBlockSize, 1) * kBytes);  // without values, of no blocks
     out.layout[a] = Placement::shard(map.is_inner() ? cut.inner() : cut);
   }
   return out;
@@ -126,7 +126,7 @@ bool GradientReduction::add_blocks() {
     const bool parts = !all && !unit_.scatters(axis);
     if (parts) {
       if (const Placement& p = sum.layout[unit_.axis()]; p.is_shard() && p.map().is_flat())  // a flat cut goes with no other
-        sum.layout[unit_.axis()] = Placement::shard(OwnershipMap::even(0, p.map().chunk()));
+        sum.layout[unit_.axis()] = Placement::shard(OwnershipMap::even(0, std::max<int64_t>(p.map().chunk(), 1)));
       sum.layout[axis] = Placement::shard(parts_of(sum.shape.rank() - 1, kBlockSize));
     }
     const UnitOps::Rows rows{all ? 1 : unit_.mesh()->size(axis)};

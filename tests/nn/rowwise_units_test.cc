@@ -69,5 +69,25 @@ TEST(EmptyUnits, AreSharded) {
     }
 }
 
+TEST(EmptyUnits, AreSentInBlocks) {
+  for (const char* strategy : {"full_shard", "zero1", "replicate"})
+    for (const bool secondary : {false, true}) {
+      if (secondary && strategy == std::string("replicate")) continue;
+      run_local(4, [&](World& w) {
+        const Mesh mesh = w.mesh({{"replica", 2}, {"data", 2}});
+        WithNothing net;
+        shard(net, mesh, {.replica_axis = "replica", .secondary = secondary, .units = nn::units_of<Nothing>(), .strategy = strategy,
+                          .gather_int8 = true, .reduce_int8 = true});
+        materialize(net, Device::cpu(), {.seed = 3});
+        {
+          Recording recording;
+          recording.backward(sum(net(full_of({kF32, {4, 4}, Layout(mesh.spec, Placement::shard(0))}, 0.5))), {.last_micro_batch = true});
+        }
+        for (const float x : full_gradient(net.layer.bias).to_vector<float>()) EXPECT_NEAR(x, 4, 0.1);
+        EXPECT_EQ(full_gradient(net.nothing.none).numel(), 0);
+      }, {.threads_per_rank = 1});
+    }
+}
+
 }  // namespace
 }  // namespace sheaf::testing
