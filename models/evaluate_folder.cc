@@ -85,6 +85,7 @@ EvaluationReport evaluate_folder(const std::string& folder, TrainConfig config, 
   EvaluationReport report{.model = saved.origin, .context = context, .questions = questions_of(config, saved, context)};
   if (validates) report.validation = validations(corpus.val, context, config.train.eval_tokens);
   const std::string tokens = validates ? str(corpus.val.size(), " tokens with XXH3 ", corpus.val.check_all()) : "none";
+  wait_for_all(world);  // each has read at the speed of its disk, as below
   require_agreement(world, "data", {{"the model", saved.digest, str("'", saved.origin, "' (XXH3 ", saved.digest, ")")},
                                     {"what to validate on", tokens},
                                     {"data.choices", digest_of(report.questions)},
@@ -94,6 +95,7 @@ EvaluationReport evaluate_folder(const std::string& folder, TrainConfig config, 
   const ShardedModel sharded = sharded_model(config, saved.vocab, world, {.frozen = true});
   materialize(*sharded.model, device, {.values = false});
   saved.load(*sharded.model);
+  wait_for_all(world);
   sharded.model->eval();
   for (const nn::Parameter& p : sharded.model->parameters()) report.parameters += p.shape().numel();
 

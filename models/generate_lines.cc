@@ -171,6 +171,7 @@ GenerateLinesProgress generate_lines(const std::string& folder, TrainConfig conf
   const std::string text = File::open<DataError>(options.prompts).read_all();
   const std::vector<Line> lines = read_lines(text, saved, config.generate, options);
   const std::vector<int32_t> ends = ends_of(tokenizer, config.generate, saved.text.ends);
+  wait_for_all(world);  // each has read at the speed of its disk, as below
   require_agreement(world, "prompts", {{"the model", saved.digest, str("'", saved.origin, "' (XXH3 ", saved.digest, ")")},
                                        {"the prompts", digest_of_text(text).xxh3}});
   // Before anything is written: not every model can be sharded in every way.
@@ -199,6 +200,7 @@ GenerateLinesProgress generate_lines(const std::string& folder, TrainConfig conf
 
   materialize(*sharded.model, device, {.values = false});
   saved.load(*sharded.model);
+  wait_for_all(world);
 
   const Shares shares(sharded.mesh);
   const int64_t lap = options.at_once * world.size() * kBatchesOfALap;

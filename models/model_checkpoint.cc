@@ -111,6 +111,8 @@ CheckpointGroup checkpoint_group(World& world) {
   return group;
 }
 
+void wait_for_all(World& world) { checkpoint_group(world).all_true(true); }
+
 char* HostCopy::reserve(size_t bytes) {
   if (bytes > bytes_) {
     data_.reset();  // so that both never exist at once
@@ -317,6 +319,7 @@ std::optional<LoadedCheckpoint> load_checkpoint(const std::string& folder, nn::M
   else checkpoint = Checkpoint::open_newest(folder, options.warn, group);
   if (!checkpoint) return std::nullopt;
   load_state(*checkpoint, module, optimizers, options);
+  wait_for_all(world);
   return LoadedCheckpoint{checkpoint->path(), checkpoint->step(), checkpoint->state()};
 }
 

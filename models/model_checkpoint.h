@@ -83,6 +83,8 @@ CheckpointGroup checkpoint_group(World& world);
 /// The same for the ranks that share `module`, and the modules beside it. ConfigError if the world has several and nothing shards one of
 /// them over them.
 CheckpointGroup checkpoint_group(nn::Module& module, World& world, const optim::DiLoCo* outer = nullptr, const PrefixedModules& also = {});
+/// Collective: waits for the slowest rank, without a deadline. For ranks that have read files, each at the speed of its disk.
+void wait_for_all(World& world);
 /// Host memory for copies of what is saved, reused: it grows to the requested size.
 class HostCopy {
  public:

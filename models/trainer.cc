@@ -87,8 +87,10 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
   find_weights();
   open_questions();
   lock_folder();
-  require_same_data(world_, corpus_, train_data_, val_data_, questions_, weights_);  // at this point, because it also waits for rank 0 to
-                                                                                     // lock the folder
+  // Ranks read data and weights at the speeds of their disks: who is done waits, without a deadline. At this point, because it also
+  // waits for rank 0 to lock the folder.
+  wait_for_all(world_);
+  require_same_data(world_, corpus_, train_data_, val_data_, questions_, weights_);
   TrainConfig fitted =
       fit_recompute(config_, config_.model.vocab, world_.size(), num_threads(), std::string(world_.kind()), device_);
   if (config_.train.recompute == "fit") {
@@ -104,6 +106,7 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
   const auto num_targets = [this](int64_t first, int64_t count) { return windows_.num_targets(first, count); };
   step_ = std::make_unique<TrainingStep>(fitted, config_.model.vocab, world_, device_, TrainingStepOptions{.num_targets = num_targets});
   restore();
+  wait_for_all(world_);  // as long as the slowest of them reads
   files_.reset();
   // So that this is not discovered only at the first save.
   if (world_.rank() == 0) check_writable(checkpoints_in(config_.output.folder));

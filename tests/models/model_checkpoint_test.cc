@@ -1,8 +1,10 @@
 // Saving and resuming a model that is not one of the library's, using only the umbrella header.
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <map>
 #include <mutex>
+#include <thread>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -234,6 +236,30 @@ TEST(Checkpoint, KeepsTheNewestAndPassesOverABrokenOne) {
       EXPECT_THAT(warnings[0], HasSubstr("step-4"));
     }
   });
+}
+
+// Its fields are not found at once, as if a disk were slow.
+struct Slow : nn::Module {
+  nn::Linear layer{4, 3};
+  std::chrono::milliseconds time{0};
+  void visit(nn::Visitor& visitor) override {
+    std::this_thread::sleep_for(time);
+    visitor.field("layer", layer);
+  }
+};
+
+TEST(Checkpoint, ARankMayTakeLongToReadItsPart) {
+  ScratchFolder folder;
+  run_local(2, [&](World& world) {
+    Slow net;
+    shard(net, world.mesh({{"data", 2}}));
+    materialize(net, world.device());
+    models::save_checkpoint(folder.path(), 1, net, {}, world);
+    if (world.rank() == 1) net.time = std::chrono::milliseconds(1500);
+    EXPECT_TRUE(models::load_checkpoint(folder.path(), net, {}, world));
+    net.time = std::chrono::milliseconds(0);
+    world.communicator().barrier("test").sync();
+  }, {.timeout = std::chrono::seconds(1)});
 }
 
 // A model and its average in one checkpoint, saved by some ranks and read by others.

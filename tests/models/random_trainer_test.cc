@@ -6,7 +6,10 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <string_view>
+#include <thread>
 
+#include "sheaf/core/file.h"
 #include "sheaf/core/safetensors.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/models/plan.h"
@@ -204,6 +207,28 @@ TEST(Trainer, IslandsThatEndInARoundHaveOneModel) {
   // The best weights are a model without optimizer state.
   const models::Checkpoint best = models::Checkpoint::open(folder / "two/best/checkpoints/step-2");
   for (const auto& [name, info] : best.tensors()) EXPECT_FALSE(name.starts_with("optimizer.")) << name;
+}
+
+// The time-out is for ranks that are at work together, not for files.
+int slow_to_remove(const char* operation, const char* path) {
+  const bool is_it = std::string_view(operation) == "remove" && std::string_view(path).ends_with("step-1.tmp-5");
+  if (is_it) std::this_thread::sleep_for(std::chrono::seconds(4));
+  return 0;
+}
+
+TEST(Trainer, ARankMayTakeLongOverItsFiles) {
+  Draw draw(9);
+  const ScratchFolder folder;
+  models::TrainConfig task = small_task(tiny_model("gpt2", 4, 4), folder, draw);
+  task.train.batch = 8, task.train.steps = 1;
+  task.output.folder = folder / "run";
+  make_folders(task.output.folder + "/checkpoints/step-1.tmp-5");  // of a save that failed
+  set_file_fault(slow_to_remove);
+  run_local(2, [&](World& w) {
+    models::Trainer trainer(task, w, Device::cpu());
+    EXPECT_EQ(trainer.run().done, 1);
+  }, {.timeout = std::chrono::seconds(2), .threads_per_rank = 1});
+  set_file_fault(nullptr);
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, RandomTrainer, ::testing::ValuesIn(random_seeds(12)), [](const auto& seed) { return str(seed.param); });
