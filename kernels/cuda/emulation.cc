@@ -79,7 +79,8 @@ class Block {
     name_ = name, threads_ = threads, body_ = &body;
     launch_ = launch, block_ = block, barriers_ = 0;
     std::memset(shared_.data(), 0xff, shared_bytes);
-    warps_.assign((threads + 31) / 32, {});
+    if (warps_.size() < (threads + 31) / 32) warps_.resize((threads + 31) / 32);
+    for (Warp& w : warps_) w.arrived = w.syncs = 0, w.turn = 0;
     if (fibers_.size() < threads) fibers_.resize(threads);
     for (unsigned i = 0; i < threads; ++i) prepare(fibers_[i], i);
   }
