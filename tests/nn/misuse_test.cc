@@ -241,6 +241,13 @@ TEST(Units, MeetOutsideOfScopes) {
 
 using Deep = testing::Chain<Two, 2>;
 
+// Its layer is called like a word of messages.
+struct Reader : nn::Module {
+  nn::Linear input{5, 6};
+  Tensor forward(const Tensor& x) { return input(x); }
+  SHEAF_FIELDS(input);
+};
+
 // Every error, of any op and any kind, says in which module, and on which of several ranks.
 TEST(Errors, SayWhere) {
   const auto message = [](int ranks) {
@@ -257,6 +264,9 @@ TEST(Errors, SayWhere) {
   EXPECT_THAT(message(1), AllOf(HasSubstr("[linear]"), ::testing::EndsWith(" (in blocks.1.b)")));
   EXPECT_THAT(message(2), AllOf(HasSubstr("[linear]"), ::testing::ContainsRegex("\\(in blocks\\.1\\.b, rank [01]\\)")));
   EXPECT_THAT(error_of([] { add(full({2}, 1.0), full({3}, 1.0)); }), ::testing::Not(HasSubstr("(in")));
+  Reader reader;
+  materialize(reader);
+  EXPECT_THAT(error_of([&] { reader(full({4, 6}, 1.0)); }), AllOf(HasSubstr("[linear] input f32[4,6]"), ::testing::EndsWith(" (in input)")));
 }
 
 }  // namespace
