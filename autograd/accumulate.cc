@@ -148,7 +148,7 @@ void ReversePass::expect_reducible(NodeId node, ValueId parameter, const Layout&
   const Type& type = tape_.type(parameter);
   if (type.layout.mesh() || gradient.all_invariant()) return;
   fail<PlacementError>("[", tape_.node(node).op->name, "] ", path_label(PathScope::current()), ": a parameter of '",
-                       recording_.state(parameter).group->group_name(), "', ", type, ", is on no mesh and meets values on ",
+                       path_label(recording_.state(parameter).group->group_name()), "', ", type, ", is on no mesh and meets values on ",
                        gradient.mesh()->to_string(), ": its gradient would be a share of each rank. Give the module that ",
                        "mesh: shard(model, mesh)");
 }

@@ -107,8 +107,8 @@ Tensors apply_typed(const OpDef& op, const void* attrs, std::span<const Tensor> 
 }
 
 detail::Inferred::Inferred(const OpDef& op, const void* attrs, std::span<const Tensor> given) : inputs(given), infer_(given) {
-  for (const Tensor& t : inputs)
-    if (!t.defined()) fail<LifetimeError>("[", op.name, "] ", path_label(PathScope::current()), ": an input is undefined");
+  for (size_t i = 0; i < inputs.size(); ++i)
+    if (!inputs[i].defined()) fail<LifetimeError>("[", op.name, "] ", path_label(PathScope::current()), ": input ", i, " is undefined");
   located([&] {
     op.infer(attrs, infer_);
     specs = infer_.outputs;
