@@ -8,6 +8,13 @@
 
 namespace sheaf::nn {
 
+std::string_view name_within(const Module& module, std::string_view name) {
+  const std::string& path = module.path();
+  if (path.empty() || !name.starts_with(path)) return name;
+  if (name.size() == path.size()) return "";
+  return name[path.size()] == '.' ? name.substr(path.size() + 1) : name;
+}
+
 void copy_model(Module& source, Module& target) {
   copy_lora(source, target);
   const auto from = source.named_modules(), to = target.named_modules();

@@ -20,7 +20,8 @@ struct Pair {
                       " parameters, the direction ", along.type_name(), " ", direction.size());
     for (size_t i = 0; i < model.size(); ++i) {
       const nn::Parameter &p = model[i], &v = direction[i];
-      check<ShapeError>(p.name() == v.name() && p.shape() == v.shape(), "[", who, "] '", p.name(), "' ", p.dtype(), p.shape(),
+      const bool is_its = nn::name_within(of, p.name()) == nn::name_within(along, v.name());
+      check<ShapeError>(is_its && p.shape() == v.shape(), "[", who, "] '", p.name(), "' ", p.dtype(), p.shape(),
                         " of the model is no '", v.name(), "' ", v.dtype(), v.shape(), " of the direction");
     }
   }

@@ -296,6 +296,10 @@ void freeze(Module& module);
 template <class M, class... Args>
 M clone(M& source, Args&&... args);
 
+/// A name of the model that `module` is a part of, such as a parameter's or a unit's below it, relative to `module`: as its clone(), a
+/// model of its own, has it.
+std::string_view name_within(const Module& module, std::string_view name);
+
 /// The untyped part of clone().
 void copy_model(Module& source, Module& target);
 

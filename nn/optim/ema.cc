@@ -19,12 +19,12 @@ Ema::Ema(nn::Module& model, nn::Module& average, double decay)
   for (size_t u = 0; u < model_.size(); ++u) {
     const auto &from = model_[u]->buffers(), &to = average_[u]->buffers();
     const std::string unit = str("unit '", path_label(model_[u]->name()), "'");
-    if (model_[u]->name() != average_[u]->name() || from.size() != to.size()) differ(unit);
+    if (nn::name_within(model, model_[u]->name()) != nn::name_within(average, average_[u]->name()) || from.size() != to.size()) differ(unit);
     for (size_t b = 0; b < from.size(); ++b)
       if (!(from[b].shard.type() == to[b].shard.type())) differ(str(unit, " has ", to[b].shard.type(), ", not ", from[b].shard.type()));
     const auto same = [&](int of_model, int of_average) {
       const LeafSpec &p = model_[u]->leaves()[static_cast<size_t>(of_model)], &q = average_[u]->leaves()[static_cast<size_t>(of_average)];
-      return p.name == q.name && p.shape == q.shape;
+      return nn::name_within(model, p.name) == nn::name_within(average, q.name) && p.shape == q.shape;
     };
     for (size_t b = 0; b < from.size(); ++b)
       if (!std::ranges::equal(from[b].leaves, to[b].leaves, same)) differ(str(unit, " has other parameters, or others are frozen"));

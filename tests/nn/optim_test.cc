@@ -8,6 +8,7 @@
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/kernels/optimizer.h"
 #include "sheaf/nn/clip_grad_norm.h"
+#include "sheaf/nn/direction.h"
 #include "sheaf/nn/optim/adamw.h"
 #include "sheaf/nn/optim/ema.h"
 #include "sheaf/nn/optim/muon.h"
@@ -473,6 +474,57 @@ TEST(Ema, OfAPartThatIsInUnitsAroundItIsRefused) {
   EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { optim::Ema(model.body, average.body, 0.9); }),
               HasSubstr("[ema] 'body.norm.weight' is in unit 'root' of a model around this"));
   EXPECT_NO_THROW(optim::Ema(model, average, 0.9));
+}
+
+// The units of a part of a model, one of them the part's own, and a clone of it, a model of its own: its names are relative to it.
+struct PartAndClone {
+  TinyModel model{2};
+  Mesh mesh;
+  TinyBlock& part = model.blocks[1];
+  TinyBlock clone;
+  explicit PartAndClone(World& w) : mesh(data_mesh(w)), clone(make(w)) {}
+  TinyBlock make(World& w) {
+    const auto is_unit = [](nn::Module& m, const std::string&) { return dynamic_cast<TinyBlock*>(&m) || dynamic_cast<nn::Linear*>(&m); };
+    shard(model, mesh, {.units = nn::units_where(is_unit)});
+    materialize(model, w.device(), {.seed = 3});
+    return nn::clone(part, 7);
+  }
+};
+
+TEST(Ema, OfAPartInItsClone) {
+  for (const int ranks : {1, 2}) run_local(ranks, [&](World& w) {
+    PartAndClone of(w);
+    optim::SGD optimizer(of.model, {.lr = 0.1});
+    optim::Ema ema(of.part, of.clone, 0.75);
+    const auto before = values(of.clone);
+    backward(of.model, of.mesh);
+    optimizer.step();
+    optimizer.zero_grad();
+    ema.update();
+    const auto now = values(of.part), after = values(of.clone);
+    for (const auto& [name, x] : after)
+      for (size_t i = 0; i < x.size(); ++i) EXPECT_NEAR(x[i], before.at(name)[i] * 0.75f + now.at("blocks.1." + name)[i] * 0.25f, 1e-6) << name;
+    EXPECT_NE(after, before);
+  }, {.threads_per_rank = 1});
+}
+
+TEST(Direction, OfAPartIsItsClone) {
+  for (const int ranks : {1, 2}) run_local(ranks, [&](World& w) {
+    PartAndClone of(w);
+    backward(of.model, of.mesh);
+    set_to_gradient(of.clone, of.part);
+    double squares = 0;
+    for (const nn::Parameter& p : of.part.parameters())
+      for (const double g : full_gradient(p).to_vector<double>()) squares += g * g;
+    EXPECT_NEAR(gradient_along(of.part, of.clone).item<double>(), squares, 1e-6);
+    zero_grad(of.model);
+    Recording recording({.higher_order = true});
+    const Tensor loss = of.model.loss(testing::token_rows(of.mesh, 6, 4, 11), testing::token_rows(of.mesh, 6, 4, 11, 1));
+    const Tensor along = derivative_along(loss, of.part, of.clone);
+    EXPECT_NEAR(redistribute(along, "data", Placement::invariant()).item<double>(), squares, 1e-6);
+    recording.backward(along);
+    EXPECT_GT(grad_norm(of.model).item<double>(), 0);
+  }, {.threads_per_rank = 1});
 }
 
 // A layer with statistics of its inputs.
