@@ -302,5 +302,46 @@ TEST(Frozen, StaysAsItIs) {
     });
 }
 
+TEST(IgnoredLabels, AreNotCountedByADivisor) {
+  for (const int ranks : {1, 2, 3})
+    run_local(ranks, [&](World& world) {
+      const Mesh mesh = world.mesh({{"data", world.size()}});
+      const Layout rows(mesh.spec, Placement::shard(0));
+      const Tensor labels = redistribute(Tensor::from<int64_t>({2, -100, 0, -100, 1}, {5}), rows), logits = samples(world, mesh, 0, 5);
+      const auto mean_by = [&](const Tensor& divisor) {
+        return redistribute(cross_entropy(logits, labels, {.ignore_index = -100, .divisor = divisor}), "data", Placement::invariant()).item();
+      };
+      const Tensor kept = redistribute(sum(cast(ne(labels, -100.0), kF32)), "data", Placement::replicate());
+      EXPECT_NEAR(mean_by(kept), mean_by({}) * 5 / 3, 1e-6);
+    });
+}
+
+// Of its two heads a step uses one.
+struct TwoHeads : nn::Module {
+  nn::Linear body{kFeatures, kWidth}, first{kWidth, kClasses}, second{kWidth, kClasses};
+  SHEAF_FIELDS(body, first, second);
+};
+
+TEST(Unused, UnitsAreSkippedAndParametersBesideUsedOnesDecay) {
+  for (const int ranks : {1, 2, 3})
+    for (const bool units : {false, true})
+      run_local(ranks, [&](World& world) {
+        const Mesh mesh = world.mesh({{"data", world.size()}});
+        TwoHeads model;
+        shard(model, mesh, {.units = units ? nn::units_of<nn::Linear>() : nn::UnitPolicy()});
+        materialize(model, world.device(), {.seed = 1});
+        optim::AdamW optimizer(model, {.lr = 0.1, .weight_decay = 0.5});
+        const auto before = full_parameter(model.second.weight).to_vector();
+        {
+          Recording recording;
+          recording.backward(cross_entropy(model.first(model.body(samples(world, mesh, 0, 7))), labels(world, mesh, 0, 7)));
+          optimizer.step();
+          optimizer.zero_grad();
+        }
+        const auto after = full_parameter(model.second.weight).to_vector();
+        for (size_t i = 0; i < before.size(); ++i) EXPECT_FLOAT_EQ(after[i], units ? before[i] : before[i] * 0.95f);
+      });
+}
+
 }  // namespace
 }  // namespace examples
