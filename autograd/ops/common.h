@@ -31,7 +31,13 @@ inline DType common_dtype(const char* op, const Infer& c, int first = 0, int end
 
 inline Shape broadcast_inputs(const char* op, const Infer& c) {
   Shape out = c.shape(0);
-  for (int i = 1; i < c.num_inputs(); ++i) out = broadcast_shapes(op, out, c.shape(i));
+  try {
+    for (int i = 1; i < c.num_inputs(); ++i) out = broadcast_shapes(op, out, c.shape(i));
+  } catch (const ShapeError&) {  // which knows shapes, not types
+    std::string types;
+    for (int i = 0; i < c.num_inputs(); ++i) types += str(i ? " with " : "", c.input(i));
+    fail<ShapeError>("[", op, "] cannot broadcast ", types);
+  }
   return out;
 }
 

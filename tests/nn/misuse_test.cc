@@ -267,6 +267,7 @@ TEST(Errors, SayWhere) {
   Reader reader;
   materialize(reader);
   EXPECT_THAT(error_of([&] { reader(full({4, 6}, 1.0)); }), AllOf(HasSubstr("[linear] input f32[4,6]"), ::testing::EndsWith(" (in input)")));
+  EXPECT_THAT(error_of([] { where(full({2}, 1.0), full({2}, 1.0), full({3}, 1.0)); }), HasSubstr("[where] cannot broadcast f32[2] with f32[2] with f32[3]"));
   EXPECT_THAT(error_of([] { add(full({2}, 1.0), Tensor()); }), HasSubstr("[add] root: input 1 is undefined"));
 }
 
