@@ -27,7 +27,7 @@ inline bool can_round(const Tensor& x) {
 }
 inline Rounds rounds_of(bool fp8, const Tensor& a, const Tensor& b) { return {fp8 && can_round(a) && can_round(b)}; }
 inline LayerRounds rounds_of(Fp8 fp8, const Tensor& x, const Tensor& weight) {
-  return {can_round(x) && can_round(weight) ? fp8 : Fp8::none};
+  return {fp8 != Fp8::none && can_round(x) && can_round(weight) ? fp8 : Fp8::none};
 }
 /// DTypeError unless it is f32, bf16 or f16.
 void require_fp8(const char* op, bool fp8, DType dtype);

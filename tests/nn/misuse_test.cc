@@ -269,6 +269,7 @@ TEST(Errors, SayWhere) {
   EXPECT_THAT(error_of([&] { reader(full({4, 6}, 1.0)); }), AllOf(HasSubstr("[linear] input f32[4,6]"), ::testing::EndsWith(" (in input)")));
   EXPECT_THAT(error_of([] { where(full({2}, 1.0), full({2}, 1.0), full({3}, 1.0)); }), HasSubstr("[where] cannot broadcast f32[2] with f32[2] with f32[3]"));
   EXPECT_THAT(error_of([] { add(full({2}, 1.0), Tensor()); }), HasSubstr("[add] root: input 1 is undefined"));
+  EXPECT_THAT(error_of([] { linear(full({4, 5}, 1.0), Tensor()); }), HasSubstr("[linear] root: input 1 is undefined"));
 }
 
 }  // namespace
