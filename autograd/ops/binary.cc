@@ -214,6 +214,23 @@ Tensor with_scalar(BinaryOp op, const Tensor& x, double scalar, bool left = fals
   return apply<BinaryScalar>({scalar, op, left}, x);
 }
 
+bool is_partial(const Tensor& x) {
+  if (!x.defined()) return false;
+  const Layout& layout = x.layout();
+  for (int a = 0; a < layout.num_axes(); ++a)
+    if (layout[a].is_partial()) return true;
+  return false;
+}
+
+/// x + scalar, x - scalar or scalar - x. To addends the number is added once, not on each rank: as a tensor of one element that is kept
+/// on one of them.
+template <class Op>
+Tensor sum_with_scalar(BinaryOp op, const Tensor& x, double scalar, bool left = false) {
+  if (!is_partial(x)) return with_scalar(op, x, scalar, left);
+  const Tensor number = full_of({x.dtype(), {}, {}}, scalar);
+  return left ? apply<Op>({}, {number, x}) : apply<Op>({}, {x, number});
+}
+
 }  // namespace
 
 Tensor add(const Tensor& a, const Tensor& b) { return apply<Add>({}, {a, b}); }
@@ -232,9 +249,9 @@ Tensor ge(const Tensor& a, const Tensor& b) { return apply<Ge>({}, {a, b}); }
 Tensor logical_and(const Tensor& a, const Tensor& b) { return apply<And>({}, {a, b}); }
 Tensor logical_or(const Tensor& a, const Tensor& b) { return apply<Or>({}, {a, b}); }
 
-Tensor add(const Tensor& x, double scalar) { return with_scalar(BinaryOp::add, x, scalar); }
-Tensor sub(const Tensor& x, double scalar) { return with_scalar(BinaryOp::sub, x, scalar); }
-Tensor sub(double scalar, const Tensor& x) { return with_scalar(BinaryOp::sub, x, scalar, true); }
+Tensor add(const Tensor& x, double scalar) { return sum_with_scalar<Add>(BinaryOp::add, x, scalar); }
+Tensor sub(const Tensor& x, double scalar) { return sum_with_scalar<Sub>(BinaryOp::sub, x, scalar); }
+Tensor sub(double scalar, const Tensor& x) { return sum_with_scalar<Sub>(BinaryOp::sub, x, scalar, true); }
 Tensor mul(const Tensor& x, double scalar) { return with_scalar(BinaryOp::mul, x, scalar); }
 Tensor div(const Tensor& x, double scalar) { return with_scalar(BinaryOp::div, x, scalar); }
 Tensor div(double scalar, const Tensor& x) { return with_scalar(BinaryOp::div, x, scalar, true); }
