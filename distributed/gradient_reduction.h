@@ -27,6 +27,8 @@ class GradientReduction {
   /// Adds slots to the waiting ones (zero1).
   void add_to_waiting(std::vector<Tensor> gradients);
   bool has_waiting() const { return !unreduced_.empty(); }
+  /// Has begun, and the gradient is not stored yet.
+  bool in_progress() const { return !values_.empty() || !offload_.gradients.empty(); }
   std::vector<Tensor> take_waiting() { return std::exchange(unreduced_, {}); }
   /// Starts the reduction of the waiting gradients, along all axes.
   void start_waiting();

@@ -1,5 +1,6 @@
 // The gradients of a unit: the slots that kernels write them into, and when their reduction starts (gradient_reduction.h).
 #include <algorithm>
+#include <functional>
 #include <utility>
 
 #include "sheaf/autograd/ops.h"
@@ -98,6 +99,12 @@ void Unit::finish(const std::vector<bool>& contributed) {
     fail<LifetimeError>("[unit] '", path_label(name_), "': the gradients of its weights were put off in a backward with defer_weights ",
                         "that zero_grad() has given up since");
   --pending_finishes_;
+  // The loss depends on none of the leaves: the unit has no gradient, as if it had not been read, unless other micro-batches gave it one.
+  const bool none = std::ranges::none_of(contributed, std::identity());
+  if (none && !holds_gradients() && !reduction_.in_progress() && !is_summed_over_stages()) {
+    if (slots_of_ == Recording::current_serial()) drop_slots();
+    return;
+  }
   zero_missing(contributed);
   // Units shared by all stages are reduced when the step asks for it (reduce_waiting): here each stage would wait for the last one
   // although it has work to do, and they get here in different turns.

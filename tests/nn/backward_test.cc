@@ -629,5 +629,60 @@ TEST(Backward, SizesAndAxesThatCannotBe) {
   }, {.threads_per_rank = 1});
 }
 
+// Read, but behind stop_gradient(): as if it had not been read.
+TEST(Backward, AUnitThatTheLossDoesNotDependOnHasNoGradient) {
+  for (const int ranks : {1, 2, 3})
+    for (const Strategy strategy : {Strategy::full_shard, Strategy::shard_grad_op, Strategy::zero1, Strategy::replicate})
+      run_local(ranks, [&](World& w) {
+        const Mesh mesh = data_mesh(w);
+        Net net(2);
+        shard(net, mesh, {.units = nn::units_of<Layer>(), .strategy = strategy});
+        materialize(net, Device::cpu(), {.seed = 3});
+        optim::SGD sgd(net, {.lr = 0.1, .weight_decay = 0.5});
+        const auto before = full_parameter(net.layers[1].weight).to_vector();
+        const Tensor x = rows_of(mesh);
+        {
+          Recording recording;
+          recording.backward(mean(square(net.layers[0](x) - stop_gradient(net.layers[1](x)))), {.last_micro_batch = true});
+          sgd.step();
+        }
+        EXPECT_TRUE(full_gradient(net.layers[0].weight).defined());
+        EXPECT_FALSE(full_gradient(net.layers[1].weight).defined());
+        EXPECT_EQ(full_parameter(net.layers[1].weight).to_vector(), before);
+      });
+}
+
+// One of two micro-batches depends on it.
+TEST(Backward, AUnitHasTheGradientsOfTheMicroBatchesThatDependOnIt) {
+  const auto gradient = [](int ranks, Strategy strategy, std::vector<bool> depends) {
+    std::vector<float> out;
+    run_local(ranks, [&](World& w) {
+      const Mesh mesh = data_mesh(w);
+      Net net(2);
+      shard(net, mesh, {.units = nn::units_of<Layer>(), .strategy = strategy});
+      materialize(net, Device::cpu(), {.seed = 3});
+      const Tensor x = rows_of(mesh);
+      {
+        Recording recording;
+        for (size_t m = 0; m < depends.size(); ++m) {
+          const Tensor y = net.layers[1](x);
+          recording.backward(mean(square(net.layers[0](x) - (depends[m] ? y : stop_gradient(y)))), {.last_micro_batch = m + 1 == depends.size()});
+        }
+      }
+      const Tensor whole = full_gradient(net.layers[1].weight);
+      if (w.rank() == 0) out = whole.to_vector();
+    });
+    return out;
+  };
+  const std::vector<float> want = gradient(1, Strategy::replicate, {true});
+  for (const int ranks : {1, 2, 3})
+    for (const Strategy strategy : {Strategy::full_shard, Strategy::shard_grad_op, Strategy::zero1, Strategy::replicate})
+      for (const std::vector<bool>& depends : {std::vector{true, false}, {false, true}, {false, true, false}}) {
+        const std::vector<float> got = gradient(ranks, strategy, depends);
+        ASSERT_EQ(got.size(), want.size());
+        for (size_t i = 0; i < want.size(); ++i) EXPECT_NEAR(got[i], want[i], 1e-6) << ranks << ' ' << i;
+      }
+}
+
 }  // namespace
 }  // namespace sheaf
