@@ -214,19 +214,11 @@ Tensor with_scalar(BinaryOp op, const Tensor& x, double scalar, bool left = fals
   return apply<BinaryScalar>({scalar, op, left}, x);
 }
 
-bool is_partial(const Tensor& x) {
-  if (!x.defined()) return false;
-  const Layout& layout = x.layout();
-  for (int a = 0; a < layout.num_axes(); ++a)
-    if (layout[a].is_partial()) return true;
-  return false;
-}
-
 /// x + scalar, x - scalar or scalar - x. To addends the number is added once, not on each rank: as a tensor of one element that is kept
 /// on one of them.
 template <class Op>
 Tensor sum_with_scalar(BinaryOp op, const Tensor& x, double scalar, bool left = false) {
-  if (!is_partial(x)) return with_scalar(op, x, scalar, left);
+  if (!x.defined() || !has_partial(x.layout())) return with_scalar(op, x, scalar, left);
   const Tensor number = full_of({x.dtype(), {}, {}}, scalar);
   return left ? apply<Op>({}, {number, x}) : apply<Op>({}, {x, number});
 }

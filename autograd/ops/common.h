@@ -10,6 +10,13 @@ namespace sheaf::ops {
 
 inline const Placement kR = Placement::replicate(), kP = Placement::partial();
 
+/// Whether values are addends along any axis.
+inline bool has_partial(const Layout& layout) {
+  for (int a = 0; a < layout.num_axes(); ++a)
+    if (layout[a].is_partial()) return true;
+  return false;
+}
+
 /// Of kernels::BinaryOp.
 inline constexpr const char* kBinaryNames[] = {"add",     "sub",     "mul", "div",         "pow",
                                         "minimum", "maximum", "eq",  "ne",          "lt",

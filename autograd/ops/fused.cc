@@ -68,12 +68,6 @@ struct Fused {
   }
 };
 
-bool has_partial(const Type& t) {
-  for (int i = 0; i < t.layout.num_axes(); ++i)
-    if (t.layout[i].is_partial()) return true;
-  return false;
-}
-
 bool gives_truth(const FusedStep& s) {
   return s.kind == FusedStep::cast || (s.kind == FusedStep::unary && kernels::is_predicate(static_cast<kernels::UnaryOp>(s.op))) ||
          (s.kind == FusedStep::binary && kernels::is_predicate(static_cast<kernels::BinaryOp>(s.op)));
@@ -88,7 +82,7 @@ bool can_fuse(const Tape& tape, const Node& n) {
   const ValueId out = tape.output(n);
   const auto fits = [&](ValueId v) {
     const Type& t = tape.type(v);
-    return (is_floating(t.dtype) || t.dtype == kBool) && !has_partial(t);
+    return (is_floating(t.dtype) || t.dtype == kBool) && !ops::has_partial(t.layout);
   };
   return tape.value(out).lies_in() < 0 && fits(out) && std::ranges::all_of(tape.inputs(n), fits);
 }

@@ -20,11 +20,7 @@ inline void describe_layer_rounds(const LayerRounds& a, std::string& out) {
   out += a.fp8 == Fp8::all ? "fp8 all" : a.fp8 == Fp8::activations ? "fp8" : "";
 }
 /// Partial operands are not rounded: rounded addends do not sum to the rounded value.
-inline bool can_round(const Tensor& x) {
-  for (int a = 0; a < x.layout().num_axes(); ++a)
-    if (x.layout()[a].is_partial()) return false;
-  return true;
-}
+inline bool can_round(const Tensor& x) { return !has_partial(x.layout()); }
 inline Rounds rounds_of(bool fp8, const Tensor& a, const Tensor& b) { return {fp8 && can_round(a) && can_round(b)}; }
 inline LayerRounds rounds_of(Fp8 fp8, const Tensor& x, const Tensor& weight) {
   return {fp8 != Fp8::none && can_round(x) && can_round(weight) ? fp8 : Fp8::none};

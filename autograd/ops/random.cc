@@ -117,9 +117,7 @@ struct Random {  // input, if derived from the recording: random_state
 
 Tensor draw(const Type& type, const Random::Attrs& attrs, std::span<const Tensor> inputs) {
   require_floating(attrs.normal ? "randn" : "uniform", type.dtype);
-  for (int i = 0; i < type.layout.num_axes(); ++i)
-    if (type.layout[i].is_partial())
-      fail<PlacementError>("[random] a Partial value cannot be drawn: ", type);
+  if (has_partial(type.layout)) fail<PlacementError>("[random] a Partial value cannot be drawn: ", type);
   const OutputSpec spec{.type = type};
   return apply_typed(op_def<Random>(), &attrs, inputs, std::span(&spec, 1))[0];
 }
