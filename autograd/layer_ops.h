@@ -200,11 +200,15 @@ struct CrossEntropyOptions {
                               ///< gradient accumulation pass that of all micro-batches
   Tensor divisor = {};        ///< the same as a scalar tensor; takes precedence. A model's auxiliary losses, means over all tokens whether
                               ///< targets or not, use divide_by if both are given
+  bool mean_of_counted = false;  ///< divide by the number of this call's targets that are not ignored, of all ranks: a collective in the
+                                 ///< step. At least 1; not with the other two
   bool recompute = false;     ///< linear_cross_entropy: recompute the logits in the backward, which saves the memory of the weight's
                               ///< gradient in between and costs a third more
   double softcap = 0;         ///< logits l become softcap tanh(l / softcap) first (Gemma 2, https://arxiv.org/abs/2408.00118); 0: unchanged
   double z_loss = 0;          ///< factor of log(sum(exp(logits)))², which is added to the loss of each row that counts and keeps logits
                               ///< from drifting (PaLM, https://arxiv.org/abs/2204.02311, section 5)
+  double label_smoothing = 0;  ///< e in [0, 1]: the loss is 1 - e times that of the target plus e times the mean of those of all classes
+                               ///< (Szegedy et al., https://arxiv.org/abs/1512.00567, section 7). linear_cross_entropy: not with a softcap
   bool per_target = false;    ///< return each target's loss [..] instead of their mean, not divided, 0 where ignored: without z_loss the
                               ///< negative log-likelihood
 };
@@ -213,7 +217,7 @@ struct CrossEntropyOptions {
 Tensor cross_entropy(const Tensor& logits, const Tensor& targets, const CrossEntropyOptions& options = {});
 /// cross_entropy(linear(x, weight), targets) in chunks of rows, so that the logits never exist whole. If the weight's rows are
 /// sharded, it is assembled from linear_lse: x and targets must be whole on that axis, the loss is Partial. Per-target losses use
-/// linear_lse, too; their backward recomputes the logits.
+/// linear_lse, too, and so do smoothed labels; their backward recomputes the logits.
 Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& targets,
                             const CrossEntropyOptions& options = {});
 /// A vocabulary shard's contribution to the loss (Shoeybi et al., https://arxiv.org/abs/1909.08053, section 3).

@@ -302,17 +302,45 @@ TEST(Frozen, StaysAsItIs) {
     });
 }
 
-TEST(IgnoredLabels, AreNotCountedByADivisor) {
-  for (const int ranks : {1, 2, 3})
+TEST(IgnoredLabels, AreNotCountedOnDemand) {
+  for (const int ranks : {1, 2, 3, 6})  // of 6 ranks one has no samples, and two have none that counts
     run_local(ranks, [&](World& world) {
       const Mesh mesh = world.mesh({{"data", world.size()}});
       const Layout rows(mesh.spec, Placement::shard(0));
       const Tensor labels = redistribute(Tensor::from<int64_t>({2, -100, 0, -100, 1}, {5}), rows), logits = samples(world, mesh, 0, 5);
-      const auto mean_by = [&](const Tensor& divisor) {
-        return redistribute(cross_entropy(logits, labels, {.ignore_index = -100, .divisor = divisor}), "data", Placement::invariant()).item();
-      };
-      const Tensor kept = redistribute(sum(cast(ne(labels, -100.0), kF32)), "data", Placement::replicate());
-      EXPECT_NEAR(mean_by(kept), mean_by({}) * 5 / 3, 1e-6);
+      const Tensor head = Tensor::from<float>({1, 0, 2, 0, 1, -1, 1, 0, 0.5f, 0, 2, 0, 1, 1, 0}, {kClasses, kFeatures});
+      const auto value = [](const Tensor& loss) { return redistribute(loss, "data", Placement::invariant()).item(); };
+      const CrossEntropyOptions all{.ignore_index = -100}, counted{.ignore_index = -100, .mean_of_counted = true};
+      EXPECT_NEAR(value(cross_entropy(logits, labels, counted)), value(cross_entropy(logits, labels, all)) * 5 / 3, 1e-6);
+      EXPECT_NEAR(value(linear_cross_entropy(logits, head, labels, counted)), value(linear_cross_entropy(logits, head, labels, all)) * 5 / 3,
+                  1e-6);
+      const Tensor none = full_of(labels.type(), -100);
+      EXPECT_EQ(value(cross_entropy(logits, none, counted)), 0);
+    });
+}
+
+// Losses that consist of log-probabilities: of classes with weights, of labels that are distributions.
+TEST(OwnLosses, AreSumsOfLogProbabilities) {
+  for (const int ranks : {1, 2, 3})
+    run_local(ranks, [&](World& world) {
+      const Mesh mesh = world.mesh({{"data", world.size()}});
+      const Tensor logits = samples(world, mesh, 0, 7), label = labels(world, mesh, 0, 7);
+      const auto value = [](const Tensor& loss) { return redistribute(loss, "data", Placement::invariant()).item<double>(); };
+
+      const Tensor of_class = Tensor::from<float>({1, 0.5f, 2, 1, 1}, {kFeatures}), weight = take(of_class, label);
+      const Tensor losses = cross_entropy(logits, label, {.per_target = true});
+      const Tensor weighted = sum(weight * losses) / full_tensor(sum(weight));
+      const Tensor one_hot = cast(eq(unsqueeze(label, {1}), arange(kFeatures)), kF32);
+      const Tensor soft = 0.9 * one_hot + 0.1 / static_cast<double>(kFeatures);
+      const Tensor of_soft = -1.0 * mean(sum(soft * log_softmax(logits), {1}));
+
+      double want = 0, weights = 0;
+      const auto l = full_tensor(losses).to_vector<double>();
+      const auto of = full_tensor(label).to_vector<int64_t>();
+      const auto w = of_class.to_vector<double>();
+      for (size_t i = 0; i < of.size(); ++i) want += w[static_cast<size_t>(of[i])] * l[i], weights += w[static_cast<size_t>(of[i])];
+      EXPECT_NEAR(value(weighted), want / weights, 1e-6);
+      EXPECT_NEAR(value(of_soft), value(cross_entropy(logits, label, {.label_smoothing = 0.1})), 1e-6);
     });
 }
 

@@ -634,6 +634,9 @@ const std::vector<OpSample>& op_samples() {
       {.op = "cross_entropy", .variant = "z-loss", .inputs = {{6, 5}, integers({6}, 5, kI32, -1)},
        .f = [](Args x) { return cross_entropy(x[0], x[1], {.divide_by = 3.0, .z_loss = 0.3}); },
        .tolerance = 2, .rules = {"S0 S0 -> P"}},
+      {.op = "cross_entropy", .variant = "smoothed", .inputs = {{6, 5}, integers({6}, 5, kI32, -1)},
+       .f = [](Args x) { return cross_entropy(x[0], x[1], {.divide_by = 3.0, .label_smoothing = 0.3}); },
+       .tolerance = 2, .rules = {"S0 S0 -> P"}},
       // With classes that are alike, the input's gradient would be only rounding errors.
       {.op = "linear_cross_entropy", .inputs = {{2, 3, 4}, distinct({7, 4}), integers({2, 3}, 7)},
        .f = [](Args x) { return linear_cross_entropy(x[0], x[1], x[2]); }, .no_second = "linear_cross_entropy_fused",
@@ -662,6 +665,12 @@ const std::vector<OpSample>& op_samples() {
       {.op = "linear_cross_entropy", .variant = "z-loss, softcap, recompute", .inputs = {{6, 4}, distinct({5, 4}), integers({6}, 5, kI32, -1)},
        .f = [](Args x) { return linear_cross_entropy(x[0], x[1], x[2], {.recompute = true, .softcap = 1.5, .z_loss = 0.3}); },
        .tolerance = 4, .rules = {"S0 R S0 -> P", "R S0 R -> P"}, .tables = {1}, .redistributes = true},
+      {.op = "linear_cross_entropy", .variant = "smoothed", .inputs = {{6, 4}, distinct({5, 4}), integers({6}, 5, kI32, -1)},
+       .f = [](Args x) { return linear_cross_entropy(x[0], x[1], x[2], {.z_loss = 0.3, .label_smoothing = 0.25}); },
+       .tolerance = 4, .rules = {"S0 R S0 -> P", "R S0 R -> P"}, .tables = {1}, .redistributes = true},
+      {.op = "linear_cross_entropy", .variant = "smoothed, per target", .inputs = {{2, 3, 4}, distinct({7, 4}), integers({2, 3}, 7, kI32, -1)},
+       .f = [](Args x) { return linear_cross_entropy(x[0], x[1], x[2], {.label_smoothing = 0.25, .per_target = true}); },
+       .tolerance = 4, .rules = {"S0 R S0 -> S0", "S1 R S1 -> S1", "R S0 R -> P"}, .tables = {1}, .redistributes = true},
       // With a frozen head, and with a head on frozen layers.
       {.op = "linear_cross_entropy", .variant = "constant weight", .inputs = {{2, 3, 4}, constant(distinct({7, 4})), integers({2, 3}, 7)},
        .f = [](Args x) { return linear_cross_entropy(x[0], x[1], x[2]); }, .no_second = "linear_cross_entropy_fused",

@@ -30,8 +30,24 @@ inline void check_targets(const char* op, const Infer& c, int i, int64_t vocabul
 inline Tensor z_losses(const Tensor& lse, double z_loss) { return mul(square(lse), z_loss); }
 inline Tensor with_z_loss(const Tensor& lse, double z_loss) { return z_loss == 0 ? lse : add(lse, z_losses(lse, z_loss)); }
 
+inline void check_loss_options(const char* op, const CrossEntropyOptions& o) {
+  check_softcap(op, o.softcap);
+  check_z_loss(op, o.z_loss);
+  if (!(o.label_smoothing >= 0 && o.label_smoothing <= 1))
+    fail<ConfigError>("[", op, "] label_smoothing ", o.label_smoothing, "; wants a number from 0 to 1");
+  if (o.mean_of_counted && (o.divisor || o.divide_by > 0 || o.per_target))
+    fail<ConfigError>("[", op, "] mean_of_counted with ", o.divisor ? "a divisor" : o.per_target ? "per_target" : "divide_by",
+                      ": wants one of them");
+}
+
+/// 1 for each target that counts, 0 for those to ignore.
+inline Tensor counted(const Tensor& targets, const CrossEntropyOptions& o, DType dtype) {
+  return cast(ne(targets, static_cast<double>(o.ignore_index)), dtype);
+}
+
 /// The sum of the losses divided by the number of targets, or as the options say.
 inline Tensor averaged(const Tensor& loss_sum, const Tensor& targets, const CrossEntropyOptions& o) {
+  if (o.mean_of_counted) return div(loss_sum, maximum(full_tensor(sum(counted(targets, o, loss_sum.dtype()))), 1.0));
   if (o.divisor) return div(loss_sum, cast(o.divisor, loss_sum.dtype()));
   const double count =
       o.divide_by > 0 ? o.divide_by : static_cast<double>(std::max<int64_t>(1, targets.numel()));

@@ -163,6 +163,12 @@ std::optional<Type> dweight_type(const Tensor& x, const Tensor& weight) {
   return Type{statistics_dtype(weight.dtype()), weight.shape(), layout};
 }
 
+/// Of each row of x that counts, the mean of its logits: x times the mean of the weight's rows. Partial where these are sharded.
+Tensor mean_logits(const Tensor& x, const Tensor& weight, const Tensor& targets, const CrossEntropyOptions& options) {
+  const Tensor row = in_statistics_dtype(mean(weight, {0})), logits = sum(mul(in_statistics_dtype(x), row), {-1});
+  return mul(logits, counted(targets, options, logits.dtype()));
+}
+
 /// Whether the weight's rows are sharded.
 bool is_cut(const Layout& weight) {
   for (int a = 0; a < weight.num_axes(); ++a)
@@ -186,20 +192,26 @@ Tensor softcap(const Tensor& x, double cap) {
 
 Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& targets,
                             const CrossEntropyOptions& options) {
-  check_softcap("linear_cross_entropy", options.softcap);
-  check_z_loss("linear_cross_entropy", options.z_loss);
+  check_loss_options("linear_cross_entropy", options);
+  const double smoothing = options.label_smoothing;
+  if (smoothing != 0 && options.softcap != 0)
+    fail<ConfigError>("[linear_cross_entropy] label_smoothing ", smoothing, " of logits with a softcap of ", options.softcap,
+                      ": wants one of them; cross_entropy() of linear() has both");
   Recording* const recording = Recording::current();
   const bool may_be_ahead = recording && !recording->options().higher_order && !options.recompute;
   const FusedAttrs wanted{{options.ignore_index, options.softcap, may_be_ahead && recording->has_gradient(weight),
                            may_be_ahead && recording->has_gradient(x)}, options.z_loss};
   const bool ahead = wanted.dweight || wanted.dx;
-  if (options.per_target || is_cut(weight.layout()) || (options.z_loss != 0 && !ahead)) {
+  if (options.per_target || is_cut(weight.layout()) || smoothing != 0 || (options.z_loss != 0 && !ahead)) {
     const LinearLse parts = linear_lse(x, weight, targets, options.ignore_index, options.softcap);
+    const Tensor expected = smoothing == 0 ? parts.target_logits
+                                           : add(mul(parts.target_logits, 1 - smoothing),
+                                                 mul(mean_logits(x, weight, targets, options), smoothing));
     // All ranks then have the log-sum-exps: the subtraction keeps their sum on one of them.
     const Tensor lse = with_z_loss(logsumexp(redistribute(parts.lse, of_all_parts(parts.lse.layout())), {0}, /*keepdim=*/!options.per_target),
                                    options.z_loss);
-    if (options.per_target) return sub(lse, parts.target_logits);
-    return averaged(sub(sum(lse), sum(parts.target_logits)), targets, options);
+    if (options.per_target) return sub(lse, expected);
+    return averaged(sub(sum(lse), sum(expected)), targets, options);
   }
   const Tensor rows = dense_rows(x);
   const std::vector<Tensor> inputs = {rows, weight, targets};
