@@ -49,6 +49,7 @@
 #include "sheaf/nn/fp8.h"
 #include "sheaf/nn/layers/attention.h"
 #include "sheaf/nn/layers/context_region.h"
+#include "sheaf/nn/layers/cross_attention.h"
 #include "sheaf/nn/layers/dropout.h"
 #include "sheaf/nn/layers/embedding.h"
 #include "sheaf/nn/layers/experts.h"

@@ -12,7 +12,7 @@ namespace sheaf {
 /// dimension of each operand that indexes parts; -1: none. An operand with more indices, such as query heads, has a multiple of them,
 /// in the same order.
 struct PartDims {
-  int8_t inputs[8], outputs[4];
+  int8_t inputs[9], outputs[4];
 };
 
 /// Rows of a value as [rows, last dimension]: `rows` of them from `begin` on, repeated every `stride` rows, `groups` times.

@@ -22,10 +22,11 @@ namespace sheaf::kernels {
 /// query at position p = t + S - T sees keys begins[b, t] <= s <= p, where begins[b, t] is the position of its document's first token
 /// among the keys, of which there are at least as many as queries. The first query's document may have begun earlier, at any key up
 /// to the query's own; no query sees keys before that document. Every other query either begins a document, at t + S - T, or
-/// continues its predecessor's. Without `causal`, `begins` is that of the keys, i32[B, S]: each begins a document or continues its
-/// predecessor's, and query t, which is token first + t of the S, sees all keys of its document. Blocks of keys begin where documents
-/// do, blocks of queries at a document's first query, so a document packed with others has the same bits as alone, and the work
-/// depends on its length (except with cuDNN).
+/// continues its predecessor's. Without `causal` keys have documents of their own, `key_begins`, i32[B, S], the last dimension dense:
+/// each key begins one or continues its predecessor's. A query sees all keys of the document that begins at key begins[b, t]; none, if
+/// there are begins[b, t] keys. These do not decrease along t. Blocks of keys begin where documents do, blocks of queries at a
+/// document's first query, so a document packed with others has the same bits as alone, and the work depends on its length (except
+/// with cuDNN).
 ///
 /// With a window of W keys (sliding-window attention: Child et al., https://arxiv.org/abs/1904.10509; Beltagy et al.,
 /// https://arxiv.org/abs/2004.05150) the query at position p sees, of these keys, those with p - W < s: itself and the W - 1 before
@@ -39,9 +40,9 @@ struct AttentionMask {
   View begins;  ///< without a shape: one document
   int64_t window;  ///< most keys that a query sees; 0: no window
   double softcap;  ///< 0: none
-  int64_t first = 0;  ///< documents without `causal`: the token that query 0 is
+  View key_begins;    ///< documents without `causal`; at first, queries and keys are those of the same tokens
   AttentionMask(bool is_causal, const View& of_documents = {}, int64_t keys_seen = 0, double cap = 0)  // NOLINT: implicit by design
-      : causal(is_causal), begins(of_documents), window(keys_seen), softcap(cap) {}
+      : causal(is_causal), begins(of_documents), window(keys_seen), softcap(cap), key_begins(is_causal ? View() : of_documents) {}
   bool has_documents() const { return begins.rank() > 0; }
 };
 

@@ -51,14 +51,15 @@ inline void check_attention_mask(const char* who, const AttentionMask& mask, con
                     mask.causal ? "" : ", not causal", "; wants 0 for none, or a causal mask and at least 1");
   check<ShapeError>(mask.softcap >= 0, "[", who, "] a softcap of ", mask.softcap, "; wants 0 for none, or a positive number");
   if (!mask.has_documents()) return;
-  const View& rows = mask.causal ? q : k;
-  const bool enough = k.shape[1] >= q.shape[1] + (mask.causal ? 0 : mask.first) && mask.first >= 0;
-  check<ShapeError>(enough && mask.begins.shape == Shape{rows.shape[0], rows.shape[1]}, "[", who, "] begins of documents ", mask.begins.shape,
-                    " for queries ", q.shape, mask.causal ? "" : str(" from token ", mask.first, " on"), " and keys ", k.shape,
-                    mask.causal ? "; wants [B,T], no fewer keys than queries" : ", not causal; wants [B,S], with all queries among the keys");
-  check<DTypeError>(mask.begins.dtype == kI32, "[", who, "] begins of documents must be i32, not ", mask.begins.dtype);
-  check<ShapeError>(mask.begins.strides.back() == 1 || mask.begins.shape.back() <= 1, "[", who,
-                    "] begins of documents must be dense in the last dimension");
+  const auto check_begins = [&](const View& begins, const View& rows, const char* wants) {
+    check<ShapeError>(begins.shape == Shape{rows.shape[0], rows.shape[1]} && (!mask.causal || k.shape[1] >= q.shape[1]), "[", who,
+                      "] begins of documents ", begins.shape, " for queries ", q.shape, " and keys ", k.shape, wants);
+    check<DTypeError>(begins.dtype == kI32, "[", who, "] begins of documents must be i32, not ", begins.dtype);
+    check<ShapeError>(begins.strides.back() == 1 || begins.shape.back() <= 1, "[", who,
+                      "] begins of documents must be dense in the last dimension");
+  };
+  check_begins(mask.begins, q, mask.causal ? "; wants [B,T], no fewer keys than queries" : ", not causal; wants [B,T] of queries");
+  if (!mask.causal) check_begins(mask.key_begins, k, ", not causal; wants [B,S] of keys");
 }
 
 inline void check_attention(const char* who, const View& q, const View& k, const View& v, const AttentionMask& mask,

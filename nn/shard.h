@@ -44,10 +44,11 @@ class UnitPolicy {
   int64_t minimum_ = -1;
 };
 
-/// Every module of type M (or derived from it).
-template <class M>
+/// Every module of one of these types (or derived from one).
+template <class... M>
+  requires(sizeof...(M) > 0)
 UnitPolicy units_of() {
-  return UnitPolicy([](Module& m, const std::string&) { return dynamic_cast<M*>(&m) != nullptr; });
+  return UnitPolicy([](Module& m, const std::string&) { return ((dynamic_cast<M*>(&m) != nullptr) || ...); });
 }
 inline UnitPolicy units_at(std::vector<std::string> paths) { return UnitPolicy::at(std::move(paths)); }
 inline UnitPolicy units_of_at_least(int64_t parameters) { return UnitPolicy::of_at_least(parameters); }

@@ -430,6 +430,18 @@ const std::vector<OpSample>& op_samples() {
        .f = [](Args x) { return attention(x[0], x[1], x[2], {.causal = false, .begins = document_begins(x[3], 0)}); },
        .tolerance = 4,
        .rules = {"S0 S0 S0 S0 -> S0", "S2|2,2/1 S2|1,1/1 S2|1,1/1 R -> S2|2,2/1", "R R P R -> P", "R R R S0 -> S0", "S1 R R R -> S1"}},
+      {.op = "attention", .variant = "cross, documents", .inputs = {{2, 3, 4, 5}, {2, 7, 2, 5}, {2, 7, 2, 5}, integers({2, 7}, 3)},
+       .f = [](Args x) {
+         const Tensor of_keys = document_begins(x[3], 0);
+         return attention(x[0], x[1], x[2], {.causal = false, .begins = slice(of_keys, 1, 2, 5), .key_begins = of_keys});
+       },
+       .tolerance = 4, .rules = {"S0 S0 S0 S0 -> S0", "S2|2,2/1 S2|1,1/1 S2|1,1/1 R -> S2|2,2/1", "R R P R -> P", "S1 R R R -> S1"}},
+      {.op = "attention", .variant = "cross, padding, sinks", .inputs = {{2, 3, 2, 2}, {2, 6, 2, 2}, {2, 6, 2, 3}, {2}},
+       .f = [](Args x) {
+         const Tensor padded = cast(where(lt(arange(x[1].size(1)), 4), 0.0, full({x[1].size(1)}, 4, kI32)), kI32);
+         return attention(x[0], x[1], x[2], {.causal = false, .key_begins = expand(padded, {x[1].size(0), x[1].size(1)}), .sinks = x[3]});
+       },
+       .tolerance = 4, .rules = {"S0 S0 S0 R -> S0", "S2 S2 S2 S0 -> S2", "R R P R -> P", "S1 R R R -> S1"}},
       {.op = "attention", .variant = "window", .inputs = {{2, 3, 4, 2}, {2, 6, 2, 2}, {2, 6, 2, 2}},
        .f = [](Args x) { return attention(x[0], x[1], x[2], {.window = 2}); },
        .tolerance = 4,

@@ -32,12 +32,18 @@ std::optional<HeadCut> head_cut(const Place& p, const OwnershipMap& map, bool of
   return HeadCut{Placement::shard(q), Placement::shard(k), Placement::shard(q.moved_to(1)), Placement::shard(q.moved_to(0))};
 }
 
-/// q, k, v, out, dout, lse, sinks[H] if kSinks, begins if there are documents -> dq, dk, dv, and if kSinks the queries' contributions
-/// to dsinks, [B, H, T].
+/// The placement of input `begins`, where queries are cut: with them, if keys have documents of their own.
+template <int begins>
+Placement begins_of_cut(const Place& p, const Placement& queries) {
+  return p.num_inputs() > begins + 1 ? queries : kR;
+}
+
+/// q, k, v, out, dout, lse, sinks[H] if kSinks, begins and key_begins if there are documents -> dq, dk, dv, and if kSinks the queries'
+/// contributions to dsinks, [B, H, T].
 template <bool kSinks>
 struct AttentionBackward {
   static constexpr const char* kName = kSinks ? "attention_with_sinks_backward" : "attention_backward";
-  static constexpr PartDims kHeads = {{2, 2, 2, 2, 2, 1, kSinks ? 0 : -1, -1}, {2, 2, 2, 1}};
+  static constexpr PartDims kHeads = {{2, 2, 2, 2, 2, 1, kSinks ? 0 : -1, -1, -1}, {2, 2, 2, 1}};
   using Attrs = AttentionAttrs;
   static constexpr int kBegins = 6 + kSinks;
   static void infer(const Attrs&, Infer& c) {
@@ -49,10 +55,11 @@ struct AttentionBackward {
     for (int i = 0; i < p.num_inputs(); ++i) {
       if (!p.in(i).is_shard() || p.in(i).map().is_flat()) continue;
       const Placement& x = p.in(i);
-      if (x.map().dim() == 0 && !(kSinks && i == 6)) rule({x, x, x, x, x, x}, {x, x, x}, {.of_sinks = x, .begins = x});
+      if (x.map().dim() == 0 && !(kSinks && i == 6))
+        rule({x, x, x, x, x, x}, {x, x, x}, {.of_sinks = x, .begins = x, .key_begins = x});
       if (i == 0 && cuts_queries(p, p.in(0), a.causal)) {
         const Placement &q = p.in(0), lse = lse_of(q);
-        rule({q, kR, kR, q, q, lse}, {q, kP, kP}, {.of_sinks = lse});
+        rule({q, kR, kR, q, q, lse}, {q, kP, kP}, {.of_sinks = lse, .begins = begins_of_cut<kBegins>(p, q)});
       }
       if (i >= 5 || x.map().dim() != 2) break;
       if (const auto cut = head_cut(p, x.map(), i == 0 || i > 2))
@@ -77,7 +84,7 @@ struct AttentionBackward {
   static void work(const Attrs& a, WorkOf& w) {
     w.work.attention_backward = backward_operations(w, a, w.input(0), w.input(3), w.input(1)[1], w.input(0)[3]);
   }
-  static constexpr uint64_t kSavedInputs = kSinks ? 0b11010111 : 0b1010111;
+  static constexpr uint64_t kSavedInputs = kSinks ? 0b111010111 : 0b11010111;
   static void vjp(const Attrs& a, Vjp& c) {
     const AttentionBackwardOperands d =
         attention_second({c.input(0), c.input(1), c.input(2), c.input(4), kSinks ? c.input(6) : Tensor()},
@@ -91,14 +98,15 @@ struct AttentionBackward {
   }
 };
 
-/// q[B, T, H, D], k[B, S, G, D], v[B, S, G, E], sinks[H] if kSinks, begins[B, T] if there are documents -> out, lse[B, H, T].
+/// q[B, T, H, D], k[B, S, G, D], v[B, S, G, E], sinks[H] if kSinks, begins[B, T] if there are documents, key_begins[B, S] if keys have
+/// their own -> out, lse[B, H, T].
 template <bool kSinks>
 struct Attention {
   static constexpr const char* kName = kSinks ? "attention_with_sinks" : "attention";
-  static constexpr PartDims kHeads = {{2, 2, 2, kSinks ? 0 : -1, -1}, {2, 1}};
+  static constexpr PartDims kHeads = {{2, 2, 2, kSinks ? 0 : -1, -1, -1}, {2, 1}};
   using Attrs = AttentionAttrs;
   static constexpr int kBegins = 3 + kSinks;
-  static constexpr uint64_t kSavedInputs = kSinks ? 0b11111 : 0b1111, kSavedOutputs = 0b11;
+  static constexpr uint64_t kSavedInputs = kSinks ? 0b111111 : 0b11111, kSavedOutputs = 0b11;
   static void infer(const Attrs& a, Infer& c) {
     const DType d = common_dtype(kName, c, 0, 3);
     require_floating(kName, d);
@@ -108,7 +116,7 @@ struct Attention {
       fail<ShapeError>("[", kName, "] wants q [B,T,H,D], k [B,S,G,D] and v [B,S,G,E] with H a multiple of G; got ",
                        c.input(0), ", ", c.input(1), " and ", c.input(2));
     if (kSinks) check_sinks(kName, c.input(3), q[2], d);
-    if (c.num_inputs() > kBegins) check_begins(kName, c.input(kBegins), {q[0], q[1]}, a.causal, k[1]);
+    check_begins(kName, c, kBegins, {q[0], q[1]}, a.causal, k[1]);
     c.output(d, {q[0], q[1], q[2], v[3]});
     c.output(statistics_dtype(d), {q[0], q[2], q[1]});
   }
@@ -117,8 +125,8 @@ struct Attention {
     for (int i = 0; i < p.num_inputs(); ++i) {
       if (!p.in(i).is_shard() || p.in(i).map().is_flat()) continue;
       const Placement& x = p.in(i);
-      if (x.map().dim() == 0 && !(kSinks && i == 3)) rule({x, x, x}, {x, x}, {.begins = x});
-      if (i == 0 && cuts_queries(p, x, a.causal)) rule({x, kR, kR}, {x, lse_of(x)}, {});
+      if (x.map().dim() == 0 && !(kSinks && i == 3)) rule({x, x, x}, {x, x}, {.begins = x, .key_begins = x});
+      if (i == 0 && cuts_queries(p, x, a.causal)) rule({x, kR, kR}, {x, lse_of(x)}, {.begins = begins_of_cut<kBegins>(p, x)});
       if (x.map().dim() == 2)
         if (const auto cut = head_cut(p, x.map(), i == 0))
           rule({cut->queries, cut->keys, cut->keys}, {cut->queries, cut->lse}, {.sinks = cut->sinks});
@@ -150,10 +158,15 @@ struct Attention {
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v,
                  const AttentionOptions& options) {
   if (q.rank() != 4) fail<ShapeError>("[attention] wants q [B,T,H,D], got ", q.type());
-  check_mask("attention", options);
+  check_mask("attention", options, /*own_keys=*/false);
   const AttentionAttrs attrs{scale_of(options, q.size(3)), options.causal, options.window, options.softcap};
   std::vector<Tensor> in = {dense_rows(q), dense_rows(k), dense_rows(v)};
-  push_others(in, options, q.dtype());
+  AttentionOptions all = options;
+  if (options.key_begins && !options.begins) {
+    const DeviceScope device(q.device());
+    all.begins = zeros({q.size(0), q.size(1)}, kI32);
+  }
+  push_others(in, all, q.dtype());
   return apply(options.sinks ? op_def<Attention<true>>() : op_def<Attention<false>>(), &attrs, in)[0];
 }
 

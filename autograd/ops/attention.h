@@ -51,7 +51,7 @@ double backward_operations(WorkOf& w, const Attrs& a, const Shape& queries, cons
 }
 
 /// The gradients of the first `operands` inputs by the op `Backward` of these, the result, its gradient, the log-sum-exps, and the
-/// other inputs present: sinks, begins. Those of the sinks are sums of its last output, [B, H, T].
+/// other inputs present: sinks, begins, key_begins. Those of the sinks are sums of its last output, [B, H, T].
 template <class Backward, class Attrs>
 void set_gradients(const Attrs& a, Vjp& c, int operands, bool sinks) {
   std::vector<Tensor> in;
@@ -63,28 +63,36 @@ void set_gradients(const Attrs& a, Vjp& c, int operands, bool sinks) {
   if (sinks && c.needs(operands)) c.set(operands, sum(d[static_cast<size_t>(operands)], {0, 2}));
 }
 
-/// `begins` is the last of an op's inputs, if it has more than `others`.
+/// `begins` is the one behind `others` of an op's inputs, if it has more, and `key_begins` the next one.
 template <class Attrs>
 kernels::AttentionMask mask_of(const Attrs& a, const Execute& c, int others) {
-  return {a.causal != 0, c.num_inputs() > others ? c.input(others) : View(), a.window, softcap_of(a)};
+  kernels::AttentionMask mask{a.causal != 0, c.num_inputs() > others ? c.input(others) : View(), a.window, softcap_of(a)};
+  if (c.num_inputs() > others + 1) mask.key_begins = c.input(others + 1);
+  return mask;
 }
 
 /// The same for the vjp of a backward.
 template <class Attrs>
 VisibleKeys visible_keys(const Attrs& a, const Vjp& c, int others) {
-  return {a.causal != 0, a.window, c.num_inputs() > others ? c.input(others) : Tensor(), softcap_of(a)};
+  const auto given = [&](int i) { return c.num_inputs() > i ? c.input(i) : Tensor(); };
+  return {a.causal != 0, a.window, given(others), given(given(others + 1) ? others + 1 : others), softcap_of(a)};
 }
 
 inline std::string describe_mask(bool causal, int64_t window, double softcap = 0) {
   return str(causal ? "causal " : "", window ? str("window ", window, " ") : "", softcap != 0 ? str("softcap ", softcap, " ") : "");
 }
 
-inline void check_begins(const char* op, const Type& begins, const Shape& rows_BT, bool causal, int64_t keys) {
-  if (begins.dtype != kI32) fail<DTypeError>("[", op, "] where documents begin is i32, not ", begins);
-  if (!(begins.shape == rows_BT) || (causal ? keys < rows_BT[1] : keys != rows_BT[1]))
+/// Checks the inputs behind `others`, if there are any: begins and key_begins.
+inline void check_begins(const char* op, const Infer& c, int others, const Shape& rows_BT, bool causal, int64_t keys) {
+  const bool of_keys = c.num_inputs() > others + 1;
+  for (int i = others; i < c.num_inputs(); ++i)
+    if (c.dtype(i) != kI32) fail<DTypeError>("[", op, "] where documents begin is i32, not ", c.input(i));
+  if (of_keys && !(c.shape(others + 1) == Shape{rows_BT[0], keys}))
+    fail<ShapeError>("[", op, "] wants key_begins as [B,S] ", Shape{rows_BT[0], keys}, ", got ", c.input(others + 1));
+  if (c.num_inputs() > others && (!(c.shape(others) == rows_BT) || (!of_keys && (causal ? keys < rows_BT[1] : keys != rows_BT[1]))))
     fail<ShapeError>("[", op, "] documents want their begins as [B,T] ", rows_BT, ", and ",
-                     causal ? "no fewer keys than queries" : "without a causal mask as many keys as queries", "; got ", begins, " and ", keys,
-                     " keys");
+                     causal ? "no fewer keys than queries" : "without a causal mask as many keys as queries, or key_begins", "; got ",
+                     c.input(others), " and ", keys, " keys");
 }
 
 inline void check_sinks(const char* op, const Type& sinks, int64_t heads, DType d) {
@@ -92,13 +100,14 @@ inline void check_sinks(const char* op, const Type& sinks, int64_t heads, DType 
     fail<ShapeError>("[", op, "] wants a sink of each of ", heads, " heads, ", statistics_dtype(d), "; got ", sinks);
 }
 
-/// Appends the optional inputs of attention with operands of dtype `d`: sinks, begins.
+/// Appends the optional inputs of attention with operands of dtype `d`: sinks, begins, key_begins.
 inline void push_others(std::vector<Tensor>& inputs, const AttentionOptions& options, DType d) {
   if (options.sinks) {
     const DType exact = statistics_dtype(d);
     inputs.push_back(dense_rows(options.sinks.dtype() == exact ? options.sinks : cast(options.sinks, exact)));
   }
   if (options.begins) inputs.push_back(dense_rows(options.begins));
+  if (options.key_begins) inputs.push_back(dense_rows(options.key_begins));
 }
 
 /// A rule for the inputs and outputs without documents; `begins`, if present, is placed as given.
@@ -109,18 +118,19 @@ inline void rule_of(Place& p, std::initializer_list<Placement> inputs, std::init
   p.rule(in, outputs);
 }
 /// The same for an op with optional sinks: they follow `inputs`, and the queries' contributions to their gradient, [B, H, T], follow
-/// the `outputs` of a backward. `begins` is last.
+/// the `outputs` of a backward. `begins` and `key_begins` are last.
 struct SinkRules {
   Place& p;
   bool sinks, backward;
 
   struct Others {
-    Placement sinks = kR, of_sinks = kR, begins = kR;
+    Placement sinks = kR, of_sinks = kR, begins = kR, key_begins = kR;
   };
   void operator()(std::initializer_list<Placement> inputs, std::initializer_list<Placement> outputs, const Others& others) const {
     std::vector<Placement> in(inputs), out(outputs);
     if (sinks) in.push_back(others.sinks);
-    if (static_cast<int>(in.size()) < p.num_inputs()) in.push_back(others.begins);
+    for (const Placement* of : {&others.begins, &others.key_begins})
+      if (static_cast<int>(in.size()) < p.num_inputs()) in.push_back(*of);
     if (sinks && backward) out.push_back(others.of_sinks);
     p.rule(in, out);
   }
@@ -158,7 +168,11 @@ inline double scale_of(const AttentionOptions& options, int64_t width) {
                            : 1 / std::sqrt(static_cast<double>(std::max<int64_t>(1, width)));
 }
 
-inline void check_mask(const char* op, const AttentionOptions& options) {
+/// `own_keys`: keys are those of the queries' tokens.
+inline void check_mask(const char* op, const AttentionOptions& options, bool own_keys = true) {
+  if (options.key_begins && (own_keys || options.causal))
+    fail<ConfigError>("[", op, "] key_begins ", options.key_begins.type(),
+                      own_keys ? ": its keys are those of the queries' tokens; wants begins" : " with a causal mask; wants causal = false");
   check_softcap(op, options.softcap);
   if (options.window < 0 || (options.window > 0 && !options.causal))
     fail<ShapeError>("[", op, "] a window of ", options.window, " keys", options.causal ? "" : ", not causal",

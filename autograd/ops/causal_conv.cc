@@ -61,13 +61,13 @@ struct CausalConv {
   static constexpr const char* kName = "causal_conv";
   using Attrs = ConvAttrs;
   static constexpr uint64_t kSavedInputs = 0b111;
-  static void infer(const Attrs& a, Infer& c) {
+  static void infer(const Attrs&, Infer& c) {
     const DType d = common_dtype(kName, c, 0, 2);
     require_floating(kName, d);
     const Shape &x = c.shape(0), &weight = c.shape(1);
     if (x.rank() != 3 || weight.rank() != 2 || weight[0] != x[2] || weight[1] < 1)
       fail<ShapeError>("[", kName, "] wants x [B, T, C] and a weight [C, W] with W at least 1; got ", c.input(0), " and ", c.input(1));
-    if (a.documents) check_begins(kName, c.input(2), {x[0], x[1]}, true, x[1]);
+    check_begins(kName, c, 2, {x[0], x[1]}, true, x[1]);
     c.output(d, x);
   }
   static void place(const Attrs& a, Place& p) {

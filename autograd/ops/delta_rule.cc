@@ -160,7 +160,7 @@ struct DeltaRule {
     expect(1, "decay", rates);
     expect(2, "beta", rates);
     if (a.initial) expect(3, "the initial state", states);
-    if (a.documents) check_begins(kName, c.input(3 + a.initial), {x[0], x[1]}, true, x[1]);
+    check_begins(kName, c, 3 + static_cast<int>(a.initial), {x[0], x[1]}, true, x[1]);
     c.output(d, {x[0], x[1], int64_t{a.heads} * a.value_width});
     if (a.state) c.output(exact, states);
   }

@@ -150,7 +150,7 @@ struct LatentAttention {  // q, up, shared, begins[B, T] if there are documents 
   static void infer(const Attrs& a, Infer& c) {
     require_floating(kName, common_dtype(kName, c, 0, 3));
     const Shape& q = c.shape(0);
-    if (c.num_inputs() > 3) check_begins(kName, c.input(3), {q[0], q[1]}, a.causal, c.shape(1)[1]);
+    check_begins(kName, c, 3, {q[0], q[1]}, a.causal, c.shape(1)[1]);
     c.output(c.dtype(0), {q[0], q[1], int64_t{a.heads} * a.values});
     c.output(statistics_dtype(c.dtype(0)), {q[0], a.heads, q[1]});
   }

@@ -115,7 +115,7 @@ struct PackedAttention {
     require_floating(kName, c.dtype(0));
     const Shape& x = c.shape(0);
     if (kSinks) check_sinks(kName, c.input(1), a.heads, c.dtype(0));
-    if (c.num_inputs() > kBegins) check_begins(kName, c.input(kBegins), {x[0], x[1]}, a.causal, x[1]);
+    check_begins(kName, c, kBegins, {x[0], x[1]}, a.causal, x[1]);
     c.output(c.dtype(0), {x[0], x[1], int64_t{a.heads} * a.width});
     c.output(statistics_dtype(c.dtype(0)), {x[0], a.heads, x[1]});
   }

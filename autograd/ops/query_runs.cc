@@ -19,19 +19,19 @@ struct QueryRun {
   View queries(const View& x, int dim = 1) const { return rows_of(x, dim, here); }
   View first_keys(const View& x) const { return rows_of(x, 1, {0, keys}); }
   kernels::AttentionMask mask(kernels::AttentionMask m) const {
-    if (m.has_documents() && m.causal) m.begins = rows_of(m.begins, 1, positions);
-    m.first = positions.begin;
+    if (m.has_documents()) m.begins = rows_of(m.begins, 1, positions);
     return m;
   }
 };
 
-// This rank's runs, starting with the one that sees the most keys. If queries see all keys, they are one run.
+// This rank's runs, starting with the one that sees the most keys. If what queries see does not depend on their positions, or all
+// that is given of documents is this rank's, they are one run.
 SmallVector<QueryRun, 2> runs_of(const Execute& c, const View& q, int64_t keys, const kernels::AttentionMask& mask) {
   const Type& type = c.input_type(0);
   const int64_t here = q.shape[1], whole = type.shape[1];
   SmallVector<QueryRun, 2> runs;
   if (here == 0) return runs;
-  if (here == whole || !(mask.causal || mask.has_documents())) {
+  if (here == whole || !(mask.causal || mask.has_documents()) || (!mask.causal && mask.begins.shape[1] == here)) {
     runs.emplace_back(Interval{0, here}, Interval{0, here}, keys);
     return runs;
   }

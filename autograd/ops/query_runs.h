@@ -18,7 +18,7 @@ inline bool cuts_queries(const Place& p, const Placement& queries, bool causal) 
 }
 
 /// kernels::attention of this rank's queries, whose type is that of input 0 of `c`. Views are the rank's local ones, as in
-/// kernels/attention.h; `mask.begins` is that of the whole sequences.
+/// kernels/attention.h; `mask.begins` is that of the whole sequences or, where keys have documents of their own, of these queries.
 struct AttentionCall {
   View q, k, v, out, lse;
   kernels::AttentionMask mask;

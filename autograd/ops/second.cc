@@ -21,7 +21,7 @@ Tensor by_heads(const Tensor& x) {
 
 // Which of S keys each of T queries sees: bool [T, S], or [B, 1, 1, T, S] for documents; undefined: all.
 Tensor mask_of(const VisibleKeys& visible, int64_t T, int64_t S) {
-  if (!visible.causal) return visible.begins ? eq(unsqueeze(visible.begins, {1, 2, 4}), unsqueeze(visible.begins, {1, 2, 3})) : Tensor();
+  if (!visible.causal) return visible.begins ? eq(unsqueeze(visible.begins, {1, 2, 4}), unsqueeze(visible.key_begins, {1, 2, 3})) : Tensor();
   const Tensor keys = unsqueeze(arange(S), {0}), queries = unsqueeze(arange(static_cast<double>(S - T), static_cast<double>(S), 1), {1});
   Tensor seen = le(keys, queries);
   if (visible.window) seen = logical_and(seen, gt(keys, sub(queries, static_cast<double>(visible.window))));

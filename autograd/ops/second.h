@@ -32,11 +32,12 @@ Tensor through_softmax(const Tensor& y, const Tensor& dy);
 struct AttentionBackwardOperands {
   Tensor q, k, v, dout = {}, sinks = {};
 };
-/// Which keys a query sees: AttentionOptions, with `begins` undefined where there are no documents.
+/// Which keys a query sees: AttentionOptions, with `begins` undefined where there are no documents, `key_begins` always defined where
+/// there are and no causal mask.
 struct VisibleKeys {
   bool causal;
   int64_t window;
-  Tensor begins;
+  Tensor begins, key_begins;
   double softcap;  ///< of scores; 0: none
 };
 /// The gradients of the inputs of attention's backward, for the gradients `u` of its results dq, dk, dv and the queries'

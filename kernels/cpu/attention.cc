@@ -28,7 +28,19 @@ size_t bytes(const View& q, int64_t slots, int64_t cells) {
 
 // Blocks are placed by `begins`. If the first document began earlier, the keys before the first query's are present, too.
 void check_mask(const char* who, const AttentionMask& mask, const View& q, const View& k) {
-  check_documents(who, mask.begins, mask.causal ? k.shape[1] - q.shape[1] : 0, 0);
+  const View& begins = mask.begins;
+  if (mask.causal || !mask.has_documents()) return check_documents(who, begins, k.shape[1] - q.shape[1], 0);
+  const int64_t keys = k.shape[1];
+  for (int64_t b = 0; b < begins.shape[0]; ++b) {
+    const int32_t *row = begins.as<int32_t>() + b * begins.strides[0], *of_key = mask.key_begins.as<int32_t>() + b * mask.key_begins.strides[0];
+    for (int64_t t = 0; t < begins.shape[1]; ++t) {
+      const bool begins_one = row[t] >= 0 && row[t] <= keys && (row[t] == keys || of_key[row[t]] == row[t]);
+      if (!begins_one || (t > 0 && row[t] < row[t - 1]))
+        fail<DataError>("[", who, "] begins[", b, ",", t, "] is ", row[t], ": wants the first of a document's keys, of ", keys,
+                        " in all, and not before that of the query in front");
+    }
+  }
+  check_documents(who, mask.key_begins, 0, 0);
 }
 
 }  // namespace

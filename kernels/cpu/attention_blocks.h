@@ -80,8 +80,8 @@ class Documents {
  public:
   Documents(const AttentionMask& mask, const AttentionShape& s)
       : begins_(mask.has_documents() && s.queries > 0 ? &mask.begins : nullptr),
-        of_keys_(!mask.causal),
-        past_(of_keys_ ? mask.first : s.keys - s.queries),
+        key_begins_(mask.causal ? nullptr : &mask.key_begins),
+        past_(s.keys - s.queries),
         whole_{0, s.queries, 0, s.keys} {}
   Documents(AttentionMask&&, const AttentionShape&) = delete;  // it keeps a pointer to the mask's begins
 
@@ -89,12 +89,13 @@ class Documents {
   template <class F>
   void for_each(int64_t b, F&& f) const {
     if (!begins_) return f(whole_);
-    if (of_keys_) {
+    if (key_begins_) {
       for (int64_t key = 0; key < whole_.keys;) {
-        const Document d = from_row(b, key);
+        const Document d = from_key(b, key);
         f(d);
         key = d.first_key + d.keys;
       }
+      if (const Document none = from_key(b, whole_.keys); none.queries > 0) f(none);
       return;
     }
     if (const int64_t unseen = at(b, 0).first_key; unseen > 0) f(Document{0, 0, 0, unseen});
@@ -120,21 +121,26 @@ class Documents {
   }
 
  private:
-  /// The document of query t.
-  Document at(int64_t b, int64_t t) const { return from_row(b, of_keys_ ? t + past_ : t); }
-  /// That of the token whose begin is number i, where the document goes on from there.
-  SHEAF_INLINE Document from_row(int64_t b, int64_t i) const {
-    const int32_t* row = begins_->as<int32_t>() + b * begins_->strides[0];
-    const int64_t rows = begins_->shape[1], begin = row[i];
-    while (i < rows && row[i] == begin) ++i;
-    const int64_t end = of_keys_ ? i : i + past_, first = std::clamp<int64_t>(begin - past_, 0, whole_.queries),
-                  behind = std::clamp<int64_t>(end - past_, 0, whole_.queries);
-    return {first, behind - first, begin, end - begin};
+  static const int32_t* row(const View& begins, int64_t b) { return begins.as<int32_t>() + b * begins.strides[0]; }
+  /// The document of query t, from there on.
+  SHEAF_INLINE Document at(int64_t b, int64_t t) const {
+    const int32_t* begins = row(*begins_, b);
+    const int64_t begin = begins[t];
+    if (key_begins_) return from_key(b, begin);
+    while (t < whole_.queries && begins[t] == begin) ++t;
+    const int64_t first = std::max<int64_t>(begin - past_, 0);
+    return {first, t - first, begin, t + past_ - begin};
+  }
+  /// The document that begins at this key, without a causal mask.
+  SHEAF_INLINE Document from_key(int64_t b, int64_t key) const {
+    const int32_t *queries = row(*begins_, b), *keys = row(*key_begins_, b);
+    const auto [first, behind] = std::equal_range(queries, queries + whole_.queries, static_cast<int32_t>(key));
+    return {first - queries, behind - first, key, std::upper_bound(keys + key, keys + whole_.keys, static_cast<int32_t>(key)) - keys - key};
   }
 
-  const View* begins_;
-  bool of_keys_;  // begins are those of keys, not of queries
-  int64_t past_;  // keys before the first query's own
+  const View* begins_;      // of queries
+  const View* key_begins_;  // null with a causal mask
+  int64_t past_;            // keys before the first query's own
   Document whole_;
 };
 

@@ -17,10 +17,9 @@ struct Problem {
   int64_t window;  ///< at most as many as keys
   double scale;
   double softcap;  ///< of scores; 0: none
-  int64_t first;   ///< documents without a causal mask: the token that query 0 is
 
-  /// Keys before the first query's own; less than 0 if some queries see none.
-  __host__ __device__ int64_t past() const { return causal ? keys - queries : first; }
+  /// With a causal mask, keys before the first query's own; less than 0 if some queries see none.
+  __host__ __device__ int64_t past() const { return keys - queries; }
   /// The number of keys, from the first on, that query t sees.
   __host__ __device__ int64_t visible(int64_t t) const {
     if (!causal) return keys;
@@ -99,42 +98,48 @@ struct Document {
   }
 };
 
-/// Where the document of each query or, without a causal mask, of each key begins, i32[B, T] or [B, S], dense in the last dimension;
-/// null if a sequence is one document.
+/// Where the documents of queries and, without a causal mask, of keys begin, i32[B, T] and [B, S], dense in the last dimension; null if
+/// a sequence is one document.
 struct Begins {
-  const int32_t* data = nullptr;
-  int64_t batch = 0;  ///< stride
+  const int32_t *data = nullptr, *keys = nullptr;
+  int64_t batch = 0, key_batch = 0;  ///< strides
   explicit Begins(const AttentionMask& mask) {
-    if (mask.has_documents() && mask.begins.numel() > 0)
-      data = mask.begins.as<const int32_t>(), batch = mask.begins.strides[0];
+    if (!mask.has_documents() || mask.begins.numel() == 0) return;
+    data = mask.begins.as<const int32_t>(), batch = mask.begins.strides[0];
+    if (!mask.causal) keys = mask.key_begins.as<const int32_t>(), key_batch = mask.key_begins.strides[0];
   }
-  /// The document of query t. Whatever values `begins` has, t is in it.
-  __device__ Document of_query(const Problem& p, int64_t b, int64_t t) const { return of_row(p, b, p.causal ? t : t + p.past()); }
-  /// The document of key s. Keys that no query sees are in documents without queries.
+  /// The document of query t. Whatever the values are, t is in it, and none of its rows is outside of the operands.
+  __device__ Document of_query(const Problem& p, int64_t b, int64_t t) const {
+    const int32_t* row = data + b * batch;
+    const int64_t begin = row[t], behind = end_of(row, t + 1, p.queries, begin);
+    if (!p.causal) {
+      const int64_t key = begin < 0 ? 0 : begin < p.keys ? begin : p.keys;
+      return {end_of(row, 0, t, begin - 1), behind, key, end_of(keys + b * key_batch, key, p.keys, begin)};
+    }
+    const int64_t itself = t + p.past(), key = begin < 0 ? 0 : begin < itself ? begin : itself, first = key - p.past();
+    return {first < 0 ? 0 : first, behind, key, behind + p.past()};
+  }
+  /// The document of key s, which is in it. Keys that no query sees are in documents without queries.
   __device__ Document of_key(const Problem& p, int64_t b, int64_t s) const {
-    if (!p.causal || s >= p.past()) return of_row(p, b, p.causal ? s - p.past() : s);
+    if (!p.causal) {
+      const int32_t *row = data + b * batch, *key_row = keys + b * key_batch;
+      const int64_t begin = key_row[s], first = end_of(row, 0, p.queries, begin - 1);
+      return {first, end_of(row, first, p.queries, begin), begin < 0 ? 0 : begin < s ? begin : s, end_of(key_row, s + 1, p.keys, begin)};
+    }
+    if (s >= p.past()) return of_query(p, b, s - p.past());
     const Document first = of_query(p, b, 0);
     return s < first.first_key ? Document{0, 0, 0, first.first_key} : first;
   }
 
  private:
-  /// That of the token whose begin is number i.
-  __device__ Document of_row(const Problem& p, int64_t b, int64_t i) const {
-    const int32_t* row = data + b * batch;
-    const int64_t begin = row[i], key_of_row = p.causal ? p.past() : 0;
-    int64_t low = i + 1, high = p.causal ? p.queries : p.keys;  // the first token after it is in [low, high]
+  /// The first of rows [low, high) whose document begins after `begin`; `high` if there is none.
+  __device__ static int64_t end_of(const int32_t* row, int64_t low, int64_t high, int64_t begin) {
     while (low < high) {
       const int64_t middle = (low + high) / 2;
       if (row[middle] > begin) high = middle;
       else low = middle + 1;
     }
-    const int64_t itself = i + key_of_row, key = begin < 0 ? 0 : begin < itself ? begin : itself, behind = low + key_of_row;
-    return {query_from(p, key), query_from(p, behind), key, behind};
-  }
-  /// The first query that is token `key` or one after it.
-  __device__ static int64_t query_from(const Problem& p, int64_t key) {
-    const int64_t t = key - p.past();
-    return t < 0 ? 0 : t < p.queries ? t : p.queries;
+    return low;
   }
 };
 
@@ -251,7 +256,7 @@ void visit_widths(const char* who, const View& q, const View& v, F&& f) {
 
 inline Problem problem_of(const View& q, const View& k, const AttentionMask& mask, double scale) {
   return {q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], mask.causal,
-          mask.window < k.shape[1] ? mask.window : k.shape[1], scale, mask.softcap, mask.first};
+          mask.window < k.shape[1] ? mask.window : k.shape[1], scale, mask.softcap};
 }
 
 }  // namespace sheaf::kernels::cuda::attention_tiles

@@ -81,9 +81,9 @@ void expect_parts_are_the_whole(const ContextCase& c, const std::vector<int64_t>
     const auto gradient = [&](int64_t width) { return Place(Array(d, {c.batch, c.keys(end), c.key_heads, width})); };
     const Place dk = gradient(c.width), dv = gradient(c.value_width);
     const auto part = [&](const View& x) { return rows_of(x, 1, begin, end); };
-    const View documents = c.documents.empty() ? View() : c.causal ? part(at) : View(at);
+    const View documents = c.documents.empty() ? View() : part(at);
     kernels::AttentionMask mask(c.causal, documents, c.window);
-    mask.first = begin;
+    if (mask.has_documents() && !c.causal) mask.key_begins = at;
     compute(AttentionOperands{part(q), rows_of(k, 1, 0, c.keys(end)), rows_of(v, 1, 0, c.keys(end)), part(dout), documents,
                               part(to.out), rows_of(to.lse, 2, begin, end), part(to.dq), dk, dv}, mask);
     return Gradients{dk.back(), dv.back()};

@@ -27,14 +27,24 @@ struct Mask {
   int64_t window = 0;
   double factor = 1.5;
   double softcap = 0;
+  int64_t seen_keys = 0;  ///< not 0: of each sequence these keys are a document, and those behind them another one
 
-  AttentionMask with(const View& documents) const { return {causal, begins.empty() ? View() : documents, window, softcap}; }
+  AttentionMask with(const View& documents, const View& of_keys) const {
+    AttentionMask m(causal, begins.empty() ? View() : documents, window, softcap);
+    if (seen_keys) m.key_begins = of_keys;
+    return m;
+  }
   Array documents() const {
     Array out(kI32, {std::ssize(begins), begins.empty() ? 0 : std::ssize(begins[0])});
     out.fill([&](int64_t i) {
       const int64_t queries = std::ssize(begins[0]);
       return static_cast<double>(begins[static_cast<size_t>(i / queries)][static_cast<size_t>(i % queries)]);
     });
+    return out;
+  }
+  Array documents_of_keys(int64_t keys) const {
+    Array out(kI32, {std::ssize(begins), keys});
+    out.fill([&](int64_t i) { return i % keys < seen_keys ? 0 : static_cast<double>(seen_keys); });
     return out;
   }
 };
@@ -50,12 +60,12 @@ double scale_of(const Sizes& s, const Mask& mask) { return mask.factor / std::sq
 Results run(bool decode, const Sizes& s, const View& q, const View& k, const View& v, const Mask& mask,
             const Shape& out_strides = {}, const Shape& lse_strides = {}) {
   const Array out(q.dtype, s.out(), out_strides), lse(kF32, s.lse(), lse_strides);
-  const OnGpu on_out(out), on_lse(lse), begins(mask.documents());
-  const AttentionMask on_gpu = mask.with(begins);
+  const OnGpu on_out(out), on_lse(lse), begins(mask.documents()), of_keys(mask.documents_of_keys(s.keys));
+  const AttentionMask on_gpu = mask.with(begins, of_keys);
   if (decode) {
     EXPECT_TRUE(decode::takes(without_data(q), without_data(v)));
     const GpuScratch scratch(decode::attention_workspace(without_data(q), without_data(k), without_data(v),
-                                                         mask.with(without_data(begins))));
+                                                         mask.with(without_data(begins), without_data(of_keys))));
     decode::attention(OnGpu::stream(), q, k, v, on_gpu, scale_of(s, mask), on_out, on_lse, scratch);
     Results got{on_out.back(), on_lse.back()};
     EXPECT_TRUE(gaps_kept(out, got.out) && gaps_kept(lse, got.lse)) << s.to_string();
@@ -76,8 +86,8 @@ void expect_the_cpus(DType d, const Sizes& s, const Mask& mask) {
   EXPECT_TRUE(same(got, run(false, s, q, k, v, mask))) << where;
 
   const Array q64 = in_f64(in.q), k64 = in_f64(in.k), v64 = in_f64(in.v), out(kF64, s.out()), lse(kF64, s.lse()),
-              begins = mask.documents();
-  const AttentionMask on_host = mask.with(begins);
+              begins = mask.documents(), of_keys = mask.documents_of_keys(s.keys);
+  const AttentionMask on_host = mask.with(begins, of_keys);
   cpu::attention(q64, k64, v64, on_host, scale_of(s, mask), out, lse,
                  Scratch(cpu::attention_workspace(q64, k64, v64, on_host, out, lse)));
   EXPECT_LT(scaled_error(got.out, values(out)), (d == kF32 ? 20 : 2) * epsilon(d)) << where;
@@ -153,6 +163,9 @@ TEST(CudaAttentionDecode, DocumentsMatchTheCpu) {
       expect_the_cpus(kBF16, {1, 1, 1000, 2 * group, 2, 8}, {.begins = {{321}}, .window = window});
     }
   for (const DType d : {kF32, kF16}) expect_the_cpus(d, {2, 5, 5, 4, 2, 8}, {.causal = false, .begins = {{0, 0, 2, 2, 4}, {0, 0, 0, 0, 0}}});
+  for (const DType d : {kF32, kF16})
+    for (const int64_t seen : {70, 300, 600})
+      expect_the_cpus(d, {2, 5, 700, 4, 2, 8}, {.causal = false, .begins = {{0, 0, seen, seen, 700}, {0, 0, 0, 0, 0}}, .seen_keys = seen});
 }
 
 TEST(CudaAttentionDecode, QueriesThatSeeNothingGiveZeros) {

@@ -67,8 +67,8 @@ TEST(CudaAttentionShards, WhatIsNoBeginOfADocumentDoesNoHarm) {
     Array of_keys(kI32, {1, 150});
     of_keys.fill([&](int64_t t) { return negative ? -5.0 : static_cast<double>(1000 + t); });
     const OnGpu on_keys(of_keys);
-    AttentionMask both_ways(false, on_keys);
-    both_ways.first = 40;
+    AttentionMask both_ways(false, on);
+    both_ways.key_begins = on_keys;
     for (const AttentionMask& mask : {AttentionMask(true, on), AttentionMask(true, on, 30), both_ways}) {
       blocked::attention(OnGpu::stream(), q, k, v, mask, 1, out, lse);
       blocked::attention_backward(OnGpu::stream(), q, k, v, out, lse, dout, mask, 1, dq, dk, dv,

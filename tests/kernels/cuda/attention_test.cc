@@ -163,6 +163,19 @@ TEST(CudaAttention, DocumentsWithoutACausalMask) {
     expect_the_cpus(d, {2, 150, 150, 2, 1, width, value_width}, {false, on}, {false, begins});
 }
 
+TEST(CudaAttention, DocumentsOfOtherKeys) {
+  SHEAF_NEEDS_GPU();
+  // Of 150 queries and 200 keys; the last queries of the first sequence see none, nor does a query its second document of keys.
+  Array begins(kI32, {2, 150}), of_keys(kI32, {2, 200});
+  begins.fill([](int64_t t) { return t >= 150 || t < 20 ? 0 : t < 30 ? 120 : t < 145 ? 130 : 200; });
+  of_keys.fill([](int64_t s) { return s >= 200 ? (s < 290 ? 0 : 90) : s < 70 ? 0 : s < 120 ? 70 : s < 130 ? 120 : 130; });
+  const OnGpu on(begins), keys_on(of_keys);
+  AttentionMask mask(false, on), on_host(false, begins);
+  mask.key_begins = keys_on, on_host.key_begins = of_keys;
+  for (const auto& [d, width, value_width] : {std::tuple{kF32, 16, 16}, {kF64, 16, 40}, {kBF16, 64, 64}, {kF16, 136, 136}})
+    expect_the_cpus(d, {2, 150, 200, 2, 1, width, value_width}, mask, on_host);
+}
+
 TEST(CudaAttention, QueriesThatSeeNothingGiveZeros) {
   SHEAF_NEEDS_GPU();
   const Sizes s{1, 70, 3, 1, 1, 8, 12};
