@@ -51,9 +51,10 @@ TEST(Translator, HasTheSameGradientsOnAllRanksAndWithAnyPadding) {
       Translator model(/*layers=*/2, /*width=*/16, /*heads=*/4, kVocab, kLongest + 1);
       shard(model, mesh, {.tensor_axis = "model", .units = nn::units_of<EncoderBlock, DecoderBlock>()});
       materialize(model, world.device(), {.seed = 1});
-      Layout rows(mesh.spec, Placement::shard(0));
-      Recording recording;
-      recording.backward(loss_of(model, words(0, 7, padding), rows));
+      {
+        Recording recording;
+        recording.backward(loss_of(model, words(0, 7, padding), Layout(mesh.spec, Placement::shard(0))));
+      }
       expect_gradients(model, expected, world.rank(), str(data, " x ", model_ranks, " padded by ", padding));
     });
 }

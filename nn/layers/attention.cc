@@ -115,11 +115,12 @@ Tensor SelfAttention::with_whole_keys(const Tensor& qkv_BTE, int64_t units) cons
   return pack_heads(q_BTE, whole, heads, kv_heads, units / kv_heads);
 }
 
-Tensor SelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const Tensor& begins_BT) {
-  check<ConfigError>(!cache || !begins_BT, "[attention] '", path(), "': the tokens of a cache are one document");
+Tensor SelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const Tensor& given_begins_BT) {
+  check<ConfigError>(!cache || !given_begins_BT, "[attention] '", path(), "': the tokens of a cache are one document");
   check<ConfigError>(causal || !cache, "[attention] '", path(), "' is not causal: tokens in a cache would have to see those that follow");
   const Tensor rows_BT = cache ? cache->begins(x_BTC.size(1)) : Tensor();
   const TensorRegion region(x_BTC, qkv.weight);
+  const Tensor begins_BT = region.enter_begins(given_begins_BT);
   // If more ranks share a layer, or a sequence, than there are key heads, some have copies.
   int64_t keys = qkv.weight.cut_axis() < 0 ? kv_heads : qkv.weight.cut()->granule();
   const bool gathers = context_comm == ContextComm::all_gather;

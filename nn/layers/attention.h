@@ -47,9 +47,9 @@ int64_t head_units(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t ra
 Tensor document_begins(const Tensor& tokens_BT, int64_t end_of_text);
 
 /// Multi-head attention of each token to itself and those before it (Vaswani et al., https://arxiv.org/abs/1706.03762): [B, T, C]
-/// → [B, T, C]. With a cache, the T tokens follow those that it has read, and are appended to it. With `begins` (document_begins),
-/// a token attends only to its own document; not with a cache, whose tokens are one document. With a window it attends to itself
-/// and the window - 1 tokens before it, including those in the cache.
+/// → [B, T, C]. With a cache, the T tokens follow those that it has read, and are appended to it. With `begins` (document_begins, or
+/// where documents begin, cut like x), a token attends only to its own document; not with a cache, whose tokens are one document. With a
+/// window it attends to itself and the window - 1 tokens before it, including those in the cache.
 ///
 /// With AttentionConfig::causal = false each token attends to all of its sequence, as in encoders (Devlin et al.,
 /// https://arxiv.org/abs/1810.04805), or of its document, on every mesh like causal attention. ConfigError for a window, and in the call

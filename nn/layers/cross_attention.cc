@@ -60,7 +60,7 @@ Tensor CrossAttention::forward(const Tensor& x_BTC, const Tensor& memory_BSM, co
     of_all = chunk(whole_keys_values(kv_BSGD, heads / kv_heads), 2, 2);
   }
   AttentionOptions options{.causal = false, .scale = scale};
-  if (key_begins_BS) options.key_begins = whole_sequences(region.enter(key_begins_BS, /*in_pieces=*/false));
+  options.key_begins = region.enter_begins(key_begins_BS);
   if (begins_BT) options.begins = region.enter(begins_BT, /*in_pieces=*/false);
   const Tensor mixed_BTHD = attention(q_BTHD, of_all[0], of_all[1], options);
   return dropout(projection(reshape(mixed_BTHD, {b, t, heads * head_dim}), region.output_layout()));

@@ -66,10 +66,11 @@ DeltaRuleResult GatedDeltaNet::read(const Tensor& qkv_BTF, const Tensor& rates_B
   return gated_delta_rule(qkv_BTF, decay_BTH, sigmoid(parts[0]), options);
 }
 
-Tensor GatedDeltaNet::forward(const Tensor& x_BTC, KeyValueCache* cache, const Tensor& begins_BT) {
-  check<ConfigError>(!cache || !begins_BT, "[delta_net] '", path(), "': the tokens of a cache are one document");
+Tensor GatedDeltaNet::forward(const Tensor& x_BTC, KeyValueCache* cache, const Tensor& given_begins_BT) {
+  check<ConfigError>(!cache || !given_begins_BT, "[delta_net] '", path(), "': the tokens of a cache are one document");
   const DeltaNetConfig& c = config;
   const TensorRegion region(x_BTC, qkv.weight);
+  const Tensor begins_BT = region.enter_begins(given_begins_BT);
   const Tensor in_BTC = region.enter(x_BTC, qkv.fp8 == Fp8::none);
   ContextRegion context, of_rates;
   const auto enter = [&](ContextRegion& into, const OwnershipMap& cut) { return region ? OutputLayout() : into.output_layout(cut); };

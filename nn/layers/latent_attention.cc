@@ -55,10 +55,11 @@ Tensor LatentAttention::rotated(const Tensor& x_BTE, int64_t heads, KeyValueCach
                  packed);
 }
 
-Tensor LatentAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const Tensor& begins_BT) {
-  check<ConfigError>(!cache || !begins_BT, "[latent_attention] '", path(), "': the tokens of a cache are one document");
+Tensor LatentAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const Tensor& given_begins_BT) {
+  check<ConfigError>(!cache || !given_begins_BT, "[latent_attention] '", path(), "': the tokens of a cache are one document");
   const LatentAttentionConfig& c = config;
   const TensorRegion region(x_BTC, projection.weight);
+  const Tensor begins_BT = region.enter_begins(given_begins_BT);
   const Tensor latents_BTL = region.enter(latents(x_BTC), /*in_pieces=*/false);
   const auto parts = split(latents_BTL, {c.q_lora_rank, c.kv_lora_rank + c.qk_rope_head_dim}, 2);
   const bool gathers = context_comm == ContextComm::all_gather;

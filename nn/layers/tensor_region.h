@@ -5,6 +5,7 @@
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
+#include "sheaf/nn/layers/context_region.h"
 #include "sheaf/nn/parameter.h"
 
 namespace sheaf::nn {
@@ -34,6 +35,10 @@ class TensorRegion {
   /// x on every rank, by gather_again().
   Tensor enter(const Tensor& x, bool in_pieces = true) const {
     return is_cut(x) ? gather_again(x, x.layout().with(axis_, Placement::replicate()), in_pieces) : x;
+  }
+  /// Where the documents begin of rows that enter(), i32[B, T] placed as x or whole: for attention, which sees whole sequences.
+  Tensor enter_begins(const Tensor& begins_BT) const {
+    return begins_BT ? whole_sequences(enter(begins_BT, /*in_pieces=*/false)) : begins_BT;
   }
   /// Where the last layer's result goes, for that layer: the sum of the ranks' addends is placed as x was, by a reduce_scatter where
   /// tokens are cut, an all_gather in the backward.

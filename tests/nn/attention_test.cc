@@ -77,8 +77,10 @@ struct Way {
   Strategy strategy = Strategy::full_shard;
 };
 
+enum class Documents { none, on_all_ranks, like_tokens };
+
 // The output and the gradients of sum(y * c), with everything that attention may have.
-Values values_on(const Way& way, bool documents) {
+Values values_on(const Way& way, Documents documents) {
   Values out;
   int ranks = 1;
   for (const auto& axis : way.axes) ranks *= axis.size;
@@ -105,7 +107,10 @@ Values values_on(const Way& way, bool documents) {
                  factors = redistribute(randn({kF64, {3, 7, 12}, {}}, Key{2}), layout);
     std::vector<int64_t> ends;  // of documents: tokens 3 of all rows and 1 of the first, and the last one
     for (int64_t i = 0; i < 3 * 7; ++i) ends.push_back(i % 7 != 3 && i != 1 && i != 20);
-    const Tensor tokens = redistribute(Tensor::from(ends, {3, 7}), layout), begins = documents ? nn::document_begins(tokens, 0) : Tensor();
+    const Tensor tokens = redistribute(Tensor::from(ends, {3, 7}), layout);
+    Tensor begins;
+    if (documents == Documents::on_all_ranks) begins = nn::document_begins(tokens, 0);
+    if (documents == Documents::like_tokens) begins = redistribute(document_begins(Tensor::from(ends, {3, 7}), 0), layout);
     nn::KeyValueCache* const none = nullptr;
     {
       Recording recording;
@@ -120,7 +125,7 @@ Values values_on(const Way& way, bool documents) {
   return out;
 }
 
-void expect_same_on_every_mesh(bool documents) {
+void expect_same_on_every_mesh(Documents documents) {
   const Values expected = values_on({{{"data", 1}}, Strategy::replicate}, documents);
   const Way ways[] = {{{{"data", 2}}},
                       {{{"data", 3}}, Strategy::replicate},
@@ -143,8 +148,9 @@ void expect_same_on_every_mesh(bool documents) {
   }
 }
 
-TEST(AttentionOfAll, HasTheSameGradientsOnEveryMesh) { expect_same_on_every_mesh(false); }
-TEST(AttentionOfAll, HasTheSameGradientsOfDocumentsOnEveryMesh) { expect_same_on_every_mesh(true); }
+TEST(AttentionOfAll, HasTheSameGradientsOnEveryMesh) { expect_same_on_every_mesh(Documents::none); }
+TEST(AttentionOfAll, HasTheSameGradientsOfDocumentsOnEveryMesh) { expect_same_on_every_mesh(Documents::on_all_ranks); }
+TEST(AttentionOfAll, TakesDocumentsThatAreCutLikeTokens) { expect_same_on_every_mesh(Documents::like_tokens); }
 
 // Rows of 3 and 5 tokens, the former padded.
 TEST(AttentionOfAll, DoesNotSeePadding) {
