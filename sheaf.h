@@ -44,6 +44,7 @@
 #include "sheaf/models/token_stream.h"
 #include "sheaf/models/tokenizer.h"
 #include "sheaf/models/training_windows.h"
+#include "sheaf/nn/as_constants.h"
 #include "sheaf/nn/clip_grad_norm.h"
 #include "sheaf/nn/direction.h"
 #include "sheaf/nn/fp8.h"

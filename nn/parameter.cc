@@ -48,7 +48,8 @@ Tensor Parameter::value() const {
   if (!state_) return {};
   if (state_->blocks) return dequantize(in_blocks(), *state_->blocks, state_->dtype);
   if (!state_->unit) no_value("parameter", state_->name, state_->dtype, state_->shape);
-  return state_->unit->value(state_->index);
+  const Tensor value = state_->unit->value(state_->index);
+  return state_->constant_scopes ? stop_gradient(value) : value;
 }
 
 Tensor Parameter::in_blocks() const {

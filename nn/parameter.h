@@ -122,6 +122,7 @@ class Parameter : public TensorOperand {
     std::string name;
     std::shared_ptr<Unit> unit;
     int index = -1;
+    int constant_scopes = 0;  ///< AsConstants that live
   };
   /// Two handles are the same leaf if they share a record.
   const State* id() const { return state_.get(); }
