@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <typeinfo>
 #include <unordered_set>
 
 #include "sheaf/autograd/ops.h"
@@ -101,11 +100,10 @@ void ModuleScope::leave() {
   else if (module_->schedule_) module_->schedule_->leave_scope();
 }
 
-std::string Module::type_name() const {
+std::string type_name(const std::type_info& type) {
   int status = 0;
-  const char* mangled = typeid(*this).name();
-  char* text = abi::__cxa_demangle(mangled, nullptr, nullptr, &status);
-  std::string out = status == 0 ? text : mangled;
+  char* text = abi::__cxa_demangle(type.name(), nullptr, nullptr, &status);
+  std::string out = status == 0 ? text : type.name();
   std::free(text);
   return out;
 }

@@ -32,6 +32,7 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -48,6 +49,9 @@ class MeshSpec;
 namespace nn {
 
 class Module;
+
+/// How C++ writes the type, for messages.
+std::string type_name(const std::type_info& type);
 
 /// Walks a module's fields in the order of SHEAF_FIELDS. path() is the path of what is being visited, "" at the start.
 class Visitor {
@@ -217,7 +221,7 @@ class Module {
   /// The unit whose scope is this module, or null.
   const std::shared_ptr<Unit>& unit() const { return unit_; }
   /// The C++ type, for messages.
-  std::string type_name() const;
+  std::string type_name() const { return nn::type_name(typeid(*this)); }
 
   /// Set by shard(): a mark that materialize() turns into a unit.
   struct UnitMark;

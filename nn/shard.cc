@@ -1,6 +1,7 @@
 #include "sheaf/nn/shard.h"
 
 #include <algorithm>
+#include <set>
 #include <unordered_set>
 
 #include "sheaf/distributed/pipeline.h"
@@ -32,8 +33,11 @@ UnitPolicy UnitPolicy::of_at_least(int64_t parameters) {
 struct UnitMarker : Visitor {
   const UnitPolicy& policy;
   const Mark& mark;
-  std::unordered_set<std::string> missing, known;
+  std::unordered_set<std::string> missing;
+  std::set<std::string> known;
   std::unordered_set<const Parameter::State*> counted;
+  std::set<std::string> types;  // of modules
+  bool none_chosen = true;
   int64_t unclaimed = 0;  // elements of leaves that no unit has claimed yet, in the module being visited
 
   UnitMarker(const UnitPolicy& p, const Mark& m) : policy(p), mark(m), missing(p.paths_.begin(), p.paths_.end()) {}
@@ -46,9 +50,11 @@ struct UnitMarker : Visitor {
   void module(Module& m) override {
     const std::string here = path();
     known.insert(here);
+    types.insert(m.type_name());
     if (ModuleAccess::mark(m)) {  // an inner call has claimed it, with its submodules
       if (missing.erase(here))
         fail<ConfigError>("[shard] '", here, "' is sharded by a call of its own already");
+      none_chosen = false;
       return;
     }
     const int64_t before = std::exchange(unclaimed, 0);
@@ -57,18 +63,30 @@ struct UnitMarker : Visitor {
     if (listed || (policy.predicate_ && policy.predicate_(m, here)) ||
         (policy.minimum_ > 0 && unclaimed >= policy.minimum_)) {
       ModuleAccess::mark(m) = mark;
+      none_chosen = false;
       unclaimed = 0;
     }
     unclaimed += before;
   }
 
-  void finish() const {
-    if (missing.empty()) return;
-    std::vector<std::string> names(known.begin(), known.end());
-    std::sort(names.begin(), names.end());
+  void finish(Module& root) const {
+    if (!missing.empty()) fail<ConfigError>("[shard] no module at '", *missing.begin(), "'; there are: ", list(known));
+    // The root is a unit anyway; a minimum may be more than the model has.
+    if (!none_chosen || !policy.predicate_ || policy.predicate_(root, "")) return;
+    const bool by_type = !policy.types_.empty();
+    const std::string all = known.empty() ? "no modules" : by_type ? "modules of types " + list(types, ", ") : "modules " + list(known);
+    std::set<std::string> wanted;
+    for (const std::type_info* type : policy.types_) wanted.insert(type_name(*type));
+    const std::string chosen_by = by_type ? "units_of<" + list(wanted, ", ") + ">()" : "the predicate";
+    fail<ConfigError>("[shard] ShardOptions::units: ", chosen_by, " chooses no module of this ", root.type_name(), ", which has ", all,
+                      "; for one unit leave `units` out");
+  }
+
+ private:
+  static std::string list(const std::set<std::string>& names, const char* between = " ") {
     std::string all;
-    for (const std::string& n : names) all += (all.empty() ? "" : " ") + n;
-    fail<ConfigError>("[shard] no module at '", *missing.begin(), "'; there are: ", all);
+    for (const std::string& n : names) all += (all.empty() ? "" : between) + n;
+    return all;
   }
 };
 
@@ -317,7 +335,7 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   const auto shared = std::make_shared<const nn::Module::UnitMark>(mark);
   nn::UnitMarker marker(options.units, shared);
   module.visit(marker);
-  marker.finish();
+  marker.finish(module);
   attention.cut();
   if (axes.stages >= 0) mark_stages(module, options, shared, axes.stages);
   ModuleAccess::mark(module) = shared;

@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <typeinfo>
 #include <vector>
 
 #include "sheaf/autograd/ops.h"
@@ -24,7 +25,7 @@ namespace sheaf {
 namespace nn {
 
 /// Which modules below the sharded one become separate units. Modules that an inner shard() has claimed are unchanged, including
-/// their submodules.
+/// their submodules. ConfigError if none is chosen by type or by a predicate: without a policy there is one unit.
 class UnitPolicy {
  public:
   using Predicate = std::function<bool(Module& module, const std::string& path)>;
@@ -39,7 +40,10 @@ class UnitPolicy {
 
  private:
   friend struct UnitMarker;
+  template <class M>
+  friend UnitPolicy units_of();
   Predicate predicate_;
+  std::vector<const std::type_info*> types_;  ///< that the predicate asks for
   std::vector<std::string> paths_;
   int64_t minimum_ = -1;
 };
@@ -48,7 +52,9 @@ class UnitPolicy {
 template <class... M>
   requires(sizeof...(M) > 0)
 UnitPolicy units_of() {
-  return UnitPolicy([](Module& m, const std::string&) { return ((dynamic_cast<M*>(&m) != nullptr) || ...); });
+  UnitPolicy policy([](Module& m, const std::string&) { return ((dynamic_cast<M*>(&m) != nullptr) || ...); });
+  policy.types_ = {&typeid(M)...};
+  return policy;
 }
 inline UnitPolicy units_at(std::vector<std::string> paths) { return UnitPolicy::at(std::move(paths)); }
 inline UnitPolicy units_of_at_least(int64_t parameters) { return UnitPolicy::of_at_least(parameters); }

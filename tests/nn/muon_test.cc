@@ -261,7 +261,7 @@ TEST(Muon, MatricesOfEqualShapeAreOneBatch) {
 // Two matrices of 6 million elements at once, on each rank.
 TEST(Muon, WhatARankComputesAtOnceIsBounded) {
   const auto expect = [](std::vector<MeshSpec::Axis> axes, const std::vector<int64_t>& expected) {
-    on({std::move(axes), Strategy::full_shard}, [&](World&, const Mesh& mesh, const ShardOptions& options) {
+    on({std::move(axes), Strategy::full_shard, /*one_unit=*/true}, [&](World&, const Mesh& mesh, const ShardOptions& options) {
       Pile pile(9);
       shard(pile, mesh, options);
       materialize(pile, Device::meta());

@@ -44,9 +44,11 @@ class Run {
       return config.units >> (std::find(modules_.begin(), modules_.end(), &m) - modules_.begin()) & 1;
     };
     const bool secondary = config.secondary && config.replicas > 0 && config.strategy != std::string("replicate");
+    const bool any = std::ranges::any_of(modules_, [&](nn::Module* m) { return chosen(*m, ""); });
     if (world)
-      shard(root_, mesh_, {.replica_axis = config.replicas ? "replica" : "", .secondary = secondary, .units = nn::units_where(chosen),
-                           .strategy = config.strategy, .prefetch_bytes = config.prefetch});
+      shard(root_, mesh_, {.replica_axis = config.replicas ? "replica" : "", .secondary = secondary,
+                           .units = any ? nn::units_where(chosen) : nn::UnitPolicy(), .strategy = config.strategy,
+                           .prefetch_bytes = config.prefetch});
     for (size_t m = 1; m < modules_.size(); ++m)
       if (config.recompute >> m & 1) modules_[m]->recompute(config.how);
     materialize(root_, device, {.seed = program.seed, .dtype = config.dtype});

@@ -11,6 +11,7 @@
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/nn/state_dict.h"
+#include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/nn/nets.h"
 
 namespace sheaf {
@@ -81,6 +82,40 @@ TEST(Shard, UnknownPathsAxesAndStrategiesAreNamed) {
     EXPECT_THROW(StrategyChoice("fsdp"), ConfigError);
     EXPECT_EQ(StrategyChoice("shard_grad_op").value, Strategy::shard_grad_op);
   });
+}
+
+struct Lone : nn::Module {
+  nn::Parameter weight{{3}, nn::Init::ones()};
+  SHEAF_FIELDS(weight);
+};
+
+// Else the model would silently be one unit.
+TEST(Shard, ByAPolicyThatChoosesNothingIsRefused) {
+  const auto message = [](nn::Module& m, const nn::UnitPolicy& units) {
+    return message_of<ConfigError>(ExitCode::kConfig, [&] { shard(m, Mesh{}, {.units = units}); });
+  };
+  TinyModel m(1);
+  Lone lone;
+  EXPECT_THAT(message(m, nn::units_of<nn::Dropout>()),
+              HasSubstr("[shard] ShardOptions::units: units_of<sheaf::nn::Dropout>() chooses no module of this sheaf::testing::TinyModel, which "
+                        "has modules of types sheaf::nn::Embedding, sheaf::nn::LayerNorm, sheaf::nn::Linear, sheaf::testing::TinyBlock; for one "
+                        "unit leave `units` out"));
+  EXPECT_THAT(message(m, nn::units_where([](nn::Module&, const std::string& path) { return path.starts_with("block."); })),
+              HasSubstr("the predicate chooses no module of this sheaf::testing::TinyModel, which has modules blocks.0 blocks.0.down"));
+  EXPECT_THAT(message(lone, nn::units_of<TinyBlock>()), HasSubstr("which has no modules; for one unit"));
+}
+
+// The sharded module is a unit in any case, inner calls have chosen some, and a minimum may be more than there is.
+TEST(Shard, MayBeOneUnitByAPolicy) {
+  TinyModel root(1), inner(1), small(1);
+  shard(root, Mesh{}, {.units = nn::units_of<TinyModel>()});
+  shard(inner.blocks[0], Mesh{});
+  shard(inner, Mesh{}, {.units = nn::units_of<TinyBlock>()});
+  shard(small, Mesh{}, {.units = nn::units_of_at_least(1'000'000)});
+  for (nn::Module* m : {&root, &inner, &small}) materialize(*m);
+  EXPECT_THAT(unit_names(root), ElementsAre(""));
+  EXPECT_THAT(unit_names(inner), ElementsAre("", "blocks.0"));
+  EXPECT_THAT(unit_names(small), ElementsAre(""));
 }
 
 // A call that is refused marks nothing: the next one is as the first.
