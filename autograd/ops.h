@@ -196,7 +196,8 @@ Tensor logsumexp(const Tensor& x, const Dims& dims = {}, bool keepdim = false);
 /// i64 position of the first largest element; no gradient. ShapeError for an empty dimension.
 Tensor argmax(const Tensor& x, int dim = -1, bool keepdim = false);
 /// i64 positions of the k largest elements of the last dimension, in descending order, ties by position: [.., k]. NaN is larger than
-/// all. x is floating (DTypeError) and 0 <= k <= its size (ShapeError); no gradient.
+/// all. x is floating (DTypeError) and 0 <= k <= its size (ShapeError); no gradient. The elements themselves, with their gradient, are
+/// gather(x, -1, top_k(x, k)).
 Tensor top_k(const Tensor& x, int64_t k);
 
 /// x as a constant: no gradient flows back through it. A view, of any placement; for a teacher's output, a target computed from

@@ -235,6 +235,8 @@ const std::vector<OpSample>& op_samples() {
 
       {.op = "gather", .inputs = {{4, 3}, integers({6, 3}, 4)}, .f = [](Args x) { return gather(x[0], 0, x[1]); },
        .exact = true, .rules = {"S1 S1 -> S1", "R S0 -> S0", "P R -> P"}},
+      {.op = "gather", .variant = "the largest", .inputs = {distinct({3, 2, 7})}, .f = [](Args x) { return gather(x[0], -1, top_k(x[0], 4)); },
+       .rules = {"S0 -> S0", "S1 -> S1"}},
       {.op = "scatter_add", .inputs = {{4, 3}, integers({6, 3}, 4), {6, 3}},
        .f = [](Args x) { return scatter_add(x[0], 0, x[1], x[2]); }, .exact = true,
        .rules = {"S1 S1 S1 -> S1", "P S0 S0 -> P", "P R P -> P"}},
