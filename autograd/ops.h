@@ -218,8 +218,9 @@ Tensor transpose(const Tensor& x, int dim0, int dim1);
 Tensor permute(const Tensor& x, const Dims& order);
 /// Repeats dimensions of size 1, and adds dimensions in front, without copying. ShapeError if another size changes.
 Tensor expand(const Tensor& x, const Shape& shape);
-/// Positions [begin, end) of one dimension, negative ones from the end; a view. ShapeError unless 0 <= begin <= end <= its size.
-Tensor slice(const Tensor& x, int dim, int64_t begin, int64_t end);
+/// Positions begin, begin + step, .. below end of one dimension, negative ones from the end; a view. ShapeError unless
+/// 0 <= begin <= end <= its size and step >= 1.
+Tensor slice(const Tensor& x, int dim, int64_t begin, int64_t end, int64_t step = 1);
 /// Views, one after another along `dim`: of these sizes, or `chunks` of equal size. ShapeError if the sizes do not add up to the
 /// dimension's. To visit all positions of a dimension, split it once: the gradients of slices are padded, each to the whole of x,
 /// those of parts are concatenated.

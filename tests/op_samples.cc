@@ -216,6 +216,8 @@ const std::vector<OpSample>& op_samples() {
        .rules = {"S0|4,2,2/2 -> S0", "S1 -> S1"}},
       {.op = "slice", .variant = "parts", .inputs = {{3, 12}}, .f = [](Args x) { return slice(x[0], 1, 6, 12); }, .exact = true,
        .rules = {"S1|6,3,3/3 -> S1|3,3/3", "S0 -> S0"}},
+      {.op = "slice", .variant = "step", .inputs = {{7, 3, 5}},
+       .f = [](Args x) { return slice(slice(x[0], 0, 1, 7, 4), 2, 0, 5, 2); }, .exact = true, .rules = {"S1 -> S1", "P -> P"}},
       {.op = "pad", .inputs = {{4, 5}}, .f = [](Args x) { return pad(x[0], 0, 2, 1); }, .exact = true,
        .rules = {"S1 -> S1", "P -> P"}},
       {.op = "pad", .variant = "value", .inputs = {{4, 5}}, .f = [](Args x) { return pad(x[0], -1, 1, 0, 3); },

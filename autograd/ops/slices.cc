@@ -67,15 +67,16 @@ struct SliceOp {
   struct Attrs {
     int64_t begin, end;
     int64_t dim, size;  ///< size: of the dimension
+    int64_t step = 1;
   };
   static void infer(const Attrs& a, Infer& c) {
     Shape out = c.shape(0);
-    out[static_cast<int>(a.dim)] = a.end - a.begin;
+    out[static_cast<int>(a.dim)] = (a.end - a.begin + a.step - 1) / a.step;
     c.output(c.dtype(0), out);
   }
   static void place(const Attrs& a, Place& p) {
     rules::beside(p, static_cast<int>(a.dim), /*linear=*/true);
-    if (const OwnershipMap* map = p.sharded(); map && map->is_parts() && map->dim() == a.dim)
+    if (const OwnershipMap* map = p.sharded(); map && map->is_parts() && map->dim() == a.dim && a.step == 1)
       if (const auto left = parts_between(*map, a.begin, a.end))
         p.rule({Placement::shard(*map)}, {Placement::shard(*left)});
   }
@@ -84,11 +85,13 @@ struct SliceOp {
     out.strides = in.strides;
     out.data = static_cast<char*>(in.data) + local_share(a.begin, in.shape[dim], a.size) * in.strides[dim] *
                                                  static_cast<int64_t>(size_of(in.dtype));
+    out.strides[dim] *= a.step;
     return true;
   }
   static void vjp(const Attrs& a, Vjp& c);
   static void describe(const Attrs& a, std::string& out) {
     out += str("dim ", a.dim, " [", a.begin, ",", a.end, ")");
+    if (a.step > 1) out += str(" step ", a.step);
   }
 };
 
@@ -134,6 +137,10 @@ struct Pad {
 void SliceOp::vjp(const Attrs& a, Vjp& c) {
   const Type& in = c.input_type(0);
   const int dim = static_cast<int>(a.dim);
+  if (a.step > 1) {
+    const Tensor taken = arange(static_cast<double>(a.begin), static_cast<double>(a.end), static_cast<double>(a.step));
+    return c.set(0, index_add(full_of(in.dual(), 0.0), dim, taken, c.grad()));
+  }
   c.set(0, apply<Pad>({a.begin, a.size - a.end, a.dim, 0.0, CutParts(in, dim)}, c.grad()));
 }
 
@@ -238,7 +245,7 @@ struct Split {
 
 }  // namespace
 
-Tensor slice(const Tensor& x, int dim, int64_t begin, int64_t end) {
+Tensor slice(const Tensor& x, int dim, int64_t begin, int64_t end, int64_t step) {
   const int d = wrap_dim("slice", dim, x.rank());
   const int64_t size = x.shape()[d];
   if (begin < 0) begin += size;
@@ -246,7 +253,9 @@ Tensor slice(const Tensor& x, int dim, int64_t begin, int64_t end) {
   if (begin < 0 || end < begin || end > size)
     fail<ShapeError>("[slice] [", begin, ",", end, ") is not within dimension ", d, " of ",
                      x.type());
-  return begin == 0 && end == size ? x : apply<SliceOp>({begin, end, d, size}, x);
+  if (step < 1) fail<ShapeError>("[slice] step ", step, " along dimension ", d, " of ", x.type(), ": the least is 1");
+  if (step >= end - begin) end = std::min(end, begin + 1), step = 1;  // at most one position
+  return begin == 0 && end == size && step == 1 ? x : apply<SliceOp>({begin, end, d, size, step}, x);
 }
 
 Tensor pad(const Tensor& x, int dim, int64_t before, int64_t after, double value) {

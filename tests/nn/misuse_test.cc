@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "sheaf/autograd/tape_dump.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/nn/layers/linear.h"
 #include "sheaf/tests/core/scratch_folder.h"
@@ -37,6 +38,21 @@ TEST(Sizes, WhoseProductsDoNotFitAreRefused) {
   EXPECT_THROW(reshape(none, {large, large}), ShapeError);
   EXPECT_THROW(expand(numbers({1}), {large * 256, large * 256}), ShapeError);
   EXPECT_EQ(reshape(none, {0, large}).shape(), (Shape{0, large}));
+}
+
+TEST(Slices, HaveSteps) {
+  const Tensor x = numbers({0, 1, 2, 3, 4, 5, 6}), odd = slice(x, 0, 1, 7, 2), rows = slice(reshape(slice(x, 0, 0, 6), {3, 2}), -2, -3, 3, 2);
+  EXPECT_EQ(odd.to_vector<double>(), (std::vector<double>{1, 3, 5}));
+  EXPECT_EQ(odd.storage(), x.storage());
+  EXPECT_EQ(rows.to_vector<double>(), (std::vector<double>{0, 1, 4, 5}));
+  EXPECT_EQ(slice(x, 0, 0, 7, 3).to_vector<double>(), (std::vector<double>{0, 3, 6}));
+  EXPECT_EQ(slice(x, 0, 4, 6, 9).to_vector<double>(), (std::vector<double>{4}));
+  EXPECT_EQ(slice(x, 0, 7, 7, 2).numel(), 0);
+  EXPECT_THAT(error_of([&] { slice(x, 0, 0, 7, 0); }), HasSubstr("[slice] step 0 along dimension 0 of f64[7]: the least is 1"));
+  Recording recording;
+  const Tensor w = recording.watch(numbers({1, 2, 3, 4, 5, 6}));
+  EXPECT_EQ(recording.gradient(sum(square(slice(w, 0, 1, 5, 3))), std::vector{w})[0].to_vector<double>(), (std::vector<double>{0, 4, 0, 0, 10, 0}));
+  EXPECT_THAT(to_json(recording.tape()), HasSubstr("dim 0 [1,5) step 3"));
 }
 
 TEST(Changes, OfWhatHasAGradientAreRefused) {
