@@ -3,6 +3,7 @@
 #include <functional>
 #include <string_view>
 #include <ranges>
+#include <unordered_set>
 #include <utility>
 
 #include "sheaf/autograd/ops.h"
@@ -13,14 +14,13 @@ namespace sheaf {
 
 void Recording::backward(const Tensor& loss, const BackwardOptions& options) {
   expect_can_differentiate("backward");
-  const ValueId v = value_of(loss);
-  if (v < 0) fail<LifetimeError>("[backward] the loss is not a value of this recording");
+  const ValueId v = expect_value("backward", "the loss", loss);
   const bool is_differentiable_still =
       tape_.value(v).producer >= segment_begin_ || any_contains(pending_segments_, tape_.value(v).producer) || remaining_.contains(v);
   if (!is_differentiable_still)
     fail<LifetimeError>("[backward] the loss ", loss.type(), " was computed before the last backward of this recording, ",
                         "which freed what its gradient needs: add the losses and call backward once");
-  if (!state(v).needs_grad) fail<LifetimeError>("[backward] no trainable parameter leads to the loss ", loss.type());
+  expect_parameters("backward", "the loss", v);
   expect_scalar("backward", loss);  // before anything is consumed: the caller may retry with another loss
   ReversePass pass(*this, ReversePass::Leaves::slots, /*keep=*/false);
   pass.want_parameters();
@@ -58,12 +58,11 @@ void Recording::forget_used_groups() {
 
 std::vector<Tensor> Recording::gradient(const Tensor& y, std::span<const Tensor> xs, const GradientOptions& options) {
   expect_can_differentiate("gradient");
-  if (value_of(y) < 0) fail<LifetimeError>("[gradient] y is not a value of this recording");
+  expect_value("gradient", "y", y);
   expect_scalar("gradient", y);
   std::vector<ValueId> ids;
   for (const Tensor& x : xs) {
-    ids.push_back(value_of(x));
-    if (ids.back() < 0) fail<LifetimeError>("[gradient] ", x.type(), " is not a value of this recording");
+    ids.push_back(expect_value("gradient", "x", x));
     if (!state(ids.back()).needs_grad)
       fail<LifetimeError>("[gradient] ", x.type(), " is a constant here: call recording.watch(x) before its first use");
   }
@@ -81,8 +80,49 @@ std::vector<Tensor> Recording::gradient(const Tensor& y, std::span<const Tensor>
   return out;
 }
 
+ValueId Recording::expect_value(const char* who, const char* what, const Tensor& t) const {
+  if (!t) fail<LifetimeError>("[", who, "] ", what, " is undefined");
+  const ValueId v = value_of(t);
+  if (v < 0)
+    fail<LifetimeError>("[", who, "] ", what, ", ", t.type(), ", is not a value of this recording: it was computed ",
+                        t.impl().recording ? "in another one" : "outside of any; create the Recording before the forward");
+  return v;
+}
+
+// Says what was most likely done: the nearest op that passes no gradient on, else frozen parameters, else values from elsewhere.
+void Recording::expect_parameters(const char* who, const char* what, ValueId loss) const {
+  if (states_[static_cast<size_t>(loss)].needs_grad) return;
+  const auto refuse = [&](const auto&... why) {
+    fail<LifetimeError>("[", who, "] no trainable parameter leads to ", what, ", ", tape_.type(loss), ": ", why...);
+  };
+  const LeafGroup* frozen = nullptr;
+  std::vector<ValueId> open{loss}, constants;
+  std::unordered_set<ValueId> seen{loss};
+  while (!open.empty()) {
+    const ValueId v = open.back();
+    open.pop_back();
+    if (const LeafGroup* group = states_[static_cast<size_t>(v)].group) {
+      frozen = group;
+      continue;
+    }
+    const Node& n = tape_.node(tape_.value(v).producer);
+    if (tape_.inputs(n).empty()) constants.push_back(v);
+    for (const ValueId input : tape_.inputs(n)) {
+      if (states_[static_cast<size_t>(input)].needs_grad)
+        refuse(tape_.op_name(n), tape_.path(n).empty() ? "" : str(" in '", tape_.path(n), "'"), " passes no gradient on");
+      if (seen.insert(input).second) open.push_back(input);
+    }
+  }
+  if (frozen) refuse("parameters of unit '", path_label(frozen->group_name()), "' do, but are frozen");
+  for (const auto& [id, leaf] : leaves_)
+    if (leaf.first.impl().recording && std::ranges::count(constants, leaf.second))
+      refuse(leaf.first.type(), ", which was computed in another recording, is a constant in this one");
+  refuse("only constants do", constants.empty() ? "" : str(", such as ", tape_.type(constants.front())),
+         "; parameters are to be read in this recording, and a gradient of an input x is recording.gradient(..), after recording.watch(x)");
+}
+
 void Recording::expect_scalar(const char* who, const Tensor& y) {
-  if (y.numel() != 1) fail<ShapeError>("[", who, "] needs a scalar, not ", y.type());
+  if (y.numel() != 1) fail<ShapeError>("[", who, "] needs a scalar, not ", y.type(), ": take the mean() or sum()");
   const Layout& l = y.layout();
   const bool is_loss = who == std::string_view("backward");
   const char* const subject = is_loss ? "the loss " : "y, ";

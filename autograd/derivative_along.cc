@@ -34,9 +34,7 @@ Tensor inner_product(const Tensor& g, const Tensor& v, DType dtype) {
 
 Tensor Recording::derivative_along(const Tensor& y, const Direction& direction) {
   expect_can_differentiate("derivative_along");
-  const ValueId v = value_of(y);
-  if (v < 0) fail<LifetimeError>("[derivative_along] y is not a value of this recording");
-  if (!state(v).needs_grad) fail<LifetimeError>("[derivative_along] no trainable parameter leads to ", y.type());
+  expect_parameters("derivative_along", "y", expect_value("derivative_along", "y", y));
   expect_scalar("derivative_along", y);
   ReversePass pass(*this, ReversePass::Leaves::direction, /*keep=*/true);
   pass.want_parameters();

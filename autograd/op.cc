@@ -49,6 +49,10 @@ Device detail::device_of(const OpDef& op, std::span<const Tensor> inputs, std::s
   return !outputs.empty() && outputs[0].into ? outputs[0].into.device() : default_device();
 }
 
+void expect_defined(const char* op, const Tensor& x, int input) {
+  if (!x) fail<LifetimeError>("[", op, "] ", path_label(PathScope::current()), ": input ", input, " is undefined");
+}
+
 DeviceScope::DeviceScope(Device device) : previous_(default_device_) { default_device_ = device; }
 DeviceScope::~DeviceScope() { default_device_ = previous_; }
 Device default_device() { return default_device_.value_or(RankContext::current().device); }
@@ -108,7 +112,7 @@ Tensors apply_typed(const OpDef& op, const void* attrs, std::span<const Tensor> 
 
 detail::Inferred::Inferred(const OpDef& op, const void* attrs, std::span<const Tensor> given) : inputs(given), infer_(given) {
   for (size_t i = 0; i < inputs.size(); ++i)
-    if (!inputs[i].defined()) fail<LifetimeError>("[", op.name, "] ", path_label(PathScope::current()), ": input ", i, " is undefined");
+    expect_defined(op.name, inputs[i], static_cast<int>(i));
   located([&] {
     op.infer(attrs, infer_);
     specs = infer_.outputs;

@@ -249,6 +249,9 @@ Tensors apply_typed(const OpDef& op, const void* attrs, std::span<const Tensor> 
 Tensors execute_node(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,
                      std::span<const OutputSpec> outputs, bool add = false);
 
+/// LifetimeError if x is undefined, as apply() would throw it for this input: for functions that look at operands before.
+void expect_defined(const char* op, const Tensor& x, int input = 0);
+
 /// Inputs in braces. Where their number varies, fill a vector and call apply(op_def<Op>(), &attrs, inputs): g++ 12
 /// destroys too much when an element of a braced list inside `a ? b : c` throws.
 template <class Op>

@@ -51,7 +51,7 @@ Tensor full_like(const Tensor& x, double value);
 Tensor full_of(const Type& type, double value);
 /// A dense copy of x, in memory of its own.
 Tensor copy_of(const Tensor& x);
-/// x itself where it is dense; else a dense copy.
+/// x itself where it is dense; else a dense copy. What is undefined stays so: the op that it goes to refuses it.
 Tensor contiguous(const Tensor& x);
 /// Stores x into `to`'s memory, or adds it to the contents: averages of weights, caches, slots of gradients. `to` may be a view, but
 /// not an expanded one (ShapeError); x has its shape (ShapeError), dtype (DTypeError) and layout (PlacementError), or no mesh, and may

@@ -170,13 +170,16 @@ void Place::rule(std::span<const Placement> inputs, std::span<const Placement> o
 namespace {
 
 const MeshSpec* common_mesh(const OpDef& op, std::span<const Tensor> inputs) {
-  const MeshSpec* mesh = nullptr;
+  const Tensor* first = nullptr;
   for (const Tensor& t : inputs) {
-    if (!t.layout().mesh() || t.layout().mesh() == mesh) continue;
-    if (mesh) fail<PlacementError>("[", op.name, "] inputs on two meshes: ", mesh->to_string(), " and ", t.layout().mesh()->to_string());
-    mesh = t.layout().mesh();
+    const MeshSpec* const mesh = t.layout().mesh();
+    if (!mesh || (first && mesh == first->layout().mesh())) continue;
+    if (first)
+      fail<PlacementError>("[", op.name, "] inputs on two meshes, ", first->layout().mesh()->to_string(), " and ", mesh->to_string(), ": ",
+                           first->type(), " and ", t.type(), "; a model, its batches and what is computed from them share one");
+    first = &t;
   }
-  return mesh;
+  return first ? first->layout().mesh() : nullptr;
 }
 
 const Place::Rule* first_match(const Place& p) {

@@ -185,6 +185,8 @@ class Recording {
   GroupState& new_group_state(const std::shared_ptr<LeafGroup>& group);
   // backward.cc
   static void expect_scalar(const char* who, const Tensor& y);
+  ValueId expect_value(const char* who, const char* what, const Tensor& t) const;
+  void expect_parameters(const char* who, const char* what, ValueId v) const;
   void give_up_used_groups();
   void forget_used_groups();
   // micro_batches.cc: what is recorded in segments, and which of them a backward takes

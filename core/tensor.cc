@@ -3,6 +3,7 @@
 #include <cstring>
 #include <ostream>
 
+#include "sheaf/core/rank_context.h"
 #include "sheaf/core/recycled.h"
 #include "sheaf/core/transfer.h"
 
@@ -52,7 +53,7 @@ int64_t extent_bytes(const View& v) {
 
 }  // namespace
 
-void Tensor::throw_undefined() { fail<LifetimeError>("use of an undefined tensor"); }
+void Tensor::throw_undefined() { fail<LifetimeError>("use of an undefined tensor: it was never set, or was moved from"); }
 
 Tensor Tensor::over(std::shared_ptr<Storage> storage, int64_t byte_offset, const Type& type, const Shape& local_shape,
                     const Shape& local_strides) {
@@ -104,7 +105,10 @@ template <class T>
 Tensor Tensor::from_local(const std::vector<T>& local, const Type& type) {
   Tensor t = empty({dtype_of<T>, type.shape, type.layout});
   if (static_cast<int64_t>(local.size()) != t.local_shape().numel())
-    fail<ShapeError>("[tensor] ", local.size(), " values for local shape ", t.local_shape());
+    fail<ShapeError>("[tensor] ", local.size(), " values for ", t.type(), ", of which ",
+                     !type.layout.mesh() ? str("there are ", t.numel())
+                                         : str("rank ", RankContext::current().rank, " has ", t.local_shape(), ": from_local() takes this ",
+                                               "rank's part; of the whole, write redistribute(Tensor::from(values, shape), layout)"));
   if (type.dtype != dtype_of<T>) fail<DTypeError>("[tensor] values of ", dtype_of<T>, " for ", type);
   T* out = t.view().as<T>();
   for (size_t i = 0; i < local.size(); ++i) out[i] = local[i];

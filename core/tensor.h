@@ -23,10 +23,11 @@ class Tensor {
   // --- construction without recording (constants and tests) ---
   /// Uninitialised local memory for a value of this type.
   static Tensor empty(const Type& type, Device device = Device::cpu(), MemoryKind where = MemoryKind::normal);
-  /// A copy of host values in row-major order, without layout. T: double, float, int64_t, int32_t, uint8_t, ...
+  /// A copy of host values in row-major order, without layout. T: double, float, int64_t, int32_t, uint8_t, ... ShapeError for another
+  /// number of them than `shape` has.
   template <class T>
   static Tensor from(const std::vector<T>& values, const Shape& shape);
-  /// This rank's local rows of a value with a layout, from host values of the local shape.
+  /// This rank's local rows of a value with a layout, from host values of the local shape (ShapeError) and of T's dtype (DTypeError).
   template <class T>
   static Tensor from_local(const std::vector<T>& local, const Type& type);
   static Tensor scalar(double value, DType dtype = kF32);

@@ -1,8 +1,6 @@
 // Rows of a table by index, and the gradient of the table.
 #pragma once
 
-#include <limits>
-
 #include "sheaf/core/device.h"
 #include "sheaf/core/view.h"
 #include "sheaf/kernels/table_part.h"
@@ -20,9 +18,8 @@ size_t embedding_backward_workspace(const View& tokens, const View& dout, const 
 void embedding_backward(const View& tokens, const View& dout, TablePart part, const View& dtable,
                         bool accumulate, Workspace workspace);
 
-/// Throws DataError unless every token is in [0, vocabulary) or equals `ignore_index`; by default none is ignored.
-void check_tokens(const char* who, const View& tokens, int64_t vocabulary,
-                  int64_t ignore_index = std::numeric_limits<int64_t>::min());
+/// Throws DataError unless every target of a loss is in [0, classes) or equals `ignore_index`.
+void check_targets(const char* who, const View& targets, int64_t classes, int64_t ignore_index);
 
 }  // namespace cpu
 

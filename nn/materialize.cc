@@ -46,7 +46,9 @@ struct Survey : nn::Visitor {
     inside = before;
   }
   void parameter(Parameter& p) override {
-    if (p.unit()) fail<ConfigError>("[materialize] '", p.name(), "' is materialized already");
+    if (p.unit())
+      fail<ConfigError>("[materialize] '", path(), "' is materialized already, as '", p.name(), "': a model is once, and a copy of a ",
+                        "Parameter is the same parameter");
     const auto [it, first] = owner.try_emplace(p.id(), inside);
     if (first) {
       p.state().name = path();

@@ -30,8 +30,8 @@ ModuleScope::ModuleScope(Module& module, bool opens_unit)
       module_(&module),
       previous_(current_module) {
   if (previous_ && previous_->listed_ && !module.listed_)
-    fail<LifetimeError>("[module] a ", module.type_name(), " used by ", previous_->type_name(), " '", previous_->path(),
-                        "' is not listed in its SHEAF_FIELDS (or was added after materialize())");
+    fail<LifetimeError>("[module] a ", module.type_name(), " used by ", previous_->description(),
+                        " is not listed in its SHEAF_FIELDS (or was added after materialize())");
   in_stage_ = module.unit_ && module.unit_->stage_axis() >= 0;
   if (module.unit_ && opens_unit_) module.unit_->enter();
   else if (module.unit_) module.unit_->schedule()->enter_scope();
@@ -98,6 +98,10 @@ void ModuleScope::leave() {
   if (module_->unit_ && opens_unit_) module_->unit_->leave();
   else if (module_->unit_) module_->unit_->schedule()->leave_scope();
   else if (module_->schedule_) module_->schedule_->leave_scope();
+}
+
+std::string Module::description() const {
+  return !listed_ ? type_name() : str(type_name(), path_.empty() ? " (root)" : " '" + path_ + "'");
 }
 
 std::string type_name(const std::type_info& type) {

@@ -222,6 +222,8 @@ class Module {
   const std::shared_ptr<Unit>& unit() const { return unit_; }
   /// The C++ type, for messages.
   std::string type_name() const { return nn::type_name(typeid(*this)); }
+  /// Type and path, if it is materialized, for messages: "Block 'blocks.3'", "Model (root)".
+  std::string description() const;
 
   /// Set by shard(): a mark that materialize() turns into a unit.
   struct UnitMark;

@@ -9,6 +9,7 @@
 #include "sheaf/distributed/unit.h"
 #include "sheaf/nn/block_piece.h"
 #include "sheaf/nn/module.h"
+#include "sheaf/nn/unit_mark.h"
 
 namespace sheaf {
 namespace nn {
@@ -20,10 +21,10 @@ namespace {
   std::string text = str("[", what, "] ");
   if (!name.empty()) text += "'" + name + "' ";
   text += str(dtype, shape);
-  if (m) text += str(", used in ", m->type_name(), m->path().empty() ? "" : " '" + m->path() + "'", ",");
-  if (name.empty() && m)
-    fail<LifetimeError>(text, " has no memory: either its field is missing from SHEAF_FIELDS (a base's fields are to be "
-                              "listed too), or materialize() was not called");
+  if (m) text += str(", used in ", m->description(), ",");
+  if (name.empty() && m && ModuleAccess::is_listed(*m))
+    fail<LifetimeError>(text, " has no memory: its field is missing from SHEAF_FIELDS (a base's fields are to be listed too), or it was made "
+                              "after materialize()");
   fail<LifetimeError>(text, " has no memory: call materialize(model, device) first");
 }
 

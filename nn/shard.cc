@@ -124,8 +124,8 @@ struct AttentionToCut : Visitor {
   // A state needs all tokens, so the ranks of both axes share heads, even if attention's ranks share sequences.
   void check_recurrent(int64_t units) const {
     const int of_tensor = tensor < 0 ? 1 : mesh->size(tensor), of_context = context < 0 ? 1 : mesh->size(context);
-    check<ConfigError>(units >= int64_t{of_tensor} * of_context, "[delta_net] '", path(), "': ", of_tensor, " ranks of a tensor axis times ",
-                       of_context, " of a context axis cannot share ", units, " key heads; at most ", units, " can");
+    check<ConfigError>(units >= int64_t{of_tensor} * of_context, "[delta_net] '", path_label(path()), "': ", of_tensor,
+                       " ranks of a tensor axis times ", of_context, " of a context axis cannot share ", units, " key heads; at most ", units, " can");
   }
   void check_context(int64_t units, int64_t group) const {
     if (context >= 0 && comm == ContextComm::all_to_all)
@@ -154,7 +154,7 @@ void mark_experts(nn::Module& module, const nn::Module::UnitMark& mark) {
     if (!experts || nn::ModuleAccess::mark(*m)) continue;
     const int64_t count = experts->gate.shape()[0], ranks = mark.mesh->size(mark.tensor_axis);
     if (count < ranks)
-      fail<ConfigError>("[experts] '", path, "': the ", ranks, " ranks of expert axis '", mark.mesh->name(mark.tensor_axis),
+      fail<ConfigError>("[experts] '", path_label(path), "': the ", ranks, " ranks of expert axis '", mark.mesh->name(mark.tensor_axis),
                         "' cannot share ", count, " experts; at most ", count, " can");
     nn::ModuleAccess::mark(*m) = shared;
   }
@@ -225,9 +225,10 @@ struct Axes {
 
 Axes axes_of(const MeshSpec* mesh, const ShardOptions& options) {
   if (!mesh) return {};
-  if (!options.tensor_axis.empty() && !mesh->has_axis(options.axis))
-    fail<ConfigError>("[shard] mesh ", mesh->to_string(), " has no axis '", options.axis, "' (ShardOptions::axis); where "
-                      "ranks share layers and nothing else, its size is 1");
+  if (!mesh->has_axis(options.axis))
+    fail<ConfigError>("[shard] mesh ", mesh->to_string(), " has no axis '", options.axis, "' (ShardOptions::axis",
+                      options.axis == ShardOptions().axis ? ", by default" : "", ")",
+                      options.tensor_axis.empty() ? "" : "; where ranks share layers and nothing else, its size is 1");
   std::vector<int> named{mesh->axis(options.axis)};
   const auto axis_of = [&](std::string_view role, const std::string& axis, bool may_be_first = false) {
     const int a = axis.empty() ? -1 : mesh->axis(axis);

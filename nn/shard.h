@@ -40,7 +40,7 @@ class UnitPolicy {
 
  private:
   friend struct UnitMarker;
-  template <class M>
+  template <class... M>
   friend UnitPolicy units_of();
   Predicate predicate_;
   std::vector<const std::type_info*> types_;  ///< that the predicate asks for
@@ -50,8 +50,8 @@ class UnitPolicy {
 
 /// Every module of one of these types (or derived from one).
 template <class... M>
-  requires(sizeof...(M) > 0)
 UnitPolicy units_of() {
+  static_assert(sizeof...(M) > 0);
   UnitPolicy policy([](Module& m, const std::string&) { return ((dynamic_cast<M*>(&m) != nullptr) || ...); });
   policy.types_ = {&typeid(M)...};
   return policy;

@@ -21,6 +21,7 @@ struct ModuleAccess {
     m.path_ = path;
     m.listed_ = true;
   }
+  static bool is_listed(const Module& m) { return m.listed_; }
   static void set_training(Module& m, bool on) { m.training_ = on; }
   static std::optional<RecomputeOptions>& recompute(Module& m) { return m.recompute_; }
   static std::vector<CallPlacements>& call_placements(Module& m) { return m.call_placements_; }

@@ -347,6 +347,7 @@ Tensor clamped_swiglu(const Tensor& gate, const Tensor& up, const ClampedSwigluO
   return apply<ClampedSwiglu>(options, {gate, up});
 }
 Tensor geglu(const Tensor& gate, const Tensor& up) {
+  expect_defined("geglu", gate), expect_defined("geglu", up, 1);
   check<ShapeError>(gate.shape() == up.shape(), "[geglu] gate ", gate.shape(), " and up ", up.shape(), " are of equal shape");
   const RecomputeScope again({.results = true});
   return gelu(gate, GeluKind::tanh) * up;

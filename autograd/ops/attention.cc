@@ -157,6 +157,7 @@ struct Attention {
 
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v,
                  const AttentionOptions& options) {
+  expect_all_defined("attention", {&q, &k, &v});
   if (q.rank() != 4) fail<ShapeError>("[attention] wants q [B,T,H,D], got ", q.type());
   check_mask("attention", options, /*own_keys=*/false);
   const AttentionAttrs attrs{scale_of(options, q.size(3)), options.causal, options.window, options.softcap};

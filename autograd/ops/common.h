@@ -27,6 +27,18 @@ inline void require_floating(const char* op, DType d) {
     fail<DTypeError>("[", op, "] needs a floating type, not ", d, ": cast first");
 }
 
+/// The same for the first inputs of an op.
+inline void expect_all_defined(const char* op, std::initializer_list<const Tensor*> inputs) {
+  int i = 0;
+  for (const Tensor* x : inputs) expect_defined(op, *x, i++);
+}
+
+/// A dimension of x, which must be defined.
+inline int wrap_dim(const char* op, int dim, const Tensor& x) {
+  expect_defined(op, x);
+  return sheaf::wrap_dim(op, dim, x.rank());
+}
+
 /// All inputs from `first` on, or those before `end`, have one dtype, which it returns.
 inline DType common_dtype(const char* op, const Infer& c, int first = 0, int end = -1) {
   for (int i = first + 1; i < (end < 0 ? c.num_inputs() : end); ++i)

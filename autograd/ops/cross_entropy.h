@@ -19,9 +19,12 @@ void describe_ignored(const Attrs& a, std::string& out) {
 }
 
 inline void check_targets(const char* op, const Infer& c, int i, int64_t vocabulary) {
-  if (!is_integral(c.dtype(i)) || c.shape(0).rank() < 1 || !(c.shape(i) == leading(c.shape(0))))
-    fail<ShapeError>("[", op, "] targets ", c.input(i), " do not fit ", c.input(0),
-                     ": one integer a row");
+  if (!is_integral(c.dtype(i)))
+    fail<DTypeError>("[", op, "] targets ", c.input(i), " are no integers: a target is the number of a class, one for each row of ", c.input(0),
+                     c.shape(i) == c.shape(0) ? "; of probabilities p the loss is -sum(p * log_softmax(logits), -1)" : "");
+  if (c.shape(0).rank() < 1) fail<ShapeError>("[", op, "] ", c.input(0), " has no dimension of classes");
+  if (!(c.shape(i) == leading(c.shape(0))))
+    fail<ShapeError>("[", op, "] targets ", c.input(i), " do not fit ", c.input(0), ": one for each row, ", leading(c.shape(0)));
   if (vocabulary == 0 && c.shape(i).numel() != 0)
     fail<ShapeError>("[", op, "] targets ", c.input(i), " of no classes");
 }

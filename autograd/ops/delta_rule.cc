@@ -212,6 +212,7 @@ struct DeltaRule {
 }  // namespace
 
 DeltaRuleResult gated_delta_rule(const Tensor& qkv, const Tensor& decay, const Tensor& beta, const GatedDeltaRuleOptions& o) {
+  expect_all_defined("gated_delta_rule", {&qkv, &decay, &beta});
   const int64_t keys = 2 * o.key_heads * o.key_width, values = qkv.rank() == 3 ? qkv.size(2) - keys : 0;
   if (qkv.rank() != 3 || o.heads <= 0 || o.key_heads <= 0 || o.key_width <= 0 || o.heads % o.key_heads != 0 || values < 0 ||
       values % o.heads != 0)

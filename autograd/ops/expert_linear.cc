@@ -225,6 +225,7 @@ struct ExpertLinear {  // x[Q, .., R, I], weight[E, O, I], counts[E, ..] [, bias
 }  // namespace
 
 Tensor expert_linear(const Tensor& x, const Tensor& weight, const Tensor& counts, const ExpertLinearOptions& options) {
+  expect_all_defined("expert_linear", {&x, &weight, &counts});
   const ExpertAttrs attrs{rounds_of(options.fp8, x, weight).fp8, options.fill};
   std::vector<Tensor> inputs{contiguous(x), weight, contiguous(counts)};
   if (options.bias) inputs.push_back(contiguous(options.bias));

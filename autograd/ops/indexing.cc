@@ -203,13 +203,14 @@ struct DocumentBegins {
 }  // namespace
 
 Tensor gather(const Tensor& x, int dim, const Tensor& index) {
-  return apply<Gather>({wrap_dim("gather", dim, x.rank())}, {x, index});
+  return apply<Gather>({wrap_dim("gather", dim, x)}, {x, index});
 }
 Tensor scatter_add(const Tensor& x, int dim, const Tensor& index, const Tensor& src) {
-  return apply<ScatterAdd>({wrap_dim("scatter_add", dim, x.rank())}, {x, index, src});
+  return apply<ScatterAdd>({wrap_dim("scatter_add", dim, x)}, {x, index, src});
 }
 Tensor take(const Tensor& x, const Tensor& index, int dim) {
-  const int d = wrap_dim("take", dim, x.rank());
+  const int d = wrap_dim("take", dim, x);
+  expect_defined("take", index, 1);
   if (index.rank() == 1) return apply<Take>({d}, {x, index});
   Shape shape = x.shape();
   shape.erase(d);
@@ -217,10 +218,10 @@ Tensor take(const Tensor& x, const Tensor& index, int dim) {
   return reshape(apply<Take>({d}, {x, reshape(index, {index.numel()})}), shape);
 }
 Tensor index_add(const Tensor& x, int dim, const Tensor& index, const Tensor& src) {
-  return apply<IndexAdd>({wrap_dim("index_add", dim, x.rank())}, {x, index, src});
+  return apply<IndexAdd>({wrap_dim("index_add", dim, x)}, {x, index, src});
 }
 Tensor cumsum(const Tensor& x, int dim, bool reverse) {
-  return apply<Cumsum>({wrap_dim("cumsum", dim, x.rank()), reverse}, x);
+  return apply<Cumsum>({wrap_dim("cumsum", dim, x), reverse}, x);
 }
 Tensor document_begins(const Tensor& tokens, int64_t end_of_text) { return apply<DocumentBegins>({end_of_text}, tokens); }
 

@@ -196,6 +196,7 @@ struct LatentAttention {  // q, up, shared, begins[B, T] if there are documents 
 }  // namespace
 
 Tensor latent_attention(const Tensor& q, const Tensor& up, const Tensor& shared, int64_t heads, const AttentionOptions& options) {
+  expect_all_defined("latent_attention", {&q, &up, &shared});
   const auto refuse = [&] {
     fail<ShapeError>("[latent_attention] wants q [B, T, H D], up [B, T, H (N + E)] and shared [B, T, D - N], got ", q.type(), ", ",
                      up.type(), " and ", shared.type(), ", H ", heads);

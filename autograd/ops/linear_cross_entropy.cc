@@ -192,6 +192,7 @@ Tensor softcap(const Tensor& x, double cap) {
 
 Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& targets,
                             const CrossEntropyOptions& options) {
+  expect_all_defined("linear_cross_entropy", {&x, &weight, &targets});
   check_loss_options("linear_cross_entropy", options);
   const double smoothing = options.label_smoothing;
   if (smoothing != 0 && options.softcap != 0)

@@ -155,6 +155,7 @@ struct LinearLseOp {  // x[.., C], weight[V, C], targets[..] -> lse[M, ..], targ
 }  // namespace
 
 LinearLse linear_lse(const Tensor& x, const Tensor& weight, const Tensor& targets, int64_t ignore_index, double softcap) {
+  expect_all_defined("linear_lse", {&x, &weight, &targets});
   check_softcap("linear_lse", softcap);
   auto y = apply_all<LinearLseOp>({ignore_index, softcap, table_parts(weight.layout())}, {dense_rows(x), weight, targets});
   return {std::move(y[0]), std::move(y[1])};

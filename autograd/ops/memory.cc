@@ -109,12 +109,13 @@ Tensor full_of(const Type& type, double value) {
 }
 
 Tensor full_like(const Tensor& x, double value) {
+  expect_defined("full_like", x);
   const DeviceScope device(x.device());
   return full_of(x.type(), value);
 }
 
 Tensor copy_of(const Tensor& x) { return apply<Contiguous>({}, x); }
-Tensor contiguous(const Tensor& x) { return x.is_contiguous() ? x : apply<Contiguous>({}, x); }
+Tensor contiguous(const Tensor& x) { return !x || x.is_contiguous() ? x : apply<Contiguous>({}, x); }
 
 void store_into(const Tensor& to, const Tensor& x) {
   check_change("store", to, x);

@@ -154,6 +154,7 @@ struct PackedAttention {
 
 Tensor packed_attention(const Tensor& qkv, int64_t heads, int64_t kv_heads,
                         const AttentionOptions& options) {
+  expect_defined("packed_attention", qkv);
   const int64_t parts = heads + 2 * kv_heads;
   if (qkv.rank() != 3 || heads <= 0 || kv_heads <= 0 || heads % kv_heads != 0 ||
       qkv.size(2) % parts != 0)

@@ -184,6 +184,7 @@ struct PackedNorm {  // x[B, T, H + 2 G, D], weight of queries, of keys -> y, rs
 }  // namespace
 
 Tensor packed_rms_norm(const Tensor& x, int64_t heads, const Tensor& query_weight, const Tensor& key_weight, double eps) {
+  expect_defined("packed_rms_norm", x);
   const int64_t others = x.rank() == 4 ? x.size(2) - heads : 0;
   check<ShapeError>(others % 2 == 0, "[packed_rms_norm] ", x.type(), ": with ", heads, " query heads there must be as many ",
                     "keys as values");

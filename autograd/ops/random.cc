@@ -38,7 +38,7 @@ kernels::DrawKey key_for(const KeySource& s, const Execute& c, int state) {
 
 KeySource recorded_source(const char* op, Recording*& recording) {
   recording = Recording::current();
-  if (!recording) fail<ConfigError>("[", op, "] needs a Key outside of a recording");
+  if (!recording) fail<ConfigError>("[", op, "] needs a Key outside of a recording (evaluation of a model: model.eval())");
   const std::string& path = PathScope::current();
   return {key_of(str(path, "/", op), 0).value, recording->next_call(path)};
 }
@@ -193,6 +193,7 @@ Tensor dropout(const Tensor& x, double p, Key key) {
   return p == 0 ? x : apply<Dropout>({{key.value, -1}, p}, x);
 }
 Tensor dropout(const Tensor& x, double p) {
+  expect_defined("dropout", x);
   if (p == 0) return x;
   Recording* recording;
   const KeySource source = recorded_source("dropout", recording);

@@ -212,6 +212,7 @@ Tensor step_to(const Tensor& x, const Layout& to) {
 }  // namespace
 
 Tensor redistribute(const Tensor& x, const Layout& to) {
+  expect_defined("redistribute", x);
   if (x.layout() == to) return x;
   if (!to.mesh()) fail<PlacementError>("[redistribute] ", x.type(), " to a layout without a mesh: full_tensor(x) makes it whole on every rank");
   if (x.layout().mesh() && x.layout().mesh() != to.mesh())
@@ -236,7 +237,7 @@ Tensor redistribute_in_pieces(const Tensor& x, const Layout& to, double products
 
 Tensor come_in_pieces(const Tensor& x, const Layout& to, int64_t least_rows) {
   const Recording* const r = Recording::current();
-  if (!r || !r->options().overlap) return redistribute(x, to);
+  if (!r || !r->options().overlap || !x) return redistribute(x, to);
   const auto [parts, unpacks, packs, own] = RedistributionInPieces::coming(x.type(), to, least_rows);
   if (parts == 0) return redistribute(x, to);
   const Tensor dense = contiguous(x);
@@ -250,7 +251,7 @@ Tensor come_in_pieces(const Tensor& x, const Layout& to, int64_t least_rows) {
 Tensor redistribute_in_heads(const Tensor& x, const Layout& to, int64_t readers) {
   const Recording* const r = Recording::current();
   const int64_t parts =
-      r && r->options().overlap ? RedistributionInPieces::coming_by_heads(x.type(), to, x.device(), readers, r->options().piece_rows) : 0;
+      r && r->options().overlap && x ? RedistributionInPieces::coming_by_heads(x.type(), to, x.device(), readers, r->options().piece_rows) : 0;
   if (parts == 0) return redistribute(x, to);
   const InPieces::Attrs attrs{.to = to, .parts = static_cast<int32_t>(parts), .by_heads = true};
   const OutputSpec come{.type = {x.dtype(), x.shape(), to}};
@@ -259,11 +260,15 @@ Tensor redistribute_in_heads(const Tensor& x, const Layout& to, int64_t readers)
 }
 
 Tensor redistribute(const Tensor& x, const std::string& axis, const Placement& to) {
+  expect_defined("redistribute", x);
   if (!x.layout().mesh() && to.is_replicate()) return x;
   if (!x.layout().mesh()) fail<PlacementError>("[redistribute] ", x.type(), " has no mesh; give a whole layout");
   return redistribute(x, x.layout().with(axis, to));
 }
 
-Tensor full_tensor(const Tensor& x) { return x.layout().mesh() ? redistribute(x, Layout(x.layout().mesh())) : x; }
+Tensor full_tensor(const Tensor& x) {
+  expect_defined("full_tensor", x);
+  return x.layout().mesh() ? redistribute(x, Layout(x.layout().mesh())) : x;
+}
 
 }  // namespace sheaf

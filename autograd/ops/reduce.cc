@@ -225,6 +225,7 @@ struct Argmax : Reduction<Argmax> {  // exactly one reduced dimension
 
 ReduceAttrs attrs_of(const char* op, const Tensor& x, const Dims& dims, bool keepdim,
                      double parameter = 0) {
+  expect_defined(op, x);
   ReduceAttrs a{0, keepdim, {}, parameter};
   for (const int d : dims) {
     const int at = wrap_dim(op, d, x.rank());

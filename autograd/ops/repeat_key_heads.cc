@@ -215,6 +215,7 @@ void UnpackHeads::vjp(const Attrs& a, Vjp& c) {
 }  // namespace
 
 Tensor repeat_key_heads(const Tensor& qkv, int64_t heads, int64_t kv_heads, int64_t times) {
+  expect_defined("repeat_key_heads", qkv);
   const int64_t parts = heads + 2 * kv_heads;
   if (qkv.rank() != 3 || heads <= 0 || kv_heads <= 0 || times <= 0 || qkv.size(2) % parts != 0)
     fail<ShapeError>("[repeat_key_heads] wants [B, T, (H + 2 G) D], got ", qkv.type(), ", H ", heads, ", G ", kv_heads,
@@ -226,6 +227,7 @@ Tensor repeat_key_heads(const Tensor& qkv, int64_t heads, int64_t kv_heads, int6
 }
 
 Tensor pack_heads(const Tensor& queries, const Tensor& keys_values, int64_t heads, int64_t kv_heads, int64_t times) {
+  expect_all_defined("pack_heads", {&queries, &keys_values});
   const Shape &q = queries.shape(), &kv = keys_values.shape();
   if (q.rank() != 3 || heads <= 0 || kv_heads <= 0 || times <= 0 || heads % (kv_heads * times) != 0 || q[2] % heads != 0 ||
       !(kv == Shape{q[0], q[1], 2 * kv_heads * (q[2] / heads)}))

@@ -7,9 +7,9 @@
 
 namespace sheaf::ops {
 
-/// x itself if its last dimension is dense, as kernels want it, else a copy.
+/// x itself if its last dimension is dense, as kernels want it, else a copy. What is undefined stays so, for apply() to refuse.
 inline Tensor dense_rows(const Tensor& x) {
-  return x.rank() == 0 || x.local_strides().back() == 1 ? x : contiguous(x);
+  return !x || x.rank() == 0 || x.local_strides().back() == 1 ? x : contiguous(x);
 }
 
 /// Which operands of an op have rows; bit i: input or output i.

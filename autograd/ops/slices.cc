@@ -246,7 +246,7 @@ struct Split {
 }  // namespace
 
 Tensor slice(const Tensor& x, int dim, int64_t begin, int64_t end, int64_t step) {
-  const int d = wrap_dim("slice", dim, x.rank());
+  const int d = wrap_dim("slice", dim, x);
   const int64_t size = x.shape()[d];
   if (begin < 0) begin += size;
   if (end < 0) end += size;
@@ -259,7 +259,7 @@ Tensor slice(const Tensor& x, int dim, int64_t begin, int64_t end, int64_t step)
 }
 
 Tensor pad(const Tensor& x, int dim, int64_t before, int64_t after, double value) {
-  const int d = wrap_dim("pad", dim, x.rank());
+  const int d = wrap_dim("pad", dim, x);
   if (before < 0 || after < 0)
     fail<ShapeError>("[pad] ", x.type(), ": negative padding ", before, ", ", after);
   return before + after == 0 ? x : apply<Pad>({before, after, d, value}, x);
@@ -273,7 +273,7 @@ Tensor concat(const std::vector<Tensor>& xs, int dim) {
     for (size_t i = 0; i < xs.size(); i += kMost) joined.push_back(concat({xs.begin() + i, xs.begin() + std::min(i + kMost, xs.size())}, dim));
     return concat(joined, dim);
   }
-  const Concat::Attrs attrs{wrap_dim("concat", dim, xs[0].rank())};
+  const Concat::Attrs attrs{wrap_dim("concat", dim, xs[0])};
   return apply(op_def<Concat>(), &attrs, xs)[0];
 }
 
@@ -287,6 +287,7 @@ Tensor concat_as(const std::vector<Tensor>& parts, int dim, const Type& whole) {
 
 Tensor stack(const std::vector<Tensor>& xs, int dim) {
   if (xs.empty()) fail<ShapeError>("[stack] needs a tensor");
+  for (size_t i = 0; i < xs.size(); ++i) expect_defined("stack", xs[i], static_cast<int>(i));
   const int d = wrap_dim("stack", dim, xs[0].rank() + 1);
   std::vector<Tensor> rows;
   for (const Tensor& x : xs) {
@@ -298,7 +299,7 @@ Tensor stack(const std::vector<Tensor>& xs, int dim) {
 }
 
 std::vector<Tensor> split(const Tensor& x, const std::vector<int64_t>& sizes, int dim) {
-  const int d = wrap_dim("split", dim, x.rank());
+  const int d = wrap_dim("split", dim, x);
   int64_t total = 0;
   for (const int64_t n : sizes) {
     if (n < 0) fail<ShapeError>("[split] a part of size ", n, " of ", x.type());
@@ -313,7 +314,8 @@ std::vector<Tensor> split(const Tensor& x, const std::vector<int64_t>& sizes, in
 }
 
 std::vector<Tensor> chunk(const Tensor& x, int64_t parts, int dim) {
-  const int64_t size = x.shape()[wrap_dim("split", dim, x.rank())];
+  const int d = wrap_dim("split", dim, x);
+  const int64_t size = x.shape()[d];
   if (parts < 1 || size % parts != 0)
     fail<ShapeError>("[split] dimension ", dim, " of ", x.type(), " does not split into ", parts,
                      " equal parts");

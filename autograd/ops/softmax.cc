@@ -77,7 +77,7 @@ struct LogSoftmax : OverRows<LogSoftmax> {
 /// Ops run over the last dimension; views move another one there and back.
 template <class Op>
 Tensor along(const Tensor& x, int dim) {
-  const int d = wrap_dim(Op::kName, dim, x.rank());
+  const int d = wrap_dim(Op::kName, dim, x);
   if (d == x.rank() - 1) return apply<Op>({}, dense_rows(x));
   return transpose(apply<Op>({}, dense_rows(transpose(x, d, -1))), d, -1);
 }

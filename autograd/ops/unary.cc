@@ -199,6 +199,7 @@ Tensor cos(const Tensor& x) { return apply<Cos>({}, x); }
 Tensor isfinite(const Tensor& x) { return apply<IsFinite>({}, x); }
 Tensor logical_not(const Tensor& x) { return apply<Not>({}, x); }
 Tensor cast(const Tensor& x, DType dtype) {
+  expect_defined("cast", x);
   return x.dtype() == dtype ? x : apply<Cast>({dtype}, x);
 }
 Tensor clamp(const Tensor& x, double lo, double hi) { return apply<Clamp>({lo, hi}, x); }

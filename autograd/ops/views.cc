@@ -205,6 +205,7 @@ struct Expand {
 }  // namespace
 
 Tensor reshape(const Tensor& x, const Shape& shape) {
+  expect_defined("reshape", x);
   Shape target = shape, sizes = shape;
   for (int i = 0; i < sizes.rank(); ++i) sizes[i] = std::max<int64_t>(sizes[i], 1);  // zeros would hide products that do not fit
   check<ShapeError>(byte_size(size_of(x.dtype()), sizes).has_value(), "[reshape] ", x.type(), " does not have the size of ", shape);
@@ -226,6 +227,7 @@ Tensor reshape(const Tensor& x, const Shape& shape) {
 }
 
 Tensor unsqueeze(const Tensor& x, const Dims& dims) {
+  expect_defined("unsqueeze", x);
   const int rank = x.rank() + static_cast<int>(dims.size());
   check<ShapeError>(rank <= kMaxDims, "[unsqueeze] ", x.type(), ": ", dims.size(), " more make more than ", kMaxDims, " dimensions");
   const uint32_t inserted = mask_of("unsqueeze", dims, rank);
@@ -235,6 +237,7 @@ Tensor unsqueeze(const Tensor& x, const Dims& dims) {
 }
 
 Tensor squeeze(const Tensor& x, const Dims& dims) {
+  expect_defined("squeeze", x);
   const uint32_t removed = mask_of("squeeze", dims, x.rank());
   Shape shape;
   for (int d = 0; d < x.rank(); ++d) {
@@ -245,6 +248,7 @@ Tensor squeeze(const Tensor& x, const Dims& dims) {
 }
 
 Tensor permute(const Tensor& x, const Dims& order) {
+  expect_defined("permute", x);
   Shape normal = Shape::filled(x.rank(), -1);
   uint32_t seen = 0;
   check<ShapeError>(static_cast<int>(order.size()) == x.rank(), "[permute] ", x.type(), " needs ",
@@ -261,6 +265,7 @@ Tensor permute(const Tensor& x, const Dims& order) {
 Tensor stop_gradient(const Tensor& x) { return apply<StopGradient>({}, x); }
 
 Tensor transpose(const Tensor& x, int dim0, int dim1) {
+  expect_defined("transpose", x);
   Shape order = Shape::filled(x.rank(), 0);
   for (int i = 0; i < x.rank(); ++i) order[i] = i;
   std::swap(order[wrap_dim("transpose", dim0, x.rank())],
@@ -269,6 +274,7 @@ Tensor transpose(const Tensor& x, int dim0, int dim1) {
 }
 
 Tensor expand(const Tensor& x, const Shape& shape) {
+  expect_defined("expand", x);
   return shape == x.shape() ? x : apply<Expand>({shape}, x);
 }
 

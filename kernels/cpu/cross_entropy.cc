@@ -10,7 +10,7 @@ void cross_entropy(const View& logits, const View& targets, int64_t ignore_index
                    const View& losses, const View& lse) {
   check_cross_entropy("cross_entropy", logits, targets, losses, lse);
   if (targets.numel() == 0) return;
-  check_tokens("cross_entropy", targets, logits.shape.back(), ignore_index);
+  check_targets("cross_entropy", targets, logits.shape.back(), ignore_index);
   const Indices target_of("cross_entropy", targets);
   visit_floating("cross_entropy", logits.dtype, [&]<class T>() {
     using C = ComputeType<T>;

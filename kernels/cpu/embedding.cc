@@ -6,12 +6,16 @@
 namespace sheaf::kernels::cpu {
 namespace {
 
+Shape position_of(const View& indices, int64_t index) {
+  Shape position = indices.shape;
+  for (int i = indices.rank() - 1; i >= 0; --i)
+    position[i] = index % indices.shape[i], index /= indices.shape[i];
+  return position;
+}
+
 [[noreturn]] void bad_token(const char* who, const View& tokens, int64_t index, int64_t token,
                             int64_t vocabulary) {
-  Shape position = tokens.shape;
-  for (int i = tokens.rank() - 1; i >= 0; --i)
-    position[i] = index % tokens.shape[i], index /= tokens.shape[i];
-  fail<DataError>("[", who, "] token ", token, " at position ", position,
+  fail<DataError>("[", who, "] token ", token, " at position ", position_of(tokens, index),
                   " is outside the vocabulary of ", vocabulary);
 }
 
@@ -81,12 +85,13 @@ void scatter_chained(const Indices& token, int64_t first_row, const Rows<T>& fro
 
 }  // namespace
 
-void check_tokens(const char* who, const View& tokens, int64_t vocabulary, int64_t ignore_index) {
-  const Indices at(who, tokens);
+void check_targets(const char* who, const View& targets, int64_t classes, int64_t ignore_index) {
+  const Indices at(who, targets);
   for (int64_t i = 0; i < at.count(); ++i) {
-    const int64_t token = at[i];
-    if ((token < 0 || token >= vocabulary) && token != ignore_index)
-      bad_token(who, tokens, i, token, vocabulary);
+    const int64_t target = at[i];
+    if ((target < 0 || target >= classes) && target != ignore_index)
+      fail<DataError>("[", who, "] target ", target, " at position ", position_of(targets, i),
+                      " is none of ", classes, " classes, nor ignore_index, ", ignore_index);
   }
 }
 
@@ -121,9 +126,10 @@ void embedding_backward(const View& tokens, const View& dout, TablePart part, co
                         bool accumulate, Workspace workspace) {
   const char* who = "embedding_backward";
   check_shapes(tokens, dtable, dout), check_dtypes(dout, dtable, true);
-  check_tokens(who, tokens, part.all);
   if (dtable.numel() == 0) return;
   const Indices token(who, tokens);
+  for (int64_t i = 0; i < token.count(); ++i)
+    if (token[i] < 0 || token[i] >= part.all) bad_token(who, tokens, i, token[i], part.all);
   visit_floating(who, dout.dtype, [&]<class T>() {
     using C = ComputeType<T>;
     const Rows<T> from(who, dout);

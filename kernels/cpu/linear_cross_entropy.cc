@@ -107,7 +107,7 @@ struct Head {
     for (const View* row_values : {v.lse, v.target_logits, v.dlse, v.dtarget})
       check<ShapeError>(!row_values || row_values->numel() == rows, "[", who, "] row values ",
                         row_values ? row_values->shape : Shape{}, " for ", rows, " rows");
-    check_tokens(who, targets, v.part.all, rules.ignore_index);
+    check_targets(who, targets, v.part.all, rules.ignore_index);
     if (row_dtype == kF64) return chunks<double, double>(targets, rules, v, memory);
     if (x.dtype == kF32) return chunks<float, float>(targets, rules, v, memory);
     if (x.dtype == kBF16) return chunks<float, bf16>(targets, rules, v, memory);

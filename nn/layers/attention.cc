@@ -116,8 +116,8 @@ Tensor SelfAttention::with_whole_keys(const Tensor& qkv_BTE, int64_t units) cons
 }
 
 Tensor SelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const Tensor& given_begins_BT) {
-  check<ConfigError>(!cache || !given_begins_BT, "[attention] '", path(), "': the tokens of a cache are one document");
-  check<ConfigError>(causal || !cache, "[attention] '", path(), "' is not causal: tokens in a cache would have to see those that follow");
+  check<ConfigError>(!cache || !given_begins_BT, "[attention] '", path_label(path()), "': the tokens of a cache are one document");
+  check<ConfigError>(causal || !cache, "[attention] '", path_label(path()), "' is not causal: tokens in a cache would have to see those that follow");
   const Tensor rows_BT = cache ? cache->begins(x_BTC.size(1)) : Tensor();
   const TensorRegion region(x_BTC, qkv.weight);
   const Tensor begins_BT = region.enter_begins(given_begins_BT);

@@ -71,7 +71,7 @@ int64_t ContextRegion::copies(const std::string& path, int64_t units, int64_t mo
   have *= most;
   for (const int a : axes) {
     if (mesh.size(a) > have)
-      fail<ConfigError>("[attention] '", path, "': the ", mesh.size(a), " ranks of context axis '", mesh.name(a), "' cannot share ",
+      fail<ConfigError>("[attention] '", path_label(path), "': the ", mesh.size(a), " ranks of context axis '", mesh.name(a), "' cannot share ",
                         units * most, " heads", most > 1 ? str(" that read ", units, " key heads") : "",
                         others.empty() ? "" : str(", of which a rank of axis ", others, " has as few as ", have), "; at most ", have,
                         " can, but any number where they send each other keys and values (context_comm all_gather)");

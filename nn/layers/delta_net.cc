@@ -67,7 +67,7 @@ DeltaRuleResult GatedDeltaNet::read(const Tensor& qkv_BTF, const Tensor& rates_B
 }
 
 Tensor GatedDeltaNet::forward(const Tensor& x_BTC, KeyValueCache* cache, const Tensor& given_begins_BT) {
-  check<ConfigError>(!cache || !given_begins_BT, "[delta_net] '", path(), "': the tokens of a cache are one document");
+  check<ConfigError>(!cache || !given_begins_BT, "[delta_net] '", path_label(path()), "': the tokens of a cache are one document");
   const DeltaNetConfig& c = config;
   const TensorRegion region(x_BTC, qkv.weight);
   const Tensor begins_BT = region.enter_begins(given_begins_BT);

@@ -203,7 +203,7 @@ int64_t MixtureOfExperts::groups_of(const Tensor& x_BTC, const Layout& l, bool d
   const int64_t groups = config.capacity_groups;
   const bool whole = groups % ranks == 0 && tokens % groups == 0 && (tokens == 0 || unit % (tokens / groups) == 0);
   if (ranks > 1 && !whole)
-    fail<ConfigError>("[experts] '", path(), "': places for the tokens of a sequence are counted in ", groups,
+    fail<ConfigError>("[experts] '", path_label(path()), "': places for the tokens of a sequence are counted in ", groups,
                       groups == 1 ? " group" : " groups", ", and the ", ranks, " ranks of ", axes, " share its ",
                       tokens, unit ? str(" in pieces of multiples of ", unit) : "", ": with a capacity, groups must be a multiple of these "
                       "ranks and divide the tokens", unit ? " of each piece" : "");

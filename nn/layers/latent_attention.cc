@@ -56,7 +56,7 @@ Tensor LatentAttention::rotated(const Tensor& x_BTE, int64_t heads, KeyValueCach
 }
 
 Tensor LatentAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const Tensor& given_begins_BT) {
-  check<ConfigError>(!cache || !given_begins_BT, "[latent_attention] '", path(), "': the tokens of a cache are one document");
+  check<ConfigError>(!cache || !given_begins_BT, "[latent_attention] '", path_label(path()), "': the tokens of a cache are one document");
   const LatentAttentionConfig& c = config;
   const TensorRegion region(x_BTC, projection.weight);
   const Tensor begins_BT = region.enter_begins(given_begins_BT);

@@ -59,8 +59,8 @@ struct Linear : Module {
   /// If nothing will be differentiated, a weight in blocks is multiplied directly: its values exist only inside of the product.
   bool multiplies_blocks() const { return weight.blocks() && !Recording::current() && fp8 == Fp8::none; }
   Tensor product(const Tensor& x, const OutputLayout& output_layout = {}) const {
-    check<DTypeError>(!weight.blocks() || x.dtype() == weight.dtype(), "[linear] '", weight.name(), "' is computed with in ",
-                      weight.dtype(), ", and its input is ", x.type(), ": cast it first");
+    if (weight.blocks() && x && x.dtype() != weight.dtype())
+      fail<DTypeError>("[linear] '", weight.name(), "' is computed with in ", weight.dtype(), ", and its input is ", x.type(), ": cast it first");
     return multiplies_blocks() ? linear_of_blocks(x, weight.in_blocks(), *weight.blocks(), bias) : linear(x, weight, bias, fp8, output_layout);
   }
   Tensor adapted(const Tensor& y, const Tensor& x) { return lora ? y + (*lora)(x) : y; }
