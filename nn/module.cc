@@ -19,6 +19,11 @@ thread_local Module* current_module = nullptr;
 
 }  // namespace
 
+void detail::expect_level(const std::string& path, const std::string& key) {
+  check<ConfigError>(!key.empty() && key.find('.') == std::string::npos, "[module] key '", key, "' of '", path,
+                     "': keys are parts of names, so they are not empty and have no dot");
+}
+
 void Visitor::module(Module& m) { m.visit(*this); }
 
 Module* ModuleScope::current() { return current_module; }

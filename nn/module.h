@@ -9,7 +9,9 @@
 //
 // and names, visits, state dict and operator() follow from it. Modules move; they are not copied by accident. A module
 // need not have a forward: its methods open its scope by `auto scope = enter();`. Bases list their fields, and a derived
-// module lists them again before its own. Layers of several types go through a base with a virtual forward:
+// module lists them again before its own. A field may be a container: a std::vector, array, tuple or pair, whose parts are named by
+// number ("blocks.0.up.weight"), or a std::map by std::string, in the order of its keys ("heads.left.weight"); std::optional and
+// std::unique_ptr may be empty, and add no name. Layers of several types go through a base with a virtual forward:
 //
 //   struct Layer : nn::Module {
 //     virtual Tensor forward(const Tensor& x) = 0;
@@ -27,10 +29,12 @@
 
 #include <array>
 #include <list>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <type_traits>
 #include <typeinfo>
 #include <utility>
@@ -247,9 +251,17 @@ template <class T> struct IsVector : std::false_type {};
 template <class T, class A> struct IsVector<std::vector<T, A>> : std::true_type {};
 template <class T> struct IsArray : std::false_type {};
 template <class T, size_t N> struct IsArray<std::array<T, N>> : std::true_type {};
+template <class T> struct IsMap : std::false_type {};
+template <class T, class C, class A> struct IsMap<std::map<std::string, T, C, A>> : std::true_type {};
+template <class T> struct IsTuple : std::false_type {};
+template <class... T> struct IsTuple<std::tuple<T...>> : std::true_type {};
+template <class A, class B> struct IsTuple<std::pair<A, B>> : std::true_type {};
 template <class T> struct IsPointer : std::false_type {};
 template <class T, class D> struct IsPointer<std::unique_ptr<T, D>> : std::true_type {};
 template <class T> struct IsPointer<std::optional<T>> : std::true_type {};
+
+/// A key of a map is one level of a path: ConfigError, naming the field at `path`, if it is empty or has a dot.
+void expect_level(const std::string& path, const std::string& key);
 
 /// Takes the next name off a list like "up, down".
 inline std::string_view next_name(std::string_view& list) {
@@ -284,9 +296,17 @@ void Visitor::field(std::string_view name, T& member) {
     if (member) field(name, *member);
   } else if constexpr (detail::IsVector<T>::value || detail::IsArray<T>::value) {
     for (size_t i = 0; i < member.size(); ++i) field(std::to_string(i), member[i]);
+  } else if constexpr (detail::IsTuple<T>::value) {
+    size_t i = 0;
+    std::apply([&](auto&... parts) { (field(std::to_string(i++), parts), ...); }, member);
+  } else if constexpr (detail::IsMap<T>::value) {  // ordered, so that all ranks visit it alike
+    for (auto& [key, part] : member) {
+      detail::expect_level(path_, key);
+      field(key, part);
+    }
   } else {
-    static_assert(std::is_same_v<T, Parameter>, "SHEAF_FIELDS takes parameters, buffers, modules, and vectors, arrays, "
-                                                "optionals and unique_ptrs of them");
+    static_assert(std::is_same_v<T, Parameter>, "SHEAF_FIELDS takes parameters, buffers, modules, and vectors, arrays, tuples, pairs, "
+                                                "maps by std::string, optionals and unique_ptrs of them");
   }
   path_.resize(length);
 }

@@ -6,6 +6,7 @@
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/nn/fp8.h"
 #include "sheaf/nn/layers/attention.h"
+#include "sheaf/nn/state_dict.h"
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/nn/nets.h"
 
@@ -70,6 +71,61 @@ TEST(Module, NamesFollowFieldsAndContainers) {
   EXPECT_EQ(paths[0], "");
   EXPECT_EQ(paths[1], "pair");
   EXPECT_EQ(paths[2], "pair.first");
+}
+
+// Names as ModuleList and ModuleDict give them in PyTorch.
+struct Named : nn::Module {
+  std::map<std::string, nn::Linear> heads;
+  std::map<std::string, std::unique_ptr<Pair>> branches;
+  std::map<std::string, std::vector<nn::Parameter>> scales;
+  std::tuple<nn::Linear, Pair, nn::Parameter> parts{nn::Linear(2, 2), Pair(), nn::Parameter({2}, nn::Init::ones())};
+  std::pair<nn::Linear, std::optional<nn::Linear>> two{nn::Linear(2, 1, {.bias = false}), std::nullopt};
+  explicit Named(std::vector<std::string> keys = {"right", "left"}) {
+    for (const std::string& key : keys) heads.emplace(key, nn::Linear(2, 3, {.bias = false}));
+    branches.emplace("a", std::make_unique<Pair>());
+    branches.emplace("b", nullptr);
+    scales["x"].emplace_back(Shape{2}, nn::Init::ones());
+  }
+  Tensor forward(const Tensor& x, const std::string& head) { return heads.at(head)(std::get<0>(parts)(x) * std::get<2>(parts)); }
+  SHEAF_FIELDS(heads, branches, scales, parts, two);
+};
+
+TEST(Module, MapsAndTuplesAreFields) {
+  Named m;
+  EXPECT_THAT(names(m), ElementsAre("heads.left.weight", "heads.right.weight", "branches.a.first.weight", "branches.a.first.bias",
+                                    "branches.a.second.weight", "scales.x.0", "parts.0.weight", "parts.0.bias", "parts.1.first.weight",
+                                    "parts.1.first.bias", "parts.1.second.weight", "parts.2", "two.0.weight"));
+  const Named moved = std::move(m);
+  for (const char* key : {"", "a.b"}) {
+    Named refused({key});
+    EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { materialize(refused); }), HasSubstr(str("[module] key '", key, "' of 'heads'")));
+  }
+}
+
+TEST(Module, MapsAreShardedClonedAndRead) {
+  for (const int ranks : {1, 2})
+    run_local(ranks, [&](World& w) {
+      const Mesh mesh = w.mesh({{"data", ranks}});
+      Named m;
+      shard(m, mesh, {.units = nn::units_at({"heads.left", "parts.1"})});
+      materialize(m, w.device(), {.seed = 1});
+      std::vector<std::string> of_units;
+      for (const auto& unit : units(m)) of_units.push_back(unit->name());
+      EXPECT_THAT(of_units, ElementsAre("", "heads.left", "parts.1"));
+      Named copy = nn::clone(m);
+      const Tensor x = redistribute(full({4, 2}, 1.0), Layout(mesh.spec, Placement::shard(0)));
+      EXPECT_TRUE(identical(full_tensor(copy(x, "left")), full_tensor(m(x, "left"))));
+      EXPECT_FALSE(identical(full_tensor(m(x, "right")), full_tensor(m(x, "left"))));
+      const std::vector<std::string> others{"left", "up"};
+      EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { nn::clone(m, others); }), HasSubstr("differs from the old one: 'heads.up'"));
+      std::vector<std::string> saved;
+      for (const nn::StatePiece& piece : nn::state_pieces(m)) saved.push_back(piece.name);
+      EXPECT_THAT(saved, ::testing::IsSupersetOf({"heads.left.weight", "branches.a.first.bias", "scales.x.0", "parts.1.second.weight", "two.0.weight"}));
+    });
+  Named late;
+  materialize(late);
+  late.heads.emplace("late", nn::Linear(2, 3));
+  EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { late(full({4, 2}, 1.0), "late"); }), HasSubstr("added after materialize()"));
 }
 
 TEST(Module, IsNotCopied) {
