@@ -27,12 +27,15 @@ struct Pair {
   }
 };
 
-// f(buffer of the model, buffer of the direction) for all trained, unsteered parameters, with gradients reduced.
+void expect_no_recording(const char* who) {
+  if (Recording::current()) fail<LifetimeError>("[", who, "] not inside a recording: end it first, by recording.take() or its scope");
+}
+
+// f(buffer of the model, its unit, buffer of the direction, its unit) for all trained, unsteered parameters.
 template <class F>
 void for_each_buffer(const char* who, nn::Module& model, nn::Module& direction, F&& f) {
   const Pair pair(who, model, direction);
   const Units units = nn::distinct_units(pair.model), along = nn::distinct_units(pair.direction);
-  nn::reduce_waiting(units);
   const auto refuse = [&](const Unit& unit) {
     fail<PlacementError>("[", who, "] unit '", path_label(unit.name()), "' of the model is not sharded as the direction's: shard() both ",
                          "with the same options, and freeze() the same parameters");
@@ -43,7 +46,7 @@ void for_each_buffer(const char* who, nn::Module& model, nn::Module& direction, 
     if (of.size() != v.size()) refuse(*units[u]);
     for (size_t b = 0; b < of.size(); ++b) {
       if (!(of[b].shard.type() == v[b].shard.type()) || of[b].has_slope() != v[b].has_slope()) refuse(*units[u]);
-      if (of[b].has_slope()) f(of[b], v[b], *along[u]);
+      if (of[b].has_slope()) f(of[b], *units[u], v[b], *along[u]);
     }
   }
 }
@@ -65,8 +68,9 @@ Tensor derivative_along(const Tensor& loss, nn::Module& model, nn::Module& direc
 }
 
 Tensor gradient_along(nn::Module& model, nn::Module& direction) {
+  nn::reduce_waiting(nn::distinct_units(model.parameters()));
   std::vector<Tensor> sums;  // one number per layout: one collective for all units of a kind
-  for_each_buffer("gradient_along", model, direction, [&](const FlatBuffer& of, const FlatBuffer& v, const Unit&) {
+  for_each_buffer("gradient_along", model, direction, [&](const FlatBuffer& of, const Unit&, const FlatBuffer& v, const Unit&) {
     if (!of.grad) return;
     const Tensor term = sum(mul(cast(of.grad, kF64), cast(v.shard, kF64)));
     const auto same = std::ranges::find_if(sums, [&](const Tensor& s) { return s.layout() == term.layout(); });
@@ -84,11 +88,21 @@ Tensor gradient_along(nn::Module& model, nn::Module& direction) {
 }
 
 void set_to_gradient(nn::Module& direction, nn::Module& model, double scale) {
-  if (Recording::current()) fail<LifetimeError>("[set_to_gradient] not inside a recording: end it first, by recording.take() or its scope");
-  for_each_buffer("set_to_gradient", model, direction, [&](const FlatBuffer& of, FlatBuffer& v, Unit& unit) {
+  expect_no_recording("set_to_gradient");
+  nn::reduce_waiting(nn::distinct_units(model.parameters()));
+  for_each_buffer("set_to_gradient", model, direction, [&](const FlatBuffer& of, const Unit&, FlatBuffer& v, Unit& unit) {
     unit.close_for_change();
     const Tensor value = of.grad ? mul(of.grad, scale) : full_like(v.shard, 0);
     store_into(v.shard, value.dtype() == v.dtype ? value : cast(value, v.dtype));
+  });
+}
+
+void move_along(nn::Module& model, nn::Module& direction, double scale) {
+  expect_no_recording("move_along");
+  for_each_buffer("move_along", model, direction, [&](FlatBuffer& of, Unit& unit, const FlatBuffer& v, const Unit&) {
+    unit.close_for_change();
+    const Tensor step = mul(v.shard, scale);
+    add_into(of.shard, step.dtype() == of.shard.dtype() ? step : cast(step, of.shard.dtype()));
   });
 }
 
