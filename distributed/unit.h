@@ -117,6 +117,7 @@ class Unit final : public LeafGroup, public UnitLayout, public std::enable_share
   void zero_missing(const std::vector<bool>& contributed);
   void make_slots();
   bool is_summed_over_stages() const;
+  bool has_gradients() const;
   void note_holders();
   bool values_in_use() const;
 

@@ -100,7 +100,7 @@ void Unit::finish(const std::vector<bool>& contributed) {
                         "that zero_grad() has given up since");
   --pending_finishes_;
   // The loss depends on none of the leaves: the unit has no gradient, as if it had not been read, unless other micro-batches gave it one.
-  if (std::ranges::none_of(contributed, std::identity()) && !holds_gradients() && !is_summed_over_stages()) {
+  if (std::ranges::none_of(contributed, std::identity()) && !has_gradients() && !is_summed_over_stages()) {
     if (slots_of_ == Recording::current_serial()) drop_slots();
     return;
   }
@@ -130,8 +130,10 @@ void Unit::reduce_waiting() {
   reduction_.start_waiting();
 }
 
-bool Unit::holds_gradients() const {
-  return pending_finishes_ > 0 || reduction_.has_waiting() || reduction_.in_progress() ||
+bool Unit::holds_gradients() const { return pending_finishes_ > 0 || has_gradients(); }
+
+bool Unit::has_gradients() const {
+  return reduction_.has_waiting() || reduction_.in_progress() ||
          std::ranges::any_of(buffers_, [](const FlatBuffer& b) { return b.grad.defined(); });
 }
 

@@ -652,6 +652,25 @@ TEST(Backward, AUnitThatTheLossDoesNotDependOnHasNoGradient) {
       });
 }
 
+// Nor do micro-batches whose weight gradients come later, of which several have passed it by then.
+TEST(Backward, AUnitThatNoMicroBatchDependsOnHasNoDeferredGradient) {
+  run_local(2, [&](World& w) {
+    const Mesh mesh = data_mesh(w);
+    Net net(2);
+    shard(net, mesh, {.units = nn::units_of<Layer>()});
+    materialize(net, Device::cpu(), {.seed = 3});
+    const Tensor x = rows_of(mesh);
+    {
+      Recording recording;
+      for (int micro = 0; micro < 2; ++micro)
+        recording.backward(mean(square(net.layers[0](x) - stop_gradient(net.layers[1](x)))), {.defer_weights = true});
+      for (int micro = 0; micro < 2; ++micro) recording.backward_weights();
+    }
+    EXPECT_TRUE(full_gradient(net.layers[0].weight).defined());
+    EXPECT_FALSE(full_gradient(net.layers[1].weight).defined());
+  });
+}
+
 // One of two micro-batches depends on it.
 TEST(Backward, AUnitHasTheGradientsOfTheMicroBatchesThatDependOnIt) {
   const auto gradient = [](int ranks, Strategy strategy, std::vector<bool> depends) {
