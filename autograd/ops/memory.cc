@@ -79,7 +79,7 @@ void check_change(const char* op, const Tensor& to, const Tensor& x) {
     fail<PlacementError>("[", op, "] a value ", x.type(), " into memory of ", to.type(), ": redistribute() it");
   const View view = to.view_unsynced();
   for (int d = 0; d < view.rank(); ++d)
-    if (view.strides[d] == 0 && view.shape[d] > 1)
+    if (view.strides[d] == 0 && view.shape[d] > 1 && view.numel() > 0)
       fail<ShapeError>("[", op, "] memory of ", to.type(), " has one address for all of dimension ", d, ": what is expanded cannot be changed");
 }
 

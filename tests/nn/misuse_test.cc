@@ -135,6 +135,17 @@ TEST(Changes, AreOfOneType) {
   });
 }
 
+// Of a rank without columns, whose rows are all at one address.
+TEST(Changes, OfNoElements) {
+  run_local(2, [](World& w) {
+    const Layout columns(w.mesh({{"data", 2}}).spec, Placement::shard(1));
+    const Tensor memory = full_of({kF32, {3, 1}, columns}, 1);
+    store_into(memory, full_of({kF32, {3, 1}, columns}, 2));
+    add_into(memory, full_of({kF32, {3, 1}, columns}, 3));
+    EXPECT_EQ(memory.to_vector(), std::vector<float>(static_cast<size_t>(memory.local_shape().numel()), 5.0f));
+  });
+}
+
 // The value is that before the change, wherever it lies.
 TEST(Changes, ByWhatLiesInTheSameMemory) {
   const std::vector<double> all{1, 2, 3, 4, 5, 6, 7, 8, 9};
