@@ -43,21 +43,23 @@ std::vector<Placement> whole_parts(const OwnershipMap& map, const std::vector<in
   return out;
 }
 
-/// A shard by parts, as OwnershipMap::parts defines it, in attributes.
+/// Shards by parts, as OwnershipMap::parts defines them, in attributes: the same parts on each axis that has such a shard, in units of
+/// its own.
 struct CutParts {
   const std::vector<int64_t>* sizes = nullptr;  ///< null: none
-  int64_t units = 0;
+  int64_t units[kMaxAxes] = {};                 ///< by axis; 0: none
   CutParts() = default;
-  /// The one by which an axis shards x along `dim`.
+  /// Those by which axes shard x along `dim`.
   CutParts(const Type& x, int dim) {
     for (int axis = 0; axis < x.layout.num_axes(); ++axis)
-      if (const Placement& p = x.layout[axis]; p.is_shard(dim) && p.map().is_parts())
-        sizes = &p.map().sizes(), units = p.map().granule();
+      if (const Placement& p = x.layout[axis]; p.is_shard(dim) && p.map().is_parts() && (!sizes || sizes == &p.map().sizes()))
+        sizes = &p.map().sizes(), units[axis] = p.map().granule();
   }
-  /// With the same inner or outer order as `other`, a shard of the same dimension.
-  OwnershipMap like(const OwnershipMap& other) const {
-    const OwnershipMap map = OwnershipMap::parts(other.dim(), *sizes, units);
-    return other.is_inner() ? map.inner() : map;
+  /// That of an axis, if `p` shards the same dimension, with the same inner or outer order.
+  std::optional<OwnershipMap> like(const Placement& p, int dim, int axis) const {
+    if (units[axis] == 0 || !p.is_shard(dim)) return {};
+    const OwnershipMap map = OwnershipMap::parts(dim, *sizes, units[axis]);
+    return p.map().is_inner() ? map.inner() : map;
   }
 };
 
@@ -113,10 +115,8 @@ struct Pad {
   static void place(const Attrs& a, Place& p) {
     const int dim = static_cast<int>(a.dim);
     rules::beside(p, dim, /*linear=*/a.value == 0);
-    if (!a.of_result.sizes || !p.in(0).is_shard(dim)) return;
-    const OwnershipMap out = a.of_result.like(p.in(0).map());
-    if (parts_between(out, a.before, a.before + p.shape(0)[dim]) == p.in(0).map())
-      p.rule({p.in(0)}, {Placement::shard(out)});
+    if (const auto out = a.of_result.like(p.in(0), dim, p.axis()))
+      if (parts_between(*out, a.before, a.before + p.shape(0)[dim]) == p.in(0).map()) p.rule({p.in(0)}, {Placement::shard(*out)});
   }
   static void execute(const Attrs& a, Execute& c) {
     const Stream stream = c.stream();
@@ -168,11 +168,11 @@ struct Concat {
   static void place(const Attrs& a, Place& p) {
     const int dim = static_cast<int>(a.dim);
     rules::beside(p, dim, /*linear=*/true);
-    if (!a.of_result.sizes || !p.in(0).is_shard(dim)) return;
-    const OwnershipMap out = a.of_result.like(p.in(0).map());
+    const auto out = a.of_result.like(p.in(0), dim, p.axis());
+    if (!out) return;
     std::vector<int64_t> sizes;
     for (int i = 0; i < p.num_inputs(); ++i) sizes.push_back(p.shape(i)[dim]);
-    if (const auto in = whole_parts(out, sizes); !in.empty()) p.rule(in, std::vector{Placement::shard(out)});
+    if (const auto in = whole_parts(*out, sizes); !in.empty()) p.rule(in, std::vector{Placement::shard(*out)});
   }
   static void execute(const Attrs& a, Execute& c) {
     const int dim = static_cast<int>(a.dim);

@@ -101,6 +101,7 @@ TEST_P(HessianOf, ProductsAreThoseOfOneRank) {
   expect_same({{"replica", 2}, {"data", 2}}, "full_shard");
   expect_same({{"data", 2}, {"model", 2}}, "full_shard");
   expect_same({{"data", 1}, {"context", 2}}, "full_shard");
+  expect_same({{"data", 1}, {"context", 2}, {"model", 2}}, "full_shard");  // of key heads, copies are along one of them
   expect_same({{"secondary", 2}, {"data", 2}}, "full_shard");
   expect_same({{"gathered", 2}, {"data", 1}, {"model", 2}}, "zero1");
 }
