@@ -72,6 +72,7 @@
 #include "sheaf/nn/optim/schedule.h"
 #include "sheaf/nn/optim/sgd.h"
 #include "sheaf/nn/parameter_norms.h"
+#include "sheaf/nn/quantize.h"
 #include "sheaf/nn/shard.h"
 #include "sheaf/nn/state_dict.h"
 #include "sheaf/nn/unsharded.h"

@@ -441,6 +441,14 @@ TEST(FineTuning, TrainsAdaptersOfASavedModel) {
   });
 }
 
+TEST(FineTuning, KeepsFrozenMatricesInBlocks) {
+  nn::MLP model({.width = 64});
+  nn::add_lora(model, {.rank = 2, .alpha = 4});
+  EXPECT_EQ(nn::quantize(model, BlockFormat::nf4), 2);
+  materialize(model, Device::cpu(), {.seed = 1});
+  EXPECT_EQ(model(full({2, 64}, 0.5)).shape(), (Shape{2, 64}));
+}
+
 TEST(Generation, ReadsEachTokenOnce) {
   models::Gpt model({.layers = 2, .heads = 2, .width = 16, .context = 12, .vocab = 23});
   materialize(model, Device::cpu(), {.seed = 1});
