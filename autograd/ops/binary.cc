@@ -219,6 +219,8 @@ Tensor with_scalar(BinaryOp op, const Tensor& x, double scalar, bool left = fals
 template <class Op>
 Tensor sum_with_scalar(BinaryOp op, const Tensor& x, double scalar, bool left = false) {
   if (!x.defined() || !has_partial(x.layout())) return with_scalar(op, x, scalar, left);
+  check_scalar(kBinaryNames[static_cast<int>(op)], x.dtype(), scalar);
+  const DeviceScope device(x.device());
   const Tensor number = full_of({x.dtype(), {}, {}}, scalar);
   return left ? apply<Op>({}, {number, x}) : apply<Op>({}, {x, number});
 }

@@ -74,6 +74,19 @@ std::string refusal(F&& f) {
   return "";
 }
 
+// As to other values: on their device, which need not be the rank's, and only a whole number to integers.
+TEST(Coercion, ANumberIsAddedToAddendsWhereTheyAre) {
+  run_local(2, [](World& world) {
+    const Tensor x = full_of({kI64, {2}, Layout(world.mesh({{"data", 2}}).spec, kP)}, 3);
+    EXPECT_THROW(x + 0.5, DTypeError);
+    const auto of_meta = [&] {
+      const DeviceScope meta(Device::meta());
+      return 1.0 - x;
+    };
+    EXPECT_EQ(redistribute(of_meta(), "data", kI).to_vector<int64_t>(), (std::vector<int64_t>{-2, -2}));
+  }, kLocal);
+}
+
 TEST(Coercion, RefusalsSayWhatToWrite) {
   run_local(2, [](World& world) {
     const MeshSpec* mesh = world.mesh({{"data", 2}}).spec;
