@@ -27,6 +27,11 @@ struct Net : nn::Module {
   SHEAF_FIELDS(first, middle, last);
 };
 
+struct Other : nn::Module {
+  nn::Linear first{4, 6};
+  SHEAF_FIELDS(first);
+};
+
 using Values = std::map<std::string, std::vector<double>>;
 
 Values values(nn::Module& model) {
@@ -104,10 +109,7 @@ TEST(MoveAlong, MakesSharpnessAwareSteps) {
 TEST(MoveAlong, RefusesOtherModelsAndRecordings) {
   Net net, direction;
   materialize(net), materialize(direction);
-  struct Other : nn::Module {
-    nn::Linear first{4, 6};
-    SHEAF_FIELDS(first);
-  } other;
+  Other other;
   materialize(other);
   EXPECT_THAT(message_of<ShapeError>(ExitCode::kConfig, [&] { move_along(net, other); }), HasSubstr("[move_along] the model"));
   const Recording recording;
