@@ -62,6 +62,7 @@
 #include "sheaf/nn/layers/tensor_region.h"
 #include "sheaf/nn/load_tensors.h"
 #include "sheaf/nn/lora.h"
+#include "sheaf/nn/model_text.h"
 #include "sheaf/nn/module.h"
 #include "sheaf/nn/optim/adamw.h"
 #include "sheaf/nn/optim/diloco.h"

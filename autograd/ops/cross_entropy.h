@@ -48,9 +48,18 @@ inline Tensor counted(const Tensor& targets, const CrossEntropyOptions& o, DType
   return cast(ne(targets, static_cast<double>(o.ignore_index)), dtype);
 }
 
+/// The number of targets that count, of all ranks that cut them; where they are on one stage of a pipeline, it is, too.
+inline Tensor number_of_counted(const Tensor& targets, const CrossEntropyOptions& o, DType dtype) {
+  const Tensor here = sum(counted(targets, o, dtype));
+  Layout all = here.layout();
+  for (int a = 0; a < all.num_axes(); ++a)
+    if (all[a].is_partial()) all[a] = kR;
+  return redistribute(here, all);
+}
+
 /// The sum of the losses divided by the number of targets, or as the options say.
 inline Tensor averaged(const Tensor& loss_sum, const Tensor& targets, const CrossEntropyOptions& o) {
-  if (o.mean_of_counted) return div(loss_sum, maximum(full_tensor(sum(counted(targets, o, loss_sum.dtype()))), 1.0));
+  if (o.mean_of_counted) return div(loss_sum, maximum(number_of_counted(targets, o, loss_sum.dtype()), 1.0));
   if (o.divisor) return div(loss_sum, cast(o.divisor, loss_sum.dtype()));
   const double count =
       o.divide_by > 0 ? o.divide_by : static_cast<double>(std::max<int64_t>(1, targets.numel()));

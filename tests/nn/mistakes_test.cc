@@ -73,6 +73,15 @@ TEST(Losses, TakeNumbersOfClasses) {
               HasSubstr("target 7 at position [1] is none of 3 classes"));
 }
 
+TEST(Losses, HaveOptionsThatGoTogether) {
+  const auto loss = [](const CrossEntropyOptions& o) { return error_of([&](Step& s) { cross_entropy(s.net(s.x), s.labels, o); }); };
+  EXPECT_THAT(loss({.label_smoothing = 1.5}), HasSubstr("[cross_entropy] label_smoothing 1.5; wants a number from 0 to 1"));
+  EXPECT_THAT(loss({.divide_by = 4, .mean_of_counted = true}), HasSubstr("mean_of_counted with divide_by: wants one of them"));
+  EXPECT_THAT(loss({.mean_of_counted = true, .per_target = true}), HasSubstr("mean_of_counted with per_target: wants one of them"));
+  EXPECT_THAT(error_of([](Step& s) { linear_cross_entropy(s.x, s.net.up.weight, s.labels, {.softcap = 30, .label_smoothing = 0.1}); }),
+              HasSubstr("label_smoothing 0.1 of logits with a softcap of 30"));
+}
+
 TEST(Losses, AreScalarsOfTheirRecording) {
   EXPECT_THAT(error_in_recording([](Step& s, Recording& r) { r.backward(s.net(s.x)); }),
               EndsWith("needs a scalar, not f32[4,3] Shard(0)@data: take the mean() or sum()"));

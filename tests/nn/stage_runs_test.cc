@@ -178,8 +178,9 @@ Gradients gradients_of_runs(int stages, int64_t runs, int data, const std::strin
       const int64_t begin = run == 0 ? 0 : blocks.end_of_run(run - 1, stage);
       x[m] = model.part(std::exchange(x[m], {}), begin, blocks.end_of_run(run, stage));
       if (run + 1 < runs) continue;
-      const Tensor targets = redistribute(token_rows({}, kRows, kLength, kVocab, micro + 1), cut);
-      losses[m] = nn::sum_over_stages(cross_entropy(std::exchange(x[m], {}), targets));
+      const Layout of_targets = micro % 2 ? cut : cut.with(0, Placement::on(stages - 1));  // on all stages, or where they are needed
+      const Tensor targets = redistribute(token_rows({}, kRows, kLength, kVocab, micro + 1), of_targets);
+      losses[m] = nn::sum_over_stages(cross_entropy(std::exchange(x[m], {}), targets, {.mean_of_counted = true}));
     }
     recording.take();
     for (const nn::Parameter& p : model.parameters()) {

@@ -12,6 +12,7 @@
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/nn/layers/embedding.h"
 #include "sheaf/nn/shard.h"
+#include "sheaf/tests/nn/nets.h"
 
 namespace sheaf::testing {
 
@@ -127,7 +128,7 @@ inline void on(const Way& way, const std::function<void(World&, const Mesh&, con
     options.secondary = way.axes[0].name == "secondary";
     if (options.secondary || way.axes[0].name == "replica") options.replica_axis = way.axes[0].name;
     if (way.axes.back().name == "model") options.tensor_axis = "model";
-    if (!way.one_unit) options.units = nn::units_of<Inner>();
+    if (!way.one_unit) options.units = nn::units_of<Inner, TinyBlock>();
     f(w, w.mesh(way.axes), options);
   }, local);
 }
