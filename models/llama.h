@@ -91,7 +91,7 @@ struct LlamaConfig {
 
   static LlamaConfig tiny() { return {}; }
   /// The published sizes by name, "llama3-8b": those of Llama 3 at its context of 8,192, then those of Llama 3.1 and 3.2
-  /// at theirs of 131,072, whose rotary positions are scaled; Qwen3's, Gemma's, Mixtral's, DeepSeek's.
+  /// at theirs of 131,072, whose rotary positions are scaled; then other models' (llama_presets.cc).
   static std::vector<std::pair<std::string, LlamaConfig>> published();
   /// One of them, or "llama-tiny"; throws ConfigError that lists them.
   static LlamaConfig preset(const std::string& name);

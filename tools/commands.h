@@ -38,8 +38,8 @@ int evaluate_command(const EvaluateArguments& arguments);
 
 struct ExportArguments {
   std::string folder;            ///< output folder of a run
-  std::string file;              ///< to write; a folder, for huggingface
-  std::string format = "sheaf";  ///< whose names: "sheaf", "huggingface"
+  std::string file;              ///< to write; a folder, for huggingface and peft
+  std::string format = "sheaf";  ///< "sheaf", "huggingface" or "peft"
   int64_t step = -1;             ///< which checkpoint; -1: the newest whole one
 };
 int export_command(const ExportArguments& arguments);

@@ -6,7 +6,7 @@
 //   optim::AdamW inner(model);
 //   optim::DiLoCo outer(model, all, "island");
 //   ...
-//   if (step % 100 == 0) outer.step();   // after inner.step()
+//   if ((step + 1) % 100 == 0) outer.step();  // after inner.step(); steps count from 0
 //
 // [Note: islands] Between two outer steps a parameter has a value on each island, so for all ranks together it is a tensor with one
 // more dimension, a row for each island: Shard(0) along the axis of the islands. An outer step is then a mean over that dimension

@@ -20,8 +20,8 @@ struct LossScalerOptions {
 ///   optim::LossScaler scaler(world.device());
 ///   ...
 ///   recording.backward(scaler.scale(loss));
-//   clip_grad_norm(model, 1.0, scaler);  // of the unscaled gradients; infinity: no clipping
-//   optimizer.step();                    // skipped on all ranks if the global norm is not finite
+///   clip_grad_norm(model, 1.0, scaler);  // of the unscaled gradients; infinity: no clipping
+///   optimizer.step();                    // skipped on all ranks if the global norm is not finite
 ///   scaler.update();
 ///   optimizer.zero_grad();
 ///
