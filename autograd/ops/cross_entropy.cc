@@ -62,13 +62,13 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& targets,
   check_loss_options("cross_entropy", options);
   const Tensor rows = dense_rows(options.softcap != 0 ? softcap(logits, options.softcap) : logits);
   Tensor losses = apply_all<CrossEntropy>({options.ignore_index}, {rows, targets})[0];
-  if (options.z_loss != 0) {
-    const Tensor z = z_losses(logsumexp(in_statistics_dtype(rows), {-1}), options.z_loss);
-    losses = add(losses, where(eq(targets, static_cast<double>(options.ignore_index)), 0.0, z));
-  }
   if (const double e = options.label_smoothing; e != 0) {
     const Tensor of_all = mean(log_softmax(in_statistics_dtype(rows)), {-1});
     losses = sub(mul(losses, 1 - e), mul(mul(of_all, counted(targets, options, of_all.dtype())), e));
+  }
+  if (options.z_loss != 0) {
+    const Tensor z = z_losses(logsumexp(in_statistics_dtype(rows), {-1}), options.z_loss);
+    losses = add(losses, where(eq(targets, static_cast<double>(options.ignore_index)), 0.0, z));
   }
   return options.per_target ? losses : averaged(sum(losses), targets, options);
 }

@@ -97,6 +97,26 @@ TEST(LinearCrossEntropy, TheScaleOfALossReachesRareTokensInF16) {
   }
 }
 
+// A row's z-loss is not shared among its classes.
+TEST(CrossEntropy, SmoothsLabelsBesideAZLossAsThatOfALinearHeadDoes) {
+  const Tensor x = randn({kF64, {4, 3}, {}}, Key{1}), w = randn({kF64, {5, 3}, {}}, Key{2});
+  const auto targets = Tensor::from<int64_t>({4, -1, 0, 2}, {4});
+  const auto results = [&](bool head) {
+    Recording recording;
+    for (const Tensor& t : {x, w}) recording.watch(t);
+    const CrossEntropyOptions options{.z_loss = 0.3, .label_smoothing = 0.2};
+    const Tensor loss = head ? linear_cross_entropy(x, w, targets, options) : cross_entropy(linear(x, w), targets, options);
+    std::vector<Tensor> out = recording.gradient(loss, std::vector{x, w});
+    out.push_back(loss);
+    return out;
+  };
+  const std::vector<Tensor> got = results(false), want = results(true);
+  for (size_t t = 0; t < want.size(); ++t) {
+    const auto is = got[t].to_vector<double>(), should = want[t].to_vector<double>();
+    for (size_t i = 0; i < should.size(); ++i) EXPECT_NEAR(is[i], should[i], 1e-13) << t << ' ' << i;
+  }
+}
+
 TEST(Pow, SlopesWhereOneIsZero) {
   Recording r;
   const Tensor a = r.watch(Tensor::from<double>({0, 0, 2}, {3})), b = r.watch(Tensor::from<double>({0, 2, 0}, {3}));
