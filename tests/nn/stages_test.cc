@@ -2,7 +2,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
+
 #include "sheaf/autograd/compile.h"
+#include "sheaf/autograd/tape_dump.h"
 #include "sheaf/distributed/pipeline.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/nn/layers/stages.h"
@@ -13,6 +16,7 @@ namespace sheaf::testing {
 namespace {
 
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 constexpr int64_t kRows = 2, kLength = 3, kVocab = 11;
 constexpr int kMicroBatches = 4;
@@ -213,6 +217,19 @@ TEST(Stages, AModelOfOnesOwnTrainsInThem) {
     const std::vector<double> actual = train(world);
     for (size_t s = 0; s < expected.size(); ++s) EXPECT_NEAR(actual[s], expected[s], 1e-12) << world;
   }
+}
+
+// Targets on the last stage are counted there: the others, in other turns, have no part in it.
+TEST(Stages, ALossCountsTheTargetsOfItsStage) {
+  run_local(2, [](World& w) {
+    const Mesh mesh = stage_mesh(w);
+    const Layout last = Layout(mesh.spec).with(0, Placement::on(1)).with(1, Placement::shard(0));
+    const Tensor targets = redistribute(Tensor::from<int64_t>({1, -1, 0}, {3}), last);
+    Recording recording;
+    const Tensor loss = nn::sum_over_stages(cross_entropy(full_of({kF64, {3, 2}, last}, 0.5), targets, {.mean_of_counted = true}));
+    EXPECT_THAT(to_text(recording.tape()), Not(HasSubstr("all_gather")));
+    EXPECT_NEAR(redistribute(loss, Layout(mesh.spec, Placement::invariant())).item<double>(), std::log(2.0), 1e-15);
+  }, {.timeout = std::chrono::seconds(20), .threads_per_rank = 1});
 }
 
 // The caller's tensor is not changed.
