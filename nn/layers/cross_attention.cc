@@ -44,6 +44,8 @@ CrossAttention::CrossAttention(const CrossAttentionConfig& config)
 }
 
 Tensor CrossAttention::forward(const Tensor& x_BTC, const Tensor& memory_BSM, const Tensor& key_begins_BS, const Tensor& begins_BT) {
+  check<ConfigError>(!begins_BT || key_begins_BS, "[cross_attention] '", path_label(path()), "': the documents of tokens are those of the ",
+                     "memory, so begins want key_begins");
   const int64_t b = x_BTC.size(0), t = x_BTC.size(1), s = memory_BSM.size(1);
   const TensorRegion region(x_BTC, query.weight);
   Tensor q_BTHD = reshape(query(region.enter(x_BTC, query.fp8 == Fp8::none)), {b, t, heads, head_dim});

@@ -149,6 +149,7 @@ TEST(CrossAttention, SaysWhatItDoesNotTake) {
   EXPECT_THAT(message_of<ShapeError>(ExitCode::kConfig, [&] { m(x, memory, zeros({2, 3}, kI32)); }),
               HasSubstr("wants key_begins as [B,S] [2,4]"));
   EXPECT_THAT(message_of<DTypeError>(ExitCode::kConfig, [&] { m(x, memory, zeros({2, 4})); }), HasSubstr("is i32"));
+  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { m(x, x, Tensor(), zeros({2, 3}, kI32)); }), HasSubstr("begins want key_begins"));
   EXPECT_THAT(message_of<DataError>(ExitCode::kData, [&] { m(x, memory, zeros({2, 4}, kI32), full({2, 3}, 1, kI32)); }),
               HasSubstr("begins[0,0] is 1: wants the first of a document's keys, of 4 in all"));
   const auto with = [](AttentionOptions o) { return o.key_begins = zeros({2, 4}, kI32), o; };
