@@ -101,8 +101,7 @@ void move_along(nn::Module& model, nn::Module& direction, double scale) {
   expect_no_recording("move_along");
   for_each_buffer("move_along", model, direction, [&](FlatBuffer& of, Unit& unit, const FlatBuffer& v, const Unit&) {
     unit.close_for_change();
-    const Tensor step = mul(v.shard, scale);
-    add_into(of.shard, step.dtype() == of.shard.dtype() ? step : cast(step, of.shard.dtype()));
+    add_into(of.shard, mul(v.shard, scale));
   });
 }
 

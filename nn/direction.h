@@ -31,7 +31,8 @@ void set_to_gradient(nn::Module& direction, nn::Module& model, double scale = 1)
 /// Moves the model along the direction: adds `scale` times its parameters to the model's, in the masters' dtype, where they are, without
 /// communication: a step against the gradient's (SAM: Foret et al., https://arxiv.org/abs/2010.01412), a line search, a difference of
 /// weights (task vectors: Ilharco et al., https://arxiv.org/abs/2212.04089). Frozen and steered parameters stay. Moving back by -scale
-/// is exact up to rounding. Outside of recordings.
+/// is exact up to rounding, if the direction is finite: with a loss scaler, whose gradients may not be, look at grad_norm() first. Outside
+/// of recordings.
 void move_along(nn::Module& model, nn::Module& direction, double scale = 1);
 
 /// Drops the gradients of a module's parameters, as Optimizer::zero_grad() does.
