@@ -114,7 +114,8 @@ struct AttentionOptions {
   /// Where the document of each key begins, i32[B, S], if keys are not those of the queries' tokens, as in cross-attention; not `causal`,
   /// and only in attention(). Then begins[b, t] is the key at which the document that query t attends to begins; it does not decrease
   /// along t, is S for a query that sees no key, and 0 if `begins` is undefined. So the first n of S keys are seen, and padding behind
-  /// them is not, with key_begins 0 for the former and n for the latter. Sharded like the batch, `begins` also like the queries.
+  /// them is not, with key_begins 0 for the former and n for the latter (if n is 0, `begins` is S). Sharded like the batch, `begins`
+  /// also like the queries.
   Tensor key_begins = {};
   /// How many keys a query sees, itself and those before it: query t sees those of the above with t + S - T - window < s
   /// (sliding-window attention; Beltagy et al., https://arxiv.org/abs/2004.05150). Causal only, and the work is proportional to the

@@ -75,8 +75,8 @@ struct SegmentPart {
   }
 };
 
-/// Calls f(part) for the documents of the block's rows, one after another; all but the first are shorter than a segment. Tiles begin
-/// at the same keys as without a window.
+/// Calls f(part) for the documents of the block's rows, one after another: for its segment of each that has one. Tiles begin at the same
+/// keys as without a window.
 template <int kTile, class F>
 __device__ void for_each_part(const Problem& p, const Begins& begins, const SegmentBlock& block, int slots, F&& f) {
   const int64_t queries_behind = block.query(block.rows - 1) + 1;
