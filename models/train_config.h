@@ -257,8 +257,8 @@ struct ShardingConfig {
                                         ///< their FLOPs
   int64_t tensor = 1;                       ///< neighboring ranks that share heads, hidden units, vocabulary and each sequence (tensor and
                                         ///< sequence parallelism)
-  int64_t piece_rows = 128;                 ///< tensor axis: activations are gathered and reduced in pieces of at least this many rows,
-                                        ///< overlapped with matrix products; 0: in one piece
+  int64_t piece_rows = 128;                 ///< ranks that share layers, sequences or experts: activations are sent in pieces of at least
+                                        ///< this many rows, overlapped with products; 0: in one piece
   std::string reduce_dtype = "f32";         ///< dtype in which gradients are sent: "f32", "bf16" for half of the bytes, or "int8", in blocks
                                         ///< of codes, for a quarter (ShardOptions::reduce_int8)
   std::string units = "block";              ///< "block": a unit per block, and for each table that is not tied;

@@ -224,8 +224,8 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"sharding.tensor", &s.tensor,
        "neighboring ranks that share heads, hidden units, vocabulary and each sequence (tensor and sequence parallelism)", any, 1, 1e6},
       {"sharding.piece_rows", &s.piece_rows,
-       "tensor axis: activations are gathered and reduced in pieces of at least this many rows, overlapped with matrix products; 0: in "
-       "one piece", any, 0},
+       "ranks that share layers, sequences or experts: activations are sent in pieces of at least this many rows, overlapped with "
+       "products; 0: in one piece", any, 0},
       {"sharding.gather_int8", &s.gather_int8, "gather matrices in int8, in blocks of 64 with one scale"},
       {"sharding.reduce_dtype", &s.reduce_dtype,
        "dtype in which gradients are sent; int8: in blocks of 64 with one scale, rounded stochastically; across hosts of several ranks, "
