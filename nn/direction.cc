@@ -31,11 +31,14 @@ void expect_no_recording(const char* who) {
   if (Recording::current()) fail<LifetimeError>("[", who, "] not inside a recording: end it first, by recording.take() or its scope");
 }
 
+enum class Gradients : bool { as_they_are, reduced };
+
 // f(buffer of the model, its unit, buffer of the direction, its unit) for all trained, unsteered parameters.
 template <class F>
-void for_each_buffer(const char* who, nn::Module& model, nn::Module& direction, F&& f) {
+void for_each_buffer(const char* who, nn::Module& model, nn::Module& direction, Gradients gradients, F&& f) {
   const Pair pair(who, model, direction);
   const Units units = nn::distinct_units(pair.model), along = nn::distinct_units(pair.direction);
+  if (gradients == Gradients::reduced) nn::reduce_waiting(units);
   const auto refuse = [&](const Unit& unit) {
     fail<PlacementError>("[", who, "] unit '", path_label(unit.name()), "' of the model is not sharded as the direction's: shard() both ",
                          "with the same options, and freeze() the same parameters");
@@ -68,15 +71,15 @@ Tensor derivative_along(const Tensor& loss, nn::Module& model, nn::Module& direc
 }
 
 Tensor gradient_along(nn::Module& model, nn::Module& direction) {
-  nn::reduce_waiting(nn::distinct_units(model.parameters()));
   std::vector<Tensor> sums;  // one number per layout: one collective for all units of a kind
-  for_each_buffer("gradient_along", model, direction, [&](const FlatBuffer& of, const Unit&, const FlatBuffer& v, const Unit&) {
+  const auto add_term = [&](const FlatBuffer& of, const Unit&, const FlatBuffer& v, const Unit&) {
     if (!of.grad) return;
     const Tensor term = sum(mul(cast(of.grad, kF64), cast(v.shard, kF64)));
     const auto same = std::ranges::find_if(sums, [&](const Tensor& s) { return s.layout() == term.layout(); });
     if (same == sums.end()) sums.push_back(term);
     else *same = add(*same, term);
-  });
+  };
+  for_each_buffer("gradient_along", model, direction, Gradients::reduced, add_term);
   Tensor all;
   for (const Tensor& s : sums) {
     Layout whole = s.layout();
@@ -89,8 +92,7 @@ Tensor gradient_along(nn::Module& model, nn::Module& direction) {
 
 void set_to_gradient(nn::Module& direction, nn::Module& model, double scale) {
   expect_no_recording("set_to_gradient");
-  nn::reduce_waiting(nn::distinct_units(model.parameters()));
-  for_each_buffer("set_to_gradient", model, direction, [&](const FlatBuffer& of, const Unit&, FlatBuffer& v, Unit& unit) {
+  for_each_buffer("set_to_gradient", model, direction, Gradients::reduced, [&](const FlatBuffer& of, const Unit&, FlatBuffer& v, Unit& unit) {
     unit.close_for_change();
     const Tensor value = of.grad ? mul(of.grad, scale) : full_like(v.shard, 0);
     store_into(v.shard, value.dtype() == v.dtype ? value : cast(value, v.dtype));
@@ -99,10 +101,11 @@ void set_to_gradient(nn::Module& direction, nn::Module& model, double scale) {
 
 void move_along(nn::Module& model, nn::Module& direction, double scale) {
   expect_no_recording("move_along");
-  for_each_buffer("move_along", model, direction, [&](FlatBuffer& of, Unit& unit, const FlatBuffer& v, const Unit&) {
+  const auto move = [&](FlatBuffer& of, Unit& unit, const FlatBuffer& v, const Unit&) {
     unit.close_for_change();
     add_into(of.shard, mul(v.shard, scale));
-  });
+  };
+  for_each_buffer("move_along", model, direction, Gradients::as_they_are, move);
 }
 
 void zero_grad(nn::Module& module) {
