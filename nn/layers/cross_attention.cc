@@ -9,7 +9,8 @@
 namespace sheaf::nn {
 namespace {
 
-CrossAttentionConfig checked(CrossAttentionConfig c) {
+// Checks c and fills in what is 0.
+const CrossAttentionConfig& complete(CrossAttentionConfig& c) {
   if (c.kv_heads == 0) c.kv_heads = c.heads;
   if (c.memory_width == 0) c.memory_width = c.width;
   check<ConfigError>(c.width > 0 && c.memory_width > 0 && c.heads > 0 && (c.head_dim > 0 || (c.head_dim == 0 && c.width % c.heads == 0)),
@@ -29,14 +30,14 @@ OwnershipMap cut_of_keys(const CrossAttentionConfig& c) {
 
 }  // namespace
 
-CrossAttention::CrossAttention(const CrossAttentionConfig& config)
-    : heads(checked(config).heads),
-      kv_heads(checked(config).kv_heads),
-      head_dim(checked(config).head_dim),
+CrossAttention::CrossAttention(CrossAttentionConfig config)
+    : heads(complete(config).heads),
+      kv_heads(config.kv_heads),
+      head_dim(config.head_dim),
       scale(config.scale / std::sqrt(static_cast<double>(head_dim))),
-      query(config.width, heads * head_dim, {config.bias, config.init, cut_of_queries(0, checked(config))}),
-      keys_values(checked(config).memory_width, 2 * kv_heads * head_dim, {config.bias, config.init, cut_of_keys(checked(config))}),
-      projection(heads * head_dim, config.width, {config.bias, config.projection_init, cut_of_queries(1, checked(config))}),
+      query(config.width, heads * head_dim, {config.bias, config.init, cut_of_queries(0, config)}),
+      keys_values(config.memory_width, 2 * kv_heads * head_dim, {config.bias, config.init, cut_of_keys(config)}),
+      projection(heads * head_dim, config.width, {config.bias, config.projection_init, cut_of_queries(1, config)}),
       dropout(config.dropout) {
   if (!config.qk_norm) return;
   query_norm.emplace(head_dim, config.norm_eps);

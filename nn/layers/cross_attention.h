@@ -42,7 +42,7 @@ struct CrossAttention : Module {
   std::optional<RMSNorm> query_norm, key_norm;
   Dropout dropout;
 
-  explicit CrossAttention(const CrossAttentionConfig& config);
+  explicit CrossAttention(CrossAttentionConfig config);
   Tensor forward(const Tensor& x_BTC, const Tensor& memory_BSM, const Tensor& key_begins_BS = {}, const Tensor& begins_BT = {});
   SHEAF_FIELDS(query, keys_values, projection, query_norm, key_norm, dropout);
 };
