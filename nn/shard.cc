@@ -36,7 +36,6 @@ struct UnitMarker : Visitor {
   std::unordered_set<std::string> missing;
   std::set<std::string> known;
   std::unordered_set<const Parameter::State*> counted;
-  std::set<std::string> types;  // of modules
   bool none_chosen = true;
   int64_t unclaimed = 0;  // elements of leaves that no unit has claimed yet, in the module being visited
 
@@ -50,7 +49,6 @@ struct UnitMarker : Visitor {
   void module(Module& m) override {
     const std::string here = path();
     known.insert(here);
-    types.insert(m.type_name());
     if (ModuleAccess::mark(m)) {  // an inner call has claimed it, with its submodules
       if (missing.erase(here))
         fail<ConfigError>("[shard] '", here, "' is sharded by a call of its own already");
@@ -74,6 +72,9 @@ struct UnitMarker : Visitor {
     // The root is a unit anyway; a minimum may be more than the model has.
     if (!none_chosen || !policy.predicate_ || policy.predicate_(root, "")) return;
     const bool by_type = !policy.types_.empty();
+    std::set<std::string> types;
+    for (const auto& [path, module] : root.named_modules())
+      if (known.contains(path)) types.insert(module->type_name());
     const std::string all = known.empty() ? "no modules" : by_type ? "modules of types " + list(types, ", ") : "modules " + list(known);
     std::set<std::string> wanted;
     for (const std::type_info* type : policy.types_) wanted.insert(type_name(*type));
