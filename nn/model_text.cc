@@ -11,18 +11,22 @@
 namespace sheaf::nn {
 namespace {
 
-/// A field of a module: a leaf, or a module with fields of its own.
+struct Field;
+
+/// A leaf, or a module with fields of its own.
+struct Body {
+  std::string text;
+  std::string masters;  ///< of a module that is a unit with memory
+  bool is_module = false, is_unit = false;
+  std::vector<Field> fields;
+  bool operator==(const Body&) const;
+};
 struct Field {
   std::string name;  ///< relative to the module around it
-  std::string text;
-  std::string masters = {};  ///< of a module that is a unit with memory
-  bool is_module = false, is_unit = false;
-  std::vector<Field> fields = {};
+  Body body;
   bool operator==(const Field&) const = default;
-  bool differs_by_name(const Field& o) const {
-    return text == o.text && masters == o.masters && is_module == o.is_module && is_unit == o.is_unit && fields == o.fields;
-  }
 };
+bool Body::operator==(const Body&) const = default;
 
 std::string with_commas(int64_t n) {
   std::string out = std::to_string(n);
@@ -59,32 +63,35 @@ std::string masters_of(Unit& unit) {
 
 class Reader : public Visitor {
  public:
-  Field root;
-
-  explicit Reader(Module& model) {
-    module(model);
-    Field only = std::move(root.fields.front());
-    root = std::move(only);
-  }
+  explicit Reader(Module& model) { module(model); }
+  const Body& model() const { return around_model_.fields.front().body; }
   void parameter(Parameter& p) override {
     const auto [first, is_new] = paths_.try_emplace(p.id(), path());
-    around_->fields.push_back({name(), is_new ? describe(p) : "is " + first->second});
+    add_leaf(is_new ? describe(p) : "is " + first->second);
   }
-  void buffer(Buffer& b) override { around_->fields.push_back({name(), str(b.state().dtype, b.state().shape, "  a buffer")}); }
+  void buffer(Buffer& b) override { add_leaf(str(b.state().dtype, b.state().shape, "  a buffer")); }
   void module(Module& m) override {
-    Field field{name(), without_namespaces(m.type_name())};
-    field.is_module = true, field.is_unit = m.unit() || ModuleAccess::mark(m);
-    if (m.unit()) field.masters = masters_of(*m.unit());
-    Field* const around = std::exchange(around_, &field);
+    Body body;
+    body.text = without_namespaces(m.type_name());
+    body.is_module = true, body.is_unit = m.unit() || ModuleAccess::mark(m);
+    if (m.unit()) body.masters = masters_of(*m.unit());
+    const std::string name = name_here();
+    Body* const around = std::exchange(around_, &body);
     const size_t begin = std::exchange(begin_, path().empty() ? 0 : path().size() + 1);
     m.visit(*this);
     around_ = around, begin_ = begin;
-    around_->fields.push_back(std::move(field));
+    around_->fields.push_back({name, std::move(body)});
   }
 
  private:
-  std::string name() const { return path().substr(begin_); }
-  Field* around_ = &root;
+  std::string name_here() const { return path().substr(begin_); }
+  void add_leaf(std::string text) {
+    Body body;
+    body.text = std::move(text);
+    around_->fields.push_back({name_here(), std::move(body)});
+  }
+  Body around_model_;
+  Body* around_ = &around_model_;
   size_t begin_ = 0;  // of names in paths
   std::map<const Parameter::State*, std::string> paths_;
 };
@@ -99,26 +106,27 @@ std::pair<std::string_view, int64_t> numbered(std::string_view name) {
 
 bool is_next(const Field& next, const Field& last) {
   const auto [stem, number] = numbered(last.name);
-  return number >= 0 && numbered(next.name) == std::pair(stem, number + 1) && next.differs_by_name(last);
+  return number >= 0 && numbered(next.name) == std::pair(stem, number + 1) && next.body == last.body;
 }
 
 void write(std::string& out, const std::vector<Field>& fields, size_t indent) {
   for (size_t i = 0, last = 0; i < fields.size(); i = last + 1) {
-    const Field& f = fields[i];
+    const auto& [name, body] = fields[i];
     for (last = i; last + 1 < fields.size() && is_next(fields[last + 1], fields[last]);) ++last;
     out.append(indent, ' ');
-    out += f.name + (last > i ? " to " + fields[last].name : "") + (f.is_module ? ": " : "  ") + f.text;
-    if (f.is_unit) out += last > i ? ", each a unit" : ", a unit";
-    if (!f.masters.empty()) out += ": " + f.masters;
+    out += name + (last > i ? " to " + fields[last].name : "") + (body.is_module ? ": " : "  ") + body.text;
+    if (body.is_unit) out += last > i ? ", each a unit" : ", a unit";
+    if (!body.masters.empty()) out += ": " + body.masters;
     out += '\n';
-    write(out, f.fields, indent + 2);
+    write(out, body.fields, indent + 2);
   }
 }
 
 }  // namespace
 
 std::string to_text(Module& model) {
-  const Field root = Reader(model).root;
+  const Reader reader(model);
+  const Body& root = reader.model();
   const std::vector<Parameter> parameters = model.parameters();
   int64_t all = 0, frozen = 0, bytes = 0;
   for (const Parameter& p : parameters) all += p.numel(), frozen += p.trainable() ? 0 : p.numel();
