@@ -33,8 +33,7 @@ std::optional<HeadCut> head_cut(const Place& p, const OwnershipMap& map, bool of
 }
 
 /// The placement of input `begins`, where queries are cut: with them, if keys have documents of their own.
-template <int begins>
-Placement begins_of_cut(const Place& p, const Placement& queries) {
+Placement begins_of_cut(const Place& p, int begins, const Placement& queries) {
   return p.num_inputs() > begins + 1 ? queries : kR;
 }
 
@@ -59,7 +58,7 @@ struct AttentionBackward {
         rule({x, x, x, x, x, x}, {x, x, x}, {.of_sinks = x, .begins = x, .key_begins = x});
       if (i == 0 && cuts_queries(p, p.in(0), a.causal)) {
         const Placement &q = p.in(0), lse = lse_of(q);
-        rule({q, kR, kR, q, q, lse}, {q, kP, kP}, {.of_sinks = lse, .begins = begins_of_cut<kBegins>(p, q)});
+        rule({q, kR, kR, q, q, lse}, {q, kP, kP}, {.of_sinks = lse, .begins = begins_of_cut(p, kBegins, q)});
       }
       if (i >= 5 || x.map().dim() != 2) break;
       if (const auto cut = head_cut(p, x.map(), i == 0 || i > 2))
@@ -126,7 +125,7 @@ struct Attention {
       if (!p.in(i).is_shard() || p.in(i).map().is_flat()) continue;
       const Placement& x = p.in(i);
       if (x.map().dim() == 0 && !(kSinks && i == 3)) rule({x, x, x}, {x, x}, {.begins = x, .key_begins = x});
-      if (i == 0 && cuts_queries(p, x, a.causal)) rule({x, kR, kR}, {x, lse_of(x)}, {.begins = begins_of_cut<kBegins>(p, x)});
+      if (i == 0 && cuts_queries(p, x, a.causal)) rule({x, kR, kR}, {x, lse_of(x)}, {.begins = begins_of_cut(p, kBegins, x)});
       if (x.map().dim() == 2)
         if (const auto cut = head_cut(p, x.map(), i == 0))
           rule({cut->queries, cut->keys, cut->keys}, {cut->queries, cut->lse}, {.sinks = cut->sinks});

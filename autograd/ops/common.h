@@ -27,7 +27,7 @@ inline void require_floating(const char* op, DType d) {
     fail<DTypeError>("[", op, "] needs a floating type, not ", d, ": cast first");
 }
 
-/// The same for the first inputs of an op.
+/// expect_defined() for the first inputs of an op.
 inline void expect_all_defined(const char* op, std::initializer_list<const Tensor*> inputs) {
   int i = 0;
   for (const Tensor* x : inputs) expect_defined(op, *x, i++);

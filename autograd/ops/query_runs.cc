@@ -31,7 +31,7 @@ SmallVector<QueryRun, 2> runs_of(const Execute& c, const View& q, int64_t keys, 
   const int64_t here = q.shape[1], whole = type.shape[1];
   SmallVector<QueryRun, 2> runs;
   if (here == 0) return runs;
-  if (here == whole || !(mask.causal || mask.has_documents()) || (!mask.causal && mask.begins.shape[1] == here)) {
+  if (here == whole || (!mask.causal && (!mask.has_documents() || mask.begins.shape[1] == here))) {
     runs.emplace_back(Interval{0, here}, Interval{0, here}, keys);
     return runs;
   }
