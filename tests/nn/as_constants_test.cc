@@ -4,14 +4,13 @@
 
 #include <gtest/gtest.h>
 
-#include <map>
-
 #include "sheaf/autograd/compile.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/nn/direction.h"
 #include "sheaf/nn/layers/linear.h"
 #include "sheaf/nn/optim/sgd.h"
 #include "sheaf/nn/shard.h"
+#include "sheaf/tests/nn/values_on_meshes.h"
 
 namespace sheaf {
 namespace {
@@ -36,10 +35,10 @@ struct Pair : nn::Module {
   SHEAF_FIELDS(generator, critic);
 };
 
-using Gradients = std::map<std::string, std::vector<double>>;
+using testing::Values;
 enum class Losses { of_generator, of_critic, both };
 
-Gradients gradients(World& w, Strategy strategy, Losses losses, bool frozen = false) {
+Values gradients(World& w, Strategy strategy, Losses losses, bool frozen = false) {
   const Mesh mesh = w.mesh({{"data", w.size()}});
   Pair model;
   if (frozen) nn::freeze(model.critic);
@@ -54,16 +53,10 @@ Gradients gradients(World& w, Strategy strategy, Losses losses, bool frozen = fa
     if (losses != Losses::of_critic) loss = loss ? loss + model.of_generator(noise) : model.of_generator(noise);
     recording.backward(loss);
   }
-  Gradients out;
+  Values out;
   for (const nn::Parameter& p : model.parameters())
     if (const Tensor g = full_gradient(p)) out[p.name()] = g.to_vector<double>();
   return out;
-}
-
-void expect_near(const Gradients& got, const Gradients& want, const std::string& where) {
-  ASSERT_EQ(got.size(), want.size()) << where;
-  for (const auto& [name, values] : want)
-    for (size_t i = 0; i < values.size(); ++i) EXPECT_NEAR(got.at(name)[i], values[i], 1e-13) << name << where;
 }
 
 TEST(AsConstants, GiveTheGradientsOfAFrozenPart) {
@@ -71,13 +64,13 @@ TEST(AsConstants, GiveTheGradientsOfAFrozenPart) {
     for (const Strategy strategy : {Strategy::full_shard, Strategy::zero1, Strategy::replicate})
       run_local(ranks, [&](World& w) {
         const std::string where = str(" at ", ranks, " ranks, ", static_cast<int>(strategy));
-        const Gradients got = gradients(w, strategy, Losses::of_generator);
-        expect_near(got, gradients(w, strategy, Losses::of_generator, /*frozen=*/true), where);
+        const Values got = gradients(w, strategy, Losses::of_generator);
+        testing::expect_near(got, gradients(w, strategy, Losses::of_generator, /*frozen=*/true), 1e-13, where);
         EXPECT_EQ(got.size(), 4u) << "none of the critic" << where;
-        Gradients each = gradients(w, strategy, Losses::of_critic);
+        Values each = gradients(w, strategy, Losses::of_critic);
         EXPECT_EQ(each.size(), 4u) << "none of the generator" << where;
         each.insert(got.begin(), got.end());
-        expect_near(gradients(w, strategy, Losses::both), each, where);
+        testing::expect_near(gradients(w, strategy, Losses::both), each, 1e-13, where);
       });
 }
 

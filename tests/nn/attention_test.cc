@@ -6,18 +6,19 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <map>
 
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/nn/shard.h"
 #include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/nn/values_on_meshes.h"
 
 namespace sheaf {
 namespace {
 
 using ::testing::HasSubstr;
 
-using Values = std::map<std::string, std::vector<double>>;
+using Way = testing::MeshAndStrategy;
+using testing::Values;
 
 /// softmax(scale q kT) v of every head, over all keys of the sequence, and the projection.
 std::vector<double> by_formula(const nn::SelfAttention& m, const Tensor& x_BTC) {
@@ -72,19 +73,12 @@ TEST(AttentionOfAll, IsASoftmaxOverAllKeys) {
     }
 }
 
-struct Way {
-  std::vector<MeshSpec::Axis> axes;
-  Strategy strategy = Strategy::full_shard;
-};
-
 enum class Documents { none, on_all_ranks, like_tokens };
 
 // The output and the gradients of sum(y * c), with everything that attention may have.
 Values values_on(const Way& way, Documents documents) {
   Values out;
-  int ranks = 1;
-  for (const auto& axis : way.axes) ranks *= axis.size;
-  run_local(ranks, [&](World& w) {
+  run_local(way.ranks(), [&](World& w) {
     const Mesh mesh = w.mesh(way.axes);
     nn::AttentionConfig c{.width = 12, .heads = 6, .kv_heads = 3, .causal = false, .gate = true, .sinks = true, .qk_norm = true, .rope_theta = 100.0};
     c.init = c.projection_init = nn::Init::normal(0.5);
@@ -138,13 +132,7 @@ void expect_same_on_every_mesh(Documents documents) {
                       {{{"data", 1}, {"context", 2}, {"model", 2}}},
                       {{{"data", 1}, {"gathered", 2}, {"model", 2}}}};
   for (const Way& way : ways) {
-    const Values actual = values_on(way, documents);
-    ASSERT_EQ(actual.size(), expected.size());
-    for (const auto& [name, want] : expected) {
-      const std::vector<double>& got = actual.at(name);
-      ASSERT_EQ(got.size(), want.size());
-      for (size_t i = 0; i < want.size(); ++i) EXPECT_NEAR(got[i], want[i], 1e-11) << name << ' ' << i << " on " << way.axes.back().name;
-    }
+    testing::expect_near(values_on(way, documents), expected, 1e-11, " on " + way.axes.back().name);
   }
 }
 

@@ -5,19 +5,20 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <map>
 
 #include "sheaf/autograd/recording.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/nn/shard.h"
 #include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/nn/values_on_meshes.h"
 
 namespace sheaf {
 namespace {
 
 using ::testing::HasSubstr;
 
-using Values = std::map<std::string, std::vector<double>>;
+using Way = testing::MeshAndStrategy;
+using testing::Values;
 
 nn::CrossAttentionConfig config(int64_t kv_heads, bool qk_norm) {
   nn::CrossAttentionConfig c{.width = 12, .memory_width = 10, .heads = 6, .kv_heads = kv_heads, .qk_norm = qk_norm, .scale = 1.3};
@@ -65,17 +66,10 @@ TEST(CrossAttention, IsASoftmaxOverTheMemory) {
     }
 }
 
-struct Way {
-  std::vector<MeshSpec::Axis> axes;
-  Strategy strategy = Strategy::full_shard;
-};
-
 // The output and all gradients of sum(y * c), those of x and the memory included.
 Values values_on(const Way& way, bool documents) {
   Values out;
-  int ranks = 1;
-  for (const auto& axis : way.axes) ranks *= axis.size;
-  run_local(ranks, [&](World& w) {
+  run_local(way.ranks(), [&](World& w) {
     const Mesh mesh = w.mesh(way.axes);
     nn::CrossAttention m(config(3, true));
     ShardOptions options{.strategy = way.strategy};
@@ -127,13 +121,7 @@ TEST(CrossAttention, HasTheSameGradientsOnEveryMesh) {
                         {{{"data", 2}, {"model", 2}}, Strategy::replicate},
                         {{{"data", 1}, {"context", 2}, {"model", 2}}}};
     for (const Way& way : ways) {
-      const Values actual = values_on(way, documents);
-      ASSERT_EQ(actual.size(), expected.size());
-      for (const auto& [name, want] : expected) {
-        const std::vector<double>& got = actual.at(name);
-        ASSERT_EQ(got.size(), want.size());
-        for (size_t i = 0; i < want.size(); ++i) EXPECT_NEAR(got[i], want[i], 1e-11) << name << ' ' << i << " on " << way.axes.back().name;
-      }
+      testing::expect_near(values_on(way, documents), expected, 1e-11, " on " + way.axes.back().name);
     }
   }
 }

@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <functional>
-#include <map>
 
 #include "sheaf/autograd/recording.h"
 #include "sheaf/distributed/run_local.h"
@@ -14,6 +13,7 @@
 #include "sheaf/nn/shard.h"
 #include "sheaf/nn/unsharded.h"
 #include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/nn/values_on_meshes.h"
 
 namespace sheaf {
 namespace {
@@ -32,7 +32,7 @@ struct Other : nn::Module {
   SHEAF_FIELDS(first);
 };
 
-using Values = std::map<std::string, std::vector<double>>;
+using testing::Values;
 
 Values values(nn::Module& model) {
   Values out;
@@ -101,8 +101,7 @@ TEST(MoveAlong, MakesSharpnessAwareSteps) {
     const Values got = values(net);
     if (w.rank() != 0) return;
     if (expected.empty()) expected = got;
-    for (const auto& [name, want] : expected)
-      for (size_t i = 0; i < want.size(); ++i) EXPECT_NEAR(got.at(name)[i], want[i], 1e-13) << name;
+    testing::expect_near(got, expected, 1e-13, "");
   });
 }
 
