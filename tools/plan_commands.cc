@@ -26,28 +26,6 @@ constexpr const char* kOfAGpu =
     "\nThis is what Sheaf asks of its allocator, which rounds each block up to 256 bytes. Not in it: what the driver and "
     "NCCL hold for themselves, and workspaces that only a plan of cuDNN's on the GPU itself tells.";
 
-// Checks whether the training files, as far as they exist on this machine, hold examples: then steps count targets, and examples are
-// kept separate.
-void look_at_data(models::DataConfig& data) {
-  const auto holds_examples = [](const auto& open, const std::string& files) {
-    try {
-      return !files.empty() && open(files, INT32_MAX).example_end().has_value();
-    } catch (const DataError&) {
-      return false;
-    }
-  };
-  data.examples = holds_examples(models::TokenMixture::open, data.train_file);
-  data.separate_documents |= data.examples || holds_examples(models::ValidationSets::open, data.val_file);
-}
-
-// The plan does not depend on which token ends a document.
-models::TrainConfig config_to_plan(const std::string& file, const std::vector<std::string>& overrides) {
-  models::TrainConfig config = load_config(file, overrides);
-  look_at_data(config.data);
-  if (config.data.separate_documents && config.data.end_of_text < 0) config.data.end_of_text = 0;
-  return config;
-}
-
 int64_t vocabulary_of(const char* command, const models::TrainConfig& config) {
   if (config.model.vocab > 0) return config.model.vocab;
   const models::DataConfig& data = config.data;
@@ -56,6 +34,29 @@ int64_t vocabulary_of(const char* command, const models::TrainConfig& config) {
   check<DataError>(path_exists(data.corpus), "[", command, "] the vocabulary is that of '", data.corpus, "', which does not exist: give "
                      "--model.vocab N");
   return models::load_corpus(data, 0).vocab;
+}
+
+// Checks whether the training files, as far as they exist on this machine, hold examples: then steps count targets, and examples are
+// kept separate.
+void look_at_data(models::DataConfig& data, int64_t vocab) {
+  const auto holds_examples = [&](const auto& open, const std::string& files) {
+    try {
+      return !files.empty() && open(files, vocab).example_end().has_value();
+    } catch (const DataError&) {
+      return false;
+    }
+  };
+  data.examples = holds_examples(models::TokenMixture::open, data.train_file);
+  data.separate_documents |= data.examples || holds_examples(models::ValidationSets::open, data.val_file);
+}
+
+// With the size of the vocabulary. The plan does not depend on which token ends a document.
+models::TrainConfig config_to_plan(const char* command, const std::string& file, const std::vector<std::string>& overrides) {
+  models::TrainConfig config = load_config(file, overrides);
+  config.model.vocab = vocabulary_of(command, config);
+  look_at_data(config.data, config.model.vocab);
+  if (config.data.separate_documents && config.data.end_of_text < 0) config.data.end_of_text = 0;
+  return config;
 }
 
 template <class... Args>
@@ -79,11 +80,10 @@ std::string row(const models::PlannedConfig& planned, const Machine& machine, in
 }  // namespace
 
 int tape_command(const TapeArguments& arguments) {
-  models::TrainConfig config = config_to_plan(arguments.config, arguments.overrides);
+  models::TrainConfig config = config_to_plan("tape", arguments.config, arguments.overrides);
   if (arguments.world < 1) fail<ConfigError>("[tape] --world must be at least 1, not ", arguments.world);
   if (arguments.rank < 0 || arguments.rank >= arguments.world)
     fail<ConfigError>("[tape] --rank must be in [0, ", arguments.world, "), not ", arguments.rank);
-  const int64_t vocab = vocabulary_of("tape", config);
   const int threads = arguments.threads_per_rank > 0 ? arguments.threads_per_rank
                                                      : threads_per_rank(arguments.world);
   if (arguments.device != "cpu" && arguments.device != "cuda")
@@ -91,7 +91,7 @@ int tape_command(const TapeArguments& arguments) {
   const bool gpu = arguments.device == "cuda";
   // Assumes the ranks of a job on one host, unless SHEAF_COMM requests Gloo; GPUs use NCCL.
   const std::string wanted = wanted_comm(), comm = gpu ? "nccl" : wanted == "auto" ? "shm" : wanted;
-  const models::Plan plan = models::plan_step(config, vocab, arguments.rank, arguments.world, threads, comm,
+  const models::Plan plan = models::plan_step(config, config.model.vocab, arguments.rank, arguments.world, threads, comm,
                                               gpu ? Device::cuda() : Device::cpu());
   const std::string outer = config.train.islands == 1 ? "" : str("\nan outer step, after each ", config.train.inner_steps, " of these\n",
       to_text(plan.outer), "\ncollectives\n", collective_summary(plan.outer));
@@ -115,13 +115,12 @@ int plan_command(const PlanArguments& arguments) {
   check<ConfigError>(kernels::kHasCuda,
                      "[plan] configurations are planned for GPUs, and this build has no CUDA: one that found CUDA needs no GPU for that; "
                      "`sheaf tape` prints a step on CPUs");
-  models::TrainConfig config = config_to_plan(arguments.config, arguments.overrides);
+  models::TrainConfig config = config_to_plan("plan", arguments.config, arguments.overrides);
   constexpr int kMostRanks = 1 << 20;
   if (arguments.world < 1 || arguments.world > kMostRanks)
     fail<ConfigError>("[plan] --world must be at least 1 and at most ", kMostRanks, ", not ", arguments.world);
   if (config.train.recompute == "fit")
     fail<ConfigError>("[plan] train.recompute fit: it looks for what fits by itself; --memory says what to fit into");
-  const int64_t vocab = config.model.vocab = vocabulary_of("plan", config);
   Machine machine = machine_named(arguments.machine);
   if (arguments.ranks_per_host > 0) machine.ranks_per_host = arguments.ranks_per_host;
   if (arguments.memory > 0) machine.memory = arguments.memory;
@@ -131,7 +130,7 @@ int plan_command(const PlanArguments& arguments) {
   options.threads = available_cores();
   for (const std::string& word : arguments.overrides)
     if (word.starts_with("--")) options.keep.insert(word.substr(2, word.find('=') - 2));
-  const models::ConfigSearchResult found = models::search_configs(config, vocab, arguments.world, machine, options);
+  const models::ConfigSearchResult found = models::search_configs(config, config.model.vocab, arguments.world, machine, options);
   if (found.fitting.empty())
     fail<OutOfMemory>("[plan] none of ", found.planned, " configurations fits ", machine.memory, " bytes a rank: the least takes ", found.least_bytes,
                       config.train.offload_parameters && config.train.offload_optimizer ? "" : "; train.offload_parameters and "
@@ -150,7 +149,7 @@ int plan_command(const PlanArguments& arguments) {
     say("the first one waits for " + waits);
   }
   if (!arguments.trace.empty()) {
-    write_file(arguments.trace, models::trace_step(best.config, vocab, arguments.world, machine));
+    write_file(arguments.trace, models::trace_step(best.config, config.model.vocab, arguments.world, machine));
     say("its time line is in " + arguments.trace);
   }
   return 0;

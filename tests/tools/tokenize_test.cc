@@ -335,11 +335,17 @@ TEST(Tokenize, ExamplesAreTrainedPlannedAndAnswered) {
   testing::expect_same_curve(testing::read_metrics(f / "out/metrics.jsonl"), whole, "resumed");
 
   // A plan reads the file, if it exists.
-  const Words sizes = {"--model.layers", "1", "--model.heads", "2", "--model.width", "16", "--model.context", "16", "--model.vocab", "400"};
+  const Words sizes = {"--model.layers", "1", "--model.heads", "2", "--model.width", "16", "--model.context", "16", "--model.vocab", "957"};
   const Outcome with = run_sheaf(Words{"tape"} + data + sizes), without = run_sheaf(Words{"tape"} + sizes);
   ASSERT_EQ(with.code, 0) << with.err;
   EXPECT_THAT(with.out, HasSubstr("document_begins"));
   EXPECT_THAT(without.out, Not(HasSubstr("document_begins")));
+  // Also where it is mixed with one that does not say what it holds.
+  f.write("plain.bin", std::string(64, '\0'));
+  const Outcome mixed = run_sheaf(Words{"tape", "--data.train_file", "0.5 " + f / "plain.bin" + " 0.5 " + f / "train.bin", "--data.val_file",
+                                       f / "plain.bin"} + sizes);
+  ASSERT_EQ(mixed.code, 0) << mixed.err;
+  EXPECT_THAT(mixed.out, HasSubstr("document_begins"));
 }
 
 TEST(Tokenize, ConversationsAndTheirSpecialTokens) {
