@@ -236,11 +236,14 @@ void rename_path(const std::string& from, const std::string& to) {
 
 void make_folders(const std::string& path) {
   detail::file_fault_point("mkdir", path);
+  std::vector<std::string> fresh;
+  for (std::string folder = path; !path_exists(folder); folder = parent_of(folder)) fresh.push_back(folder);
   std::error_code error;
   std::filesystem::create_directories(path, error);
   // Some versions report a symbolic link to a folder as an error although it works.
   std::error_code unreadable;
   if (error && !std::filesystem::is_directory(path, unreadable)) io_failure("make folder", path, error.value());
+  for (const std::string& folder : fresh) sync_folder(parent_of(folder));
 }
 
 bool path_exists(const std::string& path) {

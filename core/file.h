@@ -130,7 +130,7 @@ void expect_writable_file(const char* who, const std::string& path);
 void sync_folder(const std::string& path);
 /// rename(2).
 void rename_path(const std::string& from, const std::string& to);
-/// Makes `path` and its parents; no error if they exist.
+/// Makes `path` and its parents, whose names survive a crash; no error if they exist.
 void make_folders(const std::string& path);
 bool path_exists(const std::string& path);
 /// The part before the last '/', "." if there is none.

@@ -148,7 +148,7 @@ TEST(AtomicFolder, SyncsFilesAndFolderThenRenamesThenSyncsTheParent) {
   write_file(pending + "/a", "text");
   commit_folder(pending, folder / "out/step-1");
   testing::set_file_fault(nullptr);
-  EXPECT_THAT(operations, ElementsAre("mkdir out", "mkdir step-1.tmp", "open a", "write a", "sync a", "sync step-1.tmp",
+  EXPECT_THAT(operations, ElementsAre("mkdir out", "mkdir step-1.tmp", "sync out", "open a", "write a", "sync a", "sync step-1.tmp",
                                       "rename step-1", "sync out"));
 }
 
