@@ -317,8 +317,9 @@ const char* unused(const std::string& key, const TrainConfig& config) {
   for (const char* name : {"beta_slow", "beta_fast", "truncate", "mscale", "mscale_all_dim"})
     if (key == str("model.rope_scaling.", name) && scaling != "yarn") return "only model.rope_scaling.rope_type yarn has it";
   if (key == "train.steps" && config.train.epochs > 0) return "train.epochs says how many steps there are";
-  if (key.starts_with("train.decay_") && config.train.schedule == "constant")
+  if ((key.starts_with("train.decay_") || key == "train.min_lr") && config.train.schedule == "constant")
     return "train.schedule constant has no decay";
+  if (key == "train.fuse" && !config.train.compile) return "only train.compile fuses";
   if (key.starts_with("train.loss_scale") && config.train.dtype != "f16") return "only train.dtype f16 scales the loss";
   if (key == "train.recompute_blocks" && config.train.recompute != "block" && config.train.recompute != "selective")
     return "only train.recompute block and selective have it";
@@ -401,7 +402,7 @@ void validate(const TrainConfig& config, const std::function<std::string(const c
   require(d.train_file.empty() == d.val_file.empty(), "data.train_file and data.val_file go together");
   const auto& t = config.train;
   require(t.batch >= t.micro_batches, "train.batch ", t.batch, " is less than train.micro_batches ", t.micro_batches);
-  require(t.min_lr <= t.lr || t.schedule == "constant", "train.min_lr ", t.min_lr, " is above train.lr ", t.lr);
+  require(t.min_lr <= t.lr, "train.min_lr ", t.min_lr, " is above train.lr ", t.lr);
   require(t.min_lr >= 0 || t.min_lr == -1, "train.min_lr ", t.min_lr, " is no learning rate; -1: a tenth of train.lr");
   require(t.decay_start == 0 || t.decay_start >= t.warmup, "train.decay_start ", t.decay_start,
           " lies in the warm-up: train.warmup is ", t.warmup);

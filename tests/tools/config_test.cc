@@ -237,9 +237,11 @@ TEST_F(Config, WhatWouldChangeNothingIsRefused) {
   EXPECT_EQ(load("", {"--data.end_of_text", "5", "--data.separate_documents", "true"}).data.end_of_text, 5);
   EXPECT_THAT(error("", {"--train.momentum", "0.95"}), HasSubstr("only train.optimizer muon has momentum"));
   EXPECT_EQ(load("", {"--train.momentum", "0.9", "--train.optimizer", "muon"}).train.momentum, 0.9);
-  for (const char* key : {"--train.decay_start", "--train.decay_end"})
+  for (const char* key : {"--train.decay_start", "--train.decay_end", "--train.min_lr"})
     EXPECT_THAT(error("", {"--train.schedule", "constant", key, "500"}),
                 HasSubstr("would change nothing: train.schedule constant has no decay"));
+  EXPECT_THAT(error("", {"--train.fuse", "false"}), HasSubstr("'train.fuse' would change nothing: only train.compile fuses"));
+  EXPECT_FALSE(load("", {"--train.fuse", "false", "--train.compile", "true"}).train.fuse);
   load("[model]\ntype = 'llama'\nbias = false\n");
   // A preset of another type gives only the fields that this type has.
   EXPECT_FALSE(load("", {"--model.preset", "gpt2-124m", "--model.type", "llama"}).model.bias);
