@@ -47,7 +47,8 @@ void export_config(const models::RunState& state, const models::ModelConfig& mod
   Json config = models::published_config(exported, dtype, published_like(state));
   config.set("eos_token_id", ends(state));
   for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"})
-    if (const Json* value = theirs.is_null() ? nullptr : models::find_published(theirs, key)) config.set(key, *value);
+    if (const Json* value = theirs.is_null() ? nullptr : models::find_published(theirs, key); value && !value->is_null())
+      config.set(key, *value);
   replace_file(folder + "/config.json", config.dump() + "\n");
 }
 

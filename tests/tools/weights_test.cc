@@ -247,7 +247,7 @@ TEST(Weights, AdaptersAreExportedForPeft) {
     expect_ok(run_sheaf(folder.train(c.weights, "run") + Words{"--model.lora_rank", "3", "--train.lr", "0.05", "--train.steps", "4"}));
     expect_ok(run_sheaf({"export", folder / "run", folder / "adapters", "--format", "peft"}));
     expect_ok(run_sheaf({"export", folder / "run", folder / "merged", "--format", "huggingface"}));
-    expect_ok(run_sheaf(folder.train(c.weights, "base") + Words{"--train.steps", "1", "--train.lr", "0", "--train.min_lr", "0"}));
+    expect_ok(run_sheaf(folder.train(c.weights, "base") + Words{"--train.steps", "1", "--train.lr", "0"}));
     expect_ok(run_sheaf({"export", folder / "base", folder / "same", "--format", "huggingface"}));
     const Json config = Json::parse(File::open(folder / "adapters/adapter_config.json").read_all(), "adapter_config.json");
     EXPECT_EQ(config.at("r").as_int(), 3);
@@ -310,7 +310,7 @@ TEST(Weights, ExportAndImportAreInverse) {
       expect_ok(run_sheaf({"export", at("run"), at("published"), "--format", "huggingface"}));
       // A step with a learning rate of 0 changes nothing.
       expect_ok(run_sheaf(testing::on_ranks(4 - world, folder.train(at("published"), "again" + name) +
-          Words{"--train.steps", "1", "--train.lr", "0", "--train.min_lr", "0", "--train.weight_decay", "0"} + model)));
+          Words{"--train.steps", "1", "--train.lr", "0", "--train.weight_decay", "0"} + model)));
       expect_ok(run_sheaf({"export", at("run"), at("one") + ".safetensors"}));
       expect_ok(run_sheaf({"export", at("again"), at("two") + ".safetensors"}));
       EXPECT_TRUE(tensors(at("one") + ".safetensors") == tensors(at("two") + ".safetensors"));
@@ -356,7 +356,7 @@ TEST(Weights, WhatWasReadIsWritten) {
     const std::string name = weights.substr(weights.rfind('/') + 1);
     const Words mtp = weights == kGlm ? Words{"--model.mtp_layers", "1"} : Words{};
     expect_ok(run_sheaf(testing::on_ranks(2, folder.train(weights, name) + mtp +
-        Words{"--train.steps", "1", "--train.lr", "0", "--train.min_lr", "0", "--train.weight_decay", "0"})));
+        Words{"--train.steps", "1", "--train.lr", "0", "--train.weight_decay", "0"})));
     expect_ok(run_sheaf({"export", folder / name, folder / (name + "_hf"), "--format", "huggingface"}));
     const std::string to = folder / (name + "_hf/model.safetensors");
     const auto file = SafetensorsFile::open(weights + "/model.safetensors"), written = SafetensorsFile::open(to);
@@ -419,6 +419,11 @@ TEST(Weights, WhatLiesBesideThemIsExported) {
   EXPECT_EQ(File::open(folder / "beside_hf/chat_template.jinja").read_all(), "{{ messages }}");
   EXPECT_FALSE(path_exists(folder / "beside_hf/special_tokens_map.json"));
   EXPECT_THAT(said, Not(AnyOf(HasSubstr("from before"), HasSubstr("no longer there"))));
+  // A null there says nothing: exports of ours have it.
+  Json unsaid = theirs;
+  unsaid.set("eos_token_id", Json());
+  write_file(from + "/config.json", unsaid.dump());
+  EXPECT_EQ(exported("beside").at("eos_token_id"), Json(7));
   // Without the weights, what the run itself knows.
   std::filesystem::remove_all(from);
   const Json alone = exported("beside");
