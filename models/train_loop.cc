@@ -58,7 +58,6 @@ class Trainer::Loop {
     report_.peak_bytes = report_.peaks.empty() ? 0 : report_.peaks[static_cast<size_t>(world_.rank())];
     report_.best = trainer_.best_;
     report_.tape = std::move(recorded_.tape);
-    report_.seconds = now() - start_;
     return std::move(report_);
   }
 
@@ -137,10 +136,14 @@ class Trainer::Loop {
     const double norm = grad_norm_;
     if (step_.scaler() && !std::isfinite(norm)) return check_lost_steps();
     if (std::isfinite(report_.train_loss) && std::isfinite(norm)) return;
-    trainer_.saver_.finish();  // of a step before, which was finite
-    fail<NonFiniteError>("[train] step ", report_.done, ": loss ", unsigned_nan(report_.train_loss), ", gradient norm ", norm,
-                         train_.clip > 0 ? "; a smaller train.lr or train.clip may help"
-                                         : "; a smaller train.lr or a train.clip above 0 may help");
+    diverged("loss ", unsigned_nan(report_.train_loss), ", gradient norm ", norm,
+             train_.clip > 0 ? "; a smaller train.lr or train.clip may help" : "; a smaller train.lr or a train.clip above 0 may help");
+  }
+
+  template <class... Parts>
+  [[noreturn]] void diverged(const Parts&... parts) {
+    trainer_.saver_.finish();  // what it saves is of a step before, which was finite
+    fail<NonFiniteError>("[train] step ", report_.done, ": ", parts...);
   }
 
   // In f16 the gradient may be infinite, which costs a step, but not at every scale.
@@ -148,10 +151,8 @@ class Trainer::Loop {
     constexpr int64_t kMost = 20;
     const optim::LossScaler::State state = step_.scaler()->state();
     if (state.lost_steps < kMost) return;
-    trainer_.saver_.finish();
-    fail<NonFiniteError>("[train] step ", report_.done, ": the gradient was not finite in ", state.lost_steps, " steps in a row, though ",
-                         "the loss scale is at its minimum, ", state.factor, "; a smaller train.lr, or train.dtype bf16 or f32, ",
-                         "may help");
+    diverged("the gradient was not finite in ", state.lost_steps, " steps in a row, though the loss scale is at its minimum, ",
+             state.factor, "; a smaller train.lr, or train.dtype bf16 or f32, may help");
   }
 
   void log(const TrainingStep::Result& result) {
@@ -194,7 +195,7 @@ class Trainer::Loop {
     try {
       trainer_.evaluate(report_);
     } catch (const NonFiniteError& error) {
-      fail<NonFiniteError>("[train] step ", report_.done, ": ", error.what());
+      diverged(error.what());
     }
     if (first_rank_) {
       std::vector<Metric> values{{"val_loss", report_.val_loss}};
@@ -207,8 +208,7 @@ class Trainer::Loop {
       trainer_.options_.print(str("step ", report_.done, "  validation loss ", report_.val_loss, losses_by_name(report_),
                                   accuracies_by_name(report_)));
     }
-    if (!std::isfinite(report_.val_loss))
-      fail<NonFiniteError>("[train] step ", report_.done, ": validation loss ", unsigned_nan(report_.val_loss), losses_by_name(report_));
+    if (!std::isfinite(report_.val_loss)) diverged("validation loss ", unsigned_nan(report_.val_loss), losses_by_name(report_));
     trainer_.save_if_best(report_.done, report_.val_loss);
     leave_out(begin);
   }
