@@ -54,11 +54,11 @@ struct CheckpointGroup {
 void check_save(int64_t step, int64_t keep);
 
 /// Writes checkpoint `step` into `folder`, collectively; when it returns, the checkpoint is committed. An older checkpoint of the
-/// same step is replaced. Then, of the checkpoints up to this step, all but the newest `keep` are removed (0 keeps all), and all of
-/// `abandoned`: steps that the run does not go on from, such as broken ones, which must not push out good ones. `state` is
-/// any JSON of rank 0: training position, configuration, tokenizer. Throws IoError if the disk fails, CheckpointError if the pieces
-/// do not cover a tensor exactly, on all ranks if on one; then existing checkpoints are untouched. Rank 0 calls `warn` for what cannot be
-/// removed.
+/// same step is replaced. Unless `keep` is 0, which keeps all, all but the newest `keep` of the checkpoints up to this step are then
+/// removed, and all of `abandoned`: steps that the run does not go on from, such as broken ones, which must not push out good ones.
+/// `state` is any JSON of rank 0: training position, configuration, tokenizer. Throws IoError if the disk fails, CheckpointError if the
+/// pieces do not cover a tensor exactly, on all ranks if on one; then existing checkpoints are untouched. Rank 0 calls `warn` for what
+/// cannot be removed.
 void save_checkpoint(const std::string& folder, int64_t step, const std::vector<CheckpointPiece>& pieces,
                      const Json& state, int64_t keep = 2, const CheckpointGroup& group = {}, const Warn& warn = warn_on_stderr,
                      const std::vector<int64_t>& abandoned = {});

@@ -159,14 +159,4 @@ std::shared_ptr<const Tokenizer> tokenizer_from_json(const Json& json) {
   return std::make_shared<CharTokenizer>(std::move(points));
 }
 
-std::shared_ptr<const Tokenizer> load_tokenizer(const std::string& path) {
-  const std::string text = File::open<DataError>(path).read_all();
-  const Json json = Json::parse(text, str("'", path, "'"));
-  try {
-    return tokenizer_from_json(json);
-  } catch (const DataError& error) {
-    fail<DataError>("[tokenizer] '", path, "': ", error.what());
-  }
-}
-
 }  // namespace sheaf::models

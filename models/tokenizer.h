@@ -67,7 +67,5 @@ std::shared_ptr<const Tokenizer> open_tokenizer(const std::string& name, const s
 /// {"kind": "char", "characters": "..."}, {"kind": "byte"}, or those of bpe_tokenizer.h and huggingface_tokenizer.h. Throws
 /// DataError; an unknown kind is named.
 std::shared_ptr<const Tokenizer> tokenizer_from_json(const Json& json);
-/// Reads such a file; throws DataError.
-std::shared_ptr<const Tokenizer> load_tokenizer(const std::string& path);
 
 }  // namespace sheaf::models

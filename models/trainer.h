@@ -40,7 +40,6 @@ struct TrainReport {
   int64_t peak_bytes = 0;        ///< of this rank, in the last step
   std::vector<int64_t> peaks;    ///< of every rank; empty if no step ran in this process
   Tape tape;                     ///< of the last step that ran in this process
-  double seconds = 0;
 };
 
 /// ", of web 3.1, of chat 1.2": of each validation set that has a name.

@@ -22,7 +22,6 @@ struct ConfigField {
   std::vector<std::string> choices = {};  ///< of a string; empty: any
   double min = -1e300, max = 1e300;       ///< of a number, inclusive
   std::vector<std::string> later = {};    ///< choices that have a name but are not implemented yet
-  std::string missing = {};               ///< what these wait for, if worth saying
 };
 
 /// The table of all options, pointing into `config`.

@@ -114,8 +114,7 @@ void set(const std::string& where, ConfigField& field, const std::string& value)
   if (!target) wrong_type(where, field, json_string(value));
   if (std::find(field.later.begin(), field.later.end(), value) != field.later.end()) {
     fail<ConfigError>("[config] ", where, ": '", field.key, "' cannot be ", json_string(value),
-                      " yet", field.missing.empty() ? "" : ": " + field.missing, "; it is one of ",
-                      join(field.choices));
+                      " yet; it is one of ", join(field.choices));
   }
   if (!field.choices.empty() && std::find(field.choices.begin(), field.choices.end(), value) == field.choices.end()) {
     fail<ConfigError>("[config] ", where, ": '", field.key, "' is one of ", join(field.choices), "; not ",
