@@ -72,7 +72,7 @@ bool ReversePass::is_part_of_leaf(ValueId v) const {
 void ReversePass::add_to_value(NodeId node, ValueId v, Tensor g) {
   const NodeId producer = tape_.value(v).producer;
   const ValueId was = value_with_gradient_of(v);
-  if (to_slots() && !parts_.contains(producer) && tape_.node(producer).op)
+  if (to_slots() && !parts_.contains(producer) && !ends_gradients(tape_.node(producer)))
     fail<LifetimeError>("[backward] ", path_label(PathScope::current()), ": ", tape_.node(node).op->name, " uses value %",
                         v, " ", tape_.type(was), " (of ", tape_.node(producer).op->name, "), which was computed before the last ",
                         "backward of this recording: its gradient would be lost. Add the losses and call backward once");

@@ -174,7 +174,7 @@ void ReversePass::want(std::span<const ValueId> xs) {
   }
   for (NodeId id = 0; id < static_cast<NodeId>(tape_.num_nodes()); ++id) {
     const Node& n = tape_.node(id);
-    if (std::ranges::none_of(tape_.inputs(n), [&](ValueId v) { return wanted_[v]; })) continue;
+    if (ends_gradients(n) || std::ranges::none_of(tape_.inputs(n), [&](ValueId v) { return wanted_[v]; })) continue;
     for (int o = 0; o < n.num_outputs; ++o) {
       if (recording_.state(tape_.output(n, o)).needs_grad) wanted_[tape_.output(n, o)] = true;
       for (ValueId v = tape_.value(tape_.output(n, o)).lies_in(); v >= 0; v = tape_.value(v).lies_in())
@@ -236,7 +236,7 @@ void ReversePass::differentiate(NodeId id, const Node& n) {
   const auto outputs = std::views::iota(0, n.num_outputs);
   if (std::ranges::none_of(outputs, [&](int o) { return gradients_[tape_.output(n, o)].defined(); })) return;
   uint64_t needs = 0;
-  for (int i = 0; i < n.num_inputs; ++i)
+  for (int i = 0; i < n.num_inputs && !ends_gradients(n); ++i)
     if (wanted_[tape_.inputs(n)[i]]) needs |= Recording::bit(i);
   if (needs) {
     if (!n.op->vjp) fail<LifetimeError>("[", n.op->name, "] ", path_label(PathScope::current()), ": it has no derivative");

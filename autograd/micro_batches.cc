@@ -93,7 +93,7 @@ std::vector<recorded::Segment> Recording::take_segments_of(ValueId loss) {
       bool leading = false;
       for (int o = 0; o < n.num_outputs; ++o)
         leading = leading || (leads[static_cast<size_t>(tape_.output(n, o))] && !state(tape_.output(n, o)).group);
-      if (!leading || !n.op) continue;
+      if (!leading || ends_gradients(n)) continue;
       if (taken.size() > before && taken.back().begin == id + 1) taken.back().begin = id;
       else taken.push_back({id, id + 1, {}});
       for (const ValueId v : tape_.inputs(n)) {

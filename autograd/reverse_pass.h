@@ -10,6 +10,9 @@
 
 namespace sheaf {
 
+/// Whether gradients go no further back than its results: a leaf, or a constant, which may be watched.
+inline bool ends_gradients(const Node& n) { return !n.op || n.op->stops_gradient; }
+
 class ReversePass {
  public:
   /// Where the gradients of groups' leaves go.

@@ -593,6 +593,35 @@ TEST(Backward, StopsAtStopGradient) {
     }
 }
 
+// A constant made of parameters may be watched, as samples that follow a model's own gradient are: what is asked for ends there, and
+// what it was made of, perhaps in another micro-batch, keeps its own backward.
+TEST(Backward, AWatchedConstantIsWhereGradientsEnd) {
+  const auto half_square = [](const Tensor& y) { return sum(square(y) * 0.5); };  // whose gradient is y
+  const auto with_watch = [&](bool micro_batches) {
+    return [=](Recording& r, Net& net, const Tensor& in) {
+      const Tensor x = r.watch(in), y = net(x), constant = r.watch(stop_gradient(y)), product = sum(y * constant);
+      if (micro_batches) r.next_micro_batch(kRows);
+      const Tensor other = half_square(net(x * 0.5)), energy = half_square(constant) + other;
+      const auto gradient = [&](const Tensor& of, const Tensor& to) { return r.gradient(of, std::vector{to}, {.keep = true})[0].to_vector(); };
+      EXPECT_EQ(gradient(energy, constant), constant.to_vector());
+      EXPECT_EQ(gradient(energy, x), gradient(other, x));
+      if (micro_batches) {
+        r.backward(energy);
+        r.backward(product);
+      } else {
+        r.backward(energy + product);
+      }
+    };
+  };
+  const auto without = [&](Recording& r, Net& net, const Tensor& x) { r.backward(half_square(net(x)) + half_square(net(x * 0.5))); };
+  for (const std::string& strategy : kStrategies)
+    for (int world : {1, 2})
+      for (const bool micro_batches : {false, true}) {
+        SCOPED_TRACE(str(strategy, " at ", world, micro_batches ? " in micro-batches" : ""));
+        expect_near(gradients(world, strategy, false, with_watch(micro_batches)), gradients(world, strategy, false, without));
+      }
+}
+
 // Values that a derivative reads must not have changed.
 TEST(Backward, WhatWasSavedMayNotChangeInPlace) {
   run_local(1, [](World& w) {
