@@ -1,4 +1,6 @@
 // Placement rules: matching the inputs' placements against those an op accepts, and the ready-made rules.
+#include <algorithm>
+
 #include "sheaf/autograd/execute.h"
 #include "sheaf/autograd/ops/common.h"
 #include "sheaf/autograd/ops/route.h"
@@ -69,16 +71,18 @@ std::string fix_for(const Place& p, int axis, const MeshSpec* mesh) {
       other += (other.empty() ? "" : " and ") + redistribution(p, i, kR, axis, mesh);
   }
   if (!best.empty()) return best;
-  // Turning shards into addends moves no data but makes each as large as the whole: suggested only for sums with a Partial operand.
-  bool sums = false;
-  for (int i = 0; i < p.num_inputs(); ++i) sums = sums || p.in(i).is_partial();
+  // Turning shards into addends moves no data but makes each as large as the whole: suggested only for sums with a Partial operand that
+  // is as large. A smaller one, such as the mean over a batch that is subtracted from it, has been reduced, and is meant as a whole.
+  int64_t addends = 0;
+  for (int i = 0; i < p.num_inputs(); ++i)
+    if (p.in(i).is_partial()) addends = std::max(addends, p.type(i).shape.numel());
   for (const Place::Rule& r : p.rules) {
     std::string lines;
     int moved = 0;
     for (int i = 0; i < p.num_inputs() && moved >= 0; ++i) {
       const Placement& want = r.inputs[i];
       if (becomes(p, i, want, axis, Coercion::slice_or_keep)) continue;
-      if (code_of(want).empty() || (want.is_partial() && p.in(i).is_shard() && !sums)) moved = -1;
+      if (code_of(want).empty() || (want.is_partial() && p.in(i).is_shard() && p.type(i).shape.numel() > addends)) moved = -1;
       else moved += moves(p, i, want, axis);
       lines += (lines.empty() ? "" : " and ") + redistribution(p, i, want, axis, mesh);
     }
@@ -95,15 +99,19 @@ std::string placements_of(const Place& p) {
   return out;
 }
 
-[[noreturn]] void refuse(const OpDef& op, const Place& p, const MeshSpec* mesh, const std::string& accepted, const std::string& fix) {
+[[noreturn]] void refuse(const OpDef& op, const void* attrs, const Place& p, const MeshSpec* mesh, const std::string& accepted,
+                         const std::string& fix) {
   std::string types;
   for (int i = 0; i < p.num_inputs(); ++i) types += (i ? ", " : "") + p.type(i).to_string();
+  std::string attributes;  // such as "lt 0" of a comparison with a number
+  if (op.describe) op.describe(attrs, attributes);
+  if (!attributes.empty()) types += ", " + attributes;
   fail<PlacementError>("[", op.name, "] ", PathScope::current().empty() ? "" : PathScope::current() + ": ", "on mesh axis ",
                        mesh->name(p.axis()), " rank ", RankContext::current().rank, " has ", placements_of(p), " (", types, "); accepted:", accepted,
                        "; communication is never implied: write ", fix);
 }
 
-[[noreturn]] void no_rule(const OpDef& op, const Place& p, const MeshSpec* mesh) {
+[[noreturn]] void no_rule(const OpDef& op, const void* attrs, const Place& p, const MeshSpec* mesh) {
   const std::string have = placements_of(p);
   std::string accepted;
   for (const Place::Rule& r : p.rules) {
@@ -115,11 +123,11 @@ std::string placements_of(const Place& p) {
     accepted += " -> " + describe(r.outputs);
   }
   if (have.find("Invariant") != std::string::npos) accepted += str(accepted.empty() ? " " : ", ", "all Invariant");
-  refuse(op, p, mesh, accepted, fix_for(p, p.axis(), mesh));
+  refuse(op, attrs, p, mesh, accepted, fix_for(p, p.axis(), mesh));
 }
 
 // Operands on different ranks, or sharded or Partial operands combined with one on a single rank.
-[[noreturn]] void not_on_one(const OpDef& op, const Place& p, const MeshSpec* mesh) {
+[[noreturn]] void not_on_one(const OpDef& op, const void* attrs, const Place& p, const MeshSpec* mesh) {
   const Placement* last = nullptr;
   for (int i = 0; i < p.num_inputs(); ++i)
     if (p.in(i).is_single() && (!last || p.in(i).map().owner() > last->map().owner())) last = &p.in(i);
@@ -128,7 +136,7 @@ std::string placements_of(const Place& p) {
     if (!(p.in(i) == *last) && !p.in(i).is_replicate())
       fix += str(fix.empty() ? "" : " and ", "redistribute(x, \"", mesh->name(p.axis()), "\", Placement::on(", last->map().owner(),
                  ")) for x = input ", i);
-  refuse(op, p, mesh, " Shard(on k) with the same, or with Replicate", fix);
+  refuse(op, attrs, p, mesh, " Shard(on k) with the same, or with Replicate", fix);
 }
 
 }  // namespace
@@ -206,7 +214,7 @@ struct CallPlacement {
     if (invariants == Place::Invariants::all) return as_invariant(axis);
     p.add_rules(op, attrs, static_cast<int>(outputs.size()));
     const Place::Rule* const rule = invariants == Place::Invariants::mixed ? nullptr : first_match(p);
-    if (!rule) no_rule(op, p, mesh);
+    if (!rule) no_rule(op, attrs, p, mesh);
     for (int i = 0; i < p.num_inputs(); ++i) wants(p, i, rule->inputs[i]);
     for (size_t o = 0; o < outputs.size(); ++o) outputs[o].type.layout[axis] = rule->outputs[o];
   }
@@ -215,7 +223,7 @@ struct CallPlacement {
   // If one rank has all operands, it computes alone: a rule of every op.
   void on_one(const Place& p, const Placement& owner) {
     for (int i = 0; i < p.num_inputs(); ++i) {
-      if (!(p.in(i) == owner) && !p.in(i).is_replicate()) not_on_one(op, p, mesh);
+      if (!(p.in(i) == owner) && !p.in(i).is_replicate()) not_on_one(op, attrs, p, mesh);
       wants(p, i, owner);
     }
     for (OutputSpec& o : outputs) o.type.layout[p.axis()] = owner;

@@ -101,6 +101,11 @@ TEST(Coercion, RefusalsSayWhatToWrite) {
     EXPECT_THAT(refusal([&] { in(kP) + in(Placement::shard(0)); }),
                 HasSubstr("write redistribute(x, \"data\", Placement::partial()) for x = input 1 (moves no byte)"));
     in(kP) + redistribute(in(Placement::shard(0)), "data", Placement::partial());
+    // Not where only the result of a reduction is Partial: rows are centered by a whole mean.
+    EXPECT_THAT(refusal([&] { in(Placement::shard(0)) - mean(in(Placement::shard(0)), 0); }),
+                HasSubstr("write redistribute(x, \"data\", Placement::replicate()) for x = input 1"));
+    // An op that is several says which.
+    EXPECT_THAT(refusal([&] { lt(in(kP), 0); }), HasSubstr("has Partial (f64[4,4] Partial@data, lt 0); accepted"));
 
     const std::string mixed = refusal([&] { in(kR) * in(kI); });
     EXPECT_THAT(mixed, HasSubstr("all Invariant"));
