@@ -32,7 +32,7 @@ Tensor mask_of(const VisibleKeys& visible, int64_t T, int64_t S) {
 // [H] as [1, G, H / G, 1, 1], and [B, H, T] as [B, G, H / G, T, 1].
 Tensor sinks_by_groups(const Tensor& x, int64_t groups) {
   const Shape& s = x.shape();
-  if (s.rank() == 1) return reshape(x, {1, groups, s[0] / groups, 1, 1});
+  if (s.rank() == 1) return unsqueeze(reshape(x, {groups, s[0] / groups}), {0, 3, 4});
   return reshape(x, {s[0], groups, s[1] / groups, s[2], 1});
 }
 

@@ -55,6 +55,8 @@ struct Reshape {
   struct Attrs {
     Shape shape;
     uint32_t inserted = 0, removed = 0;  ///< bit d: dimension d of the result, or of the operand, has size 1 and no other's place
+    uint32_t cut = 0;                    ///< bit d: dimension d of the result is preferred where moved() has a choice
+    uint32_t unused = 0;
     bool operator==(const Attrs&) const = default;
   };
   static void infer(const Attrs& a, Infer& c) { c.output(c.dtype(0), a.shape); }
@@ -64,11 +66,18 @@ struct Reshape {
       Placement out;
       if (map->is_flat())
         p.rule({in}, {in});
-      else if (a.inserted | a.removed ? shifted(*map, a, out) : moved(*map, p.shape(0), a.shape, out))
+      else if (a.inserted | a.removed ? shifted(*map, a, out) : moved(p, *map, a, out))
         p.rule({in}, {out});
     }
     p.rule({kR}, {kR});
     p.rule({kP}, {kP});
+  }
+  /// Bit d for each dimension d that an axis cuts.
+  static uint32_t cut_dims(const Layout& layout) {
+    uint32_t dims = 0;
+    for (int axis = 0; axis < layout.num_axes(); ++axis)
+      for (int d = 0; d < kMaxDims; ++d) dims |= static_cast<uint32_t>(layout[axis].is_shard(d)) << d;
+    return dims;
   }
   /// Where a cut of dimension d goes, if the inserted and removed dimensions are known.
   static bool shifted(const OwnershipMap& map, const Attrs& a, Placement& result) {
@@ -80,8 +89,9 @@ struct Reshape {
   }
   /// Where a cut of dimension d goes: dimensions are matched in groups of equal product, and a cut
   /// of a group's first dimension cuts the first dimension of the other group, in rows of another
-  /// size.
-  static bool moved(const OwnershipMap& map, const Shape& in, const Shape& out, Placement& result) {
+  /// size. Dimensions of size 1 before it, such as a batch of one sample, may be cut, too: one rank has the whole group.
+  static bool moved(const Place& p, const OwnershipMap& map, const Attrs& attrs, Placement& result) {
+    const Shape &in = p.shape(0), &out = attrs.shape;
     if (in == out) return result = Placement::shard(map), true;
     if (in.numel() == 0) return false;
     for (int i = 0, j = 0; i < in.rank() && j < out.rank();) {
@@ -98,10 +108,16 @@ struct Reshape {
       while (first < i_end - 1 && in[first] == 1) ++first;
       while (target < j_end - 1 && out[target] == 1) ++target;
       if (map.dim() >= i && map.dim() < i_end) {
-        if (map.dim() != first) return false;
-        const int64_t rows_in = a / in[first], rows_out = b / out[target];
-        if (!map.can_move(rows_in, rows_out)) return false;
-        return result = Placement::shard(map.moved_to(target, rows_in, rows_out)), true;
+        if (map.dim() > first) return false;
+        for (int axis = 0; axis < p.axis(); ++axis)  // what these leave of the group is no whole one
+          for (int d = map.dim() + 1; d <= first; ++d)
+            if (p.type(0).layout[axis].is_shard(d)) return false;
+        const int64_t rows_in = a / in[map.dim()];
+        int to = -1;
+        for (int d = j; d <= target; ++d)
+          if (map.can_move(rows_in, b / out[d]) && (to < 0 || (attrs.cut >> d & 1) > (attrs.cut >> to & 1))) to = d;
+        if (to < 0) return false;
+        return result = Placement::shard(map.moved_to(to, rows_in, b / out[to])), true;
       }
       i = i_end, j = j_end;
     }
@@ -117,8 +133,8 @@ struct Reshape {
     SHEAF_ON_DEVICE(stream, copy, x, View::dense(c.output(0).data, x.dtype, x.shape));
   }
   static void vjp(const Attrs& a, Vjp& c) {
-    const Shape& shape = c.input_type(0).shape;
-    c.set(0, shape == a.shape ? c.grad() : apply<Reshape>({shape, a.removed, a.inserted}, c.grad()));
+    const Type& type = c.input_type(0);
+    c.set(0, type.shape == a.shape ? c.grad() : apply<Reshape>({type.shape, a.removed, a.inserted, cut_dims(type.layout)}, c.grad()));
   }
   static void describe(const Attrs& a, std::string& out) { out += a.shape.to_string(); }
 };

@@ -245,6 +245,35 @@ TEST(AxesRows, AreThoseOfBothAxes) {
   }, kLocal);
 }
 
+// A batch of one sample is cut as larger ones are: one rank has it, however its rows are seen.
+TEST(AxesRows, OfOneSampleAreOneRanks) {
+  for (const int ranks : {1, 2, 3})
+    run_local(ranks, [](World& world) {
+      const MeshSpec* mesh = world.mesh({{"data", world.size()}}).spec;
+      const auto make = [&](const Shape& s, const Placement& p) { return make_local(draw(s, "x"), {kF64, s, Layout(mesh, p)}, ""); };
+      const Placement whole_rows = Placement::shard(OwnershipMap::even(1, 4));
+      const Tensor x = make({1, 4, 3}, kS0), by_rows = make({1, 4, 3}, whole_rows), table = make({5, 3}, kR);
+      Recording recording;
+      for (const Tensor& t : {x, by_rows, table}) recording.watch(t);
+      const Tensor rows = reshape(x, {4, 3}), picked = take(table, redistribute(reshape(arange(4), {1, 4}), Layout(mesh, kS0)));
+      EXPECT_EQ(rows.layout()[0].to_string(), "Shard(0 by 4)");
+      const Tensor y = x * reshape(rows, {1, 4, 3}) + picked;
+      EXPECT_EQ(y.type().to_string(), "f64[1,4,3] Shard(0)@data");
+      const auto g = recording.gradient(sum(y) + sum(square(reshape(by_rows, {4, 3}))), std::vector{x, by_rows});
+      EXPECT_TRUE(identical(g[0], x * 2.0));
+      EXPECT_TRUE(identical(g[1], by_rows * 2.0));
+      EXPECT_EQ(all(check_types(recording.tape())) + all(check_cotangents(recording.tape())), "");
+    }, kLocal);
+  run_local(4, [](World& world) {
+    const MeshSpec* mesh = world.mesh({{"data", 2}, {"model", 2}}).spec;
+    const auto make = [&](const Placement& a, const Placement& b) {
+      return make_local(draw({1, 4}, "x"), {kF64, {1, 4}, Layout(mesh, {a, b})}, "");
+    };
+    EXPECT_EQ(reshape(make(kS0, kS1), {4}).type().to_string(), "f64[4] Shard(0 by 4)@data Shard(0)@model");
+    EXPECT_THROW(reshape(make(kS1, kS0), {4}), PlacementError);  // of half of it there is no whole
+  }, kLocal);
+}
+
 // ---- constants ---------------------------------------------------------------------------------------------------------
 
 // A value without a mesh is Replicate on every mesh it is used with; its gradients add up.
