@@ -97,7 +97,9 @@ void CompiledStep::expect_same(const Recorded& before, const Recorded& now) {
     if (!stays(before.leaves.at(v), now.leaves.at(v)))
       fail<ConfigError>("[compile] leaf '", now.tape.leaf_name(v), "', ", now.tape.type(v), ", used in ",
                         path_label(now.tape.path(now.tape.node(now.tape.value(v).producer))), ", is not what it was in the step ",
-                        "before, and would stay as it is: it has to be an input");
+                        "before, and would stay as it is: ",
+                        now.leaves.at(v).impl().recording ? "it was computed in another recording, of which a program knows nothing"
+                                                          : "it has to be an input");
 }
 
 void CompiledStep::make_program() {

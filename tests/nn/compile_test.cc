@@ -444,7 +444,16 @@ TEST(Compile, RefusesWhatChangesFromStepToStep) {
   EXPECT_THAT(refused([&](Net& net, optim::AdamW& o, const Tensor& x, const Tensor& scalars) {
                 return update(o, sum(net.layer(x) * Tensor::scalar(1.0 / static_cast<double>(++calls))), {.scalars = scalars});
               }),
-              HasSubstr("leaf 'input', f32[], used in root, is not what it was in the step before"));
+              HasSubstr("leaf 'input', f32[], used in root, is not what it was in the step before, and would stay as it is: it has to be an input"));
+  EXPECT_THAT(refused([&](Net& net, optim::AdamW& o, const Tensor& x, const Tensor& scalars) {
+                Tensor other;
+                {
+                  const Recording inner;
+                  other = sum(x * static_cast<double>(++calls));
+                }
+                return update(o, sum(net.layer(x)) * other, {.scalars = scalars});
+              }),
+              HasSubstr("would stay as it is: it was computed in another recording, of which a program knows nothing"));
   EXPECT_THAT(refused([&](Net& net, optim::AdamW& o, const Tensor& x, const Tensor&) {
                 return update(o, sum(net.layer(x)), {.lr = 0.1});
               }),
