@@ -103,10 +103,13 @@ void sum_of_squares(const View& x, const View& limbs, Workspace workspace) {
       std::copy_n(local, kSquareLimbs, parts + slot * kSquareLimbs);
     });
   });
+  uint64_t carry = 0;
   for (int64_t i = 0; i < kSquareLimbs; ++i) {
-    int64_t sum = 0;
-    for (int64_t s = 0; s < slots; ++s) sum += parts[s * kSquareLimbs + i];
-    limbs.as<int64_t>()[i] = sum;
+    uint64_t sum = i < kFlag ? carry : 0;
+    for (int64_t s = 0; s < slots; ++s) sum += static_cast<uint64_t>(parts[s * kSquareLimbs + i]);
+    const bool carries = i < kFlag - 1;  // the topmost limb keeps its own: no sum of squares that is finite comes that far
+    carry = carries ? sum >> 32 : 0;
+    limbs.as<int64_t>()[i] = static_cast<int64_t>(carries ? sum & 0xffffffffu : sum);
   }
 }
 

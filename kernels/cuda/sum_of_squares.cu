@@ -159,6 +159,17 @@ __global__ void __launch_bounds__(kWarps* kWarp)
     atomicAdd(&limbs[threadIdx.x], block_limbs[threadIdx.x]);
 }
 
+/// Leaves 32 bits in each limb but the topmost, as the CPU does.
+__global__ void propagate_carries(Limb* limbs) {
+  if (threadIdx.x != 0) return;
+  Limb carry = 0;
+  for (int i = 0; i < kFlag - 1; ++i) {
+    const Limb value = limbs[i] + carry;
+    limbs[i] = value & 0xffffffffu, carry = value >> 32;
+  }
+  limbs[kFlag - 1] += carry;
+}
+
 /// The value to nearest even, as cpu::sum_of_squares_finish finds it.
 __device__ double value_of(const Limb* given) {
   if (given[kFlag] != 0)
@@ -224,6 +235,7 @@ void sum_of_squares(const Stream& stream, const View& x, const View& limbs, Work
             .threads = kWarps * kWarp},
            add_squares<T>, x.as<T>(), x.numel(), limbs.as<Limb>(), aligned16(x.data));
   });
+  launch("sum_of_squares_carries", stream, {.blocks = 1, .threads = kWarp}, propagate_carries, limbs.as<Limb>());
 }
 
 void sum_of_squares_finish(const Stream& stream, const View& limbs, const View& out) {

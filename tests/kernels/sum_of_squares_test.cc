@@ -80,11 +80,18 @@ TEST(SumOfSquares, ExtremesOfF32) {
             64 * largest * largest);
 }
 
-TEST(SumOfSquares, ManyBlocksDoNotOverflow) {
-  Array limbs = limbs_of(Array::of(kF32, {32}, std::vector<double>(32, 1.999)));
-  const double one = finish(limbs);
-  for (int64_t i = 0; i < kSquareLimbs; ++i) limbs.view().as<int64_t>()[i] <<= 30;
-  EXPECT_EQ(finish(limbs), std::ldexp(one, 30));
+// However many elements each of them is of.
+TEST(SumOfSquares, ManySumsDoNotOverflow) {
+  for (const int64_t n : {32, 1 << 20}) {
+    Array limbs = limbs_of(Array::of(kF32, {n}, std::vector<double>(static_cast<size_t>(n), 1.999)));
+    const double one = finish(limbs);
+    for (int64_t i = 0; i < kSquareLimbs; ++i) {
+      int64_t& limb = limbs.view().as<int64_t>()[i];
+      EXPECT_LT(limb, int64_t{1} << 32) << "limb " << i;
+      limb <<= 30;
+    }
+    EXPECT_EQ(finish(limbs), std::ldexp(one, 30));
+  }
 }
 
 TEST(SumOfSquares, NonFiniteIsSeen) {
