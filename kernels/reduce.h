@@ -27,8 +27,6 @@ void argmax(const View& x, int dim, const View& out);
 void logsumexp(const View& x, const View& out);
 /// sum((x - mean)^2) / (K - correction), by the corrected two-pass algorithm.
 void var(const View& x, double correction, const View& out);
-/// out[n] = sum over m of x[m, n]: the gradient of a bias. The order is that of `sum`, so a function of M alone.
-void col_sum(const View& x, const View& out);
 
 }  // namespace cpu
 
@@ -51,8 +49,6 @@ void logsumexp(const Stream& stream, const View& x, const View& out, Workspace w
 size_t var_workspace(const View& x, double correction, const View& out);
 void var(const Stream& stream, const View& x, double correction, const View& out,
          Workspace workspace);
-size_t col_sum_workspace(const View& x, const View& out);
-void col_sum(const Stream& stream, const View& x, const View& out, Workspace workspace);
 
 }  // namespace cuda
 }  // namespace sheaf::kernels

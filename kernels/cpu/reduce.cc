@@ -327,10 +327,4 @@ void argmax(const View& x, int dim, const View& out) {
   });
 }
 
-void col_sum(const View& x, const View& out) {
-  check<ShapeError>(x.rank() == 2 && out.rank() == 1 && x.shape[1] == out.shape[0],
-                    "[col_sum] cannot reduce ", x.shape, " to ", out.shape);
-  sum(x, View{out.data, out.dtype, {1, out.shape[0]}, {0, out.strides[0]}});
-}
-
 }  // namespace sheaf::kernels::cpu

@@ -120,13 +120,6 @@ void require_floating(const char* who, const View& x) {
   if (!is_floating(x.dtype)) fail<DTypeError>("[", who, "] is not defined for ", x.dtype);
 }
 
-/// The output of col_sum as a row.
-View as_row(const View& x, const View& out) {
-  check<ShapeError>(x.rank() == 2 && out.rank() == 1 && x.shape[1] == out.shape[0],
-                    "[col_sum] cannot reduce ", x.shape, " to ", out.shape);
-  return {out.data, out.dtype, {1, out.shape[0]}, {0, out.strides[0]}};
-}
-
 }  // namespace
 
 size_t sum_workspace(const View& x, const View& out) { return workspace_of(x, out); }
@@ -135,7 +128,6 @@ size_t min_workspace(const View& x, const View& out) { return workspace_of(x, ou
 size_t argmax_workspace(const View& x, int, const View& out) { return workspace_of(x, out); }
 size_t logsumexp_workspace(const View& x, const View& out) { return workspace_of(x, out); }
 size_t var_workspace(const View& x, double, const View& out) { return workspace_of(x, out); }
-size_t col_sum_workspace(const View& x, const View& out) { return workspace_of(x, as_row(x, out)); }
 
 void sum(const Stream& stream, const View& x, const View& out, double scale, Workspace workspace) {
   check<DTypeError>(is_floating(x.dtype) || scale == 1.0,
@@ -169,9 +161,6 @@ void var(const Stream& stream, const View& x, double correction, const View& out
          Workspace workspace) {
   require_floating("var", x);
   reduce("var", stream, Kind::var, x, out, correction, workspace);
-}
-void col_sum(const Stream& stream, const View& x, const View& out, Workspace workspace) {
-  sum(stream, x, as_row(x, out), 1.0, workspace);
 }
 
 }  // namespace sheaf::kernels::cuda
