@@ -85,11 +85,11 @@ std::string layout_refusal(const Attention& a) {
   if (q.numel() == 0 || v.numel() == 0) return "nothing to compute";
   for (const int64_t tokens : {q[1], k[1]})
     if (tokens % 64 != 0) return str("tried for whole blocks of 64 tokens only, not for ", tokens);
-  // NVIDIA's own frontend hides scores beyond the last key with a mask for lengths. We have none, and before 9.26 the kernel for
-  // Hopper fills a half block with scores of 0, whose weights overflow if all other scores of a row are far below
-  // (https://github.com/NVIDIA/cudnn-frontend/pull/628).
-  if (backward && k[1] % 128 != 0)
-    return str("backward for whole blocks of 128 keys only, not for ", k[1]);
+  // NVIDIA's own frontend hides scores beyond the last key or query with a mask for lengths. We have none, and the kernel for Hopper
+  // fills a half block with scores of 0, whose weights overflow if all other scores of a row are far below
+  // (https://github.com/NVIDIA/cudnn-frontend/pull/628 of keys, https://github.com/NVIDIA/cudnn-frontend/issues/1072 of queries).
+  for (const int64_t tokens : {q[1], k[1]})
+    if (backward && tokens % 128 != 0) return str("backward for whole blocks of 128 tokens only, not for ", tokens);
   // cuDNN plans others of up to 256 elements, too. Except for DeepSeek's, NVIDIA's own Transformer Engine refuses the backward pass
   // if both are 128 or more and differ: a bug since 9.11.
   const bool narrow = q[3] % 8 == 0 && q[3] <= 128 && v[3] % 8 == 0 && v[3] <= 128;

@@ -58,7 +58,7 @@ void check_forward_and_backward(const std::vector<int64_t>& documents, std::span
         Attention backward = backward_of(g, data.scale);
         backward.deterministic = deterministic;
         if (c.tokens % 128 != 0) {
-          EXPECT_EQ(cuda::cudnn::refusal(backward), str("backward for whole blocks of 128 keys only, not for ", c.tokens));
+          EXPECT_EQ(cuda::cudnn::refusal(backward), str("backward for whole blocks of 128 tokens only, not for ", c.tokens));
           continue;
         }
         ASSERT_EQ(cuda::cudnn::refusal(backward), "");
@@ -178,8 +178,7 @@ TEST(CudnnAttention, PartsOfAContext) {
 TEST(CudnnAttention, FarNegativeScoresGiveFiniteGradients) {
   SHEAF_NEEDS_GPU();
   constexpr AttentionCase kTiles[] = {
-      {1, 128, 2, 2, 64}, {2, 384, 4, 2, 128}, {1, 256, 2, 1, 64}, {1, 128, 2, 2, 192, 128},
-      {1, 64, 2, 2, 64}, {1, 192, 2, 2, 128}, {1, 320, 2, 2, 192, 128}};
+      {1, 128, 2, 2, 64}, {2, 384, 4, 2, 128}, {1, 256, 2, 1, 64}, {1, 128, 2, 2, 192, 128}, {1, 384, 2, 2, 192, 128}};
   for (const AttentionCase& c : kTiles)
     for (bool deterministic : {true, false}) {
       AttentionData data(c, kBF16);
@@ -205,12 +204,17 @@ TEST(CudnnAttention, FarNegativeScoresGiveFiniteGradients) {
       };
       run(a);
       expect_finite(c.tokens);
-      // The last queries alone, as a part of a context.
-      const auto last = [&](const View& x, int dim = 1) { return rows_of(x, dim, c.tokens - 64, c.tokens); };
-      a.q = last(a.q), a.out = last(a.out), a.dout = last(a.dout), a.dq = last(a.dq), a.lse = last(a.lse, 2);
-      ASSERT_EQ(cuda::cudnn::refusal(a), "");
-      run(a);
-      expect_finite(64);
+      // The last queries alone, as a part of a context; not in half a block, which would have others of scores that nothing hides.
+      const auto of_last = [&](int64_t queries) {
+        const auto last = [&](const View& x, int dim = 1) { return rows_of(x, dim, c.tokens - queries, c.tokens); };
+        Attention part = a;
+        part.q = last(a.q), part.out = last(a.out), part.dout = last(a.dout), part.dq = last(a.dq), part.lse = last(a.lse, 2);
+        return part;
+      };
+      EXPECT_EQ(cuda::cudnn::refusal(of_last(64)), "backward for whole blocks of 128 tokens only, not for 64");
+      ASSERT_EQ(cuda::cudnn::refusal(of_last(128)), "");
+      run(of_last(128));
+      expect_finite(128);
     }
 }
 
