@@ -271,6 +271,7 @@ void backward(const char* who, const Stream& stream, const DeltaRuleOperands& x,
                        Heads<const T>(dout), States<const C>(dstate), get(arrays.dvalues), get(arrays.dstates),
                        Heads<T>(d.v), States<C>(d.initial), Heads<C>(d.decay), Heads<C>(d.beta),
                        get(arrays.dq), get(arrays.dk)};
+  static_assert(sizeof(Gates<C>) + 256 / kTile * sizeof(StateTile<T>) + 3 * sizeof(Factor<T>) <= kBlocksSharedBytes, "256 elements a key");
   launch(who, stream,
          {.blocks = p.batch * p.heads * p.value_tiles(), .threads = kThreads,
           .shared_bytes = p.key_tiles() * sizeof(StateTile<T>) + 3 * sizeof(Factor<T>)},

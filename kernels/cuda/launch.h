@@ -32,8 +32,9 @@ inline constexpr unsigned kFullWarp = 0xffffffffu;
 /// ceil(n / d) for n >= 0.
 __host__ __device__ constexpr int64_t blocks_for(int64_t n, int64_t d) { return (n + d - 1) / d; }
 
-/// Dynamic shared memory of a block: one of Hopper's 227 KiB is left for __shared__ arrays.
-inline constexpr size_t kMostSharedBytes = 226 << 10;
+/// Dynamic shared memory of a block: one of Hopper's 227 KiB is left for __shared__ arrays. A kernel that has more of them and needs
+/// most of this asserts that both fit into kBlocksSharedBytes.
+inline constexpr size_t kMostSharedBytes = 226 << 10, kBlocksSharedBytes = 227 << 10;
 
 struct LaunchShape {
   int64_t blocks = 1;       ///< grid.x, at most 2^31 - 1
