@@ -27,10 +27,6 @@ struct Pair {
   }
 };
 
-void expect_no_recording(const char* who) {
-  if (Recording::current()) fail<LifetimeError>("[", who, "] not inside a recording: end it first, by recording.take() or its scope");
-}
-
 enum class Gradients : bool { as_they_are, reduced };
 
 // f(buffer of the model, its unit, buffer of the direction, its unit) for all trained, unsteered parameters.
@@ -39,16 +35,15 @@ void for_each_buffer(const char* who, nn::Module& model, nn::Module& direction, 
   const Pair pair(who, model, direction);
   const Units units = nn::distinct_units(pair.model), along = nn::distinct_units(pair.direction);
   if (gradients == Gradients::reduced) nn::reduce_waiting(units);
-  const auto refuse = [&](const Unit& unit) {
-    fail<PlacementError>("[", who, "] unit '", path_label(unit.name()), "' of the model is not sharded as the direction's: shard() both ",
-                         "with the same options, and freeze() the same parameters");
+  const auto expect_alike = [&](const std::string& difference) {
+    check<PlacementError>(difference.empty(), "[", who, "] the direction is sharded otherwise than the model: ", difference,
+                          "; shard() both with the same options, and freeze() the same parameters");
   };
-  if (units.size() != along.size()) refuse(*units[0]);
+  expect_alike(nn::difference_of_units(model, units, direction, along));
   for (size_t u = 0; u < units.size(); ++u) {
     auto &of = units[u]->buffers(), &v = along[u]->buffers();
-    if (of.size() != v.size()) refuse(*units[u]);
     for (size_t b = 0; b < of.size(); ++b) {
-      if (!(of[b].shard.type() == v[b].shard.type()) || of[b].has_slope() != v[b].has_slope()) refuse(*units[u]);
+      if (of[b].has_slope() != v[b].has_slope()) expect_alike(str("unit '", path_label(units[u]->name()), "' has others that are trained"));
       if (of[b].has_slope()) f(of[b], *units[u], v[b], *along[u]);
     }
   }

@@ -26,6 +26,26 @@ std::vector<std::shared_ptr<Unit>> trainable_units(std::string_view who, std::sp
   return out;
 }
 
+std::string difference_of_units(const Module& first, std::span<const std::shared_ptr<Unit>> units, const Module& second,
+                                std::span<const std::shared_ptr<Unit>> others) {
+  if (units.size() != others.size()) return str(others.size(), " units, not ", units.size());
+  for (size_t u = 0; u < units.size(); ++u) {
+    Unit &a = *units[u], &b = *others[u];
+    const std::string unit = str("unit '", path_label(a.name()), "'");
+    if (name_within(first, a.name()) != name_within(second, b.name()) || a.buffers().size() != b.buffers().size()) return unit;
+    const auto same = [&](int i, int j) {
+      const LeafSpec &p = a.leaves()[static_cast<size_t>(i)], &q = b.leaves()[static_cast<size_t>(j)];
+      return name_within(first, p.name) == name_within(second, q.name) && p.shape == q.shape;
+    };
+    for (size_t i = 0; i < a.buffers().size(); ++i) {
+      const FlatBuffer &x = a.buffers()[i], &y = b.buffers()[i];
+      if (!(x.shard.type() == y.shard.type())) return str(unit, " has ", y.shard.type(), ", not ", x.shard.type());
+      if (!std::ranges::equal(x.leaves, y.leaves, same)) return str(unit, " has other parameters, or others are frozen");
+    }
+  }
+  return "";
+}
+
 void reduce_waiting(std::span<const std::shared_ptr<Unit>> units) {
   for (size_t i = 0; i < units.size(); ++i) {
     units[i]->reduce_waiting();

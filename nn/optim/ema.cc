@@ -1,10 +1,9 @@
 #include "sheaf/nn/optim/ema.h"
 
-#include <algorithm>
-
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/nn/shard.h"
+#include "sheaf/nn/trainable_units.h"
 
 namespace sheaf::optim {
 
@@ -14,21 +13,8 @@ Ema::Ema(nn::Module& model, nn::Module& average, double decay)
   if (model_.empty() || average_.empty())
     fail<LifetimeError>("[ema] the ", model_.empty() ? "model, a " : "average, a ", (model_.empty() ? model : average).type_name(),
                         ", has no memory: call materialize()");
-  const auto differ = [&](const std::string& how) { fail<ConfigError>("[ema] the average is sharded otherwise than the model: ", how); };
-  if (model_.size() != average_.size()) differ(str(average_.size(), " units, not ", model_.size()));
-  for (size_t u = 0; u < model_.size(); ++u) {
-    const auto &from = model_[u]->buffers(), &to = average_[u]->buffers();
-    const std::string unit = str("unit '", path_label(model_[u]->name()), "'");
-    if (nn::name_within(model, model_[u]->name()) != nn::name_within(average, average_[u]->name()) || from.size() != to.size()) differ(unit);
-    for (size_t b = 0; b < from.size(); ++b)
-      if (!(from[b].shard.type() == to[b].shard.type())) differ(str(unit, " has ", to[b].shard.type(), ", not ", from[b].shard.type()));
-    const auto same = [&](int of_model, int of_average) {
-      const LeafSpec &p = model_[u]->leaves()[static_cast<size_t>(of_model)], &q = average_[u]->leaves()[static_cast<size_t>(of_average)];
-      return nn::name_within(model, p.name) == nn::name_within(average, q.name) && p.shape == q.shape;
-    };
-    for (size_t b = 0; b < from.size(); ++b)
-      if (!std::ranges::equal(from[b].leaves, to[b].leaves, same)) differ(str(unit, " has other parameters, or others are frozen"));
-  }
+  if (const std::string how = nn::difference_of_units(model, model_, average, average_); !how.empty())
+    fail<ConfigError>("[ema] the average is sharded otherwise than the model: ", how);
   for (nn::Module* module : {&model, &average}) expect_own_units("ema", "average", *module);
   if (model_buffers_.size() != average_buffers_.size())
     fail<ConfigError>("[ema] the average has ", average_buffers_.size(), " buffers, the model ", model_buffers_.size());

@@ -27,6 +27,11 @@ struct Net : nn::Module {
   SHEAF_FIELDS(first, middle, last);
 };
 
+struct Layers : nn::Module {
+  nn::Linear first{4, 4}, middle{4, 4}, last{4, 4};
+  SHEAF_FIELDS(first, middle, last);
+};
+
 struct Other : nn::Module {
   nn::Linear first{4, 6};
   SHEAF_FIELDS(first);
@@ -103,6 +108,16 @@ TEST(MoveAlong, MakesSharpnessAwareSteps) {
     if (expected.empty()) expected = got;
     testing::expect_near(got, expected, 1e-13, "");
   });
+}
+
+// Of equal sizes, but not of the same parameters.
+TEST(MoveAlong, RefusesADirectionInWhichOthersAreFrozen) {
+  Layers net, direction;
+  nn::freeze(net.middle), nn::freeze(direction.last);
+  materialize(net), materialize(direction);
+  for (const auto& f : std::vector<std::function<void()>>{[&] { move_along(net, direction); }, [&] { set_to_gradient(direction, net); },
+                                                          [&] { gradient_along(net, direction); }})
+    EXPECT_THAT(f, ::testing::ThrowsMessage<PlacementError>(HasSubstr("unit 'root' has other parameters, or others are frozen; shard() both with the same ")));
 }
 
 TEST(MoveAlong, RefusesOtherModelsAndRecordings) {
