@@ -36,6 +36,9 @@ Muon::Muon(std::span<const nn::Parameter> parameters, const MuonOptions& options
   check<ConfigError>(options.momentum >= 0 && options.momentum < 1, "[muon] momentum is ", options.momentum, ", not in [0, 1)");
   check<ConfigError>(options.lr > 0, "[muon] lr is ", options.lr, ": AdamW's follows it in the ratio of the two, so it is ",
                      "positive");
+  if (const auto& dtype = options.compute_dtype)
+    check<ConfigError>(*dtype == kF32 || *dtype == kBF16 || *dtype == kF64, "[muon] products in ", *dtype, ": f32, bf16 and f64 have the "
+                       "range for squares of small gradients");
   check<ConfigError>(options.orthogonalize.steps > 0, "[muon] ", options.orthogonalize.steps,
                      " Newton-Schulz steps: at least one");
   for (const ShardState& all : detail::flat_shards("muon", parameters)) {

@@ -392,6 +392,8 @@ TEST(Muon, WhatItCannotDoIsRefused) {
   materialize(zoo);
   EXPECT_THAT(refusal([&] { optim::Muon(zoo, {.momentum = 1.0}); }), HasSubstr("momentum is 1"));
   EXPECT_THAT(refusal([&] { optim::Muon(zoo, {.lr = 0}); }), HasSubstr("lr is 0"));
+  for (const DType dtype : {kF16, kI64})
+    EXPECT_THAT(refusal([&] { optim::Muon(zoo, {.compute_dtype = dtype}); }), HasSubstr(str("products in ", dtype, ": f32, bf16 and f64")));
   EXPECT_THAT(refusal([&] { optim::Muon(zoo, {.orthogonalize = {.steps = 0}}); }), HasSubstr("at least one"));
   EXPECT_THAT(refusal([&] { optim::Muon(zoo, {.matrices = [](const nn::Parameter&) { return true; }}); }),
               HasSubstr("'bias' [5]: what is orthogonalised has two dimensions"));
