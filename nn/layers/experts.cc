@@ -240,7 +240,7 @@ Tensor MixtureOfExperts::weigh(const Tensor& affinities_BTE, const Tensor& choic
 }
 
 Tensor MixtureOfExperts::imbalance_of(const Tensor& affinities_BTE, const Tensor& choices_BTK) const {
-  const auto choices = static_cast<double>(choices_BTK.numel());
+  const auto choices = static_cast<double>(std::max<int64_t>(1, choices_BTK.numel()));
   const Tensor probabilities_BTE =
       config.affinity == Affinity::softmax ? affinities_BTE : affinities_BTE / sum(affinities_BTE, {2}, /*keepdim=*/true);
   const Tensor chosen = loads(choices_BTK, config.experts, probabilities_BTE.dtype());

@@ -311,6 +311,13 @@ TEST(MixtureOfExperts, LaterTokensChangeNothing) {
   }
 }
 
+TEST(MixtureOfExperts, OfNoTokensIsBalanced) {
+  nn::MixtureOfExperts m(config());
+  materialize(m, Device::cpu(), {.seed = 3});
+  EXPECT_EQ(m(zeros({2, 0, kWidth})).shape(), (Shape{2, 0, kWidth}));
+  EXPECT_EQ(m.imbalance.item(), 0);
+}
+
 // With a capacity, ranks that share sequences need separate groups.
 bool mesh_refuses(const nn::MixtureConfig& c, const std::vector<MeshSpec::Axis>& axes) {
   return c.capacity_factor > 0 &&
