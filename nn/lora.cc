@@ -9,7 +9,6 @@
 namespace sheaf::nn {
 
 Lora::Lora(const Parameter& weight, const LoraOptions& options) : scale(options.alpha / static_cast<double>(options.rank)) {
-  check<ConfigError>(options.rank > 0, "[lora] a rank of ", options.rank, " for ", weight.shape(), ": at least 1");
   const int64_t out = weight.shape()[0], in = weight.shape()[1];
   a = Parameter({options.rank, in}, Init::uniform(1.0 / std::sqrt(static_cast<double>(in))));
   b = Parameter({out, options.rank}, Init::zeros());
@@ -17,6 +16,7 @@ Lora::Lora(const Parameter& weight, const LoraOptions& options) : scale(options.
 }
 
 int64_t add_lora(Module& model, const LoraOptions& options, const std::function<bool(const std::string&)>& picks) {
+  check<ConfigError>(options.rank > 0, "[lora] a rank of ", options.rank, ": at least 1");
   std::vector<Linear*> layers;
   std::set<const Parameter::State*> of_others;  // existing adapters stay trainable
   for (const auto& [path, module] : model.named_modules()) {

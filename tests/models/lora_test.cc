@@ -310,7 +310,8 @@ TEST(Lora, WhatCannotBeIsRefused) {
   c = lora("llama", "heads");
   EXPECT_THAT(refusal(1, c), HasSubstr("[model] unknown lora_layers 'heads'; known: all, attention, mlp"));
   nn::Linear layer(3, 5);
-  EXPECT_THAT([&] { nn::add_lora(layer, {.rank = 0}); }, ::testing::ThrowsMessage<ConfigError>(HasSubstr("[lora] a rank of 0 for [5,3]")));
+  EXPECT_THAT([&] { nn::add_lora(layer, {.rank = 0}); }, ::testing::ThrowsMessage<ConfigError>(HasSubstr("[lora] a rank of 0: at least 1")));
+  EXPECT_TRUE(layer.weight.trainable()) << "nothing has changed";
   EXPECT_EQ(nn::add_lora(layer), 1);
   EXPECT_THAT([&] { nn::add_lora(layer); }, ::testing::ThrowsMessage<ConfigError>(HasSubstr("has one already")));
   EXPECT_EQ(nn::add_lora(layer, {}, [](const std::string&) { return false; }), 0);
