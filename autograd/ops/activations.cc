@@ -4,6 +4,7 @@
 #include "sheaf/autograd/fuse.h"
 #include "sheaf/autograd/ops/common.h"
 #include "sheaf/autograd/ops/gelu.h"
+#include "sheaf/autograd/ops/second.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/elementwise.h"
@@ -93,11 +94,6 @@ struct Sigmoid : Activation<Sigmoid, UnaryOp::sigmoid> {
 };
 
 // --- silu ---
-/// silu''(x) = s (1 - s) (2 + x (1 - 2 s)), s = sigmoid(x).
-Tensor silu_second(const Tensor& x) {
-  const Tensor s = sigmoid(x);
-  return mul(mul(s, sub(1.0, s)), add(mul(x, sub(1.0, mul(s, 2.0))), 2.0));
-}
 struct SiluBackward : Backward<SiluBackward, BackwardOp::silu> {
   static constexpr const char* kName = "silu_backward";
   static void vjp(const Attrs&, Vjp& c) {
@@ -176,9 +172,6 @@ void check_equal_shapes(const char* op, const Infer& c) {
     if (!(c.shape(i) == c.shape(0)))
       fail<ShapeError>("[", op, "] shapes ", c.shape(0), " and ", c.shape(i), " differ");
 }
-// Adds t to a sum that may still be undefined.
-void accumulate(Tensor& total, const Tensor& t) { total = total ? add(total, t) : t; }
-
 // For backwards with inputs gate, up, dy and outputs dgate, dup.
 void infer_of_gate(const char* op, Infer& c) {
   const DType d = common_dtype(op, c);
@@ -212,21 +205,11 @@ struct SwigluBackward {  // inputs gate, up, dy; outputs dgate = dy up h'(gate),
     const auto slope = [&](const Tensor& t) {
       return apply<SiluBackward>({}, {gate, t});
     };  // t h'(gate)
-    Tensor to_gate, to_up, to_dy;
-    if (c.has_grad(0)) {
-      const Tensor& a = c.grad(0);
-      if (c.needs(0)) accumulate(to_gate, mul(mul(mul(a, silu_second(gate)), up), dy));
-      if (c.needs(1)) accumulate(to_up, mul(slope(a), dy));
-      if (c.needs(2)) accumulate(to_dy, mul(slope(a), up));
-    }
-    if (c.has_grad(1)) {
-      const Tensor& b = c.grad(1);
-      if (c.needs(0)) accumulate(to_gate, mul(slope(b), dy));
-      if (c.needs(2)) accumulate(to_dy, mul(b, silu(gate)));
-    }
-    if (to_gate) c.set(0, to_gate);
-    if (to_up) c.set(1, to_up);
-    if (to_dy) c.set(2, to_dy);
+    const Tensor a = grad_if(true, c, 0), b = grad_if(true, c, 1);
+    if (c.needs(0))
+      c.set(0, sum_of_defined({a ? mul(mul(mul(a, silu_second(gate)), up), dy) : Tensor(), b ? mul(slope(b), dy) : Tensor()}));
+    if (c.needs(1) && a) c.set(1, mul(slope(a), dy));
+    if (c.needs(2)) c.set(2, sum_of_defined({a ? mul(slope(a), up) : Tensor(), b ? mul(b, silu(gate)) : Tensor()}));
   }
 };
 struct Swiglu {
@@ -274,21 +257,12 @@ struct ClampedSwigluBackward {  // inputs gate, up, dy; outputs dgate = dy (u + 
     const Tensor x = mul(clamp(gate, -std::numeric_limits<double>::infinity(), limit), alpha);
     const Tensor u1 = add(clamp(up, -limit, limit), 1.0);
     const auto slope = [&](const Tensor& t) { return apply<SiluBackward>({}, {x, t}); };  // t h'(g)
-    Tensor to_gate, to_up, to_dy;
-    if (c.has_grad(0)) {
-      const Tensor a = within_gate(c.grad(0));
-      if (c.needs(0)) accumulate(to_gate, mul(mul(mul(a, mul(silu_second(x), alpha)), u1), dy));
-      if (c.needs(1)) accumulate(to_up, within_up(mul(slope(a), dy)));
-      if (c.needs(2)) accumulate(to_dy, mul(slope(a), u1));
-    }
-    if (c.has_grad(1)) {
-      const Tensor b = within_up(c.grad(1));
-      if (c.needs(0)) accumulate(to_gate, within_gate(mul(slope(b), dy)));
-      if (c.needs(2)) accumulate(to_dy, mul(b, mul(silu(x), 1 / alpha)));
-    }
-    if (to_gate) c.set(0, to_gate);
-    if (to_up) c.set(1, to_up);
-    if (to_dy) c.set(2, to_dy);
+    const Tensor a = c.has_grad(0) ? within_gate(c.grad(0)) : Tensor(), b = c.has_grad(1) ? within_up(c.grad(1)) : Tensor();
+    if (c.needs(0))
+      c.set(0, sum_of_defined({a ? mul(mul(mul(a, mul(silu_second(x), alpha)), u1), dy) : Tensor(),
+                               b ? within_gate(mul(slope(b), dy)) : Tensor()}));
+    if (c.needs(1) && a) c.set(1, within_up(mul(slope(a), dy)));
+    if (c.needs(2)) c.set(2, sum_of_defined({a ? mul(slope(a), u1) : Tensor(), b ? mul(b, mul(silu(x), 1 / alpha)) : Tensor()}));
   }
 };
 struct ClampedSwiglu {
@@ -322,7 +296,8 @@ struct ClampedSwiglu {
 
 }  // namespace
 
-Tensor ops::gelu_second(const Tensor& x, GeluKind kind) {
+namespace {
+Tensor gelu_second_of(const Tensor& x, GeluKind kind) {
   if (kind == GeluKind::exact)
     return mul(mul(exp(mul(square(x), -0.5)), 0.39894228040143267794), sub(2.0, square(x)));
   const double k = 1.5957691216057308, cubic = 0.044715;
@@ -331,6 +306,16 @@ Tensor ops::gelu_second(const Tensor& x, GeluKind kind) {
   const Tensor slope = mul(s, sub(1.0, s));
   const Tensor curve = add(mul(sub(1.0, mul(s, 2.0)), square(w1)), w2);
   return mul(slope, add(mul(w1, 2.0), mul(x, curve)));
+}
+}  // namespace
+
+Tensor ops::silu_second(const Tensor& x) {
+  const Tensor s = sigmoid(x);
+  return mul(mul(s, sub(1.0, s)), add(mul(x, sub(1.0, mul(s, 2.0))), 2.0));
+}
+Tensor ops::gelu_second(const Tensor& of, GeluKind kind) {
+  const Tensor x = in_statistics_dtype(of);  // x² may have no f16
+  return cast(gelu_second_of(x, kind), of.dtype());
 }
 Tensor ops::gelu_gradient(const Tensor& x, const Tensor& dy, GeluKind kind) {
   return apply<GeluBackward>({kind}, {x, dy});

@@ -2,6 +2,7 @@
 #include "sheaf/kernels/causal_conv.h"
 
 #include "sheaf/autograd/ops/attention.h"
+#include "sheaf/autograd/ops/gelu.h"
 #include "sheaf/kernels/dispatch.h"
 
 namespace sheaf {
@@ -104,7 +105,7 @@ void CausalConvBackward::vjp(const Attrs& a, Vjp& c) {
   const Tensor ux = exact(grad_if(true, c, 0)), uw = exact(grad_if(true, c, 1));
   const auto conv = [&](const Tensor& of, const Tensor& by) { return causal_conv(of, by, {.begins = begins}); };
   const auto through = [&](const Tensor& g, const Tensor& of, const Tensor& by) {
-    std::vector<Tensor> in = {g, of, by};
+    std::vector<Tensor> in = {dense_rows(g), dense_rows(of), dense_rows(by)};
     if (begins) in.push_back(begins);
     const Attrs linear{0, a.documents};
     return apply(op_def<CausalConvBackward>(), &linear, in);
@@ -112,10 +113,9 @@ void CausalConvBackward::vjp(const Attrs& a, Vjp& c) {
   const Tensor tangent = sum_of_defined({ux ? conv(ux, weight) : Tensor(), uw ? conv(x, uw) : Tensor()});
   Tensor slope, g = dy, dx, dweight;
   if (a.silu) {
-    const Tensor m = conv(x, weight), s = sigmoid(m), left = sub(1.0, s);
-    slope = mul(s, add(mul(m, left), 1.0)), g = mul(dy, slope);
-    const Tensor curve = mul(mul(s, left), add(mul(m, sub(1.0, mul(s, 2.0))), 2.0));
-    const Tensors of_m = through(mul(mul(dy, curve), tangent), x, weight);
+    const Tensor m = conv(x, weight), s = sigmoid(m);
+    slope = mul(s, add(mul(m, sub(1.0, s)), 1.0)), g = mul(dy, slope);
+    const Tensors of_m = through(mul(mul(dy, silu_second(m)), tangent), x, weight);
     dx = of_m[0], dweight = of_m[1];
   }
   c.set(0, slope ? mul(slope, tangent) : tangent);
