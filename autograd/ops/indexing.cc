@@ -2,6 +2,7 @@
 #include "sheaf/kernels/indexing.h"
 
 #include "sheaf/autograd/ops/common.h"
+#include "sheaf/autograd/ops/second.h"
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
 
@@ -37,6 +38,13 @@ const OwnershipMap* cut_beside(const Place& p, int dim) {
   return map && !map->is_flat() && map->dim() != dim ? map : nullptr;
 }
 
+/// For the gradient of x: many addends may belong to one element, so they are not rounded each.
+Tensor zero_sums(const Type& x) {
+  Type sums = x.dual();
+  sums.dtype = statistics_dtype(x.dtype);
+  return full_of(sums, 0.0);
+}
+
 struct Gather {
   static constexpr const char* kName = "gather";
   using Attrs = DimAttrs;
@@ -58,7 +66,8 @@ struct Gather {
     SHEAF_ON_DEVICE(c.stream(), gather, c.input(0), a.dim, c.input(1), c.output(0));
   }
   static void vjp(const Attrs& a, Vjp& c) {
-    c.set(0, scatter_add(full_of(c.input_type(0).dual(), 0.0), a.dim, c.input(1), c.grad()));
+    const Tensor sums = scatter_add(zero_sums(c.input_type(0)), a.dim, c.input(1), in_statistics_dtype(c.grad()));
+    c.set(0, cast(sums, c.grad().dtype()));
   }
   static void describe(const Attrs& a, std::string& out) { out += str("dim ", a.dim); }
 };
@@ -118,7 +127,8 @@ struct Take {  // inputs x, 1-D index
     SHEAF_ON_DEVICE(c.stream(), take, c.input(0), a.dim, c.input(1), c.output(0));
   }
   static void vjp(const Attrs& a, Vjp& c) {
-    c.set(0, index_add(full_of(c.input_type(0).dual(), 0.0), a.dim, c.input(1), c.grad()));
+    const Tensor sums = index_add(zero_sums(c.input_type(0)), a.dim, c.input(1), in_statistics_dtype(c.grad()));
+    c.set(0, cast(sums, c.grad().dtype()));
   }
   static void describe(const Attrs& a, std::string& out) { out += str("dim ", a.dim); }
 };
