@@ -1,4 +1,6 @@
 // Ops that rename elements: their results share the operand's memory if strides can express them.
+#include <algorithm>
+
 #include "sheaf/autograd/ops/common.h"
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
@@ -92,8 +94,9 @@ struct Reshape {
   /// size. Dimensions of size 1 before it, such as a batch of one sample, may be cut, too: one rank has the whole group.
   static bool moved(const Place& p, const OwnershipMap& map, const Attrs& attrs, Placement& result) {
     const Shape &in = p.shape(0), &out = attrs.shape;
-    if (in == out) return result = Placement::shard(map), true;
-    if (in.numel() == 0) return false;
+    const int few = map.dim() + 1;
+    if (out.rank() >= few && std::equal(in.begin(), in.begin() + few, out.begin())) return result = Placement::shard(map), true;
+    if (in.numel() == 0) return false;  // nothing says which dimensions belong together
     for (int i = 0, j = 0; i < in.rank() && j < out.rank();) {
       int64_t a = in[i], b = out[j];
       int i_end = i + 1, j_end = j + 1;

@@ -128,6 +128,33 @@ TEST(Coercion, RefusalsSayWhatToWrite) {
   }, kLocal);
 }
 
+// What has no elements is cut like what has some.
+TEST(Coercion, AnEmptyBatchIsReshapedWhereItIs) {
+  run_local(2, [](World& w) {
+    const Layout rows(w.mesh({{"data", 2}}).spec, Placement::shard(0));
+    const Tensor x = full_of({kF32, {0, 3, 8}, rows}, 1);
+    EXPECT_EQ(reshape(x, {0, 3, 2, 4}).type(), (Type{kF32, {0, 3, 2, 4}, rows}));
+    EXPECT_EQ(reshape(x, {0, 24}).type(), (Type{kF32, {0, 24}, rows}));
+  });
+}
+
+// Many rows' gradients are added up in f32 and rounded once, so that they neither stall nor depend on who adds them.
+TEST(Coercion, GradientsOfTakenRowsAreRoundedOnce) {
+  for (const int ranks : {1, 2, 4})
+    for (const DType dtype : {kBF16, kF16, kF32})
+      run_local(ranks, [&](World& w) {
+        const Layout whole(w.mesh({{"data", ranks}}).spec), rows(whole.mesh(), Placement::shard(0));
+        const Tensor index = full_of({kI64, {4000}, rows}, 0), of_each = full_of({kI64, {4000, 3}, rows}, 0);
+        Recording recording;
+        const Tensor x = recording.watch(full_of({dtype, {2, 3}, whole}, 1));
+        for (const Tensor& y : {take(x, index), gather(x, 0, of_each)}) {
+          const Tensor g = recording.gradient(sum(y), std::span(&x, 1), {.keep = true})[0];
+          EXPECT_TRUE(g.dtype() == dtype);
+          EXPECT_EQ(full_tensor(g).to_vector<double>(), (std::vector<double>{4000, 4000, 4000, 0, 0, 0})) << str(dtype, " on ", ranks);
+        }
+      });
+}
+
 // Axes cut a dimension in order: if a later axis cuts it, an earlier one cannot slice it without communication.
 TEST(Coercion, WhatALaterAxisCutsIsNotSliced) {
   run_local(4, [](World& world) {
