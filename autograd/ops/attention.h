@@ -168,11 +168,17 @@ inline double scale_of(const AttentionOptions& options, int64_t width) {
                            : 1 / std::sqrt(static_cast<double>(std::max<int64_t>(1, width)));
 }
 
+inline void check_score_scale(const char* op, double scale) {
+  check<ConfigError>(scale >= 0 && std::isfinite(scale), "[", op, "] scores times ", scale,
+                     ": wants a positive factor, or 0 for 1 / sqrt(D)");
+}
+
 /// `own_keys`: keys are those of the queries' tokens.
 inline void check_mask(const char* op, const AttentionOptions& options, bool own_keys = true) {
   if (options.key_begins && (own_keys || options.causal))
     fail<ConfigError>("[", op, "] key_begins ", options.key_begins.type(),
                       own_keys ? ": its keys are those of the queries' tokens; wants begins" : " with a causal mask; wants causal = false");
+  check_score_scale(op, options.scale);
   check_softcap(op, options.softcap);
   if (options.window < 0 || (options.window > 0 && !options.causal))
     fail<ShapeError>("[", op, "] a window of ", options.window, " keys", options.causal ? "" : ", not causal",

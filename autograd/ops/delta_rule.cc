@@ -218,6 +218,7 @@ DeltaRuleResult gated_delta_rule(const Tensor& qkv, const Tensor& decay, const T
       values % o.heads != 0)
     fail<ShapeError>("[gated_delta_rule] wants [B, T, 2 G D + H E] with H a multiple of G, got ", qkv.type(), ", H ", o.heads, ", G ",
                      o.key_heads, ", D ", o.key_width);
+  check_score_scale("gated_delta_rule", o.scale);
   check<ShapeError>(o.norm_eps >= 0, "[gated_delta_rule] norm_eps ", o.norm_eps, " is negative");
   const double scale = o.scale > 0 ? o.scale : 1 / std::sqrt(static_cast<double>(o.key_width));
   const auto small = [](int64_t n) { return static_cast<int32_t>(n); };

@@ -211,6 +211,7 @@ Tensor arange(double start, double stop, double step, DType dtype) {
   check_scalar("arange", dtype, start);
   check_scalar("arange", dtype, step);
   const double n = std::ceil((stop - start) / step);
+  check<ConfigError>(n < 0x1p63, "[arange] ", n, " numbers from ", start, " to ", stop, " in steps of ", step);
   const Arange::Attrs attrs{start, step};
   const OutputSpec spec{.type = {dtype, {n > 0 ? static_cast<int64_t>(n) : 0}, {}}};
   return apply_typed(op_def<Arange>(), &attrs, {}, std::span(&spec, 1))[0];

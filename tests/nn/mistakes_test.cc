@@ -82,6 +82,16 @@ TEST(Losses, HaveOptionsThatGoTogether) {
               HasSubstr("label_smoothing 0.1 of logits with a softcap of 30"));
 }
 
+TEST(Numbers, OfOptionsAreInTheirRange) {
+  for (const double scale : {-1.0, std::nan("")})
+    EXPECT_THAT(error_of([&](Step& s) {
+                  const Tensor heads = reshape(s.x, {4, 1, 1, 4});
+                  attention(heads, heads, heads, {.scale = scale});
+                }),
+                HasSubstr("wants a positive factor, or 0 for 1 / sqrt(D)"));
+  EXPECT_THAT(error_of([](Step&) { arange(0, INFINITY, 1); }), HasSubstr("[arange] inf numbers from 0 to inf in steps of 1"));
+}
+
 TEST(Losses, AreScalarsOfTheirRecording) {
   EXPECT_THAT(error_in_recording([](Step& s, Recording& r) { r.backward(s.net(s.x)); }),
               EndsWith("needs a scalar, not f32[4,3] Shard(0)@data: take the mean() or sum()"));
