@@ -185,6 +185,10 @@ std::unordered_map<ValueId, Tensor> Recording::leaves() const {
   return out;
 }
 
+void expect_no_recording(const char* who) {
+  if (Recording::current()) fail<LifetimeError>("[", who, "] not inside a recording: end it first, by recording.take() or its scope");
+}
+
 bool Recording::saves() const { return !pass_ || pass_->keeps(); }
 
 Recording::ValueState& Recording::state(ValueId v) {

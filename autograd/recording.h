@@ -250,4 +250,7 @@ class Recording {
   bool is_derivative_ = false;  // whether what has been recorded since the last segment is one
 };
 
+/// Throws LifetimeError, in the name of `who`, inside a recording.
+void expect_no_recording(const char* who);
+
 }  // namespace sheaf

@@ -16,7 +16,7 @@ AsyncSaver::~AsyncSaver() {
 
 void AsyncSaver::save(const std::string& folder, int64_t step, nn::Module& module, const Optimizers& optimizers,
                       const SaveOptions& options) {
-  check_outside("AsyncSaver::save");
+  expect_no_recording("AsyncSaver::save");
   check_save(step, options.keep);
   finish();
   group_ = checkpoint_group(module, world_, options.outer, options.also);

@@ -74,10 +74,6 @@ void load_scaler(Checkpoint& checkpoint, optim::LossScaler& scaler) {
 
 }  // namespace
 
-void check_outside(const char* who) {
-  if (Recording::current()) fail<LifetimeError>("[", who, "] not inside a recording: end it by recording.take()");
-}
-
 CheckpointGroup checkpoint_group(nn::Module& module, World& world, const optim::DiLoCo* outer, const PrefixedModules& also) {
   check_prefixes(also, outer);
   for (const PrefixedModule& other : also) checkpoint_group(*other.module, world);
@@ -303,7 +299,7 @@ void load_state(Checkpoint& checkpoint, nn::Module& module, const Optimizers& op
 
 void save_checkpoint(const std::string& folder, int64_t step, nn::Module& module, const Optimizers& optimizers,
                      World& world, const SaveOptions& options) {
-  check_outside("save_checkpoint");
+  expect_no_recording("save_checkpoint");
   const CheckpointGroup group = checkpoint_group(module, world, options.outer, options.also);
   save_checkpoint(folder, step, checkpoint_pieces(module, optimizers, options), options.state, options.keep, group, options.warn,
                   options.abandoned);
@@ -312,7 +308,7 @@ void save_checkpoint(const std::string& folder, int64_t step, nn::Module& module
 std::optional<LoadedCheckpoint> load_checkpoint(const std::string& folder, nn::Module& module,
                                                 const Optimizers& optimizers, World& world,
                                                 const LoadOptions& options) {
-  check_outside("load_checkpoint");
+  expect_no_recording("load_checkpoint");
   const CheckpointGroup group = checkpoint_group(module, world, options.outer, options.also);
   std::optional<Checkpoint> checkpoint;
   if (options.step) checkpoint = Checkpoint::open_step(folder, *options.step, group);

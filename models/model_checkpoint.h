@@ -75,9 +75,6 @@ struct LoadedCheckpoint {
 
 // --- the parts, for a program that reads or writes checkpoints in another order ---
 
-/// Throws LifetimeError, in the name of `who`, inside a recording, whose values a save would discard.
-void check_outside(const char* who);
-
 /// All ranks, as a group for the checkpoint store.
 CheckpointGroup checkpoint_group(World& world);
 /// The same for the ranks that share `module`, and the modules beside it. ConfigError if the world has several and nothing shards one of

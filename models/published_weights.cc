@@ -297,7 +297,7 @@ int64_t fill_weights(std::span<const nn::StatePiece> all, const PublishedFiles& 
 }
 
 int64_t load_weights(nn::Module& model, const PublishedFiles& files) {
-  if (Recording::current()) fail<LifetimeError>("[load_weights] not inside a recording: end it by recording.take()");
+  expect_no_recording("load_weights");
   const ModelConfig config = model_config(model);
   for (const nn::Parameter& p : model.parameters())
     if (p.trainable() && p.dtype() != kF32 && p.dtype() != kF64)

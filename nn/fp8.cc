@@ -13,13 +13,6 @@ bool suits(const Parameter& weight) {
   return !weight.table() && shape.back() % kUnit == 0 && shape.dim(-2) % kUnit == 0;
 }
 
-// So that a rank's part is suitable, too. Whole blocks are anyway.
-template <class Mlp>
-void cut_in_units(Module* module) {
-  auto* const mlp = dynamic_cast<Mlp*>(module);
-  if (mlp && mlp->down.fp8 != Fp8::none && !mlp->down.weight.blocks()) mlp->cut_hidden_in(kUnit);
-}
-
 }  // namespace
 
 int64_t use_fp8(Module& model, Fp8 products, const std::function<bool(const std::string&)>& picks) {
@@ -33,7 +26,9 @@ int64_t use_fp8(Module& model, Fp8 products, const std::function<bool(const std:
     else continue;
     ++count;
   }
-  for (const auto& [path, module] : model.named_modules()) cut_in_units<MLP>(module), cut_in_units<GatedMLP>(module);
+  for_each_mlp(model, [](auto& mlp) {  // so that a rank's part is suitable, too; whole blocks are anyway
+    if (mlp.down.fp8 != Fp8::none && !mlp.down.weight.blocks()) mlp.cut_hidden_in(kUnit);
+  });
   return count;
 }
 

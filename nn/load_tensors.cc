@@ -100,7 +100,7 @@ void check_memory(Module& model) {
 }  // namespace
 
 LoadedTensors load_tensors(Module& model, const std::vector<std::string>& files, const TensorNames& name_of) {
-  if (Recording::current()) fail<LifetimeError>("[load_tensors] not inside a recording: end it by recording.take()");
+  expect_no_recording("load_tensors");
   check_memory(model);
   const std::vector<StatePiece> all = state_pieces(model);
   const Files there(files);

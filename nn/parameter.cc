@@ -158,10 +158,6 @@ std::vector<std::shared_ptr<Unit>> distinct_units(std::span<const Parameter> par
 
 namespace {
 
-void refuse_recording(const char* who) {
-  if (Recording::current()) fail<LifetimeError>("[", who, "] not inside a recording: end it first, by recording.take() or its scope");
-}
-
 Unit& unit_of(const nn::Parameter& p, const char* who) {
   if (!p.unit()) fail<LifetimeError>("[", who, "] '", p.name(), "' ", p.dtype(), p.shape(), " has no memory: call materialize() first");
   return *p.unit();
@@ -199,7 +195,7 @@ Tensor whole_of(const Tensor& buffer, const Unit& unit, int leaf, int64_t offset
 }
 
 void check_whole(const char* who, const std::string& name, DType dtype, const Shape& shape, const Tensor& whole) {
-  refuse_recording(who);
+  expect_no_recording(who);
   for (int a = 0; a < whole.layout().num_axes(); ++a)  // even on one rank: on two it would not be whole
     if (const Placement& p = whole.layout()[a]; p.is_partial() || p.is_shard())
       fail<PlacementError>("[", who, "] ", whole.type(), " is not whole on every rank; for '", name, "' write ",
@@ -212,7 +208,7 @@ void check_whole(const char* who, const std::string& name, DType dtype, const Sh
 }  // namespace
 
 Tensor full_parameter(const nn::Parameter& p) {
-  refuse_recording("full_parameter");
+  expect_no_recording("full_parameter");
   const Unit& unit = unit_of(p, "full_parameter");
   int64_t offset = 0;
   const FlatBuffer& b = buffer_of(unit, p.index(), offset);
@@ -221,7 +217,7 @@ Tensor full_parameter(const nn::Parameter& p) {
 }
 
 Tensor full_gradient(const nn::Parameter& p) {
-  refuse_recording("full_gradient");
+  expect_no_recording("full_gradient");
   Unit& unit = unit_of(p, "full_gradient");
   unit.reduce_waiting();
   unit.complete_reduction();

@@ -3,16 +3,6 @@
 #include "sheaf/nn/layers/mlp.h"
 
 namespace sheaf::nn {
-namespace {
-
-// Shards the inputs of `down` in whole blocks.
-template <class Mlp>
-void cut_in_blocks(Module* module) {
-  auto* const mlp = dynamic_cast<Mlp*>(module);
-  if (mlp && mlp->down.weight.blocks()) mlp->cut_hidden_in(kBlockSize);
-}
-
-}  // namespace
 
 int64_t quantize(Module& model, BlockFormat format, const std::function<bool(const std::string&)>& picks) {
   int64_t count = 0;
@@ -21,7 +11,9 @@ int64_t quantize(Module& model, BlockFormat format, const std::function<bool(con
     p.quantize(format);
     ++count;
   }
-  for (const auto& [path, module] : model.named_modules()) cut_in_blocks<MLP>(module), cut_in_blocks<GatedMLP>(module);
+  for_each_mlp(model, [](auto& mlp) {  // ranks of a tensor axis have whole blocks of what `down` reads
+    if (mlp.down.weight.blocks()) mlp.cut_hidden_in(kBlockSize);
+  });
   return count;
 }
 

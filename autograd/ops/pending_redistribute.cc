@@ -9,8 +9,6 @@
 namespace sheaf {
 namespace {
 
-double moved(const Shape& local, DType dtype) { return 2.0 * static_cast<double>(local.numel()) * static_cast<double>(size_of(dtype)); }
-
 /// Outputs: the receive buffer, and a packed copy of the input if that is what is sent.
 struct Start {
   static constexpr const char* kName = "redistribute";
@@ -30,7 +28,7 @@ struct Start {
     void* const received = c.output(0).data ? c.output(0).data : sent;
     c.completes_with(r.start(in, sent, received, /*waited_for=*/false));
   }
-  static void work(const Attrs& a, WorkOf& w) { w.work.bytes = a.copies ? moved(w.input(0), w.work.dtype) : 0; }
+  static void work(const Attrs& a, WorkOf& w) { w.work.bytes = a.copies ? bytes_to_copy(w.input(0), w.work.dtype) : 0; }
   static void vjp(const Attrs&, Vjp& c) { c.set(0, c.arrived_gradient()); }
   static void describe(const Attrs& a, std::string& out) { out += a.to.to_string(); }
 };
@@ -59,7 +57,7 @@ struct Arrived {
     c.set_pending(start_redistribute(c.grad(), back));
     c.compute_overlapped(0);
   }
-  static void work(const Attrs& a, WorkOf& w) { w.work.bytes = a.unpacks ? moved(w.output(0), w.work.dtype) : 0; }
+  static void work(const Attrs& a, WorkOf& w) { w.work.bytes = a.unpacks ? bytes_to_copy(w.output(0), w.work.dtype) : 0; }
 };
 
 }  // namespace

@@ -14,8 +14,6 @@ namespace {
 using Kind = Placement::Kind;
 using Move = Redistribution::Move;
 
-double bytes_to_copy(const Shape& local, DType dtype) { return 2.0 * static_cast<double>(local.numel()) * static_cast<double>(size_of(dtype)); }
-
 struct RedistributeOp {
   static constexpr const char* kName = "redistribute";
   static constexpr OpKind kKind = OpKind::redistribute;

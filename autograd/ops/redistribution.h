@@ -13,6 +13,11 @@ namespace sheaf {
 
 class Communicator;
 
+/// What packing or unpacking a rank's part reads and writes.
+inline double bytes_to_copy(const Shape& local, DType dtype) {
+  return 2.0 * static_cast<double>(local.numel()) * static_cast<double>(size_of(dtype));
+}
+
 class Redistribution {
  public:
   struct Move {

@@ -82,4 +82,13 @@ struct GatedMLP : Module {
   SHEAF_FIELDS(gate, up, down, dropout);
 };
 
+/// f(mlp) for each MLP and GatedMLP of the model.
+template <class F>
+void for_each_mlp(Module& model, F&& f) {
+  for (const auto& [path, module] : model.named_modules()) {
+    if (auto* mlp = dynamic_cast<MLP*>(module)) f(*mlp);
+    else if (auto* gated = dynamic_cast<GatedMLP*>(module)) f(*gated);
+  }
+}
+
 }  // namespace sheaf::nn
