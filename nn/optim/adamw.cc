@@ -1,8 +1,6 @@
 // AdamW as one op over a flat shard: parameters, gradient and both moments are read and written once.
 #include "sheaf/nn/optim/adamw.h"
 
-#include <algorithm>
-
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/optimizer.h"
 

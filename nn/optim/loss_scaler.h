@@ -50,7 +50,6 @@ class LossScaler {
   State state() const;
   void set_state(const State& state);
 
-  const LossScalerOptions& options() const { return options_; }
 
   // --- for clip_grad_norm() ---
   const Tensor& factor() const { return factor_; }  ///< f32 []

@@ -1,7 +1,5 @@
 #include "sheaf/nn/optim/sgd.h"
 
-#include <algorithm>
-
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/optimizer.h"
 
