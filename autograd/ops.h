@@ -126,6 +126,10 @@ Tensor rsqrt(const Tensor& x);  ///< 1 / sqrt(x)
 Tensor square(const Tensor& x);
 Tensor abs(const Tensor& x);   ///< gradient 0 at 0
 Tensor sign(const Tensor& x);  ///< -1, 0 or 1
+/// To whole numbers, in x's dtype: downwards, and to the nearest, halves to even. The gradient is 0: a straight-through one is a
+/// custom_vjp().
+Tensor floor(const Tensor& x);
+Tensor round(const Tensor& x);
 Tensor sin(const Tensor& x);
 Tensor cos(const Tensor& x);
 /// Conversion; floats to integers truncate and saturate, anything to bool is "not zero".

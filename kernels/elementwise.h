@@ -36,6 +36,8 @@ enum class UnaryOp : uint8_t {
   sin,
   cos,
   softplus,  ///< log(1 + exp(x)), accurate also where that is small
+  floor,
+  round,  ///< halves to even
 };
 enum class BinaryOp : uint8_t {
   add,

@@ -93,6 +93,8 @@ const std::vector<OpSample>& op_samples() {
       {.op = "square", .inputs = {{3, 5}}, .f = [](Args x) { return square(x[0]); }, .rules = {"S1 -> S1"}},
       {.op = "abs", .inputs = {away_from({3, 5}, {0})}, .f = [](Args x) { return abs(x[0]); }, .rules = {"S0 -> S0"}},
       {.op = "sign", .inputs = {away_from({3, 5}, {0})}, .f = [](Args x) { return sign(x[0]); }},
+      {.op = "floor", .inputs = {away_from({3, 5}, {-1, 0, 1})}, .f = [](Args x) { return floor(x[0]); }, .rules = {"S0 -> S0"}},
+      {.op = "round", .inputs = {away_from({3, 5}, {-0.5, 0.5})}, .f = [](Args x) { return round(x[0]); }, .rules = {"S0 -> S0"}},
       {.op = "sin", .inputs = {{3, 5}}, .f = [](Args x) { return sin(x[0]); }, .rules = {"S0 -> S0"}},
       {.op = "cos", .inputs = {{3, 5}}, .f = [](Args x) { return cos(x[0]); }, .rules = {"S0 -> S0"}},
       {.op = "clamp", .inputs = {away_from({3, 5}, {-0.5, 0.25})}, .f = [](Args x) { return clamp(x[0], -0.5, 0.25); },

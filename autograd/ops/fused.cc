@@ -14,9 +14,10 @@ namespace {
 using kernels::FusedCode;
 using kernels::FusedStep;
 
-const char* const kUnaryNames[] = {"neg",  "exp",  "log",       "sqrt",       "rsqrt",  "reciprocal", "tanh",
-                                   "sigmoid", "abs", "relu",     "silu",       "gelu tanh", "gelu",    "square",
-                                   "isfinite", "logical_not", "sign", "sin",   "cos",       "softplus"};
+const char* const kUnaryNames[] = {"neg",     "exp",     "log",      "sqrt",      "rsqrt", "reciprocal", "tanh", "sigmoid",
+                                   "abs",     "relu",    "silu",     "gelu tanh", "gelu",  "square",     "isfinite",
+                                   "logical_not", "sign", "sin",     "cos",       "softplus", "floor",   "round"};
+static_assert(std::size(kUnaryNames) == static_cast<size_t>(kernels::UnaryOp::round) + 1);
 const char* const kBackwardNames[] = {"gelu_backward tanh", "gelu_backward", "silu_backward",
                                       "relu_backward",      "tanh_backward", "sigmoid_backward"};
 

@@ -67,6 +67,14 @@ struct Sign : Unary<Sign, UnaryOp::sign, true> {
   static constexpr const char* kName = "sign";
   static void vjp(const Attrs&, Vjp&) {}  // the derivative is zero wherever it exists
 };
+struct Floor : Unary<Floor, UnaryOp::floor> {
+  static constexpr const char* kName = "floor";
+  static void vjp(const Attrs&, Vjp&) {}  // likewise
+};
+struct Round : Unary<Round, UnaryOp::round> {
+  static constexpr const char* kName = "round";
+  static void vjp(const Attrs&, Vjp&) {}
+};
 struct Sin : Unary<Sin, UnaryOp::sin> {
   static constexpr const char* kName = "sin";
   static constexpr uint64_t kSavedInputs = 0b1;
@@ -194,6 +202,8 @@ Tensor rsqrt(const Tensor& x) { return apply<Rsqrt>({}, x); }
 Tensor square(const Tensor& x) { return apply<Square>({}, x); }
 Tensor abs(const Tensor& x) { return apply<Abs>({}, x); }
 Tensor sign(const Tensor& x) { return apply<Sign>({}, x); }
+Tensor floor(const Tensor& x) { return apply<Floor>({}, x); }
+Tensor round(const Tensor& x) { return apply<Round>({}, x); }
 Tensor sin(const Tensor& x) { return apply<Sin>({}, x); }
 Tensor cos(const Tensor& x) { return apply<Cos>({}, x); }
 Tensor isfinite(const Tensor& x) { return apply<IsFinite>({}, x); }

@@ -104,6 +104,10 @@ Loop1<C, Out> unary_loop(UnaryOp op) {
             const C e = vm::exp(-std::abs(v)), u = C(1) + e, tail = u == C(1) ? e : vm::log(u) * (e / (u - C(1)));
             return (v < C(0) ? C(0) : v) + tail;
           });
+        case UnaryOp::floor:
+          return use([](C v) { return std::floor(v); });
+        case UnaryOp::round:
+          return use([](C v) { return std::nearbyint(v); });
         default:
           break;
       }

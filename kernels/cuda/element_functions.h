@@ -85,6 +85,10 @@ __device__ void choose_unary(UnaryOp op, Use use) {
           const C a = v < C(0) ? v : -v;
           return (v < C(0) ? C(0) : v) + (kSingle ? C(log1pf(expf(a))) : C(::log1p(::exp(a))));
         });
+      case UnaryOp::floor:
+        return use([](C v) { return kSingle ? C(floorf(v)) : C(::floor(v)); });
+      case UnaryOp::round:
+        return use([](C v) { return kSingle ? C(rintf(v)) : C(::rint(v)); });
       default:
         break;
     }

@@ -161,7 +161,7 @@ class Drawn {
   Tensor op() {
     const DType d = dtype();
     const Tensor x = number(d);
-    switch (draw(0, 35)) {
+    switch (draw(0, 37)) {
       case 0: return neg(x);
       case 1: return exp(x);
       case 2: return log(x);
@@ -197,6 +197,8 @@ class Drawn {
       case 32: return swiglu(x, number(d));
       case 33: return clamped_swiglu(x, number(d), {.alpha = 1.3, .limit = draw(0, 1) ? 0.6 : std::numeric_limits<double>::infinity()});
       case 34: return softplus(x);
+      case 35: return floor(x * 3.0);
+      case 36: return round(x * 3.0);
       default: return cast(truth(x), d);
     }
   }

@@ -43,6 +43,8 @@ const UnaryCase kUnary[] = {
     {UnaryOp::sin, -9, 9, [](double x) { return std::sin(x); }},
     {UnaryOp::cos, -9, 9, [](double x) { return std::cos(x); }},
     {UnaryOp::softplus, -12, 12, [](double x) { return std::log1p(std::exp(x)); }},
+    {UnaryOp::floor, -9, 9, [](double x) { return std::floor(x); }},
+    {UnaryOp::round, -9, 9, [](double x) { return std::nearbyint(x); }},
 };
 
 TEST(Unary, AgreesWithF64OnEveryFloatingTypeAndLayout) {
@@ -95,11 +97,22 @@ TEST(Unary, SpecialValues) {
   EXPECT_EQ(scaled_error(run(UnaryOp::sigmoid), {1, 0, NAN, 0.5, 1, 0}), 0);
   EXPECT_EQ(scaled_error(run(UnaryOp::relu), {inf, 0, NAN, 0, 1000, 0}), 0);
   EXPECT_EQ(scaled_error(run(UnaryOp::softplus), {inf, 0, NAN, std::log(2.0), 1000, 0}, 1) < 1e-6, true);
+  for (const UnaryOp op : {UnaryOp::floor, UnaryOp::round}) EXPECT_EQ(scaled_error(run(op), x.values()), 0);
   Buffer finite(kBool, {6});
   cpu::unary(UnaryOp::isfinite, x.view(), finite.view());
   EXPECT_EQ(finite.values(), (std::vector<double>{0, 0, 0, 1, 1, 1}));
   cpu::unary(UnaryOp::logical_not, x.view(), finite.view());
   EXPECT_EQ(finite.values(), (std::vector<double>{0, 0, 0, 1, 0, 0}));
+}
+
+TEST(Unary, RoundsHalvesToEven) {
+  Buffer x(kF32, {8}), y(kF32, {8});
+  const double in[] = {-2.5, -1.5, -0.75, -0.5, 0.5, 0.75, 1.5, 2.5};
+  x.fill([&](int64_t i) { return in[i]; });
+  cpu::unary(UnaryOp::round, x.view(), y.view());
+  EXPECT_EQ(y.values(), (std::vector<double>{-2, -2, -1, 0, 0, 1, 2, 2}));
+  cpu::unary(UnaryOp::floor, x.view(), y.view());
+  EXPECT_EQ(y.values(), (std::vector<double>{-3, -2, -1, -1, 0, 0, 1, 2}));
 }
 
 // Relative to each value: log(1 + exp(x)) equals exp(x) to the last digits where that is small.

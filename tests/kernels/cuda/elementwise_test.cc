@@ -13,7 +13,8 @@ constexpr UnaryOp kUnaryOps[] = {
     UnaryOp::rsqrt,      UnaryOp::reciprocal, UnaryOp::tanh,     UnaryOp::sigmoid,
     UnaryOp::abs,        UnaryOp::relu,       UnaryOp::silu,     UnaryOp::gelu_tanh,
     UnaryOp::gelu_exact, UnaryOp::square,     UnaryOp::isfinite, UnaryOp::logical_not,
-    UnaryOp::sign,       UnaryOp::sin,        UnaryOp::cos,        UnaryOp::softplus};
+    UnaryOp::sign,       UnaryOp::sin,        UnaryOp::cos,      UnaryOp::softplus,
+    UnaryOp::floor,      UnaryOp::round};
 
 struct Layout2 {
   Shape shape, strides;  // no strides: dense
