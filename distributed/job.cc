@@ -31,14 +31,15 @@ void connect_monitors(Job& job, Deadline deadline) {
                       ExitCode::kTimeout);
     addresses[peer] = *address_of_peer;
   }
+  job.store->watch();
+  const Check check_others = [&] { job.store->throw_if_any_lost(); };
   for (int peer = 0; peer < r.rank; ++peer) {
     const size_t space = addresses[peer].find(' ');
     check<CommError>(space != std::string::npos, "[rendezvous] rank ", peer, " left no address");
     job.monitor->connect(peer, addresses[peer].substr(0, space), std::stoi(addresses[peer].substr(space + 1)),
-                         deadline);
+                         deadline, check_others);
   }
-  job.store->watch();
-  job.monitor->start(deadline, [&] { job.store->throw_if_any_lost(); });
+  job.monitor->start(deadline, check_others);
   job.store->unwatch(deadline);
 }
 

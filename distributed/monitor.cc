@@ -33,11 +33,11 @@ Monitor::~Monitor() {
   }
 }
 
-void Monitor::connect(int peer, const std::string& host, int port, Deadline deadline) {
-  Socket s = connect_to(host, port, deadline);
+void Monitor::connect(int peer, const std::string& host, int port, Deadline deadline, const Check& check) {
+  Socket s = connect_to(host, port, deadline, str("rank ", peer), check);
   send_frame(s, FrameWriter().u8(kGreeting).u64(kMagic).u64(static_cast<uint64_t>(rank_)).text(token_).bytes(),
              deadline);
-  const auto reply = receive_frame(s, deadline);
+  const auto reply = receive_frame(s, deadline, check);
   if (!reply || FrameReader(*reply).u8() != kWelcome)
     throw CommError(str("[rendezvous] rank ", rank_, " of ", world_, ": rank ", peer, " at ", host, ':', port,
                         " does not answer"), Clock::now() >= deadline ? ExitCode::kTimeout : ExitCode::kPeerLost);
@@ -57,14 +57,12 @@ std::optional<int> Monitor::greeted_rank(const Socket& socket, Deadline deadline
   return static_cast<int>(rank);
 }
 
-void Monitor::start(Deadline deadline, const std::function<void()>& check) {
+void Monitor::start(Deadline deadline, const Check& check) {
   const auto complete = [&] {
     return std::all_of(peers_.begin() + rank_ + 1, peers_.end(), [](const Peer& p) { return bool(p.socket); });
   };
   while (!complete()) {
-    std::optional<Socket> s = accept_from(listener_, std::min<Deadline>(deadline, Clock::now() + kTick));
-    if (!s) check();
-    if (!s && Clock::now() < deadline) continue;
+    std::optional<Socket> s = accept_from(listener_, deadline, check);
     if (!s) {
       std::string missing;
       for (int r = rank_ + 1; r < world_; ++r)

@@ -48,10 +48,10 @@ class Monitor {
 
   /// The port that higher ranks connect to.
   int port() const { return local_port(listener_); }
-  void connect(int peer, const std::string& host, int port, Deadline deadline);
-  /// Waits for the higher ranks, then starts watching. CommError(kTimeout) names those that did not connect; `check`, which is called
-  /// meanwhile, throws if one of them never will.
-  void start(Deadline deadline, const std::function<void()>& check);
+  /// Connects to a lower rank. `check`, here and below, throws if one of the ranks that are waited for never comes.
+  void connect(int peer, const std::string& host, int port, Deadline deadline, const Check& check);
+  /// Waits for the higher ranks, then starts watching. CommError(kTimeout) names those that did not connect.
+  void start(Deadline deadline, const Check& check);
 
   void post(const StuckNote& note);
   /// The last note of `peer` about `group`.

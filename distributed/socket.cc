@@ -55,18 +55,21 @@ int milliseconds_until(Deadline deadline) {
 }
 
 /// Sleeps until `events` are possible on `fd`; false at the deadline.
-bool ready(int fd, short events, Deadline deadline) {
+bool ready(int fd, short events, Deadline deadline, const Check& check = {}) {
   while (true) {
+    const Deadline until = check ? std::min(deadline, Clock::now() + std::chrono::milliseconds(100)) : deadline;
     pollfd p{fd, events, 0};
-    const int rc = poll(&p, 1, milliseconds_until(deadline));
+    const int rc = poll(&p, 1, milliseconds_until(until));
     if (rc > 0) return true;
-    if (rc == 0 || errno != EINTR) return false;
+    if (rc < 0 && errno != EINTR) return false;
+    if (rc == 0 && until == deadline) return false;
+    if (check) check();
   }
 }
 
-bool receive_exactly(int fd, char* to, size_t bytes, Deadline deadline) {
+bool receive_exactly(int fd, char* to, size_t bytes, Deadline deadline, const Check& check) {
   while (bytes > 0) {
-    if (!ready(fd, POLLIN, deadline)) return false;
+    if (!ready(fd, POLLIN, deadline, check)) return false;
     const ssize_t n = recv(fd, to, bytes, MSG_DONTWAIT);
     if (n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR)) return false;
     if (n > 0) to += n, bytes -= static_cast<size_t>(n);
@@ -112,7 +115,7 @@ Socket listen_on(const std::string& host, int port) {
   fail<IoError>(what);
 }
 
-Socket connect_to(const std::string& host, int port, Deadline deadline) {
+Socket connect_to(const std::string& host, int port, Deadline deadline, const std::string& who, const Check& check) {
   auto pause = std::chrono::milliseconds(5);
   std::string reason;
   while (true) {
@@ -126,9 +129,10 @@ Socket connect_to(const std::string& host, int port, Deadline deadline) {
       }
       int error = connect(s.fd(), a->ai_addr, a->ai_addrlen) == 0 ? 0 : errno;
       if (error == EINPROGRESS) {
-        if (!ready(s.fd(), POLLOUT, std::min(deadline, Clock::now() + std::chrono::seconds(10)))) continue;
+        error = ETIMEDOUT;
         socklen_t size = sizeof error;
-        getsockopt(s.fd(), SOL_SOCKET, SO_ERROR, &error, &size);
+        if (ready(s.fd(), POLLOUT, std::min(deadline, Clock::now() + std::chrono::seconds(10)), check))
+          getsockopt(s.fd(), SOL_SOCKET, SO_ERROR, &error, &size);
       }
       if (error == 0) {
         configure(s.fd());
@@ -136,15 +140,16 @@ Socket connect_to(const std::string& host, int port, Deadline deadline) {
       }
       reason = std::strerror(error);
     }
+    if (check) check();
     if (Clock::now() + pause >= deadline)
-      throw CommError(str("[rendezvous] no answer from ", host, ':', port, ": ", reason), ExitCode::kTimeout);
+      throw CommError(str("[rendezvous] no answer from ", who, who.empty() ? "" : " at ", host, ':', port, ": ", reason), ExitCode::kTimeout);
     std::this_thread::sleep_for(pause);
     pause = std::min(pause * 2, std::chrono::milliseconds(200));
   }
 }
 
-std::optional<Socket> accept_from(const Socket& listener, Deadline deadline) {
-  while (ready(listener.fd(), POLLIN, deadline)) {
+std::optional<Socket> accept_from(const Socket& listener, Deadline deadline, const Check& check) {
+  while (ready(listener.fd(), POLLIN, deadline, check)) {
     Socket s(accept4(listener.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!s) {
       if (errno == EAGAIN || errno == EINTR || errno == ECONNABORTED) continue;
@@ -216,13 +221,13 @@ bool send_frame(const Socket& socket, std::string_view payload, Deadline deadlin
   return true;
 }
 
-std::optional<std::string> receive_frame(const Socket& socket, Deadline deadline) {
+std::optional<std::string> receive_frame(const Socket& socket, Deadline deadline, const Check& check) {
   char header[4];
-  if (!receive_exactly(socket.fd(), header, sizeof header, deadline)) return std::nullopt;
+  if (!receive_exactly(socket.fd(), header, sizeof header, deadline, check)) return std::nullopt;
   const uint32_t length = decode_length(header);
   if (length > kMaxFrameBytes) return std::nullopt;
   std::string payload(length, '\0');
-  if (!receive_exactly(socket.fd(), payload.data(), length, deadline)) return std::nullopt;
+  if (!receive_exactly(socket.fd(), payload.data(), length, deadline, check)) return std::nullopt;
   return payload;
 }
 

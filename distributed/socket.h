@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -10,6 +11,8 @@
 namespace sheaf {
 
 using Deadline = std::chrono::steady_clock::time_point;
+/// Called several times a second during a wait; what it throws ends that.
+using Check = std::function<void()>;
 inline constexpr size_t kMaxFrameBytes = size_t{1} << 20;
 
 /// Owns a file descriptor.
@@ -32,11 +35,11 @@ class Socket {
 /// A socket that listens on `host` (a name or address) and `port` (0: any free one). ConfigError for a name that does not
 /// resolve, an address that is not this host's and a port that is taken, IoError for the rest.
 Socket listen_on(const std::string& host, int port);
-/// Tries until `deadline`. ConfigError for a name that does not resolve, CommError(kTimeout) if nobody answers, IoError if this process
-/// may open no more files.
-Socket connect_to(const std::string& host, int port, Deadline deadline);
+/// Tries until `deadline`. ConfigError for a name that does not resolve, CommError(kTimeout), which names `who` is there, if nobody
+/// answers, IoError if this process may open no more files.
+Socket connect_to(const std::string& host, int port, Deadline deadline, const std::string& who = {}, const Check& check = {});
 /// The next connection, or none when `deadline` passes.
-std::optional<Socket> accept_from(const Socket& listener, Deadline deadline);
+std::optional<Socket> accept_from(const Socket& listener, Deadline deadline, const Check& check = {});
 
 /// A descriptor that another thread can make readable, for poll(). IoError.
 Socket open_alarm();
@@ -50,7 +53,7 @@ bool is_loopback(const std::string& host);
 /// Frame: 32-bit little-endian length, payload. False if the peer is gone or `deadline` passes first.
 bool send_frame(const Socket& socket, std::string_view payload, Deadline deadline);
 /// The next frame; none if the peer is gone, sends more than kMaxFrameBytes, or `deadline` passes first.
-std::optional<std::string> receive_frame(const Socket& socket, Deadline deadline);
+std::optional<std::string> receive_frame(const Socket& socket, Deadline deadline, const Check& check = {});
 
 /// Collects the bytes of a non-blocking reader and splits them into frames.
 class FrameBuffer {

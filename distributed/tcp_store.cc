@@ -208,7 +208,7 @@ StoreServer::~StoreServer() = default;
 
 StoreClient::StoreClient(const std::string& host, int port, int rank, int world, const std::string& token,
                          Deadline deadline)
-    : rank_(rank), world_(world), socket_(connect_to(host, port, deadline)), wake_(open_alarm()) {
+    : rank_(rank), world_(world), socket_(connect_to(host, port, deadline, kServingRank)), wake_(open_alarm()) {
   const std::string hello = FrameWriter().u8(kHello).u64(kMagic).u64(static_cast<uint64_t>(rank))
                                 .u64(static_cast<uint64_t>(world)).text(token).bytes();
   ask(hello, str(kServingRank, " to answer"), deadline);

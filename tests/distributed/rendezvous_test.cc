@@ -442,6 +442,42 @@ TEST(Job, WhoDiesBeforeItConnectsToTheOthersIsNotWaitedFor) {
   other.join();
 }
 
+// All addresses are known, and rank 2 connects to rank 0, which nobody answers for, when rank 1 or rank 0 itself is lost.
+TEST_F(Store, WhoConnectsToTheOthersDoesNotWaitForTheLost) {
+  const Socket silent = listen_on("127.0.0.1", 0);
+  for (const std::string& address : {std::string("127.0.0.1 1"), str("127.0.0.1 ", local_port(silent))})
+    for (const int lost : {0, 1}) {
+      serve(3, "t");
+      Rendezvous r;
+      r.world = 3, r.rank = 2, r.port = port, r.token = "t", r.init_timeout = std::chrono::seconds(5);
+      std::thread others([&] {
+        auto first = client(0, 3), second = client(1, 3);
+        first->set("monitor/0", address, in(5));
+        second->set("monitor/1", address, in(5));
+        first->get("monitor/2", in(5));
+        std::this_thread::sleep_for(std::chrono::milliseconds(300));
+        if (lost == 0) server.reset();
+        else second.reset();
+        EXPECT_THROW(first->get("never set", in(5)), CommError);
+      });
+      const auto start = std::chrono::steady_clock::now();
+      EXPECT_THAT([&] { join_job(r); },
+                  ThrowsMessage<CommError>(HasSubstr(lost == 0 ? "rank 2 of 3: rank 0, which serves the store, is gone"
+                                                               : "rank 2 of 3: rank 1 died before the job was connected")));
+      EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(3));
+      others.join();
+      server.reset();
+    }
+}
+
+TEST_F(Store, WhoDoesNotAnswerIsNamed) {
+  const auto refused = [](const std::string& part) { return ThrowsMessage<CommError>(HasSubstr(part + " at 127.0.0.1:1: Connection refused")); };
+  port = 1;
+  EXPECT_THAT([&] { StoreClient("127.0.0.1", port, 1, 2, "t", in(0.1)); }, refused("no answer from rank 0, which serves the store,"));
+  Monitor monitor(2, 3, std::make_shared<FailureBoard>(), "127.0.0.1", "t", std::chrono::seconds(5));
+  EXPECT_THAT([&] { monitor.connect(1, "127.0.0.1", 1, in(0.1), [] {}); }, refused("no answer from rank 1"));
+}
+
 TEST_F(Store, ADeadRankIsTold) {
   serve(3, "");
   auto a = client(0, 3, "");
