@@ -15,6 +15,8 @@ constexpr uint64_t kMagic = 0x726f74696e6f6d66ull;
 constexpr size_t kMaxNotes = 65536;
 constexpr size_t kMaxReasonBytes = 16384;
 constexpr auto kSendTime = std::chrono::seconds(1);
+// A connection holds at least twice as much by default (tcp_rmem), counting half a KiB of overhead for each frame.
+constexpr size_t kMostUnread = 48 << 10, kFrameOverhead = 512;
 
 }  // namespace
 
@@ -27,7 +29,7 @@ Monitor::Monitor(int rank, int world, std::shared_ptr<FailureBoard> board, const
 Monitor::~Monitor() {
   if (thread_.joinable()) {
     board_->unsubscribe(subscription_);
-    broadcast(FrameWriter().u8(kFarewell).bytes());
+    tell_all(FrameWriter().u8(kFarewell).bytes());
     ring(wake_);
     thread_.join();
   }
@@ -77,16 +79,33 @@ void Monitor::start(Deadline deadline, const Check& check) {
   listener_.close();
   thread_ = std::thread([this] { loop(); });
   subscription_ = board_->subscribe([this](const JobFailure& f) {
-    broadcast(FrameWriter().u8(kFailed).u64(static_cast<uint64_t>(f.rank)).u64(static_cast<uint64_t>(f.code))
-                  .text(std::string_view(f.reason).substr(0, kMaxReasonBytes)).bytes());
+    tell_all(FrameWriter().u8(kFailed).u64(static_cast<uint64_t>(f.rank)).u64(static_cast<uint64_t>(f.code))
+                 .text(std::string_view(f.reason).substr(0, kMaxReasonBytes)).bytes());
   });
 }
 
-void Monitor::broadcast(const std::string& frame) {
+// Notes say what holds now, and are repeated. A peer that does not read them, because its process is stopped, is sent only as many as
+// its connection holds: when the process goes on, it speaks first. If the connection were full, the kernel would end it (socket.cc).
+void Monitor::note_to_all(const std::string& frame) {
   for (Peer& p : peers_) {
     std::lock_guard lock(p.send_mutex);
-    if (p.socket) send_frame(p.socket, frame, Clock::now() + kSendTime);
+    if (!p.socket || !p.outgoing.flush(p.socket, Clock::now()) || p.unread >= kMostUnread) continue;
+    p.unread += frame.size() + kFrameOverhead;
+    p.outgoing.push(frame);
+    p.outgoing.flush(p.socket, Clock::now());
   }
+}
+
+// News are sent once, and a process may end after it: they are waited for, but not by peers that read.
+void Monitor::tell_all(const std::string& news) {
+  const Deadline deadline = Clock::now() + kSendTime;
+  for (const bool again : {false, true})
+    for (Peer& p : peers_) {
+      std::lock_guard lock(p.send_mutex);
+      if (!p.socket) continue;
+      if (!again) p.outgoing.push(news);
+      p.outgoing.flush(p.socket, again ? deadline : Clock::now());
+    }
 }
 
 void Monitor::post(const StuckNote& note) {
@@ -94,7 +113,7 @@ void Monitor::post(const StuckNote& note) {
   out.u8(kStuck).u64(note.group).u64(note.sequence).u64(note.fingerprint).text(note.what);
   out.u64(note.send_counts.size());
   for (int64_t c : note.send_counts) out.u64(static_cast<uint64_t>(c));
-  broadcast(out.bytes());
+  note_to_all(out.bytes());
 }
 
 std::optional<StuckNote> Monitor::note(uint64_t group, int peer) const {
@@ -142,7 +161,7 @@ void Monitor::loop() {
 
 // Four signs of life within the time that others wait for one, but no more than one a second.
 void Monitor::show_and_check_life() {
-  if (ticks_++ % std::clamp<int64_t>(longest_silence_ / 4, 1, 10) == 0) broadcast(FrameWriter().u8(kAlive).bytes());
+  if (ticks_++ % std::clamp<int64_t>(longest_silence_ / 4, 1, 10) == 0) note_to_all(FrameWriter().u8(kAlive).bytes());
   for (int r = 0; r < world_; ++r) {
     Peer& p = peers_[r];
     if (++p.silent_ticks <= longest_silence_ || !open_ended_ || !p.socket || p.closed || p.left) continue;
@@ -154,6 +173,7 @@ void Monitor::show_and_check_life() {
 void Monitor::read(int peer) {
   Peer& p = peers_[peer];
   p.silent_ticks = 0;
+  p.unread = 0;
   const bool closed = p.frames.fill(p.socket) == FrameBuffer::Status::closed;
   while (auto frame = p.frames.next()) handle(peer, *frame);
   if (!closed) return;

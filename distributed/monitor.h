@@ -82,6 +82,8 @@ class Monitor {
     Socket socket = {};
     FrameBuffer frames = {};
     std::mutex send_mutex = {};
+    FrameQueue outgoing = {};        // guarded by send_mutex
+    std::atomic<size_t> unread = 0;  // bytes of notes that it may not have read: sent since it last gave a sign of life
     std::atomic<bool> left = false;
     bool closed = false;
     int64_t silent_ticks = 0;  // of this rank, so that a stop of its own process is not held against others
@@ -90,7 +92,8 @@ class Monitor {
   void read(int peer);
   void show_and_check_life();
   void handle(int peer, const std::string& frame);
-  void broadcast(const std::string& frame);
+  void note_to_all(const std::string& frame);
+  void tell_all(const std::string& news);
   std::optional<int> greeted_rank(const Socket& socket, Deadline deadline) const;
 
   const int rank_, world_;

@@ -39,7 +39,8 @@ AddressList resolve(const std::string& host, int port, bool passive) {
 void set_option(int fd, int level, int option, int value) { setsockopt(fd, level, option, &value, sizeof value); }
 
 // A host that loses power sends nothing: the kernel probes after 5 s of silence and gives up 3 s later. It does not probe while sent
-// data is unacknowledged: then these 8 s are the time-out for that.
+// data is unacknowledged: then these 8 s are the time-out for that. They are also the time-out for data that a peer has no room for,
+// so nobody may send much to one that does not read (Monitor::note_to_all).
 void configure(int fd) {
   set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
   set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
@@ -204,21 +205,27 @@ bool is_loopback(const std::string& host) {
 
 bool send_frame(const Socket& socket, std::string_view payload, Deadline deadline) {
   if (payload.size() > kMaxFrameBytes) return false;
+  FrameQueue queue;
+  queue.push(payload);
+  return queue.flush(socket, deadline);
+}
+
+void FrameQueue::push(std::string_view payload) {
+  if (payload.size() > kMaxFrameBytes) return;
   const uint32_t length = static_cast<uint32_t>(payload.size());
-  std::string bytes(sizeof length, '\0');
-  std::memcpy(bytes.data(), &length, sizeof length);
-  bytes += payload;
-  for (size_t sent = 0; sent < bytes.size();) {
-    const ssize_t n = send(socket.fd(), bytes.data() + sent, bytes.size() - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (n >= 0) {
-      sent += static_cast<size_t>(n);
-    } else if (errno == EAGAIN || errno == EINTR) {
-      if (!ready(socket.fd(), POLLOUT, deadline)) return false;
-    } else {
-      return false;
-    }
+  bytes_.append(reinterpret_cast<const char*>(&length), sizeof length);
+  bytes_ += payload;
+}
+
+bool FrameQueue::flush(const Socket& socket, Deadline deadline) {
+  size_t sent = 0;
+  while (sent < bytes_.size()) {
+    const ssize_t n = send(socket.fd(), bytes_.data() + sent, bytes_.size() - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (n >= 0) sent += static_cast<size_t>(n);
+    else if ((errno != EAGAIN && errno != EINTR) || !ready(socket.fd(), POLLOUT, deadline)) break;
   }
-  return true;
+  bytes_.erase(0, sent);
+  return bytes_.empty();
 }
 
 std::optional<std::string> receive_frame(const Socket& socket, Deadline deadline, const Check& check) {

@@ -55,6 +55,18 @@ bool send_frame(const Socket& socket, std::string_view payload, Deadline deadlin
 /// The next frame; none if the peer is gone, sends more than kMaxFrameBytes, or `deadline` passes first.
 std::optional<std::string> receive_frame(const Socket& socket, Deadline deadline, const Check& check = {});
 
+/// Frames on their way to a peer that may not read them now. What its connection does not take stays here, so that no frame is cut short.
+class FrameQueue {
+ public:
+  /// Ignores a frame that is too long.
+  void push(std::string_view payload);
+  /// False if something is left, because the peer is gone or `deadline` has passed.
+  bool flush(const Socket& socket, Deadline deadline);
+
+ private:
+  std::string bytes_;
+};
+
 /// Collects the bytes of a non-blocking reader and splits them into frames.
 class FrameBuffer {
  public:
