@@ -22,6 +22,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+#ifndef MFD_NOEXEC_SEAL  // of Linux 6.3
+#define MFD_NOEXEC_SEAL 8u
+#endif
 constexpr size_t kControlAlign = 128;
 
 [[noreturn]] void fail_system(const char* what) { fail<IoError>("[shm] ", what, ": ", std::strerror(errno)); }
@@ -53,6 +56,13 @@ void wait_readable(const Socket& s, const FailureBoard& board, Deadline deadline
     if (poll(&p, 1, 20) > 0) return;
   }
   fail<IoError>("[shm] time-out: ", late);
+}
+
+/// Nobody executes it: systems with vm.memfd_noexec=2 refuse memfds that could be, others log them. Kernels before 6.3 do not know that.
+Socket open_memfd(const char* name) {
+  constexpr unsigned kFlags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
+  Socket memory(memfd_create(name, kFlags | MFD_NOEXEC_SEAL));
+  return !memory && errno == EINVAL ? Socket(memfd_create(name, kFlags)) : std::move(memory);
 }
 
 /// One byte, with room for a descriptor.
@@ -97,7 +107,7 @@ Socket receive_descriptor(const Socket& from) {
 
 std::shared_ptr<ShmSegment> ShmSegment::create(int rank, size_t wire_bytes) {
   // The name is visible in /proc/PID/maps and cannot be opened.
-  Socket memory(memfd_create(str("sheaf-rank-", rank).c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  Socket memory = open_memfd(str("sheaf-rank-", rank).c_str());
   require(bool(memory), "memfd_create");
   require(ftruncate(memory.fd(), static_cast<off_t>(kControlBytes + wire_bytes)) == 0, "cannot size a memfd");
   // Reading beyond the end would kill a peer: the size is sealed.
@@ -106,7 +116,8 @@ std::shared_ptr<ShmSegment> ShmSegment::create(int rank, size_t wire_bytes) {
 }
 
 std::shared_ptr<ShmSegment> ShmSegment::map(Socket memory) {
-  check<IoError>(fcntl(memory.fd(), F_GET_SEALS) == kSeals, "[shm] a peer sent something that is no segment");
+  const int seals = fcntl(memory.fd(), F_GET_SEALS);
+  check<IoError>(seals >= 0 && (seals & kSeals) == kSeals, "[shm] a peer sent something that is no segment");
   auto segment = std::shared_ptr<ShmSegment>(new ShmSegment(std::move(memory), false));
   segment->close_memory();
   return segment;

@@ -1,6 +1,11 @@
 // Ranks that communicate through shared memory: what is specific to it (for the rest see processes_test).
 #include <gtest/gtest.h>
 
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "sheaf/distributed/shm_segment.h"
 #include "sheaf/tests/distributed/job_scenarios.h"
 
 namespace sheaf {
@@ -48,6 +53,20 @@ TEST(Shm, InputsAreTheirOwnersAgainWhenACallIsOver) {
   for (const char* scenario : {"overwrite", "overwrite_wire"})
     for (const auto& r : run_processes({.scenario = scenario, .ranks = testing::kLargestWorld, .limit = 60}))
       EXPECT_EQ(r.code, 0) << scenario << ": " << r.output;
+}
+
+// As all memfds are where vm.memfd_noexec is 1.
+TEST(Shm, SegmentsMayBeSealedAgainstExecution) {
+  constexpr int kSizeSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+  constexpr unsigned kNoExecSeal = 8;  // MFD_NOEXEC_SEAL
+  for (const int seals : {kSizeSeals, int{F_SEAL_SEAL}}) {
+    Socket memory(memfd_create("sheaf-test", MFD_CLOEXEC | MFD_ALLOW_SEALING | kNoExecSeal));
+    if (!memory) GTEST_SKIP() << "not run: this kernel has no such seal";
+    ASSERT_EQ(ftruncate(memory.fd(), ShmSegment::kControlBytes + 4096), 0);
+    ASSERT_EQ(fcntl(memory.fd(), F_ADD_SEALS, seals), 0);
+    if (seals == kSizeSeals) EXPECT_NE(ShmSegment::map(std::move(memory)), nullptr);
+    else EXPECT_THROW(ShmSegment::map(std::move(memory)), IoError);
+  }
 }
 
 TEST(Shm, NothingIsLeftBehind) { expect_success(run_processes({.scenario = "leftovers", .ranks = 3}), "talks over shm"); }
