@@ -68,6 +68,14 @@ bool ready(int fd, short events, Deadline deadline, const Check& check = {}) {
   }
 }
 
+/// While nobody listens on a port, Linux may pick it for the caller's end as well, and connects the socket to itself.
+bool is_connected_to_itself(int fd) {
+  sockaddr_storage own{}, peer{};
+  socklen_t own_size = sizeof own, peer_size = sizeof peer;
+  return getsockname(fd, reinterpret_cast<sockaddr*>(&own), &own_size) == 0 &&
+         getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &peer_size) == 0 && std::memcmp(&own, &peer, sizeof own) == 0;
+}
+
 bool receive_exactly(int fd, char* to, size_t bytes, Deadline deadline, const Check& check) {
   while (bytes > 0) {
     if (!ready(fd, POLLIN, deadline, check)) return false;
@@ -134,6 +142,11 @@ Socket connect_to(const std::string& host, int port, Deadline deadline, const st
         socklen_t size = sizeof error;
         if (ready(s.fd(), POLLOUT, std::min(deadline, Clock::now() + std::chrono::seconds(10)), check))
           getsockopt(s.fd(), SOL_SOCKET, SO_ERROR, &error, &size);
+      }
+      if (error == 0 && is_connected_to_itself(s.fd())) {
+        const linger none{1, 0};  // an orderly end would hold the port for a minute
+        setsockopt(s.fd(), SOL_SOCKET, SO_LINGER, &none, sizeof none);
+        error = ECONNREFUSED;
       }
       if (error == 0) {
         configure(s.fd());

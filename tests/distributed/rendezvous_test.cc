@@ -3,9 +3,15 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <fstream>
 #include <map>
 #include <thread>
 #include <vector>
+
+#include <net/if.h>
+#include <sched.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
 
 #include "sheaf/core/cores.h"
 #include "sheaf/core/error.h"
@@ -232,12 +238,43 @@ TEST(Rendezvous, NamesThatDoNotResolveAreConfiguration) {
   EXPECT_THROW(listen_on("127.0.0.1", local_port(taken)), ConfigError);
 }
 
+Deadline in(double seconds) {
+  return std::chrono::steady_clock::now() +
+         std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));
+}
+
+/// Takes this thread to a network of its own, which has loopback, and a single port for the ends that the system picks.
+bool enter_network_with_one_port(int port) {
+  if (unshare(CLONE_NEWNET) != 0) return false;
+  ifreq loopback{};
+  std::strcpy(loopback.ifr_name, "lo");
+  loopback.ifr_flags = IFF_UP;
+  const Socket s(socket(AF_INET, SOCK_DGRAM, 0));
+  if (ioctl(s.fd(), SIOCSIFFLAGS, &loopback) != 0) return false;
+  std::ofstream range("/proc/sys/net/ipv4/ip_local_port_range");
+  range << port << ' ' << port << std::flush;
+  return bool(range);
+}
+
+TEST(Sockets, WhereNobodyListensNobodyIsConnectedToItself) {
+  constexpr int kPort = 40000;
+  bool alone = false;
+  std::string said;
+  std::jthread([&] {
+    if (!(alone = enter_network_with_one_port(kPort))) return;
+    try {
+      connect_to("127.0.0.1", kPort, in(0.1));
+      said = "connected";
+    } catch (const CommError& e) {
+      said = e.what();
+    }
+  }).join();
+  if (!alone) GTEST_SKIP() << "not run: no network of its own here";
+  EXPECT_THAT(said, HasSubstr("no answer from 127.0.0.1:40000: Connection refused"));
+}
+
 class Store : public ::testing::Test {
  protected:
-  static Deadline in(double seconds) {
-    return std::chrono::steady_clock::now() +
-           std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));
-  }
   void serve(int world, const std::string& token) {
     Socket listener = listen_on("127.0.0.1", 0);
     port = local_port(listener);
