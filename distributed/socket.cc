@@ -24,13 +24,18 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using AddressList = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
 
-AddressList resolve(const std::string& host, int port, bool passive) {
+AddressList resolve(const std::string& host, int port, bool passive, Deadline deadline = {}, const Check& check = {}) {
   addrinfo hints{};
   hints.ai_family = AF_UNSPEC;
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = AI_NUMERICSERV | (passive ? AI_PASSIVE : 0);
   addrinfo* list = nullptr;
-  if (int rc = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &list); rc != 0)
+  int rc;
+  while ((rc = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &list)) == EAI_AGAIN && Clock::now() < deadline) {
+    if (check) check();
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  }
+  if (rc != 0)
     fail<ConfigError>("[rendezvous] cannot resolve host '", host, "': ",
                       rc == EAI_SYSTEM ? std::strerror(errno) : gai_strerror(rc));
   return {list, &freeaddrinfo};
@@ -128,7 +133,7 @@ Socket connect_to(const std::string& host, int port, Deadline deadline, const st
   auto pause = std::chrono::milliseconds(5);
   std::string reason;
   while (true) {
-    const AddressList list = resolve(host, port, false);
+    const AddressList list = resolve(host, port, false, deadline, check);
     for (addrinfo* a = list.get(); a; a = a->ai_next) {
       Socket s(socket(a->ai_family, a->ai_socktype | SOCK_CLOEXEC | SOCK_NONBLOCK, a->ai_protocol));
       if (!s && errno != EAFNOSUPPORT) fail<IoError>("[rendezvous] cannot open a socket: ", std::strerror(errno));

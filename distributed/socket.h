@@ -35,8 +35,8 @@ class Socket {
 /// A socket that listens on `host` (a name or address) and `port` (0: any free one). ConfigError for a name that does not
 /// resolve, an address that is not this host's and a port that is taken, IoError for the rest.
 Socket listen_on(const std::string& host, int port);
-/// Tries until `deadline`. ConfigError for a name that does not resolve, CommError(kTimeout), which names `who` is there, if nobody
-/// answers, IoError if this process may open no more files.
+/// Tries until `deadline`. ConfigError for a name that does not resolve (by then, if its server does not answer), CommError(kTimeout),
+/// which names `who` is there, if nobody answers, IoError if this process may open no more files.
 Socket connect_to(const std::string& host, int port, Deadline deadline, const std::string& who = {}, const Check& check = {});
 /// The next connection, or none when `deadline` passes.
 std::optional<Socket> accept_from(const Socket& listener, Deadline deadline, const Check& check = {});

@@ -8,7 +8,9 @@
 #include <thread>
 #include <vector>
 
+#include <dlfcn.h>
 #include <net/if.h>
+#include <netdb.h>
 #include <sched.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
@@ -17,6 +19,18 @@
 #include "sheaf/core/error.h"
 #include "sheaf/distributed/job.h"
 #include "sheaf/distributed/tcp_store.h"
+
+namespace {
+int busy_answers = 0;  // of the name server, until it knows the names below
+}
+
+// Instead of the C library's: names below that lead to loopback.
+extern "C" int getaddrinfo(const char* host, const char* port, const addrinfo* hints, addrinfo** list) {
+  static const auto real = reinterpret_cast<decltype(&getaddrinfo)>(dlsym(RTLD_NEXT, "getaddrinfo"));
+  const bool ours = host && std::string_view(host) == "this-host.invalid";
+  if (ours && busy_answers-- > 0) return EAI_AGAIN;
+  return real(ours ? "127.0.1.1" : host, port, hints, list);
+}
 
 namespace sheaf {
 namespace {
@@ -241,6 +255,16 @@ TEST(Rendezvous, NamesThatDoNotResolveAreConfiguration) {
 Deadline in(double seconds) {
   return std::chrono::steady_clock::now() +
          std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));
+}
+
+TEST(Sockets, ANameServerThatIsBusyIsAskedAgain) {
+  const Socket listener = listen_on("127.0.1.1", 0);
+  busy_answers = 2;
+  EXPECT_TRUE(connect_to("this-host.invalid", local_port(listener), in(5)));
+  busy_answers = 1000;
+  EXPECT_THAT([&] { connect_to("this-host.invalid", local_port(listener), in(0.3)); },
+              ThrowsMessage<ConfigError>(HasSubstr("cannot resolve host 'this-host.invalid': Temporary failure")));
+  busy_answers = 0;
 }
 
 /// Takes this thread to a network of its own, which has loopback, and a single port for the ends that the system picks.
