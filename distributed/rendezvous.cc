@@ -9,6 +9,8 @@
 #include <optional>
 #include <string_view>
 
+#include <arpa/inet.h>
+
 #include "sheaf/core/cores.h"
 #include "sheaf/core/error.h"
 #include "sheaf/distributed/socket.h"
@@ -141,6 +143,11 @@ int port_of_job(const std::string& id) {
   return static_cast<int>(kFirst + hash % kPorts);
 }
 
+bool is_number(const std::string& host) {
+  in6_addr address;
+  return inet_pton(AF_INET, host.c_str(), &address) == 1 || inet_pton(AF_INET6, host.c_str(), &address) == 1;
+}
+
 std::string read_comm(const Reader& read) {
   const std::string comm = read.text("SHEAF_COMM").value_or("auto");
   if (comm != "auto" && comm != "shm" && comm != "gloo")
@@ -205,6 +212,10 @@ Rendezvous read_rendezvous(const Environment& environment) {
   if (!same_host && secret.empty() && !is_loopback(r.host))
     fail<ConfigError>("[rendezvous] rank 0 is at ", r.host, ", beyond loopback: set SHEAF_TOKEN to the same secret ",
                       "on all ranks");
+  // Debian gives a host's own name the address 127.0.1.1. A number is meant: ranks on one host that pretend to be on several.
+  if (!same_host && !secret.empty() && r.rank == 0 && !is_number(r.host) && is_loopback(r.host))
+    fail<ConfigError>("[rendezvous] rank 0 is at ", r.host, ", which on its own host leads to loopback (see /etc/hosts there), so that no ",
+                      "other host reaches it: MASTER_ADDR must be the address that others use");
   r.token = id.empty() ? secret : str(secret, '\n', id);
   return r;
 }

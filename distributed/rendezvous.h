@@ -31,7 +31,8 @@ using Environment = std::function<const char*(const char*)>;
 /// The store is at MASTER_ADDR:MASTER_PORT, or SHEAF_PORT if set; under torchrun, whose agent occupies MASTER_PORT
 /// (TORCHELASTIC_USE_AGENT_STORE=True), at SHEAF_PORT, by default MASTER_PORT + 1. Without any of them the port is derived from the
 /// launcher's id of the job, and is 29500 if there is none. If all ranks are on this host the store listens on loopback only;
-/// otherwise SHEAF_TOKEN is required. ConfigError names what is missing or wrong.
+/// otherwise SHEAF_TOKEN is required, and the name of rank 0's host must not lead to loopback there. ConfigError names what is missing
+/// or wrong.
 Rendezvous read_rendezvous(const Environment& environment);
 Rendezvous read_rendezvous();  ///< of this process
 

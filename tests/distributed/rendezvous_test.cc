@@ -21,13 +21,13 @@
 #include "sheaf/distributed/tcp_store.h"
 
 namespace {
-int busy_answers = 0;  // of the name server, until it knows the names below
+int busy_answers = 0;  // of the name server, until it knows the name below
 }
 
-// Instead of the C library's: names below that lead to loopback.
+// Instead of the C library's.
 extern "C" int getaddrinfo(const char* host, const char* port, const addrinfo* hints, addrinfo** list) {
   static const auto real = reinterpret_cast<decltype(&getaddrinfo)>(dlsym(RTLD_NEXT, "getaddrinfo"));
-  const bool ours = host && std::string_view(host) == "this-host.invalid";
+  const bool ours = host && std::string_view(host) == "this-host.invalid";  // as Debian names a host in its own /etc/hosts
   if (ours && busy_answers-- > 0) return EAI_AGAIN;
   return real(ours ? "127.0.1.1" : host, port, hints, list);
 }
@@ -239,6 +239,15 @@ TEST(Rendezvous, BeyondLoopbackATokenIsRequired) {
   expect_refused(v, "set SHEAF_TOKEN");
   v["SHEAF_TOKEN"] = "secret";
   EXPECT_EQ(read(v).host, "192.0.2.1");
+}
+
+TEST(Rendezvous, OthersReachRankZeroByItsName) {
+  Variables v = {{"RANK", "0"}, {"WORLD_SIZE", "4"}, {"LOCAL_WORLD_SIZE", "2"}, {"MASTER_ADDR", "this-host.invalid"}, {"SHEAF_TOKEN", "secret"}};
+  expect_refused(v, "rank 0 is at this-host.invalid, which on its own host leads to loopback");
+  v["MASTER_ADDR"] = "127.0.0.1";
+  EXPECT_EQ(read(v).host, "127.0.0.1");
+  v["RANK"] = "2", v["MASTER_ADDR"] = "this-host.invalid";  // other hosts may know it by another address
+  EXPECT_EQ(read(v).host, "this-host.invalid");
 }
 
 TEST(Rendezvous, NamesThatDoNotResolveAreConfiguration) {
