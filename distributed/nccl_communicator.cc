@@ -181,6 +181,8 @@ void NcclCommunicator::run(const Collective& call) {
     return {};
   };
   if (!call.has_deadline) host_->next_call_has_no_deadline();
+  host_->label_next_call(call.of);
+  host_->next_call_is_awaited();
   issue().sync();
 }
 

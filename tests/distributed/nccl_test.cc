@@ -191,6 +191,20 @@ TEST(NcclCommunicator, RanksThatDisagreeAreTold) {
             "broadcast u8 [4000] from 0 on GPUs (blocks.1)"});
 }
 
+TEST(NcclCommunicator, ValuesOnTheHostThatAreNotTheSame) {
+  SHEAF_NEEDS_GPU();
+  testing::ThreadNccl nccl;
+  const auto outcomes = run_job(nccl,
+                                [](World& world) {
+                                  float x = 1;
+                                  lane(world).label_next_call(world.rank() == 0 ? "weights" : "gradients");
+                                  lane(world).all_reduce(&x, 1, kF32, Reduction::sum, "loss").sync();
+                                },
+                                {.timeout = milliseconds(5000)});
+  for (const Outcome& o : outcomes)
+    expect(o, ExitCode::kDesync, {"ranks disagree", "(loss) of weights", "(loss) of gradients"});
+}
+
 TEST(NcclCommunicator, AllToAllCountsThatDoNotFit) {
   SHEAF_NEEDS_GPU();
   testing::ThreadNccl nccl;
