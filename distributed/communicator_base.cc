@@ -121,7 +121,7 @@ Event CommunicatorBase::submit(Collective call) {
     shared->sequence = ++sequence_;
     shared->fingerprint = fingerprint_ = chain(fingerprint_, shared->call_hash);
     bytes_received_ += received_bytes(*shared, rank(), size());
-    flight_.push_back({shared->sequence, shared->fingerprint, shared->to_string(), FlightEntry::State::queued});
+    flight_.push_back({shared->sequence, shared->fingerprint, shared->to_string()});
     if (flight_.size() > kFlightEntries) flight_.pop_front();
   }
   Event event = dispatch(shared);
@@ -135,7 +135,6 @@ Event CommunicatorBase::submit(Collective call) {
 Event CommunicatorBase::dispatch(std::shared_ptr<Collective> call) {
   if (size() == 1) {
     run_alone(*call);
-    set_state(call->sequence, FlightEntry::State::done);
     return {};
   }
   LaneThread* lane = call->on_gpu ? gpu_lane() : nullptr;
@@ -152,31 +151,17 @@ Event CommunicatorBase::dispatch(std::shared_ptr<Collective> call) {
 }
 
 std::shared_ptr<const DevicePoint> CommunicatorBase::execute(const Collective& call) {
-  set_state(call.sequence, FlightEntry::State::running);
   try {
     throw_if_failed(call);
-    std::shared_ptr<const DevicePoint> point;
-    if (call.on_gpu) {
-      point = run_on_gpu(call);
-    } else {
-      const ProfileSpan span(group_.name, name(call.op), call.path);
-      run(call);
-    }
-    set_state(call.sequence, FlightEntry::State::done);
-    return point;
+    if (call.on_gpu) return run_on_gpu(call);
+    const ProfileSpan span(group_.name, name(call.op), call.path);
+    run(call);
+    return nullptr;
   } catch (const Error&) {
-    set_state(call.sequence, FlightEntry::State::failed);
     throw;
   } catch (const std::exception& e) {
-    set_state(call.sequence, FlightEntry::State::failed);
     raise(call, ExitCode::kPeerLost, e.what());
   }
-}
-
-void CommunicatorBase::set_state(uint64_t sequence, FlightEntry::State state) {
-  std::lock_guard lock(mutex_);
-  if (flight_.empty() || sequence < flight_.front().sequence) return;
-  flight_[sequence - flight_.front().sequence].state = state;
 }
 
 void CommunicatorBase::abort(const std::string& reason) {

@@ -33,11 +33,9 @@ inline std::string waits_for(const CommunicatorGroup& group, int member) {
 
 /// One line of the flight recorder.
 struct FlightEntry {
-  enum class State : uint8_t { queued, running, done, failed };
   uint64_t sequence;
   uint64_t fingerprint;
   std::string what;  ///< Collective::to_string()
-  State state;
 };
 
 class CommunicatorBase : public Communicator {
@@ -86,8 +84,6 @@ class CommunicatorBase : public Communicator {
   virtual LaneThread* gpu_lane() { return nullptr; }
   /// Finishes queued calls and ends the lane; derived destructors call it first, since run() is theirs.
   void finish_lane() { lane_.reset(); }
-
-  void set_state(uint64_t sequence, FlightEntry::State state);
 
   std::optional<FlightEntry> flight_entry(uint64_t sequence) const;
 

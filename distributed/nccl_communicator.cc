@@ -278,7 +278,6 @@ void NcclCommunicator::watch() {
       done = finished(*first);
     } catch (...) {
       failed = true;
-      set_state(first->call.sequence, FlightEntry::State::failed);
       end(std::current_exception());
     }
     lock.lock();

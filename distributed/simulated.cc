@@ -23,10 +23,7 @@ class SimulatedCommunicator final : public CommunicatorBase {
   int64_t staging_bytes() const override { return staging_; }
 
  private:
-  Event dispatch(std::shared_ptr<Collective> call) override {
-    set_state(call->sequence, FlightEntry::State::done);
-    return {};
-  }
+  Event dispatch(std::shared_ptr<Collective>) override { return {}; }
   void run(const Collective&) override {}
 
   const std::shared_ptr<Allocator> meta_;

@@ -67,7 +67,6 @@ TEST(Local, WhatIsWaitedForIsDoneAtOnceAndInOrder) {
     comm.next_call_is_awaited();
     comm.all_reduce(x.data(), 10, kF32, Reduction::max, "behind it").sync();
     EXPECT_EQ(x[0], 9.0f);
-    for (const FlightEntry& entry : dynamic_cast<CommunicatorBase&>(comm).flight_record()) EXPECT_EQ(entry.state, FlightEntry::State::done);
     comm.barrier("end").sync();
   });
 }
@@ -79,7 +78,6 @@ TEST(Local, WhatGoesWrongIsThrownWhereItIsWaitedFor) {
     comm.next_call_is_awaited();
     EXPECT_THROW(comm.all_reduce(&x, 1, kF32, world.rank() ? Reduction::max : Reduction::sum, "other calls"), CommError);
     EXPECT_THROW(comm.barrier("poisoned"), CommError);
-    EXPECT_EQ(dynamic_cast<CommunicatorBase&>(comm).flight_record().back().state, FlightEntry::State::failed);
   });
 }
 
