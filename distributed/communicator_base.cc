@@ -2,6 +2,7 @@
 
 #include <cstdio>
 #include <cstring>
+#include <thread>
 
 #include "sheaf/core/gpu.h"
 #include "sheaf/core/profile.h"
@@ -223,6 +224,19 @@ void CommunicatorBase::throw_failure(const Collective& call, const JobFailure& f
 
 void CommunicatorBase::throw_if_failed(const Collective& call) const {
   if (auto failure = board_->failure()) throw_failure(call, *failure);
+}
+
+void CommunicatorBase::await_explanation(const Collective& call, const std::function<bool()>& over) const {
+  using Clock = std::chrono::steady_clock;
+  for (const auto until = Clock::now() + kExplanationTime; Clock::now() < until && !over();) {
+    throw_if_failed(call);
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+}
+
+void CommunicatorBase::raise_lost(const Collective& call, int member, const std::string& how) const {
+  board_->raise({group_.members[member], ExitCode::kPeerLost, how});
+  throw_failure(call, *board_->failure());
 }
 
 void CommunicatorBase::raise_timeout(const Collective& call, double seconds, const std::vector<int>& missing) const {

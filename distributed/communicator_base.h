@@ -2,7 +2,9 @@
 // recorder, formats the errors, and runs the calls in order on its own lane, or on the rank's thread if that waits.
 #pragma once
 
+#include <chrono>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -94,6 +96,12 @@ class CommunicatorBase : public Communicator {
   /// Throws the failure that poisons the job, formatted for this call.
   [[noreturn]] void throw_failure(const Collective& call, const JobFailure& failure) const;
   void throw_if_failed(const Collective& call) const;
+  /// The effects of a failure may arrive before its reason, which the monitor's connections bring: waits for that, and throws it.
+  /// Returns after kExplanationTime, or when `over` is true.
+  void await_explanation(const Collective& call, const std::function<bool()>& over) const;
+  static constexpr std::chrono::seconds kExplanationTime{1};
+  /// Poisons the job with another member as the one that failed, unless it has failed already, and throws.
+  [[noreturn]] void raise_lost(const Collective& call, int member, const std::string& how) const;
   [[noreturn]] void raise_timeout(const Collective& call, double seconds, const std::vector<int>& missing) const;
   std::string ranks_text(const std::vector<int>& indices) const;  ///< "2, 4": world ranks of these members
 

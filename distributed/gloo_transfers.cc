@@ -1,7 +1,6 @@
 #include "sheaf/distributed/gloo_transfers.h"
 
 #include <algorithm>
-#include <thread>
 #include <utility>
 
 #include <gloo/context.h>
@@ -20,9 +19,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
-
-// A peer's connection can break a moment before the monitor reports why.
-constexpr auto kExplanationTime = std::chrono::seconds(1);
 
 }  // namespace
 
@@ -97,17 +93,9 @@ void GlooCommunicator::Transfers::explain(int peer, const std::string& reason) {
   if (!disagreement.empty()) comm_.raise(call_, ExitCode::kDesync, disagreement);
   if (time_left().count() == 0)
     comm_.raise_timeout(call_, std::chrono::duration<double>(comm_.job_->rendezvous.timeout).count(), missing());
-  const int culprit = comm_.group_.members[peer];
-  for (const auto until = Clock::now() + kExplanationTime; Clock::now() < until;) {
-    comm_.throw_if_failed(call_);
-    if (comm_.job_->monitor->has_left(culprit)) {
-      comm_.board_->raise({culprit, ExitCode::kPeerLost, "it has left the job"});
-    } else {
-      std::this_thread::sleep_for(milliseconds(2));
-    }
-  }
-  comm_.board_->raise({culprit, ExitCode::kPeerLost, "its connection broke: " + reason});
-  comm_.throw_failure(call_, *comm_.board_->failure());
+  const auto has_left = [&] { return comm_.job_->monitor->has_left(comm_.group_.members[peer]); };
+  comm_.await_explanation(call_, has_left);
+  comm_.raise_lost(call_, peer, has_left() ? "it has left the job" : "its connection broke: " + reason);
 }
 
 std::vector<int> GlooCommunicator::Transfers::missing() {

@@ -132,10 +132,8 @@ void LocalCommunicator::gather(const Collective& call) {
   std::vector<int> absent;
   switch (meeting_->gather(rank(), call, Clock::now() + time_for(call, options_.timeout), *board_, absent)) {
     case LocalGroup::Outcome::all_here: return;
-    case LocalGroup::Outcome::left:
-      board_->raise({group_.members[absent[0]], ExitCode::kPeerLost, "it has left the job"});
-      [[fallthrough]];
-    case LocalGroup::Outcome::failed: throw_if_failed(call); return;
+    case LocalGroup::Outcome::left: raise_lost(call, absent[0], "it has left the job");
+    case LocalGroup::Outcome::failed: throw_failure(call, *board_->failure());
     case LocalGroup::Outcome::timed_out:
       raise_timeout(call, std::chrono::duration<double>(options_.timeout).count(), absent);
   }

@@ -11,8 +11,6 @@ using std::chrono::milliseconds;
 
 // How often pending calls are checked; failures of the job are noticed at once.
 constexpr milliseconds kTick{20};
-// NCCL may notice a dead peer a moment before the monitor reports who it was.
-constexpr auto kExplanationTime = std::chrono::seconds(1);
 // When a communicator ends, this rank's calls are done, and what it sends is in flight: peers that end later need nothing from it.
 constexpr auto kFarewell = std::chrono::seconds(1);
 // How long the destructor waits for an abort, whose graphs are gone by then unless the device has failed.
@@ -312,10 +310,7 @@ void NcclCommunicator::check_progress(const Collective& call, Wait& wait) {
   throw_if_failed(call);
   std::string why;
   if (comm_->state(why) == NcclComm::State::failed) {
-    for (const auto until = Clock::now() + kExplanationTime; Clock::now() < until;) {
-      throw_if_failed(call);
-      std::this_thread::sleep_for(milliseconds(2));
-    }
+    await_explanation(call, [] { return false; });
     raise(call, ExitCode::kPeerLost, "NCCL: " + why);
   }
 
@@ -335,10 +330,7 @@ void NcclCommunicator::check_progress(const Collective& call, Wait& wait) {
     if (m != rank()) others.push_back(m);
   if (waited >= kExplanationTime)
     for (int m : others)
-      if (job_->monitor->has_left(group_.members[m])) {
-        board_->raise({group_.members[m], ExitCode::kPeerLost, "it has left the job"});
-        throw_failure(call, *board_->failure());
-      }
+      if (job_->monitor->has_left(group_.members[m])) raise_lost(call, m, "it has left the job");
   const auto timeout = time_for(call, job_->rendezvous.timeout);
   if (waited >= timeout)
     raise_timeout(

@@ -4,7 +4,6 @@
 #include <cstring>
 #include <limits>
 #include <numeric>
-#include <thread>
 
 #include "sheaf/distributed/reduce.h"
 #include "sheaf/distributed/staging.h"
@@ -14,10 +13,6 @@ namespace sheaf {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using std::chrono::milliseconds;
-
-// A rank that leaves because it has failed reports that on the monitor's connection, which may be slower than shared memory.
-constexpr auto kExplanationTime = std::chrono::seconds(1);
 
 bool is_small_all_reduce(const Collective& call) {
   return call.op == CollectiveOp::all_reduce && call.counts[0] * call.element_size() <= kSmallAllReduceBytes;
@@ -113,19 +108,12 @@ void ShmCommunicator::meet(const Collective& call) {
   switch (meeting_->meet(deadline_, *board_, absent)) {
     case ShmMeeting::Outcome::all_here: return;
     case ShmMeeting::Outcome::failed: throw_failure(call, *board_->failure());
-    case ShmMeeting::Outcome::left: raise_left(call, group_.members[absent[0]]);
+    case ShmMeeting::Outcome::left:
+      await_explanation(call, [&] { return job_->monitor->has_left(group_.members[absent[0]]); });
+      raise_lost(call, absent[0], "it has left the job");
     case ShmMeeting::Outcome::timed_out:
       raise_timeout(call, std::chrono::duration<double>(job_->rendezvous.timeout).count(), missing(absent));
   }
-}
-
-void ShmCommunicator::raise_left(const Collective& call, int culprit) {
-  for (const auto until = Clock::now() + kExplanationTime; Clock::now() < until && !job_->monitor->has_left(culprit);) {
-    throw_if_failed(call);
-    std::this_thread::sleep_for(milliseconds(2));
-  }
-  board_->raise({culprit, ExitCode::kPeerLost, "it has left the job"});
-  throw_failure(call, *board_->failure());
 }
 
 // Ranks that wait over the network, directly or indirectly, for this rank cannot see that it waits.

@@ -59,7 +59,6 @@ class ShmCommunicator final : public CommunicatorBase {
   void copy_pieces(const Collective& call, bool same_for_all, const std::vector<int64_t>& places, PieceOf&& piece);
   void reduce_slices(const Collective& call, const std::vector<int64_t>& cuts, std::byte* out);
   std::vector<int> missing(const std::vector<int>& absent) const;
-  [[noreturn]] void raise_left(const Collective& call, int member);
 
   ShmSegment& segment(int member) const { return *(*segments_)[group_.members[member]]; }
   static std::unique_ptr<ShmMeeting> connect(const CommunicatorGroup& group, Job& job, const ShmSegments& segments,
