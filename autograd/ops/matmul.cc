@@ -141,7 +141,8 @@ struct Matmul {
     const Shape &a = c.shape(0), &b = c.shape(1);
     if (a.rank() < 2 || b.rank() < 2 || a.dim(-1) != b.dim(-2))
       fail<ShapeError>("[", kName, "] ", c.input(0), " and ", c.input(1),
-                       " do not multiply: wants [.., M, K] and [.., K, N]");
+                       " do not multiply: wants [.., M, K] and [.., K, N]",
+                       a.rank() == 1 || b.rank() == 1 ? "; unsqueeze() makes a matrix of a vector" : "");
     Shape out = broadcast_shapes(kName, leading(leading(a)), leading(leading(b)));
     out.push_back(a.dim(-2));
     out.push_back(b.dim(-1));

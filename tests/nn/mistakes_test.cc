@@ -82,13 +82,15 @@ TEST(Losses, HaveOptionsThatGoTogether) {
               HasSubstr("label_smoothing 0.1 of logits with a softcap of 30"));
 }
 
-TEST(Numbers, OfOptionsAreInTheirRange) {
+TEST(Operands, AreInTheRangeOfTheirOp) {
   for (const double scale : {-1.0, std::nan("")})
     EXPECT_THAT(error_of([&](Step& s) {
                   const Tensor heads = reshape(s.x, {4, 1, 1, 4});
                   attention(heads, heads, heads, {.scale = scale});
                 }),
                 HasSubstr("wants a positive factor, or 0 for 1 / sqrt(D)"));
+  EXPECT_THAT(error_of([](Step& s) { matmul(s.x, full({4}, 1)); }),
+              HasSubstr("wants [.., M, K] and [.., K, N]; unsqueeze() makes a matrix of a vector"));
   EXPECT_THAT(error_of([](Step&) { arange(0, INFINITY, 1); }), HasSubstr("[arange] inf numbers from 0 to inf in steps of 1"));
 }
 
