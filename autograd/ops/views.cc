@@ -57,10 +57,10 @@ struct Reshape {
   struct Attrs {
     Shape shape;
     uint32_t inserted = 0, removed = 0;  ///< bit d: dimension d of the result, or of the operand, has size 1 and no other's place
-    uint32_t cut = 0;                    ///< bit d: dimension d of the result is preferred where moved() has a choice
-    uint32_t unused = 0;
+    uint64_t cut = 0;  ///< bit kMaxDims a + d: where moved() has a choice for mesh axis a, it prefers dimension d of the result
     bool operator==(const Attrs&) const = default;
   };
+  static void drop_layouts(Attrs& a) { a.cut = 0; }
   static void infer(const Attrs& a, Infer& c) { c.output(c.dtype(0), a.shape); }
   static void place(const Attrs& a, Place& p) {
     if (const OwnershipMap* map = p.sharded()) {
@@ -74,11 +74,12 @@ struct Reshape {
     p.rule({kR}, {kR});
     p.rule({kP}, {kP});
   }
-  /// Bit d for each dimension d that an axis cuts.
-  static uint32_t cut_dims(const Layout& layout) {
-    uint32_t dims = 0;
+  /// A bit for each axis and the dimension that it cuts.
+  static uint64_t cut_dims(const Layout& layout) {
+    static_assert(kMaxAxes * kMaxDims <= 64);
+    uint64_t dims = 0;
     for (int axis = 0; axis < layout.num_axes(); ++axis)
-      for (int d = 0; d < kMaxDims; ++d) dims |= static_cast<uint32_t>(layout[axis].is_shard(d)) << d;
+      for (int d = 0; d < kMaxDims; ++d) dims |= static_cast<uint64_t>(layout[axis].is_shard(d)) << (kMaxDims * axis + d);
     return dims;
   }
   /// Where a cut of dimension d goes, if the inserted and removed dimensions are known.
@@ -94,8 +95,8 @@ struct Reshape {
   /// size. Dimensions of size 1 before it, such as a batch of one sample, may be cut, too: one rank has the whole group.
   static bool moved(const Place& p, const OwnershipMap& map, const Attrs& attrs, Placement& result) {
     const Shape &in = p.shape(0), &out = attrs.shape;
-    const int few = map.dim() + 1;
-    if (out.rank() >= few && std::equal(in.begin(), in.begin() + few, out.begin())) return result = Placement::shard(map), true;
+    const int leading = map.dim() + 1;
+    if (out.rank() >= leading && std::equal(in.begin(), in.begin() + leading, out.begin())) return result = Placement::shard(map), true;
     if (in.numel() == 0) return false;  // nothing says which dimensions belong together
     for (int i = 0, j = 0; i < in.rank() && j < out.rank();) {
       int64_t a = in[i], b = out[j];
@@ -111,14 +112,15 @@ struct Reshape {
       while (first < i_end - 1 && in[first] == 1) ++first;
       while (target < j_end - 1 && out[target] == 1) ++target;
       if (map.dim() >= i && map.dim() < i_end) {
-        if (map.dim() > first) return false;
+        if (map.dim() > first || (map.dim() < first && map.is_inner())) return false;
         for (int axis = 0; axis < p.axis(); ++axis)  // what these leave of the group is no whole one
           for (int d = map.dim() + 1; d <= first; ++d)
             if (p.type(0).layout[axis].is_shard(d)) return false;
         const int64_t rows_in = a / in[map.dim()];
+        const uint64_t preferred = attrs.cut >> (kMaxDims * p.axis());
         int to = -1;
         for (int d = j; d <= target; ++d)
-          if (map.can_move(rows_in, b / out[d]) && (to < 0 || (attrs.cut >> d & 1) > (attrs.cut >> to & 1))) to = d;
+          if (map.can_move(rows_in, b / out[d]) && (to < 0 || (preferred >> d & 1) > (preferred >> to & 1))) to = d;
         if (to < 0) return false;
         return result = Placement::shard(map.moved_to(to, rows_in, b / out[to])), true;
       }

@@ -271,6 +271,14 @@ TEST(AxesRows, OfOneSampleAreOneRanks) {
     };
     EXPECT_EQ(reshape(make(kS0, kS1), {4}).type().to_string(), "f64[4] Shard(0 by 4)@data Shard(0)@model");
     EXPECT_THROW(reshape(make(kS1, kS0), {4}), PlacementError);  // of half of it there is no whole
+    // Each axis' cut goes back to its own dimension.
+    const Placement whole = Placement::shard(OwnershipMap::even(1, 4));
+    const Tensor x = make(kS0, whole), both = make_local(draw({1, 1, 4}, "both"), {kF64, {1, 1, 4}, Layout(mesh, {kS0, kS1})}, "");
+    Recording recording;
+    for (const Tensor& t : {x, both}) recording.watch(t);
+    const auto g = recording.gradient(sum(square(reshape(x, {4}))) + sum(square(reshape(both, {4}))), std::vector{x, both});
+    EXPECT_TRUE(identical(g[0], x * 2.0));
+    EXPECT_TRUE(identical(g[1], both * 2.0));
   }, kLocal);
 }
 
