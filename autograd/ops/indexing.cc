@@ -1,8 +1,7 @@
 // Selecting and accumulating elements by index, and running sums: all linear in their floating operands. And document_begins.
 #include "sheaf/kernels/indexing.h"
 
-#include "sheaf/autograd/ops/common.h"
-#include "sheaf/autograd/ops/second.h"
+#include "sheaf/autograd/ops/rows.h"
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
 
@@ -38,7 +37,7 @@ const OwnershipMap* cut_beside(const Place& p, int dim) {
   return map && !map->is_flat() && map->dim() != dim ? map : nullptr;
 }
 
-/// For the gradient of x: many addends may belong to one element, so they are not rounded each.
+/// For the gradient of x: many addends may belong to one element, so they are not rounded each, nor a parameter's sum.
 Tensor zero_sums(const Type& x) {
   Type sums = x.dual();
   sums.dtype = statistics_dtype(x.dtype);
@@ -66,8 +65,7 @@ struct Gather {
     SHEAF_ON_DEVICE(c.stream(), gather, c.input(0), a.dim, c.input(1), c.output(0));
   }
   static void vjp(const Attrs& a, Vjp& c) {
-    const Tensor sums = scatter_add(zero_sums(c.input_type(0)), a.dim, c.input(1), in_statistics_dtype(c.grad()));
-    c.set(0, cast(sums, c.grad().dtype()));
+    c.set(0, scatter_add(zero_sums(c.input_type(0)), a.dim, c.input(1), in_statistics_dtype(c.grad())));
   }
   static void describe(const Attrs& a, std::string& out) { out += str("dim ", a.dim); }
 };
@@ -127,8 +125,7 @@ struct Take {  // inputs x, 1-D index
     SHEAF_ON_DEVICE(c.stream(), take, c.input(0), a.dim, c.input(1), c.output(0));
   }
   static void vjp(const Attrs& a, Vjp& c) {
-    const Tensor sums = index_add(zero_sums(c.input_type(0)), a.dim, c.input(1), in_statistics_dtype(c.grad()));
-    c.set(0, cast(sums, c.grad().dtype()));
+    c.set(0, index_add(zero_sums(c.input_type(0)), a.dim, c.input(1), in_statistics_dtype(c.grad())));
   }
   static void describe(const Attrs& a, std::string& out) { out += str("dim ", a.dim); }
 };

@@ -58,5 +58,7 @@ inline Shape leading(Shape s) {
 
 /// The dtype of statistics of values of dtype d.
 inline DType statistics_dtype(DType d) { return d == kF64 ? kF64 : kF32; }
+/// x in the dtype of its statistics.
+inline Tensor in_statistics_dtype(const Tensor& x) { return cast(x, statistics_dtype(x.dtype())); }
 
 }  // namespace sheaf::ops

@@ -12,11 +12,6 @@
 
 namespace sheaf::ops {
 
-/// x in the dtype of its statistics.
-inline Tensor in_statistics_dtype(const Tensor& x) {
-  const DType d = statistics_dtype(x.dtype());
-  return x.dtype() == d ? x : cast(x, d);
-}
 /// The gradient of a result, if that result exists and has a gradient; else undefined.
 inline Tensor grad_if(bool has_result, const Vjp& c, int result) {
   return has_result && c.has_grad(result) ? c.grad(result) : Tensor();

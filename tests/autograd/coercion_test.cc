@@ -138,7 +138,7 @@ TEST(Coercion, AnEmptyBatchIsReshapedWhereItIs) {
   });
 }
 
-// Many rows' gradients are added up in f32 and rounded once, so that they neither stall nor depend on who adds them.
+// Many rows' gradients are added up in f32, so that they do not stall.
 TEST(Coercion, GradientsOfTakenRowsAreRoundedOnce) {
   for (const int ranks : {1, 2, 4})
     for (const DType dtype : {kBF16, kF16, kF32})
