@@ -55,7 +55,7 @@ std::shared_ptr<Job> join_job(const Rendezvous& r) {
     // The launcher's socket, unless another process closed it or its port is not the agreed one.
     if (!listener || local_port(listener) != r.port) {
       listener.release();
-      listener = listen_on(r.host, r.port);
+      listener = listen_on(r.host, r.port, deadline);
     }
     fcntl(listener.fd(), F_SETFD, FD_CLOEXEC);
     job->server = std::make_unique<StoreServer>(std::move(listener), r.world, r.token);

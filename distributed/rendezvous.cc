@@ -209,11 +209,13 @@ Rendezvous read_rendezvous(const Environment& environment) {
   r.listen_fd = read.number("SHEAF_LISTEN_FD", 3, 1 << 20).value_or(-1);
   if (same_host) r.host = "127.0.0.1";
   const std::string secret = read.text("SHEAF_TOKEN").value_or("");
-  if (!same_host && secret.empty() && !is_loopback(r.host))
+  const Deadline deadline = std::chrono::steady_clock::now() + r.init_timeout;
+  if (!same_host && secret.empty() && !is_loopback(r.host, deadline))
     fail<ConfigError>("[rendezvous] rank 0 is at ", r.host, ", beyond loopback: set SHEAF_TOKEN to the same secret ",
                       "on all ranks");
-  // Debian gives a host's own name the address 127.0.1.1. A number is meant: ranks on one host that pretend to be on several.
-  if (!same_host && !secret.empty() && r.rank == 0 && !is_number(r.host) && is_loopback(r.host))
+  // Debian gives a host's own name the address 127.0.1.1. Numbers and "localhost" are meant: ranks on one host, by hand.
+  const bool is_name = !is_number(r.host) && r.host != "localhost";
+  if (!same_host && !secret.empty() && r.rank == 0 && is_name && is_loopback(r.host, deadline))
     fail<ConfigError>("[rendezvous] rank 0 is at ", r.host, ", which on its own host leads to loopback (see /etc/hosts there), so that no ",
                       "other host reaches it: MASTER_ADDR must be the address that others use");
   r.token = id.empty() ? secret : str(secret, '\n', id);

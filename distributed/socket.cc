@@ -113,8 +113,8 @@ void Socket::close() {
   if (fd_ >= 0) ::close(std::exchange(fd_, -1));
 }
 
-Socket listen_on(const std::string& host, int port) {
-  const AddressList list = resolve(host, port, true);
+Socket listen_on(const std::string& host, int port, Deadline deadline) {
+  const AddressList list = resolve(host, port, true, deadline);
   int error = 0;
   for (addrinfo* a = list.get(); a; a = a->ai_next) {
     Socket s(socket(a->ai_family, a->ai_socktype | SOCK_CLOEXEC, a->ai_protocol));
@@ -208,8 +208,8 @@ std::string local_address(const Socket& socket) {
   return host;
 }
 
-bool is_loopback(const std::string& host) {
-  const AddressList list = resolve(host, 0, false);
+bool is_loopback(const std::string& host, Deadline deadline) {
+  const AddressList list = resolve(host, 0, false, deadline);
   for (addrinfo* a = list.get(); a; a = a->ai_next) {
     if (a->ai_family == AF_INET) {
       const auto* v4 = reinterpret_cast<const sockaddr_in*>(a->ai_addr);

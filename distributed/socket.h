@@ -33,10 +33,11 @@ class Socket {
 };
 
 /// A socket that listens on `host` (a name or address) and `port` (0: any free one). ConfigError for a name that does not
-/// resolve, an address that is not this host's and a port that is taken, IoError for the rest.
-Socket listen_on(const std::string& host, int port);
-/// Tries until `deadline`. ConfigError for a name that does not resolve (by then, if its server does not answer), CommError(kTimeout),
-/// which names `who` is there, if nobody answers, IoError if this process may open no more files.
+/// resolve (a name server that is busy is asked until `deadline`, here and below), an address that is not this host's and a port that is
+/// taken, IoError for the rest.
+Socket listen_on(const std::string& host, int port, Deadline deadline = {});
+/// Tries until `deadline`. ConfigError for a name that does not resolve, CommError(kTimeout), which names `who` is there, if nobody
+/// answers, IoError if this process may open no more files.
 Socket connect_to(const std::string& host, int port, Deadline deadline, const std::string& who = {}, const Check& check = {});
 /// The next connection, or none when `deadline` passes.
 std::optional<Socket> accept_from(const Socket& listener, Deadline deadline, const Check& check = {});
@@ -48,7 +49,7 @@ void ring(const Socket& alarm);
 int local_port(const Socket& socket);
 std::string local_address(const Socket& socket);  ///< numeric
 /// True if every address that `host` resolves to is this machine's loopback. ConfigError if it does not resolve.
-bool is_loopback(const std::string& host);
+bool is_loopback(const std::string& host, Deadline deadline = {});
 
 /// Frame: 32-bit little-endian length, payload. False if the peer is gone or `deadline` passes first.
 bool send_frame(const Socket& socket, std::string_view payload, Deadline deadline);

@@ -270,6 +270,10 @@ TEST(Sockets, ANameServerThatIsBusyIsAskedAgain) {
   const Socket listener = listen_on("127.0.1.1", 0);
   busy_answers = 2;
   EXPECT_TRUE(connect_to("this-host.invalid", local_port(listener), in(5)));
+  busy_answers = 2;
+  EXPECT_TRUE(listen_on("this-host.invalid", 0, in(5)));
+  busy_answers = 2;
+  EXPECT_TRUE(is_loopback("this-host.invalid", in(5)));
   busy_answers = 1000;
   EXPECT_THAT([&] { connect_to("this-host.invalid", local_port(listener), in(0.3)); },
               ThrowsMessage<ConfigError>(HasSubstr("cannot resolve host 'this-host.invalid': Temporary failure")));
