@@ -1,5 +1,4 @@
 // The costs of a step, without running it: `sheaf tape`, `sheaf plan`.
-#include <algorithm>
 #include <cstdio>
 
 #include "sheaf/autograd/tape_dump.h"
@@ -38,11 +37,12 @@ int64_t vocabulary_of(const char* command, const models::TrainConfig& config) {
 
 // Checks whether the training files, as far as they exist on this machine, hold examples: then steps count targets, and examples are
 // kept separate.
-void look_at_data(models::DataConfig& data, int64_t vocab) {
+void look_at_data(const char* command, models::DataConfig& data, int64_t vocab) {
   const auto holds_examples = [&](const auto& open, const std::string& files) {
     try {
       return !files.empty() && open(files, vocab).example_end().has_value();
-    } catch (const DataError&) {
+    } catch (const DataError& error) {
+      warn_on_stderr(str("[", command, "] whether there are examples is not known, and none are planned for: ", error.what()));
       return false;
     }
   };
@@ -50,13 +50,11 @@ void look_at_data(models::DataConfig& data, int64_t vocab) {
   data.separate_documents |= data.examples || holds_examples(models::ValidationSets::open, data.val_file);
 }
 
-// With the size of the vocabulary. The plan does not depend on which token ends a document.
-models::TrainConfig config_to_plan(const char* command, const std::string& file, const std::vector<std::string>& overrides) {
-  models::TrainConfig config = load_config(file, overrides);
+// What the data say of a step. The plan does not depend on which token ends a document.
+void complete(const char* command, models::TrainConfig& config) {
   config.model.vocab = vocabulary_of(command, config);
-  look_at_data(config.data, config.model.vocab);
+  look_at_data(command, config.data, config.model.vocab);
   if (config.data.separate_documents && config.data.end_of_text < 0) config.data.end_of_text = 0;
-  return config;
 }
 
 template <class... Args>
@@ -80,7 +78,7 @@ std::string row(const models::PlannedConfig& planned, const Machine& machine, in
 }  // namespace
 
 int tape_command(const TapeArguments& arguments) {
-  models::TrainConfig config = config_to_plan("tape", arguments.config, arguments.overrides);
+  models::TrainConfig config = load_config(arguments.config, arguments.overrides);
   if (arguments.world < 1) fail<ConfigError>("[tape] --world must be at least 1, not ", arguments.world);
   if (arguments.rank < 0 || arguments.rank >= arguments.world)
     fail<ConfigError>("[tape] --rank must be in [0, ", arguments.world, "), not ", arguments.rank);
@@ -88,6 +86,7 @@ int tape_command(const TapeArguments& arguments) {
                                                      : threads_per_rank(arguments.world);
   if (arguments.device != "cpu" && arguments.device != "cuda")
     fail<ConfigError>("[tape] unknown device '", arguments.device, "'; known: cpu, cuda");
+  complete("tape", config);
   const bool gpu = arguments.device == "cuda";
   // Assumes the ranks of a job on one host, unless SHEAF_COMM requests Gloo; GPUs use NCCL.
   const std::string wanted = wanted_comm(), comm = gpu ? "nccl" : wanted == "auto" ? "shm" : wanted;
@@ -115,13 +114,14 @@ int plan_command(const PlanArguments& arguments) {
   check<ConfigError>(kernels::kHasCuda,
                      "[plan] configurations are planned for GPUs, and this build has no CUDA: one that found CUDA needs no GPU for that; "
                      "`sheaf tape` prints a step on CPUs");
-  models::TrainConfig config = config_to_plan("plan", arguments.config, arguments.overrides);
+  models::TrainConfig config = load_config(arguments.config, arguments.overrides);
   constexpr int kMostRanks = 1 << 20;
   if (arguments.world < 1 || arguments.world > kMostRanks)
     fail<ConfigError>("[plan] --world must be at least 1 and at most ", kMostRanks, ", not ", arguments.world);
   if (config.train.recompute == "fit")
     fail<ConfigError>("[plan] train.recompute fit: it looks for what fits by itself; --memory says what to fit into");
   Machine machine = machine_named(arguments.machine);
+  complete("plan", config);
   if (arguments.ranks_per_host > 0) machine.ranks_per_host = arguments.ranks_per_host;
   if (arguments.memory > 0) machine.memory = arguments.memory;
   if (arguments.network > 0) machine.between.bytes_per_second = arguments.network;
