@@ -11,12 +11,12 @@
 namespace sheaf::kernels {
 namespace cpu {
 
-/// The fixed-point number: limb i < 23 weighs 2^(32 i - 384) and holds 32 bits, with room for carries above them, so that up to 2^31
-/// such numbers, from different ranks too, may be added as integers. The last limb counts block sums that are infinite or above 2^320 (in its low 32
-/// bits) or NaN (in its high ones). Any sum of f32 squares is represented exactly; f64 block sums lose bits below 2^-384.
+/// The fixed-point number: limb i < 23 weighs 2^(32 i - 384) and holds 32 bits, with room for carries above them, so that fewer than
+/// 2^31 such numbers, from different ranks too, may be added as integers. The last limb is 1 if a block's sum is infinite or above 2^320,
+/// 2^32 if one is NaN. Any sum of f32 squares is represented exactly; f64 block sums lose bits below 2^-384.
 inline constexpr int64_t kSquareLimbs = 24;
 
-/// limbs: i64 [24], stored. x: any floating dtype, dense, of up to 2^36 elements; its first element begins a block.
+/// limbs: i64 [24], stored. x: any floating dtype, dense, of fewer than 2^36 elements; its first element begins a block.
 size_t sum_of_squares_workspace(const View& x);
 void sum_of_squares(const View& x, const View& limbs, Workspace workspace);
 

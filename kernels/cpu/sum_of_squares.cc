@@ -111,6 +111,8 @@ void sum_of_squares(const View& x, const View& limbs, Workspace workspace) {
     carry = carries ? sum >> 32 : 0;
     limbs.as<int64_t>()[i] = static_cast<int64_t>(carries ? sum & 0xffffffffu : sum);
   }
+  int64_t& flag = limbs.as<int64_t>()[kFlag];
+  flag = flag >= kNan ? kNan : flag > 0 ? kInfinite : 0;
 }
 
 void sum_of_squares_finish(const View& limbs, const View& out) {

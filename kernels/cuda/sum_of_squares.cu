@@ -168,6 +168,7 @@ __global__ void propagate_carries(Limb* limbs) {
     limbs[i] = value & 0xffffffffu, carry = value >> 32;
   }
   limbs[kFlag - 1] += carry;
+  limbs[kFlag] = limbs[kFlag] >= kNan ? kNan : limbs[kFlag] > 0 ? kInfinite : 0;
 }
 
 /// The value to nearest even, as cpu::sum_of_squares_finish finds it.
