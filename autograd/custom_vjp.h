@@ -15,8 +15,8 @@
 namespace sheaf {
 
 /// Sets the gradients of the inputs (Vjp::set), each in the dual of the input's layout, from input(i), output(i) and grad(i), using
-/// public ops. An input whose gradient it does not set gets none. Of several outputs, grad(i) is undefined where nothing depends on
-/// output i, as has_grad(i) says.
+/// public ops. An input whose gradient it does not set gets none. Of several outputs only those that something depends on have a
+/// gradient: has_grad(i) says so, and elsewhere grad(i) is undefined.
 using VjpFunction = std::function<void(Vjp&)>;
 
 /// Which inputs and outputs are saved for the derivative (bit i: input i, output i). It must not read others.

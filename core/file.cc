@@ -243,7 +243,8 @@ void make_folders(const std::string& path) {
   // Some versions report a symbolic link to a folder as an error although it works.
   std::error_code unreadable;
   if (error && !std::filesystem::is_directory(path, unreadable)) io_failure("make folder", path, error.value());
-  for (const std::string& folder : fresh) sync_folder(parent_of(folder));
+  for (const std::string& folder : fresh)  // what may not be read cannot be synced
+    if (access(parent_of(folder).c_str(), R_OK) == 0) sync_folder(parent_of(folder));
 }
 
 bool path_exists(const std::string& path) {

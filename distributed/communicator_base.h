@@ -33,7 +33,7 @@ inline std::string waits_for(const CommunicatorGroup& group, int member) {
   return str("rank ", group.members[static_cast<size_t>(member)], " to connect ", group.name);
 }
 
-/// One line of the flight recorder.
+/// A call, by its number: what is told of one that is stuck.
 struct FlightEntry {
   uint64_t sequence;
   uint64_t fingerprint;

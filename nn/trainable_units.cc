@@ -32,7 +32,8 @@ std::string difference_of_units(const Module& first, std::span<const std::shared
   for (size_t u = 0; u < units.size(); ++u) {
     Unit &a = *units[u], &b = *others[u];
     const std::string unit = str("unit '", path_label(a.name()), "'");
-    if (name_within(first, a.name()) != name_within(second, b.name()) || a.buffers().size() != b.buffers().size()) return unit;
+    if (name_within(first, a.name()) != name_within(second, b.name()) || a.buffers().size() != b.buffers().size())
+      return unit + " is another, or has others that are frozen";
     const auto same = [&](int i, int j) {
       const LeafSpec &p = a.leaves()[static_cast<size_t>(i)], &q = b.leaves()[static_cast<size_t>(j)];
       return name_within(first, p.name) == name_within(second, q.name) && p.shape == q.shape;

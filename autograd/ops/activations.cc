@@ -3,7 +3,7 @@
 
 #include "sheaf/autograd/fuse.h"
 #include "sheaf/autograd/ops/common.h"
-#include "sheaf/autograd/ops/gelu.h"
+#include "sheaf/autograd/ops/activations.h"
 #include "sheaf/autograd/ops/second.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/kernels/dispatch.h"
@@ -294,9 +294,6 @@ struct ClampedSwiglu {
   static void describe(const Attrs& a, std::string& out) { out += str("alpha ", a.alpha, ", limit ", a.limit); }
 };
 
-}  // namespace
-
-namespace {
 Tensor gelu_second_of(const Tensor& x, GeluKind kind) {
   if (kind == GeluKind::exact)
     return mul(mul(exp(mul(square(x), -0.5)), 0.39894228040143267794), sub(2.0, square(x)));
@@ -307,6 +304,7 @@ Tensor gelu_second_of(const Tensor& x, GeluKind kind) {
   const Tensor curve = add(mul(sub(1.0, mul(s, 2.0)), square(w1)), w2);
   return mul(slope, add(mul(w1, 2.0), mul(x, curve)));
 }
+
 }  // namespace
 
 Tensor ops::silu_second(const Tensor& x) {
@@ -314,7 +312,7 @@ Tensor ops::silu_second(const Tensor& x) {
   return mul(mul(s, sub(1.0, s)), add(mul(x, sub(1.0, mul(s, 2.0))), 2.0));
 }
 Tensor ops::gelu_second(const Tensor& of, GeluKind kind) {
-  const Tensor x = in_statistics_dtype(of);  // x² may have no f16
+  const Tensor x = in_statistics_dtype(of);  // x² may not fit into f16
   return cast(gelu_second_of(x, kind), of.dtype());
 }
 Tensor ops::gelu_gradient(const Tensor& x, const Tensor& dy, GeluKind kind) {

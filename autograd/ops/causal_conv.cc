@@ -2,7 +2,7 @@
 #include "sheaf/kernels/causal_conv.h"
 
 #include "sheaf/autograd/ops/attention.h"
-#include "sheaf/autograd/ops/gelu.h"
+#include "sheaf/autograd/ops/activations.h"
 #include "sheaf/kernels/dispatch.h"
 
 namespace sheaf {

@@ -1,6 +1,6 @@
 // Two linear layers with a gelu between them, where the adjacent products compute the gelu and its derivative: linear_gelu,
 // gelu_linear.
-#include "sheaf/autograd/ops/gelu.h"
+#include "sheaf/autograd/ops/activations.h"
 #include "sheaf/autograd/ops/linear.h"
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/linear.h"

@@ -50,7 +50,6 @@ class LossScaler {
   State state() const;
   void set_state(const State& state);
 
-
   // --- for clip_grad_norm() ---
   const Tensor& factor() const { return factor_; }  ///< f32 []
   /// i32 [], not 0 if a gradient is infinite or NaN.
