@@ -176,13 +176,20 @@ TEST(HeadsInPieces, OthersWaitForAll) {
 
 // A rank that is lost during the gather is an error, and no rank hangs.
 TEST(HeadsInPieces, ALostRankIsAnError) {
-  EXPECT_ANY_THROW(run_local(2, [](World& world) {
+  std::string said;
+  EXPECT_THROW(run_local(2, [&](World& world) {
     const Layout cut(world.mesh({{"context", 2}}).spec, Placement::shard(OwnershipMap::from_both_ends(1, 8, 2))), whole(cut.mesh());
     Recording recording({.piece_rows = 1});
     if (world.rank() == 1) fail<ConfigError>("lost");
     const Tensor q = value("q", kF32, {1, 8, 8, kWidth}, cut), kv = value("kv", kF32, {1, 8, 8, kWidth}, cut);
-    attend(q, kv, whole, true, {}).to_vector();
-  }, links(1e4)));
+    try {
+      attend(q, kv, whole, true, {}).to_vector();
+    } catch (const CommError& error) {
+      said = error.what();
+      throw;
+    }
+  }, links(1e4)), ConfigError);
+  EXPECT_NE(said.find("lost"), said.npos) << said;
 }
 
 // Four pieces that take as long to send as attention takes to compute: three of them overlap with it.

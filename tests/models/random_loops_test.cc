@@ -183,7 +183,11 @@ void expect_near(const Trained& got, const Trained& want) {
     EXPECT_LE(max_difference({{name, got.parameters.at(name)}}, {{name, values}}), 1e-9) << name;
 }
 
-class RandomLoops : public ::testing::TestWithParam<int> {};
+class RandomLoops : public ::testing::TestWithParam<int> {
+ protected:
+  static void TearDownTestSuite() { EXPECT_LE(4 * refused, drawn) << "most configurations can be trained"; }
+  static inline int drawn = 0, refused = 0;
+};
 
 TEST_P(RandomLoops, HaveTheNumbersOfOneRank) {
   Draw draw(static_cast<uint64_t>(GetParam()));
@@ -205,6 +209,7 @@ TEST_P(RandomLoops, HaveTheNumbersOfOneRank) {
   };
   const Loop loop = drawn_loop(), other = drawn_loop();
   SCOPED_TRACE(to_string(task, loop));
+  ++drawn;
   const ScratchFolder folder;
   const Trained want = train(task, {.way = {.config = task.config}}, false, "");
   try {
@@ -212,6 +217,7 @@ TEST_P(RandomLoops, HaveTheNumbersOfOneRank) {
   } catch (const Error& error) {
     EXPECT_EQ(error.exit_code(), static_cast<int>(ExitCode::kConfig)) << error.what();
     std::cout << error.what() << '\n';
+    ++refused;
     return;
   }
   SCOPED_TRACE(str("goes on on ", to_string(task, other)));

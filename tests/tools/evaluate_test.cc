@@ -137,6 +137,7 @@ TEST(Evaluate, ARunOnItsOwnData) {
   }
   const Outcome bf16 = run_sheaf(evaluate(folder / "run", whole + Words{"--train.dtype", "bf16"}));
   EXPECT_NEAR(loss_in(bf16.out), loss, 0.05);
+  EXPECT_NE(loss_in(bf16.out), loss);
   EXPECT_THAT(bf16.out, HasSubstr(", bf16, windows"));
 }
 

@@ -35,6 +35,16 @@ void run(const Attention& a) {
   cuda::cudnn::attention(OnGpu::stream(), a, GpuScratch(cuda::cudnn::attention_workspace(a)));
 }
 
+// Why cuDNN takes nothing at all on this GPU; "" in emulation. What it takes of the shapes below is for the tests to say.
+std::string no_cudnn() {
+  if (emulated_cuda()) return "";
+  const AttentionData data({1, 128, 1, 1, 64}, kBF16);
+  return cuda::cudnn::refusal(forward_of(AttentionOnGpu(data), data.scale));
+}
+#define SHEAF_NEEDS_CUDNN() \
+  SHEAF_NEEDS_GPU();        \
+  if (const std::string why = no_cudnn(); !why.empty()) GTEST_SKIP() << "not run: cuDNN refuses on this GPU: " << why
+
 void check_forward_and_backward(const std::vector<int64_t>& documents, std::span<const AttentionCase> cases = kCases,
                                 int64_t window = 0) {
   for (DType dtype : {kBF16, kF16})
@@ -43,8 +53,7 @@ void check_forward_and_backward(const std::vector<int64_t>& documents, std::span
       const ExpectedAttention want(data);
       const AttentionOnGpu g(data);
       const Attention forward = forward_of(g, data.scale);
-      const std::string why = cuda::cudnn::refusal(forward);
-      if (!why.empty()) GTEST_SKIP() << "not run: cuDNN refuses on this GPU: " << why;
+      ASSERT_EQ(cuda::cudnn::refusal(forward), "");
       run(forward);
       // bf16 rounds probabilities, outputs and inputs of sums.
       const double bound = 4 * epsilon(dtype);
@@ -104,13 +113,13 @@ TEST(CudnnAttention, VersionsWithBugsAreRefused) {
 }
 
 TEST(CudnnAttention, ForwardAndBackward) {
-  SHEAF_NEEDS_GPU();
+  SHEAF_NEEDS_CUDNN();
   check_forward_and_backward({});
 }
 
 // Documents of one token, within a tile of any size, longer than one; the tokens before them are hidden.
 TEST(CudnnAttention, DocumentsAreKeptApart) {
-  SHEAF_NEEDS_GPU();
+  SHEAF_NEEDS_CUDNN();
   check_forward_and_backward({1, 37, 2, 24, 65});
   check_forward_and_backward({64, 1, 31});
   // Whole tiles of queries after whole tiles of keys that they do not see: the largest score so far is then a hidden one.
@@ -121,7 +130,7 @@ TEST(CudnnAttention, DocumentsAreKeptApart) {
 // Windows of a few keys, up to a tile and beyond, wider than the context, and together with documents. Where whole tiles of keys precede
 // the window, the largest score so far is a hidden one.
 TEST(CudnnAttention, WindowsHideWhatComesBeforeThem) {
-  SHEAF_NEEDS_GPU();
+  SHEAF_NEEDS_CUDNN();
   constexpr AttentionCase kLong[] = {{1, 512, 2, 1, 64}};
   for (const int64_t window : {2, 50, 64, 1000}) check_forward_and_backward({}, kCases, window);
   for (const int64_t window : {3, 130}) check_forward_and_backward({}, kLong, window);
@@ -131,7 +140,7 @@ TEST(CudnnAttention, WindowsHideWhatComesBeforeThem) {
 
 // Queries of an interval and all keys up to its end, results in slices of the whole's; documents and windows cross the borders.
 TEST(CudnnAttention, PartsOfAContext) {
-  SHEAF_NEEDS_GPU();
+  SHEAF_NEEDS_CUDNN();
   for (const auto& [c, documents, window] :
        {std::tuple{AttentionCase{2, 256, 4, 2, 64}, std::vector<int64_t>{}, 0}, {{2, 256, 3, 3, 64}, {100, 20, 70}, 0},
         {{1, 384, 4, 2, 128}, {}, 90}, {{2, 256, 2, 1, 40, 96}, {50, 30, 90}, 70}, {{1, 256, 2, 2, 192, 128}, {200}, 0}}) {
@@ -149,8 +158,7 @@ TEST(CudnnAttention, PartsOfAContext) {
       Attention a{.q = part(g.x.q), .k = rows_of(g.x.k, 1, 0, end), .v = rows_of(g.x.v, 1, 0, end), .out = part(g.out),
                   .lse = rows_of(g.lse, 2, begin, end), .begins = data.apart ? part(g.begins) : View(),
                   .window = window, .scale = data.scale};
-      if (const std::string why = cuda::cudnn::refusal(a); !why.empty())
-        GTEST_SKIP() << "not run: cuDNN refuses on this GPU: " << why;
+      ASSERT_EQ(cuda::cudnn::refusal(a), "");
       run(a);
       a.dout = part(g.dout), a.dq = part(g.d.q), a.dk = dk, a.dv = dv;
       a.most_workspace = 1;  // also cut by sequences or heads
@@ -176,7 +184,7 @@ TEST(CudnnAttention, PartsOfAContext) {
 // Rows whose scores are all far below zero: exp(x - lse) is infinite from lse = -89 down where a kernel treats hidden scores as 0, or
 // reads rows past the last query (https://github.com/NVIDIA/cudnn-frontend/issues/1072): also with queries that fill no tile of 128.
 TEST(CudnnAttention, FarNegativeScoresGiveFiniteGradients) {
-  SHEAF_NEEDS_GPU();
+  SHEAF_NEEDS_CUDNN();
   constexpr AttentionCase kTiles[] = {
       {1, 128, 2, 2, 64}, {2, 384, 4, 2, 128}, {1, 256, 2, 1, 64}, {1, 128, 2, 2, 192, 128}, {1, 384, 2, 2, 192, 128}};
   for (const AttentionCase& c : kTiles)
@@ -192,8 +200,7 @@ TEST(CudnnAttention, FarNegativeScoresGiveFiniteGradients) {
       const AttentionOnGpu g(data);
       Attention a = backward_of(g, data.scale);
       a.deterministic = deterministic;
-      if (const std::string why = cuda::cudnn::refusal(a); !why.empty())
-        GTEST_SKIP() << "not run: cuDNN refuses on this GPU: " << why;
+      ASSERT_EQ(cuda::cudnn::refusal(a), "");
       run(forward_of(g, data.scale));
       EXPECT_LT(scaled_error(g.lse.back(), values(want.lse)), 1e-3) << c.tokens;
       EXPECT_LT(scaled_error(g.out.back(), values(want.out)), 8 * epsilon(kBF16)) << c.tokens;
@@ -219,14 +226,13 @@ TEST(CudnnAttention, FarNegativeScoresGiveFiniteGradients) {
 }
 
 TEST(CudnnAttention, PartsKeepToAWorkspace) {
-  SHEAF_NEEDS_GPU();
+  SHEAF_NEEDS_CUDNN();
   // The gradients of a head's scores take 128 KiB, a sequence's 512. Each sequence has its own documents.
   const AttentionData data({3, 256, 4, 2, 24, 16}, kBF16, {100, 20, 70});
   const ExpectedAttention want(data);
   const AttentionOnGpu g(data);
   Attention a = backward_of(g, data.scale);
-  if (const std::string why = cuda::cudnn::refusal(a); !why.empty())
-    GTEST_SKIP() << "not run: cuDNN refuses on this GPU: " << why;
+  ASSERT_EQ(cuda::cudnn::refusal(a), "");
   run(forward_of(g, data.scale));
   const struct {
     int64_t kib;
@@ -247,7 +253,7 @@ TEST(CudnnAttention, PartsKeepToAWorkspace) {
 }
 
 TEST(CudnnAttention, PlansAreMadeBeforeACapture) {
-  SHEAF_NEEDS_GPU();
+  SHEAF_NEEDS_CUDNN();
   if constexpr (kHasCuda) {
     RankContext context;
     context.gpu = cuda::make_gpu(0);
@@ -255,8 +261,7 @@ TEST(CudnnAttention, PlansAreMadeBeforeACapture) {
     const AttentionData data({1, 128, 5, 5, 16}, kBF16);  // a shape that no other test here has
     const AttentionOnGpu g(data);
     const Attention forward = forward_of(g, data.scale), backward = backward_of(g, data.scale);
-    if (const std::string why = cuda::cudnn::refusal(forward); !why.empty())
-      GTEST_SKIP() << "not run: cuDNN refuses on this GPU: " << why;
+    ASSERT_EQ(cuda::cudnn::refusal(forward), "");
     {
       const GpuCapture capture(*context.gpu);
       cuda::cudnn::attention_workspace(forward);
