@@ -314,6 +314,11 @@ void expect_gradients_of_one_rank(const Axes& axes, const std::string& strategy,
   EXPECT_LE(max_difference(expected, actual), 1e-12 * max_magnitude(expected));
 }
 
+void magnify(nn::Module& model, double factor) {
+  for (const nn::Parameter& p : model.parameters())
+    if (p.shape().rank() >= 2) assign(p, full_parameter(p) * factor);
+}
+
 void draw_all_parameters(models::Decoder& model, const ShardOptions&) {
   for (nn::Parameter p : model.parameters()) p.set_init(nn::Init::normal(0.1));
 }

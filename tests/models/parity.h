@@ -158,6 +158,9 @@ void expect_gradients_of_one_rank(const Axes& axes, const std::string& strategy,
 
 /// For a tiny_model_f64(): draws the initial values of a direction, also for its norms and biases.
 void draw_all_parameters(models::Decoder& model, const ShardOptions& options);
+/// Multiplies the matrices of a materialized model, so that what it generates greedily depends on all of them: initial ones of 0.02 hardly
+/// matter beside the last token. Collective.
+void magnify(nn::Module& model, double factor = 25);
 /// The product of that loss's Hessian with a direction, drawn with another seed; also the direction, their inner product, and the loss's
 /// derivative along it, by derivative_along() and from the gradient.
 struct HessianProducts {

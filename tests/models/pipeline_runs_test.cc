@@ -186,6 +186,7 @@ TEST(PipelineRuns, GenerateAndEvaluateAsOneRankDoes) {
   const auto outcome = [&](int stages, int runs) {
     std::pair<std::vector<int32_t>, double> out;
     train_tiny(going_round(stages, runs), stages, 0, [&](models::TrainingStep& step) {
+      magnify(step.model());
       const auto mine = models::generate(step.model(), {1, 2, 3}, 9, 13, {.tokens = 12, .temperature = 0});
       const double loss = step.evaluate(windows);
       if (step.world().rank() == stages - 1) out = {mine, loss};
