@@ -20,16 +20,16 @@ namespace {
 using models::DataConfig;
 using models::TrainConfig;
 
-// A file may hold all options (config.toml does), so an unused option with its default value is no error; nor is what a file sets for the
-// case that the command line changes back.
+// A file may hold all options (config.toml does), so an unused option with its default value is no error. Nor are the two below: files set
+// them for runs that the command line may turn into others.
 void refuse_unused(const TrainConfig& config, const std::vector<ConfigField>& fields,
                    const std::set<std::string>& flags) {
   TrainConfig defaults;
   const auto usual = config_fields(defaults);
   for (size_t i = 0; i < fields.size(); ++i) {
     const std::string& key = fields[i].key;
-    const bool is_default = value_text(fields[i]) == value_text(usual[i]);
-    if (!flags.contains(key) && (is_default || key == "train.min_lr" || key == "train.fuse")) continue;
+    const bool may_rest = value_text(fields[i]) == value_text(usual[i]) || key == "train.min_lr" || key == "train.fuse";
+    if (may_rest && !flags.contains(key)) continue;
     if (const char* reason = unused(key, config)) fail<ConfigError>("[config] '", key, "' would change nothing: ", reason);
   }
 }

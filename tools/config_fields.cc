@@ -402,7 +402,7 @@ void validate(const TrainConfig& config, const std::function<std::string(const c
   require(d.train_file.empty() == d.val_file.empty(), "data.train_file and data.val_file go together");
   const auto& t = config.train;
   require(t.batch >= t.micro_batches, "train.batch ", t.batch, " is less than train.micro_batches ", t.micro_batches);
-  require(t.min_lr <= t.lr, "train.min_lr ", t.min_lr, " is above train.lr ", t.lr);
+  require(t.min_lr <= t.lr || t.schedule == "constant", "train.min_lr ", t.min_lr, " is above train.lr ", t.lr);
   require(t.min_lr >= 0 || t.min_lr == -1, "train.min_lr ", t.min_lr, " is no learning rate; -1: a tenth of train.lr");
   require(t.decay_start == 0 || t.decay_start >= t.warmup, "train.decay_start ", t.decay_start,
           " lies in the warm-up: train.warmup is ", t.warmup);

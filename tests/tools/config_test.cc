@@ -241,6 +241,7 @@ TEST_F(Config, WhatWouldChangeNothingIsRefused) {
     EXPECT_THAT(error("", {"--train.schedule", "constant", key, "500"}),
                 HasSubstr("would change nothing: train.schedule constant has no decay"));
   EXPECT_EQ(load("[train]\nmin_lr = 1e-5\nfuse = false\n", {"--train.schedule", "constant"}).train.min_lr, 1e-5);
+  EXPECT_EQ(load("[train]\nmin_lr = 1e-3\n", {"--train.schedule", "constant", "--train.lr", "1e-4"}).train.lr, 1e-4);
   EXPECT_THAT(error("", {"--train.fuse", "false"}), HasSubstr("'train.fuse' would change nothing: only train.compile fuses"));
   EXPECT_FALSE(load("", {"--train.fuse", "false", "--train.compile", "true"}).train.fuse);
   load("[model]\ntype = 'llama'\nbias = false\n");
