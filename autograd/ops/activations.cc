@@ -2,8 +2,8 @@
 #include <limits>
 
 #include "sheaf/autograd/fuse.h"
-#include "sheaf/autograd/ops/common.h"
 #include "sheaf/autograd/ops/activations.h"
+#include "sheaf/autograd/ops/common.h"
 #include "sheaf/autograd/ops/second.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/kernels/dispatch.h"

@@ -105,7 +105,7 @@ void sum_of_squares(const View& x, const View& limbs, Workspace workspace) {
   });
   uint64_t carry = 0;
   for (int64_t i = 0; i < kSquareLimbs; ++i) {
-    uint64_t sum = i < kFlag ? carry : 0;
+    uint64_t sum = carry;
     for (int64_t s = 0; s < slots; ++s) sum += static_cast<uint64_t>(parts[s * kSquareLimbs + i]);
     const bool carries = i < kFlag - 1;  // the topmost limb keeps its own: no sum of squares that is finite comes that far
     carry = carries ? sum >> 32 : 0;
