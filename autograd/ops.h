@@ -121,6 +121,9 @@ Tensor ge(const Tensor& x, double scalar);
 Tensor neg(const Tensor& x);
 Tensor exp(const Tensor& x);
 Tensor log(const Tensor& x);
+Tensor log1p(const Tensor& x);  ///< log(1 + x), accurate also near 0
+Tensor expm1(const Tensor& x);  ///< exp(x) - 1, likewise
+Tensor erf(const Tensor& x);    ///< the error function, 2 / sqrt(pi) times the integral of exp(-t²) from 0 to x
 Tensor sqrt(const Tensor& x);
 Tensor rsqrt(const Tensor& x);  ///< 1 / sqrt(x)
 Tensor square(const Tensor& x);
@@ -220,6 +223,10 @@ Tensor squeeze(const Tensor& x, const Dims& dims);
 Tensor transpose(const Tensor& x, int dim0, int dim1);
 /// Dimension i of the result is dimension order[i] of x; ShapeError unless `order` names each once.
 Tensor permute(const Tensor& x, const Dims& order);
+/// x[.., M, N] with zeros in place of what is right of (tril) or left of (triu) this diagonal: 0 is the main one, positive ones are right
+/// of it. ShapeError for fewer than two dimensions.
+Tensor tril(const Tensor& x, int64_t diagonal = 0);
+Tensor triu(const Tensor& x, int64_t diagonal = 0);
 /// Repeats dimensions of size 1, and adds dimensions in front, without copying. ShapeError if another size changes.
 Tensor expand(const Tensor& x, const Shape& shape);
 /// Positions begin, begin + step, .. below end of one dimension, negative ones from the end; a view. ShapeError unless
@@ -254,17 +261,26 @@ Tensor index_add(const Tensor& x, int dim, const Tensor& index, const Tensor& sr
 /// Running sums, from the end if reverse. Integers and bool give i64.
 Tensor cumsum(const Tensor& x, int dim, bool reverse = false);
 
+/// Sums of products, in NumPy's notation: einsum("bthd,bshd->bhts", {q, k}). A letter names a dimension, of one size wherever it occurs
+/// (ShapeError), "..." those that are left; letters that are not in the result are summed over, and without "->" the result has
+/// those of "..." and, in alphabetical order, letters that occur once. Operands are combined from left to right: a matmul each, of
+/// floating dtypes, if something is summed, else a mul. ConfigError for an equation that does not say what to do, or a letter twice in
+/// one operand. Dimensions may be cut as matmul's and sum's.
+Tensor einsum(const std::string& equation, const std::vector<Tensor>& operands);
+
 // Creation, on default_device(). Values of a given type (layout included) hold this rank's part.
 Tensor full(const Shape& shape, double value, DType dtype = kF32);
 Tensor zeros(const Shape& shape, DType dtype = kF32);
 Tensor ones(const Shape& shape, DType dtype = kF32);
+/// The identity matrix [n, n].
+Tensor eye(int64_t n, DType dtype = kF32);
 /// 0, 1, ..., n - 1.
 Tensor arange(int64_t n, DType dtype = kI64);
 /// start, start + step, ... below (for negative steps above) stop. ConfigError for a step of 0.
 Tensor arange(double start, double stop, double step, DType dtype = kI64);
 /// Normal and uniform values: pure functions of the key and each element's global index (see core/random.h). Without a key they
 /// depend on the recording's seed, step and first sample, the module path and the call number. The dtype is floating (DTypeError),
-/// the layout has no Partial (PlacementError).
+/// the layout has no Partial (PlacementError). A key is written Key{1337}: a number is a mean, or a lower bound.
 Tensor randn(const Type& type, Key key, double mean = 0, double std = 1);
 Tensor randn(const Type& type, double mean = 0, double std = 1);
 Tensor uniform(const Type& type, Key key, double lo = 0, double hi = 1);

@@ -48,11 +48,11 @@ Tensor reversed(const Tensor& x, int dim) { return take(x, arange(static_cast<do
 /// Attention of each token to itself and earlier ones, among those that `visible`, bool[B, T], allows. q, k, v: [B, T, H, D], H heads.
 Tensor masked_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& visible_BT = {}) {
   const int64_t T = q.size(1);
-  const Tensor scores_BHTT = matmul(permute(q, {0, 2, 1, 3}), permute(k, {0, 2, 3, 1})) / std::sqrt(static_cast<double>(q.size(3)));
-  Tensor mask = ge(unsqueeze(arange(T), 1), unsqueeze(arange(T), 0));  // [T, T]: the key is not later than the query
+  const Tensor scores_BHTT = einsum("bthd,bshd->bhts", {q, k}) / std::sqrt(static_cast<double>(q.size(3)));
+  Tensor mask = tril(ones({T, T}, kBool));  // the key is not later than the query
   if (visible_BT) mask = logical_and(mask, unsqueeze(visible_BT, {1, 2}));  // [B, 1, T, T]
   const Tensor weights_BHTT = softmax(where(mask, scores_BHTT, -1e30));
-  return permute(matmul(weights_BHTT, permute(v, {0, 2, 1, 3})), {0, 2, 1, 3});
+  return einsum("bhts,bshd->bthd", {weights_BHTT, v});
 }
 
 double value_at(int64_t i) { return static_cast<double>(static_cast<float>(std::sin(static_cast<double>(i * i)))); }

@@ -38,6 +38,9 @@ enum class UnaryOp : uint8_t {
   softplus,  ///< log(1 + exp(x)), accurate also where that is small
   floor,
   round,  ///< halves to even
+  log1p,  ///< log(1 + x), accurate also near 0
+  expm1,  ///< exp(x) - 1, likewise
+  erf,    ///< 2 / sqrt(pi) times the integral of exp(-t^2) from 0 to x
 };
 enum class BinaryOp : uint8_t {
   add,

@@ -16,8 +16,9 @@ using kernels::FusedStep;
 
 const char* const kUnaryNames[] = {"neg",     "exp",     "log",      "sqrt",      "rsqrt", "reciprocal", "tanh", "sigmoid",
                                    "abs",     "relu",    "silu",     "gelu tanh", "gelu",  "square",     "isfinite",
-                                   "logical_not", "sign", "sin",     "cos",       "softplus", "floor",   "round"};
-static_assert(std::size(kUnaryNames) == static_cast<size_t>(kernels::UnaryOp::round) + 1);
+                                   "logical_not", "sign", "sin",     "cos",       "softplus", "floor",   "round",
+                                   "log1p",   "expm1",   "erf"};
+static_assert(std::size(kUnaryNames) == static_cast<size_t>(kernels::UnaryOp::erf) + 1);
 const char* const kBackwardNames[] = {"gelu_backward tanh", "gelu_backward", "silu_backward",
                                       "relu_backward",      "tanh_backward", "sigmoid_backward"};
 

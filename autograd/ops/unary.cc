@@ -1,4 +1,6 @@
 // Elementwise functions of one operand.
+#include <numbers>
+
 #include "sheaf/autograd/fuse.h"
 #include "sheaf/autograd/ops/common.h"
 #include "sheaf/kernels/copy.h"
@@ -84,6 +86,21 @@ struct Cos : Unary<Cos, UnaryOp::cos> {
   static constexpr const char* kName = "cos";
   static constexpr uint64_t kSavedInputs = 0b1;
   static void vjp(const Attrs&, Vjp& c) { c.set(0, neg(mul(c.grad(), sin(c.input(0))))); }
+};
+struct Log1p : Unary<Log1p, UnaryOp::log1p> {
+  static constexpr const char* kName = "log1p";
+  static constexpr uint64_t kSavedInputs = 0b1;
+  static void vjp(const Attrs&, Vjp& c) { c.set(0, div(c.grad(), add(c.input(0), 1.0))); }
+};
+struct Expm1 : Unary<Expm1, UnaryOp::expm1> {
+  static constexpr const char* kName = "expm1";
+  static constexpr uint64_t kSavedInputs = 0b1;  // not the output: 1 + y has lost exp(x) where that is small
+  static void vjp(const Attrs&, Vjp& c) { c.set(0, mul(c.grad(), exp(c.input(0)))); }
+};
+struct Erf : Unary<Erf, UnaryOp::erf> {
+  static constexpr const char* kName = "erf";
+  static constexpr uint64_t kSavedInputs = 0b1;
+  static void vjp(const Attrs&, Vjp& c) { c.set(0, mul(c.grad(), mul(exp(neg(square(c.input(0)))), 2 * std::numbers::inv_sqrtpi))); }
 };
 struct IsFinite : Unary<IsFinite, UnaryOp::isfinite, true> {
   static constexpr const char* kName = "isfinite";
@@ -206,6 +223,9 @@ Tensor floor(const Tensor& x) { return apply<Floor>({}, x); }
 Tensor round(const Tensor& x) { return apply<Round>({}, x); }
 Tensor sin(const Tensor& x) { return apply<Sin>({}, x); }
 Tensor cos(const Tensor& x) { return apply<Cos>({}, x); }
+Tensor log1p(const Tensor& x) { return apply<Log1p>({}, x); }
+Tensor expm1(const Tensor& x) { return apply<Expm1>({}, x); }
+Tensor erf(const Tensor& x) { return apply<Erf>({}, x); }
 Tensor isfinite(const Tensor& x) { return apply<IsFinite>({}, x); }
 Tensor logical_not(const Tensor& x) { return apply<Not>({}, x); }
 Tensor cast(const Tensor& x, DType dtype) {

@@ -98,16 +98,18 @@ Loop1<C, Out> unary_loop(UnaryOp op) {
           return use([](C v) { return static_cast<C>(std::sin(static_cast<double>(v))); });
         case UnaryOp::cos:
           return use([](C v) { return static_cast<C>(std::cos(static_cast<double>(v))); });
-        // log(1 + e), corrected for the rounding of 1 + e (Kahan).
         case UnaryOp::softplus:
-          return use([](C v) {
-            const C e = vm::exp(-std::abs(v)), u = C(1) + e, tail = u == C(1) ? e : vm::log(u) * (e / (u - C(1)));
-            return (v < C(0) ? C(0) : v) + tail;
-          });
+          return use([](C v) { return (v < C(0) ? C(0) : v) + vm::log1p(vm::exp(-std::abs(v))); });
         case UnaryOp::floor:
           return use([](C v) { return std::floor(v); });
         case UnaryOp::round:
           return use([](C v) { return std::nearbyint(v); });
+        case UnaryOp::log1p:
+          return use([](C v) { return vm::log1p(v); });
+        case UnaryOp::expm1:
+          return use([](C v) { return vm::expm1(v); });
+        case UnaryOp::erf:
+          return use([](C v) { return vm::erf(v); });
         default:
           break;
       }

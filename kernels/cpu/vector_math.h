@@ -70,6 +70,20 @@ SHEAF_INLINE float log(float x) {
 }
 SHEAF_INLINE double log(double x) { return std::log(x); }
 
+/// log(1 + x), corrected for the rounding of 1 + x (W. Kahan; D. Goldberg, 1991, theorem 4).
+SHEAF_INLINE float log1p(float x) {
+  const float u = 1.0f + x, y = log(u) * (x / (u - 1.0f));
+  return u == 1.0f || x == kInf ? x : y;
+}
+SHEAF_INLINE double log1p(double x) { return std::log1p(x); }
+
+/// e^x - 1, likewise.
+SHEAF_INLINE float expm1(float x) {
+  const float u = exp(x), y = (u - 1.0f) * (x / log(u));
+  return u == 1.0f ? x : u == kInf || u == 0.0f ? u - 1.0f : y;
+}
+SHEAF_INLINE double expm1(double x) { return std::expm1(x); }
+
 /// 1 / (1 + e^-x).
 template <class C>
 SHEAF_INLINE C sigmoid(C x) {
@@ -89,19 +103,22 @@ SHEAF_INLINE float tanh(float x) {
 }
 SHEAF_INLINE double tanh(double x) { return std::tanh(x); }
 
-/// Standard normal distribution function, (1 + erf(x / sqrt(2))) / 2, with small relative error in
-/// the lower tail too.
-SHEAF_INLINE float normal_cdf(float x) {
-  const float a = x * 0.707106781186547524f, t = std::fabs(a), z = a * a;
-  // |a| < 1: erf.
+/// erf(x) / x for |x| < 1, of z = x^2.
+SHEAF_INLINE float erf_slope(float z) {
   float e = 7.853861353153693e-5f;
   e = std::fma(e, z, -8.010193625184903e-4f);
   e = std::fma(e, z, 5.188327685732524e-3f);
   e = std::fma(e, z, -2.685381193529856e-2f);
   e = std::fma(e, z, 1.128358514861418e-1f);
   e = std::fma(e, z, -3.761262582423300e-1f);
-  e = std::fma(e, z, 1.128379165726710e+0f);
-  const float middle = std::fma(0.5f * a, e, 0.5f);
+  return std::fma(e, z, 1.128379165726710e+0f);
+}
+
+/// Standard normal distribution function, (1 + erf(x / sqrt(2))) / 2, with small relative error in
+/// the lower tail too.
+SHEAF_INLINE float normal_cdf(float x) {
+  const float a = x * 0.707106781186547524f, t = std::fabs(a), z = a * a;
+  const float middle = std::fma(0.5f * a, erf_slope(z), 0.5f);  // |a| < 1
   // Else erfc = e^(-a^2) / |a| * a polynomial in 1/|a| below 2, in 1/a^2 above. The clamp keeps
   // infinities out.
   const float c = t < 1.0f ? 1.0f : t > 14.0f ? 14.0f : t;
@@ -131,6 +148,13 @@ SHEAF_INLINE float normal_cdf(float x) {
   return x != x ? x : out;
 }
 SHEAF_INLINE double normal_cdf(double x) { return 0.5 * std::erfc(-x * 0.70710678118654752440); }
+
+/// The error function.
+SHEAF_INLINE float erf(float x) {
+  const float tail = 1.0f - 2.0f * normal_cdf(-1.41421356237309505f * std::fabs(x));
+  return std::fabs(x) < 1.0f ? x * erf_slope(x * x) : std::copysign(tail, x);
+}
+SHEAF_INLINE double erf(double x) { return std::erf(x); }
 
 /// Standard normal density.
 template <class C>

@@ -89,6 +89,12 @@ __device__ void choose_unary(UnaryOp op, Use use) {
         return use([](C v) { return kSingle ? C(floorf(v)) : C(::floor(v)); });
       case UnaryOp::round:
         return use([](C v) { return kSingle ? C(rintf(v)) : C(::rint(v)); });
+      case UnaryOp::log1p:
+        return use([](C v) { return kSingle ? C(log1pf(v)) : C(::log1p(v)); });
+      case UnaryOp::expm1:
+        return use([](C v) { return kSingle ? C(expm1f(v)) : C(::expm1(v)); });
+      case UnaryOp::erf:
+        return use([](C v) { return kSingle ? C(erff(v)) : C(::erf(v)); });
       default:
         break;
     }

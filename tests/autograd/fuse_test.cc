@@ -161,7 +161,7 @@ class Drawn {
   Tensor op() {
     const DType d = dtype();
     const Tensor x = number(d);
-    switch (draw(0, 37)) {
+    switch (draw(0, 40)) {
       case 0: return neg(x);
       case 1: return exp(x);
       case 2: return log(x);
@@ -199,6 +199,9 @@ class Drawn {
       case 34: return softplus(x);
       case 35: return floor(x * 3.0);
       case 36: return round(x * 3.0);
+      case 37: return log1p(abs(x));
+      case 38: return expm1(x);
+      case 39: return erf(x);
       default: return cast(truth(x), d);
     }
   }

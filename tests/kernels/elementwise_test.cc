@@ -45,6 +45,9 @@ const UnaryCase kUnary[] = {
     {UnaryOp::softplus, -12, 12, [](double x) { return std::log1p(std::exp(x)); }},
     {UnaryOp::floor, -9, 9, [](double x) { return std::floor(x); }},
     {UnaryOp::round, -9, 9, [](double x) { return std::nearbyint(x); }},
+    {UnaryOp::log1p, -0.99, 50, [](double x) { return std::log1p(x); }},
+    {UnaryOp::expm1, -10, 10, [](double x) { return std::expm1(x); }},
+    {UnaryOp::erf, -4, 4, [](double x) { return std::erf(x); }},
 };
 
 TEST(Unary, AgreesWithF64OnEveryFloatingTypeAndLayout) {
@@ -97,6 +100,9 @@ TEST(Unary, SpecialValues) {
   EXPECT_EQ(scaled_error(run(UnaryOp::sigmoid), {1, 0, NAN, 0.5, 1, 0}), 0);
   EXPECT_EQ(scaled_error(run(UnaryOp::relu), {inf, 0, NAN, 0, 1000, 0}), 0);
   EXPECT_EQ(scaled_error(run(UnaryOp::softplus), {inf, 0, NAN, std::log(2.0), 1000, 0}, 1) < 1e-6, true);
+  EXPECT_EQ(scaled_error(run(UnaryOp::log1p), {inf, NAN, NAN, 0, std::log1p(1000.0), NAN}, 1) < 1e-6, true);
+  EXPECT_EQ(scaled_error(run(UnaryOp::expm1), {inf, -1, NAN, 0, inf, -1}), 0);
+  EXPECT_EQ(scaled_error(run(UnaryOp::erf), {1, -1, NAN, 0, 1, -1}), 0);
   for (const UnaryOp op : {UnaryOp::floor, UnaryOp::round}) EXPECT_EQ(scaled_error(run(op), x.values()), 0);
   Buffer finite(kBool, {6});
   cpu::unary(UnaryOp::isfinite, x.view(), finite.view());
@@ -121,6 +127,29 @@ TEST(Unary, SoftplusIsExactWhereItIsSmall) {
   x.fill([](int64_t i) { return -0.9 * static_cast<double>(i); });
   cpu::unary(UnaryOp::softplus, x.view(), y.view());
   for (int64_t i = 0; i < 17 * 5; ++i) EXPECT_NEAR(y.get(i) / std::log1p(std::exp(x.get(i))), 1, 4e-7) << x.get(i);
+}
+
+// Relative to each value: near 0 they equal x, where log(1 + x) and exp(x) - 1 would have lost it.
+TEST(Unary, Log1pExpm1AndErfAreExactNearZero) {
+  const struct {
+    UnaryOp op;
+    double (*f)(double);
+    double most;
+  } cases[] = {{UnaryOp::log1p, [](double x) { return std::log1p(x); }, 1e30},
+               {UnaryOp::expm1, [](double x) { return std::expm1(x); }, 88},
+               {UnaryOp::erf, [](double x) { return std::erf(x); }, 8}};
+  for (const auto& c : cases) {
+    std::vector<double> in;
+    for (double x = 1e-30; x < c.most; x *= 1.37) {
+      in.push_back(x);
+      if (c.op != UnaryOp::log1p || x < 1) in.push_back(-x);
+    }
+    const auto n = static_cast<int64_t>(in.size());
+    Buffer x(kF32, {n}), y(kF32, {n});
+    x.fill([&](int64_t i) { return in[static_cast<size_t>(i)]; });
+    cpu::unary(c.op, x.view(), y.view());
+    for (int64_t i = 0; i < n; ++i) EXPECT_NEAR(y.get(i) / c.f(x.get(i)), 1, 5e-7) << static_cast<int>(c.op) << ' ' << x.get(i);
+  }
 }
 
 struct BinaryCase {

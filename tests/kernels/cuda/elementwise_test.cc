@@ -14,7 +14,8 @@ constexpr UnaryOp kUnaryOps[] = {
     UnaryOp::abs,        UnaryOp::relu,       UnaryOp::silu,     UnaryOp::gelu_tanh,
     UnaryOp::gelu_exact, UnaryOp::square,     UnaryOp::isfinite, UnaryOp::logical_not,
     UnaryOp::sign,       UnaryOp::sin,        UnaryOp::cos,      UnaryOp::softplus,
-    UnaryOp::floor,      UnaryOp::round};
+    UnaryOp::floor,      UnaryOp::round,      UnaryOp::log1p,    UnaryOp::expm1,
+    UnaryOp::erf};
 
 struct Layout2 {
   Shape shape, strides;  // no strides: dense
@@ -31,7 +32,7 @@ TEST(CudaElementwise, Unary) {
     for (const Layout2& layout : kLayouts)
       for (UnaryOp op : kUnaryOps) {
         Array x = Array::random(d, layout.shape, 1, 1, layout.strides);
-        if (op == UnaryOp::log || op == UnaryOp::sqrt || op == UnaryOp::rsqrt)
+        if (op == UnaryOp::log || op == UnaryOp::sqrt || op == UnaryOp::rsqrt || op == UnaryOp::log1p)
           for (int64_t i = 0; i < x.view().numel(); ++i) x.set(i, std::fabs(x.at(i)) + 0.01);
         const DType to = is_predicate(op) ? kBool : d;
         const Array blank(to, layout.shape, layout.strides),
