@@ -183,7 +183,9 @@ struct Passes {
       const W off = static_cast<W>(found[1]), shift = off / static_cast<W>(n);
       return {static_cast<W>(c) + shift, static_cast<W>(found[2]) - off * shift, n};
     }
-    return {static_cast<W>(found[0]), kind == Kind::logsumexp ? static_cast<W>(found[1]) : W(0), n};
+    // A chunk of -inf alone adds nothing to the others: its exp(-inf - -inf) is not a number.
+    const W first = static_cast<W>(found[0]);
+    return {first, kind == Kind::logsumexp && first - first == W(0) ? static_cast<W>(found[1]) : W(0), n};
   }
 };
 

@@ -225,13 +225,15 @@ TEST(CudaReduce, EmptyAndSpecialValues) {
   on_cpu(Op::max, none, extremes);
   EXPECT_TRUE(same_bits(run(Op::max, none, {3, 1}), extremes));
 
-  // Only -inf; an inf; an inf and a NaN; a NaN first, last and alone in its chunk.
+  // Only -inf; an inf; an inf and a NaN; a NaN first, last and alone in its chunk; a -inf; chunks of -inf.
   for (int64_t k : {40, 3000}) {
     Array x = Array::random(kF32, {8, k}, 1);
     for (int64_t i = 0; i < k; ++i) x.set(i, -INFINITY);
     x.set(k + k / 2, INFINITY), x.set(2 * k + 1, INFINITY), x.set(2 * k + k - 1, NAN);
     x.set(3 * k, NAN), x.set(4 * k + k - 1, NAN), x.set(5 * k + k / 2, NAN);
     x.set(6 * k + 5, -INFINITY);
+    for (int64_t i = 0; i < k; ++i)  // chunks of -inf alone before and behind another one
+      if (i / 1024 != 1) x.set(7 * k + i, -INFINITY);
     Array columns(kF32, {k, 8});
     columns.fill([&](int64_t i) { return x.at(i % 8 * k + i / 8); });
     for (Op op : kOps) {
