@@ -33,7 +33,8 @@ void Ema::update() {
     for (size_t b = 0; b < model_[u]->buffers().size(); ++b) {
       const FlatBuffer &from = model_[u]->buffers()[b], &to = average_[u]->buffers()[b];
       if (!from.trainable) continue;
-      store_into(to.shard, to.shard * decay_ + from.shard * (1 - decay_));
+      // Not decay average + (1 - decay) model: rounded to f32, the factors do not sum to 1, and weights would shrink or grow.
+      store_into(to.shard, to.shard + (from.shard - to.shard) * (1 - decay_));
     }
   }
   for (size_t b = 0; b < model_buffers_.size(); ++b) store_into(average_buffers_[b].value(), model_buffers_[b].value());

@@ -24,7 +24,7 @@ class Ema {
   /// Throws ConfigError for a decay outside of [0, 1), models whose units or buffers differ, or a part of a model with parameters in units
   /// around it; LifetimeError for a model without memory.
   Ema(nn::Module& model, nn::Module& average, double decay);
-  /// average = decay average + (1 - decay) model, in the masters' dtype, and the average's buffers = the model's as they are now; as part
+  /// average += (1 - decay) (model - average), in the masters' dtype, and the average's buffers = the model's as they are now; as part
   /// of the update if there is a recording.
   void update();
 

@@ -441,6 +441,17 @@ TEST(Ema, FollowsTheParametersOnTheirShards) {
     }, {.threads_per_rank = 1});
 }
 
+// With decay and 1 - decay as two rounded factors, weights shrink: after these steps by 3 in 10,000.
+TEST(Ema, HighDecaysKeepTheScale) {
+  TinyModel model(2);
+  materialize(model, Device::cpu(), {.seed = 3});
+  TinyModel average = nn::clone(model, 2);
+  optim::Ema ema(model, average, 0.999999);
+  const auto expected = values(model);
+  for (int step = 0; step < 10000; ++step) ema.update();
+  EXPECT_EQ(values(average), expected);
+}
+
 TEST(Ema, WhatCannotBeIsRefused) {
   TinyModel model(2), average(2), other(1), unmade(2);
   for (nn::Module* m : std::initializer_list<nn::Module*>{&model, &average, &other}) materialize(*m);
