@@ -64,11 +64,11 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& targets,
   Tensor losses = apply_all<CrossEntropy>({options.ignore_index}, {rows, targets})[0];
   if (const double e = options.label_smoothing; e != 0) {
     const Tensor of_all = mean(log_softmax(in_statistics_dtype(rows)), {-1});
-    losses = sub(mul(losses, 1 - e), mul(mul(of_all, counted(targets, options, of_all.dtype())), e));
+    losses = sub(mul(losses, 1 - e), mul(unless_ignored(of_all, targets, options), e));
   }
   if (options.z_loss != 0) {
     const Tensor z = z_losses(logsumexp(in_statistics_dtype(rows), {-1}), options.z_loss);
-    losses = add(losses, where(eq(targets, static_cast<double>(options.ignore_index)), 0.0, z));
+    losses = add(losses, unless_ignored(z, targets, options));
   }
   return options.per_target ? losses : averaged(sum(losses), targets, options);
 }

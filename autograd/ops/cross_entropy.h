@@ -48,6 +48,11 @@ inline Tensor counted(const Tensor& targets, const CrossEntropyOptions& o, DType
   return cast(ne(targets, static_cast<double>(o.ignore_index)), dtype);
 }
 
+/// x of each row whose target counts, 0 of the others, where it may be infinite.
+inline Tensor unless_ignored(const Tensor& x, const Tensor& targets, const CrossEntropyOptions& o) {
+  return where(eq(targets, static_cast<double>(o.ignore_index)), 0.0, x);
+}
+
 /// The number of targets that count, of all ranks that cut them; where they are on one stage of a pipeline, it is, too.
 inline Tensor number_of_counted(const Tensor& targets, const CrossEntropyOptions& o, DType dtype) {
   const Tensor here = sum(counted(targets, o, dtype));

@@ -166,7 +166,7 @@ std::optional<Type> dweight_type(const Tensor& x, const Tensor& weight) {
 /// Of each row of x that counts, the mean of its logits: x times the mean of the weight's rows. Partial where these are sharded.
 Tensor mean_logits(const Tensor& x, const Tensor& weight, const Tensor& targets, const CrossEntropyOptions& options) {
   const Tensor row = in_statistics_dtype(mean(weight, {0})), logits = sum(mul(in_statistics_dtype(x), row), {-1});
-  return mul(logits, counted(targets, options, logits.dtype()));
+  return unless_ignored(logits, targets, options);
 }
 
 /// Whether the weight's rows are sharded.

@@ -2,7 +2,7 @@
 // means divide by the global count. Maxima and the like need their dimensions whole on every rank.
 #include "sheaf/kernels/reduce.h"
 
-#include "sheaf/autograd/ops/common.h"
+#include "sheaf/autograd/ops/rows.h"
 #include "sheaf/kernels/dispatch.h"
 
 namespace sheaf {
@@ -167,9 +167,10 @@ struct Extreme : Reduction<Op> {
     const Tensor x = c.input(0);
     ReduceAttrs keep = a;
     keep.keepdim = true;
-    const Tensor hit = cast(eq(x, kept(a, c.output(0), x.rank())), x.dtype());
-    const Tensor share = div(kept(a, c.grad(), x.rank()), apply<Sum>(keep, hit));
-    c.set(0, mul(hit, expand(share, x.shape())));
+    const DType exact = statistics_dtype(x.dtype());  // in which they can be counted
+    const Tensor hit = eq(x, kept(a, c.output(0), x.rank()));
+    const Tensor share = div(cast(kept(a, c.grad(), x.rank()), exact), apply<Sum>(keep, cast(hit, exact)));
+    c.set(0, where(hit, expand(cast(share, x.dtype()), x.shape()), 0.0));
   }
 };
 struct Max : Extreme<Max> {

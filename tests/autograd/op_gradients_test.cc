@@ -117,6 +117,30 @@ TEST(CrossEntropy, SmoothsLabelsBesideAZLossAsThatOfALinearHeadDoes) {
   }
 }
 
+// Their logits may be anything: a row of padding, say.
+TEST(CrossEntropy, IgnoredRowsMayBeInfinite) {
+  const double inf = std::numeric_limits<double>::infinity();
+  const Tensor x = Tensor::from<double>({1, 2, 3, 0, -inf, 1, 5, inf, 2}, {3, 3}), alone = Tensor::from<double>({1, 2, 3}, {1, 3});
+  const auto targets = Tensor::from<int64_t>({2, -1, -1}, {3}), target = Tensor::from<int64_t>({2}, {1});
+  const CrossEntropyOptions options{.divide_by = 1, .z_loss = 0.3, .label_smoothing = 0.2};
+  EXPECT_DOUBLE_EQ(cross_entropy(x, targets, options).item(), cross_entropy(alone, target, options).item());
+  const Tensor identity = eye(3, kF64);
+  const Tensor finite = Tensor::from<double>({1, 2, 3, 0, -1e308, 1e308, 5, 1e308, 1e308}, {3, 3});  // their sums are infinite
+  EXPECT_NEAR(linear_cross_entropy(finite, identity, targets, {.divide_by = 1, .label_smoothing = 0.2}).item(),
+              cross_entropy(alone, target, {.divide_by = 1, .label_smoothing = 0.2}).item(), 1e-12);
+}
+
+// As many as f16 cannot count, nor bf16 exactly.
+TEST(Max, SharesItsGradientAmongAllThatAreEqual) {
+  for (const auto& [dtype, n] : {std::pair{kF16, 70000}, std::pair{kBF16, 257}}) {
+    Recording r;
+    const Tensor x = r.watch(zeros({n}, dtype));
+    const Tensor g[] = {x};
+    const double each = cast(r.gradient(max(x) * 1024.0, g)[0], kF64).to_vector<double>()[0];
+    EXPECT_NEAR(each, 1024.0 / n, 1024.0 / n / 250) << name(dtype);
+  }
+}
+
 TEST(Pow, SlopesWhereOneIsZero) {
   Recording r;
   const Tensor a = r.watch(Tensor::from<double>({0, 0, 2}, {3})), b = r.watch(Tensor::from<double>({0, 2, 0}, {3}));
