@@ -234,7 +234,11 @@ Tensor MixtureOfExperts::choose(const Tensor& affinities_BTE) const {
 
 Tensor MixtureOfExperts::weigh(const Tensor& affinities_BTE, const Tensor& choices_BTK) const {
   Tensor weights = gather(affinities_BTE, 2, choices_BTK);
-  if (config.normalize) weights = weights / sum(weights, {2}, /*keepdim=*/true);
+  if (config.normalize) {
+    const Tensor total = sum(weights, {2}, /*keepdim=*/true);
+    // Sigmoids of very small logits may all be 0; DeepSeek-V3's router has this addend, too.
+    weights = weights / (config.affinity == Affinity::sigmoid ? total + 1e-20 : total);
+  }
   if (config.scale != 1.0) weights = weights * config.scale;
   return choice_bias && config.balance_rate > 0 ? measuring(weights, choice_bias, choices_BTK) : weights;
 }
