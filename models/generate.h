@@ -29,8 +29,8 @@ void begin_as_text(std::vector<int32_t>& prompt, const GenerateConfig& config, s
 /// sharded: every rank computes the same tokens. `emit` gets each token as it is drawn. Each token is read once, until there are more
 /// than `context`: then the window slides, all positions in it change, and each new token costs a pass over `context` tokens. Until
 /// then MTP layers draft (config.drafts): a pass reads their tokens, too, and accepted drafts need no separate pass. The tokens are
-/// the same as without drafts, except for the bits of logits, which on GPUs depend on how many are read. Throws NonFiniteError naming
-/// the position if logits are NaN or +inf, or all -inf.
+/// the same as without drafts, except for the bits of logits, which on GPUs depend on how many are read. In evaluation mode. Throws
+/// NonFiniteError naming the position if logits are NaN or +inf, or all -inf.
 std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt, int64_t context, int64_t vocab,
                               const GenerateConfig& config, const std::function<void(int32_t)>& emit = {},
                               std::span<const int32_t> ends = {});

@@ -176,7 +176,7 @@ void check_prompts(const Decoder& model, std::span<const std::vector<int32_t>> p
 std::vector<Continuation> generate_many(Decoder& model, std::span<const std::vector<int32_t>> prompts, const GenerateConfig& config,
                                         const GenerateManyOptions& options) {
   check_prompts(model, prompts, options);
-  model.eval();
+  const nn::EvalScope evaluation(model);
   const Device device = device_of(model);
   const DeviceScope scope(device);
   const RowsOfRanks ranks(options.rows, device);

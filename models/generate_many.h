@@ -19,7 +19,7 @@ struct Continuation {
 };
 
 struct GenerateManyOptions {
-  int64_t context = 0;  ///< most tokens of a prompt with its continuation: at most the model's
+  int64_t context = 0;  ///< most tokens that are read of a prompt with its continuation, whose last one is not: at most the model's
   int64_t vocab = 0;    ///< only tokens below are drawn
   std::span<const int32_t> ends = {};
   int64_t at_once = 32;  ///< sequences that each rank reads together
@@ -34,7 +34,7 @@ struct GenerateManyOptions {
 /// the seed, on CPUs to the bit, not on other prompts, at_once or the ranks (except for linear attention, whose rounding depends on
 /// them, and a tensor axis); number 0 gets the result of generate(). Prompts of similar lengths are read together, the shorter ones
 /// after padding; when half of the sequences have ended, their memory and work are released. Collective if the model is sharded: each
-/// pass gathers its units, unless they are kept (nn/unsharded.h). Outside of any recording; leaves the model in eval(). Throws
+/// pass gathers its units, unless they are kept (nn/unsharded.h). Outside of any recording, in evaluation mode. Throws
 /// ConfigError for a prompt that is empty or longer than `context`, or if `context` is larger than the model's; NonFiniteError as
 /// generate() does, with the number of the prompt.
 std::vector<Continuation> generate_many(Decoder& model, std::span<const std::vector<int32_t>> prompts, const GenerateConfig& config,

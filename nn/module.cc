@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <unordered_set>
+#include <utility>
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/distributed/unit.h"
@@ -163,6 +164,14 @@ void freeze(Module& module) {
 
 void Module::train(bool on) {
   for (auto& [path, module] : named_modules()) module->training_ = on;
+}
+
+EvalScope::EvalScope(Module& module) {
+  for (auto& [path, part] : module.named_modules())
+    if (std::exchange(part->training_, false)) training_.push_back(part);
+}
+EvalScope::~EvalScope() {
+  for (Module* part : training_) part->training_ = true;
 }
 
 }  // namespace sheaf::nn

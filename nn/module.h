@@ -233,6 +233,7 @@ class Module {
   struct UnitMark;
 
  private:
+  friend class EvalScope;
   friend class ModuleScope;
   friend struct ModuleAccess;
   std::string path_;
@@ -243,6 +244,18 @@ class Module {
   std::shared_ptr<const UnitMark> mark_;
   std::shared_ptr<Unit> unit_;
   std::shared_ptr<GatherSchedule> schedule_;  // of a root without a unit: it begins the passes
+};
+
+/// A module and its submodules are in evaluation mode while it lives; then each is in the mode that it was in before.
+class EvalScope {
+ public:
+  explicit EvalScope(Module& module);
+  ~EvalScope();
+  EvalScope(const EvalScope&) = delete;
+  EvalScope& operator=(const EvalScope&) = delete;
+
+ private:
+  std::vector<Module*> training_;
 };
 
 namespace detail {

@@ -155,6 +155,20 @@ TEST(GenerateMany, TheFirstPromptGetsWhatGenerateGives) {
   }
 }
 
+TEST(GenerateMany, AModelInTrainingStaysInIt) {
+  GptConfig c = gpt();
+  c.dropout = 0.5;
+  Gpt model(c);
+  materialize(model, Device::cpu(), {.seed = 3});
+  const Prompts one = {text(9, 1)};
+  const auto many = [&] { return generate_many(model, one, drawing(20), {.context = kContext, .vocab = kVocab})[0].tokens; };
+  const std::vector<int32_t> tokens = many();
+  EXPECT_EQ(models::generate(model, one[0], kContext, kVocab, drawing(20)), tokens);
+  EXPECT_TRUE(model.training() && model.blocks[0].training());
+  model.eval();
+  EXPECT_EQ(many(), tokens) << "without dropout";
+}
+
 TEST(GenerateMany, EndsAtTheContext) {
   Gpt model(gpt());
   materialize(model, Device::cpu(), {.seed = 3});

@@ -381,6 +381,12 @@ TEST(Module, TrainAndEvalReachEveryModule) {
   zoo.pair.train();
   EXPECT_TRUE(zoo.pair.first.training());
   EXPECT_FALSE(zoo.list[0].training());
+  {
+    const nn::EvalScope evaluation(zoo);
+    for (auto& [path, module] : zoo.named_modules()) EXPECT_FALSE(module->training()) << path;
+  }
+  EXPECT_TRUE(zoo.pair.first.training());
+  EXPECT_FALSE(zoo.list[0].training()) << "each has its mode back";
 }
 
 TEST(Module, FrozenParametersTakeNoGradient) {
