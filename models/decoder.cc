@@ -115,6 +115,8 @@ Tensor Decoder::loss_after_blocks(ForwardProgress& progress, const Tensor& targe
 
 Tensor Decoder::loss_of(const Tensor& x_BTC, const Tensor& targets_BT, const CrossEntropyOptions& options) {
   const nn::TensorRegion region(x_BTC, head_weight());
+  check<ConfigError>(options.softcap == 0 || options.softcap == sizes_.final_logit_softcapping, "[", sizes_.type, "] a loss with softcap ", options.softcap,
+                     " of a model whose final_logit_softcapping is ", sizes_.final_logit_softcapping, ": the model's applies, also where it generates");
   CrossEntropyOptions capped = options;
   capped.softcap = sizes_.final_logit_softcapping;
   return nn::sum_over_stages(

@@ -43,7 +43,7 @@ struct Decoder : nn::Module {
   /// Cross-entropy of integer targets[B, T], in nats, without the logits ever existing whole. By default the mean over all targets of
   /// the logical batch, on all ranks; targets of -1 add nothing to the loss, but are counted in that mean: pass divisor. Partial over
   /// the axes that shard the batch or the model. With per_target, losses[B, T], placed as the tokens, and Partial over those that
-  /// shard the model; ConfigError in training with auxiliary losses of blocks. If a token ends documents, a document's tokens are
+  /// shard the model; ConfigError in training with auxiliary losses of blocks, or for a softcap that is not the model's. If a token ends documents, a document's tokens are
   /// predicted only from its own; logits() and next_logits() treat all tokens as one document. In training, the losses of MTP layers
   /// are added, see Sizes.
   Tensor loss(const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options = {});
@@ -87,7 +87,8 @@ struct Decoder : nn::Module {
                                          ///< no cap
     /// Layers that each predict one token further, in training and for drafts (multi-token prediction, DeepSeek-V3:
     /// https://arxiv.org/abs/2412.19437, section 2.2): they are blocks, too, numbered after the others. The mean of their losses,
-    /// each with the divisor of loss(), is multiplied by the factor and added to the loss.
+    /// each with the divisor of loss() (for mean_of_counted, the number of its own targets), is multiplied by the factor and added to
+    /// the loss.
     int64_t mtp_layers = 0;
     double mtp_loss = 0;
   };

@@ -221,6 +221,15 @@ TEST(Llama, LossIsThatOfTheLogits) {
   }
 }
 
+// The model generates with its own.
+TEST(Gpt, AnotherCapOfTheLossIsRefused) {
+  Gpt model(small_gpt());
+  materialize(model);
+  const auto tokens = Tensor::from<int64_t>({1, 2, 3}, {1, 3});
+  EXPECT_NO_THROW(model.loss(tokens, tokens, {.softcap = 0}));
+  EXPECT_THROW(model.loss(tokens, tokens, {.softcap = 30}), ConfigError);
+}
+
 TEST(Llama, ImpossibleScalingIsRefused) {
   const auto message = [](const RotaryScaling& scaling) {
     LlamaConfig config = small_llama();
