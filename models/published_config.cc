@@ -28,6 +28,7 @@ ModelConfig read_gpt2(const ConfigReader& r) {
     r.refuse("activation_function", "Sheaf's gpt2 has gelu_new, which is gelu_pytorch_tanh");
   r.only("scale_attn_weights", true, "Sheaf's attention always divides by the root of the head's width");
   r.only("scale_attn_by_inverse_layer_idx", false, "Sheaf's attention does not depend on the layer");
+  r.only("is_causal", true, "Sheaf's attention sees the tokens before");
   r.only("add_cross_attention", false, "Sheaf's gpt2 has no cross-attention");
   ModelConfig m;
   m.type = "gpt2";
@@ -70,6 +71,7 @@ ModelConfig read_llama(const ConfigReader& r, const std::string& type) {
   if (!gpt_oss && !glm) r.only("attention_bias", false, "Sheaf's llama has no biases in both layers of attention");
   r.only("mlp_bias", false, "Sheaf's llama has no biases in MLPs");
   r.only("use_bidirectional_attention", false, "Sheaf's attention sees the tokens before");
+  r.only("is_causal", true, "Sheaf's attention sees the tokens before");
   r.only("rope_interleaved", false, "Sheaf's rotary positions turn the halves of a head");
   if (!qwen) r.only("use_sliding_window", false, "that is a key of Qwen's");
   if (linear) r.only("use_sliding_window", false, str("full attention of ", type, " sees all tokens before").c_str());

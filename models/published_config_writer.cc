@@ -65,7 +65,7 @@ Json::Array numbers_in(const std::string& option) {
 Json published_longrope(const ModelConfig& m, const std::string& type) {
   const RopeScalingConfig& s = m.rope_scaling;
   Json json;
-  json.set("type", s.rope_type).set("short_factor", numbers_in(s.short_factor)).set("long_factor", numbers_in(s.long_factor));
+  json.set(type == "phi3" ? "type" : "rope_type", s.rope_type).set("short_factor", numbers_in(s.short_factor)).set("long_factor", numbers_in(s.long_factor));
   if (type == "phi3" && s.attention_factor == 0 && s.factor == longrope_factor(m.context, s.original_max_position_embeddings)) return json;
   json.set("original_max_position_embeddings", s.original_max_position_embeddings)
       .set("factor", s.factor)
@@ -388,8 +388,8 @@ void write_llama(const ModelConfig& m, const std::string& type, Json& json) {
     Json::Array rotated;
     for (int64_t i = 0; i < m.layers; ++i) rotated.push_back(static_cast<int64_t>((i + 1) % m.nope_every != 0));
     json.set("no_rope_layers", rotated).set("no_rope_layer_interval", m.nope_every).set("use_sliding_window", false);
-    json.set("pad_token_id", Json());  // otherwise SmolLM3's own, which a smaller vocabulary does not contain
   }
+  if (type == "smollm3" || type == "phi3") json.set("pad_token_id", Json());  // otherwise their own, which a smaller vocabulary does not contain
   if (type != "gpt_oss") return;
   json.set("attention_bias", true).set("swiglu_limit", m.expert_gate_limit).set("swiglu_alpha", m.expert_gate_alpha);
   // Without it, transformers scales them.

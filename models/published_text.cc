@@ -62,6 +62,15 @@ std::vector<int32_t> end_ids(const Json& file) {
   return ids;
 }
 
+// Other models have a vocab.json and merges.txt, too, whose texts are cut into words by another pattern.
+void expect_gpt2(const std::string& folder) {
+  const std::string file = folder + "/config.json";
+  if (!path_exists(file)) return;
+  const Json config = read_json(file);
+  if (const Json* const type = config.find("model_type"); type && !(*type == Json("gpt2")))
+    fail<ConfigError>("[tokenizer] '", folder, "' has no tokenizer.json, and its vocab.json and merges.txt are of a ", type->dump(), ", not of a gpt2");
+}
+
 }  // namespace
 
 bool has_published_text(const std::string& folder) {
@@ -79,6 +88,7 @@ PublishedText read_published_text(const std::string& folder) {
       fail<DataError>("[tokenizer] '", file, "': post_processor: ", error.what());
     }
   } else if (has_published_text(folder)) {
+    expect_gpt2(folder);
     out.tokenizer = load_gpt2_tokenizer(folder);
   } else {
     fail<ConfigError>("[tokenizer] '", folder, "' has neither tokenizer.json nor GPT-2's vocab.json and merges.txt");

@@ -206,6 +206,7 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(refused(kGemma3, "query_pre_attn_scalar", 0), HasSubstr("query_pre_attn_scalar is 0: expected a positive integer"));
   EXPECT_THAT(refused(kGemma3, "final_logit_softcapping", 30.0), HasSubstr("of this model_type Sheaf's logits are not capped"));
   EXPECT_THAT(refused(kGemma3, "use_bidirectional_attention", true), HasSubstr("sees the tokens before"));
+  EXPECT_THAT(refused(kLlama, "is_causal", false), HasSubstr("is_causal is false: Sheaf's attention sees the tokens before"));
   const Json full = Json::Object{{"rope_type", "default"}, {"rope_theta", 500.0}};
   EXPECT_THAT(refused(kGemma3, "rope_parameters", Json::Object{{"full_attention", full}}),
               HasSubstr("expected full_attention and sliding_attention"));

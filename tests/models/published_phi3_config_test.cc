@@ -106,6 +106,10 @@ TEST(PublishedPhi3Config, FormsOfLongropeAreRead) {
   EXPECT_EQ(llama.rope_scaling.long_factor, "3 4.5");
   EXPECT_EQ(llama.rope_scaling.factor, 2.0);
   expect_read_again(llama, models::published_config(llama));
+  // Gemma's classes of transformers read no other key. Phi-3's of version 4 read "type" alone.
+  EXPECT_EQ(models::published_config(llama).at("rope_scaling").at("rope_type").as_string(), "longrope");
+  EXPECT_EQ(models::published_config(config_of(kLongrope)).at("rope_scaling").at("type").as_string(), "longrope");
+  EXPECT_EQ(models::published_config(config_of(kLongrope)).at("pad_token_id"), Json()) << "Phi-3's own is 32000";
   const Json window = Json::Object{{"rope_type", "default"}, {"rope_theta", 500.0}};
   ModelConfig olmo = config_with(kOlmo3, {{"rope_parameters", Json::Object{{"full_attention", of_head}, {"sliding_attention", window}}}});
   EXPECT_EQ(olmo.rope_scaling.rope_type, "longrope");

@@ -12,6 +12,7 @@
 #include "sheaf/models/llama.h"
 #include "sheaf/models/published_config.h"
 #include "sheaf/models/published_names.h"
+#include "sheaf/models/published_text.h"
 #include "sheaf/models/published_weights.h"
 #include "sheaf/models/saved_model.h"
 #include "sheaf/tests/core/scratch_folder.h"
@@ -277,6 +278,19 @@ TEST(PublishedWeights, LayersForFurtherTokensAreThereForDrafts) {
 }
 
 // A model with one layer less does not take an MTP layer for its last one.
+// Other models' vocab.json and merges.txt are read by another pattern: only a tokenizer.json says which.
+TEST(PublishedWeights, PairsWithoutATokenizerFileAreGpt2s) {
+  const ScratchFolder folder;
+  std::filesystem::copy_file("tests/models/bpe/encoder.json", folder / "vocab.json");
+  std::filesystem::copy_file("tests/models/bpe/vocab.bpe", folder / "merges.txt");
+  const auto read = [&](const std::string& type) {
+    write_file(folder / "config.json", "{\"model_type\": \"" + type + "\"}");
+    return models::read_published_text(folder.path());
+  };
+  EXPECT_TRUE(read("gpt2").tokenizer);
+  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { read("qwen2"); }), HasSubstr("are of a \"qwen2\", not of a gpt2"));
+}
+
 TEST(PublishedWeights, ALayerTooManyIsNamed) {
   models::ModelConfig config = config_of("deepseek_v3_bf16");
   config.layers = 2;

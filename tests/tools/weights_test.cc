@@ -282,6 +282,16 @@ TEST(Weights, AdaptersAreExportedForPeft) {
     EXPECT_EQ(none.code, 64) << none.err;
     EXPECT_THAT(none.err, HasSubstr("--format peft is for adapters, and this run has none (model.lora_rank)"));
   }
+  // `peft` would take those of shared experts for the routed ones'.
+  {
+    const Folder folder;
+    expect_ok(run_sheaf(folder.train(kDots1, "run") + Words{"--model.lora_rank", "3", "--model.lora_layers", "mlp", "--train.steps", "1"}));
+    const Outcome shared = run_sheaf({"export", folder / "run", folder / "adapters", "--format", "peft"});
+    EXPECT_EQ(shared.code, 64) << shared.err;
+    EXPECT_THAT(shared.err, HasSubstr("of a mixture for one of its experts'"));
+    expect_ok(run_sheaf(folder.train(kDots1, "other") + Words{"--model.lora_rank", "3", "--model.lora_layers", "attention", "--train.steps", "1"}));
+    expect_ok(run_sheaf({"export", folder / "other", folder / "of_attention", "--format", "peft"}));
+  }
   // If one published tensor is several of ours, each has its own adapters.
   const Folder folder;
   expect_ok(run_sheaf(folder.train(kQwen3Next, "run") + Words{"--model.lora_rank", "3", "--train.steps", "1"}));
