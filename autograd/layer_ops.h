@@ -204,10 +204,10 @@ struct CrossEntropyOptions {
   int64_t ignore_index = -1;  ///< rows with this target do not count
   double divide_by = 0;       ///< what the sum over rows is divided by; 0: the global number of targets of this call, ignored or not: with
                               ///< gradient accumulation pass that of all micro-batches
-  Tensor divisor = {};        ///< the same as a scalar tensor; takes precedence. A model's auxiliary losses, means over all tokens whether
-                              ///< targets or not, use divide_by if both are given
+  Tensor divisor = {};        ///< the same as a scalar tensor; takes precedence. A model's auxiliary losses, which are means over all tokens
+                              ///< whether targets or not, use divide_by if both are given; if only one is, they are scaled as the loss is
   bool mean_of_counted = false;  ///< divide by the number of this call's targets that are not ignored, of all ranks: a collective in the
-                                 ///< step. At least 1; not with the other two
+                                 ///< step. At least 1; not with the other two, nor per_target
   bool recompute = false;     ///< linear_cross_entropy: recompute the logits in the backward, which saves the memory of the weight's
                               ///< gradient in between and costs a third more
   double softcap = 0;         ///< logits l become softcap tanh(l / softcap) first (Gemma 2, https://arxiv.org/abs/2408.00118); 0: unchanged

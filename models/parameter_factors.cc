@@ -33,7 +33,7 @@ optim::FactorRule factors_by_name(const char* option, const std::string& text, n
   for (size_t i = 0; i < words.size(); i += 2) {
     NamedFactor next{};
     check<ConfigError>(is_number(words[i], next.factor) && std::isfinite(next.factor) && next.factor >= 0 && i + 1 < words.size(), "[train] ",
-                       option, " '", text, "': factors, at least 0, and patterns of parameters in turn, \"0.1 wte.* 2 *.norm*\"; found '",
+                       option, " '", text, "': factors, at least 0, and patterns of parameters in turn, \"0.1 wte.* 2 *.ln*\"; found '",
                        words[i], "'");
     next.pattern = words[i + 1];
     check<ConfigError>(std::ranges::any_of(parameters, [&](const nn::Parameter& p) { return next.matches(p); }), "[train] ", option, " '",

@@ -1,4 +1,4 @@
-// "0.1 wte.* 2 blocks.*.norm*": different factors for parameters, by name.
+// "0.1 wte.* 2 blocks.*.ln*": different factors for parameters, by name.
 #pragma once
 
 #include <string>

@@ -183,7 +183,7 @@ struct OptimizationConfig {
   int64_t micro_batches = 1;           ///< parts of the batch whose gradients are accumulated one after another
   int64_t seed = 1337;                 ///< seed of initial weights, dropout and the order of data
   double lr = 1e-3;                    ///< peak learning rate
-  std::string lr_factors;              ///< factors of learning rates by parameters' names, "0.1 wte.* 2 *.norm*" (factors_by_name); others: 1
+  std::string lr_factors;              ///< factors of learning rates by parameters' names, "0.1 wte.* 2 *.ln*" (factors_by_name); others: 1
   double min_lr = -1;                  ///< learning rate at the end of the decay and after it; -1: a tenth of `lr`
   int64_t warmup = 100;                ///< steps of linear warm-up
   std::string schedule = "cosine";     ///< "cosine", "linear" or "constant" after the warm-up

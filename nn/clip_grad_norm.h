@@ -10,7 +10,8 @@ namespace sheaf {
 
 /// Limits the 2-norm of the gradients of all these parameters, together, to `max_norm`. Returns the norm before clipping (f64 scalar,
 /// whole on every rank) and stores scale = min(1, max_norm / (norm + 1e-6)) as a scalar tensor with each gradient, by which the
-/// optimizer's step multiplies: the gradients themselves are unchanged. The last call applies.
+/// optimizer's step multiplies: the gradients themselves are unchanged. The last call applies, until a further
+/// backward changes a gradient: clip after the last one.
 ///
 /// The sum of squares is exact to the last rounding: f64 sums of 32-element blocks, added in fixed point, as integers across ranks.
 /// It depends neither on the number of ranks, nor on strategy, units or threads. Collective if parameters are sharded; recorded as

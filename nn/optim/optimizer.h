@@ -29,7 +29,8 @@ namespace sheaf::optim {
 /// Arguments of step().
 struct StepOptions {
   std::optional<double> lr = std::nullopt;  ///< learning rate of this step; the optimizer's own if absent
-  Tensor scalars = {};  ///< next_scalars(), on the parameters' device; undefined: step() copies them there
+  /// next_scalars({.lr = ..}), on the parameters' device; `lr` is then not read. Undefined: step() copies them there.
+  Tensor scalars = {};
 };
 
 /// How an optimizer's state is stored.
@@ -42,7 +43,7 @@ struct StateOptions {
 
 /// A number for each parameter.
 using FactorRule = std::function<double(const nn::Parameter&)>;
-/// Whether it has two dimensions or more, so that it is neither a bias nor a norm's.
+/// Whether it has two dimensions or more and is not marked as biases (Parameter::set_bias), nor thus a norm's.
 bool decays_matrices(const nn::Parameter& p);
 
 /// Factors of an optimizer's learning rate and weight decay for each parameter: finite, at least 0. A parameter whose learning rate

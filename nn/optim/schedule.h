@@ -10,7 +10,7 @@ struct ScheduleOptions {
   double minimum = 0.0;     ///< where decay ends, and after it
   int64_t warmup = 0;       ///< steps, rising from peak / (warmup + 1) in equal parts
   int64_t decay_start = 0;  ///< step at which decay starts, if it is after the warm-up: until then the rate is peak
-  int64_t total = 0;        ///< step at which decay ends, warm-up included; nanoGPT's lr_decay_iters
+  int64_t total = 0;        ///< step at which decay ends, warm-up included; nanoGPT's lr_decay_iters. 0: the rate is `minimum` after the warm-up
 };
 
 /// Linear warm-up, then half a cosine from peak to minimum (Loshchilov and Hutter, https://arxiv.org/abs/1608.03983,
