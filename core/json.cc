@@ -45,8 +45,9 @@ class Builder : public nlohmann::json_sax<nlohmann::json> {
   }
   bool end_object() override { return close(); }
   bool end_array() override { return close(); }
-  bool parse_error(size_t position, const std::string&, const nlohmann::json::exception&) override {
-    refuse("not valid JSON at byte " + std::to_string(position));
+  bool parse_error(size_t position, const std::string&, const nlohmann::json::exception& error) override {
+    const bool too_large = dynamic_cast<const nlohmann::json::out_of_range*>(&error) != nullptr;
+    refuse((too_large ? "a number beyond f64's at byte " : "not valid JSON at byte ") + std::to_string(position));
   }
 
  private:

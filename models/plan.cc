@@ -7,6 +7,7 @@
 #include "sheaf/core/parallel.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/simulated.h"
+#include "sheaf/models/sharded_model.h"
 #include "sheaf/models/training_step.h"
 #include "sheaf/nn/shard.h"
 
@@ -18,8 +19,9 @@ namespace sheaf::models {
 // largest parts.
 std::vector<int> ranks_that_hold_most(const TrainConfig& config, int world) {
   std::vector<int> ranks;
-  if (const int islands = static_cast<int>(config.train.islands); islands > 1) {
-    for (const int rank : ranks_that_hold_most(island_of(config), world / islands)) ranks.push_back(world - world / islands + rank);
+  if (config.train.islands > 1) {
+    const int each = ranks_of_island("train", config, world);
+    for (const int rank : ranks_that_hold_most(island_of(config), each)) ranks.push_back(world - each + rank);
     return ranks;
   }
   const int stages = static_cast<int>(config.sharding.pipeline);

@@ -80,6 +80,7 @@ TEST(BadInput, Configuration) {
                   "sharding.context"});
   expect_refused(f.train({"--sharding.replicas", "3"}), 64,
                  {"sharding.replicas 3: ", " cannot be divided into as many equal groups"});
+  expect_refused(f.train({"--train.islands", "4"}), 64, {"train.islands 4: ", " cannot be divided into as many equal groups"});
   expect_refused(f.train({"--sharding.context", "3"}), 64, {"sharding.context 3: ", " cannot be divided into groups of so many"});
   expect_refused(f.train({"--sharding.tensor", "3"}), 64, {"sharding.tensor 3: ", " cannot be divided into groups of so many"});
   expect_refused(f.train({"--train.dtype", "fp16"}), 64, {"train.dtype", "f16", "\"fp16\""});
@@ -141,7 +142,7 @@ TEST(BadInput, FactorsOfParameters) {
       expect_refused(f.train({str("--", option), text}), 64, {str("[train] ", option, " '", text, "': ", why)});
     };
     refused("0.5 *.nrm.*", "no parameter matches '*.nrm.*'; they are 'wte.weight' to ");
-    refused("0.5", "factors, at least 0, and patterns of parameters in turn, \"0.1 wte.* 2 *.norm*\"; found '0.5'");
+    refused("0.5", "factors, at least 0, and patterns of parameters in turn, \"0.1 wte.* 2 *.ln*\"; found '0.5'");
     refused("wte.weight=0.5", "factors, at least 0");
     refused("-1 *", "factors, at least 0");
     refused("nan *", "factors, at least 0");
