@@ -5,6 +5,7 @@
 #include <mutex>
 #include <tuple>
 #include <unordered_map>
+#include <utility>
 
 #include "sheaf/core/allocator.h"
 #include "sheaf/core/error.h"
@@ -48,6 +49,7 @@ struct MemoryLog::Lists {
     int32_t memory;  // index
     int64_t bytes;   // below 0: freed
     int64_t live;    // of the memory, after it
+    int32_t now;
   };
   struct Holding {
     int64_t bytes = 0, blocks = 0;
@@ -68,6 +70,7 @@ struct MemoryLog::Lists {
   std::string key;
   std::vector<Memory> memories;
   std::vector<Change> changes;
+  std::function<int64_t()> now;
 
   HolderId holder() {
     const MemoryUse* use = MemoryUse::current();
@@ -87,7 +90,7 @@ struct MemoryLog::Lists {
   void add(const Allocator& memory, HolderId holder, int64_t bytes, int64_t live) {
     const int32_t m = index(memory);
     if (static_cast<size_t>(m) == memories.size()) memories.push_back({&memory, 0});
-    changes.push_back({holder, m, bytes, live});
+    changes.push_back({holder, m, bytes, live, now ? static_cast<int32_t>(now()) : 0});
   }
 };
 
@@ -123,7 +126,8 @@ void MemoryLog::pass_on(const Allocator& memory, int64_t bytes, HolderId from, H
   if (to != kNobody) lists_->add(memory, to, bytes, live);
 }
 
-MemoryLedger::MemoryLedger() : context_(RankContext::current()), log_(std::make_shared<MemoryLog>()) {
+MemoryLedger::MemoryLedger(std::function<int64_t()> now) : context_(RankContext::current()), log_(std::make_shared<MemoryLog>()) {
+  log_->lists_->now = std::move(now);
   if (context_.memory_log) fail<ConfigError>("[memory] rank ", context_.rank, " has a ledger already");
   for (const auto& memory : context_.memories()) log_->lists_->memories.push_back({memory.get(), memory->stats().live});
   context_.memory_log = log_;
@@ -187,6 +191,28 @@ MemoryLedger::Peak MemoryLedger::peak(const Allocator& memory) const {
     return std::tie(b.bytes, a.use, a.op, a.module) < std::tie(a.bytes, b.use, b.op, b.module);
   });
   return peak;
+}
+
+MemoryLedger::History MemoryLedger::history(const Allocator& memory) const {
+  MemoryLog::Lists& lists = *log_->lists_;
+  const std::lock_guard lock(lists.mutex);
+  const int32_t m = lists.index(memory);
+  History history;
+  if (static_cast<size_t>(m) == lists.memories.size()) return history;
+  const MemoryLog::Lists::Memory& at_first = lists.memories[static_cast<size_t>(m)];
+  int64_t& other = history.before[static_cast<size_t>(HeldFor::other)] = at_first.live;
+  for (size_t h = 0; h < at_first.held.size(); ++h) {
+    other -= at_first.held[h].bytes;
+    history.before[static_cast<size_t>(lists.holders[h].use)] += at_first.held[h].bytes;
+  }
+  int64_t live = at_first.live;
+  for (const auto& c : lists.changes) {
+    if (c.memory != m) continue;
+    history.changes.push_back({c.bytes, c.now, lists.holders[static_cast<size_t>(c.holder)].use});
+    live += c.bytes;
+    if (live != c.live) history.changes.push_back({c.live - std::exchange(live, c.live), c.now, HeldFor::other});  // outside of Storage
+  }
+  return history;
 }
 
 int64_t MemoryLedger::Peak::held_for(HeldFor use) const {

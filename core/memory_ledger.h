@@ -1,7 +1,9 @@
 // MemoryLedger: the purposes and owners of a rank's memory at its peak.
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -26,6 +28,7 @@ enum class HeldFor : uint8_t {
   inputs,           ///< tokens and other inputs that change with each step
   idle,             ///< a program's memory that holds no value
 };
+inline constexpr size_t kNumHeldFor = static_cast<size_t>(HeldFor::idle) + 1;
 std::string_view name(HeldFor use);
 
 /// While it lives, it records who allocates memory for values (Storage) on the rank of the calling thread, and for how long; at most
@@ -33,7 +36,8 @@ std::string_view name(HeldFor use);
 /// reset_peak().
 class MemoryLedger {
  public:
-  MemoryLedger();
+  /// `now`, if given, dates each change for history(); it is called by whichever thread allocates or frees.
+  explicit MemoryLedger(std::function<int64_t()> now = {});
   ~MemoryLedger();
   MemoryLedger(const MemoryLedger&) = delete;
   MemoryLedger& operator=(const MemoryLedger&) = delete;
@@ -58,6 +62,18 @@ class MemoryLedger {
   };
   /// Since the last reset_peak(), of one of the rank's allocators.
   Peak peak(const Allocator& memory) const;
+
+  struct Change {
+    int64_t bytes;  ///< below 0: freed
+    int32_t now;    ///< 0 without a clock
+    HeldFor use;
+  };
+  struct History {
+    std::array<int64_t, kNumHeldFor> before = {};  ///< bytes by purpose
+    std::vector<Change> changes;                   ///< since then, in order
+  };
+  /// Since the last reset_peak(), as peak().
+  History history(const Allocator& memory) const;
 
  private:
   RankContext& context_;

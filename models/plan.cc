@@ -87,7 +87,7 @@ Plan plan_as(const TrainConfig& config, int64_t vocab, const Who& who, const Sta
                                                                        .hosts = RankContext::current().hosts, .device = who.device});
   Allocator &memory = *RankContext::current().meta, &host = *RankContext::current().meta_host;
   std::optional<MemoryLedger> ledger;
-  if (keeps_ledger) ledger.emplace();
+  if (keeps_ledger) ledger.emplace([] { return Recording::current() ? Recording::current()->tape().num_nodes() : -1; });
   TrainingStep step(config, vocab, simulated, Device::meta(), {.stand_in = stand_in});
   const FillBatch nothing = [](int64_t, int64_t, int32_t*, int32_t*) {};
   Plan plan;
@@ -98,6 +98,7 @@ Plan plan_as(const TrainConfig& config, int64_t vocab, const Who& who, const Sta
   if (ledger) ledger->reset_peak();
   RecordedStep recorded;
   step.run(settled, nothing, &recorded);
+  if (ledger) plan.memory = ledger->history(memory);
   if (step.outer()) step.outer_step();  // its peak counts, too, in whichever step it comes
   plan.tape = std::move(recorded.tape);
   plan.turns = std::move(recorded.turns);

@@ -19,6 +19,7 @@ namespace sheaf::models {
 struct Plan {
   Tape tape;                     ///< of a step in which prefetch knows the order (the second and later); with train.compile, of the
                            ///< program
+  MemoryLedger::History memory;  ///< what was allocated and freed while each node was recorded; without a node, as in a program, dated -1
   MemoryLedger::Peak peak;       ///< requested from the allocator at the peak of such a step, on this rank
   MemoryLedger::Peak host_peak;  ///< of the host memory that a GPU uses in addition to its own (train.offload_...)
   Tape outer;                    ///< of an outer step, where there are islands

@@ -80,7 +80,7 @@ struct TapeArguments {
   int world = 1;
   int rank = 0;
   int threads_per_rank = 0;     ///< 0: cores / world, as if all ranks were on this machine
-  std::string format = "text";  ///< "text", "json", "dot"
+  std::string format = "text";  ///< "text", "json", "dot", "svg"
   std::string device = "cpu";   ///< whose kernels: "cpu", "cuda"; it need not exist on this machine
 };
 int tape_command(const TapeArguments& arguments);

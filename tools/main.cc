@@ -150,7 +150,7 @@ void add_options(CLI::App& command, TapeArguments& tape) {
   command.add_option("--world", tape.world, "ranks")->check(CLI::Range(1, 1 << 20));
   command.add_option("--rank", tape.rank, "whose step");
   command.add_option("--threads-per-rank", tape.threads_per_rank, "compute threads of each rank")->check(kThreads);
-  command.add_option("--format", tape.format, "text, json or dot (Graphviz)");
+  command.add_option("--format", tape.format, "text, json, dot (Graphviz) or svg (a picture of its memory and units)");
   command.add_option("--device", tape.device, "cpu or cuda: whose kernels count their workspaces; it need not be here");
   command.allow_extras();
 }

@@ -10,6 +10,7 @@
 #include "sheaf/kernels/cuda/config.h"
 #include "sheaf/models/flops.h"
 #include "sheaf/models/plan.h"
+#include "sheaf/models/step_picture.h"
 #include "sheaf/models/tokenizer.h"
 #include "sheaf/models/trainer.h"
 #include "sheaf/models/config_search.h"
@@ -86,6 +87,8 @@ int tape_command(const TapeArguments& arguments) {
                                                      : threads_per_rank(arguments.world);
   if (arguments.device != "cpu" && arguments.device != "cuda")
     fail<ConfigError>("[tape] unknown device '", arguments.device, "'; known: cpu, cuda");
+  if (arguments.format == "svg" && config.train.compile)
+    fail<ConfigError>("[tape] --format svg draws when memory is taken and freed, and a program (train.compile) does neither");
   complete("tape", config);
   const bool gpu = arguments.device == "cuda";
   // Assumes the ranks of a job on one host, unless SHEAF_COMM requests Gloo; GPUs use NCCL.
@@ -96,6 +99,9 @@ int tape_command(const TapeArguments& arguments) {
       to_text(plan.outer), "\ncollectives\n", collective_summary(plan.outer));
   if (arguments.format == "json") say(to_json(plan.tape));
   else if (arguments.format == "dot") say(to_dot(plan.tape));
+  else if (arguments.format == "svg")
+    say(models::to_svg(plan, str("one step of rank ", arguments.rank, " of ", counted(arguments.world, "rank"), ", ", config.sharding.strategy, ", ", plan.parameters,
+                                 " parameters: at most ", mebibytes(plan.peak.bytes))));
   else if (arguments.format == "text")
     say(to_text(plan.tape) + "\ncollectives\n" + collective_summary(plan.tape) + outer +
         str("\nparameters ", plan.parameters, plan.trained < plan.parameters ? str(", of them trained ", plan.trained) : "",
@@ -106,7 +112,7 @@ int tape_command(const TapeArguments& arguments) {
             gpu ? kOfAGpu : "", "\n\nat the peak\n", to_text(plan.peak),
             plan.host_peak.bytes ? "\nof the host's memory, at its own peak\n" + to_text(plan.host_peak) : ""));
   else
-    fail<ConfigError>("[tape] unknown format '", arguments.format, "'; known: text, json, dot");
+    fail<ConfigError>("[tape] unknown format '", arguments.format, "'; known: text, json, dot, svg");
   return 0;
 }
 

@@ -1,5 +1,7 @@
 #include "sheaf/core/memory_ledger.h"
 
+#include <numeric>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -65,6 +67,43 @@ TEST_F(Ledger, KnowsWhoHeldWhatAtThePeak) {
   EXPECT_EQ(peak.held_for(HeldFor::gradients), 0);
   EXPECT_EQ(peak.last.op, "all_gather");
   EXPECT_EQ(peak.last.bytes, 4000);
+}
+
+TEST_F(Ledger, ItsHistoryIsDated) {
+  int64_t now = 0;
+  MemoryLedger ledger([&] { return now; });
+  const Block masters = take(1000, HeldFor::masters, "resting", "");
+  ledger.reset_peak();
+  now = 3;
+  Block first = take(300);
+  now = 5;
+  const Block second = take(70, HeldFor::temporaries);
+  now = 6;
+  first = nullptr;
+  MemoryLedger::History history = ledger.history(memory);
+  EXPECT_EQ(history.before[static_cast<size_t>(HeldFor::masters)], 1000);
+  EXPECT_EQ(std::accumulate(history.before.begin(), history.before.end(), int64_t{0}), 1000);
+  const MemoryLedger::Change expected[] = {{300, 3, HeldFor::activations}, {70, 5, HeldFor::temporaries}, {-300, 6, HeldFor::activations}};
+  ASSERT_EQ(history.changes.size(), 3u);
+  for (size_t i = 0; i < 3; ++i) {
+    EXPECT_EQ(history.changes[i].bytes, expected[i].bytes);
+    EXPECT_EQ(history.changes[i].now, expected[i].now);
+    EXPECT_EQ(history.changes[i].use, expected[i].use);
+  }
+}
+
+// What was allocated before the ledger, and beside Storage.
+TEST_F(Ledger, ItsHistoryAddsUpToWhatIsLive) {
+  const Block before = take(50);
+  MemoryLedger ledger;
+  void* const beside = memory.allocate(20);
+  const Block one = take(7);
+  const MemoryLedger::History history = ledger.history(memory);
+  int64_t live = std::accumulate(history.before.begin(), history.before.end(), int64_t{0});
+  EXPECT_EQ(live, 50);
+  for (const MemoryLedger::Change& change : history.changes) live += change.bytes;
+  EXPECT_EQ(live, stats().live);
+  memory.free(beside, 20);
 }
 
 TEST_F(Ledger, APeakLaterIsAnother) {

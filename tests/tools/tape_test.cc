@@ -135,6 +135,62 @@ TEST(Tape, TextSaysWhatThePeakIsHeldFor) {
   }
 }
 
+/// The number of elements of an XML text whose tags match; -1 if they do not.
+int elements(const std::string& xml) {
+  std::vector<std::string> open;
+  int count = 0;
+  for (size_t at = xml.find('<'); at != std::string::npos; at = xml.find('<', at + 1)) {
+    const size_t end = xml.find('>', at);
+    if (end == std::string::npos) return -1;
+    const std::string tag = xml.substr(at + 1, end - at - 1), tag_name = tag.substr(0, tag.find(' '));
+    if (tag.starts_with('/')) {
+      if (open.empty() || '/' + open.back() != tag) return -1;
+      open.pop_back();
+      continue;
+    }
+    ++count;
+    if (!tag.ends_with('/')) open.push_back(tag_name);
+  }
+  return open.empty() ? count : -1;
+}
+int count_of(const std::string& text, const std::string& part) {
+  int count = 0;
+  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
+  return count;
+}
+
+TEST(Tape, SvgDrawsItsMemoryAndUnits) {
+  const std::string svg = tape({"--format", "svg"}).out;
+  EXPECT_TRUE(svg.starts_with("<svg xmlns")) << svg.substr(0, 100);
+  EXPECT_GT(elements(svg), 100);
+  EXPECT_EQ(count_of(svg, ": weights are gathered, nodes "), kGathers);
+  EXPECT_EQ(count_of(svg, ": its gradients are whole, nodes "), 1 + kBlocks);
+  EXPECT_EQ(count_of(svg, ": all_gather, "), kGathers);
+  EXPECT_EQ(count_of(svg, ": reduce_scatter, "), 1 + kBlocks);
+  for (const char* part : {">forward</text>", ">backward</text>", ">blocks.11</text>", "<title>masters, at most 59.3 MiB</title>", "full_shard"})
+    EXPECT_THAT(svg, HasSubstr(part));
+  EXPECT_THAT(svg, HasSubstr(" 56.0H")) << "the peak is the top of the frame";
+  EXPECT_EQ(count_of(svg, " 55."), 0);
+  EXPECT_LT(svg.size(), 300'000u);
+  // Rows are in the order in which units compute, also where the backward is the first to name them.
+  for (const std::string& drawn : {svg, tape({"--format", "svg", "--sharding.strategy", "replicate"}).out}) {
+    const auto row = [&](const std::string& unit) {
+      const size_t label = drawn.find(">" + unit + "</text>"), y = drawn.rfind(" y=\"", label);
+      return label == std::string::npos ? -1.0 : std::strtod(drawn.c_str() + y + 4, nullptr);
+    };
+    EXPECT_GT(row("root"), 0);
+    EXPECT_LT(row("root"), row("blocks.0"));
+    EXPECT_LT(row("blocks.0"), row("blocks.11"));
+  }
+}
+
+TEST(Tape, SvgOfLargeStepsIsNotLarger) {
+  const std::string svg = tape({"--format", "svg", "--train.batch", "64", "--train.micro_batches", "8", "--sharding.tensor", "2", "--train.recompute", "block"}).out;
+  EXPECT_GT(elements(svg), 100);
+  EXPECT_GT(count_of(svg, ">blocks.11</text>"), 0);
+  EXPECT_EQ(run_sheaf({"tape", "--model.preset", "gpt2-124m", "--format", "svg", "--train.compile", "true"}).code, 64);
+}
+
 TEST(Tape, DotIsAGraph) {
   const Outcome r = tape({"--format", "dot", "--rank", "7"});
   EXPECT_TRUE(r.out.starts_with("digraph"));
