@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "sheaf/autograd/ops/redistribute.h"
+#include "sheaf/core/rank_context.h"
 
 namespace sheaf {
 
@@ -32,8 +33,22 @@ uint32_t Tape::intern_type(const Type& type) {
   for (uint32_t id : bucket)
     if (types_[id] == type) return last_type_ = id;
   types_.push_back(type);
+  note_coordinates(type.layout.mesh());
   bucket.push_back(static_cast<uint32_t>(types_.size() - 1));
   return last_type_ = bucket.back();
+}
+
+// Now, since a tape outlives what the rank has joined.
+void Tape::note_coordinates(const MeshSpec* mesh) {
+  const RankContext& rank = RankContext::current();
+  if (!mesh || coordinates_.contains(mesh) || !rank.runtime(mesh)) return;
+  std::vector<int>& at = coordinates_[mesh];
+  for (int a = 0; a < mesh->num_axes(); ++a) at.push_back(rank.coordinate(mesh, a));
+}
+
+std::vector<int> Tape::coordinates(const MeshSpec* mesh) const {
+  const auto known = coordinates_.find(mesh);
+  return known != coordinates_.end() ? known->second : std::vector<int>(static_cast<size_t>(mesh->num_axes()), 0);
 }
 
 uint32_t Tape::intern_path(std::string_view path) {
@@ -90,6 +105,7 @@ void Tape::clear() {
   attrs_.clear();
   path_ids_.clear();
   type_ids_.clear();
+  coordinates_.clear();
   leaf_names_.clear();
   cotangents_.clear();
   last_type_ = last_path_ = 0;

@@ -73,6 +73,8 @@ class Tape {
   /// Leaf values in the order of their first use, with their names.
   std::vector<ValueId> leaves() const;
   const std::string& leaf_name(ValueId v) const;
+  /// Where the rank that recorded it is on this mesh; zeros, if it had not joined it.
+  std::vector<int> coordinates(const MeshSpec* mesh) const;
   /// Payload bytes this rank receives in node `n` (0 for anything local).
   int64_t wire_bytes(const Node& n) const;
   /// Each gradient that a reverse pass produced, with the value that it is the gradient of, or a contribution to.
@@ -99,6 +101,7 @@ class Tape {
 
  private:
   uint32_t intern_type(const Type& type);
+  void note_coordinates(const MeshSpec* mesh);
   uint32_t intern_path(std::string_view path);
 
   std::vector<Node> nodes_;
@@ -110,6 +113,7 @@ class Tape {
   std::vector<char> attrs_;
   std::unordered_map<std::string, uint32_t> path_ids_;
   std::unordered_map<uint64_t, std::vector<uint32_t>> type_ids_;
+  std::unordered_map<const MeshSpec*, std::vector<int>> coordinates_;
   std::unordered_map<ValueId, std::string> leaf_names_;
   std::vector<std::pair<ValueId, ValueId>> cotangents_;
 };

@@ -6,17 +6,9 @@
 
 #include "sheaf/autograd/ops/redistribute.h"
 #include "sheaf/core/communicator.h"
-#include "sheaf/core/rank_context.h"
 
 namespace sheaf {
 namespace {
-
-std::vector<int> coordinates_on(const MeshSpec* mesh) {
-  std::vector<int> at(static_cast<size_t>(mesh->num_axes()), 0);
-  if (RankContext::current().runtime(mesh))
-    for (int a = 0; a < mesh->num_axes(); ++a) at[static_cast<size_t>(a)] = RankContext::current().coordinate(mesh, a);
-  return at;
-}
 
 int64_t local_elements(const Type& t, const std::vector<int>& at) {
   return t.layout.mesh() ? t.layout.local_shape(t.shape, at.data()).numel() : t.shape.numel();
@@ -42,17 +34,16 @@ int64_t shared_elements(const Type& from, const Type& to, int axis, const std::v
   return d == e && d >= 0 ? shared * (whole.numel() / whole[d]) : shared;
 }
 
-// Whether this rank takes part: not in exchanges among other ranks of an axis. A rank that has not joined the mesh counts as its rank
-// 0.
-bool is_here(const Layout& from, const Layout& to) {
-  const std::vector<int> at = coordinates_on(to.mesh());
+// Whether this rank takes part: not in exchanges among other ranks of an axis.
+bool is_here(const Tape& tape, const Layout& from, const Layout& to) {
+  const std::vector<int> at = tape.coordinates(to.mesh());
   return !from.is_elsewhere(at.data()) || !to.is_elsewhere(at.data());
 }
 
 int64_t received_bytes(const Tape& tape, const Transfer& t) {
   const Type &from = tape.type(t.from), &to = tape.type(t.to);
   const MeshSpec* mesh = to.layout.mesh();
-  const std::vector<int> at = coordinates_on(mesh);
+  const std::vector<int> at = tape.coordinates(mesh);
   const int64_t n = mesh->size(t.axis), size = static_cast<int64_t>(size_of(to.dtype));
   const int64_t had = local_elements(from, at), has = local_elements(to, at);
   if (t.name == "send") return std::max<int64_t>(0, has - had) * size;
@@ -75,7 +66,7 @@ std::vector<Transfer> transfers(const Tape& tape, const Node& n) {
     for (int a = 0; a < to.num_axes(); ++a) {
       if (from[a] == to[a]) continue;
       const std::string name = redistribution_name(from, to);
-      if (!is_here(from, to)) break;
+      if (!is_here(tape, from, to)) break;
       if (name == "all_gather" || name == "reduce_scatter" || name == "all_reduce" || name == "all_to_all" || name == "send")
       {
         Transfer t{inputs[static_cast<size_t>(i)], tape.output(n, i), a, name};

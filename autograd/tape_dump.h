@@ -1,24 +1,31 @@
-// Tapes in readable form: text, JSON, Graphviz, and what a step sends over the network.
+// Tapes in readable form: text, JSON, Graphviz, a picture, and what a step sends over the network.
 #pragma once
 
 #include <string>
 #include <vector>
 
 #include "sheaf/autograd/tape.h"
+#include "sheaf/core/memory_ledger.h"
 
 namespace sheaf {
 
 /// One line per node, grouped by phase: ids, op, inputs, module path, types; for redistributions the placements, bytes
 /// received by this rank and lane; and marks (mirror, prefetched, stored into or added to a slot).
 ///
-/// All of these need this rank's coordinates for byte counts; for a mesh that it has not joined, or has left, they use those of the
-/// mesh's first rank.
+/// "This rank" is here and below the one that recorded the tape; on a mesh that it had not joined, the mesh's first one.
 std::string to_text(const Tape& tape);
 /// An object {"nodes": [...], "values": [...], ...}; a node has id, kind, op, path, phase, lane, flags, attributes as text, inputs,
 /// outputs and bytes; a value its dtype, shape, layout and memory.
 std::string to_json(const Tape& tape);
 /// Graphviz: nodes coloured by the placement of their outputs, communicating edges labelled with bytes.
 std::string to_dot(const Tape& tape);
+/// An SVG with the nodes from left to right. Above, the bytes alive while each of them runs, by what they are held for (HeldFor). Below, a
+/// row per unit: how long its weights are gathered, how long its gradient is whole, and its communication. Names and sizes appear under
+/// the mouse; where there are more nodes than pixels, a pixel shows the node with the most bytes. The history is that of a ledger
+/// whose clock is the number of recorded nodes:
+///
+///     MemoryLedger ledger([] { return Recording::current() ? Recording::current()->tape().num_nodes() : -1; });
+std::string to_svg(const Tape& tape, const MemoryLedger::History& memory, const std::string& title);
 
 /// One value that a node sends over the network.
 struct Transfer {

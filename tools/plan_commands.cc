@@ -10,7 +10,6 @@
 #include "sheaf/kernels/cuda/config.h"
 #include "sheaf/models/flops.h"
 #include "sheaf/models/plan.h"
-#include "sheaf/models/step_picture.h"
 #include "sheaf/models/tokenizer.h"
 #include "sheaf/models/trainer.h"
 #include "sheaf/models/config_search.h"
@@ -100,8 +99,8 @@ int tape_command(const TapeArguments& arguments) {
   if (arguments.format == "json") say(to_json(plan.tape));
   else if (arguments.format == "dot") say(to_dot(plan.tape));
   else if (arguments.format == "svg")
-    say(models::to_svg(plan, str("one step of rank ", arguments.rank, " of ", counted(arguments.world, "rank"), ", ", config.sharding.strategy, ", ", plan.parameters,
-                                 " parameters: at most ", mebibytes(plan.peak.bytes))));
+    say(to_svg(plan.tape, plan.memory, str("one step of rank ", arguments.rank, " of ", counted(arguments.world, "rank"), ", ", config.sharding.strategy, ", ", plan.parameters,
+                                          " parameters: at most ", mebibytes(plan.peak.bytes))));
   else if (arguments.format == "text")
     say(to_text(plan.tape) + "\ncollectives\n" + collective_summary(plan.tape) + outer +
         str("\nparameters ", plan.parameters, plan.trained < plan.parameters ? str(", of them trained ", plan.trained) : "",

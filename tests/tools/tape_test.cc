@@ -15,6 +15,7 @@ namespace {
 
 using ::testing::HasSubstr;
 using testing::Outcome;
+using testing::operator+;
 using testing::run_sheaf;
 
 using Words = std::vector<std::string>;
@@ -181,6 +182,21 @@ TEST(Tape, SvgDrawsItsMemoryAndUnits) {
     EXPECT_GT(row("root"), 0);
     EXPECT_LT(row("root"), row("blocks.0"));
     EXPECT_LT(row("blocks.0"), row("blocks.11"));
+  }
+}
+
+// What a rank of the second stage gathers, reduces and holds, not what the first rank does.
+TEST(Tape, IsOfTheRankThatIsAskedFor) {
+  for (const int rank : {0, 7}) {
+    const Words stages = {"--sharding.pipeline", "2", "--train.micro_batches", "2", "--rank", str(rank)};
+    const std::string text = tape(stages).out, collectives = text.substr(text.find("\ncollectives\n")), svg = tape(stages + Words{"--format", "svg"}).out;
+    for (int b = 0; b < kBlocks; ++b) {
+      const bool here = (b < 8) == (rank == 0);  // the second stage has the head, too
+      const auto gathers = [&](const std::string& line) { return line.starts_with(str("blocks.", b, " ")) && line.find("all_gather") != std::string::npos; };
+      EXPECT_EQ(std::ranges::any_of(testing::lines_of(collectives), gathers), here) << rank << ' ' << b << collectives;
+      EXPECT_EQ(count_of(svg, str(">blocks.", b, ": weights are gathered")) > 0, here) << rank << ' ' << b;
+      EXPECT_EQ(count_of(svg, str(">blocks.", b, ": its gradients are whole")) > 0, here) << rank << ' ' << b;
+    }
   }
 }
 

@@ -1,5 +1,4 @@
-#include "sheaf/models/step_picture.h"
-
+// A step as a picture: its memory by purpose, and its units.
 #include <algorithm>
 #include <array>
 #include <cstdio>
@@ -7,7 +6,7 @@
 
 #include "sheaf/autograd/tape_dump.h"
 
-namespace sheaf::models {
+namespace sheaf {
 namespace {
 
 // In pixels.
@@ -60,7 +59,9 @@ int64_t total(const Held& held) {
 
 class Picture {
  public:
-  explicit Picture(const Plan& plan) : plan_(plan), tape_(plan.tape) {}
+  Picture(const Tape& tape, const MemoryLedger::History& memory) : tape_(tape), columns_(columns(memory)) {
+    for (const Held& held : columns_) peak_ = std::max(peak_, total(held));
+  }
 
   std::string draw(const std::string& title) {
     find_units();
@@ -77,9 +78,9 @@ class Picture {
   double x_of(int64_t node) const { return kLeft + kWidth * static_cast<double>(node) / std::max(1, tape_.num_nodes()); }
 
   /// The bytes alive in each column: those of its node with the most.
-  std::vector<Held> columns() const {
+  std::vector<Held> columns(const MemoryLedger::History& memory) const {
     std::vector<Held> columns(static_cast<size_t>(kColumns));
-    Held held = plan_.memory.before;
+    Held held = memory.before;
     int64_t node = 0;
     size_t done = 0;  // columns before this one are complete
     const auto advance_to = [&](int64_t next) {
@@ -88,7 +89,7 @@ class Picture {
       while (done < column) columns[++done] = held;
     };
     columns[0] = held;
-    for (const MemoryLedger::Change& change : plan_.memory.changes) {
+    for (const MemoryLedger::Change& change : memory.changes) {
       advance_to(change.now);
       held[static_cast<size_t>(change.use)] += change.bytes;
       if (total(held) > total(columns[done])) columns[done] = held;
@@ -98,15 +99,14 @@ class Picture {
   }
 
   std::string memory() const {
-    const std::vector<Held> held = columns();
-    const double bottom = kTop + kMemory, scale = kMemory / std::max<double>(1, static_cast<double>(plan_.peak.bytes));
+    const double bottom = kTop + kMemory, scale = kMemory / std::max<double>(1, static_cast<double>(peak_));
     std::string out;
-    std::vector<double> below(held.size(), 0);
+    std::vector<double> below(columns_.size(), 0);
     for (const Shade& shade : kShades) {
       std::vector<double> above = below;
       int64_t most = 0;
-      for (size_t c = 0; c < held.size(); ++c) {
-        const int64_t bytes = held[c][static_cast<size_t>(shade.use)];
+      for (size_t c = 0; c < columns_.size(); ++c) {
+        const int64_t bytes = columns_[c][static_cast<size_t>(shade.use)];
         most = std::max(most, bytes);
         above[c] += static_cast<double>(bytes) * scale;
       }
@@ -118,7 +118,7 @@ class Picture {
     for (int quarter = 0; quarter <= 4; ++quarter) {
       const double y = bottom - kMemory * quarter / 4;
       out += print("<line x1=\"%.0f\" x2=\"%.0f\" y1=\"%.1f\" y2=\"%.1f\" stroke=\"#000\" stroke-opacity=\"0.15\"/>\n", kLeft, kLeft + kWidth, y, y) +
-             text_at(kLeft - 6, y + 4, "end", format_bytes(plan_.peak.bytes * quarter / 4));
+             text_at(kLeft - 6, y + 4, "end", format_bytes(peak_ * quarter / 4));
     }
     return out;
   }
@@ -155,6 +155,8 @@ class Picture {
     for (;; path.resize(path.find_last_of('.') == std::string::npos ? 0 : path.find_last_of('.')))
       if (const auto unit = units_.find(path); unit != units_.end() || path.empty()) return unit;
   }
+  /// Not of another stage.
+  bool is_here(const Layout& layout) const { return !layout.mesh() || !layout.is_elsewhere(tape_.coordinates(layout.mesh()).data()); }
   bool holds_gradients(const Node& n) const { return tape_.op_name(n) == "grad_slots"; }
   NodeId last_use(const Node& n) const {
     NodeId last = -1;
@@ -171,7 +173,7 @@ class Picture {
       const double y = top + row * static_cast<double>(unit->second);
       const std::string path = tape_.path(n).empty() ? "root" : tape_.path(n);
       const bool gathers = is_unit_gather(tape_, n);
-      if (gathers || holds_gradients(n)) {
+      if ((gathers || holds_gradients(n)) && is_here(tape_.type(tape_.output(n)).layout)) {
         const NodeId end = last_use(n) + 1;
         bars += box(x_of(id), gathers ? y + 0.08 * row : y + 0.54 * row, x_of(end) - x_of(id), 0.38 * row,
                     colour_of(gathers ? HeldFor::gathered : HeldFor::whole_gradients),
@@ -213,17 +215,17 @@ class Picture {
       out += box(x, y - 9, 10, 10, colour, label) + text_at(x + 13, y, "start", label);
       x += width;
     };
-    const std::vector<Held> held = columns();
     for (const Shade& shade : kShades)
-      if (std::ranges::any_of(held, [&](const Held& h) { return h[static_cast<size_t>(shade.use)] > 0; })) entry(shade.colour, std::string(name(shade.use)));
+      if (std::ranges::any_of(columns_, [&](const Held& h) { return h[static_cast<size_t>(shade.use)] > 0; })) entry(shade.colour, std::string(name(shade.use)));
     entry(kGather, "all-gather");
     entry(kReduction, "reduce-scatter, all-reduce");
     entry(kOther, "other communication");
     return out;
   }
 
-  const Plan& plan_;
   const Tape& tape_;
+  const std::vector<Held> columns_;
+  int64_t peak_ = 0;
   static constexpr size_t kUnseen = static_cast<size_t>(-1);
   std::map<std::string, size_t> units_;  // path to row
   std::vector<NodeId> last_use_;         // of each value's memory
@@ -231,8 +233,8 @@ class Picture {
 
 }  // namespace
 
-std::string to_svg(const Plan& plan, const std::string& title) {
-  return Picture(plan).draw(title);
+std::string to_svg(const Tape& tape, const MemoryLedger::History& memory, const std::string& title) {
+  return Picture(tape, memory).draw(title);
 }
 
-}  // namespace sheaf::models
+}  // namespace sheaf
