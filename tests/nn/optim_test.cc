@@ -441,7 +441,7 @@ TEST(Ema, FollowsTheParametersOnTheirShards) {
     }, {.threads_per_rank = 1});
 }
 
-// With decay and 1 - decay as two rounded factors, weights shrink: after these steps by 3 in 10,000.
+// With decay and 1 - decay as two rounded factors, some weights shrink: after these steps by up to a thousandth.
 TEST(Ema, HighDecaysKeepTheScale) {
   TinyModel model(2);
   materialize(model, Device::cpu(), {.seed = 3});
