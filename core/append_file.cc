@@ -27,6 +27,11 @@ void AppendFile::write(std::string_view record) {
   }
 }
 
+void AppendFile::truncate(int64_t bytes) {
+  while (ftruncate(fd_, bytes) != 0)
+    if (errno != EINTR) fail_to("truncate");
+}
+
 void AppendFile::sync() {
   // fsync of a pipe or of /dev/stdout is refused; there is nothing to make durable then.
   if (fsync(fd_) != 0 && errno != EINVAL && errno != EROFS) fail_to("sync");

@@ -1,6 +1,7 @@
 // AppendFile: a log, which grows by whole records.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <string_view>
 
@@ -17,6 +18,8 @@ class AppendFile {
 
   /// With one system call where the file system allows it, so that a kill leaves whole records.
   void write(std::string_view record);
+  /// Drops everything after the first `bytes`.
+  void truncate(int64_t bytes);
   /// Everything written so far is on the disk when it returns.
   void sync();
 

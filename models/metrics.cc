@@ -1,8 +1,9 @@
 #include "sheaf/models/metrics.h"
 
-#include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <cstdio>
+#include <system_error>
 
 #include "sheaf/core/atomic_file.h"
 #include "sheaf/core/file.h"
@@ -11,14 +12,27 @@
 namespace sheaf::models {
 namespace {
 
-// True for a whole line of a step up to `last_step`.
+constexpr std::string_view kBegin = "{\"step\":";
+
+// True for a line, with its end, of a step up to `last_step`.
 bool is_kept(std::string_view line, int64_t last_step) {
-  try {
-    const Json json = Json::parse(line, "line");
-    return json.at("step").as_int() <= last_step;
-  } catch (const DataError&) {
-    return false;
+  if (!line.starts_with(kBegin)) return false;
+  line.remove_prefix(kBegin.size());
+  int64_t step = 0;
+  const auto [end, error] = std::from_chars(line.data(), line.data() + line.size(), step);
+  return error == std::errc() && (*end == ',' || *end == '}') && step <= last_step;
+}
+
+// The bytes up to the end of the last whole line of a step up to `last_step`. Steps ascend, and what came before a checkpoint was
+// synced: so it is found from the end, however long the file has become.
+int64_t kept_bytes(std::string_view text, int64_t last_step) {
+  size_t end = text.rfind('\n') + 1;  // a last line without its end was truncated, even if the rest of it can be read
+  while (end > 0) {
+    const size_t begin = text.substr(0, end - 1).rfind('\n') + 1;
+    if (is_kept(text.substr(begin, end - begin), last_step)) break;
+    end = begin;
   }
+  return static_cast<int64_t>(end);
 }
 
 std::string duration(double seconds) {
@@ -48,29 +62,13 @@ std::string grouped(double value) {
 
 MetricsWriter::MetricsWriter(const std::string& path, int64_t last_step) {
   make_folders(parent_of(path));
-  std::string kept;
-  bool dropped = !path_exists(path);
-  if (!dropped) {
-    const std::string old = File::open(path).read_all();
-    for (size_t at = 0; at < old.size();) {
-      const size_t end = std::min(old.find('\n', at), old.size());
-      const std::string_view line = std::string_view(old).substr(at, end - at);
-      // A last line without its end was truncated, even if the rest of it parses.
-      if (end < old.size() && is_kept(line, last_step)) {
-        kept += line;
-        kept += '\n';
-      } else {
-        dropped = true;
-      }
-      at = end + 1;
-    }
-  }
-  if (dropped) replace_file(path, kept);
+  if (!path_exists(path)) replace_file(path, "");  // its name survives a crash
   file_ = std::make_unique<AppendFile>("metrics", path);
+  file_->truncate(kept_bytes(File::open(path).map().text(), last_step));
 }
 
 void MetricsWriter::write(int64_t step, std::span<const Metric> metrics) {
-  std::string line = str("{\"step\":", step);
+  std::string line = str(kBegin, step);
   for (const Metric& metric : metrics) {
     line += "," + json_string(metric.name) + ":";
     if (auto* integer = std::get_if<int64_t>(&metric.value)) {

@@ -27,9 +27,9 @@ struct Metric {
 /// {"loss":null,"loss_nonfinite":"nan"}. Used by rank 0 only; not thread-safe.
 class MetricsWriter {
  public:
-  /// Starts the file, or continues it: lines of steps after `last_step` (of a run that was killed after its last checkpoint) and
-  /// unreadable lines (truncated by a kill) are dropped, by one rename, so that every step is recorded once. The default drops all.
-  /// Throws IoError.
+  /// Starts the file, or continues it after the last whole line of a step up to `last_step`: what follows (lines of a run that was
+  /// killed after its last checkpoint, some truncated by that) is dropped, so that every step is recorded once. The default drops all.
+  /// The lines that stay are not read. Throws IoError.
   explicit MetricsWriter(const std::string& path, int64_t last_step = -1);
 
   /// Writes one line. Throws IoError.

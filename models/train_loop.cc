@@ -6,6 +6,7 @@
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/models/event_file.h"
+#include "sheaf/models/model_checkpoint.h"
 #include "sheaf/models/norm_metrics.h"
 #include "sheaf/models/step_news.h"
 #include "sheaf/models/step_profile.h"
@@ -33,6 +34,7 @@ class Trainer::Loop {
       metrics_ = std::make_unique<MetricsWriter>(output.folder + "/metrics.jsonl", first - (first == 0));
       if (output.tensorboard) events_ = std::make_unique<EventFile>(output.folder + "/tensorboard", first + 1);
     }
+    wait_for_all(world_);  // the first step has a deadline, rank 0's files have none
     if (step_.scaler()) skipped_ = step_.scaler()->state().skipped_steps;
     report_.steps = train_.steps;
     report_.done = first;

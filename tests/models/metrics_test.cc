@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <limits>
 
 #include "sheaf/core/file.h"
@@ -71,11 +72,22 @@ TEST_F(Metrics, CutOffAndSpoiledLinesGo) {
   make_folders(folder / "out");
   const std::string one = "{\"step\":1,\"loss\":1.0}\n";
   for (const std::string& tail : {std::string("{\"step\":2,\"lo"), std::string("{\"step\":2,\"loss\":1.0}"),
-                                  std::string(40, '\0'), std::string("\n\n"), std::string("[]\n{\"step\":\"x\"}\n")}) {
+                                  std::string(40, '\0'), std::string("\n\n"), std::string("[]\n{\"step\":\"x\"}\n"),
+                                  std::string("{\"step\":2\0\0\n", 12)}) {
     write_file(path, one + tail);
     { MetricsWriter writer(path, 10); }
     EXPECT_EQ(text(), one) << tail;
   }
+}
+
+TEST_F(Metrics, WhatStaysIsNotRead) {
+  constexpr uintmax_t kLong = uintmax_t{1} << 40;
+  make_folders(folder / "out");
+  write_file(path, "");
+  std::filesystem::resize_file(path, kLong);  // of zeros that take no room
+  std::ofstream(path, std::ios::app) << "\n{\"step\":1}\n{\"step\":2}\n";
+  { MetricsWriter writer(path, 1); }
+  EXPECT_EQ(std::filesystem::file_size(path), kLong + 12);
 }
 
 TEST_F(Metrics, OneLineForPeople) {

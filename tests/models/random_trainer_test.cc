@@ -222,9 +222,11 @@ TEST(Trainer, IslandsThatEndInARoundHaveOneModel) {
 }
 
 // The time-out is for ranks that are at work together, not for files.
-int slow_to_remove(const char* operation, const char* path) {
-  const bool is_it = std::string_view(operation) == "remove" && std::string_view(path).ends_with("step-1.tmp-5");
-  if (is_it) std::this_thread::sleep_for(std::chrono::seconds(4));
+int slow_on_first(const char* operation, const char* path) {
+  const std::string_view name(path);
+  const bool removes = std::string_view(operation) == "remove" && name.ends_with("step-1.tmp-5");
+  const bool begins = std::string_view(operation) == "open" && name.find("/metrics.jsonl") != name.npos;
+  if (removes || begins) std::this_thread::sleep_for(std::chrono::seconds(4));
   return 0;
 }
 
@@ -235,7 +237,7 @@ TEST(Trainer, ARankMayTakeLongOverItsFiles) {
   task.train.batch = 8, task.train.steps = 1;
   task.output.folder = folder / "run";
   make_folders(task.output.folder + "/checkpoints/step-1.tmp-5");  // of a save that failed
-  set_file_fault(slow_to_remove);
+  set_file_fault(slow_on_first);
   run_local(2, [&](World& w) {
     models::Trainer trainer(task, w, Device::cpu());
     EXPECT_EQ(trainer.run().done, 1);
