@@ -30,6 +30,9 @@ std::string reason_of(int error) { return std::generic_category().message(error)
   fail<IoError>("[file] cannot ", what, " '", path, "': ", reason_of(error));
 }
 
+// There is no such file: not here now, and not later.
+bool is_of_the_path(int error) { return error == ENOENT || error == ENOTDIR || error == ENAMETOOLONG || error == ELOOP; }
+
 std::string hex(XXH128_hash_t hash) {
   char out[33];
   std::snprintf(out, sizeof out, "%016llx%016llx", static_cast<unsigned long long>(hash.high64),
@@ -88,12 +91,15 @@ File::~File() {
 File File::try_open(const std::string& path, std::string& reason) {
   File file;
   file.path_ = path;
+  int error = detail::file_fault("read", path);
   // O_NONBLOCK: opening a pipe must not hang before it is found to be one.
-  do file.fd_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  while (file.fd_ < 0 && errno == EINTR);
+  while (!error && (file.fd_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) < 0)
+    if (errno != EINTR) error = errno;
   struct stat status {};
-  if (file.fd_ < 0 || fstat(file.fd_, &status) != 0) {
-    reason = reason_of(errno);
+  if (!error && fstat(file.fd_, &status) != 0) error = errno;
+  if (error && !is_of_the_path(error)) io_failure("open", path, error);
+  if (error) {
+    reason = reason_of(error);
   } else if (S_ISDIR(status.st_mode)) {
     reason = "it is a folder";
   } else if (!S_ISREG(status.st_mode)) {

@@ -40,8 +40,8 @@ class File {
   File& operator=(File&& o) noexcept;
   ~File();
 
-  /// Opens `path`; throws E (IoError, or what a missing file means to the caller) if it is missing, unreadable or not a
-  /// regular file: devices and pipes are refused without being read.
+  /// Opens `path`; throws E (IoError, or what a missing file means to the caller) if it is missing or not a regular file: devices and
+  /// pipes are refused without being read. IoError if it is there and cannot be opened, which may pass: too many are open, for instance.
   template <class E = IoError>
   static File open(const std::string& path) {
     std::string reason;
@@ -138,8 +138,8 @@ std::string parent_of(const std::string& path);
 
 namespace testing {
 /// Called before every system call that changes files ("open", "write", "sync", "rename", "exchange", "mkdir",
-/// "remove"), and when a rank looks for another's file ("look"). A test returns an errno value to fail the call, or ends the process.
-/// Null outside tests.
+/// "remove"), when a file is opened to be read ("read"), and when a rank looks for another's file ("look"). A test returns an errno
+/// value to fail the call, or ends the process. Null outside tests.
 using FileFault = int (*)(const char* operation, const char* path);
 void set_file_fault(FileFault fault);
 }  // namespace testing

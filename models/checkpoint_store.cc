@@ -261,12 +261,13 @@ Checkpoint Checkpoint::open_step(const std::string& folder, int64_t step, const 
   wait_for_manifest(step_folder(folder, step), group);
   std::optional<Checkpoint> opened;
   const bool everywhere = together(group, [&] { opened = open(step_folder(folder, step), group); });
-  check<CheckpointError>(everywhere, "[checkpoint] '", opened->path(), "' is broken, as another rank found");
+  check<CheckpointError>(everywhere, "[checkpoint] '", opened->path(), "' is broken or cannot be read, as another rank found");
   return std::move(*opened);
 }
 
 std::optional<Checkpoint> Checkpoint::open_newest(const std::string& folder, const Warn& warn, const CheckpointGroup& group) {
   std::vector<int64_t> steps = steps_on_first(folder, group);
+  std::vector<int64_t> broken;
   std::string newest_reason;
   for (int64_t& step : steps) {
     step = group.of_first(step);
@@ -274,22 +275,32 @@ std::optional<Checkpoint> Checkpoint::open_newest(const std::string& folder, con
     wait_for_manifest(path, group);
     std::optional<Checkpoint> candidate;
     std::string reason;
+    bool is_damage = false;
     try {
       candidate = open(path, group);
+    } catch (const IoError& error) {
+      reason = error.what();
     } catch (const Error& error) {
       reason = error.what();
+      is_damage = true;
     }
-    if (group.all_true(candidate.has_value())) return candidate;
+    if (group.all_true(candidate.has_value())) {
+      candidate->broken_ = std::move(broken);
+      return candidate;
+    }
+    const bool may_be_whole = group.all_true(!is_damage);
+    if (!may_be_whole) broken.push_back(step);
     // One line is enough: rank 0's, or else one from each of the ranks that know the reason.
     const bool first_knows = !group.all_true(group.rank != 0 || reason.empty());
     if (!reason.empty() && (group.rank == 0 || !first_knows))
-      warn(str("checkpoint '", path, "' is broken and is not used: ", reason));
-    if (reason.empty()) reason = "another rank found it broken";
+      warn(str("checkpoint '", path, is_damage ? "' is broken" : "' cannot be read", " and is not used: ", reason));
+    if (reason.empty()) reason = may_be_whole ? "another rank cannot read it" : "another rank found it broken";
     if (newest_reason.empty()) newest_reason = reason;
   }
-  check<CheckpointError>(steps.empty(), "[checkpoint] no whole checkpoint is left in '", folder, "'; the newest, step ",
-                         steps.empty() ? 0 : steps[0], ": ", newest_reason);
-  return std::nullopt;
+  if (steps.empty()) return std::nullopt;
+  const std::string newest = str("in '", folder, "'; the newest, step ", steps[0], ": ", newest_reason);
+  if (broken.size() < steps.size()) fail<IoError>("[checkpoint] no whole checkpoint can be read ", newest);
+  fail<CheckpointError>("[checkpoint] no whole checkpoint is left ", newest);
 }
 
 }  // namespace sheaf::models

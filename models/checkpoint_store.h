@@ -104,20 +104,22 @@ class Checkpoint {
   using Tensors = std::map<std::string, TensorInfo, std::less<>>;
 
   /// Opens a step folder, collectively: the ranks share the work of verifying the files. Throws CheckpointError naming the file and
-  /// the problem on the rank that finds it.
+  /// the problem on the rank that finds it; IoError if a file is there and cannot be read.
   static Checkpoint open(const std::string& step_folder, const CheckpointGroup& group = {});
 
   /// Opens checkpoint `step` of `folder`, collectively. Throws CheckpointError on all ranks if it is broken, or if there is none: then
-  /// with the steps that there are.
+  /// with the steps that there are. IoError on the ranks that cannot read it.
   static Checkpoint open_step(const std::string& folder, int64_t step, const CheckpointGroup& group = {});
 
-  /// Opens the newest whole checkpoint of `folder`, the same on all ranks. Every newer one that is broken is named to `warn` in one line,
-  /// on rank 0 if it sees the damage, else on the ranks that do. Returns nothing if there is no checkpoint; throws CheckpointError if
-  /// there are some, but none is whole.
+  /// Opens the newest whole checkpoint of `folder`, the same on all ranks. Every newer one that is broken, or that a rank cannot read, is
+  /// named to `warn` in one line, on rank 0 if it sees that, else on the ranks that do. Returns nothing if there is no checkpoint; throws
+  /// CheckpointError if there are some, but all are broken, and IoError if some of them may be whole.
   static std::optional<Checkpoint> open_newest(const std::string& folder, const Warn& warn, const CheckpointGroup& group = {});
 
   const std::string& path() const { return path_; }
   int64_t step() const { return step_; }
+  /// Newer steps that open_newest() found broken, on some rank; not those that could not be read, which may pass.
+  const std::vector<int64_t>& broken() const { return broken_; }
   int world() const { return static_cast<int>(files_.size()); }  ///< ranks that wrote it
   const Json& state() const { return state_; }
   const Tensors& tensors() const { return tensors_; }
@@ -144,6 +146,7 @@ class Checkpoint {
 
   std::string path_;
   int64_t step_ = 0;
+  std::vector<int64_t> broken_;
   Json state_;
   std::vector<ShardFile> files_;
   Tensors tensors_;

@@ -204,9 +204,7 @@ void Trainer::restore() {
   check_resumable(state, this->state(0));
   load_state(*checkpoint, step_->model(), {&step_->optimizer()}, {.scaler = step_->scaler(), .outer = step_->outer()});
   first_step_ = state.step;
-  if (world_.rank() == 0)
-    for (const int64_t step : list_steps(folder))
-      if (step > checkpoint->step()) abandoned_.push_back(step);  // they are broken
+  abandoned_ = checkpoint->broken();
   best_ = state.best;
   const std::optional<WeightsState> found = std::exchange(weights_, state.weights);
   if (weights_ && weights_->before.empty() && found) weights_->before = found->before;  // which older checkpoints lack

@@ -102,7 +102,7 @@ class Trainer {
   std::unique_ptr<FileLock> lock_;  ///< on rank 0
   std::unique_ptr<TrainingStep> step_;
   int64_t first_step_ = 0;
-  std::vector<int64_t> abandoned_;  ///< on rank 0: steps of checkpoints that were too broken to resume from, and are still there
+  std::vector<int64_t> abandoned_;  ///< steps of checkpoints that were too broken to resume from, and are still there
   std::optional<BestState> best_;
   AsyncSaver saver_;  ///< idle without train.save_async
 };

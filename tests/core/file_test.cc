@@ -23,6 +23,7 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::StartsWith;
 
 TEST(File, ReadsRangesAndMaps) {
   ScratchFolder folder;
@@ -59,6 +60,10 @@ TEST(File, OpenThrowsWhatTheCallerMeans) {
   ScratchFolder folder;
   EXPECT_THAT(message_of<DataError>(ExitCode::kData, [&] { File::open<DataError>(folder / "x"); }),
               HasSubstr("cannot open"));
+  EXPECT_THAT(message_of<DataError>(ExitCode::kData, [&] { File::open<DataError>(folder / std::string(300, 'x')); }), HasSubstr("too long"));
+  testing::set_file_fault([](const char*, const char*) { return EMFILE; });
+  EXPECT_THAT(message_of<IoError>(ExitCode::kIo, [&] { File::open<DataError>(folder / "x"); }), StartsWith("[file] cannot open"));
+  testing::set_file_fault(nullptr);
   ASSERT_EQ(mkfifo((folder / "pipe").c_str(), 0600), 0);
   EXPECT_THAT(message_of<IoError>(ExitCode::kIo, [&] { File::open(folder / "pipe"); }), HasSubstr("regular"));
 }

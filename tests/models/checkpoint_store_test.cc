@@ -27,6 +27,7 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::StartsWith;
 using testing::Ranks;
 
 // A small "model": global values that depend on the step; each rank holds a flat cut of every tensor.
@@ -203,6 +204,36 @@ TEST(CheckpointStore, BrokenNewestIsNamedAndTheOneBeforeItUsed) {
   EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData,
                                           [&] { Checkpoint::open_newest(folder.path(), [](const std::string&) {}); }),
               HasSubstr("no whole checkpoint is left"));
+}
+
+int too_many_files(const char* operation, const char* path) {
+  return std::string_view(operation) == "read" && std::string_view(path).ends_with("step-3/shard-00001-of-00002.safetensors") ? EMFILE : 0;
+}
+
+// It may be whole, and readable a moment later.
+TEST(CheckpointStore, WhatCannotBeReadIsNotBroken) {
+  ScratchFolder folder;
+  for (const int step : {1, 2, 3}) save(folder.path(), step, 2, 0);
+  std::filesystem::remove(folder / "step-2/manifest.json");
+  testing::set_file_fault(too_many_files);
+  for (const bool others_are_whole : {true, false}) {
+    if (!others_are_whole) std::filesystem::remove(folder / "step-1/manifest.json");
+    Ranks(2).run([&](const CheckpointGroup& group) {
+      std::vector<std::string> warnings;
+      const auto open = [&] { return Checkpoint::open_newest(folder.path(), [&](const std::string& line) { warnings.push_back(line); }, group); };
+      if (others_are_whole) {
+        const auto checkpoint = open();
+        ASSERT_TRUE(checkpoint);
+        EXPECT_EQ(checkpoint->step(), 1);
+        EXPECT_THAT(checkpoint->broken(), ElementsAre(2));
+        EXPECT_THAT(warnings, ElementsAre(HasSubstr(group.rank == 0 ? "step-2' is broken" : "step-3' cannot be read")));
+      } else {
+        EXPECT_THAT(message_of<IoError>(ExitCode::kIo, open), AllOf(StartsWith("[checkpoint] no whole checkpoint can be read"),
+                                                                    HasSubstr(group.rank == 0 ? "another rank" : "Too many open files")));
+      }
+    });
+  }
+  testing::set_file_fault(nullptr);
 }
 
 // Manifests with a matching checksum and hostile content.

@@ -3,12 +3,14 @@
 // those of one rank on the same data.
 //
 // A case is a seed; random_seeds() chooses the seeds: bazel test --test_env=SHEAF_SEED=1037 --test_env=SHEAF_SEEDS=1 ...
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
 #include <string_view>
 #include <thread>
 
+#include "sheaf/core/atomic_folder.h"
 #include "sheaf/core/file.h"
 #include "sheaf/core/safetensors.h"
 #include "sheaf/distributed/run_local.h"
@@ -243,6 +245,28 @@ TEST(Trainer, ARankMayTakeLongOverItsFiles) {
     EXPECT_EQ(trainer.run().done, 1);
   }, {.timeout = std::chrono::seconds(2), .threads_per_rank = 1});
   set_file_fault(nullptr);
+}
+
+int too_many_files(const char* operation, const char* path) {
+  return std::string_view(operation) == "read" && std::string_view(path).ends_with("step-4/shard-00001-of-00002.safetensors") ? EMFILE : 0;
+}
+
+// The next save removes broken ones, and not what another rank could not read for a moment.
+TEST(Trainer, ACheckpointThatCannotBeReadStays) {
+  Draw draw(9);
+  const ScratchFolder folder;
+  models::TrainConfig task = small_task(tiny_model("gpt2", 4, 4), folder, draw);
+  task.train.batch = 8, task.train.steps = 4, task.train.save_every = 2;
+  task.output.folder = folder / "run";
+  const LocalOptions ranks{.timeout = std::chrono::seconds(60), .threads_per_rank = 1};
+  run_local(2, [&](World& w) { models::Trainer(task, w, Device::cpu()).run(); }, ranks);
+  set_file_fault(too_many_files);
+  run_local(2, [&](World& w) {
+    models::Trainer trainer(task, w, Device::cpu(), {.resume = true});
+    EXPECT_EQ(trainer.run([] { return 15; }).done, 3);
+  }, ranks);
+  set_file_fault(nullptr);
+  EXPECT_THAT(list_steps(task.output.folder + "/checkpoints"), ::testing::ElementsAre(4, 3, 2));
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, RandomTrainer, ::testing::ValuesIn(random_seeds(12)), [](const auto& seed) { return str(seed.param); });
