@@ -226,7 +226,7 @@ void Checkpoint::parse(const Json& manifest) {
   tensors_ = tensors_of(manifest.at("tensors"), world);
 }
 
-Checkpoint Checkpoint::open(const std::string& step_folder, const CheckpointGroup& group) {
+Checkpoint Checkpoint::with_manifest(const std::string& step_folder) {
   Checkpoint checkpoint;
   checkpoint.path_ = step_folder;
   recover_folder(step_folder);
@@ -240,14 +240,23 @@ Checkpoint Checkpoint::open(const std::string& step_folder, const CheckpointGrou
   } catch (const Error& error) {
     fail<CheckpointError>("[checkpoint] '", path, "': ", error.what());
   }
-  for (size_t i = static_cast<size_t>(group.rank); i < checkpoint.files_.size(); i += static_cast<size_t>(group.world)) {
-    const ShardFile& file = checkpoint.files_[i];
+  return checkpoint;
+}
+
+void Checkpoint::verify(const CheckpointGroup& group) const {
+  for (size_t i = static_cast<size_t>(group.rank); i < files_.size(); i += static_cast<size_t>(group.world)) {
+    const ShardFile& file = files_[i];
     const int64_t bytes = File::open<CheckpointError>(file.path).size();
     check<CheckpointError>(bytes == file.digest.bytes, "[checkpoint] '", file.path, "' has ", bytes,
                            " bytes, the manifest says ", file.digest.bytes);
     check<CheckpointError>(digest_of_file(file.path) == file.digest, "[checkpoint] '", file.path,
                            "' does not match its checksum");
   }
+}
+
+Checkpoint Checkpoint::open(const std::string& step_folder, const CheckpointGroup& group) {
+  Checkpoint checkpoint = with_manifest(step_folder);
+  checkpoint.verify(group);
   return checkpoint;
 }
 
@@ -301,6 +310,20 @@ std::optional<Checkpoint> Checkpoint::open_newest(const std::string& folder, con
   const std::string newest = str("in '", folder, "'; the newest, step ", steps[0], ": ", newest_reason);
   if (broken.size() < steps.size()) fail<IoError>("[checkpoint] no whole checkpoint can be read ", newest);
   fail<CheckpointError>("[checkpoint] no whole checkpoint is left ", newest);
+}
+
+std::optional<Json> Checkpoint::newest_state(const std::string& folder, const CheckpointGroup& group) {
+  for (int64_t step : steps_on_first(folder, group)) {
+    step = group.of_first(step);
+    wait_for_manifest(step_folder(folder, step), group);
+    std::optional<Json> state;
+    try {
+      state = with_manifest(step_folder(folder, step)).state_;
+    } catch (const CheckpointError&) {  // one before it has a state, too
+    }
+    if (group.all_true(state.has_value())) return state;
+  }
+  return std::nullopt;
 }
 
 }  // namespace sheaf::models

@@ -116,6 +116,10 @@ class Checkpoint {
   /// CheckpointError if there are some, but all are broken, and IoError if some of them may be whole.
   static std::optional<Checkpoint> open_newest(const std::string& folder, const Warn& warn, const CheckpointGroup& group = {});
 
+  /// The state in the newest whole manifest of `folder`, if there is one, the same on all ranks. Of other files, which may be large,
+  /// nothing is read. Throws IoError on the ranks that cannot read a manifest.
+  static std::optional<Json> newest_state(const std::string& folder, const CheckpointGroup& group = {});
+
   const std::string& path() const { return path_; }
   int64_t step() const { return step_; }
   /// Newer steps that open_newest() found broken, on some rank; not those that could not be read, which may pass.
@@ -140,7 +144,10 @@ class Checkpoint {
     FileDigest digest;
     std::optional<SafetensorsFile> open;
   };
+  static Checkpoint with_manifest(const std::string& step_folder);
   void parse(const Json& manifest);
+  /// This rank's share of the files.
+  void verify(const CheckpointGroup& group) const;
   /// The file that holds this part of a tensor, and its name there.
   std::pair<SafetensorsFile*, std::string> holder(std::string_view name, const TensorInfo& info, const Part& part);
 

@@ -45,16 +45,20 @@ PublishedText published_text(const std::string& weights, std::string& error) {
   }
 }
 
-// Published files may be gone when a run is continued: its checkpoints contain everything needed of them.
-std::optional<RunState> saved_state(const TrainConfig& config) {
-  const auto checkpoint = Checkpoint::open_newest(checkpoints_in(config.output.folder), [](const std::string&) {});
-  return checkpoint ? std::optional(RunState::from_json(checkpoint->state())) : std::nullopt;
+// Published files may be gone when a run is continued: its checkpoints contain everything needed of them. The state of the newest, on ranks
+// that lack `path`; collective, as others may have it.
+std::optional<RunState> saved_state_without(const std::string& path, const TrainConfig& config, World& world) {
+  const CheckpointGroup group = checkpoint_group(world);
+  const bool is_here = path.empty() || path_exists(path);
+  if (group.all_true(is_here)) return std::nullopt;
+  const std::optional<Json> state = Checkpoint::newest_state(checkpoints_in(config.output.folder), group);
+  return state && !is_here ? std::optional(RunState::from_json(*state)) : std::nullopt;
 }
 
-std::shared_ptr<const Tokenizer> saved_tokenizer(const TrainConfig& config, const TrainOptions& options) {
+std::shared_ptr<const Tokenizer> saved_tokenizer(const TrainConfig& config, World& world, const TrainOptions& options) {
   const DataConfig& data = config.data;
-  if (!options.resume || !is_published(data.tokenizer) || path_exists(data.tokenizer_folder)) return nullptr;
-  const std::optional<RunState> state = saved_state(config);
+  if (!options.resume || !is_published(data.tokenizer)) return nullptr;
+  const std::optional<RunState> state = saved_state_without(data.tokenizer_folder, config, world);
   return state && state->tokenizer && state->tokenizer->kind() == data.tokenizer ? state->tokenizer : nullptr;
 }
 
@@ -62,7 +66,7 @@ std::shared_ptr<const Tokenizer> saved_tokenizer(const TrainConfig& config, cons
 
 Trainer::Trainer(const TrainConfig& config, World& world, Device device, const TrainOptions& options)
     : config_(config), world_(world), device_(device), options_(options),
-      corpus_(load_corpus(config.data, config.model.vocab, saved_tokenizer(config, options))),
+      corpus_(load_corpus(config.data, config.model.vocab, saved_tokenizer(config, world, options))),
       windows_(corpus_.train, config.model.context, static_cast<uint64_t>(config.train.seed),
                window_order(config.data.order)),
       validation_(validations(corpus_.val, config.model.context, config.train.eval_tokens)), saver_(world) {
@@ -150,11 +154,13 @@ void Trainer::find_weights() {
   if (path.empty() && config_.model.lora_rank > 0)
     fail<ConfigError>("[model] lora_rank ", config_.model.lora_rank, " trains adapters of weights that stay as they are; "
                       "model.weights, where these come from, is not given");
-  if (path.empty()) return;
-  if (options_.resume && !path_exists(path) && !list_steps(checkpoints_in(config_.output.folder)).empty()) {
-    if (const auto state = saved_state(config_)) weights_ = state->weights;
-    return;
+  if (options_.resume) {
+    if (const auto state = saved_state_without(path, config_, world_)) {
+      weights_ = state->weights;
+      return;
+    }
   }
+  if (path.empty()) return;
   files_ = PublishedFiles::open(path);
   check_weights(*files_, config_.model);
   files_text_ = published_text(path, files_text_error_);

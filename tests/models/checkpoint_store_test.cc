@@ -236,6 +236,23 @@ TEST(CheckpointStore, WhatCannotBeReadIsNotBroken) {
   testing::set_file_fault(nullptr);
 }
 
+int no_shards(const char* operation, const char* path) {
+  return std::string_view(operation) == "read" && std::string_view(path).ends_with(".safetensors") ? EIO : 0;
+}
+
+TEST(CheckpointStore, TheNewestStateIsThatOfAManifest) {
+  ScratchFolder folder;
+  EXPECT_FALSE(Checkpoint::newest_state(folder.path()));
+  for (const int step : {1, 2}) save_checkpoint(folder.path(), step, Model(step).pieces(0, 1), Json::Object{{"of", step}});
+  testing::set_file_fault(no_shards);
+  Ranks(2).run([&](const CheckpointGroup& group) { EXPECT_EQ(Checkpoint::newest_state(folder.path(), group).value().at("of").as_int(), 2); });
+  std::filesystem::remove(folder / "step-2/manifest.json.xxh128");
+  EXPECT_EQ(Checkpoint::newest_state(folder.path()).value().at("of").as_int(), 1);
+  std::filesystem::remove(folder / "step-1/manifest.json");
+  EXPECT_FALSE(Checkpoint::newest_state(folder.path()));
+  testing::set_file_fault(nullptr);
+}
+
 // Manifests with a matching checksum and hostile content.
 TEST(CheckpointStore, HostileManifests) {
   ScratchFolder folder;

@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <filesystem>
 #include <string_view>
 #include <thread>
 
@@ -267,6 +268,36 @@ TEST(Trainer, ACheckpointThatCannotBeReadStays) {
   }, ranks);
   set_file_fault(nullptr);
   EXPECT_THAT(list_steps(task.output.folder + "/checkpoints"), ::testing::ElementsAre(4, 3, 2));
+}
+
+std::atomic<bool> locks = false;
+std::atomic<int> reads_before = 0;
+int note_reads_before_the_lock(const char* operation, const char* path) {
+  const std::string_view what(operation), name(path);
+  if (what == "mkdir" && name.ends_with("/run")) locks = true;
+  if (what == "read" && name.ends_with("-of-00001.safetensors") && !locks) ++reads_before;
+  return 0;
+}
+
+// A checkpoint is large, and which weights they were is said by its manifest.
+TEST(Trainer, WeightsThatAreGoneAreLookedUpWithoutReadingShards) {
+  Draw draw(9);
+  const ScratchFolder folder;
+  models::TrainConfig task = small_task(tiny_model("llama", 4, 4), folder, draw);
+  draw_weights(task, folder, draw);
+  ASSERT_FALSE(task.model.weights.empty());
+  task.train.batch = 8, task.train.steps = 1;
+  task.output.folder = folder / "run";
+  const auto run_once = [&](bool resume) {
+    run_local(1, [&](World& w) { EXPECT_EQ(models::Trainer(task, w, Device::cpu(), {.resume = resume}).run().done, 1); });
+  };
+  run_once(false);
+  std::filesystem::remove(task.model.weights);
+  set_file_fault(note_reads_before_the_lock);
+  run_once(true);
+  set_file_fault(nullptr);
+  EXPECT_TRUE(locks);
+  EXPECT_EQ(reads_before, 0);
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, RandomTrainer, ::testing::ValuesIn(random_seeds(12)), [](const auto& seed) { return str(seed.param); });
