@@ -47,14 +47,12 @@ TrainConfig fit_recompute(const TrainConfig& config, int64_t vocab, int world, i
   check<ConfigError>(budget > 0, "[train] train.recompute fit: what to fit into is said by sharding.memory_budget");
   TrainConfig fitted = config;
   fitted.sharding.memory_budget = 0;
-  // A program's steps follow eager ones.
   const auto peak = [&](int64_t blocks) {
-    TrainConfig eager = fitted;
-    set_fitted(eager, blocks);
-    TrainConfig program = eager;
-    eager.train.compile = false;
+    std::vector<TrainConfig> steps{fitted};
+    set_fitted(steps[0], blocks);
+    if (config.train.compile) steps.push_back(steps[0]), steps[0].train.compile = false;  // a program's steps follow eager ones
     int64_t most = 0;
-    for (const TrainConfig& c : {eager, program})
+    for (const TrainConfig& c : steps)
       for (const int rank : ranks_that_hold_most(c, world))
         most = std::max(most, plan_step(c, vocab, rank, world, threads, comm, device).peak.bytes);
     return most;
@@ -139,9 +137,10 @@ Plan plan_stand_in(const TrainConfig& config, int64_t vocab, int rank, int world
 
 std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int world, int threads,
                                 const std::string& comm, Device device) {
+  const TrainConfig fitted = fit_recompute(config, vocab, world, threads, comm, device);
   std::vector<int64_t> peaks;
   for (int rank = 0; rank < world; ++rank)
-    peaks.push_back(plan_step(config, vocab, rank, world, threads, comm, device).peak.bytes);
+    peaks.push_back(plan_step(fitted, vocab, rank, world, threads, comm, device).peak.bytes);
   return peaks;
 }
 

@@ -58,7 +58,7 @@ std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int wo
 
 /// Throws OutOfMemory if a step's use of host memory cannot fit: on CPUs if the peaks of all ranks of this host together are more
 /// than the host, or this process's control group, has; on GPUs if their offloaded memory is. Call it before anything is allocated:
-/// afterwards the system would kill the process.
+/// afterwards the system would kill the process. `config` as fit_recompute() has returned it: each plan would fit it again.
 void check_memory(const TrainConfig& config, int64_t vocab, const World& world);
 
 }  // namespace sheaf::models

@@ -87,28 +87,27 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
   config_.data.end_of_text = separator_of(config_, corpus_);
   config_.data.separate_documents = config_.data.end_of_text >= 0;
   config_.data.examples = corpus_.train.example_end().has_value();
-  check_memory(config_, config_.model.vocab, world_);
+  fitted_ = fit_recompute(config_, config_.model.vocab, world_.size(), num_threads(), std::string(world_.kind()), device_);
+  check_memory(fitted_, config_.model.vocab, world_);
   find_weights();
   open_questions();
   lock_folder();
-  // Ranks read data and weights at the speeds of their disks: who is done waits, without a deadline. At this point, because it also
-  // waits for rank 0 to lock the folder.
+  // Ranks read data and weights at the speeds of their disks, and plan at those of their cores: who is done waits, without a deadline.
+  // At this point, because it also waits for rank 0 to lock the folder.
   wait_for_all(world_);
   require_same_data(world_, corpus_, train_data_, val_data_, questions_, weights_);
-  TrainConfig fitted =
-      fit_recompute(config_, config_.model.vocab, world_.size(), num_threads(), std::string(world_.kind()), device_);
   if (config_.train.recompute == "fit") {
-    int64_t blocks = fitted.train.recompute_blocks;  // plans depend on the threads of a rank
+    int64_t blocks = fitted_.train.recompute_blocks;  // plans depend on the threads of a rank
     world_.communicator().all_reduce(&blocks, 1, kI64, Reduction::max, "recompute_blocks").sync();
-    fitted.train.offload_activations = config_.train.offload_activations;  // which a plan without recomputation had dropped
-    set_fitted(fitted, blocks);
+    fitted_.train.offload_activations = config_.train.offload_activations;  // which a plan without recomputation had dropped
+    set_fitted(fitted_, blocks);
     if (world_.rank() == 0)
       options_.print(blocks == kNoRecompute ? std::string("train.recompute fit: nothing")
                                             : str("train.recompute fit: ", blocks, " of ", num_blocks(config_.model),
                                                   " blocks, the others selectively"));
   }
   const auto num_targets = [this](int64_t first, int64_t count) { return windows_.num_targets(first, count); };
-  step_ = std::make_unique<TrainingStep>(fitted, config_.model.vocab, world_, device_, TrainingStepOptions{.num_targets = num_targets});
+  step_ = std::make_unique<TrainingStep>(fitted_, config_.model.vocab, world_, device_, TrainingStepOptions{.num_targets = num_targets});
   restore();
   wait_for_all(world_);  // as long as the slowest of them reads
   files_.reset();

@@ -64,6 +64,8 @@ class Trainer {
   const Corpus& corpus() const { return corpus_; }
   /// The given configuration, completed by the data: the vocabulary, and the token that separates documents.
   const TrainConfig& config() const { return config_; }
+  /// The same, with what train.recompute "fit" has become: the configuration of step().
+  const TrainConfig& fitted() const { return fitted_; }
   const TrainingWindows& windows() const { return windows_; }
   const std::vector<Validation>& validation() const { return validation_; }
   const std::vector<AnsweredQuestions>& questions() const { return questions_; }
@@ -86,7 +88,7 @@ class Trainer {
   void save(int64_t step);
   void save_if_best(int64_t step, double val_loss);
 
-  TrainConfig config_;
+  TrainConfig config_, fitted_;
   World& world_;
   Device device_;
   TrainOptions options_;

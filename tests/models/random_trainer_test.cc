@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <ctime>
 #include <filesystem>
 #include <string_view>
 #include <thread>
@@ -298,6 +299,31 @@ TEST(Trainer, WeightsThatAreGoneAreLookedUpWithoutReadingShards) {
   set_file_fault(nullptr);
   EXPECT_TRUE(locks);
   EXPECT_EQ(reads_before, 0);
+}
+
+double thread_seconds() {
+  timespec now{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
+// Which takes many plans; of large models each takes minutes.
+TEST(Trainer, FitsWhatIsComputedAgainOnce) {
+  Draw draw(9);
+  const ScratchFolder folder;
+  models::TrainConfig task = small_task(tiny_model("gpt2", 4, 4), folder, draw);
+  task.model.layers = 14;
+  task.train.batch = 9, task.train.steps = 1;
+  task.train.recompute = "fit", task.sharding.memory_budget = int64_t{1} << 40;
+  task.output.folder = folder / "run";
+  run_local(3, [&](World& w) {
+    const double begin = thread_seconds();
+    models::fit_recompute(task, 13, 3, 1, "local");
+    const double fits = thread_seconds();
+    const models::Trainer trainer(task, w, Device::cpu());
+    EXPECT_EQ(trainer.fitted().train.recompute, "none");
+    EXPECT_LE(thread_seconds() - fits, 2.5 * (fits - begin));
+  }, {.timeout = std::chrono::seconds(60), .threads_per_rank = 1});
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, RandomTrainer, ::testing::ValuesIn(random_seeds(12)), [](const auto& seed) { return str(seed.param); });
