@@ -144,6 +144,15 @@ std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int wo
   return peaks;
 }
 
+std::vector<MemoryLedger::Peak> plan_peaks_within(std::chrono::seconds time, const TrainConfig& config, int64_t vocab, int world, int threads,
+                                                  const std::string& comm, Device device) {
+  const auto until = std::chrono::steady_clock::now() + time;
+  std::vector<MemoryLedger::Peak> peaks;
+  for (int rank = 0; rank == 0 || (rank < world && std::chrono::steady_clock::now() < until); ++rank)
+    peaks.push_back(plan_step(config, vocab, rank, world, threads, comm, device).peak);
+  return peaks;
+}
+
 void check_memory(const TrainConfig& config, int64_t vocab, const World& world) {
   const int64_t limit = host_memory_limit();
   const bool on_gpu = !world.device().is_cpu();  // whose allocator knows the available memory

@@ -2,6 +2,7 @@
 // it will take. The same code runs as in training; only kernels and communication are left out.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <string>
 #include <vector>
@@ -55,6 +56,9 @@ TrainConfig fit_recompute(const TrainConfig& config, int64_t vocab, int world, i
 /// plan_step().peak.bytes of every rank.
 std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int world, int threads,
                                 const std::string& comm, Device device = {});
+/// plan_step().peak of rank 0 and, until `time` has passed, of the ranks after it.
+std::vector<MemoryLedger::Peak> plan_peaks_within(std::chrono::seconds time, const TrainConfig& config, int64_t vocab, int world, int threads,
+                                                  const std::string& comm, Device device = {});
 
 /// Throws OutOfMemory if a step's use of host memory cannot fit: on CPUs if the peaks of all ranks of this host together are more
 /// than the host, or this process's control group, has; on GPUs if their offloaded memory is. Call it before anything is allocated:

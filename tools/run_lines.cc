@@ -1,6 +1,7 @@
 #include "sheaf/tools/run_lines.h"
 
 #include <algorithm>
+#include <chrono>
 
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/core/gpu.h"
@@ -85,16 +86,18 @@ void note_surprises(const models::TrainConfig& config, World& world, models::Tra
 
 // The plan is for a step in which prefetch knows the order of gathers, or for a program: the first steps of a process differ.
 void report_peaks(World& world, const models::Trainer& trainer, const models::TrainReport& result, int threads, RunLines& lines) {
-  const models::TrainConfig& config = trainer.config();
-  std::vector<MemoryLedger::Peak> planned;
-  for (int r = 0; r < world.size(); ++r)
-    planned.push_back(models::plan_step(config, config.model.vocab, r, world.size(), threads, std::string(world.kind()), world.device()).peak);
+  const models::TrainConfig& config = trainer.fitted();
+  // The other ranks have ended, and of a large model on many ranks all plans would take hours.
+  const std::vector<MemoryLedger::Peak> planned = models::plan_peaks_within(std::chrono::seconds(10), config, config.model.vocab, world.size(),
+                                                                            threads, std::string(world.kind()), world.device());
   const bool early = result.steps_here < (config.train.compile ? 4 : 2);
   lines.say(result.steps_here == 1 ? "peak memory of the first step" : "peak memory of a step");
-  for (int r = 0; r < world.size() && r < static_cast<int>(result.peaks.size()); ++r) {
-    lines.say(str("  rank ", r, "  measured ", result.peaks[r], " B = ", mebibytes(result.peaks[r]),
-                  "  predicted by the tape ", early ? "for later steps " : "", planned[r].bytes, " B",
-                  early ? "" : result.peaks[r] == planned[r].bytes ? "  (equal)" : "  (DIFFERENT)"));
+  for (size_t r = 0; r < result.peaks.size(); ++r) {
+    std::string line = str("  rank ", r, "  measured ", result.peaks[r], " B = ", mebibytes(result.peaks[r]));
+    if (r < planned.size())
+      line += str("  predicted by the tape ", early ? "for later steps " : "", planned[r].bytes, " B",
+                  early ? "" : result.peaks[r] == planned[r].bytes ? "  (equal)" : "  (DIFFERENT)");
+    lines.say(line);
   }
   lines.say("  held for " + to_words(*std::ranges::max_element(planned, {}, &MemoryLedger::Peak::bytes)));
 }

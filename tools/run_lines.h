@@ -18,8 +18,8 @@ class RunLines {
 
 /// Describes processes, devices and data, and warns of what may surprise. On rank 0.
 void describe_start(const models::TrainConfig& config, World& world, models::Trainer& trainer, RunLines& lines);
-/// Prints a sample, collectives, measured and planned peaks, and losses, for newcomers. Collective: all ranks compute the sample
-/// together.
+/// Prints a sample, collectives, measured peaks (and planned ones, as many as ten seconds allow), and losses, for newcomers. Collective:
+/// all ranks compute the sample together.
 void describe_end(const models::TrainConfig& config, World& world, models::Trainer& trainer, const models::TrainReport& result,
                   int threads, RunLines& lines);
 

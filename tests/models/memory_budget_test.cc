@@ -112,6 +112,17 @@ TEST(MemoryBudget, AsFewBlocksAsItTakesAreComputedAgain) {
   EXPECT_EQ(refusal(2, config), "[train] train.recompute fit: what to fit into is said by sharding.memory_budget");
 }
 
+TEST(MemoryBudget, PlansOfAllRanksMayTakeTooLong) {
+  models::TrainConfig config = deep_config();
+  config.train.batch = 10;
+  const auto planned = [&](int seconds) { return models::plan_peaks_within(std::chrono::seconds(seconds), config, 13, 3, 1, "local"); };
+  const std::vector<int64_t> all = models::plan_peaks(config, 13, 3, 1, "local");
+  EXPECT_TRUE(std::ranges::equal(planned(3600), all, {}, &MemoryLedger::Peak::bytes));
+  const std::vector<MemoryLedger::Peak> first = planned(0);
+  ASSERT_EQ(first.size(), 1u);
+  EXPECT_EQ(first[0].bytes, all[0]);
+}
+
 // Unequal numbers of rows per rank: the budget applies to the ranks with more.
 TEST(MemoryBudget, FitsTheRankWithTheMost) {
   models::TrainConfig config = deep_config();
