@@ -5,7 +5,10 @@
 
 namespace sheaf {
 
-void TraceEvents::add_line(const std::string& line) { lines_ += (lines_.empty() ? "" : ",\n") + line; }
+void TraceEvents::add_line(const std::string& line) {
+  if (!lines_.empty()) lines_ += kSeparator;
+  lines_ += line;
+}
 
 void TraceEvents::name_process(int process, std::string_view name) {
   add_line(str("{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":", process, ",\"args\":{\"name\":", json_string(name), "}}"));
@@ -25,8 +28,6 @@ void TraceEvents::add_number(int process, std::string_view name, double begin, i
                ",\"args\":{\"value\":", value, "}}"));
 }
 
-std::string TraceEvents::document(std::string_view lines) {
-  return str("{\"traceEvents\":[\n", lines, "\n],\"displayTimeUnit\":\"ms\"}\n");
-}
+std::string TraceEvents::document(std::string_view lines) { return str(kBegin, lines, kEnd); }
 
 }  // namespace sheaf

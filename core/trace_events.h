@@ -17,9 +17,10 @@ class TraceEvents {
   /// A number of the process, drawn as a curve: its value from `begin` on.
   void add_number(int process, std::string_view name, double begin, int64_t value);
 
-  /// The lines, which may be joined with those of other ranks,
+  /// The lines, which may be joined with those of other ranks, by kSeparator.
   const std::string& lines() const { return lines_; }
-  /// and the text of a file made of such lines.
+  /// A file is made of such lines between kBegin and kEnd.
+  static constexpr std::string_view kBegin = "{\"traceEvents\":[\n", kSeparator = ",\n", kEnd = "\n],\"displayTimeUnit\":\"ms\"}\n";
   static std::string document(std::string_view lines);
 
  private:

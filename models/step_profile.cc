@@ -65,11 +65,14 @@ std::string StepProfile::write(const std::string& path) {
     if (span.row == Profile::kCompute) events.add_number(world_.rank(), "bytes alive", span.begin - first, span.live);
   }
   for (size_t r = 0; r < rows.size(); ++r) events.name_row(world_.rank(), static_cast<int>(r), rows[r]);
-  std::string lines;
-  if (alone) lines = events.lines();
-  else
-    for (const std::string& one : gather_texts(world_.communicator(), events.lines(), "profile")) lines += (lines.empty() ? "" : ",\n") + one;
-  if (world_.rank() == 0) write_file(path, TraceEvents::document(lines));
+  // Of many ranks it is large: only rank 0 has all of it, once.
+  std::string part = world_.rank() == 0 ? events.lines() : str(TraceEvents::kSeparator, events.lines());
+  if (!alone) part = join_texts_on_first(world_.communicator(), part, "profile");
+  if (world_.rank() == 0) {
+    FileWriter file(path);
+    for (const std::string_view text : {TraceEvents::kBegin, std::string_view(part), TraceEvents::kEnd}) file.write(text);
+    file.finish();
+  }
   char seconds[32];
   std::snprintf(seconds, sizeof seconds, "%.4f s: ", end - begin_);
   return seconds + shares(spans, end - begin_);

@@ -105,6 +105,7 @@ class Trainer::Loop {
     } catch (const IoError& error) {
       trainer_.options_.warn(str(error.what(), "; training goes on without it"));
     }
+    wait_for_all(world_);  // while rank 0 writes
   }
 
   void report_program(const Program& program) const {

@@ -70,7 +70,11 @@ void expect_what_tapes_have(Device device, bool offload = false) {
         memory.reset_peak();
         step.run(4, fill_tiny, &recorded);
         peaks[static_cast<size_t>(w.rank())] = memory.stats().peak;
+        const int64_t received = world > 1 ? w.communicator().bytes_received() : 0;
         const std::string shares = profile.write(file);
+        if (w.rank() > 0) {
+          EXPECT_LT(w.communicator().bytes_received() - received, 200) << "only rank 0 gets the events of all";
+        }
         if (w.rank() == 0) line = shares;
         tapes[static_cast<size_t>(w.rank())] = std::move(recorded.tape);
       }, {.device = device});
