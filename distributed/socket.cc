@@ -97,6 +97,20 @@ uint32_t decode_length(const char* bytes) {
   return length;
 }
 
+// A port may be taken by the near end of a connection to somewhere else, for which the system has picked it. When that ends, the port
+// stays taken for another minute.
+constexpr auto kPortPatience = std::chrono::seconds(75);
+
+/// Takes a moment if nobody does.
+bool anyone_listens(const std::string& host, int port) {
+  try {
+    connect_to(host, port, Clock::now() + std::chrono::milliseconds(200));
+    return true;
+  } catch (const CommError&) {
+    return false;
+  }
+}
+
 }  // namespace
 
 Socket& Socket::operator=(Socket&& other) noexcept {
@@ -115,14 +129,17 @@ void Socket::close() {
 
 Socket listen_on(const std::string& host, int port, Deadline deadline) {
   const AddressList list = resolve(host, port, true, deadline);
+  const Deadline patience = std::min(deadline, Clock::now() + kPortPatience);
   int error = 0;
-  for (addrinfo* a = list.get(); a; a = a->ai_next) {
-    Socket s(socket(a->ai_family, a->ai_socktype | SOCK_CLOEXEC, a->ai_protocol));
-    if (!s) { error = errno; continue; }
-    set_option(s.fd(), SOL_SOCKET, SO_REUSEADDR, 1);
-    if (bind(s.fd(), a->ai_addr, a->ai_addrlen) == 0 && listen(s.fd(), 1024) == 0) return s;
-    error = errno;
-  }
+  do {
+    for (addrinfo* a = list.get(); a; a = a->ai_next) {
+      Socket s(socket(a->ai_family, a->ai_socktype | SOCK_CLOEXEC, a->ai_protocol));
+      if (!s) { error = errno; continue; }
+      set_option(s.fd(), SOL_SOCKET, SO_REUSEADDR, 1);
+      if (bind(s.fd(), a->ai_addr, a->ai_addrlen) == 0 && listen(s.fd(), 1024) == 0) return s;
+      error = errno;
+    }
+  } while (error == EADDRINUSE && Clock::now() < patience && !anyone_listens(host, port));
   const std::string what = str("[rendezvous] cannot listen on ", host, ':', port, ": ", std::strerror(error));
   if (error == EADDRINUSE) fail<ConfigError>(what, "; MASTER_PORT or SHEAF_PORT chooses another port");
   if (error == EADDRNOTAVAIL) fail<ConfigError>(what, "; MASTER_ADDR must be an address of rank 0's host");

@@ -34,7 +34,8 @@ class Socket {
 
 /// A socket that listens on `host` (a name or address) and `port` (0: any free one). ConfigError for a name that does not
 /// resolve (a name server that is busy is asked until `deadline`, here and below), an address that is not this host's and a port that is
-/// taken, IoError for the rest.
+/// taken, IoError for the rest. If nobody listens on that port, it belongs to a connection: then it is tried again, until `deadline` and
+/// for 75 s at most.
 Socket listen_on(const std::string& host, int port, Deadline deadline = {});
 /// Tries until `deadline`. ConfigError for a name that does not resolve, CommError(kTimeout), which names `who` is there, if nobody
 /// answers, IoError if this process may open no more files.

@@ -266,6 +266,25 @@ Deadline in(double seconds) {
          std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));
 }
 
+// The system may have picked it for the near end of a connection to somewhere else.
+TEST(Sockets, APortOfAConnectionIsAwaited) {
+  const Socket listener = listen_on("127.0.0.1", 0);
+  Socket connection = connect_to("127.0.0.1", local_port(listener), in(5));
+  const int port = local_port(connection);
+  EXPECT_THROW(listen_on("127.0.0.1", port), ConfigError);
+  std::jthread ends([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(500));
+    const linger none{1, 0};  // with an orderly end the port would stay taken for a minute
+    setsockopt(connection.fd(), SOL_SOCKET, SO_LINGER, &none, sizeof none);
+    connection.close();
+  });
+  EXPECT_TRUE(listen_on("127.0.0.1", port, in(60)));
+  ends.join();
+  const auto begin = std::chrono::steady_clock::now();
+  EXPECT_THROW(listen_on("127.0.0.1", local_port(listener), in(60)), ConfigError) << "somebody listens there";
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(30));
+}
+
 TEST(Sockets, ANameServerThatIsBusyIsAskedAgain) {
   const Socket listener = listen_on("127.0.1.1", 0);
   busy_answers = 2;
