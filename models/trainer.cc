@@ -1,7 +1,9 @@
 #include "sheaf/models/trainer.h"
 
+#include <chrono>
 #include <filesystem>
 #include <system_error>
+#include <thread>
 #include <utility>
 
 #include "sheaf/core/atomic_file.h"
@@ -134,8 +136,19 @@ void Trainer::lock_folder() {
   if (world_.rank() != 0) return;
   const std::string& folder = config_.output.folder;
   make_folders(folder);
-  lock_ = std::make_unique<FileLock>(folder + "/.lock");
-  if (lock_->state() == FileLock::State::elsewhere)
+  const auto is_elsewhere = [&] {
+    lock_ = std::make_unique<FileLock>(folder + "/.lock");
+    return lock_->state() == FileLock::State::elsewhere;
+  };
+  bool elsewhere = is_elsewhere();
+  if (elsewhere && options_.resume) {  // on NFS the lock of a host that has lost power stays until its lease has run out, 90 s by default
+    const auto until = std::chrono::steady_clock::now() + options_.lock_patience;
+    options_.warn(str("'", folder, "' is locked, by another run or still by one whose host has failed: waiting for up to ",
+                      options_.lock_patience.count(), " s"));
+    for (; elsewhere && std::chrono::steady_clock::now() < until; elsewhere = is_elsewhere())
+      std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  }
+  if (elsewhere)
     fail<ConfigError>("[train] another run is writing to '", folder, "': wait until it has ended, or choose another "
                       "output.folder");
   if (lock_->state() == FileLock::State::impossible)

@@ -1,6 +1,7 @@
 // Trainer: a whole run. Data, steps, evaluation, metrics, checkpoints, resumption.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
@@ -21,6 +22,7 @@ namespace sheaf::models {
 
 struct TrainOptions {
   bool resume = false;  ///< continue from the newest whole checkpoint, from the start if there is none
+  std::chrono::seconds lock_patience{120};  ///< how long a run that is resumed waits for another one's lock of the output folder
   /// Called with each console progress line, on rank 0.
   std::function<void(const std::string&)> print = [](const std::string&) {};
   /// Called with each warning, on the rank that notices the problem, maybe by the thread that saves.

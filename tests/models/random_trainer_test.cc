@@ -301,6 +301,33 @@ TEST(Trainer, WeightsThatAreGoneAreLookedUpWithoutReadingShards) {
   EXPECT_EQ(reads_before, 0);
 }
 
+// The lock of a host that has lost power may outlive it.
+TEST(Trainer, OnlyARunThatGoesOnWaitsForTheLock) {
+  Draw draw(9);
+  const ScratchFolder folder;
+  models::TrainConfig task = small_task(tiny_model("gpt2", 4, 4), folder, draw);
+  task.train.batch = 8, task.train.steps = 1;
+  task.output.folder = folder / "run";
+  make_folders(task.output.folder);
+  auto other = std::make_unique<FileLock>(task.output.folder + "/.lock");
+  const auto run_once = [&](bool resume, std::chrono::seconds patience) {
+    std::string warning;
+    run_local(2, [&](World& w) {
+      const auto warn = [&](const std::string& line) { warning = line; };
+      EXPECT_EQ(models::Trainer(task, w, Device::cpu(), {.resume = resume, .lock_patience = patience, .warn = warn}).run().done, 1);
+    }, {.timeout = std::chrono::seconds(10), .threads_per_rank = 1});
+    return warning;
+  };
+  EXPECT_THROW(run_once(false, std::chrono::seconds(3600)), ConfigError);
+  EXPECT_THROW(run_once(true, std::chrono::seconds(1)), ConfigError);
+  std::jthread ends([&] {
+    std::this_thread::sleep_for(std::chrono::seconds(2));
+    other.reset();
+  });
+  EXPECT_THAT(run_once(true, std::chrono::seconds(3600)), ::testing::HasSubstr("/run' is locked"));
+  ends.join();
+}
+
 double thread_seconds() {
   timespec now{};
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
