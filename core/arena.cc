@@ -68,7 +68,8 @@ void* Arena::allocate(size_t size) {
   }
   used_ += size;
   most_used_ = std::max(most_used_, used_);
-  trim(most_used_ / 16 + (size_t{8} << 20));
+  const bool too_tight = retaken_ > most_used_ / 4;  // what one step returns the next one takes
+  trim(most_used_ / (too_tight ? 8 : 16) + (size_t{8} << 20));
   return base_ + offset;
 }
 
@@ -107,7 +108,9 @@ void Arena::take(size_t offset, size_t size) {
   const Free f = remove(free_.find(offset));
   const size_t extent = f.extent > size ? f.extent - size : 0;
   const Free rest{f.size - size, std::min(f.resident, extent), extent};
-  resident_free_ -= f.resident - rest.resident;
+  const size_t resident = f.resident - rest.resident;
+  resident_free_ -= resident;
+  retaken_ += size - std::min(size, resident);
   if (rest.size > 0) insert(offset + size, rest);
 }
 

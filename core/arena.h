@@ -12,9 +12,9 @@
 namespace sheaf {
 
 /// Hands out blocks whose sizes are multiples of kAlign; blocks are split and merged. Takes pages when blocks are first touched, and
-/// returns those of free blocks when it holds a sixteenth (and 8 MiB) more than was ever in use at once. A bound over several arenas
-/// together would be tighter, but they peak at different times of a step: each would return, and fault in again in every step, what
-/// another one has free. Not thread-safe.
+/// returns those of free blocks when it holds a sixteenth (and 8 MiB) more than was ever in use at once; an eighth, if it had to take
+/// many of them again. A bound over several arenas together would be tighter, but they peak at different times of a step: each would
+/// return, and fault in again in every step, what another one has free. Not thread-safe.
 class Arena {
  public:
   static constexpr size_t kAlign = 128;
@@ -31,7 +31,7 @@ class Arena {
   void* allocate(size_t size);
   void free(void* block, size_t size);
   /// Returns the pages of all free blocks, except some at their borders.
-  void give_back() { most_used_ = used_, trim(0); }
+  void give_back() { most_used_ = used_, retaken_ = 0, trim(0); }
   bool holds(const void* block) const { return block >= base_ && block < base_ + range_; }
 
   size_t resident() const { return used_ + resident_free_; }  ///< upper bound of the bytes that hold pages
@@ -54,6 +54,7 @@ class Arena {
   char* base_ = nullptr;
   size_t range_ = 0;
   size_t top_ = 0, used_ = 0, most_used_ = 0, resident_free_ = 0;
+  size_t retaken_ = 0;  // bytes of blocks whose pages had been returned
   Map free_;                                     // by offset
   std::set<std::pair<size_t, size_t>> by_size_;  // (size, offset)
 };

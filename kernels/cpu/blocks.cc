@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "sheaf/kernels/cpu/lanes.h"
+#include "sheaf/kernels/cpu/read_ahead.h"
 
 namespace sheaf::kernels::cpu {
 namespace {
@@ -55,7 +56,10 @@ void load_run(DType dtype, const void* from, int64_t stride, int64_t n, C* to) {
         std::memcpy(to, p, static_cast<size_t>(n) * sizeof(T));
       } else if constexpr (kIsNarrow<T, C>) {
         int64_t i = 0;
-        for (; i + kLanes <= n; i += kLanes) store_lanes(to + i, load_lanes(p + i));
+        for (; i + kLanes <= n; i += kLanes) {
+          if (i % (64 / static_cast<int64_t>(sizeof(T))) == 0) read_ahead(p + i);
+          store_lanes(to + i, load_lanes(p + i));
+        }
         for (; i < n; ++i) to[i] = convert<C>(p[i]);
       } else {
         for (int64_t i = 0; i < n; ++i) to[i] = convert<C>(p[i]);
@@ -77,7 +81,11 @@ void store_run(DType dtype, void* to, int64_t stride, int64_t n, const C* from) 
         std::memcpy(p, from, static_cast<size_t>(n) * sizeof(T));
       } else if constexpr (kIsNarrow<T, C>) {
         int64_t i = 0;
-        for (; i + kLanes <= n; i += kLanes) store_lanes(p + i, load_lanes(from + i));
+        for (; i + kLanes <= n; i += kLanes) {
+          read_ahead(from + i);
+          if (i % (64 / static_cast<int64_t>(sizeof(T))) == 0) __builtin_prefetch(p + i + 512);  // what is stored is read first; 1 KiB
+          store_lanes(p + i, load_lanes(from + i));
+        }
         for (; i < n; ++i) p[i] = narrow<T>(from[i]);
       } else {
         for (int64_t i = 0; i < n; ++i) p[i] = narrow<T>(from[i]);

@@ -148,8 +148,9 @@ class Plan {
   }
 
  private:
-  // Parts consist of whole tiles, except for the strips of 6 rows on machines without AVX-512.
-  static constexpr int64_t kRowUnit = 32, kColUnit = 96;
+  // Parts consist of whole tiles, except for the strips of 6 rows on machines without AVX-512: squares, or panels of 96 columns.
+  static constexpr int64_t kRowUnit = 32;
+  int64_t col_unit() const { return by_squares(p_.a.dtype) ? 32 : 96; }
 
   /// The division into `parts` with the least work on the largest part. Each thread itself packs its columns of b, and its rows of a
   /// unless these are dense: that costs about as much as multiplying 16 rows.
@@ -157,9 +158,9 @@ class Plan {
     Cut best;
     double least = std::numeric_limits<double>::infinity();
     for (int64_t r = 1; r <= parts; ++r) {
-      const Cut cut{std::min(r, units(p_.rows, kRowUnit)), std::min(parts / r, units(p_.cols, kColUnit))};
+      const Cut cut{std::min(r, units(p_.rows, kRowUnit)), std::min(parts / r, units(p_.cols, col_unit()))};
       const double rows = static_cast<double>(share(p_.rows, kRowUnit, cut.rows, 0).size()),
-                   cols = static_cast<double>(share(p_.cols, kColUnit, cut.cols, 0).size());
+                   cols = static_cast<double>(share(p_.cols, col_unit(), cut.cols, 0).size());
       constexpr double kPacking = 16;
       const double work = (rows + kPacking) * (cols + (p_.a.row_major() ? 0 : kPacking));
       if (work < least) least = work, best = cut;
@@ -182,7 +183,7 @@ class Plan {
   GemmPart part(int64_t item) const {
     const int64_t grid = cut_.rows * cut_.cols, batch = item / grid;
     const Range rows = share(p_.rows, kRowUnit, cut_.rows, item % grid / cut_.cols),
-                cols = share(p_.cols, kColUnit, cut_.cols, item % grid % cut_.cols);
+                cols = share(p_.cols, col_unit(), cut_.cols, item % grid % cut_.cols);
     auto operand = [&](const Side& s, int64_t i, int64_t j) {
       // The stride of a dimension of size 1 is meaningless.
       return MatrixOperand{s.at(batch, p_.batch, i, j), s.dtype, s.rows == 1 ? s.cols : s.row_stride,

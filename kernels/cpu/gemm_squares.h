@@ -261,8 +261,15 @@ class Part {
     const bool finished = last && direct && !p_.bias.data;
     int64_t at = 0;
     const int64_t rows = std::min(kSide, p_.rows - row);
+    // Meanwhile the old c of the next square in these rows is read, a few of its rows with each step.
+    const int64_t each = (kSide + steps - 1) / steps;
+    int64_t ahead = first && direct && p_.accumulate ? 0 : kSide;
     Engine::multiply(steps, rows, a, b, from, finished ? home : here, [&] {
       if (++at == 1) deliver();
+      for (const int64_t end = std::min(kSide, ahead + each); ahead < end; ++ahead) {
+        const char* next = home.data + ahead * home.stride + 128;
+        __builtin_prefetch(next, 1), __builtin_prefetch(next + 64, 1);
+      }
       errands_.some();
     });
     if (last && !finished) waiting_ = {here, row, col};

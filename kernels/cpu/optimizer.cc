@@ -1,6 +1,7 @@
 #include "sheaf/kernels/optimizer.h"
 
 #include "sheaf/kernels/cpu/lanes.h"
+#include "sheaf/kernels/cpu/read_ahead.h"
 #include "sheaf/kernels/cpu/rows.h"
 
 namespace sheaf::kernels::cpu {
@@ -174,6 +175,7 @@ void adamw(const View& param, const View& grad, const View& m, const View& v, co
       const L lr(rate), decay(rate * decay_rate);
       for_lanes(last - first, [&](int64_t lane, auto n) {
         const int64_t i = first + lane;
+        read_ahead(param.as<C>() + i), read_ahead(grad.as<G>() + i), read_ahead(m.as<S>() + i), read_ahead(v.as<S>() + i);
         const L g = clip * load_gradient<C>(grad.as<G>(), i, n);
         const L before = load_lanes(m.as<S>() + i, n), mean = beta1 * before + rest1 * g;
         const L square = beta2 * load_lanes(v.as<S>() + i, n) + (rest2 * g) * g;
@@ -227,6 +229,8 @@ void sgd(const View& param, const View& grad, const View& momentum_buffer, const
       const L lr(s[kSgdLearningRate] * static_cast<C>(at.lr)), decay(decay_rate);
       for_lanes(last - first, [&](int64_t lane, auto n) {
         const int64_t i = first + lane;
+        read_ahead(param.as<C>() + i), read_ahead(grad.as<G>() + i);
+        if (has_buffer) read_ahead(momentum_buffer.as<S>() + i);
         const L p = load_lanes(param.as<C>() + i, n);
         const L clipped = clip * load_gradient<C>(grad.as<G>(), i, n);
         L g = clipped;

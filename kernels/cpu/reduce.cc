@@ -146,7 +146,7 @@ void reduce(const View& x, const Split& split, bool identity_map, Op op, F f, Fi
   const int64_t inner = split.kept.empty() ? 1 : split.kept.back();
   const Runs runs(split.reduced, split.reduced_strides);
   const bool columns = identity_map && inner >= 8 &&
-                       std::abs(split.kept_strides.back()) < std::abs(runs.strides.back());
+                       (split.count == 1 || std::abs(split.kept_strides.back()) < std::abs(runs.strides.back()));
   const int64_t per_row = columns ? (inner + kColumns - 1) / kColumns : 1;
   const int64_t tiles = columns ? outputs / inner * per_row : outputs;
 

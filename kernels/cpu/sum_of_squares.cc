@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "sheaf/kernels/cpu/lanes.h"
+#include "sheaf/kernels/cpu/read_ahead.h"
 #include "sheaf/kernels/cpu/rows.h"
 
 namespace sheaf::kernels::cpu {
@@ -64,7 +65,11 @@ SHEAF_INLINE void accumulate(double block, int64_t* limbs) {
 template <class T>
 void add_blocks(const T* x, int64_t n, int64_t* limbs) {
   int64_t i = 0;
-  for (; i + kBlock <= n; i += kBlock) accumulate(block_sum(x + i), limbs);
+  for (; i + kBlock <= n; i += kBlock) {
+    constexpr size_t kLine = 64 / sizeof(T);
+    for (size_t at = 0; at < kBlock; at += kLine) read_ahead(x + i + at);
+    accumulate(block_sum(x + i), limbs);
+  }
   if (i < n) {
     T rest[kBlock] = {};
     std::copy_n(x + i, n - i, rest);

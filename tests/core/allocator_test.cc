@@ -9,6 +9,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "sheaf/core/arena.h"
 #include "sheaf/core/error.h"
 
 namespace sheaf {
@@ -109,6 +110,26 @@ TEST(Allocator, GivesPagesOfSharedMemoryBack) {
   EXPECT_LE(static_cast<double>(shared.resident()) / kMiB, 101 + 101.0 / 16 + 8);
   memory->free(large, 100 * kMiB);
   memory->free(small, kMiB);
+}
+
+// Pages that every step would return and fault in again are kept, within an eighth.
+TEST(Arena, KeepsPagesThatAreNeededAgain) {
+  Arena arena;
+  void* const stays = arena.allocate(8 * kMiB);
+  void* block = arena.allocate(24 * kMiB);
+  void* const kept = arena.allocate(172 * kMiB);  // in between, so that what follows is a hole
+  std::vector<double> resident;
+  for (int step = 0; step < 60; ++step) {
+    arena.free(block, 24 * kMiB);
+    void* const larger = arena.allocate(25 * kMiB);  // has no room in the hole
+    resident.push_back(static_cast<double>(arena.resident()) / kMiB);
+    arena.free(larger, 25 * kMiB);
+    block = arena.allocate(24 * kMiB);
+  }
+  EXPECT_LE(resident.front(), 205 + 205.0 / 16 + 8);
+  EXPECT_EQ(resident.back(), 229);
+  EXPECT_EQ(resident[40], 229);
+  for (const auto& [p, size] : {std::pair{stays, 8 * kMiB}, {block, 24 * kMiB}, {kept, 172 * kMiB}}) arena.free(p, size);
 }
 
 #if !defined(SHEAF_ASAN) && !defined(SHEAF_TSAN)
