@@ -13,6 +13,7 @@ Lora::Lora(const Parameter& weight, const LoraOptions& options) : scale(options.
   a = Parameter({options.rank, in}, Init::uniform(1.0 / std::sqrt(static_cast<double>(in))));
   b = Parameter({out, options.rank}, Init::zeros());
   if (const auto& cut = weight.cut()) (cut->dim() == 0 ? b : a).set_cut(*cut);
+  if (!weight.matrices().empty()) b.set_matrices(weight.matrices());
 }
 
 int64_t add_lora(Module& model, const LoraOptions& options, const std::function<bool(const std::string&)>& picks) {

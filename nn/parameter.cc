@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/core/transfer.h"
@@ -108,6 +109,12 @@ void Parameter::set_cut(const OwnershipMap& map) {
   state().cut = map;
 }
 
+void Parameter::set_matrices(const std::vector<int64_t>& rows) {
+  if (shape().rank() != 2 || std::reduce(rows.begin(), rows.end()) != shape()[0])
+    fail<ShapeError>("[matrices] ", dtype(), shape(), ": ", rows.size(), " matrices with ", std::reduce(rows.begin(), rows.end()), " rows");
+  state().matrices = rows;
+}
+
 int Parameter::cut_axis() const { return unit() ? unit()->cut_axis(index()) : -1; }
 
 void tie(Parameter& a, const Parameter& b) {
@@ -123,6 +130,7 @@ void tie(Parameter& a, const Parameter& b) {
   agree(of_a.steered == of_b.steered, "they are not steered alike: steer() both by one rate, or after tie()");
   agree(of_a.blocks == of_b.blocks, "they do not rest in the same blocks: quantize() both alike, or after tie()");
   agree(of_a.cut == of_b.cut, "they are cut differently along a tensor axis");
+  agree(of_a.matrices == of_b.matrices, "they hold other matrices");
   agree(!of_a.init_is_set || of_a.init == of_b.init, "the first has an init that the second lacks: set_init() of both, or after tie()");
   if (a.unit() || b.unit()) fail<ConfigError>("[tie] '", a.name(), "' and '", b.name(), "': tie before materialize()");
   b.state().table = a.table() || b.table();

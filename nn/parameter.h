@@ -99,6 +99,10 @@ class Parameter : public TensorOperand {
   /// fit the shape.
   void set_cut(const OwnershipMap& map);
   const std::optional<OwnershipMap>& cut() const { return state().cut; }
+  /// It holds the rows of several matrices, of these sizes, without a cut: optim::Muon orthogonalises each by itself, as it does parts of a
+  /// cut. ShapeError if they are not its rows.
+  void set_matrices(const std::vector<int64_t>& rows);
+  const std::vector<int64_t>& matrices() const { return state().matrices; }
   /// The mesh axis that shards it: -1 if it is whole on every rank that computes with it, and before materialize().
   int cut_axis() const;
 
@@ -114,6 +118,7 @@ class Parameter : public TensorOperand {
     bool init_is_set = false;  ///< by set_init()
     double steered = 0;
     std::optional<OwnershipMap> cut;
+    std::vector<int64_t> matrices;
     std::optional<BlockFormat> blocks;
   };
   struct State : Settings {
@@ -184,5 +189,8 @@ Tensor full_gradient(const nn::Parameter& p);
 void assign(const nn::Parameter& p, const Tensor& whole);
 /// The same for a buffer, on every rank. The value may have a layout in which it is whole, such as Invariant.
 void assign(const nn::Buffer& b, const Tensor& whole);
+/// Not for parameters: what they are converted to may be a gathered or cast copy. assign() changes them.
+void store_into(const nn::Parameter& p, const Tensor& x) = delete;
+void add_into(const nn::Parameter& p, const Tensor& x) = delete;
 
 }  // namespace sheaf

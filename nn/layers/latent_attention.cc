@@ -39,7 +39,9 @@ LatentAttention::LatentAttention(const LatentAttentionConfig& c)
       keys_values(c.kv_lora_rank, c.heads * up_width(c), by_heads(c.init, 0, up_width(c))),
       projection(c.heads * c.v_head_dim, c.width, by_heads(c.projection_init, 1, c.v_head_dim)),
       dropout(c.dropout) {
-  if (c.q_lora_rank) query_norm.emplace(c.q_lora_rank, c.norm_eps);
+  if (!c.q_lora_rank) return;
+  query_norm.emplace(c.q_lora_rank, c.norm_eps);
+  latents.weight.set_matrices({c.q_lora_rank, c.kv_lora_rank + c.qk_rope_head_dim});
 }
 
 // The last R elements of each head of x[B, T, heads ..].

@@ -100,8 +100,11 @@ Matrix matrix_of(const nn::Parameter& p) {
   const int dim = cut.dim();
   const int64_t columns = block_of(p.shape(), cut, rank, ranks)[1];
   Matrix m{.leaf = p.index(), .parts = {}, .room = largest_block(p.shape(), cut, ranks)};
+  std::vector<int64_t> sizes = {p.shape()[dim]};
+  if (cut.is_parts()) sizes = cut.sizes();
+  else if (tensor_axis < 0 && !p.matrices().empty()) sizes = p.matrices();
   int64_t at = 0;  // rows, or columns, of the block
-  for (const int64_t size : cut.is_parts() ? cut.sizes() : std::vector<int64_t>{p.shape()[dim]}) {
+  for (const int64_t size : sizes) {
     Shape shape = p.shape();
     shape[dim] = size;
     if (size == 0) continue;

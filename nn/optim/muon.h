@@ -59,7 +59,7 @@ struct MuonOptions {
 ///   b = momentum b + c g,   d = c g + momentum b if nesterov, else b
 ///   p = p - lr (scale orthogonalize(d) + weight_decay p)
 ///
-/// A matrix whose cut names parts (nn::Parameter::set_cut: queries, keys and values of one projection) is orthogonalised part by
+/// A matrix whose cut names parts (nn::Parameter::set_cut: queries, keys and values of one projection), or set_matrices() does, is orthogonalised part by
 /// part, as separate projections would be: their storage in one parameter does not matter. Matrices have one state tensor and other
 /// parameters two; neither depends on how they are sharded.
 ///

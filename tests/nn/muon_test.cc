@@ -11,6 +11,8 @@
 #include "sheaf/core/file.h"
 #include "sheaf/core/json.h"
 #include "sheaf/nn/clip_grad_norm.h"
+#include "sheaf/nn/layers/latent_attention.h"
+#include "sheaf/nn/optim/matrix_batches.h"
 #include "sheaf/nn/state_dict.h"
 #include "sheaf/tests/nn/nets.h"
 #include "sheaf/tests/nn/zoo.h"
@@ -198,6 +200,20 @@ struct Four : nn::Module {
       d{{8, 8}, nn::Init::zeros()};
   SHEAF_FIELDS(a, b, c, d);
 };
+
+// Latents of queries and of keys are rows of one parameter, and matrices of their own.
+TEST(Muon, LatentsAreTwoMatrices) {
+  nn::LatentAttention attention({.width = 12, .heads = 2, .q_lora_rank = 5, .kv_lora_rank = 4, .qk_nope_head_dim = 3, .qk_rope_head_dim = 2,
+                                 .v_head_dim = 3});
+  materialize(attention);
+  const optim::Matrix latents = optim::matrix_of(attention.latents.weight);
+  ASSERT_EQ(latents.parts.size(), 2u);
+  EXPECT_EQ(latents.parts[0].rows, 5);
+  EXPECT_EQ(latents.parts[1].rows, 6);
+  EXPECT_EQ(latents.parts[1].begin, 5 * 12);
+  EXPECT_EQ(optim::matrix_of(attention.queries.weight).parts.size(), 1u);
+  EXPECT_THROW(attention.projection.weight.set_matrices({3, 4}), ShapeError);
+}
 
 TEST(Muon, WorkIsSharedByCost) {
   run_local(3, [&](World& w) {
