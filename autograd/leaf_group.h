@@ -46,8 +46,8 @@ class LeafGroup {
   virtual void backward_ended() = 0;
   /// A backward begins: of the units that the forward has left open only those that are read soon stay open.
   virtual void backward_begins() {}
-  /// The recording is over: closes what is still open.
-  virtual void recording_ended() = 0;
+  /// The recording with this serial is over: closes what is still open. Gradients of a recording around it stay.
+  virtual void recording_ended(uint64_t recording) = 0;
   /// The leaves' values are about to change: closes everything derived from them.
   virtual void close_for_change() = 0;
   /// A backward has left gradients here, for a step that is still to come.

@@ -59,7 +59,7 @@ Recording::~Recording() {
 
 // Recordings may end in any order: `r = std::make_unique<Recording>()` in a loop creates the next before the last one ends.
 void Recording::end() {
-  for (const auto& group : all_groups_) group->recording_ended();
+  for (const auto& group : all_groups_) group->recording_ended(serial_);
   all_groups_.clear();
   early_gradients_.clear();
   for (Recording** r = &current_recording; *r; r = &(*r)->previous_)

@@ -19,6 +19,7 @@ void GatherSchedule::remove(Unit* unit) {
   orders_.clear();
   uses_.clear();
   std::erase(put_off_, unit);
+  for (std::vector<Unit*>& scope : scopes_) std::erase(scope, unit);
   following_ = false;
 }
 
@@ -103,6 +104,10 @@ void GatherSchedule::backward_begins() {
 }
 
 bool GatherSchedule::keeps_open() const { return keeping_open_ > 0 && !Recording::current(); }
+
+bool GatherSchedule::closes_with_scope(const Unit& unit) const {
+  return std::ranges::any_of(scopes_, [&](const std::vector<Unit*>& scope) { return std::ranges::find(scope, &unit) != scope.end(); });
+}
 
 void GatherSchedule::end_keeping_open() {
   if (--keeping_open_ > 0) return;

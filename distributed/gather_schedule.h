@@ -56,6 +56,8 @@ class GatherSchedule {
   void end_keeping_open();
   /// Whether what is opened now stays open.
   bool keeps_open() const;
+  /// A scope around it reads its values and closes it: close_with_scope().
+  bool closes_with_scope(const Unit& unit) const;
 
   /// The most bytes that are prefetched.
   int64_t budget() const;

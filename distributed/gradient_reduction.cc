@@ -28,12 +28,14 @@ void GradientReduction::leaf_waiting() {
 void GradientReduction::start(std::vector<Tensor> slots, bool to_the_end) {
   complete();  // a unit that is used in several orders of derivatives is reduced once for each, perhaps one right after the other
   to_the_end_ = to_the_end;
+  recording_ = Recording::current_serial();
   reduce_along(unit_.axis(), std::move(slots));
 }
 
 void GradientReduction::start_waiting() {
   leaf_waiting();
   to_the_end_ = true;
+  recording_ = Recording::current_serial();
   reduce_along(unit_.caches_gathered() ? unit_.axis() : unit_.axis_after(unit_.axis()), take_waiting());
 }
 
@@ -147,7 +149,8 @@ void GradientReduction::forget() {
   inputs_.clear();
 }
 
-void GradientReduction::recording_ended() {
+void GradientReduction::recording_ended(uint64_t recording) {
+  if (recording != recording_) return;
   values_.clear();  // waits for its lane: only then may the slots be freed
   inputs_.clear();
   for (const Tensor& gradient : offload_.gradients) {  // before their sources are freed

@@ -35,8 +35,8 @@ class GradientReduction {
 
   /// Discards all gradients, also those of a failed backward. Waits for the lane.
   void forget();
-  /// Releases references to the recording's memory. Waits for the lanes.
-  void recording_ended();
+  /// Releases references to the memory of the recording that has started the reduction, if it is this one. Waits for the lanes.
+  void recording_ended(uint64_t recording);
 
  private:
   using Reduced = std::pair<const FlatBuffer*, size_t>;  // a buffer, and which of `values_` is its gradient
@@ -57,6 +57,7 @@ class GradientReduction {
   std::vector<Tensor> values_;     // one per trainable buffer; empty: nothing is pending. Destroyed before its inputs: waits for its lane
   int along_ = -1;                 // the axis of the pending collective
   bool to_the_end_ = false;
+  uint64_t recording_ = 0;         // that has started it
   struct Offload {  // to the host's memory, by the lane of copies
     std::vector<Tensor> gradients, from;
   };

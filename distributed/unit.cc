@@ -65,7 +65,8 @@ void Unit::leave() {
   --depth_;
   if (gathers() && depth_ == 0 && state_ == State::open) {
     const Recording* r = Recording::current();
-    const bool keep = (strategy_ < Strategy::full_shard && r && r->serial() == recording_) || (schedule_->keeps_open() && recording_ == 0);
+    const bool keep = schedule_->closes_with_scope(*this) || (strategy_ < Strategy::full_shard && r && r->serial() == recording_) ||
+                      (schedule_->keeps_open() && recording_ == 0);
     if (!keep) state_ = State::pending;
   }
   schedule_->leave_scope();
@@ -294,15 +295,15 @@ void Unit::drop_slots() {
   std::fill(slots_.begin(), slots_.end(), Tensor());
 }
 
-void Unit::recording_ended() {
+void Unit::recording_ended(uint64_t recording) {
   if (gathers() || secondary()) schedule_->flush();
   if (gathers()) discard_gathered();
   close_views();
   drop_copies();
   recording_ = 0;
   mirror_next_ = false;
-  drop_slots();
-  reduction_.recording_ended();
+  if (slots_of_ == recording) drop_slots();
+  reduction_.recording_ended(recording);
 }
 
 }  // namespace sheaf

@@ -61,7 +61,7 @@ class Unit final : public LeafGroup, public UnitLayout, public std::enable_share
   void release_after_gradient() override;
   void backward_begins() override { schedule_->backward_begins(); }
   void backward_ended() override;
-  void recording_ended() override;
+  void recording_ended(uint64_t recording) override;
   /// Closes everything gathered or cast from the masters, even if its scope is still open.
   void close_for_change() override;
   bool holds_gradients() const override;

@@ -16,6 +16,9 @@ bool Unit::accepts_early_gradient(int index, const Type& gradient) const {
 
 Tensor Unit::slot(int index) {
   if (const uint64_t recording = Recording::current_serial(); recording != slots_of_) {
+    if (const Recording* around = Recording::living(slots_of_); around && around->in_backward() && !slot_buffers_.empty())
+      fail<LifetimeError>("[backward] unit '", path_label(name_), "' holds gradients of a backward around this recording, which has not ended: ",
+                          "within a derivative ask for gradient()");
     drop_slots();
     slots_of_ = recording;
   }

@@ -18,10 +18,14 @@ class Unsharded {
   /// Throws LifetimeError for a model without memory.
   explicit Unsharded(Module& model) {
     gather_schedule(model);
-    schedule_ = units(model).at(0)->schedule();
+    const auto all = units(model);
+    if (all.empty()) return;
+    schedule_ = all[0]->schedule();
     schedule_->keep_open();
   }
-  ~Unsharded() { schedule_->end_keeping_open(); }
+  ~Unsharded() {
+    if (schedule_) schedule_->end_keeping_open();
+  }
   Unsharded(const Unsharded&) = delete;
   Unsharded& operator=(const Unsharded&) = delete;
 

@@ -34,7 +34,7 @@ class Slots final : public LeafGroup {
   uint64_t version() const override { return 0; }
   const std::string& group_name() const override { return name_; }
   void backward_ended() override {}
-  void recording_ended() override {}
+  void recording_ended(uint64_t) override {}
   void close_for_change() override {}
   bool holds_gradients() const override { return false; }
 

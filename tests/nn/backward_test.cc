@@ -341,6 +341,70 @@ TEST(Backward, ARecordingInsideAnotherOverTheSameModel) {
   }
 }
 
+// An implicit layer's derivative may run the model again: the gradients of the backward around it stay.
+TEST(Backward, ARecordingInsideADerivativeOverTheSameModel) {
+  for (const int ranks : {1, 2})
+    for (const bool one_unit : {false, true})
+      for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"}) {
+        SCOPED_TRACE(str(strategy, ' ', ranks, one_unit ? " one unit" : ""));
+        const auto gradients_with = [&](bool nested) {
+          std::vector<std::vector<float>> out;
+          run_local(ranks, [&](World& w) {
+            Net net;
+            const Mesh mesh = data_mesh(w);
+            shard(net, mesh, {.units = one_unit ? nn::UnitPolicy() : nn::units_of<Layer>(), .strategy = strategy});
+            materialize(net, Device::cpu(), {.seed = 3});
+            const auto again = [&](Vjp& c) {
+              if (nested) {
+                Recording inner;
+                const Tensor probe = sum(net(rows_of(mesh))), weight = net.layers[0].weight.value();
+                EXPECT_EQ(inner.gradient(probe, std::vector{weight}).size(), 1u);
+              }
+              c.set(0, c.grad());
+            };
+            Recording outer;
+            Tensor x = rows_of(mesh);
+            {
+              const auto scope = net.enter();
+              x = custom_vjp([](const Tensor& h) { return h + 0.0; }, again, net.layers[1](net.layers[0](x)));
+              x = net.layers[2](x);
+            }
+            outer.backward(sum(x));
+            outer.take();
+            for (Layer& layer : net.layers) {
+              const std::vector<float> g = full_gradient(layer.weight).to_vector<float>();
+              if (w.rank() == 0) out.push_back(g);
+            }
+          }, {.timeout = std::chrono::seconds(30), .threads_per_rank = 1});
+          return out;
+        };
+        EXPECT_EQ(gradients_with(true), gradients_with(false));
+      }
+}
+
+// Values that are read in a scope stay until it ends, though their module is called in between.
+TEST(Backward, AWeightReadBeforeItsModuleIsCalled) {
+  for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"}) {
+    SCOPED_TRACE(strategy);
+    run_local(2, [&](World& w) {
+      Net net;
+      const Mesh mesh = data_mesh(w);
+      shard(net, mesh, {.units = nn::units_of<Layer>(), .strategy = strategy});
+      materialize(net, Device::cpu(), {.seed = 3});
+      const auto loss = [&] {
+        const auto scope = net.enter();
+        const Tensor weight = net.layers[0].weight, h = net.layers[1](net.layers[0](rows_of(mesh)));
+        return sum(matmul(h, transpose(weight, 0, 1)));
+      };
+      loss();
+      Recording recording;
+      recording.backward(loss());
+      recording.take();
+      EXPECT_TRUE(full_gradient(net.layers[0].weight));
+    }, {.timeout = std::chrono::seconds(30), .threads_per_rank = 1});
+  }
+}
+
 // Two models in one scope, with a backward each: the second is prefetched while the first computes.
 struct Adversaries : nn::Module {
   Net a{1}, b{1};
