@@ -45,8 +45,10 @@ std::string to_dot(const Tape& tape) {
     if (n.num_outputs) out += str("\\n%", tape.output(n), " ", escaped(tape.type(tape.output(n)).to_string()));
     out += str("\", fillcolor=", colour(tape, n), n.phase == Phase::forward ? "" : ", color=",
                n.phase == Phase::forward ? "" : n.phase == Phase::backward ? "firebrick" : "navy", "];\n");
-    const int64_t bytes = tape.wire_bytes(n);
+    const std::vector<Transfer> travels = transfers(tape, n);
     for (ValueId v : tape.inputs(n)) {
+      int64_t bytes = 0;
+      for (const Transfer& t : travels) bytes += t.from == v ? t.bytes : 0;
       const NodeId from = maker[static_cast<size_t>(v)];
       for (const NodeId store : std::exchange(stored[static_cast<size_t>(tape.whole_of(v))], {}))
         if (store != from && store != id) out += str("  n", store, " -> n", id, " [style=dashed];\n");

@@ -179,10 +179,12 @@ class Picture {
                     colour_of(gathers ? HeldFor::gathered : HeldFor::whole_gradients),
                     str(path, gathers ? ": weights are gathered" : ": its gradients are whole", ", nodes ", id, " to ", end - 1));
       }
-      for (const Transfer& t : transfers(tape_, n))
+      if (const std::vector<Transfer> all = transfers(tape_, n); !all.empty()) {
+        const std::string& what = all[0].name;
         marks += box(x_of(id), y, std::max(1.0, x_of(id + 1) - x_of(id)), row * 0.92,
-                     t.name == "all_gather" ? kGather : t.name == "reduce_scatter" || t.name == "all_reduce" ? kReduction : kOther,
-                     str(path, ": ", t.name, ", ", format_bytes(t.bytes), ", node ", id));
+                     what == "all_gather" ? kGather : what == "reduce_scatter" || what == "all_reduce" ? kReduction : kOther,
+                     str(path, ": ", what, ", ", format_bytes(tape_.wire_bytes(n)), ", node ", id));
+      }
     }
     const size_t every = std::max<size_t>(1, static_cast<size_t>(12 / row + 0.999));
     for (const auto& [path, index] : units_)

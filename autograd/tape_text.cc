@@ -120,7 +120,7 @@ std::string to_text(const Tape& tape) {
     }
     if (!transfers(tape, n).empty()) {
       row.bytes = format_bytes(tape.wire_bytes(n));
-      row.rest = str(n.op->lane == Lane::reduce ? "reduce" : "gather", " lane  ", row.rest);
+      row.rest = str(n.op->lane == Lane::reduce ? "reduce" : tape.op_name(n) == "send" ? "send" : "gather", " lane  ", row.rest);
     } else if (n.op->lane == Lane::copy) {
       row.rest = "copy lane  " + row.rest;
     }

@@ -11,8 +11,7 @@ namespace sheaf::models {
 
 std::vector<Metric> norm_metrics(TrainingStep& step, const Tensor& grad_norms, bool by_parameter) {
   const std::vector<nn::Parameter> parameters = step.trained();
-  std::vector<double> gradients = grad_norms.to_vector<double>(), weights = parameter_norms(parameters).to_vector<double>();
-  step.mean_over_islands(gradients), step.mean_over_islands(weights);
+  const std::vector<double> gradients = grad_norms.to_vector<double>(), weights = parameter_norms(parameters).to_vector<double>();
   struct Squares {
     std::string name;
     double gradients = 0, weights = 0;
@@ -24,10 +23,13 @@ std::vector<Metric> norm_metrics(TrainingStep& step, const Tensor& grad_norms, b
     if (of == all.end()) of = all.insert(of, {name});
     of->gradients += gradients[i] * gradients[i], of->weights += weights[i] * weights[i];
   }
+  std::vector<double> norms;
+  for (const Squares& of : all) norms.insert(norms.end(), {std::sqrt(of.gradients), std::sqrt(of.weights)});
+  step.mean_over_islands(norms);
   std::vector<Metric> out;
-  for (const Squares& of : all) {
-    out.push_back({"grad_norm/" + of.name, std::sqrt(of.gradients)});
-    out.push_back({"weight_norm/" + of.name, std::sqrt(of.weights)});
+  for (size_t i = 0; i < all.size(); ++i) {
+    out.push_back({"grad_norm/" + all[i].name, norms[2 * i]});
+    out.push_back({"weight_norm/" + all[i].name, norms[2 * i + 1]});
   }
   return out;
 }

@@ -243,13 +243,21 @@ struct Planned {
   double outer_seconds = 0, outer_received = 0;
 };
 
-// The ranks at this place of each stage; with islands, which are alike, those of the last.
+/// The first rank of the island on the most hosts: the slowest, if hosts do not hold whole islands.
+int first_rank_of_slowest(int islands, int world, int ranks_per_host) {
+  int slowest = 0, most = 0;
+  for (int i = 0; i < islands; ++i)
+    if (const int first = i * world, hosts = (first + world - 1) / ranks_per_host - first / ranks_per_host; hosts >= most) slowest = first, most = hosts;
+  return slowest;
+}
+
+// The ranks at this place of each stage; with islands, which compute alike, those of the last, as if they were the slowest's.
 Planned plan_ranks(const TrainConfig& given, int64_t vocab, int all_ranks, const Machine& machine, Planning planning, bool first) {
   const TrainConfig config = island_of(given);
   const int islands = static_cast<int>(given.train.islands), world = ranks_of_island("plan", given, all_ranks);
   const Stages stages(config, world, stage_cut(config, vocab), planning);
   const auto n = static_cast<size_t>(stages.count());
-  const int place = first ? 0 : stages.ranks() - 1;
+  const int place = first ? 0 : stages.ranks() - 1, island = first_rank_of_slowest(islands, world, machine.ranks_per_host);
   Planned all;
   for (int s = 0; s < stages.count(); ++s) all.ranks.push_back(stages.ranks() * s + place);
   all.times.resize(n);
@@ -263,7 +271,7 @@ Planned plan_ranks(const TrainConfig& given, int64_t vocab, int all_ranks, const
         if (islands > 1) {
           const auto every = static_cast<double>(given.train.inner_steps);
           const RankTimes outer = times_on(machine, plan.outer,
-                                           {.rank = all_ranks - world + all.ranks[static_cast<size_t>(s)],
+                                           {.rank = island + all.ranks[static_cast<size_t>(s)],
                                             .offloads_state = config.train.offload_optimizer,
                                             .stages = stages.count()});
           const Timeline line = clock(std::span(&outer, 1))[0];
@@ -271,7 +279,7 @@ Planned plan_ranks(const TrainConfig& given, int64_t vocab, int all_ranks, const
           all.outer_received = std::max(all.outer_received, static_cast<double>(line.received) / every);
         }
         const auto times_of = [&](int stage, const RankTimes* like) {
-          return times_on(machine, plan.tape, {.rank = all.ranks[static_cast<size_t>(stage)],
+          return times_on(machine, plan.tape, {.rank = island + all.ranks[static_cast<size_t>(stage)],
                                                .offloads_state = config.train.offload_optimizer, .stages = stages.count(),
                                                .stages_before = stage - in_place.stage, .like = like});
         };

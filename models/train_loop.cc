@@ -89,7 +89,7 @@ class Trainer::Loop {
     };
     TrainingStep::Result result = step_.run(done - 1, fill, last ? &recorded_ : nullptr);
     if (profile) write_profile(*profile, done);
-    if (first_rank_ && step_.program() && !compiled) report_program(*step_.program());
+    if (step_.program() && !compiled) report_program(*step_.program());
     trainer_.saver_.check();
     report_.done = done;
     ++report_.steps_here;
@@ -109,11 +109,13 @@ class Trainer::Loop {
   }
 
   void report_program(const Program& program) const {
-    const int64_t takes = memory_.stats().live + program.arena_bytes();
+    int64_t takes = memory_.stats().live + program.arena_bytes();
     const int64_t budget = trainer_.config_.sharding.memory_budget;
+    if (budget > 0) world_.communicator().all_reduce(&takes, 1, kI64, Reduction::max, "bytes of a step").sync();
+    if (!first_rank_) return;
     trainer_.options_.print(
         str("steps from here on are a program of ", program.tape().num_nodes(), " nodes in an arena of ", format_bytes(program.arena_bytes()),
-            budget > 0 && takes > budget ? str("; a step takes ", takes, " bytes, more than sharding.memory_budget") : ""));
+            budget > 0 && takes > budget ? str("; a step takes a rank ", takes, " bytes, more than sharding.memory_budget") : ""));
   }
 
   // On GPUs only where the host waits anyway: a replayed graph and the lane must use the communicator in one order on all ranks.

@@ -6,6 +6,7 @@
 #include "sheaf/tools/commands.h"
 #include "sheaf/tools/config.h"
 #include "sheaf/tools/output.h"
+#include "sheaf/tools/run_lines.h"
 #include "sheaf/tools/same_options.h"
 
 namespace sheaf::tools {
@@ -41,6 +42,9 @@ int evaluate_command(const EvaluateArguments& arguments) {
     if (world.rank() != 0) return;
     say(str("sheaf evaluate: ", counted(world.size(), "rank"), ", ", counted(report.parameters, "parameter"), " of ", report.model, ", ",
             config.train.dtype, config.train.fp8 == "none" ? "" : ", products in FP8", ", windows of ", counted(report.context, "token")));
+    for (const models::Validation& v : report.validation)
+      if (const models::PackedExamples* examples = v.windows.examples())
+        say(examples_line(v.name.empty() ? "" : v.name + ": ", *examples, report.context));
     say_all(report);
   });
   return 0;

@@ -32,11 +32,12 @@ int generate_one(const GenerateArguments& arguments) {
   return 0;
 }
 
-// "1,280 of 5,000 continuations, 93.1% ended, 8,412 tok/s"
+// "1,280 of 5,000 continuations, 93.1% ended, 8,412 tok/s"; after a resumption "93.1% of 280 ended"
 std::string line_of(const models::GenerateLinesProgress& now, int64_t before, double seconds) {
   const auto made = static_cast<double>(now.done - before);
-  char rates[96];
-  std::snprintf(rates, sizeof rates, "%.1f%% ended, %.0f tok/s", made > 0 ? 100 * static_cast<double>(now.ended) / made : 0.0,
+  const std::string of = before > 0 ? str(" of ", now.done - before) : "";
+  char rates[128];
+  std::snprintf(rates, sizeof rates, "%.1f%%%s ended, %.0f tok/s", made > 0 ? 100 * static_cast<double>(now.ended) / made : 0.0, of.c_str(),
                 seconds > 0 ? static_cast<double>(now.tokens) / seconds : 0.0);
   return str(now.done, " of ", now.all, " continuations, ", rates);
 }

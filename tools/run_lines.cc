@@ -25,16 +25,6 @@ std::string epochs_line(const models::Trainer& trainer, int source) {
   return str(", ", rounded(trainer.windows().epochs(source, t.steps * t.batch)), " epochs");
 }
 
-// For packed examples: the packing efficiency, and what happens to those that do not fit.
-std::string examples_line(const std::string& what, const models::PackedExamples& e, int64_t context) {
-  const auto tokens = static_cast<double>(e.num_tokens()), places = static_cast<double>(e.num_windows() * (context + 1));
-  const auto note = [](int64_t count, const char* what) { return count == 0 ? str() : str("; ", count, what); };
-  return str("  ", what, counted(e.num_examples(), "example"), " in ", counted(e.num_windows(), "window"), ", ", rounded(100 * tokens / places),
-             " % full, ", rounded(100 * static_cast<double>(e.num_targets()) / tokens), " % of their tokens are learned",
-             note(e.num_shortened(), " longer than a window, without their ends"),
-             note(e.num_left_out(), " left out, where nothing is learned within a window"));
-}
-
 // "2 ranks (shm) x 1 thread, full_shard over groups of 2 that share layers, ".
 std::string ranks_line(const models::TrainConfig& config, World& world, models::Trainer& trainer) {
   const auto& s = config.sharding;
@@ -104,6 +94,15 @@ void report_peaks(World& world, const models::Trainer& trainer, const models::Tr
 
 }  // namespace
 
+std::string examples_line(const std::string& what, const models::PackedExamples& e, int64_t context) {
+  const auto tokens = static_cast<double>(e.num_tokens()), places = static_cast<double>(e.num_windows() * (context + 1));
+  const auto note = [](int64_t count, const char* what) { return count == 0 ? str() : str("; ", count, what); };
+  return str("  ", what, counted(e.num_examples(), "example"), " in ", counted(e.num_windows(), "window"), ", ", rounded(100 * tokens / places),
+             " % full, ", rounded(100 * static_cast<double>(e.num_targets()) / tokens), " % of their tokens are learned",
+             note(e.num_shortened(), " longer than a window, without their ends"),
+             note(e.num_left_out(), " left out, where nothing is learned within a window"));
+}
+
 void RunLines::say(const std::string& line) {
   if (broken_) return;
   try {
@@ -139,7 +138,7 @@ void describe_end(const models::TrainConfig& config, World& world, models::Train
   }
   if (!first) return;
   if (result.tape.num_nodes() > 0)
-    lines.say("\ncollectives of one step, as the tape lists them\n" + collective_summary(result.tape));
+    lines.say(str("\ncollectives of one step", config.sharding.pipeline > 1 ? " of rank 0" : "", ", as the tape lists them\n", collective_summary(result.tape)));
   if (result.steps_here > 0) report_peaks(world, trainer, result, threads, lines);
   if (result.train_loss != 0) lines.say(str("\ntraining loss    ", result.train_loss));
   const char* const of = trainer.corpus().val.example_end() ? "nats per token that is learned" : "nats per token";

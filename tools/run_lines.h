@@ -16,6 +16,9 @@ class RunLines {
   bool broken_ = false;
 };
 
+/// Of packed examples, beginning with `what`: how full windows are, and what happens to those that do not fit.
+std::string examples_line(const std::string& what, const models::PackedExamples& e, int64_t context);
+
 /// Describes processes, devices and data, and warns of what may surprise. On rank 0.
 void describe_start(const models::TrainConfig& config, World& world, models::Trainer& trainer, RunLines& lines);
 /// Prints a sample, collectives, measured peaks (and planned ones, as many as ten seconds allow), and losses, for newcomers. Collective:

@@ -394,6 +394,16 @@ TEST_F(StepTimes, IslandsTakeAStepOfOneAndAShareOfAnOuterStep) {
   }
 }
 
+// Of two islands of six ranks, eight to a host, the second is on two hosts: the step is its.
+TEST_F(StepTimes, IslandsAreAsSlowAsTheOneOnTheMostHosts) {
+  models::TrainConfig c = models::islands_of(config_of("gpt2"), 2);
+  c.train.batch = 12, c.train.inner_steps = 1'000'000'000;
+  Machine machine = machine_named("h200");
+  machine.ranks_per_host = 8;
+  machine.between.bytes_per_second = 1e6;
+  EXPECT_GT(models::time_step(c, 48, 12, machine).seconds, 2 * models::time_step(models::island_of(c), 48, 6, machine).seconds);
+}
+
 TEST_F(StepTimes, StateInTheHostsMemoryTakesTheBus) {
   models::TrainConfig c = config_of("gpt2");
   Machine machine = machine_named("h200");

@@ -200,6 +200,35 @@ TEST(Tape, IsOfTheRankThatIsAskedFor) {
   }
 }
 
+/// "3.3 KiB" at that place.
+double bytes_at(const std::string& text, size_t at) {
+  char* unit = nullptr;
+  const double value = std::strtod(text.c_str() + at, &unit);
+  return value * (unit[1] == 'K' ? 1024 : unit[1] == 'M' ? 1024 * 1024 : 1);
+}
+
+// Of a node with several values, such as codes and their scales, all bytes count, once.
+TEST(Tape, PicturesHaveTheBytesOfWholeNodes) {
+  const Words small = {"tape", "--model.vocab", "65", "--model.layers", "2", "--world", "2", "--sharding.gather_int8", "true"};
+  const Json json = Json::parse(run_sheaf(small + Words{"--format", "json"}).out, "tape");
+  const std::string svg = run_sheaf(small + Words{"--format", "svg"}).out, dot = run_sheaf(small + Words{"--format", "dot"}).out;
+  int several = 0;
+  for (const Json& node : json.at("nodes").as_array()) {
+    const int64_t id = node.at("id").as_int();
+    const auto bytes = static_cast<double>(node.at("bytes").as_int());
+    if (bytes == 0) continue;
+    const std::string title = str(", node ", id, "</title>"), edge = str(" -> n", id, " [label=\"%");
+    ASSERT_EQ(count_of(svg, title), 1) << id;
+    EXPECT_NEAR(bytes_at(svg, svg.rfind(", ", svg.find(title) - 1) + 2), bytes, 0.02 * bytes) << id;
+    double on_edges = 0;
+    for (size_t at = dot.find(edge); at != std::string::npos; at = dot.find(edge, at + 1))
+      if (const size_t label = dot.find("\\n", at); label < dot.find('"', at + edge.size())) on_edges += bytes_at(dot, label + 2);
+    EXPECT_NEAR(on_edges, bytes, 0.02 * bytes) << id;
+    several += node.at("inputs").as_array().size() > 1;
+  }
+  EXPECT_GT(several, 0);
+}
+
 TEST(Tape, SvgOfLargeStepsIsNotLarger) {
   const std::string svg = tape({"--format", "svg", "--train.batch", "64", "--train.micro_batches", "8", "--sharding.tensor", "2", "--train.recompute", "block"}).out;
   EXPECT_GT(elements(svg), 100);
