@@ -99,7 +99,7 @@ Json RunState::to_json() const {
     Json::Array before(weights->before.begin(), weights->before.end());
     json.set("weights", Json::Object{{"path", weights->path}, {"xxh3", weights->xxh3}, {"before", std::move(before)}});
   }
-  if (best) json.set("best", Json::Object{{"step", best->step}, {"val_loss", best->val_loss}});
+  if (best) json.set("best", Json::Object{{"step", best->step}, {"val_loss", best->val_loss}, {"targets", best->targets}});
   if (!product_choices.empty()) json.set("product_choices", product_choices);
   return json;
 }
@@ -125,7 +125,10 @@ RunState RunState::from_json(const Json& json) {
       if (const Json* before = weights->find("before"))
         for (const Json& id : before->as_array()) s.weights->before.push_back(static_cast<int32_t>(id.as_int()));
     }
-    if (const Json* best = json.find("best")) s.best = {best->at("step").as_int(), best->at("val_loss").as_double()};
+    if (const Json* best = json.find("best")) {
+      s.best = {best->at("step").as_int(), best->at("val_loss").as_double()};
+      if (const Json* targets = best->find("targets")) s.best->targets = targets->as_int();
+    }
     if (const Json* choices = json.find("product_choices")) s.product_choices = choices->as_string();
   } catch (const DataError& e) {
     fail<CheckpointError>("[checkpoint] its state cannot be read: ", e.what());

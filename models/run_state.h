@@ -28,6 +28,7 @@ struct WeightsState {
 struct BestState {
   int64_t step = 0;
   double val_loss = 0;
+  int64_t targets = 0;  ///< of how many; 0 in checkpoints from before it was written
 };
 
 struct RunState {

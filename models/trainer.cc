@@ -105,8 +105,9 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
     set_fitted(fitted_, blocks);
     if (world_.rank() == 0)
       options_.print(blocks == kNoRecompute ? std::string("train.recompute fit: nothing")
-                                            : str("train.recompute fit: ", blocks, " of ", num_blocks(config_.model),
-                                                  " blocks, the others selectively"));
+                                            : str("train.recompute fit: ", config_.sharding.pipeline > 1 ? str("the first ", blocks, " blocks of each stage")
+                                                                                          : str(blocks, " of ", num_blocks(config_.model), " blocks"),
+                                                  ", the others selectively"));
   }
   const auto num_targets = [this](int64_t first, int64_t count) { return windows_.num_targets(first, count); };
   step_ = std::make_unique<TrainingStep>(fitted_, config_.model.vocab, world_, device_, TrainingStepOptions{.num_targets = num_targets});
@@ -224,6 +225,10 @@ void Trainer::restore() {
   first_step_ = state.step;
   abandoned_ = checkpoint->broken();
   best_ = state.best;
+  if (config_.output.keep_best && best_ && best_->targets != 0 && best_->targets != num_val_targets())
+    throw Error(ExitCode::kResumeMismatch, str("[resume] the best weights so far have a loss over ", best_->targets, " targets, and train.eval_tokens ",
+                                               config_.train.eval_tokens, " makes ", num_val_targets(), " of them, whose losses cannot be compared: give ",
+                                               "train.eval_tokens as before, output.keep_best false, or another output folder"));
   const std::optional<WeightsState> found = std::exchange(weights_, state.weights);
   if (weights_ && weights_->before.empty() && found) weights_->before = found->before;  // which older checkpoints lack
   if (world_.rank() == 0) options_.print(str("resumed from ", checkpoint->path()));
@@ -272,9 +277,15 @@ void Trainer::save(int64_t step) {
 
 // Saves only the weights of the lowest loss so far, in the form of a run's folder. A run that is resumed from before the last of them
 // saves them again, with the same bits; in any other run the later steps found there would no longer be its own.
+int64_t Trainer::num_val_targets() const {
+  int64_t targets = 0;
+  for (const Validation& v : validation_) targets += v.windows.num_targets();
+  return targets;
+}
+
 void Trainer::save_if_best(int64_t step, double val_loss) {
   if (!config_.output.keep_best || (best_ && val_loss >= best_->val_loss)) return;
-  best_ = {step, val_loss};
+  best_ = {step, val_loss, num_val_targets()};
   const std::string best = best_folder(), folder = checkpoints_in(best), options = config_.output.folder + "/config.toml";
   if (world_.rank() == 0 && path_exists(options)) {
     make_folders(best);

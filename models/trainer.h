@@ -101,6 +101,8 @@ class Trainer {
   std::string files_text_error_;         ///< why it could not be read
   std::optional<WeightsState> weights_;  ///< that the run started from
   TrainingWindows windows_;
+  int64_t num_val_targets() const;
+
   std::vector<Validation> validation_;
   std::vector<AnsweredQuestions> questions_;
   std::unique_ptr<FileLock> lock_;  ///< on rank 0

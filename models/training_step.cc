@@ -105,6 +105,9 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
   if (turns_.empty())
     turns_ = turns_of(config_, stages > 1 ? sharded_.mesh.coordinate("stage") : 0, stages, config_.train.micro_batches);
   const DeviceScope scope(device_);
+  const optim::FactorRule rate_of = factors_by_name("train.lr_factors", config_.train.lr_factors, *sharded_.model, {});
+  for (nn::Parameter& p : sharded_.model->parameters())
+    if (p.steered() != 0 && rate_of(p) == 0) p.freeze();  // no learning rate moves it: neither would a factor of 0 keep it as it is
   materialize(*sharded_.model, device_, {.seed = static_cast<uint64_t>(config_.train.seed), .dtype = options.masters});
   recompute_blocks(config_, sharded_, stages);
   optimizer_ = make_optimizer(config_.train, *sharded_.model);

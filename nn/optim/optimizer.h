@@ -47,7 +47,7 @@ using FactorRule = std::function<double(const nn::Parameter&)>;
 bool decays_matrices(const nn::Parameter& p);
 
 /// Factors of an optimizer's learning rate and weight decay for each parameter: finite, at least 0. A parameter whose learning rate
-/// is 0 is not changed.
+/// is 0 is not changed, unless it is steered (nn::Parameter::steer).
 struct Factors {
   FactorRule lr = {};  ///< of the learning rate, also where it multiplies the decay; absent: 1
   FactorRule weight_decay = decays_matrices;

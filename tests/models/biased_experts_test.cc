@@ -107,6 +107,15 @@ TEST(BiasedExperts, AStepMovesTheBiasByItsRateAlone) {
     }
 }
 
+// What has a factor of 0 stays as it is, although no learning rate moves it.
+TEST(BiasedExperts, AFactorOfZeroKeepsTheBiasToo) {
+  models::TrainConfig c = biased();
+  c.train.lr_factors = "0 blocks.0.*";
+  const TrainedRun run = train_tiny(c, 2, 3);
+  for (const auto& [name, values] : biases_of(run.parameters))
+    EXPECT_EQ(std::ranges::all_of(values, [](double x) { return x == 0; }), name.starts_with("blocks.0.")) << name;
+}
+
 TEST(BiasedExperts, StrategiesPrefetchUnitsAndRecomputeChangeNoBit) {
   struct Case { int tensor, context, world; };
   for (const auto& [tensor, context, world] : {Case{1, 1, 2}, Case{1, 1, 4}, Case{2, 1, 4}, Case{1, 3, 6}}) {

@@ -53,7 +53,9 @@ TEST(Train, LogsNormsByUnitsAndByParameters) {
   CorpusFolder folder;
   for (const Words& options : {Words{"--train.log_norms", "units"}, {"--train.log_norms", "parameters", "--train.compile", "true"},
                                {"--train.log_norms", "parameters", "--sharding.pipeline", "2", "--train.micro_batches", "2"},
-                               {"--train.log_norms", "units", "--train.islands", "2", "--train.inner_steps", "2", "--train.batch", "6"}}) {
+                               {"--train.log_norms", "units", "--train.islands", "2", "--train.inner_steps", "2", "--train.batch", "6"},
+                               {"--train.log_norms", "units", "--train.islands", "2", "--train.inner_steps", "2", "--train.batch", "6", "--sharding.units",
+                                "none"}}) {
     const std::string name = options.back() + std::to_string(options.size());
     const Outcome r = run_sheaf(on_ranks(2, Words{"train"} + kTinyRun + options + folder.data(name)));
     ASSERT_EQ(r.code, 0) << r.err;
@@ -65,13 +67,13 @@ TEST(Train, LogsNormsByUnitsAndByParameters) {
         if (key.starts_with("grad_norm/")) squares += std::stod(value) * std::stod(value), ++with_norms;
         if (key.starts_with("weight_norm/")) weights += std::stod(value);
       }
-      // With islands these are means of norms.
-      const bool islands = options.size() > 2 && options[2] == "--train.islands";
-      EXPECT_NEAR(std::sqrt(squares), std::stod(fields.at("grad_norm")), islands ? 0.1 : 1e-9) << name << step;
+      // With islands these are means of norms, of which those of one unit are the gradient's.
+      const bool islands = options.size() > 2 && options[2] == "--train.islands", one = options.back() == "none";
+      EXPECT_NEAR(std::sqrt(squares), std::stod(fields.at("grad_norm")), islands && !one ? 0.1 : 1e-9) << name << step;
       EXPECT_GT(weights, 1) << name << step;
-      EXPECT_TRUE(fields.contains(options[1] == "units" ? "weight_norm/blocks.2" : "grad_norm/blocks.2.mlp.down.weight")) << name;
+      EXPECT_TRUE(fields.contains(one ? "weight_norm/root" : options[1] == "units" ? "weight_norm/blocks.2" : "grad_norm/blocks.2.mlp.down.weight")) << name;
     }
-    EXPECT_GT(with_norms, 15) << name;
+    EXPECT_GT(with_norms, options.back() == "none" ? 3 : 15) << name;
   }
 }
 
@@ -146,6 +148,11 @@ TEST(Train, TheBestWeightsAreKept) {
   ASSERT_LT(step, 8);
   EXPECT_EQ(kept("run"), (std::vector<std::string>{"step-" + std::to_string(step)}));
   EXPECT_THAT(r.out, HasSubstr("  (after step " + std::to_string(step) + "; its weights are in " + (folder / "run/best") + ")"));
+  // Losses over other targets are not compared with its.
+  const Outcome others = train("run", {"--train.steps", "9", "--train.eval_tokens", "40", "--resume"});
+  EXPECT_EQ(others.code, 76) << others.err;
+  EXPECT_THAT(others.err, HasSubstr("whose losses cannot be compared"));
+  EXPECT_EQ(kept("run"), (std::vector<std::string>{"step-" + std::to_string(step)}));
   const Outcome evaluated = run_sheaf({"evaluate", folder / "run/best"});
   ASSERT_EQ(evaluated.code, 0) << evaluated.err;
   EXPECT_NEAR(std::stod(evaluated.out.substr(evaluated.out.find("\nloss ") + 6)), loss, 1e-5);
