@@ -40,22 +40,13 @@ struct GroupCut {
 };
 
 /// `groups` of a sequence's tokens fit a shard of the tokens if each rank has whole groups and ranks agree where they begin: they are
-/// equal, or each rank has one. Cuts by two axes, one within the other, may have other borders than those of groups.
+/// equal, or each rank has one.
 bool fits_groups(const Layout& l, int dim, const OwnershipMap& map, int64_t tokens, int64_t groups) {
   if (!(map == OwnershipMap::even(dim))) return false;
-  std::vector<int64_t> begins = {0, tokens};  // of the ranks' tokens
-  for (int a = 0; a < l.num_axes(); ++a) {
-    if (!l[a].is_shard(dim)) continue;
-    std::vector<int64_t> finer = {0};
-    for (size_t i = 0; i + 1 < begins.size(); ++i)
-      for (int64_t r = 1, n = l.mesh()->size(a); r <= n; ++r) finer.push_back(begins[i] + (begins[i + 1] - begins[i]) * r / n);
-    begins = std::move(finer);
-  }
-  const int64_t ranks = std::ssize(begins) - 1;
-  if (tokens % groups == 0) return groups % ranks == 0;
-  for (int64_t n = 0; n < ranks; ++n)
-    if (begins[static_cast<size_t>(n)] != tokens * n / groups) return false;
-  return groups == ranks;
+  int64_t ranks = 1;
+  for (int a = 0; a < l.num_axes(); ++a)
+    if (l[a].is_shard(dim)) ranks *= l.mesh()->size(a);
+  return groups % ranks == 0 && (tokens % groups == 0 || groups == ranks);
 }
 
 /// The shard that the first sharded operand implies; `rows`: a bit for each operand with the dimensions of rows. `rank`: of slots.

@@ -282,19 +282,6 @@ TEST(AxesRows, OfOneSampleAreOneRanks) {
   }, kLocal);
 }
 
-// Groups of 8 tokens begin at 8 n / 6, but what ranks have after a cut by 3 and then by 2 does not; of 11 tokens it does.
-TEST(AxesRows, OfGroupsHaveTheGroupsBorders) {
-  run_local(6, [](World& world) {
-    const MeshSpec* mesh = world.mesh({{"data", 3}, {"model", 2}}).spec;
-    const auto routes = [&](int64_t tokens, const Layout& layout) {
-      return expert_routes(full_of({kI64, {1, tokens, 1}, layout}, 0), 2, tokens, 6);
-    };
-    const Layout cut(mesh, {kS1, kS1});
-    EXPECT_THROW(routes(8, cut), PlacementError);
-    EXPECT_EQ(full_tensor(routes(11, cut).counts).to_vector<int64_t>(), routes(11, {}).counts.to_vector<int64_t>());
-  }, kLocal);
-}
-
 // ---- constants ---------------------------------------------------------------------------------------------------------
 
 // A value without a mesh is Replicate on every mesh it is used with; its gradients add up.
