@@ -79,6 +79,13 @@ std::vector<Transfer> transfers(const Tape& tape, const Node& n) {
   return out;
 }
 
+std::string_view lane_name(const Tape& tape, const Node& n) {
+  if (n.op && n.op->lane == Lane::copy) return name(Lane::copy);
+  if (transfers(tape, n).empty()) return name(Lane::compute);
+  if (tape.op_name(n) == "send") return "send";  // neighbouring stages have lanes of their own
+  return name(n.op->lane == Lane::reduce ? Lane::reduce : Lane::gather);
+}
+
 bool is_unit_gather(const Tape& tape, const Node& n) {
   if (tape.kind(n) != OpKind::redistribute || is_redistribute(n.op)) return false;
   if (tape.op_name(n) == "all_gather") return n.op->lane == Lane::gather;  // else it gathers gradients

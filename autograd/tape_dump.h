@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "sheaf/autograd/tape.h"
@@ -37,6 +38,8 @@ struct Transfer {
 /// The transfers of node `n`: one for a redistribution, one per buffer for a unit's op; none for anything local, including
 /// axes of size 1, nor for transfers between other ranks.
 std::vector<Transfer> transfers(const Tape& tape, const Node& n);
+/// Where node `n` runs: "compute", "copy", or for a transfer "gather", "reduce" or "send".
+std::string_view lane_name(const Tape& tape, const Node& n);
 /// A unit's gather: an all_gather of its buffers, as opposed to one of an activation, or the opening of buffers that only one rank
 /// has loaded from its host memory.
 bool is_unit_gather(const Tape& tape, const Node& n);

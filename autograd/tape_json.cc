@@ -43,8 +43,7 @@ std::string node_json(const Tape& tape, NodeId id) {
   std::string out = str("{\"id\":", id, ",\"kind\":", json_string(kind_name(tape.kind(n))), ",\"op\":", json_string(tape.op_name(n)),
                         ",\"path\":", json_string(tape.path(n)), ",\"phase\":", json_string(name(n.phase)));
   if (!n.op) out += ",\"name\":" + json_string(tape.leaf_name(tape.output(n)));
-  out += ",\"lane\":" + json_string(n.op && n.op->lane == Lane::copy ? name(Lane::copy) : transfers(tape, n).empty() ? name(Lane::compute)
-                                    : tape.op_name(n) == "send" ? "send" : name(n.op->lane == Lane::reduce ? Lane::reduce : Lane::gather));
+  out += ",\"lane\":" + json_string(lane_name(tape, n));
   std::string flags;
   const auto flag = [&](int bit, const char* what) {
     if (n.flags & bit) flags += (flags.empty() ? "" : ",") + json_string(what);

@@ -118,12 +118,8 @@ std::string to_text(const Tape& tape) {
       const std::string moves = tape.kind(n) == OpKind::redistribute && n.num_inputs ? placements(tape, n) : "";
       row.type = moves.empty() ? str(t) : str(moves, ' ', t.dtype, t.shape);
     }
-    if (!transfers(tape, n).empty()) {
-      row.bytes = format_bytes(tape.wire_bytes(n));
-      row.rest = str(n.op->lane == Lane::reduce ? "reduce" : tape.op_name(n) == "send" ? "send" : "gather", " lane  ", row.rest);
-    } else if (n.op->lane == Lane::copy) {
-      row.rest = "copy lane  " + row.rest;
-    }
+    if (!transfers(tape, n).empty()) row.bytes = format_bytes(tape.wire_bytes(n));
+    if (const std::string_view lane = lane_name(tape, n); lane != name(Lane::compute)) row.rest = str(lane, " lane  ", row.rest);
     rows.push_back(std::move(row));
   }
   rows.insert(rows.begin(), std::make_move_iterator(leaves.begin()), std::make_move_iterator(leaves.end()));

@@ -275,14 +275,14 @@ void Trainer::save(int64_t step) {
   else save_checkpoint(folder, step, step_->model(), {&step_->optimizer()}, world_, options);
 }
 
-// Saves only the weights of the lowest loss so far, in the form of a run's folder. A run that is resumed from before the last of them
-// saves them again, with the same bits; in any other run the later steps found there would no longer be its own.
 int64_t Trainer::num_val_targets() const {
   int64_t targets = 0;
   for (const Validation& v : validation_) targets += v.windows.num_targets();
   return targets;
 }
 
+// Saves only the weights of the lowest loss so far, in the form of a run's folder. A run that is resumed from before the last of them
+// saves them again, with the same bits; in any other run the later steps found there would no longer be its own.
 void Trainer::save_if_best(int64_t step, double val_loss) {
   if (!config_.output.keep_best || (best_ && val_loss >= best_->val_loss)) return;
   best_ = {step, val_loss, num_val_targets()};
