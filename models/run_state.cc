@@ -4,6 +4,7 @@
 #include <iterator>
 
 #include "sheaf/models/model_fields.h"
+#include "sheaf/models/token_file.h"
 
 namespace sheaf::models {
 namespace {
@@ -77,8 +78,11 @@ void read_options(const Json& options, RunState& s) {
   if (!unknown.empty()) fail<DataError>("this version of Sheaf does not know its option '", unknown[0], "'");
 }
 
-Json to_json(const SplitState& s) { return Json::Object{{"tokens", s.tokens}, {"xxh3", s.xxh3}}; }
-SplitState split_of(const Json& json) { return {json.at("tokens").as_int(), json.at("xxh3").as_string()}; }
+Json to_json(const SplitState& s) { return Json::Object{{"tokens", s.tokens}, {"xxh3", s.xxh3}, {"of_blocks", s.of_blocks}}; }
+SplitState split_of(const Json& json) {
+  const Json* const of_blocks = json.find("of_blocks");
+  return {json.at("tokens").as_int(), json.at("xxh3").as_string(), of_blocks && of_blocks->as_bool()};
+}
 
 }  // namespace
 
@@ -167,6 +171,11 @@ void check_tokenizer(const Tokenizer* saved, const Tokenizer* now) {
 std::string described(const WeightsState& s) { return str("'", s.path, "' with XXH3 ", s.xxh3); }
 std::string described(const SplitState& s) { return str(s.tokens, " tokens with XXH3 ", s.xxh3); }
 
+bool same(const SplitState& saved, const SplitState& now) {
+  const bool comparable = saved.of_blocks == now.of_blocks || now.tokens <= kDigestBlock;
+  return saved.tokens == now.tokens && (!comparable || saved.xxh3 == now.xxh3);
+}
+
 }  // namespace
 
 void check_resumable(const RunState& saved, const RunState& now) {
@@ -198,10 +207,10 @@ void check_resumable(const RunState& saved, const RunState& now) {
   if (!saved.train_data || !saved.val_data || !now.train_data || !now.val_data) return;
   if (saved.val_fraction != now.val_fraction)
     differs("data.val_fraction", json_number(saved.val_fraction), json_number(now.val_fraction));
-  if (*saved.train_data != *now.train_data)
+  if (!same(*saved.train_data, *now.train_data))
     differs("the training data", described(*saved.train_data),
             described(*now.train_data) + (saved.train_data->tokens == now.train_data->tokens ? " (of a mixture, weights count, too)" : ""));
-  if (*saved.val_data != *now.val_data)
+  if (!same(*saved.val_data, *now.val_data))
     differs("the validation data", described(*saved.val_data), described(*now.val_data));
 }
 

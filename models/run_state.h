@@ -13,8 +13,8 @@ namespace sheaf::models {
 /// The tokens of one split, independent of how they are stored.
 struct SplitState {
   int64_t tokens = 0;
-  std::string xxh3;  ///< of the ids (Tokens::check_all)
-  bool operator==(const SplitState&) const = default;
+  std::string xxh3;       ///< of the ids (Tokens::check_all)
+  bool of_blocks = true;  ///< if they are many; false in checkpoints from before there were blocks
 };
 
 /// The published weights that a run started from.

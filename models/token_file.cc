@@ -5,11 +5,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <system_error>
 #include <type_traits>
 #include <utility>
+
+#include "sheaf/core/parallel.h"
 
 namespace sheaf::models {
 namespace {
@@ -18,19 +21,29 @@ constexpr int64_t kHeaderBytes = 256 * 4;
 constexpr int32_t kMagic16 = 20240520, kVersion16 = 1;
 constexpr int32_t kMagic32 = 20240801, kVersion32 = 7;
 constexpr int32_t kMagicExamples = 20261124, kVersionExamples = 1;
-// Scans release pages each time they have read this many tokens.
-constexpr int64_t kScanBlock = int64_t{1} << 20;
+// Scans read this many tokens at a time, and then release their pages: as int32 they stay in a core's cache until they are hashed.
+constexpr int64_t kScan = int64_t{1} << 16;
 
 // Copies `count` tokens, as `value(token, id)` of each; returns the index of the first one whose id is not below `vocab`, or `count`.
 // The id is the token's bits in `mask`.
 template <class T, class F>
 int64_t copy_tokens(const std::byte* data, int64_t count, T mask, int64_t vocab, int32_t* dst, F value) {
-  for (int64_t i = 0; i < count; ++i) {
-    T token;
-    std::memcpy(&token, data + i * static_cast<int64_t>(sizeof(T)), sizeof(T));
-    const T id = token & mask;
-    if (static_cast<int64_t>(id) >= vocab) return i;
-    dst[i] = value(token, static_cast<int32_t>(id));
+  // Chunks of a constant length on the stack, and nothing that leaves the inner loop early: compilers use vectors.
+  constexpr int64_t kChunk = 256;
+  std::array<T, kChunk> tokens{};
+  std::array<int32_t, kChunk> out;
+  for (int64_t begin = 0; begin < count; begin += kChunk) {
+    const auto n = static_cast<size_t>(std::min(kChunk, count - begin));
+    std::memcpy(tokens.data(), data + begin * static_cast<int64_t>(sizeof(T)), n * sizeof(T));
+    T largest = 0;
+    for (size_t i = 0; i < kChunk; ++i) {
+      const T id = tokens[i] & mask;
+      largest = std::max(largest, id);
+      out[i] = value(tokens[i], static_cast<int32_t>(id));
+    }
+    if (static_cast<int64_t>(largest) >= vocab)
+      return begin + (std::ranges::find_if(tokens, [&](T t) { return static_cast<int64_t>(t & mask) >= vocab; }) - tokens.begin());
+    std::memcpy(dst + begin, out.data(), n * sizeof(int32_t));
   }
   return count;
 }
@@ -245,14 +258,26 @@ void Tokens::copy_as(Form form, int64_t begin, int64_t count, int32_t* dst) cons
   });
 }
 
-std::string Tokens::check_all() const {
+std::string Tokens::check_all(int64_t block) const {
+  const int64_t blocks = std::max<int64_t>(1, (size_ + block - 1) / block);
+  std::vector<std::string> digests(static_cast<size_t>(blocks));
+  parallel_for(blocks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) digests[static_cast<size_t>(b)] = digest_of(b * block, std::min(block, size_ - b * block));
+  });
+  if (blocks == 1) return digests[0];
+  std::string all;
+  for (const std::string& digest : digests) all += digest;
+  return digest_of_text(all).xxh3;
+}
+
+std::string Tokens::digest_of(int64_t begin, int64_t count) const {
   ContentHash hash;
-  std::vector<int32_t> block(static_cast<size_t>(std::min(size_, kScanBlock)));
-  for_each_part(0, size_, [&](const Part& part, int64_t first, int64_t count) {
-    for (int64_t done = 0; done < count; done += kScanBlock) {
-      const int64_t n = std::min(kScanBlock, count - done);
-      part.copy(Form::marked, first + done, n, vocab_, block.data());
-      hash.update(block.data(), n * static_cast<int64_t>(sizeof(int32_t)));
+  std::vector<int32_t> ids(static_cast<size_t>(std::min(count, kScan)));
+  for_each_part(begin, count, [&](const Part& part, int64_t first, int64_t of_part) {
+    for (int64_t done = 0; done < of_part; done += kScan) {
+      const int64_t n = std::min(kScan, of_part - done);
+      part.copy(Form::marked, first + done, n, vocab_, ids.data());
+      hash.update(ids.data(), n * static_cast<int64_t>(sizeof(int32_t)));
       part.release(first + done, n);
     }
   });

@@ -21,6 +21,9 @@ inline constexpr int32_t kIgnoreIndex = -1;
 using MarkedToken = uint32_t;
 inline constexpr MarkedToken kReadOnly = 0x80000000;
 
+/// Tokens that Tokens::check_all() hashes in one go.
+inline constexpr int64_t kDigestBlock = int64_t{1} << 26;
+
 /// A read-only sequence of token ids, 16 or 32 bits each, in mapped files or in memory. A cheap value; thread-safe.
 ///
 /// Some are sequences of examples, such as prompts with their answers: each ends with the token example_end(), which does not occur
@@ -58,9 +61,10 @@ class Tokens {
   void copy(int64_t begin, int64_t count, int32_t* dst) const;
   /// The same as targets: kIgnoreIndex for input-only tokens.
   void copy_targets(int64_t begin, int64_t count, int32_t* dst) const;
-  /// Reads all tokens once and returns XXH3-128 of the ids as int32, independent of the number and format of files; for examples, of
-  /// MarkedTokens and example_end(). Throws DataError at the first one outside the vocabulary. Releases pages as it goes.
-  std::string check_all() const;
+  /// Reads all tokens once, on the rank's threads, and returns XXH3-128 of the ids as int32, independent of the number and format of
+  /// files; for examples, of MarkedTokens and example_end(). If they are more than `block`, it is that of the blocks' digests. Throws
+  /// DataError at an id outside the vocabulary. Releases pages as it goes.
+  std::string check_all(int64_t block = kDigestBlock) const;
   /// The tokens [begin, end) as a separate sequence; positions in messages remain those of the file.
   Tokens slice(int64_t begin, int64_t end) const;
 
@@ -70,6 +74,7 @@ class Tokens {
   template <class F>
   void for_each_part(int64_t begin, int64_t count, F f) const;
   enum class Form { ids, targets, marked };
+  std::string digest_of(int64_t begin, int64_t count) const;  // check_all() of one block
   static Tokens of(std::vector<Part> parts, int64_t vocab, std::string name);
   void copy_as(Form form, int64_t begin, int64_t count, int32_t* dst) const;
 

@@ -114,6 +114,51 @@ TEST_F(TokenFiles, RawFilesOfNanoGpt) {
   EXPECT_THAT(data_error([&] { read(bounded, 2, 2); }), HasSubstr("of 3 asked for"));
 }
 
+TEST_F(TokenFiles, IdsOutsideTheVocabularyAreFoundAtAnyPlace) {
+  for (int64_t vocab : {10'000, 70'000}) {
+    for (int64_t bad : {0, 1, 255, 256, 511, 700, 999}) {
+      std::vector<int32_t> ids(1000, 7);
+      ids[static_cast<size_t>(bad)] = ids.back() = static_cast<int32_t>(vocab) - 1;
+      write_token_file(path, ids, vocab);
+      EXPECT_EQ(read(Tokens::open(path, vocab), 0, 1000), ids);
+      const Tokens tokens = Tokens::open(path, vocab - 1);
+      for (int64_t begin : {int64_t{0}, bad / 2, bad})
+        EXPECT_THAT(data_error([&] { read(tokens, begin, 1000 - begin); }), HasSubstr(str("at position ", bad, " is outside")));
+      EXPECT_EQ(read(tokens, 0, bad), std::vector<int32_t>(static_cast<size_t>(bad), 7));
+      EXPECT_THAT(data_error([&] { tokens.check_all(1000); }), HasSubstr(str("at position ", bad, " is outside")));
+      EXPECT_THAT(data_error([&] { tokens.check_all(100); }), HasSubstr("is outside the vocabulary"));
+    }
+  }
+}
+
+/// `counts` numbers from 0 on, file by file, with the three formats in turn: train_000.bin, train_001.bin, ...
+void write_parts(const ScratchFolder& folder, const std::vector<int64_t>& counts) {
+  int32_t next = 0;
+  for (size_t i = 0; i < counts.size(); ++i) {
+    std::vector<int32_t> ids(static_cast<size_t>(counts[i]));
+    std::iota(ids.begin(), ids.end(), next);
+    next += static_cast<int32_t>(counts[i]);
+    char name[32];
+    std::snprintf(name, sizeof name, "train_%03d.bin", static_cast<int>(i));
+    if (i % 3 < 2) {
+      write_token_file(folder / name, ids, i % 3 ? 70'000 : 60'000);
+    } else {
+      const std::vector<uint16_t> raw(ids.begin(), ids.end());
+      write_file(folder / name, std::string_view(reinterpret_cast<const char*>(raw.data()), 2 * raw.size()));
+    }
+  }
+}
+
+TEST_F(TokenFiles, LongOnesAreHashedByBlocksOfAnyFiles) {
+  write_parts(folder, {5, 1, 7, 2, 40, 1, 1, 3});
+  const Tokens many = Tokens::open(folder / "train_*.bin", 100);
+  for (int64_t block : {1, 7, 59, 60, 61}) {
+    std::string digests;
+    for (int64_t begin = 0; begin < 60; begin += block) digests += many.slice(begin, std::min<int64_t>(60, begin + block)).check_all();
+    EXPECT_EQ(many.check_all(block), block < 60 ? digest_of_text(digests).xxh3 : digests) << block;
+  }
+}
+
 TEST_F(TokenFiles, BadFiles) {
   const auto reason = [&](const std::string& content) {
     write_file(path, content);
@@ -134,24 +179,6 @@ TEST_F(TokenFiles, BadFiles) {
   EXPECT_THAT(data_error([&] { write_token_file(path, std::vector<int32_t>{1, 100}, 100); }),
               HasSubstr("token 100 at position 1"));
   EXPECT_THAT(data_error([&] { write_token_file(path, std::vector<int32_t>{-1}, 100); }), HasSubstr("token -1"));
-}
-
-/// `counts` numbers from 0 on, file by file, with the three formats in turn: train_000.bin, train_001.bin, ...
-void write_parts(const ScratchFolder& folder, const std::vector<int64_t>& counts) {
-  int32_t next = 0;
-  for (size_t i = 0; i < counts.size(); ++i) {
-    std::vector<int32_t> ids(static_cast<size_t>(counts[i]));
-    std::iota(ids.begin(), ids.end(), next);
-    next += static_cast<int32_t>(counts[i]);
-    char name[32];
-    std::snprintf(name, sizeof name, "train_%03d.bin", static_cast<int>(i));
-    if (i % 3 < 2) {
-      write_token_file(folder / name, ids, i % 3 ? 70'000 : 60'000);
-    } else {
-      const std::vector<uint16_t> raw(ids.begin(), ids.end());
-      write_file(folder / name, std::string_view(reinterpret_cast<const char*>(raw.data()), 2 * raw.size()));
-    }
-  }
 }
 
 TEST_F(TokenFiles, ManyAreOneFileWithTheTokensOfAll) {
