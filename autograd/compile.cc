@@ -73,26 +73,47 @@ std::vector<Tensor> CompiledStep::record(const RecordingOptions& options, const 
     for (const auto& [v, leaf] : now.leaves)
       if (t.storage() == leaf.storage() && !t.device().is_meta()) t = t.clone();
   if (recorded_++ < kUnsettled) return results;
-  if (!last_) {
-    last_ = std::move(now);
+  if (recorded_ == kUnsettled + 1) {
+    steps_.push_back(std::move(now));
     return results;
   }
   if (group)
     fail<ConfigError>("[compile] the step leaves gradients of unit '", path_label(*group), "' behind, which a program does not: ",
                       "put optimizer.step() and optimizer.zero_grad() at its end");
-  const Recorded before = std::exchange(*last_, std::move(now));
-  expect_same(before, *last_);
-  make_program();
-  reruns_ = reruns;
+  if (const Recorded* const before = find_same(now)) {
+    expect_same_leaves(*before, now);
+    make_program(now);
+    steps_.clear();
+    reruns_ = reruns;
+  } else {
+    steps_.push_back(std::move(now));
+  }
   return results;
 }
 
-void CompiledStep::expect_same(const Recorded& before, const Recorded& now) {
+// An earlier step with the same tape; null if there may be one later. A step that differs in more than its gathers replaces all others.
+const CompiledStep::Recorded* CompiledStep::find_same(Recorded& now) {
+  constexpr size_t kOrders = 4;  // of gathers, as those with and without an evaluation before the step
   if (now.tape.num_nodes() == std::ssize(now.tape.leaves()))
     fail<ConfigError>("[compile] the step computes nothing in its recording, which compile() makes: it must not make one of its ",
                       "own");
-  if (const auto difference = first_difference(before.tape, now.tape))
-    fail<ConfigError>("[compile] two steps differ at ", difference->to_string(), "; what depends on the step has to be an input");
+  std::optional<Finding> difference;
+  for (const Recorded& before : steps_) {
+    difference = first_difference(before.tape, now.tape);
+    if (!difference) return &before;
+  }
+  const auto moves_units = [&](const Tape& tape) {
+    if (difference->node >= tape.num_nodes()) return false;
+    const OpDef* const op = tape.node(difference->node).op;
+    return op && (op->kind == OpKind::redistribute || op->kind == OpKind::discard || op->of_units);
+  };
+  if (steps_.size() < kOrders && (moves_units(steps_.back().tape) || moves_units(now.tape))) return nullptr;
+  steps_.clear();
+  steps_.push_back(std::move(now));
+  fail<ConfigError>("[compile] two steps differ at ", difference->to_string(), "; what depends on the step has to be an input");
+}
+
+void CompiledStep::expect_same_leaves(const Recorded& before, const Recorded& now) {
   for (const ValueId v : now.tape.leaves())
     if (!stays(before.leaves.at(v), now.leaves.at(v)))
       fail<ConfigError>("[compile] leaf '", now.tape.leaf_name(v), "', ", now.tape.type(v), ", used in ",
@@ -102,9 +123,7 @@ void CompiledStep::expect_same(const Recorded& before, const Recorded& now) {
                                                           : "it has to be an input");
 }
 
-void CompiledStep::make_program() {
-  const Recorded step = std::move(*last_);
-  last_.reset();
+void CompiledStep::make_program(const Recorded& step) {
   Program plain(step.tape, [&](ValueId v) { return step.leaves.at(v); }, step.results);
   if (options_.fuse) plain = fuse_elementwise(std::move(plain));
   program_ = std::make_unique<Program>(options_.rewrite ? options_.rewrite(plain) : std::move(plain));

@@ -15,8 +15,9 @@
 //   }
 //
 // [Note: what a program knows] The first calls run the code, inside a recording. The tapes of the second and the third are compared:
-// they must agree node by node, and their leaves in memory or, if they were newly created, in bits. A leaf that differs would
-// silently keep its old value, so it is an error that names it: it must be passed as an input. What changes only in later steps is
+// they must agree node by node, and their leaves in memory or, if they were newly created, in bits. (If they gather units at other
+// places, as after an evaluation of the same model, more steps are recorded until two agree.) A leaf that differs would silently keep
+// its old value, so it is an error that names it: it must be passed as an input. What changes only in later steps is
 // not detected. Side effects of the code (printing, counting, branching on values, train() or eval()) happen in these calls alone,
 // except for those registered with Recording::on_rerun(), such as the optimizer's step count.
 #pragma once
@@ -24,7 +25,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -66,15 +66,16 @@ class CompiledStep {
   Tensor random_state(int64_t after);
   void set_random_state(int64_t after, const Tensor& state) const;
   std::vector<Tensor> record(const RecordingOptions& options, const TensorFunction& code);
-  static void expect_same(const Recorded& before, const Recorded& now);
-  void make_program();
+  const Recorded* find_same(Recorded& now);
+  static void expect_same_leaves(const Recorded& before, const Recorded& now);
+  void make_program(const Recorded& step);
 
   CompileOptions options_;
   std::vector<Tensor> inputs_;
   RecordingOptions now_;                     // of the step under way
   std::map<int64_t, Tensor> random_states_;  // by the offset of their first sample within the step
   int64_t recorded_ = 0;
-  std::optional<Recorded> last_;
+  std::vector<Recorded> steps_;  // whose tapes differ in the order of gathers
   std::vector<std::function<void()>> reruns_;
   std::unique_ptr<Program> program_;
 };

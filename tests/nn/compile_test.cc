@@ -171,6 +171,48 @@ TEST(Compile, HasTheBitsOfStepsRunOneByOne) {
   EXPECT_GT(fused, 5 * plain);
 }
 
+// An evaluation in a recording is a pass of its own, behind which the next step gathers at other places.
+TEST(Compile, TakesModelsThatAreEvaluatedAfterSomeOfTheFirstSteps) {
+  for (const unsigned evaluated : {0b1u, 0b10u, 0b100u, 0b110u, 0b1010101010u, 0b100100100100u})
+    for_each_sharding(3, [&](Strategy strategy, const nn::UnitPolicy& units_by, int64_t prefetch, const char* name) {
+      SCOPED_TRACE(str(name, " evaluated after ", evaluated));
+      run_local(3, [&](World& w) {
+        const Mesh mesh = w.mesh({{"data", w.size()}});
+        std::vector<std::vector<float>> losses;
+        for (const bool compiled : {false, true}) {
+          TinyModel model;
+          shard(model, mesh, {.units = units_by, .strategy = strategy, .prefetch_bytes = prefetch});
+          materialize(model, Device::cpu(), {.seed = 5});
+          optim::AdamW optimizer(model);
+          const auto code = [&](const Tensor& tokens, const Tensor& targets, const Tensor& scalars) {
+            const Tensor loss = cross_entropy(model(tokens), targets, {.divide_by = 35.0});
+            Recording::current()->backward(loss);
+            optimizer.step({.scalars = scalars});
+            optimizer.zero_grad();
+            return redistribute(loss, "data", Placement::invariant());
+          };
+          auto step = compile(code);
+          losses.emplace_back();
+          for (int s = 0; s < 12; ++s) {
+            const Tensor tokens = token_rows(mesh, 5, 7, kVocab, s), targets = token_rows(mesh, 5, 7, kVocab, s + 1);
+            const Tensor scalars = scalars_of(optimizer, 0.02);
+            std::optional<Recording> recording;
+            if (!compiled) recording.emplace(RecordingOptions{.step = s});
+            const Tensor loss = compiled ? step({.step = s}, tokens, targets, scalars) : code(tokens, targets, scalars);
+            losses.back().push_back(loss.item());
+            recording.reset();
+            if (evaluated >> s & 1) {
+              const Recording of_evaluation;
+              losses.back().push_back(redistribute(sum(model(tokens)), "data", Placement::invariant()).item());
+            }
+          }
+          EXPECT_EQ(step.program() != nullptr, compiled);
+        }
+        EXPECT_EQ(losses[0], losses[1]);
+      }, {.timeout = std::chrono::seconds(30), .threads_per_rank = 1});
+    });
+}
+
 TEST(Compile, HasThemOnAGpu) {
   SHEAF_NEEDS_GPU();
   for (int world = 1; world <= 3; ++world)
