@@ -26,6 +26,7 @@
   F(ncclGetErrorString)     \
   F(ncclGetLastError)       \
   F(ncclGetUniqueId)        \
+  F(ncclGetVersion)         \
   F(ncclGroupEnd)           \
   F(ncclGroupStart)         \
   F(ncclRecv)               \
@@ -98,7 +99,9 @@ class LibraryComm final : public NcclComm {
       std::memcpy(unique.internal, id.data(), id.size());
       ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
       config.blocking = 0;
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 3)
       config.commName = name_.c_str();
+#endif
       use_device();
       SHEAF_NCCL_CALL(ncclCommInitRankConfig, &comm_, ranks, unique, rank, &config);
     } catch (...) {
@@ -255,10 +258,15 @@ class Library final : public NcclLibrary {
     // peers, and those are registered already. But a rank whose buffer spans two mappings of its memory gives up before it meets the
     // others, who wait for it.
     setenv("NCCL_GRAPH_REGISTER", "0", /*overwrite=*/0);
-    // [Note: one thread issues] in nccl_communicator.h; since NCCL 2.26, older ones ignore it.
+    // [Note: one thread issues] in nccl_communicator.h.
     setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", /*overwrite=*/0);
     const std::string name = SHEAF_SONAME("libnccl.so.", NCCL_MAJOR);
     kernels::cuda::load_library(name, kNccl);
+    int version = 0;
+    check_call(ncclGetVersion(&version), "ncclGetVersion");
+    check<ConfigError>(version >= NCCL_VERSION(2, 26, 0), "[nccl] the ", name, " that is found is of version ", version / 10000, ".",
+                       version / 100 % 100, ", and ranks need 2.26 or later: older ones may deadlock if a rank has several ",
+                       "communicators; SHEAF_CUDA_LIBRARIES names a folder with another");
     if (kernels::cuda::load_newer_functions(name, kNcclMemory))
       memory_ = std::make_shared<LibraryMemory>();
   }

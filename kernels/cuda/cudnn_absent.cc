@@ -1,12 +1,13 @@
 // For a CUDA toolkit without cuDNN: refuses everything.
-#if !__has_include(<cudnn_backend.h>)
+#include "sheaf/kernels/cuda/cudnn_headers.h"
+#if !SHEAF_HAS_CUDNN
 
 #include "sheaf/core/error.h"
 #include "sheaf/kernels/cuda/cudnn_attention.h"
 
 namespace sheaf::kernels::cuda::cudnn {
 namespace {
-constexpr const char* kWhy = "built without cuDNN";
+constexpr const char* kWhy = "built without cuDNN 9.8 or later";
 }
 
 std::string refusal(const Attention&) { return kWhy; }

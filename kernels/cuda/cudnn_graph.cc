@@ -1,4 +1,5 @@
-#if __has_include(<cudnn_backend.h>)  // else cudnn_absent.cc
+#include "sheaf/kernels/cuda/cudnn_headers.h"
+#if SHEAF_HAS_CUDNN  // else cudnn_absent.cc
 
 #include "sheaf/kernels/cuda/cudnn_graph.h"
 

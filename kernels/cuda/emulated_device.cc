@@ -171,6 +171,7 @@ std::string why_no_device() { return ""; }
 std::string device_name(int) { return "emulated GPU"; }
 std::string device_identity(int) { return "emulated GPU"; }
 int compute_capability(int) { return 90; }
+int64_t block_shared_bytes(int) { return kBlocksSharedBytes; }
 int multiprocessors(int) { return 4; }
 void use_device(int device) {
   check<CudaError>(device == 0, "[cudaSetDevice] invalid device ordinal (emulated GPU)");

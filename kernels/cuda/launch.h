@@ -10,6 +10,7 @@
 #include "sheaf/core/error.h"
 #include "sheaf/kernels/cuda/code_loading.h"
 #include "sheaf/kernels/cuda/config.h"
+#include "sheaf/kernels/cuda/runtime.h"
 
 #ifndef SHEAF_CUDA_EMULATED
 #error "this target needs local_defines = EMULATED_DEFINES (tools/bazel/cuda/defs.bzl)"
@@ -34,7 +35,7 @@ __host__ __device__ constexpr int64_t blocks_for(int64_t n, int64_t d) { return 
 
 /// Dynamic shared memory of a block: one of Hopper's 227 KiB is left for __shared__ arrays. A kernel that has more of them and needs
 /// most of this asserts that both fit into kBlocksSharedBytes.
-inline constexpr size_t kMostSharedBytes = 226 << 10, kBlocksSharedBytes = 227 << 10;
+inline constexpr size_t kMostSharedBytes = kBlocksSharedBytes - (1 << 10);
 
 struct LaunchShape {
   int64_t blocks = 1;       ///< grid.x, at most 2^31 - 1

@@ -73,6 +73,8 @@ int compute_capability(int device) {
          attribute(cudaDevAttrComputeCapabilityMinor, device);
 }
 
+int64_t block_shared_bytes(int device) { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device); }
+
 int multiprocessors(int device) { return attribute(cudaDevAttrMultiProcessorCount, device); }
 
 void use_device(int device) { SHEAF_CUDA_CALL(cudaSetDevice, device); }

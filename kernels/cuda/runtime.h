@@ -24,6 +24,10 @@ std::string device_name(int device);
 std::string device_identity(int device);
 /// 90 for 9.0.
 int compute_capability(int device);
+/// Shared memory, in bytes, that a block can have if its kernel asks for it.
+int64_t block_shared_bytes(int device);
+/// What some kernels ask for: all that Hopper has.
+inline constexpr size_t kBlocksSharedBytes = 227 << 10;
 int multiprocessors(int device);
 /// Makes `device` current for this thread's calls and launches.
 void use_device(int device);

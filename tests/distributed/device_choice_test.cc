@@ -26,7 +26,11 @@ Rendezvous rank_of(int local_rank, int local_world) {
 DeviceChoice choose(const GpusHere& gpus, const char* wish = nullptr, int local_rank = 0, int local_world = 1) {
   return choose_device(rank_of(local_rank, local_world), DeviceWish::from([wish](const char*) { return wish; }), gpus);
 }
-GpusHere gpus(std::vector<int> capabilities) { return {.capabilities = std::move(capabilities), .driver = true}; }
+GpusHere gpus(const std::vector<int>& capabilities) {
+  GpusHere here{.driver = true};
+  for (const int capability : capabilities) here.gpus.push_back({capability});
+  return here;
+}
 
 TEST(DeviceChoice, EachRankHasTheGpuOfItsNumber) {
   NEEDS_CUDA();
@@ -64,14 +68,17 @@ TEST(DeviceChoice, WhatCannotBeIsSaid) {
   EXPECT_EQ(old.device, Device::cpu());
   EXPECT_EQ(old.why, "GPU 0 has the compute capability 8.0, and this build code for 9.0 and later");
   EXPECT_THAT([] { choose(gpus({90, 86}), "cuda", 1, 2); }, ThrowsMessage<ConfigError>(HasSubstr("GPU 1 has the compute capability 8.6")));
-  EXPECT_EQ(choose(gpus({120})).device, Device::cuda(0));
+  EXPECT_EQ(choose(gpus({100})).device, Device::cuda(0));
+  const DeviceChoice small = choose({.gpus = {{120, 99 << 10}}});
+  EXPECT_EQ(small.device, Device::cpu());
+  EXPECT_EQ(small.why, "GPU 0 has the compute capability 12.0, whose blocks have at most 99 KiB of shared memory, and the kernels need 227");
   const GpusHere broken{.why_none = "CUDA driver version is insufficient for CUDA runtime version", .driver = true};
   EXPECT_EQ(choose(broken).why, "there is no GPU: CUDA driver version is insufficient for CUDA runtime version");
   EXPECT_THAT([&] { choose(broken, "cuda"); }, ThrowsMessage<ConfigError>(HasSubstr("but there is no GPU: CUDA driver version")));
   // No message where no GPU is to be expected.
   EXPECT_EQ(choose({.why_none = "no driver"}).why, "");
-  EXPECT_EQ(choose({.capabilities = {90}, .emulated = true}).device, Device::cpu());
-  EXPECT_EQ(choose({.capabilities = {90}, .emulated = true}, "cuda").device, Device::cuda(0));
+  EXPECT_EQ(choose({.gpus = {{90}}, .emulated = true}).device, Device::cpu());
+  EXPECT_EQ(choose({.gpus = {{90}}, .emulated = true}, "cuda").device, Device::cuda(0));
 }
 
 TEST(DeviceChoice, AJobIsOnGpusOrOnCpus) {

@@ -19,8 +19,9 @@ _NVCC_FLAGS = [
     "-Xcompiler=-fPIC,-Wall,-Wno-restrict,-ffp-contract=off",
 ]
 
-# Device code, with its line numbers, was most of every program that links the kernels.
-_NVCC_COMPRESS = ["-compress-mode=size"] if HAS_CUDA and CUDA_RELEASE >= (12, 8) else []
+# Device code, with its line numbers, was most of every program that links the kernels. Drivers from before CUDA 12.4 cannot read it
+# if it is compressed so, and CUDA 13 is the first that needs a later one.
+_NVCC_COMPRESS = ["-compress-mode=size"] if HAS_CUDA and CUDA_RELEASE >= (13, 0) else []
 
 _NVCC_OPTIMISE = select({
     str(Label("//tools/bazel:debug")): ["-G"],
