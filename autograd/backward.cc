@@ -43,8 +43,11 @@ void Recording::backward(const Tensor& loss, const BackwardOptions& options) {
 
 // After a derivative has thrown: later computations start afresh, with values and slots that nothing has used.
 void Recording::give_up_used_groups() {
-  for (const GroupState& g : groups_)
-    if (g.first_use >= 0) g.group->close_for_change(), g.group->drop_slots();
+  for (const GroupState& g : groups_) {
+    if (g.first_use < 0) continue;
+    g.group->close_for_change(), g.group->drop_slots();
+    if (g.finished) g.group->backward_failed();
+  }
   gradients_.clear();
   forget_used_groups();
 }
@@ -180,6 +183,8 @@ void ReversePass::want(std::span<const ValueId> xs) {
       for (ValueId v = tape_.value(tape_.output(n, o)).lies_in(); v >= 0; v = tape_.value(v).lies_in())
         if (recording_.state(v).changed >= 0) wanted_[v] = true;
     }
+    for (const auto& [node, v] : recording_.stored_values_)
+      if (node == id) wanted_[v] = true;
   }
 }
 

@@ -120,6 +120,11 @@ struct DeferredWeights {
   std::vector<GroupState> groups;
   bool last = false;  // of the step's last micro-batch, with no part left before it
 };
+/// Memory that a value with a gradient was stored into, by a node of the forward.
+struct Stored {
+  Tensor memory;
+  NodeId node;
+};
 /// A gradient that the forward has stored into a slot: see [Note: early gradients].
 struct EarlyGradient {
   LeafGroup* group;

@@ -166,10 +166,29 @@ void Recording::expect_no_recomputation(const char* op) const {
 
 void Recording::note_change(const Tensor& memory, const Tensor& x) {
   if (phase_ != Phase::forward || !has_gradient(x)) return;
+  const auto node = static_cast<NodeId>(tape_.num_nodes()) - 1;
   for (ValueId v = value_of(memory); v >= 0; v = tape_.value(v).lies_in()) {
     ValueState& s = state(v);
     s.needs_grad = true;
-    if (s.changed < 0) s.changed = static_cast<NodeId>(tape_.num_nodes()) - 1;
+    if (s.changed < 0) s.changed = node;
+  }
+  stored_.push_back({memory, node});
+}
+
+// Views of changed memory, also those from before the change, or from outside of the recording.
+void Recording::note_reading(const Tensor& t, ValueId v) {
+  const auto place = [](const Tensor& x) {
+    const View view = x.view_unsynced();
+    return std::pair(x.byte_offset(), x.byte_offset() + view.extent_bytes());
+  };
+  const auto [begin, end] = place(t);
+  for (const recorded::Stored& s : stored_) {
+    if (t.storage() != s.memory.storage()) continue;
+    if (const auto [from, to] = place(s.memory); begin >= to || from >= end) continue;
+    ValueState& read = state(v);
+    read.needs_grad = true;
+    if (read.changed < 0) read.changed = s.node;
+    stored_values_.emplace_back(s.node, v);
   }
 }
 
@@ -223,7 +242,11 @@ NodeId Recording::record(const OpDef& op, const void* attrs, std::span<const Ten
   ValueId ids[kMostInputs];
   if (inputs.size() > kMostInputs)
     fail<ShapeError>("[", op.name, "] ", path_label(PathScope::current()), ": ", inputs.size(), " inputs, at most ", kMostInputs, " can be recorded");
-  for (size_t i = 0; i < inputs.size(); ++i) ids[i] = leaf(inputs[i], "input");
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (inputs[i].impl().is_parameter) expect_read_here(op, static_cast<int>(i), inputs[i]);
+    ids[i] = leaf(inputs[i], "input");
+  }
+  for (size_t i = 0; !stored_.empty() && phase_ == Phase::forward && i < inputs.size(); ++i) note_reading(inputs[i], ids[i]);
   if (in_region_) note_entering(std::span(ids, inputs.size()), inputs), note_made(outputs);
   SmallVector<const Type*, 8> types;
   for (const Tensor& t : outputs) types.push_back(&t.type());
@@ -262,6 +285,14 @@ NodeId Recording::record(const OpDef& op, const void* attrs, std::span<const Ten
     for (size_t o = 0; o < outputs.size(); ++o) states_[first + o].needs_grad = true;
   }
   return id;
+}
+
+// A trained parameter's value that was read outside of the recording, where it would silently be a constant.
+void Recording::expect_read_here(const OpDef& op, int input, const Tensor& t) const {
+  if (phase_ != Phase::forward || pass_ || op.stops_gradient || op.of_units || value_of(t) >= 0) return;
+  fail<LifetimeError>("[", op.name, "] ", path_label(PathScope::current()), ": input ", input, ", ", t.type(), ", is the value of a trained ",
+                      "parameter, read outside of this recording: here it would be a constant, without a gradient. Read the parameter ",
+                      "inside of the recording, or stop_gradient() of this value");
 }
 
 // Notes which outputs lie in existing memory, or in an earlier output of the node.

@@ -69,7 +69,8 @@ class Recording {
   /// units until the optimizer's zero_grad(). The loss must be Partial or Invariant on every mesh axis, even one of size 1, or have
   /// no mesh. It frees what the forward saved: a second backward is for values computed since (the next micro-batch); to
   /// differentiate several losses of one forward, add them. If several micro-batches were recorded, it differentiates those that lead
-  /// to the loss, and leaves the others for separate backwards.
+  /// to the loss, and leaves the others for separate backwards. If it throws, units that it had finished have a part of its gradients,
+  /// and cannot be used until zero_grad() (LifetimeError); for others it has not run.
   void backward(const Tensor& loss, const BackwardOptions& options = {});
   /// Computes the weight gradients deferred by the oldest backward with defer_weights: one call for each such backward, before the
   /// optimizer's step. LifetimeError if there is none, or inside of a RecomputeScope.
@@ -181,6 +182,8 @@ class Recording {
   void note_places(const OpDef& op, ValueId first, std::span<const OutputSpec> specs);
   void save_for_backward(NodeId node, std::span<const Tensor> inputs, std::span<Tensor> outputs, uint64_t needs);
   void evict_early_gradients(LeafGroup* group, NodeId node);
+  void note_reading(const Tensor& t, ValueId v);
+  void expect_read_here(const OpDef& op, int input, const Tensor& t) const;
   bool is_for_direction(const LeafGroup* group) const;
   GroupState& new_group_state(const std::shared_ptr<LeafGroup>& group);
   // backward.cc
@@ -225,6 +228,8 @@ class Recording {
   bool rematerializing_ = false;
   ReversePass* pass_ = nullptr;  // in progress
   std::unordered_map<const Tensor::Impl*, std::pair<Tensor, ValueId>> leaves_;
+  std::vector<recorded::Stored> stored_;
+  std::vector<std::pair<NodeId, ValueId>> stored_values_;  // what the forward read of stored_, by the node that stored it
   std::vector<recorded::EarlyGradient> early_gradients_;
   std::vector<GroupState> groups_;                      // used since the last segment
   std::vector<std::shared_ptr<LeafGroup>> all_groups_;  // all that were used

@@ -43,14 +43,6 @@ View readable(const Tensor& t, const char* who, Tensor& keep) {
   return keep.view();
 }
 
-// Bytes from the first element of a view to the end of its last one.
-int64_t extent_bytes(const View& v) {
-  if (v.numel() == 0) return 0;
-  int64_t last = 0;
-  for (int d = 0; d < v.rank(); ++d) last += (v.shape[d] - 1) * v.strides[d];
-  return (last + 1) * static_cast<int64_t>(size_of(v.dtype));
-}
-
 }  // namespace
 
 void Tensor::throw_undefined() { fail<LifetimeError>("use of an undefined tensor: it was never set, or was moved from"); }
@@ -169,7 +161,7 @@ Tensor Tensor::to(Device target) const {
     fail<ConfigError>("[to] ", type(), " cannot go from ", device().to_string(), " to ", target.to_string());
   // One copy of the bytes between first and last element, strides kept.
   const View from = view();
-  const int64_t bytes = extent_bytes(from);
+  const int64_t bytes = from.extent_bytes();
   Tensor out = over(Storage::allocate(target, bytes), 0, type(), local_shape(), local_strides());
   transfer(target, out.view().data, device(), from.data, static_cast<size_t>(bytes));
   return out;

@@ -15,6 +15,13 @@ struct View {
   int rank() const { return shape.rank(); }
   int64_t numel() const { return shape.numel(); }
   int64_t bytes() const { return numel() * static_cast<int64_t>(size_of(dtype)); }
+  /// From the first element to the end of the last one.
+  int64_t extent_bytes() const {
+    if (numel() == 0) return 0;
+    int64_t last = 0;
+    for (int d = 0; d < rank(); ++d) last += (shape[d] - 1) * strides[d];
+    return (last + 1) * static_cast<int64_t>(size_of(dtype));
+  }
   template <class T> T* as() const { return static_cast<T*>(data); }
   /// True if the elements are dense in row-major order (dimensions of size 1 may have any stride).
   bool contiguous() const {

@@ -104,6 +104,24 @@ TEST(Changes, PassNoGradientOn) {
   EXPECT_EQ(recording.gradient(sum(other), xs)[0].to_vector<double>(), (std::vector<double>{3, 3}));
 }
 
+// The same through views from before the change, in the recording or outside of it.
+TEST(Changes, PassNoGradientOnThroughEarlierViews) {
+  const Tensor memory = numbers({0, 0, 0, 5}), outside = slice(memory, 0, 0, 2), apart = slice(memory, 0, 2, 4), crossing = slice(memory, 0, 1, 3);
+  Recording recording;
+  const Tensor x = recording.watch(numbers({0.5, -1})), inside = slice(memory, 0, 0, 2), of_inside = slice(inside, 0, 1, 2), xs[] = {x};
+  const Tensor before = x * inside;
+  store_into(slice(memory, 0, 0, 2), x * 2.0);
+  for (const Tensor& view : {outside, inside, of_inside, crossing})
+    for (const bool also : {false, true}) {
+      const Tensor y = also ? sum(view * 3.0) + sum(x) : sum(view * 3.0);
+      EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { recording.gradient(y, xs, {.keep = true}); }),
+                  HasSubstr("memory that a value with a gradient was stored into"));
+    }
+  for (const Tensor& view : {apart, stop_gradient(inside)})
+    EXPECT_EQ(recording.gradient(sum(view * x), xs, {.keep = true})[0].to_vector<double>(), view.to_vector<double>());
+  EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { recording.gradient(sum(before), xs); }), HasSubstr("was changed in place"));
+}
+
 // One op saved it before the change, and one after: the first no longer has what it read.
 TEST(Changes, BetweenTwoReadersAreNoticed) {
   Recording recording;
