@@ -91,7 +91,7 @@ struct AttentionBackward {
                          visible_keys(a, c, kBegins), a.scale);
     c.set(0, d.q);
     c.set(1, d.k);
-    c.set(2, d.v);
+    if (d.v) c.set(2, d.v);
     c.set(4, d.dout);
     if (kSinks) c.set(6, d.sinks);
   }
