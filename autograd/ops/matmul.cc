@@ -301,7 +301,7 @@ void ops::rounds(WorkOf& w, int64_t along_rows, int64_t along_columns) {
 Tensor ops::times(const Tensor& x, const Tensor& weight, bool fp8) {
   const MatmulOptions options{.fp8 = fp8};
   if (x.rank() > 1) return matmul(x, weight, options);
-  return reshape(matmul(reshape(x, {1, x.size(0)}), weight, options), {weight.size(1)});
+  return squeeze(matmul(unsqueeze(x, {0}), weight, options), {0});
 }
 
 Tensor ops::weight_gradient(const Tensor& dy, const Tensor& x) {
