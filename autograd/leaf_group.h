@@ -28,6 +28,8 @@ class LeafGroup {
   virtual bool accepts_early_gradient(int /*index*/, const Type& /*gradient*/) const { return false; }
   /// The slots' contents are no longer needed.
   virtual void drop_slots() {}
+  /// A backward has failed behind this group's finish(): gradients contain a part of it.
+  virtual void backward_failed() {}
   /// Separate memory of the slot's type, for a gradient that has to wait before it may be stored there.
   virtual Tensor memory_like_slot(int index) = 0;
   /// No derivative of this backward reads the values any more.

@@ -83,6 +83,7 @@ class Tensor {
     Shape local_shape, local_strides;
     uint64_t recording = 0;  ///< serial of the recording that made this value; 0 for none
     int32_t value = -1;      ///< its value id there
+    bool is_parameter = false;  ///< the value of a trained parameter, in that recording: in others it would be a constant
   };
   const Impl& impl() const {
     if (!impl_) [[unlikely]] throw_undefined();

@@ -40,6 +40,7 @@ uint64_t Unit::version() const {
 void Unit::zero_grad() {
   for (FlatBuffer& b : buffers_) b.grad = b.grad_scale = b.found_inf = Tensor();
   pending_finishes_ = 0;
+  has_failed_ = false;
   reduction_.forget();
 }
 
@@ -187,11 +188,16 @@ void Unit::bind_views_into(std::span<const Tensor> buffers) {
   std::vector<OutputSpec> specs = gathered_specs();
   for (size_t b = 0; b < buffers_.size(); ++b) specs[b].into = buffers[b];
   const UnitOps::Attrs attrs{axis_, buffers_.size()};
-  Tensors outputs = apply_typed(UnitOps::open(), &attrs, buffers, specs);
-  std::move(outputs.begin() + buffers_.size(), outputs.end(), values_.begin());
+  const Tensors outputs = apply_typed(UnitOps::open(), &attrs, buffers, specs);
+  take_values(std::span(outputs).subspan(buffers_.size()));
   recording_ = Recording::current_serial();
   state_ = State::open;
   if (Recording::current()) bind();
+}
+
+void Unit::take_values(std::span<const Tensor> values) {
+  std::ranges::copy(values, values_.begin());
+  for (size_t i = 0; i < values.size(); ++i) values_[i].mutable_impl().is_parameter = leaves_[i].trainable;
 }
 
 void Unit::bind() {
@@ -216,13 +222,13 @@ void Unit::issue_gather(bool prefetched) {
   else for (const FlatBuffer& b : buffers_) specs.push_back({.type = sent_type(b, whole(b))});
   if (alone(axis_))  // a single rank's buffers, copied from the host, are the whole
     for (size_t b = 0; b < buffers_.size(); ++b) specs[b].into = shards[b];
-  Tensors outputs = apply_typed(alone(axis_) ? UnitOps::open() : UnitOps::all_gather(), &attrs, shards, specs);
+  const Tensors outputs = apply_typed(alone(axis_) ? UnitOps::open() : UnitOps::all_gather(), &attrs, shards, specs);
   const auto split = outputs.begin() + buffers_.size();
   gathered_.assign(outputs.begin(), split);
   if (!alone(axis_) && !secondary())
     for (size_t b = 0; b < buffers_.size(); ++b)
       if (is_made_for_gather(buffers_[b])) gather_inputs_.push_back(shards[b]);
-  std::move(split, outputs.end(), values_.begin());
+  take_values(std::span(split, outputs.end()));
   recording_ = Recording::current_serial();
   state_ = State::in_flight;
   if (r) bind();

@@ -51,6 +51,7 @@ class Unit final : public LeafGroup, public UnitLayout, public std::enable_share
   Tensor memory_like_slot(int index) override;
   bool accepts_early_gradient(int index, const Type& gradient) const override;
   void drop_slots() override;
+  void backward_failed() override { has_failed_ = has_gradients(); }
   void release() override;
   void release_values() override;
   void finish(const std::vector<bool>& contributed) override;
@@ -71,7 +72,7 @@ class Unit final : public LeafGroup, public UnitLayout, public std::enable_share
   void allocate(Device device);
   void zero_grad();
   /// Issues the reduction of gradients that wait for it (zero1, replicas, units shared by all stages); complete_reduction() ends it.
-  /// LifetimeError if backward_weights() has not computed all gradients.
+  /// LifetimeError if backward_weights() has not computed all gradients, or if they contain a part of a backward that failed.
   void reduce_waiting();
   const std::shared_ptr<GatherSchedule>& schedule() const { return schedule_; }
 
@@ -116,6 +117,8 @@ class Unit final : public LeafGroup, public UnitLayout, public std::enable_share
   void bind_views_into(std::span<const Tensor> buffers);
   void zero_missing(const std::vector<bool>& contributed);
   void make_slots();
+  /// The values of parameters, made by the current recording.
+  void take_values(std::span<const Tensor> values);
   bool is_summed_over_stages() const;
   bool has_gradients() const;
   void note_holders();
@@ -123,6 +126,7 @@ class Unit final : public LeafGroup, public UnitLayout, public std::enable_share
 
   std::shared_ptr<GatherSchedule> schedule_;
   bool allocated_ = false;
+  bool has_failed_ = false;  // gradients contain a part of a backward that failed
 
   State state_ = State::closed;
   int depth_ = 0;               // open scopes of its module

@@ -124,6 +124,9 @@ void Unit::finish(const std::vector<bool>& contributed) {
 }
 
 void Unit::reduce_waiting() {
+  if (has_failed_)
+    fail<LifetimeError>("[unit] '", path_label(name_), "': a backward failed after it had added to these gradients: zero_grad() gives them ",
+                        "up, and all of this step");
   if (pending_finishes_ > 0)
     fail<LifetimeError>("[unit] '", path_label(name_), "': the gradients of its weights were put off in ", pending_finishes_,
                         pending_finishes_ == 1 ? " backward" : " backwards", " with defer_weights, and recording.backward_weights() was not ",

@@ -1,5 +1,5 @@
-// An exception in a derivative loses the gradients of its backward, and nothing else: the recording, or the next one, continues as if the
-// backward had not run.
+// An exception in a derivative loses the gradients of its backward, and after zero_grad() nothing else: the recording, or the next one,
+// continues as if the backward had not run. Without it, a gradient that contains a part of that backward is an error.
 #include <gtest/gtest.h>
 
 #include "sheaf/autograd/custom_vjp.h"
@@ -93,6 +93,40 @@ TEST(FailedBackward, LeavesNothingBehind) {
             EXPECT_EQ(gradients(world, strategy, recompute, then, at), expected)
                 << world << ' ' << strategy << ' ' << recompute << ' ' << static_cast<int>(then) << ' ' << at;
       }
+}
+
+TEST(FailedBackward, DoesNotStayInGradients) {
+  for (const int world : {1, 2})
+    for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"})
+      run_local(world, [&](World& w) {
+        const Mesh mesh = w.mesh({{"data", w.size()}});
+        for (int at = 0; at < 8; ++at) {
+          Net net;
+          shard(net, mesh, {.units = nn::units_of<Block>(), .strategy = strategy});
+          materialize(net, Device::cpu(), {.seed = 4});
+          Recording recording;
+          const auto micro_batch = [&](int sample, int fails) {
+            guards = 0, fails_at = fails;
+            recording.next_micro_batch(sample);
+            recording.backward(net.loss(token_rows(mesh, 3, 5, 11, sample), token_rows(mesh, 3, 5, 11, sample + 1)));
+          };
+          micro_batch(5, -1);
+          std::vector<std::vector<double>> before;
+          for (const nn::Parameter& p : net.parameters()) before.push_back(full_gradient(p).to_vector<double>());
+          EXPECT_THROW(micro_batch(6, at), Thrown);
+          int refused = 0;
+          for (size_t i = 0; i < before.size(); ++i) try {
+              EXPECT_EQ(full_gradient(net.parameters()[i]).to_vector<double>(), before[i]) << strategy << ' ' << at;
+            } catch (const LifetimeError& e) {
+              ++refused;
+              EXPECT_NE(std::string(e.what()).find("a backward failed after it had added to these gradients"), std::string::npos);
+            }
+          EXPECT_EQ(refused > 0, at < 5) << strategy << ' ' << at << ": " << refused;  // the last block is finished first
+          for (const auto& unit : units(net)) unit->zero_grad();
+          micro_batch(7, -1);
+          for (const nn::Parameter& p : net.parameters()) EXPECT_TRUE(full_gradient(p));
+        }
+      }, {.timeout = std::chrono::seconds(60), .threads_per_rank = 1});
 }
 
 }  // namespace

@@ -2,6 +2,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <optional>
+
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/nn/optim/adamw.h"
 #include "sheaf/tests/nn/nets.h"
@@ -153,6 +155,25 @@ struct Around : nn::Module {
   Tensor forward(const Tensor& x) { return inner(x); }
   SHEAF_FIELDS(inner);
 };
+
+// Elsewhere they would be constants without a word.
+TEST(Parameters, AreReadInTheRecording) {
+  for (const bool in_another : {false, true}) {
+    run_local(1, [&](World& world) {
+      Step step(world);
+      std::vector<Tensor> weights;
+      {
+        std::optional<Recording> before;
+        if (in_another) before.emplace();
+        for (const nn::Parameter& p : step.net.parameters()) weights.push_back(p);
+      }
+      Recording recording;
+      EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { square(weights[0]); }),
+                  HasSubstr("[square] root: input 0, f32[6,4], is the value of a trained parameter, read outside of this recording"));
+      EXPECT_EQ(message_of<LifetimeError>(ExitCode::kDesync, [&] { square(stop_gradient(weights[0])); }), "no exception");
+    });
+  }
+}
 
 TEST(Models, ThatAreNotReady) {
   EXPECT_THAT(error_of([](Step& s) { Net()(s.x); }), HasSubstr("used in sheaf::nn::Linear, has no memory: call materialize(model, device) first"));
