@@ -77,6 +77,7 @@ void load_scaler(Checkpoint& checkpoint, optim::LossScaler& scaler) {
 CheckpointGroup checkpoint_group(nn::Module& module, World& world, const optim::DiLoCo* outer, const PrefixedModules& also) {
   check_prefixes(also, outer);
   for (const PrefixedModule& other : also) checkpoint_group(*other.module, world);
+  expect_own_units("checkpoint", "save or load", module);
   const auto all = units(module);
   const int islands = outer ? outer->islands() : 1;
   const auto is_shared = [&](const auto& unit) { return unit->mesh() && unit->mesh()->num_ranks() * islands == world.size(); };

@@ -32,7 +32,8 @@ struct ClipScale {
 Tensors norm_and_scale(const char* who, std::span<const std::shared_ptr<Unit>> units, double max_norm,
                        const Tensor& loss_factor = {}) {
   std::vector<Tensor> limbs = nn::square_sums(units, nn::FlatValues::gradients);
-  if (limbs.empty()) fail<LifetimeError>("[", who, "] there are no gradients: call recording.backward(loss) first");
+  if (limbs.empty()) fail<LifetimeError>("[", who, "] there are no gradients of these parameters: call recording.backward(loss) first, of ",
+                                         "a loss that depends on them");
   const Layout& layout = limbs[0].layout();
   const OutputSpec specs[] = {{.type = {kF64, {}, layout}}, {.type = {kF64, {}, layout}}, {.type = {kI32, {}, layout}}};
   const ClipScale::Attrs attrs{max_norm};

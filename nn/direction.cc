@@ -33,7 +33,7 @@ enum class Gradients : bool { as_they_are, reduced };
 template <class F>
 void for_each_buffer(const char* who, nn::Module& model, nn::Module& direction, Gradients gradients, F&& f) {
   const Pair pair(who, model, direction);
-  const Units units = nn::distinct_units(pair.model), along = nn::distinct_units(pair.direction);
+  const Units units = nn::trainable_units(who, pair.model), along = nn::trainable_units(who, pair.direction);
   if (gradients == Gradients::reduced) nn::reduce_waiting(units);
   const auto expect_alike = [&](const std::string& difference) {
     check<PlacementError>(difference.empty(), "[", who, "] the direction is sharded otherwise than the model: ", difference,
@@ -104,7 +104,7 @@ void move_along(nn::Module& model, nn::Module& direction, double scale) {
 }
 
 void zero_grad(nn::Module& module) {
-  for (const auto& unit : nn::distinct_units(module.parameters())) unit->zero_grad();
+  for (const auto& unit : nn::trainable_units("zero_grad", module.parameters())) unit->zero_grad();
 }
 
 }  // namespace sheaf

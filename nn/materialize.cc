@@ -195,6 +195,7 @@ void materialize(nn::Module& module, Device device, const MaterializeOptions& op
 
 GatherSchedule& gather_schedule(nn::Module& module) {
   if (ModuleAccess::schedule(module)) return *ModuleAccess::schedule(module);
+  expect_own_units("gather_schedule", "use", module);
   const auto all = units(module);
   if (all.empty()) fail<LifetimeError>("[gather_schedule] ", module.type_name(), " is not materialized");
   return *all[0]->schedule();

@@ -388,6 +388,15 @@ TEST(Checkpoint, RefusesWhatItCannotMean) {
     EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { (void)models::load_checkpoint(folder.path(), net, {}, world); }),
                 HasSubstr("2 ranks"));
   });
+  run_local(2, [&](World& world) {  // the head's unit has other parameters, too
+    Net net;
+    shard(net, world.mesh({{"data", 2}}));
+    materialize(net);
+    const auto expect_refused = [](const std::string& message) { EXPECT_THAT(message, HasSubstr("'head.weight' is in unit 'root' of a model around")); };
+    expect_refused(message_of<ConfigError>(ExitCode::kConfig, [&] { models::save_checkpoint(folder.path(), 1, net.head, {}, world); }));
+    expect_refused(message_of<ConfigError>(ExitCode::kConfig, [&] { (void)models::load_checkpoint(folder.path(), net.head, {}, world); }));
+    expect_refused(message_of<ConfigError>(ExitCode::kConfig, [&] { (void)nn::state_pieces(net.head); }));
+  });
   run_local(1, [&](World& world) {
     Net net;
     make(net, world, {});

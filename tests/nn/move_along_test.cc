@@ -120,6 +120,18 @@ TEST(MoveAlong, RefusesADirectionInWhichOthersAreFrozen) {
     EXPECT_THAT(f, ::testing::ThrowsMessage<PlacementError>(HasSubstr("unit 'root' has other parameters, or others are frozen; shard() both")));
 }
 
+// Parameters of others in the same unit would change, too.
+TEST(MoveAlong, RefusesPartsOfUnits) {
+  Layers net, direction;
+  materialize(net), materialize(direction);
+  const Values before = values(net);
+  for (const auto& f : std::vector<std::function<void()>>{
+           [&] { move_along(net.first, direction.first, 0.5); }, [&] { set_to_gradient(direction.first, net.first); },
+           [&] { gradient_along(net.first, direction.first); }, [&] { zero_grad(net.first); }})
+    EXPECT_THAT(f, ::testing::ThrowsMessage<ConfigError>(HasSubstr("'middle.weight' is in one unit with parameters that are given")));
+  EXPECT_EQ(values(net), before);
+}
+
 TEST(MoveAlong, RefusesOtherModelsAndRecordings) {
   Net net, direction;
   materialize(net), materialize(direction);
