@@ -62,6 +62,12 @@ RopeScalingConfig read_rope(const ConfigReader& r, const char* key, const Json* 
       s.truncate = *truncate == Json(true);
     }
   }
+  // DeepSeek's attention scales its scores by it, whatever the type.
+  const Json* const all_dim = rope->find("mscale_all_dim");
+  const std::string model_type = r.text("model_type", "");
+  if ((model_type == "deepseek_v3" || model_type == "kimi_k2") && s.rope_type != "yarn" && all_dim && !all_dim->is_null() &&
+      !(*all_dim == Json(0)) && !(*all_dim == Json(0.0)))
+    r.refuse(key, "mscale_all_dim: Sheaf has it with the rope_type yarn only");
   if (longrope && !rope->find("original_max_position_embeddings")) {  // as in Phi-3's files
     s.original_max_position_embeddings = r.positive("original_max_position_embeddings");
   } else if (s.rope_type != "linear") {
@@ -127,8 +133,10 @@ void read_rotary(const ConfigReader& r, ModelConfig& m, bool by_layer, double& w
       r.refuse(key, "Sheaf scales no frequencies in layers with a window");
     rope = full;
   }
+  const double theta = m.rope_theta, rotated = part ? *part : 0;
   const RopeScalingConfig scaling = read_rope(r, key, rope, m.context, m.rope_theta, part);
-  if (r.find("rope_scaling") && !(scaling == m.rope_scaling)) r.refuse(key, "rope_scaling says otherwise");
+  const bool same = scaling == m.rope_scaling && (nested || (theta == m.rope_theta && rotated == (part ? *part : 0)));
+  if (r.find("rope_scaling") && !same) r.refuse(key, "rope_scaling says otherwise");  // and transformers believes that
   m.rope_scaling = scaling;
 }
 

@@ -20,24 +20,25 @@ namespace {
 using models::DataConfig;
 using models::TrainConfig;
 
+// Whether published sizes and a config.json determine the option: the others belong to a run, not to the model's shape.
+bool is_of_shape(const std::string& key) {
+  return key.starts_with("model.") && key != "model.preset" && key != "model.weights" && key != "model.dropout" &&
+         key != "model.quantize" && !key.starts_with("model.lora_");
+}
+
 // A file may hold all options (config.toml does), so an unused option with its default value is no error. Nor are the two below: files set
-// them for runs that the command line may turn into others.
+// them for runs that the command line may turn into others. And published weights have the shape that they have.
 void refuse_unused(const TrainConfig& config, const std::vector<ConfigField>& fields,
                    const std::set<std::string>& flags) {
   TrainConfig defaults;
   const auto usual = config_fields(defaults);
   for (size_t i = 0; i < fields.size(); ++i) {
     const std::string& key = fields[i].key;
-    const bool may_rest = value_text(fields[i]) == value_text(usual[i]) || key == "train.min_lr" || key == "train.fuse";
+    const bool may_rest = value_text(fields[i]) == value_text(usual[i]) || key == "train.min_lr" || key == "train.fuse" ||
+                          (!config.model.weights.empty() && is_of_shape(key));
     if (may_rest && !flags.contains(key)) continue;
     if (const char* reason = unused(key, config)) fail<ConfigError>("[config] '", key, "' would change nothing: ", reason);
   }
-}
-
-// Whether published sizes and a config.json determine the option: the others belong to a run, not to the model's shape.
-bool is_of_shape(const std::string& key) {
-  return key.starts_with("model.") && key != "model.preset" && key != "model.weights" && key != "model.dropout" &&
-         key != "model.quantize" && !key.starts_with("model.lora_");
 }
 
 // A preset on the command line overrides the file's values for the model's shape.

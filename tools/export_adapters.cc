@@ -83,8 +83,10 @@ std::vector<SafetensorsInput> adapter_tensors(models::Checkpoint& checkpoint, co
   for (const models::PublishedTensor& t : models::published_tensors(model, form)) {
     const auto adapter = adapter_of(checkpoint, model, t);
     if (!adapter) continue;
-    check<ConfigError>(model.experts == 0 || t.name.find(".mlp.") == std::string::npos, "[export] --format peft: `peft` takes ", t.name,
-                       " of a mixture for one of its experts'; --format huggingface adds its adapter to it");
+    // It goes by the model_type: a model with latent attention is deepseek_v3, also without experts.
+    check<ConfigError>((model.experts == 0 && model.kv_lora_rank == 0) || t.name.find(".mlp.") == std::string::npos,
+                       "[export] --format peft: `peft` takes ", t.name, " of a mixture's model_type for one of experts'; --format huggingface ",
+                       "adds its adapter to it");
     check<ConfigError>(t.part.rank() == 0, "[export] --format peft: ", t.name, " is several of the model's tensors, such as ", t.own,
                        ", with adapters of their own; --format huggingface adds them to it");
     const std::string name = "base_model.model." + layer_of(t);

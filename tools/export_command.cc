@@ -164,6 +164,10 @@ int export_command(const ExportArguments& arguments) {
     if (format == "peft" && model.lora_rank == 0)
       fail<ConfigError>("[export] --format peft is for adapters, and this run has none (model.lora_rank)");
     const bool adapters = format == "peft";
+    if (const std::string config = state.weights ? models::published_config_file(state.weights->path) : ""; adapters && !config.empty())
+      check<ConfigError>(!Json::parse(File::open(config).read_all(), config).find("text_config"), "[export] --format peft: '", config,
+                         "' is of a model of images and text, in which `peft` finds none of these layers; --format huggingface adds the ",
+                         "adapters to them");
     const models::PublishedForm form = models::PublishedForm::to_write(model, published_like(state));
     // A reader of a folder with both would add the adapters to weights that already contain them.
     const std::string other = arguments.file + (adapters ? "/config.json" : "/adapter_config.json");

@@ -242,7 +242,9 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(refused(kGpt2, "add_cross_attention", true), HasSubstr("no cross-attention"));
   EXPECT_EQ(refused(kGpt2, "some_new_key", true), "no exception");
   EXPECT_EQ(refused(kGpt2, "activation_function", "gelu_pytorch_tanh"), "no exception");
-  EXPECT_EQ(refused(kLlama, "rope_scaling", Json::Object{{"rope_type", "default"}}), "no exception");
+  EXPECT_EQ(refused(kLlama, "rope_scaling", Json::Object{{"rope_type", "default"}, {"rope_theta", 500}}), "no exception");
+  EXPECT_THAT(refused(kLlama, "rope_scaling", Json::Object{{"rope_type", "default"}}),  // with a base of 10,000
+              HasSubstr("rope_parameters is {\"rope_theta\":500.0,\"rope_type\":\"default\"}: rope_scaling says otherwise"));
 
   const Copy copy(kLlama);
   write_text(copy / "config.json", "[1]");
@@ -300,6 +302,12 @@ TEST(PublishedConfig, ScaledRotaryPositions) {
   };
   EXPECT_THAT(refused("rope_parameters", Json::Object{{"rope_theta", 1e4}, {"rope_type", "default"}}),
               HasSubstr("rope_parameters is {\"rope_theta\":10000.0,\"rope_type\":\"default\"}: rope_scaling says otherwise"));
+  Json again = Json::parse(text_of(kScaled + "/config.json"), "config.json").at("rope_scaling");
+  const double theta = models::read_published_config(kScaled + "/config.json").rope_theta;
+  again.set("rope_theta", theta);
+  EXPECT_EQ(refused("rope_parameters", again), "no exception");
+  again.set("rope_theta", theta + 1);
+  EXPECT_THAT(refused("rope_parameters", again), HasSubstr("rope_scaling says otherwise"));
   EXPECT_THAT(refused("original_max_position_embeddings", 64),
               HasSubstr("original_max_position_embeddings is 64: rope_scaling says otherwise"));
   EXPECT_EQ(refused("original_max_position_embeddings", 32), "no exception");

@@ -288,9 +288,30 @@ TEST(Weights, AdaptersAreExportedForPeft) {
     expect_ok(run_sheaf(folder.train(kDots1, "run") + Words{"--model.lora_rank", "3", "--model.lora_layers", "mlp", "--train.steps", "1"}));
     const Outcome shared = run_sheaf({"export", folder / "run", folder / "adapters", "--format", "peft"});
     EXPECT_EQ(shared.code, 64) << shared.err;
-    EXPECT_THAT(shared.err, HasSubstr("of a mixture for one of its experts'"));
+    EXPECT_THAT(shared.err, HasSubstr("of a mixture's model_type for one of experts'"));
     expect_ok(run_sheaf(folder.train(kDots1, "other") + Words{"--model.lora_rank", "3", "--model.lora_layers", "attention", "--train.steps", "1"}));
     expect_ok(run_sheaf({"export", folder / "other", folder / "of_attention", "--format", "peft"}));
+  }
+  // Nor has it other experts to take those of a model without any for, but goes by the model_type.
+  {
+    const Folder folder;
+    expect_ok(run_sheaf({"train", "--model.type", "llama", "--model.kv_lora_rank", "8", "--model.width", "16", "--model.layers", "1",
+                         "--model.heads", "2", "--model.context", "8", "--model.vocab", "29", "--data.train_file", folder / "tokens.bin",
+                         "--data.val_file", folder / "tokens.bin", "--train.batch", "4", "--train.steps", "1", "--output.folder", folder / "base"}));
+    expect_ok(run_sheaf({"export", folder / "base", folder / "weights", "--format", "huggingface"}));
+    expect_ok(run_sheaf(folder.train(folder / "weights", "run") + Words{"--model.lora_rank", "3", "--train.steps", "1"}));
+    const Outcome dense = run_sheaf({"export", folder / "run", folder / "adapters", "--format", "peft"});
+    EXPECT_EQ(dense.code, 64) << dense.err;
+    EXPECT_THAT(dense.err, HasSubstr("of a mixture's model_type for one of experts'"));
+  }
+  // Layers of models of images and text have other names there.
+  {
+    const Folder folder;
+    const std::string weights = "tests/models/published/gemma3_bf16_images";
+    expect_ok(run_sheaf(folder.train(weights, "run") + Words{"--model.lora_rank", "3", "--train.steps", "1"}));
+    const Outcome images = run_sheaf({"export", folder / "run", folder / "adapters", "--format", "peft"});
+    EXPECT_EQ(images.code, 64) << images.err;
+    EXPECT_THAT(images.err, HasSubstr("gemma3_bf16_images/config.json' is of a model of images and text"));
   }
   // If one published tensor is several of ours, each has its own adapters.
   const Folder folder;
