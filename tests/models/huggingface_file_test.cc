@@ -1,13 +1,17 @@
 // tokenizer.json files that are wrong, or of tokenizers that Sheaf does not support: refused, and the message says which file and which
 // key.
+#include <cstdlib>
 #include <filesystem>
+#include <random>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <utf8proc.h>
 
 #include "sheaf/core/file.h"
 #include "sheaf/models/huggingface_tokenizer.h"
 #include "sheaf/models/nfc.h"
+#include "sheaf/models/utf8.h"
 #include "sheaf/models/word_pattern.h"
 #include "sheaf/tests/core/scratch_folder.h"
 
@@ -150,6 +154,28 @@ TEST(HuggingFaceFile, NormalForms) {
   EXPECT_EQ(nfc(""), "");
   EXPECT_FALSE(may_change_in_nfc("plain é ʯ"));
   EXPECT_TRUE(may_change_in_nfc("\u0300"));
+}
+
+// As utf8proc's own function gives them, but for any run of marks, of which that one takes the square of the time: minutes for this one.
+TEST(HuggingFaceFile, NormalFormsOfRunsOfMarks) {
+  const auto expected = [](const std::string& text) {
+    utf8proc_uint8_t* const made = utf8proc_NFC(reinterpret_cast<const utf8proc_uint8_t*>(text.c_str()));
+    std::string out = reinterpret_cast<const char*>(made);
+    std::free(made);
+    return out;
+  };
+  std::mt19937 random(1);
+  for (int i = 0; i < 20'000; ++i) {
+    std::string text;
+    for (auto left = random() % 12; left > 0; --left) {
+      constexpr uint32_t kFirst[] = {'a', 0xC0, 0x300, 0x340, 0x5B0, 0xF71, 0x1100, 0x1161, 0x11A8, 0x1E00, 0x1F80, 0xAC00};
+      append_utf8(text, kFirst[random() % std::size(kFirst)] + random() % 32);
+    }
+    ASSERT_EQ(nfc(text), expected(text)) << json_string(text);
+  }
+  std::string cedillas, acutes, mixed = "x";
+  for (int i = 0; i < 200'000; ++i) cedillas += "\u0327", acutes += "\u0301", mixed += "\u0301\u0327";
+  EXPECT_TRUE(nfc(mixed) == "x" + cedillas + acutes);
 }
 
 }  // namespace
