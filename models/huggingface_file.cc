@@ -234,7 +234,7 @@ class Reader {
         }
         token.clear();
       }
-      file_.shown[id] = is_added(id) ? names_[id] : token;
+      file_.shown[id] = token.empty() ? names_[id] : token;
     }
   }
 
@@ -295,8 +295,7 @@ class Reader {
       const int byte = token.empty() ? -1 : byte_of(token);
       if (byte >= 0) file_.bytes[static_cast<size_t>(byte)] = static_cast<int32_t>(id);
       token = byte >= 0 ? "" : with_spaces(token);
-      file_.shown[id] = byte >= 0 ? std::string(1, static_cast<char>(byte)) : token;
-      if (is_added(id)) file_.shown[id] = with_spaces(names_[id]);
+      file_.shown[id] = byte >= 0 ? std::string(1, static_cast<char>(byte)) : with_spaces(names_[id]);
     }
     // Gemma has a token for a tab instead of that of its byte. No other character is the token of a byte.
     for (size_t byte = 0; byte < 128; ++byte)

@@ -32,7 +32,7 @@ struct HuggingFaceFile {
   };
 
   std::vector<std::string> tokens;  ///< of the vocabulary, as bytes, by id; "": never produced from words
-  std::vector<std::string> shown;   ///< the text of every id
+  std::vector<std::string> shown;   ///< the text of every id: of the vocabulary's tokens their bytes, also if they are added ones
   std::vector<BpePair> merges;      ///< the best first
   std::vector<Added> added;
   bool nfc = false;  ///< texts are normalized first

@@ -37,7 +37,7 @@ class HuggingFaceTokenizer : public Tokenizer {
       (token.normalized ? ordinary_.normalized : ordinary_.raw).add(content, token.id, token.special);
       (token.normalized ? all_.normalized : all_.raw).add(content, token.id, false);
       if (!token.bare) taking_.insert(token.id);
-      file_.shown[static_cast<size_t>(token.id)] = file_.pattern ? content : with_spaces(content);
+      if (std::string& shown = file_.shown[static_cast<size_t>(token.id)]; shown == token.content) shown = content;
     }
     least_vocab_ = vocab_size();
     while (std::ranges::any_of(file_.added, [this](const auto& t) { return t.special && t.id == least_vocab_ - 1; })) --least_vocab_;

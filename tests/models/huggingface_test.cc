@@ -105,6 +105,25 @@ TEST(HuggingFace, SpecialTokensThatTakeBlanks) {
               ::testing::ThrowsMessage<DataError>(::testing::HasSubstr("line 3: \"<|endoftext|>\" takes away blanks next to it")));
 }
 
+// An added token may be one of the vocabulary, even that of a byte, of which other characters are made: then it is shown as that, as by
+// the package.
+TEST(HuggingFace, AddedTokensThatAreTokensOfBytes) {
+  const auto with_added = [](const std::string& name, const std::string& content) {
+    Json json = file_of(name);
+    Json::Array added = json.at("added_tokens").as_array();
+    const Json id = json.at("model").at("vocab").at(content);
+    added.push_back(Json::Object{{"id", id}, {"content", content}, {"special", false}, {"normalized", false}});
+    return make_huggingface_tokenizer(json.set("added_tokens", added), "here");
+  };
+  const auto bytes = with_added("gpt2", "£");  // which stands for the byte 0xA3
+  const std::string text = "ã 飣";
+  EXPECT_EQ(bytes->decode(bytes->encode(text)), text);
+  EXPECT_EQ(bytes->encode("£").size(), 1u);
+  EXPECT_EQ(bytes->decode(bytes->encode("£")), "\xa3");
+  const auto characters = with_added("llama2", "<0x0D>");
+  EXPECT_EQ(characters->decode(characters->encode("a\rb")), "a\rb");
+}
+
 // Without normalization, any bytes survive encoding and decoding.
 TEST(HuggingFace, LosesNothing) {
   std::mt19937 random(1);
