@@ -4,6 +4,7 @@
 
 #include "sheaf/core/file.h"
 #include "sheaf/models/added_tokens.h"
+#include "sheaf/models/character_pairs.h"
 #include "sheaf/models/encode_parts.h"
 #include "sheaf/models/huggingface_file.h"
 #include "sheaf/models/nfc.h"
@@ -17,32 +18,24 @@ Bpe bpe_of(const HuggingFaceFile& file) {
                       : Bpe::of_characters(file.tokens, file.merges, file.bytes);
 }
 
-// Whether merges may cross a space that follows another character, so that words do not end there.
-bool joins_over_spaces(const HuggingFaceFile& file) {
-  for (const std::string& token : file.tokens)
-    for (size_t i = 1; i < token.size(); ++i)
-      if (token[i] == ' ' && token[i - 1] != ' ') return true;
-  return false;
-}
-
 class HuggingFaceTokenizer : public Tokenizer {
  public:
   HuggingFaceTokenizer(HuggingFaceFile file, Json json)
       : json_(std::move(json)),
         file_(std::move(file)),
-        bpe_(bpe_of(file_)),
-        whole_(!file_.pattern && joins_over_spaces(file_) && !file_.each_space) {
+        bpe_(bpe_of(file_)) {
     for (const auto& token : file_.added) {
       const std::string content = token.normalized && file_.nfc ? nfc_of(token.content) : token.content;
       (token.normalized ? ordinary_.normalized : ordinary_.raw).add(content, token.id, token.special);
       (token.normalized ? all_.normalized : all_.raw).add(content, token.id, false);
+      pairs_.add(content);
       if (!token.bare) taking_.insert(token.id);
       if (std::string& shown = file_.shown[static_cast<size_t>(token.id)]; shown == token.content) shown = content;
     }
     least_vocab_ = vocab_size();
     while (std::ranges::any_of(file_.added, [this](const auto& t) { return t.special && t.id == least_vocab_ - 1; })) --least_vocab_;
-    const char* const cuts = file_.pattern ? " \n" : " ";  // where words may end
-    cuttable_ = !whole_ && !ordinary_.raw.contain_any(cuts) && !ordinary_.normalized.contain_any(cuts);
+    if (!file_.pattern)
+      for (const std::string& token : file_.tokens) pairs_.add(token);
     for (const char* name : {"<eos>", "</s>", "<|end_of_text|>", "<|endoftext|>"})  // the last existing one
       for (const auto& token : file_.added)
         if (token.special && token.content == name) end_of_text_ = token.id;
@@ -56,12 +49,10 @@ class HuggingFaceTokenizer : public Tokenizer {
   Json to_json() const override { return Json::Object{{"kind", "huggingface"}, {"file", json_}}; }
 
   size_t cut(std::string_view text, size_t at) const override {
-    if (!cuttable_) return text.size();
-    if (file_.pattern) return safe_cut(text, at);
+    constexpr const char* kCuts = " \n";  // of safe_cut()
+    if (file_.pattern) return ordinary_.raw.contain_any(kCuts) || ordinary_.normalized.contain_any(kCuts) ? text.size() : safe_cut(text, at);
     for (size_t i = std::max<size_t>(at, 1); i < text.size(); ++i)
-      if (text[i] == ' ' && text[i - 1] != ' ' && !text.substr(0, i).ends_with(kSpaceMark) && !ordinary_.raw.may_end_at(text, i) &&
-          !ordinary_.normalized.may_end_at(text, i))
-        return i;
+      if (pairs_.part(text, i) && !ordinary_.raw.may_end_at(text, i) && !ordinary_.normalized.may_end_at(text, i)) return i;
     return text.size();
   }
 
@@ -169,12 +160,15 @@ class HuggingFaceTokenizer : public Tokenizer {
     std::string spaced;
     if (takes_prefix(text, place)) text = spaced = ' ' + std::string(text);
     if (text.find(kSpaceMark) != std::string_view::npos) text = spaced = with_spaces(text);
-    for (size_t begin = 0; begin < text.size();) {
-      size_t end = begin + 1;
-      while (end < text.size() && (whole_ || text[end] != ' ' || (text[end - 1] == ' ' && !file_.each_space))) ++end;
-      word(text.substr(begin, end - begin));
-      begin = end;
+    size_t begin = 0;
+    uint32_t last = 0;
+    for (size_t at = 0; at < text.size();) {
+      const int length = std::max(1, utf8_length(text, at));
+      const uint32_t next = code_point(text, at, length);
+      if (at > 0 && ((next == ' ' && file_.each_space) || !pairs_.may_contain(last, next))) word(text.substr(begin, at - begin)), begin = at;
+      last = next, at += static_cast<size_t>(length);
     }
+    if (begin < text.size()) word(text.substr(begin));
   }
 
   bool takes_prefix(std::string_view text, Place place) const {
@@ -192,8 +186,7 @@ class HuggingFaceTokenizer : public Tokenizer {
   Json json_;
   HuggingFaceFile file_;
   Bpe bpe_;
-  bool whole_;  // a piece is one word
-  bool cuttable_;
+  CharacterPairs pairs_;  // of tokens of characters and of added tokens: a text may be cut where there is none of them
   int64_t least_vocab_;
   Added ordinary_, all_;  // without and with special ones
   std::unordered_set<int32_t> taking_;  // those that strip adjacent spaces

@@ -68,12 +68,14 @@ std::string_view TextReader::next(const Cut& cut) {
   buffer_.erase(0, given_);
   offset_ += static_cast<int64_t>(given_);
   given_ = 0;
+  size_t from = block_;  // where the search for a cut goes on
   for (size_t want = block_ + kBehindCut;; want += block_) {
     fill(want);
     if (offset_ == 0) refuse_compressed();
     if (ended_ && buffer_.size() <= block_) break;
-    given_ = cut(buffer_, block_);
+    given_ = cut(buffer_, from);
     if (ended_ || given_ + kBehindCut / 2 <= buffer_.size()) return std::string_view(buffer_).substr(0, given_);
+    from = std::max(from, buffer_.size() - kBehindCut);
   }
   given_ = buffer_.size();
   return buffer_;

@@ -75,6 +75,20 @@ TEST(TextReader, BlocksAreTheTextAndEndWhereItMayBeCut) {
   EXPECT_EQ(empty.bytes(), 0);
 }
 
+// What was searched for a cut in vain is not searched again.
+TEST(TextReader, LookingForACutTakesTheTimeOfReading) {
+  ScratchFolder folder;
+  write_file(folder / "a.txt", std::string(3'000'000, 'x'));
+  TextReader reader(folder / "a.txt", 100'000);
+  size_t most = 0;
+  const auto cut = [&](std::string_view text, size_t at) {
+    most = std::max(most, text.size() - at);
+    return text.size();
+  };
+  EXPECT_EQ(reader.next(cut).size(), 3'000'000u);
+  EXPECT_LT(most, 300'000u);
+}
+
 // Input that arrives in pieces is cut as a file is.
 TEST(TextReader, StandardInput) {
   ScratchFolder folder;
