@@ -38,7 +38,7 @@ class BpeTokenizer : public Tokenizer {
   std::vector<int32_t> encode(std::string_view text, std::string_view) const override {
     return encode_all(std::span<const std::string_view>(&text, 1), std::nullopt);
   }
-  std::vector<int32_t> encode_special(std::string_view text, bool, std::string_view origin) const override {
+  std::vector<int32_t> encode_special(std::string_view text, Place, std::string_view origin) const override {
     std::vector<int32_t> tokens;
     const auto append = [&](std::string_view piece) {
       const std::vector<int32_t> ids = encode(piece, origin);

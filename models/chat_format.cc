@@ -55,7 +55,7 @@ class ChatFormat::Writer {
     if (name.empty()) return;
     flush();
     out_.push_back(static_cast<MarkedToken>(*tokenizer_.special_token(name)) | mark);
-    behind_special_ = true;
+    place_ = Tokenizer::Place::behind_token;
   }
   void text(std::string_view text, MarkedToken mark) {
     if (mark != mark_) flush();
@@ -70,10 +70,10 @@ class ChatFormat::Writer {
  private:
   void flush() {
     if (text_.empty()) return;
-    const auto ids = behind_special_ ? tokenizer_.encode_behind_special(text_, origin_) : tokenizer_.encode_more(text_, origin_);
+    const auto ids = tokenizer_.encode_at(text_, place_, origin_);
     for (const int32_t id : ids) out_.push_back(static_cast<MarkedToken>(id) | mark_);
     text_.clear();
-    behind_special_ = false;
+    place_ = Tokenizer::Place::within;
   }
 
   const Tokenizer& tokenizer_;
@@ -81,7 +81,7 @@ class ChatFormat::Writer {
   std::vector<MarkedToken> out_;
   std::string text_;
   MarkedToken mark_ = kReadOnly;
-  bool behind_special_ = false;
+  Tokenizer::Place place_ = Tokenizer::Place::within;
 };
 
 ChatFormat::ChatFormat(std::string_view name, const Tokenizer& tokenizer) : tokenizer_(tokenizer) {
@@ -98,7 +98,7 @@ ChatFormat::ChatFormat(std::string_view name, const Tokenizer& tokenizer) : toke
     if (token.empty()) continue;
     if (!tokenizer.special_token(token))
       fail<ConfigError>("[chat] format ", name, ": the tokenizer (", tokenizer.kind(), ") has no special token ", token);
-    tokenizer.encode_special(token, true, str("format ", name));  // refuses those that take blanks
+    tokenizer.encode_special(token, Tokenizer::Place::first, str("format ", name));  // refuses those that take blanks
   }
   end_of_turn_ = *tokenizer.special_token(frame_.end_of_turn);
 }

@@ -64,16 +64,15 @@ std::vector<MarkedToken> ExampleLines::example(std::string_view line, const std:
 }
 
 void ExampleLines::answer(std::string_view line, const std::string& origin, std::vector<MarkedToken>& out) const {
-  const auto append = [&](const std::string& text, bool first, MarkedToken mark) {
-    const std::vector<int32_t> ids = options_.special_tokens ? tokenizer_.encode_special(text, first, origin)
-                                     : first                 ? tokenizer_.encode(text, origin)
-                                                             : tokenizer_.encode_more(text, origin);
+  const auto append = [&](const std::string& text, Tokenizer::Place place, MarkedToken mark) {
+    const std::vector<int32_t> ids =
+        options_.special_tokens ? tokenizer_.encode_special(text, place, origin) : tokenizer_.encode_at(text, place, origin);
     for (const int32_t id : ids) out.push_back(static_cast<MarkedToken>(id) | mark);
   };
   const std::string fields[] = {options_.prompt_field, options_.field};
   const std::vector<std::string> texts = json_text_members(line, fields, origin);
-  append(texts[0], true, kReadOnly);
-  append(texts[1], out.empty(), 0);
+  append(texts[0], Tokenizer::Place::first, kReadOnly);
+  append(texts[1], out.empty() ? Tokenizer::Place::first : tokenizer_.place_behind(texts[0], static_cast<int32_t>(out.back() & ~kReadOnly)), 0);
   if (out.empty() || out.back() != static_cast<MarkedToken>(end_)) out.push_back(static_cast<MarkedToken>(end_));
 }
 

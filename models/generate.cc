@@ -59,7 +59,7 @@ std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateCon
   const std::string& text = said.as_string();
   check<DataError>(!text.empty(), "[generate] ", origin, ": the prompt is empty");
   if (!config.chat.empty()) return encode_chat(tokenizer, config, {{"user", text}}, origin);
-  return config.special_tokens ? tokenizer.encode_special(text, true, origin) : tokenizer.encode(text, origin);
+  return config.special_tokens ? tokenizer.encode_special(text, Tokenizer::Place::first, origin) : tokenizer.encode(text, origin);
 }
 
 std::vector<int32_t> ends_of(const Tokenizer& tokenizer, const GenerateConfig& config, std::span<const int32_t> further) {

@@ -62,16 +62,20 @@ class HuggingFaceTokenizer : public Tokenizer {
   std::vector<int32_t> encode_more(std::string_view text, std::string_view) const override {
     return encode_all(std::span<const std::string_view>(&text, 1), false, std::nullopt);
   }
-  std::vector<int32_t> encode_special(std::string_view text, bool first, std::string_view origin) const override {
-    std::vector<int32_t> tokens = encode_whole(text, first ? Place::first : Place::within, all_);
+  std::vector<int32_t> encode_at(std::string_view text, Place place, std::string_view origin) const override {
+    return place == Place::behind_token ? encode_whole(text, place, ordinary_) : Tokenizer::encode_at(text, place, origin);
+  }
+  std::vector<int32_t> encode_special(std::string_view text, Place place, std::string_view origin) const override {
+    std::vector<int32_t> tokens = encode_whole(text, place, all_);
     for (const int32_t id : tokens)
       if (taking_.contains(id))
         fail<DataError>("[tokenizer] ", origin, ": ", json_string(file_.shown[static_cast<size_t>(id)]), " takes away blanks next to it ",
                         "(single_word, lstrip or rstrip in tokenizer.json), which Sheaf does not do");
     return tokens;
   }
-  std::vector<int32_t> encode_behind_special(std::string_view text, std::string_view) const override {
-    return encode_whole(text, Place::behind_token, ordinary_);
+  Place place_behind(std::string_view text, int32_t last) const override {
+    const auto ends_there = [&](const auto& token) { return token.id == last && text.ends_with(token.content); };
+    return std::ranges::any_of(file_.added, ends_there) ? Place::behind_token : Place::within;
   }
   std::optional<int32_t> special_token(std::string_view name) const override {
     for (const auto& token : file_.added)
@@ -109,8 +113,6 @@ class HuggingFaceTokenizer : public Tokenizer {
     Bpe::Scratch& scratch;
     std::vector<int32_t>& out;
   };
-  // The position of a piece of text.
-  enum class Place { first, behind_token, within };
 
   static std::string nfc_of(const std::string& content) {
     return valid_utf8_prefix(content) == content.size() ? nfc(content) : content;

@@ -27,15 +27,18 @@ class Tokenizer {
   virtual std::vector<int32_t> encode_more(std::string_view text, std::string_view origin = "text") const {
     return encode(text, origin);
   }
-  /// The tokens of a text that may contain special tokens by name, as a chat's frame does; `first`: nothing precedes it. Throws
-  /// DataError also for a special token that removes adjacent spaces (lstrip, rstrip in a tokenizer.json).
-  virtual std::vector<int32_t> encode_special(std::string_view text, bool first, std::string_view origin = "text") const {
-    return first ? encode(text, origin) : encode_more(text, origin);
+  /// What precedes a text: nothing, an added token (behind which some tokenizers put a space, as before a text), or other text.
+  enum class Place { first, behind_token, within };
+  virtual std::vector<int32_t> encode_at(std::string_view text, Place place, std::string_view origin = "text") const {
+    return place == Place::first ? encode(text, origin) : encode_more(text, origin);
   }
-  /// encode() of a text that follows a special token.
-  virtual std::vector<int32_t> encode_behind_special(std::string_view text, std::string_view origin = "text") const {
-    return encode_more(text, origin);
+  /// The tokens of a text that may contain special tokens by name, as a chat's frame does. Throws DataError also for a special token
+  /// that removes adjacent spaces (lstrip, rstrip in a tokenizer.json).
+  virtual std::vector<int32_t> encode_special(std::string_view text, Place place = Place::first, std::string_view origin = "text") const {
+    return encode_at(text, place, origin);
   }
+  /// The place of what follows this text, the last of whose tokens is `last`.
+  virtual Place place_behind(std::string_view /*text*/, int32_t /*last*/) const { return Place::within; }
   /// The special token of that name, which encode_special() finds.
   virtual std::optional<int32_t> special_token(std::string_view /*name*/) const { return std::nullopt; }
   /// The tokens of the texts, one after another, each followed by end_of_text() if there is one.

@@ -61,7 +61,7 @@ TEST(Bpe, SpecialTokensByTheirNames) {
     std::vector<int32_t> expected = tokenizer->encode("He said");
     expected.insert(expected.end(), {end, end});
     for (const int32_t id : tokenizer->encode(" so. <|eot|>")) expected.push_back(id);
-    EXPECT_EQ(tokenizer->encode_special(text, true), expected);
+    EXPECT_EQ(tokenizer->encode_special(text), expected);
     EXPECT_NE(tokenizer->encode(text), expected);
     EXPECT_EQ(tokenizer->special_token(name), end);
     EXPECT_EQ(tokenizer->special_token("a"), std::nullopt);

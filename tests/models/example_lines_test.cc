@@ -84,6 +84,28 @@ TEST(ExampleLines, AnAnswerGoesOnWhereThePromptEnds) {
   }
 }
 
+// But they put one behind an added token, which may be the prompt's end.
+TEST(ExampleLines, AnAnswerGoesOnBehindATokenAtThePromptsEnd) {
+  for (const char* name : {"llama2", "mistral", "always", "phrases", "gemma"}) {
+    const auto tokenizer = tokenizer_with(name, {});
+    for (const std::string prompt : {"<s>", "In the<think>", "<think>", "<s>the"}) {
+      for (const bool special : {false, true}) {
+        for (const std::string answer : {" God said", "the God"}) {
+          std::vector<int32_t> whole = special ? tokenizer->encode_special(prompt + answer) : tokenizer->encode(prompt + answer);
+          whole.push_back(*tokenizer->end_of_text());
+          const Json line = Json::Object{{"prompt", prompt}, {"completion", answer}};
+          if (prompt == "<s>the" && answer[0] != ' ') continue;  // one word
+          EXPECT_EQ(ids(read(*tokenizer, {.prompt_field = "prompt", .special_tokens = special}, line.dump())), whole)
+              << name << ": " << prompt << answer << (special ? ", special" : "");
+        }
+      }
+    }
+  }
+  const auto tokenizer = tokenizer_with("llama2", {});
+  EXPECT_EQ(ids(read(*tokenizer, {.prompt_field = "p", .field = "a"}, R"({"p": "<think>", "a": "the God"})")),
+            (std::vector<int32_t>{519, 395, 474, 468, 2}));
+}
+
 TEST(ExampleLines, SpecialTokensOnlyWhereTheyAreAskedFor) {
   const auto tokenizer = qwen();
   const std::string line = "{\"prompt\": \"<|im_start|>user\\nHi<|im_end|>\\n\", \"completion\": \"Yo<|im_end|>\"}";
@@ -113,11 +135,11 @@ TEST(ExampleLines, OfConversationsTheAssistantsTurnsAreLearned) {
   EXPECT_EQ(shown(*tokenizer, tokens),
             "<|im_start|>system\nBe good.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[Yo<|im_end|>]\n"
             "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n[ 2 \n<|im_end|>]\n<|endoftext|>");
-  EXPECT_EQ(ids(tokens), tokenizer->encode_special(rendered, true));
+  EXPECT_EQ(ids(tokens), tokenizer->encode_special(rendered));
   const ChatFormat format("chatml", *tokenizer);
   EXPECT_EQ(format.end_of_turn(), *tokenizer->special_token("<|im_end|>"));
   EXPECT_EQ(format.encode_prompt(std::vector<Message>{{"user", "Hi"}}),
-            tokenizer->encode_special("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", true));
+            tokenizer->encode_special("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"));
 }
 
 TEST(ExampleLines, OfLlama3sConversations) {
@@ -129,7 +151,7 @@ TEST(ExampleLines, OfLlama3sConversations) {
             "[Yo<|eot_id|>]<|end_of_text|>");
   EXPECT_EQ(ids(tokens), tokenizer->encode_special(
                              "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant"
-                             "<|end_header_id|>\n\nYo<|eot_id|><|end_of_text|>", true));
+                             "<|end_header_id|>\n\nYo<|eot_id|><|end_of_text|>"));
 }
 
 // Gemma has no system role: the system's message becomes part of the user's.
@@ -142,8 +164,8 @@ TEST(ExampleLines, OfGemmasConversations) {
   EXPECT_EQ(shown(*tokenizer, format.encode(messages)),
             "<bos><start_of_turn>user\nBe good. \n\nHi<end_of_turn>\n<start_of_turn>model\n[Yo<end_of_turn>]\n<start_of_turn>user\n1+1?"
             "<end_of_turn>\n");
-  EXPECT_EQ(ids(format.encode(messages)), tokenizer->encode_special(rendered, true));
-  EXPECT_EQ(format.encode_prompt(messages), tokenizer->encode_special(rendered + "<start_of_turn>model\n", true));
+  EXPECT_EQ(ids(format.encode(messages)), tokenizer->encode_special(rendered));
+  EXPECT_EQ(format.encode_prompt(messages), tokenizer->encode_special(rendered + "<start_of_turn>model\n"));
   EXPECT_EQ(tokenizer->end_of_text(), tokenizer->special_token("<eos>"));
   EXPECT_EQ(tokenizer->least_vocab(), *tokenizer->special_token("<start_of_turn>")) << "what stands behind all others a model may lack";
   const auto refused = [&](std::vector<Message> said) { return error_of<DataError>([&] { format.encode(said); }); };
@@ -174,7 +196,7 @@ TEST(ExampleLines, WhatOthersSayIsEncodedWithItsFrame) {
     const ChatFormat format("chatml", *tokenizer);
     for (const std::string said : {"Hi", "  two", "\n\nlines", "        return x", ""}) {
       EXPECT_EQ(ids(format.encode(std::vector<Message>{{"user", said}, {"tool", "1"}})),
-                tokenizer->encode_special("<|im_start|>user\n" + said + "<|im_end|>\n<|im_start|>tool\n1<|im_end|>\n", true))
+                tokenizer->encode_special("<|im_start|>user\n" + said + "<|im_end|>\n<|im_start|>tool\n1<|im_end|>\n"))
           << name << ": " << said;
     }
   }

@@ -70,7 +70,7 @@ TEST(HuggingFace, SpecialTokensByTheirNames) {
       const std::string& text = entry.at("text").as_string();
       std::vector<int32_t> expected;
       for (const Json& id : entry.at(name).as_array()) expected.push_back(static_cast<int32_t>(id.as_int()));
-      EXPECT_EQ(tokenizer->encode_special(text, true), expected) << name << ": " << json_string(text);
+      EXPECT_EQ(tokenizer->encode_special(text), expected) << name << ": " << json_string(text);
       differ += tokenizer->encode(text) != expected;
     }
     if (name == "o200k") continue;  // has none
@@ -89,8 +89,8 @@ TEST(HuggingFace, SpecialTokensByTheirNames) {
 TEST(HuggingFace, SpecialTokensInTextsThatGoOn) {
   for (const std::string& name : all_names()) {
     const auto tokenizer = tokenizer_of(name);
-    EXPECT_EQ(tokenizer->encode_special("God said", false), tokenizer->encode_more("God said")) << name;
-    EXPECT_EQ(tokenizer->encode_special("God said", true), tokenizer->encode("God said")) << name;
+    EXPECT_EQ(tokenizer->encode_special("God said", Tokenizer::Place::within), tokenizer->encode_more("God said")) << name;
+    EXPECT_EQ(tokenizer->encode_special("God said"), tokenizer->encode("God said")) << name;
   }
 }
 
@@ -101,7 +101,7 @@ TEST(HuggingFace, SpecialTokensThatTakeBlanks) {
   json.set("added_tokens", added);
   const auto tokenizer = make_huggingface_tokenizer(json, "here");
   EXPECT_EQ(tokenizer->encode("<|endoftext|> a"), tokenizer_of("gpt2")->encode("<|endoftext|> a"));
-  EXPECT_THAT([&] { tokenizer->encode_special("<|endoftext|> a", true, "line 3"); },
+  EXPECT_THAT([&] { tokenizer->encode_special("<|endoftext|> a", Tokenizer::Place::first, "line 3"); },
               ::testing::ThrowsMessage<DataError>(::testing::HasSubstr("line 3: \"<|endoftext|>\" takes away blanks next to it")));
 }
 

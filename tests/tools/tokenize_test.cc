@@ -364,7 +364,7 @@ TEST(Tokenize, ConversationsAndTheirSpecialTokens) {
   ASSERT_EQ(r.code, 0) << r.err;
   const auto tokenizer = models::load_huggingface_tokenizer(f / "bpe");
   EXPECT_EQ(read(f / "chat.bin", 500),
-            tokenizer->encode_special("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYo<|im_end|>\n<|endoftext|>", true));
+            tokenizer->encode_special("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYo<|im_end|>\n<|endoftext|>"));
 
   const Words data = {"--data.train_file", f / "chat.bin", "--data.val_file", f / "chat.bin", "--data.tokenizer", "huggingface",
                       "--data.tokenizer_folder", f / "bpe"};
