@@ -98,7 +98,7 @@ ChatFormat::ChatFormat(std::string_view name, const Tokenizer& tokenizer) : toke
     if (token.empty()) continue;
     if (!tokenizer.special_token(token))
       fail<ConfigError>("[chat] format ", name, ": the tokenizer (", tokenizer.kind(), ") has no special token ", token);
-    tokenizer.encode_special(token, Tokenizer::Place::first, str("format ", name));  // refuses those that take blanks
+    tokenizer.encode_special(token, Tokenizer::Place::first, str("format ", name));  // refuses those that are not found by their name alone
   }
   end_of_turn_ = *tokenizer.special_token(frame_.end_of_turn);
 }

@@ -24,7 +24,7 @@ class ChatFormat {
  public:
   /// "chatml" (Qwen's, SmolLM's and others'), "llama3" (Llama 3's, which trims messages) or "gemma" (Gemma's, which trims them, too,
   /// calls an assistant model, and puts the system's message before the first user message; the other two roles alternate). Throws
-  /// ConfigError for another, or if the tokenizer lacks one of the frame's special tokens, DataError if one removes adjacent spaces.
+  /// ConfigError for another, or if the tokenizer lacks one of the frame's special tokens, DataError if one is not found by its name alone.
   /// `tokenizer` must outlive it.
   ChatFormat(std::string_view name, const Tokenizer& tokenizer);
 

@@ -149,13 +149,13 @@ class Reader {
       if (content.empty() || content.size() > Bpe::kLongestToken) token.refuse("a token has 1 to 4096 bytes");
       if (!contents.insert(content).second) token.refuse("it stands there twice");
       const bool special = token.flag("special", false), normalized = token.flag("normalized", !special);
-      bool bare = true;
+      std::string_view unknown;
       for (const char* key : {"single_word", "lstrip", "rstrip"}) {
         if (!special) token.must_be(key, false, "Sheaf finds tokens wherever they stand, and takes nothing else");
-        bare &= !token.flag(key, false);
+        if (token.flag(key, false)) unknown = key;
       }
       count += !ids_.contains(content);
-      file_.added.push_back({0, content, special, normalized, bare});
+      file_.added.push_back({0, content, special, normalized, unknown});
     }
     names_.resize(count);
     std::vector<bool> taken(count);
@@ -282,11 +282,14 @@ class Reader {
       root_.at("model").refuse("tokens of characters without byte_fallback would lose those that are no token");
     if (file_.whole_words) root_.at("model").at("ignore_merges").refuse("with tokens of characters Sheaf joins by merges");
     read_decoder();
-    for (const auto& added : file_.added)
-      if (!added.special && added.normalized && replaces)
+    for (auto& added : file_.added) {
+      if (!added.normalized || !replaces) continue;
+      if (!added.special)
         root_.at("added_tokens")
             .refuse(str(json_string(added.content), " is normalized, but not special: Sheaf finds such tokens in texts ",
                         "that no normalizer changes"));
+      added.unknown = "normalized";  // as is its own content, so that Prepend puts a space before it
+    }
 
     file_.bytes.fill(-1);
     file_.shown.resize(names_.size());

@@ -19,9 +19,9 @@ struct HuggingFaceFile {
   struct Added {
     int32_t id;
     std::string content;
-    bool special;     ///< made only from texts that may contain special tokens
-    bool normalized;  ///< found in the normalized text
-    bool bare;        ///< found anywhere, without stripping adjacent text
+    bool special;              ///< made only from texts that may contain special tokens
+    bool normalized;           ///< found in the normalized text
+    std::string_view unknown;  ///< the key, such as lstrip, by which special ones are found otherwise than Sheaf finds them; "": none
   };
   /// Whether a space is put before a text, and before each piece that follows an added token.
   enum class Prefix {

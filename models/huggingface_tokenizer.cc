@@ -1,6 +1,6 @@
 #include "sheaf/models/huggingface_tokenizer.h"
 
-#include <unordered_set>
+#include <unordered_map>
 
 #include "sheaf/core/file.h"
 #include "sheaf/models/added_tokens.h"
@@ -29,7 +29,7 @@ class HuggingFaceTokenizer : public Tokenizer {
       (token.normalized ? ordinary_.normalized : ordinary_.raw).add(content, token.id, token.special);
       (token.normalized ? all_.normalized : all_.raw).add(content, token.id, false);
       pairs_.add(content);
-      if (!token.bare) taking_.insert(token.id);
+      if (!token.unknown.empty()) unknown_.emplace(token.id, token.unknown);
       if (std::string& shown = file_.shown[static_cast<size_t>(token.id)]; shown == token.content) shown = content;
     }
     least_vocab_ = vocab_size();
@@ -68,9 +68,9 @@ class HuggingFaceTokenizer : public Tokenizer {
   std::vector<int32_t> encode_special(std::string_view text, Place place, std::string_view origin) const override {
     std::vector<int32_t> tokens = encode_whole(text, place, all_);
     for (const int32_t id : tokens)
-      if (taking_.contains(id))
-        fail<DataError>("[tokenizer] ", origin, ": ", json_string(file_.shown[static_cast<size_t>(id)]), " takes away blanks next to it ",
-                        "(single_word, lstrip or rstrip in tokenizer.json), which Sheaf does not do");
+      if (const auto found = unknown_.find(id); found != unknown_.end())
+        fail<DataError>("[tokenizer] ", origin, ": ", json_string(file_.shown[static_cast<size_t>(id)]), " has ", found->second,
+                        " in tokenizer.json: Sheaf finds special tokens as a text has them, wherever they stand, and takes nothing else");
     return tokens;
   }
   Place place_behind(std::string_view text, int32_t last) const override {
@@ -191,7 +191,7 @@ class HuggingFaceTokenizer : public Tokenizer {
   CharacterPairs pairs_;  // of tokens of characters and of added tokens: a text may be cut where there is none of them
   int64_t least_vocab_;
   Added ordinary_, all_;  // without and with special ones
-  std::unordered_set<int32_t> taking_;  // those that strip adjacent spaces
+  std::unordered_map<int32_t, std::string_view> unknown_;  // HuggingFaceFile::Added::unknown
   std::optional<int32_t> end_of_text_;
 };
 

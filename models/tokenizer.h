@@ -33,7 +33,7 @@ class Tokenizer {
     return place == Place::first ? encode(text, origin) : encode_more(text, origin);
   }
   /// The tokens of a text that may contain special tokens by name, as a chat's frame does. Throws DataError also for a special token
-  /// that removes adjacent spaces (lstrip, rstrip in a tokenizer.json).
+  /// that a tokenizer.json finds otherwise than by its name alone (lstrip, rstrip, single_word, normalized).
   virtual std::vector<int32_t> encode_special(std::string_view text, Place place = Place::first, std::string_view origin = "text") const {
     return encode_at(text, place, origin);
   }

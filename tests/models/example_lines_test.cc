@@ -295,7 +295,7 @@ TEST(ExampleLines, OptionsThatContradictEachOther) {
   json.set("added_tokens", added);
   const auto taking = make_huggingface_tokenizer(json, "qwen3");
   EXPECT_THAT(error_of<DataError>([&] { ExampleLines(*taking, {.chat_format = "chatml"}); }),
-              HasSubstr("[tokenizer] format chatml: \"<|im_end|>\" takes away blanks next to it"));
+              HasSubstr("[tokenizer] format chatml: \"<|im_end|>\" has rstrip in tokenizer.json"));
   ExampleLines(*taking, {.prompt_field = "p", .end = "<|im_end|>"});
   EXPECT_THAT(of(make_byte_tokenizer(), {.prompt_field = "p"}), HasSubstr("the tokenizer (byte) has no special token for the end of a text"));
 }

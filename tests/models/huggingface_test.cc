@@ -94,7 +94,7 @@ TEST(HuggingFace, SpecialTokensInTextsThatGoOn) {
   }
 }
 
-TEST(HuggingFace, SpecialTokensThatTakeBlanks) {
+TEST(HuggingFace, SpecialTokensThatAreFoundOtherwiseThanByTheirNamesAlone) {
   Json json = file_of("gpt2");
   Json::Array added = json.at("added_tokens").as_array();
   added[0].set("rstrip", true);
@@ -102,7 +102,22 @@ TEST(HuggingFace, SpecialTokensThatTakeBlanks) {
   const auto tokenizer = make_huggingface_tokenizer(json, "here");
   EXPECT_EQ(tokenizer->encode("<|endoftext|> a"), tokenizer_of("gpt2")->encode("<|endoftext|> a"));
   EXPECT_THAT([&] { tokenizer->encode_special("<|endoftext|> a", Tokenizer::Place::first, "line 3"); },
-              ::testing::ThrowsMessage<DataError>(::testing::HasSubstr("line 3: \"<|endoftext|>\" takes away blanks next to it")));
+              ::testing::ThrowsMessage<DataError>(::testing::HasSubstr("line 3: \"<|endoftext|>\" has rstrip in tokenizer.json: Sheaf finds")));
+  // In the package Prepend changes such a token's own content, too: it is found as "\u2581<s>".
+  for (const std::string name : {"llama2", "gemma", "mistral", "qwen3"}) {
+    json = file_of(name);
+    added = json.at("added_tokens").as_array();
+    added[0].set("normalized", true);
+    json.set("added_tokens", added);
+    const auto normalized = make_huggingface_tokenizer(json, "here");
+    const std::string text = added[0].at("content").as_string() + " God";
+    EXPECT_EQ(normalized->encode(text), tokenizer_of(name)->encode(text)) << name;
+    if (name == "mistral" || name == "qwen3") {
+      EXPECT_EQ(normalized->encode_special(text), tokenizer_of(name)->encode_special(text)) << name;
+    } else {
+      EXPECT_THAT([&] { normalized->encode_special(text); }, ::testing::ThrowsMessage<DataError>(::testing::HasSubstr(" has normalized in")));
+    }
+  }
 }
 
 // An added token may be one of the vocabulary, even that of a byte, of which other characters are made: then it is shown as that, as by
