@@ -13,52 +13,45 @@ namespace {
 
 Json read_json(const std::string& path) { return Json::parse(File::open<DataError>(path).read_all(), str("'", path, "'")); }
 
-/// The special tokens that a post-processor puts before a text.
-std::vector<std::string> names_before(const Json& processor) {
-  std::vector<std::string> names;
-  if (processor.is_null()) return names;
-  const std::string& type = processor.at("type").as_string();
-  if (type == "TemplateProcessing") {  // "single": [{"SpecialToken": {"id": "<s>"}}, {"Sequence": ..}, ..]
-    for (const Json& piece : processor.at("single").as_array()) {
-      const Json* special = piece.find("SpecialToken");
-      if (!special) break;  // the text
-      names.push_back(special->at("id").as_string());
-    }
-  } else if (type == "BertProcessing" || type == "RobertaProcessing") {
-    names.push_back(processor.at("cls").as_array().at(0).as_string());
-  } else if (type == "Sequence") {
-    for (const Json& one : processor.at("processors").as_array())
-      if (names.empty()) names = names_before(one);
-  } else {
-    check<DataError>(type == "ByteLevel", "it is of the type ", json_string(type), ", which is not known");
-  }
-  return names;
-}
-
-std::vector<int32_t> tokens_before(const Json& file, const Tokenizer& tokenizer) {
-  std::vector<int32_t> ids;
-  const Json* const processor = file.find("post_processor");
-  if (!processor) return ids;
-  for (const std::string& name : names_before(*processor)) {
-    const auto id = tokenizer.special_token(name);
-    check<DataError>(id.has_value(), "it puts ", json_string(name), " before a text, which is no special token");
-    ids.push_back(*id);
-  }
-  return ids;
-}
-
-int32_t end_id(const Json& id) {
+int32_t id_of(const Json& id) {
   const int64_t value = id.as_int();
   check<DataError>(value >= 0 && value <= INT32_MAX, value, " is no id of a token");
   return static_cast<int32_t>(value);
 }
 
+/// The ids that a post-processor puts before a text.
+std::vector<int32_t> tokens_before(const Json& processor) {
+  std::vector<int32_t> ids;
+  if (processor.is_null()) return ids;
+  const std::string& type = processor.at("type").as_string();
+  if (type == "TemplateProcessing") {  // "single": [{"SpecialToken": {"id": "<s>"}}, {"Sequence": ..}, ..]
+    for (const Json& piece : processor.at("single").as_array()) {
+      const Json* special = piece.find("SpecialToken");
+      if (!special) break;  // the text
+      // "special_tokens": {"<s>": {"ids": [1], ..}}
+      for (const Json& id : processor.at("special_tokens").at(special->at("id").as_string()).at("ids").as_array()) ids.push_back(id_of(id));
+    }
+  } else if (type == "BertProcessing" || type == "RobertaProcessing") {  // "cls": ["<s>", 1]
+    const Json::Array& cls = processor.at("cls").as_array();
+    check<DataError>(cls.size() == 2, "cls is not a token and its id");
+    ids.push_back(id_of(cls[1]));
+  } else if (type == "Sequence") {
+    for (const Json& one : processor.at("processors").as_array()) {
+      const std::vector<int32_t> more = tokens_before(one);  // each puts its own before what is there
+      ids.insert(ids.begin(), more.begin(), more.end());
+    }
+  } else {
+    check<DataError>(type == "ByteLevel", "it is of the type ", json_string(type), ", which is not known");
+  }
+  return ids;
+}
+
 std::vector<int32_t> end_ids(const Json& file) {
   const Json* const value = find_published(file, "eos_token_id");
   if (!value || value->is_null()) return {};
-  if (value->is_int()) return {end_id(*value)};
+  if (value->is_int()) return {id_of(*value)};
   std::vector<int32_t> ids;
-  for (const Json& id : value->as_array()) ids.push_back(end_id(id));
+  for (const Json& id : value->as_array()) ids.push_back(id_of(id));
   return ids;
 }
 
@@ -83,7 +76,9 @@ PublishedText read_published_text(const std::string& folder) {
     const Json json = read_json(file);
     out.tokenizer = make_huggingface_tokenizer(json, str("'", file, "'"));
     try {
-      out.before = tokens_before(json, *out.tokenizer);
+      if (const Json* const processor = json.find("post_processor")) out.before = tokens_before(*processor);
+      for (const int32_t id : out.before)
+        check<DataError>(id < out.tokenizer->vocab_size(), "it puts the token ", id, " before a text, of a vocabulary of ", out.tokenizer->vocab_size());
     } catch (const DataError& error) {
       fail<DataError>("[tokenizer] '", file, "': post_processor: ", error.what());
     }

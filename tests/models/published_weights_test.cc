@@ -7,6 +7,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "sheaf/core/file.h"
 #include "sheaf/models/gpt.h"
 #include "sheaf/models/language_model.h"
 #include "sheaf/models/llama.h"
@@ -22,6 +23,7 @@
 namespace sheaf {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using testing::Values;
 using testing::Whole;
@@ -277,7 +279,6 @@ TEST(PublishedWeights, LayersForFurtherTokensAreThereForDrafts) {
   }
 }
 
-// A model with one layer less does not take an MTP layer for its last one.
 // Other models' vocab.json and merges.txt are read by another pattern: only a tokenizer.json says which.
 TEST(PublishedWeights, PairsWithoutATokenizerFileAreGpt2s) {
   const ScratchFolder folder;
@@ -291,6 +292,34 @@ TEST(PublishedWeights, PairsWithoutATokenizerFileAreGpt2s) {
   EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { read("qwen2"); }), HasSubstr("are of a \"qwen2\", not of a gpt2"));
 }
 
+// The ids that it states count, and a later processor's stand before those of an earlier one, as in `tokenizers`.
+TEST(PublishedWeights, APostProcessorsIdsAreReadBeforeATexts) {
+  const ScratchFolder folder;
+  const std::string path = "tests/models/huggingface/llama3.json";
+  Json file = Json::parse(File::open(path).read_all(), path);
+  const auto before = [&](const std::string& processor) {
+    write_file(folder / "tokenizer.json", file.set("post_processor", Json::parse(processor, "here")).dump());
+    return models::read_published_text(folder.path()).before;
+  };
+  const auto puts = [](const char* name, const char* ids) {
+    return str(R"({"type":"TemplateProcessing","single":[{"SpecialToken":{"id":")", name, R"(","type_id":0}},{"Sequence":{"id":"A","type_id":0}},)",
+               R"({"SpecialToken":{"id":"end","type_id":0}}],"special_tokens":{")", name, R"(":{"id":"","ids":)", ids, R"(,"tokens":[]}}})");
+  };
+  EXPECT_THAT(before(puts("<|begin_of_text|>", "[420]")), ElementsAre(420));
+  EXPECT_THAT(before(puts("<|begin_of_text|>", "[422]")), ElementsAre(422));
+  EXPECT_THAT(before(puts("BOS", "[420,422]")), ElementsAre(420, 422));
+  EXPECT_THAT(before(R"({"type":"BertProcessing","sep":["x",421],"cls":["<|begin_of_text|>",422]})"), ElementsAre(422));
+  EXPECT_THAT(before(str(R"({"type":"Sequence","processors":[)", puts("a", "[420]"), R"(,{"type":"ByteLevel"},)", puts("b", "[422]"), "]}")),
+              ElementsAre(422, 420));
+  EXPECT_THAT(before(R"({"type":"ByteLevel"})"), ElementsAre());
+  EXPECT_THAT(before("null"), ElementsAre());
+  const auto refused = [&](const std::string& processor) { return message_of<DataError>(ExitCode::kData, [&] { before(processor); }); };
+  EXPECT_THAT(refused(puts("a", "[423]")), HasSubstr("tokenizer.json': post_processor: it puts the token 423 before a text, of a vocabulary of 423"));
+  EXPECT_THAT(refused(puts("a", "[-1]")), HasSubstr("-1 is no id of a token"));
+  EXPECT_THAT(refused(R"({"type":"BertProcessing","cls":["x"]})"), HasSubstr("cls is not a token and its id"));
+}
+
+// A model with one layer less does not take an MTP layer for its last one.
 TEST(PublishedWeights, ALayerTooManyIsNamed) {
   models::ModelConfig config = config_of("deepseek_v3_bf16");
   config.layers = 2;

@@ -158,7 +158,7 @@ TEST(TrainTokenizer, FromATextToAModel) {
     const auto put_before = [&](const std::string& token) {
       const std::string single = R"([{"SpecialToken":{"id":")" + token + R"(","type_id":0}},{"Sequence":{"id":"A","type_id":0}}])";
       write_file(f / "published/tokenizer.json", R"({"post_processor":{"type":"Sequence","processors":[{"type":"ByteLevel"},)"
-              R"({"type":"TemplateProcessing","single":)" + single + "}]}," + plain.substr(1));
+              R"({"type":"TemplateProcessing","single":)" + single + R"(,"special_tokens":{"<|endoftext|>":{"ids":[0]}}}]},)" + plain.substr(1));
     };
     put_before("<|endoftext|>");
     const Words rendered = {"--generate.prompt", "<|endoftext|>In the beginning", "--generate.special_tokens", "true"};
@@ -181,7 +181,7 @@ TEST(TrainTokenizer, FromATextToAModel) {
     expect_texts_before_questions(f, small + data, tokenizer);
     put_before("<s>");
     expect_refused(run_sheaf(Words{"generate", f / "published"} + prompt), 65,
-                   "published/tokenizer.json': post_processor: it puts \"<s>\" before a text, which is no special token");
+                   "published/tokenizer.json': post_processor: [json] lacks the field '<s>'");
     write_file(f / "published/tokenizer.json", R"({"post_processor":{"type":"TemplateProcessing","single":[1]},)" + plain.substr(1));
     expect_refused(run_sheaf(Words{"generate", f / "published"} + prompt), 65, "published/tokenizer.json': post_processor: [json] expected an object");
     // It ends at the end tokens of the model's files, here any token.
