@@ -12,8 +12,8 @@ namespace sheaf::models {
 /// From a folder with tokenizer.json. The ids of a text are those of `tokenizers` with encode_special_tokens, so that no
 /// text makes a special token; other added ones are found in it. Only the text's own tokens: none before or after it.
 /// Where a text is not UTF-8, the bytes that belong to no character become their own tokens. The token between documents
-/// is "<|endoftext|>", "<|end_of_text|>" or "</s>", if one is there as a special token. Throws DataError naming file and
-/// key.
+/// is "<|endoftext|>", "<|end_of_text|>", "</s>" or "<eos>", the first that is there as a special token. Throws DataError
+/// naming file and key.
 std::shared_ptr<const Tokenizer> load_huggingface_tokenizer(const std::string& folder);
 /// From the file's content, which `where` names. {"kind": "huggingface", "file": {...}} is the form of to_json().
 std::shared_ptr<const Tokenizer> make_huggingface_tokenizer(const Json& json, const std::string& where);

@@ -142,7 +142,7 @@ void add_options(CLI::App& command, TrainTokenizerArguments& learned) {
       ->allow_extra_args(false);
   command.add_option("--min-frequency", learned.options.min_frequency, "of two neighbours that join (2)");
   command.add_option("--threads", learned.threads, "all cores by default")->check(kThreads);
-  command.footer("The token between documents, for `sheaf tokenize`, is <|endoftext|>, <|end_of_text|> or </s>.");
+  command.footer("The token between documents, for `sheaf tokenize`, is <|endoftext|>, <|end_of_text|>, </s> or <eos>.");
 }
 
 void add_options(CLI::App& command, TapeArguments& tape) {

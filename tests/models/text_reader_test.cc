@@ -198,6 +198,7 @@ TEST(JsonLines, AMemberOfEachIsADocument) {
   EXPECT_THAT(error("[{\"text\":\"a\"}]"), HasSubstr("no member \"text\""));
   EXPECT_THAT(error("\"text\""), HasSubstr("no member \"text\""));
   EXPECT_THAT(error("{\"text\":\"a\",\"text\":\"b\"}"), HasSubstr("duplicate key \"text\""));
+  EXPECT_THAT(error("{\"id\":1e999,\"text\":\"a\"}"), HasSubstr("a number beyond f64's"));
   EXPECT_THAT(error("{\"text\":\"a\"} x"), HasSubstr("not valid JSON at byte"));
   EXPECT_THAT(error("{\"text\":\"a"), HasSubstr("not valid JSON at byte"));
   EXPECT_THAT(error("{\"text\":\"\xff\"}"), HasSubstr("not valid JSON at byte"));
