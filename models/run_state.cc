@@ -58,6 +58,8 @@ template <class Model, class Train, class F>
 void for_each_option(Model&& model, Train&& train, F&& f) {
   for_each_model_field([&](const char* key, auto& field) { f(str("model.", key), field); }, model);
   for_each_train_option(train, f);
+  // The loss for balance multiplies two means over a micro-batch.
+  if (model.experts > 0 && model.aux_loss != 0) f("train.micro_batches", train.micro_batches);
 }
 
 void get(const Json& j, bool& out) { out = j.as_bool(); }
@@ -114,6 +116,7 @@ RunState RunState::from_json(const Json& json) {
     s.step = json.at("step").as_int();
     s.vocab = json.at("vocab").as_int();
     s.train.dtype.clear();
+    s.train.micro_batches = 0;
     read_options(json.at("options"), s);
     if (const Json& t = json.at("tokenizer"); !t.is_null()) s.tokenizer = tokenizer_from_json(t);
     if (const Json* data = json.find("data")) {
@@ -187,6 +190,7 @@ void check_resumable(const RunState& saved, const RunState& now) {
   const auto compare = [&](std::string_view key, const auto& value) {
     if (key == "train.steps") return;  // affects at most where the decay ends
     if (key == "train.dtype" && saved.train.dtype.empty()) return;
+    if (key == "train.micro_batches" && saved.train.micro_batches == 0) return;
     if (Json(value) == options.at(key)) return;
     if (key == "train.decay_end" && was.decay_start >= was.decay_end) return;  // it was all warm-up
     if (key == "train.decay_end" && saved.train.decay_end == 0 && now.train.decay_end == 0)

@@ -35,7 +35,7 @@ struct RunState {
   int64_t step = 0;  ///< optimizer steps done
   int64_t vocab = 0;
   ModelConfig model;
-  OptimizationConfig train;                        ///< dtype is "" in checkpoints from before it was written
+  OptimizationConfig train;                        ///< dtype is "" and micro_batches 0 in checkpoints that lack them
   double val_fraction = 0;                         ///< of a text; 0 for token files
   std::string order = "random";                    ///< of training windows (DataConfig); the former order in checkpoints from before it was
                                                ///< written
@@ -56,7 +56,7 @@ struct RunState {
 /// checkpoint: whatever affects the values of later steps (the model, the batch, the seed, the schedule, the data and the meaning of
 /// their tokens, and the published weights that it started from). Properties that an older checkpoint lacks are not compared. The
 /// number of steps may change if the learning rate does not depend on it: under a constant schedule, or if decay_end is unchanged.
-/// Evaluation, logging and saving may change freely, and so may the names of files.
+/// Evaluation, logging and saving may change freely, and so may the names of files, and micro-batches without model.aux_loss.
 void check_resumable(const RunState& saved, const RunState& now);
 
 }  // namespace sheaf::models

@@ -138,6 +138,23 @@ TEST(RunState, OfIslandsTheOuterStepIsCompared) {
   check_resumable(a_run(), now);
 }
 
+// Its means are over micro-batches.
+TEST(RunState, OfALossForBalanceMicroBatchesAreCompared) {
+  RunState saved = a_run();
+  saved.model.type = "llama", saved.model.experts = 4, saved.train.micro_batches = 2;
+  RunState now = saved;
+  now.train.micro_batches = 1;
+  check_resumable(RunState::from_json(saved.to_json()), now);
+  saved.model.aux_loss = now.model.aux_loss = 0.01;
+  EXPECT_THAT(mismatch(RunState::from_json(saved.to_json()), now), HasSubstr("train.micro_batches was 2 in the checkpoint and is 1 now"));
+  check_resumable(RunState::from_json(saved.to_json()), saved);
+  Json older = saved.to_json();
+  older.set("options", without(older.at("options"), "train.micro_batches"));
+  check_resumable(RunState::from_json(older), now);
+  saved.model.experts = now.model.experts = 0;
+  check_resumable(RunState::from_json(saved.to_json()), now);
+}
+
 TEST(RunState, ReadsEarlierNamesAndNoUnknownOptions) {
   RunState run = a_run();
   run.model.routing_groups = 8, run.model.routing_groups_per_token = 4, run.model.rotary_dim = 16;
