@@ -3,10 +3,14 @@
 #include <nmmintrin.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <bit>
+#include <charconv>
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
+#include <system_error>
 
 #include "sheaf/core/error.h"
 #include "sheaf/core/file.h"
@@ -46,6 +50,22 @@ std::string event(int64_t step) { return field(kWallTime, seconds_since_epoch())
 
 uint32_t masked(uint32_t crc) { return ((crc >> 15) | (crc << 17)) + 0xa282ead8u; }
 
+// TensorBoard reads the files of a folder in the order of their names, in which seconds since the epoch follow: the largest of them, 0 if
+// there are no files. It may be in the future of a clock that went back.
+constexpr std::string_view kPrefix = "events.out.tfevents.";
+int64_t last_number(const std::string& folder) {
+  int64_t last = 0;
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
+    const std::string name = entry.path().filename();
+    int64_t number = 0;
+    if (name.starts_with(kPrefix)) std::from_chars(name.data() + kPrefix.size(), name.data() + name.size(), number);
+    last = std::max(last, number);
+  }
+  if (error) fail<IoError>("[metrics] cannot list '", folder, "': ", error.message());
+  return last;
+}
+
 }  // namespace
 
 uint32_t crc32c(std::string_view bytes) {
@@ -58,11 +78,8 @@ EventFile::EventFile(const std::string& folder, int64_t first_step) {
   make_folders(folder);
   char host[256] = {};
   gethostname(host, sizeof host - 1);
-  // TensorBoard reads the files of a folder in the order of their names.
-  const std::string first = str(folder, "/events.out.tfevents.", static_cast<int64_t>(seconds_since_epoch()), '.', host, '.', getpid());
-  std::string path = first;
-  for (int again = 0; path_exists(path); ++again) path = str(first, '.', again);
-  file_ = std::make_unique<AppendFile>("metrics", path);
+  const int64_t number = std::max(static_cast<int64_t>(seconds_since_epoch()), last_number(folder) + 1);
+  file_ = std::make_unique<AppendFile>("metrics", str(folder, '/', kPrefix, number, '.', host, '.', getpid()));
   append(field(kWallTime, seconds_since_epoch()) + field(kFileVersion, std::string_view("brain.Event:2")));
   constexpr int64_t kStart = 1;
   append(event(first_step) + field(kSessionLog, field(kStatus, kStart)));

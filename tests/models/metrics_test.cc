@@ -137,6 +137,28 @@ std::vector<std::string> events_in(const std::string& path) {
   return events;
 }
 
+std::vector<std::string> in_order(const std::string& folder) {
+  std::vector<std::string> paths;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) paths.push_back(entry.path());
+  std::ranges::sort(paths);
+  return paths;
+}
+
+// TensorBoard reads them in the order of their names, though the clock may have gone back, or be another host's.
+TEST(EventFiles, ALaterOneIsReadLater) {
+  const ScratchFolder folder;
+  const std::string of_tomorrow = folder / "events.out.tfevents.4000000000.host.1";
+  for (const char* other : {"/events.out.tfevents.99999999999999999999.host.1", "/events.out.tfevents.profile-empty", "/notes.txt"})
+    std::ofstream(folder / other);
+  std::ofstream{of_tomorrow};
+  for (const int64_t step : {1, 2}) EventFile(folder / "", step);
+  const std::vector<std::string> paths = in_order(folder / "");
+  ASSERT_EQ(paths.size(), 6u);
+  EXPECT_EQ(paths[0], of_tomorrow);
+  EXPECT_THAT(paths[1], ::testing::HasSubstr("/events.out.tfevents.4000000001."));
+  EXPECT_THAT(paths[2], ::testing::HasSubstr("/events.out.tfevents.4000000002."));
+}
+
 TEST(EventFiles, HaveTheBytesOfEvents) {
   const ScratchFolder folder;
   {
@@ -144,9 +166,7 @@ TEST(EventFiles, HaveTheBytesOfEvents) {
     file.write(300, std::vector<Metric>{{"loss", 0.5}, {"tokens", int64_t{3}}});
     EventFile(folder / "tensorboard", 302);  // in the same second
   }
-  std::vector<std::string> paths;
-  for (const auto& entry : std::filesystem::directory_iterator(folder / "tensorboard")) paths.push_back(entry.path());
-  std::ranges::sort(paths);
+  const std::vector<std::string> paths = in_order(folder / "tensorboard");
   ASSERT_EQ(paths.size(), 2u);
   EXPECT_THAT(paths[0], ::testing::HasSubstr("/events.out.tfevents."));
   const std::vector<std::string> events = events_in(paths[0]);
