@@ -64,16 +64,27 @@ std::shared_ptr<const Tokenizer> saved_tokenizer(const TrainConfig& config, Worl
   return state && state->tokenizer && state->tokenizer->kind() == data.tokenizer ? state->tokenizer : nullptr;
 }
 
+const TrainConfig& of_a_run_that_may_begin(const TrainConfig& config, const TrainOptions& options) {
+  if (!options.resume) refuse_earlier_run(config.output);
+  return config;
+}
+
 }  // namespace
 
+void refuse_earlier_run(const OutputConfig& output) {
+  for (const std::string& folder : {checkpoints_in(output.folder), checkpoints_in(output.folder + "/best")})
+    if (!list_steps(folder).empty())
+      fail<ConfigError>("[train] ", folder, " holds checkpoints of an earlier run: continue it with --resume, or choose "
+                        "another output.folder");
+}
+
 Trainer::Trainer(const TrainConfig& config, World& world, Device device, const TrainOptions& options)
-    : config_(config), world_(world), device_(device), options_(options),
+    : config_(of_a_run_that_may_begin(config, options)), world_(world), device_(device), options_(options),
       corpus_(load_corpus(config.data, config.model.vocab, saved_tokenizer(config, world, options))),
       windows_(corpus_.train, config.model.context, static_cast<uint64_t>(config.train.seed),
                window_order(config.data.order)),
       validation_(validations(corpus_.val, config.model.context, config.train.eval_tokens)), saver_(world) {
   options_.warn = one_at_a_time(options.warn);  // the saver's thread warns, too
-  refuse_earlier_run();
   take_epochs();
   train_data_ = {corpus_.train.size(), corpus_.train.check_all()};
   val_data_ = {corpus_.val.size(), corpus_.val.check_all()};
@@ -154,6 +165,7 @@ void Trainer::lock_folder() {
                       "output.folder");
   if (lock_->state() == FileLock::State::impossible)
     options_.warn(str("the file system of '", folder, "' has no locks: no other run must write there"));
+  if (!options_.resume) refuse_earlier_run(config_.output);  // one that ended while this one read its data
   // Leftovers of a save that failed, e.g. on a full disk, where nothing else can be written.
   for (const std::string& parent : {folder, best_folder()}) {
     remove_leftovers(checkpoints_in(parent), options_.warn);
@@ -201,14 +213,6 @@ void Trainer::load_initial_weights() {
   load_weights(step_->model(), *files_);
   if (step_->outer()) step_->outer()->begin();
   if (world_.rank() == 0) options_.print(str("starts from the weights in ", files_->path()));
-}
-
-// Before anything can fail: a launcher's retry would mistake these checkpoints for those of the first attempt.
-void Trainer::refuse_earlier_run() const {
-  for (const std::string& folder : {checkpoints_in(config_.output.folder), checkpoints_in(best_folder())})
-    if (!options_.resume && !list_steps(folder).empty())
-      fail<ConfigError>("[train] ", folder, " holds checkpoints of an earlier run: continue it with --resume, or choose "
-                        "another output.folder");
 }
 
 void Trainer::restore() {

@@ -49,6 +49,10 @@ std::string losses_by_name(const TrainReport& report);
 /// "  accuracy of hellaswag 0.2855, norm 0.3112": of each set of questions.
 std::string accuracies_by_name(const TrainReport& report);
 
+/// Throws ConfigError if the output folder holds checkpoints, as a run that does not resume must not find any. For programs to call before
+/// whatever may fail at their start: a launcher's retry would resume from them as if they were those of its first attempt.
+void refuse_earlier_run(const OutputConfig& output);
+
 class Trainer {
  public:
   /// Reads the corpus, builds the model, fills it from published weights or a checkpoint, and checks whether checkpoints can be
@@ -82,8 +86,8 @@ class Trainer {
   void find_weights();
   void open_questions();
   void load_initial_weights();
-  void refuse_earlier_run() const;
   void restore();
+  void take_best();
   void take_choices(const RunState& state, const std::string& checkpoint);
   RunState state(int64_t step) const;
   void evaluate(TrainReport& report);

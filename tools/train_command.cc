@@ -46,6 +46,19 @@ bool started_again(World& world) {
   return restarts > 0;
 }
 
+// Before anything else can fail. Where ranks are on several hosts, only all of them together know whether they were started again.
+void refuse_earlier_run(const TrainArguments& arguments) {
+  const Rendezvous r = read_rendezvous();
+  if (arguments.resume || r.restarts > 0 || r.local_world < r.world) return;
+  models::OutputConfig output;
+  try {
+    output = read_config(arguments).output;
+  } catch (const Error&) {
+    return;  // which ends the others' wait once they are connected
+  }
+  models::refuse_earlier_run(output);
+}
+
 }  // namespace
 
 int train_command(const TrainArguments& arguments) {
@@ -55,6 +68,7 @@ int train_command(const TrainArguments& arguments) {
   }
   // `sheaf train | head -1` must not prevent checkpoints: writing to the closed pipe fails instead of raising a signal.
   std::signal(SIGPIPE, SIG_IGN);
+  refuse_earlier_run(arguments);
   RunLines lines;
   World world = distributed::init_from_env();
   int stopped_by = 0;

@@ -249,6 +249,49 @@ TEST(Trainer, ARankMayTakeLongOverItsFiles) {
   set_file_fault(nullptr);
 }
 
+models::TrainConfig task_of_tokens(const ScratchFolder& folder) {
+  Draw draw(9);
+  models::TrainConfig task = small_task(tiny_model("gpt2", 4, 4), folder, draw);
+  task.train.steps = 1;
+  task.output.folder = folder / "run";
+  return task;
+}
+
+std::string refusal(const models::TrainConfig& task) {
+  return message_of<ConfigError>(ExitCode::kConfig, [&] { run_local(1, [&](World& w) { models::Trainer(task, w, Device::cpu()); }); });
+}
+
+// Before it loads anything: a launcher's retry after a failure there would continue that run.
+TEST(Trainer, AnEarlierRunIsRefusedFirst) {
+  const ScratchFolder folder;
+  models::TrainConfig task = task_of_tokens(folder);
+  task.data.train_file = folder / "missing.bin";
+  for (const char* checkpoint : {"/best/checkpoints/step-3", "/checkpoints/step-3"}) {
+    make_folders(task.output.folder + checkpoint);
+    EXPECT_THAT(refusal(task), ::testing::HasSubstr("holds checkpoints of an earlier run"));
+    std::filesystem::remove_all(task.output.folder);
+  }
+}
+
+std::string folder_of_another;
+int another_run_ends(const char* operation, const char* path) {
+  if (std::string_view(operation) == "read" && std::string_view(path).ends_with("tokens.bin"))
+    std::filesystem::create_directories(folder_of_another + "/checkpoints/step-3");
+  return 0;
+}
+
+// It had the folder's lock when this one came, and gave it up while this one read its data.
+TEST(Trainer, ARunThatEndsMeanwhileIsNotOverwritten) {
+  const ScratchFolder folder;
+  const models::TrainConfig task = task_of_tokens(folder);
+  folder_of_another = task.output.folder;
+  set_file_fault(another_run_ends);
+  const std::string said = refusal(task);
+  set_file_fault(nullptr);
+  EXPECT_THAT(said, ::testing::HasSubstr("run/checkpoints holds checkpoints of an earlier run"));
+  EXPECT_FALSE(path_exists(task.output.folder + "/metrics.jsonl"));
+}
+
 int too_many_files(const char* operation, const char* path) {
   return std::string_view(operation) == "read" && std::string_view(path).ends_with("step-4/shard-00001-of-00002.safetensors") ? EMFILE : 0;
 }

@@ -81,9 +81,9 @@ TEST(Restarts, KilledRanksChangeNothing) {
 TEST(Restarts, OneRankThatKnowsIsEnough) {
   Folder folder;
   ASSERT_EQ(run_sheaf(on_ranks(2, folder.train("run"))).code, 0);
-  const std::string know = "export TORCHELASTIC_RESTART_COUNT=1";
-  const Outcome counted = run_sheaf(launch(0, "if [ $RANK = 1 ]; then " + know + "; fi", folder.train("run")));
-  const Outcome not_counted = run_sheaf(launch(0, "true", folder.train("run")));
+  const std::string know = "export TORCHELASTIC_RESTART_COUNT=1", alone = "export LOCAL_WORLD_SIZE=1; ";
+  const Outcome counted = run_sheaf(launch(0, alone + "if [ $RANK = 1 ]; then " + know + "; fi", folder.train("run")));
+  const Outcome not_counted = run_sheaf(launch(0, alone + "true", folder.train("run")));
   EXPECT_EQ(counted.code, 0) << counted.err;
   EXPECT_THAT(counted.out, HasSubstr("the run is complete at step 300"));
   EXPECT_EQ(not_counted.code, 64);
