@@ -58,7 +58,7 @@ class Trainer::Loop {
       trainer_.evaluate(report_);
     }
     report_.peak_bytes = report_.peaks.empty() ? 0 : report_.peaks[static_cast<size_t>(world_.rank())];
-    report_.best = trainer_.best_;
+    if (trainer_.config_.output.keep_best) report_.best = trainer_.best_;
     report_.tape = std::move(recorded_.tape);
     return std::move(report_);
   }

@@ -221,7 +221,8 @@ void Trainer::restore() {
   auto checkpoint = Checkpoint::open_newest(folder, options_.warn, checkpoint_group(step_->model(), world_, step_->outer()));
   if (!checkpoint) {
     if (world_.rank() == 0) options_.print(str("no checkpoint in ", folder, ": the run starts from the beginning"));
-    return load_initial_weights();
+    load_initial_weights();
+    return take_best();
   }
   const RunState state = RunState::from_json(checkpoint->state());
   check_resumable(state, this->state(0));
@@ -229,14 +230,32 @@ void Trainer::restore() {
   first_step_ = state.step;
   abandoned_ = checkpoint->broken();
   best_ = state.best;
-  if (config_.output.keep_best && best_ && best_->targets != 0 && best_->targets != num_val_targets())
-    throw Error(ExitCode::kResumeMismatch, str("[resume] the best weights so far have a loss over ", best_->targets, " targets, and train.eval_tokens ",
-                                               config_.train.eval_tokens, " makes ", num_val_targets(), " of them, whose losses cannot be compared: give ",
-                                               "train.eval_tokens as before, output.keep_best false, or another output folder"));
   const std::optional<WeightsState> found = std::exchange(weights_, state.weights);
   if (weights_ && weights_->before.empty() && found) weights_->before = found->before;  // which older checkpoints lack
+  take_best();
   if (world_.rank() == 0) options_.print(str("resumed from ", checkpoint->path()));
   take_choices(state, checkpoint->path());
+}
+
+// The best weights may be of a later step than the newest checkpoint, if there is one: they stay until a lower loss replaces them.
+void Trainer::take_best() {
+  if (!config_.output.keep_best) return;
+  if (const auto json = Checkpoint::newest_state(checkpoints_in(best_folder()), checkpoint_group(world_))) {
+    const RunState later = RunState::from_json(*json);
+    if (later.best && later.step > first_step_) {
+      try {
+        check_resumable(later, state(0));
+      } catch (const Error& error) {
+        throw Error(ExitCode::kResumeMismatch, str(error.what(), " (of the best weights so far, in ", best_folder(), ")"));
+      }
+      best_ = later.best;
+    }
+  }
+  if (best_ && best_->targets != 0 && best_->targets != num_val_targets())
+    throw Error(ExitCode::kResumeMismatch,
+                str("[resume] the best weights so far have a loss over ", best_->targets, " targets, and train.eval_tokens ",
+                    config_.train.eval_tokens, " makes ", num_val_targets(), " of them, whose losses cannot be compared: give ",
+                    "train.eval_tokens as before, output.keep_best false, or another output folder"));
 }
 
 // Before the first step, which does not time known choices again.
@@ -285,8 +304,8 @@ int64_t Trainer::num_val_targets() const {
   return targets;
 }
 
-// Saves only the weights of the lowest loss so far, in the form of a run's folder. A run that is resumed from before the last of them
-// saves them again, with the same bits; in any other run the later steps found there would no longer be its own.
+// Saves only the weights of the lowest loss so far, in the form of a run's folder, and removes whatever steps are there: a run that was
+// resumed on other ranks may find a lower loss after fewer steps.
 void Trainer::save_if_best(int64_t step, double val_loss) {
   if (!config_.output.keep_best || (best_ && val_loss >= best_->val_loss)) return;
   best_ = {step, val_loss, num_val_targets()};

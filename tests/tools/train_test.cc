@@ -148,6 +148,10 @@ TEST(Train, TheBestWeightsAreKept) {
   ASSERT_LT(step, 8);
   EXPECT_EQ(kept("run"), (std::vector<std::string>{"step-" + std::to_string(step)}));
   EXPECT_THAT(r.out, HasSubstr("  (after step " + std::to_string(step) + "; its weights are in " + (folder / "run/best") + ")"));
+  // Only a part that keeps the best weights knows which they are.
+  const Outcome without = train("run", {"--train.steps", "9", "--output.keep_best", "false", "--resume"});
+  ASSERT_EQ(without.code, 0) << without.err;
+  EXPECT_THAT(without.out, ::testing::Not(HasSubstr("lowest of all")));
   // Losses over other targets are not compared with its.
   const Outcome others = train("run", {"--train.steps", "9", "--train.eval_tokens", "40", "--resume"});
   EXPECT_EQ(others.code, 76) << others.err;
@@ -175,6 +179,32 @@ TEST(Train, TheBestWeightsAreKept) {
   // Nor are leftovers of an earlier run mixed with a new one's.
   std::filesystem::remove_all(folder / "run/checkpoints");
   expect_refused(train("run", {}), 64, "run/best/checkpoints holds checkpoints of an earlier run");
+}
+
+// A run that was killed before its first checkpoint has nothing but its best weights.
+TEST(Train, WorseWeightsDoNotReplaceTheBest) {
+  CorpusFolder folder;
+  const auto train = [&](const Words& more) {
+    return run_sheaf(Words{"train"} + kTinyRun + folder.data("run") +
+                     Words{"--output.keep_best", "true", "--train.schedule", "constant", "--train.lr", "0.003", "--train.eval_every", "1",
+                           "--train.save_every", "0"} +
+                     more);
+  };
+  testing::expect_ok(train({"--train.steps", "6"}));
+  ASSERT_TRUE(std::filesystem::exists(folder / "run/best/checkpoints/step-6"));
+  std::filesystem::remove_all(folder / "run/checkpoints");
+  const Outcome r = train({"--train.steps", "2", "--resume"});
+  ASSERT_EQ(r.code, 0) << r.err;
+  EXPECT_THAT(r.out, HasSubstr("the run starts from the beginning"));
+  EXPECT_TRUE(std::filesystem::exists(folder / "run/best/checkpoints/step-6"));
+  EXPECT_THAT(r.out, HasSubstr("  (after step 6; its weights are in "));
+  // Nor those of a run with other options, which cannot be compared.
+  std::filesystem::remove_all(folder / "run/checkpoints");
+  const Words other = {"--train.steps", "2", "--train.lr", "0.002", "--resume"};
+  expect_refused(train(other), 76, {"train.lr was 0.003 in the checkpoint and is 0.002 now", "of the best weights so far, in " + (folder / "run/best")});
+  expect_refused(train({"--train.steps", "2", "--train.eval_tokens", "40", "--resume"}), 76, "whose losses cannot be compared");
+  testing::expect_ok(train(other + Words{"--output.keep_best", "false"}));
+  EXPECT_TRUE(std::filesystem::exists(folder / "run/best/checkpoints/step-6"));
 }
 
 TEST(Train, SkippedStepsAreSaid) {
