@@ -20,7 +20,7 @@ using Clock = std::chrono::steady_clock;
 
 // Requests: type, then text. Answers: status, then text.
 enum : uint8_t { kHello = 'H', kSet = 'S', kGet = 'G', kMissing = 'M', kGiveUp = 'U', kBye = 'B' };
-enum : uint8_t { kOk = 'o', kRefused = 'r', kLost = 'l', kTimedOut = 't', kMissingRanks = 'm' };
+enum : uint8_t { kOk = 'o', kRefused = 'r', kLost = 'l', kTimedOut = 't', kMissingRanks = 'm', kLater = 'w' };
 
 constexpr uint64_t kMagic = 0x6d6f6f7266616873ull;  // identifies our clients
 constexpr size_t kMaxClients = 65536;
@@ -68,7 +68,7 @@ class StoreServer::Impl {
     std::string awaited = {};      // key that its pending get asks for,
     uint64_t part = 0, parts = 1;  // and which part of its value
     Deadline greet_by = {};
-    bool waiting = false, said_bye = false, close = false;
+    bool waiting = false, close = false;
   };
 
   void loop() {
@@ -135,7 +135,7 @@ class StoreServer::Impl {
         lose(c, timed_out ? kTimedOut : kLost, str("failed: ", in.text()));
         return reply(c, kOk, "");
       }
-      case kBye: return void(c.said_bye = true);
+      case kBye: return void(left_.insert(c.rank));
       default: c.close = true;
     }
   }
@@ -147,14 +147,17 @@ class StoreServer::Impl {
     if (!equal_tokens(token_, token)) return refuse(c, "it is of another job: its SHEAF_TOKEN or its launcher's job id is not rank 0's");
     if (world != static_cast<uint64_t>(world_))
       return refuse(c, str("its world size ", world, " is not rank 0's, ", world_));
+    if (rank < static_cast<uint64_t>(world_) && left_.contains(static_cast<int>(rank))) return turn_away(c, kLater, "");
     if (rank >= static_cast<uint64_t>(world_) || !ranks_.insert(static_cast<int>(rank)).second)
       return refuse(c, "this rank is there already");
     c.rank = static_cast<int>(rank);
     reply(c, kOk, "");
   }
 
-  void refuse(Client& c, const std::string& reason) {
-    reply(c, kRefused, reason);
+  void refuse(Client& c, const std::string& reason) { turn_away(c, kRefused, reason); }
+
+  void turn_away(Client& c, uint8_t status, const std::string& reason) {
+    reply(c, status, reason);
     c.close = true;
   }
 
@@ -173,7 +176,7 @@ class StoreServer::Impl {
   }
 
   void drop(Client& c) {
-    if (c.rank >= 0 && !c.said_bye) lose(c, kLost, "died before the job was connected");
+    if (c.rank >= 0 && !left_.contains(c.rank)) lose(c, kLost, "died before the job was connected");
   }
 
   void lose(Client& c, uint8_t status, const std::string& how) {
@@ -194,7 +197,7 @@ class StoreServer::Impl {
   const size_t most_stored_;
   const Socket wake_;
   std::list<Client> clients_;
-  std::set<int> ranks_;
+  std::set<int> ranks_, left_;  // that have greeted; of these, that have said bye
   std::map<std::string, std::string> values_;
   size_t stored_ = 0;
   std::string lost_;  // what is said of the first rank that was lost; empty: none was
@@ -208,10 +211,24 @@ StoreServer::~StoreServer() = default;
 
 StoreClient::StoreClient(const std::string& host, int port, int rank, int world, const std::string& token,
                          Deadline deadline)
-    : rank_(rank), world_(world), socket_(connect_to(host, port, deadline, kServingRank)), wake_(open_alarm()) {
+    : rank_(rank), world_(world), wake_(open_alarm()) {
   const std::string hello = FrameWriter().u8(kHello).u64(kMagic).u64(static_cast<uint64_t>(rank))
                                 .u64(static_cast<uint64_t>(world)).text(token).bytes();
-  ask(hello, str(kServingRank, " to answer"), deadline);
+  socket_ = connect_to(host, port, deadline, kServingRank);
+  while (!is_greeted(hello, deadline)) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    socket_ = connect_to(host, port, deadline, kServingRank);
+  }
+}
+
+bool StoreClient::is_greeted(const std::string& hello, Deadline deadline) {
+  std::optional<std::string> reply;
+  if (send_frame(socket_, hello, deadline) && answered(deadline)) reply = receive_frame(socket_, deadline);
+  if (!reply && Clock::now() >= deadline)
+    throw CommError(str(me(), "time-out, waiting for ", kServingRank, " to answer"), ExitCode::kTimeout);
+  if (!reply || FrameReader(*reply).u8() == kLater) return false;
+  text_of(*reply);
+  return true;
 }
 
 StoreClient::~StoreClient() {
@@ -320,7 +337,11 @@ std::optional<std::string> StoreClient::ask_unless_late(const std::string& reque
     if (late) return std::nullopt;
     throw_server_gone();
   }
-  FrameReader in(*reply);
+  return text_of(*reply);
+}
+
+std::string StoreClient::text_of(const std::string& reply) const {
+  FrameReader in(reply);
   const uint8_t status = in.u8();
   std::string text = in.text();
   if (status == kRefused) fail<ConfigError>(me(), "refused: ", text);

@@ -14,7 +14,8 @@ namespace sheaf {
 
 /// Serves on its own thread until it is destroyed. A client must first send the job's token and its rank; a rank that connects twice,
 /// is out of range or has another world size is refused with the reason, and when a rank gives up or its connection breaks, all clients
-/// that wait for a key learn why.
+/// that wait for a key learn why. A rank that has left and connects again belongs to the next job of these ranks: it is asked to come
+/// later, when this server is gone.
 class StoreServer {
  public:
   /// Takes a socket that listens already.
@@ -31,7 +32,7 @@ class StoreServer {
 /// One rank's connection; for one thread at a time, except interrupt().
 class StoreClient {
  public:
-  /// ConfigError if refused, CommError on time-out.
+  /// Waits for a server of the ranks' previous job to end. ConfigError if refused, CommError on time-out.
   StoreClient(const std::string& host, int port, int rank, int world, const std::string& token, Deadline deadline);
   /// Ranks that wait for a key learn that this one died, unless it may leave or has told them why it gives up.
   ~StoreClient();
@@ -66,8 +67,11 @@ class StoreClient {
   std::string local_address() const { return sheaf::local_address(socket_); }
 
  private:
+  /// False if the server says that it is of the previous job, or ends before it answers.
+  bool is_greeted(const std::string& hello, Deadline deadline);
   std::string ask(const std::string& request, const std::string& what, Deadline deadline);
   std::optional<std::string> ask_unless_late(const std::string& request, Deadline deadline);
+  std::string text_of(const std::string& reply) const;
   bool answered(Deadline deadline) const;  ///< false at the deadline, or when interrupted
   void throw_if_lost(uint8_t status, const std::string& text) const;
   [[noreturn]] void throw_server_gone() const;

@@ -486,6 +486,37 @@ TEST_F(Store, RefusesStrangers) {
   EXPECT_EQ(a->get("alive", in(5)), "yes");
 }
 
+// Rank 0 may need a while to end a job, whose other ranks begin the next one meanwhile.
+TEST_F(Store, WhoHasLeftWaitsForTheNextJob) {
+  serve(2, "t");
+  auto first = client(0, 2), leaves = client(1, 2);
+  leaves->may_leave();
+  leaves.reset();
+  std::thread next([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    first.reset();
+    server.reset();
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    server = std::make_unique<StoreServer>(listen_on("127.0.0.1", port), 2, "t");
+  });
+  auto again = client(1, 2);
+  next.join();
+  again->set("alive", "yes", in(5));
+  EXPECT_EQ(client(0, 2)->get("alive", in(5)), "yes");
+}
+
+// The next job's rank is accepted by the server that ends.
+TEST_F(Store, AServerThatEndsBeforeItAnswersIsNotTheOne) {
+  Socket listener = listen_on("127.0.0.1", 0);
+  port = local_port(listener);
+  std::thread next([&] {
+    accept_from(listener, in(5));  // and closes it
+    server = std::make_unique<StoreServer>(std::move(listener), 2, "t");
+  });
+  client(1, 2)->set("alive", "yes", in(5));
+  next.join();
+}
+
 // A rank that throws before the job is connected, and closes everything in an orderly way.
 TEST_F(Store, ARankThatGivesUpIsTold) {
   serve(3, "t");
