@@ -73,10 +73,11 @@ constexpr Names kLaunchers[] = {
 };
 constexpr int kMaxRanks = 1 << 20;
 
-/// Slurm also sets its variables in an interactive shell, whose commands are not ranks.
-bool interactive_slurm(const Names& names, const Reader& read) {
+/// Slurm also sets its variables in an interactive shell and in a batch script, whose commands are not ranks: only srun starts a step.
+bool no_slurm_step(const Names& names, const Reader& read) {
+  if (names.launcher != std::string_view("Slurm")) return false;
   const auto job = read.text("SLURM_JOB_NAME");
-  return names.launcher == std::string_view("Slurm") && job && (*job == "bash" || *job == "interactive");
+  return (job && (*job == "bash" || *job == "interactive")) || (!read.text("SLURM_STEP_ID") && !read.text("SLURM_STEPID"));
 }
 
 /// Entry `node` of Slurm's "2(x3),1", which reads 2, 2, 2, 1; none where there is no such entry.
@@ -171,7 +172,7 @@ Rendezvous read_rendezvous(const Environment& environment) {
   for (const Names& names : kLaunchers) {
     const bool torchrun = &names == kLaunchers;
     if (!read.text(names.rank) && !(torchrun && read.text(names.world))) continue;
-    if (interactive_slurm(names, read)) continue;
+    if (no_slurm_step(names, read)) continue;
     r.launcher = names.launcher;
     r.world = read.required(names.world, 1, kMaxRanks, names.rank);
     r.rank = read.required(names.rank, 0, kMaxRanks, names.world);

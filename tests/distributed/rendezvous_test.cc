@@ -100,6 +100,8 @@ TEST(Rendezvous, HowOftenTheJobWasStartedAgain) {
 
 TEST(Rendezvous, OtherLaunchersInOrder) {
   Variables v = {{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "2"}, {"SLURM_LOCALID", "1"}, {"SLURM_NTASKS_PER_NODE", "2"}};
+  EXPECT_EQ(read(v).world, 1) << "the script of sbatch is in no step";
+  v["SLURM_STEP_ID"] = "0";
   EXPECT_EQ(read(v).launcher, "Slurm");
   EXPECT_EQ(read(v).rank, 1);
   v["SLURM_JOB_NAME"] = "bash";
@@ -115,7 +117,7 @@ TEST(Rendezvous, OtherLaunchersInOrder) {
 
 TEST(Rendezvous, SlurmsFirstHostServesTheStore) {
   for (auto [list, host] : {std::pair{"127.0.0.[1-4,9]", "127.0.0.1"}, {"localhost,node2", "localhost"}}) {
-    const Rendezvous r = read({{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "8"}, {"SLURM_JOB_NODELIST", list},
+    const Rendezvous r = read({{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "8"}, {"SLURM_STEP_ID", "0"}, {"SLURM_JOB_NODELIST", list},
                                {"SLURM_NTASKS_PER_NODE", "2"}});
     EXPECT_EQ(r.host, host);
   }
@@ -123,7 +125,8 @@ TEST(Rendezvous, SlurmsFirstHostServesTheStore) {
 
 TEST(Rendezvous, SlurmTellsWhoSharesAHost) {
   const auto local_world = [](Variables more) {
-    more.insert({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "4"}, {"SLURM_LOCALID", "0"}, {"SLURM_JOB_NODELIST", "localhost"}});
+    more.insert({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "4"}, {"SLURM_STEP_ID", "0"}, {"SLURM_LOCALID", "0"},
+                 {"SLURM_JOB_NODELIST", "localhost"}});
     return read(more).local_world;
   };
   EXPECT_EQ(local_world({{"SLURM_STEP_TASKS_PER_NODE", "4"}, {"SLURM_NODEID", "0"}}), 4);
@@ -168,7 +171,7 @@ TEST(Rendezvous, ThreadsOfARank) {
 }
 
 TEST(Rendezvous, JobsHaveTokensAndPortsOfTheirOwn) {
-  const Variables slurm = {{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "2"}, {"SLURM_JOB_NUM_NODES", "1"}};
+  const Variables slurm = {{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "2"}, {"SLURM_STEPID", "0"}, {"SLURM_JOB_NUM_NODES", "1"}};
   const Variables pmi = {{"PMI_RANK", "0"}, {"PMI_SIZE", "2"}}, mpi = {{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "2"}};
   const Variables torchrun = {{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_WORLD_SIZE", "2"}};
   const auto with = [](Variables base, Variables more) {
@@ -215,7 +218,7 @@ TEST(Rendezvous, JobsHaveTokensAndPortsOfTheirOwn) {
 }
 
 TEST(Rendezvous, AnIdOfTheJobIsNoSecret) {
-  expect_refused({{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "4"}, {"SLURM_NTASKS_PER_NODE", "2"}, {"SLURM_JOB_ID", "17"},
+  expect_refused({{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "4"}, {"SLURM_NTASKS_PER_NODE", "2"}, {"SLURM_JOB_ID", "17"}, {"SLURM_STEP_ID", "0"},
                   {"SLURM_JOB_NODELIST", "192.0.2.[1-2]"}}, "set SHEAF_TOKEN");
 }
 
@@ -254,7 +257,8 @@ TEST(Rendezvous, NamesThatDoNotResolveAreConfiguration) {
   const std::string part = "cannot resolve host 'no-such-host.invalid'";
   expect_refused({{"RANK", "1"}, {"WORLD_SIZE", "4"}, {"LOCAL_WORLD_SIZE", "2"}, {"MASTER_ADDR", "no-such-host.invalid"}},
                  part);
-  expect_refused({{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "8"}, {"SLURM_JOB_NODELIST", "no-such-host.invalid,b"}}, part);
+  expect_refused({{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "8"}, {"SLURM_STEP_ID", "0"}, {"SLURM_JOB_NODELIST", "no-such-host.invalid,b"}},
+                 part);
   EXPECT_THROW(connect_to("no-such-host.invalid", 5000, std::chrono::steady_clock::now()), ConfigError);
   EXPECT_THROW(listen_on("192.0.2.1", 0), ConfigError);  // not an address of this host
   const Socket taken = listen_on("127.0.0.1", 0);
