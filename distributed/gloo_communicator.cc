@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <csignal>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 #include <gloo/context.h>
@@ -97,6 +98,11 @@ ExitCode code_of(std::string_view gloo_error) {
   return ExitCode::kPeerLost;
 }
 
+void throw_if_peer_failed(const FailureBoard& board, const std::string& me) {
+  if (const auto failure = board.failure())
+    throw CommError(str(me, "rank ", failure->rank, " failed: ", failure->reason), ExitCode::kPeerLost);
+}
+
 int64_t largest(const std::vector<int64_t>& counts) { return *std::max_element(counts.begin(), counts.end()); }
 
 }  // namespace
@@ -132,11 +138,16 @@ GlooCommunicator::GlooCommunicator(CommunicatorGroup group, std::shared_ptr<Job>
     const BlockSigpipe block;
     context->connectFullMesh(store, device);
   } catch (const Error&) {
-    if (const auto failure = job_->board->failure())
-      throw CommError(str(me, "rank ", failure->rank, " failed: ", failure->reason), ExitCode::kPeerLost);
+    throw_if_peer_failed(*board_, me);
     throw;
   } catch (const std::exception& e) {
-    throw CommError(str(me, "cannot connect ", group_.name, ": ", e.what()), code_of(e.what()));
+    const ExitCode code = code_of(e.what());
+    // A peer that dies takes its connections along, which may be noticed here before the monitor says why.
+    for (const auto until = Clock::now() + kExplanationTime; code != ExitCode::kIo && Clock::now() < until;) {
+      throw_if_peer_failed(*board_, me);
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
+    throw CommError(str(me, "cannot connect ", group_.name, ": ", e.what()), code);
   }
   context_ = std::move(context);
   staging_ = static_cast<std::byte*>(allocator_->allocate(static_cast<size_t>(staging_bytes_)));

@@ -1,6 +1,7 @@
 #include "sheaf/tests/distributed/job_scenarios.h"
 
 #include <algorithm>
+#include <atomic>
 #include <csignal>
 #include <cstdlib>
 #include <filesystem>
@@ -11,8 +12,10 @@
 #include <set>
 #include <thread>
 
+#include <dlfcn.h>
 #include <sched.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include "sheaf/distributed/init.h"
@@ -20,6 +23,17 @@
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/distributed/simulated.h"
 #include "sheaf/distributed/staging.h"
+
+namespace {
+std::atomic<bool> dies_connecting = false;  // over TCP or a Unix socket
+}
+
+// Instead of the C library's.
+extern "C" int connect(int fd, const sockaddr* address, socklen_t size) {
+  static const auto real = reinterpret_cast<decltype(&connect)>(dlsym(RTLD_NEXT, "connect"));
+  if (dies_connecting) raise(SIGKILL);
+  return real(fd, address, size);
+}
 
 namespace sheaf::testing {
 namespace {
@@ -229,6 +243,10 @@ const std::map<std::string, std::function<void(World&)>>& scenarios() {
            if (w.rank() == 1) fail<DataError>("[corpus] missing");
            lane(w).barrier("once").sync();
          });
+       }},
+      {"die_connecting", [](World& w) {
+         dies_connecting = w.rank() == 1;
+         w.guard([&] { lane(w).barrier("once").sync(); });
        }},
       {"kind", [](World& w) {
          lane(w).barrier("once").sync();

@@ -135,6 +135,11 @@ TEST_P(Processes, DisagreementNamesBothSides) {
   }
 }
 
+TEST(Gloo, WhoDiesWhileItConnectsIsNamed) {
+  expect_fallout({.scenario = "die_connecting", .ranks = 3, .environment = {"SHEAF_COMM=gloo", "SHEAF_INIT_TIMEOUT=10"}}, 1, 128 + SIGKILL, 72, 2 * kSoon,
+                 {"[mesh] rank", "of 3: rank 1 failed: it died"});
+}
+
 INSTANTIATE_TEST_SUITE_P(Over, Processes, ::testing::Values("gloo", "shm", "shm+gloo"),
                          [](const auto& info) { return info.param == "shm+gloo" ? "both" : info.param; });
 
