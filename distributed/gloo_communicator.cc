@@ -12,6 +12,7 @@
 #include <gloo/transport/tcp/device.h>
 #include <gloo/transport/unbound_buffer.h>
 
+#include "sheaf/distributed/block_signal.h"
 #include "sheaf/distributed/gloo_transfers.h"
 #include "sheaf/distributed/local_communicator.h"
 #include "sheaf/distributed/reduce.h"
@@ -25,31 +26,9 @@ using Clock = std::chrono::steady_clock;
 // Distinguishes an all_gather's messages from those of a reduce_scatter in the same call.
 constexpr uint64_t kGatherStep = uint64_t{1} << 32;
 
-/// Gloo writes to sockets in the caller's thread without MSG_NOSIGNAL: a dead peer would kill us by SIGPIPE. Threads created in this
-/// scope inherit the mask.
-class BlockSigpipe {
- public:
-  BlockSigpipe() {
-    sigset_t pipe;
-    sigemptyset(&pipe);
-    sigaddset(&pipe, SIGPIPE);
-    pthread_sigmask(SIG_BLOCK, &pipe, &previous_);
-  }
-  ~BlockSigpipe() {
-    // One that is pending would be delivered at once.
-    if (!sigismember(&previous_, SIGPIPE)) {
-      sigset_t pipe;
-      sigemptyset(&pipe);
-      sigaddset(&pipe, SIGPIPE);
-      const timespec none{};
-      while (sigtimedwait(&pipe, nullptr, &none) == SIGPIPE) {
-      }
-    }
-    pthread_sigmask(SIG_SETMASK, &previous_, nullptr);
-  }
-
- private:
-  sigset_t previous_;
+/// Gloo writes to sockets in the caller's thread without MSG_NOSIGNAL: a dead peer would kill us. Its threads inherit the mask.
+struct BlockSigpipe : BlockSignal {
+  BlockSigpipe() : BlockSignal(SIGPIPE) {}
 };
 
 /// Our store with Gloo's interface.

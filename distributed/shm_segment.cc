@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #include "sheaf/core/error.h"
+#include "sheaf/distributed/block_signal.h"
 
 namespace sheaf {
 namespace {
@@ -109,7 +110,10 @@ std::shared_ptr<ShmSegment> ShmSegment::create(int rank, size_t wire_bytes) {
   // The name is visible in /proc/PID/maps and cannot be opened.
   Socket memory = open_memfd(str("sheaf-rank-", rank).c_str());
   require(bool(memory), "memfd_create");
-  require(ftruncate(memory.fd(), static_cast<off_t>(kControlBytes + wire_bytes)) == 0, "cannot size a memfd");
+  {
+    const BlockSignal block(SIGXFSZ);  // of a limit to the size of files (ulimit -f)
+    require(ftruncate(memory.fd(), static_cast<off_t>(kControlBytes + wire_bytes)) == 0, "cannot size a memfd");
+  }
   // Reading beyond the end would kill a peer: the size is sealed.
   require(fcntl(memory.fd(), F_ADD_SEALS, kSeals) == 0, "cannot seal a memfd");
   return std::shared_ptr<ShmSegment>(new ShmSegment(std::move(memory), true));

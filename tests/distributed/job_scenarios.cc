@@ -305,7 +305,6 @@ const std::map<std::string, std::function<void(World&)>>& scenarios() {
 /// Rank 1 cannot take part in shared memory, or does not want to.
 void handicap() {
   if (std::getenv("SMALL_FILES")) {  // a memfd is larger than this
-    signal(SIGXFSZ, SIG_IGN);
     const rlimit limit{1 << 20, 1 << 20};
     setrlimit(RLIMIT_FSIZE, &limit);
   }
