@@ -278,7 +278,7 @@ class Job {
     if (signal_ == 0) {
       signal_ = signal;
       asked_at_ = now;
-      kill_at_ = now + kForwardedTime;
+      if (!stopping_) kill_at_ = now + kForwardedTime;  // else it is near already
     } else if (now - asked_at_ < kSameRequest) {
       return;
     } else {

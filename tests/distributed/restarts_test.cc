@@ -111,6 +111,16 @@ TEST(Restarts, ASignalBetweenTriesEndsTheJob) {
   EXPECT_THAT(r.lines, ElementsAre(EndsWith("; try 2 of 4 in 60 s"), "sheaf launch: stopped by signal 15"));
 }
 
+// A rank that does not end is killed three seconds after it was told to, not half a minute after the signal.
+TEST(Restarts, ASignalDoesNotProlongTheEndOfAFailedTry) {
+  const auto start = std::chrono::steady_clock::now();
+  const Outcome r = launch(2, 3, "if [ $RANK = 1 ]; then exit 1; fi; l=$PPID; trap '' INT; trap 'touch $starts.told' TERM; "
+                                 "{ until [ -e $starts.told ]; do sleep 0.05; done; kill -INT $l; } & while true; do sleep 0.1; done");
+  EXPECT_EQ(r.code, 1);
+  EXPECT_THAT(r.starts, SizeIs(2));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(20));
+}
+
 TEST(Restarts, ASignalWhileAFailedTryEndsIsTheLast) {
   // Rank 0 sends the signal once the launcher has seen rank 1's end; it is passed on to rank 0, which it ends.
   const Outcome r = launch(2, 3, "if [ $RANK = 1 ]; then exit 1; fi; l=$PPID; until grep -q '^0 1 ' $starts; do sleep 0.01; done; "
