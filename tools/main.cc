@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <string_view>
+#include <system_error>
 
 #include <CLI/CLI.hpp>
 
@@ -327,6 +328,9 @@ int main(int argc, char** argv) {
     return report("out of memory", static_cast<int>(sheaf::ExitCode::kOutOfMemory));
   } catch (const std::filesystem::filesystem_error& e) {
     return report(e.what(), static_cast<int>(sheaf::ExitCode::kIo));
+  } catch (const std::system_error& e) {
+    if (e.code() != std::errc::resource_unavailable_try_again) return report(e.what(), static_cast<int>(sheaf::ExitCode::kDesync));
+    return report("this process may start no more threads (ulimit -u)", static_cast<int>(sheaf::ExitCode::kIo));
   } catch (const std::exception& e) {
     return report(e.what(), static_cast<int>(sheaf::ExitCode::kDesync));
   }
