@@ -75,7 +75,7 @@ struct Failure {
   /// False if a retry would fail in the same way, or if it was asked to end.
   bool may_be_cured() const {
     for (int asked : {SIGHUP, SIGINT, SIGTERM})
-      if (signal() == asked) return false;
+      if (signal() == asked || reason.starts_with(after_signal(asked))) return false;
     if (WIFSIGNALED(status)) return true;
     for (ExitCode again : {ExitCode::kConfig, ExitCode::kData, ExitCode::kOutOfMemory, ExitCode::kNonFinite, ExitCode::kResumeMismatch})
       if (exit_code() == static_cast<int>(again)) return false;
@@ -361,6 +361,8 @@ bool tell_launcher(const std::string& reason) {
   const std::string line = reason + '\n';
   return write(static_cast<int>(fd), line.data(), line.size()) == static_cast<ssize_t>(line.size());
 }
+
+std::string after_signal(int signal) { return str("after signal ", signal, ": "); }
 
 int launch(const LaunchOptions& options) {
   check<ConfigError>(options.nproc >= 1 && options.nproc <= 4096, "[launch] cannot run ", options.nproc, " processes");

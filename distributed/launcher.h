@@ -28,7 +28,8 @@ struct LaunchOptions {
 /// failure would recur or is none:
 ///  - the exit codes 64, 65, 73, 75 and 76 of core/error.h (70 may be a GPU that failed);
 ///  - a command that cannot be run (64, or a shell's 126 and 127);
-///  - a rank that was asked to end: SIGHUP, SIGINT or SIGTERM killed it, or it exited with 128 + the signal.
+///  - a rank that was asked to end: SIGHUP, SIGINT or SIGTERM killed it, it exited with 128 + the signal, or its text begins with
+///    after_signal(), as of one that could not save its state.
 /// The failure's line announces it: "...; try 2 of 4 in 1 s". After a signal to the launcher, also during a pause, there is no retry.
 ///
 /// Returns 0, or the last try's failure's exit code (72 for a killed rank), or 128 + signal if a signal stopped the job.
@@ -39,5 +40,8 @@ int launch(const LaunchOptions& options);
 /// the reasons of all ranks and prints the relevant one. Returns false and does nothing if no launcher listens (a launcher passes the
 /// file descriptor to write to in SHEAF_ERROR_FD).
 bool tell_launcher(const std::string& reason);
+
+/// "after signal 15: ", with which the reason of a process begins that fails after it was asked to end.
+std::string after_signal(int signal);
 
 }  // namespace sheaf::distributed

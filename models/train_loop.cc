@@ -128,7 +128,7 @@ class Trainer::Loop {
     news_.send(memory_.stats().peak, heard_);
     if (!waits && told == 0) return;
     news_.receive();
-    report_.stopped_by = std::max(told, news_.signal());
+    report_.stopped_by = trainer_.stopped_by_ = std::max(told, news_.signal());
   }
 
   // Before anything is saved: no checkpoint holds the result of a step with a gradient that is not finite.

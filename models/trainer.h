@@ -57,7 +57,7 @@ class Trainer {
  public:
   /// Reads the corpus, builds the model, fills it from published weights or a checkpoint, and checks whether checkpoints can be
   /// written; collective. Rank 0 locks the output folder for as long as this lives. Throws ConfigError, also if another run has the
-  /// folder, DataError, IoError, OutOfMemory if a step cannot fit.
+  /// folder or, unless this one resumes, has left checkpoints there; DataError, IoError, OutOfMemory if a step cannot fit.
   Trainer(const TrainConfig& config, World& world, Device device, const TrainOptions& options = {});
 
   /// Trains to the end, or until `signal`, called after every step, returns on some rank the number of a signal to end the run: then
@@ -78,6 +78,7 @@ class Trainer {
   int64_t num_parameters();
   std::string best_folder() const { return config_.output.folder + "/best"; }  ///< of output.keep_best
   bool complete() const { return first_step_ >= config_.train.steps; }         ///< nothing is left to train
+  int stopped_by() const { return stopped_by_; }                               ///< TrainReport::stopped_by, also if run() throws
 
  private:
   class Loop;
@@ -114,6 +115,7 @@ class Trainer {
   int64_t first_step_ = 0;
   std::vector<int64_t> abandoned_;  ///< steps of checkpoints that were too broken to resume from, and are still there
   std::optional<BestState> best_;
+  int stopped_by_ = 0;  ///< the signal that ends run(), on all ranks; 0: none
   AsyncSaver saver_;  ///< idle without train.save_async
 };
 

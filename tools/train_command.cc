@@ -5,6 +5,7 @@
 #include "sheaf/core/atomic_file.h"
 #include "sheaf/core/file.h"
 #include "sheaf/distributed/init.h"
+#include "sheaf/distributed/launcher.h"
 #include "sheaf/distributed/rendezvous.h"
 #include "sheaf/models/checkpoint_store.h"
 #include "sheaf/models/generate.h"
@@ -35,7 +36,13 @@ models::TrainConfig read_config(const TrainArguments& arguments) {
 models::TrainReport train(models::Trainer& trainer) {
   if (trainer.complete()) return trainer.run();
   const StopSignals signals;
-  return trainer.run([&] { return signals.asked(); });
+  try {
+    return trainer.run([&] { return signals.asked(); });
+  } catch (const Error& error) {
+    const int signal = std::max(signals.asked(), trainer.stopped_by());
+    if (signal == 0) throw;
+    throw Error(static_cast<ExitCode>(error.exit_code()), distributed::after_signal(signal) + error.what());
+  }
 }
 
 // A job restarted by its launcher resumes, even without --resume. With torchrun's agents on several hosts, only the agent that saw

@@ -73,6 +73,16 @@ TEST(Restarts, FailuresThatAnotherTryMayCure) {
   EXPECT_THAT(r.lines[8], EndsWith(") exited with code 3; that was try 9 of 9"));
 }
 
+TEST(Restarts, FailuresAfterASignalAreNoneToCure) {
+  for (const auto& [reason, starts] : {std::pair{"after signal 15: the disk is full", 1}, {"after signal 9: the disk is full", 2}}) {
+    const Outcome r = launch(1, 1, str("echo '", reason, "' > /dev/fd/$SHEAF_ERROR_FD; exit 74"));
+    EXPECT_EQ(r.code, 74);
+    EXPECT_THAT(r.starts, SizeIs(starts));
+    ASSERT_FALSE(r.lines.empty());
+    EXPECT_THAT(r.lines[0], HasSubstr(str(") exited with code 74: ", reason)));
+  }
+}
+
 TEST(Restarts, FailuresThatWouldComeAgainOrWereAskedFor) {
   for (const std::string end : {"exit 64", "exit 65", "exit 73", "exit 75", "exit 76", "exit 126", "exit 127", "exit 129",
                                 "exit 130", "exit 143", "kill -TERM $$"}) {

@@ -14,6 +14,7 @@
 namespace sheaf {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::EndsWith;
@@ -88,6 +89,40 @@ TEST(Restarts, OneRankThatKnowsIsEnough) {
   EXPECT_THAT(counted.out, HasSubstr("the run is complete at step 300"));
   EXPECT_EQ(not_counted.code, 64);
   EXPECT_THAT(not_counted.err, HasSubstr("holds checkpoints of an earlier run"));
+}
+
+// Rank 1 is killed while rank 0 is about to wait for it: another try must not go on with the run that the folder has.
+TEST(Restarts, WhatFailsAtTheStartDoesNotContinueAnEarlierRun) {
+  Folder folder;
+  ASSERT_EQ(run_sheaf(folder.train("run", {"--train.steps", "4"})).code, 0);
+  const std::string killed = "i=0; while [ $RANK = 1 ] && [ $i -lt 100 ] && grep -q ' [0-9]' /proc/$PPID/task/$PPID/children; do sleep 0.1; "
+                             "i=$((i+1)); done; if [ $RANK = 1 ] && [ $TORCHELASTIC_RESTART_COUNT = 0 ]; then kill -9 $$; fi";
+  const Outcome r = run_sheaf(launch(1, killed, folder.train("run", {"--train.steps", "4"})));
+  EXPECT_EQ(r.code, 64) << r.out;
+  EXPECT_THAT(testing::lines_of(r.err), ElementsAre(AllOf(HasSubstr("holds checkpoints of an earlier run"), EndsWith("; it is not tried again"))));
+}
+
+TEST(Restarts, AStoppedRunThatCannotBeSavedIsNotTriedAgain) {
+  Folder folder;
+  SheafProcess job(launch(3, "true", folder.train("run", {"--train.steps", "100000", "--train.save_every", "0"})));
+  while (job.running() && !std::filesystem::exists(folder / "run/metrics.jsonl")) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  const std::filesystem::path checkpoints = folder / "run/checkpoints";
+  std::filesystem::remove_all(checkpoints);
+  std::ofstream{checkpoints};  // where a folder should be
+  while (job.running() && folder.metrics("run").size() < 3) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  ASSERT_EQ(job.ranks().size(), 2u);
+  kill(job.ranks()[1], SIGTERM);
+  const Outcome r = job.wait();
+  EXPECT_EQ(r.code, 74) << r.err;
+  EXPECT_THAT(testing::lines_of(r.err).back(), AllOf(HasSubstr(") exited with code 74: after signal 15: [checkpoint] cannot save '"),
+                                                     EndsWith("; it is not tried again")));
+}
+
+TEST(Restarts, ThreadsThatCannotBeStartedAreSaid) {
+  Folder folder;
+  const Outcome r = run_sheaf(launch(0, "ulimit -s 1000000000000", folder.train("run")));  // no stack is that large
+  EXPECT_EQ(r.code, 74) << r.err;
+  EXPECT_THAT(testing::lines_of(r.err).back(), EndsWith(": this process may start no more threads (ulimit -u)"));
 }
 
 // A refused command is not retried.
