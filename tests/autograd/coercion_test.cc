@@ -129,6 +129,23 @@ TEST(Coercion, RefusalsSayWhatToWrite) {
 }
 
 // What has no elements is cut like what has some.
+// What one rank has is combined with what the same rank has, or with what all have.
+TEST(Coercion, OperandsOnTwoRanksAreRefused) {
+  run_local(2, [](World& world) {
+    const Mesh mesh = world.mesh({{"stage", 2}});
+    const Tensor x = redistribute(rows(), Layout(mesh.spec));
+    const Tensor first = redistribute(x, "stage", Placement::on(0)), second = redistribute(x, "stage", Placement::on(1));
+    const Tensor cut = redistribute(x, "stage", Placement::shard(0));
+    EXPECT_EQ(add(first, x).layout()[0], Placement::on(0));
+    const auto refused = [](int input) {
+      return ::testing::ThrowsMessage<PlacementError>(HasSubstr(str("redistribute(x, \"stage\", Placement::on(1)) for x = input ", input)));
+    };
+    EXPECT_THAT([&] { add(first, second); }, refused(0));
+    EXPECT_THAT([&] { add(second, first); }, refused(1));
+    EXPECT_THAT([&] { add(cut, second); }, refused(0));
+  }, kLocal);
+}
+
 TEST(Coercion, AnEmptyBatchIsReshapedWhereItIs) {
   run_local(2, [](World& w) {
     const Layout rows(w.mesh({{"data", 2}}).spec, Placement::shard(0));

@@ -198,6 +198,32 @@ TEST(AsyncSaver, ADiskThatFailsOneRankFailsAllAndTheNextSaveSucceeds) {
   }, {.threads_per_rank = 1});
 }
 
+int fail_then_see_nothing_at_first(const char* operation, const char* path) {
+  return std::string_view(operation) == "look" ? see_nothing_at_first(operation, path) : hold(operation, path);
+}
+
+// Nothing of a failure is left to the save after it, not even if its parts are late to be seen.
+TEST(AsyncSaver, AfterAFailureWaitsForPartsAsBefore) {
+  const ScratchFolder folder;
+  const SlowDisk disk;
+  set_file_fault(fail_then_see_nothing_at_first);
+  looks_in_vain = 0;
+  failing = true;
+  run_local(2, [&](World& w) {
+    Job run(w);
+    run.train(1);
+    run.save(folder.path());
+    EXPECT_THROW(run.saver.finish(), IoError);
+    w.communicator().barrier("test").sync();
+    failing = false, looks_in_vain = 12;
+    w.communicator().barrier("test").sync();
+    run.save(folder.path());
+    run.saver.finish();
+    EXPECT_NO_THROW(run.saver.check());
+    EXPECT_THAT(list_steps(folder.path()), ElementsAre(1));
+  }, {.threads_per_rank = 1});
+}
+
 // A note is seen only when it is complete, and the checkpoint may be committed before its rank looks again.
 int slow_folder_of_rank_1(const char* operation, const char* path) {
   if (std::string_view(operation) == "sync" && std::string_view(path).find("shard-") == std::string_view::npos &&

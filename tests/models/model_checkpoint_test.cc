@@ -348,6 +348,36 @@ TEST(Checkpoint, FurtherModulesAreThereIfTheyAreAskedFor) {
   }
 }
 
+// A run in f16 goes on with all of its scaler's counts, and with the number of steps that were not skipped; whoever only wants the weights
+// needs no scaler.
+TEST(Checkpoint, OfARunWithALossScaler) {
+  const ScratchFolder folder;
+  const optim::LossScaler::State state{4, 5, 6, 7};
+  run_local(2, [&](World& world) {
+    Net net;
+    make(net, world, {});
+    optim::AdamW adam(net);
+    optim::LossScaler scaler(world.device());
+    scaler.set_state(state);
+    adam.set_steps(9), adam.set_applied_steps(2);
+    models::save_checkpoint(folder.path(), 9, net, {&adam}, world, {.scaler = &scaler});
+  }, {.threads_per_rank = 1});
+  for (int ranks : {1, 3})
+    run_local(ranks, [&](World& world) {
+      Net net, weights;
+      make(net, world, {}), make(weights, world, {});
+      optim::AdamW adam(net);
+      optim::LossScaler scaler(world.device());
+      ASSERT_TRUE(models::load_checkpoint(folder.path(), net, {&adam}, world, {.scaler = &scaler}));
+      EXPECT_EQ(scaler.state(), state);
+      EXPECT_EQ(adam.steps(), 9);
+      EXPECT_EQ(adam.applied_steps(), 2);
+      EXPECT_TRUE(models::load_checkpoint(folder.path(), weights, {}, world));
+      EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData, [&] { (void)models::load_checkpoint(folder.path(), net, {&adam}, world); }),
+                  HasSubstr("was saved with a loss scaler"));
+    }, {.threads_per_rank = 1});
+}
+
 TEST(Checkpoint, OfAChosenStep) {
   for (const int ranks : {1, 2, 3}) {
     ScratchFolder folder;

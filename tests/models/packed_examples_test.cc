@@ -115,6 +115,30 @@ TEST(PackedExamples, TooLongAndInVain) {
               HasSubstr("[data] 'text' holds no examples"));
 }
 
+// The loss is divided by this number: targets beyond a shortened example do not count.
+TEST(PackedExamples, OfShortenedOnesWhatIsLeftCounts) {
+  for (int64_t context = 3; context < 12; ++context) {
+    const PackedExamples packed(make_examples({{2, 9}, {1, 12}, {2, 2}, {3, 4}}), context);
+    int64_t all = 0;
+    for (int64_t w = 0; w < packed.num_windows(); ++w) {
+      const int64_t here = counted(window_of(packed, w, context).targets);
+      EXPECT_EQ(packed.num_targets(w), here) << context;
+      all += here;
+    }
+    EXPECT_EQ(packed.num_targets(), all) << context;
+  }
+}
+
+// Tokens are read in blocks of 2^20.
+TEST(PackedExamples, MarksBehindAMillionTokensAreTheirOwn) {
+  std::vector<MarkedToken> tokens;
+  for (int64_t i = 0; i < int64_t{1} << 19; ++i) tokens.insert(tokens.end(), {5 | kReadOnly, kEnd});
+  tokens.insert(tokens.end(), {6 | kReadOnly, 6 | kReadOnly, 6 | kReadOnly, kEnd});
+  const PackedExamples packed(Tokens::from_examples(tokens, kEnd, kVocab, "examples"), 5);
+  EXPECT_EQ(packed.num_examples(), (int64_t{1} << 19) + 1);
+  EXPECT_EQ(packed.num_targets(), (int64_t{1} << 19) + 1);
+}
+
 TEST(PackedExamples, OfAPartOfASequenceTheLastMayLackItsEnd) {
   const Tokens tokens = Tokens::from_examples(std::vector<MarkedToken>{5 | kReadOnly, 6, 7, kEnd}, kEnd, kVocab, "cut");
   const PackedExamples packed(tokens.slice(0, 3), 4);
@@ -246,6 +270,9 @@ TEST(SequentialWindows, OfExamplesCountWhatIsLearned) {
   EXPECT_LE(part.num_targets(), packed.num_targets() / 2);
   EXPECT_GT(part.num_targets(), packed.num_targets() / 2 - 10);
   EXPECT_EQ(part.fill(0, part.num_windows() + 2, inputs.data(), targets.data()), part.num_targets());
+  const SequentialWindows same(tokens, 10, part.num_targets()), fewer(tokens, 10, part.num_targets() - 1);
+  EXPECT_EQ(same.num_windows(), part.num_windows());  // as many as allowed
+  EXPECT_EQ(fewer.num_windows(), part.num_windows() - 1);
   EXPECT_EQ(one.num_windows(), 1);
   EXPECT_EQ(one.fill(0, 3, inputs.data(), targets.data()), one.num_targets());
 }

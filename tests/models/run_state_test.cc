@@ -4,6 +4,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <functional>
+#include <utility>
+#include <vector>
+
 #include "sheaf/models/token_file.h"
 #include "sheaf/tests/core/scratch_folder.h"
 
@@ -228,6 +232,61 @@ TEST(RunState, StepsCountThroughTheDecay) {
   now.train.decay_start = now.train.decay_end = 0;
   saved.train.schedule = now.train.schedule = "constant";
   check_resumable(saved, now);
+}
+
+// Whatever changes the numbers of a run is compared; what changes only its speed or its lines is not.
+TEST(RunState, EveryOptionOfTheOptimizationIsCompared) {
+  RunState saved = a_run();
+  saved.train.islands = 2, saved.train.dtype = "f16";
+  const std::vector<std::pair<const char*, std::function<void(OptimizationConfig&)>>> changes = {
+      {"batch", [](auto& t) { t.batch = 13; }},
+      {"seed", [](auto& t) { t.seed = 3; }},
+      {"lr", [](auto& t) { t.lr = 0.5; }},
+      {"lr_factors", [](auto& t) { t.lr_factors = "2 *"; }},
+      {"min_lr", [](auto& t) { t.min_lr = 0.25; }},
+      {"warmup", [](auto& t) { t.warmup = 7; }},
+      {"schedule", [](auto& t) { t.schedule = "linear"; }},
+      {"decay_start", [](auto& t) { t.decay_start = 200; }},
+      {"decay_end", [](auto& t) { t.decay_end = 300; }},
+      {"optimizer", [](auto& t) { t.optimizer = "muon"; }},
+      {"momentum", [](auto& t) { t.momentum = 0.5; }},
+      {"weight_decay", [](auto& t) { t.weight_decay = 0.2; }},
+      {"weight_decay_factors", [](auto& t) { t.weight_decay_factors = "2 *"; }},
+      {"beta1", [](auto& t) { t.beta1 = 0.5; }},
+      {"beta2", [](auto& t) { t.beta2 = 0.5; }},
+      {"eps", [](auto& t) { t.eps = 0.5; }},
+      {"clip", [](auto& t) { t.clip = 0.5; }},
+      {"z_loss", [](auto& t) { t.z_loss = 0.5; }},
+      {"dtype", [](auto& t) { t.dtype = "bf16"; }},
+      {"state_dtype", [](auto& t) { t.state_dtype = "bf16"; }},
+      {"fp8", [](auto& t) { t.fp8 = "all"; }},
+      {"islands", [](auto& t) { t.islands = 3; }},
+      {"inner_steps", [](auto& t) { t.inner_steps = 5; }},
+      {"outer_lr", [](auto& t) { t.outer_lr = 0.5; }},
+      {"outer_momentum", [](auto& t) { t.outer_momentum = 0.5; }},
+      {"outer_dtype", [](auto& t) { t.outer_dtype = "bf16"; }},
+      {"loss_scale_interval", [](auto& t) { t.loss_scale_interval = 5; }}};
+  for (const auto& [name, change] : changes) {
+    RunState now = saved;
+    change(now.train);
+    EXPECT_THAT(mismatch(RunState::from_json(saved.to_json()), now), HasSubstr(" was ")) << name;
+    EXPECT_THAT(mismatch(RunState::from_json(now.to_json()), saved), HasSubstr(" was ")) << name;
+  }
+  RunState now = saved;
+  OptimizationConfig& t = now.train;
+  t.micro_batches = 3, t.eval_every = 7, t.log_every = 7, t.save_every = 7, t.recompute = "block", t.save_async = t.compile = true;
+  check_resumable(RunState::from_json(saved.to_json()), now);
+}
+
+// There the learning rate has not begun to decay.
+TEST(RunState, StepsThatWereAllWarmUpMayBecomeMore) {
+  RunState saved = a_run(), now = a_run();
+  saved.train.steps = saved.train.warmup;
+  check_resumable(RunState::from_json(saved.to_json()), now);
+  now.train.decay_end = 500;
+  check_resumable(RunState::from_json(saved.to_json()), now);
+  saved.train.steps = saved.train.warmup + 1;
+  EXPECT_THAT(mismatch(RunState::from_json(saved.to_json()), now), HasSubstr("train.decay_end"));
 }
 
 TEST(RunState, WhatAnOlderCheckpointDoesNotSayIsNotCompared) {

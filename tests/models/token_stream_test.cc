@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <numeric>
+#include <set>
 
+#include "sheaf/core/communicator.h"
 #include "sheaf/core/error.h"
 #include "sheaf/distributed/run_local.h"
 
@@ -88,6 +90,30 @@ TEST(TokenStream, NoAxisNeedCutTheBatch) {
   });
 }
 
+// The divisor of a step's loss: that of the same samples that batch() returns.
+TEST(TokenStream, CountsTheTargetsOfItsStep) {
+  std::vector<MarkedToken> tokens;
+  for (int i = 0; i < 40; ++i) {
+    tokens.push_back(5 | kReadOnly);
+    tokens.insert(tokens.end(), static_cast<size_t>(1 + i % 4), 6);
+    tokens.push_back(2);
+  }
+  for (int ranks : {1, 2})
+    run_local(ranks, [&](World& world) {
+      const TokenStream data(Tokens::from_examples(tokens, 2, 9, "examples"), {.batch_per_rank = 2 / ranks, .context = 7},
+                             world.mesh({{"data", ranks}}));
+      std::set<int64_t> counts;
+      for (int64_t step = 0; step < 8; ++step) {
+        double mine = 0;
+        for (const int32_t t : data.batch(step).targets.to_vector<int32_t>()) mine += t != kIgnoreIndex;
+        world.communicator().all_reduce(&mine, 1, kF64, Reduction::sum, "targets").sync();
+        EXPECT_EQ(data.num_targets(step), static_cast<int64_t>(mine)) << step;
+        counts.insert(data.num_targets(step));
+      }
+      EXPECT_GT(counts.size(), 1u) << "steps differ";
+    });
+}
+
 TEST(TokenStream, RefusesWhatCannotBe) {
   run_local(1, [](World& world) {
     const Mesh mesh = world.mesh({{"data", 1}});
@@ -98,6 +124,7 @@ TEST(TokenStream, RefusesWhatCannotBe) {
     EXPECT_THROW(TokenStream(numbers(50), {.batch_per_rank = 1, .context = 5, .replica_axis = "data"}, mesh), ConfigError);
     EXPECT_THROW(TokenStream(numbers(50), {.batch_per_rank = 1, .context = 5, .sequence_axis = "data"}, mesh), ConfigError);
     EXPECT_THROW(TokenStream(numbers(50), {.batch_per_rank = 1, .context = 5, .context_axis = "data"}, mesh), ConfigError);
+    EXPECT_THROW(TokenStream(numbers(50), {.batch_per_rank = 1, .context = 5, .stage_axis = "data"}, mesh), ConfigError);
   });
 }
 

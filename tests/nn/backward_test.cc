@@ -8,6 +8,7 @@
 #include "sheaf/autograd/local_map.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/run_local.h"
+#include "sheaf/nn/clip_grad_norm.h"
 #include "sheaf/nn/direction.h"
 #include "sheaf/nn/optim/sgd.h"
 #include "sheaf/tests/core/scratch_folder.h"
@@ -210,6 +211,56 @@ TEST(Backward, AStepBetweenTwoMicroBatchesIsAChange) {
     const Tensor second = sum(square(net(rows_of(mesh))));
     EXPECT_THAT(refusal([&] { r.backward(first + second); }), HasSubstr("were changed in place"));
   });
+}
+
+struct FrozenFirst : nn::Module {
+  nn::Parameter frozen{{kWidth, kWidth}, nn::Init::normal(0.4)}, weight{{kWidth, kWidth}, nn::Init::normal(0.4)};
+  FrozenFirst() { frozen.freeze(); }
+  Tensor forward(const Tensor& x) { return linear(tanh(linear(x, weight)), frozen); }
+  SHEAF_FIELDS(frozen, weight);
+};
+
+// Also if the unit's first buffer, that of frozen weights, stays as it is.
+TEST(Backward, AStepOfSomeOfAUnitsBuffersIsAChange) {
+  for (const std::string& strategy : kStrategies)
+    run_local(2, [&](World& w) {
+      FrozenFirst net;
+      shard(net, data_mesh(w), {.strategy = strategy});
+      materialize(net, Device::cpu(), {.seed = 5});
+      ASSERT_FALSE(units(net)[0]->buffers()[0].trainable);
+      optim::SGD optimizer(net, {.lr = 0.1});
+      Recording r;
+      r.next_micro_batch(0);
+      const Tensor first = sum(square(net(rows_of(data_mesh(w)))));
+      r.next_micro_batch(kRows);
+      r.backward(sum(net(rows_of(data_mesh(w)))));
+      optimizer.step();
+      r.next_micro_batch(2 * kRows);
+      const Tensor second = sum(square(net(rows_of(data_mesh(w)))));
+      EXPECT_THAT(refusal([&] { r.backward(first + second); }), HasSubstr("were changed in place")) << strategy;
+    }, {.timeout = std::chrono::seconds(30), .threads_per_rank = 1});
+}
+
+// An op's operands are gathered one after another, and all of them are there when it runs; so is what a program holds.
+TEST(Backward, OperandsOfSeveralUnitsOutsideOfTheirScopes) {
+  for (const std::string& strategy : kStrategies)
+    for (const bool records : {false, true})
+      run_local(2, [&](World& w) {
+        Net net;
+        shard(net, data_mesh(w), {.units = nn::units_of<Layer>(), .strategy = strategy, .prefetch_bytes = 0});
+        materialize(net, Device::cpu(), {.seed = 5});
+        std::vector<std::vector<float>> whole;
+        for (Layer& layer : net.layers) whole.push_back(full_parameter(layer.weight).to_vector<float>());
+        for (int step = 0; step < 3; ++step) {
+          std::optional<Recording> recording;
+          if (records) recording.emplace();
+          const std::vector<float> d = (net.layers[0].weight - net.layers[1].weight).to_vector<float>();
+          for (size_t i = 0; i < d.size(); ++i) ASSERT_EQ(d[i], whole[0][i] - whole[1][i]) << strategy << " step " << step;
+          std::vector<Tensor> held;
+          for (Layer& layer : net.layers) held.push_back(layer.weight.value());
+          for (size_t l = 0; l < held.size(); ++l) ASSERT_EQ(held[l].to_vector<float>(), whole[l]) << strategy << " step " << step;
+        }
+      }, {.timeout = std::chrono::seconds(30), .threads_per_rank = 1});
 }
 
 // d/dW of |W Wᵀ|² is 4 W Wᵀ W.
@@ -647,6 +698,38 @@ TEST(Backward, ReplaysWhatWasAddedToAnotherRecordingsGradient) {
   const Tape tape = r.take();
   replay(tape, [&](ValueId v) { return leaves.at(v); }, wanted);
   EXPECT_EQ(leaves.at(wanted[0]).to_vector<float>(), grad.to_vector<float>());  // the copy was added to
+}
+
+// The same for addends that wait to be reduced: those of an earlier recording's micro-batches are leaves of this one, as they were before.
+TEST(Backward, ReplaysWhatWasAddedToWhatWaited) {
+  for (const std::string& strategy : kStrategies)
+    for (const bool adds : {true, false})
+      run_local(4, [&](World& w) {
+        const Mesh mesh = w.mesh({{"data", 2}, {"replica", 2}});
+        Net net;
+        shard(net, mesh, {.axis = "data", .replica_axis = "replica", .units = nn::units_of<Layer>(), .strategy = strategy});
+        materialize(net, Device::cpu(), {.seed = 8});
+        const auto backward = [&](Recording& r) {
+          r.backward(redistribute(sum(net(rows_of(mesh))), "replica", Placement::partial()), {.last_micro_batch = false});
+        };
+        {
+          Recording before;
+          backward(before);
+        }
+        Recording r({.capture_leaves = true});
+        if (adds) backward(r);
+        grad_norm(net);  // reduces what waits
+        std::vector<ValueId> wanted;
+        std::vector<std::vector<float>> gradients;
+        for (const auto& unit : units(net))
+          for (const FlatBuffer& b : unit->buffers())
+            if (b.grad) wanted.push_back(r.value_of(b.grad)), gradients.push_back(b.grad.to_vector<float>());
+        EXPECT_EQ(wanted.size(), 3u);
+        const auto leaves = r.captured();
+        const Tape tape = r.take();
+        const std::vector<Tensor> again = replay(tape, [&](ValueId v) { return leaves.at(v); }, wanted);
+        for (size_t i = 0; i < wanted.size(); ++i) EXPECT_EQ(again[i].to_vector<float>(), gradients[i]) << strategy << ' ' << adds;
+      }, {.timeout = std::chrono::seconds(30), .threads_per_rank = 1});
 }
 
 // d/dW of sum(f(W) · stop(f(W))) is f'(W) f(W), half of that without the stop; and a stopped parameter is gathered again where a backward

@@ -56,6 +56,12 @@ struct Rounds {
   Values start;
 };
 
+struct Leveled : nn::Module {
+  nn::Parameter weight{{5}, nn::Init::zeros()}, level{{5}, nn::Init::zeros()};
+  Leveled() { level.steer(0.25); }
+  SHEAF_FIELDS(weight, level);
+};
+
 Rounds run_rounds(int islands, int ranks, ShardOptions options, const optim::DiLoCoOptions& outer_options, DType dtype) {
   options.whole_blocks = outer_options.moves == optim::Moves::int8;
   Rounds out;
@@ -202,6 +208,51 @@ TEST(DiLoCo, GathersAnewBehindAStep) {
       EXPECT_NE(behind, before);
     }
     EXPECT_EQ(loss(), behind);
+  });
+}
+
+// Nor are those gathered before islands went back to what they had agreed on.
+TEST(DiLoCo, GathersAnewBehindAReturn) {
+  run_local(4, [](World& w) {
+    const Meshes meshes = islands_of(w, 2);
+    TinyModel m;
+    shard(m, meshes.island, {.units = nn::units_of<TinyBlock>()});
+    materialize(m, Device::cpu(), {.seed = 4, .dtype = kF64});
+    optim::SGD sgd(m, {.lr = 0.3});
+    optim::DiLoCo outer(m, meshes.all, "island");
+    const auto table = [&] { return m.table.weight.value().to_vector<double>(); };
+    const auto loss = [&] {
+      const Tensor l = m.loss(testing::token_rows(meshes.island, 6, 4, 11), testing::token_rows(meshes.island, 6, 4, 11, 1));
+      return redistribute(l, "data", Placement::invariant()).item<double>();
+    };
+    const double agreed = loss();
+    const std::vector<double> values = table();
+    backward(m, meshes, 0);
+    sgd.step();
+    EXPECT_NE(loss(), agreed);  // leaves the root and the last block gathered
+    outer.go_back();
+    EXPECT_EQ(table(), values);
+    EXPECT_EQ(loss(), agreed);
+  });
+}
+
+// What has no slope is agreed on by its mean, whatever the outer step's rate.
+TEST(DiLoCo, WhatIsSteeredBecomesItsMean) {
+  run_local(4, [](World& w) {
+    const Meshes meshes = islands_of(w, 2);
+    Leveled m;
+    shard(m, meshes.island);
+    materialize(m, Device::cpu(), {.seed = 4});
+    optim::SGD sgd(m, {.lr = 0.5});
+    optim::DiLoCo outer(m, meshes.all, "island", {.lr = 0.75, .momentum = 0.5});
+    {
+      Recording recording;
+      recording.backward(redistribute(sum(m.level + m.weight) * (outer.island() == 0 ? 0.0 : 1.0), "data", Placement::partial()));
+    }
+    sgd.step();
+    EXPECT_EQ(full_parameter(m.level).to_vector(), std::vector<float>(5, outer.island() == 0 ? 0.0f : -0.25f));
+    outer.step();
+    EXPECT_EQ(full_parameter(m.level).to_vector(), std::vector<float>(5, -0.125f));
   });
 }
 

@@ -195,6 +195,32 @@ TEST(LossScaler, MayComeAndGo) {
   });
 }
 
+// A checkpoint of a run that had no scaler says how many steps were made, and all of them were applied.
+TEST(LossScaler, StepsThatAreSetWereApplied) {
+  run_local(1, [](World& w) {
+    LossScaler scaler(Device::cpu());
+    Training mixed(w, Strategy::full_shard, {}, "adamw"), plain(w, Strategy::full_shard, {}, "adamw");
+    mixed.backward(0, &scaler), plain.backward(0, nullptr);
+    mixed.update(0.1, &scaler), plain.update(0.1, nullptr);
+    EXPECT_EQ(mixed.optimizer->applied_steps(), 1);
+    for (Training* t : {&mixed, &plain}) t->optimizer->set_steps(1000);
+    EXPECT_EQ(mixed.optimizer->applied_steps(), 1000);
+    mixed.backward(1, &scaler), plain.backward(1, nullptr);
+    mixed.update(0.1, &scaler), plain.update(0.1, nullptr);
+    EXPECT_EQ(mixed.values().local, plain.values().local);
+  }, {.threads_per_rank = 1});
+}
+
+TEST(LossScaler, GoesOnFromAStateThatIsSet) {
+  LossScaler scaler(Device::cpu(), {.growth_interval = 5});
+  const LossScaler::State state{8, 4, 3, 2};
+  scaler.set_state(state);
+  EXPECT_EQ(scaler.state(), state);
+  scaler.found(Tensor::from<int32_t>({0}, {}));
+  scaler.update();
+  EXPECT_EQ(scaler.state(), (LossScaler::State{16, 0, 0, 2})) << "the fifth good step";
+}
+
 TEST(LossScaler, ScalesLossesOfAnyTypeAndPlacement) {
   run_local(2, [](World& w) {
     const Mesh mesh = w.mesh({{"data", 2}});
@@ -248,6 +274,23 @@ std::string message(const std::function<void()>& f) {
     return e.what();
   }
   return "";
+}
+
+// Each would skip by its own norm, and the optimizer makes one step.
+TEST(LossScaler, AnOptimizerRefusesTwoNorms) {
+  Pair pair;
+  shard(pair, Mesh{}, {.units = nn::units_at({"a", "b"})});
+  materialize(pair, Device::cpu(), {.seed = 2});
+  optim::AdamW adam(pair);
+  LossScaler scaler(Device::cpu(), {.initial = 8});
+  Recording recording;
+  const Tensor x = full_of({kF32, {2, 3}, {}}, 1);
+  recording.backward(scaler.scale(sum(square(pair.a(x))) + sum(square(pair.b(x)))));
+  clip_grad_norm(pair.a, 1.0, scaler), clip_grad_norm(pair.b, 1.0, scaler);
+  EXPECT_THAT(message<ConfigError>([&] { adam.step(); }), HasSubstr("were not clipped together"));
+  clip_grad_norm(pair, 1.0, scaler);
+  adam.step();
+  EXPECT_EQ(adam.applied_steps(), 1);
 }
 
 TEST(LossScaler, RefusesWhatCannotBeMeant) {

@@ -266,6 +266,28 @@ TEST(ClipGradNorm, MixedStrategiesCountEveryGradientOnce) {
   EXPECT_EQ(norm[0], norm[1]);
 }
 
+// The sums of gradients that lie on ranks in different ways are reduced one by one, then added: here in four ways.
+TEST(ClipGradNorm, CountsGradientsOfAllPlacements) {
+  double norm[2];
+  for (const bool cut : {false, true})
+    run_local(4, [&](World& w) {
+      TinyModel m(3, 50, 12);
+      if (cut)
+        for (TinyBlock& block : m.blocks) {
+          block.up.weight.set_cut(OwnershipMap::even(0)), block.up.bias.set_cut(OwnershipMap::even(0));
+          block.down.weight.set_cut(OwnershipMap::even(1));
+        }
+      const Mesh mesh = w.mesh({{"data", 2}, {"model", 2}});
+      shard(m.blocks[1], mesh, {.tensor_axis = "model", .strategy = Strategy::replicate});
+      shard(m, mesh, {.tensor_axis = "model", .units = nn::units_of<TinyBlock>()});
+      materialize(m);
+      set_gradients(m);
+      const double n = clip_grad_norm(m, 1.0).item<double>();
+      if (w.rank() == 0) norm[cut] = n;
+    });
+  EXPECT_EQ(norm[0], norm[1]);
+}
+
 TEST(ClipGradNorm, RefusesWhatItCannotMean) {
   TinyModel m;
   materialize(m);
@@ -332,6 +354,20 @@ TEST(Optimizer, WhatWasGatheredBeforeAStepIsNotUsedAfterIt) {
     EXPECT_EQ(m.blocks[1].up.weight.value().to_vector<float>(),
               full_parameter(m.blocks[1].up.weight).to_vector<float>());
   });
+}
+
+// Nor after its values were set, as a checkpoint's are.
+TEST(Optimizer, WhatWasGatheredBeforeValuesWereSetIsNotUsedAfterIt) {
+  for (const Strategy s : {Strategy::full_shard, Strategy::zero1, Strategy::replicate})
+    run_local(2, [&](World& w) {
+      TinyModel m;
+      shard(m, data_mesh(w), {.units = nn::units_of<TinyBlock>(), .strategy = s, .compute_dtype = kBF16});
+      materialize(m, Device::cpu(), {.seed = 1});
+      m(testing::token_rows(data_mesh(w), 4, 3, 11));  // leaves the root and the last block gathered
+      for (const nn::StatePiece& p : nn::state_pieces(m)) std::fill_n(static_cast<float*>(p.data), p.runs.numel(), 0.5f);
+      EXPECT_EQ(cast(m.table.weight.value(), kF32).to_vector<float>(), std::vector<float>(11 * 7, 0.5f)) << name(s);
+      EXPECT_EQ(cast(m.blocks[1].up.bias.value(), kF32).to_vector<float>(), std::vector<float>(21, 0.5f)) << name(s);
+    });
 }
 
 TEST(Optimizer, StatePiecesResumeBitwise) {
@@ -403,6 +439,8 @@ TEST(Schedule, DecayMayStartAfterTheWarmUp) {
   // The warm-up is completed first.
   EXPECT_DOUBLE_EQ(optim::linear(30, {.peak = 1.0, .warmup = 20, .decay_start = 5, .total = 40}), 0.5);
   EXPECT_DOUBLE_EQ(optim::linear(50, {.peak = 1.0, .decay_start = 60, .total = 60}), 1.0);
+  EXPECT_DOUBLE_EQ(optim::linear(60, {.peak = 1.0, .minimum = 0.25, .decay_start = 60, .total = 60}), 0.25);
+  EXPECT_DOUBLE_EQ(optim::cosine(7, {.peak = 1.0, .minimum = 0.25, .warmup = 7, .total = 7}), 0.25);
 }
 
 // Against its formula after each step; training is unaffected by it, and forwards with it use the average.
@@ -439,6 +477,20 @@ TEST(Ema, FollowsTheParametersOnTheirShards) {
       for (const auto& [name, x] : all)
         for (size_t i = 0; i < x.size(); ++i) ASSERT_NEAR(x[i], one.at(name)[i], 1e-5) << name;
     }, {.threads_per_rank = 1});
+}
+
+// Frozen in the model: the average's own values stay, whatever they are.
+TEST(Ema, WhatIsFrozenIsNotUpdated) {
+  TinyModel model(2);
+  model.blocks[1].up.weight.freeze();
+  materialize(model, Device::cpu(), {.seed = 3});
+  TinyModel average(2);
+  average.blocks[1].up.weight.freeze();
+  materialize(average, Device::cpu(), {.seed = 4});
+  const auto before = values(average);
+  optim::Ema(model, average, 0.75).update();
+  EXPECT_EQ(values(average).at("blocks.1.up.weight"), before.at("blocks.1.up.weight"));
+  EXPECT_NE(values(average).at("blocks.1.down.weight"), before.at("blocks.1.down.weight"));
 }
 
 // With decay and 1 - decay as two rounded factors, some weights shrink: after these steps by up to a thousandth.

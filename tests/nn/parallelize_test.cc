@@ -2,6 +2,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <map>
+#include <mutex>
+
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/nn/layers/linear.h"
 #include "sheaf/nn/layers/tensor_region.h"
@@ -24,6 +27,11 @@ struct Layers : nn::Module {
     down.weight.set_cut(OwnershipMap::even(1));
   }
   SHEAF_FIELDS(up, down);
+};
+struct Uneven : nn::Module {
+  nn::Parameter rows{{13, kWidth}, nn::Init::normal(1)}, columns{{kWidth, 13}, nn::Init::normal(1)}, bias{{13}, nn::Init::normal(1)};
+  Uneven() { rows.set_cut(OwnershipMap::even(0)), columns.set_cut(OwnershipMap::even(1)), bias.set_cut(OwnershipMap::even(0)); }
+  SHEAF_FIELDS(rows, columns, bias);
 };
 // Knows nothing of ranks.
 struct Plain : Layers {
@@ -246,6 +254,27 @@ TEST(Parallelize, IsCloned) {
     Net<Plain> copy = nn::clone(net);
     EXPECT_EQ(copy(rows(mesh)).to_vector<double>(), net(rows(mesh)).to_vector<double>());
   });
+}
+
+// Blocks of different sizes have equal room in a unit's buffer. What is behind the smaller ones belongs to no parameter.
+TEST(Cuts, EachElementIsOnceWhereBlocksDiffer) {
+  struct Pieces {
+    std::mutex mutex;
+    std::map<std::string, std::map<int64_t, int>> held;  // times that each element is saved
+  } all;
+  run_local(6, [&](World& w) {
+    Uneven net;
+    shard(net, w.mesh({{"data", 2}, {"model", 3}}), {.tensor_axis = "model"});
+    materialize(net, Device::cpu(), {.seed = 3});
+    const std::lock_guard lock(all.mutex);
+    for (const nn::StatePiece& p : nn::state_pieces(net))
+      for (int64_t i = 0; p.owner && i < p.runs.numel(); ++i) ++all.held[p.name][p.runs.at(i)];
+  }, {.threads_per_rank = 1});
+  for (const auto& [name, times] : all.held) {
+    EXPECT_EQ(times.size(), name == "bias" ? 13u : 13u * kWidth) << name;
+    for (const auto& [element, count] : times) ASSERT_EQ(count, 1) << name << ' ' << element;
+  }
+  EXPECT_EQ(all.held.size(), 3u);
 }
 
 }  // namespace

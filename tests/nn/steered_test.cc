@@ -45,6 +45,12 @@ struct Counting : nn::Module {
   SHEAF_FIELDS(linear, level);
 };
 
+struct OfAllKinds : nn::Module {
+  nn::Parameter slow{{kWidth}, nn::Init::zeros()}, fast{{kWidth}, nn::Init::zeros()}, exact{{kWidth}, nn::Init::zeros()},
+      plain{{kWidth}, nn::Init::zeros()};
+  SHEAF_FIELDS(exact, slow, fast, plain);
+};
+
 Tensor batch(const Mesh& mesh, uint64_t key) {
   const Tensor x = randn({kF32, {kRows, kWidth}, {}}, Key{key});
   return redistribute(x, Layout(mesh.spec, Placement::shard(0)));
@@ -168,6 +174,42 @@ TEST(Steered, WhatIsExactIsNotCast) {
     EXPECT_EQ(model.linear.weight.dtype(), kBF16);
     EXPECT_EQ(model.level.unit()->buffers().back().name, "root exact frozen");
   }, {.threads_per_rank = 1});
+}
+
+// Beside others of the same unit that are cast, in any order.
+TEST(Steered, WhatIsTrainedAndExactIsNotCastEither) {
+  run_local(2, [](World& w) {
+    for (const bool exact_bias : {false, true}) {
+      Counting model(0);
+      model.level.keep_exact();
+      if (exact_bias) model.linear.bias.keep_exact();
+      shard(model, w.mesh({{"data", 2}}), {.compute_dtype = kBF16});
+      materialize(model, Device::cpu(), {.seed = 3});
+      Recording recording;
+      EXPECT_EQ(model.level.value().dtype(), kF32);
+      EXPECT_EQ(model.linear.weight.value().dtype(), kBF16);
+      EXPECT_EQ(model.linear.bias.value().dtype(), exact_bias ? kF32 : kBF16);
+      EXPECT_EQ(model.level.unit()->buffers().back().name, "root exact");
+    }
+  }, {.threads_per_rank = 1});
+}
+
+// In one unit: each moves by its own rate, and what is only exact is the optimizer's.
+TEST(Steered, RatesOfAUnitAreTheirOwn) {
+  OfAllKinds model;
+  model.slow.steer(0.125), model.fast.steer(0.5), model.exact.keep_exact();
+  materialize(model);
+  optim::SGD sgd(model, {.lr = 0.25});
+  Recording recording;
+  recording.backward(sum(model.slow + model.fast * 2 + model.exact * 3 + model.plain * 4));
+  const Tensor norm = grad_norm(model);
+  EXPECT_NEAR(norm.item(), std::sqrt(9.0 * kWidth + 16.0 * kWidth), 1e-6);
+  sgd.step();
+  recording.take();
+  EXPECT_EQ(full_parameter(model.slow).to_vector(), std::vector<float>(kWidth, -0.125f));
+  EXPECT_EQ(full_parameter(model.fast).to_vector(), std::vector<float>(kWidth, -0.5f));
+  EXPECT_EQ(full_parameter(model.exact).to_vector(), std::vector<float>(kWidth, -0.75f));
+  EXPECT_EQ(full_parameter(model.plain).to_vector(), std::vector<float>(kWidth, -1.0f));
 }
 
 TEST(Steered, RefusesWhatItCannotMean) {
