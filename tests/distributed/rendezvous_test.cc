@@ -496,7 +496,7 @@ TEST_F(Store, WhoHasLeftWaitsForTheNextJob) {
   auto first = client(0, 2), leaves = client(1, 2);
   leaves->may_leave();
   leaves.reset();
-  std::thread next([&] {
+  std::jthread next([&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(300));
     first.reset();
     server.reset();
@@ -513,7 +513,7 @@ TEST_F(Store, WhoHasLeftWaitsForTheNextJob) {
 TEST_F(Store, AServerThatEndsBeforeItAnswersIsNotTheOne) {
   Socket listener = listen_on("127.0.0.1", 0);
   port = local_port(listener);
-  std::thread next([&] {
+  std::jthread next([&] {
     accept_from(listener, in(5));  // and closes it
     server = std::make_unique<StoreServer>(std::move(listener), 2, "t");
   });
