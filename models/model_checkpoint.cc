@@ -33,13 +33,16 @@ void check_prefixes(const PrefixedModules& also, const optim::DiLoCo* outer) {
 std::vector<nn::StatePiece> all_pieces(nn::Module& module, const Optimizers& optimizers, const optim::DiLoCo* outer,
                                        const PrefixedModules& also) {
   check_prefixes(also, outer);
+  expect_own_units("checkpoint", "save or load", module);
   if (outer) return nn::state_pieces(module, optimizers, *outer);
   std::vector<nn::StatePiece> pieces = nn::state_pieces(module);
-  for (const auto& [prefix, other] : also)
+  for (const auto& [prefix, other] : also) {
+    expect_own_units("checkpoint", "save or load", *other);
     for (nn::StatePiece& p : nn::state_pieces(*other)) {
       p.name = prefix + p.name;
       pieces.push_back(std::move(p));
     }
+  }
   for (optim::Optimizer* optimizer : optimizers)
     for (nn::StatePiece& p : nn::state_pieces(*optimizer)) pieces.push_back(std::move(p));
   return pieces;

@@ -26,8 +26,8 @@ struct StatePiece {
 };
 
 /// Parameters and buffers, in visiting order, each on every rank. Pointers stay valid while the model lives. Gathered values are
-/// discarded first, so that values written through the pointers take effect. Not on meta. ConfigError for a part of a model with
-/// parameters in units around it.
+/// discarded first, so that values written through the pointers take effect. Not on meta. Of a part of a model these are all of its
+/// units': perhaps of parameters around it, too.
 std::vector<StatePiece> state_pieces(Module& module);
 /// The optimizer's tensors. Its step count is Optimizer::steps().
 std::vector<StatePiece> state_pieces(optim::Optimizer& optimizer);

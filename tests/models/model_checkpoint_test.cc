@@ -425,7 +425,7 @@ TEST(Checkpoint, RefusesWhatItCannotMean) {
     const auto expect_refused = [](const std::string& message) { EXPECT_THAT(message, HasSubstr("'head.weight' is in unit 'root' of a model around")); };
     expect_refused(message_of<ConfigError>(ExitCode::kConfig, [&] { models::save_checkpoint(folder.path(), 1, net.head, {}, world); }));
     expect_refused(message_of<ConfigError>(ExitCode::kConfig, [&] { (void)models::load_checkpoint(folder.path(), net.head, {}, world); }));
-    expect_refused(message_of<ConfigError>(ExitCode::kConfig, [&] { (void)nn::state_pieces(net.head); }));
+    expect_refused(message_of<ConfigError>(ExitCode::kConfig, [&] { (void)models::checkpoint_pieces(net.head, {}, {}); }));
   });
   run_local(1, [&](World& world) {
     Net net;
