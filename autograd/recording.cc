@@ -175,8 +175,10 @@ void Recording::note_change(const Tensor& memory, const Tensor& x) {
   stored_.push_back({memory, node});
 }
 
-// Views of changed memory, also those from before the change, or from outside of the recording.
+// Views of changed memory, also those from before the change, or from outside of the recording; but not through stop_gradient().
 void Recording::note_reading(const Tensor& t, ValueId v) {
+  for (ValueId u = v; u >= 0; u = tape_.value(u).lies_in())
+    if (const OpDef* op = tape_.node(tape_.value(u).producer).op; op && op->stops_gradient) return;
   const auto place = [](const Tensor& x) {
     const View view = x.view_unsynced();
     return std::pair(x.byte_offset(), x.byte_offset() + view.extent_bytes());

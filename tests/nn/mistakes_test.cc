@@ -172,7 +172,7 @@ TEST(Parameters, AreReadInTheRecording) {
       });
     };
     EXPECT_THAT(error([](const Tensor& w) { square(w); }),
-                HasSubstr("[square] root: input 0, f32[6,4], is the value of a trained parameter, read outside of this recording"));
+                HasSubstr("[square] root: input 0, f32[6,4] Replicate@data, is the value of a trained parameter, read outside of this recording"));
     EXPECT_EQ(error([](const Tensor& w) { square(stop_gradient(w)); }), "no exception");
   }
 }
