@@ -9,6 +9,9 @@
 //   const double curvature = gradient_along(model, direction).item<double>();  // <H v, v>
 //
 // docs/own_models.md has the largest eigenvalue of a Hessian in twenty lines.
+//
+// All but derivative_along() work on whole units: of a part of a model that shares a unit with other trained parameters they are a
+// ConfigError.
 #pragma once
 
 #include "sheaf/nn/module.h"
