@@ -104,10 +104,9 @@ TEST(FailedBackward, DoesNotStayInGradients) {
           Net net;
           shard(net, mesh, {.units = nn::units_of<Block>(), .strategy = strategy});
           materialize(net, Device::cpu(), {.seed = 4});
-          Recording recording;
           const auto micro_batch = [&](int sample, int fails) {
             guards = 0, fails_at = fails;
-            recording.next_micro_batch(sample);
+            Recording recording({.first_sample = sample});
             recording.backward(net.loss(token_rows(mesh, 3, 5, 11, sample), token_rows(mesh, 3, 5, 11, sample + 1)));
           };
           micro_batch(5, -1);
