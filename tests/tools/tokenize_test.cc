@@ -423,7 +423,7 @@ TEST(Tokenize, ExamplesThatAreNone) {
   const Words named = {"--data.tokenizer", "gpt2", "--data.tokenizer_folder", f / "bpe", "--train.steps", "1"};
   expect_refused(train(plain), 64, Words{"one.bin' holds examples, which are kept apart; ", "give data.separate_documents true"});
   expect_refused(train(plain + apart + Words{"--data.end_of_text", "5"}), 64, "documents end with token 5, the examples of '");
-  EXPECT_EQ(train(plain + apart + named).code, 0);
+  EXPECT_EQ(train(plain + apart + named + Words{"--output.folder", f / "fine"}).code, 0);
   f.write("vain.jsonl", "{\"prompt\": \"\", \"completion\": \"\"}\n{\"prompt\": \"\", \"completion\": \"a b\"}\n");
   EXPECT_THAT(tokenize({"vain.jsonl", "vain.bin"}, asks).err, HasSubstr("of 1 of 2 examples nothing is learned: training leaves them out"));
   expect_refused(train({"--model.vocab", "900"}), 65, "which is outside the vocabulary of 900");
