@@ -73,7 +73,7 @@ std::vector<Tensor> CompiledStep::record(const RecordingOptions& options, const 
     for (const auto& [v, leaf] : now.leaves)
       if (t.storage() == leaf.storage() && !t.device().is_meta()) t = t.clone();
   if (recorded_++ < kUnsettled) return results;
-  if (recorded_ == kUnsettled + 1) {
+  if (steps_.empty()) {
     steps_.push_back(std::move(now));
     return results;
   }

@@ -16,18 +16,18 @@ constexpr int kLeastCapability = 90;  // what the kernels are compiled for
 constexpr auto kLeastBlockBytes = static_cast<int64_t>(kernels::cuda::kBlocksSharedBytes);
 
 // The index of this rank's GPU. A launcher that binds one to each rank (srun --gpus-per-task 1) makes only that one visible.
-int index_for(const Rendezvous& r, const GpusHere& gpus) { return gpus.gpus.size() == 1 ? 0 : r.local_rank; }
+int index_for(const Rendezvous& r, const GpusHere& gpus) { return gpus.usable.size() == 1 ? 0 : r.local_rank; }
 
 // Why this rank cannot have an exclusive GPU; empty if it can.
 std::string obstacle(const Rendezvous& r, const GpusHere& gpus) {
   if (!kernels::kHasCuda) return "this build has no CUDA";
-  const auto count = static_cast<int>(gpus.gpus.size());
+  const auto count = static_cast<int>(gpus.usable.size());
   if (count == 0) return "there is no GPU: " + gpus.why_none;
   const int index = index_for(r, gpus);
   if (index >= count)
     return str("rank ", r.rank, " is number ", r.local_rank, " of ", r.local_world, " on this host, which has ", count,
                " GPUs, and each rank needs its own");
-  const auto [capability, block_bytes] = gpus.gpus[static_cast<size_t>(index)];
+  const auto [capability, block_bytes] = gpus.usable[static_cast<size_t>(index)];
   const std::string has = str("GPU ", index, " has the compute capability ", capability / 10, ".", capability % 10, ", ");
   if (capability < kLeastCapability)
     return str(has, "and this build code for ", kLeastCapability / 10, ".", kLeastCapability % 10, " and later");
@@ -42,7 +42,7 @@ GpusHere GpusHere::look() {
   GpusHere here;
   if constexpr (kernels::kHasCuda) {
     const int count = kernels::cuda::device_count();
-    for (int i = 0; i < count; ++i) here.gpus.push_back({kernels::cuda::compute_capability(i), kernels::cuda::block_shared_bytes(i)});
+    for (int i = 0; i < count; ++i) here.usable.push_back({kernels::cuda::compute_capability(i), kernels::cuda::block_shared_bytes(i)});
     if (count == 0) here.why_none = kernels::cuda::why_no_device();
     here.emulated = kernels::emulated_cuda();
     here.driver = path_exists("/proc/driver/nvidia/version");
@@ -67,7 +67,7 @@ DeviceChoice choose_device(const Rendezvous& r, const DeviceWish& wish, const Gp
   }
   if (gpus.emulated) return {Device::cpu()};
   if (why.empty()) return {Device::cuda(index_for(r, gpus))};
-  return {Device::cpu(), false, gpus.driver || !gpus.gpus.empty() ? why : ""};
+  return {Device::cpu(), false, gpus.driver || !gpus.usable.empty() ? why : ""};
 }
 
 std::string choice_for_others(const DeviceChoice& choice) {

@@ -13,13 +13,13 @@ namespace sheaf {
 /// The GPUs that a process finds on its host.
 struct GpusHere {
   struct Properties {
-    int capability = 0;                   ///< 90 for 9.0
+    int capability = 0;                        ///< 90 for 9.0
     int64_t block_bytes = int64_t{227} << 10;  ///< shared memory that a block can have: 227 KiB with the capabilities 9.0 and 10.0
   };
-  std::vector<Properties> gpus = {};  ///< that it may use
-  std::string why_none = {};          ///< the driver's message, if there is none
-  bool driver = false;                ///< NVIDIA's kernel driver is loaded
-  bool emulated = false;              ///< kernels run on the CPU: for tests, which request it
+  std::vector<Properties> usable = {};  ///< those that it may use
+  std::string why_none = {};            ///< the driver's message, if there is none
+  bool driver = false;                  ///< NVIDIA's kernel driver is loaded
+  bool emulated = false;                ///< kernels run on the CPU: for tests, which request it
 
   static GpusHere look();
 };

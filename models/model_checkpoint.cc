@@ -18,7 +18,9 @@
 namespace sheaf::models {
 namespace {
 
-void check_prefixes(const PrefixedModules& also, const optim::DiLoCo* outer) {
+void check_modules(nn::Module& module, const PrefixedModules& also, const optim::DiLoCo* outer) {
+  const auto expect_whole = [](nn::Module& m) { expect_own_units("checkpoint", "save or load", m); };
+  expect_whole(module);
   for (size_t i = 0; i < also.size(); ++i) {
     const std::string& prefix = also[i].prefix;
     check<ConfigError>(also[i].module, "[checkpoint] '", prefix, "' is the prefix of no module");
@@ -27,22 +29,20 @@ void check_prefixes(const PrefixedModules& also, const optim::DiLoCo* outer) {
     for (size_t j = 0; j < i; ++j)
       check<ConfigError>(also[j].prefix != prefix, "[checkpoint] two modules have the prefix '", prefix, "'");
     check<ConfigError>(!outer, "[checkpoint] '", prefix, "': beside a model that islands train there are no further modules");
+    expect_whole(*also[i].module);
   }
 }
 
 std::vector<nn::StatePiece> all_pieces(nn::Module& module, const Optimizers& optimizers, const optim::DiLoCo* outer,
                                        const PrefixedModules& also) {
-  check_prefixes(also, outer);
-  expect_own_units("checkpoint", "save or load", module);
+  check_modules(module, also, outer);
   if (outer) return nn::state_pieces(module, optimizers, *outer);
   std::vector<nn::StatePiece> pieces = nn::state_pieces(module);
-  for (const auto& [prefix, other] : also) {
-    expect_own_units("checkpoint", "save or load", *other);
+  for (const auto& [prefix, other] : also)
     for (nn::StatePiece& p : nn::state_pieces(*other)) {
       p.name = prefix + p.name;
       pieces.push_back(std::move(p));
     }
-  }
   for (optim::Optimizer* optimizer : optimizers)
     for (nn::StatePiece& p : nn::state_pieces(*optimizer)) pieces.push_back(std::move(p));
   return pieces;
@@ -78,9 +78,8 @@ void load_scaler(Checkpoint& checkpoint, optim::LossScaler& scaler) {
 }  // namespace
 
 CheckpointGroup checkpoint_group(nn::Module& module, World& world, const optim::DiLoCo* outer, const PrefixedModules& also) {
-  check_prefixes(also, outer);
+  check_modules(module, also, outer);
   for (const PrefixedModule& other : also) checkpoint_group(*other.module, world);
-  expect_own_units("checkpoint", "save or load", module);
   const auto all = units(module);
   const int islands = outer ? outer->islands() : 1;
   const auto is_shared = [&](const auto& unit) { return unit->mesh() && unit->mesh()->num_ranks() * islands == world.size(); };

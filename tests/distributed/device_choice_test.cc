@@ -28,7 +28,7 @@ DeviceChoice choose(const GpusHere& gpus, const char* wish = nullptr, int local_
 }
 GpusHere gpus(const std::vector<int>& capabilities) {
   GpusHere here{.driver = true};
-  for (const int capability : capabilities) here.gpus.push_back({capability});
+  for (const int capability : capabilities) here.usable.push_back({capability});
   return here;
 }
 
@@ -69,7 +69,7 @@ TEST(DeviceChoice, WhatCannotBeIsSaid) {
   EXPECT_EQ(old.why, "GPU 0 has the compute capability 8.0, and this build code for 9.0 and later");
   EXPECT_THAT([] { choose(gpus({90, 86}), "cuda", 1, 2); }, ThrowsMessage<ConfigError>(HasSubstr("GPU 1 has the compute capability 8.6")));
   EXPECT_EQ(choose(gpus({100})).device, Device::cuda(0));
-  const DeviceChoice small = choose({.gpus = {{120, 99 << 10}}});
+  const DeviceChoice small = choose({.usable = {{120, 99 << 10}}});
   EXPECT_EQ(small.device, Device::cpu());
   EXPECT_EQ(small.why, "GPU 0 has the compute capability 12.0, whose blocks have at most 99 KiB of shared memory, and the kernels need 227");
   const GpusHere broken{.why_none = "CUDA driver version is insufficient for CUDA runtime version", .driver = true};
@@ -77,8 +77,8 @@ TEST(DeviceChoice, WhatCannotBeIsSaid) {
   EXPECT_THAT([&] { choose(broken, "cuda"); }, ThrowsMessage<ConfigError>(HasSubstr("but there is no GPU: CUDA driver version")));
   // No message where no GPU is to be expected.
   EXPECT_EQ(choose({.why_none = "no driver"}).why, "");
-  EXPECT_EQ(choose({.gpus = {{90}}, .emulated = true}).device, Device::cpu());
-  EXPECT_EQ(choose({.gpus = {{90}}, .emulated = true}, "cuda").device, Device::cuda(0));
+  EXPECT_EQ(choose({.usable = {{90}}, .emulated = true}).device, Device::cpu());
+  EXPECT_EQ(choose({.usable = {{90}}, .emulated = true}, "cuda").device, Device::cuda(0));
 }
 
 TEST(DeviceChoice, AJobIsOnGpusOrOnCpus) {
