@@ -129,7 +129,7 @@ Tensors apply(const OpDef& op, const void* attrs, std::span<const Tensor> given,
     if (!into[i].to) continue;
     // Memory of a dtype that an op cannot fill is ignored: the caller converts the op's result.
     if (const DType to = into[i].to.dtype(), own = specs[i].type.dtype; to != own) {
-      if (!is_wide_of(to, own) || !(op.stores_wide >> i & 1)) continue;
+      if (!is_wide_of(to, own) || i >= 64 || !(op.stores_wide >> i & 1)) continue;
       specs[i].type.dtype = to;
     }
     located([&] {
