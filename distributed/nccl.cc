@@ -19,24 +19,25 @@
   F(ncclAllReduce)          \
   F(ncclBroadcast)          \
   F(ncclCommAbort)          \
+  F(ncclCommDeregister)     \
   F(ncclCommDestroy)        \
   F(ncclCommFinalize)       \
   F(ncclCommGetAsyncError)  \
   F(ncclCommInitRankConfig) \
+  F(ncclCommRegister)       \
   F(ncclGetErrorString)     \
   F(ncclGetLastError)       \
   F(ncclGetUniqueId)        \
   F(ncclGetVersion)         \
   F(ncclGroupEnd)           \
   F(ncclGroupStart)         \
+  F(ncclMemAlloc)           \
+  F(ncclMemFree)            \
   F(ncclRecv)               \
   F(ncclReduce)             \
   F(ncclReduceScatter)      \
   F(ncclSend)
 SHEAF_FORWARD_FUNCTIONS(kNccl, SHEAF_NCCL)
-// Since NCCL 2.19.
-#define SHEAF_NCCL_MEMORY(F) F(ncclCommDeregister) F(ncclCommRegister) F(ncclMemAlloc) F(ncclMemFree)
-SHEAF_FORWARD_FUNCTIONS(kNcclMemory, SHEAF_NCCL_MEMORY)
 
 namespace sheaf {
 namespace {
@@ -267,8 +268,6 @@ class Library final : public NcclLibrary {
     check<ConfigError>(version >= NCCL_VERSION(2, 26, 0), "[nccl] the ", name, " that is found is of version ", version / 10000, ".",
                        version / 100 % 100, ", and ranks need 2.26 or later: older ones may deadlock if a rank has several ",
                        "communicators; SHEAF_CUDA_LIBRARIES names a folder with another");
-    if (kernels::cuda::load_newer_functions(name, kNcclMemory))
-      memory_ = std::make_shared<LibraryMemory>();
   }
 
   std::string unique_id() override {
@@ -280,10 +279,7 @@ class Library final : public NcclLibrary {
                                  const std::string& name) override {
     return std::make_unique<LibraryComm>(id, size, rank, name);
   }
-  std::shared_ptr<PieceSource> memory() override { return memory_; }
-
- private:
-  std::shared_ptr<PieceSource> memory_;
+  std::shared_ptr<PieceSource> memory() override { return std::make_shared<LibraryMemory>(); }
 };
 
 }  // namespace

@@ -61,7 +61,7 @@ class NcclLibrary {
   /// for NCCL's logs.
   virtual std::unique_ptr<NcclComm> join(const std::string& id, int size, int rank,
                                          const std::string& name) = 0;
-  /// Memory that can be registered with communicators; null if this NCCL has none (older than 2.19).
+  /// Memory that can be registered with communicators.
   virtual std::shared_ptr<PieceSource> memory() = 0;
 };
 

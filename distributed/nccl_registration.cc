@@ -25,10 +25,9 @@ void say_once(const std::string& text) {
 
 void use_nccl_memory(NcclLibrary& library) {
   const std::shared_ptr<Gpu>& gpu = RankContext::current().gpu;
-  std::shared_ptr<PieceSource> memory = wanted() ? library.memory() : nullptr;
-  if (!gpu || !memory) return;
+  if (!gpu || !wanted()) return;
   try {
-    gpu->set_wire(std::move(memory));
+    gpu->set_wire(library.memory());
   } catch (const OutOfMemory&) {
   }  // of its kind: the rank continues with its own
 }

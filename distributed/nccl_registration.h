@@ -23,7 +23,7 @@
 // registered. With strategy replicate, gradients are summed in place and pass through NCCL's buffers: in the pool they would cost 4
 // bytes per parameter.
 //
-// Based on NCCL's documents and sources, 2.19 to 2.30; tested only over stand-ins.
+// Based on NCCL's documents and sources, 2.26 to 2.30; tested only over stand-ins.
 #pragma once
 
 #include <memory>
@@ -35,7 +35,7 @@
 
 namespace sheaf {
 
-/// With SHEAF_NCCL_REGISTER=1 makes the wire memory of the current rank's GPU registrable, unless this NCCL cannot.
+/// With SHEAF_NCCL_REGISTER=1 makes the wire memory of the current rank's GPU registrable, unless the GPU has none of that kind.
 /// Call it before anything is allocated there.
 void use_nccl_memory(NcclLibrary& library);
 

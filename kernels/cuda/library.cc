@@ -150,9 +150,4 @@ void load_library(const std::string& soname, std::span<const ForwardedFunction> 
                      ": another version than this program was built with?");
 }
 
-bool load_newer_functions(const std::string& soname, std::span<const ForwardedFunction> functions) {
-  const Loaded library = find(soname);  // the one that is loaded
-  return library.handle && !fill_in(library.handle, functions);
-}
-
 }  // namespace sheaf::kernels::cuda

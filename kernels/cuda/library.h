@@ -30,10 +30,6 @@ struct ForwardedFunction {
 void load_library(const std::string& soname, std::span<const ForwardedFunction> functions,
                   const std::string& nvrtc = "");
 
-/// The same, after load_library(), for functions that older versions lack: fills in all of them, or, if one is missing, none and
-/// returns false; then none may be called.
-bool load_newer_functions(const std::string& soname, std::span<const ForwardedFunction> functions);
-
 /// Where libraries are searched, in addition to the loader's own places:
 ///   SHEAF_CUDA_LIBRARIES  folders, separated by colons; these come even before the loader's
 ///   $CUDA_PATH, the CUDA that this was built with, /usr/local/cuda

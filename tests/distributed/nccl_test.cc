@@ -74,10 +74,10 @@ TEST(NcclCommunicator, RegistersWhatItsMemoryGrowsBy) {
 TEST(NcclCommunicator, RegistersNothingWhereOneRankCannot) {
   SHEAF_NEEDS_GPU();
   const Registered scope;
-  testing::ThreadNccl older, refusing;
-  older.older = true;
+  testing::ThreadNccl empty, refusing;
+  empty.empty = true;
   refusing.refusing = 1;
-  for (testing::ThreadNccl* nccl : {&older, &refusing}) {
+  for (testing::ThreadNccl* nccl : {&empty, &refusing}) {
     expect_well(run_job(*nccl, registered_battery, {.ranks = 3}));
     EXPECT_GT(nccl->rules->moved("all_gather out").copied, 0);
     EXPECT_EQ(nccl->rules->moved("all_gather out").in_place, 0);

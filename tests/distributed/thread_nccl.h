@@ -17,15 +17,20 @@ class ThreadNccl final : public NcclLibrary {
   std::unique_ptr<NcclComm> join(const std::string& id, int size, int rank,
                                  const std::string& name) override;
 
-  std::shared_ptr<PieceSource> memory() override { return older ? nullptr : rules->memory(); }
+  std::shared_ptr<PieceSource> memory() override { return empty ? std::make_shared<NoMemory>() : rules->memory(); }
 
   struct Clique;  // the members of one communicator
 
   const std::shared_ptr<NcclRules> rules = std::make_shared<NcclRules>();
-  bool older = false;  ///< a version that registers nothing
+  bool empty = false;  ///< has no memory that can be registered
   int refusing = -1;   ///< a member of each communicator where registering fails
 
  private:
+  struct NoMemory final : PieceSource {
+    void* allocate(int, size_t) override { return nullptr; }
+    void free(void*) override {}
+  };
+
   std::mutex mutex_;
   int ids_ = 0;
   std::map<std::string, std::shared_ptr<Clique>> cliques_;
