@@ -77,12 +77,13 @@ std::vector<ChoiceRow> encoded(const Texts& texts, const Tokenizer& tokenizer, s
     prompt.insert(prompt.end(), ids.begin(), ids.end());
   }
   check<DataError>(!prompt.empty(), "[choices] ", origin, ": the prompt is empty");
+  const Tokenizer::Place place = end > 0 ? tokenizer.place_behind(whole.substr(0, end), prompt.back()) : Tokenizer::Place::within;
   std::vector<ChoiceRow> rows;
   for (const std::string& choice : texts.choices) {
     check<DataError>(!choice.empty(), "[choices] ", origin, ": a choice is empty");
     const std::string text = str(!blanks.empty() ? blanks : is_blank(choice.front()) ? "" : " ", choice);
     ChoiceRow row{.tokens = prompt, .begin = std::ssize(prompt), .characters = characters_of(choice)};
-    const std::vector<int32_t> more = tokenizer.encode_more(text, origin);
+    const std::vector<int32_t> more = tokenizer.encode_at(text, place, origin);
     row.tokens.insert(row.tokens.end(), more.begin(), more.end());
     rows.push_back(std::move(row));
   }

@@ -7,6 +7,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "sheaf/core/file.h"
+#include "sheaf/models/huggingface_tokenizer.h"
 #include "sheaf/tests/core/scratch_folder.h"
 
 namespace sheaf::models {
@@ -86,6 +88,21 @@ TEST(Choices, WhatStandsBeforeATextStandsBeforeAPrompt) {
   EXPECT_EQ(q.rows()[1].begin, 3);
   // Then a prompt may be empty.
   EXPECT_EQ(read(R"({"prompt": "", "choices": ["b", "c"], "answer": 0})", 100, 0, {7}).rows()[0].begin, 1);
+}
+
+// Some tokenizers put a space behind an added token, which may be the prompt's end.
+TEST(Choices, ContinueBehindAnAddedTokenAsInAWholeText) {
+  const Folder folder;
+  for (const char* name : {"llama2", "mistral", "always", "phrases", "gemma"}) {
+    const std::string path = str("tests/models/huggingface/", name, ".json");
+    const auto tokenizer = make_huggingface_tokenizer(Json::parse(File::open(path).read_all(), path), path);
+    for (const std::string prompt : {"In the<think>", "In the"}) {
+      const Json line = Json::Object{{"prompt", prompt}, {"choices", Json::Array{"God", "said"}}, {"answer", 0}};
+      const ChoiceQuestions q("", folder.write(line.dump()), *tokenizer, {.context = 100});
+      EXPECT_EQ(q.rows()[0].tokens, tokenizer->encode(prompt + " God")) << name;
+      EXPECT_EQ(q.rows()[1].tokens, tokenizer->encode(prompt + " said")) << name;
+    }
+  }
 }
 
 // The last target needs no position in the window.
