@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <filesystem>
 #include <optional>
 
 #include "sheaf/core/file.h"
@@ -22,9 +23,13 @@ namespace {
 constexpr size_t kBlockPerThread = size_t{8} << 20;
 
 // Refuses to overwrite a text, as would happen if OUT was forgotten.
-void require_no_text(const std::string& path) {
-  if (path_exists(path) && !models::is_token_file(path))
-    fail<ConfigError>("[tokenize] '", path, "' exists and is no token file: name the file to write last");
+void require_no_text(const std::string& out, const std::vector<std::string>& texts) {
+  if (out == "-") fail<ConfigError>("[tokenize] a token file cannot be written to standard output: name the file to write last");
+  if (path_exists(out) && !models::is_token_file(out))
+    fail<ConfigError>("[tokenize] '", out, "' exists and is no token file: name the file to write last");
+  std::error_code absent;
+  for (const std::string& text : texts)
+    if (std::filesystem::equivalent(out, text, absent)) fail<ConfigError>("[tokenize] '", out, "' is also among the texts");
 }
 
 class Tokenizing {
@@ -144,7 +149,7 @@ int tokenize_command(const TokenizeArguments& arguments) {
     fail<ConfigError>("[tokenize] --tokenizer byte has no files: --tokenizer-folder ", arguments.tokenizer_folder,
                       " is for gpt2, llama3 and huggingface");
   const auto tokenizer = models::open_tokenizer(arguments.tokenizer, arguments.tokenizer_folder);
-  require_no_text(out);
+  require_no_text(out, texts);
   expect_writable_file("tokenize", out);
   const int threads = arguments.threads > 0 ? arguments.threads : threads_per_rank(1);
   RankContext::current().threads = threads;

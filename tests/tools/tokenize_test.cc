@@ -126,6 +126,11 @@ TEST(Tokenize, SaysWhatIsWrong) {
   const Folder f;
   expect_refused(f.tokenize({"a.txt"}), 64, "name at least one text and, last, the file to write");
   expect_refused(f.tokenize({"a.txt", "b.txt"}), 64, "b.txt' exists and is no token file");
+  expect_refused(run_sheaf({"tokenize", f / "a.txt", "-", "--tokenizer", "byte"}), 64, "cannot be written to standard output");
+  ASSERT_EQ(run_sheaf({"tokenize", f / "a.txt", f / "a.bin", "--tokenizer", "byte"}).code, 0);
+  const std::string before = File::open(f / "a.bin").read_all();
+  expect_refused(run_sheaf({"tokenize", f / "./a.bin", f / "a.bin", "--tokenizer", "byte"}), 64, "a.bin' is also among the texts");
+  EXPECT_EQ(File::open(f / "a.bin").read_all(), before);
   expect_refused(f.tokenize({"a.txt", "out.bin"}, "char"), 64, "unknown tokenizer 'char'");
   expect_refused(run_sheaf({"tokenize", f / "a.txt", f / "out.bin", "--tokenizer", "llama3"}), 64, "tokenizer.model");
   expect_refused(f.tokenize({"none.txt", "out.bin"}), 65, "none.txt': No such file");
