@@ -282,6 +282,10 @@ void GatherSchedule::advance_reductions() {
   for (Unit* u : units_) u->advance_reduction();
 }
 
+void GatherSchedule::use_reduced() {
+  for (Unit* u : units_) u->reduction_.use_if_stored();
+}
+
 int64_t GatherSchedule::gathered_bytes() const {
   int64_t bytes = 0;
   for (const Unit* u : units_)

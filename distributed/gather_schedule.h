@@ -49,6 +49,8 @@ class GatherSchedule {
   /// without having been gathered, and frees unused copies. Pending ones whose values are held (Unit::note_holders) only if `held_too`.
   void flush(bool held_too = true);
   void advance_reductions();
+  /// Calls what waits for gradients that are reduced: Unit::update_when_reduced(). Behind the next reduction, which need not wait for it.
+  void use_reduced();
 
   /// Between these two, units opened outside recordings stay open, and so do cast values, until masters change or a recording opens
   /// them.

@@ -27,6 +27,7 @@ void GradientReduction::leaf_waiting() {
 
 void GradientReduction::start(std::vector<Tensor> slots, bool to_the_end) {
   complete();  // a unit that is used in several orders of derivatives is reduced once for each, perhaps one right after the other
+  is_stored_ = false;
   to_the_end_ = to_the_end;
   recording_ = Recording::current_serial();
   reduce_along(unit_.axis(), std::move(slots));
@@ -110,20 +111,27 @@ void GradientReduction::cast_reduced() {
 void GradientReduction::complete() {
   while (!values_.empty()) advance();
   complete_offload();
+  use_if_stored();
+}
+
+void GradientReduction::use_if_stored() {
+  if (is_stored_ && use_) std::exchange(use_, nullptr)();
 }
 
 void GradientReduction::keep_gradient() {
   const std::vector<Tensor> reduced = std::exchange(values_, {});
-  if (unit_.offloads()) offload_.from = reduced;
+  const bool offloads = unit_.offloads() && !(to_the_end_ && use_);  // what is used soon, and freed, stays where it is
+  if (offloads) offload_.from = reduced;
   unit_.each_trainable([&](FlatBuffer& b, size_t k) {
     b.grad_scale = b.found_inf = Tensor();  // they belonged to the previous gradient
     // A gradient left by another recording is a leaf of this one, with its value before the change.
     if (Recording* r = Recording::current(); r && b.grad) r->leaf(b.grad, "gradient of " + b.name);
     const Tensor& gradient = reduced[k];
-    if (unit_.offloads()) offload_gradient(b, gradient);
+    if (offloads) offload_gradient(b, gradient);
     else if (b.grad) add_gradient(b.grad, gradient);  // a micro-batch's gradient is complete, then added
     else b.grad = gradient;
   });
+  is_stored_ = to_the_end_;
 }
 
 // Nothing waits: the source is kept until the next unit's gradient is offloaded, or the backward ends.
@@ -144,6 +152,8 @@ void GradientReduction::complete_offload() {
 }
 
 void GradientReduction::forget() {
+  use_ = nullptr;
+  is_stored_ = false;
   unreduced_.clear();
   values_.clear();
   inputs_.clear();

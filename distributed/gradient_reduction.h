@@ -1,6 +1,7 @@
 // GradientReduction: reduces the gradients of a unit from its slots to the placement of its masters.
 #pragma once
 
+#include <functional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -23,6 +24,10 @@ class GradientReduction {
   void advance();
   /// Waits until the gradient is stored.
   void complete();
+  /// The gradient of the step, the sum over its micro-batches along all axes, is for `use`: called once, by complete() or
+  /// use_if_stored().
+  void when_stored(std::function<void()> use) { use_ = std::move(use); }
+  void use_if_stored();
 
   /// Adds slots to the waiting ones (zero1).
   void add_to_waiting(std::vector<Tensor> gradients);
@@ -57,6 +62,8 @@ class GradientReduction {
   std::vector<Tensor> values_;     // one per trainable buffer; empty: nothing is pending. Destroyed before its inputs: waits for its lane
   int along_ = -1;                 // the axis of the pending collective
   bool to_the_end_ = false;
+  bool is_stored_ = false;  // to the end
+  std::function<void()> use_;
   uint64_t recording_ = 0;         // that has started it
   struct Offload {  // to the host's memory, by the lane of copies
     std::vector<Tensor> gradients, from;

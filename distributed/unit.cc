@@ -38,9 +38,9 @@ uint64_t Unit::version() const {
 }
 
 void Unit::zero_grad() {
-  for (FlatBuffer& b : buffers_) b.grad = b.grad_scale = b.found_inf = Tensor();
+  for (FlatBuffer& b : buffers_) b.grad = b.grad_scale = b.found_inf = b.squares = Tensor();
   pending_finishes_ = 0;
-  has_failed_ = false;
+  has_failed_ = is_consumed_ = false;
   reduction_.forget();
 }
 
@@ -284,6 +284,14 @@ void Unit::release_after_gradient() {
 
 void Unit::close_for_change() {
   schedule_->flush();
+  if (gathers()) discard_gathered();
+  close_views();
+  drop_copies();
+}
+
+// In the middle of a backward that no longer needs it, and has opened others.
+void Unit::close_for_update() {
+  if (state_ == State::in_flight) return close_for_change();
   if (gathers()) discard_gathered();
   close_views();
   drop_copies();

@@ -23,8 +23,10 @@
 // gradients into the reduce-scatter's input, or into that of its cast if they are sent in another dtype.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "sheaf/autograd/recording.h"
@@ -51,7 +53,7 @@ class Unit final : public LeafGroup, public UnitLayout, public std::enable_share
   Tensor memory_like_slot(int index) override;
   bool accepts_early_gradient(int index, const Type& gradient) const override;
   void drop_slots() override;
-  void backward_failed() override { has_failed_ = has_gradients(); }
+  void backward_failed() override { has_failed_ = has_gradients() || is_consumed_; }
   void release() override;
   void release_values() override;
   void finish(const std::vector<bool>& contributed) override;
@@ -71,6 +73,12 @@ class Unit final : public LeafGroup, public UnitLayout, public std::enable_share
   /// Allocates zeroed memory. The values are then written through pieces().
   void allocate(Device device);
   void zero_grad();
+  /// As soon as the gradients of the step are reduced calls `update`, which may change the masters and consumes the gradients: then they
+  /// are freed. It need not close what is made from the masters. zero_grad() cancels it; until then no backward may add to
+  /// gradients that were consumed.
+  void update_when_reduced(std::function<void()> update);
+  /// LifetimeError in the name of `who`, which needs the gradients, if they were consumed.
+  void expect_not_consumed(std::string_view who) const;
   /// Issues the reduction of gradients that wait for it (zero1, replicas, units shared by all stages); complete_reduction() ends it.
   /// LifetimeError if backward_weights() has not computed all gradients, or if they contain a part of a backward that failed.
   void reduce_waiting();
@@ -121,12 +129,14 @@ class Unit final : public LeafGroup, public UnitLayout, public std::enable_share
   void take_values(std::span<const Tensor> values);
   bool is_summed_over_stages() const;
   bool has_gradients() const;
+  void close_for_update();
   void note_holders();
   bool values_in_use() const;
 
   std::shared_ptr<GatherSchedule> schedule_;
   bool allocated_ = false;
   bool has_failed_ = false;  // gradients contain a part of a backward that failed
+  bool is_consumed_ = false;  // the gradients of this step
 
   State state_ = State::closed;
   int depth_ = 0;               // open scopes of its module

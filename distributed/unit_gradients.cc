@@ -107,6 +107,7 @@ void Unit::finish(const std::vector<bool>& contributed) {
     if (slots_of_ == Recording::current_serial()) drop_slots();
     return;
   }
+  expect_not_consumed("backward");
   zero_missing(contributed);
   // Units shared by all stages are reduced when the step asks for it (reduce_waiting): here each stage would wait for the last one
   // although it has work to do, and they get here in different turns.
@@ -121,6 +122,22 @@ void Unit::finish(const std::vector<bool>& contributed) {
   }
   schedule_->advance_reductions();  // at most one unit's slots are in flight
   reduction_.start(std::move(slots), last);
+  schedule_->use_reduced();
+}
+
+void Unit::update_when_reduced(std::function<void()> update) {
+  reduction_.when_stored([this, update = std::move(update)] {
+    close_for_update();
+    update();
+    is_consumed_ = true;
+    for (FlatBuffer& b : buffers_) b.grad = b.grad_scale = b.found_inf = Tensor();
+  });
+}
+
+void Unit::expect_not_consumed(std::string_view who) const {
+  if (is_consumed_)
+    fail<LifetimeError>("[", who, "] unit '", path_label(name_), "' was updated during the backward (Optimizer::step_in_backward), and its ",
+                        "gradients are gone: of these only grad_norm() is known, and the next backward comes after zero_grad()");
 }
 
 void Unit::reduce_waiting() {

@@ -71,6 +71,7 @@ struct FlatBuffer {
   Tensor grad;        ///< of the same type; undefined until it was reduced, see reduce_waiting()
   Tensor grad_scale;  ///< scalar that the optimizer multiplies grad with (clipping); undefined: 1
   Tensor found_inf;   ///< i32 scalar: not 0 if the optimizer's step is to be skipped (loss scaling); undefined: 0
+  Tensor squares;     ///< of a gradient that Unit::update_when_reduced() has consumed: the sum of its squares (nn/square_sums.h)
   /// Whether the optimizer's rule and the norm of gradients include it.
   bool has_slope() const { return trainable && steered == 0; }
 };

@@ -197,6 +197,7 @@ struct OptimizationConfig {
   double beta2 = 0.99;                 ///< AdamW's beta2
   double eps = 1e-8;                   ///< AdamW's epsilon
   double clip = 1.0;                   ///< largest norm of the gradient; 0: no clipping
+  bool update_in_backward = false;     ///< with clip 0: update each unit as soon as its gradient is reduced, and free the gradient
   double z_loss = 0.0;                 ///< factor of the z-loss (the mean squared log-sum-exp of the logits) in the training loss
   int64_t eval_every = 250;            ///< steps between evaluations; 0: only at the end
   int64_t eval_tokens = 0;             ///< targets per evaluation; 0: the whole validation split

@@ -76,6 +76,15 @@ constexpr double kNoClipping = std::numeric_limits<double>::infinity();
 // Steps that run as usual before one is compiled or captured.
 constexpr int64_t kSettling = 2;
 
+void check_update_in_backward(const OptimizationConfig& t) {
+  check<ConfigError>(t.clip == 0, "[train] train.update_in_backward with train.clip ", t.clip, ": no gradient can be clipped before all are known; ",
+                     "train.clip 0 clips none");
+  check<ConfigError>(t.dtype != "f16", "[train] train.update_in_backward with train.dtype f16: whether a step is skipped is known after the ",
+                     "backward; bf16 skips none");
+  check<ConfigError>(t.log_norms == "none", "[train] train.update_in_backward with train.log_norms ", t.log_norms, ": the gradients of single ",
+                     "parameters are gone at the end of the step");
+}
+
 void check_graph(Device device, const Mesh& mesh) {
   if (device.is_cpu()) fail<ConfigError>("[train] train.cuda_graph: this run computes on CPUs, which have no graphs");
   if (device.is_meta()) return;
@@ -97,6 +106,7 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
   if (config_.sharding.memory_budget != 0 && !config_.train.compile)
     fail<ConfigError>("[train] sharding.memory_budget ", config_.sharding.memory_budget, " is for train.recompute fit and for "
                       "train.compile");
+  if (config_.train.update_in_backward) check_update_in_backward(config_.train);
   const int stages = sharded_.mesh.spec->has_axis("stage") ? sharded_.mesh.size("stage") : 1;
   const int64_t runs = config_.sharding.pipeline_runs;
   if (runs > 1 && turns_.empty() && config_.train.micro_batches % stages != 0)
@@ -244,6 +254,7 @@ void TrainingStep::run_turns(Recording& recording, Result& result, RecordedStep*
     if (recorded) recorded->turns.push_back(recording.tape().num_nodes());
   };
   if (recorded) recorded->turns.clear();
+  if (t.update_in_backward) optimizer_->step_in_backward({.lr = result.lr, .scalars = inputs_->scalars()});
   for (const auto [kind, micro, run] : in_turn ? one_forward_one_backward(0, 1, t.micro_batches) : turns_) {
     note_turn();
     if (kind == Turn::forward) forward(micro, run);
@@ -259,7 +270,8 @@ void TrainingStep::update(Result& result) {
   else if (t.clip > 0) result.grad_norm = clip_grad_norm(*sharded_.model, t.clip);
   else result.grad_norm = grad_norm(*sharded_.model);
   if (t.log_norms != "none") result.grad_norms = scaler_ ? grad_norms(trained(), *scaler_) : grad_norms(trained());
-  optimizer_->step({.lr = result.lr, .scalars = inputs_->scalars()});
+  if (t.update_in_backward) optimizer_->step();
+  else optimizer_->step({.lr = result.lr, .scalars = inputs_->scalars()});
   if (scaler_) scaler_->update();
 }
 

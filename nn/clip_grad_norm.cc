@@ -46,6 +46,7 @@ Tensors clip(std::span<const nn::Parameter> parameters, double max_norm, const T
   const PhaseScope phase(Phase::update);
   const auto units = nn::trainable_units("clip_grad_norm", parameters);
   Tensors out = norm_and_scale("clip_grad_norm", units, max_norm, loss_factor);
+  for (const auto& unit : units) unit->expect_not_consumed("clip_grad_norm");
   for (const auto& unit : units)
     for (FlatBuffer& b : unit->buffers()) {
       if (!b.trainable || !b.grad) continue;

@@ -34,7 +34,10 @@ template <class F>
 void for_each_buffer(const char* who, nn::Module& model, nn::Module& direction, Gradients gradients, F&& f) {
   const Pair pair(who, model, direction);
   const Units units = nn::trainable_units(who, pair.model), along = nn::trainable_units(who, pair.direction);
-  if (gradients == Gradients::reduced) nn::reduce_waiting(units);
+  if (gradients == Gradients::reduced) {
+    nn::reduce_waiting(units);
+    for (const auto& unit : units) unit->expect_not_consumed(who);
+  }
   const auto expect_alike = [&](const std::string& difference) {
     check<PlacementError>(difference.empty(), "[", who, "] the direction is sharded otherwise than the model: ", difference,
                           "; shard() both with the same options, and freeze() the same parameters");

@@ -229,6 +229,7 @@ Tensor full_gradient(const nn::Parameter& p) {
   Unit& unit = unit_of(p, "full_gradient");
   unit.reduce_waiting();
   unit.complete_reduction();
+  unit.expect_not_consumed("full_gradient");
   int64_t offset = 0;
   const FlatBuffer& b = buffer_of(unit, p.index(), offset);
   return b.grad ? whole_of(b.grad, unit, p.index(), offset) : Tensor();

@@ -59,6 +59,20 @@ struct Group {
   Tensor limbs;
 };
 
+// Each rank's addend, from its shard.
+Layout addends(Layout layout) {
+  for (int a = 0; a < layout.num_axes(); ++a)
+    if (layout[a].is_shard()) layout[a] = Placement::partial();
+  return layout;
+}
+
+// Added to `limbs`, if there are some.
+Tensor squares_of(const Tensor& values, const Tensor& limbs) {
+  const OutputSpec spec{.type = {kI64, {kSquareLimbs}, addends(values.layout())}};
+  const Tensor inputs[] = {values, limbs};
+  return apply_typed(op_def<SumOfSquares>(), nullptr, std::span(inputs, limbs ? 2 : 1), std::span(&spec, 1))[0];
+}
+
 const std::vector<int64_t>* pieces_by_row(const Unit& unit, const FlatBuffer& b, const SquareRows& rows) {
   std::vector<int64_t> table;
   for (const LocalPiece& piece : unit.pieces(b))
@@ -69,29 +83,35 @@ const std::vector<int64_t>* pieces_by_row(const Unit& unit, const FlatBuffer& b,
 
 }  // namespace
 
+void keep_squares(FlatBuffer& b) {
+  if (Recording* r = Recording::current()) r->leaf(b.grad, "gradient of " + b.name);
+  b.squares = squares_of(b.grad, {});
+}
+
 std::vector<Tensor> square_sums(std::span<const std::shared_ptr<Unit>> units, FlatValues of, const SquareRows& rows) {
   if (of == FlatValues::gradients) reduce_waiting(units);
+  if (of == FlatValues::gradients && rows.of)
+    for (const auto& unit : units) unit->expect_not_consumed("grad_norms");
   std::vector<Group> groups;
   for (const auto& unit : units) {
     const PathScope path(unit->name());
     for (const FlatBuffer& b : unit->buffers()) {
-      const Tensor& values = of == FlatValues::gradients ? b.grad : b.shard;
+      const Tensor& values = of == FlatValues::masters ? b.shard : b.squares ? b.squares : b.grad;
       if (!b.has_slope() || !values) continue;
-      Layout layout = values.layout();
-      for (int a = 0; a < layout.num_axes(); ++a)
-        if (layout[a].is_shard()) layout[a] = Placement::partial();
+      const Layout layout = addends(values.layout());
       auto group = std::find_if(groups.begin(), groups.end(), [&](const Group& g) { return g.layout == layout; });
       if (group == groups.end()) group = groups.insert(group, {layout, {}});
       if (Recording* r = Recording::current()) r->leaf(values, of == FlatValues::gradients ? "gradient of " + b.name : b.name);
-      const Tensor inputs[] = {values, group->limbs};
-      const std::span<const Tensor> given(inputs, group->limbs ? 2 : 1);
       if (rows.of) {
+        const Tensor inputs[] = {values, group->limbs};
+        const std::span<const Tensor> given(inputs, group->limbs ? 2 : 1);
         const OutputSpec spec{.type = {kI64, {rows.rows, kSquareLimbs}, layout}};
         const SumsOfSquares::Attrs attrs{pieces_by_row(*unit, b, rows)};
         group->limbs = apply_typed(op_def<SumsOfSquares>(), &attrs, given, std::span(&spec, 1))[0];
+      } else if (b.squares && of == FlatValues::gradients) {
+        group->limbs = group->limbs ? add(group->limbs, b.squares) : b.squares;
       } else {
-        const OutputSpec spec{.type = {kI64, {kSquareLimbs}, layout}};
-        group->limbs = apply_typed(op_def<SumOfSquares>(), nullptr, given, std::span(&spec, 1))[0];
+        group->limbs = squares_of(values, group->limbs);
       }
     }
   }

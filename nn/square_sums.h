@@ -21,9 +21,12 @@ struct SquareRows {
 };
 
 /// The squares of what is trained in these units (and not steered: nn::Parameter::steer), as limbs i64 [24]
-/// (kernels/sum_of_squares.h), or in rows [rows, 24]; only of existing gradients. One for each kind of placement, whole on every
+/// (kernels/sum_of_squares.h), or in rows [rows, 24]; of gradients only those that exist or were consumed. One for each kind of placement, whole on every
 /// rank: they are to be summed, as integers. None if there is nothing. Collective; reduces pending gradients first.
 std::vector<Tensor> square_sums(std::span<const std::shared_ptr<Unit>> units, FlatValues of, const SquareRows& rows = {});
+
+/// Keeps the squares of this buffer's gradient (FlatBuffer::squares), which is about to be consumed, for square_sums().
+void keep_squares(FlatBuffer& buffer);
 
 /// In an op with these as its first `count` inputs: their sum, in `scratch`, as large as one of them, untouched if there is only one.
 View sum_of_limbs(const Execute& c, int64_t count, void* scratch);

@@ -169,6 +169,8 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"train.beta2", &t.beta2, "AdamW's beta2", any, 0, 0.999999999},
       {"train.eps", &t.eps, "AdamW's epsilon", any, 0, 1},
       {"train.clip", &t.clip, "largest norm of the gradient; 0: no clipping", any, 0},
+      {"train.update_in_backward", &t.update_in_backward,
+       "with train.clip 0: update parameters during the backward, once a unit's gradient is reduced, and free it"},
       {"train.z_loss", &t.z_loss, "factor of the z-loss (the mean squared log-sum-exp of the logits) in the training loss", any, 0, 1e6},
       {"train.islands", &t.islands,
        "groups of ranks that each train a model on their share of train.batch and average them at intervals (DiLoCo)", any, 1, 1e6},

@@ -122,8 +122,9 @@ void Muon::update_all(std::span<ShardState* const> work, const Tensor& scalars) 
     bundles.push_back(static_cast<int>(&bundle - bundles_.data()));
     held[static_cast<size_t>(bundles.back())] = redistribute(direction(*shard, bundle, scalars), bundle.owned.layout);
   }
-  if (bundles != batched_) batches_ = batches_of(bundles_, bundles), batched_ = bundles;
-  for (const Batch& batch : batches_) orthogonalize_batch(batch, held);
+  const auto [batches, is_new] = batches_.try_emplace(bundles);
+  if (is_new) batches->second = batches_of(bundles_, bundles);
+  for (const Batch& batch : batches->second) orthogonalize_batch(batch, held);
   for (const int i : bundles) {
     const auto at = static_cast<size_t>(i);
     move(shards()[at], bundles_[at], std::exchange(held[at], Tensor()), scalars);

@@ -18,6 +18,9 @@
 // a tensor axis collect the blocks of a matrix on one of them.
 #pragma once
 
+#include <map>
+#include <vector>
+
 #include "sheaf/nn/optim/adamw.h"
 #include "sheaf/nn/optim/matrix_batches.h"
 #include "sheaf/nn/optim/orthogonalize.h"
@@ -88,8 +91,7 @@ class Muon final : public Optimizer {
 
   MuonOptions options_;
   std::vector<Bundle> bundles_;
-  std::vector<int> batched_;  // the bundles in batches_, those that had a gradient in the last step
-  std::vector<Batch> batches_;
+  std::map<std::vector<int>, std::vector<Batch>> batches_;  // by the bundles that have a gradient: of all units, or of one
 };
 
 }  // namespace sheaf::optim

@@ -7,6 +7,7 @@
 #include "sheaf/core/transfer.h"
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
+#include "sheaf/nn/square_sums.h"
 #include "sheaf/nn/trainable_units.h"
 
 namespace sheaf::optim {
@@ -56,46 +57,96 @@ Optimizer::Optimizer(std::string name, std::span<const nn::Parameter> parameters
   }
 }
 
+Optimizer::Optimizer(Optimizer&& other) noexcept { *this = std::move(other); }
+
+Optimizer& Optimizer::operator=(Optimizer&& other) noexcept {
+  name_ = std::move(other.name_);
+  units_ = std::move(other.units_);
+  shards_ = std::move(other.shards_);
+  steps_ = std::move(other.steps_);
+  applied_ = std::move(other.applied_);
+  begun_ = std::move(other.begun_);
+  if (begun_) begun_->optimizer = this;
+  return *this;
+}
+
 void Optimizer::step(const StepOptions& options) {
   if (units_.empty()) return;
   const PhaseScope phase(Phase::update);
+  if (begun_ && (options.lr || options.scalars))
+    fail<ConfigError>("[", name_, "] this step began with step_in_backward(), which was given its options: end it by step() without any");
   nn::reduce_waiting(units_);  // or refuse, before the step counts
   const Tensor found_inf = this->found_inf();
-  if (const Recording* r = Recording::current(); !options.scalars && !shards_.empty() && r && r->is_for_program())
-    fail<ConfigError>("[", name_, "] in a step that is compiled the learning rate and what else changes from step to step have to ",
-                      "come in: give next_scalars() to step() as StepOptions::scalars");
+  const std::shared_ptr<Begun> begun = std::exchange(begun_, nullptr);
+  if (!begun) expect_scalars(options);
   const int64_t before = (*steps_)++;
   if (Recording* r = Recording::current()) r->on_rerun([steps = steps_] { ++*steps; });
   for (const auto& unit : units_) unit->close_for_change();
-  steer();
+  for (const auto& unit : units_) steer(*unit);
   if (shards_.empty()) return;
+  Tensor scalars = begun ? begun->scalars : scalars_of(options, *steps_);
+  std::vector<ShardState*> shards;
+  for (ShardState& shard : shards_)
+    if (shard.flat().grad) shards.push_back(&shard);
+  if (found_inf && !applied_ && corrects_bias()) set_applied_steps(before);
+  if (applied_ && !begun) scalars = count_applied(scalars, found_inf);
+  update_all(shards, scalars);
+}
+
+void Optimizer::step_in_backward(const StepOptions& options) {
+  if (units_.empty()) return;
+  const PhaseScope phase(Phase::update);
+  expect_scalars(options);
+  begun_ = std::make_shared<Begun>(Begun{this, {}});
+  if (!shards_.empty()) begun_->scalars = scalars_of(options, *steps_ + 1);
+  if (applied_) begun_->scalars = count_applied(begun_->scalars, {});
+  for (const auto& unit : units_)
+    unit->update_when_reduced([step = std::weak_ptr(begun_), &unit = *unit] {
+      const auto begun = step.lock();
+      if (!begun) fail<LifetimeError>("[step_in_backward] the optimizer of unit '", path_label(unit.name()), "' is gone");
+      begun->optimizer->update_unit(unit, begun->scalars);
+    });
+}
+
+void Optimizer::expect_scalars(const StepOptions& options) const {
+  if (const Recording* r = Recording::current(); !options.scalars && !shards_.empty() && r && r->is_for_program())
+    fail<ConfigError>("[", name_, "] in a step that is compiled the learning rate and what else changes from step to step have to ",
+                      "come in: give next_scalars() to step() as StepOptions::scalars");
+}
+
+Tensor Optimizer::scalars_of(const StepOptions& options, int64_t step) const {
   Tensor scalars = options.scalars;
   if (!scalars) {
-    const std::vector<double> values = this->scalars(options, *steps_);
+    const std::vector<double> values = this->scalars(options, step);
     const Shape shape{static_cast<int64_t>(values.size())};
     const Device device = shards_[0].flat().shard.device();
     scalars = device.is_meta() ? Tensor::empty({kF64, shape, {}}, device) : Tensor::from(values, shape).to(device);
   }
   if (Recording* r = Recording::current()) r->leaf(scalars, name_ + ".scalars");
+  return scalars;
+}
+
+// During the backward, of a unit whose gradients are complete.
+void Optimizer::update_unit(Unit& unit, const Tensor& scalars) {
+  const PhaseScope phase(Phase::update);
+  steer(unit);
   std::vector<ShardState*> shards;
   for (ShardState& shard : shards_)
-    if (shard.flat().grad) shards.push_back(&shard);
-  if (found_inf && !applied_ && corrects_bias()) set_applied_steps(before);
-  if (applied_) scalars = count_applied(scalars, found_inf);
+    if (shard.unit.get() == &unit && shard.flat().grad) shards.push_back(&shard);
+  for (FlatBuffer& b : unit.buffers())
+    if (b.has_slope() && b.grad) nn::keep_squares(b);
   update_all(shards, scalars);
 }
 
-void Optimizer::steer() const {
-  for (const auto& unit : units_) {
-    const PathScope path(unit->name());
-    for (const FlatBuffer& b : unit->buffers()) {
-      if (!b.trainable || b.steered == 0 || !b.grad) continue;
-      if (Recording* r = Recording::current()) r->leaf(b.shard, b.name), r->leaf(b.grad, "gradient of " + b.name);
-      const Tensor inputs[] = {b.shard, b.grad, b.found_inf};
-      const OutputSpec output{.type = b.shard.type(), .into = b.shard};
-      const Steer::Attrs attrs{b.steered};
-      apply_typed(op_def<Steer>(), &attrs, std::span(inputs, b.found_inf ? 3 : 2), std::span(&output, 1));
-    }
+void Optimizer::steer(Unit& unit) const {
+  const PathScope path(unit.name());
+  for (const FlatBuffer& b : unit.buffers()) {
+    if (!b.trainable || b.steered == 0 || !b.grad) continue;
+    if (Recording* r = Recording::current()) r->leaf(b.shard, b.name), r->leaf(b.grad, "gradient of " + b.name);
+    const Tensor inputs[] = {b.shard, b.grad, b.found_inf};
+    const OutputSpec output{.type = b.shard.type(), .into = b.shard};
+    const Steer::Attrs attrs{b.steered};
+    apply_typed(op_def<Steer>(), &attrs, std::span(inputs, b.found_inf ? 3 : 2), std::span(&output, 1));
   }
 }
 

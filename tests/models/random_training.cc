@@ -130,6 +130,7 @@ void draw_holding(Way& way, Draw& draw) {
   c.train.offload_optimizer = draw.one_in(4);
   c.train.offload_parameters = s.strategy != "replicate" && draw.one_in(4);
   c.train.compile = draw.one_in(3);
+  c.train.update_in_backward = c.train.clip == 0 && c.train.dtype != "f16" && draw.one_in(2);
   s.memory_budget = c.train.compile ? draw.of<int64_t>({0, 20'000, 60'000, 1LL << 40}) : 0;
   s.secondary = s.strategy != "replicate" && (s.replicas > 1 || s.context > 1 || s.experts > 1) && draw.one_in(3);
 }
