@@ -340,7 +340,7 @@ void Recording::save_for_backward(NodeId node, std::span<const Tensor> inputs, s
     if (out & bit(static_cast<int>(o))) save(tape_.output(n, static_cast<int>(o)), outputs[o]);
 }
 
-void Recording::bind_group(const std::shared_ptr<LeafGroup>& group, std::span<const Tensor> tensors, std::span<const int> indices) {
+void Recording::bind_group(const std::shared_ptr<LeafGroup>& group, std::span<const Tensor> tensors) {
   // If the current backward has finished the group already, the gather is for later computations.
   const auto it = std::find_if(groups_.begin(), groups_.end(),
                                [&](const GroupState& g) { return g.group == group && !g.finished; });
@@ -351,13 +351,13 @@ void Recording::bind_group(const std::shared_ptr<LeafGroup>& group, std::span<co
     }
     new_group_state(group);
   }
-  for (size_t i = 0; i < tensors.size(); ++i) {
+  for (int i = 0; i < std::ssize(tensors); ++i) {
     ValueState& s = state(value_of(tensors[i]));
     s.group = group.get();
-    s.leaf_index = indices[i];
+    s.leaf_index = i;
     s.version = group->version();
     s.recipe = true;
-    s.needs_grad = group->trainable(indices[i]);
+    s.needs_grad = group->trainable(i);
   }
 }
 

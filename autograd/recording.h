@@ -128,9 +128,9 @@ class Recording {
   /// Records one executed op. `specs[i]` says where output i was placed.
   NodeId record(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, std::span<Tensor> outputs,
                 std::span<const OutputSpec> specs, bool add = false);
-  /// The tensors are the values of `group`'s leaves `indices`, as its masters are now. A prefetch binds before its first use;
+  /// The tensors are the values of `group`'s leaves, in order, as its masters are now. A prefetch binds before its first use;
   /// parameters gathered in int8 blocks have no tensors before they are unpacked.
-  void bind_group(const std::shared_ptr<LeafGroup>& group, std::span<const Tensor> tensors, std::span<const int> indices);
+  void bind_group(const std::shared_ptr<LeafGroup>& group, std::span<const Tensor> tensors);
   /// For an op of the forward that knows the gradient of `leaf` up to a factor: the leaf's slot, if it is unused and of that type; else
   /// undefined. The caller passes what it stores there to note_early_gradient(). See [Note: early gradients].
   Tensor slot_for_early_gradient(const Tensor& leaf, const Type& gradient);

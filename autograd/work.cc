@@ -1,22 +1,12 @@
 #include "sheaf/autograd/work.h"
 
+#include <algorithm>
+#include <ranges>
+
 #include "sheaf/autograd/ops/redistribute.h"
-#include "sheaf/core/rank_context.h"
 
 namespace sheaf {
 namespace {
-
-bool is_elsewhere(const Layout& layout) {
-  if (!layout.mesh() || RankContext::current().runtime(layout.mesh())) return layout.is_elsewhere();
-  const std::vector<int> first(static_cast<size_t>(layout.num_axes()), 0);
-  return layout.is_elsewhere(first.data());
-}
-
-Shape local_shape(const Type& t) {
-  if (!t.layout.mesh() || RankContext::current().runtime(t.layout.mesh())) return t.local_shape();
-  const std::vector<int> first(static_cast<size_t>(t.layout.num_axes()), 0);
-  return t.layout.local_shape(t.shape, first.data());
-}
 
 template <class ShapeOf>
 Work work_with(const Tape& tape, const Node& n, const ShapeOf& shape_of) {
@@ -52,11 +42,14 @@ Work work_with(const Tape& tape, const Node& n, const ShapeOf& shape_of) {
 
 Work work_of(const Tape& tape, const Node& n) {
   if (!n.op || n.num_outputs == 0 || tape.value(tape.output(n)).view_of >= 0) return {};
-  const auto elsewhere = [&](int o) { return is_elsewhere(tape.type(tape.output(n, o)).layout); };
-  int here = 0;
-  for (int o = 0; o < n.num_outputs; ++o) here += !elsewhere(o);
-  if (here == 0) return {};
-  return work_with(tape, n, [](const Type& t) { return is_elsewhere(t.layout) ? Shape{0} : local_shape(t); });
+  const auto is_here = [&](int o) {
+    const Layout& layout = tape.type(tape.output(n, o)).layout;
+    return !layout.mesh() || !layout.is_elsewhere(tape.coordinates(layout.mesh()).data());
+  };
+  if (std::ranges::none_of(std::views::iota(0, static_cast<int>(n.num_outputs)), is_here)) return {};
+  return work_with(tape, n, [&](const Type& t) {
+    return t.layout.mesh() ? t.layout.local_shape(t.shape, tape.coordinates(t.layout.mesh()).data()) : t.shape;
+  });
 }
 
 // Whether a value is dense, or a view, may differ by rank.

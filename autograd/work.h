@@ -52,8 +52,8 @@ class WorkOf {
   const Shape& whole_input_;
 };
 
-/// Of node `n` on this rank; for a mesh that it has not joined, or has left, on the mesh's first rank. Nothing for nodes of other
-/// ranks, views, and communication: of a redistribution only its local copies.
+/// Of node `n` on the rank that recorded the tape. Nothing for nodes of other ranks, views, and communication: of a redistribution only its
+/// local copies.
 Work work_of(const Tape& tape, const Node& n);
 /// Of all ranks together, as if nothing were sharded: the same on every rank.
 Work whole_work_of(const Tape& tape, const Node& n);

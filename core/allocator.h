@@ -49,8 +49,8 @@ class Allocator {
 };
 
 /// A caching allocator over virtual ranges: best fit, blocks split and merged, pages returned when free resident bytes exceed a
-/// sixteenth of the peak (an eighth, if they are needed again), so the resident size stays near the live peak whatever the sizes are. That holds for each of the two kinds
-/// of memory separately.
+/// sixteenth of the peak (an eighth, if they are needed again), so the resident size stays near the live peak whatever the sizes are.
+/// That holds for each kind of memory separately.
 std::shared_ptr<Allocator> make_cpu_allocator();
 /// Counts and returns null: the meta device has no memory.
 std::shared_ptr<Allocator> make_meta_allocator();

@@ -19,6 +19,11 @@ class Builder : public nlohmann::json_sax<nlohmann::json> {
  public:
   explicit Builder(std::string_view origin) : origin_(origin) {}
   Json take() { return std::exchange(root_, Json()); }
+  // Of what is to be parsed: the parser would skip a byte order mark and take a zero byte for the end.
+  void check_text(std::string_view text) const {
+    if (text.starts_with("\xEF\xBB\xBF")) refuse("starts with a byte order mark");
+    if (text.find('\0') != std::string_view::npos) refuse("contains a zero byte");
+  }
   bool is_whole() const { return stack_.empty(); }  // after any event
   [[noreturn]] void refuse(const std::string& reason) const { fail<DataError>("[json] ", origin_, ": ", reason); }
 
@@ -95,7 +100,7 @@ class MemberFinder : public nlohmann::json_sax<nlohmann::json> {
   }
   std::vector<Json> take() { return std::move(values_); }
   void parse(std::string_view text) {
-    if (text.find('\0') != std::string_view::npos) refuse("contains a zero byte");
+    builder_.check_text(text);
     nlohmann::json::sax_parse(text.begin(), text.end(), this);
   }
 
@@ -169,9 +174,7 @@ std::vector<std::string> json_text_members(std::string_view text, std::span<cons
 
 Json Json::parse(std::string_view text, std::string_view origin) {
   Builder builder(origin);
-  // The parser would skip a byte order mark and take a zero byte for the end.
-  if (text.starts_with("\xEF\xBB\xBF")) builder.refuse("starts with a byte order mark");
-  if (text.find('\0') != std::string_view::npos) builder.refuse("contains a zero byte");
+  builder.check_text(text);
   nlohmann::json::sax_parse(text.begin(), text.end(), &builder);
   return builder.take();
 }

@@ -37,7 +37,7 @@ OwnershipMap OwnershipMap::parts(int dim, const std::vector<int64_t>& sizes, int
   OwnershipMap m = even(dim, units);
   m.kind_ = Kind::parts;
   for (int64_t size : sizes)
-    if (units <= 0 || size % units != 0)
+    if (size % units != 0)
       fail<PlacementError>("[placement] a part of ", size, " rows cannot be cut in ", units, " units");
   m.sizes_ = interned(sizes);
   return m;

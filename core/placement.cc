@@ -136,6 +136,7 @@ Shape for_each_cut(const Layout& layout, const Shape& global, const int* coordin
 }  // namespace
 
 Shape Layout::local_shape(const Shape& global, const int* coordinates) const {
+  if (!mesh_) return global;
   check_owners(*this, global);
   const Shape here = for_each_cut(*this, global, coordinates, [](const OwnershipMap&, int, int, const Shape&) {});
   return is_elsewhere(coordinates) ? Shape{0} : here;
@@ -172,9 +173,6 @@ std::vector<Interval> Layout::local_rows(const Shape& global, int dim, const int
   });
   return have;
 }
-
-Shape Layout::local_shape(const Shape& global) const { return mesh_ ? local_shape(global, nullptr) : global; }
-Shape Layout::local_start(const Shape& global) const { return local_start(global, nullptr); }
 
 bool Layout::operator==(const Layout& o) const {
   if (mesh_ != o.mesh_) return false;

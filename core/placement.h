@@ -88,15 +88,12 @@ class Layout {
   /// On another rank of some axis: nothing of it is here (or at these coordinates).
   bool is_elsewhere(const int* coordinates = nullptr) const;
 
-  /// The sizes this rank holds of a tensor of global shape `global`. A flat cut gives a rank-1 shape, and so does a
+  /// The sizes this rank (or the one at these coordinates) holds of a tensor of global shape `global`. A flat cut gives a rank-1 shape, and so does a
   /// value that is elsewhere: [0].
-  Shape local_shape(const Shape& global) const;
+  Shape local_shape(const Shape& global, const int* coordinates = nullptr) const;
   /// Where the local block of a tensor cut along dimensions starts in the global tensor; PlacementError for a scattered
   /// cut, which leaves no block.
-  Shape local_start(const Shape& global) const;
-  /// The same for any rank, by its coordinates on the mesh.
-  Shape local_shape(const Shape& global, const int* coordinates) const;
-  Shape local_start(const Shape& global, const int* coordinates) const;
+  Shape local_start(const Shape& global, const int* coordinates = nullptr) const;
   /// The rows of dimension `dim` of the global tensor that are on this rank (or at these coordinates), in order, as the fewest
   /// non-empty intervals. No cut may be flat.
   std::vector<Interval> local_rows(const Shape& global, int dim, const int* coordinates = nullptr) const;

@@ -1,16 +1,8 @@
 #include "sheaf/distributed/collective.h"
 
+#include "sheaf/core/random.h"
+
 namespace sheaf {
-namespace {
-
-uint64_t mix(uint64_t h, uint64_t value) {  // the finaliser of splitmix64 over a chained state
-  uint64_t z = h * 0x9e3779b97f4a7c15ull + value + 0x9e3779b97f4a7c15ull;
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-  return z ^ (z >> 31);
-}
-
-}  // namespace
 
 std::string_view name(CollectiveOp op) {
   constexpr std::string_view kNames[] = {"all_gather", "reduce_scatter", "all_reduce",
@@ -37,18 +29,18 @@ std::string Collective::to_string() const {
 }
 
 uint64_t hash_call(const Collective& call) {
-  uint64_t h = mix(static_cast<uint64_t>(call.op), static_cast<uint64_t>(call.dtype));
-  h = mix(h, static_cast<uint64_t>(call.reduction));
-  h = mix(h, static_cast<uint64_t>(call.root) * 2 + call.on_gpu);
-  h = mix(h, call.counts.size());
+  uint64_t h = chain(static_cast<uint64_t>(call.op), static_cast<uint64_t>(call.dtype));
+  h = chain(h, static_cast<uint64_t>(call.reduction));
+  h = chain(h, static_cast<uint64_t>(call.root) * 2 + call.on_gpu);
+  h = chain(h, call.counts.size());
   if (call.op != CollectiveOp::all_to_all)
-    for (int64_t c : call.counts) h = mix(h, static_cast<uint64_t>(c));
+    for (int64_t c : call.counts) h = chain(h, static_cast<uint64_t>(c));
   for (const std::string& text : {call.path, call.of})
-    for (char c : text) h = mix(h, static_cast<unsigned char>(c));
+    for (char c : text) h = chain(h, static_cast<unsigned char>(c));
   return h;
 }
 
-uint64_t chain(uint64_t fingerprint, uint64_t call_hash) { return mix(fingerprint, call_hash); }
+uint64_t chain(uint64_t fingerprint, uint64_t value) { return detail::mix(fingerprint * 0x9e3779b97f4a7c15ull + value); }
 
 std::vector<int64_t> cuts_of(const std::vector<int64_t>& counts, int64_t element) {
   std::vector<int64_t> cuts(counts.size() + 1, 0);

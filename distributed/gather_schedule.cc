@@ -239,11 +239,12 @@ std::vector<Unit*> GatherSchedule::comes_next(const Unit* now, bool gathers) con
 }
 
 void GatherSchedule::prefetch(std::span<Unit* const> next) {
+  const int64_t most = budget();
   int64_t ahead = 0;  // other units may be in flight: gathered while units used before them were open
   for (const Unit* u : in_flight_) ahead += u->gathered_bytes();
   for (Unit* unit : next) {
     if (unit->state_ != Unit::State::closed) continue;
-    if ((ahead += unit->gathered_bytes()) > budget()) return;
+    if ((ahead += unit->gathered_bytes()) > most) return;
     if (unit->copied_bytes() > 0 && !unit->has_copies()) return;  // its gather would have to wait for them
     unit->issue_gather(/*prefetched=*/true);
     in_flight_.push_back(unit);
@@ -254,13 +255,14 @@ void GatherSchedule::prefetch(std::span<Unit* const> next) {
 // Copies cross slower links, once a step: issued one or more uses before the unit's own gather, which then hardly waits.
 void GatherSchedule::prefetch_copies() {
   const Order& order = foreseen();
+  const int64_t most = budget();
   int64_t ahead = 0;
   for (size_t i = uses_.size(); i < order.size(); ++i) {
     Unit* const next = order[i].unit;
     const int64_t bytes = next->copied_bytes();
     const bool there = next->has_copies();
     if (bytes == 0 || !next->gathered_.empty() || (there && !next->copies_under_way())) continue;
-    if ((ahead += bytes) > budget()) return;
+    if ((ahead += bytes) > most) return;
     if (!there) next->issue_copies(/*prefetched=*/true);
   }
 }
@@ -279,7 +281,7 @@ void GatherSchedule::flush(bool held_too) {
 }
 
 void GatherSchedule::advance_reductions() {
-  for (Unit* u : units_) u->advance_reduction();
+  for (Unit* u : units_) u->reduction_.advance();
 }
 
 void GatherSchedule::use_reduced() {

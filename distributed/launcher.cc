@@ -166,12 +166,12 @@ int stopped_by(int signal) {
 }
 
 /// One attempt to run the job.
-class Job {
+class Attempt {
  public:
   /// `restart`: the number of earlier attempts.
-  Job(const LaunchOptions& options, const Signals& signals, int restart)
+  Attempt(const LaunchOptions& options, const Signals& signals, int restart)
       : options_(options), signals_(signals), restart_(restart), children_(static_cast<size_t>(options.nproc)) {}
-  ~Job() {
+  ~Attempt() {
     signal_all(SIGKILL);  // only if start() failed half-way
     for (Child& c : children_) {
       if (c.pid > 0 && c.running) waitpid(c.pid, nullptr, 0);
@@ -372,9 +372,9 @@ int launch(const LaunchOptions& options) {
                      " restarts");
   const Signals signals;
   for (int restart = 0;; ++restart) {
-    Job job(options, signals, restart);
-    job.start();
-    const Job::End end = job.wait();
+    Attempt attempt(options, signals, restart);
+    attempt.start();
+    const Attempt::End end = attempt.wait();
     if (!end.another_try) return end.code;
     if (const int signal = signals.pause(options.pause)) return stopped_by(signal);
   }

@@ -222,8 +222,7 @@ RankTimes times_on(const Machine& machine, const Tape& tape, const TapeOf& of) {
       const int a = rank_of(from), b = rank_of(there);
       const Link& link = a / machine.ranks_per_host == b / machine.ranks_per_host ? machine.within : machine.between;
       const Type& got = rank == a ? sent : tape.type(t.to);
-      const double bytes = static_cast<double>(got.local_shape().numel()) * static_cast<double>(size_of(got.dtype));
-      time.travels = bytes / link.bytes_per_second + link.seconds;
+      time.travels = bytes_of(got) / link.bytes_per_second + link.seconds;
       time.lane = lanes(str("rank ", a, sends_back(tape, n) ? " back to " : " to ", b));
       continue;
     }

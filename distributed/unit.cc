@@ -201,10 +201,8 @@ void Unit::take_values(std::span<const Tensor> values) {
 }
 
 void Unit::bind() {
-  std::vector<int> indices(leaves_.size());
-  for (int i = 0; i < num_leaves(); ++i) indices[i] = i;
   const std::span<const Tensor> none;  // none exist before gathered blocks are unpacked
-  Recording::current()->bind_group(shared_from_this(), values_[0] ? values_ : none, indices);
+  Recording::current()->bind_group(shared_from_this(), values_[0] ? values_ : none);
 }
 
 // One node: the masters, cast if needed → whole buffers, and the parameters inside them. Their readers wait for the lane.

@@ -82,7 +82,17 @@ class Unit final : public LeafGroup, public UnitLayout, public std::enable_share
   /// Issues the reduction of gradients that wait for it (zero1, replicas, units shared by all stages); complete_reduction() ends it.
   /// LifetimeError if backward_weights() has not computed all gradients, or if they contain a part of a backward that failed.
   void reduce_waiting();
+  void complete_reduction() { reduction_.complete(); }
   const std::shared_ptr<GatherSchedule>& schedule() const { return schedule_; }
+
+ private:
+  enum class State : uint8_t {
+    closed,     ///< at rest, or cached: kept gathered for another micro-batch
+    in_flight,  ///< gather issued ahead of its use
+    open,       ///< gathered and in use
+    pending,    ///< its scope was left; discarded unless it is needed soon, see GatherSchedule
+  };
+  friend class GatherSchedule;
 
   // --- for the schedule ---
   void issue_gather(bool prefetched);
@@ -97,18 +107,6 @@ class Unit final : public LeafGroup, public UnitLayout, public std::enable_share
   /// Gathered for an earlier micro-batch, and not yet opened in this one.
   bool is_cached() const { return state_ == State::closed && !gathered_.empty(); }
   void open_cached();
-  /// Waits for the pending collective, if any, and issues the next one; after the last, the gradient is stored.
-  void advance_reduction() { reduction_.advance(); }
-  void complete_reduction() { reduction_.complete(); }
-
- private:
-  enum class State : uint8_t {
-    closed,     ///< at rest, or cached: kept gathered for another micro-batch
-    in_flight,  ///< gather issued ahead of its use
-    open,       ///< gathered and in use
-    pending,    ///< its scope was left; discarded unless it is needed soon, see GatherSchedule
-  };
-  friend class GatherSchedule;
 
   bool opened_outside_recordings() const { return recording_ == 0; }
   /// The input of the gather: masters in the compute dtype, or the group's copies of them.

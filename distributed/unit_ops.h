@@ -21,7 +21,7 @@ struct UnitOps {
   static const OpDef& onload_values();       ///< the same for a single rank, which sends it to no other
   static const OpDef& all_gather();          ///< shards → landing buffers, then the parameters inside them
   static const OpDef& gather_copies();       ///< the same without parameters, into wire memory: the buffers are gathered again from there
-  static const OpDef& open();                ///< the same without communication: the shards are the buffers
+  static const OpDef& open();                ///< all_gather() without communication: the shards are the buffers
   static const OpDef& discard();             ///< buffers →
   static const OpDef& grad_slots();          ///< → buffers in wire memory, then the slots inside them; padding is zeroed
   static const OpDef& lasting_grad_slots();  ///< the same for gradients that stay there, in host_wire memory

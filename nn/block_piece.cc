@@ -26,6 +26,7 @@ void BlockPiece::fill(const std::function<void(int64_t begin, std::span<float> o
 }
 
 void BlockPiece::store(Device device, void* to) {
+  if (bytes_.numel() == 0) return;
   const int64_t each = block_bytes(format_), whole = elements_.size / kBlockSize * each, skipped = bytes_.begin % each;
   std::vector<uint8_t> blocks(static_cast<size_t>(whole * elements_.count));
   check<NonFiniteError>(kernels::cpu::quantize(values_, format_, blocks.data()), "[quantize] '", name_,

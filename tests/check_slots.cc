@@ -88,16 +88,12 @@ std::string check_slots(const OpSample& sample) {
       for (std::vector<Values>* const to : {&got, &later}) {
         Recording recording;
         const auto group = std::make_shared<Slots>(leaves);
-        std::vector<int> indices;
-        for (const Tensor& t : leaves) {
-          indices.push_back(static_cast<int>(indices.size()));
-          recording.leaf(t, "parameter");
-        }
-        recording.bind_group(group, leaves, indices);
+        for (const Tensor& t : leaves) recording.leaf(t, "parameter");
+        recording.bind_group(group, leaves);
         recording.use_group(group.get());
         recording.backward(loss_of(sample, inputs, uses), {.defer_weights = to == &later});
         if (to == &later) recording.backward_weights();
-        for (int i : indices) to->push_back(group->gradient(i));
+        for (int i = 0; i < std::ssize(leaves); ++i) to->push_back(group->gradient(i));
       }
       if (later != got) out += str("gradients that come later are others", uses == 1 ? "; " : " after two uses; ");
       for (size_t i = 0; i < want.size(); ++i)

@@ -186,8 +186,8 @@ void rules_of_gate(Place& p) {
   p.rule({kR, kR, kP}, {kP, kP});
 }
 
-struct SwigluBackward {  // inputs gate, up, dy; outputs dgate = dy up h'(gate), dup = dy h(gate), h
-                         // = silu
+// Inputs gate, up, dy; outputs dgate = dy up h'(gate), dup = dy h(gate), h = silu.
+struct SwigluBackward {
   static constexpr const char* kName = "swiglu_backward";
   using Attrs = NoAttrs;
   static constexpr uint64_t kSavedInputs = 0b111;

@@ -27,14 +27,6 @@ struct Binary {
   static void fuse(const Attrs&, Fuse& f) { f.yields(f.binary(kKernel, f.input(0), f.input(1))); }
 };
 
-/// Saves each of two inputs if the other one's gradient is needed.
-struct SavesTheOther {
-  static constexpr uint64_t kSavedInputs = 0b11;
-  static void saves(const auto&, uint64_t needs, uint64_t& in, uint64_t&) {
-    in = ((needs & 1) ? 0b10 : 0) | ((needs & 2) ? 0b01 : 0);
-  }
-};
-
 struct Add : Binary<Add, BinaryOp::add> {
   static constexpr const char* kName = "add";
   static void place(const Attrs&, Place& p) { rules::pointwise_linear(p); }

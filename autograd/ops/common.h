@@ -17,6 +17,14 @@ inline bool has_partial(const Layout& layout) {
   return false;
 }
 
+/// For an op: saves each of two inputs if the other one's gradient is needed.
+struct SavesTheOther {
+  static constexpr uint64_t kSavedInputs = 0b11;
+  static void saves(const auto&, uint64_t needs, uint64_t& in, uint64_t&) {
+    in = ((needs & 1) ? 0b10 : 0) | ((needs & 2) ? 0b01 : 0);
+  }
+};
+
 /// Of kernels::BinaryOp.
 inline constexpr const char* kBinaryNames[] = {"add",     "sub",     "mul", "div",         "pow",
                                         "minimum", "maximum", "eq",  "ne",          "lt",

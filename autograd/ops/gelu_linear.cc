@@ -20,13 +20,13 @@ void rule_with_bias(Place& p, std::initializer_list<Placement> inputs, std::span
   p.rule(std::span(inputs.begin(), static_cast<size_t>(p.num_inputs())), outputs);
 }
 
-struct LinearGelu {  // x[.., I], weight[O, I] [, bias[O]] -> gelu(y), y = x weightᵀ + bias
+struct LinearGelu : SavesTheOther {  // x[.., I], weight[O, I] [, bias[O]] -> gelu(y), y = x weightᵀ + bias
   static constexpr const char* kName = "linear_gelu";
   static constexpr bool kDefersWeights = true;
   using Attrs = LayerRounds;
   static constexpr auto describe = describe_layer_rounds;
   static constexpr bool kMarked = true;
-  static constexpr uint64_t kSavedInputs = 0b11, kSavedOutputs = 0b10;
+  static constexpr uint64_t kSavedOutputs = 0b10;
   static void infer(const Attrs& a, Infer& c) {
     for (int output = 0; output < 2; ++output) infer_linear(kName, c, 1, a.forward());
   }
@@ -61,9 +61,6 @@ struct LinearGelu {  // x[.., I], weight[O, I] [, bias[O]] -> gelu(y), y = x wei
     will_read_input(c, 1);
     if (c.needs(0)) c.set(0, times(dy, c.input(1), a.forward()));
     set_parameter_gradients(c, dy, 1, a.fp8);
-  }
-  static void saves(const Attrs&, uint64_t needs, uint64_t& in, uint64_t&) {
-    in = ((needs & 1) ? 0b10 : 0) | ((needs & 2) ? 0b01 : 0);
   }
 };
 

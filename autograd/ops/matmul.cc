@@ -12,13 +12,12 @@ using namespace ops;
 
 Tensor swap_last(const Tensor& x) { return transpose(x, -1, -2); }
 
-struct LinearWeightGradient {  // dy[.., O], x[.., I] -> dyᵀ x [O, I] over all rows
+struct LinearWeightGradient : SavesTheOther {  // dy[.., O], x[.., I] -> dyᵀ x [O, I] over all rows
   static constexpr const char* kName = "linear_weight_gradient";
   static constexpr uint64_t kStoresWide = 0b1;
   using Attrs = Rounds;
   static constexpr auto describe = describe_rounds;
   static constexpr bool kMarked = true;
-  static constexpr uint64_t kSavedInputs = 0b11;
   static void infer(const Attrs& a, Infer& c) {
     const DType d = common_dtype(kName, c);
     require_fp8(kName, a.fp8, d);
@@ -55,9 +54,6 @@ struct LinearWeightGradient {  // dy[.., O], x[.., I] -> dyᵀ x [O, I] over all
     if (c.needs(0)) c.set(0, linear(c.input(1), c.grad()));
     if (c.needs(1)) c.set(1, times(c.input(0), c.grad()));
   }
-  static void saves(const Attrs&, uint64_t needs, uint64_t& in, uint64_t&) {
-    in = ((needs & 1) ? 0b10 : 0) | ((needs & 2) ? 0b01 : 0);
-  }
 };
 
 struct LinearBiasGradient {  // dy[.., O] -> its rows added up, [O]
@@ -83,13 +79,12 @@ struct LinearBiasGradient {  // dy[.., O] -> its rows added up, [O]
   }
 };
 
-struct LinearGradients {  // both: dy[.., O], x[.., I] -> [O, I], [O]
+struct LinearGradients : SavesTheOther {  // both: dy[.., O], x[.., I] -> [O, I], [O]
   static constexpr const char* kName = "linear_gradients";
   static constexpr uint64_t kStoresWide = 0b11;
   using Attrs = Rounds;
   static constexpr auto describe = describe_rounds;
   static constexpr bool kMarked = true;
-  static constexpr uint64_t kSavedInputs = 0b11;
   static void infer(const Attrs& a, Infer& c) {
     LinearWeightGradient::infer(a, c);
     LinearBiasGradient::infer({}, c);
@@ -125,15 +120,11 @@ struct LinearGradients {  // both: dy[.., O], x[.., I] -> [O, I], [O]
     }
     if (c.needs(1) && c.has_grad(0)) c.set(1, times(c.input(0), c.grad(0)));
   }
-  static void saves(const Attrs&, uint64_t needs, uint64_t& in, uint64_t&) {
-    in = ((needs & 1) ? 0b10 : 0) | ((needs & 2) ? 0b01 : 0);
-  }
 };
 
-struct Matmul {
+struct Matmul : SavesTheOther {
   static constexpr const char* kName = "matmul";
   struct Attrs { bool each_alone, fp8; };
-  static constexpr uint64_t kSavedInputs = 0b11;
   static void infer(const Attrs& attrs, Infer& c) {
     const DType d = common_dtype(kName, c);
     require_floating(kName, d);
@@ -226,18 +217,14 @@ struct Matmul {
       c.set(1,
             sum_to(matmul(swap_last(c.input(0)), c.grad(), {a.each_alone}), c.input_type(1)));
   }
-  static void saves(const Attrs&, uint64_t needs, uint64_t& in, uint64_t&) {
-    in = ((needs & 1) ? 0b10 : 0) | ((needs & 2) ? 0b01 : 0);
-  }
 };
 
-struct Linear {  // x[.., I], weight[O, I] [, bias[O]]
+struct Linear : SavesTheOther {  // x[.., I], weight[O, I] [, bias[O]]
   static constexpr const char* kName = "linear";
   static constexpr bool kDefersWeights = true;
   using Attrs = LayerRounds;
   static constexpr auto describe = describe_layer_rounds;
   static constexpr bool kMarked = true;
-  static constexpr uint64_t kSavedInputs = 0b11;
   static void infer(const Attrs& a, Infer& c) { infer_linear(kName, c, 1, a.forward()); }
   static void place(const Attrs& a, Place& p) {
     const int last = p.shape(0).rank() - 1;
@@ -277,9 +264,6 @@ struct Linear {  // x[.., I], weight[O, I] [, bias[O]]
     will_read_input(c, 1);
     if (c.needs(0)) c.set(0, times(dy, c.input(1), a.forward()));
     set_parameter_gradients(c, dy, 1, a.fp8);
-  }
-  static void saves(const Attrs&, uint64_t needs, uint64_t& in, uint64_t&) {
-    in = ((needs & 1) ? 0b10 : 0) | ((needs & 2) ? 0b01 : 0);
   }
 };
 

@@ -47,7 +47,7 @@ struct Send {
     void* const here = sends ? c.input(0).data : c.output(0).data;
     c.completes_with(link.all_to_all(here, send_counts, here, recv_counts, c.output_type(0).dtype, PathScope::current()));
   }
-  static void vjp(const Attrs& a, Vjp& c) { 
+  static void vjp(const Attrs& a, Vjp& c) {
     const Tensor there = redistribute(c.grad(), c.output_type(0).layout.dual());
     c.set(0, send_along(there, c.input_type(0).layout.dual(), a.axis, !a.back));
   }

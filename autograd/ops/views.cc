@@ -20,12 +20,7 @@ bool reshape_strides(const View& in, const Shape& shape, Shape& strides) {
   while (from >= 0) {
     int64_t run = in.shape[from];
     const int64_t step = in.strides[from];
-    while (from > 0 && (run == 1 || in.shape[from - 1] == 1 ||
-                        in.strides[from - 1] == run * in.strides[from])) {
-      if (run == 1) break;
-      if (in.shape[from - 1] != 1 && in.strides[from - 1] != run * step) break;
-      run *= in.shape[--from];
-    }
+    while (from > 0 && run != 1 && (in.shape[from - 1] == 1 || in.strides[from - 1] == run * step)) run *= in.shape[--from];
     --from;
     if (run == 1) continue;
     int64_t covered = 1;

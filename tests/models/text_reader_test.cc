@@ -203,6 +203,7 @@ TEST(JsonLines, AMemberOfEachIsADocument) {
   EXPECT_THAT(error("{\"text\":\"a"), HasSubstr("not valid JSON at byte"));
   EXPECT_THAT(error("{\"text\":\"\xff\"}"), HasSubstr("not valid JSON at byte"));
   EXPECT_THAT(error(std::string("{\"text\":\"a\"}\0", 13)), HasSubstr("contains a zero byte"));
+  EXPECT_THAT(error("\xEF\xBB\xBF{\"text\":\"a\"}"), HasSubstr("starts with a byte order mark"));
   EXPECT_TRUE(is_json_lines("a/b.jsonl"));
   EXPECT_TRUE(is_json_lines("a/b.ndjson"));
   EXPECT_FALSE(is_json_lines("a/b.json"));
