@@ -27,6 +27,20 @@ constexpr int64_t kLarge = 20'000;
 constexpr int64_t kLarge = 200'000;
 #endif
 
+// As a sum does: whoever has it.
+TEST(Local, MaximaAndMinimaOfANaNAreNaN) {
+  run_local(3, [](World& world) {
+    Communicator& comm = world.communicator();
+    for (const Reduction of : {Reduction::max, Reduction::min}) {
+      std::vector<float> x(4, static_cast<float>(world.rank()));
+      x[static_cast<size_t>(world.rank())] = NAN;
+      comm.all_reduce(x.data(), 4, kF32, of, "of numbers and none").sync();
+      for (int i = 0; i < 3; ++i) EXPECT_TRUE(std::isnan(x[static_cast<size_t>(i)])) << i;
+      EXPECT_EQ(x[3], of == Reduction::max ? 2 : 0);
+    }
+  });
+}
+
 TEST(Local, EveryCollectiveAtWorlds1To5) {
   for (int n = 1; n <= 5; ++n) {
     std::vector<uint64_t> digests(n), prints(n);
