@@ -87,13 +87,11 @@ __global__ void map_packs(F f, Walk<M + N> w) {
     for (int n = 0; n < N; ++n) in[n] = unpressed<T>(raw[n]);
     choose<C>(f, [&](const auto& one) {
 #pragma unroll
-      for (int k = 0; k < kSize; ++k) {
-        if (k < count) {
-          C x[N > 0 ? N : 1], y[M];
-          for (int n = 0; n < N; ++n) x[n] = convert_to<C>(in[n].v[k]);
-          one(x, y);
-          for (int m = 0; m < M; ++m) out[m].v[k] = element<T>(y[m]);
-        }
+      for (int k = 0; k < kSize; ++k) {  // also what is not there: a branch for each costs more
+        C x[N > 0 ? N : 1], y[M];
+        for (int n = 0; n < N; ++n) x[n] = convert_to<C>(in[n].v[k]);
+        one(x, y);
+        for (int m = 0; m < M; ++m) out[m].v[k] = element<T>(y[m]);
       }
     });
     for (int m = 0; m < M; ++m) {

@@ -279,10 +279,11 @@ class DeviceProducts {
     return best && best->milliseconds > 0 &&
            best->milliseconds + kernel_milliseconds(stream, p) < milliseconds;
   }
-  /// The approximate time of our own kernel that does the epilogue's work: its launch, and its bytes at two thirds of the memory's
-  /// bandwidth.
+  /// The approximate time of our own kernels that do the epilogue's work: their launches, and their bytes at two thirds of the memory's
+  /// bandwidth. A bias's gradient takes two, of which the second adds up the first one's sums in a few blocks, for about as long as a launch.
   static float kernel_milliseconds(const Stream& stream, const Product& p) {
     constexpr float kLaunch = 0.004f, kShare = 2.0f / 3;
+    const float launches = sums_rows(p.shape.epilogue) ? 3 : 1;
     int kilohertz = 0, bits = 0;
     const int device = stream.device.index;
     check_cuda(cudaDeviceGetAttribute(&kilohertz, cudaDevAttrMemoryClockRate, device), p);
@@ -291,7 +292,7 @@ class DeviceProducts {
         2.0f * static_cast<float>(kilohertz) * static_cast<float>(bits) / 8 * kShare;
     // If that is unknown the product does the work: it moves less.
     if (bytes_per_millisecond <= 0) return std::numeric_limits<float>::infinity();
-    return kLaunch + static_cast<float>(bytes_of_epilogue(p.shape)) / bytes_per_millisecond;
+    return launches * kLaunch + static_cast<float>(bytes_of_epilogue(p.shape)) / bytes_per_millisecond;
   }
 
   /// None if all are refused when run: offered algorithms do not always work.
