@@ -20,9 +20,18 @@ std::vector<Tensor> CompiledStep::run(const RecordingOptions& options, std::span
   now_ = options;
   take_inputs(inputs);
   for (const auto& [after, state] : random_states_) set_random_state(after, state);
-  if (!program_) return record(options, code);
-  for (const auto& effect : reruns_) effect();
-  return program_->run();
+  if (program_) {
+    for (const auto& effect : reruns_.before) effect();
+    std::vector<Tensor> results = program_->run();
+    for (const auto& effect : reruns_.after) effect();
+    return results;
+  }
+  try {
+    return record(options, code);
+  } catch (...) {
+    if (recorded_ == 0) inputs_.clear();  // the types of the first call that succeeds count
+    throw;
+  }
 }
 
 void CompiledStep::take_inputs(std::span<const Tensor> inputs) {
@@ -67,7 +76,7 @@ std::vector<Tensor> CompiledStep::record(const RecordingOptions& options, const 
   }
   const auto group = recording.group_with_gradients();
   now.leaves = recording.leaves();
-  const std::vector<std::function<void()>> reruns = recording.reruns();
+  const Reruns reruns = recording.reruns();
   now.tape = recording.take();
   for (Tensor& t : results)  // inputs and leaves change in the next step
     for (const auto& [v, leaf] : now.leaves)
@@ -103,9 +112,11 @@ const CompiledStep::Recorded* CompiledStep::find_same(Recorded& now) {
     if (!difference) return &before;
   }
   const auto moves_units = [&](const Tape& tape) {
-    if (difference->node >= tape.num_nodes()) return false;
-    const OpDef* const op = tape.node(difference->node).op;
-    return op && (op->kind == OpKind::redistribute || op->kind == OpKind::discard || op->of_units);
+    NodeId node = difference->node;
+    while (node < tape.num_nodes() && !tape.node(node).op) ++node;  // a leaf belongs to what reads it first: a master to its gather
+    if (node >= tape.num_nodes()) return false;
+    const OpDef* const op = tape.node(node).op;
+    return (op->kind == OpKind::redistribute || op->kind == OpKind::discard || op->of_units);
   };
   if (steps_.size() < kOrders && (moves_units(steps_.back().tape) || moves_units(now.tape))) return nullptr;
   steps_.clear();

@@ -19,7 +19,7 @@
 // places, as after an evaluation of the same model, more steps are recorded until two agree.) A leaf that differs would silently keep
 // its old value, so it is an error that names it: it must be passed as an input. What changes only in later steps is
 // not detected. Side effects of the code (printing, counting, branching on values, train() or eval()) happen in these calls alone,
-// except for those registered with Recording::on_rerun(), such as the optimizer's step count.
+// except for those registered with Recording::on_rerun() and after_rerun(), such as the optimizer's step count.
 #pragma once
 
 #include <functional>
@@ -76,7 +76,7 @@ class CompiledStep {
   std::map<int64_t, Tensor> random_states_;  // by the offset of their first sample within the step
   int64_t recorded_ = 0;
   std::vector<Recorded> steps_;  // whose tapes differ in the order of gathers
-  std::vector<std::function<void()>> reruns_;
+  Reruns reruns_;
   std::unique_ptr<Program> program_;
 };
 

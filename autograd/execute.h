@@ -5,7 +5,9 @@
 #include <cmath>
 
 #include "sheaf/autograd/op.h"
+#include "sheaf/autograd/recording_scopes.h"
 #include "sheaf/autograd/tape.h"
+#include "sheaf/core/rank_context.h"
 
 namespace sheaf::detail {
 
@@ -74,6 +76,19 @@ int64_t least_rows_of(const Tape& tape, const Node& n, int64_t piece_rows);
 /// Bytes of its workspace, whether or not it waits for all pieces first.
 int64_t workspace_of(const OpDef& op, const void* attrs, Execute& run);
 void execute(const OpDef& op, const void* attrs, Execute& run);
+
+/// Runs `f`; adds the module and the rank to its errors. Those of collectives name them more precisely.
+template <class F>
+auto located(F&& f) {
+  try {
+    return f();
+  } catch (const CommError&) {
+    throw;
+  } catch (Error& e) {
+    e.locate(PathScope::current(), RankContext::current().rank, RankContext::current().world);
+    throw;
+  }
+}
 
 /// Followed by the redistribution of its output to `sent`, in `parts` parts.
 int64_t workspace_and_redistribute(const OpDef& op, const void* attrs, Execute& run, const Tensor& sent, int64_t parts);

@@ -21,6 +21,8 @@ void Recording::resume_micro_batch(int64_t first_sample, const Tensor& random_st
 }
 
 void Recording::begin_part(int64_t first_sample, const Tensor& random_state) {
+  if (random_state && !(random_state.dtype() == kI64 && random_state.shape() == Shape{3}))
+    fail<ShapeError>("[recording] a random state is i64[3], not ", random_state.type());
   if (std::ranges::any_of(groups_, [](const GroupState& g) { return g.first_use >= 0; })) end_segment();
   ++epoch_;
   derivative_order_ = 0, is_derivative_ = false;

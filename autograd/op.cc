@@ -12,19 +12,6 @@ namespace sheaf {
 
 namespace {
 
-// Runs `f`; adds the module and the rank to its errors. Those of collectives name them more precisely.
-template <class F>
-auto located(F&& f) {
-  try {
-    return f();
-  } catch (const CommError&) {
-    throw;
-  } catch (Error& e) {
-    e.locate(PathScope::current(), RankContext::current().rank, RankContext::current().world);
-    throw;
-  }
-}
-
 void check_type(const OpDef& op, const Type& want, const Tensor& have) {
   if (!(want == have.type()))
     fail<PlacementError>("[", op.name, "] output ", want, " cannot be stored into ", have.type());
@@ -66,6 +53,11 @@ Device default_device() { return default_device_.value_or(RankContext::current()
 static Tensors execute_here(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, std::span<const OutputSpec> specs,
                             bool add) {
   const Device device = detail::device_of(op, inputs, specs);
+  if (device.is_meta())
+    for (const OutputSpec& spec : specs)
+      if (spec.into && !spec.into.device().is_meta())
+        fail<LifetimeError>("[", op.name, "] ", path_label(PathScope::current()), ": a meta tensor has no values for ", spec.into.type(), " on ",
+                            spec.into.device().to_string());
   bool views = false;
   const auto fresh = [](const Type& type, Device on, MemoryKind where) { return Tensor::empty(type, on, where); };
   Tensors outputs = detail::place_outputs(op, attrs, inputs, specs, device, views, fresh);
@@ -95,7 +87,7 @@ static Tensors execute_here(const OpDef& op, const void* attrs, std::span<const 
 
 // Allocates the outputs and runs the kernel; the memory ledger, if there is one, is told what the memory is for.
 Tensors execute_node(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, std::span<const OutputSpec> specs, bool add) {
-  return located([&] {
+  return detail::located([&] {
     if (!RankContext::current().memory_log) [[likely]] return execute_here(op, attrs, inputs, specs, add);
     const Recording* r = Recording::current();
     const MemoryUse use(r ? r->next_held_for(op) : op.held_for, op.name, PathScope::current());
@@ -113,7 +105,7 @@ Tensors apply_typed(const OpDef& op, const void* attrs, std::span<const Tensor> 
 detail::Inferred::Inferred(const OpDef& op, const void* attrs, std::span<const Tensor> given) : inputs(given), infer_(given) {
   for (size_t i = 0; i < inputs.size(); ++i)
     expect_defined(op.name, inputs[i], static_cast<int>(i));
-  located([&] {
+  detail::located([&] {
     op.infer(attrs, infer_);
     specs = infer_.outputs;
     place(op, attrs, inputs, coerced_, specs);
@@ -132,7 +124,7 @@ Tensors apply(const OpDef& op, const void* attrs, std::span<const Tensor> given,
       if (!is_wide_of(to, own) || i >= 64 || !(op.stores_wide >> i & 1)) continue;
       specs[i].type.dtype = to;
     }
-    located([&] {
+    detail::located([&] {
       check_type(op, specs[i].type, into[i].to);
       if (into[i].add && !(op.can_add && i == 0))
         fail<LifetimeError>("[", op.name, "] cannot add output ", i, " into given memory");

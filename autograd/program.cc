@@ -222,23 +222,27 @@ std::vector<Tensor> Program::run() {
   if (const auto& log = RankContext::current().memory_log) note_holders(*log);
   for (const Instruction& i : instructions_) {
     const PathScope path(*i.path);
-    Execute run(i.inputs, i.outputs);
-    run.add = i.add, run.in_program = true;
-    if (i.workspace) run.workspace = {i.workspace->data(), static_cast<size_t>(i.workspace->bytes())};
-    const bool meta = run.device().is_meta();
-    if (i.op->kind != OpKind::discard && i.op->execute && (!meta || i.op->kind == OpKind::redistribute || i.sent)) {
-      run.will_execute(i.op->name);
-      const ProfileSpan span(Profile::kCompute, i.op->name, *i.path);
-      if (i.sent) detail::execute_and_redistribute(*i.op, i.attrs, run, i.sent, i.sent_parts);
-      else detail::execute(*i.op, i.attrs, run);
-    }
-    if (i.updates)
-      for (const Tensor& t : i.outputs) t.storage()->changed();
-    for (Storage* s : i.ended) s->settle();
+    detail::located([&] { execute(i); });
   }
   std::vector<Tensor> out;
   for (const Tensor& t : wanted_) out.push_back(t.device().is_meta() ? Tensor::empty(t.type(), t.device()) : t.clone());
   return out;
+}
+
+void Program::execute(const Instruction& i) {
+  Execute run(i.inputs, i.outputs);
+  run.add = i.add, run.in_program = true;
+  if (i.workspace) run.workspace = {i.workspace->data(), static_cast<size_t>(i.workspace->bytes())};
+  const bool meta = run.device().is_meta();
+  if (i.op->kind != OpKind::discard && i.op->execute && (!meta || i.op->kind == OpKind::redistribute || i.sent)) {
+    run.will_execute(i.op->name);
+    const ProfileSpan span(Profile::kCompute, i.op->name, *i.path);
+    if (i.sent) detail::execute_and_redistribute(*i.op, i.attrs, run, i.sent, i.sent_parts);
+    else detail::execute(*i.op, i.attrs, run);
+  }
+  if (i.updates)
+    for (const Tensor& t : i.outputs) t.storage()->changed();
+  for (Storage* s : i.ended) s->settle();
 }
 
 Program Program::with_tape(Tape tape, std::span<const ValueId> also) const {

@@ -53,6 +53,7 @@ class Program {
  private:
   struct Instruction;
   struct Block;
+  static void execute(const Instruction& i);
   struct Builder;
 
   void arrange_blocks();

@@ -78,6 +78,7 @@ void Recording::expect_can_differentiate(const char* who) const {
 }
 
 Tape Recording::take() {
+  if (pass_) fail<LifetimeError>("[recording] take() inside of a derivative: the backward has not ended");
   if (current_recording == this) complete_sends(), complete_offloads();
   end();
   return std::exchange(tape_, Tape());

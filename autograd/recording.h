@@ -51,6 +51,11 @@ struct GradientOptions {
   bool keep = false;
 };
 
+/// Host side effects of a step that are not on its tape: to be called before it runs again, and behind that.
+struct Reruns {
+  std::vector<std::function<void()>> before, after;
+};
+
 class ReversePass;
 
 class Recording {
@@ -116,8 +121,10 @@ class Recording {
   void keep_until_sent(const recorded::SendRoute& route, const Tensor& sent, const Tensor& source);
   /// A host side effect of this step that is not on the tape, such as counting it. When the tape runs again (compile()), so does
   /// `effect`, before it.
-  void on_rerun(std::function<void()> effect) { reruns_.push_back(std::move(effect)); }
-  const std::vector<std::function<void()>>& reruns() const { return reruns_; }
+  void on_rerun(std::function<void()> effect) { reruns_.before.push_back(std::move(effect)); }
+  /// The same behind it, if it did not fail.
+  void after_rerun(std::function<void()> effect) { reruns_.after.push_back(std::move(effect)); }
+  const Reruns& reruns() const { return reruns_; }
   /// The name of a used group that holds_gradients(), if there is one.
   std::optional<std::string> group_with_gradients() const;
 
@@ -233,7 +240,7 @@ class Recording {
   std::vector<recorded::EarlyGradient> early_gradients_;
   std::vector<GroupState> groups_;                      // used since the last segment
   std::vector<std::shared_ptr<LeafGroup>> all_groups_;  // all that were used
-  std::vector<std::function<void()>> reruns_;
+  Reruns reruns_;
   std::deque<std::function<void(Vjp&)>> derivatives_;
   std::vector<recorded::PendingSend> pending_sends_;
   uint64_t epoch_ = 0;                                                  // micro-batches and backwards begun: identifies sends

@@ -7,8 +7,14 @@ namespace sheaf {
 
 Recording& Vjp::recording() const { return pass_.recording_; }
 const Tape& Vjp::tape() const { return pass_.tape_; }
-int32_t Vjp::value_of_input(int i) const { return tape().inputs(tape().node(node_))[i]; }
-int32_t Vjp::value_of_output(int o) const { return tape().output(tape().node(node_), o); }
+int32_t Vjp::value_of_input(int i) const {
+  expect_index("input", i, num_inputs());
+  return tape().inputs(tape().node(node_))[i];
+}
+int32_t Vjp::value_of_output(int o) const {
+  expect_index("output", o, tape().node(node_).num_outputs);
+  return tape().output(tape().node(node_), o);
+}
 
 int Vjp::num_inputs() const { return tape().node(node_).num_inputs; }
 const Type& Vjp::input_type(int i) const { return tape().type(value_of_input(i)); }
@@ -55,7 +61,15 @@ Tensor Vjp::take_sum(int i) {
   if (!needs(i) || pass_.keeps() || (recording().state(v).group && pass_.to_slots())) return {};
   return std::exchange(pass_.sum_of(v), Tensor());
 }
-void Vjp::set(int i, Tensor gradient) { gradients.emplace_back(i, std::move(gradient)); }
+void Vjp::set(int i, Tensor gradient) {
+  expect_index("input", i, num_inputs());
+  gradients.emplace_back(i, std::move(gradient));
+}
+void Vjp::expect_index(const char* of, int i, int count) const {
+  if (i >= 0 && i < count) [[likely]] return;
+  fail<LifetimeError>("[", tape().node(node_).op->name, "] ", path_label(PathScope::current()), ": the derivative asks for ", of, " ", i,
+                      " of ", count);
+}
 void Vjp::expect_now(const char* what) const {
   if (deferred_)
     fail<LifetimeError>("[", tape().node(node_).op->name, "] ", path_label(PathScope::current()), ": ", what,

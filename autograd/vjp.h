@@ -74,6 +74,7 @@ class Vjp {
   bool input_gradient_is_communicated(int first) const;
   void defer_to_overlap(int first, std::function<void(Vjp&)> f);
   void expect_now(const char* what) const;
+  void expect_index(const char* of, int i, int count) const;
   Recording& recording() const;
   const Tape& tape() const;
   int32_t value_of_input(int i) const;

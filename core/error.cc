@@ -4,6 +4,8 @@
 
 namespace sheaf {
 
+Error::~Error() = default;
+
 void Error::locate(std::string_view path, int rank, int ranks) {
   if (!located_.empty()) return;
   const std::string message = what();

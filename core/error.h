@@ -28,6 +28,8 @@ enum class ExitCode : int {
 class Error : public std::runtime_error {
  public:
   Error(ExitCode code, const std::string& message) : std::runtime_error(message), code_(code) {}
+  /// Not inline: so the class's type is one object of the program, which handlers compare, also in the kernels of -fno-weak (tools/sheaf.bzl).
+  ~Error() override;
   const char* what() const noexcept override { return located_.empty() ? std::runtime_error::what() : located_.c_str(); }
   int exit_code() const { return static_cast<int>(code_); }
 

@@ -1,6 +1,7 @@
 #include "sheaf/core/mesh.h"
 
 #include <algorithm>
+#include <limits>
 #include <memory>
 #include <mutex>
 
@@ -12,6 +13,9 @@ const MeshSpec* MeshSpec::intern(std::vector<Axis> axes) {
   if (axes.empty() || axes.size() > kMaxAxes) fail<ConfigError>("[mesh] needs 1 to ", kMaxAxes, " axes");
   for (const Axis& a : axes)
     if (a.size < 1) fail<ConfigError>("[mesh] axis ", a.name, " has size ", a.size);
+  int64_t ranks = 1;
+  for (const Axis& a : axes)
+    if ((ranks *= a.size) > std::numeric_limits<int>::max()) fail<ConfigError>("[mesh] has more ranks than can be counted, of axis ", a.name, " on");
   for (size_t i = 0; i < axes.size(); ++i)  // communicators are named by them
     for (size_t j = 0; j <= i; ++j)
       if (axes[i].name.empty() || (i != j && axes[i].name == axes[j].name))

@@ -9,6 +9,7 @@
 namespace sheaf {
 OwnershipMap OwnershipMap::even(int dim, int64_t granule) {
   check<PlacementError>(granule > 0, "[placement] Shard(", dim, " by ", granule, "): rows stay together in ones or more");
+  check<PlacementError>(dim >= 0 && dim < kMaxDims, "[placement] Shard(", dim, "): dimensions are 0 to ", kMaxDims - 1);
   OwnershipMap m;
   m.dim_ = static_cast<int8_t>(dim);
   m.granule_ = granule;
@@ -25,6 +26,7 @@ OwnershipMap OwnershipMap::uneven(int dim, const std::vector<int64_t>& sizes, in
 }
 
 OwnershipMap OwnershipMap::flat(int64_t chunk, int64_t offset) {
+  check<PlacementError>(chunk >= 0 && offset >= 0, "[placement] Shard(flat) in chunks of ", chunk, " from ", offset, ": both are at least 0");
   OwnershipMap m;
   m.kind_ = Kind::flat;
   m.dim_ = -1;
@@ -37,7 +39,7 @@ OwnershipMap OwnershipMap::parts(int dim, const std::vector<int64_t>& sizes, int
   OwnershipMap m = even(dim, units);
   m.kind_ = Kind::parts;
   for (int64_t size : sizes)
-    if (size % units != 0)
+    if (size < 0 || size % units != 0)
       fail<PlacementError>("[placement] a part of ", size, " rows cannot be cut in ", units, " units");
   m.sizes_ = interned(sizes);
   return m;
@@ -67,6 +69,7 @@ OwnershipMap OwnershipMap::by_owner(int dim, const std::vector<int64_t>& sizes, 
 }
 
 OwnershipMap OwnershipMap::from_both_ends(int dim, int64_t size, int ranks) {
+  check<PlacementError>(size >= 0 && ranks > 0, "[placement] ", size, " rows of dimension ", dim, " from both ends over ", ranks, " ranks");
   std::vector<int64_t> sizes(static_cast<size_t>(2 * ranks));
   std::vector<int> owners(sizes.size());
   for (int r = 0; r < ranks; ++r) {

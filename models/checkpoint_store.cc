@@ -199,6 +199,7 @@ void save_checkpoint(const std::string& folder, int64_t step, const std::vector<
                      const Json& state, int64_t keep, const CheckpointGroup& group, const Warn& warn,
                      const std::vector<int64_t>& abandoned) {
   check_save(step, keep);
+  check<ConfigError>(!folder.empty(), "[checkpoint] an empty name of a folder");
   const PendingCheckpoint p = PendingCheckpoint::begin(folder, step, group, warn);
   save_together(p, group, "another rank could not write its part", [&] { p.write(pieces); });
   save_together(p, group, "rank 0 could not commit it", [&] {

@@ -82,6 +82,7 @@ std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt
                               const GenerateConfig& config, const std::function<void(int32_t)>& emit,
                               std::span<const int32_t> ends) {
   if (prompt.empty()) fail<ConfigError>("[generate] the prompt is empty: give at least one token");
+  check<ConfigError>(context > 0 && vocab > 0, "[generate] context ", context, ", vocab ", vocab, ": both must be positive");
   const nn::EvalScope evaluation(model);
   const Device device = device_of(model);
   const DeviceScope scope(device);

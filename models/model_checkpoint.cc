@@ -33,9 +33,14 @@ void check_modules(nn::Module& module, const PrefixedModules& also, const optim:
   }
 }
 
+void expect_optimizers(const Optimizers& optimizers) {
+  for (const optim::Optimizer* optimizer : optimizers) check<ConfigError>(optimizer != nullptr, "[checkpoint] an optimizer is null");
+}
+
 std::vector<nn::StatePiece> all_pieces(nn::Module& module, const Optimizers& optimizers, const optim::DiLoCo* outer,
                                        const PrefixedModules& also) {
   check_modules(module, also, outer);
+  expect_optimizers(optimizers);
   if (outer) return nn::state_pieces(module, optimizers, *outer);
   std::vector<nn::StatePiece> pieces = nn::state_pieces(module);
   for (const auto& [prefix, other] : also)

@@ -315,7 +315,7 @@ TrainingStep::Result TrainingStep::compile(int64_t step, double lr, RecordedStep
 }
 
 TrainingStep::Result TrainingStep::run_program(double lr, RecordedStep* recorded) {
-  for (const auto& effect : compiled_.reruns) effect();
+  for (const auto& effect : compiled_.reruns.before) effect();
   if (recorded) {
     recorded->tape = program_->tape();
     recorded->loss = compiled_.loss, recorded->grad_norm = compiled_.grad_norm, recorded->mtp = compiled_.mtp;
@@ -326,6 +326,7 @@ TrainingStep::Result TrainingStep::run_program(double lr, RecordedStep* recorded
     }
   }
   const std::vector<Tensor> values = program_->run();
+  for (const auto& effect : compiled_.reruns.after) effect();
   Result result{values[0], values[1], lr};
   size_t next = 2;  // as they are wanted
   if (compiled_.mtp >= 0) result.mtp = values[next++];
@@ -341,7 +342,9 @@ TrainingStep::Result TrainingStep::replay(int64_t step, double lr, RecordedStep*
     captured_step_.memory.clear();
     graph_ = capture.finish();
   } else {
-    for (const auto& effect : (program_ ? compiled_ : captured_step_).reruns) effect();
+    const Reruns& reruns = (program_ ? compiled_ : captured_step_).reruns;
+    for (const auto* effects : {&reruns.before, &reruns.after})
+      for (const auto& effect : *effects) effect();
   }
   graph_->replay();
   if (recorded) *recorded = captured_step_;

@@ -46,7 +46,7 @@ struct RecordedStep {
   std::unordered_map<ValueId, Tensor> leaves;  ///< copies of their values before the step
   std::unordered_map<ValueId, Tensor> memory;  ///< the leaves themselves, as long as this lives
   ValueId loss = -1, grad_norm = -1, mtp = -1, grad_norms = -1;
-  std::vector<std::function<void()>> reruns;  ///< see Recording::on_rerun()
+  Reruns reruns;
   std::vector<NodeId> turns;                  ///< the first node of each turn, and of the part after the last
 };
 

@@ -39,6 +39,8 @@ S& defined_state(const std::shared_ptr<S>& state, const char* what) {
 
 Parameter::Parameter(const Shape& shape, Init init, DType dtype) : state_(std::make_shared<State>()) {
   check<DTypeError>(is_floating(dtype), "[parameter] ", dtype, shape, ": only floating types are trained");
+  check<ShapeError>(byte_size(size_of(dtype), shape).has_value(), "[parameter] ", dtype, shape, ": a size is negative, or it has more bytes than ",
+                    "can be counted");
   state_->shape = shape;
   state_->dtype = dtype;
   state_->init = init;

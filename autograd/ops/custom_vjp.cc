@@ -32,6 +32,7 @@ struct CustomVjpNode {
 
 std::vector<Tensor> custom_vjp(const TensorFunction& f, const VjpFunction& vjp, const CustomVjpOptions& options,
                                std::span<const Tensor> inputs) {
+  check<LifetimeError>(f && vjp, "[custom_vjp] ", path_label(PathScope::current()), ": no function, or no derivative, is given");
   Recording* const r = Recording::current();
   if (!r || std::ranges::none_of(inputs, [&](const Tensor& x) { return r->has_gradient(x); }))
     return f(inputs);

@@ -254,7 +254,7 @@ Tensor apply_routed(const Tensor& x, const ExpertRoutes& routes, const Tensor& w
 Tensor top_k(const Tensor& x, int64_t k) { return apply<TopK>({k}, contiguous(x)); }
 
 int64_t rows_of_part(int64_t tokens, int64_t choices, int64_t experts, int64_t places, int64_t parts) {
-  if (parts == experts) return places;
+  if (parts == experts || parts == 0) return places;
   const int64_t together = (experts + parts - 1) / parts;
   return std::min(tokens * std::min(choices, together), together * std::min(places, tokens));
 }

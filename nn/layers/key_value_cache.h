@@ -69,14 +69,18 @@ class KeyValueCache {
   /// The cache of the recurrent layer `name`, in addition or instead. LifetimeError in a recording.
   RecurrentTail& tail(const std::string& name);
   /// Ends a pass over this many tokens.
-  void advance(int64_t tokens) { length_ += tokens, shown_ = {}; }
+  void advance(int64_t tokens) { set_length(tokens < 0 ? tokens : length_ + tokens); }
   /// Drops all but the first tokens, and keeps the memory. Recurrent layers can go back to 0, or to 64 tokens before the furthest
   /// that was read since then. Sequences begin where they did.
-  void shorten(int64_t length) { length_ = std::min(length_, length), shown_ = {}; }
+  void shorten(int64_t length) { set_length(std::min(length_, length)); }
   /// Drops everything, including where sequences begin.
   void clear() { shorten(0), set_begins({}); }
 
  private:
+  void set_length(int64_t length) {
+    check<ConfigError>(length >= 0, "[key_value_cache] ", length, " tokens");
+    length_ = length, shown_ = {};
+  }
   int64_t capacity_, length_ = 0;
   Tensor begins_, shown_;               // [B]; the result of begins() for this pass
   std::map<std::string, Tensor> kept_;  // [B, capacity, G, D]

@@ -23,7 +23,10 @@ struct AdamWStep {
 }  // namespace
 
 AdamW::AdamW(std::span<const nn::Parameter> parameters, const AdamWOptions& options)
-    : Optimizer("adamw", parameters, options.factors, {"m", "v"}, options.state), options_(options) {}
+    : Optimizer("adamw", parameters, options.factors, {"m", "v"}, options.state), options_(options) {
+  detail::expect_valid("adamw", {{"lr", options.lr}, {"beta1", options.beta1, true}, {"beta2", options.beta2, true}, {"eps", options.eps},
+                                 {"weight_decay", options.weight_decay}});
+}
 
 std::vector<double> detail::adamw_scalars(const AdamWOptions& options, double lr, int64_t step) {
   std::vector<double> s(kAdamWScalars, 1.0);

@@ -91,6 +91,7 @@ LossScaler::State LossScaler::state() const {
 }
 
 void LossScaler::set_state(const State& s) {
+  check<ConfigError>(s.factor > 0 && std::isfinite(s.factor), "[loss_scaler] the factor is ", s.factor, ": it is finite and above 0");
   if (factor_.device().is_meta()) return;
   store_into(factor_, Tensor::scalar(s.factor).to(factor_.device()));
   store_into(counts_, Tensor::from(std::vector<int64_t>{s.good_steps, s.lost_steps, s.skipped_steps}, {kLossScaleCounts})

@@ -80,7 +80,7 @@ void Optimizer::step(const StepOptions& options) {
   const std::shared_ptr<Begun> begun = std::exchange(begun_, nullptr);
   if (!begun) expect_scalars(options);
   const int64_t before = (*steps_)++;
-  if (Recording* r = Recording::current()) r->on_rerun([steps = steps_] { ++*steps; });
+  if (Recording* r = Recording::current()) r->after_rerun([steps = steps_] { ++*steps; });
   for (const auto& unit : units_) unit->close_for_change();
   for (const auto& unit : units_) steer(*unit);
   if (shards_.empty()) return;
@@ -109,6 +109,7 @@ void Optimizer::step_in_backward(const StepOptions& options) {
 }
 
 void Optimizer::expect_scalars(const StepOptions& options) const {
+  if (options.lr) detail::expect_valid(name_, {{"lr", *options.lr}});
   if (const Recording* r = Recording::current(); !options.scalars && !shards_.empty() && r && r->is_for_program())
     fail<ConfigError>("[", name_, "] in a step that is compiled the learning rate and what else changes from step to step have to ",
                       "come in: give next_scalars() to step() as StepOptions::scalars");
@@ -174,6 +175,7 @@ Tensor Optimizer::count_applied(const Tensor& scalars, const Tensor& found_inf) 
 }
 
 void Optimizer::set_steps(int64_t steps) {
+  check<ConfigError>(steps >= 0, "[", name_, "] ", steps, " steps");
   *steps_ = steps;
   if (applied_) set_applied_steps(steps);
 }
@@ -217,6 +219,12 @@ void Optimizer::zero_grad() {
 }
 
 namespace detail {
+
+void expect_valid(const std::string& who, std::initializer_list<Hyperparameter> all) {
+  for (const auto& [name, value, is_decay] : all)
+    check<ConfigError>(value >= 0 && std::isfinite(value) && !(is_decay && value >= 1), "[", who, "] ", name, " is ", value, ": it is finite, at least 0",
+                       is_decay ? " and below 1" : "");
+}
 
 std::vector<ShardState> flat_shards(const std::string& who, std::span<const nn::Parameter> parameters) {
   std::vector<ShardState> shards;

@@ -153,6 +153,13 @@ class Optimizer {
 };
 
 namespace detail {
+/// Hyper-parameters, by name: ConfigError if one is not finite or is negative, or a decay is not below 1.
+struct Hyperparameter {
+  const char* name;
+  double value;
+  bool is_decay = false;
+};
+void expect_valid(const std::string& who, std::initializer_list<Hyperparameter> all);
 /// The flat buffers with trained, unsteered ones of these parameters, without state: whole, their parts in place. ConfigError as in
 /// nn::trainable_units; DTypeError for masters that are neither f32 nor f64.
 std::vector<ShardState> flat_shards(const std::string& who, std::span<const nn::Parameter> parameters);

@@ -29,6 +29,7 @@ SGD::SGD(std::span<const nn::Parameter> parameters, const SgdOptions& options)
                 options.momentum != 0.0 ? std::vector<std::string>{"momentum"} : std::vector<std::string>{},
                 options.state),
       options_(options) {
+  detail::expect_valid("sgd", {{"lr", options.lr}, {"momentum", options.momentum}, {"weight_decay", options.weight_decay}});
   if (options.nesterov && options.momentum == 0.0) fail<ConfigError>("[sgd] nesterov needs momentum");
 }
 
