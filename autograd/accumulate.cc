@@ -75,7 +75,8 @@ void ReversePass::add_to_value(NodeId node, ValueId v, Tensor g) {
   if (to_slots() && !parts_.contains(producer) && !ends_gradients(tape_.node(producer)))
     fail<LifetimeError>("[backward] ", path_label(PathScope::current()), ": ", tape_.node(node).op->name, " uses value %",
                         v, " ", tape_.type(was), " (of ", tape_.node(producer).op->name, "), which was computed before the last ",
-                        "backward of this recording: its gradient would be lost. Add the losses and call backward once");
+                        "backward of this recording: its gradient would be lost. Add the losses and call backward once; or let next_micro_batch() begin what a later backward ",
+                        "differentiates");
   Tensor& sum = sum_of(v);
   if (was != v && sum)
     fail<LifetimeError>("[backward] ", path_label(PathScope::current()), ": %", v, " ", tape_.type(was),

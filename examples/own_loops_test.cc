@@ -33,7 +33,7 @@ struct TwoTowers : nn::Module {
   Tensor loss(const Tensor& images, const Tensor& texts) {
     const auto scope = enter();
     const double norm = std::sqrt(static_cast<double>(kWidth));
-    const Tensor u = rms_norm(image(images)) / norm, v = rms_norm(text(texts)) / norm;  // rows of length 1
+    const Tensor u = rms_norm(image(images), {}, 1e-12) / norm, v = rms_norm(text(texts), {}, 1e-12) / norm;  // rows of length 1
     const Tensor partner = arange(u.size(0));
     const auto find = [&](const Tensor& mine, const Tensor& others) {
       const Tensor all = redistribute(others, "data", Placement::replicate());

@@ -7,7 +7,6 @@
 #include <map>
 #include <mutex>
 #include <optional>
-#include <thread>
 
 #include "sheaf/distributed/pipeline.h"
 #include "sheaf/models/sharded_model.h"

@@ -7,8 +7,6 @@
 #include <bit>
 #include <charconv>
 #include <chrono>
-#include <cmath>
-#include <cstring>
 #include <filesystem>
 #include <system_error>
 

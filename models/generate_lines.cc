@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <filesystem>
 #include <optional>
-#include <utility>
 #include <vector>
 
 #include "sheaf/core/append_file.h"

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <map>
 #include <set>
+#include <unordered_map>
 
 #include "sheaf/autograd/recording.h"
 #include "sheaf/core/communicator.h"
@@ -48,8 +49,12 @@ std::vector<nn::StatePiece> all_pieces(nn::Module& module, const Optimizers& opt
       p.name = prefix + p.name;
       pieces.push_back(std::move(p));
     }
+  std::unordered_map<const Unit*, std::string> prefixes;  // models that are saved together may have parameters of the same names
+  for (const auto& [prefix, other] : also)
+    for (const auto& unit : units(*other)) prefixes[unit.get()] = prefix;
+  const auto prefix_of = [&](const Unit& unit) { return prefixes.contains(&unit) ? prefixes.at(&unit) : ""; };
   for (optim::Optimizer* optimizer : optimizers)
-    for (nn::StatePiece& p : nn::state_pieces(*optimizer)) pieces.push_back(std::move(p));
+    for (nn::StatePiece& p : nn::state_pieces(*optimizer, prefix_of)) pieces.push_back(std::move(p));
   return pieces;
 }
 

@@ -1,8 +1,6 @@
 #include "sheaf/models/trainer.h"
 
 #include <chrono>
-#include <filesystem>
-#include <system_error>
 #include <thread>
 #include <utility>
 

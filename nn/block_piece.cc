@@ -1,6 +1,5 @@
 #include "sheaf/nn/block_piece.h"
 
-#include <algorithm>
 #include <cstring>
 #include <utility>
 

@@ -44,7 +44,10 @@ void copy_model(Module& source, Module& target) {
     materialized = true;
     device = a.unit()->buffers()[0].shard.device();
   }
-  for (size_t i = 0; i < old_buffers.size(); ++i) new_buffers[i].state().dtype = old_buffers[i].state().dtype;
+  for (size_t i = 0; i < old_buffers.size(); ++i) {
+    new_buffers[i].state().dtype = old_buffers[i].state().dtype;
+    if (const Tensor& value = old_buffers[i].state().value) materialized = true, device = value.device();
+  }
   if (!materialized) return;
   materialize(target, device);
   if (device.is_meta()) return;

@@ -55,11 +55,12 @@ std::vector<StatePiece> state_pieces(Module& module) {
   return out;
 }
 
-std::vector<StatePiece> state_pieces(optim::Optimizer& optimizer) {
+std::vector<StatePiece> state_pieces(optim::Optimizer& optimizer, const std::function<std::string(const Unit&)>& prefix_of) {
   std::vector<StatePiece> out;
   for (const optim::ShardState& shard : optimizer.shards())
     for (size_t i = 0; i < shard.names.size(); ++i)
-      append_pieces(*shard.unit, shard.leaves, shard.parts, shard.state[i], "optimizer." + shard.names[i] + ".", out);
+      append_pieces(*shard.unit, shard.leaves, shard.parts, shard.state[i],
+                    str("optimizer.", shard.names[i], ".", prefix_of ? prefix_of(*shard.unit) : ""), out);
   return out;
 }
 

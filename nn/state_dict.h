@@ -2,6 +2,7 @@
 // (read through the pointer) and for loading (write through it).
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -30,7 +31,7 @@ struct StatePiece {
 /// units': perhaps of parameters around it, too.
 std::vector<StatePiece> state_pieces(Module& module);
 /// The optimizer's tensors. Its step count is Optimizer::steps().
-std::vector<StatePiece> state_pieces(optim::Optimizer& optimizer);
+std::vector<StatePiece> state_pieces(optim::Optimizer& optimizer, const std::function<std::string(const Unit&)>& prefix_of = {});
 /// The same for a model that islands train: under their names the parameters after the last outer step. With optimizers also
 /// "optimizer.outer.momentum.<name>" and each island's own values, as a row of a tensor [islands, ...]: its parameters,
 /// "optimizer.inner.<name>", and its optimizers' state.

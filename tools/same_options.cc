@@ -1,7 +1,6 @@
 #include "sheaf/tools/same_options.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "sheaf/tools/config.h"
 

@@ -3,9 +3,11 @@
 // [Note: random keys] Given a Key, an op uses it as it is. Otherwise the key is derived from the recording: module path and number of
 // the call on that path are attributes, seed, step and first sample are the input `random_state`, so that a replayed step draws what
 // its inputs say. The kernel reads it (kernels/random.h, DrawKey): on a GPU it is in device memory, and a relaunched graph finds the
-// next step's values. Dimension 0 counts samples: the first sample's global index is added to it, and inside of rowwise() that of the
-// first local row.
+// next step's values. Dimension 0 counts samples, or groups of rows of them: the first sample's global index is added to it, and inside of
+// rowwise() that of the first local row.
 #include "sheaf/kernels/random.h"
+
+#include <algorithm>
 
 #include "sheaf/autograd/ops/common.h"
 #include "sheaf/autograd/recording.h"
@@ -24,16 +26,24 @@ struct KeySource {
   int64_t first_row = first_local_row();
 };
 
-int64_t sample_numel(const Shape& global) {
+int64_t row_numel(const Shape& global) {
   if (global.rank() == 0) return 1;
   return global[0] > 0 ? global.numel() / global[0] : 0;
+}
+
+// Rows that stay together where dimension 0 is cut, as a sample's tokens behind reshape(x, {-1, C}), are of one sample.
+int64_t sample_numel(const Type& type) {
+  int64_t rows = 1;
+  for (int a = 0; a < type.layout.num_axes(); ++a)
+    if (const Placement& p = type.layout[a]; p.is_shard(0) && !p.map().is_parts() && !p.map().is_scattered()) rows = std::max(rows, p.map().granule());
+  return rows * row_numel(type.shape);
 }
 
 /// The random key of one execution; input `state` is random_state.
 kernels::DrawKey key_for(const KeySource& s, const Execute& c, int state) {
   if (s.call < 0) return Key{s.key};
   return {Key{s.key}, static_cast<uint64_t>(s.call), c.input(state).as<int64_t>(),
-          sample_numel(c.output_type(0).shape)};
+          sample_numel(c.output_type(0))};
 }
 
 KeySource recorded_source(const char* op, Recording*& recording) {
@@ -52,7 +62,7 @@ kernels::GlobalIndex global_index(const Type& type, int64_t first_row) {
   if (type.layout.mesh()) where.start = type.layout.local_start(type.shape);
   if (type.shape.rank() == 0) return {{1}, {first_row}};
   if (flat)
-    return {{type.shape.numel()}, {where.start[0] + first_row * sample_numel(type.shape)}};
+    return {{type.shape.numel()}, {where.start[0] + first_row * row_numel(type.shape)}};
   where.start[0] += first_row;
   return where;
 }

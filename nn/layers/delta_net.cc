@@ -1,6 +1,5 @@
 #include "sheaf/nn/layers/delta_net.h"
 
-#include <algorithm>
 #include <cmath>
 
 #include "sheaf/autograd/recording.h"

@@ -1,8 +1,6 @@
 // Lora: the adapter that fine-tuning adds to a linear layer with a frozen weight.
 #pragma once
 
-#include <cmath>
-
 #include "sheaf/autograd/ops.h"
 #include "sheaf/nn/module.h"
 
@@ -19,7 +17,7 @@ struct Lora : Module {
   Parameter a, b;
   double scale;
 
-  /// For a weight [out, in]; if a tensor axis shards that, it shards the same side here. ConfigError if the rank is below 1.
+  /// For a weight [out, in]; if a tensor axis shards that, it shards the same side here.
   Lora(const Parameter& weight, const LoraOptions& options);
   Tensor forward(const Tensor& x) { return linear(linear(x, a) * scale, b); }
   SHEAF_FIELDS(a, b);

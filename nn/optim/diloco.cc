@@ -25,7 +25,6 @@ bool is_without(const MeshSpec* mesh, const MeshSpec& all, int axis) {
 }
 
 // Parts of a rank's elements, or of their bytes: whole blocks.
-OwnershipMap parts_along(int dim, int64_t block) { return OwnershipMap::even(dim, block); }
 constexpr int64_t kBytes = block_bytes(BlockFormat::int8);
 
 // The layout of values [R, n] once a dimension of islands precedes R.
@@ -108,7 +107,7 @@ void DiLoCo::add_shard(const std::shared_ptr<Unit>& unit, size_t buffer) {
   if (options_.moves == Moves::int8 && b.has_slope() && elements % kBlockSize != 0)
     fail<ConfigError>("[diloco] unit '", path_label(unit->name()), "': moves in int8 are in blocks of ", kBlockSize, " elements, and a rank has ",
                       elements, "; shard it with ShardOptions::whole_blocks");
-  const OwnershipMap cut = parts_along(1, part_size());
+  const OwnershipMap cut = OwnershipMap::even(1, part_size());
   shard.values = state(shard, rounds(b) ? std::nullopt : std::optional(cut), false);
   if (b.has_slope() && options_.momentum > 0) {
     shard.momentum = state(shard, cut, options_.offload);
@@ -175,7 +174,7 @@ void DiLoCo::descend(const OuterShard& shard, const Tensor& to, const Tensor& gr
 
 void DiLoCo::step_whole(OuterShard& shard) const {
   const Tensor& values = shard.values.tensor;
-  const Placement part = Placement::shard(parts_along(2, part_size()));
+  const Placement part = Placement::shard(OwnershipMap::even(2, part_size()));
   Tensor agreed = mean(redistribute(shard.rows, shard.rows.layout().with(axis_, part)), 0);
   const bool to_the_mean = !shard.flat().has_slope() || (!shard.momentum.tensor && options_.lr == 1);
   if (to_the_mean) store_into(values, agreed);
@@ -189,7 +188,7 @@ Tensor DiLoCo::in_fewer_bits(const Tensor& x, int axis) const {
   Type type{kU8, x.shape(), x.layout()};
   const int last = x.rank() - 1;
   type.shape[last] = x.size(last) / kBlockSize * kBytes;
-  if (type.layout[axis_].is_shard(last)) type.layout[axis_] = Placement::shard(parts_along(last, kBytes));
+  if (type.layout[axis_].is_shard(last)) type.layout[axis_] = Placement::shard(OwnershipMap::even(last, kBytes));
   const UnitOps::Attrs attrs{axis, 1};
   return UnitOps::made_by(UnitOps::quantize_gradient(), &attrs, x, type);
 }
@@ -206,8 +205,8 @@ Tensor DiLoCo::in_values(const Tensor& x, const Type& type) const {
 void DiLoCo::step_by_moves(OuterShard& shard) const {
   const Tensor& values = shard.values.tensor;
   const Tensor moved = in_fewer_bits(as_rows(values) - shard.rows, axis_);
-  const OwnershipMap part = parts_along(2, moved.dtype() == kU8 ? kBytes : part_size());
-  const Type type{values.dtype(), values.shape(), layout_of(shard, Placement::shard(parts_along(1, part_size())))};
+  const OwnershipMap part = OwnershipMap::even(2, moved.dtype() == kU8 ? kBytes : part_size());
+  const Type type{values.dtype(), values.shape(), layout_of(shard, Placement::shard(OwnershipMap::even(1, part_size())))};
   const Tensor gradient = in_values(redistribute(moved, moved.layout().with(axis_, Placement::shard(part))), type);
   const Tensor move = full_like(gradient, 0);
   descend(shard, move, gradient);

@@ -93,8 +93,6 @@ class DiLoCo {
 
   int islands() const { return mesh_->size(axis_); }
   int island() const;  ///< this rank's
-  const MeshSpec* mesh() const { return mesh_; }
-  std::vector<OuterShard>& shards() { return shards_; }
   const std::vector<OuterShard>& shards() const { return shards_; }
   int64_t state_bytes() const;  ///< of this rank, in addition to masters and the inner optimizer's
 

@@ -27,8 +27,14 @@ class Ema {
   /// average += (1 - decay) (model - average), in the masters' dtype, and the average's buffers = the model's as they are now; as part
   /// of the update if there is a recording.
   void update();
+  /// The same with a decay of this step's own, as schedules have it; as a scalar on the device it can be an input of a compiled step.
+  void update(double decay);
+  void update(const Tensor& decay);
 
  private:
+  template <class Share>
+  void move(const Share& share);
+  static void check(double decay);
   std::vector<std::shared_ptr<Unit>> model_, average_;
   std::vector<nn::Buffer> model_buffers_, average_buffers_;
   double decay_;

@@ -4,6 +4,7 @@
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
+#include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/loss_scale.h"
 
@@ -12,13 +13,22 @@ namespace {
 
 using namespace kernels;  // the order of the counts
 
-// found_inf, factor, counts -> factor, counts, in place.
+// found_inf of one clip_grad_norm(), found_inf so far -> that, in place.
+struct NoteOverflow {
+  static constexpr const char* kName = "note_overflow";
+  static constexpr OpKind kKind = OpKind::step;
+  using Attrs = NoAttrs;
+  static void execute(const Attrs&, Execute& c) { SHEAF_ON_DEVICE(c.stream(), add_into, c.output(0), c.input(0)); }
+};
+
+// found_inf, factor, counts -> factor, counts, in place; found_inf becomes 0.
 struct UpdateLossScale {
   static constexpr const char* kName = "update_loss_scale";
   static constexpr OpKind kKind = OpKind::step;
   using Attrs = LossScaleRule;
   static void execute(const Attrs& rule, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), update_loss_scale, c.input(0), rule, c.output(0), c.output(1));
+    SHEAF_ON_DEVICE(c.stream(), fill, c.output(2), 0.0);
   }
   static void describe(const Attrs& a, std::string& out) {
     out += str("growth ", a.growth, " after ", a.growth_interval, ", backoff ", a.backoff);
@@ -52,6 +62,8 @@ LossScaler::LossScaler(Device device, const LossScalerOptions& options) : option
   in_range("growth_interval, at least 1,", static_cast<double>(options.growth_interval), options.growth_interval >= 1);
   factor_ = Tensor::empty({kF32, {}, {}}, device);
   counts_ = Tensor::empty({kI64, {kLossScaleCounts}, {}}, device);
+  found_inf_ = Tensor::empty({kI32, {}, {}}, device);
+  if (!device.is_meta()) store_into(found_inf_, zeros({}, kI32).to(device));
   set_state({.factor = options.initial});
 }
 
@@ -60,6 +72,7 @@ void LossScaler::name_leaves() const {
   if (!r) return;
   r->leaf(factor_, "loss_scaler.factor");
   r->leaf(counts_, "loss_scaler.counts");
+  r->leaf(found_inf_, "loss_scaler.found_inf");
 }
 
 Tensor LossScaler::scale(const Tensor& loss) const {
@@ -69,19 +82,32 @@ Tensor LossScaler::scale(const Tensor& loss) const {
   return mul(loss, placed_beside(factor, loss.layout()));
 }
 
-void LossScaler::found(const Tensor& found_inf) { found_inf_ = found_inf_ ? maximum(found_inf_, found_inf) : found_inf; }
+void LossScaler::found(const Tensor& found_inf) {
+  name_leaves();
+  const Tensor inputs[] = {found_inf, found_inf_};
+  const OutputSpec output{.type = found_inf_.type(), .into = found_inf_};
+  apply_typed(op_def<NoteOverflow>(), nullptr, inputs, std::span(&output, 1));
+  note_looked(true);
+}
+
+void LossScaler::note_looked(bool has) {
+  *has_looked_ = has;
+  if (Recording* r = Recording::current()) r->on_rerun([looked = has_looked_, has] { *looked = has; });
+}
 
 void LossScaler::update() {
-  if (!found_inf_)
+  if (!*has_looked_)
     fail<LifetimeError>("[loss_scaler] nobody has looked for infinity in the gradients since the last update(): call "
                         "clip_grad_norm(model, max_norm, scaler) before optimizer.step()");
   const PhaseScope phase(Phase::update);
   name_leaves();
   const LossScaleRule rule{options_.growth_factor, options_.backoff_factor, options_.minimum, options_.maximum,
                            options_.growth_interval};
-  const Tensor inputs[] = {std::exchange(found_inf_, {}), factor_, counts_};
-  const OutputSpec outputs[] = {{.type = factor_.type(), .into = factor_}, {.type = counts_.type(), .into = counts_}};
+  const Tensor inputs[] = {found_inf_, factor_, counts_};
+  const OutputSpec outputs[] = {{.type = factor_.type(), .into = factor_}, {.type = counts_.type(), .into = counts_},
+                                {.type = found_inf_.type(), .into = found_inf_}};
   apply_typed(op_def<UpdateLossScale>(), &rule, inputs, outputs);
+  note_looked(false);
 }
 
 LossScaler::State LossScaler::state() const {

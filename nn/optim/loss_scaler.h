@@ -1,6 +1,8 @@
 // LossScaler: training in f16, whose range is too small for unscaled gradients.
 #pragma once
 
+#include <memory>
+
 #include "sheaf/core/tensor.h"
 
 namespace sheaf::optim {
@@ -57,10 +59,12 @@ class LossScaler {
 
  private:
   void name_leaves() const;
+  void note_looked(bool has);
 
   LossScalerOptions options_;
   Tensor factor_, counts_;  // counts: i64 [3], see kernels/loss_scale.h
-  Tensor found_inf_;        // since the last update
+  Tensor found_inf_;        // i32 []: not 0 if one was found since the last update
+  std::shared_ptr<bool> has_looked_ = std::make_shared<bool>(false);  // since then; programs note it, too
 };
 
 }  // namespace sheaf::optim

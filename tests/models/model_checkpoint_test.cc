@@ -170,6 +170,35 @@ TEST(Checkpoint, ARunThatWasStoppedGoesOnBitForBit) {
   }
 }
 
+TEST(Checkpoint, OfTwoModelsThatAreTrainedTogether) {
+  ScratchFolder folder;
+  for (int ranks : {1, 2})
+    run_local(ranks, [&](World& world) {
+      const auto train = [&](Net& net, optim::SGD& sgd, int64_t steps) {
+        const Layout rows(world.mesh({{"data", ranks}}).spec, Placement::shard(0));
+        for (int64_t step = 0; step < steps; ++step) {
+          const Tensor x = redistribute(randn({kF32, {7, 5}, {}}, key_of("x", static_cast<uint64_t>(step))), rows);
+          Recording recording({.step = step});
+          recording.backward(mean(square(net(x))));
+          sgd.step(), sgd.zero_grad();
+        }
+      };
+      Net a, b, c, d;
+      for (Net* net : {&a, &b, &c, &d}) make(*net, world, {ranks});
+      optim::SGD of_a(a, {.lr = 0.1, .momentum = 0.9}), of_b(b, {.lr = 0.1, .momentum = 0.9}), of_c(c, {.lr = 0.1, .momentum = 0.9}),
+          of_d(d, {.lr = 0.1, .momentum = 0.9});
+      train(a, of_a, 2), train(b, of_b, 3);
+      const std::string path = folder / std::to_string(ranks);
+      models::save_checkpoint(path, 2, a, {&of_a, &of_b}, world, {.also = {{"other.", &b}}});
+      EXPECT_TRUE(models::load_checkpoint(path, c, {&of_c, &of_d}, world, {.also = {{"other.", &d}}}));
+      EXPECT_EQ(of_d.steps(), 3);
+      train(a, of_a, 2), train(b, of_b, 2), train(c, of_c, 2), train(d, of_d, 2);
+      EXPECT_TRUE(values(a) == values(c));
+      EXPECT_TRUE(values(b) == values(d));
+      EXPECT_FALSE(values(a) == values(b));
+    }, {.threads_per_rank = 1});
+}
+
 TEST(Checkpoint, SeveralOptimizersAndNone) {
   ScratchFolder folder;
   const auto make_two = [](Net& net, World& world) {

@@ -96,6 +96,45 @@ TEST(AsConstants, ComputeNoGradientOfAWeight) {
   });
 }
 
+// The critic steps first, and judges the same samples with its new parameters: as two recordings do.
+TEST(AsConstants, OfParametersThatHaveStepped) {
+  for (const int ranks : {1, 2, 3})
+    for (const Strategy strategy : {Strategy::full_shard, Strategy::zero1, Strategy::replicate})
+      run_local(ranks, [&](World& w) {
+        const auto train = [&](bool in_one) {
+          const Mesh mesh = w.mesh({{"data", w.size()}});
+          Pair model;
+          shard(model, mesh, {.units = nn::units_of<Tower>(), .strategy = strategy});
+          materialize(model, w.device(), {.seed = 3, .dtype = kF64});
+          optim::SGD of_generator(model.generator, {.lr = 0.5}), of_critic(model.critic, {.lr = 0.5});
+          const auto rows = [&](uint64_t key) { return redistribute(randn({kF64, {7, 4}, {}}, Key{key}), Layout(mesh.spec, Placement::shard(0))); };
+          for (uint64_t step = 0; step < 3; ++step) {
+            const Tensor noise = rows(2 * step), real = rows(2 * step + 1);
+            if (in_one) {
+              Recording recording;
+              const Tensor fake = model.generator(noise);
+              recording.next_micro_batch(0);
+              recording.backward(mean(softplus(model.critic(stop_gradient(fake)))) + mean(softplus(-model.critic(real))), {.last_micro_batch = true});
+              of_critic.step(), of_critic.zero_grad();
+              recording.next_micro_batch(0);
+              const nn::AsConstants judge(model.critic);
+              recording.backward(mean(softplus(-model.critic(fake))), {.last_micro_batch = true});
+              of_generator.step(), of_generator.zero_grad();
+            } else {
+              { Recording recording; recording.backward(model.of_critic(noise, real)); }
+              of_critic.step(), of_critic.zero_grad();
+              { Recording recording; recording.backward(model.of_generator(noise)); }
+              of_generator.step(), of_generator.zero_grad();
+            }
+          }
+          Values out;
+          for (const nn::Parameter& p : model.parameters()) out[p.name()] = full_parameter(p).to_vector<double>();
+          return out;
+        };
+        testing::expect_near(train(true), train(false), 1e-13, str(" at ", ranks, " ranks, ", static_cast<int>(strategy)));
+      });
+}
+
 TEST(AsConstants, EndWithTheirScope) {
   Pair model;
   materialize(model);

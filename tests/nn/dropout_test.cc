@@ -3,6 +3,7 @@
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
+#include "sheaf/distributed/run_local.h"
 
 namespace sheaf {
 namespace {
@@ -30,6 +31,30 @@ TEST(Dropout, OfMicroBatchesIsThatOfTheWholeBatch) {
     }
     EXPECT_EQ(parts, whole) << given;
   }
+}
+
+// Rows of one sample stay together where they are cut, so it is known how many it has.
+TEST(Dropout, OfTokensAsRowsIsThatOfTheWholeBatch) {
+  for (const int world : {1, 2})
+    run_local(world, [](World& w) {
+      const Mesh mesh = w.mesh({{"data", w.size()}});
+      const auto drawn = [&](int64_t samples) {
+        const Tensor x = redistribute(full({samples, 3, 5}, 1.0), Layout(mesh.spec, Placement::shard(0)));
+        return full_tensor(dropout(reshape(x, {-1, 5}), 0.5)).to_vector();
+      };
+      std::vector<float> whole, parts;
+      {
+        Recording recording({.step = 1});
+        whole = drawn(6);
+      }
+      Recording recording({.step = 1});
+      for (const auto& [first, samples] : {std::pair(0, 2), {2, 4}}) {
+        recording.next_micro_batch(first);
+        const std::vector<float> part = drawn(samples);
+        parts.insert(parts.end(), part.begin(), part.end());
+      }
+      EXPECT_EQ(parts, whole);
+    });
 }
 
 }  // namespace

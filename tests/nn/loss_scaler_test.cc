@@ -376,5 +376,52 @@ TEST(LossScaler, AProgramSkipsAsEagerStepsDo) {
         }, {.threads_per_rank = 1});
 }
 
+// As where a discriminator and a generator are trained in turns: one step looks, the other one looks and adapts the factor.
+TEST(LossScaler, StepsThatAreCompiledApartShareIt) {
+  const auto factors = [](bool compiled) {
+    TinyModel first, second;
+    LossScaler scaler(Device::cpu());
+    std::vector<optim::SGD> optimizers;
+    for (TinyModel* model : {&first, &second}) {
+      materialize(*model, Device::cpu(), {.seed = 2});
+      optimizers.emplace_back(*model, optim::SgdOptions{.lr = 0.01});
+    }
+    const auto code = [&](TinyModel& model, optim::SGD& optimizer, bool updates) {
+      return [&, updates](const Tensor& factor, const Tensor& scalars) {
+        const Tensor loss = model.loss(token_rows({}, 6, 4, 11), token_rows({}, 6, 4, 11, 1));
+        Recording::current()->backward(scaler.scale(loss * factor));
+        const Tensor norm = clip_grad_norm(model, 1.0, scaler);
+        optimizer.step({.scalars = scalars});
+        if (updates) scaler.update();
+        optimizer.zero_grad();
+        return norm;
+      };
+    };
+    const auto one = code(first, optimizers[0], false), two = code(second, optimizers[1], true);
+    auto step_one = compile(one), step_two = compile(two);
+    std::vector<double> out;
+    for (int64_t i = 0; i < 8; ++i) {
+      const Tensor spoilt = Tensor::scalar(i == 4 || i == 6 ? kInfinity : 1.0, kF32), whole = Tensor::scalar(1.0, kF32);
+      const auto scalars = [&](size_t of) {
+        const std::vector<double> numbers = optimizers[of].next_scalars();
+        return Tensor::from(numbers, {std::ssize(numbers)});
+      };
+      if (compiled) {
+        step_one({.step = i}, spoilt, scalars(0)), step_two({.step = i}, whole, scalars(1));
+      } else {
+        { Recording recording({.step = i}); one(spoilt, scalars(0)); }
+        { Recording recording({.step = i}); two(whole, scalars(1)); }
+      }
+      out.push_back(scaler.state().factor);
+    }
+    EXPECT_EQ(step_one.program() != nullptr, compiled);
+    EXPECT_EQ(scaler.state().skipped_steps, 2);
+    EXPECT_THROW(scaler.update(), LifetimeError) << "nobody has looked since then";
+    return out;
+  };
+  EXPECT_EQ(factors(true), factors(false));
+  EXPECT_EQ(factors(false), (std::vector<double>{65536, 65536, 65536, 65536, 32768, 32768, 16384, 16384}));
+}
+
 }  // namespace
 }  // namespace sheaf::testing

@@ -441,6 +441,19 @@ TEST(Module, CloneHasTheSameValuesInMemoryOfItsOwn) {
 }
 
 // A part of a model is cloned if its parameters are in units of its own.
+struct Scale : nn::Module {
+  nn::Buffer mean{{3}, nn::Init::zeros()};
+  SHEAF_FIELDS(mean);
+};
+
+TEST(Module, CloneOfBuffersAloneHasTheirValues) {
+  Scale scale;
+  materialize(scale);
+  assign(scale.mean, Tensor::from<float>({1, 2, 3}, {3}));
+  const Scale copy = nn::clone(scale);
+  EXPECT_EQ(copy.mean.value().to_vector(), (std::vector<float>{1, 2, 3}));
+}
+
 TEST(Module, CloneOfAPartHasItsValues) {
   testing::TinyModel model(2);
   shard(model, Mesh{}, {.units = nn::units_of<testing::TinyBlock>()});

@@ -504,10 +504,36 @@ TEST(Ema, HighDecaysKeepTheScale) {
   EXPECT_EQ(values(average), expected);
 }
 
+// As schedules of the decay have it; also where a step is compiled.
+TEST(Ema, MayHaveAnotherDecayInEachStep) {
+  const auto averages = [](int how) {
+    TinyModel model, average;
+    for (TinyModel* m : {&model, &average}) materialize(*m, Device::cpu(), {.seed = 4, .dtype = kF64});
+    assign(model.norm.weight, full({7}, 3.0, kF64));
+    optim::Ema ema(model, average, 0.9);
+    auto step = compile([&](const Tensor& decay) {
+      ema.update(decay);
+      return decay + 1.0;
+    });
+    for (int i = 0; i < 5; ++i) {
+      const double decay = 0.5 + 0.1 * i;
+      if (how == 0) ema.update(decay);
+      else if (how == 1) ema.update(Tensor::scalar(decay, kF64));
+      else step({.step = i}, Tensor::scalar(decay, kF64));
+    }
+    EXPECT_EQ(step.program() != nullptr, how == 2);
+    return full_parameter(average.norm.weight).to_vector<double>()[0];
+  };
+  double expected = 1;
+  for (int i = 0; i < 5; ++i) expected += (3 - expected) * (1 - (0.5 + 0.1 * i));
+  for (const int how : {0, 1, 2}) EXPECT_NEAR(averages(how), expected, 1e-12) << how;
+}
+
 TEST(Ema, WhatCannotBeIsRefused) {
   TinyModel model(2), average(2), other(1), unmade(2);
   for (nn::Module* m : std::initializer_list<nn::Module*>{&model, &average, &other}) materialize(*m);
   EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { optim::Ema(model, average, 1.0); }), HasSubstr("[ema] decay 1:"));
+  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { optim::Ema(model, average, 0.9).update(-0.5); }), HasSubstr("[ema] decay -0.5:"));
   EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { optim::Ema(model, other, 0.9); }), HasSubstr("unit 'root' has f32["));
   EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { optim::Ema(model, unmade, 0.9); }), HasSubstr("has no memory: call materialize()"));
   // Of equal sizes, but not the same.

@@ -2,7 +2,6 @@
 // measures bookkeeping (and the cost of returning pages). The peer is malloc with the same alignment; on a GPU, CUDA's stream-ordered
 // pool.
 #include <cstdlib>
-#include <functional>
 #include <unordered_map>
 #include <utility>
 

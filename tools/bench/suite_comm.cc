@@ -3,7 +3,6 @@
 // receives, (n - 1)/n of the whole buffer; memcpy copies as many, on all ranks concurrently. On a GPU: gpu_comm.cc.
 #include <algorithm>
 #include <cstring>
-#include <thread>
 
 #include "sheaf/core/rank_context.h"
 #include "sheaf/core/storage.h"

@@ -1,6 +1,5 @@
 // init: from the start of a process to the end of its first step, against the unavoidable cost: first-touching as much memory, and a
 // step. Every sample is a new process.
-#include <algorithm>
 
 #include <sys/mman.h>
 
