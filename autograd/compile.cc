@@ -116,7 +116,7 @@ const CompiledStep::Recorded* CompiledStep::find_same(Recorded& now) {
     while (node < tape.num_nodes() && !tape.node(node).op) ++node;  // a leaf belongs to what reads it first: a master to its gather
     if (node >= tape.num_nodes()) return false;
     const OpDef* const op = tape.node(node).op;
-    return (op->kind == OpKind::redistribute || op->kind == OpKind::discard || op->of_units);
+    return op->kind == OpKind::redistribute || op->kind == OpKind::discard || op->of_units;
   };
   if (steps_.size() < kOrders && (moves_units(steps_.back().tape) || moves_units(now.tape))) return nullptr;
   steps_.clear();
