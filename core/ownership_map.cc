@@ -9,7 +9,8 @@
 namespace sheaf {
 OwnershipMap OwnershipMap::even(int dim, int64_t granule) {
   check<PlacementError>(granule > 0, "[placement] Shard(", dim, " by ", granule, "): rows stay together in ones or more");
-  check<PlacementError>(dim >= 0 && dim < kMaxDims, "[placement] Shard(", dim, "): dimensions are 0 to ", kMaxDims - 1);
+  // -1, which flat cuts have, is refused where it is used.
+  check<PlacementError>(dim >= -1 && dim < kMaxDims, "[placement] Shard(", dim, "): dimensions are 0 to ", kMaxDims - 1);
   OwnershipMap m;
   m.dim_ = static_cast<int8_t>(dim);
   m.granule_ = granule;
