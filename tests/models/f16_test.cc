@@ -143,7 +143,7 @@ TEST(F16, ReplaysASkippedStep) {
         EXPECT_EQ(copy.to_vector<double>(), recorded.memory.at(v).to_vector<double>()) << name;
         if (name.starts_with("loss_scaler") || name.ends_with("applied_steps")) states.push_back(name);
       }
-      EXPECT_THAT(states, ::testing::UnorderedElementsAre("loss_scaler.factor", "loss_scaler.counts",
+      EXPECT_THAT(states, ::testing::UnorderedElementsAre("loss_scaler.factor", "loss_scaler.counts", "loss_scaler.found_inf",
                                                           HasSubstr(".applied_steps")));
     }, {.threads_per_rank = 1});
 }
