@@ -35,7 +35,7 @@ int64_t row_numel(const Shape& global) {
 int64_t sample_numel(const Type& type) {
   int64_t rows = 1;
   for (int a = 0; a < type.layout.num_axes(); ++a)
-    if (const Placement& p = type.layout[a]; p.is_shard(0) && !p.map().is_parts() && !p.map().is_scattered()) rows = std::max(rows, p.map().granule());
+    if (const Placement& p = type.layout[a]; p.is_shard(0) && !p.map().is_scattered()) rows = std::max(rows, p.map().granule());
   return rows * row_numel(type.shape);
 }
 
