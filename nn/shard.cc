@@ -105,9 +105,10 @@ struct AttentionToCut : Visitor {
   void module(Module& m) override {
     if (ModuleAccess::mark(m)) return;
     if (auto* a = dynamic_cast<SelfAttention*>(&m)) {
-      const int64_t units = head_units(a->heads, a->kv_heads, a->head_dim, tensor < 0 ? 1 : mesh->size(tensor));
+      const AttentionConfig& c = a->config;
+      const int64_t units = head_units(c.heads, c.kv_heads, c.head_dim, tensor < 0 ? 1 : mesh->size(tensor));
       layers.emplace_back(a, units);
-      check_context(units, a->heads / units);
+      check_context(units, c.heads / units);
     }
     if (auto* latent = dynamic_cast<LatentAttention*>(&m)) {
       latent_layers.push_back(latent);

@@ -55,18 +55,11 @@ Tensor document_begins(const Tensor& tokens_BT, int64_t end_of_text);
 /// https://arxiv.org/abs/1810.04805), or of its document, on every mesh like causal attention. ConfigError for a window, and in the call
 /// for a cache: these need a causal mask. Padding is hidden by making it a document of its own (AttentionOptions::begins).
 struct SelfAttention : Module {
-  int64_t heads, kv_heads, head_dim, window;
-  bool causal;
-  double scale;  ///< of scores, including 1 / sqrt(head_dim)
-  double softcap;
-  double rope_theta;
-  int64_t rotary_dim;
-  RotaryScaling rope_scaling;
+  AttentionConfig config;      ///< with kv_heads and head_dim
   Linear qkv;                  ///< rows of the weight: H·D of queries, G·D of keys, G·D of values
   std::optional<Linear> gate;  ///< to H·D
   Linear projection;           ///< from H·D
   Parameter sinks;             ///< [H]
-  bool qk_norm_all_heads;
   std::optional<RMSNorm> query_norm, key_norm;  ///< of a head each or, with qk_norm_all_heads, of all H·D and G·D
   Dropout dropout;
   ContextComm context_comm = ContextComm::all_to_all;  ///< if ranks share sequences (set by shard())

@@ -39,8 +39,8 @@ TEST(Windows, EachNthBlockSeesAll) {
   EXPECT_EQ(windows(6), (std::vector<int64_t>{4, 4, 4, 4, 4, 0, 4}));
   const auto window_of = [](const auto& block) {
     if constexpr (requires { block.latent_attention; })
-      return block.latent_attention ? block.latent_attention->config.window : block.attention->window;
-    else return block.attention.window;
+      return block.latent_attention ? block.latent_attention->config.window : block.attention->config.window;
+    else return block.attention.config.window;
   };
   const auto model_windows = [&](const auto& model) {
     std::vector<int64_t> out;
