@@ -14,6 +14,7 @@
 #include "sheaf/tools/bench/memory_theory.h"
 #include "sheaf/tools/bench/rank_job.h"
 #include "sheaf/tools/bench/suites.h"
+#include "sheaf/tools/bench/timed_steps.h"
 #include "sheaf/tools/bench/training.h"
 
 namespace sheaf::bench {
@@ -57,14 +58,13 @@ void measure_fsdp(Session& session, const std::string& name, std::string_view st
   };
   for (int warm = 0; warm < 3; ++warm) one();
   // Starting ranks takes longer than a step of a small model: alternate groups of several steps.
-  const int samples = session.samples(30), rounds = std::min(3, (samples + 3) / 4),
-            steps = samples / rounds;
+  const Rounds rounds(session.samples(30));
   std::vector<double> peers;
-  for (int round = 0; round < rounds; ++round) {
-    const Json answer = train_ranks(session, name, strategy, ranks, steps);
+  for (int round = 0; round < rounds.count; ++round) {
+    const Json answer = train_ranks(session, name, strategy, ranks, rounds.samples_each);
     line.note = answer.at("kind").as_string();
     for (double s : numbers(answer.at("steps"))) line.samples_s.push_back(s);
-    for (int i = 0; i < steps; ++i) peers.push_back(one());
+    for (int i = 0; i < rounds.samples_each; ++i) peers.push_back(one());
   }
   line.peer = "1 rank, unsharded";
   line.peer_value = quantile(peers, 0.5);
@@ -72,55 +72,25 @@ void measure_fsdp(Session& session, const std::string& name, std::string_view st
       {"tokens/s", static_cast<double>(alone.tokens_per_step()) / quantile(line.samples_s, 0.5)}};
 }
 
-// Seconds of `steps` steps by rank 0's clock, for ranks that share the GPU.
-std::vector<double> steps_on_links(const Session& session, const models::TrainConfig& config,
-                                   int ranks, double bytes_per_second, int steps) {
-  std::vector<double> seconds;
-  const auto train = [&](World& world) {
-    models::TrainingStep step(config, config.model.vocab, world, world.device());
-    const models::FillBatch fill = random_tokens(config);
-    int64_t done = 0;
-    for (int warm = 0; warm < 3; ++warm) step.run(done++, fill).loss.item();
-    for (int i = 0; i < steps; ++i) {
-      step.mesh().runtime->gather_lane(0).barrier("bench").sync();
-      const double begin = now();
-      step.run(done++, fill).loss.item();
-      if (world.rank() == 0) seconds.push_back(now() - begin);
-    }
-  };
-  run_local(ranks, train,
-            {.bytes_per_second = bytes_per_second,
-             .threads_per_rank = threads_per_rank(session, ranks),
-             .device = session.device()});
-  return seconds;
-}
-
 // GPT-2 124M, 8 sequences per rank, tensor parallelism over `tensor` ranks.
 void measure_links(Session& session, int ranks, int tensor, double bytes_per_second, Line& line) {
   std::vector<std::string> more = tiny_model();
   if (!session.options().quick) more = {str("--train.batch=", 8 * ranks)};
   more.push_back(str("--sharding.tensor=", tensor));
-  const auto config = [&](const char* prefetch_bytes) {
+  const auto steps = [&](double rate, const char* prefetch_bytes) {
     std::vector<std::string> all = more;
     all.push_back(std::string("--sharding.prefetch_bytes=") + prefetch_bytes);
-    return training_config("gpt2-124m-bf16-512x1024", all);
+    return StepsToTime{.config = training_config("gpt2-124m-bf16-512x1024", all),
+                       .ranks = ranks,
+                       .links = {.bytes_per_second = rate, .threads_per_rank = threads_per_rank(session, ranks), .device = session.device()}};
   };
-  const int samples = session.samples(12), rounds = std::min(3, (samples + 3) / 4),
-            steps = samples / rounds;
-  std::vector<double> free, waiting;
-  const auto add = [](std::vector<double>& all, const std::vector<double>& some) {
-    all.insert(all.end(), some.begin(), some.end());
-  };
-  for (int round = 0; round < rounds; ++round) {
-    add(line.samples_s, steps_on_links(session, config("-1"), ranks, bytes_per_second, steps));
-    add(free, steps_on_links(session, config("-1"), ranks, 0, steps));
-    add(waiting, steps_on_links(session, config("0"), ranks, bytes_per_second, steps));
-  }
+  const auto timed = time_steps({steps(bytes_per_second, "-1"), steps(0, "-1"), steps(bytes_per_second, "0")}, session.samples(12));
+  line.samples_s = timed[0].seconds;
   const double seconds = quantile(line.samples_s, 0.5);
   line.peer = "links without a limit";
-  line.peer_value = quantile(free, 0.5);
+  line.peer_value = quantile(timed[1].seconds, 0.5);
   line.more = {{"% of the step exposed", 100 * (1 - line.peer_value / seconds)},
-               {"without prefetch", 100 * (1 - line.peer_value / quantile(waiting, 0.5))}};
+               {"without prefetch", 100 * (1 - line.peer_value / quantile(timed[2].seconds, 0.5))}};
 }
 
 void measure_memory(Session& session, const std::string& name, std::string_view strategy, int ranks,

@@ -3,10 +3,8 @@
 // gathered, with a pipeline stage per host, with tensor parallelism within each host, and with a replica per host, averaged now and
 // then (DiLoCo). Ranks are threads of this process that receive from the other host no faster than over such a link; the computation
 // and the cores that they share are the same for every strategy.
-#include <algorithm>
-
-#include "sheaf/distributed/run_local.h"
 #include "sheaf/tools/bench/suites.h"
+#include "sheaf/tools/bench/timed_steps.h"
 #include "sheaf/tools/bench/training.h"
 
 namespace sheaf::bench {
@@ -39,11 +37,6 @@ const Choice kChoices[] = {
     {"tensor-zero1", {"--sharding.strategy=zero1", "--sharding.tensor=2"}},
 };
 
-struct Steps {
-  std::vector<double> seconds;  // by rank 0's clock; with islands, the total of all steps up to an averaging
-  double megabytes = 0;         // received by rank 0 from the other host per step
-};
-
 // The first axis spans the hosts; if it is the only axis, some of its ranks are on this host.
 double bytes_from_elsewhere(const Mesh& mesh) {
   int64_t bytes = mesh.runtime->gather_lane(0).bytes_received() + mesh.runtime->reduce_lane(0).bytes_received();
@@ -53,54 +46,26 @@ double bytes_from_elsewhere(const Mesh& mesh) {
   return there * static_cast<double>(bytes);
 }
 
-Steps steps_of(const models::TrainConfig& config, double bytes_per_second, int64_t warm, int count) {
-  Steps out;
-  const auto train = [&](World& world) {
-    models::TrainingStep step(config, config.model.vocab, world, world.device());
-    const models::FillBatch fill = random_tokens(config);
-    const int64_t at_once = config.train.islands > 1 ? config.train.inner_steps : 1;
-    int64_t done = 0;
-    while (done < warm || done % at_once != 0) step.run(done, fill).loss.item(), ++done;
-    for (int i = 0; i < count; ++i) {
-      world.communicator().barrier("bench").sync();
-      const double before = bytes_from_elsewhere(step.all()), begin = now();
-      for (int64_t k = 0; k < at_once; ++k) step.run(done++, fill).loss.item();
-      if (world.rank() != 0) continue;
-      const auto steps = static_cast<double>(at_once);
-      out.seconds.push_back((now() - begin) / steps);
-      out.megabytes = (bytes_from_elsewhere(step.all()) - before) / 1e6 / steps;
-    }
-  };
-  run_local(kRanks, train,
-            {.ranks_per_host = kRanksPerHost,
-             .bytes_per_second_between_hosts = bytes_per_second,
-             .threads_per_rank = 1});
-  return out;
-}
-
 void measure(Session& session, const std::string& name, double bytes_per_second,
              const Choice& choice, Line& line) {
   const bool quick = session.options().quick;
-  const auto config = [&](const Choice& c) {
+  const auto steps = [&](const Choice& c) {
     std::vector<std::string> more = c.overrides;
     more.insert(more.end(), {quick ? "--train.batch=16" : "--train.batch=32", "--train.micro_batches=4"});
     if (quick) more.push_back("--model.context=16");
-    return training_config(name, more);
+    StepsToTime out{.config = training_config(name, more),
+                    .ranks = kRanks,
+                    .links = {.ranks_per_host = kRanksPerHost, .bytes_per_second_between_hosts = bytes_per_second, .threads_per_rank = 1},
+                    .warm = quick ? 3 : 4,  // the third step becomes a program
+                    .received = [](const models::TrainingStep& step) { return bytes_from_elsewhere(step.all()); }};
+    if (out.config.train.islands > 1) {  // up to an averaging
+      out.at_once = out.config.train.inner_steps;
+      out.warm = 1;
+    }
+    return out;
   };
-  const int samples = quick ? 2 : session.samples(12), rounds = std::min(3, (samples + 3) / 4), count = samples / rounds;
-  const int64_t warm = quick ? 3 : 4;  // the third step becomes a program
-  std::vector<double> peers;
-  double peers_megabytes = 0, megabytes = 0;
-  for (int round = 0; round < rounds; ++round) {
-    const Steps own = steps_of(config(choice), bytes_per_second, warm, count);
-    const Steps other = steps_of(config(kFullShard), bytes_per_second, warm, count);
-    line.samples_s.insert(line.samples_s.end(), own.seconds.begin(), own.seconds.end());
-    peers.insert(peers.end(), other.seconds.begin(), other.seconds.end());
-    megabytes = own.megabytes, peers_megabytes = other.megabytes;
-  }
-  line.peer = kFullShard.name;
-  line.peer_value = quantile(peers, 0.5);
-  line.more = {{"MB from the other host", megabytes}, {"MB under full_shard", peers_megabytes}};
+  const auto timed = compare_steps(line, quick ? 2 : session.samples(12), steps(choice), std::string(kFullShard.name), steps(kFullShard));
+  line.more = {{"MB from the other host", timed[0].megabytes}, {"MB under full_shard", timed[1].megabytes}};
 }
 
 }  // namespace

@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "sheaf/distributed/run_local.h"
 #include "sheaf/models/flops.h"
 #include "sheaf/tools/bench/suites.h"
+#include "sheaf/tools/bench/timed_steps.h"
 #include "sheaf/tools/bench/training.h"
 
 namespace sheaf::bench {
@@ -35,35 +35,12 @@ models::TrainConfig config_of(const Session& session, const Pipeline& p) {
   return config;
 }
 
-// Seconds of steps by rank 0's clock.
-std::vector<double> steps_of(const models::TrainConfig& config, int stages, int count) {
-  std::vector<double> seconds;
-  const auto train = [&](World& world) {
-    models::TrainingStep step(config, config.model.vocab, world, world.device());
-    const models::FillBatch fill = random_tokens(config);
-    int64_t done = 0;
-    for (int warm = 0; warm < 3; ++warm) step.run(done++, fill).loss.item();
-    for (int i = 0; i < count; ++i) {
-      world.communicator().barrier("bench").sync();
-      const double begin = now();
-      step.run(done++, fill).loss.item();
-      if (world.rank() == 0) seconds.push_back(now() - begin);
-    }
-  };
-  run_local(stages, train, {.threads_per_rank = 1});
-  return seconds;
-}
-
 void measure(Session& session, const Pipeline& p, const Pipeline& peer, Line& line) {
-  const int samples = session.samples(12), rounds = std::min(3, (samples + 3) / 4), count = samples / rounds;
-  std::vector<double> peers;
-  const auto add = [&](std::vector<double>& all, const Pipeline& of) {
-    const std::vector<double> some = steps_of(config_of(session, of), of.stages, count);
-    all.insert(all.end(), some.begin(), some.end());
+  const auto steps = [&](const Pipeline& of) {
+    return StepsToTime{.config = config_of(session, of), .ranks = of.stages, .links = {.threads_per_rank = 1}};
   };
-  for (int round = 0; round < rounds; ++round) add(line.samples_s, p), add(peers, peer);
-  line.peer = p.head ? "as many blocks in each stage" : p.later ? "1F1B" : "one run of blocks in each stage";
-  line.peer_value = quantile(peers, 0.5);
+  compare_steps(line, session.samples(12), steps(p), p.head ? "as many blocks in each stage" : p.later ? "1F1B" : "one run of blocks in each stage",
+                steps(peer));
   // One turn is a forward and a backward of all of a stage's blocks, without the embedding, the head and the update. In units of
   // blocks, of the longest stage and of the others, each of which a step waits for once. A forward, the input gradients and the
   // weight gradients are assumed to take equally long.
