@@ -23,11 +23,17 @@ void require_numbers(std::span<const double> logits, int64_t position, size_t pr
                             : str("the logit of token ", wrong - logits.begin(), " is ", std::isnan(*wrong) ? "nan" : "inf"));
 }
 
+void require_choice(const GenerateConfig& c) {
+  const auto share = [](double p) { return p >= 0 && p <= 1; };
+  check<ConfigError>(c.temperature >= 0 && c.top_k >= 0 && share(c.top_p) && share(c.min_p), "[generate] temperature ", c.temperature,
+                     ", top_k ", c.top_k, ", top_p ", c.top_p, ", min_p ", c.min_p, ": at least 0, and the last two at most 1");
+}
+
 // `u` is uniform in [0, 1). Sorting a whole vocabulary may take longer than the model: a draw among all tokens iterates over them by
 // id, and a restricted one sorts only as far as necessary.
 int32_t choose(std::span<const double> logits, const GenerateConfig& config, double u) {
   const auto likeliest = [&] { return static_cast<int32_t>(std::ranges::max_element(logits) - logits.begin()); };
-  if (config.temperature <= 0) return likeliest();
+  if (config.temperature == 0) return likeliest();
   std::vector<int32_t> ids(logits.size());
   std::iota(ids.begin(), ids.end(), 0);
   const auto likelier = [&](int32_t a, int32_t b) { return logits[a] != logits[b] ? logits[a] > logits[b] : a < b; };
@@ -56,6 +62,13 @@ int32_t choose(std::span<const double> logits, const GenerateConfig& config, dou
     }
     ids.resize(count);
   }
+  if (config.min_p > 0) {  // the likeliest has weight 1
+    size_t count = 0;
+    for (size_t i = 0; i < ids.size(); ++i)
+      if (weights[i] >= config.min_p) ids[count] = ids[i], weights[count++] = weights[i];
+    ids.resize(count);
+    total = std::accumulate(weights.begin(), weights.begin() + static_cast<ptrdiff_t>(count), 0.0);
+  }
   // The same sum as `total`, and u * total is less than it: a token without weight is never drawn, not even by rounding.
   double sum = 0;
   for (size_t i = 0; i < ids.size(); ++i)
@@ -66,6 +79,7 @@ int32_t choose(std::span<const double> logits, const GenerateConfig& config, dou
 }  // namespace
 
 int32_t choose_token(std::span<const double> logits, const GenerateConfig& config, int64_t sample, int64_t index, size_t prompt) {
+  require_choice(config);
   require_numbers(logits, static_cast<int64_t>(prompt) + index, prompt);
   const Key key = key_of("generate", static_cast<uint64_t>(config.seed));
   const uint64_t draw = (static_cast<uint64_t>(sample) << 32) + static_cast<uint64_t>(index);

@@ -289,6 +289,7 @@ struct GenerateConfig {
   double temperature = 0.8;         ///< divisor of the logits; 0: always the likeliest token
   int64_t top_k = 0;                ///< choose among the k likeliest tokens; 0: among all
   double top_p = 1;                 ///< and among the fewest of the likeliest tokens that have this share of the probability (nucleus sampling)
+  double min_p = 0;                 ///< without those less likely than this times the likeliest; 0: with them
   bool ignore_end_of_text = false;  ///< continue after a token that ends a text or a turn
   bool special_tokens = false;      ///< read names of special tokens in the prompt as these tokens
   std::string chat = {};            ///< "chatml", "llama3", "gemma": the prompt is a user's message to an assistant (ChatFormat); "": a text

@@ -251,6 +251,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"generate.top_k", &g.top_k, "choose among the k likeliest tokens; 0: among all", any, 0},
       {"generate.top_p", &g.top_p,
        "and among the fewest of the likeliest tokens that have this share of the probability (nucleus sampling)", any, 0, 1},
+      {"generate.min_p", &g.min_p, "without those less likely than this times the likeliest; 0: with them", any, 0, 1},
       {"generate.ignore_end_of_text", &g.ignore_end_of_text, "continue after a token that ends a text or a turn"},
       {"generate.chat", &g.chat,
        "chatml, llama3 or gemma: the prompt is a user's message, which an assistant answers; empty: a text to continue"},

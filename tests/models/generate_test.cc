@@ -250,15 +250,19 @@ std::vector<int32_t> allowed(const std::vector<float>& logits, const models::Gen
   size_t count = 1;
   while (count < ids.size() && mass(count) < options.top_p * mass(ids.size())) ++count;
   ids.resize(count);
+  const auto relative = [&](int32_t id) {
+    return std::exp((double{logits[static_cast<size_t>(id)]} - double{logits[static_cast<size_t>(ids[0])]}) / options.temperature);
+  };
+  while (relative(ids.back()) < options.min_p) ids.pop_back();
   return ids;
 }
 
 TEST(Generate, ChoosesAmongTheLikeliest) {
-  for (const auto& [top_k, top_p] : std::initializer_list<std::pair<int64_t, double>>{
-           {0, 1}, {3, 1}, {0, 0.5}, {0, 0.9}, {5, 0.6}, {1, 1}, {0, 0}}) {
-    SCOPED_TRACE(str(top_k, ' ', top_p));
+  for (const auto& [top_k, top_p, min_p] : std::initializer_list<std::tuple<int64_t, double, double>>{
+           {0, 1, 0}, {3, 1, 0}, {0, 0.5, 0}, {0, 0.9, 0}, {5, 0.6, 0}, {1, 1, 0}, {0, 0, 0}, {0, 1, 0.5}, {0, 0.9, 0.3}, {4, 1, 0.6}, {0, 1, 1}}) {
+    SCOPED_TRACE(str(top_k, ' ', top_p, ' ', min_p));
     models::GenerateConfig options;
-    options.tokens = 300, options.temperature = 0.7, options.top_k = top_k, options.top_p = top_p;
+    options.tokens = 300, options.temperature = 0.7, options.top_k = top_k, options.top_p = top_p, options.min_p = min_p;
     Watched<Gpt> model(gpt());
     materialize(model, Device::cpu(), {.seed = 3});
     const std::vector<int32_t> text = generate(model, {1}, kContext, kVocab, options);
@@ -301,11 +305,12 @@ struct Says : Gpt {
 TEST(Generate, DrawsAsTheSeedSays) {
   std::vector<float> logits;
   for (int i = 0; i < 1500; ++i) logits.push_back(static_cast<float>(i * 7919 % 101) / 25);
-  for (const auto& [top_k, top_p] : std::initializer_list<std::pair<int64_t, double>>{
-           {0, 1}, {0, 0}, {0, 0.01}, {0, 0.3}, {0, 0.9}, {0, 1 - 1e-9}, {100, 1}, {100, 0.5}, {5000, 1}, {5000, 0.9}}) {
-    SCOPED_TRACE(str(top_k, ' ', top_p));
+  for (const auto& [top_k, top_p, min_p] : std::initializer_list<std::tuple<int64_t, double, double>>{
+           {0, 1, 0}, {0, 0, 0}, {0, 0.01, 0}, {0, 0.3, 0}, {0, 0.9, 0}, {0, 1 - 1e-9, 0}, {100, 1, 0}, {100, 0.5, 0}, {5000, 1, 0}, {5000, 0.9, 0},
+           {0, 1, 0.2}, {0, 0.5, 0.1}, {100, 1, 0.9}}) {
+    SCOPED_TRACE(str(top_k, ' ', top_p, ' ', min_p));
     models::GenerateConfig options;
-    options.tokens = 200, options.temperature = 0.7, options.top_k = top_k, options.top_p = top_p, options.seed = 5;
+    options.tokens = 200, options.temperature = 0.7, options.top_k = top_k, options.top_p = top_p, options.min_p = min_p, options.seed = 5;
     std::vector<int32_t> from = allowed(logits, options), expected;
     if (top_k == 0 && top_p == 1) std::ranges::sort(from);
     const auto weight = [&](int32_t id) { return std::exp(logits[static_cast<size_t>(id)] / options.temperature); };
@@ -320,6 +325,27 @@ TEST(Generate, DrawsAsTheSeedSays) {
     Says model({logits});
     EXPECT_EQ(generate(model, {1}, kContext, 1500, options), expected);
   }
+}
+
+TEST(Generate, NamesChoicesThatCannotBe) {
+  const auto message = [](const std::function<void(models::GenerateConfig&)>& change) -> std::string {
+    models::GenerateConfig options;
+    change(options);
+    Says model({{0, 1, 0}});
+    try {
+      generate(model, {1}, kContext, 3, options);
+    } catch (const ConfigError& e) {
+      return e.what();
+    }
+    return "";
+  };
+  EXPECT_EQ(message([](auto& o) { o.temperature = -1; }), "[generate] temperature -1, top_k 0, top_p 1, min_p 0: at least 0, and the last two at most 1");
+  for (const double wrong : {-0.1, 1.5, std::nan("")}) {
+    EXPECT_NE(message([&](auto& o) { o.top_p = wrong; }), "") << wrong;
+    EXPECT_NE(message([&](auto& o) { o.min_p = wrong; }), "") << wrong;
+  }
+  EXPECT_NE(message([](auto& o) { o.temperature = std::nan(""); }), "");
+  EXPECT_NE(message([](auto& o) { o.top_k = -1; }), "");
 }
 
 TEST(Generate, DrawsNoTokenThatIsForbidden) {
