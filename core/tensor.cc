@@ -172,12 +172,24 @@ std::string Tensor::to_string() const {
   std::string out = str(type(), " ", device().to_string());
   if (!(local_shape() == shape())) out += " local " + local_shape().to_string();
   if (device().is_meta()) return out;
-  constexpr size_t kShown = 64;
-  const std::vector<double> values = to_vector<double>();
-  const int64_t row = local_shape().rank() ? std::max<int64_t>(local_shape().back(), 1) : 1;
-  for (size_t i = 0; i < values.size() && i < kShown; ++i)
-    out += (i % row == 0 ? std::string("\n  ") : std::string(" ")) + str(values[i]);
-  if (values.size() > kShown) out += " ...";
+  Tensor keep;
+  View v = readable(*this, "to_string", keep);
+  const int64_t row = v.shape.rank() ? std::max<int64_t>(v.shape.back(), 1) : 1, all = v.numel();
+  // Only a corner with the first elements is read: tensors may be large.
+  constexpr int64_t kShown = 64;
+  for (int64_t d = v.shape.rank() - 1, inner = 1; d >= 0; --d) {
+    const int64_t size = v.shape[d];
+    v.shape[d] = std::min(size, (kShown + inner - 1) / inner);
+    inner *= std::max<int64_t>(size, 1);
+  }
+  int64_t i = 0;
+  visit_dtype("to_string", dtype(), [&]<class E>() {
+    for_each_element(v, [&](char* p) {
+      if (i < kShown) out += (i % row == 0 ? std::string("\n  ") : std::string(" ")) + str(convert<double>(*reinterpret_cast<E*>(p)));
+      ++i;
+    });
+  });
+  if (all > kShown) out += " ...";
   return out;
 }
 

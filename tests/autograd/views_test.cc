@@ -1,4 +1,4 @@
-// Where the results of reshape() share their operand's memory: wherever strides can express them.
+// Where the results of reshape() share their operand's memory: wherever strides can express them. How tensors are printed.
 #include <gtest/gtest.h>
 
 #include <numeric>
@@ -69,6 +69,23 @@ TEST(Reshape, SharesMemoryWhereverStridesCanExpressIt) {
   }
   EXPECT_GT(shared, 1000);
   EXPECT_GT(copied, 300);
+}
+
+TEST(Tensor, PrintsItsFirstElements) {
+  Generator draw("print");
+  for (int round = 0; round < 300; ++round) {
+    Shape shape;
+    for (int64_t d = draw.below(4); d >= 0; --d) shape.push_back(draw.below(9) + (draw.below(4) ? 0 : 60));
+    std::vector<double> numbers(static_cast<size_t>(shape.numel()));
+    std::iota(numbers.begin(), numbers.end(), 0.0);
+    Tensor x = Tensor::from(numbers, shape);
+    if (x.rank() > 1) x = transpose(x, 0, static_cast<int>(draw.below(x.rank())));
+    const std::vector<double> values = x.to_vector<double>();
+    std::string expected = str(x.type(), " cpu");
+    for (size_t i = 0; i < std::min<size_t>(values.size(), 64); ++i)
+      expected += str(i % static_cast<size_t>(x.shape().back()) == 0 ? "\n  " : " ", values[i]);
+    EXPECT_EQ(x.to_string(), expected + (values.size() > 64 ? " ..." : ""));
+  }
 }
 
 }  // namespace
