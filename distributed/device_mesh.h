@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "sheaf/core/error.h"
 #include "sheaf/core/mesh.h"
 #include "sheaf/distributed/transport.h"
 
@@ -15,8 +16,15 @@ struct Mesh {
   const MeshSpec* spec = nullptr;
   std::shared_ptr<MeshRuntime> runtime;
 
-  int size(const std::string& axis) const { return spec->size(spec->axis(axis)); }
-  int coordinate(const std::string& axis) const { return runtime->coordinate(spec->axis(axis)); }
+  /// Both throw ConfigError for the name of no axis, and LifetimeError for an empty mesh.
+  int size(const std::string& axis) const { return spec_of(axis).size(spec->axis(axis)); }
+  int coordinate(const std::string& axis) const { return runtime->coordinate(spec_of(axis).axis(axis)); }
+
+ private:
+  const MeshSpec& spec_of(const std::string& axis) const {
+    if (!spec) fail<LifetimeError>("[mesh] axis '", axis, "' of an empty Mesh: World::mesh() makes others");
+    return *spec;
+  }
 };
 
 /// Ranks are in row-major order over the axes: on (data=2, model=3), rank 4 has coordinates data=1, model=1. Per axis there are two

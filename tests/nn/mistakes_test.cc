@@ -217,6 +217,8 @@ TEST(Meshes, AreNamedWithTheirAxes) {
               shard(net, s.mesh, {.axis = "dp"});
             }),
             "[shard] mesh (data=1) has no axis 'dp' (ShardOptions::axis)");
+  EXPECT_EQ(error_of([](Step&) { Mesh{}.size("dp"); }), "[mesh] axis 'dp' of an empty Mesh: World::mesh() makes others");
+  EXPECT_EQ(error_of([](Step&) { Mesh{}.coordinate("dp"); }), "[mesh] axis 'dp' of an empty Mesh: World::mesh() makes others");
   EXPECT_EQ(error_of([](Step& s) { s.net(full_of({kF32, {4, 4}, Layout(s.world.mesh({{"rows", 1}}).spec, Placement::shard(0))}, 1)); }),
             "[linear] inputs on two meshes, (rows=1) and (data=1): f32[4,4] Shard(0)@rows and f32[6,4] Replicate@data; a model, its batches and what "
             "is computed from them share one (in up)");
