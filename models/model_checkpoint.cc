@@ -50,9 +50,14 @@ std::vector<nn::StatePiece> all_pieces(nn::Module& module, const Optimizers& opt
       pieces.push_back(std::move(p));
     }
   std::unordered_map<const Unit*, std::string> prefixes;  // models that are saved together may have parameters of the same names
+  for (const auto& unit : distinct_units(module.parameters())) prefixes[unit.get()] = "";
   for (const auto& [prefix, other] : also)
-    for (const auto& unit : units(*other)) prefixes[unit.get()] = prefix;
-  const auto prefix_of = [&](const Unit& unit) { return prefixes.contains(&unit) ? prefixes.at(&unit) : ""; };
+    for (const auto& unit : distinct_units(other->parameters())) prefixes[unit.get()] = prefix;
+  const auto prefix_of = [&](const Unit& unit) {
+    check<ConfigError>(prefixes.contains(&unit), "[checkpoint] an optimizer's unit '", path_label(unit.group_name()),
+                       "' is neither this model's nor that of a module in `also`: its state would have no parameters");
+    return prefixes.at(&unit);
+  };
   for (optim::Optimizer* optimizer : optimizers)
     for (nn::StatePiece& p : nn::state_pieces(*optimizer, prefix_of)) pieces.push_back(std::move(p));
   return pieces;

@@ -468,6 +468,11 @@ TEST(Checkpoint, RefusesWhatItCannotMean) {
     optim::AdamW adam(net);
     EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData, [&] { (void)models::load_checkpoint(folder.path(), net, {&adam}, world); }),
                 HasSubstr("has no tensor \"optimizer.m."));
+    Net another;
+    make(another, world, {});
+    optim::AdamW of_another(another);
+    EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { models::save_checkpoint(folder.path(), 2, net, {&of_another}, world); }),
+                HasSubstr("is neither this model's nor that of a module in `also`"));
     Layer other(5);
     materialize(other);
     EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData, [&] { (void)models::load_checkpoint(folder.path(), other, {}, world); }),
