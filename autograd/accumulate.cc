@@ -141,7 +141,7 @@ ReversePass::GroupState& ReversePass::group_state(LeafGroup* group) {
       if (GroupState* found = in(remaining.segments)) return *found;
   }
   fail<LifetimeError>("[backward] this part of the recording was differentiated before: its parameters of unit '",
-                      group->group_name(), "' are closed");
+                      path_label(group->group_name()), "' are closed");
 }
 
 // A unit reduces gradients over its own mesh: a gradient without a mesh would be reduced as one rank's addend.

@@ -12,7 +12,7 @@ Tensor ReversePass::resolve(ValueId v) {
   if (s.group) {
     group_state(s.group);  // fails if it is closed
     if (s.group->version() != s.version)
-      fail<LifetimeError>("[backward] the parameters of unit '", s.group->group_name(), "' were changed in place (by a ",
+      fail<LifetimeError>("[backward] the parameters of unit '", path_label(s.group->group_name()), "' were changed in place (by a ",
                           "step or an assignment) between forward and backward");
     return s.group->value(s.leaf_index);
   }

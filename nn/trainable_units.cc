@@ -19,7 +19,8 @@ std::vector<std::shared_ptr<Unit>> trainable_units(std::string_view who, std::sp
       any = any || leaf.trainable;
       if (leaf.trainable && !given[unit.get()][i])
         fail<ConfigError>("[", who, "] '", leaf.name, "' is in one unit with parameters that are given, but is not "
-                          "among them; give all of a unit, or freeze() it before materialize()");
+                          "among them; give all of a unit, make units of those that are given (ShardOptions::units), or freeze() it "
+                          "before materialize()");
     }
     return !any;
   });
