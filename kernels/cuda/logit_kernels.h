@@ -78,9 +78,9 @@ __global__ void __launch_bounds__(kLogSumExpThreads, 2)
     for (int u = 0; u < kBatch; ++u)
       if (first + u * step < n) packs[u] = load_pack(x + first + u * step);
   };
-  const auto gradient_of = [&](C g) {
+  const auto gradient_of = [&](C g, C logit) {  // in the order of logit_gradients
     if constexpr (takes_dloss<G>) g = g * dloss;
-    return element<G>(g);
+    return element<G>(before_cap(g, logit, inverse_cap));
   };
   LogSumExp<C> seen;
   Pack<C>* held = dynamic_shared<Pack<C>>() + threadIdx.x;
@@ -118,14 +118,14 @@ __global__ void __launch_bounds__(kLogSumExpThreads, 2)
       Group<G, kSize> gradient;
 #pragma unroll
       for (int k = 0; k < kSize; ++k)
-        gradient.v[k] = gradient_of(before_cap(rounded_product(probability(packs[u].v[k], lse), of_lse), packs[u].v[k], inverse_cap));
+        gradient.v[k] = gradient_of(rounded_product(probability(packs[u].v[k], lse), of_lse), packs[u].v[k]);
       if (const int place = hit - at; place >= 0 && place < kSize) {
 #pragma unroll
         for (int k = 0; k < kSize; ++k)
           if (k == place) {
             losses[row] = with_z_loss(lse - packs[u].v[k], z_loss, lse);
             const C p = rounded_product(probability(packs[u].v[k], lse), of_lse);
-            gradient.v[k] = gradient_of(before_cap(rounded_sum(p, C(-1)), packs[u].v[k], inverse_cap));
+            gradient.v[k] = gradient_of(rounded_sum(p, C(-1)), packs[u].v[k]);
           }
       }
       *reinterpret_cast<Group<G, kSize>*>(to + at) = gradient;

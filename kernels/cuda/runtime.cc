@@ -252,7 +252,10 @@ void synchronize(EventHandle event) { SHEAF_CUDA_CALL(cudaEventSynchronize, even
 
 bool reached(EventHandle event) {
   const cudaError_t error = cudaEventQuery(event_of(event));
-  if (error == cudaErrorNotReady) return false;
+  if (error == cudaErrorNotReady) {
+    cudaGetLastError();  // the runtime keeps it as this thread's last error: a launch would be taken for one that failed
+    return false;
+  }
   check_call(error, "cudaEventQuery");
   return true;
 }

@@ -22,7 +22,8 @@ using testing::Values;
 
 /// softmax(scale q kT) v of every head, over all keys of the sequence, and the projection.
 std::vector<double> by_formula(const nn::SelfAttention& m, const Tensor& x_BTC) {
-  const int64_t batch = x_BTC.size(0), tokens = x_BTC.size(1), width = x_BTC.size(2), d = m.head_dim, queries = m.heads * d;
+  const nn::AttentionConfig& c = m.config;
+  const int64_t batch = x_BTC.size(0), tokens = x_BTC.size(1), width = x_BTC.size(2), d = c.head_dim, queries = c.heads * d;
   const auto x = x_BTC.to_vector<double>(), read = full_parameter(m.qkv.weight).to_vector<double>(),
              write = full_parameter(m.projection.weight).to_vector<double>();
   const auto product = [](const double* a, const double* b, int64_t n) {
@@ -35,15 +36,15 @@ std::vector<double> by_formula(const nn::SelfAttention& m, const Tensor& x_BTC) 
     const auto feature = [&](int64_t t, int64_t row) { return product(&x[(b * tokens + t) * width], &read[row * width], width); };
     for (int64_t t = 0; t < tokens; ++t) {
       std::vector<double> mixed(queries);
-      for (int64_t h = 0; h < m.heads; ++h) {
-        const int64_t key = queries + h / (m.heads / m.kv_heads) * d, value = key + m.kv_heads * d;
+      for (int64_t h = 0; h < c.heads; ++h) {
+        const int64_t key = queries + h / (c.heads / c.kv_heads) * d, value = key + c.kv_heads * d;
         std::vector<double> weights(tokens);
         double all = 0;
         for (int64_t s = 0; s < tokens; ++s) {
           double score = 0;
           for (int64_t i = 0; i < d; ++i) score += feature(t, h * d + i) * feature(s, key + i);
-          score *= m.scale;
-          if (m.softcap > 0) score = m.softcap * std::tanh(score / m.softcap);
+          score *= c.scale / std::sqrt(static_cast<double>(d));
+          if (c.softcap > 0) score = c.softcap * std::tanh(score / c.softcap);
           all += weights[s] = std::exp(score);
         }
         for (int64_t s = 0; s < tokens; ++s)

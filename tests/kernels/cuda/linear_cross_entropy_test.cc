@@ -94,8 +94,9 @@ TEST(CudaLinearCrossEntropy, ForwardAndBackward) {
         EXPECT_TRUE(same_bits(fused.loss, two.loss) && same_bits(fused.dx, two.dx) &&
                     same_bits(fused.dw, two.dw))
             << where;
-        const Results large = fused_on_gpu(x, w, targets, dw_dtype, 256, rules),
-                      apart = on_gpu(x, w, targets, 256, dw_dtype, rules);
+        const double dloss = d == kF16 ? 250 : 256;  // otherwise the products multiply by it, which only powers of two may do later
+        const Results large = fused_on_gpu(x, w, targets, dw_dtype, dloss, rules),
+                      apart = on_gpu(x, w, targets, dloss, dw_dtype, rules);
         EXPECT_TRUE(same_bits(large.dx, apart.dx) && same_bits(large.dw, apart.dw)) << where;
       }
     }
