@@ -1,8 +1,9 @@
 // The reverse pass of a recording: which gradients are needed, and how each node is differentiated.
 #include <algorithm>
 #include <functional>
-#include <string_view>
+#include <map>
 #include <ranges>
+#include <string_view>
 #include <unordered_set>
 #include <utility>
 
@@ -156,36 +157,53 @@ void ReversePass::want_parameters() {
 }
 
 void ReversePass::want(std::span<const ValueId> xs) {
+  const auto num_values = static_cast<ValueId>(tape_.num_values());
   wanted_.resize(tape_.num_values());
   asked_.resize(tape_.num_values());
-  for (const ValueId x : xs) {
-    const auto [group, leaf] = std::pair(recording_.state(x).group, recording_.state(x).leaf_index);
-    // A parameter is one value per gather. Their gradients are summed in the first one, in the order of the uses, however often it
-    // was gathered. The same holds for a value that was recomputed and its copies.
-    const auto is_same = [&](ValueId v) {
-      const auto& s = recording_.state(v);
-      return v == x || (group && s.group == group && s.leaf_index == leaf) || s.original == x;
-    };
-    ValueId sum = -1;
-    for (ValueId v = 0; v < static_cast<ValueId>(tape_.num_values()); ++v) {
-      if (!is_same(v)) continue;
-      if (sum < 0) sum = v;
-      same_value_[v] = sum;
-      wanted_[v] = true;
-    }
-    asked_[sum] = true;
-  }
+  want_values(xs);
+  std::vector<std::pair<NodeId, ValueId>> stored = recording_.stored_values_;
+  std::ranges::sort(stored);
+  auto next_stored = stored.begin();
+  std::vector<ValueId> changed_around(tape_.num_values(), -1);  // by value: the innermost around it that was stored into
+  for (ValueId v = 0; v < num_values; ++v)
+    if (const ValueId around = tape_.value(v).lies_in(); around >= 0)
+      changed_around[v] = recording_.state(around).changed >= 0 ? around : changed_around[around];
   for (NodeId id = 0; id < static_cast<NodeId>(tape_.num_nodes()); ++id) {
     const Node& n = tape_.node(id);
     if (ends_gradients(n) || std::ranges::none_of(tape_.inputs(n), [&](ValueId v) { return wanted_[v]; })) continue;
     for (int o = 0; o < n.num_outputs; ++o) {
-      if (recording_.state(tape_.output(n, o)).needs_grad) wanted_[tape_.output(n, o)] = true;
-      for (ValueId v = tape_.value(tape_.output(n, o)).lies_in(); v >= 0; v = tape_.value(v).lies_in())
-        if (recording_.state(v).changed >= 0) wanted_[v] = true;
+      const ValueId out = tape_.output(n, o);
+      if (recording_.state(out).needs_grad) wanted_[out] = true;
+      for (ValueId v = changed_around[out]; v >= 0; v = changed_around[v]) wanted_[v] = true;
     }
-    for (const auto& [node, v] : recording_.stored_values_)
-      if (node == id) wanted_[v] = true;
+    while (next_stored != stored.end() && next_stored->first < id) ++next_stored;
+    for (; next_stored != stored.end() && next_stored->first == id; ++next_stored) wanted_[next_stored->second] = true;
   }
+}
+
+// A parameter is one value per gather. Their gradients are summed in the first one, in the order of the uses, however often it was
+// gathered. The same holds for a value that was recomputed and its copies.
+void ReversePass::want_values(std::span<const ValueId> xs) {
+  constexpr size_t kNone = static_cast<size_t>(-1);
+  std::map<std::pair<const LeafGroup*, int32_t>, size_t> leaves;  // those among xs, by their place in it
+  std::vector<size_t> places(tape_.num_values(), kNone);          // of all of them
+  for (size_t i = 0; i < xs.size(); ++i) {
+    const ValueState& x = recording_.state(xs[i]);
+    places[xs[i]] = x.group ? leaves.try_emplace({x.group, x.leaf_index}, i).first->second : i;
+  }
+  std::vector<ValueId> sums(xs.size(), -1);
+  for (ValueId v = 0; v < static_cast<ValueId>(tape_.num_values()); ++v) {
+    const ValueState& s = recording_.state(v);
+    size_t place = places[v];
+    if (place == kNone && s.original >= 0) place = places[s.original];
+    if (const auto leaf = s.group ? leaves.find({s.group, s.leaf_index}) : leaves.end(); leaf != leaves.end()) place = leaf->second;
+    if (place == kNone) continue;
+    if (sums[place] < 0) sums[place] = v;
+    same_value_[v] = sums[place];
+    wanted_[v] = true;
+  }
+  for (const ValueId sum : sums)
+    if (sum >= 0) asked_[sum] = true;
 }
 
 // --- the pass ---

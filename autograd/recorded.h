@@ -24,6 +24,7 @@ struct ValueState {
   uint64_t version = 0;  // of its storage, when it was saved; for a group's leaf that of the group, when the value was created
   int32_t saves = 0;     // nodes that still need it
   bool needs_grad = false;
+  bool is_read = false;         // by a node
   bool recipe = false;          // derived from a group's leaf through views and casts only
   bool recomputed = false;      // a result of a region that keeps none of them
   bool rematerialized = false;  // recomputed from what its op saves: see OpDef::rematerialize

@@ -229,9 +229,8 @@ ValueId Recording::leaf(const Tensor& t, std::string_view name) {
 }
 
 Tensor Recording::watch(const Tensor& x) {
-  const bool known = value_of(x) >= 0;
   const ValueId v = leaf(x, "input");
-  for (NodeId n = 0; known && !state(v).needs_grad && n < static_cast<NodeId>(tape_.num_nodes()); ++n)
+  for (NodeId n = 0; state(v).is_read && !state(v).needs_grad && n < static_cast<NodeId>(tape_.num_nodes()); ++n)
     if (std::ranges::find(tape_.inputs(tape_.node(n)), v) != tape_.inputs(tape_.node(n)).end())
       fail<LifetimeError>("[watch] ", x.type(), " was read by ", tape_.node(n).op->name, " before: what is differentiated is watched ",
                           "before its first use");
@@ -270,7 +269,8 @@ NodeId Recording::record(const OpDef& op, const void* attrs, std::span<const Ten
   uint64_t needs = 0;
   bool recipe = op.recipe && !inputs.empty();
   for (size_t i = 0; i < inputs.size(); ++i) {
-    const ValueState& s = states_[ids[i]];
+    ValueState& s = states_[ids[i]];
+    s.is_read = true;
     if (s.needs_grad) needs |= bit(static_cast<int>(i));
     recipe = recipe && s.recipe;
   }

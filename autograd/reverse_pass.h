@@ -66,6 +66,7 @@ class ReversePass {
   // backward.cc: what is asked for, before run()
   void want_parameters();                  // and all values computed from them
   void want(std::span<const ValueId> xs);  // the same
+  void want_values(std::span<const ValueId> xs);
   void run(const Tensor& y);
   void run(recorded::DeferredWeights& weights);
   void reverse_through(NodeId begin, NodeId end);

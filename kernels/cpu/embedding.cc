@@ -61,6 +61,7 @@ template <class T>
 void scatter_chained(const Indices& token, int64_t first_row, const Rows<T>& from,
                      const Rows<T>& to, bool accumulate, Workspace workspace) {
   const int64_t vocabulary = to.count(), count = token.count(), width = to.cols();
+  check<ShapeError>(count <= std::numeric_limits<int32_t>::max(), "[embedding_backward] ", count, " tokens: at most 2^31 - 1 in bf16 and f16");
   Carver carver("embedding_backward", workspace);
   int32_t* head = carver.take<int32_t>(vocabulary);
   int32_t* next = carver.take<int32_t>(count);
