@@ -1,5 +1,7 @@
 #include "sheaf/kernels/embedding.h"
 
+#include <limits>
+
 #include "sheaf/kernels/cpu/lanes.h"
 #include "sheaf/kernels/cpu/rows.h"
 
