@@ -224,36 +224,35 @@ TEST(GpuTraining, MixturesOfExpertsHaveTheGradientsTheBitsAndThePeakOfThePlan) {
 // Frozen parameters have no masters in bf16, and a frozen head has no gradient.
 TEST(GpuTraining, AdaptersHaveTheBitsOfAllStrategiesThePeakOfThePlanAndTheCpusNumbers) {
   SHEAF_NEEDS_GPU();
-  for (const char* type : {"gpt2", "untied llama"})
-    for (const char* dtype : {"f32", "bf16"}) {
-      SCOPED_TRACE(str(type, " in ", dtype));
-      models::TrainConfig c = tiny_config();
-      c.model = tiny_model(type, 4, 2);
-      c.model.lora_rank = 3;
-      c.train.dtype = dtype;
-      c.train.lr = 1e-2;
-      const double bound = c.train.dtype == "f32" ? 1e-4 : 2e-2;
-      for (const int world : {1, 3}) {
-        const TrainedRun gpu = on_gpu(c, world), cpu = train_tiny(c, world, kSteps);
-        for (size_t s = 0; s < cpu.losses.size(); ++s) EXPECT_NEAR(gpu.losses[s], cpu.losses[s], bound * cpu.losses[s]) << s;
-        for (const char* strategy : {"zero1", "replicate"}) {
-          models::TrainConfig other = c;
-          other.sharding.strategy = strategy;
-          expect_same_bits(on_gpu(other, world), gpu);
-        }
-        EXPECT_EQ(measured_peaks(c, world), models::plan_peaks(c, c.model.vocab, world, 1, "local", kGpu));
+  for (const auto& [type, dtype] : {std::pair{"gpt2", "f32"}, {"untied llama", "bf16"}}) {
+    SCOPED_TRACE(str(type, " in ", dtype));
+    models::TrainConfig c = tiny_config();
+    c.model = tiny_model(type, 4, 2);
+    c.model.lora_rank = 3;
+    c.train.dtype = dtype;
+    c.train.lr = 1e-2;
+    const double bound = c.train.dtype == "f32" ? 1e-4 : 2e-2;
+    for (const int world : {1, 3}) {
+      const TrainedRun gpu = on_gpu(c, world), cpu = train_tiny(c, world, kSteps);
+      for (size_t s = 0; s < cpu.losses.size(); ++s) EXPECT_NEAR(gpu.losses[s], cpu.losses[s], bound * cpu.losses[s]) << s;
+      for (const char* strategy : {"zero1", "replicate"}) {
+        models::TrainConfig other = c;
+        other.sharding.strategy = strategy;
+        expect_same_bits(on_gpu(other, world), gpu);
       }
-      c.sharding.context = 4;  // with copies of Llama's two key heads
-      for (const char* comm : {"all_to_all", "all_gather"}) {
-        c.sharding.context_comm = comm;
-        const TrainedRun gpu = on_gpu(c, 4), cpu = train_tiny(c, 4, kSteps);
-        for (size_t s = 0; s < cpu.losses.size(); ++s) {
-          EXPECT_NEAR(gpu.losses[s], cpu.losses[s], bound * cpu.losses[s]) << s;
-          EXPECT_NEAR(gpu.norms[s], cpu.norms[s], 4 * bound * cpu.norms[s]) << s;
-        }
-        EXPECT_EQ(measured_peaks(c, 4), models::plan_peaks(c, c.model.vocab, 4, 1, "local", kGpu)) << comm;
-      }
+      EXPECT_EQ(measured_peaks(c, world), models::plan_peaks(c, c.model.vocab, world, 1, "local", kGpu));
     }
+    c.sharding.context = 4;  // with copies of Llama's two key heads
+    for (const char* comm : {"all_to_all", "all_gather"}) {
+      c.sharding.context_comm = comm;
+      const TrainedRun gpu = on_gpu(c, 4), cpu = train_tiny(c, 4, kSteps);
+      for (size_t s = 0; s < cpu.losses.size(); ++s) {
+        EXPECT_NEAR(gpu.losses[s], cpu.losses[s], bound * cpu.losses[s]) << s;
+        EXPECT_NEAR(gpu.norms[s], cpu.norms[s], 4 * bound * cpu.norms[s]) << s;
+      }
+      EXPECT_EQ(measured_peaks(c, 4), models::plan_peaks(c, c.model.vocab, 4, 1, "local", kGpu)) << comm;
+    }
+  }
 }
 
 // Heads of 256 elements, windows with their own rotary base, gates of gelu, more norms.
