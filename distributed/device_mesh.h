@@ -17,13 +17,19 @@ struct Mesh {
   std::shared_ptr<MeshRuntime> runtime;
 
   /// Both throw ConfigError for the name of no axis, and LifetimeError for an empty mesh.
-  int size(const std::string& axis) const { return spec_of(axis).size(spec->axis(axis)); }
-  int coordinate(const std::string& axis) const { return runtime->coordinate(spec_of(axis).axis(axis)); }
+  int size(const std::string& axis) const {
+    const int number = number_of(axis);
+    return spec->size(number);
+  }
+  int coordinate(const std::string& axis) const {
+    const int number = number_of(axis);
+    return runtime->coordinate(number);
+  }
 
  private:
-  const MeshSpec& spec_of(const std::string& axis) const {
+  int number_of(const std::string& axis) const {
     if (!spec) fail<LifetimeError>("[mesh] axis '", axis, "' of an empty Mesh: World::mesh() makes others");
-    return *spec;
+    return spec->axis(axis);
   }
 };
 

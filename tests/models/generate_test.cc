@@ -282,7 +282,9 @@ TEST(Generate, ChoosesAmongTheLikeliest) {
       expected += 1 / sum, variance += (1 - 1 / sum) / sum;
     }
     EXPECT_NEAR(ranks[0], expected, 4 * std::sqrt(variance));
-    EXPECT_GE(ranks.size(), (most + 1) / 2) << "all of them are chosen now and then";
+    if (min_p == 0) {  // else few rows have as many
+      EXPECT_GE(ranks.size(), (most + 1) / 2) << "all of them are chosen now and then";
+    }
   }
 }
 
