@@ -242,21 +242,68 @@ std::vector<Finding> check_gathers(const Tape& tape) {
   return out;
 }
 
+namespace {
+
+bool makes_slots(const Tape& tape, NodeId id) { return id >= 0 && tape.op_name(tape.node(id)) == "grad_slots"; }
+
+// Gradients that nodes put into slots: the first is stored, the others are added, and whoever reads the buffer around them does so
+// after that.
+class SlotWrites {
+ public:
+  explicit SlotWrites(const Tape& tape) : tape_(tape), stored_(static_cast<size_t>(tape.num_values()), -1) {}
+
+  void note(NodeId id, std::vector<Finding>& out) {
+    const Node& n = tape_.node(id);
+    if (makes_slots(tape_, id)) return;
+    for (const ValueId v : tape_.inputs(n))
+      if (const NodeId maker = tape_.value(v).producer; makes_slots(tape_, maker) && tape_.value(v).base < 0) expect_filled(id, v, maker, out);
+    for (int o = 0; o < n.num_outputs; ++o) {
+      const ValueId base = tape_.value(tape_.output(n, o)).base, slot = slot_around(base);
+      if (slot < 0) continue;
+      NodeId& before = stored_[static_cast<size_t>(slot)];
+      const bool adds = (n.flags & Node::kAdds) != 0 || std::ranges::find(tape_.inputs(n), base) != tape_.inputs(n).end();
+      if (adds && before < 0) report(out, id, "adds to slot %", slot, ", into which no node has stored a gradient");
+      if (!adds && before >= 0 && base == slot) report(out, id, "stores over the gradient that node ", before, " has stored into slot %", slot);
+      before = id;
+    }
+  }
+
+ private:
+  // The slot that v is or lies in; -1: none.
+  ValueId slot_around(ValueId v) const {
+    while (v >= 0 && !(makes_slots(tape_, tape_.value(v).producer) && tape_.value(v).base >= 0)) v = tape_.value(v).lies_in();
+    return v;
+  }
+  void expect_filled(NodeId id, ValueId buffer, NodeId maker, std::vector<Finding>& out) const {
+    const Node& slots = tape_.node(maker);
+    for (int o = 0; o < slots.num_outputs; ++o)
+      if (const ValueId slot = tape_.output(slots, o); tape_.value(slot).base == buffer && stored_[static_cast<size_t>(slot)] < 0)
+        report(out, id, "reads %", buffer, ", of which no node has filled slot %", slot);
+  }
+
+  const Tape& tape_;
+  std::vector<NodeId> stored_;  // by slot: the last node that put a gradient into it
+};
+
+}  // namespace
+
 std::vector<Finding> check_memory(const Tape& tape) {
   std::vector<Finding> out;
+  SlotWrites writes(tape);
   std::vector<NodeId> made(static_cast<size_t>(tape.num_values()), -1);   // by this node
   std::vector<NodeId> sent(static_cast<size_t>(tape.num_values()), -1);   // the first reduce_scatter that reads it
   std::vector<bool> lent(static_cast<size_t>(tape.num_values()), false);  // and not released yet
   for (NodeId id = 0; id < tape.num_nodes(); ++id) {
     const Node& n = tape.node(id);
     if (!n.op) continue;
+    writes.note(id, out);
     if (tape.op_name(n) == "complete")
       for (const ValueId v : tape.inputs(n)) lent[static_cast<size_t>(tape.whole_of(v))] = false;
     for (int o = 0; o < n.num_outputs; ++o) {
       const ValueId v = tape.output(n, o), memory = tape.whole_of(v);
       made[static_cast<size_t>(v)] = id;
       const NodeId by = sent[static_cast<size_t>(memory)], maker = made[static_cast<size_t>(memory)];
-      if (tape.value(v).base >= 0 && by >= 0 && maker >= 0 && maker != id && tape.op_name(tape.node(maker)).ends_with("grad_slots"))
+      if (tape.value(v).base >= 0 && by >= 0 && maker != id && makes_slots(tape, maker))
         report(out, id, "stores into %", memory, ", which node ", by, " (reduce_scatter) has sent already");
     }
     if (n.op->kind != OpKind::redistribute || is_redistribute(n.op) || tape.op_name(n) != "reduce_scatter") continue;

@@ -31,7 +31,8 @@ std::vector<Finding> check_cotangents(const Tape& tape);
 std::vector<Finding> check_gathers(const Tape& tape);
 
 /// M: the slots that a unit's reduce_scatter reads exist and stay unchanged until it has read them: no gradient is stored into them
-/// after the reduce_scatter, and a `complete` after it releases them, since its lane reads their memory while later nodes run.
+/// after the reduce_scatter, and a `complete` after it releases them, since its lane reads their memory while later nodes run. Into each
+/// slot a gradient is stored, once; others are added to it; and what reads the slots' buffer does so after that.
 std::vector<Finding> check_memory(const Tape& tape);
 
 /// T, D, G and M together.

@@ -10,7 +10,7 @@ namespace {
 
 // A constant's memory may differ from step to step, as long as its bits do not.
 bool stays(const Tensor& before, const Tensor& now) {
-  if (before.storage() == now.storage() && before.byte_offset() == now.byte_offset()) return true;
+  if (before.storage() == now.storage()) return before.byte_offset() == now.byte_offset() && before.local_strides() == now.local_strides();
   return before.device().is_meta() || identical(before, now);
 }
 

@@ -169,6 +169,10 @@ Place::Invariants Place::invariants() const {
 void Place::add_rules(const OpDef& op, const void* attrs, int outputs) {
   if (op.place) op.place(attrs, *this);
   else rules::replicate_only(*this, outputs);
+  for (const Rule& r : rules)
+    if (std::ssize(r.inputs) != num_inputs() || std::ssize(r.outputs) != outputs)
+      fail<PlacementError>("[", op.name, "] a placement rule for ", r.inputs.size(), " inputs and ", r.outputs.size(), " outputs: there are ",
+                           num_inputs(), " and ", outputs);
 }
 
 void Place::rule(std::span<const Placement> inputs, std::span<const Placement> outputs) {

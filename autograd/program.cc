@@ -47,6 +47,7 @@ struct Program::Builder {
   const Tape& tape;
   std::vector<Tensor> values;
   std::unordered_map<const Storage*, size_t> block_of = {};
+  std::unordered_map<const Storage*, std::vector<Tensor>> lent_for = {};  // by what a lane fills: what it reads
   std::vector<size_t> filled_by_lanes = {};  // indices into blocks_
   std::vector<NodeId> executed = {};         // by instruction
 
@@ -56,6 +57,17 @@ struct Program::Builder {
       fail<PlacementError>("[program] leaf %", v, " is ", memory.type(), ", recorded as ", tape.type(v));
     values[v] = memory;
     program.leaves_.emplace_back(v, memory);
+  }
+
+  // A lane reads what it was given until somebody waits for its results.
+  void keep_lent(NodeId id, const Instruction& run) {
+    for (const Tensor& t : run.inputs)
+      if (const auto it = lent_for.find(t.storage().get()); it != lent_for.end()) {
+        for (const Tensor& lent : it->second) live_until(lent, id);
+        lent_for.erase(it);
+      }
+    if (run.op->lane == Lane::compute) return;
+    for (const Tensor& t : run.outputs) lent_for[t.storage().get()] = run.inputs;
   }
 
   void add_node(NodeId id) {
@@ -76,6 +88,7 @@ struct Program::Builder {
     for (int o = 0; o < n.num_outputs; ++o) values[tape.output(n, o)] = run.outputs[o];
     for (const Tensor& t : run.inputs) live_until(t, id);
     for (const Tensor& t : run.outputs) live_until(t, id);
+    keep_lent(id, run);
     if (views || !detail::runs_here(*n.op, run.inputs, specs)) return;
     if (n.op == &output_in_pieces_op() && redistribute_output(id, run)) return;
     if (n.op->workspace) {
@@ -258,6 +271,13 @@ const Tensor& Program::leaf(ValueId v) const {
   const auto it = std::ranges::lower_bound(leaves_, v, {}, [](const auto& l) { return l.first; });
   if (it == leaves_.end() || it->first != v) fail<LifetimeError>("[program] %", v, " is no leaf");
   return it->second;
+}
+
+std::map<ValueId, ValueId> Program::leaves_of_same_memory() const {
+  std::map<const Storage*, ValueId> first;
+  std::map<ValueId, ValueId> same;
+  for (const auto& [v, memory] : leaves_) same[v] = first.try_emplace(memory.storage().get(), v).first->second;
+  return same;
 }
 
 std::vector<int64_t> Program::alive_bytes() const {

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <span>
 #include <vector>
@@ -39,6 +40,8 @@ class Program {
   std::span<const ValueId> wanted() const { return wanted_ids_; }
   /// Memory of the leaf, as it was given.
   const Tensor& leaf(ValueId v) const;
+  /// By leaf, the first one with memory of the same storage, perhaps itself.
+  std::map<ValueId, ValueId> leaves_of_same_memory() const;
   /// Bytes of the arena: what a run takes in addition to the leaves; on a GPU without offloaded values, which are in host memory.
   int64_t arena_bytes() const { return arena_bytes_; }
   /// A lower bound for any arrangement of the same values: the most bytes alive at once.

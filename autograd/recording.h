@@ -17,7 +17,8 @@ struct RecordingOptions {
   int64_t step = 0;          ///< part of dropout's key
   int64_t first_sample = 0;  ///< global index of the first sample of this batch; part of dropout's key
   uint64_t seed = 0;
-  bool capture_leaves = false;  ///< keep a copy of every leaf's initial value (for replay)
+  bool capture_leaves = false;  ///< keep a copy of every leaf's initial value (for replay), each with memory of its own: a store into one
+                                ///< leaf is not read from another that shares its memory, as it is in a Program over leaves()
   /// Gradients of this recording will be differentiated again. Then none is computed in the forward already, as a linear head's loss
   /// otherwise does: an early gradient has no derivative.
   bool higher_order = false;

@@ -61,7 +61,7 @@ std::string to_dot(const Tape& tape) {
       maker[static_cast<size_t>(v)] = id;
       const auto memory = static_cast<size_t>(tape.whole_of(v));
       const NodeId made = tape.value(static_cast<ValueId>(memory)).producer;
-      if (tape.value(v).base < 0 || made == id) continue;
+      if (tape.value(v).base < 0 || made == id || made < 0) continue;  // a pass may have erased who made it
       if (!tape.node(made).op) out += str("  n", id, " -> n", made, " [style=dashed, constraint=false, label=\"updates\"];\n");
       else if (stored[memory].empty() || stored[memory].back() != id) stored[memory].push_back(id);
     }

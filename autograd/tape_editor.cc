@@ -58,7 +58,15 @@ std::vector<ValueId> TapeEditor::insert(NodeId before, const TensorFunction& cod
 NodeId TapeEditor::insert_node(NodeId before, const OpDef& op, const void* attrs, std::span<const ValueId> inputs,
                                std::span<const Type* const> outputs, std::string_view path, Phase phase, uint8_t flags) {
   expect_place(before);
-  const NodeId id = tape_.add_node(op, attrs, inputs, outputs, path, phase, flags);
+  // Copies: what was given may be part of this tape, which grows.
+  const auto* const bytes = static_cast<const char*>(attrs);
+  const std::vector<char> own_attrs(bytes, bytes + op.attrs_size);
+  const std::vector<ValueId> own_inputs(inputs.begin(), inputs.end());
+  std::vector<Type> types;
+  for (const Type* t : outputs) types.push_back(*t);
+  std::vector<const Type*> pointers;
+  for (const Type& t : types) pointers.push_back(&t);
+  const NodeId id = tape_.add_node(op, own_attrs.data(), own_inputs, pointers, std::string(path), phase, flags);
   before_[before].push_back(id);
   gone_.push_back(false);
   return id;

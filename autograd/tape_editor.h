@@ -43,7 +43,8 @@ class TapeEditor {
     const auto call = [&]<size_t... I>(std::span<const Tensor> x, std::index_sequence<I...>) { return std::vector<Tensor>{code(x[I]...)}; };
     return insert(before, [&](std::span<const Tensor> x) { return call(x, std::index_sequence_for<Inputs...>()); }, ids)[0];
   }
-  /// A node with these attributes, whose results have these types and memory of their own.
+  /// A node with these attributes, whose results have these types and memory of their own. All of it may be that of another node of
+  /// this tape.
   NodeId insert_node(NodeId before, const OpDef& op, const void* attrs, std::span<const ValueId> inputs, std::span<const Type* const> outputs,
                      std::string_view path, Phase phase, uint8_t flags = 0);
 

@@ -69,7 +69,9 @@ std::string to_json(const Tape& tape) {
   out += "],\n\"values\":[";
   for (ValueId v = 0, said = 0; v < tape.num_values(); ++v)  // values that a pass removed have no producer
     if (tape.value(v).producer >= 0) out += (said++ ? ",\n" : "\n") + value_json(tape, v);
-  out += "],\n\"cotangents\":" + array(tape.cotangents(), [](const auto& c) { return str('[', c.first, ',', c.second, ']'); });
+  std::vector<std::pair<ValueId, ValueId>> cotangents = tape.cotangents();
+  std::erase_if(cotangents, [&](const auto& c) { return tape.value(c.first).producer < 0 || tape.value(c.second).producer < 0; });
+  out += "],\n\"cotangents\":" + array(cotangents, [](const auto& c) { return str('[', c.first, ',', c.second, ']'); });
   return out + "}\n";
 }
 

@@ -53,7 +53,7 @@ std::vector<uint8_t> agree(std::vector<uint8_t> mine, uint64_t collectives, Comm
 
 std::function<Program(const Program&)> keep_within(int64_t bytes, World& world, Device device) {
   return [bytes, &world, device](const Program& plain) {
-    const std::vector<Regather> all = regathers(plain.tape());
+    const std::vector<Regather> all = regathers(plain);
     const int64_t room = bytes - RankContext::current().memory(device)->stats().live;
     const std::vector<Regather> mine = choose(plain, all, room);
     std::vector<uint8_t> chosen;

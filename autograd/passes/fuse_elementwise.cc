@@ -222,9 +222,7 @@ int fuse_elementwise(Tape& tape, std::span<const ValueId> keep, std::vector<int6
 }
 
 Program fuse_elementwise(Program plain) {
-  std::map<const Storage*, ValueId> first;
-  std::map<ValueId, ValueId> same;
-  for (const ValueId v : plain.tape().leaves()) same[v] = first.try_emplace(plain.leaf(v).storage().get(), v).first->second;
+  const std::map<ValueId, ValueId> same = plain.leaves_of_same_memory();
   const std::vector<int64_t> alive = plain.alive_bytes();
   int64_t limit = alive.empty() ? 0 : std::ranges::max(alive);
   for (int tries = 0; tries < 4; ++tries) {

@@ -40,7 +40,14 @@ int64_t buffer_bytes(const Tape& tape, const Node& gather) {
 
 }  // namespace
 
-std::vector<Regather> regathers(const Tape& tape) {
+std::vector<Regather> regathers(const Program& program) {
+  const Tape& tape = program.tape();
+  const std::map<ValueId, ValueId> same = program.leaves_of_same_memory();
+  const auto memory_of = [&](ValueId v) {
+    const ValueId whole = tape.whole_of(v);
+    const auto it = same.find(whole);
+    return it == same.end() ? whole : it->second;
+  };
   std::vector<Regather> out;
   struct Gathered {
     NodeId gather = -1, discard = -1;
@@ -50,6 +57,15 @@ std::vector<Regather> regathers(const Tape& tape) {
   for (NodeId id = 0; id < tape.num_nodes(); ++id) {
     const Node& n = tape.node(id);
     if (tape.kind(n) == OpKind::step) last.clear();
+    for (int o = 0; o < n.num_outputs; ++o) {  // masters may also be stored into
+      const ValueId stored = tape.value(tape.output(n, o)).base;
+      if (stored < 0) continue;
+      std::erase_if(last, [&](const auto& entry) {
+        const NodeId gather = entry.second.gather;
+        return gather >= 0 && std::ranges::any_of(tape.inputs(tape.node(gather)),
+                                                  [&](ValueId in) { return memory_of(origin(tape, in)) == memory_of(stored); });
+      });
+    }
     for (ValueId v : tape.inputs(n)) {
       const NodeId made = tape.value(v).producer;
       if (!is_unit_gather(tape, tape.node(made))) continue;

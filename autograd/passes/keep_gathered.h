@@ -9,7 +9,7 @@
 #include <span>
 #include <vector>
 
-#include "sheaf/autograd/tape.h"
+#include "sheaf/autograd/program.h"
 
 namespace sheaf {
 
@@ -19,8 +19,8 @@ struct Regather {
   int64_t bytes;  ///< of its buffers, on each rank
   friend bool operator==(const Regather&, const Regather&) = default;
 };
-/// In the order of the gathers. The same on all ranks if their tapes are congruent (check_collectives).
-std::vector<Regather> regathers(const Tape& tape);
+/// In the order of the gathers. The same on all ranks if their tapes are congruent (check_collectives), and leaves share memory alike.
+std::vector<Regather> regathers(const Program& program);
 
 /// As many as memory allows, preferring those that are gathered again soonest. `alive[i]` are the bytes alive at node i if none is
 /// kept (Program::alive_bytes()); with the chosen ones kept they exceed `limit` nowhere where they did not before.

@@ -194,6 +194,33 @@ TEST(Checks, MemoryFindsWhatIsNotGivenBack) {
   EXPECT_THAT(all(check_memory(t)), HasSubstr(str("%", slots, " goes with reduce_scatter and does not come back")));
 }
 
+TEST(Checks, MemoryFindsSlotsThatAreNotFilled) {
+  const Tape whole = step();
+  EXPECT_EQ(all(check_memory(whole)), "");
+  int first = 0, later = 0;
+  for (NodeId id = 0; id < whole.num_nodes(); ++id) {
+    const Node& n = whole.node(id);
+    if (whole.op_name(n) == "grad_slots" || n.num_outputs == 0) continue;
+    const ValueId slot = whole.value(whole.output(n)).base;
+    if (slot < 0 || whole.op_name(whole.node(whole.value(slot).producer)) != "grad_slots") continue;
+    const bool adds = (n.flags & Node::kAdds) != 0 || std::ranges::find(whole.inputs(n), slot) != whole.inputs(n).end();
+    Tape t = whole;
+    if (adds) {  // it stores now
+      t.mutable_node(id).flags &= static_cast<uint8_t>(~Node::kAdds);
+      for (ValueId& v : t.mutable_inputs(n))
+        if (v == slot) v = 0;
+      EXPECT_THAT(all(check_memory(t)), HasSubstr("stores over the gradient that node")) << to_text(t);
+      ++later;
+    } else {
+      t.erase_node(id);
+      EXPECT_THAT(all(check_memory(t)), ::testing::AnyOf(HasSubstr(str("filled slot %", slot)), HasSubstr(str("adds to slot %", slot)))) << to_text(t);
+      ++first;
+    }
+  }
+  EXPECT_EQ(first, 3) << "the table's, and two nodes for a weight and a bias each: " << to_text(whole);
+  EXPECT_EQ(later, 1) << "the table's other use: " << to_text(whole);
+}
+
 TEST(Checks, CollectivesFindsTheFirstDifference) {
   std::vector<Tape> tapes = unit_step_tapes(3);
   const std::vector<const Tape*> pointers{&tapes[0], &tapes[1], &tapes[2]};

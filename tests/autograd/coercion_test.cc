@@ -146,6 +146,24 @@ TEST(Coercion, OperandsOnTwoRanksAreRefused) {
   }, kLocal);
 }
 
+// An op of two outputs, whose rule places one.
+struct ShortRule {
+  static constexpr const char* kName = "short_rule";
+  using Attrs = NoAttrs;
+  static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), c.shape(0)), c.output(c.dtype(0), c.shape(0)); }
+  static void place(const Attrs&, Place& p) { p.rule({p.in(0)}, {p.in(0)}); }
+  static void execute(const Attrs&, Execute&) {}
+};
+
+TEST(Coercion, RulesPlaceEverything) {
+  run_local(2, [](World& world) {
+    const Tensor x = redistribute(rows(), Layout(world.mesh({{"data", 2}}).spec, Placement::shard(0)));
+    EXPECT_THAT([&] { apply_all<ShortRule>({}, {x}); },
+                ::testing::ThrowsMessage<PlacementError>(
+                    HasSubstr("[short_rule] a placement rule for 1 inputs and 1 outputs: there are 1 and 2")));
+  }, kLocal);
+}
+
 TEST(Coercion, AnEmptyBatchIsReshapedWhereItIs) {
   run_local(2, [](World& w) {
     const Layout rows(w.mesh({{"data", 2}}).spec, Placement::shard(0));

@@ -51,6 +51,30 @@ TEST(TapeEditor, ChangesNothingByItself) {
   EXPECT_THAT(again.run()[1].to_vector(), ElementsAre(2 * 4, 2 * 4 * 5, 2 * 9 * 6));
 }
 
+// As a pass does that computes something again.
+TEST(TapeEditor, ANodeIsMadeFromAnotherOfTheSameTape) {
+  const Tensor x = row({1, 2, 3});
+  Recording recording;
+  Tensor y = x;
+  for (int i = 0; i < 9; ++i) y = square(full_like(y, 1.0 + i) - y) * 0.5;
+  const Tensor all = sum(y);
+  const ValueId wanted = recording.value_of(all);
+  const auto leaves = recording.leaves();
+  const Program plain(recording.take(), [&](ValueId v) { return leaves.at(v); }, std::vector{wanted});
+  TapeEditor edit(plain.tape());
+  for (NodeId id = 0; id < plain.tape().num_nodes(); ++id) {
+    const Tape& tape = edit.tape();
+    const Node n = tape.node(id);
+    if (!n.op) continue;
+    const std::vector<const Type*> types{&tape.type(tape.output(n))};
+    const NodeId copy = edit.insert_node(id + 1, *n.op, tape.attrs(n), tape.inputs(n), types, tape.path(n), n.phase);
+    edit.replace(plain.tape().output(n), tape.output(tape.node(copy)), id + 1);
+  }
+  Program doubled = plain.with_tape(edit.take());
+  EXPECT_GT(doubled.tape().num_nodes(), 2 * plain.tape().num_nodes() - 3);
+  EXPECT_EQ(doubled.run()[0].item(), all.item());
+}
+
 TEST(TapeEditor, WhatTheBackwardReadsIsRounded) {
   const float w = 1.0f + 0x1p-9f;  // bf16 has 8 bits
   const Squares s(row({1, 3}), row({w, w}));

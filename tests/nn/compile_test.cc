@@ -11,6 +11,7 @@
 #include "sheaf/autograd/compile.h"
 #include "sheaf/autograd/fuse.h"
 #include "sheaf/autograd/passes/keep_gathered.h"
+#include "sheaf/autograd/tape_editor.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/keep_within.h"
 #include "sheaf/distributed/run_local.h"
@@ -236,7 +237,7 @@ TEST(Compile, UnitsThatStayGatheredChangeNoBit) {
           const int64_t live = RankContext::current().cpu->stats().live;
           Program program = keep_within(live + static_cast<int64_t>(share * static_cast<double>(plain.arena_bytes())), w,
                                         Device::cpu())(plain);
-          all = regathers(plain.tape()).size(), kept = all - regathers(program.tape()).size();
+          all = regathers(plain).size(), kept = all - regathers(program).size();
           for (const Finding& f : check_tape(program.tape())) ADD_FAILURE() << f.to_string();
           EXPECT_LE(static_cast<double>(program.arena_bytes()), std::max(share, 1.0) * static_cast<double>(plain.arena_bytes()));
           return program;
@@ -266,8 +267,22 @@ Tensor update(optim::AdamW& optimizer, const Tensor& loss, const optim::StepOpti
   return loss;
 }
 
+// An update without a kernel of its own.
+class SgdOfOps final : public optim::Optimizer {
+ public:
+  explicit SgdOfOps(nn::Module& model) : Optimizer("sgd_of_ops", model.parameters(), {}, {}, {}) {}
+
+ private:
+  std::vector<double> scalars(const optim::StepOptions& options, int64_t) const override { return {options.lr.value_or(0.1)}; }
+  void update(optim::ShardState& shard, const Tensor& scalars) override {
+    const FlatBuffer& b = shard.flat();
+    store_into(b.shard, b.shard - b.grad * cast(scalars, b.shard.dtype()));
+  }
+};
+
 // A unit's values change between two updates: weights gathered before the first are invalid after it.
-TEST(Compile, WhatAStepChangedIsGatheredAgain) {
+template <class Optimizer>
+void expect_gathered_again() {
   run_local(2, [](World& w) {
     const Mesh mesh = w.mesh({{"data", w.size()}});
     std::vector<float> losses[2];
@@ -275,7 +290,7 @@ TEST(Compile, WhatAStepChangedIsGatheredAgain) {
       TinyModel model(3);
       shard(model, mesh, {.units = nn::units_of<TinyBlock>()});
       materialize(model, Device::cpu(), {.seed = 5});
-      optim::AdamW optimizer(model);
+      Optimizer optimizer(model);
       const auto code = [&](const Tensor& tokens, const Tensor& targets, const Tensor& scalars) {
         Tensor total;
         for (int update = 0; update < 2; ++update) {
@@ -300,6 +315,9 @@ TEST(Compile, WhatAStepChangedIsGatheredAgain) {
     EXPECT_EQ(losses[1], losses[0]);
   }, {.threads_per_rank = 1});
 }
+
+TEST(Compile, WhatAStepChangedIsGatheredAgain) { expect_gathered_again<optim::AdamW>(); }
+TEST(Compile, WhatWasStoredIntoIsGatheredAgain) { expect_gathered_again<SgdOfOps>(); }
 
 struct Unread : nn::Module {
   nn::Linear layer{64, 64};
@@ -340,6 +358,39 @@ struct TwoHeads : nn::Module {
   nn::Linear trunk{64, 64}, a{64, 64}, b{64, 64};
   SHEAF_FIELDS(trunk, a, b);
 };
+
+// Nobody waits for the gathers of casts as such: what they read stays until their weights are read.
+TEST(Compile, WhatALaneReadsIsNoneElses) {
+  std::vector<float> losses[2];
+  for (const bool erased : {false, true})
+    run_local(2, [&](World& w) {
+      const Mesh mesh = w.mesh({{"data", w.size()}});
+      TwoHeads model;
+      shard(model, mesh, {.units = nn::units_of<nn::Linear>(), .compute_dtype = kBF16});
+      materialize(model, Device::cpu(), {.seed = 1});
+      optim::AdamW optimizer(model);
+      const auto rewrite = [&](const Program& plain) {
+        TapeEditor edit(plain.tape());
+        for (NodeId id = 0; erased && id < plain.tape().num_nodes(); ++id) {
+          const Tape& tape = edit.tape();
+          const Node& n = tape.node(id);
+          if (tape.op_name(n) == "complete" && tape.op_name(tape.node(tape.value(tape.inputs(n)[0]).producer)) == "all_gather") edit.erase(id);
+        }
+        return plain.with_tape(edit.take());
+      };
+      auto step = compile([&](const Tensor& x, const Tensor& scalars) {
+        const Tensor y = model.b(tanh(model.a(gelu(model.trunk(cast(x, kBF16))))));
+        const Tensor loss = update(optimizer, mean(cast(square(y), kF32)), {.scalars = scalars});
+        return redistribute(loss, Layout(mesh.spec, Placement::invariant()));
+      }, {.rewrite = rewrite});
+      for (int64_t s = 0; s < 12; ++s) {
+        const Tensor x = randn({kF32, {64, 64}, Layout(mesh.spec, Placement::shard(0))}, Key{static_cast<uint64_t>(s)});
+        const float loss = step({.step = s}, x, scalars_of(optimizer, 0.01)).item();
+        if (w.rank() == 0) losses[erased].push_back(loss);
+      }
+    }, {.ranks_per_host = 1, .bytes_per_second_between_hosts = 2e6, .threads_per_rank = 1});
+  EXPECT_EQ(losses[1], losses[0]);
+}
 
 // Alternating heads: the prefetch for the second micro-batch is wrong, and nothing waits for it before it is discarded.
 TEST(Compile, AGatherThatNobodyUsedIsNotKept) {
@@ -487,6 +538,11 @@ TEST(Compile, RefusesWhatChangesFromStepToStep) {
                 return update(o, sum(net.layer(x) * Tensor::scalar(1.0 / static_cast<double>(++calls))), {.scalars = scalars});
               }),
               HasSubstr("leaf 'input', f32[], used in root, is not what it was in the step before, and would stay as it is: it has to be an input"));
+  const Tensor matrix = Tensor::from(std::vector<float>{1, 2, 2, 1}, {2, 2}), turned = transpose(matrix, 0, 1);  // equal as yet
+  EXPECT_THAT(refused([&](Net& net, optim::AdamW& o, const Tensor& x, const Tensor& scalars) {
+                return update(o, sum(net.layer(x)) * sum(++calls % 2 ? matrix : turned), {.scalars = scalars});
+              }),
+              HasSubstr("leaf 'input', f32[2,2], used in root, is not what it was in the step before"));
   EXPECT_THAT(refused([&](Net& net, optim::AdamW& o, const Tensor& x, const Tensor& scalars) {
                 Tensor other;
                 {
