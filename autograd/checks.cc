@@ -244,13 +244,16 @@ std::vector<Finding> check_gathers(const Tape& tape) {
 
 namespace {
 
-bool makes_slots(const Tape& tape, NodeId id) { return id >= 0 && tape.op_name(tape.node(id)) == "grad_slots"; }
+bool makes_slots(const Tape& tape, NodeId id) {
+  const OpDef* const op = id >= 0 ? tape.node(id).op : nullptr;
+  return op && std::string_view(op->name) == "grad_slots";
+}
 
 // Gradients that nodes put into slots: the first is stored, the others are added, and whoever reads the buffer around them does so
 // after that.
 class SlotWrites {
  public:
-  explicit SlotWrites(const Tape& tape) : tape_(tape), stored_(static_cast<size_t>(tape.num_values()), -1) {}
+  explicit SlotWrites(const Tape& tape) : tape_(tape), stored_(static_cast<size_t>(tape.num_values()), -1), is_read_(stored_.size()) {}
 
   void note(NodeId id, std::vector<Finding>& out) {
     const Node& n = tape_.node(id);
@@ -261,11 +264,16 @@ class SlotWrites {
       const ValueId base = tape_.value(tape_.output(n, o)).base, slot = slot_around(base);
       if (slot < 0) continue;
       NodeId& before = stored_[static_cast<size_t>(slot)];
-      const bool adds = (n.flags & Node::kAdds) != 0 || std::ranges::find(tape_.inputs(n), base) != tape_.inputs(n).end();
+      // It reads what is there, to add to it or to scale it.
+      const bool adds = (n.flags & Node::kAdds) != 0 || std::ranges::any_of(tape_.inputs(n), [&](ValueId v) { return slot_around(v) == slot; });
       if (adds && before < 0) report(out, id, "adds to slot %", slot, ", into which no node has stored a gradient");
-      if (!adds && before >= 0 && base == slot) report(out, id, "stores over the gradient that node ", before, " has stored into slot %", slot);
+      if (!adds && before >= 0 && !is_read_[static_cast<size_t>(slot)] && base == slot)
+        report(out, id, "stores over the gradient that node ", before, " has stored into slot %", slot);
       before = id;
+      is_read_[static_cast<size_t>(slot)] = false;
     }
+    for (const ValueId v : tape_.inputs(n))
+      if (const ValueId slot = slot_around(v); slot >= 0 && stored_[static_cast<size_t>(slot)] != id) is_read_[static_cast<size_t>(slot)] = true;
   }
 
  private:
@@ -282,7 +290,8 @@ class SlotWrites {
   }
 
   const Tape& tape_;
-  std::vector<NodeId> stored_;  // by slot: the last node that put a gradient into it
+  std::vector<NodeId> stored_;  // by slot: the last node that put a gradient into it,
+  std::vector<bool> is_read_;   // and whether that was read since, as early gradients are that make room
 };
 
 }  // namespace
