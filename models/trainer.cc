@@ -235,11 +235,17 @@ void Trainer::restore() {
   take_choices(state, checkpoint->path());
 }
 
-// The best weights may be of a later step than the newest checkpoint, if there is one: they stay until a lower loss replaces them.
+// The best weights may be of a later step than the newest checkpoint, if there is one: they stay until a lower loss replaces them. If
+// they are gone or damaged, any loss is lower.
 void Trainer::take_best() {
   if (!config_.output.keep_best) return;
-  if (const auto json = Checkpoint::newest_state(checkpoints_in(best_folder()), checkpoint_group(world_))) {
-    const RunState later = RunState::from_json(*json);
+  std::optional<Checkpoint> there;
+  try {
+    there = Checkpoint::open_newest(checkpoints_in(best_folder()), options_.warn, checkpoint_group(world_));
+  } catch (const CheckpointError&) {  // broken, as open_newest() has said
+  }
+  if (there) {
+    const RunState later = RunState::from_json(there->state());
     if (later.best && later.step > first_step_) {
       try {
         check_resumable(later, state(0));
@@ -248,6 +254,11 @@ void Trainer::take_best() {
       }
       best_ = later.best;
     }
+  }
+  if (best_ && (!there || there->step() != best_->step)) {
+    if (world_.rank() == 0)
+      options_.warn(str("the best weights so far, of step ", best_->step, ", are not in '", best_folder(), "': the next evaluation's are the best"));
+    best_.reset();
   }
   if (best_ && best_->targets != 0 && best_->targets != num_val_targets())
     throw Error(ExitCode::kResumeMismatch,

@@ -4,10 +4,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <set>
+
 #include "sheaf/autograd/checks.h"
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/program.h"
 #include "sheaf/autograd/recording.h"
+#include "sheaf/autograd/tape_dump.h"
+#include "sheaf/core/json.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/tests/core/scratch_folder.h"
 
@@ -159,6 +163,27 @@ TEST(TapeEditor, UnusedNodesAreErased) {
   EXPECT_EQ(tape.num_nodes(), nodes + 3) << "exp and sigmoid of one chain, and a product";
   Program program = s.program->with_tape(tape, std::vector{wanted});
   EXPECT_THAT(program.run()[1].to_vector(), ElementsAre(2 * 3, 2 * 4 * 4));
+}
+
+TEST(TapeEditor, DumpsNameOnlyWhatIsThere) {
+  const Squares s(row({1, 2}), row({3, 4}));
+  ASSERT_FALSE(s.program->tape().cotangents().empty());
+  TapeEditor edit(s.program->tape());
+  edit.erase_unused(std::vector{s.wanted[0]});
+  const Json dump = Json::parse(to_json(edit.take()), "the dump");
+  std::set<int64_t> ids;
+  for (const Json& value : dump.at("values").as_array()) ids.insert(value.at("id").as_int());
+  for (const Json& pair : dump.at("cotangents").as_array())
+    for (const Json& id : pair.as_array()) EXPECT_TRUE(ids.contains(id.as_int())) << id.as_int();
+  EXPECT_EQ(ids.size(), 5u) << "x, w, their product, its squares, and their sum";
+
+  Recording recording;  // a store whose memory is gone
+  const Tensor memory = row({1, 2}) * 1.0, x = row({3, 4}) * 3.0;
+  store_into(memory, x);
+  const ValueId made = recording.value_of(memory);
+  TapeEditor other(recording.take());
+  other.erase(other.tape().value(made).producer);
+  EXPECT_THAT(to_dot(other.take()), HasSubstr("store"));
 }
 
 TEST(TapeEditor, RefusesWhatATapeDoesNotHave) {

@@ -207,6 +207,33 @@ TEST(Train, WorseWeightsDoNotReplaceTheBest) {
   EXPECT_TRUE(std::filesystem::exists(folder / "run/best/checkpoints/step-6"));
 }
 
+// By somebody who copied a run without them, or by a disk.
+TEST(Train, BestWeightsThatAreGoneOrDamagedAreReplaced) {
+  CorpusFolder folder;
+  const auto train = [&](const std::string& out, const Words& more) {
+    return run_sheaf(on_ranks(2, Words{"train"} + kTinyRun + folder.data(out) +
+                                     Words{"--output.keep_best", "true", "--train.schedule", "constant", "--train.lr", "0.3",
+                                           "--train.eval_every", "1"} + more));
+  };
+  testing::expect_ok(train("gone", {"--train.steps", "8"}));
+  ASSERT_FALSE(std::filesystem::exists(folder / "gone/best/checkpoints/step-8"));  // it diverges
+  std::filesystem::copy(folder / "gone", folder / "damaged", std::filesystem::copy_options::recursive);
+  std::filesystem::remove_all(folder / "gone/best");
+  const std::string best = std::filesystem::directory_iterator(folder / "damaged/best/checkpoints")->path();
+  std::filesystem::resize_file(best + "/shard-00001-of-00002.safetensors", 100);
+  for (const std::string out : {"gone", "damaged"}) {
+    const Outcome r = train(out, {"--train.steps", "9", "--resume"});
+    ASSERT_EQ(r.code, 0) << r.err;
+    EXPECT_THAT(r.err, HasSubstr("are not in '" + (folder / out) + "/best': the next evaluation's are the best"));
+    EXPECT_THAT(r.out, HasSubstr("  (after step 9; its weights are in " + (folder / out) + "/best)"));
+    const auto left = std::filesystem::directory_iterator(folder / out + "/best/checkpoints");
+    EXPECT_EQ(std::distance(begin(left), end(left)), 1) << "the broken one is removed";
+    testing::expect_ok(run_sheaf({"generate", folder / out + "/best", "--generate.tokens", "3"}));
+    // Once they are there nothing is said.
+    EXPECT_THAT(train(out, {"--train.steps", "9", "--resume"}).err, ::testing::Not(HasSubstr("the best weights")));
+  }
+}
+
 TEST(Train, SkippedStepsAreSaid) {
   CorpusFolder folder;
   const Words f16 = Words{"train"} + kTinyRun + Words{"--train.dtype", "f16", "--train.loss_scale", "1099511627776", "--train.steps", "6"};
