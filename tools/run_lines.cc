@@ -1,7 +1,12 @@
 #include "sheaf/tools/run_lines.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
+#include <climits>
+
+#include <poll.h>
+#include <unistd.h>
 
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/core/gpu.h"
@@ -103,14 +108,40 @@ std::string examples_line(const std::string& what, const models::PackedExamples&
              note(e.num_left_out(), " left out, where nothing is learned within a window"));
 }
 
+// A signal ends no wait: what the handler notes is seen after the step.
+static bool can_write(int descriptor, std::chrono::milliseconds patience) {
+  const auto until = std::chrono::steady_clock::now() + patience;
+  for (;;) {
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - std::chrono::steady_clock::now());
+    pollfd wanted{descriptor, POLLOUT, 0};
+    const int ready = poll(&wanted, 1, static_cast<int>(std::max<int64_t>(0, left.count())));
+    if (ready > 0 || (ready < 0 && errno != EINTR)) return true;  // an error that writing will report
+    if (ready == 0) return false;
+  }
+}
+
 void RunLines::say(const std::string& line) {
   if (broken_) return;
+  const std::chrono::milliseconds patience(left_out_ > 0 ? 0 : 1000);
+  std::string text = line + "\n";
+  if (left_out_ > 0) text = str("(", counted(left_out_, "line"), " left out, which nobody read)\n") + text;
   try {
-    tools::say(line);
+    for (std::string_view rest = text; !rest.empty();) {
+      if (!can_write(STDOUT_FILENO, patience)) return leave_out();
+      const std::string_view piece = rest.substr(0, PIPE_BUF);  // as much as a pipe takes now
+      put(piece);
+      rest.remove_prefix(piece.size());
+    }
+    left_out_ = 0;
   } catch (const IoError& error) {
     broken_ = true;
     warn_on_stderr(str(error.what(), "; training goes on without it"));
   }
+}
+
+void RunLines::leave_out() {
+  if (left_out_++ > 0 || !can_write(STDERR_FILENO, std::chrono::milliseconds(0))) return;
+  warn_on_stderr("[output] nobody reads standard output; training goes on, and leaves lines out until somebody does");
 }
 
 void describe_start(const models::TrainConfig& config, World& world, models::Trainer& trainer, RunLines& lines) {

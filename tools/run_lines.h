@@ -7,13 +7,17 @@
 
 namespace sheaf::tools {
 
-/// Prints the lines of a run, which continues even if standard output has been closed.
+/// Prints the lines of a run, which continues even if standard output has been closed, or if nobody reads it: a pager that waits, a
+/// terminal that is stopped, a collector of logs that hangs. Lines are then left out, after a second for the first.
 class RunLines {
  public:
   void say(const std::string& line);
 
  private:
+  void leave_out();
+
   bool broken_ = false;
+  int64_t left_out_ = 0;  // since a line was last read
 };
 
 /// Of packed examples, beginning with `what`: how full windows are, and what happens to those that do not fit.

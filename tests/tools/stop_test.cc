@@ -5,8 +5,11 @@
 #include <fstream>
 #include <thread>
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include "sheaf/core/file.h"
 #include "sheaf/tests/tools/tiny_run.h"
@@ -44,6 +47,25 @@ struct Folder : testing::CorpusFolder {
   std::string checkpoint(const std::string& out, int64_t step) const {
     return *this / out + "/checkpoints/step-" + std::to_string(step);
   }
+};
+
+// A pipe that nobody reads, and that is full: a page is all it takes.
+struct FullPipe {
+  explicit FullPipe(const std::string& path) {
+    EXPECT_EQ(mkfifo(path.c_str(), 0600), 0);
+    fd = open(path.c_str(), O_RDWR | O_NONBLOCK | O_CLOEXEC);
+    EXPECT_EQ(fcntl(fd, F_SETPIPE_SZ, 4096), 4096);
+    const std::string page(4096, '.');
+    EXPECT_EQ(write(fd, page.data(), page.size()), 4096);
+  }
+  ~FullPipe() { close(fd); }
+  std::string read_all() const {
+    std::string all;
+    char block[4096];
+    for (ssize_t n; (n = read(fd, block, sizeof block)) > 0;) all.append(block, static_cast<size_t>(n));
+    return all;
+  }
+  int fd;
 };
 
 void wait_for_steps(SheafProcess& job, const Folder& folder, const std::string& out, size_t steps) {
@@ -133,6 +155,38 @@ TEST(Stop, WhatCannotBeSavedIsSaid) {
     EXPECT_EQ(r.code, 74) << r.err;
     EXPECT_THAT(r.err, HasSubstr("[checkpoint] cannot save '" + (folder / out)));
   }
+}
+
+TEST(Stop, OutputThatNobodyReadsHoldsUpNothing) {
+  Folder folder;
+  for (const bool is_stopped : {false, true}) {
+    const std::string out = is_stopped ? "stopped" : "whole";
+    const FullPipe pipe(folder / out + ".pipe");
+    SheafProcess job(testing::on_ranks(2, folder.train(out)), {"SHEAF_TIMEOUT=20"}, folder / out + ".pipe");
+    wait_for_steps(job, folder, out, 20);
+    if (is_stopped) kill(job.pid(), SIGTERM);
+    const Outcome r = job.wait();
+    EXPECT_EQ(r.code, is_stopped ? 143 : 0) << r.err;
+    EXPECT_THAT(r.err, HasSubstr("nobody reads standard output; training goes on"));
+    EXPECT_TRUE(std::filesystem::exists(folder / out + "/checkpoints"));
+    EXPECT_THAT(pipe.read_all(), ::testing::Not(HasSubstr("loss")));
+  }
+}
+
+TEST(Stop, LinesThatNobodyReadAreCounted) {
+  Folder folder;
+  const FullPipe pipe(folder / "pipe");
+  SheafProcess job(folder.train("run"), {}, folder / "pipe");
+  wait_for_steps(job, folder, "run", 20);
+  std::string seen;
+  while (job.running()) {
+    seen += pipe.read_all();
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  EXPECT_EQ(job.wait().code, 0);
+  seen += pipe.read_all();
+  EXPECT_THAT(seen, HasSubstr(" lines left out, which nobody read)\nstep "));
+  EXPECT_THAT(seen, HasSubstr("validation loss"));
 }
 
 TEST(Stop, ASecondSignalEndsAtOnce) {
