@@ -157,7 +157,6 @@ void ReversePass::want_parameters() {
 }
 
 void ReversePass::want(std::span<const ValueId> xs) {
-  const auto num_values = static_cast<ValueId>(tape_.num_values());
   wanted_.resize(tape_.num_values());
   asked_.resize(tape_.num_values());
   want_values(xs);
@@ -165,7 +164,7 @@ void ReversePass::want(std::span<const ValueId> xs) {
   std::ranges::sort(stored);
   auto next_stored = stored.begin();
   std::vector<ValueId> changed_around(tape_.num_values(), -1);  // by value: the innermost around it that was stored into
-  for (ValueId v = 0; v < num_values; ++v)
+  for (ValueId v = 0; v < static_cast<ValueId>(tape_.num_values()); ++v)
     if (const ValueId around = tape_.value(v).lies_in(); around >= 0)
       changed_around[v] = recording_.state(around).changed >= 0 ? around : changed_around[around];
   for (NodeId id = 0; id < static_cast<NodeId>(tape_.num_nodes()); ++id) {

@@ -280,6 +280,12 @@ std::map<ValueId, ValueId> Program::leaves_of_same_memory() const {
   return same;
 }
 
+ValueId memory_of(const Tape& tape, const std::map<ValueId, ValueId>& same, ValueId v) {
+  const ValueId whole = tape.whole_of(v);
+  const auto it = same.find(whole);
+  return it == same.end() ? whole : it->second;
+}
+
 std::vector<int64_t> Program::alive_bytes() const {
   std::vector<int64_t> alive(tape_.num_nodes() + 2);
   for (const Block& b : blocks_) {

@@ -75,4 +75,7 @@ class Program {
   bool wire_ = false;  // other ranks read parts of it directly, and so may read all of it
 };
 
+/// The value that owns the memory of v, or the leaf that stands for it in `same` (Program::leaves_of_same_memory).
+ValueId memory_of(const Tape& tape, const std::map<ValueId, ValueId>& same, ValueId v);
+
 }  // namespace sheaf

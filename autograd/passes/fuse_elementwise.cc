@@ -16,7 +16,7 @@ namespace {
 // may need their results earlier, and their operands must still exist, unchanged.
 class Fuser {
  public:
-  /// `same[v]`: the first of the leaves that share the memory of leaf v.
+  /// `same`: Program::leaves_of_same_memory().
   Fuser(Tape tape, std::span<const ValueId> keep, std::vector<int64_t> alive, int64_t limit, std::map<ValueId, ValueId> same)
       : edit_(std::move(tape)), same_(std::move(same)), alive_(std::move(alive)), limit_(limit), kept_(tape_.num_values()),
         users_(tape_.num_values()), ends_(tape_.num_values()), last_use_(tape_.num_values(), -1), group_of_(tape_.num_nodes(), kNone) {
@@ -51,11 +51,7 @@ class Fuser {
   static constexpr NodeId kFarthest = 1000;  // nodes between the first and the last of a group
   using Members = std::vector<NodeId>;       // in order
 
-  ValueId root(ValueId v) const {
-    const ValueId whole = tape_.whole_of(v);
-    const auto it = same_.find(whole);
-    return it == same_.end() ? whole : it->second;
-  }
+  ValueId root(ValueId v) const { return memory_of(tape_, same_, v); }
   ValueId output(NodeId id) const { return tape_.output(tape_.node(id)); }
   int64_t bytes(ValueId v) const {
     return tape_.type(v).local_shape().numel() * static_cast<int64_t>(size_of(tape_.type(v).dtype));

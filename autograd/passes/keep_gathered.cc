@@ -43,11 +43,6 @@ int64_t buffer_bytes(const Tape& tape, const Node& gather) {
 std::vector<Regather> regathers(const Program& program) {
   const Tape& tape = program.tape();
   const std::map<ValueId, ValueId> same = program.leaves_of_same_memory();
-  const auto memory_of = [&](ValueId v) {
-    const ValueId whole = tape.whole_of(v);
-    const auto it = same.find(whole);
-    return it == same.end() ? whole : it->second;
-  };
   std::vector<Regather> out;
   struct Gathered {
     NodeId gather = -1, discard = -1;
@@ -60,10 +55,9 @@ std::vector<Regather> regathers(const Program& program) {
     for (int o = 0; o < n.num_outputs; ++o) {  // masters may also be stored into
       const ValueId stored = tape.value(tape.output(n, o)).base;
       if (stored < 0) continue;
+      const auto is_changed = [&, memory = memory_of(tape, same, stored)](ValueId in) { return memory_of(tape, same, origin(tape, in)) == memory; };
       std::erase_if(last, [&](const auto& entry) {
-        const NodeId gather = entry.second.gather;
-        return gather >= 0 && std::ranges::any_of(tape.inputs(tape.node(gather)),
-                                                  [&](ValueId in) { return memory_of(origin(tape, in)) == memory_of(stored); });
+        return entry.second.gather >= 0 && std::ranges::any_of(tape.inputs(tape.node(entry.second.gather)), is_changed);
       });
     }
     for (ValueId v : tape.inputs(n)) {
