@@ -105,6 +105,16 @@ struct Problem {
 void copy_matrix(int64_t rows, int64_t cols, const MatrixOperand& from, const MatrixOperand& to) {
   visit_floating("matmul", from.dtype, [&]<class From>() {
     visit_floating("matmul", to.dtype, [&]<class To>() {
+      if constexpr (std::is_same_v<ComputeType<From>, ComputeType<To>>) {
+        if (from.col_stride == 1 && to.col_stride == 1) {
+          for (int64_t i = 0; i < rows; ++i) {
+            const From* x = reinterpret_cast<const From*>(from.data) + i * from.row_stride;
+            To* y = reinterpret_cast<To*>(to.data) + i * to.row_stride;
+            for_lanes(cols, [&](int64_t j, auto n) { store_lanes(y + j, load_lanes(x + j, n), n); });
+          }
+          return;
+        }
+      }
       for (int64_t i = 0; i < rows; ++i)
         for (int64_t j = 0; j < cols; ++j) {
           const auto x = reinterpret_cast<const From*>(from.data)[i * from.row_stride + j * from.col_stride];

@@ -242,6 +242,11 @@ void pack_strips(const MatrixOperand& a, int64_t m, int64_t rows, int64_t k, int
     int64_t s = 0;
     if (a.row_stride == 1) {
       const S* from = element<S>(a, m, k + i);
+#ifndef __AVX512F__
+      // Eight at once: the two beyond the strip are written again at the next step, or lie in the gap behind it.
+      if constexpr (std::is_same_v<S, float>)
+        for (; s + 8 <= rows; s += kStrip<C>, out += stride) _mm256_storeu_ps(out, _mm256_loadu_ps(from + s));
+#endif
       for (; s + kStrip<C> <= rows; s += kStrip<C>, out += stride)
         for (int r = 0; r < kStrip<C>; ++r) out[r] = widened<C>(from[s + r]);
     }
