@@ -152,18 +152,21 @@ void GlooCommunicator::interrupt() {
 }
 
 void GlooCommunicator::tick() {
-  bool news = false;
+  bool news = false, late = false;
   Collective call;
   {
     std::lock_guard lock(mutex_);
-    if (!running_ || interrupted_ || Clock::now() - started_ < Monitor::kTick) return;
+    if (!running_ || interrupted_) return;
+    const auto waited = timer_.look();
+    if (waited < Monitor::kTick) return;
     call = *running_;
+    late = waited >= time_for(call, job_->rendezvous.timeout);
     news = Clock::now() - posted_ >= Monitor::kNotePeriod;
     if (news) posted_ = Clock::now();
   }
   if (news) notes_.post(call);
   std::string disagreement = notes_.disagreement(call, [&](uint64_t sequence) { return flight_entry(sequence); });
-  if (disagreement.empty()) return;
+  if (disagreement.empty() && !late) return;
   {
     std::lock_guard lock(mutex_);
     disagreement_ = std::move(disagreement);
@@ -176,7 +179,7 @@ void GlooCommunicator::run(const Collective& call) {
     Running(GlooCommunicator& c, const Collective& call) : comm(c) {
       std::lock_guard lock(comm.mutex_);
       comm.running_ = &call;
-      comm.started_ = Clock::now();
+      comm.timer_ = AwakeTimer();
       comm.posted_ = {};
     }
     ~Running() {

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "sheaf/distributed/awake_timer.h"
 #include "sheaf/distributed/communicator_base.h"
 #include "sheaf/distributed/job.h"
 #include "sheaf/distributed/stuck_notes.h"
@@ -69,7 +70,8 @@ class GlooCommunicator final : public CommunicatorBase {
   std::mutex mutex_;
   std::vector<InFlight> in_flight_;
   const Collective* running_ = nullptr;
-  std::chrono::steady_clock::time_point started_, posted_;
+  AwakeTimer timer_;
+  std::chrono::steady_clock::time_point posted_;
   bool interrupted_ = false;
   std::string disagreement_;
 

@@ -1,6 +1,5 @@
 #include "sheaf/distributed/gloo_transfers.h"
 
-#include <algorithm>
 #include <utility>
 
 #include <gloo/context.h>
@@ -17,8 +16,8 @@ extern "C" const char* __tsan_default_suppressions() {
 namespace sheaf {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
+constexpr milliseconds kUntilInterrupted = std::chrono::hours(24 * 365);
 
 }  // namespace
 
@@ -64,9 +63,9 @@ void GlooCommunicator::Transfers::post(bool is_send, int peer, void* data, int64
   }
 }
 
-milliseconds GlooCommunicator::Transfers::time_left() const {
-  const auto deadline = comm_.started_ + time_for(call_, comm_.job_->rendezvous.timeout);
-  return std::max(milliseconds(0), std::chrono::ceil<milliseconds>(deadline - Clock::now()));
+bool GlooCommunicator::Transfers::is_late() const {
+  std::lock_guard lock(comm_.mutex_);
+  return comm_.timer_.look() >= time_for(call_, comm_.job_->rendezvous.timeout);
 }
 
 bool GlooCommunicator::Transfers::completed(Message& m, milliseconds timeout) {
@@ -76,7 +75,7 @@ bool GlooCommunicator::Transfers::completed(Message& m, milliseconds timeout) {
 void GlooCommunicator::Transfers::wait_for(Message& m) {
   std::string reason;
   try {
-    if (completed(m, time_left())) return;
+    if (completed(m, kUntilInterrupted)) return;
   } catch (const std::exception& e) {
     reason = e.what();
   }
@@ -91,7 +90,7 @@ void GlooCommunicator::Transfers::explain(int peer, const std::string& reason) {
   }
   comm_.throw_if_failed(call_);
   if (!disagreement.empty()) comm_.raise(call_, ExitCode::kDesync, disagreement);
-  if (time_left().count() == 0)
+  if (is_late())
     comm_.raise_timeout(call_, std::chrono::duration<double>(comm_.job_->rendezvous.timeout).count(), missing());
   const auto has_left = [&] { return comm_.job_->monitor->has_left(comm_.group_.members[peer]); };
   comm_.await_explanation(call_, has_left);
@@ -102,7 +101,8 @@ std::vector<int> GlooCommunicator::Transfers::missing() {
   std::vector<int> absent;
   for (Message& m : messages_) {
     try {
-      if (completed(m, milliseconds(0))) continue;
+      // Gloo reports an interruption once, and only then a completion before it.
+      if (completed(m, milliseconds(0)) || completed(m, milliseconds(0))) continue;
     } catch (const std::exception&) {  // Gloo throws for incomplete operations
     }
     absent.push_back(m.peer);

@@ -13,7 +13,8 @@
 namespace sheaf {
 
 /// The messages of one collective in flight. One buffer object each, so that a completion names its peer. Used from the lane's
-/// thread; the communicator's interrupt() ends its waits.
+/// thread; the communicator's interrupt() ends its waits, also when the call's time is over: Gloo's own time-outs go on while the
+/// process is stopped.
 class GlooCommunicator::Transfers {
  public:
   Transfers(GlooCommunicator& comm, const Collective& call) : comm_(comm), call_(call) {}
@@ -40,7 +41,7 @@ class GlooCommunicator::Transfers {
 
   uint64_t tag(int from, int to, int64_t bytes, uint64_t step) const;
   void post(bool is_send, int peer, void* data, int64_t bytes, uint64_t step);
-  std::chrono::milliseconds time_left() const;
+  bool is_late() const;
   static bool completed(Message& m, std::chrono::milliseconds timeout);
   void wait_for(Message& m);
   /// A message to or from `peer` did not get through: finds out why and throws it.

@@ -6,6 +6,7 @@
 
 #include "sheaf/core/gpu.h"
 #include "sheaf/core/profile.h"
+#include "sheaf/distributed/awake_timer.h"
 #include "sheaf/distributed/reduce.h"
 #include "sheaf/distributed/rendezvous.h"
 #include "sheaf/kernels/cuda/config.h"
@@ -55,7 +56,7 @@ bool LocalGroup::all_at(uint64_t meeting) const {
   return std::ranges::all_of(members_, [&](const Member& m) { return m.meetings >= meeting; });
 }
 
-LocalGroup::Outcome LocalGroup::gather(int index, const Collective& call, Clock::time_point deadline,
+LocalGroup::Outcome LocalGroup::gather(int index, const Collective& call, Clock::duration longest,
                                        const FailureBoard& board, std::vector<int>& absent) {
   std::unique_lock lock(mutex_);
   Member& me = members_[index];
@@ -67,10 +68,12 @@ LocalGroup::Outcome LocalGroup::gather(int index, const Collective& call, Clock:
     condition_.notify_all();
     return Outcome::all_here;
   }
-  bool failed = false;
-  const bool woken = condition_.wait_until(lock, deadline, [&] {
-    return all_at(meeting) || (failed = board.failed()) || std::ranges::any_of(members_, gone);
-  });
+  bool failed = false, woken = false;
+  AwakeTimer timer;
+  for (Clock::duration waited{0}; !woken && waited < longest; waited = timer.look())
+    woken = condition_.wait_for(lock, std::min<Clock::duration>(longest - waited, AwakeTimer::kLongestLook / 2), [&] {
+      return all_at(meeting) || (failed = board.failed()) || std::ranges::any_of(members_, gone);
+    });
   if (all_at(meeting)) return Outcome::all_here;
   --me.meetings;
   me.gave_up = meeting;
@@ -130,7 +133,7 @@ LocalCommunicator::~LocalCommunicator() {
 
 void LocalCommunicator::gather(const Collective& call) {
   std::vector<int> absent;
-  switch (meeting_->gather(rank(), call, Clock::now() + time_for(call, options_.timeout), *board_, absent)) {
+  switch (meeting_->gather(rank(), call, time_for(call, options_.timeout), *board_, absent)) {
     case LocalGroup::Outcome::all_here: return;
     case LocalGroup::Outcome::left: raise_lost(call, absent[0], "it has left the job");
     case LocalGroup::Outcome::failed: throw_failure(call, *board_->failure());

@@ -31,10 +31,10 @@ class LocalGroup {
   explicit LocalGroup(int size) : members_(size) {}
 
   enum class Outcome { all_here, failed, left, timed_out };
-  /// Announces member `index` with its call and sleeps until all members have announced theirs. On any outcome but all_here the
-  /// announcement is withdrawn, so that either all members continue or none does; `absent` receives those that are missing
-  /// (timed_out) or gone (left).
-  Outcome gather(int index, const Collective& call, std::chrono::steady_clock::time_point deadline,
+  /// Announces member `index` with its call and sleeps until all members have announced theirs, for `longest` while this process is
+  /// not stopped. On any outcome but all_here the announcement is withdrawn, so that either all members continue or none does; `absent`
+  /// receives those that are missing (timed_out) or gone (left).
+  Outcome gather(int index, const Collective& call, std::chrono::steady_clock::duration longest,
                  const FailureBoard& board, std::vector<int>& absent);
   /// Sleeps until all members meet again. Nothing interrupts it: peers that continued together only copy and add until they meet
   /// again, and buffers must not be returned to their owners before. On a GPU they have only enqueued that work: `reached` is the

@@ -240,7 +240,7 @@ void NcclCommunicator::issue(const Collective& call, const std::function<void()>
 /// Waits until NCCL has enqueued its work: the first calls connect to peers before.
 void NcclCommunicator::settle(const Collective& call) {
   constexpr int kSpins = 1000;
-  Wait wait{.started = Clock::now()};
+  Wait wait;
   std::string why;
   for (int i = 0; comm_->state(why) != NcclComm::State::ready; ++i) {
     check_progress(call, wait);
@@ -300,7 +300,7 @@ bool NcclCommunicator::finished(Pending& pending) {
   }
   throw_if_failed(call);
   if (!started) return false;
-  if (!pending.wait) pending.wait = Wait{.started = Clock::now()};
+  if (!pending.wait) pending.wait.emplace();
   check_progress(call, *pending.wait);
   return false;
 }
@@ -314,10 +314,9 @@ void NcclCommunicator::check_progress(const Collective& call, Wait& wait) {
     raise(call, ExitCode::kPeerLost, "NCCL: " + why);
   }
 
-  const auto now = Clock::now();
-  const auto waited = now - wait.started;
+  const auto waited = wait.timer.look();
   if (waited < Monitor::kTick) return;
-  if (now - wait.posted >= Monitor::kNotePeriod) {
+  if (const auto now = Clock::now(); now - wait.posted >= Monitor::kNotePeriod) {
     wait.posted = now;
     notes_.post(call);
   }

@@ -48,6 +48,7 @@
 #include <optional>
 #include <thread>
 
+#include "sheaf/distributed/awake_timer.h"
 #include "sheaf/distributed/communicator_base.h"
 #include "sheaf/distributed/job.h"
 #include "sheaf/distributed/nccl.h"
@@ -76,7 +77,8 @@ class NcclCommunicator final : public CommunicatorBase {
   class Point;
   /// Tracks how long a call has kept this rank waiting.
   struct Wait {
-    Clock::time_point started, posted = {};
+    AwakeTimer timer = {};
+    Clock::time_point posted = {};
   };
   /// An enqueued call.
   struct Pending {

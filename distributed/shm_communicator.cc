@@ -77,9 +77,8 @@ std::unique_ptr<ShmMeeting> ShmCommunicator::connect(const CommunicatorGroup& gr
 void ShmCommunicator::run(const Collective& call) {
   running_ = &call;
   const Monitor::OpenEnded open(*job_->monitor, !call.has_deadline);
-  const auto now = Clock::now();
-  deadline_ = now + time_for(call, job_->rendezvous.timeout);
-  next_note_ = now + Monitor::kTick;
+  timer_ = AwakeTimer();
+  next_note_ = Clock::now() + Monitor::kTick;
   announced_ = false;
   windows_ = 0;
   exchange(call);
@@ -105,7 +104,7 @@ void ShmCommunicator::announce(const Collective& call) {
 
 void ShmCommunicator::meet(const Collective& call) {
   std::vector<int> absent;
-  switch (meeting_->meet(deadline_, *board_, absent)) {
+  switch (meeting_->meet(timer_, time_for(call, job_->rendezvous.timeout), *board_, absent)) {
     case ShmMeeting::Outcome::all_here: return;
     case ShmMeeting::Outcome::failed: throw_failure(call, *board_->failure());
     case ShmMeeting::Outcome::left:

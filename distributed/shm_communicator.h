@@ -76,7 +76,8 @@ class ShmCommunicator final : public CommunicatorBase {
 
   // State of the running call.
   const Collective* running_ = nullptr;
-  std::chrono::steady_clock::time_point deadline_, next_note_;
+  AwakeTimer timer_;
+  std::chrono::steady_clock::time_point next_note_;
   bool announced_ = false;
   int windows_ = 0;
 };

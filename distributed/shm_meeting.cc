@@ -24,13 +24,14 @@ long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const tim
   return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, timeout, nullptr, 0);
 }
 
-int64_t now_nanoseconds() { return nanoseconds(ShmMeeting::Clock::now().time_since_epoch()).count(); }
+int64_t now_nanoseconds() { return nanoseconds(AwakeTimer::Clock::now().time_since_epoch()).count(); }
 
 }  // namespace
 
 // All loads and stores here are sequentially consistent. So of members that arrive at the same time at least one sees all others, and
 // rings; and the kernel tells a sleeper that the ringer did not see that the bell has changed.
-ShmMeeting::Outcome ShmMeeting::meet(Clock::time_point deadline, const FailureBoard& board, std::vector<int>& absent) {
+ShmMeeting::Outcome ShmMeeting::meet(AwakeTimer& timer, AwakeTimer::Clock::duration longest, const FailureBoard& board,
+                                     std::vector<int>& absent) {
   const uint64_t meeting = ++meeting_;
   const int n = static_cast<int>(controls_.size());
   own().meetings = meeting;
@@ -55,7 +56,7 @@ ShmMeeting::Outcome ShmMeeting::meet(Clock::time_point deadline, const FailureBo
     for (int i = 0; i < n; ++i)
       if (gone(i, meeting)) absent.push_back(i);
     if (!absent.empty()) return Outcome::left;
-    const auto left = std::chrono::duration_cast<nanoseconds>(deadline - Clock::now());
+    const auto left = std::chrono::duration_cast<nanoseconds>(longest - timer.look());
     if (left.count() <= 0) {
       for (int i = 0; i < n; ++i)
         if (controls_[i]->meetings < meeting) absent.push_back(i);

@@ -2,11 +2,11 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <vector>
 
+#include "sheaf/distributed/awake_timer.h"
 #include "sheaf/distributed/failure_board.h"
 
 namespace sheaf {
@@ -42,18 +42,17 @@ struct ShmRank {
 /// One member's side of the meetings. meet() is for the communicator's lane; leave() and wake() for any thread.
 class ShmMeeting {
  public:
-  using Clock = std::chrono::steady_clock;
-
   /// `ranks` and `controls` are those of the members, in the group's order. meet() sleeps for at most a tenth of a second at a time
   /// and calls `on_nap` before each sleep.
   ShmMeeting(std::vector<ShmControl*> controls, std::vector<ShmRank*> ranks, int index, std::function<void()> on_nap)
       : controls_(std::move(controls)), ranks_(std::move(ranks)), index_(index), on_nap_(std::move(on_nap)) {}
 
   enum class Outcome { all_here, failed, left, timed_out };
-  /// Announces this member and sleeps until all have arrived. Afterwards all can read what members wrote before they arrived.
+  /// Announces this member and sleeps until all have arrived, or `timer` shows `longest`. Afterwards all can read what members wrote
+  /// before they arrived.
   /// `absent` receives those that are missing (timed_out) or gone (left). A member whose outcome is not all_here never attends the
   /// next meeting: so no member passes that one, whatever it has read meanwhile.
-  Outcome meet(Clock::time_point deadline, const FailureBoard& board, std::vector<int>& absent);
+  Outcome meet(AwakeTimer& timer, AwakeTimer::Clock::duration longest, const FailureBoard& board, std::vector<int>& absent);
 
   /// True if some lane of this member was waiting for others a moment ago.
   bool is_waiting(int member) const;

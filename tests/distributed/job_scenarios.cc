@@ -23,6 +23,7 @@
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/distributed/simulated.h"
 #include "sheaf/distributed/staging.h"
+#include "sheaf/tests/distributed/suspend.h"
 
 namespace {
 std::atomic<bool> dies_connecting = false;  // over TCP or a Unix socket
@@ -175,6 +176,22 @@ const std::map<std::string, std::function<void(World&)>>& scenarios() {
          lane(w).barrier("patient").sync();
        }},
       {"stopped", [](World& w) { train(w, [] { raise(SIGSTOP); }, 2); }},
+      {"suspended", [](World& w) {  // all of them, while they wait for the last one; later it hangs
+         Communicator& comm = lane(w);
+         const std::vector<int64_t> counts(w.size(), 1);
+         std::vector<int32_t> pids(w.size());
+         const int32_t own = getpid();
+         comm.all_gather(&own, pids.data(), counts, kI32, "pids").sync();
+         const bool last = w.rank() + 1 == w.size();
+         if (last) {
+           sleep_for(0.3);
+           suspend({pids.begin(), pids.end()}, 1.5 * timeout());
+           sleep_for(0.5);
+         }
+         comm.barrier("suspended").sync();
+         if (last) hang();
+         comm.barrier("hang").sync();
+       }},
       {"leave", [](World& w) {
          Communicator& comm = lane(w);
          comm.barrier("once").sync();

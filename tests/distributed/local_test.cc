@@ -10,6 +10,7 @@
 #include "sheaf/core/parallel.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/tests/distributed/collective_battery.h"
+#include "sheaf/tests/distributed/suspend.h"
 
 namespace sheaf {
 namespace {
@@ -329,6 +330,17 @@ TEST(Local, ACallWithoutADeadlineWaits) {
     comm.all_reduce(&all, 1, kI32, Reduction::sum, "patient").sync();
     EXPECT_EQ(all, 3);
   }, {.timeout = milliseconds(200)});
+}
+
+TEST(Local, TimeInWhichTheProcessIsSuspendedDoesNotCount) {
+  run_local(3, [](World& world) {
+    if (world.rank() == 2) {
+      std::this_thread::sleep_for(milliseconds(300));  // the others wait
+      suspend({getpid()}, 4);
+      std::this_thread::sleep_for(milliseconds(300));
+    }
+    lane(world).barrier("suspended").sync();
+  }, {.timeout = milliseconds(3000)});
 }
 
 TEST(Local, TheEnvironmentSaysHowLongAHangMayTake) {
