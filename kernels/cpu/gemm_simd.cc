@@ -219,8 +219,12 @@ void pack_panels(const MatrixOperand& b, int64_t k, int64_t depth, int64_t n, in
           }
         }
         C block[kLanes * kLanes] = {};
-        for (int c = 0; c < cols; ++c)
-          for (int r = 0; r < rows; ++r) block[c * kLanes + r] = widened<C>(from[c * b.col_stride + r * b.row_stride]);
+        if (b.row_stride == 1 && rows == kLanes) {
+          for (int c = 0; c < cols; ++c) load_lanes(from + c * b.col_stride).store(block + c * kLanes);
+        } else {
+          for (int c = 0; c < cols; ++c)
+            for (int r = 0; r < rows; ++r) block[c * kLanes + r] = widened<C>(from[c * b.col_stride + r * b.row_stride]);
+        }
         transpose_16x16(block, kLanes, out, stride);
       }
   }
@@ -252,6 +256,15 @@ void pack_strips(const MatrixOperand& a, int64_t m, int64_t rows, int64_t k, int
     }
     for (; s < rows; s += kStrip<C>, out += stride)
       for (int64_t r = 0; r < std::min<int64_t>(kStrip<C>, rows - s); ++r) out[r] = widened<C>(*element<S>(a, m + s + r, k + i));
+  }
+}
+
+/// to[row][depth] = a[m .. m + rows][k ..], whose rows are dense: another type is all they need.
+template <class S, class C>
+void widen_rows(const MatrixOperand& a, int64_t m, int64_t rows, int64_t k, int64_t depth, C* to) {
+  for (int64_t i = 0; i < rows; ++i, to += depth) {
+    const S* from = element<S>(a, m + i, k);
+    for_lanes(depth, [&](int64_t j, auto n) { store_lanes(to + j, load_lanes(from + j, n), n); });
   }
 }
 
@@ -313,6 +326,7 @@ void multiply(const GemmPart& p, void* scratch) {
   C* packed_b = static_cast<C*>(scratch);
   C* bias = packed_b + blocks.b_size();
   C* packed_a = packs_a<C>(p) ? bias + blocks.cols : nullptr;
+  const bool strips = packed_a && p.a.col_stride != 1;
   for (int64_t n0 = 0; n0 < p.cols; n0 += blocks.cols) {
     const int64_t n1 = std::min(n0 + blocks.cols, p.cols);
     if (p.bias.data)
@@ -328,10 +342,12 @@ void multiply(const GemmPart& p, void* scratch) {
       Fetch fetch = fetch_next<C, S>(p, blocks.cols, k, n0);
       for (int64_t m0 = 0; m0 < p.rows; m0 += kRowBlock) {
         const int64_t m1 = std::min(m0 + kRowBlock, p.rows);
-        if (packed_a) pack_strips<S>(p.a, m0, m1 - m0, k, depth, packed_a);
+        if (packed_a) (strips ? pack_strips<S, C> : widen_rows<S, C>)(p.a, m0, m1 - m0, k, depth, packed_a);
         for (int64_t m = m0; m < m1; m += kStrip<C>) {
           const int64_t rows = std::min<int64_t>(kStrip<C>, m1 - m);
-          const C* a = packed_a ? packed_a + (m - m0) / kStrip<C> * strip_stride<C>(depth) : reinterpret_cast<const C*>(element<S>(p.a, m, k));
+          const C* a = strips     ? packed_a + (m - m0) / kStrip<C> * strip_stride<C>(depth)
+                       : packed_a ? packed_a + (m - m0) * depth
+                                  : reinterpret_cast<const C*>(element<S>(p.a, m, k));
           for (int64_t n = n0; n < n1; n += kWidth) {
             const int64_t width = std::min(kWidth, n1 - n), vectors = (width + kLanes - 1) / kLanes;
             const C* panel = packed_b + (n - n0) * round_up(depth, kLanes);
@@ -339,8 +355,8 @@ void multiply(const GemmPart& p, void* scratch) {
             const bool to_c = k > 0 || p.accumulate || !p.bias.data;
             const Output<C> out{c, p.c.row_stride, k > 0 || p.accumulate || p.bias.data, to_c ? c : bias + (n - n0),
                                 to_c ? p.c.row_stride : 0};
-            tile_for<C>(packed_a != nullptr, rows, vectors)(
-                depth, a, p.a.row_stride, panel, out,
+            tile_for<C>(strips, rows, vectors)(
+                depth, a, packed_a ? depth : p.a.row_stride, panel, out,
                 static_cast<int>(width - (vectors - 1) * kLanes), fetch);
           }
         }

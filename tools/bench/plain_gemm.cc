@@ -16,14 +16,26 @@ dnnl::memory::desc describe(const View& v) {
           dnnl::memory::dims{v.strides[0], v.strides[1]}};
 }
 
+const dnnl::engine& cpu() {
+  static const dnnl::engine engine(dnnl::engine::kind::cpu, 0);
+  return engine;
+}
+
 }  // namespace
+
+bool has_plain_gemm(DType dtype) try {
+  const View square{nullptr, dtype, {16, 16}, {16, 1}};
+  const dnnl::matmul::primitive_desc pd({describe(square), describe(square), describe(square)}, cpu());
+  return true;
+} catch (const dnnl::error&) {
+  return false;
+}
 
 std::function<void()> plain_gemm(const View& a, const View& b, const View& c) try {
   omp_set_num_threads(num_threads());  // oneDNN uses OpenMP threads
-  static const dnnl::engine engine(dnnl::engine::kind::cpu, 0);
-  const auto at = [](const View& v) { return dnnl::memory(describe(v), engine, v.data); };
-  const dnnl::matmul::primitive_desc pd({describe(a), describe(b), describe(c)}, engine);
-  return [stream = dnnl::stream(engine), product = dnnl::matmul(pd), a = at(a), b = at(b),
+  const auto at = [](const View& v) { return dnnl::memory(describe(v), cpu(), v.data); };
+  const dnnl::matmul::primitive_desc pd({describe(a), describe(b), describe(c)}, cpu());
+  return [stream = dnnl::stream(cpu()), product = dnnl::matmul(pd), a = at(a), b = at(b),
           c = at(c)]() mutable {
     product.execute(stream, {{DNNL_ARG_SRC, a}, {DNNL_ARG_WEIGHTS, b}, {DNNL_ARG_DST, c}});
     stream.wait();

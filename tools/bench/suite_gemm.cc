@@ -1,7 +1,7 @@
 // gemm: the three products of a linear layer with many tokens, the forward one also with few, the head with its loss, and one token
 // with block-quantized weights; each with its fraction of the machine's peak. On a CPU at the shapes of GPT-2 124M against oneDNN's
-// plain matmul, where the peak is that of f32 multiply-adds, or of AMX tiles for bf16. On a GPU at those of GPT-2 and Llama 3 8B
-// against a large square product of the same dtype, which is also the peak.
+// plain matmul (in f32 where it has none in bf16), where the peak is that of f32 multiply-adds, or of AMX tiles for bf16. On a GPU at
+// those of GPT-2 and Llama 3 8B against a large square product of the same dtype, which is also the peak.
 #include "sheaf/kernels/cuda/product.h"
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/linear.h"
@@ -42,12 +42,15 @@ struct Place {
     return *p;
   }
   const Array& array(DType of, const Shape& shape) { return hold(Array(of, shape).on(device)); }
+  std::function<void()> plain(const View& a, const View& b, const View& c) const {
+    return device.is_cpu() && has_plain_gemm(dtype) ? plain_gemm(a, b, c) : nullptr;
+  }
   const Scratch& scratch(int64_t bytes) {
     return hold(Scratch(static_cast<size_t>(bytes), device));
   }
 };
 
-/// A call, and on a CPU its peer.
+/// A call, and on a CPU its peer, if oneDNN has one.
 struct Calls {
   std::function<void()> run, peer;
 };
@@ -66,7 +69,7 @@ Calls forward(const Size& s, Place& at) {
   calls.run = [&, stream = at.stream, fp8 = at.fp8] {
     SHEAF_ON_DEVICE(stream, linear, x, w, View{}, y, scratch, fp8);
   };
-  if (at.device.is_cpu()) calls.peer = plain_gemm(x, transposed(w), y);
+  calls.peer = at.plain(x, transposed(w), y);
   return calls;
 }
 
@@ -79,7 +82,7 @@ Calls input_gradient(const Size& s, Place& at) {
   calls.run = [&, stream = at.stream, fp8 = at.fp8] {
     SHEAF_ON_DEVICE(stream, matmul, dy, w, dx, scratch, fp8);
   };
-  if (at.device.is_cpu()) calls.peer = plain_gemm(dy, w, dx);
+  calls.peer = at.plain(dy, w, dx);
   return calls;
 }
 
@@ -93,7 +96,7 @@ Calls weight_gradient(const Size& s, Place& at) {
   calls.run = [&, stream = at.stream, fp8 = at.fp8] {
     SHEAF_ON_DEVICE(stream, linear_weight_gradient, dy, x, dw, scratch, fp8);
   };
-  if (at.device.is_cpu()) calls.peer = plain_gemm(transposed(dy), x, dw);
+  calls.peer = at.plain(transposed(dy), x, dw);
   return calls;
 }
 
@@ -115,15 +118,16 @@ void layer_line(Session& session, const Product& product, DType dtype, const Siz
   const std::string name = str(product.name, "-", dtype, "-", full.m, "x", full.i, "x", full.o);
   if (!session.wants("gemm", name)) return;
   const Size size{eighth(session, full.m), eighth(session, full.i), eighth(session, full.o)};
-  Place at{session.device(), session.stream(), dtype};
+  Place at{session.device(), session.stream(), dtype}, in_f32{session.device(), session.stream(), kF32};
   Comparison c{.name = name, .unit = session.flops_unit(), .peer = "oneDNN matmul"};
   c.amount = c.peer_amount = 2.0 * static_cast<double>(size.m * size.i * size.o);
   c.arithmetic = dtype;
   c.prepare = [&] {
-    Calls calls = product.make(size, at);
-    c.run = std::move(calls.run);
-    if (calls.peer) c.peer_run = std::move(calls.peer);
-    if (session.on_gpu()) tune(c.run);
+    const Calls calls = product.make(size, at);
+    c.run = calls.run;
+    if (session.on_gpu()) return tune(c.run);
+    c.peer_run = calls.peer;
+    if (!c.peer_run) c.peer_run = product.make(size, in_f32).peer, c.peer = "oneDNN matmul, f32";
   };
   if (session.on_gpu())
     session.compare_with_peak("gemm", c);
