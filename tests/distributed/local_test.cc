@@ -336,7 +336,7 @@ TEST(Local, TimeInWhichTheProcessIsSuspendedDoesNotCount) {
   run_local(3, [](World& world) {
     if (world.rank() == 2) {
       std::this_thread::sleep_for(milliseconds(300));  // the others wait
-      suspend({getpid()}, 4);
+      testing::suspend({getpid()}, 4);
       std::this_thread::sleep_for(milliseconds(300));
     }
     lane(world).barrier("suspended").sync();

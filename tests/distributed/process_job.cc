@@ -79,7 +79,7 @@ std::vector<ProcessResult> run_processes(const ProcessJob& job) {
       int status;
       if (pids[r] <= 0 || waitpid(pids[r], &status, WNOHANG | WUNTRACED) != pids[r]) continue;
       if (WIFSTOPPED(status)) {
-        stopped[r] = true;
+        stopped[r] = !job.goes_on;
       } else {
         results[r].code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
         results[r].seconds = elapsed();

@@ -91,7 +91,7 @@ TEST_P(Processes, ACallWithoutADeadlineWaitsOnlyForTheLiving) {
 }
 
 TEST_P(Processes, TimeInWhichTheWholeJobIsSuspendedDoesNotCount) {
-  for (const auto& r : run_processes({.scenario = "suspended", .ranks = 3, .environment = {"SHEAF_TIMEOUT=3"}})) {
+  for (const auto& r : run_processes({.scenario = "suspended", .ranks = 3, .environment = {"SHEAF_TIMEOUT=3"}, .goes_on = true})) {
     EXPECT_EQ(r.code, 71) << r.output;
     expect_said(r, "time-out after 3.0 s at sequence 3 (hang), missing ranks: 2");
   }
