@@ -156,8 +156,7 @@ FileDigest digest_of_text(std::string_view text) {
   return {static_cast<int64_t>(text.size()), hex(XXH3_128bits(text.data(), text.size()))};
 }
 
-FileDigest digest_of_file(const std::string& path) {
-  File file = File::open(path);
+FileDigest digest_of_file(const File& file) {
   std::vector<char> block(static_cast<size_t>(std::min<int64_t>(file.size(), 1 << 20)));
   ContentHash hash;
   for (int64_t at = 0; at < file.size();) {

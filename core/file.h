@@ -89,7 +89,8 @@ struct FileDigest {
 };
 FileDigest digest_of_text(std::string_view text);
 /// Reads the file once in blocks of 1 MiB; throws IoError.
-FileDigest digest_of_file(const std::string& path);
+FileDigest digest_of_file(const File& file);
+inline FileDigest digest_of_file(const std::string& path) { return digest_of_file(File::open(path)); }
 
 /// Writes a new file (an old one of that name is truncated) and computes its digest on the way. Nothing is promised
 /// about the content until finish() has returned.

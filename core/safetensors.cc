@@ -232,9 +232,10 @@ SafetensorsHeader parse_safetensors_header(std::string_view header, int64_t file
   return parser.finish(data_start);
 }
 
-SafetensorsFile SafetensorsFile::open(const std::string& path) {
+SafetensorsFile SafetensorsFile::open(File file) {
+  const std::string path = file.path();
   SafetensorsFile result;
-  result.file_ = File::open<CheckpointError>(path);
+  result.file_ = std::move(file);
   const int64_t size = result.file_.size();
   check<CheckpointError>(size >= 8, "[safetensors] '", path, "': ", size, " bytes are no safetensors file");
   uint64_t length = 0;

@@ -44,7 +44,8 @@ class SafetensorsFile {
  public:
   /// Reads and checks the header. Throws CheckpointError if the file is missing, malformed, or has a tensor that Sheaf
   /// cannot hold; IoError if reading fails.
-  static SafetensorsFile open(const std::string& path);
+  static SafetensorsFile open(const std::string& path) { return open(File::open<CheckpointError>(path)); }
+  static SafetensorsFile open(File file);
 
   const std::string& path() const { return file_.path(); }
   const std::map<std::string, SafetensorsEntry, std::less<>>& tensors() const { return header_.tensors; }

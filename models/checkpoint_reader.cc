@@ -52,7 +52,10 @@ const Checkpoint::TensorInfo& Checkpoint::at(std::string_view name) const {
 std::pair<SafetensorsFile*, std::string> Checkpoint::holder(std::string_view name, const TensorInfo& info,
                                                             const Part& part) {
   ShardFile& file = files_[static_cast<size_t>(part.file)];
-  if (!file.open) file.open = SafetensorsFile::open(file.path);
+  if (!file.open) {
+    std::optional<File> held = std::exchange(file.held, std::nullopt);
+    file.open = SafetensorsFile::open(held ? std::move(*held) : File::open<CheckpointError>(file.path));
+  }
   std::string key = part_key(name, info.shape, part.runs);
   const SafetensorsEntry& entry = file.open->at(key);
   check<CheckpointError>(entry.dtype == info.dtype && entry.shape.numel() == part.runs.numel(), "[checkpoint] '",

@@ -222,7 +222,7 @@ void Checkpoint::parse(const Json& manifest) {
     // Names are ours, so a manifest cannot point outside its folder.
     const std::string expected = shard_name(static_cast<int>(i), static_cast<int>(world));
     check<CheckpointError>(files[i].at("name").as_string() == expected, "file ", i, " is not called ", expected);
-    files_.push_back({path_ + "/" + expected, {files[i].at("bytes").as_int(), files[i].at("xxh3").as_string()}, {}});
+    files_.push_back({path_ + "/" + expected, {files[i].at("bytes").as_int(), files[i].at("xxh3").as_string()}, {}, {}});
   }
   tensors_ = tensors_of(manifest.at("tensors"), world);
 }
@@ -234,7 +234,8 @@ Checkpoint Checkpoint::with_manifest(const std::string& step_folder) {
   const std::string path = manifest_in(step_folder);
   const std::string text = File::open<CheckpointError>(path).read_all();
   const std::string sum = File::open<CheckpointError>(path + ".xxh128").read_all();
-  check<CheckpointError>(sum == digest_of_text(text).xxh3 + "  manifest.json\n", "[checkpoint] '", path,
+  checkpoint.digest_ = digest_of_text(text).xxh3;
+  check<CheckpointError>(sum == checkpoint.digest_ + "  manifest.json\n", "[checkpoint] '", path,
                          "' does not match its checksum");
   try {
     checkpoint.parse(Json::parse(text, "manifest"));
@@ -244,14 +245,16 @@ Checkpoint Checkpoint::with_manifest(const std::string& step_folder) {
   return checkpoint;
 }
 
-void Checkpoint::verify(const CheckpointGroup& group) const {
+void Checkpoint::verify(const CheckpointGroup& group) {
+  if (group.others_may_remove)
+    for (ShardFile& file : files_) file.held = File::open<CheckpointError>(file.path);
   for (size_t i = static_cast<size_t>(group.rank); i < files_.size(); i += static_cast<size_t>(group.world)) {
     const ShardFile& file = files_[i];
-    const int64_t bytes = File::open<CheckpointError>(file.path).size();
-    check<CheckpointError>(bytes == file.digest.bytes, "[checkpoint] '", file.path, "' has ", bytes,
+    const File opened = file.held ? File() : File::open<CheckpointError>(file.path);
+    const File& data = file.held ? *file.held : opened;
+    check<CheckpointError>(data.size() == file.digest.bytes, "[checkpoint] '", file.path, "' has ", data.size(),
                            " bytes, the manifest says ", file.digest.bytes);
-    check<CheckpointError>(digest_of_file(file.path) == file.digest, "[checkpoint] '", file.path,
-                           "' does not match its checksum");
+    check<CheckpointError>(digest_of_file(data) == file.digest, "[checkpoint] '", file.path, "' does not match its checksum");
   }
 }
 
@@ -298,6 +301,10 @@ std::optional<Checkpoint> Checkpoint::open_newest(const std::string& folder, con
       candidate->broken_ = std::move(broken);
       return candidate;
     }
+    if (group.of_first(!path_exists(path))) {
+      if (newest_reason.empty()) newest_reason = "it has been removed meanwhile";
+      continue;
+    }
     const bool may_be_whole = group.all_true(!is_damage);
     if (!may_be_whole) broken.push_back(step);
     // One line is enough: rank 0's, or else one from each of the ranks that know the reason.
@@ -308,6 +315,8 @@ std::optional<Checkpoint> Checkpoint::open_newest(const std::string& folder, con
     if (newest_reason.empty()) newest_reason = reason;
   }
   if (steps.empty()) return std::nullopt;
+  const std::vector<int64_t> now = steps_on_first(folder, group);
+  if (group.of_first(!now.empty() && now != steps)) return open_newest(folder, warn, group);
   const std::string newest = str("in '", folder, "'; the newest, step ", steps[0], ": ", newest_reason);
   if (broken.size() < steps.size()) fail<IoError>("[checkpoint] no whole checkpoint can be read ", newest);
   fail<CheckpointError>("[checkpoint] no whole checkpoint is left ", newest);

@@ -46,6 +46,8 @@ struct CheckpointGroup {
   int rank = 0, world = 1;
   std::function<bool(bool)> all_true = [](bool mine) { return mine; };        ///< true if it is true on every rank
   std::function<int64_t(int64_t)> of_first = [](int64_t mine) { return mine; };  ///< rank 0's, on every rank
+  /// The folder's run may go on, and remove what it replaces: a rank then holds all files from the beginning, not only those it reads.
+  bool others_may_remove = false;
   /// How long a rank waits for what another has written: NFS remembers for up to a minute (acdirmax) that a file was not there.
   std::chrono::milliseconds patience = std::chrono::minutes(2);
 };
@@ -112,8 +114,9 @@ class Checkpoint {
   static Checkpoint open_step(const std::string& folder, int64_t step, const CheckpointGroup& group = {});
 
   /// Opens the newest whole checkpoint of `folder`, the same on all ranks. Every newer one that is broken, or that a rank cannot read, is
-  /// named to `warn` in one line, on rank 0 if it sees that, else on the ranks that do. Returns nothing if there is no checkpoint; throws
-  /// CheckpointError if there are some, but all are broken, and IoError if some of them may be whole.
+  /// named to `warn` in one line, on rank 0 if it sees that, else on the ranks that do. What a run removes meanwhile is not broken: it
+  /// has saved newer ones. Returns nothing if there is no checkpoint; throws CheckpointError if there are some, but all are broken, and
+  /// IoError if some of them may be whole.
   static std::optional<Checkpoint> open_newest(const std::string& folder, const Warn& warn, const CheckpointGroup& group = {});
 
   /// The state in the newest whole manifest of `folder`, if there is one, the same on all ranks. Of other files, which may be large,
@@ -122,6 +125,7 @@ class Checkpoint {
 
   const std::string& path() const { return path_; }
   int64_t step() const { return step_; }
+  const std::string& digest() const { return digest_; }  ///< XXH3-128 of the manifest, which has those of all files
   /// Newer steps that open_newest() found broken, on some rank; not those that could not be read, which may pass.
   const std::vector<int64_t>& broken() const { return broken_; }
   int world() const { return static_cast<int>(files_.size()); }  ///< ranks that wrote it
@@ -142,16 +146,17 @@ class Checkpoint {
   struct ShardFile {
     std::string path;
     FileDigest digest;
+    std::optional<File> held;  // until it is read
     std::optional<SafetensorsFile> open;
   };
   static Checkpoint with_manifest(const std::string& step_folder);
   void parse(const Json& manifest);
   /// This rank's share of the files.
-  void verify(const CheckpointGroup& group) const;
+  void verify(const CheckpointGroup& group);
   /// The file that holds this part of a tensor, and its name there.
   std::pair<SafetensorsFile*, std::string> holder(std::string_view name, const TensorInfo& info, const Part& part);
 
-  std::string path_;
+  std::string path_, digest_;
   int64_t step_ = 0;
   std::vector<int64_t> broken_;
   Json state_;

@@ -25,12 +25,14 @@ void read_text(SavedModel& out, const std::string& folder, const std::string& fi
 }
 
 SavedModel from_run(const char* who, const std::string& folder, const CheckpointGroup& group) {
-  auto checkpoint = Checkpoint::open_newest(checkpoints_in(folder), warn_on_stderr, group);
+  CheckpointGroup reader = group;
+  reader.others_may_remove = true;
+  auto checkpoint = Checkpoint::open_newest(checkpoints_in(folder), warn_on_stderr, reader);
   if (!checkpoint)
     fail<CheckpointError>("[", who, "] no checkpoint in ", folder, "/checkpoints, and no published weights (config.json) in ", folder);
   const RunState state = RunState::from_json(checkpoint->state());
   SavedModel out{.model = state.model, .vocab = state.vocab, .text = {.tokenizer = state.tokenizer}, .origin = checkpoint->path()};
-  out.digest = digest_of_file(checkpoint->path() + "/manifest.json").xxh3;
+  out.digest = checkpoint->digest();
   const std::string config = state.weights ? published_config_file(state.weights->path) : "";
   if (!state.tokenizer && !config.empty() && has_published_text(parent_of(config))) {
     // It reads text as it was tokenized for training: if it started from published weights, by their tokenizer.

@@ -48,8 +48,9 @@ void check_folder_is_free(const std::string& folder, const std::string& weights)
 
 models::Checkpoint open_checkpoint(const ExportArguments& arguments) {
   const std::string folder = models::checkpoints_in(arguments.folder);
-  if (arguments.step >= 0) return models::Checkpoint::open_step(folder, arguments.step);
-  auto newest = models::Checkpoint::open_newest(folder, warn_on_stderr);
+  const models::CheckpointGroup reader{.others_may_remove = true};
+  if (arguments.step >= 0) return models::Checkpoint::open_step(folder, arguments.step, reader);
+  auto newest = models::Checkpoint::open_newest(folder, warn_on_stderr, reader);
   if (!newest) fail<CheckpointError>("[export] no checkpoint in ", folder);
   return std::move(*newest);
 }

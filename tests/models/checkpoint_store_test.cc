@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <barrier>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
@@ -208,6 +209,45 @@ TEST(CheckpointStore, BrokenNewestIsNamedAndTheOneBeforeItUsed) {
 
 int too_many_files(const char* operation, const char* path) {
   return std::string_view(operation) == "read" && std::string_view(path).ends_with("step-3/shard-00001-of-00002.safetensors") ? EMFILE : 0;
+}
+
+// A run goes on while its checkpoints are read, and keeps two.
+TEST(CheckpointStore, CheckpointsThatARunRemovesMeanwhileAreNotMissed) {
+  ScratchFolder folder;
+  save(folder.path(), 1, 3);
+  save(folder.path(), 2, 3);
+  for (const int readers : {1, 2}) {
+    const int newest = 3 * readers;  // those of the listing are gone when they are opened
+    std::atomic<bool> saved = false;
+    Ranks(readers).run([&](CheckpointGroup group) {
+      group.of_first = [&, of_first = group.of_first](int64_t mine) {
+        const int64_t given = of_first(mine);
+        if (group.rank == 0 && given == newest - 1 && !saved.exchange(true))
+          for (const int step : {newest, newest + 1}) save(folder.path(), step, 3);
+        return given;
+      };
+      const auto checkpoint = Checkpoint::open_newest(folder.path(), no_warning, group);
+      ASSERT_TRUE(checkpoint);
+      EXPECT_EQ(checkpoint->step(), newest + 1);
+    });
+    EXPECT_TRUE(saved);
+    if (readers == 1) save(folder.path(), 5, 3);
+  }
+}
+
+TEST(CheckpointStore, AnOpenCheckpointOutlivesItsFolder) {
+  ScratchFolder folder;
+  save(folder.path(), 1, 3);
+  std::barrier both(2);
+  Ranks(2).run([&](CheckpointGroup group) {
+    group.others_may_remove = true;
+    auto checkpoint = Checkpoint::open_newest(folder.path(), no_warning, group);
+    ASSERT_TRUE(checkpoint);
+    both.arrive_and_wait();
+    if (group.rank == 0) std::filesystem::remove_all(folder / "step-1");
+    both.arrive_and_wait();
+    Model(1).expect_in(*checkpoint);
+  });
 }
 
 // It may be whole, and readable a moment later.
