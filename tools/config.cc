@@ -27,7 +27,8 @@ bool is_of_shape(const std::string& key) {
 
 // A file may hold all options (config.toml does), so an unused option with its default value is no error. Nor are the two below: files set
 // them for runs that the command line may turn into others. And published weights have the shape that they have.
-void refuse_unused(const TrainConfig& config, const std::vector<ConfigField>& fields,
+// A flag with the default value is one only if the file has not given another: it may turn off what belongs together.
+void refuse_unused(const TrainConfig& config, const std::vector<ConfigField>& fields, const std::set<std::string>& of_file,
                    const std::set<std::string>& flags) {
   TrainConfig defaults;
   const auto usual = config_fields(defaults);
@@ -35,8 +36,11 @@ void refuse_unused(const TrainConfig& config, const std::vector<ConfigField>& fi
     const std::string& key = fields[i].key;
     const bool may_rest = value_text(fields[i]) == value_text(usual[i]) || key == "train.min_lr" || key == "train.fuse" ||
                           (!config.model.weights.empty() && is_of_shape(key));
-    if (may_rest && !flags.contains(key)) continue;
-    if (const char* reason = unused(key, config)) fail<ConfigError>("[config] '", key, "' would change nothing: ", reason);
+    const bool is_flag = flags.contains(key);
+    if (may_rest && (!is_flag || of_file.contains(key))) continue;
+    if (const char* reason = unused(key, config))
+      fail<ConfigError>("[config] '", key, "' would change nothing: ", reason,
+                        is_flag ? "" : str("; --", key, ' ', value_text(usual[i]), " sets it back to the default"));
   }
 }
 
@@ -108,10 +112,11 @@ TrainConfig load_config(const std::string& path, std::span<const std::string> ov
   // A run that resumes from its own config.toml already has that preset and the options given along with it.
   const bool again = resume && path == config.output.folder + "/config.toml" && config.model.preset == preset_of_file;
   if (flags.contains("model.preset") && !config.model.preset.empty() && !again) forget_shape(fields, given, flags);
+  const std::set<std::string> of_file = given;
   given.insert(flags.begin(), flags.end());
   apply_preset(config, fields, given);
   apply_weights(config, fields, given, resume);
-  refuse_unused(config, fields, flags);
+  refuse_unused(config, fields, of_file, flags);
   validate(config, [&](const char* key) {
     return config.model.preset.empty() || given.contains(key) ? "" : str(" (of the preset ", config.model.preset, ")");
   });

@@ -111,6 +111,9 @@ void set(const std::string& where, ConfigField& field, double value) {
 void set(const std::string& where, ConfigField& field, const std::string& value) {
   auto** target = std::get_if<std::string*>(&field.target);
   if (!target) wrong_type(where, field, json_string(value));
+  for (size_t i = 0; i < value.size(); i += static_cast<size_t>(utf8_length(value, i)))
+    check<ConfigError>(utf8_length(value, i) > 0, "[config] ", where, ": '", field.key, "' takes UTF-8, not ", json_string(value),
+                       " (byte ", i, "): config.toml and checkpoints could not hold it");
   if (std::find(field.later.begin(), field.later.end(), value) != field.later.end()) {
     fail<ConfigError>("[config] ", where, ": '", field.key, "' cannot be ", json_string(value),
                       " yet; it is one of ", join(field.choices));

@@ -170,6 +170,20 @@ TEST_F(Config, WhatFollowsFromAPresetsSizesFollowsFromThoseGiven) {
               HasSubstr("model.width 100 is not a multiple of model.heads 32 (of the preset llama3-8b)"));
 }
 
+TEST_F(Config, AFlagMayTurnOffWhatTheFileHasGiven) {
+  const std::string file = "[train]\nrecompute = 'block'\nrecompute_blocks = 1\n";
+  EXPECT_THAT(error(file, {"--train.recompute", "none"}),
+              AllOf(HasSubstr("'train.recompute_blocks' would change nothing: "),
+                    HasSubstr("; --train.recompute_blocks -1 sets it back to the default")));
+  EXPECT_EQ(load(file, {"--train.recompute", "none", "--train.recompute_blocks", "-1"}).train.recompute_blocks, -1);
+  EXPECT_THAT(error("", {"--train.recompute_blocks", "-1"}), HasSubstr("'train.recompute_blocks' would change nothing"));
+}
+
+TEST_F(Config, StringsThatConfigTomlCouldNotHoldAreRefused) {
+  EXPECT_THAT(error("", {"--data.corpus", "caf\xe9/c.txt"}), AllOf(HasSubstr("'data.corpus' takes UTF-8"), HasSubstr("(byte 3)")));
+  EXPECT_EQ(load("", {"--data.corpus", "caf\xc3\xa9/c.txt"}).data.corpus, "caf\xc3\xa9/c.txt");
+}
+
 TEST_F(Config, WhatWouldChangeNothingIsRefused) {
   EXPECT_THAT(error("", {"--model.type", "llama", "--model.bias", "false"}),
               HasSubstr("'model.bias' would change nothing: only model.type gpt2 has biases"));
