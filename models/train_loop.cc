@@ -29,6 +29,7 @@ class Trainer::Loop {
         first_rank_(world_.rank() == 0), signal_(signal), memory_(*RankContext::current().memory(trainer.device_)),
         news_(world_.size() > 1 ? &world_.communicator() : nullptr, world_.rank(), world_.size()) {
     const int64_t first = trainer_.first_step_;
+    trainer_.stopped_by_ = 0;
     if (first_rank_) {
       const OutputConfig& output = trainer_.config_.output;
       metrics_ = std::make_unique<MetricsWriter>(output.folder + "/metrics.jsonl", first - (first == 0));
@@ -57,6 +58,7 @@ class Trainer::Loop {
       if (step_.outer()) step_.outer()->go_back();  // in the middle of a round: islands have one model to evaluate
       trainer_.evaluate(report_);
     }
+    trainer_.first_step_ = report_.done;  // from where another run() would go on
     report_.peak_bytes = report_.peaks.empty() ? 0 : report_.peaks[static_cast<size_t>(world_.rank())];
     if (trainer_.config_.output.keep_best) report_.best = trainer_.best_;
     report_.tape = std::move(recorded_.tape);

@@ -61,9 +61,9 @@ class Trainer {
   Trainer(const TrainConfig& config, World& world, Device device, const TrainOptions& options = {});
 
   /// Trains to the end, or until `signal`, called after every step, returns on some rank the number of a signal to end the run: then
-  /// all ranks stop after the same step and save it. Collective. Throws NonFiniteError if the loss or the gradient is not finite in a
-  /// step that is logged or saved: no checkpoint ever holds the result of such a step. In f16 such a step is skipped, and only many
-  /// consecutive ones at the smallest loss scale are an error.
+  /// all ranks stop after the same step and save it; another call goes on from there. Collective. Throws NonFiniteError if the loss or
+  /// the gradient is not finite in a step that is logged or saved: no checkpoint ever holds the result of such a step. In f16 such a
+  /// step is skipped, and only many consecutive ones at the smallest loss scale are an error.
   TrainReport run(const std::function<int()>& signal = [] { return 0; });
 
   TrainingStep& step() { return *step_; }

@@ -296,6 +296,31 @@ int too_many_files(const char* operation, const char* path) {
   return std::string_view(operation) == "read" && std::string_view(path).ends_with("step-4/shard-00001-of-00002.safetensors") ? EMFILE : 0;
 }
 
+TEST(Trainer, AnotherRunGoesOn) {
+  Draw draw(9);
+  const ScratchFolder folder;
+  models::TrainConfig task = small_task(tiny_model("gpt2", 4, 4), folder, draw);
+  task.train.batch = 8, task.train.steps = 4;
+  const auto train = [&](const char* name, int stops) {
+    task.output.folder = folder / name;
+    models::TrainReport out;
+    run_local(1, [&](World& w) {
+      models::Trainer trainer(task, w, Device::cpu());
+      for (int i = 1; i <= stops; ++i) {
+        EXPECT_EQ(trainer.run([] { return 15; }).done, i);
+        EXPECT_EQ(trainer.stopped_by(), 15);
+      }
+      out = trainer.run();
+      EXPECT_EQ(trainer.stopped_by(), 0);
+    });
+    EXPECT_EQ(out.done, 4);
+    return out;
+  };
+  const models::TrainReport whole = train("whole", 0), parts = train("parts", 2);
+  EXPECT_EQ(parts.train_loss, whole.train_loss);
+  EXPECT_EQ(parts.val_loss, whole.val_loss);
+}
+
 // The next save removes broken ones, and not what another rank could not read for a moment.
 TEST(Trainer, ACheckpointThatCannotBeReadStays) {
   Draw draw(9);
