@@ -63,8 +63,9 @@ std::string grouped(double value) {
 MetricsWriter::MetricsWriter(const std::string& path, int64_t last_step) {
   make_folders(parent_of(path));
   if (!path_exists(path)) replace_file(path, "");  // its name survives a crash
+  const int64_t kept = kept_bytes(File::open(path).map().text(), last_step);  // refuses a pipe, which the next line would wait for
   file_ = std::make_unique<AppendFile>("metrics", path);
-  file_->truncate(kept_bytes(File::open(path).map().text(), last_step));
+  file_->truncate(kept);
 }
 
 void MetricsWriter::write(int64_t step, std::span<const Metric> metrics) {

@@ -2,7 +2,6 @@
 #include <cstdio>
 
 #include "sheaf/autograd/tape_dump.h"
-#include "sheaf/core/append_file.h"
 #include "sheaf/core/cores.h"
 #include "sheaf/core/file.h"
 #include "sheaf/distributed/init.h"
@@ -130,7 +129,7 @@ int plan_command(const PlanArguments& arguments) {
   if (arguments.ranks_per_host > 0) machine.ranks_per_host = arguments.ranks_per_host;
   if (arguments.memory > 0) machine.memory = arguments.memory;
   if (arguments.network > 0) machine.between.bytes_per_second = arguments.network;
-  if (!arguments.trace.empty()) AppendFile("plan", arguments.trace);  // check that it is writable before all the work
+  if (!arguments.trace.empty()) expect_writable_file("plan", arguments.trace);  // before all the work
   models::ConfigSearchOptions options;
   options.threads = available_cores();
   for (const std::string& word : arguments.overrides)
