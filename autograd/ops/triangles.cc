@@ -1,4 +1,6 @@
 // Triangles of matrices, and the identity: masks made of positions.
+#include <algorithm>
+
 #include "sheaf/autograd/ops/common.h"
 
 namespace sheaf {
@@ -10,6 +12,8 @@ template <class Compare>
 Tensor places(const char* op, const Tensor& x, int64_t diagonal, Compare&& compare) {
   expect_defined(op, x);
   if (x.rank() < 2) fail<ShapeError>("[", op, "] ", x.type(), " is no matrix");
+  const int64_t beyond = x.size(-2) + x.size(-1);  // a diagonal outside of the matrices
+  diagonal = std::clamp(diagonal, -beyond, beyond);
   DeviceScope on_device_of_x(x.device());
   return compare(arange(x.size(-1)), unsqueeze(add(arange(x.size(-2)), static_cast<double>(diagonal)), 1));
 }

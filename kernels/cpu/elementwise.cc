@@ -99,7 +99,10 @@ Loop1<C, Out> unary_loop(UnaryOp op) {
         case UnaryOp::cos:
           return use([](C v) { return static_cast<C>(std::cos(static_cast<double>(v))); });
         case UnaryOp::softplus:
-          return use([](C v) { return (v < C(0) ? C(0) : v) + vm::log1p(vm::exp(-std::abs(v))); });
+          return use([](C v) {
+            const C y = (v < C(0) ? C(0) : v) + vm::log1p(vm::exp(-std::abs(v)));
+            return v != v ? v : y;
+          });
         case UnaryOp::floor:
           return use([](C v) { return std::floor(v); });
         case UnaryOp::round:
@@ -169,15 +172,20 @@ Loop2<C, Out> binary_loop(BinaryOp op) {
 
 template <class C>
 void swiglu_loop(C* to, const C* gate, const C* up, int64_t n) {
-  const auto f = [](C g, C u) { return g * vm::sigmoid(g) * u; };
+  const auto f = [](C g, C u) {
+    const C s = g * vm::sigmoid(g);
+    return s != s ? s : s * u;  // of two NaNs this one, wherever the vectors of the loop end
+  };
   loop2<C, C, decltype(f)>(to, gate, up, n);
 }
 
-// Out of line: in inlined copies g++ could reorder factors, and of two NaNs the first determines the sign.
 template <class C>
-[[gnu::noinline]] void shifted_swiglu_loop(C* to, const C* gate, const C* up, C alpha, int64_t n) {
+void shifted_swiglu_loop(C* to, const C* gate, const C* up, C alpha, int64_t n) {
 #pragma GCC ivdep
-  for (int64_t i = 0; i < n; ++i) to[i] = gate[i] * vm::sigmoid(alpha * gate[i]) * (up[i] + C(1));
+  for (int64_t i = 0; i < n; ++i) {
+    const C s = gate[i] * vm::sigmoid(alpha * gate[i]);
+    to[i] = s != s ? s : s * (up[i] + C(1));
+  }
 }
 
 template <class C>

@@ -18,22 +18,29 @@ void loop(C* to, const C* kept, const C* dy, int64_t n) {
 
 }  // namespace
 
+/// `d` if it is NaN, else `result`: of two factors that are NaN, x86 returns the first, and which that is differs between the vectors
+/// of a loop and the elements after them.
+template <class C>
+SHEAF_INLINE C first_nan(C d, C result) {
+  return d != d ? d : result;
+}
+
 template <class C>
 Loop2<C> backward_loop(BackwardOp op) {
   const auto use = [](auto f) -> Loop2<C> { return loop<C, decltype(f)>; };
   switch (op) {
     case BackwardOp::gelu_exact:
-      return use([](C v, C d) { return d * (vm::normal_cdf(v) + v * vm::normal_pdf(v)); });
+      return use([](C v, C d) { return first_nan(d, d * (vm::normal_cdf(v) + v * vm::normal_pdf(v))); });
     case BackwardOp::gelu_tanh:  // with s = sigmoid(2u): y = x s, and ds/dx = s (1 - s) 2u'
       return use([](C v, C d) {
         const C k = C(1.5957691216057308), cubic = C(0.044715);
         const C s = vm::sigmoid(k * (v + cubic * v * v * v));
-        return d * (s + v * s * (C(1) - s) * k * (C(1) + C(3) * cubic * v * v));
+        return first_nan(d, d * (s + v * s * (C(1) - s) * k * (C(1) + C(3) * cubic * v * v)));
       });
     case BackwardOp::silu:
       return use([](C v, C d) {
         const C s = vm::sigmoid(v);
-        return d * s * (C(1) + v * (C(1) - s));
+        return first_nan(d, d * s * (C(1) + v * (C(1) - s)));
       });
     case BackwardOp::relu:
       return use([](C v, C d) { return v > C(0) ? d : C(0); });

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "sheaf/kernels/cpu/row_math.h"
@@ -38,10 +39,20 @@ void top_k(const View& x, const View& out) {
       if (a_nan != b_nan) return a_nan;
       return a_nan || a == b ? i < j : a > b;
     };
-    parallel_for(out.numel() / k, row_grain(n * k), [&](int64_t begin, int64_t end) {
+    constexpr int64_t kMostPasses = 16;  // a pass over the row for each of a few choices, as a router's
+    parallel_for(out.numel() / k, row_grain(n * std::min(k, kMostPasses)), [&](int64_t begin, int64_t end) {
+      std::vector<int64_t> order(static_cast<size_t>(k > kMostPasses ? n : 0));
       for (int64_t row = begin; row < end; ++row) {
         const T* values = x.as<T>() + row * n;
         int64_t* to = out.as<int64_t>() + row * k;
+        if (k > kMostPasses) {
+          std::iota(order.begin(), order.end(), 0);
+          std::partial_sort(order.begin(), order.begin() + k, order.end(), [&](int64_t i, int64_t j) {
+            return before(static_cast<C>(values[i]), i, static_cast<C>(values[j]), j);
+          });
+          std::copy_n(order.begin(), k, to);
+          continue;
+        }
         int64_t last = -1;
         for (int64_t c = 0; c < k; ++c) {
           int64_t best = -1;

@@ -84,10 +84,11 @@ SHEAF_INLINE float expm1(float x) {
 }
 SHEAF_INLINE double expm1(double x) { return std::expm1(x); }
 
-/// 1 / (1 + e^-x).
+/// 1 / (1 + e^-x). NaN passes unchanged: so it is the same factor as x, whichever of the two comes first.
 template <class C>
 SHEAF_INLINE C sigmoid(C x) {
-  return C(1) / (C(1) + exp(-x));
+  const C s = C(1) / (C(1) + exp(-x));
+  return x != x ? x : s;
 }
 
 SHEAF_INLINE float tanh(float x) {

@@ -66,10 +66,16 @@ TEST(Unary, AgreesWithF64OnEveryFloatingTypeAndLayout) {
   }
 }
 
+// NaN of either sign: what an operand's payload and sign become must not depend on where vectors end.
+void scatter_nans(const Buffer& x, int64_t every, int64_t from = 0) {
+  for (int64_t i = from; i < x.numel(); i += every) *reinterpret_cast<uint32_t*>(x.at(i)) = (i % 2 ? 0x7fc00000u : 0xffc00000u) + static_cast<uint32_t>(i);
+}
+
 TEST(Unary, TailBitsEqualBodyBits) {
   for (const UnaryCase& c : kUnary) {
     Buffer x(kF32, {1000}), whole(kF32, {1000});
     x.random(3, c.lo, c.hi);
+    scatter_nans(x, 3, 1);
     cpu::unary(c.op, x.view(), whole.view());
     for (const int64_t n : {1, 3, 7, 8, 9, 31, 33}) {
       for (const int64_t start : {0, 1, 5, 900}) {
@@ -81,6 +87,28 @@ TEST(Unary, TailBitsEqualBodyBits) {
             << static_cast<int>(c.op);
       }
     }
+  }
+}
+
+TEST(Binary, TailBitsOfGatesAndGradientsEqualBodyBits) {
+  Buffer x(kF32, {1000}), y(kF32, {1000});
+  x.random(3, -5, 5), y.random(4, -5, 5);
+  scatter_nans(x, 3), scatter_nans(y, 2);
+  using Call = std::function<void(const View&, const View&, const View&)>;
+  std::vector<Call> calls = {cpu::swiglu, [](const View& a, const View& b, const View& out) { cpu::clamped_swiglu(a, b, 1.7, INFINITY, out); }};
+  for (const BackwardOp op : {BackwardOp::gelu_exact, BackwardOp::gelu_tanh, BackwardOp::silu})
+    calls.push_back([op](const View& a, const View& b, const View& out) { cpu::activation_backward(op, a, b, out); });
+  for (size_t i = 0; i < calls.size(); ++i) {
+    Buffer whole(kF32, {1000});
+    calls[i](x.view(), y.view(), whole.view());
+    for (const int64_t n : {1, 3, 7, 8, 9, 31, 33})
+      for (const int64_t start : {0, 1, 5, 900}) {
+        View a = x.view(), b = y.view();
+        a.data = x.at(start), b.data = y.at(start), a.shape = b.shape = {n};
+        Buffer out(kF32, {n});
+        calls[i](a, b, out.view());
+        EXPECT_EQ(0, std::memcmp(out.at(0), whole.at(start), static_cast<size_t>(n) * 4)) << i << ", " << n << " from " << start;
+      }
   }
 }
 

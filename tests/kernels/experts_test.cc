@@ -20,6 +20,20 @@ TEST(TopK, TheFirstOfEqualsComesFirst) {
   EXPECT_THAT(values(out), ElementsAre(1, 2, 4, 0, 0, 2, 3, 1, 2, 0, 1, 3));
 }
 
+// As a router's few choices, where equals and NaN occur.
+TEST(TopK, ManyComeAsFewDo) {
+  std::vector<double> given(60);
+  for (size_t i = 0; i < given.size(); ++i) given[i] = i % 7 == 3 ? kNan : static_cast<double>(i * 5 % 11);
+  const Array x = Array::of(kF32, {2, 30}, given), few(kI64, {2, 16}), many(kI64, {2, 17}), all(kI64, {2, 30});
+  top_k(x, few), top_k(x, many), top_k(x, all);
+  for (int64_t row = 0; row < 2; ++row)
+    for (int64_t i = 0; i < 17; ++i) {
+      EXPECT_EQ(many.at(row * 17 + i), all.at(row * 30 + i));
+      if (i == 16) continue;
+      EXPECT_EQ(few.at(row * 16 + i), many.at(row * 17 + i));
+    }
+}
+
 TEST(TopK, OfAllTypesAsSorting) {
   for (DType d : {kF32, kF64, kBF16, kF16}) {
     const Array x = Array::random(d, {40, 19}, 1), out(kI64, {40, 19});
