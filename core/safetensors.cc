@@ -233,9 +233,9 @@ SafetensorsHeader parse_safetensors_header(std::string_view header, int64_t file
 }
 
 SafetensorsFile SafetensorsFile::open(File file) {
-  const std::string path = file.path();
   SafetensorsFile result;
   result.file_ = std::move(file);
+  const std::string& path = result.path();
   const int64_t size = result.file_.size();
   check<CheckpointError>(size >= 8, "[safetensors] '", path, "': ", size, " bytes are no safetensors file");
   uint64_t length = 0;

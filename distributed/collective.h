@@ -42,9 +42,11 @@ struct Collective {
   std::string to_string() const;
 };
 
-/// How long the call may take, of `timeout` for those that have a deadline; else about as long as clocks can tell.
+/// About as long as clocks can tell.
+inline constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
+/// How long the call may take, of `timeout` for those that have a deadline.
 inline std::chrono::milliseconds time_for(const Collective& call, std::chrono::milliseconds timeout) {
-  return call.has_deadline ? timeout : std::chrono::hours(24 * 365);
+  return call.has_deadline ? timeout : kForever;
 }
 
 /// Hash of everything that all ranks must agree on. The counts of an all_to_all differ between ranks and are not included.

@@ -17,7 +17,6 @@ namespace sheaf {
 namespace {
 
 using std::chrono::milliseconds;
-constexpr milliseconds kUntilInterrupted = std::chrono::hours(24 * 365);
 
 }  // namespace
 
@@ -75,7 +74,7 @@ bool GlooCommunicator::Transfers::completed(Message& m, milliseconds timeout) {
 void GlooCommunicator::Transfers::wait_for(Message& m) {
   std::string reason;
   try {
-    if (completed(m, kUntilInterrupted)) return;
+    if (completed(m, kForever)) return;
   } catch (const std::exception& e) {
     reason = e.what();
   }

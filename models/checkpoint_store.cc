@@ -250,11 +250,13 @@ void Checkpoint::verify(const CheckpointGroup& group) {
     for (ShardFile& file : files_) file.held = File::open<CheckpointError>(file.path);
   for (size_t i = static_cast<size_t>(group.rank); i < files_.size(); i += static_cast<size_t>(group.world)) {
     const ShardFile& file = files_[i];
-    const File opened = file.held ? File() : File::open<CheckpointError>(file.path);
-    const File& data = file.held ? *file.held : opened;
-    check<CheckpointError>(data.size() == file.digest.bytes, "[checkpoint] '", file.path, "' has ", data.size(),
-                           " bytes, the manifest says ", file.digest.bytes);
-    check<CheckpointError>(digest_of_file(data) == file.digest, "[checkpoint] '", file.path, "' does not match its checksum");
+    const auto check_data = [&](const File& data) {
+      check<CheckpointError>(data.size() == file.digest.bytes, "[checkpoint] '", file.path, "' has ", data.size(),
+                             " bytes, the manifest says ", file.digest.bytes);
+      check<CheckpointError>(digest_of_file(data) == file.digest, "[checkpoint] '", file.path, "' does not match its checksum");
+    };
+    if (file.held) check_data(*file.held);
+    else check_data(File::open<CheckpointError>(file.path));
   }
 }
 

@@ -100,8 +100,7 @@ Loop1<C, Out> unary_loop(UnaryOp op) {
           return use([](C v) { return static_cast<C>(std::cos(static_cast<double>(v))); });
         case UnaryOp::softplus:
           return use([](C v) {
-            const C y = (v < C(0) ? C(0) : v) + vm::log1p(vm::exp(-std::abs(v)));
-            return v != v ? v : y;
+            return vm::nan_or(v, (v < C(0) ? C(0) : v) + vm::log1p(vm::exp(-std::abs(v))));
           });
         case UnaryOp::floor:
           return use([](C v) { return std::floor(v); });
@@ -174,7 +173,7 @@ template <class C>
 void swiglu_loop(C* to, const C* gate, const C* up, int64_t n) {
   const auto f = [](C g, C u) {
     const C s = g * vm::sigmoid(g);
-    return s != s ? s : s * u;  // of two NaNs this one, wherever the vectors of the loop end
+    return vm::nan_or(s, s * u);
   };
   loop2<C, C, decltype(f)>(to, gate, up, n);
 }
@@ -184,7 +183,7 @@ void shifted_swiglu_loop(C* to, const C* gate, const C* up, C alpha, int64_t n) 
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) {
     const C s = gate[i] * vm::sigmoid(alpha * gate[i]);
-    to[i] = s != s ? s : s * (up[i] + C(1));
+    to[i] = vm::nan_or(s, s * (up[i] + C(1)));
   }
 }
 

@@ -18,29 +18,22 @@ void loop(C* to, const C* kept, const C* dy, int64_t n) {
 
 }  // namespace
 
-/// `d` if it is NaN, else `result`: of two factors that are NaN, x86 returns the first, and which that is differs between the vectors
-/// of a loop and the elements after them.
-template <class C>
-SHEAF_INLINE C first_nan(C d, C result) {
-  return d != d ? d : result;
-}
-
 template <class C>
 Loop2<C> backward_loop(BackwardOp op) {
   const auto use = [](auto f) -> Loop2<C> { return loop<C, decltype(f)>; };
   switch (op) {
     case BackwardOp::gelu_exact:
-      return use([](C v, C d) { return first_nan(d, d * (vm::normal_cdf(v) + v * vm::normal_pdf(v))); });
+      return use([](C v, C d) { return vm::nan_or(d, d * (vm::normal_cdf(v) + v * vm::normal_pdf(v))); });
     case BackwardOp::gelu_tanh:  // with s = sigmoid(2u): y = x s, and ds/dx = s (1 - s) 2u'
       return use([](C v, C d) {
         const C k = C(1.5957691216057308), cubic = C(0.044715);
         const C s = vm::sigmoid(k * (v + cubic * v * v * v));
-        return first_nan(d, d * (s + v * s * (C(1) - s) * k * (C(1) + C(3) * cubic * v * v)));
+        return vm::nan_or(d, d * (s + v * s * (C(1) - s) * k * (C(1) + C(3) * cubic * v * v)));
       });
     case BackwardOp::silu:
       return use([](C v, C d) {
         const C s = vm::sigmoid(v);
-        return first_nan(d, d * s * (C(1) + v * (C(1) - s)));
+        return vm::nan_or(d, d * s * (C(1) + v * (C(1) - s)));
       });
     case BackwardOp::relu:
       return use([](C v, C d) { return v > C(0) ? d : C(0); });
@@ -74,8 +67,9 @@ void swiglu_backward(const View& gate, const View& up, const View& dy, const Vie
 #pragma GCC ivdep
           for (int64_t i = 0; i < n; ++i) {
             const C gi = g[i], ui = u[i], di = d[i], s = vm::sigmoid(gi);
-            to_gate[i] = di * ui * s * (C(1) + gi * (C(1) - s));
-            to_up[i] = di * gi * s;
+            const C at_up = vm::nan_or(di, di * ui);
+            to_gate[i] = vm::nan_or(at_up, at_up * s * (C(1) + gi * (C(1) - s)));
+            to_up[i] = vm::nan_or(di, di * gi * s);
           }
         },
         gate, up, dy);
@@ -100,7 +94,8 @@ void clamped_swiglu_backward(const View& gate, const View& up, const View& dy, d
             const C gate_i = g[i], up_i = u[i], di = d[i];
             const C gi = gate_i > most ? most : gate_i, low = up_i < -most ? -most : up_i, ui = low > most ? most : low;
             const C xi = slope * gi, s = vm::sigmoid(xi);
-            const C by_gate = di * (ui + C(1)) * s * (C(1) + xi * (C(1) - s)), by_up = di * gi * s;
+            const C at_up = vm::nan_or(di, di * (ui + C(1)));
+            const C by_gate = vm::nan_or(at_up, at_up * s * (C(1) + xi * (C(1) - s))), by_up = vm::nan_or(di, di * gi * s);
             to_gate[i] = gate_i <= most ? by_gate : C(0);
             to_up[i] = std::abs(up_i) <= most ? by_up : C(0);
           }

@@ -5,6 +5,7 @@
 
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/cpu/bf16_instructions.h"
+#include "sheaf/kernels/cpu/blocks.h"
 #include "sheaf/kernels/cpu/gemm_bf16.h"
 #include "sheaf/kernels/cpu/gemm_part.h"
 #include "sheaf/kernels/cpu/lanes.h"
@@ -101,30 +102,6 @@ struct Problem {
   }
 };
 
-/// Copies between any strides and floating types.
-void copy_matrix(int64_t rows, int64_t cols, const MatrixOperand& from, const MatrixOperand& to) {
-  visit_floating("matmul", from.dtype, [&]<class From>() {
-    visit_floating("matmul", to.dtype, [&]<class To>() {
-      if constexpr (std::is_same_v<ComputeType<From>, ComputeType<To>>) {
-        if (from.col_stride == 1 && to.col_stride == 1) {
-          for (int64_t i = 0; i < rows; ++i) {
-            const From* x = reinterpret_cast<const From*>(from.data) + i * from.row_stride;
-            To* y = reinterpret_cast<To*>(to.data) + i * to.row_stride;
-            for_lanes(cols, [&](int64_t j, auto n) { store_lanes(y + j, load_lanes(x + j, n), n); });
-          }
-          return;
-        }
-      }
-      for (int64_t i = 0; i < rows; ++i)
-        for (int64_t j = 0; j < cols; ++j) {
-          const auto x = reinterpret_cast<const From*>(from.data)[i * from.row_stride + j * from.col_stride];
-          reinterpret_cast<To*>(to.data)[i * to.row_stride + j * to.col_stride] =
-              To(static_cast<ComputeType<To>>(static_cast<ComputeType<From>>(x)));
-        }
-    });
-  });
-}
-
 /// The numbers of parts into which the rows and the columns of one product are divided.
 struct Cut {
   int64_t rows = 1, cols = 1;
@@ -219,10 +196,16 @@ class Plan {
                       " needs more scratch memory than was asked for");
     if (!copy_c_) return gemm_part(part, scratch);
     const MatrixOperand home = part.c;
-    part.c = {scratch + line_align(gemm_scratch(part)), compute_, part.cols, 1};
-    if (part.accumulate) copy_matrix(part.rows, part.cols, home, part.c);
-    gemm_part(part, scratch);
-    copy_matrix(part.rows, part.cols, part.c, home);
+    char* const copy = scratch + line_align(gemm_scratch(part));
+    part.c = {copy, compute_, part.cols, 1};
+    const auto home_row = [&](int64_t i) { return home.data + i * home.row_stride * static_cast<int64_t>(size_of(home.dtype)); };
+    visit_compute(compute_, [&]<class C>() {
+      C* const rows = reinterpret_cast<C*>(copy);
+      if (part.accumulate)
+        for (int64_t i = 0; i < part.rows; ++i) load_run(home.dtype, home_row(i), home.col_stride, part.cols, rows + i * part.cols);
+      gemm_part(part, scratch);
+      for (int64_t i = 0; i < part.rows; ++i) store_run(home.dtype, home_row(i), home.col_stride, part.cols, rows + i * part.cols);
+    });
   }
 
   const Problem& p_;

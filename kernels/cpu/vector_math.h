@@ -16,6 +16,13 @@ namespace sheaf::kernels::cpu::vm {
 
 inline constexpr float kInf = std::numeric_limits<float>::infinity();
 
+/// x if it is NaN, else `value`, which is computed from x. Of two operands that are NaN the processor returns the first, and which that
+/// is may differ between the vectors of a loop and the elements after them: so a kernel says which one it is.
+template <class C>
+SHEAF_INLINE C nan_or(C x, C value) {
+  return x != x ? x : value;
+}
+
 /// e^x.
 SHEAF_INLINE float exp(float x) {
   // Beyond these bounds the result is 0 or infinite anyway; NaN passes both comparisons unchanged.
@@ -66,7 +73,7 @@ SHEAF_INLINE float log(float x) {
   out = x < std::numeric_limits<float>::min() ? -kInf : out;
   out = x <= -std::numeric_limits<float>::min() ? std::numeric_limits<float>::quiet_NaN() : out;
   out = x == kInf ? kInf : out;
-  return x != x ? x : out;
+  return nan_or(x, out);
 }
 SHEAF_INLINE double log(double x) { return std::log(x); }
 
@@ -84,11 +91,10 @@ SHEAF_INLINE float expm1(float x) {
 }
 SHEAF_INLINE double expm1(double x) { return std::expm1(x); }
 
-/// 1 / (1 + e^-x). NaN passes unchanged: so it is the same factor as x, whichever of the two comes first.
+/// 1 / (1 + e^-x). NaN passes unchanged, so that it is the same factor as x.
 template <class C>
 SHEAF_INLINE C sigmoid(C x) {
-  const C s = C(1) / (C(1) + exp(-x));
-  return x != x ? x : s;
+  return nan_or(x, C(1) / (C(1) + exp(-x)));
 }
 
 SHEAF_INLINE float tanh(float x) {
@@ -146,7 +152,7 @@ SHEAF_INLINE float normal_cdf(float x) {
   const float upper = 0.5f * (exp(-h) * (1.0f - low)) * q * (t < 2.0f ? near : far);
   const float tail = x > 0.0f ? 1.0f - upper : upper;
   const float out = t < 1.0f ? middle : t > 13.2f ? (x > 0.0f ? 1.0f : 0.0f) : tail;
-  return x != x ? x : out;
+  return nan_or(x, out);
 }
 SHEAF_INLINE double normal_cdf(double x) { return 0.5 * std::erfc(-x * 0.70710678118654752440); }
 

@@ -68,7 +68,8 @@ TEST(Unary, AgreesWithF64OnEveryFloatingTypeAndLayout) {
 
 // NaN of either sign: what an operand's payload and sign become must not depend on where vectors end.
 void scatter_nans(const Buffer& x, int64_t every, int64_t from = 0) {
-  for (int64_t i = from; i < x.numel(); i += every) *reinterpret_cast<uint32_t*>(x.at(i)) = (i % 2 ? 0x7fc00000u : 0xffc00000u) + static_cast<uint32_t>(i);
+  for (int64_t i = from; i < x.numel(); i += every)
+    *reinterpret_cast<uint32_t*>(x.at(i)) = (i % 2 ? 0x7fc00000u : 0xffc00000u) + static_cast<uint32_t>(i);
 }
 
 TEST(Unary, TailBitsEqualBodyBits) {
@@ -91,22 +92,32 @@ TEST(Unary, TailBitsEqualBodyBits) {
 }
 
 TEST(Binary, TailBitsOfGatesAndGradientsEqualBodyBits) {
-  Buffer x(kF32, {1000}), y(kF32, {1000});
-  x.random(3, -5, 5), y.random(4, -5, 5);
-  scatter_nans(x, 3), scatter_nans(y, 2);
-  using Call = std::function<void(const View&, const View&, const View&)>;
-  std::vector<Call> calls = {cpu::swiglu, [](const View& a, const View& b, const View& out) { cpu::clamped_swiglu(a, b, 1.7, INFINITY, out); }};
+  Buffer x(kF32, {1000}), y(kF32, {1000}), dy(kF32, {1000});
+  x.random(3, -5, 5), y.random(4, -5, 5), dy.random(5, -5, 5);
+  scatter_nans(x, 3), scatter_nans(y, 2), scatter_nans(dy, 5);  // each of the three, two and all of them
+  using Call = std::function<void(const View& x, const View& y, const View& dy, const View& out)>;
+  std::vector<Call> calls = {
+      [](const View& a, const View& b, const View&, const View& out) { cpu::swiglu(a, b, out); },
+      [](const View& a, const View& b, const View&, const View& out) { cpu::clamped_swiglu(a, b, 1.7, INFINITY, out); }};
   for (const BackwardOp op : {BackwardOp::gelu_exact, BackwardOp::gelu_tanh, BackwardOp::silu})
-    calls.push_back([op](const View& a, const View& b, const View& out) { cpu::activation_backward(op, a, b, out); });
+    calls.push_back([op](const View& a, const View&, const View& d, const View& out) { cpu::activation_backward(op, a, d, out); });
+  for (const bool clamped : {false, true})
+    for (const bool of_up : {false, true})
+      calls.push_back([=](const View& a, const View& b, const View& d, const View& out) {
+        const Buffer other(kF32, {out.shape[0]});
+        const View dgate = of_up ? other.view() : out, dup = of_up ? out : other.view();
+        if (clamped) cpu::clamped_swiglu_backward(a, b, d, 1.7, INFINITY, dgate, dup);
+        else cpu::swiglu_backward(a, b, d, dgate, dup);
+      });
   for (size_t i = 0; i < calls.size(); ++i) {
     Buffer whole(kF32, {1000});
-    calls[i](x.view(), y.view(), whole.view());
+    calls[i](x.view(), y.view(), dy.view(), whole.view());
     for (const int64_t n : {1, 3, 7, 8, 9, 31, 33})
       for (const int64_t start : {0, 1, 5, 900}) {
-        View a = x.view(), b = y.view();
-        a.data = x.at(start), b.data = y.at(start), a.shape = b.shape = {n};
+        View a = x.view(), b = y.view(), d = dy.view();
+        a.data = x.at(start), b.data = y.at(start), d.data = dy.at(start), a.shape = b.shape = d.shape = {n};
         Buffer out(kF32, {n});
-        calls[i](a, b, out.view());
+        calls[i](a, b, d, out.view());
         EXPECT_EQ(0, std::memcmp(out.at(0), whole.at(start), static_cast<size_t>(n) * 4)) << i << ", " << n << " from " << start;
       }
   }
